@@ -1,0 +1,19 @@
+"""The transformer itself. Imports only PyTorch and `config`."""
+
+from workhorse.nn.attention import Attention, AttentionConfig
+from workhorse.nn.cache import Cache
+from workhorse.nn.context import Context
+from workhorse.nn.decoder import Decoder, DecoderConfig
+from workhorse.nn.loss import IGNORE, chunked_next_token_loss, next_token_loss
+
+__all__ = [
+    "IGNORE",
+    "Attention",
+    "AttentionConfig",
+    "Cache",
+    "Context",
+    "Decoder",
+    "DecoderConfig",
+    "chunked_next_token_loss",
+    "next_token_loss",
+]

@@ -1,0 +1,203 @@
+"""Wirings of a block: where norms and residuals sit, around any attention and any feed-forward."""
+
+from abc import ABC, abstractmethod
+from typing import Annotated, Literal
+
+from pydantic import Field
+from torch import nn
+
+from workhorse.config import Config
+from workhorse.nn.attention import AttentionConfig
+from workhorse.nn.cache import KeyValueEntry
+from workhorse.nn.context import Context
+from workhorse.nn.elementwise import Multiplier
+from workhorse.nn.feedforward import FeedForwardConfig
+from workhorse.nn.kernels import KernelName
+from workhorse.nn.norms import NormConfig
+from workhorse.nn.shapes import Hidden
+
+
+class WiringConfig(Config):
+    """What every wiring has: two sub-layers, a kind of norm, and what a sub-layer may add."""
+
+    attention: AttentionConfig
+    feed_forward: FeedForwardConfig
+    norm: NormConfig
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """On each sub-layer's output, before it is added."""
+    residual_multiplier: float = 1.0
+    """On each sub-layer's output, before it is added (Granite)."""
+
+    @abstractmethod
+    def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> "Block":
+        """The block of layer number `layer`, from 0."""
+
+
+class Block(nn.Module, ABC):
+    """One layer of a decoder: attention mixes positions, the feed-forward works on each by itself.
+
+    Args:
+        config: its parts.
+        d_model: width of the residual stream.
+        layer: its index, from 0; some attention scales with it.
+        kernel: how attention is computed.
+    """
+
+    def __init__(
+        self, config: WiringConfig, d_model: int, layer: int = 0, kernel: KernelName = "auto"
+    ) -> None:
+        super().__init__()
+        self.attention = config.attention.build(d_model, layer, kernel)
+        self.feed_forward = config.feed_forward.build(d_model)
+        self.branch = make_branch(config.dropout, config.residual_multiplier)
+
+    @abstractmethod
+    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+        """The residual stream after this layer."""
+
+
+class PreNormConfig(WiringConfig):
+    """`x + f(norm(x))` for each sub-layer: GPT-2, LLaMA. Paper: 2002.04745."""
+
+    kind: Literal["pre_norm"] = "pre_norm"
+    norm_residual: bool = False
+    """Let the residual start from the normed input (an option of BLOOM)."""
+
+    def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> Block:
+        block = NormedResidual if self.norm_residual else PreNorm
+        return block(self, d_model, layer, kernel)
+
+
+class PreNorm(Block):
+    """`x + attention(norm(x))`, then `x + feed_forward(norm(x))`."""
+
+    def __init__(
+        self, config: WiringConfig, d_model: int, layer: int = 0, kernel: KernelName = "auto"
+    ) -> None:
+        super().__init__(config, d_model, layer, kernel)
+        self.attention_norm = config.norm.build(d_model)
+        self.feed_forward_norm = config.norm.build(d_model)
+
+    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+        x = x + self.branch(self.attention(self.attention_norm(x), context, cache))
+        return x + self.branch(self.feed_forward(self.feed_forward_norm(x)))
+
+
+class NormedResidual(PreNorm):
+    """`norm(x) + attention(norm(x))`, then the same with the feed-forward."""
+
+    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+        x = self.attention_norm(x)
+        x = x + self.branch(self.attention(x, context, cache))
+        x = self.feed_forward_norm(x)
+        return x + self.branch(self.feed_forward(x))
+
+
+class PostNormConfig(WiringConfig):
+    """`norm(x + f(x))` for each sub-layer: the 2017 transformer and GPT (1706.03762 §3.1)."""
+
+    kind: Literal["post_norm"] = "post_norm"
+
+    def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> Block:
+        return PostNorm(self, d_model, layer, kernel)
+
+
+class PostNorm(PreNorm):
+    """`norm(x + attention(x))`, then `norm(x + feed_forward(x))`."""
+
+    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+        x = self.attention_norm(x + self.branch(self.attention(x, context, cache)))
+        return self.feed_forward_norm(x + self.branch(self.feed_forward(x)))
+
+
+class ReorderedNormConfig(WiringConfig):
+    """`x + norm(f(x))` for each sub-layer: OLMo 2 (2501.00656 §2.1)."""
+
+    kind: Literal["reordered_norm"] = "reordered_norm"
+
+    def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> Block:
+        return ReorderedNorm(self, d_model, layer, kernel)
+
+
+class ReorderedNorm(PreNorm):
+    """`x + norm(attention(x))`, then `x + norm(feed_forward(x))`."""
+
+    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+        x = x + self.branch(self.attention_norm(self.attention(x, context, cache)))
+        return x + self.branch(self.feed_forward_norm(self.feed_forward(x)))
+
+
+class SandwichNormConfig(WiringConfig):
+    """`x + norm(f(norm(x)))` for each sub-layer: Gemma 2 (2408.00118 §2)."""
+
+    kind: Literal["sandwich_norm"] = "sandwich_norm"
+
+    def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> Block:
+        return SandwichNorm(self, d_model, layer, kernel)
+
+
+class SandwichNorm(PreNorm):
+    """`x + norm(attention(norm(x)))`, then `x + norm(feed_forward(norm(x)))`."""
+
+    def __init__(
+        self, config: WiringConfig, d_model: int, layer: int = 0, kernel: KernelName = "auto"
+    ) -> None:
+        super().__init__(config, d_model, layer, kernel)
+        self.attention_output_norm = config.norm.build(d_model)
+        self.feed_forward_output_norm = config.norm.build(d_model)
+
+    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+        y = self.attention(self.attention_norm(x), context, cache)
+        x = x + self.branch(self.attention_output_norm(y))
+        y = self.feed_forward(self.feed_forward_norm(x))
+        return x + self.branch(self.feed_forward_output_norm(y))
+
+
+class ParallelConfig(WiringConfig):
+    """`x + attention(norm(x)) + feed_forward(norm(x))`, both from one input.
+
+    One shared norm in GPT-J, PaLM (2204.02311 §2) and Falcon-7B; two in GPT-NeoX and Falcon-40B.
+    """
+
+    kind: Literal["parallel"] = "parallel"
+    norms: Literal[1, 2] = 1
+
+    def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> Block:
+        block = Parallel if self.norms == 1 else ParallelTwoNorms
+        return block(self, d_model, layer, kernel)
+
+
+class Parallel(Block):
+    """`x + attention(norm(x)) + feed_forward(norm(x))` with one norm."""
+
+    def __init__(
+        self, config: WiringConfig, d_model: int, layer: int = 0, kernel: KernelName = "auto"
+    ) -> None:
+        super().__init__(config, d_model, layer, kernel)
+        self.norm = config.norm.build(d_model)
+
+    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+        y = self.norm(x)
+        y = self.branch(self.attention(y, context, cache)) + self.branch(self.feed_forward(y))
+        return x + y
+
+
+class ParallelTwoNorms(PreNorm):
+    """`x + attention(norm₁(x)) + feed_forward(norm₂(x))`."""
+
+    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+        y = self.branch(self.attention(self.attention_norm(x), context, cache))
+        return x + (y + self.branch(self.feed_forward(self.feed_forward_norm(x))))
+
+
+BlockConfig = Annotated[
+    PreNormConfig | PostNormConfig | ReorderedNormConfig | SandwichNormConfig | ParallelConfig,
+    Field(discriminator="kind"),
+]
+
+
+def make_branch(dropout: float, multiplier: float) -> nn.Module:
+    """What happens to a sub-layer's output before it joins the residual stream."""
+    if multiplier == 1.0:
+        return nn.Dropout(dropout) if dropout else nn.Identity()
+    return nn.Sequential(nn.Dropout(dropout), Multiplier(multiplier))

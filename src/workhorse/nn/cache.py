@@ -1,0 +1,166 @@
+"""The key/value cache: what attention remembers of earlier tokens. The caller owns it.
+
+Every layer has an entry. Entries of equal capacity share a `Track`, which knows the position that
+each slot of each row holds; masks are computed from those positions, so full, rolling and ragged
+caches need no cases of their own. A position p lives in slot `p % capacity`.
+"""
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from workhorse.errors import WorkhorseError
+from workhorse.nn.masks import Placement
+from workhorse.nn.shapes import Keys, Positions, Values
+
+
+class Track:
+    """The position held by each slot of each row, shared by the layers of one capacity.
+
+    Args:
+        batch: rows.
+        capacity: slots a row.
+        rolling: whether later positions overwrite the slots of those out of reach.
+        device: where the positions live.
+
+    One more slot, the last, takes what is not kept: padding, and tokens that are overwritten
+    within the same step.
+    """
+
+    def __init__(self, batch: int, capacity: int, *, rolling: bool, device: torch.device) -> None:
+        self.capacity = capacity
+        self.rolling = rolling
+        self.held = torch.full((batch, capacity + 1), -1, device=device)  # positions
+        self.used = 0  # slots that hold something in the longest row
+        self.appended = False
+        self.slots = torch.empty((batch, 0), dtype=torch.int64, device=device)
+        self.rows = torch.arange(batch, device=device)[:, None]
+        self.place = Placement(self.held[:, :0], self.held[:, :0])
+
+    def begin(self, positions: Positions, *, start: int, uniform: bool) -> None:
+        """Take in the positions of one forward pass, before the layers write their keys.
+
+        Args:
+            positions: (batch, seq) of the new tokens, -1 for padding.
+            start: columns consumed before.
+            uniform: every row holds 0, 1, 2 … without padding.
+        """
+        seq = positions.shape[1]
+        last = positions.amax(dim=1, keepdim=True)
+        kept = (positions >= 0) & (positions > last - self.capacity)
+        self.slots = torch.where(kept, positions % self.capacity, self.capacity)
+        # A rolling cache cannot take several tokens at once: the last of them would overwrite what
+        # the first may still see. They attend to what was there and to themselves, side by side.
+        self.appended = self.rolling and seq > 1
+        beside = torch.cat((self.held[:, : self.used], positions), dim=1)
+        self.held[self.rows, self.slots] = positions
+        self.held[:, self.capacity] = -1
+        self.used = min(start + seq, self.capacity)
+        self.place = Placement(
+            positions,
+            beside if self.appended else self.held[:, : self.used],
+            aligned=uniform and start == 0,
+            last=uniform and seq == 1,
+        )
+
+    def select_rows(self, index: Int[Tensor, " rows"]) -> None:
+        self.held = self.held[index]
+        self.rows = torch.arange(len(index), device=self.held.device)[:, None]
+
+
+class KeyValueEntry:
+    """The keys and values of one attention layer."""
+
+    def __init__(
+        self, track: Track, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
+    ) -> None:
+        batch, slots = track.held.shape
+        device = track.held.device
+        self.track = track
+        self.k = torch.zeros(batch, kv_heads, slots, key_dim, dtype=dtype, device=device)
+        self.v = torch.zeros(batch, kv_heads, slots, value_dim, dtype=dtype, device=device)
+
+    def update(self, k: Keys, v: Values) -> tuple[Keys, Values]:
+        """Store the new keys and values; returns all that the new tokens may attend to."""
+        return self._update(self.k, k), self._update(self.v, v)
+
+    def _update(self, stored: Tensor, new: Tensor) -> Tensor:
+        track = self.track
+        visible = stored[:, :, : track.used]
+        if track.appended:
+            before = track.place.keys.shape[1] - new.shape[2]
+            visible = torch.cat((stored[:, :, :before], new), dim=2)
+        stored[track.rows, :, track.slots] = new.transpose(1, 2)
+        return visible
+
+    def select_rows(self, index: Int[Tensor, " rows"]) -> None:
+        self.k, self.v = self.k[index], self.v[index]
+
+
+class Cache:
+    """What a decoder remembers of a batch of texts; made by `Decoder.new_cache`.
+
+    Attributes:
+        entries: one for each layer.
+        length: columns consumed so far, padding included.
+        lengths: tokens of each row, padding not included.
+        capacity: tokens a row can hold.
+    """
+
+    def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
+        if batch < 1 or capacity < 1:
+            raise WorkhorseError(
+                f"a cache of {batch} rows × {capacity} tokens is empty; enlarge it"
+            )
+        self.capacity = capacity
+        self.length = 0
+        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.uniform = True
+        self.entries: list[KeyValueEntry] = []
+        self.tracks: dict[int, Track] = {}
+
+    def track(self, reach: int | None) -> Track:
+        """The track for layers whose queries see `reach` positions back (None: all of them)."""
+        capacity = self.capacity if reach is None else min(reach, self.capacity)
+        if capacity not in self.tracks:
+            self.tracks[capacity] = Track(
+                len(self.lengths),
+                capacity,
+                rolling=capacity < self.capacity,
+                device=self.lengths.device,
+            )
+        return self.tracks[capacity]
+
+    def begin(self, batch: int, seq: int, positions: Positions | None) -> Positions:
+        """Take in the tokens of one forward pass; returns their positions, (batch, seq).
+
+        Raises:
+            WorkhorseError: another number of rows, or more tokens than there is room for.
+        """
+        if batch != len(self.lengths):
+            raise WorkhorseError(
+                f"the cache has {len(self.lengths)} rows and the tokens {batch}; "
+                "make one cache for each batch"
+            )
+        if self.length + seq > self.capacity:
+            raise WorkhorseError(
+                f"{self.length} + {seq} tokens do not fit a cache of {self.capacity}; "
+                "make one with more capacity"
+            )
+        if positions is None:
+            steps = torch.arange(seq, device=self.lengths.device)
+            positions = self.lengths[:, None] + steps
+        else:
+            positions = positions.expand(batch, -1)
+            self.uniform = False
+        for track in self.tracks.values():
+            track.begin(positions, start=self.length, uniform=self.uniform)
+        self.length += seq
+        self.lengths = torch.maximum(self.lengths, positions.amax(dim=1) + 1)
+        return positions
+
+    def select_rows(self, index: Int[Tensor, " rows"]) -> None:
+        """Keep, reorder or repeat rows: row r becomes what row `index[r]` was."""
+        self.lengths = self.lengths[index]
+        for part in (*self.tracks.values(), *self.entries):
+            part.select_rows(index)

@@ -1,0 +1,187 @@
+"""The decoder: token embedding, a stack of blocks, a final norm and a head."""
+
+from typing import Self, cast
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from workhorse.config import Config, ConfigError, nearest
+from workhorse.errors import WorkhorseError
+from workhorse.nn.blocks import Block, BlockConfig
+from workhorse.nn.cache import Cache
+from workhorse.nn.context import Context
+from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.head import HeadConfig
+from workhorse.nn.init import InitConfig, NormalInitConfig, initialize
+from workhorse.nn.kernels import KernelName
+from workhorse.nn.norms import NoNormConfig, NormConfig
+from workhorse.nn.positions import LearnedPositionConfig
+from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
+
+
+class DecoderConfig(Config):
+    """A whole decoder-only transformer.
+
+    `blocks` names the kinds of layer and `pattern` their order: names tiled over `n_layers`, or
+    given for every layer. With one kind of layer the pattern may be left out.
+    """
+
+    vocab_size: int = Field(gt=0)
+    d_model: int = Field(gt=0)
+    n_layers: int = Field(gt=0)
+    max_seq_len: int = Field(gt=0)
+    """Longest text, in tokens: the size of a learned position table, and what training and
+    generation keep to."""
+    embedding: EmbeddingConfig = EmbeddingConfig()
+    blocks: dict[str, BlockConfig]
+    pattern: tuple[str, ...] = ()
+    final_norm: NormConfig = NoNormConfig()
+    head: HeadConfig = HeadConfig()
+    init: InitConfig = NormalInitConfig()
+
+    def model_post_init(self, _context: object) -> None:
+        if not self.blocks:
+            raise ConfigError("there is no block; name at least one", "blocks")
+        if not self.pattern and len(self.blocks) > 1:
+            raise ConfigError(
+                f"missing with {len(self.blocks)} blocks; list names in order", "pattern"
+            )
+        if len(self.pattern) > self.n_layers:
+            raise ConfigError(
+                f"{len(self.pattern)} names for n_layers={self.n_layers}; leave some out", "pattern"
+            )
+        for name in self.pattern:
+            if name not in self.blocks:
+                raise ConfigError(f"no block {name!r}; {nearest(name, self.blocks)}", "pattern")
+        for name, block in self.blocks.items():
+            if name not in self.layer_names():
+                raise ConfigError("no layer uses this block; leave it out", f"blocks.{name}")
+            try:
+                block.attention.key_dim(self.d_model)
+            except ConfigError as error:
+                raise ConfigError(error.reason, f"blocks.{name}.attention") from None
+
+    def layer_names(self) -> list[str]:
+        """The block's name of each layer."""
+        names = self.pattern or tuple(self.blocks)
+        return [names[layer % len(names)] for layer in range(self.n_layers)]
+
+    def build(
+        self,
+        kernel: KernelName = "auto",
+        *,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+    ) -> "Decoder":
+        """A decoder with fresh weights.
+
+        Args:
+            kernel: how attention is computed, in every layer.
+            device: where; PyTorch's default device where not given. On `meta` nothing is allocated.
+            dtype: of the weights.
+
+        Raises:
+            WorkhorseError: the kernel cannot express this config.
+        """
+        device = torch.get_default_device() if device is None else torch.device(device)
+        with torch.device("meta"):
+            decoder = Decoder(self, kernel).to(dtype)
+        if device.type != "meta":
+            decoder.to_empty(device=device)
+            decoder.tie_weights()  # moving from meta parts what was shared
+            decoder.initialize()
+        return decoder
+
+
+class Decoder(nn.Module):
+    """Tokens to logits.
+
+    Args:
+        config: what to build.
+        kernel: how attention is computed.
+    """
+
+    def __init__(self, config: DecoderConfig, kernel: KernelName = "auto") -> None:
+        super().__init__()
+        self.config = config
+        self.max_seq_len = config.max_seq_len
+        self.embedding = config.embedding.build(
+            config.vocab_size, config.d_model, config.max_seq_len
+        )
+        self.layers = nn.ModuleList(
+            config.blocks[name].build(config.d_model, layer, kernel)
+            for layer, name in enumerate(config.layer_names())
+        )
+        self.final_norm = config.final_norm.build(config.d_model)
+        self.head = config.head.build(config.vocab_size, config.d_model, self.embedding.width)
+        self.tie_weights()
+
+    def forward(
+        self,
+        tokens: Tokens,
+        *,
+        positions: Positions | None = None,
+        documents: Tokens | None = None,
+        cache: Cache | None = None,
+    ) -> Logits:
+        """Logits of the next token at every position; see `Context` for the arguments."""
+        return self.unembed(
+            self.hidden(tokens, positions=positions, documents=documents, cache=cache)
+        )
+
+    def hidden(
+        self,
+        tokens: Tokens,
+        *,
+        positions: Positions | None = None,
+        documents: Tokens | None = None,
+        cache: Cache | None = None,
+    ) -> Hidden:
+        """What the head reads: the residual stream after the final norm."""
+        batch, seq = tokens.shape
+        context = Context(
+            batch, seq, tokens.device, positions=positions, documents=documents, cache=cache
+        )
+        self.check_length(context)
+        x = self.embedding(tokens, context.positions)
+        entries = [None] * len(self.layers) if cache is None else cache.entries
+        for layer, entry in zip(self.layers, entries, strict=True):
+            x = layer(x, context, entry)
+        return self.final_norm(x)
+
+    def unembed(self, x: Hidden) -> Logits:
+        """Hidden states to logits; give it only the positions whose logits are wanted."""
+        return self.head(x)
+
+    def new_cache(self, batch: int, capacity: int) -> Cache:
+        """An empty cache for `batch` texts of up to `capacity` tokens each.
+
+        Raises:
+            WorkhorseError: an empty cache, or attention that is not causal.
+        """
+        cache = Cache(batch, capacity, self.embedding.tokens.weight.device)
+        cache.entries = [layer.attention.cache_entry(cache) for layer in self._blocks()]
+        return cache
+
+    def initialize(self, generator: torch.Generator | None = None) -> Self:
+        """Draw every weight anew, in place, as the config's scheme says."""
+        initialize(self, self.config.init, self.config.n_layers, generator)
+        return self
+
+    def tie_weights(self) -> None:
+        """Let the head share the embedding's matrix where the config says so."""
+        if self.config.head.tied:
+            self.head.proj.weight = self.embedding.tokens.weight
+
+    def check_length(self, context: Context) -> None:
+        """Raises WorkhorseError where a text outgrows a table of learned positions."""
+        learned = isinstance(self.config.embedding.position, LearnedPositionConfig)
+        if learned and context.uniform and context.length > self.max_seq_len:
+            raise WorkhorseError(
+                f"{context.length} tokens are more than max_seq_len={self.max_seq_len} learned "
+                "positions; shorten the text"
+            )
+
+    def _blocks(self) -> list[Block]:
+        return cast(list[Block], list(self.layers))

@@ -1,0 +1,51 @@
+"""Tokens to vectors: the embedding, what is added to it, and what is done to the sum."""
+
+from pydantic import Field
+from torch import nn
+
+from workhorse.config import Config
+from workhorse.nn.elementwise import Multiplier
+from workhorse.nn.norms import NoNormConfig, NormConfig
+from workhorse.nn.positions import EmbeddingPositionConfig, NoPositionConfig
+from workhorse.nn.shapes import Hidden, Positions, Tokens
+
+
+class EmbeddingConfig(Config):
+    """`dropout(norm(multiplier · project(table[token])) + position)`."""
+
+    position: EmbeddingPositionConfig = NoPositionConfig()
+    width: int | None = Field(default=None, gt=0)
+    """Of the table, where it is narrower than d_model; a projection widens it (OPT-350m)."""
+    multiplier: float = 1.0
+    """On the token's vector (Gemma and the 2017 transformer: sqrt(d_model))."""
+    norm: NormConfig = NoNormConfig()
+    """On the token's vector (BLOOM)."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+
+    def build(self, vocab_size: int, d_model: int, max_seq_len: int) -> "Embedding":
+        return Embedding(self, vocab_size, d_model, max_seq_len)
+
+
+class Embedding(nn.Module):
+    """`(batch, seq)` tokens to `(batch, seq, d_model)`.
+
+    Attributes:
+        width: of the table, which a tied head shares.
+    """
+
+    def __init__(
+        self, config: EmbeddingConfig, vocab_size: int, d_model: int, max_seq_len: int
+    ) -> None:
+        super().__init__()
+        self.width = config.width or d_model
+        narrow = self.width != d_model
+        self.tokens = nn.Embedding(vocab_size, self.width)
+        self.project = nn.Linear(self.width, d_model, bias=False) if narrow else nn.Identity()
+        self.multiply = Multiplier(config.multiplier) if config.multiplier != 1 else nn.Identity()
+        self.norm = config.norm.build(d_model)
+        self.positions = config.position.build(max_seq_len, d_model)
+        self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
+
+    def forward(self, tokens: Tokens, positions: Positions) -> Hidden:
+        x = self.norm(self.multiply(self.project(self.tokens(tokens))))
+        return self.dropout(self.positions(x, positions))

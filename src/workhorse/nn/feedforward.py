@@ -1,0 +1,193 @@
+"""Feed-forward sub-layers: what happens to each position by itself."""
+
+import math
+from collections.abc import Callable
+from typing import Annotated, Literal
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor, nn
+
+from workhorse.config import Config
+from workhorse.nn.shapes import Hidden
+
+ActivationName = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid", "xielu"]
+
+
+class MlpConfig(Config):
+    """`down(act(up(x)))`. Paper: Attention Is All You Need, 1706.03762 §3.3."""
+
+    kind: Literal["mlp"] = "mlp"
+    d_ff: int = Field(gt=0)
+    activation: ActivationName = "gelu"
+    bias: bool = False
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """On the hidden activations."""
+
+    def build(self, d_model: int) -> "Mlp":
+        return Mlp(
+            d_model, self.d_ff, activation=self.activation, bias=self.bias, dropout=self.dropout
+        )
+
+
+class Mlp(nn.Module):
+    """`down_proj(act(up_proj(x)))`, `d_model -> d_ff -> d_model`."""
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        *,
+        activation: ActivationName = "gelu",
+        bias: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
+        self.activation = make_activation(activation)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
+
+    def forward(self, x: Hidden) -> Hidden:
+        return self.down_proj(self.dropout(self.activation(self.up_proj(x))))
+
+
+class GatedMlpConfig(Config):
+    """`down(act(gate(x)) * up(x))`: SwiGLU with silu, GeGLU with gelu, GLU with sigmoid.
+
+    Paper: GLU Variants Improve Transformer, 2002.05202.
+    """
+
+    kind: Literal["gated_mlp"] = "gated_mlp"
+    d_ff: int = Field(gt=0)
+    activation: ActivationName = "silu"
+    bias: bool = False
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """On the gated hidden activations."""
+
+    def build(self, d_model: int) -> "GatedMlp":
+        return GatedMlp(
+            d_model, self.d_ff, activation=self.activation, bias=self.bias, dropout=self.dropout
+        )
+
+
+class GatedMlp(nn.Module):
+    """`down_proj(act(gate_proj(x)) * up_proj(x))`, `d_model -> d_ff -> d_model`."""
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        *,
+        activation: ActivationName = "silu",
+        bias: bool = False,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.gate_proj = nn.Linear(d_model, d_ff, bias=bias)
+        self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
+        self.activation = make_activation(activation)
+        self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
+
+    def forward(self, x: Hidden) -> Hidden:
+        hidden = self.activation(self.gate_proj(x)) * self.up_proj(x)
+        return self.down_proj(self.dropout(hidden))
+
+
+class ClampedGatedMlpConfig(Config):
+    """gpt-oss's clamped SwiGLU: `down(g * sigmoid(alpha g) * (u + 1))`, `g` and `u` clamped."""
+
+    kind: Literal["clamped_gated_mlp"] = "clamped_gated_mlp"
+    d_ff: int = Field(gt=0)
+    limit: float = Field(default=7.0, gt=0)
+    """The gate is held below it, the other branch within plus and minus it."""
+    alpha: float = 1.702
+    bias: bool = True
+
+    def build(self, d_model: int) -> "ClampedGatedMlp":
+        return ClampedGatedMlp(
+            d_model, self.d_ff, limit=self.limit, alpha=self.alpha, bias=self.bias
+        )
+
+
+class ClampedGatedMlp(nn.Module):
+    """`down_proj(g * sigmoid(alpha g) * (u + 1))` with `g <= limit` and `|u| <= limit`."""
+
+    def __init__(
+        self,
+        d_model: int,
+        d_ff: int,
+        *,
+        limit: float = 7.0,
+        alpha: float = 1.702,
+        bias: bool = True,
+    ) -> None:
+        super().__init__()
+        self.limit = limit
+        self.alpha = alpha
+        self.gate_proj = nn.Linear(d_model, d_ff, bias=bias)
+        self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
+        self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
+
+    def forward(self, x: Hidden) -> Hidden:
+        gate = self.gate_proj(x).clamp(max=self.limit)
+        up = self.up_proj(x).clamp(-self.limit, self.limit)
+        return self.down_proj(gate * torch.sigmoid(self.alpha * gate) * (up + 1))
+
+
+FeedForwardConfig = Annotated[
+    MlpConfig | GatedMlpConfig | ClampedGatedMlpConfig, Field(discriminator="kind")
+]
+
+
+class ReluSquared(nn.Module):
+    """`relu(x)²`. Paper: Primer, 2109.08668."""
+
+    def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        return F.relu(x).square()
+
+
+class XIELU(nn.Module):
+    """`a_p x² + b x` above zero and `(exp(min(x, eps)) - 1 - x) a_n + b x` below, `a` learned.
+
+    The slopes are kept positive through a softplus: `a_p = softplus(p)`, `a_n = b + softplus(n)`.
+    Paper: Deriving Activation Functions Using Integration, 2411.13010.
+    """
+
+    BETA = 0.5
+    EPS = -1e-6
+    INITIAL_ALPHA = 0.8
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p = nn.Parameter(torch.empty(1))
+        self.alpha_n = nn.Parameter(torch.empty(1))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.constant_(self.alpha_p, math.log(math.expm1(self.INITIAL_ALPHA)))
+        nn.init.constant_(self.alpha_n, math.log(math.expm1(self.INITIAL_ALPHA - self.BETA)))
+
+    def forward(self, x: Float[Tensor, "*shape"]) -> Float[Tensor, "*shape"]:
+        above = F.softplus(self.alpha_p) * x.square()
+        below = (self.BETA + F.softplus(self.alpha_n)) * (torch.expm1(x.clamp(max=self.EPS)) - x)
+        return torch.where(x > 0, above, below) + self.BETA * x
+
+
+_ACTIVATIONS: dict[ActivationName, Callable[[], nn.Module]] = {
+    "relu": nn.ReLU,
+    "relu2": ReluSquared,
+    "gelu": nn.GELU,
+    "gelu_tanh": lambda: nn.GELU(approximate="tanh"),
+    "silu": nn.SiLU,
+    "sigmoid": nn.Sigmoid,
+    "xielu": XIELU,
+}
+
+
+def make_activation(name: ActivationName) -> nn.Module:
+    """A fresh module: some activations have weights of their own."""
+    return _ACTIVATIONS[name]()

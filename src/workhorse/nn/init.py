@@ -1,0 +1,124 @@
+"""How fresh weights are drawn."""
+
+import math
+from abc import abstractmethod
+from typing import Annotated, Literal, Protocol, runtime_checkable
+
+import torch
+from pydantic import Field
+from torch import Tensor, nn
+
+from workhorse.config import Config
+
+RESIDUAL_PROJECTIONS = ("out_proj", "down_proj")
+"""The projections whose outputs are added to the residual stream."""
+HEAD = "head.proj"
+
+
+@runtime_checkable
+class HasOwnStart(Protocol):
+    """A module whose weights start at values of its own: norms, sinks, learned activations."""
+
+    def reset_parameters(self) -> None: ...
+
+
+class SchemeConfig(Config):
+    """What the schemes share: embeddings are normal, biases start at 0, norms at 1."""
+
+    embedding_std: float = Field(default=0.02, ge=0)
+    """Of token vectors and learned positions."""
+    residual: Literal["plain", "scaled", "zero"] = "scaled"
+    """Projections onto the residual stream: `plain` draws them like the others; `scaled` multiplies
+    by `1/sqrt(2 n_layers)`, so that the stream's variance does not grow with depth (GPT-2); `zero`
+    lets each layer start as nothing."""
+    head: Literal["plain", "zero"] = "plain"
+    """The head, where it is not tied: as the scheme says, or zero."""
+
+    @abstractmethod
+    def draw(self, weight: Tensor, generator: torch.Generator | None) -> None:
+        """Fill a matrix, `(out, in)`."""
+
+    def draw_linear(
+        self, name: str, weight: Tensor, n_layers: int, generator: torch.Generator | None
+    ) -> None:
+        """Fill the matrix of the linear module of that name."""
+        residual = name.endswith(RESIDUAL_PROJECTIONS)
+        if (residual and self.residual == "zero") or (name == HEAD and self.head == "zero"):
+            nn.init.zeros_(weight)
+            return
+        self.draw(weight, generator)
+        if residual and self.residual == "scaled":
+            weight.mul_(1 / math.sqrt(2 * n_layers))
+
+
+class NormalInitConfig(SchemeConfig):
+    """Every matrix from a normal distribution of one width (GPT-2)."""
+
+    kind: Literal["normal"] = "normal"
+    std: float = Field(default=0.02, gt=0)
+
+    def draw(self, weight: Tensor, generator: torch.Generator | None) -> None:
+        nn.init.normal_(weight, std=self.std, generator=generator)
+
+
+class FanInInitConfig(SchemeConfig):
+    """Normal with variance `gain² / fan_in` (PaLM: `n^-0.5`; 2204.02311 §5)."""
+
+    kind: Literal["fan_in"] = "fan_in"
+    gain: float = Field(default=1.0, gt=0)
+
+    def draw(self, weight: Tensor, generator: torch.Generator | None) -> None:
+        nn.init.normal_(weight, std=self.gain / math.sqrt(weight.shape[1]), generator=generator)
+
+
+class XavierInitConfig(SchemeConfig):
+    """Uniform with variance `2 / (fan_in + fan_out)` (Glorot and Bengio, 2010)."""
+
+    kind: Literal["xavier"] = "xavier"
+
+    def draw(self, weight: Tensor, generator: torch.Generator | None) -> None:
+        nn.init.xavier_uniform_(weight, generator=generator)
+
+
+class HeInitConfig(SchemeConfig):
+    """Normal with variance `2 / fan_in` (1502.01852)."""
+
+    kind: Literal["he"] = "he"
+
+    def draw(self, weight: Tensor, generator: torch.Generator | None) -> None:
+        nn.init.kaiming_normal_(weight, nonlinearity="relu", generator=generator)
+
+
+InitConfig = Annotated[
+    NormalInitConfig | FanInInitConfig | XavierInitConfig | HeInitConfig,
+    Field(discriminator="kind"),
+]
+
+
+@torch.no_grad()
+def initialize(
+    decoder: nn.Module,
+    scheme: SchemeConfig,
+    n_layers: int,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Draw every weight of a decoder, in the order of its modules.
+
+    Args:
+        decoder: what to fill, in place.
+        scheme: how.
+        n_layers: depth, which sets the scale of residual projections.
+        generator: of random numbers, on the weights' device; the global one where not given.
+    """
+    drawn: set[Tensor] = set()  # a tied matrix is drawn once, as the embedding
+    for name, module in decoder.named_modules():
+        if isinstance(module, nn.Embedding):
+            nn.init.normal_(module.weight, std=scheme.embedding_std, generator=generator)
+            drawn.add(module.weight)
+        elif isinstance(module, nn.Linear):
+            if module.weight not in drawn:
+                scheme.draw_linear(name, module.weight, n_layers, generator)
+            for bias in (tensor for key, tensor in module.named_parameters() if key == "bias"):
+                nn.init.zeros_(bias)
+        elif isinstance(module, HasOwnStart):
+            module.reset_parameters()

@@ -1,0 +1,71 @@
+"""Next-token cross-entropy, in float32."""
+
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint
+
+from workhorse.nn.shapes import Hidden, Logits, Tokens
+
+IGNORE = -100
+"""The target of a position that does not count."""
+Scalar = Float[Tensor, ""]
+
+
+def next_token_loss(
+    logits: Logits, targets: Tokens, z_loss: float = 0.0
+) -> tuple[Scalar, Int[Tensor, ""]]:
+    """The summed loss in nats, and how many targets count.
+
+    Args:
+        logits: (batch, seq, vocab).
+        targets: (batch, seq) the token after each position, or `IGNORE`.
+        z_loss: weight of `log²(sum(exp(logits)))`, which keeps the logits from drifting
+            (PaLM, 2204.02311 §5).
+    """
+    flat, expected = logits.flatten(0, 1).float(), targets.flatten()
+    loss = F.cross_entropy(flat, expected, ignore_index=IGNORE, reduction="sum")
+    counted = expected != IGNORE
+    if z_loss:
+        loss = loss + z_loss * (flat.logsumexp(dim=-1).square() * counted).sum()
+    return loss, counted.sum()
+
+
+def chunked_next_token_loss(
+    x: Hidden,
+    targets: Tokens,
+    unembed: Callable[[Hidden], Logits],
+    *,
+    vocab: int,
+    z_loss: float = 0.0,
+    max_logits: int = 2**24,
+) -> tuple[Scalar, Int[Tensor, ""]]:
+    """As `next_token_loss(unembed(x), targets)`, a few positions' logits at a time.
+
+    Logits are computed again in the backward pass; the whole `(batch · seq, vocab)` never exists.
+
+    Args:
+        x: (batch, seq, d_model) what the head reads.
+        targets: (batch, seq) the token after each position, or `IGNORE`.
+        unembed: the head.
+        vocab: how many logits the head gives for a position.
+        z_loss: see `next_token_loss`.
+        max_logits: how many logits may exist at once; below it nothing is computed twice.
+    """
+    chunks = -(-targets.numel() * vocab // max_logits)
+    if chunks <= 1:
+        return next_token_loss(unembed(x), targets, z_loss)
+    rows = x.flatten(0, 1)[None].chunk(chunks, dim=1)
+    expected = targets.flatten()[None].chunk(chunks, dim=1)
+
+    def part(x: Hidden, targets: Tokens) -> tuple[Scalar, Int[Tensor, ""]]:
+        return next_token_loss(unembed(x), targets, z_loss)
+
+    total, counted = x.new_zeros((), dtype=torch.float32), targets.new_zeros(())
+    for pair in zip(rows, expected, strict=True):
+        loss, count = checkpoint(part, *pair, use_reentrant=False)
+        total, counted = total + loss, counted + count
+    return total, counted

@@ -1,0 +1,115 @@
+"""What a query may see, said once (`AttentionPattern`) and rendered as each kernel wants it."""
+
+from dataclasses import dataclass, replace
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from workhorse.nn.shapes import KeyPositions, Mask, Positions, ScoreBias, Tokens
+
+
+@dataclass(frozen=True)
+class AttentionPattern:
+    """Which keys a query at position i may see, and what distance costs.
+
+    Attributes:
+        causal: only keys at j <= i.
+        window: only keys at j > i - window.
+        chunk: only keys of the same stretch of `chunk` positions (Llama 4).
+        alibi_slopes: one for each head; a score loses `slope * |i - j|`. Empty for none.
+        alibi_scale: multiplies those biases.
+        alibi_bfloat16: Falcon's rounding; see `AlibiConfig`.
+    """
+
+    causal: bool = True
+    window: int | None = None
+    chunk: int | None = None
+    alibi_slopes: tuple[float, ...] = ()
+    alibi_scale: float = 1.0
+    alibi_bfloat16: bool = False
+
+    @property
+    def reach(self) -> int | None:
+        """How many of the latest positions a query can still see, itself included; None: all."""
+        limits = [limit for limit in (self.window, self.chunk) if limit is not None]
+        return min(limits) if limits else None
+
+    def within(self, length: int) -> "AttentionPattern":
+        """The same pattern over 0 … length - 1, without the limits that hide nothing there."""
+        window = self.window if self.window is not None and self.window < length else None
+        chunk = self.chunk if self.chunk is not None and self.chunk < length else None
+        return replace(self, window=window, chunk=chunk)
+
+
+@dataclass(frozen=True)
+class Placement:
+    """Where the queries and keys of one attention stand.
+
+    Attributes:
+        queries: positions; -1 is padding.
+        keys: positions of the keys, -1 for padding and empty slots.
+        documents: number of the document each token belongs to (queries and keys are the same
+            tokens then), or None.
+        aligned: queries and keys are the same tokens, at 0, 1, 2 … in every row, nothing padded.
+        last: one query a row, which stands after every key, and no key is padding.
+    """
+
+    queries: Positions
+    keys: KeyPositions
+    documents: Tokens | None = None
+    aligned: bool = False
+    last: bool = False
+
+
+def visible(pattern: AttentionPattern, place: Placement) -> Mask:
+    """The pattern as a bool mask, True = attend. Padding sees nothing and is seen by nothing."""
+    i = place.queries[:, None, :, None]
+    j = place.keys[:, None, None, :]
+    mask = sees(pattern, i, j)
+    if place.documents is not None:
+        mask = mask & (place.documents[:, None, :, None] == place.documents[:, None, None, :])
+    return mask
+
+
+def sees(pattern: AttentionPattern, i: Tensor, j: Tensor) -> Tensor:
+    """Whether a query at position i may see a key at j, elementwise, documents aside."""
+    seen = (i >= 0) & (j >= 0)
+    if pattern.causal:
+        seen = seen & (j <= i)
+    if pattern.window is not None:
+        seen = seen & (j > i - pattern.window)
+    if pattern.chunk is not None:
+        seen = seen & (i // pattern.chunk == j // pattern.chunk)
+    return seen
+
+
+def hides_something(pattern: AttentionPattern, place: Placement) -> bool:
+    """Whether a mask is needed beyond plain causality over aligned tokens."""
+    limited = pattern.window is not None or pattern.chunk is not None
+    if place.documents is not None or limited:
+        return True
+    if place.last:
+        return False
+    return not place.aligned
+
+
+def alibi_bias(pattern: AttentionPattern, place: Placement) -> ScoreBias:
+    """ALiBi's biases in float32: `-slope * |i - j|`.
+
+    With Falcon's rounding `slope * j`, which differs by a constant in each row (nothing after a
+    softmax) but rounds as the checkpoint was trained.
+    """
+    slopes = alibi_slope_column(pattern, place.keys.device)
+    i = place.queries[:, None, :, None]
+    j = place.keys[:, None, None, :]
+    if pattern.alibi_bfloat16:
+        return (slopes.bfloat16() * j.clamp(min=0)).float() * pattern.alibi_scale
+    return slopes * -(i - j).abs() * pattern.alibi_scale
+
+
+def alibi_slope_column(
+    pattern: AttentionPattern, device: torch.device
+) -> Float[Tensor, "1 heads 1 1"]:
+    """The slopes, shaped to multiply scores."""
+    return torch.tensor(pattern.alibi_slopes, device=device)[None, :, None, None]

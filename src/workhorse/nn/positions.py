@@ -1,0 +1,99 @@
+"""Absolute positions, added to the token embedding: learned, sinusoidal, or none.
+
+Positions that act inside attention are elsewhere: rotations in `rope`, linear biases in `alibi`.
+"""
+
+from typing import Annotated, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor, nn
+
+from workhorse.config import Config
+from workhorse.nn.elementwise import Unchanged
+from workhorse.nn.shapes import Hidden, Positions
+
+
+class NoPositionConfig(Config):
+    """Nothing is added or turned: the causal mask alone carries order (NoPE)."""
+
+    kind: Literal["none"] = "none"
+
+    def build(self, max_seq_len: int, d_model: int) -> Unchanged:
+        del max_seq_len, d_model
+        return Unchanged()
+
+
+class LearnedPositionConfig(Config):
+    """One trained vector per position, as in GPT."""
+
+    kind: Literal["learned"] = "learned"
+    offset: int = Field(default=0, ge=0)
+    """Unused rows before position 0 (OPT: 2)."""
+
+    def build(self, max_seq_len: int, d_model: int) -> "LearnedPositions":
+        return LearnedPositions(max_seq_len, d_model, offset=self.offset)
+
+
+class LearnedPositions(nn.Module):
+    """Adds row `offset + s` of a table to the token at position `s`; padding gets position 0's."""
+
+    def __init__(self, max_seq_len: int, d_model: int, *, offset: int = 0) -> None:
+        super().__init__()
+        self.offset = offset
+        self.table = nn.Embedding(offset + max_seq_len, d_model)
+
+    def forward(self, x: Hidden, positions: Positions) -> Hidden:
+        return x + self.table(positions.clamp(min=0) + self.offset)
+
+
+class SinusoidalPositionConfig(Config):
+    """`sin(s / theta^(2i/d_model))` and `cos` of the same, for each pair i of features.
+
+    Paper: Attention Is All You Need, 1706.03762 §3.5.
+    """
+
+    kind: Literal["sinusoidal"] = "sinusoidal"
+    theta: float = Field(default=10_000.0, gt=0)
+    layout: Literal["interleaved", "halves"] = "interleaved"
+    """`interleaved` alternates sines and cosines (the paper); `halves` puts all sines first
+    (CTRL, XGLM)."""
+    spacing: Literal["half", "half_minus_one"] = "half"
+    """What divides the exponent: d_model/2, or d_model/2 - 1 so that the slowest wave is exactly
+    theta (XGLM)."""
+    offset: int = Field(default=0, ge=0)
+    """Added to every position (XGLM: 2)."""
+
+    def build(self, max_seq_len: int, d_model: int) -> "SinusoidalPositions":
+        del max_seq_len
+        return SinusoidalPositions(d_model, self)
+
+
+class SinusoidalPositions(nn.Module):
+    """Adds waves, computed on the fly for any position."""
+
+    def __init__(self, d_model: int, config: SinusoidalPositionConfig | None = None) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.wave = config or SinusoidalPositionConfig()
+
+    def forward(self, x: Hidden, positions: Positions) -> Hidden:
+        return x + self.vectors(positions).to(x.dtype)
+
+    def vectors(self, positions: Positions) -> Float[Tensor, "#batch seq d_model"]:
+        """The waves themselves, in float32."""
+        half = (self.d_model + 1) // 2
+        divisor = self.d_model / 2 if self.wave.spacing == "half" else max(half - 1, 1)
+        exponents = torch.arange(half, device=positions.device, dtype=torch.float32) / divisor
+        placed = (positions + self.wave.offset).float()
+        angles = placed.unsqueeze(-1) * self.wave.theta**-exponents  # (batch, seq, half)
+        pair = (angles.sin(), angles.cos())
+        if self.wave.layout == "interleaved":
+            return torch.stack(pair, dim=-1).flatten(-2)[..., : self.d_model]
+        return torch.cat((pair[0], pair[1][..., : self.d_model - half]), dim=-1)
+
+
+EmbeddingPositionConfig = Annotated[
+    NoPositionConfig | LearnedPositionConfig | SinusoidalPositionConfig, Field(discriminator="kind")
+]

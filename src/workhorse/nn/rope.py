@@ -1,0 +1,277 @@
+"""Rotary positions: pairs of query and key features turned by an angle that grows with position.
+
+A rotation holds no state. The angles are computed once per forward for each distinct `RopeConfig`
+(see `context`), in float32, so neither a cast nor a move of the model can spoil them.
+"""
+
+import math
+from abc import abstractmethod
+from typing import Annotated, Literal
+
+import torch
+from jaxtyping import Float
+from pydantic import Field
+from torch import Tensor
+
+from workhorse.config import Config, ConfigError
+from workhorse.nn.shapes import Angles, Positions
+
+Frequencies = Float[Tensor, " rotary_half"]
+"""Radians per position of each pair of features."""
+
+
+class ScalingConfig(Config):
+    """How a rotation is stretched past the length it was trained for."""
+
+    @abstractmethod
+    def frequencies(
+        self, rope: "RopeConfig", rotary_dim: int, length: int, device: torch.device
+    ) -> Frequencies:
+        """Radians per position of each pair, for a text of `length` tokens."""
+
+    @property
+    def amplitude(self) -> float:
+        """Multiplies cosines and sines."""
+        return 1.0
+
+
+class LinearScalingConfig(ScalingConfig):
+    """Positions divided by `factor`. Paper: Position Interpolation, 2306.15595."""
+
+    kind: Literal["linear"] = "linear"
+    factor: float = Field(gt=0)
+
+    def frequencies(
+        self, rope: "RopeConfig", rotary_dim: int, length: int, device: torch.device
+    ) -> Frequencies:
+        del length
+        return inverse_powers(rope.theta, rotary_dim, device) / self.factor
+
+
+class DynamicNtkScalingConfig(ScalingConfig):
+    """Past the original length, a larger theta that depends on the length of the text so far.
+
+    The angles of early tokens change as the text grows, so decoding with a cache cannot equal the
+    full forward; like the reference, cached keys keep the angles they were stored with.
+    """
+
+    kind: Literal["dynamic_ntk"] = "dynamic_ntk"
+    factor: float = Field(ge=1)
+    original_max_seq_len: int = Field(gt=0)
+
+    def frequencies(
+        self, rope: "RopeConfig", rotary_dim: int, length: int, device: torch.device
+    ) -> Frequencies:
+        stretch = self.factor * max(length, self.original_max_seq_len) / self.original_max_seq_len
+        growth = stretch - (self.factor - 1)
+        theta = rope.theta * growth ** (rotary_dim / (rotary_dim - 2))
+        return inverse_powers(theta, rotary_dim, device)
+
+
+class YarnScalingConfig(ScalingConfig):
+    """Slow pairs interpolated, fast pairs left alone, a ramp between. Paper: YaRN, 2309.00071."""
+
+    kind: Literal["yarn"] = "yarn"
+    factor: float = Field(ge=1)
+    original_max_seq_len: int = Field(gt=0)
+    beta_fast: float = 32.0
+    """Pairs that turn more often than this over the original length are left alone."""
+    beta_slow: float = 1.0
+    """Pairs that turn less often than this are fully interpolated."""
+    mscale: float = 1.0
+    mscale_all_dim: float | None = None
+    """DeepSeek divides by the factor of this one, and multiplies its square into the softmax."""
+    attention_factor: float | None = None
+    """Multiplies cosines and sines; the paper's `0.1 ln(factor) + 1` where not given."""
+    truncate: bool = True
+    """Round the ends of the ramp to whole pairs (gpt-oss does not)."""
+
+    def frequencies(
+        self, rope: "RopeConfig", rotary_dim: int, length: int, device: torch.device
+    ) -> Frequencies:
+        del length
+        low = self._pair_turning(self.beta_fast, rope.theta, rotary_dim)
+        high = self._pair_turning(self.beta_slow, rope.theta, rotary_dim)
+        if self.truncate:
+            low, high = math.floor(low), math.ceil(high)
+        low, high = max(low, 0), min(high, rotary_dim - 1)
+        pairs = torch.arange(rotary_dim // 2, dtype=torch.float32, device=device)
+        ramp = ((pairs - low) / ((high - low) or 0.001)).clamp(0, 1)
+        plain = inverse_powers(rope.theta, rotary_dim, device)
+        return plain / self.factor * ramp + plain * (1 - ramp)
+
+    def _pair_turning(self, turns: float, theta: float, rotary_dim: int) -> float:
+        """The (fractional) pair that makes `turns` full turns over the original length."""
+        ratio = self.original_max_seq_len / (turns * 2 * math.pi)
+        return rotary_dim * math.log(ratio) / (2 * math.log(theta))
+
+    @property
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        if self.mscale_all_dim:
+            return self.growth(self.mscale) / self.growth(self.mscale_all_dim)
+        return self.growth(1.0)
+
+    def growth(self, mscale: float) -> float:
+        """`0.1 mscale ln(factor) + 1`."""
+        return 0.1 * mscale * math.log(self.factor) + 1.0
+
+
+class Llama3ScalingConfig(ScalingConfig):
+    """Long waves interpolated, short ones left alone, a blend between (Llama 3.1, 2407.21783)."""
+
+    kind: Literal["llama3"] = "llama3"
+    factor: float = Field(ge=1)
+    low_freq_factor: float = Field(gt=0)
+    high_freq_factor: float = Field(gt=0)
+    original_max_seq_len: int = Field(gt=0)
+
+    def frequencies(
+        self, rope: "RopeConfig", rotary_dim: int, length: int, device: torch.device
+    ) -> Frequencies:
+        del length
+        plain = inverse_powers(rope.theta, rotary_dim, device)
+        waves = self.original_max_seq_len * plain / (2 * math.pi)  # waves over the original length
+        span = self.high_freq_factor - self.low_freq_factor
+        kept = ((waves - self.low_freq_factor) / span).clamp(0, 1)
+        return plain / self.factor * (1 - kept) + plain * kept
+
+    def model_post_init(self, _context: object) -> None:
+        if self.high_freq_factor <= self.low_freq_factor:
+            raise ConfigError(
+                f"high_freq_factor={self.high_freq_factor} is not above "
+                f"low_freq_factor={self.low_freq_factor}; swap or separate them"
+            )
+
+
+class LongRopeScalingConfig(ScalingConfig):
+    """A searched divisor for each pair, one list within the original length and one past it.
+
+    Like dynamic NTK it depends on the length of the text: crossing the original length changes all
+    angles at once, and cached keys keep theirs. Paper: LongRoPE, 2402.13753.
+    """
+
+    kind: Literal["longrope"] = "longrope"
+    short_factor: tuple[float, ...]
+    long_factor: tuple[float, ...]
+    original_max_seq_len: int = Field(gt=1)
+    factor: float = Field(ge=1)
+    """How far the context was extended; sets the amplitude unless `attention_factor` does."""
+    attention_factor: float | None = None
+
+    def frequencies(
+        self, rope: "RopeConfig", rotary_dim: int, length: int, device: torch.device
+    ) -> Frequencies:
+        long = length > self.original_max_seq_len
+        divisors = torch.tensor(self.long_factor if long else self.short_factor, device=device)
+        return inverse_powers(rope.theta, rotary_dim, device) / divisors
+
+    @property
+    def amplitude(self) -> float:
+        if self.attention_factor is not None:
+            return self.attention_factor
+        return math.sqrt(1 + math.log(self.factor) / math.log(self.original_max_seq_len))
+
+
+RopeScalingConfig = Annotated[
+    LinearScalingConfig
+    | DynamicNtkScalingConfig
+    | YarnScalingConfig
+    | Llama3ScalingConfig
+    | LongRopeScalingConfig,
+    Field(discriminator="kind"),
+]
+
+
+class RopeConfig(Config):
+    """Turn pair `i` of queries and keys by `position * theta^(-2i/rotary_dim)`.
+
+    Paper: RoFormer, 2104.09864.
+    """
+
+    kind: Literal["rope"] = "rope"
+    theta: float = Field(default=10_000.0, gt=1)
+    fraction: float = Field(default=1.0, gt=0, le=1)
+    """The part of the head's width that turns; the rest passes unchanged."""
+    pairing: Literal["half", "interleaved"] = "half"
+    """Feature i turns with i + rotary_dim/2 (`half`) or with its neighbour (`interleaved`). A
+    checkpoint is right with one of them only, and plausible with the other."""
+    reverse: bool = False
+    """Turn the other way (nanochat)."""
+    scaling: RopeScalingConfig | None = None
+
+    def rotary_dim(self, head_dim: int) -> int:
+        """How many features of a head turn.
+
+        Raises:
+            ConfigError: the number is not even, or a scaling has divisors for another width.
+        """
+        rotary_dim = int(head_dim * self.fraction)
+        if rotary_dim % 2 or rotary_dim == 0:
+            raise ConfigError(
+                f"fraction={self.fraction} of head_dim={head_dim} turns {rotary_dim} features, "
+                "which cannot be paired; choose a fraction that gives an even number"
+            )
+        match self.scaling:
+            case LongRopeScalingConfig(short_factor=short, long_factor=long):
+                if {len(short), len(long)} != {rotary_dim // 2}:
+                    raise ConfigError(
+                        f"longrope has {len(short)} short and {len(long)} long factors for "
+                        f"{rotary_dim // 2} pairs; give one factor a pair"
+                    )
+            case DynamicNtkScalingConfig() if rotary_dim == 2:  # noqa: PLR2004
+                raise ConfigError("dynamic_ntk needs at least two pairs; choose a wider head_dim")
+            case _:
+                pass
+        return rotary_dim
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the angle of a token changes as the text after it grows."""
+        return isinstance(self.scaling, DynamicNtkScalingConfig | LongRopeScalingConfig)
+
+    def angles(self, positions: Positions, head_dim: int, length: int) -> tuple[Angles, Angles]:
+        """Cosines and sines in float32, `(batch or 1, 1, seq, rotary_dim / 2)` each.
+
+        Args:
+            positions: where each token stands; padding may hold anything.
+            head_dim: width of a head.
+            length: tokens in the text so far; only scalings that depend on it look at it.
+        """
+        rotary_dim = self.rotary_dim(head_dim)
+        device = positions.device
+        frequencies, amplitude = inverse_powers(self.theta, rotary_dim, device), 1.0
+        if self.scaling is not None:
+            frequencies = self.scaling.frequencies(self, rotary_dim, length, device)
+            amplitude = self.scaling.amplitude
+        turned = positions.unsqueeze(1).unsqueeze(-1).float() * frequencies
+        direction = -1.0 if self.reverse else 1.0
+        return turned.cos() * amplitude, turned.sin() * (amplitude * direction)
+
+
+def inverse_powers(theta: float, rotary_dim: int, device: torch.device) -> Frequencies:
+    """`theta^(-2i/rotary_dim)` for each pair i, in float32."""
+    exponents = torch.arange(0, rotary_dim, 2, device=device).float() / rotary_dim
+    return 1.0 / theta**exponents
+
+
+def rotate_half(x: Tensor, cos: Angles, sin: Angles) -> Tensor:
+    """Turn the pairs (i, i + rotary_dim/2) of the first `rotary_dim` features.
+
+    Args:
+        x: (batch, heads, seq, head_dim).
+        cos: (batch or 1, 1, seq, rotary_dim / 2), in the type of `x`.
+        sin: as `cos`.
+    """
+    half = cos.shape[-1]
+    a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
+    return torch.cat((a * cos - b * sin, b * cos + a * sin, rest), dim=-1)
+
+
+def rotate_interleaved(x: Tensor, cos: Angles, sin: Angles) -> Tensor:
+    """Turn the pairs (2i, 2i + 1) of the first `rotary_dim` features; see `rotate_half`."""
+    rotary_dim = 2 * cos.shape[-1]
+    a, b, rest = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2], x[..., rotary_dim:]
+    turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
+    return torch.cat((turned, rest), dim=-1)

@@ -1,0 +1,25 @@
+"""The shapes that appear in the signatures of `nn`, by name.
+
+They are documentation that can be checked: the tests run all of `nn` under jaxtyping and beartype.
+"""
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+Tokens = Int[Tensor, "batch seq"]
+"""Token ids, or targets, or document numbers."""
+Positions = Int[Tensor, "#batch seq"]
+"""Positions counted from 0; -1 marks padding. One row serves all rows of a batch alike."""
+KeyPositions = Int[Tensor, "#batch kv_seq"]
+Hidden = Float[Tensor, "batch seq d_model"]
+Logits = Float[Tensor, "batch seq vocab"]
+Queries = Float[Tensor, "batch heads seq head_dim"]
+Keys = Float[Tensor, "batch kv_heads kv_seq head_dim"]
+Values = Float[Tensor, "batch kv_heads kv_seq value_dim"]
+AttentionOutput = Float[Tensor, "batch heads seq value_dim"]
+Mask = Bool[Tensor, "#batch 1 seq kv_seq"]
+"""True = attend."""
+ScoreBias = Float[Tensor, "#batch heads #seq kv_seq"]
+"""Added to the scores."""
+Angles = Float[Tensor, "#batch 1 seq rotary_half"]
+"""Cosines or sines of a rotation, the same for all heads."""

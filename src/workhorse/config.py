@@ -8,12 +8,12 @@ import difflib
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self, get_args
+from typing import Any, Self, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from workhorse.errors import WorkhorseError
 
@@ -44,6 +44,17 @@ class Config(BaseModel):
         except ValidationError as error:
             raise _first_problem(type(self), error) from None
 
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_truth_for_numbers(cls, fields: Any) -> Any:
+        """Pydantic would read `n_layers: true` as 1."""
+        for name, value in fields.items() if isinstance(fields, dict) else ():
+            if isinstance(value, bool) and name in cls.model_fields:
+                annotation = cls.model_fields[name].annotation
+                if not {bool, Any, object} & set(_alternatives(annotation)):
+                    raise ConfigError(f"{value} is true or false; give another value", name)
+        return fields
+
     @classmethod
     def from_dict(cls, fields: Mapping[str, Any]) -> Self:
         """Build from plain data, as `to_dict` gives it."""
@@ -57,7 +68,12 @@ class Config(BaseModel):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
-        return cls.from_dict(json.loads(text))
+        try:
+            data = json.loads(text)
+        except json.JSONDecodeError as error:
+            where = f"line {error.lineno}, column {error.colno}"
+            raise ConfigError(f"not valid JSON at {where}: {error.msg}") from None
+        return cls.from_dict(data)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=2)
@@ -77,7 +93,22 @@ class Config(BaseModel):
 
 
 class _Yaml12Loader(yaml.SafeLoader):
-    """PyYAML reads `3e-4` as a string and `on` as true (YAML 1.1); YAML 1.2 does not."""
+    """PyYAML reads `3e-4` as a string and `on` as true (YAML 1.1); YAML 1.2 does not.
+
+    A key given twice is an error here, not the last one's win.
+    """
+
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
+        seen: set[Any] = set()
+        for key_node, _ in node.value:
+            key = self.construct_object(key_node, deep=True)
+            if isinstance(key, Hashable) and key in seen:
+                raise yaml.MarkedYAMLError(
+                    problem=f"key {key!r} is given twice; keep one",
+                    problem_mark=key_node.start_mark,
+                )
+            seen.add(key)
+        return super().construct_mapping(node, deep)
 
 
 _Yaml12Loader.yaml_implicit_resolvers = {
@@ -178,7 +209,7 @@ def _first_problem(config: type[Config], error: ValidationError) -> ConfigError:
     cause = context.get("error")
     if isinstance(cause, ConfigError):  # a config inside this one, or a rule of this one
         inner = [cause.path] if cause.path else []
-        return ConfigError(cause.reason, ".".join(_without_tags(config, path) + inner))
+        return ConfigError(cause.reason, ".".join(_without_tag(config, path) + inner))
     match problem["type"]:
         case "extra_forbidden":
             *path, key = path
@@ -196,26 +227,32 @@ def _first_problem(config: type[Config], error: ValidationError) -> ConfigError:
         case _:
             message = problem["msg"]
             reason = f"{_show(value)} is not allowed: {message[0].lower()}{message[1:]}"
-    return ConfigError(reason, ".".join(_without_tags(config, path)))
+    return ConfigError(reason, ".".join(_without_tag(config, path)))
 
 
-def _without_tags(config: type[Config], path: list[str]) -> list[str]:
-    """Drop the union tags that pydantic puts into a path, so that the path reads as in the file."""
-    if not path or path[0] not in config.model_fields:
-        return path
-    field = config.model_fields[path[0]]
-    tags = {
-        arm.model_fields["kind"].default
-        for arm in _configs_in(field.annotation)
-        if "kind" in arm.model_fields
-    }
-    return [path[0], *(part for part in path[1:] if part not in tags)]
+def _alternatives(annotation: Any) -> list[Any]:
+    """The types a field may have: `int | None` gives int and None."""
+    inside = get_args(annotation)
+    return [kind for part in inside for kind in _alternatives(part)] if inside else [annotation]
+
+
+def _without_tag(config: type[Config], path: list[str]) -> list[str]:
+    """Drop the union tag that pydantic may put last, so that the path reads as in the file.
+
+    It stands after the field's name, or after the key or index within that field.
+    """
+    annotation = (
+        config.model_fields[path[0]].annotation if path and path[0] in config.model_fields else None
+    )
+    depth = 2 if get_origin(annotation) in (dict, list, tuple) else 1
+    kinds = [arm.model_fields.get("kind") for arm in _configs_in(annotation)]
+    tagged = len(path) == depth + 1 and path[-1] in {kind.default for kind in kinds if kind}
+    return path[:-1] if tagged else path
 
 
 def _configs_in(annotation: Any) -> list[type[Config]]:
-    if isinstance(annotation, type):
-        return [annotation] if issubclass(annotation, Config) else []
-    return [config for part in get_args(annotation) for config in _configs_in(part)]
+    kinds = _alternatives(annotation)
+    return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)]
 
 
 def _show(value: Any) -> str:

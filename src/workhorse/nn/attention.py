@@ -18,7 +18,7 @@ from workhorse.nn.context import Context
 from workhorse.nn.elementwise import Clip, Unchanged
 from workhorse.nn.kernels import Kernel, KernelName, Scoring, make_kernel
 from workhorse.nn.masks import AttentionPattern
-from workhorse.nn.norms import NormConfig
+from workhorse.nn.norms import NormConfig, PresentNormConfig
 from workhorse.nn.positions import NoPositionConfig
 from workhorse.nn.rope import RopeConfig, rotate_half, rotate_interleaved
 from workhorse.nn.shapes import Hidden, Queries
@@ -31,7 +31,7 @@ AttentionPositionConfig = Annotated[
 class QKNormConfig(Config):
     """Norms on queries and keys (2302.05442 §2.2), which keep the scores bounded."""
 
-    norm: NormConfig
+    norm: PresentNormConfig
     over: Literal["head", "each_head", "full"] = "head"
     """`head` normalises each head with one weight for all; `each_head` gives every head a weight
     of its own (Cohere, StableLM); `full` normalises all heads together (OLMo 2)."""
@@ -99,6 +99,10 @@ class AttentionConfig(Config):
             raise ConfigError(f"window={self.window} and chunk={self.chunk} exclude each other")
         if self.qk_norm and self.qk_norm.after_rope and not isinstance(self.position, RopeConfig):
             raise ConfigError("qk_norm.after_rope=true needs a rope position; leave it out")
+        if not self.causal and isinstance(self.position, AlibiConfig) and self.position.bfloat16:
+            raise ConfigError(
+                "position.bfloat16=true needs causal=true: it biases by the key alone"
+            )
 
     def key_dim(self, d_model: int) -> int:
         """Width of a head's queries and keys.
@@ -249,13 +253,7 @@ class Attention(nn.Module):
         """
         if not self.pattern.causal:
             raise ConfigError("causal=false cannot decode with a cache; run the whole text")
-        return KeyValueEntry(
-            cache.track(self.pattern.reach),
-            self.n_kv_heads,
-            self.head_dim,
-            self.value_dim,
-            self.k_proj.weight.dtype,
-        )
+        return KeyValueEntry(cache.track(self.pattern.reach))
 
 
 class RotateFirstAttention(Attention):

@@ -69,20 +69,26 @@ class Track:
 
 
 class KeyValueEntry:
-    """The keys and values of one attention layer."""
+    """The keys and values of one attention layer.
 
-    def __init__(
-        self, track: Track, kv_heads: int, key_dim: int, value_dim: int, dtype: torch.dtype
-    ) -> None:
-        batch, slots = track.held.shape
-        device = track.held.device
+    Room is made at the first use, in the type that attention computes them in: under autocast that
+    is not the type of the weights.
+    """
+
+    def __init__(self, track: Track) -> None:
         self.track = track
-        self.k = torch.zeros(batch, kv_heads, slots, key_dim, dtype=dtype, device=device)
-        self.v = torch.zeros(batch, kv_heads, slots, value_dim, dtype=dtype, device=device)
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
 
     def update(self, k: Keys, v: Values) -> tuple[Keys, Values]:
         """Store the new keys and values; returns all that the new tokens may attend to."""
+        if self.k is None or self.v is None:
+            self.k, self.v = self._room_for(k), self._room_for(v)
         return self._update(self.k, k), self._update(self.v, v)
+
+    def _room_for(self, new: Tensor) -> Tensor:
+        batch, heads, _, width = new.shape
+        return new.new_zeros(batch, heads, self.track.capacity + 1, width)
 
     def _update(self, stored: Tensor, new: Tensor) -> Tensor:
         track = self.track
@@ -94,7 +100,8 @@ class KeyValueEntry:
         return visible
 
     def select_rows(self, index: Int[Tensor, " rows"]) -> None:
-        self.k, self.v = self.k[index], self.v[index]
+        if self.k is not None and self.v is not None:
+            self.k, self.v = self.k[index], self.v[index]
 
 
 class Cache:
@@ -131,12 +138,22 @@ class Cache:
             )
         return self.tracks[capacity]
 
-    def begin(self, batch: int, seq: int, positions: Positions | None) -> Positions:
-        """Take in the tokens of one forward pass; returns their positions, (batch, seq).
+    def next_positions(self, seq: int) -> Positions:
+        """Where the next `seq` tokens of each row stand, (batch, seq)."""
+        return self.lengths[:, None] + torch.arange(seq, device=self.lengths.device)
+
+    def begin(self, positions: Positions, *, uniform: bool) -> None:
+        """Take in the positions of one forward pass, before the layers store its keys.
+
+        Args:
+            positions: (batch, seq); in each row they count on from what the row holds, and -1 is
+                padding.
+            uniform: the positions are `next_positions`, nothing padded.
 
         Raises:
             WorkhorseError: another number of rows, or more tokens than there is room for.
         """
+        batch, seq = positions.shape
         if batch != len(self.lengths):
             raise WorkhorseError(
                 f"the cache has {len(self.lengths)} rows and the tokens {batch}; "
@@ -147,17 +164,11 @@ class Cache:
                 f"{self.length} + {seq} tokens do not fit a cache of {self.capacity}; "
                 "make one with more capacity"
             )
-        if positions is None:
-            steps = torch.arange(seq, device=self.lengths.device)
-            positions = self.lengths[:, None] + steps
-        else:
-            positions = positions.expand(batch, -1)
-            self.uniform = False
+        self.uniform = self.uniform and uniform
         for track in self.tracks.values():
             track.begin(positions, start=self.length, uniform=self.uniform)
         self.length += seq
         self.lengths = torch.maximum(self.lengths, positions.amax(dim=1) + 1)
-        return positions
 
     def select_rows(self, index: Int[Tensor, " rows"]) -> None:
         """Keep, reorder or repeat rows: row r becomes what row `index[r]` was."""

@@ -25,13 +25,16 @@ class Context:
         seq: tokens a row.
         device: where the tokens are.
         positions: where each token stands, rising along a row (along a document, with `documents`);
-            -1 marks padding. Left out: 0, 1, 2 …, after what the cache holds.
-        documents: a number for each token; tokens of different documents do not see each other and
-            positions start again with each document.
+            -1 marks padding. With a cache they count on from what a row holds, without gaps. Left
+            out: 0, 1, 2 …, after what the cache holds.
+        documents: a number for each token. A run of equal numbers is a document: it sees nothing
+            outside itself, and its positions start at 0.
         cache: what earlier tokens left; this call takes the new ones in.
+        max_positions: how many positions there are, where that is limited.
 
     Raises:
-        WorkhorseError: shapes that do not fit, or documents with a cache.
+        WorkhorseError: shapes that do not fit, no tokens, more tokens than positions, or documents
+            with a cache. The cache is then as it was.
     """
 
     def __init__(
@@ -43,29 +46,27 @@ class Context:
         positions: Positions | None = None,
         documents: Tokens | None = None,
         cache: Cache | None = None,
+        max_positions: int | None = None,
     ) -> None:
-        for name, given in (("positions", positions), ("documents", documents)):
-            if given is not None and given.shape != (batch, seq):
-                raise WorkhorseError(
-                    f"{name} has shape {tuple(given.shape)} for tokens of shape {(batch, seq)}; "
-                    "give one number for each token"
-                )
-        if documents is not None and cache is not None:
-            raise WorkhorseError(
-                "packed documents cannot be cached; decode each in a row of its own"
-            )
+        _check((batch, seq), positions, documents, cache)
         self.cache = cache
-        self.uniform = positions is None and documents is None
-        if cache is not None:
-            self.positions = cache.begin(batch, seq, positions)
-            self.uniform = cache.uniform
-        elif positions is not None:
+        if documents is not None:
+            documents, starts = number_runs(documents)
+        if positions is not None:
             self.positions = positions
         elif documents is not None:
-            self.positions = positions_within(documents)
+            self.positions = torch.arange(seq, device=device) - starts
+        elif cache is not None:
+            self.positions = cache.next_positions(seq)
         else:
             self.positions = torch.arange(seq, device=device)[None]
-        self.length = seq if cache is None else cache.length
+        plain = positions is None and documents is None
+        self.uniform = plain and (cache is None or cache.uniform)
+        self.length = seq if cache is None else cache.length + seq
+        if max_positions is not None:
+            self._check_positions(max_positions)
+        if cache is not None:
+            cache.begin(self.positions, uniform=plain)
         self.place = Placement(
             self.positions, self.positions, documents=documents, aligned=self.uniform
         )
@@ -97,10 +98,35 @@ class Context:
             self._made[key] = make()
         return self._made[key]
 
+    def _check_positions(self, limit: int) -> None:
+        used = self.length if self.uniform else int(self.positions.max()) + 1
+        if used > limit:
+            raise WorkhorseError(
+                f"a text of {used} tokens does not fit max_seq_len={limit} positions; shorten it"
+            )
 
-def positions_within(documents: Tokens) -> Positions:
-    """Positions that count from 0 in each run of equal document numbers."""
+
+def _check(
+    shape: tuple[int, int],
+    positions: Positions | None,
+    documents: Tokens | None,
+    cache: Cache | None,
+) -> None:
+    if 0 in shape:
+        raise WorkhorseError("there are no tokens; give at least one")
+    for name, given in (("positions", positions), ("documents", documents)):
+        if given is not None and given.shape != shape:
+            raise WorkhorseError(
+                f"{name} has shape {tuple(given.shape)} for tokens of shape {shape}; "
+                "give one number for each token"
+            )
+    if documents is not None and cache is not None:
+        raise WorkhorseError("packed documents cannot be cached; decode each in a row of its own")
+
+
+def number_runs(documents: Tokens) -> tuple[Tokens, Tokens]:
+    """The number of each token's run of equal document numbers, and where that run starts."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
-    starts = torch.ones_like(documents, dtype=torch.bool)
-    starts[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return index - torch.where(starts, index, 0).cummax(dim=1).values
+    first = torch.ones_like(documents, dtype=torch.bool)
+    first[:, 1:] = documents[:, 1:] != documents[:, :-1]
+    return first.cumsum(dim=1), torch.where(first, index, 0).cummax(dim=1).values

@@ -7,7 +7,6 @@ from pydantic import Field
 from torch import nn
 
 from workhorse.config import Config, ConfigError, nearest
-from workhorse.errors import WorkhorseError
 from workhorse.nn.blocks import Block, BlockConfig
 from workhorse.nn.cache import Cache
 from workhorse.nn.context import Context
@@ -106,6 +105,8 @@ class Decoder(nn.Module):
         super().__init__()
         self.config = config
         self.max_seq_len = config.max_seq_len
+        learned = isinstance(config.embedding.position, LearnedPositionConfig)
+        self.max_positions = config.max_seq_len if learned else None
         self.embedding = config.embedding.build(
             config.vocab_size, config.d_model, config.max_seq_len
         )
@@ -141,9 +142,14 @@ class Decoder(nn.Module):
         """What the head reads: the residual stream after the final norm."""
         batch, seq = tokens.shape
         context = Context(
-            batch, seq, tokens.device, positions=positions, documents=documents, cache=cache
+            batch,
+            seq,
+            tokens.device,
+            positions=positions,
+            documents=documents,
+            cache=cache,
+            max_positions=self.max_positions,
         )
-        self.check_length(context)
         x = self.embedding(tokens, context.positions)
         entries = [None] * len(self.layers) if cache is None else cache.entries
         for layer, entry in zip(self.layers, entries, strict=True):
@@ -173,15 +179,6 @@ class Decoder(nn.Module):
         """Let the head share the embedding's matrix where the config says so."""
         if self.config.head.tied:
             self.head.proj.weight = self.embedding.tokens.weight
-
-    def check_length(self, context: Context) -> None:
-        """Raises WorkhorseError where a text outgrows a table of learned positions."""
-        learned = isinstance(self.config.embedding.position, LearnedPositionConfig)
-        if learned and context.uniform and context.length > self.max_seq_len:
-            raise WorkhorseError(
-                f"{context.length} tokens are more than max_seq_len={self.max_seq_len} learned "
-                "positions; shorten the text"
-            )
 
     def _blocks(self) -> list[Block]:
         return cast(list[Block], list(self.layers))

@@ -72,7 +72,14 @@ class Float32LayerNorm(LayerNorm):
     """LayerNorm computed in float32 and cast back (OLMo, 2402.00838)."""
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        return super().forward(x.float()).to(x.dtype)
+        weight = _gain(self.weight, self.offset)
+        return F.layer_norm(
+            x.float(),
+            (self.width,),
+            None if weight is None else weight.float(),
+            None if self.bias is None else self.bias.float(),
+            self.eps,
+        ).to(x.dtype)
 
 
 class LowPrecisionLayerNorm(LayerNorm):
@@ -161,6 +168,7 @@ class NoNormConfig(Config):
         return nn.Identity()
 
 
+PresentNormConfig = Annotated[LayerNormConfig | RMSNormConfig, Field(discriminator="kind")]
 NormConfig = Annotated[LayerNormConfig | RMSNormConfig | NoNormConfig, Field(discriminator="kind")]
 
 

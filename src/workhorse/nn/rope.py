@@ -74,9 +74,9 @@ class YarnScalingConfig(ScalingConfig):
     kind: Literal["yarn"] = "yarn"
     factor: float = Field(ge=1)
     original_max_seq_len: int = Field(gt=0)
-    beta_fast: float = 32.0
+    beta_fast: float = Field(default=32.0, gt=0)
     """Pairs that turn more often than this over the original length are left alone."""
-    beta_slow: float = 1.0
+    beta_slow: float = Field(default=1.0, gt=0)
     """Pairs that turn less often than this are fully interpolated."""
     mscale: float = 1.0
     mscale_all_dim: float | None = None
@@ -99,6 +99,13 @@ class YarnScalingConfig(ScalingConfig):
         ramp = ((pairs - low) / ((high - low) or 0.001)).clamp(0, 1)
         plain = inverse_powers(rope.theta, rotary_dim, device)
         return plain / self.factor * ramp + plain * (1 - ramp)
+
+    def model_post_init(self, _context: object) -> None:
+        if self.beta_fast <= self.beta_slow:
+            raise ConfigError(
+                f"beta_fast={self.beta_fast} is not above beta_slow={self.beta_slow}; "
+                "swap or separate them"
+            )
 
     def _pair_turning(self, turns: float, theta: float, rotary_dim: int) -> float:
         """The (fractional) pair that makes `turns` full turns over the original length."""

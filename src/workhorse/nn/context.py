@@ -63,7 +63,8 @@ class Context:
         plain = positions is None and documents is None
         self.uniform = plain and (cache is None or cache.uniform)
         self.length = seq if cache is None else cache.length + seq
-        if max_positions is not None:
+        # Positions of our own making stay below the length; others are looked up on the device.
+        if max_positions is not None and (positions is not None or self.length > max_positions):
             self._check_positions(max_positions)
         if cache is not None:
             cache.begin(self.positions, uniform=plain)

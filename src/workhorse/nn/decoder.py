@@ -1,6 +1,6 @@
 """The decoder: token embedding, a stack of blocks, a final norm and a head."""
 
-from typing import Self, cast
+from typing import cast
 
 import torch
 from pydantic import Field
@@ -170,7 +170,7 @@ class Decoder(nn.Module):
         cache.entries = [layer.attention.cache_entry(cache) for layer in self._blocks()]
         return cache
 
-    def initialize(self, generator: torch.Generator | None = None) -> Self:
+    def initialize(self, generator: torch.Generator | None = None) -> "Decoder":
         """Draw every weight anew, in place, as the config's scheme says."""
         initialize(self, self.config.init, self.config.n_layers, generator)
         return self

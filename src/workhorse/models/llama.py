@@ -1,0 +1,98 @@
+"""LLaMA: Open and Efficient Foundation Language Models (Touvron et al., 2302.13971)."""
+
+from functools import partial
+
+from workhorse.models.preset import Preset
+from workhorse.nn import AttentionConfig, DecoderConfig
+from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.feedforward import GatedMlpConfig
+from workhorse.nn.init import NormalInitConfig
+from workhorse.nn.norms import RMSNormConfig
+from workhorse.nn.rope import RopeConfig
+
+
+def llama(
+    *,
+    d_model: int,
+    n_layers: int,
+    n_heads: int,
+    d_ff: int,
+    n_kv_heads: int | None = None,
+    eps: float = 1e-6,
+    vocab_size: int = 32000,
+    max_seq_len: int = 2048,
+) -> DecoderConfig:
+    """Pre-norm with RMSNorm, rotary positions and SwiGLU; no biases, no dropout, an untied head.
+
+    Rotations pair feature i with i + head_dim/2, as the Hugging Face checkpoints need. Meta's own
+    files pair neighbours; the two differ by a fixed order of the rows of q_proj and k_proj.
+    """
+    norm = RMSNormConfig(eps=eps, multiply="after_cast")
+    block = PreNormConfig(
+        norm=norm,
+        attention=AttentionConfig(
+            n_heads=n_heads, n_kv_heads=n_kv_heads, position=RopeConfig(theta=10_000.0)
+        ),
+        feed_forward=GatedMlpConfig(d_ff=d_ff, activation="silu"),
+    )
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        n_layers=n_layers,
+        max_seq_len=max_seq_len,
+        blocks={"main": block},
+        final_norm=norm,
+        init=NormalInitConfig(std=0.02, residual="plain"),
+    )
+
+
+SOURCE = "2302.13971 Table 2; the released params.json (feed-forward width, eps, vocabulary)"
+WIDTH = (
+    "The paper gives the feed-forward width as 2/3 · 4d; the released code rounds it up to a "
+    "multiple of 256."
+)
+INIT = "The paper says nothing of how weights are drawn; normal 0.02 here."
+
+PRESETS = (
+    Preset(
+        "llama-7b",
+        partial(llama, d_model=4096, n_layers=32, n_heads=32, d_ff=11008),
+        parameters=6_738_415_616,
+        exactness="released",
+        printed="6.7B",
+        source=SOURCE,
+        notes=(WIDTH, INIT),
+    ),
+    Preset(
+        "llama-13b",
+        partial(llama, d_model=5120, n_layers=40, n_heads=40, d_ff=13824),
+        parameters=13_015_864_320,
+        exactness="released",
+        printed="13.0B",
+        source=SOURCE,
+        notes=(WIDTH, INIT),
+    ),
+    Preset(
+        "llama-30b",
+        partial(llama, d_model=6656, n_layers=60, n_heads=52, d_ff=17920),
+        parameters=32_528_943_616,
+        exactness="released",
+        printed="32.5B",
+        source=SOURCE,
+        notes=(WIDTH, INIT, "The paper calls it 33B, the released files 30B."),
+    ),
+    Preset(
+        "llama-65b",
+        partial(llama, d_model=8192, n_layers=80, n_heads=64, d_ff=22016, eps=1e-5),
+        parameters=65_285_660_672,
+        exactness="released",
+        printed="65.2B",
+        source=SOURCE,
+        notes=(
+            WIDTH,
+            INIT,
+            "The paper prints 65.2B; the released shape holds 65.29B.",
+            "Its eps is 1e-5 where the smaller sizes have 1e-6.",
+        ),
+    ),
+)

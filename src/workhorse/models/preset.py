@@ -1,0 +1,55 @@
+"""What a preset says about a published model."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Literal
+
+if TYPE_CHECKING:
+    from workhorse.nn import DecoderConfig
+
+UNITS = {"M": 1e6, "B": 1e9}
+
+
+@dataclass(frozen=True)
+class Preset:
+    """One published model, as data.
+
+    Attributes:
+        name: the published one, in kebab case.
+        make: builds the config; called when `config` is first asked for.
+        parameters: exact number of learned numbers of that config, a tied matrix counted once.
+        exactness: where that number comes from. `released`: published code or weights fix it;
+            `printed`: it follows from the shape that a paper prints; `derived`: from the shape of
+            a part of a published model.
+        printed: the count as the source prints it ("6.7B"), empty where it prints none.
+        source: paper and table, or released config, that the shape was taken from.
+        notes: where sources contradict each other, and what was chosen where they are silent.
+    """
+
+    name: str
+    make: Callable[[], "DecoderConfig"]
+    parameters: int
+    exactness: Literal["released", "printed", "derived"]
+    source: str
+    printed: str = ""
+    notes: tuple[str, ...] = ()
+
+    @cached_property
+    def config(self) -> "DecoderConfig":
+        return self.make()
+
+    @property
+    def agrees(self) -> bool | None:
+        """Whether the exact count rounds to the printed one; None where none is printed."""
+        if not self.printed:
+            return None
+        low, high = rounding(self.printed)
+        return low <= self.parameters <= high
+
+
+def rounding(printed: str) -> tuple[float, float]:
+    """The least and the largest count that round to a printed one: 6.65e9 and 6.75e9 for "6.7B"."""
+    number, unit = printed[:-1], UNITS[printed[-1]]
+    half = 0.5 * 10 ** -len(number.partition(".")[2])
+    return (float(number) - half) * unit, (float(number) + half) * unit

@@ -1,0 +1,83 @@
+"""The decoder of Attention Is All You Need (Vaswani et al., 1706.03762), by itself."""
+
+import math
+from functools import partial
+
+from workhorse.models.preset import Preset
+from workhorse.nn import AttentionConfig, DecoderConfig
+from workhorse.nn.blocks import PostNormConfig
+from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.feedforward import MlpConfig
+from workhorse.nn.head import HeadConfig
+from workhorse.nn.init import XavierInitConfig
+from workhorse.nn.norms import LayerNormConfig
+from workhorse.nn.positions import SinusoidalPositionConfig
+
+
+def transformer2017(
+    *,
+    d_model: int,
+    n_layers: int,
+    n_heads: int,
+    d_ff: int,
+    dropout: float,
+    vocab_size: int = 37000,
+    max_seq_len: int = 256,
+) -> DecoderConfig:
+    """Post-norm blocks with sinusoids, ReLU and embeddings times `sqrt(d_model)`; no encoder.
+
+    Dropout is on sub-layer outputs and on the sum of embedding and position, as in §5.4.
+    """
+    block = PostNormConfig(
+        norm=LayerNormConfig(eps=1e-6),
+        attention=AttentionConfig(n_heads=n_heads),
+        feed_forward=MlpConfig(d_ff=d_ff, activation="relu", bias=True),
+        dropout=dropout,
+    )
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        n_layers=n_layers,
+        max_seq_len=max_seq_len,
+        embedding=EmbeddingConfig(
+            position=SinusoidalPositionConfig(), multiplier=math.sqrt(d_model), dropout=dropout
+        ),
+        blocks={"main": block},
+        head=HeadConfig(tied=True),
+        init=XavierInitConfig(embedding_std=d_model**-0.5, residual="plain"),
+    )
+
+
+SOURCE = "1706.03762 Table 3; tensor2tensor's hyperparameters where the paper is silent"
+SILENT = (
+    "Where the paper is silent tensor2tensor decides: no biases in attention, LayerNorm's eps "
+    "1e-6, texts of at most 256 tokens. The vocabulary of 37,000 is the paper's 'about 37000' "
+    "(§5.1)."
+)
+WHOLE = (
+    "The paper prints {printed} for encoder and decoder together, for which its shape and a "
+    "vocabulary of 37,000 give {exact}; this is the decoder without its attention to the encoder."
+)
+
+PRESETS = (
+    Preset(
+        "transformer-2017",
+        partial(transformer2017, d_model=512, n_layers=6, n_heads=8, d_ff=2048, dropout=0.1),
+        parameters=37_846_016,
+        exactness="derived",
+        source=SOURCE,
+        notes=(WHOLE.format(printed="65M", exact="63.0M"), SILENT),
+    ),
+    Preset(
+        "transformer-2017-big",
+        partial(transformer2017, d_model=1024, n_layers=6, n_heads=16, d_ff=4096, dropout=0.3),
+        parameters=113_440_768,
+        exactness="derived",
+        source=SOURCE,
+        notes=(
+            WHOLE.format(printed="213M", exact="214.2M"),
+            SILENT,
+            "Dropout is 0.3 for English to German and 0.1 for English to French (§6.1); 0.3 here.",
+        ),
+    ),
+)

@@ -1,0 +1,85 @@
+"""`workhorse models`: what it prints, as a table, as a config file, and as JSON."""
+
+import json
+import sys
+
+import pytest
+
+from workhorse.cli.main import main
+from workhorse.models import find_preset, preset, preset_names
+from workhorse.nn import DecoderConfig
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["models", *arguments]) == 0
+    out, err = capsys.readouterr()
+    assert err == ""
+    return out
+
+
+def test_list_is_a_line_for_each_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    lines = printed(capsys, "list").splitlines()
+    assert [line.split()[0] for line in lines] == ["name", *preset_names()]
+    rows = {line.split()[0]: line.split()[1:] for line in lines}
+    assert rows["gpt2"] == ["124M", "12", "768", "12", "3072", "50257", "1024"]
+    assert rows["llama-2-70b"] == ["69.0B", "80", "8192", "64/8", "28672", "32000", "4096"]
+    assert len({len(line) for line in lines}) == 1  # columns are aligned
+
+
+def test_list_on_a_terminal_cuts_nothing_at_80_columns(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.setenv("NO_COLOR", "1")
+    monkeypatch.setenv("TERM", "dumb")
+    table = printed(capsys, "list")
+    assert "…" not in table
+    assert all(f" {name} " in table for name in preset_names())
+
+
+def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    rows = json.loads(printed(capsys, "list", "--json"))["presets"]
+    assert [row["name"] for row in rows] == preset_names()
+    assert rows[preset_names().index("gemma-2b")] == {
+        "name": "gemma-2b",
+        "parameters": 2_506_172_416,
+        "printed": "2B",
+        "n_layers": 18,
+        "d_model": 2048,
+        "n_heads": 8,
+        "n_kv_heads": 1,
+        "head_dim": 256,
+        "d_ff": 16384,
+        "vocab_size": 256_000,
+        "max_seq_len": 8192,
+    }
+
+
+@pytest.mark.parametrize("name", ["gpt3-1.3b", "falcon-40b", "gpt"])
+def test_show_is_a_config_file(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert DecoderConfig.from_yaml(printed(capsys, "show", name)) == preset(name)
+
+
+def test_show_says_counts_source_and_contradiction(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "show", "gpt3-1.3b")
+    assert "# gpt3-1.3b: 1,517,123,584 parameters (printed)\n" in out
+    assert "# Printed: 1.32B, which does not agree; see the notes.\n" in out
+    assert "# Source: 2005.14165 Table 2.1" in out
+    assert "16 heads of 128 would give 1.316B" in " ".join(out.replace("#", " ").split())
+    assert max(len(line) for line in out.splitlines()) <= 100
+
+
+def test_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:
+    result = json.loads(printed(capsys, "show", "llama-2-7b", "--json"))
+    parameters = result["parameters"]
+    assert parameters["total"] == find_preset("llama-2-7b").parameters
+    assert parameters["total"] == sum(parameters.values()) - parameters["total"]
+    assert parameters["head"] == 32000 * 4096
+    assert (result["exactness"], result["printed"], result["agrees"]) == ("released", "7B", True)
+    assert DecoderConfig.from_dict(result["config"]) == preset("llama-2-7b")
+
+
+def test_show_of_an_unknown_preset(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["models", "show", "gpt-2"]) == 2
+    assert capsys.readouterr().err == "workhorse: no preset 'gpt-2'; did you mean 'gpt2'?\n"

@@ -21,7 +21,7 @@ from workhorse.nn.masks import AttentionPattern
 from workhorse.nn.norms import NormConfig, PresentNormConfig
 from workhorse.nn.positions import NoPositionConfig
 from workhorse.nn.rope import RopeConfig, rotate_half, rotate_interleaved
-from workhorse.nn.shapes import Hidden, Queries
+from workhorse.nn.shapes import Hidden, NewKeys, Queries
 
 AttentionPositionConfig = Annotated[
     NoPositionConfig | RopeConfig | AlibiConfig, Field(discriminator="kind")
@@ -241,7 +241,7 @@ class Attention(nn.Module):
         y = y.transpose(1, 2).flatten(2)  # (batch, seq, heads · value_dim)
         return self.out_proj(self.gate(y, x))
 
-    def place(self, q: Queries, k: Queries, context: Context) -> tuple[Queries, Queries]:
+    def place(self, q: Queries, k: NewKeys, context: Context) -> tuple[Queries, NewKeys]:
         """Normalise, then turn."""
         return self.rotate(self.q_norm(q), context), self.rotate(self.k_norm(k), context)
 
@@ -259,7 +259,7 @@ class Attention(nn.Module):
 class RotateFirstAttention(Attention):
     """Attention whose query and key norms come after the rotation."""
 
-    def place(self, q: Queries, k: Queries, context: Context) -> tuple[Queries, Queries]:
+    def place(self, q: Queries, k: NewKeys, context: Context) -> tuple[Queries, NewKeys]:
         return self.q_norm(self.rotate(q, context)), self.k_norm(self.rotate(k, context))
 
 

@@ -14,6 +14,8 @@ KeyPositions = Int[Tensor, "#batch kv_seq"]
 Hidden = Float[Tensor, "batch seq d_model"]
 Logits = Float[Tensor, "batch seq vocab"]
 Queries = Float[Tensor, "batch heads seq head_dim"]
+NewKeys = Float[Tensor, "batch kv_heads seq head_dim"]
+"""Of this call's tokens; `Keys` are all that may be attended to, earlier ones included."""
 Keys = Float[Tensor, "batch kv_heads kv_seq head_dim"]
 Values = Float[Tensor, "batch kv_heads kv_seq value_dim"]
 AttentionOutput = Float[Tensor, "batch heads seq value_dim"]

@@ -21,7 +21,7 @@ from workhorse.nn.masks import AttentionPattern
 from workhorse.nn.norms import NormConfig, PresentNormConfig
 from workhorse.nn.positions import NoPositionConfig
 from workhorse.nn.rope import RopeConfig, rotate_half, rotate_interleaved
-from workhorse.nn.shapes import Hidden, NewKeys, Queries
+from workhorse.nn.shapes import HeadOutputs, Hidden, NewKeys, Queries
 
 AttentionPositionConfig = Annotated[
     NoPositionConfig | RopeConfig | AlibiConfig, Field(discriminator="kind")
@@ -303,7 +303,7 @@ class OutputGate(nn.Module):
         super().__init__()
         self.proj = nn.Linear(d_model, width, bias=False)
 
-    def forward(self, y: Hidden, x: Hidden) -> Hidden:
+    def forward(self, y: HeadOutputs, x: Hidden) -> HeadOutputs:
         return y * torch.sigmoid(self.proj(x))
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workhorse.errors import WorkhorseError
 from workhorse.nn.masks import Placement
-from workhorse.nn.shapes import Keys, Positions, Values
+from workhorse.nn.shapes import Keys, NewKeys, NewValues, Positions, Values
 
 
 class Track:
@@ -80,7 +80,7 @@ class KeyValueEntry:
         self.k: Tensor | None = None
         self.v: Tensor | None = None
 
-    def update(self, k: Keys, v: Values) -> tuple[Keys, Values]:
+    def update(self, k: NewKeys, v: NewValues) -> tuple[Keys, Values]:
         """Store the new keys and values; returns all that the new tokens may attend to."""
         if self.k is None or self.v is None:
             self.k, self.v = self._room_for(k), self._room_for(v)

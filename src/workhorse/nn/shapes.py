@@ -16,8 +16,11 @@ Logits = Float[Tensor, "batch seq vocab"]
 Queries = Float[Tensor, "batch heads seq head_dim"]
 NewKeys = Float[Tensor, "batch kv_heads seq head_dim"]
 """Of this call's tokens; `Keys` are all that may be attended to, earlier ones included."""
+NewValues = Float[Tensor, "batch kv_heads seq value_dim"]
 Keys = Float[Tensor, "batch kv_heads kv_seq head_dim"]
 Values = Float[Tensor, "batch kv_heads kv_seq value_dim"]
+HeadOutputs = Float[Tensor, "batch seq width"]
+"""All heads' outputs side by side."""
 AttentionOutput = Float[Tensor, "batch heads seq value_dim"]
 Mask = Bool[Tensor, "#batch 1 seq kv_seq"]
 """True = attend."""

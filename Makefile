@@ -1,0 +1,64 @@
+# Works on a machine that has Python 3.11 or newer and nothing else:
+#   make demo    train a small model on real text, evaluate it, generate with it
+#   make test    lint and the default tests
+# Variables:
+#   PYTHON=python3.12        the interpreter that makes .venv
+#   TORCH_INDEX=ADDRESS      an index of PyTorch builds, asked beside the default one. PyTorch's own
+#                            index of CPU builds (pytorch.org/get-started) saves gigabytes where
+#                            there is no GPU.
+#   WORKERS=2                test processes
+
+PYTHON ?= $(firstword $(foreach name,python3 python3.11 python3.12 python3.13 python3.14,\
+    $(shell $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
+WORKERS ?= 2
+INSTALLED := .venv/.installed
+PIP := .venv/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
+WORKHORSE := .venv/bin/workhorse
+# One thread a test process: the models of the tests are too small to share out.
+PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+
+.PHONY: help install demo test lint format bench campaigns clean
+help:
+	@sed -n 's/^#  *make/make/p' Makefile
+	@echo "make lint, format, bench, campaigns, clean: see CONTRIBUTING.md"
+
+install: $(INSTALLED)
+
+$(INSTALLED): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name one: make PYTHON=..." >&2; exit 2; }
+	@test -x .venv/bin/python || $(PYTHON) -m venv .venv || { \
+	    rm -rf .venv; echo "$(PYTHON) cannot make an environment; install its venv module" >&2; exit 2; }
+	@echo "Installing PyTorch and the rest into .venv (minutes, the first time)"
+	$(PIP) torch $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PIP) --quiet --editable '.[dev]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	@touch $@
+
+DEMO := runs/stdlib-small
+demo: $(INSTALLED)
+	$(WORKHORSE) train recipes/stdlib-small.yaml --out $(DEMO) $(if $(wildcard $(DEMO)/recipe.yaml),--resume)
+	$(WORKHORSE) evaluate $(DEMO) --compare-gzip
+	$(WORKHORSE) generate $(DEMO) --prompt "def " --prompt "class " --prompt "import " --seed 1
+	@echo "The whole run in one page: $(DEMO)/report.html"
+
+test: lint
+	$(PYTEST) --numprocesses $(WORKERS) --dist worksteal
+
+lint: $(INSTALLED)
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+	.venv/bin/basedpyright
+	.venv/bin/lint-imports --no-logo
+
+format: $(INSTALLED)
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+bench: $(INSTALLED)
+	.venv/bin/python -m benchmarks
+
+campaigns: $(INSTALLED)
+	$(PYTEST) -m campaign -v
+
+clean:
+	rm -rf .venv build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,5 @@
+"""`python -m workhorse` is the command `workhorse`."""
+
+from workhorse.cli.main import run
+
+run()

@@ -1,0 +1,178 @@
+"""`workhorse data`: prepare a recipe's data, or look at what a model will see."""
+
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from workhorse.cli.options import json_option
+from workhorse.cli.output import print_result, progress
+
+if TYPE_CHECKING:
+    from workhorse.data import Batch, Dataset, RowView
+    from workhorse.tokenizers import Tokenizer
+    from workhorse.train import Recipe
+
+out_option = click.option(
+    "--out",
+    type=click.Path(path_type=Path),
+    help="Run directory that keeps the data, unless the recipe's data.cache_dir does."
+    "  [default: runs/NAME]",
+)
+verify_option = click.option(
+    "--verify", is_flag=True, help="Compare the checksums of what is there already."
+)
+
+
+@click.group("data")
+def command() -> None:
+    """Prepare a recipe's data, or look at what a model will see."""
+
+
+@command.command("prepare")
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
+@out_option
+@verify_option
+@json_option
+def prepare_command(
+    recipe: Path, overrides: tuple[str, ...], out: Path | None, verify: bool, as_json: bool
+) -> None:
+    """Train RECIPE's tokenizer and write its token shards; use again what is there.
+
+    Train then finds them. A build that was stopped goes on.
+    """
+    from workhorse.data import describe
+
+    _, _, dataset = _prepared(recipe, overrides, out, verify=verify)
+    result = describe(dataset)
+    print_result(result, as_json, text=_counts(result))
+
+
+@command.command("inspect")
+@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
+@out_option
+@click.option(
+    "--split",
+    type=click.Choice(["train", "validation"]),
+    default="train",
+    show_default=True,
+    help="Whose rows to show.",
+)
+@click.option(
+    "--step",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="The step (of training), or the batch (of a validation), whose rows to show.",
+)
+@click.option(
+    "--rows",
+    type=click.IntRange(min=0),
+    default=3,
+    show_default=True,
+    help="Rows to show.",
+)
+@verify_option
+@json_option
+def inspect_command(
+    *,
+    recipe: Path,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    split: str,
+    step: int,
+    rows: int,
+    verify: bool,
+    as_json: bool,
+) -> None:
+    """Show what a model trained on RECIPE will see: counts, then rows decoded."""
+    from workhorse.data import Batches, describe, view_rows
+
+    settings, tokenizer, dataset = _prepared(recipe, overrides, out, verify=verify)
+    sizes = {
+        "seq_len": settings.train.seq_len,
+        "batch_size": settings.train.batch_size,
+        "packing": settings.data.packing,
+    }
+    training = Batches(dataset.train, **sizes, seed=settings.train.seed)
+    batch = training[step] if split == "train" else _validation_batch(dataset, step, sizes)
+    views = view_rows(batch, tokenizer, training.source_names)[:rows]
+    result: dict[str, Any] = {
+        **describe(dataset),
+        **sizes,
+        "rows_per_epoch": training.rows_per_epoch,
+        "split": split,
+        "step": step,
+        "rows": [asdict(view) for view in views],
+    }
+    print_result(result, as_json, text=f"{_counts(result)}\n\n{_page(result, views)}")
+
+
+def _prepared(
+    path: Path, overrides: tuple[str, ...], out: Path | None, *, verify: bool
+) -> "tuple[Recipe, Tokenizer, Dataset]":
+    from workhorse.checkpoints import RunDirectory
+    from workhorse.config import apply_overrides, read_yaml
+    from workhorse.data import prepare, prepare_tokenizer
+    from workhorse.train import Recipe
+
+    recipe = Recipe.from_dict(apply_overrides(read_yaml(path), overrides))
+    folder = RunDirectory(out or Path("runs") / recipe.name).data_folder
+    with progress("training the tokenizer", unit="bytes") as report:
+        tokenizer = prepare_tokenizer(recipe.tokenizer, recipe.data, folder, progress=report)
+    with progress("preparing data", unit="bytes") as report:
+        dataset = prepare(recipe.data, tokenizer, folder, progress=report, verify=verify)
+    return recipe, tokenizer, dataset
+
+
+def _validation_batch(dataset: "Dataset", index: int, sizes: dict[str, Any]) -> "Batch":
+    from workhorse.data import ValidationBatches
+    from workhorse.errors import WorkhorseError
+
+    if dataset.validation is None:
+        raise WorkhorseError("the recipe's data has no validation split; show --split train")
+    batches = ValidationBatches(dataset.validation, **sizes)
+    if index >= len(batches):
+        raise WorkhorseError(
+            f"--step {index} is past the validation's {len(batches)} batches; "
+            f"choose at most {len(batches) - 1}"
+        )
+    return batches[index]
+
+
+def _counts(result: dict[str, Any]) -> str:
+    """The data set as a table."""
+    table: list[tuple[str, ...]] = [("", "documents", "bytes", "tokens", "bytes/token", "weight")]
+    for split, sources in result["splits"].items():
+        for source, counts in sources.items():
+            cells = (f"{counts[key]:,}" for key in ("documents", "bytes", "tokens"))
+            weight = f"{counts['weight']:g}" if split == "train" else ""
+            ratio = f"{counts['bytes_per_token']:.2f}"
+            table.append((f"{split} {source}", *cells, ratio, weight))
+    widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
+    lines = []
+    for name, *cells in table:
+        numbers = (cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True))
+        lines.append("  ".join([name.ljust(widths[0]), *numbers]).rstrip())
+    kept = f"{result['folder']} ({result['dtype']}, {result['vocab_size']:,} kinds of token)"
+    return "\n".join([*lines, f"in {kept}"])
+
+
+def _page(result: dict[str, Any], views: tuple["RowView", ...]) -> str:
+    epochs = ", ".join(f"{source} {rows:,}" for source, rows in result["rows_per_epoch"].items())
+    lines = [
+        f"packing {result['packing']}: rows of {result['seq_len']} tokens, "
+        f"{result['batch_size']} in a step; rows in an epoch: {epochs}",
+    ]
+    for row, view in enumerate(views):
+        notes = f"{view.padding} of padding, {view.ignored} predict nothing"
+        where = f"{result['split']} step {result['step']} row {row}"
+        lines += ["", f"── {where}: {view.source}, {notes}"]
+        for segment in view.segments:
+            document = "" if segment.document is None else f"document {segment.document}, "
+            lines.append(f"   [{document}{segment.tokens} tokens]")
+            lines.append(f"{segment.text}⟶{segment.last_target!r}")
+    return "\n".join(lines)

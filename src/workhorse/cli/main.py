@@ -1,0 +1,158 @@
+'''The command `workhorse`: finds the verb, runs it, and turns what happens into an exit code.
+
+Each verb is a file beside this one that defines `command`, and a line in `VERBS`. The file imports
+click and `workhorse.cli.*` at its top and the library inside its functions, so that help never
+waits for torch. A whole verb:
+
+    """`workhorse count`: count the tokens of a file."""
+
+    from pathlib import Path
+
+    import click
+
+    from workhorse.cli.options import json_option
+    from workhorse.cli.output import print_result, progress
+
+
+    @click.command("count")
+    @click.argument("file", type=click.Path(path_type=Path))
+    @click.option("--limit", type=int, default=0, show_default=True, help="Stop after so many.")
+    @json_option
+    def command(file: Path, limit: int, as_json: bool) -> None:
+        """Count the tokens of FILE."""
+        from workhorse.tokenizers import count_tokens
+
+        with progress("counting", unit="bytes") as report:  # to stderr: report(done, total)
+            result = count_tokens(file, limit=limit, progress=report)
+        print_result(result, as_json, text=f"{result['tokens']:,} tokens")  # to stdout
+
+A verb with subcommands makes `command` a `click.Group` (`@click.group("data")`, then
+`@command.command("prepare")`). What a user can mend, the library raises as `WorkhorseError`; a verb
+neither catches it nor prints errors. A verb that ends early but in order (a signal, after saving)
+prints its result and then calls `click.get_current_context().exit(ExitCode.STOPPED)`.
+'''
+
+import errno
+import importlib
+import os
+import sys
+import traceback
+from collections.abc import Sequence
+
+import click
+
+import workhorse
+from workhorse.cli.output import ExitCode
+from workhorse.errors import WorkhorseError
+
+VERBS = {
+    "train": "Train a model from a recipe, or resume a run.",
+    "generate": "Continue a prompt with a model.",
+    "chat": "Talk with a model in the terminal.",
+    "evaluate": "Measure loss, perplexity and bits per byte over text.",
+    "data": "Prepare a recipe's data, or look at what a model will see.",
+    "tokenizer": "Train a tokenizer, or measure one.",
+    "models": "List the presets, or show one.",
+}
+"""The verbs in the order of `--help`; `workhorse.cli.<verb>` is imported when its verb is used."""
+
+REFUSED_BY_SYSTEM = {
+    errno.EACCES,
+    errno.EDQUOT,
+    errno.EEXIST,
+    errno.EISDIR,
+    errno.ENAMETOOLONG,
+    errno.ENOENT,
+    errno.ENOSPC,
+    errno.ENOTDIR,
+    errno.EPERM,
+    errno.EROFS,
+}
+"""What the user can mend: an OSError of these kinds is one line and not a traceback."""
+
+
+class VerbGroup(click.Group):
+    """The verbs of `VERBS`, each imported when it is used and not before."""
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(VERBS)
+
+    def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
+        if cmd_name not in VERBS:
+            return None
+        return importlib.import_module(f"workhorse.cli.{cmd_name}").command
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        if args[0] not in VERBS:
+            from workhorse.config import nearest
+
+            raise click.UsageError(f"unknown verb {args[0]!r}; {nearest(args[0], VERBS)}", ctx)
+        return super().resolve_command(ctx, args)
+
+    def format_commands(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+        with formatter.section("Verbs"):
+            formatter.write_dl(list(VERBS.items()))
+
+
+@click.group(
+    "workhorse",
+    cls=VerbGroup,
+    subcommand_metavar="VERB ...",
+    context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
+    epilog="Every verb has its own --help, and --json for a machine-readable result.",
+)
+@click.version_option(workhorse.__version__, message="workhorse %(version)s")
+def command() -> None:
+    """The decoder-only transformer, from raw text to generated text."""
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Run one command line and return its exit code (see `ExitCode`); never raises."""
+    try:
+        with command.make_context("workhorse", list(arguments)) as context:
+            command.invoke(context)
+        sys.stdout.flush()
+    except click.exceptions.Exit as ended:
+        return ended.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        print("workhorse: interrupted", file=sys.stderr)
+        return ExitCode.INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has seen enough. Python would complain when it flushes at exit.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return ExitCode.DONE
+    except Exception as error:
+        line = mistake(error)
+        print(line or traceback.format_exc().rstrip(), file=sys.stderr)
+        return ExitCode.USAGE if line else ExitCode.FAILURE
+    return ExitCode.DONE
+
+
+def mistake(error: Exception) -> str:
+    """The line for an error that the user can mend; empty for a bug of ours."""
+    where = "workhorse"
+    match error:
+        case click.exceptions.NoArgsIsHelpError():
+            return error.format_message()  # the whole help
+        case click.UsageError():
+            where = error.ctx.command_path if error.ctx else where
+            reason = f"{error.format_message().rstrip('.')} (see {where} --help)"
+        case click.ClickException():
+            reason = error.format_message()
+        case WorkhorseError():
+            reason = str(error)
+        case OSError() if error.errno in REFUSED_BY_SYSTEM:
+            subject = f"{error.filename}: " if error.filename is not None else ""
+            reason = f"{subject}{error.strerror}"
+        case _:
+            return ""
+    return f"{where}: {' '.join(part.strip() for part in reason.splitlines())}"
+
+
+def run() -> None:
+    """The console script: `main` over the process's arguments."""
+    if "_WORKHORSE_COMPLETE" in os.environ:  # a shell asks for completions
+        command.main(prog_name="workhorse")
+    sys.exit(main(sys.argv[1:]))

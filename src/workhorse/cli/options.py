@@ -1,0 +1,41 @@
+"""Flags that verbs share, so that the same flag means the same thing everywhere."""
+
+from collections.abc import Callable
+from typing import Any
+
+import click
+
+json_option = click.option(
+    "--json", "as_json", is_flag=True, help="Print the result as one line of JSON."
+)
+"""Every verb has it; the parameter is `as_json`."""
+
+
+def runtime_options(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """`--device`, `--dtype` and `--threads`, for every verb that runs a model.
+
+    The parameters are `device: str`, `dtype: str` and `threads: int` (0: as many as torch finds).
+    """
+    for option in (
+        click.option(
+            "--threads",
+            type=click.IntRange(min=0),
+            default=0,
+            help="CPU threads; 0 lets torch decide.  [default: 0]",
+        ),
+        click.option(
+            "--dtype",
+            type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
+            default="auto",
+            show_default=True,
+            help="Precision of the computation.",
+        ),
+        click.option(
+            "--device",
+            default="auto",
+            show_default=True,
+            help="auto, cpu, cuda, cuda:N or mps.",
+        ),
+    ):
+        verb = option(verb)
+    return verb

@@ -1,0 +1,100 @@
+"""What every verb says and where: the result on stdout, progress on stderr, an exit code."""
+
+import enum
+import json
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+PLAIN_INTERVAL = 10.0
+"""Seconds between two lines of progress where there is no terminal."""
+
+
+class ExitCode(enum.IntEnum):
+    """What the process tells the shell."""
+
+    DONE = 0
+    FAILURE = 1
+    """A bug of ours; the traceback is on stderr."""
+    USAGE = 2
+    """Wrong usage or input; one line on stderr says which and what to do."""
+    INTERRUPTED = 130
+    """Stopped by SIGINT."""
+    STOPPED = 143
+    """Stopped by SIGTERM, after saving."""
+
+
+def print_result(result: Mapping[str, Any], as_json: bool, text: str) -> None:
+    """Print a verb's result on stdout: `result` as one line of JSON, or `text` for a person.
+
+    Paths become strings; a number that JSON has no word for (an infinite loss) becomes null.
+    """
+    print(json.dumps(_plain(result), ensure_ascii=False) if as_json else text)
+
+
+@contextmanager
+def progress(label: str, unit: str = "") -> Iterator[Callable[[int, int | None], None]]:
+    """Show progress on stderr: a bar on a terminal, elsewhere a line every ten seconds.
+
+    Gives `report(done, total)`, both in `unit`; `total` is None while it is not known.
+    """
+    with _bar(label, unit) if sys.stderr.isatty() else _lines(label, unit) as report:
+        yield report
+
+
+@contextmanager
+def _bar(label: str, unit: str) -> Iterator[Callable[[int, int | None], None]]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+
+    bar = Progress(
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TextColumn(f"{{task.completed:,}} {unit}".rstrip()),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+        console=Console(stderr=True),
+    )
+    with bar:
+        task = bar.add_task(label, total=None)
+        yield lambda done, total: bar.update(task, completed=done, total=total)
+
+
+@contextmanager
+def _lines(label: str, unit: str) -> Iterator[Callable[[int, int | None], None]]:
+    started = last = time.monotonic()
+
+    def report(done: int, total: int | None) -> None:
+        nonlocal last
+        now = time.monotonic()
+        if now - last < PLAIN_INTERVAL:
+            return
+        last = now
+        share = f" of {total:,} ({done / total:.0%})" if total else ""
+        line = f"{label}: {done:,}{share} {unit}".rstrip()
+        print(f"{line}, {now - started:.0f} s", file=sys.stderr, flush=True)
+
+    yield report
+
+
+def _plain(value: Any) -> Any:
+    """The same data in what JSON can say."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(item) for key, item in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(item) for item in value]
+    if isinstance(value, float):
+        return value if abs(value) < float("inf") else None  # nan compares false: null too
+    if value is None or isinstance(value, str | int):
+        return value
+    return str(value)

@@ -1,0 +1,38 @@
+"""Text in, batches out: corpus readers, memory-mapped token shards, rows by step.
+
+dataset = prepare(config, tokenizer, folder)
+batches = Batches(dataset.train, seq_len=256, batch_size=16, seed=1)
+batch = batches[step]
+"""
+
+from workhorse.data.batches import Batch, Batches, ValidationBatches, prefetch
+from workhorse.data.config import DataConfig, SourceConfig
+from workhorse.data.dataset import Dataset, Split, open_dataset
+from workhorse.data.documents import Document, iterate_texts, read_documents
+from workhorse.data.inspection import RowView, describe, view_rows
+from workhorse.data.preparation import prepare
+from workhorse.data.sampling import IGNORE
+from workhorse.data.stream import TokenStream
+from workhorse.data.tokenizer import prepare_tokenizer
+
+__all__ = [
+    "IGNORE",
+    "Batch",
+    "Batches",
+    "DataConfig",
+    "Dataset",
+    "Document",
+    "RowView",
+    "SourceConfig",
+    "Split",
+    "TokenStream",
+    "ValidationBatches",
+    "describe",
+    "iterate_texts",
+    "open_dataset",
+    "prefetch",
+    "prepare",
+    "prepare_tokenizer",
+    "read_documents",
+    "view_rows",
+]

@@ -1,0 +1,193 @@
+"""What a model is trained on: where the text is, what is held out, how it becomes rows."""
+
+import re
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, field_validator, model_validator
+
+from workhorse.config import Config, ConfigError
+
+STDIN = Path("-")
+"""A path of `-` is the standard input."""
+
+DEFAULT_FRACTION = 0.1
+"""Share of a corpus held out when its config says nothing."""
+
+SHORTHANDS = {
+    "stdlib": {"kind": "stdlib"},
+    "stdin": {"kind": "text", "path": str(STDIN)},
+}
+"""`corpus: stdlib` and `corpus: stdin`: what needs no more than a name."""
+
+Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
+Packing = Literal["windows", "random_windows", "documents"]
+
+
+class HeldOut(Config):
+    """What every source says about its validation split: a part of itself, or another path."""
+
+    validation: Path | None = None
+    """A path of its own for the validation split, read as `path` is; then all of `path` trains."""
+    validation_fraction: Fraction | None = None
+    """Share held out, 0 for none. None: a tenth, or nothing where `validation` names a path."""
+
+    @model_validator(mode="after")
+    def _one_validation(self) -> "HeldOut":
+        if self.validation == STDIN:
+            raise ConfigError("the standard input can train but not validate; name a file")
+        if self.validation is not None and self.validation_fraction is not None:
+            raise ConfigError("validation and validation_fraction are both set; keep one")
+        return self
+
+    @property
+    def held_out(self) -> float:
+        """The share of `path` that belongs to the validation split."""
+        if self.validation is not None:
+            return 0.0
+        return DEFAULT_FRACTION if self.validation_fraction is None else self.validation_fraction
+
+    @property
+    def has_validation(self) -> bool:
+        return self.validation is not None or self.held_out > 0
+
+
+class TextConfig(HeldOut):
+    """One plain text file, one document; its validation split is the end of the text.
+
+    Of n characters the first `int((1 - validation_fraction) * n)` train.
+    """
+
+    kind: Literal["text"] = "text"
+    path: Path
+    """A file, plain or compressed with gzip or zstd; `-` is the standard input."""
+    errors: Literal["strict", "replace"] = "strict"
+    """What bytes that are not UTF-8 do: stop with a message, or become U+FFFD."""
+
+
+class FolderConfig(HeldOut):
+    """A folder of text files, each a document, in the order of their paths.
+
+    A file is held out by a hash of its path inside the folder. Hidden files are left out.
+    """
+
+    kind: Literal["folder"] = "folder"
+    path: Path
+    glob: str = "**/*"
+    """Which files, as a pattern of `pathlib.Path.glob`."""
+    errors: Literal["strict", "replace"] = "strict"
+    """What bytes that are not UTF-8 do: stop with a message, or become U+FFFD."""
+
+
+class JsonlConfig(HeldOut):
+    """JSON lines, each an object with a text: a document, held out by a hash of the text."""
+
+    kind: Literal["jsonl"] = "jsonl"
+    path: Path
+    """A file, plain or compressed with gzip or zstd, or a folder of `.jsonl[.gz|.zst]` files; `-`
+    is the standard input."""
+    text_field: str = "text"
+    """The key of the text. Lines where it is null or empty are left out."""
+    errors: Literal["strict", "replace"] = "strict"
+    """What bytes that are not UTF-8 do: stop with a message, or become U+FFFD."""
+
+
+class ParquetConfig(HeldOut):
+    """Parquet files (needs pyarrow): each row a document, held out by a hash of the text."""
+
+    kind: Literal["parquet"] = "parquet"
+    path: Path
+    """A file, or a folder of `.parquet` files."""
+    text_field: str = "text"
+    """The column of the text. Rows where it is null or empty are left out."""
+
+
+class StdlibConfig(Config):
+    """The standard library of the Python that runs this; held out by a hash of a module's name."""
+
+    kind: Literal["stdlib"] = "stdlib"
+    validation_fraction: Fraction = DEFAULT_FRACTION
+    """Share of the modules held out."""
+
+    @property
+    def has_validation(self) -> bool:
+        return self.validation_fraction > 0
+
+
+SourceConfig = Annotated[
+    TextConfig | FolderConfig | JsonlConfig | ParquetConfig | StdlibConfig,
+    Field(discriminator="kind"),
+]
+"""One place that text comes from."""
+
+
+def _spelled_out(source: Any) -> Any:
+    return SHORTHANDS.get(source, {"kind": source}) if isinstance(source, str) else source
+
+
+class MixtureConfig(Config):
+    """Several named sources, their rows mixed by weight (see `workhorse.data.mixing`)."""
+
+    kind: Literal["mixture"] = "mixture"
+    sources: dict[str, SourceConfig]
+    """The sources by name; a name is made of letters, digits, `_` and `-`."""
+    weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
+    """Share of the training rows of each source, in any unit; a source left out weighs 1."""
+
+    @field_validator("sources", mode="before")
+    @classmethod
+    def _shorthands(cls, sources: Any) -> Any:
+        if not isinstance(sources, dict):
+            return sources
+        return {name: _spelled_out(source) for name, source in sources.items()}
+
+    @model_validator(mode="after")
+    def _names(self) -> "MixtureConfig":
+        if not self.sources:
+            raise ConfigError("a mixture of no sources; name at least one", "sources")
+        for name in self.sources:
+            if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+                raise ConfigError(
+                    f"{name!r} cannot name a source; use letters, digits, '_' and '-'", "sources"
+                )
+        for name in self.weights:
+            if name not in self.sources:
+                known = ", ".join(self.sources)
+                raise ConfigError(f"{name!r} is not one of the sources ({known})", "weights")
+        return self
+
+
+class DataConfig(Config):
+    """From text to rows of tokens."""
+
+    corpus: Annotated[
+        TextConfig | FolderConfig | JsonlConfig | ParquetConfig | StdlibConfig | MixtureConfig,
+        Field(discriminator="kind"),
+    ]
+    """One source, or a mixture of several. `stdlib` and `stdin` may be written as a bare name."""
+    packing: Packing = "windows"
+    """How training rows are cut from the tokens (see `workhorse.data.sampling`)."""
+    bos: bool = False
+    """Begin every document with the tokenizer's bos token."""
+    eos: bool = True
+    """End every document with the tokenizer's eos token."""
+    cache_dir: Path | None = None
+    """Where token shards are kept, for runs to share; None: inside the run directory."""
+
+    @field_validator("corpus", mode="before")
+    @classmethod
+    def _shorthand(cls, corpus: Any) -> Any:
+        return _spelled_out(corpus)
+
+    @property
+    def sources(self) -> dict[str, SourceConfig]:
+        """The sources by name; a lone one is called `corpus`."""
+        if isinstance(self.corpus, MixtureConfig):
+            return self.corpus.sources
+        return {"corpus": self.corpus}
+
+    @property
+    def weights(self) -> dict[str, float]:
+        """The weight of every source."""
+        given = self.corpus.weights if isinstance(self.corpus, MixtureConfig) else {}
+        return {name: given.get(name, 1.0) for name in self.sources}

@@ -1,0 +1,76 @@
+"""Documents to tokens on every core, in order, with bounded memory.
+
+The `tokenizers` library spreads a block of texts over threads of its own; meanwhile another block
+is read, and converted to arrays. Which tokens come out, and in which order, never depends on how
+many threads there are.
+"""
+
+from collections import deque
+from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from itertools import islice
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workhorse.data.documents import Document
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
+
+BLOCK_CHARS = 2 << 20
+BLOCK_PIECES = 4096
+"""Texts are encoded in blocks of so many characters or pieces, whichever comes first."""
+
+BLOCKS_AT_ONCE = 2
+
+
+def encoded(
+    documents: Iterable[Document], tokenizer: "Tokenizer", *, bos: bool, eos: bool, dtype: str
+) -> Iterator[tuple[Document, np.ndarray]]:
+    """Each document, or piece of one, with its tokens as `dtype`.
+
+    Args:
+        documents: read as far ahead as `BLOCKS_AT_ONCE` blocks.
+        tokenizer: its ids must fit into `dtype`.
+        bos: begin each document with the tokenizer's bos token.
+        eos: end each document with the tokenizer's eos token.
+        dtype: of NumPy, an unsigned integer.
+    """
+
+    def encode(block: list[Document]) -> list[np.ndarray]:
+        ids = tokenizer.encode_batch([document.text for document in block])
+        arrays = []
+        for document, tokens in zip(block, ids, strict=True):
+            before = [tokenizer.bos_id] if bos and document.begins else []
+            after = [tokenizer.eos_id] if eos and document.ends else []
+            arrays.append(np.array([*before, *tokens, *after], dtype=dtype))
+        return arrays
+
+    blocks = _blocks(documents)
+    with ThreadPoolExecutor(BLOCKS_AT_ONCE, thread_name_prefix="encode") as pool:
+        waiting: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
+        try:
+            while True:
+                for block in islice(blocks, BLOCKS_AT_ONCE - len(waiting)):
+                    waiting.append((block, pool.submit(encode, block)))
+                if not waiting:
+                    return
+                block, arrays = waiting.popleft()
+                yield from zip(block, arrays.result(), strict=True)
+        finally:
+            for _, arrays in waiting:
+                arrays.cancel()
+
+
+def _blocks(documents: Iterable[Document]) -> Iterator[list[Document]]:
+    block: list[Document] = []
+    characters = 0
+    for document in documents:
+        block.append(document)
+        characters += len(document.text)
+        if characters >= BLOCK_CHARS or len(block) >= BLOCK_PIECES:
+            yield block
+            block, characters = [], 0
+    if block:
+        yield block

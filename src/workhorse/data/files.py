@@ -1,0 +1,153 @@
+"""Files as text: where they are, decompressed, decoded, each failure one line."""
+
+import atexit
+import codecs
+import functools
+import gzip
+import io
+import shutil
+import sys
+import tempfile
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO, BinaryIO
+
+from workhorse.data.config import STDIN
+from workhorse.errors import WorkhorseError
+
+BLOCK_BYTES = 1 << 20
+"""Bytes read at a time."""
+
+GZIP_MAGIC = b"\x1f\x8b"
+ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
+
+
+def source_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
+    """The file at `path`, or in a folder every visible file with one of the suffixes, by path.
+
+    Raises:
+        WorkhorseError: nothing is there, or the folder has no such file.
+    """
+    if path == STDIN:
+        return [stdin_copy()]
+    if not path.is_dir():
+        return [existing_file(path)]
+    files = visible_files(path, "**/*")
+    found = [file for file in files if file.name.endswith(suffixes)]
+    if not found:
+        raise WorkhorseError(f"{path} holds no {' or '.join(suffixes)} file; name another folder")
+    return found
+
+
+def visible_files(folder: Path, glob: str) -> list[Path]:
+    """The files of a folder that match a pattern, in the order of their paths, none hidden."""
+    if not folder.is_dir():
+        remedy = "use kind: text for one file" if folder.exists() else "check the path"
+        raise WorkhorseError(f"{folder} is not a folder; {remedy}")
+    try:
+        matches = list(folder.glob(glob))
+    except (ValueError, NotImplementedError) as error:
+        raise WorkhorseError(f"glob={glob!r} is not a pattern: {error}") from None
+    relative = sorted((match.relative_to(folder).as_posix(), match) for match in matches)
+    return [
+        file
+        for name, file in relative
+        if file.is_file() and not any(part.startswith(".") for part in name.split("/"))
+    ]
+
+
+def existing_file(path: Path) -> Path:
+    """The same path, or the line that says what is wrong with it."""
+    if path.is_dir():
+        raise WorkhorseError(f"{path} is a folder; use kind: folder, or name a file in it")
+    if not path.exists():
+        raise WorkhorseError(f"cannot read {path}: no such file; check the path")
+    return path
+
+
+@functools.cache
+def _stdin_file() -> IO[bytes]:
+    copy = tempfile.NamedTemporaryFile(prefix="workhorse-stdin-")  # noqa: SIM115 (lives as long as we)
+    shutil.copyfileobj(sys.stdin.buffer, copy)
+    copy.flush()
+    atexit.register(copy.close)
+    return copy
+
+
+def stdin_copy() -> Path:
+    """A file with the standard input, which is read once while a corpus is read several times."""
+    if sys.stdin is None or sys.stdin.isatty():
+        raise WorkhorseError("the corpus is the standard input, a terminal; pipe text into it")
+    return Path(_stdin_file().name)
+
+
+@contextmanager
+def open_bytes(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, decompressed if its first bytes say gzip or zstd.
+
+    Raises:
+        WorkhorseError: the file cannot be read, or its compression is damaged.
+    """
+    try:
+        with path.open("rb") as file:
+            magic = file.peek(len(ZSTD_MAGIC))
+            if magic.startswith(GZIP_MAGIC):
+                with gzip.open(file) as stream:
+                    yield stream  # pyright: ignore[reportReturnType]
+            elif magic.startswith(ZSTD_MAGIC):
+                with _unzstd(file, path) as stream:
+                    yield stream
+            else:
+                yield file
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise WorkhorseError(f"{path} is damaged: {error}; fetch it again") from None
+    except OSError as error:
+        raise WorkhorseError(f"cannot read {path}: {error.strerror or error}") from None
+
+
+@contextmanager
+def _unzstd(file: BinaryIO, path: Path) -> Iterator[BinaryIO]:
+    try:
+        import zstandard
+    except ImportError:
+        raise WorkhorseError(
+            f"{path} is compressed with zstd; pip install 'workhorse[data]' to read it"
+        ) from None
+    try:
+        with zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) as stream:
+            yield io.BufferedReader(stream, BLOCK_BYTES)  # pyright: ignore[reportArgumentType]
+    except zstandard.ZstdError as error:
+        raise WorkhorseError(f"{path} is damaged: {error}; fetch it again") from None
+
+
+def read_text(path: Path, errors: str) -> Iterator[str]:
+    """The text of a UTF-8 file in blocks, no character split, line ends as they are.
+
+    Raises:
+        WorkhorseError: a byte that is not UTF-8, with its offset, unless `errors` is "replace".
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")(errors)
+    offset = 0
+    with open_bytes(path) as file:
+        while True:
+            block = file.read(BLOCK_BYTES)
+            held_back = len(decoder.getstate()[0])  # the start of a character, from the last block
+            try:
+                text = decoder.decode(block, final=not block)
+            except UnicodeDecodeError as error:
+                raise bad_byte(path, error, offset - held_back) from None
+            if text:
+                yield text
+            if not block:
+                return
+            offset += len(block)
+
+
+def bad_byte(path: Path, error: UnicodeDecodeError, offset: int) -> WorkhorseError:
+    """The line for a byte that is not UTF-8; `offset` is where the decoded bytes began."""
+    return WorkhorseError(
+        f"{path}: byte 0x{error.object[error.start]:02x} at offset {offset + error.start} is not "
+        "UTF-8; mend the file or set errors: replace"
+    )

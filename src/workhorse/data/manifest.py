@@ -1,0 +1,137 @@
+"""The manifest of a prepared data set: what was read, what was written, checksums."""
+
+import hashlib
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+from pydantic import Field
+
+from workhorse.config import Config, ConfigError
+from workhorse.errors import WorkhorseError
+
+MANIFEST = "manifest.json"
+
+
+class ShardConfig(Config):
+    """One shard: the tokens in `NAME.tokens.npy`, the ends of documents in `NAME.ends.npy`.
+
+    A document may run on into the next shard; then its end stands there.
+    """
+
+    name: str
+    tokens: int
+    documents: int
+    """Documents that end in this shard."""
+    bytes: int
+    """UTF-8 bytes of the text."""
+    pieces: int
+    """Pieces of documents read for this shard: how far a build that goes on has to skip."""
+    tokens_sha256: str
+    ends_sha256: str
+
+
+class StreamConfig(Config):
+    """One split of one source."""
+
+    shards: list[ShardConfig] = Field(default=[])
+    complete: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(shard.tokens for shard in self.shards)
+
+    @property
+    def documents(self) -> int:
+        return sum(shard.documents for shard in self.shards)
+
+    @property
+    def bytes(self) -> int:
+        return sum(shard.bytes for shard in self.shards)
+
+
+class ManifestConfig(Config):
+    """Everything about a data set but the tokens themselves."""
+
+    format: Literal[1] = 1
+    tokenizer: str
+    """Fingerprint of the tokenizer."""
+    vocab_size: int
+    dtype: Literal["uint16", "uint32"]
+    bos: bool
+    eos: bool
+    sources: dict[str, dict[str, Any]]
+    """The config of each source, and the state of its files: files, bytes, a SHA-256."""
+    train: dict[str, StreamConfig] = Field(default={})
+    """The training stream of each source."""
+    validation: dict[str, StreamConfig] = Field(default={})
+    """The validation stream of each source that has one."""
+    complete: bool = False
+    """Whether every shard of every stream is written."""
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over the shards' checksums: equal where every token is equal."""
+        sums = {
+            split: {
+                name: [(shard.tokens_sha256, shard.ends_sha256) for shard in stream.shards]
+                for name, stream in sorted(getattr(self, split).items())
+            }
+            for split in ("train", "validation")
+        }
+        return hashlib.sha256(json.dumps(sums, sort_keys=True).encode()).hexdigest()
+
+    def save(self, folder: Path) -> None:
+        write_atomically(folder / MANIFEST, self.to_json().encode())
+
+
+def read_manifest(folder: Path) -> ManifestConfig:
+    """The manifest of a data set.
+
+    Raises:
+        WorkhorseError: there is none, or it is damaged.
+    """
+    path = folder / MANIFEST
+    try:
+        return ManifestConfig.from_json(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise WorkhorseError(
+            f"{folder} holds no prepared data; run workhorse data prepare"
+        ) from None
+    except (ConfigError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise WorkhorseError(
+            f"{path} is damaged ({error}); delete {folder} and prepare it again"
+        ) from None
+
+
+def write_array(path: Path, array: np.ndarray) -> str:
+    """Write an array as `.npy`, whole or not at all; gives the SHA-256 of the file."""
+    buffer = io.BytesIO()
+    np.save(buffer, array, allow_pickle=False)
+    write_atomically(path, buffer.getbuffer())
+    return hashlib.sha256(buffer.getbuffer()).hexdigest()
+
+
+def write_atomically(path: Path, content: bytes | memoryview) -> None:
+    """Write a file under another name, sync it, rename it: it is whole or it is not there."""
+    temporary = path.with_name(path.name + ".tmp")
+    with temporary.open("wb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(path)
+    sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """Make a rename in the folder survive a loss of power, where the system can."""
+    if os.name != "posix":
+        return
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,250 @@
+"""From documents to token shards: parallel, resumable, reused when nothing changed.
+
+A data set lives in a folder named after what decides its tokens: the tokenizer, the sources'
+configs, and the path, size and time of change of each file. So a change makes a new data set, and
+runs that share a folder share the work. Shards are cut after a fixed number of tokens and written
+one by one, the manifest after each; a build that was killed goes on after the last one.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workhorse.data.config import DataConfig, SourceConfig
+from workhorse.data.dataset import ENDS, TOKENS, Dataset, check_sums, open_dataset, open_shard
+from workhorse.data.documents import Document, SplitName, read_documents
+from workhorse.data.encode import encoded
+from workhorse.data.manifest import (
+    ManifestConfig,
+    ShardConfig,
+    StreamConfig,
+    read_manifest,
+    write_array,
+)
+from workhorse.data.sources import Progress, describe_sources, text_bytes, why_empty
+from workhorse.errors import WorkhorseError
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
+
+SPLITS: tuple[SplitName, ...] = ("validation", "train")
+"""The small one first: if it is empty, the long work need not be done to find out."""
+
+SHARD_TOKENS = 1 << 25
+"""Tokens after which a shard ends: 64 MiB of 16-bit tokens."""
+
+REPORT_BYTES = 1 << 20
+"""Bytes of text between two calls of the progress callback."""
+
+
+def prepare(
+    config: DataConfig,
+    tokenizer: "Tokenizer",
+    folder: Path,
+    *,
+    progress: Progress | None = None,
+    verify: bool = False,
+) -> Dataset:
+    """Make the token shards of a config, or open them if they are there already.
+
+    Args:
+        config: what to read; `config.cache_dir`, where set, takes the place of `folder`.
+        tokenizer: encodes the texts; ends (begins) documents with its eos (bos) where asked.
+        folder: where data sets are kept, usually the run directory's `data`.
+        progress: told how far the build is.
+        verify: compare the checksums of what is there. A shard found damaged is made again; that
+            its files are whole in size is always checked.
+
+    Raises:
+        WorkhorseError: a source cannot be read or changes meanwhile, a split is empty, the
+            tokenizer lacks a token.
+    """
+    fresh = _fresh_manifest(config, tokenizer)
+    home = (config.cache_dir or folder).expanduser() / _key(fresh)
+    home.mkdir(parents=True, exist_ok=True)
+    with _only_one_builder(home):
+        manifest = _what_stands(home, fresh, verify)
+        if not manifest.complete:
+            for leftover in home.glob("*.tmp"):
+                leftover.unlink()
+            _Build(config, tokenizer, home, manifest, progress).run()
+    return open_dataset(home, config.weights)
+
+
+class _Build:
+    """One run of a build: fills the manifest, stream by stream and shard by shard."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: "Tokenizer",
+        home: Path,
+        manifest: ManifestConfig,
+        progress: Progress | None,
+    ) -> None:
+        self.config, self.tokenizer, self.home, self.manifest = config, tokenizer, home, manifest
+        self.progress = progress or (lambda _done, _total: None)
+        self.total = text_bytes(manifest.sources)
+        self.done = self.reported = 0
+
+    def run(self) -> None:
+        for split in SPLITS:
+            for name, source in self.config.sources.items():
+                if split == "train" or source.has_validation:
+                    self._fill(split, name, source)
+        if describe_sources(self.config) != self.manifest.sources:
+            raise WorkhorseError("a source changed while it was read; prepare it again")
+        self.manifest = self.manifest.replace(complete=True)
+        self.manifest.save(self.home)
+        self.progress(self.done, self.done)
+
+    def _fill(self, split: SplitName, name: str, source: SourceConfig) -> None:
+        stream = getattr(self.manifest, split).get(name, StreamConfig())
+        self.done += stream.bytes
+        if stream.complete:
+            return
+        done_before = sum(shard.pieces for shard in stream.shards)
+        documents = islice(read_documents(source, split), done_before, None)
+        buffer = _ShardBuffer()
+        for document, tokens in encoded(
+            documents,
+            self.tokenizer,
+            bos=self.config.bos,
+            eos=self.config.eos,
+            dtype=self.manifest.dtype,
+        ):
+            self.done += buffer.add(document, tokens)
+            if self.done - self.reported >= REPORT_BYTES:
+                self.progress(self.done, self.total)
+                self.reported = self.done
+            if buffer.n_tokens >= SHARD_TOKENS:
+                stream = self._write(split, name, stream, buffer)
+                buffer = _ShardBuffer()
+        if buffer.n_tokens:
+            stream = self._write(split, name, stream, buffer)
+        if not stream.tokens:
+            raise WorkhorseError(why_empty(source, split))
+        self._record(split, name, stream.replace(complete=True))
+
+    def _write(
+        self, split: SplitName, name: str, stream: StreamConfig, buffer: "_ShardBuffer"
+    ) -> StreamConfig:
+        shard = buffer.write(self.home, f"{split}-{name}-{len(stream.shards):05d}")
+        stream = stream.replace(shards=[*stream.shards, shard])
+        self._record(split, name, stream)
+        return stream
+
+    def _record(self, split: SplitName, name: str, stream: StreamConfig) -> None:
+        streams = {**getattr(self.manifest, split), name: stream}
+        self.manifest = self.manifest.replace(**{split: streams})
+        self.manifest.save(self.home)
+
+
+class _ShardBuffer:
+    """The tokens of a shard before it is written."""
+
+    def __init__(self) -> None:
+        self.tokens: list[np.ndarray] = []
+        self.ends: list[int] = []
+        self.n_tokens = self.n_bytes = 0
+
+    def add(self, document: Document, tokens: np.ndarray) -> int:
+        """Add a document, or a piece of one; gives its UTF-8 bytes."""
+        n_bytes = len(document.text.encode())
+        self.tokens.append(tokens)
+        self.n_tokens += len(tokens)
+        self.n_bytes += n_bytes
+        if document.ends:
+            self.ends.append(self.n_tokens)
+        return n_bytes
+
+    def write(self, home: Path, name: str) -> ShardConfig:
+        return ShardConfig(
+            name=name,
+            tokens=self.n_tokens,
+            documents=len(self.ends),
+            bytes=self.n_bytes,
+            pieces=len(self.tokens),
+            tokens_sha256=write_array(home / (name + TOKENS), np.concatenate(self.tokens)),
+            ends_sha256=write_array(home / (name + ENDS), np.array(self.ends, dtype=np.int64)),
+        )
+
+
+def _fresh_manifest(config: DataConfig, tokenizer: "Tokenizer") -> ManifestConfig:
+    """The manifest of a data set of which nothing is written: what decides its tokens."""
+    for wanted, name, token in (
+        (config.bos, "bos", tokenizer.bos_id),
+        (config.eos, "eos", tokenizer.eos_id),
+    ):
+        if wanted and token is None:
+            raise WorkhorseError(
+                f"data.{name} is true but the tokenizer has no {name} token; set data.{name}: false"
+            )
+    return ManifestConfig(
+        tokenizer=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        dtype="uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
+        bos=config.bos,
+        eos=config.eos,
+        sources=describe_sources(config),
+    )
+
+
+def _key(manifest: ManifestConfig) -> str:
+    content = json.dumps(manifest.to_dict(), sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _what_stands(home: Path, fresh: ManifestConfig, verify: bool) -> ManifestConfig:
+    """The manifest in a folder less what is damaged; a build goes on from there."""
+    try:
+        manifest = read_manifest(home)
+    except WorkhorseError:
+        return fresh
+    sound = {
+        split: {name: _sound(home, stream, verify) for name, stream in streams.items()}
+        for split, streams in ((split, getattr(manifest, split)) for split in SPLITS)
+    }
+    whole = all(sound[split] == getattr(manifest, split) for split in SPLITS)
+    return manifest.replace(**sound, complete=manifest.complete and whole)
+
+
+def _sound(home: Path, stream: StreamConfig, verify: bool) -> StreamConfig:
+    """The stream up to its first damaged shard."""
+    for index, shard in enumerate(stream.shards):
+        try:
+            open_shard(home, shard)
+            if verify:
+                check_sums(home, shard)
+        except WorkhorseError:
+            return StreamConfig(shards=stream.shards[:index])
+    return stream
+
+
+@contextlib.contextmanager
+def _only_one_builder(home: Path) -> Iterator[None]:
+    """Let one process at a time build in a folder: the others wait, then find it done.
+
+    Where the system has no `flock` (Windows) two builders do the same work twice. A folder left
+    empty by a failure is removed.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    descriptor = os.open(home, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            home.rmdir()
+        os.close(descriptor)

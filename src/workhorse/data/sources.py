@@ -1,0 +1,65 @@
+"""What tells whether the sources of a data set changed, and why one has no text."""
+
+import hashlib
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from workhorse.data.config import STDIN, DataConfig, SourceConfig, StdlibConfig
+from workhorse.data.documents import SplitName, data_files, read_documents
+
+Progress = Callable[[int, int | None], None]
+"""Told the UTF-8 bytes of text done, and about how many there are; None where unknown."""
+
+SIZE_IS_TEXT = {"text", "folder", "stdlib"}
+"""The kinds of source whose files hold the text as it is."""
+
+
+def describe_sources(config: DataConfig) -> dict[str, dict[str, Any]]:
+    """The config of each source, how many files and bytes it is, and a hash of the files' state.
+
+    The state of a file is its path, size and time of change. The standard input, which is copied
+    to a new file each time, is told by its content.
+    """
+    described = {}
+    for name, source in config.sources.items():
+        files = data_files(source, "train")
+        if not isinstance(source, StdlibConfig) and source.validation is not None:
+            files = [*files, *data_files(source, "validation")]
+        states = [_state(path, source) for path in files]
+        described[name] = {
+            **source.to_dict(),
+            "files": len(states),
+            "bytes": sum(size for _, size, _ in states),
+            "state": hashlib.sha256(json.dumps(states).encode()).hexdigest(),
+        }
+    return described
+
+
+def text_bytes(described: dict[str, dict[str, Any]]) -> int | None:
+    """About how many bytes of text there are; None where the sizes of the files do not tell."""
+    if any(source["kind"] not in SIZE_IS_TEXT for source in described.values()):
+        return None
+    return sum(source["bytes"] for source in described.values())
+
+
+def why_empty(source: SourceConfig, split: SplitName) -> str:
+    """The line for a split of a source that turned out to have no text."""
+    where = "the standard library" if isinstance(source, StdlibConfig) else str(source.path)
+    if not isinstance(source, StdlibConfig) and source.validation is not None:
+        where = str(source.validation) if split == "validation" else where
+    elif next(read_documents(source, "validation" if split == "train" else "train"), None):
+        return (
+            f"all of {where} fell into the other split, none into {split}; "
+            "give it more documents, or set validation_fraction"
+        )
+    return f"{where} is empty: no text for the {split} split; give it some"
+
+
+def _state(path: Path, source: SourceConfig) -> tuple[str, int, int | str]:
+    status = path.stat()
+    if not isinstance(source, StdlibConfig) and source.path == STDIN:
+        with path.open("rb") as file:
+            return str(STDIN), status.st_size, hashlib.file_digest(file, "sha256").hexdigest()
+    return str(path.resolve()), status.st_size, status.st_mtime_ns

@@ -1,0 +1,52 @@
+"""The tokens of one source's split: a long sequence over memory-mapped arrays."""
+
+from bisect import bisect_right
+from collections.abc import Sequence
+from itertools import accumulate
+
+import numpy as np
+import numpy.typing as npt
+
+
+class TokenStream:
+    """Tokens laid end to end, and where the documents in them end.
+
+    Args:
+        name: of the source.
+        shards: the tokens, unsigned integers, in order; usually memory-mapped.
+        ends: for each document the position after its last token, rising; the last is the length.
+        n_bytes: UTF-8 bytes of the text that the tokens stand for.
+    """
+
+    def __init__(
+        self, name: str, shards: Sequence[np.ndarray], ends: npt.NDArray[np.int64], n_bytes: int = 0
+    ) -> None:
+        self.name = name
+        self.ends = ends
+        self.n_bytes = n_bytes
+        self._shards = shards
+        self._starts = [0, *accumulate(len(shard) for shard in shards)]
+        assert (ends[-1] if len(ends) else 0) == len(self), "a document has no end"
+
+    def __len__(self) -> int:
+        """Tokens."""
+        return self._starts[-1]
+
+    @property
+    def n_documents(self) -> int:
+        return len(self.ends)
+
+    def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
+        """The tokens `start` to `stop`, which must lie inside the stream."""
+        assert 0 <= start <= stop <= len(self), f"tokens {start} to {stop} of {len(self)}"
+        tokens = np.empty(stop - start, dtype=np.int64)
+        position = start
+        while position < stop:
+            index = bisect_right(self._starts, position) - 1
+            first = self._starts[index]
+            last = min(stop, self._starts[index + 1])
+            tokens[position - start : last - start] = self._shards[index][
+                position - first : last - first
+            ]
+            position = last
+        return tokens

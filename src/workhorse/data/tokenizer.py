@@ -1,0 +1,63 @@
+"""The tokenizer of a corpus, trained once and kept beside its token shards."""
+
+import contextlib
+import hashlib
+import json
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from workhorse.data.config import DataConfig
+from workhorse.data.documents import iterate_texts
+from workhorse.data.sources import Progress, describe_sources, text_bytes
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer, TokenizerConfig
+
+
+def prepare_tokenizer(
+    tokenizer_config: "TokenizerConfig",
+    data_config: DataConfig,
+    folder: Path,
+    *,
+    progress: Progress | None = None,
+) -> "Tokenizer":
+    """Train a tokenizer on the training texts of a corpus, or load it if nothing changed.
+
+    Args:
+        tokenizer_config: what to train; one of a file is loaded and not kept again.
+        data_config: the texts; its `cache_dir`, where set, takes the place of `folder`.
+        folder: where tokenizers are kept, each in a folder named after what decides it.
+        progress: told how much of the text the training has read.
+
+    Raises:
+        WorkhorseError: a source cannot be read, or the tokenizer cannot be trained on it.
+    """
+    from workhorse.tokenizers import load_tokenizer, train_tokenizer
+
+    if tokenizer_config.kind == "file":
+        return train_tokenizer(tokenizer_config, ())
+    sources = describe_sources(data_config)
+    decides = [tokenizer_config.to_dict(), sources]
+    key = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
+    root = (data_config.cache_dir or folder).expanduser()
+    home = root / f"tokenizer-{key}"
+    if not home.exists():
+        texts = _watched(iterate_texts(data_config), text_bytes(sources), progress)
+        tokenizer = train_tokenizer(tokenizer_config, texts)
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=root) as temporary:
+            tokenizer.save(Path(temporary) / "new")
+            with contextlib.suppress(OSError):  # another process was faster, with the same
+                (Path(temporary) / "new").rename(home)
+    return load_tokenizer(home)
+
+
+def _watched(texts: Iterable[str], total: int | None, progress: Progress | None) -> Iterator[str]:
+    done = 0
+    for text in texts:
+        yield text
+        done += len(text.encode())
+        if progress:
+            progress(done, total)

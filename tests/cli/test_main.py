@@ -1,0 +1,208 @@
+"""The command itself: starting, refusing, and what each ending tells the shell."""
+
+import errno
+import json
+import math
+import os
+import subprocess
+import sys
+import types
+from collections.abc import Callable
+from pathlib import Path
+
+import click
+import pytest
+
+import workhorse
+from workhorse.cli.main import VERBS, main
+from workhorse.cli.options import json_option, runtime_options
+from workhorse.cli.output import ExitCode, print_result, progress
+from workhorse.errors import WorkhorseError
+
+PYTHON = [sys.executable, "-W", "error"]
+
+
+@pytest.fixture
+def probe(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], None]:
+    """Install a verb `probe` that calls the given function."""
+
+    def install(action: Callable[[], object]) -> None:
+        @click.command("probe")
+        @click.option("--count", type=int)
+        @runtime_options
+        @json_option
+        def command(**_: object) -> None:
+            action()
+
+        module = types.ModuleType("workhorse.cli.probe")
+        module.__dict__["command"] = command
+        monkeypatch.setitem(sys.modules, "workhorse.cli.probe", module)
+        monkeypatch.setitem(VERBS, "probe", "Do one thing.")
+
+    return install
+
+
+def raising(error: BaseException) -> Callable[[], None]:
+    def action() -> None:
+        raise error
+
+    return action
+
+
+def one_line(capsys: pytest.CaptureFixture[str]) -> str:
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert err.endswith("\n")
+    return err.strip()
+
+
+@pytest.mark.parametrize("verb", ["", *VERBS])
+def test_help_imports_neither_torch_nor_numpy(verb: str) -> None:
+    code = f"""
+import sys
+from workhorse.cli.main import main
+assert main({[verb, "--help"] if verb else ["--help"]}) == 0
+slow = {{"torch", "numpy", "pydantic", "transformers", "tokenizers"}} & set(sys.modules)
+assert not slow, slow
+"""
+    done = subprocess.run([*PYTHON, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert f"workhorse {verb}".strip() in done.stdout
+
+
+def test_help_lists_every_verb_with_its_line(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == ExitCode.DONE
+    shown = capsys.readouterr().out
+    for verb, line in VERBS.items():
+        assert verb in shown
+        assert line in shown
+
+
+def test_python_m_workhorse_is_the_command() -> None:
+    done = subprocess.run(
+        [*PYTHON, "-m", "workhorse", "--version"], capture_output=True, text=True, check=False
+    )
+    assert (done.returncode, done.stdout) == (0, f"workhorse {workhorse.__version__}\n")
+
+
+def test_no_verb_shows_the_help_as_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == ExitCode.USAGE
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "Verbs:" in err
+
+
+def test_unknown_verb_names_the_nearest(probe: Callable, capsys: pytest.CaptureFixture) -> None:
+    probe(raising(AssertionError("must not run")))
+    assert main(["prob"]) == ExitCode.USAGE
+    assert "unknown verb 'prob'; did you mean 'probe'?" in one_line(capsys)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--colour"], "--colour"),
+        (["probe", "--cuont", "3"], "--count"),
+        (["probe", "--count", "three"], "'three'"),
+        (["probe", "--dtype", "int3"], "bfloat16"),
+        (["probe", "--threads", "-1"], "-1"),
+        (["probe", "stray"], "stray"),
+        (["probe", "--count"], "--count"),
+    ],
+)
+def test_wrong_usage_is_one_line(
+    probe: Callable, capsys: pytest.CaptureFixture, arguments: list[str], said: str
+) -> None:
+    probe(raising(AssertionError("must not run")))
+    assert main(arguments) == ExitCode.USAGE
+    line = one_line(capsys)
+    assert line.startswith("workhorse")
+    assert said in line
+    assert "--help)" in line
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (WorkhorseError("top_p=2 is not a probability"), "top_p=2 is not a probability"),
+        (WorkhorseError("two\n  lines"), "two lines"),
+        (click.FileError("a.txt", "unreadable"), "unreadable"),
+        (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.txt"), "a.txt: No such"),
+        (PermissionError(errno.EACCES, "Permission denied", "/runs"), "/runs: Permission denied"),
+        (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+    ],
+)
+def test_what_the_user_can_mend_is_one_line_and_exit_2(
+    probe: Callable, capsys: pytest.CaptureFixture, error: Exception, said: str
+) -> None:
+    probe(raising(error))
+    assert main(["probe"]) == ExitCode.USAGE
+    assert said in one_line(capsys)
+
+
+@pytest.mark.parametrize("error", [ValueError("a bug"), OSError(errno.EIO, "Input/output error")])
+def test_a_failure_of_ours_shows_its_traceback(
+    probe: Callable, capsys: pytest.CaptureFixture, error: Exception
+) -> None:
+    probe(raising(error))
+    assert main(["probe"]) == ExitCode.FAILURE
+    assert "Traceback" in capsys.readouterr().err
+
+
+def test_interrupt_exits_130_without_traceback(
+    probe: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    probe(raising(KeyboardInterrupt()))
+    assert main(["probe"]) == ExitCode.INTERRUPTED
+    assert one_line(capsys) == "workhorse: interrupted"
+
+
+def test_a_verb_chooses_its_exit_code(probe: Callable) -> None:
+    probe(lambda: click.get_current_context().exit(ExitCode.STOPPED))
+    assert main(["probe"]) == ExitCode.STOPPED
+
+
+def test_a_reader_that_stops_early_is_no_error() -> None:
+    code = "from workhorse.cli.main import main; import sys; sys.exit(main(['--help']))"
+    reading, writing = os.pipe()
+    os.close(reading)
+    with os.fdopen(writing, "wb") as pipe:
+        done = subprocess.run(
+            [*PYTHON, "-c", code], stdout=pipe, stderr=subprocess.PIPE, text=True, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_json_is_one_line_that_json_can_say(capsys: pytest.CaptureFixture[str]) -> None:
+    result = {"loss": math.inf, "path": Path("a") / "b", "sizes": (1, 2.5), "text": "é\n"}
+    print_result(result, as_json=True, text="unused")
+    out = capsys.readouterr().out
+    assert out.count("\n") == 1
+    assert json.loads(out) == {"loss": None, "path": "a/b", "sizes": [1, 2.5], "text": "é\n"}
+
+
+def test_progress_without_a_terminal_is_lines_on_stderr(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workhorse.cli.output.PLAIN_INTERVAL", 0.0)
+    with progress("reading", unit="bytes") as report:
+        report(1_000, 4_000)
+        report(2_000, None)
+    out, err = capsys.readouterr()
+    assert out == ""
+    first, second = err.splitlines()
+    assert first.startswith("reading: 1,000 of 4,000 (25%) bytes")
+    assert second.startswith("reading: 2,000 bytes")
+
+
+def test_progress_on_a_terminal_is_a_bar_on_stderr(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    with progress("reading") as report:
+        report(1, 2)
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert "50%" in err

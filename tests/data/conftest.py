@@ -1,0 +1,53 @@
+"""A byte tokenizer, and streams held in memory."""
+
+import hashlib
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import pytest
+
+from workhorse.data import Split, TokenStream
+
+
+class ByteTokenizer:
+    """The bytes of UTF-8, then bos and eos."""
+
+    vocab_size = 258
+    bos_id: int | None = 256
+    eos_id: int | None = 257
+
+    def __init__(self, fingerprint: str = "bytes") -> None:
+        self.fingerprint = hashlib.sha256(fingerprint.encode()).hexdigest()
+        self.encoded_texts = 0
+
+    def encode_batch(self, texts: Sequence[str]) -> list[list[int]]:
+        self.encoded_texts += len(texts)
+        return [list(text.encode()) for text in texts]
+
+    def decode(self, ids: Sequence[int]) -> str:
+        special = {256: b"<bos>", 257: b"<eos>"}
+        return b"".join(special.get(i, bytes([i % 256])) for i in ids).decode("utf-8", "replace")
+
+
+@pytest.fixture
+def tokenizer() -> ByteTokenizer:
+    return ByteTokenizer()
+
+
+@pytest.fixture(scope="session")  # hypothesis asks it many times
+def make_split() -> Callable[..., Split]:
+    """A split of streams of counting tokens, so that a token tells its position.
+
+    Each argument is the lengths of the documents of one source.
+    """
+
+    def make(*sources: Sequence[int], weights: Sequence[float] | None = None) -> Split:
+        streams = []
+        for index, lengths in enumerate(sources):
+            ends = np.cumsum(lengths)
+            tokens = np.arange(ends[-1], dtype=np.uint32) + 1_000_000 * index
+            shards = np.array_split(tokens, 3)
+            streams.append(TokenStream(f"source{index}", shards, ends))
+        return Split("train", tuple(streams), tuple(weights or [1.0] * len(sources)))
+
+    return make

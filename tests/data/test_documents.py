@@ -1,0 +1,296 @@
+import gzip
+import io
+import json
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pyarrow
+import pytest
+import zstandard
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from pyarrow import parquet
+
+from workhorse.data import DataConfig, Document, files, iterate_texts, read_documents
+from workhorse.data import documents as documents_module
+from workhorse.errors import WorkhorseError
+
+
+def read(split: str = "train", **corpus: object) -> list[Document]:
+    return list(read_documents(DataConfig(corpus=corpus).corpus, split))
+
+
+def texts(split: str = "train", **corpus: object) -> list[str]:
+    return [document.text for document in read(split, **corpus)]
+
+
+def write_jsonl(path: Path, records: list[object]) -> Path:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+    return path
+
+
+# One text file
+
+
+@settings(max_examples=25)
+@given(st.text(min_size=1, max_size=300), st.sampled_from([0.1, 0.5, 0.05]))
+def test_a_text_is_cut_at_a_fraction_of_its_characters(
+    tmp_path_factory: pytest.TempPathFactory, text: str, fraction: float
+) -> None:
+    path = tmp_path_factory.mktemp("text") / "a.txt"
+    path.write_bytes(text.encode())
+    train = "".join(texts(kind="text", path=path, validation_fraction=fraction))
+    held = "".join(texts("validation", kind="text", path=path, validation_fraction=fraction))
+    assert train == text[: int((1 - fraction) * len(text))]
+    assert train + held == text
+
+
+def test_the_default_cut_is_that_of_character_level_shakespeare(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("abcdefghij" * 100 + "12345")
+    (train,) = texts(kind="text", path=tmp_path / "a.txt")
+    assert len(train) == int(0.9 * 1005)
+
+
+def test_a_text_may_have_a_validation_file_of_its_own(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("train")
+    (tmp_path / "b.txt").write_text("held out")
+    corpus = {"kind": "text", "path": tmp_path / "a.txt", "validation": tmp_path / "b.txt"}
+    assert texts(**corpus) == ["train"]
+    assert texts("validation", **corpus) == ["held out"]
+
+
+@pytest.mark.parametrize("compress", [gzip.compress, zstandard.compress, lambda content: content])
+def test_compressed_files_are_read_whatever_their_name(tmp_path: Path, compress) -> None:
+    text = "naïve café ☕\r\n" * 1000
+    (tmp_path / "a").write_bytes(compress(text.encode()))
+    assert texts(kind="text", path=tmp_path / "a", validation_fraction=0) == [text]
+
+
+def test_the_standard_input_can_be_read_again_and_again(
+    monkeypatch: pytest.MonkeyPatch, piped: None
+) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"0123456789")))
+    assert texts(kind="text", path="-") == ["012345678"]
+    assert texts("validation", kind="text", path="-") == ["9"]
+
+
+def test_the_standard_input_may_be_jsonl(monkeypatch: pytest.MonkeyPatch, piped: None) -> None:
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b'{"text": "one"}\n')))
+    assert texts(kind="jsonl", path="-", validation_fraction=0) == ["one"]
+
+
+def test_a_terminal_is_not_a_corpus(monkeypatch: pytest.MonkeyPatch, piped: None) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setattr(sys, "stdin", Terminal())
+    with pytest.raises(WorkhorseError, match="a terminal; pipe text into it"):
+        texts(kind="text", path="-")
+
+
+@pytest.fixture
+def piped() -> Iterator[None]:
+    """Forget the standard input before and after."""
+    files._stdin_file.cache_clear()
+    yield
+    if files._stdin_file.cache_info().currsize:
+        files._stdin_file().close()
+    files._stdin_file.cache_clear()
+
+
+@pytest.mark.parametrize("at", [0, 7, files.BLOCK_BYTES - 1, files.BLOCK_BYTES, 2_000_000])
+def test_a_byte_that_is_not_utf8_is_named_with_its_offset(tmp_path: Path, at: int) -> None:
+    content = bytearray(("é" * 1_100_000).encode())
+    content[at] = 0xFF
+    (tmp_path / "a.txt").write_bytes(content)
+    expected = at - at % 2 if at % 2 else at  # the broken character begins one byte before
+    with pytest.raises(WorkhorseError, match=rf"a.txt: byte 0x\w\w at offset {expected} is not"):
+        texts(kind="text", path=tmp_path / "a.txt")
+
+
+def test_a_text_that_ends_inside_a_character_is_named_too(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes("abcé".encode()[:-1])
+    with pytest.raises(WorkhorseError, match="byte 0xc3 at offset 3 is not UTF-8; mend the file"):
+        texts(kind="text", path=tmp_path / "a.txt")
+
+
+def test_bad_bytes_are_replaced_where_asked(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"ab\xffcd")
+    assert texts(kind="text", path=tmp_path / "a.txt", errors="replace", validation_fraction=0) == [
+        "ab\ufffdcd"
+    ]
+
+
+# Long texts
+
+
+@given(st.text(alphabet="ab \n\r", max_size=200), st.integers(1, 20))
+def test_long_texts_come_in_pieces_that_add_up(text: str, limit: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(documents_module, "PIECE_CHARS", limit)
+        pieces = list(documents_module._in_pieces("name", [text[:50], text[50:]]))
+    assert "".join(piece.text for piece in pieces) == text
+    assert all(0 < len(piece.text) <= limit for piece in pieces)
+    assert [piece.begins for piece in pieces] == [True] + [False] * (len(pieces) - 1) or not text
+    assert [piece.ends for piece in pieces] == [False] * (len(pieces) - 1) + [True] or not text
+
+
+def test_pieces_are_cut_where_tokenizers_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(documents_module, "PIECE_CHARS", 20)
+    text = "one two\nthree\n\n four five six seven"
+    pieces = [piece.text for piece in documents_module._in_pieces("name", [text])]
+    assert pieces == ["one two\n", "three\n\n four five si", "x seven"]
+
+
+# Folders
+
+
+def test_a_folder_is_its_visible_files_by_path(tmp_path: Path) -> None:
+    for name in ["b.txt", "a/z.txt", "a/b.md", ".hidden", ".git/config", "empty.txt"]:
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text("" if name == "empty.txt" else name)
+    everything = {"kind": "folder", "path": tmp_path, "validation_fraction": 0}
+    assert texts(**everything) == ["a/b.md", "a/z.txt", "b.txt"]
+    assert [document.name for document in read(**everything)] == ["a/b.md", "a/z.txt", "b.txt"]
+    assert texts(**everything, glob="**/*.txt") == ["a/z.txt", "b.txt"]
+
+
+def test_held_out_files_stay_held_out_when_others_come(tmp_path: Path) -> None:
+    corpus = {"kind": "folder", "path": tmp_path, "validation_fraction": 0.3}
+    for index in range(200):
+        (tmp_path / f"{index}.txt").write_text(f"text {index}")
+    held = set(texts("validation", **corpus))
+    assert held.isdisjoint(texts(**corpus))
+    assert len(held) + len(texts(**corpus)) == 200
+    assert 40 < len(held) < 80
+    (tmp_path / "another.txt").write_text("another")
+    assert held <= set(texts("validation", **corpus))
+
+
+# Records
+
+
+@pytest.mark.parametrize(
+    ("name", "compress"),
+    [("a.jsonl", bytes), ("a.jsonl.gz", gzip.compress), ("a.jsonl.zst", zstandard.compress)],
+)
+def test_json_lines_are_documents(tmp_path: Path, name: str, compress) -> None:
+    lines = b'{"text": "one"}\n\n{"text": null}\n{"text": ""}\n{"text": "two \\u00e9", "id": 2}'
+    (tmp_path / name).write_bytes(compress(lines))
+    for path in (tmp_path / name, tmp_path):
+        documents = read(kind="jsonl", path=path, validation_fraction=0)
+        assert [(d.name, d.text) for d in documents] == [
+            (f"{tmp_path / name}:1", "one"),
+            (f"{tmp_path / name}:5", "two é"),
+        ]
+
+
+def test_parquet_rows_are_documents(tmp_path: Path) -> None:
+    table = pyarrow.table({"content": ["one", None, "", "two"], "id": [1, 2, 3, 4]})
+    parquet.write_table(table, tmp_path / "a.parquet")
+    parquet.write_table(table, tmp_path / "b.parquet")
+    corpus = {"kind": "parquet", "text_field": "content", "validation_fraction": 0}
+    assert texts(path=tmp_path / "a.parquet", **corpus) == ["one", "two"]
+    assert texts(path=tmp_path, **corpus) == ["one", "two"] * 2
+
+
+def test_equal_records_are_held_out_together(tmp_path: Path) -> None:
+    path = write_jsonl(tmp_path / "a.jsonl", [{"text": f"t{i % 50}"} for i in range(200)])
+    corpus = {"kind": "jsonl", "path": path, "validation_fraction": 0.3}
+    assert set(texts(**corpus)).isdisjoint(texts("validation", **corpus))
+    assert len(texts("validation", **corpus)) in range(20, 120)
+
+
+def test_texts_of_a_mixture_come_source_after_source(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_text("first")
+    second = write_jsonl(tmp_path / "b.jsonl", [{"text": "second"}, {"text": "third"}])
+    sources = {
+        "a": {"kind": "text", "path": tmp_path / "a.txt", "validation_fraction": 0},
+        "b": {"kind": "jsonl", "path": second, "validation_fraction": 0},
+    }
+    config = DataConfig(corpus={"kind": "mixture", "sources": sources})
+    assert list(iterate_texts(config)) == ["first", "second", "third"]
+    assert list(iterate_texts(config, "validation")) == []
+
+
+# What can be wrong
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [
+        (b'{"text": "a"}\n{"text": ', r"a\.jsonl:2 is not JSON: .*; mend or remove the line"),
+        (b"[1]\n", r"a\.jsonl:1 is not a JSON object"),
+        (b'{"txt": "a"}\n', "has no field 'text'; set text_field; did you mean 'txt'?"),
+        (b'{"text": 5}\n', "'text' is a int, not a text"),
+        (b'{"text": "ok"}\n{"text": "\xff"}\n', "byte 0xff at offset 25 is not UTF-8"),
+        (b'{"text": "\\ud800"}\n', r"holds a lone surrogate \\ud800"),
+    ],
+)
+def test_a_bad_line_is_named(tmp_path: Path, content: bytes, line: str) -> None:
+    (tmp_path / "a.jsonl").write_bytes(content)
+    with pytest.raises(WorkhorseError, match=line):
+        texts(kind="jsonl", path=tmp_path / "a.jsonl", validation_fraction=0)
+
+
+def test_bad_records_are_mended_where_asked(tmp_path: Path) -> None:
+    (tmp_path / "a.jsonl").write_bytes(b'{"text": "\xff"}\n{"text": "\\ud800x"}\n')
+    corpus = {"kind": "jsonl", "path": tmp_path / "a.jsonl", "errors": "replace"}
+    assert texts(**corpus, validation_fraction=0) == ["\ufffd", "?x"]
+
+
+@pytest.mark.parametrize("kind", ["text", "folder", "jsonl", "parquet"])
+def test_a_missing_path_is_named(tmp_path: Path, kind: str) -> None:
+    with pytest.raises(WorkhorseError, match=r"missing.*check the path"):
+        texts(kind=kind, path=tmp_path / "missing")
+
+
+@pytest.mark.parametrize(
+    ("corpus", "line"),
+    [
+        ({"kind": "text", "path": "."}, "is a folder; use kind: folder"),
+        ({"kind": "folder", "path": "a.txt"}, "is not a folder; use kind: text for one file"),
+        ({"kind": "folder", "path": ".", "glob": ""}, "glob='' is not a pattern"),
+        ({"kind": "jsonl", "path": "."}, "holds no .jsonl or .* file; name another folder"),
+        ({"kind": "parquet", "path": "a.txt"}, "cannot read a.txt: .*; fetch it again"),
+        ({"kind": "parquet", "path": "a.parquet"}, "a.parquet has no column 'text'"),
+        (
+            {"kind": "parquet", "path": "a.parquet", "text_field": "id"},
+            "column 'id' is int64; choose a column of strings",
+        ),
+        ({"kind": "text", "path": "cut.gz"}, "cut.gz is damaged: .*; fetch it again"),
+        ({"kind": "text", "path": "cut.zst"}, "cut.zst is damaged: .*; fetch it again"),
+    ],
+)
+def test_wrong_files_are_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, corpus: dict, line: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("plain")
+    parquet.write_table(pyarrow.table({"id": [1]}), "a.parquet")
+    Path("cut.gz").write_bytes(gzip.compress(b"text" * 1000)[:-9])
+    damaged = bytearray(zstandard.compress(bytes(range(256)) * 1000))
+    damaged[-20:] = b"x" * 20
+    Path("cut.zst").write_bytes(damaged)
+    with pytest.raises(WorkhorseError, match=line):
+        texts(**corpus)
+
+
+@pytest.mark.parametrize(
+    ("package", "corpus"),
+    [
+        ("zstandard", {"kind": "text", "path": "a.zst"}),
+        ("pyarrow", {"kind": "parquet", "path": "a.parquet"}),
+    ],
+)
+def test_a_missing_package_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, package: str, corpus: dict
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setitem(sys.modules, package, None)
+    Path("a.zst").write_bytes(zstandard.compress(b"text"))
+    Path("a.parquet").write_bytes(b"")
+    with pytest.raises(WorkhorseError, match=r"pip install 'workhorse\[data\]'"):
+        texts(**corpus)

@@ -54,7 +54,7 @@ format: $(INSTALLED)
 	.venv/bin/ruff check --fix .
 
 bench: $(INSTALLED)
-	.venv/bin/python -m benchmarks
+	.venv/bin/python -m benchmarks.shakespeare --data $(DATA) $(if $(NANOGPT),--nanogpt $(NANOGPT))
 
 campaigns: $(INSTALLED)
 	$(PYTEST) -m campaign -v

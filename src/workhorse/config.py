@@ -102,7 +102,11 @@ class _Yaml12Loader(yaml.SafeLoader):
         seen: set[Any] = set()
         for key_node, _ in node.value:
             key = self.construct_object(key_node, deep=True)
-            if isinstance(key, Hashable) and key in seen:
+            if not isinstance(key, Hashable):
+                raise yaml.MarkedYAMLError(
+                    problem="a key must be a plain word or number", problem_mark=key_node.start_mark
+                )
+            if key in seen:
                 raise yaml.MarkedYAMLError(
                     problem=f"key {key!r} is given twice; keep one",
                     problem_mark=key_node.start_mark,
@@ -111,24 +115,26 @@ class _Yaml12Loader(yaml.SafeLoader):
         return super().construct_mapping(node, deep)
 
 
+_YAML_1_2 = {
+    "bool": (r"(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
+    "int": (r"[-+]?(?:0|[1-9]\d*)$", "-+0123456789"),
+    "float": (
+        r"[-+]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?$"
+        r"|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$",
+        "-+0123456789.",
+    ),
+}
+"""How plain scalars of each type are written, and the characters they begin with. Dates, numbers to
+base 60 and the like stay text."""
+
 _Yaml12Loader.yaml_implicit_resolvers = {
-    first: [
-        (tag, rule)
-        for tag, rule in rules
-        if tag not in ("tag:yaml.org,2002:float", "tag:yaml.org,2002:bool")
-    ]
+    first: [(tag, rule) for tag, rule in rules if tag.rpartition(":")[2] in ("null", "merge")]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-_Yaml12Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:float",
-    re.compile(
-        r"[-+]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?$|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$"
-    ),
-    list("-+0123456789."),
-)
-_Yaml12Loader.add_implicit_resolver(
-    "tag:yaml.org,2002:bool", re.compile(r"(?:true|True|TRUE|false|False|FALSE)$"), list("tTfF")
-)
+for _kind, (_rule, _first) in _YAML_1_2.items():
+    _Yaml12Loader.add_implicit_resolver(
+        f"tag:yaml.org,2002:{_kind}", re.compile(_rule), list(_first)
+    )
 
 
 def parse_yaml(text: str) -> Any:
@@ -142,7 +148,8 @@ def parse_yaml(text: str) -> Any:
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        raise ConfigError(f"not valid YAML{where}: {getattr(error, 'problem', error)}") from None
+        problem = str(getattr(error, "problem", error)).splitlines()[0]
+        raise ConfigError(f"not valid YAML{where}: {problem}") from None
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

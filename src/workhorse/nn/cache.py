@@ -151,14 +151,9 @@ class Cache:
             uniform: the positions are `next_positions`, nothing padded.
 
         Raises:
-            WorkhorseError: another number of rows, or more tokens than there is room for.
+            WorkhorseError: more tokens than there is room for.
         """
-        batch, seq = positions.shape
-        if batch != len(self.lengths):
-            raise WorkhorseError(
-                f"the cache has {len(self.lengths)} rows and the tokens {batch}; "
-                "make one cache for each batch"
-            )
+        seq = positions.shape[1]
         if self.length + seq > self.capacity:
             raise WorkhorseError(
                 f"{self.length} + {seq} tokens do not fit a cache of {self.capacity}; "

@@ -121,6 +121,11 @@ def _check(
                 f"{name} has shape {tuple(given.shape)} for tokens of shape {shape}; "
                 "give one number for each token"
             )
+    if cache is not None and len(cache.lengths) != shape[0]:
+        raise WorkhorseError(
+            f"the cache has {len(cache.lengths)} rows and the tokens {shape[0]}; "
+            "make one cache for each batch"
+        )
     if documents is not None and cache is not None:
         raise WorkhorseError("packed documents cannot be cached; decode each in a row of its own")
 

@@ -12,7 +12,7 @@ from workhorse.nn.cache import Cache
 from workhorse.nn.context import Context
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.head import HeadConfig
-from workhorse.nn.init import InitConfig, NormalInitConfig, initialize
+from workhorse.nn.init import InitConfig, NormalInitConfig, initialize, undrawn
 from workhorse.nn.kernels import KernelName
 from workhorse.nn.norms import NoNormConfig, NormConfig
 from workhorse.nn.positions import LearnedPositionConfig
@@ -84,13 +84,9 @@ class DecoderConfig(Config):
             WorkhorseError: the kernel cannot express this config.
         """
         device = torch.get_default_device() if device is None else torch.device(device)
-        with torch.device("meta"):
-            decoder = Decoder(self, kernel).to(dtype)
-        if device.type != "meta":
-            decoder.to_empty(device=device)
-            decoder.tie_weights()  # moving from meta parts what was shared
-            decoder.initialize()
-        return decoder
+        with torch.device(device), undrawn(dtype):
+            decoder = Decoder(self, kernel)
+        return decoder if device.type == "meta" else decoder.initialize()
 
 
 class Decoder(nn.Module):

@@ -2,11 +2,14 @@
 
 import math
 from abc import abstractmethod
-from typing import Annotated, Literal, Protocol, runtime_checkable
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Annotated, Any, Literal, Protocol, runtime_checkable
 
 import torch
 from pydantic import Field
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
 
 from workhorse.config import Config
 
@@ -93,6 +96,27 @@ InitConfig = Annotated[
     NormalInitConfig | FanInInitConfig | XavierInitConfig | HeInitConfig,
     Field(discriminator="kind"),
 ]
+
+
+@contextmanager
+def undrawn(dtype: torch.dtype) -> Iterator[None]:
+    """Make modules whose weights are of that type and not drawn: PyTorch's own start is skipped."""
+    usual = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        with _SkipDraws():
+            yield
+    finally:
+        torch.set_default_dtype(usual)
+
+
+class _SkipDraws(TorchFunctionMode):
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
+    ) -> Any:
+        if func in (Tensor.uniform_, Tensor.normal_):
+            return args[0]
+        return func(*args, **(kwargs or {}))
 
 
 @torch.no_grad()

@@ -8,9 +8,9 @@ import difflib
 import json
 import re
 import textwrap
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self, get_args, get_origin
+from typing import Any, Self, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -48,19 +48,21 @@ class Config(BaseModel):
     @classmethod
     def _refuse_truth_for_numbers(cls, fields: Any) -> Any:
         """Pydantic would read `n_layers: true` as 1."""
-        for name, value in fields.items() if isinstance(fields, dict) else ():
+        given = cast(dict[str, Any], fields) if isinstance(fields, dict) else {}
+        for name, value in given.items():
             if isinstance(value, bool) and name in cls.model_fields:
                 annotation = cls.model_fields[name].annotation
                 if not {bool, Any, object} & set(_alternatives(annotation)):
                     raise ConfigError(f"{value} is true or false; give another value", name)
-        return fields
+        return cast(Any, fields)
 
     @classmethod
-    def from_dict(cls, fields: Mapping[str, Any]) -> Self:
+    def from_dict(cls, fields: Any) -> Self:
         """Build from plain data, as `to_dict` gives it."""
         if not isinstance(fields, Mapping):
             raise ConfigError(f"expected a mapping of settings, got {_show(fields)}")
-        return cls(**{str(key): value for key, value in fields.items()})
+        settings = cast(Mapping[Any, Any], fields)
+        return cls(**{str(key): value for key, value in settings.items()})
 
     def to_dict(self) -> dict[str, Any]:
         """Plain data (numbers, strings, lists, dicts) holding every field."""
@@ -101,7 +103,8 @@ class _Yaml12Loader(yaml.SafeLoader):
     def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen: set[Any] = set()
         for key_node, _ in node.value:
-            key = self.construct_object(key_node, deep=True)
+            construct = cast(Callable[..., Any], self.construct_object)
+            key = construct(key_node, deep=True)
             if not isinstance(key, Hashable):
                 raise yaml.MarkedYAMLError(
                     problem="a key must be a plain word or number", problem_mark=key_node.start_mark
@@ -132,7 +135,7 @@ _Yaml12Loader.yaml_implicit_resolvers = {
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
 for _kind, (_rule, _first) in _YAML_1_2.items():
-    _Yaml12Loader.add_implicit_resolver(
+    _Yaml12Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
         f"tag:yaml.org,2002:{_kind}", re.compile(_rule), list(_first)
     )
 
@@ -170,7 +173,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error.reason}") from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of settings, got {_show(data)}")
-    return data
+    return cast(dict[str, Any], data)
 
 
 def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
@@ -185,14 +188,15 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
         if not equals or not path:
             raise ConfigError(f"{setting!r} is not a setting; write section.key=value")
         *sections, key = path.split(".")
-        target: Any = result
+        target: dict[str, Any] = result
         for depth, section in enumerate(sections):
-            if target.get(section) is None:
-                target[section] = {}
-            target = target[section]
-            if not isinstance(target, dict):
+            inside: Any = target.get(section)
+            if inside is None:
+                inside = target[section] = {}
+            if not isinstance(inside, dict):
                 where = ".".join(sections[: depth + 1])
-                raise ConfigError(f"{where} holds {_show(target)}, not settings; check {setting!r}")
+                raise ConfigError(f"{where} holds {_show(inside)}, not settings; check {setting!r}")
+            target = cast(dict[str, Any], inside)
         target[key] = parse_yaml(value)
     return result
 

@@ -5,7 +5,7 @@ first use and kept for the layers that follow, under a key of what it depends on
 """
 
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -50,12 +50,11 @@ class Context:
     ) -> None:
         _check((batch, seq), positions, documents, cache)
         self.cache = cache
-        if documents is not None:
-            documents, starts = number_runs(documents)
+        runs = None if documents is None else number_runs(documents)
         if positions is not None:
             self.positions = positions
-        elif documents is not None:
-            self.positions = torch.arange(seq, device=device) - starts
+        elif runs is not None:
+            self.positions = torch.arange(seq, device=device) - runs.starts
         elif cache is not None:
             self.positions = cache.next_positions(seq)
         else:
@@ -69,7 +68,10 @@ class Context:
         if cache is not None:
             cache.begin(self.positions, uniform=plain)
         self.place = Placement(
-            self.positions, self.positions, documents=documents, aligned=self.uniform
+            self.positions,
+            self.positions,
+            documents=None if runs is None else runs.numbers,
+            aligned=self.uniform,
         )
         self._made: dict[Hashable, Any] = {}
 
@@ -130,9 +132,18 @@ def _check(
         raise WorkhorseError("packed documents cannot be cached; decode each in a row of its own")
 
 
-def number_runs(documents: Tokens) -> tuple[Tokens, Tokens]:
-    """The number of each token's run of equal document numbers, and where that run starts."""
+class Runs(NamedTuple):
+    """Runs of equal numbers in each row."""
+
+    numbers: Tokens
+    """Of the run that each token belongs to."""
+    starts: Tokens
+    """Where that run begins."""
+
+
+def number_runs(documents: Tokens) -> Runs:
+    """The runs of equal document numbers."""
     index = torch.arange(documents.shape[1], device=documents.device).expand_as(documents)
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
-    return first.cumsum(dim=1), torch.where(first, index, 0).cummax(dim=1).values
+    return Runs(first.cumsum(dim=1), torch.where(first, index, 0).cummax(dim=1).values)

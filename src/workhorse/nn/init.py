@@ -2,9 +2,9 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Iterator
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
-from typing import Annotated, Any, Literal, Protocol, runtime_checkable
+from typing import Annotated, Any, Literal, Protocol, cast, runtime_checkable
 
 import torch
 from pydantic import Field
@@ -99,7 +99,7 @@ InitConfig = Annotated[
 
 
 @contextmanager
-def undrawn(dtype: torch.dtype) -> Iterator[None]:
+def undrawn(dtype: torch.dtype) -> Generator[None]:
     """Make modules whose weights are of that type and not drawn: PyTorch's own start is skipped."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
@@ -135,7 +135,8 @@ def initialize(
         generator: of random numbers, on the weights' device; the global one where not given.
     """
     drawn: set[Tensor] = set()  # a tied matrix is drawn once, as the embedding
-    for name, module in decoder.named_modules():
+    modules = cast(Iterable[tuple[str, nn.Module]], decoder.named_modules())
+    for name, module in modules:
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=scheme.embedding_std, generator=generator)
             drawn.add(module.weight)

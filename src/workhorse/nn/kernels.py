@@ -276,7 +276,8 @@ class CompiledFlex(Flex):
 
 @cache
 def _compiled_flex_attention() -> Callable[..., Any]:
-    return torch.compile(cast(Callable[..., Any], flex_attention), dynamic=False)
+    function = cast(Callable[..., Any], flex_attention)
+    return torch.compile(function, dynamic=False)  # pyright: ignore[reportUnknownMemberType]
 
 
 _KERNELS: dict[str, type[Kernel]] = {

@@ -1,12 +1,13 @@
 """Next-token cross-entropy, in float32."""
 
 from collections.abc import Callable
+from typing import cast
 
 import torch
 import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor
-from torch.utils.checkpoint import checkpoint
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
 from workhorse.nn.shapes import Hidden, Logits, Tokens
 
@@ -66,6 +67,8 @@ def chunked_next_token_loss(
 
     total, counted = x.new_zeros((), dtype=torch.float32), targets.new_zeros(())
     for pair in zip(rows, expected, strict=True):
-        loss, count = checkpoint(part, *pair, use_reentrant=False)
+        loss, count = cast(
+            tuple[Scalar, Int[Tensor, ""]], checkpoint(part, *pair, use_reentrant=False)
+        )
         total, counted = total + loss, counted + count
     return total, counted

@@ -231,7 +231,7 @@ class Flex(Kernel):
         if q.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad:
             raise WorkhorseError("kernel=flex has no backward on a CPU; train with sdpa or eager")
         block_mask, add_alibi = mask
-        y, aux = self.attend()(
+        result = self.attend(q.device)(
             q,
             k,
             v,
@@ -239,16 +239,18 @@ class Flex(Kernel):
             block_mask=block_mask,
             scale=self.scoring.scale,
             enable_gqa=q.shape[1] != k.shape[1],
-            return_aux=AuxRequest(lse=True),
+            return_aux=None if self.sinks is None else AuxRequest(lse=True),
         )
         if self.sinks is None:
-            return y
+            return result
         # One more term e^sink in the softmax's denominator Z: y Z / (Z + e^sink).
+        y, aux = result
         kept = torch.sigmoid(aux.lse - self.sinks[None, :, None])
         return y * kept.unsqueeze(-1).to(y.dtype)
 
-    def attend(self) -> Callable[..., Any]:
+    def attend(self, device: torch.device) -> Callable[..., Any]:
         """PyTorch's function."""
+        del device
         return flex_attention
 
     def score_function(
@@ -269,8 +271,10 @@ class Flex(Kernel):
 class CompiledFlex(Flex):
     """FlexAttention compiled into one fused kernel."""
 
-    def attend(self) -> Callable[..., Any]:
+    def attend(self, device: torch.device) -> Callable[..., Any]:
         """PyTorch's function, compiled."""
+        if self.sinks is not None and device.type == "cpu":
+            raise WorkhorseError("kernel=flex cannot compute sinks on a CPU; use kernel=eager")
         return _compiled_flex_attention()
 
 

@@ -1,0 +1,21 @@
+"""Run directories and the checkpoints in them: whole or absent, and checked before use."""
+
+from workhorse.checkpoints.disk import Disk, write_atomically
+from workhorse.checkpoints.lock import FolderLock
+from workhorse.checkpoints.run_directory import RunDirectory
+from workhorse.checkpoints.store import Checkpoint, CheckpointStore, DamagedCheckpoint
+from workhorse.checkpoints.tensors import copy_tensors, empty_decoder, load_weights, weights_of
+
+__all__ = [
+    "Checkpoint",
+    "CheckpointStore",
+    "DamagedCheckpoint",
+    "Disk",
+    "FolderLock",
+    "RunDirectory",
+    "copy_tensors",
+    "empty_decoder",
+    "load_weights",
+    "weights_of",
+    "write_atomically",
+]

@@ -1,0 +1,51 @@
+"""What is done to the disk, one method for each operation, so that tests can fail or end any."""
+
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+
+
+class Disk:
+    """The real file system."""
+
+    def make_folder(self, path: Path) -> None:
+        path.mkdir(parents=True, exist_ok=True)
+
+    def write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        path.touch()
+        mode = path.stat().st_mode
+        save_file(dict(tensors), path)
+        path.chmod(mode)  # safetensors makes a file that only its owner may read
+
+    def write_text(self, path: Path, text: str) -> None:
+        path.write_text(text, encoding="utf-8", newline="\n")
+
+    def sync(self, path: Path) -> None:
+        """Wait until a file's content, or a folder's list of names, is on the disk."""
+        if path.is_dir() and os.name == "nt":
+            return  # Windows keeps folders in order by itself and cannot open them
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+    def rename(self, source: Path, target: Path) -> None:
+        source.replace(target)
+
+    def remove(self, folder: Path) -> None:
+        shutil.rmtree(folder)
+
+
+def write_atomically(path: Path, text: str, disk: Disk | None = None) -> None:
+    """Put a text file in place whole, or leave what was there."""
+    disk = disk or Disk()
+    temporary = path.with_name(f".tmp-{path.name}")
+    disk.write_text(temporary, text)
+    disk.sync(temporary)
+    disk.rename(temporary, path)
+    disk.sync(path.parent)

@@ -1,0 +1,191 @@
+"""The folder of one training run, which is also what generation and evaluation load."""
+
+import contextlib
+import errno
+import shutil
+import warnings
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workhorse.checkpoints.disk import write_atomically
+from workhorse.checkpoints.lock import FolderLock
+from workhorse.checkpoints.store import CheckpointStore, DamagedCheckpoint
+from workhorse.checkpoints.tensors import empty_decoder, load_weights
+from workhorse.config import ConfigError, parse_yaml
+from workhorse.errors import WorkhorseError
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.kernels import KernelName
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
+
+
+class RunDirectory:
+    """Where a run keeps what it is and what it made.
+
+        recipe.yaml     the recipe, with overrides and defaults written out
+        config.json     the decoder's config
+        tokenizer/
+        data/           token shards, unless the recipe keeps them elsewhere
+        metrics.jsonl
+        checkpoints/
+        report.html
+
+    Args:
+        path: the folder; nothing is read or made before it is asked for.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.recipe_file = self.path / "recipe.yaml"
+        self.config_file = self.path / "config.json"
+        self.tokenizer_folder = self.path / "tokenizer"
+        self.data_folder = self.path / "data"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.checkpoints_folder = self.path / "checkpoints"
+        self.report_file = self.path / "report.html"
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run began here."""
+        return self.recipe_file.is_file()
+
+    def lock(self) -> FolderLock:
+        """Make the folder if need be and keep other processes from training in it.
+
+        Raises:
+            WorkhorseError: another process does, or the folder cannot be made.
+        """
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            return FolderLock(self.path)
+        except OSError as error:
+            cause = "it is a file" if error.errno == errno.EEXIST else error.strerror
+            raise WorkhorseError(
+                f"cannot write in the run directory {self.path}: {cause}; choose another --out"
+            ) from None
+
+    def begin(self, recipe_yaml: str) -> None:
+        """Make the folder a run by writing its recipe.
+
+        Raises:
+            WorkhorseError: a run is here already, or something that is no run.
+        """
+        if self.exists:
+            raise WorkhorseError(
+                f"{self.path} holds a run already; go on with it by --resume, "
+                "or choose another --out"
+            )
+        others = [path.name for path in self.path.iterdir() if not path.name.startswith(".")]
+        if others:
+            raise WorkhorseError(
+                f"{self.path} is not empty and not a run (it has {min(others)!r}); "
+                "choose another --out"
+            )
+        write_atomically(self.recipe_file, recipe_yaml)
+
+    def undo(self) -> None:
+        """Take back what `begin` and everything after it made; other people's dot files stay."""
+        for path in self.path.iterdir():
+            if path.name.startswith(".") and path.name != ".lock" and ".tmp-" not in path.name:
+                continue
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        with contextlib.suppress(OSError):  # something else is in it, or somebody stands on it
+            self.path.rmdir()
+
+    def rewrite_recipe(self, recipe_yaml: str) -> None:
+        write_atomically(self.recipe_file, recipe_yaml)
+
+    def store(self, keep: int = 2) -> CheckpointStore:
+        return CheckpointStore(self.checkpoints_folder, keep)
+
+    def recipe(self) -> dict[str, Any]:
+        """The recipe's plain data."""
+        self._check_is_run()
+        return parse_yaml(self.recipe_file.read_text(encoding="utf-8"))
+
+    def config(self) -> DecoderConfig:
+        """The decoder's config.
+
+        Raises:
+            WorkhorseError: this is no run directory, or the file is damaged.
+        """
+        self._check_is_run()
+        try:
+            return DecoderConfig.from_json(self.config_file.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            raise WorkhorseError(
+                f"{self.path} stopped before its model was built; train it with --resume"
+            ) from None
+        except (ConfigError, ValueError) as error:
+            raise WorkhorseError(f"{self.config_file} is damaged: {error}") from None
+
+    def save_tokenizer(self, tokenizer: "Tokenizer") -> None:
+        """Put the tokenizer's files in place, all or none."""
+        temporary = self.path / ".tmp-tokenizer"
+        if temporary.exists():
+            shutil.rmtree(temporary)
+        tokenizer.save(temporary)
+        temporary.rename(self.tokenizer_folder)
+
+    def save_config(self, config: DecoderConfig) -> None:
+        write_atomically(self.config_file, config.to_json() + "\n")
+
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer that the model was trained with."""
+        from workhorse.tokenizers import load_tokenizer
+
+        self._check_is_run()
+        return load_tokenizer(self.tokenizer_folder)
+
+    def load_decoder(
+        self,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype = torch.float32,
+        kernel: KernelName = "auto",
+        *,
+        step: int | None = None,
+    ) -> Decoder:
+        """The trained decoder, in evaluation mode.
+
+        Args:
+            device: where its weights go.
+            dtype: of its weights.
+            kernel: how attention is computed.
+            step: of which checkpoint; None: the newest whole one, with a warning for each damaged.
+
+        Raises:
+            WorkhorseError: no run, no checkpoint, or one of another config.
+        """
+        config = self.config()
+        weights, state = self._weights(step)
+        if DecoderConfig.from_dict(state["config"]) != config:
+            raise WorkhorseError(
+                f"the checkpoints in {self.path} are of another config than its "
+                f"{self.config_file.name}; put back the one that they were trained with"
+            )
+        decoder = empty_decoder(config, kernel, device, dtype)
+        load_weights(decoder, weights)
+        return decoder.eval()
+
+    def _weights(self, step: int | None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        store = self.store()
+        if step is not None:
+            if step not in store.steps():
+                raise WorkhorseError(f"no checkpoint of step {step}; there are {store.steps()}")
+            return store.load_model(step)
+        for found in store.steps():
+            try:
+                return store.load_model(found)
+            except DamagedCheckpoint as damaged:
+                warnings.warn(f"skipping {damaged.path}: {damaged.reason}", stacklevel=3)
+        raise WorkhorseError(f"{self.path} has no whole checkpoint; train it with --resume")
+
+    def _check_is_run(self) -> None:
+        if not self.exists:
+            raise WorkhorseError(
+                f"{self.path} is not a run directory: it has no {self.recipe_file.name}; "
+                "give the folder that was train's --out"
+            )

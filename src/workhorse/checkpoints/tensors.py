@@ -1,0 +1,53 @@
+"""Tensors by name, in and out of a decoder."""
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from workhorse.errors import WorkhorseError
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.kernels import KernelName
+
+
+def empty_decoder(
+    config: DecoderConfig, kernel: KernelName, device: torch.device | str, dtype: torch.dtype
+) -> Decoder:
+    """A decoder whose weights are allocated and hold nothing yet."""
+    decoder = config.build(kernel, device="meta", dtype=dtype).to_empty(device=device)
+    decoder.tie_weights()  # moving from meta parts what was shared
+    return decoder
+
+
+def weights_of(decoder: Decoder) -> dict[str, Tensor]:
+    """Every weight once, by the first of its names; the tensors themselves."""
+    return {name: weight.detach() for name, weight in decoder.named_parameters()}
+
+
+@torch.no_grad()
+def load_weights(decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
+    """Copy weights into a decoder, by name.
+
+    Raises:
+        WorkhorseError: names or shapes differ.
+    """
+    copy_tensors(weights_of(decoder), weights, "model")
+
+
+@torch.no_grad()
+def copy_tensors(into: Mapping[str, Tensor], source: Mapping[str, Tensor], what: str) -> None:
+    """Copy tensor by tensor, by name.
+
+    Raises:
+        WorkhorseError: names or shapes differ.
+    """
+    for name in into.keys() ^ source.keys():
+        where = "the run's config" if name in into else "the checkpoint"
+        raise WorkhorseError(f"{what}: only {where} has {name!r}; they are not of one run")
+    for name, tensor in into.items():
+        if tensor.shape != source[name].shape:
+            raise WorkhorseError(
+                f"{what}: {name!r} is {tuple(source[name].shape)} in the checkpoint and "
+                f"{tuple(tensor.shape)} in the run's config; they are not of one run"
+            )
+        tensor.copy_(source[name])

@@ -1,0 +1,108 @@
+"""`workhorse chat`: talk with a model, in the terminal or through a pipe."""
+
+import sys
+import time
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from workhorse.cli.loading import model_options, open_model
+from workhorse.cli.options import json_option
+from workhorse.cli.output import print_result
+from workhorse.cli.sampling import generation_config, sampling_options
+from workhorse.errors import WorkhorseError
+
+if TYPE_CHECKING:
+    from workhorse.generate.conversation import ChatFormat, Conversation
+    from workhorse.load_model import Model
+    from workhorse.nn.kernels import KernelName
+
+
+@click.command("chat")
+@model_options
+@click.option("--system", default="", metavar="TEXT", help="What the model is told beforehand.")
+@sampling_options
+@json_option
+def command(
+    *,
+    model: str,
+    device: str,
+    dtype: str,
+    threads: int,
+    kernel: "KernelName",
+    system: str,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Talk with MODEL: one line is one message, /reset begins anew, /exit or the end of input ends.
+
+    With --json each reply is a line of JSON. MODEL is a run directory, or a preset's name (random
+    weights).
+    """
+    from workhorse.generate.conversation import Conversation
+
+    config = generation_config(**options)
+    loaded = open_model(model, device=device, dtype=dtype, threads=threads, kernel=kernel)
+    form = _format(loaded)
+
+    def begin() -> Conversation:
+        return Conversation(loaded.decoder, loaded.tokenizer, form, config, system=system)
+
+    conversation = begin()
+    for line in _lines():
+        if line == "/exit":
+            break
+        if line == "/reset":
+            conversation = begin()
+        elif line:
+            try:
+                _reply(conversation, line, as_json)
+            except WorkhorseError as error:
+                if not sys.stdin.isatty():
+                    raise
+                print(f"workhorse: {error}", file=sys.stderr)  # the next message may fit
+
+
+def _format(model: "Model") -> "ChatFormat":
+    from workhorse.generate.conversation import TemplateFormat, TranscriptFormat
+    from workhorse.tokenizers import ChatTemplate
+
+    if model.trained_to_chat:
+        return TemplateFormat(ChatTemplate.of(model.tokenizer), model.tokenizer)
+    print(
+        f"warning: {model.name} was never trained to chat; it continues a written dialogue of "
+        "'User:' and 'Assistant:'",
+        file=sys.stderr,
+    )
+    return TranscriptFormat(model.tokenizer, model.bos)
+
+
+def _lines() -> Iterator[str]:
+    """What the user types, or what comes through the pipe."""
+    if not sys.stdin.isatty():
+        yield from (line.strip() for line in sys.stdin)
+        return
+    while True:
+        try:
+            yield input("> ").strip()
+        except EOFError:
+            print()
+            return
+
+
+def _reply(conversation: "Conversation", line: str, as_json: bool) -> None:
+    """Show the reply as it comes, or as one line of JSON."""
+    started = time.perf_counter()
+    deltas = []
+    for delta in conversation.reply(line):
+        deltas.append(delta)
+        if not as_json:
+            print(delta.text, end="", flush=True)
+    result = {
+        "text": "".join(delta.text for delta in deltas),
+        "tokens": len(deltas),
+        "finish_reason": deltas[-1].finish_reason,
+        "tokens_per_second": len(deltas) / (time.perf_counter() - started),
+    }
+    print_result(result, as_json, text="")

@@ -1,0 +1,155 @@
+"""`workhorse generate`: continue prompts with a model."""
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from workhorse.cli.loading import model_options, open_model
+from workhorse.cli.options import json_option
+from workhorse.cli.output import print_result
+from workhorse.cli.sampling import generation_config, sampling_options
+
+if TYPE_CHECKING:
+    from workhorse.generate import Completion, GenerationConfig
+    from workhorse.load_model import Model
+    from workhorse.nn.kernels import KernelName
+
+SHOWN_PROMPT = 40
+"""Characters of a prompt in a heading."""
+
+
+@click.command("generate")
+@model_options
+@click.option(
+    "--prompt",
+    "prompts",
+    multiple=True,
+    metavar="TEXT",
+    help="What to continue; - reads it from stdin. Repeatable.",
+)
+@sampling_options
+@click.option("--samples", "n_samples", type=int, help="Texts per prompt.  [default: 1]")
+@click.option("--ignore-eos", is_flag=True, help="Go on after the end of a text.")
+@click.option("--logprobs", type=int, help="With --json: of each token and the n likeliest.")
+@click.option("--beams", type=int, help="Search for the likeliest text with so many hypotheses.")
+@click.option("--length-penalty", type=float, help="With --beams: more favours longer texts.")
+@click.option("--early-stopping", is_flag=True, default=None, help="With --beams: end sooner.")
+@click.option(
+    "--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Rows at once."
+)
+@click.option("--stream", "as_stream", is_flag=True, help="Show the text as it comes.")
+@json_option
+def command(
+    *,
+    model: str,
+    device: str,
+    dtype: str,
+    threads: int,
+    kernel: "KernelName",
+    prompts: tuple[str, ...],
+    ignore_eos: bool,
+    batch_size: int,
+    as_stream: bool,
+    as_json: bool,
+    **options: Any,
+) -> None:
+    """Continue a prompt with MODEL: a run directory, or a preset's name (random weights).
+
+    The new text goes to stdout without the prompt, and how it ended to stderr.
+    """
+    if options["logprobs"] is not None and not as_json:
+        raise click.UsageError("--logprobs are part of the --json result; add --json")
+    if as_stream and (as_json or len(prompts) > 1 or options["n_samples"] is not None):
+        raise click.UsageError("--stream shows one text; leave out --json, --samples, more prompts")
+    config = generation_config(**options, stop_tokens=() if ignore_eos else None)
+    texts = _read(prompts)
+    loaded = open_model(model, device=device, dtype=dtype, threads=threads, kernel=kernel)
+    if as_stream:
+        _stream(loaded, texts[0], config)
+        return
+    started = time.perf_counter()
+    completions = loaded.generate_batch(texts, config, batch_size=batch_size)
+    seconds = time.perf_counter() - started
+    _explain([(c.finish_reason, len(c.tokens)) for c in completions], seconds, config)
+    result = _result(completions, texts, seconds, config)
+    print_result(result, as_json, text=_page(result["completions"]))
+
+
+def _read(prompts: tuple[str, ...]) -> list[str]:
+    if not prompts:
+        raise click.UsageError("there is no prompt; give --prompt TEXT, or --prompt - for stdin")
+    if prompts.count("-") > 1:
+        raise click.UsageError("stdin can be read once only; give --prompt - once")
+    return [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompts]
+
+
+def _stream(model: "Model", prompt: str, config: "GenerationConfig") -> None:
+    started = time.perf_counter()
+    reason, tokens = "", 0
+    for delta in model.stream(prompt, config):
+        print(delta.text, end="", flush=True)
+        reason, tokens = delta.finish_reason or "", tokens + 1
+    print()
+    _explain([(reason, tokens)], time.perf_counter() - started, config)
+
+
+def _explain(ends: Sequence[tuple[str, int]], seconds: float, config: "GenerationConfig") -> None:
+    """Tell on stderr how the texts, given by reason and number of tokens, came to their end."""
+    tokens = sum(n for _, n in ends)
+    reasons = ", ".join(sorted({reason for reason, _ in ends}))
+    print(f"{tokens} tokens, {tokens / seconds:.1f} tokens/s, ended by {reasons}", file=sys.stderr)
+    if any(reason == "length" and n < config.max_new_tokens for reason, n in ends):
+        print("note: the context is full; --truncate left goes past it", file=sys.stderr)
+
+
+def _result(
+    completions: Sequence["Completion"],
+    prompts: Sequence[str],
+    seconds: float,
+    config: "GenerationConfig",
+) -> dict[str, Any]:
+    """All completions, and totals; a single completion's fields are also at the top."""
+    listed = [
+        {
+            "prompt": prompts[index // config.n_samples],
+            "text": completion.text,
+            "tokens": len(completion.tokens),
+            "finish_reason": completion.finish_reason,
+            "token_ids": list(completion.tokens),
+            "prompt_tokens": completion.prompt_tokens,
+            "seed": completion.seed,
+            "score": completion.score,
+            "logprobs": _logprobs(completion),
+        }
+        for index, completion in enumerate(completions)
+    ]
+    tokens = sum(len(completion.tokens) for completion in completions)
+    totals = {"tokens": tokens, "tokens_per_second": tokens / seconds}
+    return {**(listed[0] if len(listed) == 1 else {}), **totals, "completions": listed}
+
+
+def _logprobs(completion: "Completion") -> list[dict[str, Any]] | None:
+    if completion.logprobs is None:
+        return None
+    return [
+        {"token": entry.token, "logprob": entry.logprob, "top": entry.top}
+        for entry in completion.logprobs
+    ]
+
+
+def _page(completions: Sequence[dict[str, Any]]) -> str:
+    """The texts for a person: a lone one as it is, several under headings."""
+    if len(completions) == 1:
+        return completions[0]["text"]
+    return "\n\n".join(
+        f"--- {number} of {len(completions)}, after {_shortened(completion['prompt'])}\n"
+        f"{completion['text']}"
+        for number, completion in enumerate(completions, start=1)
+    )
+
+
+def _shortened(text: str) -> str:
+    return repr(text if len(text) <= SHOWN_PROMPT else f"…{text[-SHOWN_PROMPT:]}")

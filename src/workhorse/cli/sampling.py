@@ -1,0 +1,73 @@
+"""The flags that choose how text is generated, shared by `generate` and `chat`."""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+import click
+
+if TYPE_CHECKING:
+    from workhorse.generate import GenerationConfig
+
+
+def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> Any:
+    """`ID=VALUE` settings as a mapping; None where there is none."""
+    biases = {}
+    for setting in given:
+        token, _, value = setting.partition("=")
+        try:
+            biases[int(token)] = float(value)
+        except ValueError:
+            raise click.BadParameter(f"{setting!r} is no bias; write ID=VALUE") from None
+    return biases or None
+
+
+_FLAGS = (
+    click.option("--max-new-tokens", type=int, help="Tokens to add at most.  [default: 128]"),
+    click.option(
+        "--temperature",
+        type=float,
+        help="Below 1 sharper, above 1 more varied, 0 always the likeliest.  [default: 1.0]",
+    ),
+    click.option("--top-k", type=int, help="Sample among the k likeliest tokens."),
+    click.option("--top-p", type=float, help="Sample among the likeliest that hold probability p."),
+    click.option("--min-p", type=float, help="Leave out what is below p times the likeliest."),
+    click.option(
+        "--repetition-penalty", type=float, help="Above 1: tokens seen so far become less likely."
+    ),
+    click.option(
+        "--presence-penalty", type=float, help="Off the logit of every token in the new text."
+    ),
+    click.option(
+        "--frequency-penalty", type=float, help="Off a token's logit for each time it came up."
+    ),
+    click.option(
+        "--logit-bias",
+        multiple=True,
+        metavar="ID=VALUE",
+        callback=_biases,
+        help="Added to the logit of a token id. Repeatable.",
+    ),
+    click.option("--seed", type=int, help="The same seed gives the same text."),
+    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. Repeatable."),
+    click.option(
+        "--truncate",
+        type=click.Choice(["refuse", "left"]),
+        help="When the context is full: refuse or end, or forget the oldest tokens."
+        "  [default: refuse]",
+    ),
+)
+
+
+def sampling_options(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds the flags; their parameters are fields of `GenerationConfig`, None where not given."""
+    for option in reversed(_FLAGS):
+        verb = option(verb)
+    return verb
+
+
+def generation_config(**options: Any) -> "GenerationConfig":
+    """The config of the flags that were given; the others keep the library's defaults."""
+    from workhorse.generate import GenerationConfig
+
+    given = {name: value for name, value in options.items() if value is not None}
+    return GenerationConfig(**given)

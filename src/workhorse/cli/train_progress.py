@@ -1,0 +1,134 @@
+"""A training run as it goes, on stderr: a live line on a terminal, plain lines elsewhere."""
+
+import math
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+Event = dict[str, Any]
+Show = Callable[[Event], None]
+
+
+@contextmanager
+def show_training(steps: int) -> Iterator[Show]:
+    """Gives a function that shows the events of a run of so many steps."""
+    with _live(steps) if sys.stderr.isatty() else _plain(steps) as show:
+        yield show
+
+
+@contextmanager
+def _plain(steps: int) -> Iterator[Show]:
+    view = _View(steps)
+
+    def show(event: Event) -> None:
+        line = view.step_line(event) if event["kind"] == "step" else view.line(event)
+        if line:
+            print(line, file=sys.stderr, flush=True)
+
+    yield show
+
+
+@contextmanager
+def _live(steps: int) -> Iterator[Show]:
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn
+    from rich.text import Text
+
+    console = Console(stderr=True, highlight=False)
+    view = _View(steps)
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(20),
+        TextColumn("{task.fields[figures]}"),
+    )
+    with Progress(*columns, console=console) as bar:
+        task = bar.add_task("preparing", total=steps, figures="")
+
+        def show(event: Event) -> None:
+            if event["kind"] == "step":
+                step, figures = view.step_line(event).split(": ", 1)
+                bar.update(task, completed=event["step"], description=step, figures=figures)
+            elif event["kind"] == "data":
+                bar.update(
+                    task,
+                    description="reading text",
+                    completed=event["done"],
+                    total=event["total"] or None,
+                    figures=f"{event['done'] / 1e6:,.1f} MB",
+                )
+            elif event["kind"] == "start":
+                bar.update(
+                    task, description="starting", completed=event["step"], total=steps, figures=""
+                )
+            if event["kind"] != "step" and (line := view.line(event)):
+                bar.console.print(Text(line))
+
+        yield show
+
+
+class _View:
+    """Turns events into lines.
+
+    Args:
+        steps: of the whole run.
+    """
+
+    def __init__(self, steps: int) -> None:
+        self.steps = steps
+        self.tokens_per_step = 0
+        self.validation = ""
+
+    def step_line(self, event: Event) -> str:
+        """Where the run is, how it learns, how fast, and how long it will take."""
+        speed = event["tokens_per_second"]
+        left = (self.steps - event["step"]) * self.tokens_per_step / speed
+        skipped = f", {event['skipped_steps']} skipped" if event["skipped_steps"] else ""
+        return (
+            f"step {event['step']:,}/{self.steps:,}: loss {event['loss']:.4f}{self.validation}, "
+            f"{speed:,.0f} tokens/s ({event['peak_fraction']:.0%} of peak), "
+            f"{clock(left)} left{skipped}"
+        )
+
+    def line(self, event: Event) -> str:
+        """What is worth a line of its own; empty for what is not."""
+        match event["kind"]:
+            case "notice":
+                return event["message"]
+            case "start":
+                self.tokens_per_step = event["tokens_per_step"]
+                after = f", resuming after step {event['step']:,}" if event["step"] else ""
+                return (
+                    f"{event['parameters']:,} parameters, {event['train_tokens']:,} tokens of "
+                    f"text, {event['device']} with {event['peak_flops'] / 1e9:,.0f} GFLOP/s{after}"
+                )
+            case "validation":
+                self.validation = f", validation {event['loss']:.4f}"
+                return f"step {event['step']:,}: {_held_out(event)}"
+            case "samples":
+                texts = (f"  {sample['prompt']}|{sample['text']}" for sample in event["samples"])
+                return "\n".join([f"step {event['step']:,}, samples:", *texts])
+            case "skipped_step":
+                return (
+                    f"step {event['step']:,} skipped: loss {event['loss']:g}, "
+                    f"gradient norm {event['grad_norm']:g}"
+                )
+            case _:
+                return ""
+
+
+def _held_out(event: Event) -> str:
+    part = "" if event["whole"] else " on a part"
+    line = f"validation loss {event['loss']:.4f}{part}"
+    if event["bits_per_byte"] is not None:
+        line += f", {event['bits_per_byte']:.4f} bits per byte"
+    return line
+
+
+def clock(seconds: float) -> str:
+    """Seconds as `m:ss` or `h:mm:ss`."""
+    if not math.isfinite(seconds):
+        return "?"
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

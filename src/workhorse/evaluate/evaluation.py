@@ -1,0 +1,200 @@
+"""Loss, perplexity and bits per byte of a model over documents, exact over the whole of them."""
+
+import math
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from itertools import groupby
+from typing import Any, Protocol
+
+import torch
+
+from workhorse.data.documents import Document
+from workhorse.errors import WorkhorseError
+from workhorse.evaluate.windows import Window, batches, windows
+from workhorse.generate.engine import evaluation_mode
+from workhorse.nn import Decoder, chunked_next_token_loss
+
+TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 32768}
+"""Tokens of a forward pass that fill a device: a CPU's caches, or the many cores of a GPU."""
+
+
+class TokensOfText(Protocol):
+    """What evaluation asks of a tokenizer; `workhorse.tokenizers.Tokenizer` gives it."""
+
+    unk_id: int | None
+
+    def encode(self, text: str, /) -> list[int]: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """How well a model predicts documents."""
+
+    loss: float
+    """Nats per predicted token."""
+    perplexity: float
+    """`exp(loss)`; inf where that is beyond a float."""
+    bits_per_byte: float
+    """Bits that coding the documents with the model takes, per byte of their UTF-8; comparable
+    between tokenizers."""
+    tokens: int
+    """Predicted tokens."""
+    bytes: int
+    """UTF-8 bytes of the documents."""
+    documents: int
+    unpredicted: int
+    """First tokens of documents, where `start` is None: nothing came before them."""
+    unknown: int
+    """Tokens that stand for characters outside the vocabulary. Where there are any, the other
+    figures flatter the model: it was not asked which characters they are."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def evaluate(
+    decoder: Decoder,
+    tokenizer: TokensOfText,
+    documents: Iterable[Document],
+    *,
+    start: int | None,
+    stride: int | None = None,
+    batch_size: int | None = None,
+    progress: Callable[[int], None] | None = None,
+) -> Evaluation:
+    """Predict every token of every document once.
+
+    Each document has contexts of its own. Its end is not predicted.
+
+    Args:
+        decoder: the model; dropout is off while it is evaluated.
+        tokenizer: the one the model was trained with.
+        documents: read once, a few at a time; the pieces of a long one are joined.
+        start: the token that training put before a document (bos, or the eos of the one before),
+            from which its first token is predicted. None: there is none, and first tokens are not
+            in `loss`; `bits_per_byte` charges log2(vocabulary) bits for each, what coding it
+            without a model takes.
+        stride: tokens predicted by each window after a document's first; see `windows`. The whole
+            context if left out, so windows do not overlap.
+        batch_size: windows in a forward pass; it changes speed and memory only. Enough of them for
+            `TOKENS_AT_ONCE` if left out.
+        progress: called with the number of bytes read so far, as their windows are cut.
+
+    Raises:
+        WorkhorseError: a stride outside 1 to the context, attention that sees the future, no token
+            to predict, or a loss that is not finite.
+    """
+    context = decoder.max_seq_len
+    device = decoder.embedding.tokens.weight.device
+    stride = context if stride is None else stride
+    if batch_size is None:
+        batch_size = max(1, TOKENS_AT_ONCE.get(device.type, TOKENS_AT_ONCE["cuda"]) // context)
+    _check(decoder, stride, batch_size)
+    tally = _Tally()
+    with evaluation_mode(decoder), torch.no_grad():
+        cut = _windows(
+            documents,
+            tokenizer,
+            start,
+            context=context,
+            stride=stride,
+            tally=tally,
+            progress=progress,
+        )
+        for inputs, targets in batches(cut, batch_size):
+            tally.nats += _nats(decoder, inputs.to(device), targets.to(device))
+    return tally.result(decoder.config.vocab_size, starts=start is not None)
+
+
+def _check(decoder: Decoder, stride: int, batch_size: int) -> None:
+    context = decoder.max_seq_len
+    if not 1 <= stride <= context:
+        raise WorkhorseError(f"stride={stride} is not within the context; choose 1 to {context}")
+    if batch_size < 1:
+        raise WorkhorseError(f"batch_size={batch_size} holds nothing; choose 1 or more")
+    for name, block in decoder.config.blocks.items():
+        if not block.attention.causal:
+            raise WorkhorseError(f"block {name!r} sees the tokens it must predict; use causal=true")
+
+
+@dataclass
+class _Tally:
+    """What was counted as the documents passed."""
+
+    nats: float = 0.0
+    tokens: int = 0
+    bytes: int = 0
+    documents: int = 0
+    unknown: int = 0
+
+    def result(self, vocab_size: int, starts: bool) -> Evaluation:
+        """The figures; `starts` is whether something came before the first tokens."""
+        if self.tokens == 0:
+            raise WorkhorseError(
+                f"{self.bytes} bytes of text hold no token to predict; give it more"
+            )
+        if not math.isfinite(self.nats):
+            raise WorkhorseError("the loss is not a finite number; the model's weights are damaged")
+        loss = self.nats / self.tokens
+        unpredicted = 0 if starts else self.documents
+        bits = (self.nats + unpredicted * math.log(vocab_size)) / math.log(2)
+        return Evaluation(
+            loss=loss,
+            perplexity=math.exp(loss) if loss < math.log(sys.float_info.max) else math.inf,
+            bits_per_byte=bits / self.bytes,
+            tokens=self.tokens,
+            bytes=self.bytes,
+            documents=self.documents,
+            unpredicted=unpredicted,
+            unknown=self.unknown,
+        )
+
+
+def _windows(
+    documents: Iterable[Document],
+    tokenizer: TokensOfText,
+    start: int | None,
+    *,
+    context: int,
+    stride: int,
+    tally: _Tally,
+    progress: Callable[[int], None] | None,
+) -> Iterator[Window]:
+    """The windows of all documents, one document after the other."""
+    number = 0
+
+    def whole(piece: Document) -> int:
+        nonlocal number
+        number += piece.begins
+        return number
+
+    def tokens(pieces: Iterable[Document]) -> Iterator[Sequence[int]]:
+        empty = True
+        if start is not None:
+            yield [start]
+        for piece in pieces:
+            encoded = tokenizer.encode(piece.text)
+            tally.documents += empty and bool(encoded)
+            empty = empty and not encoded
+            tally.bytes += len(piece.text.encode())
+            if tokenizer.unk_id is not None:
+                tally.unknown += encoded.count(tokenizer.unk_id)
+            yield encoded
+            if progress is not None:
+                progress(tally.bytes)
+
+    for _, pieces in groupby(documents, key=whole):
+        for window in windows(tokens(pieces), context, stride):
+            tally.tokens += len(window.targets)
+            yield window
+
+
+def _nats(decoder: Decoder, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+    """The summed loss of the targets that count; only their logits are computed."""
+    counted = targets >= 0
+    x = decoder.hidden(inputs)[counted]
+    loss, _ = chunked_next_token_loss(
+        x[None], targets[counted][None], decoder.unembed, vocab=decoder.config.vocab_size
+    )
+    return loss.item()

@@ -1,0 +1,73 @@
+"""A text as windows of the context's length, in which every token is predicted once."""
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from workhorse.nn import IGNORE
+
+
+@dataclass(frozen=True, slots=True)
+class Window:
+    """Inputs of one forward pass and what they must predict.
+
+    The first `len(inputs) - len(targets)` inputs are context for the others: what follows them was
+    predicted in the window before.
+    """
+
+    inputs: Sequence[int]
+    targets: Sequence[int]
+
+
+def windows(chunks: Iterable[Sequence[int]], context: int, stride: int) -> Iterator[Window]:
+    """Cut a text: the first window predicts `context` tokens, each later one the next `stride`.
+
+    Args:
+        chunks: the tokens of the text, a few at a time; the very first is only conditioned on, the
+            others are predicted.
+        context: inputs of a window at most.
+        stride: `context` for windows that do not overlap (the first prediction of each sees one
+            token); smaller gives every later prediction at least `context - stride + 1` tokens to
+            see, at `context / stride` times the cost.
+    """
+    held: list[int] = []  # tokens that a later window still needs
+    predicted = 0  # of those after the first held one
+    for chunk in chunks:
+        held += chunk
+        begin = 0
+        while len(held) - begin > context:
+            end = begin + context
+            yield Window(held[begin:end], held[begin + predicted + 1 : end + 1])
+            begin, predicted = begin + stride, context - stride
+        del held[:begin]
+    if len(held) > predicted + 1:
+        yield Window(held[:-1], held[predicted + 1 :])
+
+
+def batches(
+    pieces: Iterable[Window], batch_size: int, ahead: int = 64
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Inputs and targets, int64 `(batch, seq)`, of windows of about equal length.
+
+    Windows are sorted by length within `ahead` batches at a time, then padded on the right, where
+    a causal model does not see the padding; targets that do not count are `IGNORE`.
+    """
+    pieces = iter(pieces)
+    while some := list(islice(pieces, batch_size * ahead)):
+        some.sort(key=lambda window: len(window.inputs), reverse=True)
+        for start in range(0, len(some), batch_size):
+            yield _padded(some[start : start + batch_size])
+
+
+def _padded(rows: Sequence[Window]) -> tuple[Tensor, Tensor]:
+    longest = max(len(window.inputs) for window in rows)
+    inputs = torch.zeros(len(rows), longest, dtype=torch.int64)
+    targets = torch.full_like(inputs, IGNORE)
+    for row, window in enumerate(rows):
+        length = len(window.inputs)
+        inputs[row, :length] = torch.tensor(window.inputs)
+        targets[row, length - len(window.targets) : length] = torch.tensor(window.targets)
+    return inputs, targets

@@ -1,0 +1,183 @@
+"""Beam search: the likeliest text, as far as `beams` hypotheses can see.
+
+The semantics are those of Hugging Face's `generate`. A hypothesis of n new tokens, the stop token
+included, scores `(sum of its log-probabilities) / n ** length_penalty`. It finishes when its stop
+token, or any token at the limit of length, is among the `beams` best candidates of a step. The
+search ends when `beams` have finished and (unless `early_stopping`) none still running can beat the
+worst of them, which is `early_stopping="never"` there. Nothing is drawn, so the result is a
+function of the weights.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from workhorse.errors import WorkhorseError
+from workhorse.generate.batch import RowBatch
+from workhorse.generate.config import GenerationConfig
+from workhorse.generate.requests import TextOfTokens, check_prompts, stop_tokens, usable_vocab
+from workhorse.generate.result import Completion
+from workhorse.generate.samplers import below, logit_bias
+from workhorse.generate.text import TextStream
+from workhorse.nn import Decoder
+
+
+@dataclass(frozen=True, slots=True)
+class _Hypothesis:
+    tokens: tuple[int, ...]
+    total: float
+    """Summed log-probability, nats."""
+    stopped: bool = False
+
+    def score(self, length_penalty: float) -> float:
+        return self.total / len(self.tokens) ** length_penalty
+
+
+def beam_search(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    *,
+    tokenizer: TextOfTokens | None = None,
+) -> list[list[Completion]]:
+    """The best texts of each prompt, best first, at most `config.beams` of them.
+
+    All prompts are searched at once, `len(prompts) * beams` rows; a prompt that is done leaves.
+    `logit_bias` changes the distribution that is searched. The decoder must be in evaluation mode.
+
+    Raises:
+        WorkhorseError: see `check_prompts`; or logits that are not finite.
+    """
+    fitting = check_prompts(decoder, prompts, config, tokenizer)
+    stops = stop_tokens(config, tokenizer)
+    limits = [min(config.max_new_tokens, decoder.max_seq_len + 1 - len(p)) for p in fitting]
+    searches = [_Search(config, stops, limit) for limit in limits]
+    running = list(searches)
+    batch = RowBatch(decoder, fitting, config.max_new_tokens - 1)
+    batch.select_rows([row for row in range(len(fitting)) for _ in range(config.beams)])
+    vocab = usable_vocab(decoder, tokenizer)
+    while True:
+        _advance(running, _log_probabilities(batch.logits, vocab, config), stops)
+        parents, tokens = [], []
+        for row, search in enumerate(running):
+            if not search.done:
+                parents += [row * config.beams + parent for parent in search.parents]
+                tokens += [hypothesis.tokens[-1] for hypothesis in search.beams]
+        running = [search for search in running if not search.done]
+        if not running:
+            break
+        batch.select_rows(parents)
+        batch.step(tokens)
+    return [
+        [_completion(hypothesis, config, tokenizer, prompt) for hypothesis in search.finished]
+        for search, prompt in zip(searches, prompts, strict=True)
+    ]
+
+
+@dataclass
+class _Search:
+    """The hypotheses of one prompt."""
+
+    config: GenerationConfig
+    stops: frozenset[int]
+    limit: int
+    beams: list[_Hypothesis] = field(default_factory=list)
+    parents: list[int] = field(default_factory=list)
+    """The beam of the step before that each of `beams` continues."""
+    finished: list[_Hypothesis] = field(default_factory=list)
+    """Best first, at most `config.beams`."""
+    done: bool = False
+
+    def __post_init__(self) -> None:
+        # One live beam to begin with: equal beams would stay equal for ever.
+        totals = [0.0] + [-torch.inf] * (self.config.beams - 1)
+        self.beams = [_Hypothesis((), total) for total in totals]
+
+    def advance(self, candidates: Sequence[tuple[float, int, int]]) -> None:
+        """Take a step: `(total, beam, token)` candidates, best first."""
+        before, self.beams, self.parents = self.beams, [], []
+        length = len(before[0].tokens) + 1
+        last = length == self.limit
+        for rank, (total, beam, token) in enumerate(candidates):
+            stops = token in self.stops
+            hypothesis = _Hypothesis((*before[beam].tokens, token), total, stops)
+            if (stops or last) and rank < self.config.beams:
+                self._finish(hypothesis)
+            elif not stops and len(self.beams) < self.config.beams:
+                self.beams.append(hypothesis)
+                self.parents.append(beam)
+        # Nothing is left to run where every token of the vocabulary stops.
+        self.done = last or not self.beams or self._decided(length)
+
+    def _finish(self, hypothesis: _Hypothesis) -> None:
+        if hypothesis.total > -torch.inf:
+            self.finished.append(hypothesis)
+            self.finished.sort(key=self._score, reverse=True)
+            del self.finished[self.config.beams :]
+
+    def _score(self, hypothesis: _Hypothesis) -> float:
+        return hypothesis.score(self.config.length_penalty)
+
+    def _decided(self, length: int) -> bool:
+        """Whether no running hypothesis may change what is finished."""
+        if len(self.finished) < self.config.beams:
+            return False
+        if self.config.early_stopping:
+            return True
+        # Totals only fall. A penalty above 0 favours length, so the best that a hypothesis can
+        # hope for is to lose nothing more up to the limit.
+        alpha = self.config.length_penalty
+        best = self.beams[0].total / (self.limit if alpha > 0 else length) ** alpha
+        return self._score(self.finished[-1]) >= best
+
+
+@torch.no_grad()
+def _log_probabilities(logits: Tensor, vocab: int, config: GenerationConfig) -> Tensor:
+    """Of the next token in float64, so that long sums stay exact."""
+    if not bool(logits.isfinite().all()):
+        raise WorkhorseError("the model's logits are not finite numbers; its weights are damaged")
+    logits = below(logits.double(), vocab)
+    if config.logit_bias:
+        logits = logit_bias(logits, config.logit_bias)
+    return logits.log_softmax(dim=-1)
+
+
+def _advance(searches: Sequence[_Search], logprobs: Tensor, stops: frozenset[int]) -> None:
+    """One step of every search, given log-probabilities `(len(searches) * beams, vocab)`."""
+    beams, vocab = searches[0].config.beams, logprobs.shape[-1]
+    totals = logprobs.new_tensor([[beam.total] for search in searches for beam in search.beams])
+    totals = totals + logprobs
+    # Enough candidates that `beams` of them go on even if every stop token is among them.
+    n_candidates = min(beams * max(2, 1 + len(stops)), beams * vocab)
+    best = totals.view(len(searches), beams * vocab).topk(n_candidates, dim=-1)
+    for search, values, places in zip(
+        searches, best.values.tolist(), best.indices.tolist(), strict=True
+    ):
+        search.advance(
+            [
+                (value, place // vocab, place % vocab)
+                for value, place in zip(values, places, strict=True)
+            ]
+        )
+
+
+def _completion(
+    hypothesis: _Hypothesis,
+    config: GenerationConfig,
+    tokenizer: TextOfTokens | None,
+    prompt: Sequence[int],
+) -> Completion:
+    text = ""
+    if tokenizer is not None:
+        pieces = TextStream(tokenizer.stream(skip_special=True, after=prompt), ())
+        text_tokens = hypothesis.tokens[: -1 if hypothesis.stopped else None]
+        text = "".join(pieces.push(token) for token in text_tokens) + pieces.finish()
+    return Completion(
+        text=text,
+        tokens=hypothesis.tokens,
+        finish_reason="eos" if hypothesis.stopped else "length",
+        prompt_tokens=len(prompt),
+        score=hypothesis.score(config.length_penalty),
+    )

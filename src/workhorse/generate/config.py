@@ -1,0 +1,140 @@
+"""What a request for text may ask for."""
+
+from typing import Literal, Self
+
+from pydantic import Field, model_validator
+
+from workhorse.config import Config, ConfigError
+
+
+class GenerationConfig(Config):
+    """How text is chosen and where it ends.
+
+    Sampling is on when `temperature > 0` and `beams == 1`, greedy is `temperature=0`, and
+    `beams > 1` searches for the likeliest text. An option that the chosen way of decoding would
+    not read is refused.
+    """
+
+    max_new_tokens: int = 128
+    """Tokens to add at most, 1 or more."""
+    temperature: float = 1.0
+    """Divides the logits; 0 takes the likeliest token (greedy)."""
+    top_k: int | None = None
+    """Sample among the k likeliest tokens only."""
+    top_p: float = 1.0
+    """Sample among the likeliest tokens that together hold this probability (nucleus)."""
+    min_p: float = 0.0
+    """Sample among tokens with at least this fraction of the likeliest token's probability."""
+    repetition_penalty: float = 1.0
+    """Above 1 makes tokens seen in the prompt or the new text less likely."""
+    presence_penalty: float = 0.0
+    """Subtracted once from the logit of every token already in the new text."""
+    frequency_penalty: float = 0.0
+    """Subtracted from a token's logit for each time it is in the new text."""
+    logit_bias: dict[int, float] = Field(default_factory=dict)
+    """Added to the logit of a token id."""
+    seed: int | None = None
+    """Starts the request's own generator, 0 to 2^63 - 1; None draws a fresh seed."""
+    n_samples: int = 1
+    """Texts per prompt; sample j is what `seed + j` gives by itself."""
+    stop: tuple[str, ...] = ()
+    """Texts that end the result; neither they nor anything after them is part of it."""
+    stop_tokens: tuple[int, ...] | None = None
+    """Token ids that end the result. None: the tokenizer's eos; empty: nothing ends it."""
+    logprobs: int | None = None
+    """Give each token's log-probability and those of the n likeliest; 0 gives only its own."""
+    truncate: Literal["refuse", "left"] = "refuse"
+    """When the context is full: refuse a longer prompt and end the text there, or forget the
+    oldest tokens and go on."""
+    beams: int = 1
+    """Hypotheses kept by beam search; 1 is no search."""
+    length_penalty: float = 1.0
+    """Beam search divides the summed log-probability by `length ** length_penalty`."""
+    early_stopping: bool = False
+    """Beam search ends with the first `beams` finished texts, though a better one may follow."""
+
+    @model_validator(mode="after")
+    def _within_bounds(self) -> Self:
+        _require(
+            self.max_new_tokens >= 1,
+            f"max_new_tokens={self.max_new_tokens} adds nothing; choose 1 or more",
+        )
+        _require(
+            self.temperature >= 0,
+            f"temperature={self.temperature:g} is negative; choose 0 (greedy) or more",
+        )
+        _require(
+            self.top_k is None or self.top_k >= 1,
+            f"top_k={self.top_k} leaves no token; choose 1 or more, or leave it out",
+        )
+        _require(
+            0 < self.top_p <= 1, f"top_p={self.top_p:g} is not a probability; choose 0 < top_p <= 1"
+        )
+        _require(
+            0 <= self.min_p <= 1, f"min_p={self.min_p:g} is not a fraction; choose 0 <= min_p <= 1"
+        )
+        _require(
+            self.repetition_penalty > 0,
+            f"repetition_penalty={self.repetition_penalty:g} divides nothing; choose more than 0",
+        )
+        _require(
+            self.seed is None or 0 <= self.seed < 2**63,
+            f"seed={self.seed} is out of range; choose 0 to 2^63 - 1",
+        )
+        _require(
+            self.n_samples >= 1, f"n_samples={self.n_samples} asks for no text; choose 1 or more"
+        )
+        _require(all(self.stop), "stop holds an empty text, which ends everything; leave it out")
+        _require(
+            self.logprobs is None or self.logprobs >= 0,
+            f"logprobs={self.logprobs} is negative; choose 0 or more, or leave it out",
+        )
+        _require(
+            self.beams >= 1, f"beams={self.beams} searches nothing; choose 1 (no search) or more"
+        )
+        return self
+
+    @model_validator(mode="after")
+    def _every_option_is_read(self) -> Self:
+        if self.beams > 1:
+            how, unread = (
+                f"beams={self.beams} draws nothing and scores whole texts",
+                _NOT_IN_BEAM_SEARCH,
+            )
+        elif self.temperature == 0:
+            how, unread = "temperature=0 always takes the likeliest token", _NOT_IN_GREEDY
+        else:
+            how, unread = "without beams there is no search", _ONLY_IN_BEAM_SEARCH
+        for name in unread:
+            value = getattr(self, name)
+            if value != type(self).model_fields[name].default:
+                raise ConfigError(
+                    f"{name}={value!r} would have no effect: {how}; leave one of the two out"
+                )
+        return self
+
+    @property
+    def samples(self) -> bool:
+        """Whether tokens are drawn, and not searched for or taken greedily."""
+        return self.beams == 1 and self.temperature > 0
+
+
+_ONLY_IN_BEAM_SEARCH = ("length_penalty", "early_stopping")
+_NOT_IN_GREEDY = ("top_k", "top_p", "min_p", "n_samples", *_ONLY_IN_BEAM_SEARCH)
+_NOT_IN_BEAM_SEARCH = (
+    "temperature",
+    "top_k",
+    "top_p",
+    "min_p",
+    "repetition_penalty",
+    "presence_penalty",
+    "frequency_penalty",
+    "n_samples",
+    "stop",
+    "logprobs",
+)
+
+
+def _require(holds: bool, otherwise: str) -> None:
+    if not holds:
+        raise ConfigError(otherwise)

@@ -1,0 +1,139 @@
+"""A conversation with a model: messages, replies, and the cache of what was read so far."""
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from workhorse.generate.batch import PrefixCache
+from workhorse.generate.config import GenerationConfig
+from workhorse.generate.engine import stream
+from workhorse.generate.result import Delta
+from workhorse.nn import Decoder
+from workhorse.tokenizers import ChatTemplate, Tokenizer
+
+Message = dict[str, str]
+"""`role` (system, user or assistant) and `content`."""
+
+
+class ChatFormat(Protocol):
+    """How messages become the prompt of the next reply, and what ends that reply."""
+
+    @property
+    def stop(self) -> tuple[str, ...]: ...
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]: ...
+
+    def encode(self, messages: Sequence[Message]) -> list[int]: ...
+
+
+@dataclass(frozen=True)
+class TemplateFormat:
+    """The control tokens of a chat template, for models that were trained with them."""
+
+    template: ChatTemplate
+    tokenizer: Tokenizer
+    stop: tuple[str, ...] = ()
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        return self.template.encode(self.tokenizer, messages)
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Eos, and the control token that the template puts after a reply."""
+        ask: Message = {"role": "user", "content": "a"}
+        reply: Message = {"role": "assistant", "content": "b"}
+        prompt = self.encode([ask])
+        whole = self.template.encode(self.tokenizer, [ask, reply], add_generation_prompt=False)
+        control = self.tokenizer.special_tokens.values()
+        after = [token for token in whole[len(prompt) :] if token in control]
+        eos = self.tokenizer.eos_id
+        return tuple(dict.fromkeys(after[:1] + ([] if eos is None else [eos])))
+
+
+@dataclass(frozen=True)
+class TranscriptFormat:
+    """A written dialogue, for models that only ever continued text."""
+
+    tokenizer: Tokenizer
+    bos: int | None = None
+    stop: tuple[str, ...] = ("\nUser:",)
+
+    def encode(self, messages: Sequence[Message]) -> list[int]:
+        turns = {"system": "{}\n", "user": "User: {}\n", "assistant": "Assistant:{}\n"}
+        text = "".join(turns[message["role"]].format(message["content"]) for message in messages)
+        tokens = self.tokenizer.encode(text + "Assistant:")
+        return tokens if self.bos is None else [self.bos, *tokens]
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        return () if self.tokenizer.eos_id is None else (self.tokenizer.eos_id,)
+
+
+class Conversation:
+    """A chat with one model.
+
+    A turn reads only what is new, as long as the text of the reply before encodes to the tokens
+    that were generated (else everything is read again). When the context is full, the oldest
+    exchanges are forgotten; the system message stays.
+
+    Args:
+        decoder: the model.
+        tokenizer: its own.
+        format: how messages become prompts.
+        config: how replies are chosen; its `stop` is added to the format's, and its `stop_tokens`,
+            if given, replace the format's.
+        system: the system message, if any.
+
+    Attributes:
+        messages: all of them so far, also those the model no longer sees.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        tokenizer: Tokenizer,
+        format: ChatFormat,
+        config: GenerationConfig,
+        *,
+        system: str = "",
+    ) -> None:
+        self._decoder = decoder
+        self._tokenizer = tokenizer
+        self._format = format
+        stop_tokens = format.stop_tokens if config.stop_tokens is None else config.stop_tokens
+        self._config = config.replace(stop=config.stop + format.stop, stop_tokens=stop_tokens)
+        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
+        self.messages = list(self._system)
+        self._prefix = PrefixCache()
+
+    def reply(self, text: str) -> Iterator[Delta]:
+        """Say something; yields the reply as it is generated, and then remembers both.
+
+        Raises:
+            WorkhorseError: the message alone does not fit the context; see `stream`. The
+                conversation is then as it was before.
+        """
+        asked: Message = {"role": "user", "content": text}
+        deltas = stream(
+            self._decoder,
+            [self._prompt([*self.messages, asked])],
+            self._config,
+            tokenizer=self._tokenizer,
+            prefix=self._prefix,
+        )
+        answer = ""
+        for delta in deltas:
+            answer += delta.text
+            yield delta
+        self.messages += [asked, {"role": "assistant", "content": answer}]
+
+    def _prompt(self, messages: Sequence[Message]) -> list[int]:
+        """The newest messages that leave room for a reply; at least the last one."""
+        recent = list(messages[len(self._system) :])
+        room = self._decoder.max_seq_len + 1 - self._config.max_new_tokens
+        tokens = self._format.encode([*self._system, *recent])
+        while len(tokens) > room and len(recent) > 1:
+            recent = recent[2:]
+            tokens = self._format.encode([*self._system, *recent])
+        return tokens

@@ -1,0 +1,161 @@
+"""Prompts in, completions out."""
+
+import secrets
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from workhorse.errors import WorkhorseError
+from workhorse.generate.batch import PrefixCache
+from workhorse.generate.beam import beam_search
+from workhorse.generate.config import GenerationConfig
+from workhorse.generate.loop import decode
+from workhorse.generate.requests import TextOfTokens, check_prompts
+from workhorse.generate.result import Completion, Delta
+from workhorse.nn import Decoder
+
+
+def generate(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig | None = None,
+    *,
+    tokenizer: TextOfTokens | None = None,
+    batch_size: int = 32,
+    prefix: PrefixCache | None = None,
+) -> list[Completion]:
+    """Continue each prompt.
+
+    Args:
+        decoder: the model; dropout is off while it generates.
+        prompts: token ids, of any lengths.
+        config: how; the defaults of `GenerationConfig` if left out.
+        tokenizer: gives the text, the eos, and how many ids are in use; without one there is no
+            text and only `config.stop_tokens` end it.
+        batch_size: rows decoded together at most; it changes speed and memory, not the text.
+        prefix: the cache of one conversation, for a single row.
+
+    Returns:
+        The completions in the order of the prompts, the samples of a prompt side by side.
+
+    Raises:
+        WorkhorseError: see `check_prompts`; or logits that are not finite.
+    """
+    config = config or GenerationConfig()
+    if config.beams > 1:
+        found: list[Completion] = []
+        with evaluation_mode(decoder):
+            for some in _slices(prompts, batch_size // config.beams):
+                found += [
+                    best for best, *_ in beam_search(decoder, some, config, tokenizer=tokenizer)
+                ]
+        return found
+    seed = _seed(config)
+    results: list[list[Delta]] = [[] for _ in range(len(prompts) * config.n_samples)]
+    deltas = _deltas(
+        decoder,
+        prompts,
+        config,
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        prefix=prefix,
+        seed=seed,
+    )
+    for delta in deltas:
+        results[delta.index].append(delta)
+    return [
+        _completion(
+            deltas,
+            prompt_tokens=len(prompts[index // config.n_samples]),
+            seed=seed + index % config.n_samples if config.samples else None,
+        )
+        for index, deltas in enumerate(results)
+    ]
+
+
+def stream(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig | None = None,
+    *,
+    tokenizer: TextOfTokens | None = None,
+    batch_size: int = 32,
+    prefix: PrefixCache | None = None,
+) -> Iterator[Delta]:
+    """`generate`, token by token: the texts of a result's deltas join to its text.
+
+    The decoder is in evaluation mode until the iterator is exhausted or closed.
+
+    Raises:
+        WorkhorseError: as `generate`, when called; or for beam search, which has no next token.
+    """
+    config = config or GenerationConfig()
+    if config.beams > 1:
+        raise WorkhorseError(
+            f"beams={config.beams} knows its text at the end only; use generate, or leave beams out"
+        )
+    check_prompts(decoder, prompts, config, tokenizer)
+    return _deltas(
+        decoder,
+        prompts,
+        config,
+        tokenizer=tokenizer,
+        batch_size=batch_size,
+        prefix=prefix,
+        seed=_seed(config),
+    )
+
+
+def _deltas(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    *,
+    tokenizer: TextOfTokens | None,
+    batch_size: int,
+    prefix: PrefixCache | None,
+    seed: int,
+) -> Iterator[Delta]:
+    prompts = check_prompts(decoder, prompts, config, tokenizer)
+    assert prefix is None or len(prompts) * config.n_samples == 1, "one conversation, one row"
+    first = 0
+    with evaluation_mode(decoder):
+        for some in _slices(prompts, batch_size // config.n_samples):
+            yield from decode(
+                decoder, some, config, tokenizer, seed=seed, first=first, prefix=prefix
+            )
+            first += len(some) * config.n_samples
+
+
+def _completion(deltas: Sequence[Delta], prompt_tokens: int, seed: int | None) -> Completion:
+    reason = deltas[-1].finish_reason
+    assert reason is not None, "the loop ends when every row has"
+    logprobs = tuple(delta.logprob for delta in deltas if delta.logprob is not None)
+    return Completion(
+        text="".join(delta.text for delta in deltas),
+        tokens=tuple(delta.token for delta in deltas),
+        finish_reason=reason,
+        prompt_tokens=prompt_tokens,
+        seed=seed,
+        logprobs=logprobs or None,
+    )
+
+
+def _slices(prompts: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[Sequence[int]]]:
+    step = max(1, size)
+    return (prompts[start : start + step] for start in range(0, len(prompts), step))
+
+
+def _seed(config: GenerationConfig) -> int:
+    """The seed asked for, or one from the system's entropy that can be told and used again."""
+    return secrets.randbits(32) if config.seed is None else config.seed
+
+
+@contextmanager
+def evaluation_mode(decoder: Decoder) -> Iterator[None]:
+    """Dropout off, and back to how it was."""
+    training = decoder.training
+    decoder.eval()
+    try:
+        yield
+    finally:
+        decoder.train(training)

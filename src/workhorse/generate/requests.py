@@ -1,0 +1,81 @@
+"""What must hold before anything is generated, and what a request means for a model."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+from workhorse.errors import WorkhorseError
+from workhorse.generate.config import GenerationConfig
+from workhorse.generate.text import TokenStream
+from workhorse.nn import Decoder
+
+
+class TextOfTokens(Protocol):
+    """What generation asks of a tokenizer; `workhorse.tokenizers.Tokenizer` gives it."""
+
+    vocab_size: int
+    eos_id: int | None
+
+    def stream(self, *, skip_special: bool = False, after: Sequence[int] = ()) -> TokenStream: ...
+
+
+def check_prompts(
+    decoder: Decoder,
+    prompts: Sequence[Sequence[int]],
+    config: GenerationConfig,
+    tokenizer: TextOfTokens | None,
+) -> list[list[int]]:
+    """The prompts as they will be consumed, within the context of the decoder.
+
+    Raises:
+        WorkhorseError: an empty prompt, one longer than the context (unless `truncate="left"`), an
+            id outside the vocabulary, or stop texts without a tokenizer.
+    """
+    if config.stop and tokenizer is None:
+        raise WorkhorseError("stop texts need a tokenizer; pass one, or give stop_tokens instead")
+    size = decoder.config.vocab_size
+    for token in (*config.logit_bias, *stop_tokens(config, tokenizer)):
+        _check_id(token, size)
+    return [_fit(list(prompt), decoder.max_seq_len, size, config) for prompt in prompts]
+
+
+def _fit(prompt: list[int], context: int, vocab: int, config: GenerationConfig) -> list[int]:
+    if not prompt:
+        raise WorkhorseError("the prompt holds no tokens; begin with the tokenizer's bos or eos")
+    for token in (min(prompt), max(prompt)):
+        _check_id(token, vocab)
+    if len(prompt) > context and config.truncate == "refuse":
+        raise WorkhorseError(
+            f"the prompt has {len(prompt)} tokens and the context is {context}; shorten it, or "
+            "choose truncate=left to keep its end"
+        )
+    if config.beams == 1:
+        return prompt[-context:]
+    # Beam search cannot forget half of a context on the way, so it makes room beforehand.
+    keep = context + 1 - config.max_new_tokens
+    if config.truncate == "left" and keep < 1:
+        raise WorkhorseError(
+            f"max_new_tokens={config.max_new_tokens} does not fit the context of {context}, and "
+            "beam search cannot go past it; ask for fewer"
+        )
+    return prompt[-keep:] if config.truncate == "left" else prompt
+
+
+def _check_id(token: int, vocab: int) -> None:
+    if not 0 <= token < vocab:
+        raise WorkhorseError(
+            f"token id {token} is not in the vocabulary of {vocab}; use the model's own tokenizer"
+        )
+
+
+def usable_vocab(decoder: Decoder, tokenizer: TextOfTokens | None) -> int:
+    """How many ids may be chosen: an embedding padded beyond the tokenizer holds idle ones."""
+    size = decoder.config.vocab_size
+    return size if tokenizer is None else min(size, tokenizer.vocab_size)
+
+
+def stop_tokens(config: GenerationConfig, tokenizer: TextOfTokens | None) -> frozenset[int]:
+    """The ids that end a text: those asked for, or else the tokenizer's eos."""
+    if config.stop_tokens is not None:
+        return frozenset(config.stop_tokens)
+    eos = tokenizer.eos_id if tokenizer is not None else None
+    return frozenset() if eos is None else frozenset({eos})

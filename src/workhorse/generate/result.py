@@ -1,0 +1,56 @@
+"""What generation gives back."""
+
+from dataclasses import dataclass
+from typing import Literal
+
+FinishReason = Literal["eos", "stop", "length"]
+"""eos: a stop token; stop: a stop text; length: `max_new_tokens` or the context is used up."""
+
+
+@dataclass(frozen=True, slots=True)
+class TokenLogprob:
+    """Log-probabilities (nats) where one token was chosen.
+
+    They are those of the model's own distribution, before bias, penalties, temperature and filters.
+    """
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+    """The likeliest tokens and their log-probabilities, best first."""
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """One more token of one result."""
+
+    index: int
+    """Which result: `prompt * n_samples + sample`."""
+    token: int
+    text: str
+    """Text that is now certain; often empty, or longer than the token, as characters complete."""
+    logprob: TokenLogprob | None = None
+    finish_reason: FinishReason | None = None
+    """Set on the last delta of a result."""
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """One finished result."""
+
+    text: str
+    """The new text without the prompt, special tokens, and the stop text; empty when generation
+    was given no tokenizer."""
+    tokens: tuple[int, ...]
+    """Every new token, with the stop token or the tokens of the stop text that ended it."""
+    finish_reason: FinishReason
+    prompt_tokens: int
+    """Length of the prompt in tokens, as given."""
+    seed: int | None = None
+    """What draws this text again; None where nothing was drawn."""
+    logprobs: tuple[TokenLogprob, ...] | None = None
+    score: float | None = None
+    """Beam search's `sum of log-probabilities / length ** length_penalty`."""
+
+    def __str__(self) -> str:
+        return self.text

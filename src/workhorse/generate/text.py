@@ -1,0 +1,74 @@
+"""New text as it may be shown: whole characters, and never a part of a stop text."""
+
+from collections.abc import Sequence
+from typing import Protocol
+
+
+class TokenStream(Protocol):
+    """Turns token ids into text piece by piece, never splitting a character."""
+
+    def push(self, token: int, /) -> str: ...
+
+    def finish(self) -> str: ...
+
+
+class StopScanner:
+    """Passes text through until the first of `stops` is complete.
+
+    Text that may be the beginning of a stop is held back until that is decided. The stop that
+    *ends* first counts (the longest, if several end there), which makes the result independent of
+    how the text was cut into pieces.
+    """
+
+    def __init__(self, stops: Sequence[str]) -> None:
+        self._stops = tuple(stops)
+        self._held = ""
+        self.stopped = False
+
+    def push(self, text: str) -> str:
+        """The text that is now certain to come before any stop."""
+        if self.stopped:
+            return ""
+        text = self._held + text
+        ends = [(text.index(stop) + len(stop), -len(stop)) for stop in self._stops if stop in text]
+        if ends:
+            self.stopped = True
+            self._held = ""
+            end, negative_length = min(ends)
+            return text[: end + negative_length]
+        certain = len(text) - self._undecided(text)
+        self._held = text[certain:]
+        return text[:certain]
+
+    def finish(self) -> str:
+        """The text held back, which turned out to be no stop."""
+        held, self._held = self._held, ""
+        return held
+
+    def _undecided(self, text: str) -> int:
+        """Length of the longest end of `text` that is the beginning of a stop."""
+        longest = max((len(stop) for stop in self._stops), default=1) - 1
+        for length in range(min(longest, len(text)), 0, -1):
+            if any(stop.startswith(text[-length:]) for stop in self._stops):
+                return length
+        return 0
+
+
+class TextStream:
+    """The text of one result: tokens in, text that may be shown out."""
+
+    def __init__(self, tokens: TokenStream, stops: Sequence[str]) -> None:
+        self._tokens = tokens
+        self._scanner = StopScanner(stops)
+
+    @property
+    def stopped(self) -> bool:
+        """Whether a stop text is complete; nothing comes out after it."""
+        return self._scanner.stopped
+
+    def push(self, token: int) -> str:
+        return self._scanner.push(self._tokens.push(token))
+
+    def finish(self) -> str:
+        """What was still held back. A character that was never completed comes out as U+FFFD."""
+        return self._scanner.push(self._tokens.finish()) + self._scanner.finish()

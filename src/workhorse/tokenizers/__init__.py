@@ -1,0 +1,45 @@
+"""Text to token ids and back: train, load, save, measure.
+
+tokenizer = train_tokenizer(BpeConfig(vocab_size=4096), texts)
+ids = tokenizer.encode("Hello")
+"""
+
+from workhorse.tokenizers.chat import ChatTemplate
+from workhorse.tokenizers.config import (
+    BpeConfig,
+    ByteFallbackBpeConfig,
+    BytesConfig,
+    CharactersConfig,
+    FileConfig,
+    SpecialTokensConfig,
+    TokenizerConfig,
+    UnigramConfig,
+    WordPieceConfig,
+    tokenizer_config,
+)
+from workhorse.tokenizers.files import check_output_folder, load_tokenizer
+from workhorse.tokenizers.pieces import StreamDecoder
+from workhorse.tokenizers.report import TokenizerReport, tokenizer_report
+from workhorse.tokenizers.tokenizer import Tokenizer
+from workhorse.tokenizers.train import train_tokenizer
+
+__all__ = [
+    "BpeConfig",
+    "ByteFallbackBpeConfig",
+    "BytesConfig",
+    "CharactersConfig",
+    "ChatTemplate",
+    "FileConfig",
+    "SpecialTokensConfig",
+    "StreamDecoder",
+    "Tokenizer",
+    "TokenizerConfig",
+    "TokenizerReport",
+    "UnigramConfig",
+    "WordPieceConfig",
+    "check_output_folder",
+    "load_tokenizer",
+    "tokenizer_config",
+    "tokenizer_report",
+    "train_tokenizer",
+]

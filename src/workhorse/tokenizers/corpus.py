@@ -1,0 +1,99 @@
+"""Texts on their way to a trainer: checked, cut, counted, and read twice where that is needed.
+
+Memory stays bounded by one text and what the trainer itself keeps (each distinct word once).
+"""
+
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import IO
+
+from workhorse.errors import WorkhorseError
+
+MAX_CHARACTERS = 2**16
+"""Longer texts are cut at line ends: the library keeps about 20 bytes per character at work."""
+
+Progress = Callable[[int, int | None], None]
+
+
+def pieces_of_texts(texts: Iterable[str], progress: Progress | None = None) -> Iterator[str]:
+    """The texts, cut where they are long; `progress(done, None)` is told the bytes read.
+
+    Raises:
+        WorkhorseError: there is no text at all, or a text that UTF-8 cannot say.
+    """
+    done = 0
+    for text in texts:
+        for piece in _cut(text):
+            done += _utf8_bytes(piece)
+            yield piece
+            if progress is not None:
+                progress(done, None)
+    if not done:
+        raise WorkhorseError("the corpus holds no text (0 bytes); give files with text in them")
+
+
+def _cut(text: str) -> Iterator[str]:
+    start = 0
+    while start < len(text):
+        stop = start + MAX_CHARACTERS
+        if stop < len(text):
+            stop = text.rfind("\n", start, stop) + 1 or stop
+        yield text[start:stop]
+        start = stop
+
+
+def _utf8_bytes(text: str) -> int:
+    try:
+        return len(text.encode())
+    except UnicodeEncodeError as error:
+        raise WorkhorseError(
+            f"a text of the corpus holds half a surrogate pair, {text[error.start]!r}; "
+            "read it with errors='replace'"
+        ) from None
+
+
+@contextmanager
+def counted(texts: Iterable[str]) -> Iterator["CountedCorpus"]:
+    """The texts in a temporary file, which is gone afterwards."""
+    with tempfile.TemporaryFile() as file:
+        yield CountedCorpus(file, texts)
+
+
+class CountedCorpus:
+    """Texts kept in a file, with their characters counted; read it as often as needed."""
+
+    def __init__(self, file: IO[bytes], texts: Iterable[str]) -> None:
+        self.characters: Counter[str] = Counter()
+        self._file = file
+        for text in texts:
+            self.characters.update(text)
+            data = text.encode()
+            file.write(len(data).to_bytes(4, "little") + data)
+
+    def __iter__(self) -> Iterator[str]:
+        self._file.seek(0)
+        while size := self._file.read(4):
+            yield self._file.read(int.from_bytes(size, "little")).decode()
+
+    def frequent(self, coverage: float, limit: int) -> list[str]:
+        """The commonest characters that make up a share of the corpus, in code point order.
+
+        Args:
+            coverage: share in (0, 1].
+            limit: at most so many characters.
+        """
+        wanted = coverage * self.characters.total()
+        kept: list[str] = []
+        for character, count in sorted(self.characters.items(), key=lambda c: (-c[1], c[0])):
+            if len(kept) == limit or wanted <= 0:
+                break
+            kept.append(character)
+            wanted -= count
+        return sorted(kept)
+
+    def keeping(self, characters: Iterable[str], substitute: str = " ") -> Iterator[str]:
+        """The texts with every other character replaced, so that no piece is learned across it."""
+        gone = dict.fromkeys(map(ord, self.characters.keys() - set(characters)), substitute)
+        return (text.translate(gone) if gone else text for text in self)

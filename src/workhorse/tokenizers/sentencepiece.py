@@ -1,0 +1,198 @@
+"""SentencePiece `.model` files, read as a `tokenizer.json`.
+
+The file is one protocol buffer, `ModelProto` of `sentencepiece_model.proto`. The few fields needed
+are read from the wire format directly, so neither package has to be installed.
+
+What differs from the SentencePiece library (1808.06226): an unknown token decodes to its name; and
+where two merges of a BPE make the same piece, the library takes the one further left.
+"""
+
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+from workhorse.errors import WorkhorseError
+from workhorse.tokenizers.config import BYTE_TOKENS
+
+SPACE = "\u2581"
+UNIGRAM, BPE = 1, 2
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Kinds of models and of pieces, as numbered in `sentencepiece_model.proto`."""
+PIECES, TRAINER, NORMALIZER = 1, 2, 3
+"""Fields of its `ModelProto`."""
+TEXT, SCORE, KIND = 1, 2, 3
+"""Fields of its `SentencePiece`."""
+VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
+"""Types of a field in the wire format."""
+
+
+def convert(data: bytes, name: str) -> tuple[str, dict[str, str]]:
+    """The text of a `tokenizer.json`, and the names of its bos, eos, pad and unk tokens.
+
+    Args:
+        data: the content of a `.model` file of BPE or Unigram.
+        name: of the file, for messages.
+
+    Raises:
+        WorkhorseError: not such a file, or a model of words or of characters.
+    """
+    try:
+        proto = _read_model(data)
+    except (IndexError, struct.error, ValueError, TypeError):
+        proto = {}
+    pieces: list[tuple[str, float, int]] = proto.get("pieces", [])
+    if not pieces:
+        raise WorkhorseError(
+            f"{name} is no SentencePiece model, or damaged; give one that spm_train wrote"
+        )
+    kinds = {kind for _, _, kind in pieces}
+    if proto["model_type"] not in (UNIGRAM, BPE) or UNUSED in kinds or proto["suffix_space"]:
+        raise WorkhorseError(
+            f"{name} holds words, characters, unused pieces or spaces as suffixes; only BPE and "
+            "Unigram models can be read"
+        )
+    backend = Tokenizer(_bpe(proto) if proto["model_type"] == BPE else _unigram(proto))
+    backend.normalizer = _normalizer(proto)
+    backend.pre_tokenizer = _pre_tokenizer(pieces)  # pyright: ignore[reportAttributeAccessIssue]
+    backend.decoder = _decoder(proto["dummy_prefix"])
+    for text, _, kind in pieces:
+        if kind in (UNKNOWN, CONTROL):
+            backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
+        elif kind == USER_DEFINED:
+            backend.add_tokens([AddedToken(text, special=False, normalized=False)])
+    roles = {
+        role: pieces[number][0]
+        for role, number in proto["roles"].items()
+        if 0 <= number < len(pieces)
+    }
+    return backend.to_str(), roles
+
+
+def _bpe(proto: dict[str, Any]) -> models.BPE:
+    pieces: list[tuple[str, float, int]] = proto["pieces"]
+    vocab = {text: number for number, (text, _, _) in enumerate(pieces)}
+    mergeable = {text for text, _, kind in pieces if kind == NORMAL}
+    merges: list[tuple[float, int, int, str, str]] = []
+    for text, score, kind in pieces:
+        if kind != NORMAL:
+            continue
+        for cut in range(1, len(text)):
+            left, right = text[:cut], text[cut:]
+            if left in mergeable and right in mergeable:
+                merges.append((-score, vocab[left], vocab[right], left, right))
+    unknown = next((text for text, _, kind in pieces if kind == UNKNOWN), None)
+    return models.BPE(
+        vocab=vocab,
+        merges=[(left, right) for *_, left, right in sorted(merges)],
+        unk_token=unknown,
+        fuse_unk=True,
+        byte_fallback=_has_bytes(proto),
+    )
+
+
+def _unigram(proto: dict[str, Any]) -> models.Unigram:
+    pieces: list[tuple[str, float, int]] = proto["pieces"]
+    unknown = next((i for i, (_, _, kind) in enumerate(pieces) if kind == UNKNOWN), None)
+    vocab = [(text, score) for text, score, _ in pieces]
+    return models.Unigram(vocab, unk_id=unknown, byte_fallback=_has_bytes(proto))
+
+
+def _has_bytes(proto: dict[str, Any]) -> bool:
+    return {text for text, _, kind in proto["pieces"] if kind == BYTE}.issuperset(BYTE_TOKENS)
+
+
+def _normalizer(proto: dict[str, Any]) -> normalizers.Normalizer:
+    steps: list[normalizers.Normalizer] = []
+    if proto["charsmap"]:
+        steps.append(normalizers.Precompiled(proto["charsmap"]))
+    if proto["remove_extra_spaces"]:
+        steps += [
+            normalizers.Replace(Regex("^ +| +$"), ""),
+            normalizers.Replace(Regex(" {2,}"), " "),
+        ]
+    if proto["dummy_prefix"]:
+        steps.append(normalizers.Prepend(SPACE))
+    return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])
+
+
+def _pre_tokenizer(pieces: list[tuple[str, float, int]]) -> pre_tokenizers.PreTokenizer | None:
+    """Split before spaces where no piece crosses one: it changes nothing and is much faster."""
+    if any(SPACE in text[1:] for text, _, kind in pieces if kind == NORMAL):
+        return None
+    return pre_tokenizers.Split(SPACE, behavior="merged_with_next")
+
+
+def _decoder(dummy_prefix: bool) -> decoders.Decoder:
+    steps = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    return decoders.Sequence([*steps, decoders.Strip(" ", 1, 0)] if dummy_prefix else steps)
+
+
+def _read_model(data: bytes) -> dict[str, Any]:
+    """The fields of `ModelProto` that decide ids; absent ones have the proto's defaults."""
+    proto: dict[str, Any] = {
+        "pieces": [],
+        "model_type": UNIGRAM,
+        "suffix_space": False,
+        "roles": {"unk": 0, "bos": 1, "eos": 2, "pad": -1},
+        "charsmap": b"",
+        "dummy_prefix": True,
+        "remove_extra_spaces": True,
+    }
+    trainer: dict[int, Callable[[Any], None]] = {
+        3: lambda value: proto.update(model_type=value),
+        24: lambda value: proto.update(suffix_space=bool(value)),
+        40: lambda value: proto["roles"].update(unk=_signed(value)),
+        41: lambda value: proto["roles"].update(bos=_signed(value)),
+        42: lambda value: proto["roles"].update(eos=_signed(value)),
+        43: lambda value: proto["roles"].update(pad=_signed(value)),
+    }
+    normalizer: dict[int, Callable[[Any], None]] = {
+        2: lambda value: proto.update(charsmap=value),
+        3: lambda value: proto.update(dummy_prefix=bool(value)),
+        4: lambda value: proto.update(remove_extra_spaces=bool(value)),
+    }
+    for field, value in _fields(data):
+        if field == PIECES:
+            piece = {TEXT: b"", SCORE: bytes(4), KIND: NORMAL, **dict(_fields(value))}
+            (score,) = struct.unpack("<f", piece[SCORE])
+            proto["pieces"].append((piece[TEXT].decode(), score, piece[KIND]))
+        elif field in (TRAINER, NORMALIZER):
+            known = trainer if field == TRAINER else normalizer
+            for number, inner in _fields(value):
+                known.get(number, lambda _: None)(inner)
+    return proto
+
+
+def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
+    """Field numbers and values of a protocol buffer: integers, or raw bytes of the other types."""
+    at = 0
+    while at < len(message):
+        key, at = _varint(message, at)
+        wire_type = key & 7
+        if wire_type == VARINT:
+            value, at = _varint(message, at)
+        else:
+            size = {FIXED64: 8, FIXED32: 4}.get(wire_type, 0)
+            if wire_type == LENGTH:
+                size, at = _varint(message, at)
+            value, at = message[at : at + size], at + size
+            if at > len(message) or wire_type not in (FIXED64, LENGTH, FIXED32):
+                raise ValueError("not a protocol buffer, or cut off")
+        yield key >> 3, value
+
+
+def _varint(message: bytes, at: int) -> tuple[int, int]:
+    value = shift = 0
+    while True:
+        byte = message[at]
+        value |= (byte & 0x7F) << shift
+        at, shift = at + 1, shift + 7
+        if not byte & 0x80:
+            return value, at
+
+
+def _signed(value: int) -> int:
+    """A protocol buffer's int32: negative numbers are written as 64 bits."""
+    return value - (1 << 64) if value >= 1 << 63 else value

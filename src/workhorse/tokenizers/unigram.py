@@ -1,0 +1,42 @@
+"""The same Unigram vocabulary from every run of the same training."""
+
+from collections.abc import Iterable
+
+CHARACTER_STEP = 1e-4
+"""The library scores the characters that it must keep in steps of this, in a random order."""
+DECIMALS = 4
+"""Scores (natural logarithms of probabilities) differ by less than 1e-10 from run to run, because
+sums are taken in a random order; so many decimals are left."""
+
+
+def stable_vocabulary(vocab: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+    """Pieces with their scores, without what differs between two runs of the library's trainer.
+
+    Characters that no longer pay for themselves but must stay get `lowest, lowest + 1e-4, ...` in
+    random order: they are put in code point order. Then scores are rounded, and pieces sorted by
+    score and code points.
+    """
+    scores = dict(vocab)
+    scores.update(_reordered(_kept_characters(scores)))
+    rounded = ((piece, round(score, DECIMALS)) for piece, score in scores.items())
+    return sorted(rounded, key=lambda entry: (-entry[1], entry[0]))
+
+
+def _kept_characters(scores: dict[str, float]) -> dict[str, float]:
+    """The characters whose scores continue the lowest score in equal steps."""
+    lowest = min(scores.values(), default=0.0)
+    characters = sorted((score, piece) for piece, score in scores.items() if len(piece) == 1)
+    kept: dict[str, float] = {}
+    following = 0
+    for score, character in characters:
+        steps = (score - lowest) / CHARACTER_STEP
+        if round(steps) > following:
+            break  # a gap: what comes now was scored by its frequency
+        if abs(steps - round(steps)) < 1e-3:  # noqa: PLR2004 (above the noise, below a step)
+            kept[character] = score
+            following = round(steps) + 1
+    return kept
+
+
+def _reordered(kept: dict[str, float]) -> dict[str, float]:
+    return dict(zip(sorted(kept), sorted(kept.values()), strict=True))

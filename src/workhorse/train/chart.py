@@ -1,0 +1,103 @@
+"""A line chart as SVG: enough for a training report, and nothing to load."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from html import escape
+
+WIDTH, HEIGHT = 560, 250
+LEFT, RIGHT, TOP, BOTTOM = 58, 12, 30, 32
+COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea")
+MAX_POINTS = 600
+
+
+@dataclass(frozen=True)
+class Series:
+    """One line: points `(x, y)` with rising x; points that are not finite are left out."""
+
+    name: str
+    points: Sequence[tuple[float, float]]
+    marked: bool = False
+    """Draw a dot at every point, for lines of few points."""
+
+
+def line_chart(title: str, series: Sequence[Series], unit: str = "") -> str:
+    """The chart as an `<svg>` element; an empty string where there is nothing to draw."""
+    lines = [Series(one.name, thinned(one.points), one.marked) for one in series]
+    lines = [line for line in lines if line.points]
+    if not lines:
+        return ""
+    xs = [x for line in lines for x, _ in line.points]
+    ys = [y for line in lines for _, y in line.points]
+    x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(*clipped_range(ys))
+    low, high = y_ticks[0], y_ticks[-1]
+
+    def place(x: float, y: float) -> tuple[float, float]:
+        across = (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0])
+        up = (min(max(y, low), high) - low) / (high - low)
+        return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (
+            HEIGHT - TOP - BOTTOM
+        )
+
+    parts = [f'<text class="title" x="{LEFT}" y="16">{escape(title)}</text>']
+    for tick in y_ticks:
+        y = place(x_ticks[0], tick)[1]
+        parts.append(
+            f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
+        )
+        parts.append(f'<text class="y" x="{LEFT - 6}" y="{y + 4:.1f}">{shown(tick)}</text>')
+    for tick in x_ticks:
+        x = place(tick, low)[0]
+        parts.append(f'<text class="x" x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}">{shown(tick)}</text>')
+    for color, line in zip(COLORS, lines, strict=False):
+        spots = [place(x, y) for x, y in line.points]
+        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
+        parts.append(f'<polyline points="{path}" stroke="{color}"/>')
+        if line.marked or len(spots) == 1:
+            parts += [
+                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}">'
+                f"<title>step {shown(step)}: {shown(value)}</title></circle>"
+                for (x, y), (step, value) in zip(spots, line.points, strict=True)
+            ]
+    legend = "  ".join(
+        f'<tspan fill="{color}">{escape(line.name)} {shown(line.points[-1][1])}</tspan>'
+        for color, line in zip(COLORS, lines, strict=False)
+    )
+    note = f"<tspan>{escape(unit)}</tspan>" if unit else ""
+    parts.append(f'<text class="legend" x="{WIDTH - RIGHT}" y="16">{legend}  {note}</text>')
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
+
+
+def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
+    """At most `MAX_POINTS` points, each the mean of its neighbours."""
+    finite = [point for point in points if math.isfinite(point[1])]
+    size = math.ceil(len(finite) / MAX_POINTS)
+    groups = [finite[start : start + size] for start in range(0, len(finite), size or 1)]
+    return [(group[-1][0], math.fsum(value for _, value in group) / len(group)) for group in groups]
+
+
+def clipped_range(values: Sequence[float]) -> tuple[float, float]:
+    """The least value and a top that a few spikes cannot push away."""
+    ordered = sorted(values)
+    typical = ordered[int(0.98 * (len(ordered) - 1))]
+    return ordered[0], min(ordered[-1], typical + 0.5 * (typical - ordered[0])) or ordered[-1]
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[float]:
+    """Round numbers that enclose `low … high`."""
+    span = high - low or abs(high) or 1.0
+    raw = span / about
+    scale = 10.0 ** math.floor(math.log10(raw))
+    step = next(scale * unit for unit in (1, 2, 5, 10) if raw <= scale * unit)
+    first, last = math.floor(low / step), math.ceil(high / step)
+    return [number * step for number in range(first, max(last, first + 1) + 1)]
+
+
+def shown(value: float) -> str:
+    """A number as a person would write it."""
+    if value == 0:
+        return "0"
+    for limit, divisor, suffix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
+        if abs(value) >= limit:
+            return f"{value / divisor:.4g}{suffix}"
+    return f"{value:.4g}" if abs(value) >= 1e-3 else f"{value:.2e}"  # noqa: PLR2004

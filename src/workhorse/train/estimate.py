@@ -1,0 +1,109 @@
+"""What a recipe will take, before it is run."""
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from workhorse.data import Batch, iterate_texts
+from workhorse.nn import DecoderConfig
+from workhorse.tokenizers import train_tokenizer
+from workhorse.train.optimizers import build_optimizer, parameters_by_role
+from workhorse.train.recipe import Recipe
+from workhorse.train.speed import flops_per_token, peak_flops, resolve_device
+from workhorse.train.step import LossOfBatch, LossScale, Precision, TrainingStep
+
+MEASURED_BYTES = 2**30
+"""Weights, gradients and optimizer up to this size are allocated to time a step."""
+TIMED_STEPS = 3
+
+
+def estimate(recipe: Recipe) -> dict[str, Any]:
+    """Parameters, memory and time of a recipe. Writes nothing.
+
+    Returns:
+        `config` (of the decoder, in full), `parameters` (`total` and by role), `memory` (bytes of
+        `weights`, `gradients` and `optimizer`, exact; activations are not in it), `tokens` of the
+        whole run, `flops_per_token`, `seconds`, and `seconds_from`: `"steps"`, timed on random
+        tokens and text generation and validation left out, or, for a large model,
+        `"matrix product"`: what the arithmetic takes at the rate of a large matrix product, which
+        no training reaches.
+
+    Raises:
+        WorkhorseError: a recipe that cannot be run here.
+    """
+    config = recipe.train
+    device = resolve_device(config.device)
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    decoder_config = recipe.decoder_config(_vocab_size(recipe))
+    decoder = decoder_config.build(config.kernel, device="meta")
+    optimizer = build_optimizer(decoder, config.optimizer)
+    weights = _bytes(dict(decoder.named_parameters()))
+    memory = {
+        "weights": weights,
+        "gradients": weights,
+        "optimizer": _bytes(optimizer.tensors()),
+    }
+    roles = {
+        role: sum(parameter.numel() for parameter in parameters.values())
+        for role, parameters in parameters_by_role(decoder).items()
+    }
+    flops = flops_per_token(decoder, config.seq_len)
+    tokens = config.steps * config.tokens_per_step
+    if sum(memory.values()) <= MEASURED_BYTES:
+        seconds, source = config.steps * _seconds_per_step(recipe, decoder_config, device), "steps"
+    else:
+        peak = peak_flops(device, getattr(torch, config.dtype))
+        seconds, source = tokens * flops / peak, "matrix product"
+    return {
+        "recipe": recipe.to_dict(),
+        "config": decoder_config.to_dict(),
+        "parameters": {"total": sum(roles.values()), **roles},
+        "memory": memory | {"total": sum(memory.values())},
+        "tokens": tokens,
+        "flops_per_token": flops,
+        "seconds": seconds,
+        "seconds_from": source,
+        "device": str(device),
+    }
+
+
+def _vocab_size(recipe: Recipe) -> int:
+    """The vocabulary that the recipe's tokenizer will have at most.
+
+    Where the config does not tell, the tokenizer is made from the text, in memory.
+    """
+    size = getattr(recipe.tokenizer, "vocab_size", None)
+    if size is not None:
+        return size
+    return train_tokenizer(recipe.tokenizer, iterate_texts(recipe.data)).vocab_size
+
+
+def _seconds_per_step(recipe: Recipe, config: DecoderConfig, device: torch.device) -> float:
+    """The fastest of a few steps on random tokens, in seconds; the first is left out."""
+    train = recipe.train
+    decoder = config.build(train.kernel, device=device)
+    step = TrainingStep(
+        LossOfBatch(decoder, train.z_loss),
+        build_optimizer(decoder, train.optimizer),
+        device,
+        precision=Precision(device, getattr(torch, train.dtype)),
+        scale=LossScale(enabled=train.dtype == "float16"),
+        micro_batch_size=train.micro_batch_size or train.batch_size,
+        grad_clip=train.grad_clip,
+    )
+    tokens = torch.randint(config.vocab_size, (train.batch_size, train.seq_len))
+    batch = Batch(tokens, tokens, None, torch.zeros(train.batch_size, dtype=torch.int64))
+    times = []
+    for _ in range(1 + TIMED_STEPS):
+        start = time.perf_counter()
+        step.update(*step.backward(batch), schedule=1.0)
+        times.append(time.perf_counter() - start)
+    return min(times[1:])
+
+
+def _bytes(tensors: Mapping[str, Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())

@@ -1,0 +1,203 @@
+"""The training loop: batches, steps, and now and then a line, a validation, a text, a checkpoint.
+
+It is written once, for one process and for many. What differs comes from outside: the module may
+be sharded, the batches may be some of the global batch's rows, the store may write in parallel.
+Nothing here looks at a parameter.
+"""
+
+import time
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from workhorse.checkpoints import Checkpoint
+from workhorse.data import Batch
+from workhorse.errors import WorkhorseError
+from workhorse.train.metrics import Event, MetricsFile
+from workhorse.train.random_state import random_state, set_random_state
+from workhorse.train.recipe import TrainConfig
+from workhorse.train.signals import StopSignals
+from workhorse.train.step import StepResult, TrainingStep
+from workhorse.train.validation import Validation, Validator
+
+TensorsOf = Callable[[], dict[str, Tensor]]
+
+
+class BatchSource(Protocol):
+    """The batch of every step, a pure function of the step."""
+
+    def __getitem__(self, step: int) -> Batch: ...
+
+
+class Store(Protocol):
+    """Where checkpoints go."""
+
+    def save(
+        self,
+        step: int,
+        model: dict[str, Tensor],
+        optimizer: dict[str, Tensor],
+        state: dict[str, Any],
+    ) -> object: ...
+
+    def newest(self, on_skip: Callable[[str], None]) -> Checkpoint | None: ...
+
+
+@dataclass
+class Counters:
+    """How far a run is. The data's position is `step`, since a batch is a function of it."""
+
+    step: int = 0
+    """Steps done, skipped ones included."""
+    tokens: int = 0
+    """Predictions trained on."""
+    skipped_steps: int = 0
+    """Steps whose loss or gradient was not finite, so that the weights stayed."""
+    bad_in_a_row: int = 0
+    seconds: float = 0.0
+    """Spent in the loop, validation and checkpoints included, over all sittings."""
+
+
+@dataclass
+class Loop:
+    """One run's training, from where its counters stand to the last step.
+
+    Attributes:
+        config: how often what happens.
+        step: does one step.
+        weights: gives the weights to save.
+        batches: gives the batch of each step.
+        validator: measures the held-out loss; None without held-out text.
+        sample: writes the sample texts; None for none.
+        store: takes checkpoints.
+        metrics: takes events.
+        on_event: is told every event too.
+        constants: belong into every checkpoint beside what changes.
+        flops_per_token: of training.
+        peak_flops: that the device reaches, a second.
+    """
+
+    config: TrainConfig
+    step: TrainingStep
+    weights: TensorsOf
+    batches: BatchSource
+    validator: Validator | None
+    sample: Callable[[], list[dict[str, str]]] | None
+    store: Store
+    metrics: MetricsFile
+    on_event: Callable[[Event], None]
+    constants: dict[str, Any]
+    flops_per_token: int
+    peak_flops: float
+    counters: Counters = field(default_factory=Counters)
+    last: StepResult | None = None
+    validation: Validation | None = None
+
+    def restore(self, checkpoint: Checkpoint) -> None:
+        """Take over everything but the weights: the next step is what it would have been."""
+        self.step.optimizer.load(checkpoint.optimizer)
+        self.step.scale.load(checkpoint.state["loss_scale"])
+        self.counters = Counters(**checkpoint.state["counters"])
+        set_random_state(checkpoint.state["random"])
+
+    def run(self, signals: StopSignals) -> None:
+        """Train until the last step or a signal; either way the last step done is saved.
+
+        Raises:
+            WorkhorseError: too many steps in a row were not finite, or the disk refuses.
+        """
+        config, counters = self.config, self.counters
+        started = time.perf_counter() - counters.seconds
+        logged, logged_tokens = time.perf_counter(), counters.tokens
+        saved = counters.step
+        batch = self.batches[counters.step] if counters.step < config.steps else None
+        while batch is not None and signals.received is None:
+            loss, counted = self.step.backward(batch)
+            following = counters.step + 1
+            batch = self.batches[following] if following < config.steps else None
+            schedule = config.schedule.factor(counters.step, config.steps)
+            self.last = self.step.update(loss, counted, schedule)
+            counters.step = following
+            self._count(self.last)
+            counters.seconds = time.perf_counter() - started
+            ended = batch is None
+            if following % config.log_every == 0 or ended:
+                now = time.perf_counter()
+                rate = (counters.tokens - logged_tokens) / (now - logged)
+                logged, logged_tokens = now, counters.tokens
+                self._log(self.last, schedule, rate)
+            pause = time.perf_counter()
+            self._look(ended)
+            if following % config.checkpoint_every == 0 and not ended:
+                self.save()
+                saved = following
+            logged += time.perf_counter() - pause  # speed is of training alone
+            counters.seconds = time.perf_counter() - started
+        if saved != counters.step:
+            self.save()
+        self.tell("end", reason=signals.received.name if signals.received else "finished")
+
+    def save(self) -> None:
+        """Write a checkpoint; lines of metrics up to it are on the disk before it is."""
+        self.metrics.sync()
+        state = {
+            **self.constants,
+            "counters": asdict(self.counters),
+            "loss_scale": self.step.scale.state(),
+            "random": random_state(),
+        }
+        path = self.store.save(
+            self.counters.step, self.weights(), self.step.optimizer.tensors(), state
+        )
+        self.tell("checkpoint", path=str(path))
+
+    def _count(self, result: StepResult) -> None:
+        counters = self.counters
+        counters.tokens += result.tokens
+        if result.finite:
+            counters.bad_in_a_row = 0
+            return
+        counters.skipped_steps += 1
+        counters.bad_in_a_row += 1
+        self.tell("skipped_step", loss=result.loss, grad_norm=result.grad_norm)
+        if counters.bad_in_a_row >= self.config.max_bad_steps:
+            raise WorkhorseError(
+                f"loss or gradient was not finite for {counters.bad_in_a_row} steps in a row, up "
+                f"to step {counters.step} (loss {result.loss:g}, gradient {result.grad_norm:g}); "
+                "lower the learning rate, lengthen the warm-up, or use a wider dtype"
+            )
+
+    def _log(self, result: StepResult, schedule: float, tokens_per_second: float) -> None:
+        self.tell(
+            "step",
+            loss=result.loss,
+            learning_rate=self.config.optimizer.learning_rate * schedule,
+            grad_norm=result.grad_norm,
+            tokens=self.counters.tokens,
+            tokens_per_second=tokens_per_second,
+            peak_fraction=tokens_per_second * self.flops_per_token / self.peak_flops,
+            skipped_steps=self.counters.skipped_steps,
+            seconds=self.counters.seconds,
+        )
+
+    def _look(self, ended: bool) -> None:
+        """Validate and write samples, where it is time to."""
+        config, step = self.config, self.counters.step
+        every = config.eval_every
+        if self.validator is not None and (ended or (every and step % every == 0)):
+            rows = None
+            if config.eval_batches is not None and not ended:
+                rows = config.eval_batches * config.batch_size
+            self.validation = self.validator(rows)
+            self.tell("validation", **asdict(self.validation), whole=rows is None)
+        samples = config.samples
+        if self.sample and samples and (ended or step % samples.every == 0):
+            self.tell("samples", samples=self.sample())
+
+    def tell(self, kind: str, **values: Any) -> None:
+        """Write one line of metrics and pass it on."""
+        event = {"kind": kind, "step": self.counters.step, **values}
+        self.metrics.write(event)
+        self.on_event(event)

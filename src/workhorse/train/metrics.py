@@ -1,0 +1,69 @@
+"""`metrics.jsonl`: everything a run tells, one JSON object a line, in the order of its steps.
+
+Every line has `kind` and `step` (steps done when it was written):
+
+- `start`: of a sitting: `parameters`, `steps`, `flops_per_token` and `peak_flops` (a second, of a
+  large matrix product), `device`, versions
+- `step`: `loss` (nats per token), `learning_rate` (the schedule's factor times the optimizer's),
+  `grad_norm`, `tokens` (predictions so far), `tokens_per_second` and `peak_fraction` (since the
+  line before), `skipped_steps` (so far), `seconds` (of training so far)
+- `validation`: `loss`, `bits_per_byte` (or null), `tokens`, `whole` (the split, or a part)
+- `samples`: `samples`, a list of `prompt` and `text`
+- `checkpoint`: `path`, once it is whole
+- `skipped_step`: `loss` and `grad_norm`, of which one is not finite and so null
+- `end`: `reason`, "finished" or the signal's name; a sitting that was killed has none
+"""
+
+import json
+import math
+import os
+from pathlib import Path
+from typing import Any
+
+from workhorse.checkpoints import write_atomically
+
+Event = dict[str, Any]
+"""One line of the file."""
+
+
+class MetricsFile:
+    """The metrics of one run, in its run directory.
+
+    Args:
+        path: of the file.
+        step: keep the lines up to this step, of a run that goes on after it. Later lines, and one
+            cut short, were written by a process that died, and their steps will be done again.
+    """
+
+    def __init__(self, path: Path, step: int = 0) -> None:
+        kept = "".join(line for line in _lines(path) if json.loads(line)["step"] <= step)
+        write_atomically(path, kept)
+        self._file = path.open("a", encoding="utf-8", newline="\n")
+
+    def write(self, event: Event) -> None:
+        """Append a line."""
+        self._file.write(json.dumps({key: _finite(value) for key, value in event.items()}) + "\n")
+        self._file.flush()
+
+    def sync(self) -> None:
+        """Wait until the lines are on the disk."""
+        os.fsync(self._file.fileno())
+
+    def close(self) -> None:
+        self._file.close()
+
+
+def read_metrics(path: Path) -> list[Event]:
+    """The whole lines of a metrics file, in order."""
+    return [json.loads(line) for line in _lines(path)]
+
+
+def _lines(path: Path) -> list[str]:
+    if not path.exists():
+        return []
+    return [line for line in path.read_text("utf-8").splitlines(keepends=True) if line[-1] == "\n"]
+
+
+def _finite(value: Any) -> Any:
+    """JSON has no word for infinities."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value

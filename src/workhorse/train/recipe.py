@@ -1,0 +1,197 @@
+"""A recipe: everything that decides a training run, in one file."""
+
+from typing import Annotated, Any, Literal, Self
+
+from pydantic import Field, field_validator, model_validator
+
+from workhorse.config import Config, ConfigError
+from workhorse.data import DataConfig
+from workhorse.errors import WorkhorseError
+from workhorse.models import preset
+from workhorse.nn import DecoderConfig
+from workhorse.tokenizers import TokenizerConfig
+from workhorse.train.muon import MuonConfig
+from workhorse.train.optimizers import OptimizerConfig
+from workhorse.train.schedules import CosineConfig, ScheduleConfig
+from workhorse.train.trackers import TrackerName
+
+Count = Annotated[int, Field(ge=1)]
+
+
+class SamplesConfig(Config):
+    """Texts generated while training, to be read by a person."""
+
+    every: Count = 500
+    """Steps between them; they are made after the last step too."""
+    prompts: tuple[str, ...] = ("",)
+    """One text for each; an empty prompt begins a document."""
+    max_new_tokens: Count = 100
+    temperature: float = Field(default=0.8, ge=0)
+    seed: int = Field(default=0, ge=0)
+
+
+class TrainConfig(Config):
+    """How a model is trained. Sizes are of the whole run, on however many devices."""
+
+    steps: Count
+    """Updates of the weights."""
+    batch_size: Count
+    """Sequences in a step."""
+    seq_len: Count
+    """Predictions in a sequence."""
+    micro_batch_size: Count | None = None
+    """Sequences that pass through the model at once; None: the whole batch. Smaller needs less
+    memory and gives the same gradient to rounding."""
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    """Decides the weights at the start, the order of the data and dropout."""
+
+    optimizer: OptimizerConfig = MuonConfig()
+    schedule: ScheduleConfig = CosineConfig()
+    grad_clip: float | None = Field(default=1.0, gt=0)
+    """Longest gradient, as the norm over all parameters; longer ones are shortened. None: any."""
+    z_loss: float = Field(default=0.0, ge=0)
+    """Weight of the squared log-partition in the training loss (PaLM, 2204.02311 §5)."""
+    max_bad_steps: Count = 10
+    """Stop after so many steps in a row whose loss or gradient was not finite."""
+
+    device: str = "auto"
+    """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:N` or `mps`."""
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the arithmetic; weights and optimizer stay in float32. `float16` needs CUDA and scales the
+    loss so that small gradients survive."""
+    kernel: Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"] = "auto"
+    """How attention is computed."""
+    threads: int = Field(default=0, ge=0)
+    """CPU threads; 0 lets PyTorch decide. Another number gives other roundings."""
+    compile: bool = False
+    """Compile the model (`torch.compile`): slower to start, faster to run."""
+    activation_checkpointing: bool = False
+    """Keep one activation a layer and compute the rest again in the backward pass."""
+
+    log_every: Count = 10
+    """Steps between lines of metrics."""
+    eval_every: Count | None = None
+    """Steps between validations; None: after the last step only."""
+    eval_batches: Count | None = None
+    """Batches in a validation, evenly spread over the split; None: all of it. After the last step
+    it is always all of it."""
+    samples: SamplesConfig | None = None
+    """Texts generated along the way; None: no texts."""
+    checkpoint_every: Count = 1000
+    """Steps between checkpoints; there is one after the last step too."""
+    keep: Count = 2
+    """Checkpoints kept, the newest ones."""
+    trackers: tuple[TrackerName, ...] = ()
+    """Where metrics go besides `metrics.jsonl`."""
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.schedule.warmup_steps >= self.steps:
+            raise ConfigError(
+                f"warmup_steps={self.schedule.warmup_steps} does not end within "
+                f"steps={self.steps}; shorten the warm-up",
+                "schedule",
+            )
+        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
+            raise ConfigError(
+                f"micro_batch_size={self.micro_batch_size} is more than "
+                f"batch_size={self.batch_size}; choose at most that"
+            )
+        if self.dtype == "float16" and self.device in ("cpu", "mps"):
+            raise ConfigError(
+                f"float16 needs CUDA, and device is {self.device}; choose bfloat16 or float32",
+                "dtype",
+            )
+        return self
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.batch_size * self.seq_len
+
+
+class Recipe(Config):
+    """One training run, from raw text to a model."""
+
+    name: str
+    """Of the run; its folder is `runs/NAME` where none is given."""
+    description: str = ""
+    """For people: the hardware it was written for, the time it takes, what it reached."""
+    model: dict[str, Any]
+    """The fields of a `DecoderConfig`, or `preset: NAME` and the fields that differ from it.
+    `vocab_size` and `max_seq_len`, where left out, come from the tokenizer and `train.seq_len`."""
+    tokenizer: TokenizerConfig
+    data: DataConfig
+    train: TrainConfig
+
+    @field_validator("name")
+    @classmethod
+    def _names_a_folder(cls, name: str) -> str:
+        if not name or name in (".", "..") or "/" in name or "\\" in name:
+            raise ConfigError(f"{name!r} cannot name a folder; use letters, digits, '-' and '_'")
+        return name
+
+    @model_validator(mode="after")
+    def _model_can_be(self) -> Self:
+        # Most mistakes show here, before a tokenizer is trained and its vocabulary's size known.
+        given = self.model.get("vocab_size")
+        self.decoder_config(given if isinstance(given, int) and given > 0 else 1)
+        return self
+
+    def decoder_config(self, vocab_size: int) -> DecoderConfig:
+        """The model's config in full.
+
+        Args:
+            vocab_size: of the tokenizer. A larger one in the recipe stands: its last rows idle.
+
+        Raises:
+            ConfigError: an impossible model, a vocabulary smaller than the tokenizer's, or a
+                context shorter than the training sequences.
+        """
+        fields = dict(self.model)
+        if "preset" in fields:
+            fields = _preset_with(str(fields.pop("preset")), fields)
+        fields.setdefault("vocab_size", vocab_size)
+        fields.setdefault("max_seq_len", self.train.seq_len)
+        try:
+            config = DecoderConfig.from_dict(fields)
+        except ConfigError as error:
+            raise ConfigError(error.reason, f"model.{error.path}".rstrip(".")) from None
+        if config.vocab_size < vocab_size:
+            raise ConfigError(
+                f"vocab_size={config.vocab_size} is less than the tokenizer's {vocab_size}; "
+                "leave it out",
+                "model",
+            )
+        if config.max_seq_len < self.train.seq_len:
+            raise ConfigError(
+                f"max_seq_len={config.max_seq_len} is less than train.seq_len="
+                f"{self.train.seq_len}; raise it or shorten the sequences",
+                "model",
+            )
+        return config
+
+
+def _preset_with(name: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """A preset's fields with some changed; its vocabulary is the tokenizer's unless given."""
+    try:
+        fields = preset(name).to_dict()
+    except ConfigError:
+        raise
+    except WorkhorseError as error:
+        raise ConfigError(str(error), "model.preset") from None
+    del fields["vocab_size"]
+    return _merged(fields, changes)
+
+
+def _merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+    """`changes` written over `fields`, mapping by mapping; another `kind` replaces the whole."""
+    result = dict(fields)
+    for key, value in changes.items():
+        old = result.get(key)
+        same_kind = (
+            isinstance(old, dict)
+            and isinstance(value, dict)
+            and value.get("kind", old.get("kind")) == old.get("kind")
+        )
+        result[key] = _merged(old or {}, value) if same_kind else value
+    return result

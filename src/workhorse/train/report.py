@@ -1,0 +1,123 @@
+"""`report.html`: a run at one look, in one file that opens without a network."""
+
+from importlib.resources import files
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from workhorse.checkpoints import RunDirectory, write_atomically
+from workhorse.train.chart import Series, line_chart, shown
+from workhorse.train.metrics import Event, read_metrics
+
+SAMPLED_TIMES = 4
+"""Samples are shown of the first time they were made, the last, and some between."""
+
+
+def write_report(run: RunDirectory) -> None:
+    """Write the report of a run from its metrics; one that is there already is replaced.
+
+    Raises:
+        OSError: the disk refuses.
+    """
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    template = environment.from_string(
+        files("workhorse.train").joinpath("report.html").read_text("utf-8")
+    )
+    write_atomically(run.report_file, template.render(**contents(run)))
+
+
+def contents(run: RunDirectory) -> dict[str, Any]:
+    """What the template shows."""
+    events = read_metrics(run.metrics_file)
+    of_kind: dict[str, list[Event]] = {}
+    for event in events:
+        of_kind.setdefault(event["kind"], []).append(event)
+    recipe = run.recipe()
+    return {
+        "name": recipe["name"],
+        "description": recipe.get("description", ""),
+        "figures": figures(of_kind),
+        "charts": [chart for chart in charts(of_kind) if chart],
+        "samples": chosen(of_kind.get("samples", [])),
+        "notes": notes(of_kind),
+        "recipe": run.recipe_file.read_text("utf-8"),
+        "config": run.config_file.read_text("utf-8"),
+        "environment": of_kind["start"][-1],
+    }
+
+
+def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
+    """The run in a few numbers, each with what it is."""
+    start = of_kind["start"][-1]
+    steps = of_kind.get("step", [])
+    rows = [("parameters", shown(start["parameters"]))]
+    if validations := of_kind.get("validation"):
+        last = validations[-1]
+        rows.append(("validation loss, nats per token", f"{last['loss']:.4f}"))
+        if last["bits_per_byte"] is not None:
+            rows.append(("validation bits per byte", f"{last['bits_per_byte']:.4f}"))
+    if steps:
+        last = steps[-1]
+        speeds = sorted(event["tokens_per_second"] for event in steps)
+        peak = sorted(event["peak_fraction"] for event in steps)
+        rows += [
+            ("steps", f"{last['step']:,} of {start['steps']:,}"),
+            ("tokens trained on", shown(last["tokens"])),
+            ("training time", clock(last["seconds"])),
+            ("tokens per second, median", f"{speeds[len(speeds) // 2]:,.0f}"),
+            ("of the matrix-product peak, median", f"{peak[len(peak) // 2]:.0%}"),
+        ]
+    return rows
+
+
+def charts(of_kind: dict[str, list[Event]]) -> list[str]:
+    """SVG elements; empty strings for what was not measured."""
+    steps, validations = of_kind.get("step", []), of_kind.get("validation", [])
+    return [
+        line_chart(
+            "Loss, nats per token",
+            [series("training", steps, "loss"), series("validation", validations, "loss")],
+        ),
+        line_chart("Bits per byte", [series("validation", validations, "bits_per_byte")]),
+        line_chart("Learning rate", [series("", steps, "learning_rate")]),
+        line_chart("Gradient norm", [series("", steps, "grad_norm")]),
+        line_chart("Tokens per second", [series("", steps, "tokens_per_second")]),
+    ]
+
+
+def series(name: str, events: list[Event], key: str) -> Series:
+    """A value over the steps; what was not finite stands as null and is left out."""
+    points = [(event["step"], event[key]) for event in events if event[key] is not None]
+    return Series(name, points, marked=name == "validation")
+
+
+def chosen(events: list[Event]) -> list[Event]:
+    """A few of the times samples were made, evenly spread, the last among them."""
+    if len(events) <= SAMPLED_TIMES:
+        return events
+    last = len(events) - 1
+    return [events[round(place * last / (SAMPLED_TIMES - 1))] for place in range(SAMPLED_TIMES)]
+
+
+def notes(of_kind: dict[str, list[Event]]) -> list[str]:
+    """What a reader should know before trusting the curves."""
+    lines = []
+    if skipped := of_kind.get("skipped_step"):
+        where = ", ".join(str(event["step"]) for event in skipped[:10])
+        lines.append(
+            f"{len(skipped)} steps were skipped, their loss or gradient not finite: {where}"
+        )
+    if len(sittings := of_kind["start"]) > 1:
+        resumed = ", ".join(str(event["step"]) for event in sittings[1:])
+        lines.append(f"resumed after step {resumed}")
+    ends = of_kind.get("end", [])
+    if not ends or ends[-1]["reason"] != "finished":
+        lines.append("the run has not finished")
+    return lines
+
+
+def clock(seconds: float) -> str:
+    """Seconds as hours, minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

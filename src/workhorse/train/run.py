@@ -1,0 +1,129 @@
+"""`train`: from a recipe to a trained model in a run directory."""
+
+import errno
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from workhorse.checkpoints import RunDirectory
+from workhorse.errors import WorkhorseError
+from workhorse.train.assembly import assemble
+from workhorse.train.loop import Loop, Store
+from workhorse.train.metrics import Event, read_metrics
+from workhorse.train.recipe import Recipe
+from workhorse.train.report import write_report
+from workhorse.train.resume import check_changes
+from workhorse.train.signals import StopSignals
+from workhorse.train.speed import resolve_device
+
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+
+
+@dataclass(frozen=True)
+class TrainResult:
+    """What a run came to."""
+
+    run_directory: Path
+    step: int
+    """Steps done."""
+    steps: int
+    """Steps of the recipe."""
+    parameters: int
+    loss: float | None
+    """Of the last step logged, nats per token."""
+    validation_loss: float | None
+    """Of the last validation, nats per token; None without held-out text."""
+    bits_per_byte: float | None
+    """Likewise."""
+    tokens: int
+    """Predictions trained on."""
+    skipped_steps: int
+    """Steps whose loss or gradient was not finite."""
+    seconds: float
+    """Of training, over all sittings."""
+    stopped_by: str | None
+    """The signal's name; None where the run ran to its end."""
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def train(
+    recipe: Recipe,
+    out: str | Path,
+    *,
+    resume: bool = False,
+    on_event: Callable[[Event], None] = lambda event: None,
+    store: Store | None = None,
+) -> TrainResult:
+    """Train a recipe's model, or go on training it.
+
+    In the main thread, a first SIGINT or SIGTERM ends the run after the step under way, with a
+    checkpoint; the result says so. A second one acts at once.
+
+    Args:
+        recipe: everything that decides the run.
+        out: the run directory, new or empty.
+        resume: go on with the run in `out`, from its newest whole checkpoint.
+        on_event: told every line of `metrics.jsonl` (see `workhorse.train.metrics`), and also
+            `notice` (`message`) and `data` (`done` and `total` bytes, total None while unknown).
+        store: takes checkpoints; None for the run directory's own.
+
+    Raises:
+        WorkhorseError: a recipe that cannot be run here, text that cannot be read, a run directory
+            that is taken, a resume that does not fit the run, a full disk, or a loss that stays
+            not finite. A run that fails before its first step leaves nothing behind.
+    """
+    run = RunDirectory(out)
+    if resume and not run.exists:
+        raise WorkhorseError(f"{run.path} holds no run to resume; leave out --resume to begin one")
+    device = resolve_device(recipe.train.device)
+    if recipe.train.dtype == "float16" and device.type != "cuda":
+        raise WorkhorseError(
+            f"dtype float16 needs CUDA, and this is {device.type}; choose bfloat16 or float32"
+        )
+    with run.lock():
+        if resume:
+            for line in check_changes(Recipe.from_dict(run.recipe()), recipe):
+                on_event({"kind": "notice", "message": line})
+            run.rewrite_recipe(recipe.to_yaml())
+        else:
+            run.begin(recipe.to_yaml())
+        try:
+            loop = assemble(recipe, run, device, on_event, store or run.store(recipe.train.keep))
+        except WorkhorseError:
+            if not resume:
+                run.undo()
+            raise
+        try:
+            with StopSignals() as signals:
+                loop.run(signals)
+        except OSError as error:
+            if error.errno not in DISK_FULL:
+                raise
+            raise WorkhorseError(
+                f"cannot write in {run.path}: {error.strerror}; make room and go on with --resume"
+            ) from error
+        finally:
+            loop.metrics.close()
+        write_report(run)
+        return _result(loop, run, signals)
+
+
+def _result(loop: Loop, run: RunDirectory, signals: StopSignals) -> TrainResult:
+    events = {event["kind"]: event for event in read_metrics(run.metrics_file)}  # the last of each
+    validation = events.get("validation", {})
+    return TrainResult(
+        run_directory=run.path,
+        step=loop.counters.step,
+        steps=loop.config.steps,
+        parameters=events["start"]["parameters"],
+        loss=events.get("step", {}).get("loss"),
+        validation_loss=validation.get("loss"),
+        bits_per_byte=validation.get("bits_per_byte"),
+        tokens=loop.counters.tokens,
+        skipped_steps=loop.counters.skipped_steps,
+        seconds=loop.counters.seconds,
+        stopped_by=signals.received.name if signals.received else None,
+    )

@@ -1,0 +1,32 @@
+"""Stopping in order: a first SIGINT or SIGTERM asks, a second one insists."""
+
+import signal
+import threading
+from types import FrameType
+from typing import Any, Self
+
+
+class StopSignals:
+    """While open, notes the first SIGINT or SIGTERM instead of dying of it.
+
+    After the first one the handlers of before are back, so a second one acts at once. Outside the
+    main thread, where Python delivers no signals, nothing is noted.
+    """
+
+    def __init__(self) -> None:
+        self.received: signal.Signals | None = None
+        self._before: dict[signal.Signals, Any] = {}
+
+    def __enter__(self) -> Self:
+        if threading.current_thread() is threading.main_thread():
+            for number in (signal.SIGINT, signal.SIGTERM):
+                self._before[number] = signal.signal(number, self._note)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+
+    def _note(self, number: int, _frame: FrameType | None) -> None:
+        self.received = signal.Signals(number)
+        self.__exit__()

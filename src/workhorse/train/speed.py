@@ -1,0 +1,69 @@
+"""What a step costs in arithmetic, and what the machine can do."""
+
+import time
+
+import torch
+from torch import nn
+
+from workhorse.errors import WorkhorseError
+from workhorse.nn import Decoder
+
+PROBE_SECONDS = 0.05
+"""How long the probe multiplies, after a warm-up of one product."""
+
+
+def flops_per_token(decoder: Decoder, seq_len: int) -> int:
+    """Floating-point operations to train on one token: forward and backward.
+
+    Six for each weight that multiplies, and `12 · heads · head_dim · seq_len` a layer for the
+    attention (2204.02311 appendix B): what a causal kernel leaves out counts, what is computed
+    again does not.
+    """
+    products = {
+        id(module.weight): module.weight.numel()
+        for module in decoder.modules()
+        if isinstance(module, nn.Linear)
+    }
+    widths = sum(
+        module.out_features
+        for name, module in decoder.named_modules()
+        if name.endswith(".q_proj") and isinstance(module, nn.Linear)
+    )
+    return 6 * sum(products.values()) + 12 * widths * seq_len
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Floating-point operations a second of a large matrix product here and now."""
+    size = 8192 if device.type == "cuda" else 1024
+    left = torch.ones(size, size, device=device, dtype=dtype)
+    right = torch.ones(size, size, device=device, dtype=dtype)
+    float((left @ right)[0, 0])  # reading a number waits for the device
+    products, start = 0, time.perf_counter()
+    while (seconds := time.perf_counter() - start) < PROBE_SECONDS or not products:
+        float((left @ right)[0, 0])
+        products += 1
+    return 2 * size**3 * products / seconds
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of that name; `auto` is CUDA where there is one and else the CPU.
+
+    Raises:
+        WorkhorseError: there is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise WorkhorseError(
+            f"device={name} is not a device; choose cpu, cuda, cuda:N or mps"
+        ) from None
+    there = {
+        "cpu": device.index in (None, 0),
+        "cuda": (device.index or 0) < torch.cuda.device_count(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if not there.get(device.type, False):
+        raise WorkhorseError(f"device={name} is not there; choose cpu, or auto")
+    return device

@@ -1,0 +1,187 @@
+"""One training step: loss and gradient of a batch, then the update, unless it is not finite."""
+
+import contextlib
+import functools
+import math
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from workhorse.data import Batch
+from workhorse.nn import IGNORE, Decoder, chunked_next_token_loss
+from workhorse.train.optimizers import Optimizer
+
+GROWTH_STEPS = 2000
+"""Finite steps after which the float16 loss scale doubles, as in `torch.amp.GradScaler`."""
+FIRST_SCALE = 2.0**16
+
+
+class LossOfBatch(nn.Module):
+    """Decoder and loss as one module, whose forward is what gets compiled and sharded."""
+
+    def __init__(self, decoder: Decoder, z_loss: float = 0.0) -> None:
+        super().__init__()
+        self.decoder = decoder
+        self.z_loss = z_loss
+        self.vocab = decoder.config.vocab_size
+
+    def forward(
+        self, tokens: Tensor, targets: Tensor, documents: Tensor | None
+    ) -> tuple[Tensor, Tensor]:
+        """The summed loss in nats and how many targets count.
+
+        Args:
+            tokens: (batch, seq).
+            targets: (batch, seq), `IGNORE` where none counts.
+            documents: (batch, seq) or None; see `Decoder.forward`.
+        """
+        x = self.decoder.hidden(tokens, documents=documents)
+        z_loss = self.z_loss if self.training else 0.0
+        return chunked_next_token_loss(
+            x, targets, self.decoder.unembed, vocab=self.vocab, z_loss=z_loss
+        )
+
+
+class LossScale:
+    """Multiplies the loss so that float16 gradients do not vanish (1710.03740 §3.2)."""
+
+    def __init__(self, enabled: bool) -> None:
+        self.enabled = enabled
+        self.value = FIRST_SCALE if enabled else 1.0
+        self.good_steps = 0
+
+    def update(self, finite: bool) -> None:
+        """Halve after an overflow, double after many steps without one."""
+        if not self.enabled:
+            return
+        self.good_steps = self.good_steps + 1 if finite else 0
+        if not finite:
+            self.value = max(self.value / 2, 1.0)
+        elif self.good_steps == GROWTH_STEPS:
+            self.value, self.good_steps = self.value * 2, 0
+
+    def state(self) -> dict[str, Any]:
+        return {"value": self.value, "good_steps": self.good_steps}
+
+    def load(self, state: dict[str, Any]) -> None:
+        self.value, self.good_steps = state["value"], state["good_steps"]
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step found."""
+
+    loss: float
+    """Mean over the batch's predictions, nats."""
+    grad_norm: float
+    """Of the whole gradient, before it is shortened."""
+    tokens: int
+    """Predictions that counted."""
+
+    @property
+    def finite(self) -> bool:
+        """Whether the weights were updated."""
+        return math.isfinite(self.loss) and math.isfinite(self.grad_norm)
+
+
+class TrainingStep:
+    """Does steps, in two halves so that the next batch can be read while a device works.
+
+    Args:
+        module: gives the summed loss of some rows and how many targets count.
+        optimizer: of its parameters.
+        device: where the rows go.
+        precision: makes the context that the forward pass runs in.
+        scale: of the loss.
+        micro_batch_size: rows that pass through at once.
+        grad_clip: longest gradient; None for any.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        optimizer: Optimizer,
+        device: torch.device,
+        *,
+        precision: "Precision",
+        scale: LossScale,
+        micro_batch_size: int,
+        grad_clip: float | None,
+    ) -> None:
+        self.module = module
+        self.optimizer = optimizer
+        self.device = device
+        self.precision = precision
+        self.scale = scale
+        self.micro_batch_size = micro_batch_size
+        self.grad_clip = grad_clip
+
+    def backward(self, batch: Batch) -> tuple[Tensor, int]:
+        """Leave the gradient of the batch's mean loss on the parameters.
+
+        The sum over micro-batches is divided by the predictions of the whole batch, so that the
+        gradient does not depend on how they are spread.
+
+        Returns:
+            The mean loss, still on the device, and how many predictions counted.
+        """
+        counted = int((batch.targets != IGNORE).sum())
+        total = torch.zeros((), device=self.device)
+        for start in range(0, len(batch.tokens), self.micro_batch_size):
+            rows = batch.rows(start, start + self.micro_batch_size)
+            rows = rows.to(self.device, non_blocking=True)
+            with self.precision():
+                loss, _ = self.module(rows.tokens, rows.targets, rows.documents)
+            (loss * (self.scale.value / max(counted, 1))).backward()
+            total += loss.detach()
+        return total / max(counted, 1), counted
+
+    def update(self, loss: Tensor, counted: int, schedule: float) -> StepResult:
+        """Update the weights with the gradient that `backward` left, if all of it is finite.
+
+        Args:
+            loss: what `backward` returned.
+            counted: likewise.
+            schedule: multiplies the learning rates.
+        """
+        gradients = [p.grad for p in self.optimizer.parameters if p.grad is not None]
+        norm = nn.utils.get_total_norm(gradients)
+        # The step's only wait for the device.
+        loss_value, norm_value = torch.stack([loss, norm.to(loss.dtype)]).tolist()
+        norm_value /= self.scale.value
+        result = StepResult(loss_value, norm_value, counted)
+        if result.finite:
+            shrink = 1 / self.scale.value
+            if self.grad_clip is not None and norm_value > self.grad_clip:
+                shrink *= self.grad_clip / norm_value
+            if shrink != 1:
+                torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
+                    gradients, shrink
+                )
+            self.optimizer.step(schedule)
+        self.scale.update(result.finite)
+        self.optimizer.zero_grad()
+        return result
+
+
+class Precision:
+    """Makes the context of a forward pass: autocast to a lower precision, or nothing."""
+
+    def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
+        self.device = device
+        self.dtype = dtype
+
+    def __call__(self) -> AbstractContextManager[Any]:
+        if self.dtype == torch.float32:
+            return contextlib.nullcontext()
+        return torch.autocast(self.device.type, self.dtype)
+
+
+def checkpoint_activations(decoder: Decoder) -> None:
+    """Let every layer compute its activations again in the backward pass, from outside."""
+    for layer in decoder.layers:
+        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)

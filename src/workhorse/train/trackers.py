@@ -1,0 +1,76 @@
+"""Metrics to the services people watch runs in: each optional, imported when asked for."""
+
+import importlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Literal
+
+from workhorse.errors import WorkhorseError
+from workhorse.train.metrics import Event
+
+TrackerName = Literal["tensorboard", "wandb", "trackio"]
+Tracker = Callable[[Event], None]
+
+
+def open_tracker(name: TrackerName, run: str, config: dict[str, Any], folder: Path) -> Tracker:
+    """A function that takes events.
+
+    Args:
+        name: of the service.
+        run: name of the run.
+        config: the recipe.
+        folder: the run directory; TensorBoard's files go to `tensorboard/` in it.
+
+    Raises:
+        WorkhorseError: its package is not installed.
+    """
+    if name == "tensorboard":
+        return _tensorboard(folder)
+    module = _module(name, name)
+    # Both take these calls; trackio's are modelled on wandb's.
+    place = {"dir": str(folder)} if name == "wandb" else {}
+    module.init(project="workhorse", name=run, config=config, **place)
+
+    def track(event: Event) -> None:
+        values = scalars(event)
+        if values:
+            module.log(values, step=event["step"])
+        if event["kind"] == "end":
+            module.finish()
+
+    return track
+
+
+def scalars(event: Event) -> dict[str, float]:
+    """The numbers of an event, named `KIND/NAME`."""
+    if event["kind"] not in ("step", "validation"):
+        return {}
+    return {
+        f"{'train' if event['kind'] == 'step' else 'validation'}/{key}": value
+        for key, value in event.items()
+        if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
+    }
+
+
+def _tensorboard(folder: Path) -> Tracker:
+    writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(folder / "tensorboard")
+
+    def track(event: Event) -> None:
+        for tag, value in scalars(event).items():
+            writer.add_scalar(tag, value, event["step"])
+        for index, sample in enumerate(event.get("samples", ())):
+            writer.add_text(f"sample/{index}", sample["prompt"] + sample["text"], event["step"])
+        if event["kind"] == "end":
+            writer.close()
+
+    return track
+
+
+def _module(module: str, package: str) -> Any:
+    try:
+        return importlib.import_module(module)
+    except ImportError:
+        raise WorkhorseError(
+            f"the tracker {package} is not installed; pip install {package}, "
+            "or take it out of train.trackers"
+        ) from None

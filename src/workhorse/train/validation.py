@@ -1,0 +1,83 @@
+"""The loss on held-out text."""
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from workhorse.data import Split, ValidationBatches
+from workhorse.data.config import Packing
+from workhorse.train.step import Precision
+
+
+@dataclass(frozen=True)
+class Validation:
+    """What held-out text says."""
+
+    loss: float
+    """Mean over predictions, nats."""
+    bits_per_byte: float | None
+    """Bits the model takes per byte of the text; None where the bytes are not known."""
+    tokens: int
+    """Predictions."""
+
+
+class Validator:
+    """Measures the loss on a split, always on the same rows.
+
+    Args:
+        module: gives the summed loss of some rows and how many targets count.
+        split: held out.
+        device: where the rows go.
+        precision: makes the context that the forward pass runs in.
+        seq_len: predictions in a row.
+        batch_size: rows that pass through at once.
+        packing: as in training.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        split: Split,
+        device: torch.device,
+        *,
+        precision: Precision,
+        seq_len: int,
+        batch_size: int,
+        packing: Packing,
+    ) -> None:
+        self.module = module
+        self.split = split
+        self.device = device
+        self.precision = precision
+        self._sizes: dict[str, Any] = {
+            "seq_len": seq_len,
+            "batch_size": batch_size,
+            "packing": packing,
+        }
+
+    @torch.no_grad()
+    def __call__(self, max_rows: int | None = None) -> Validation:
+        """The loss, dropout off, over the whole split or over rows spread evenly over it."""
+        losses, counts = [], []
+        self.module.eval()
+        try:
+            for batch in ValidationBatches(self.split, **self._sizes, max_rows=max_rows):
+                rows = batch.to(self.device, non_blocking=True)
+                with self.precision():
+                    loss, count = self.module(rows.tokens, rows.targets, rows.documents)
+                losses.append(loss)
+                counts.append(count)
+        finally:
+            self.module.train()
+        tokens = int(torch.stack(counts).sum())
+        mean = float(torch.stack(losses).cpu().double().sum()) / tokens
+        return Validation(mean, self._bits_per_byte(mean), tokens)
+
+    def _bits_per_byte(self, loss: float) -> float | None:
+        """The split's tokens at this mean loss, over its bytes."""
+        if not self.split.n_bytes:
+            return None
+        return loss / math.log(2) * self.split.n_tokens / self.split.n_bytes

@@ -1,0 +1,108 @@
+"""Train a recipe in a process of its own, to be killed: from outside, or at a point inside a save.
+
+    python fault_driver.py RECIPE.yaml RUN_DIRECTORY [POINT SAVE]
+
+Goes on with the run where there is one. Prints `training` when the loop begins. With a point of
+`POINTS` and the number of a save (from 1), the process kills itself there.
+"""
+
+import os
+import signal
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+from torch import Tensor
+
+from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
+from workhorse.config import read_yaml
+from workhorse.train import Recipe, train
+
+POINTS = (
+    "before the folder is made",
+    "in model.safetensors",
+    "after model.safetensors",
+    "in optimizer.safetensors",
+    "in state.json",
+    "before the files are synced",
+    "in manifest.json",
+    "after manifest.json",
+    "before the folder is synced",
+    "before the rename",
+    "after the rename",
+    "before the oldest is renamed",
+    "after the oldest is renamed",
+    "in the removal of the oldest",
+    "after the removal of the oldest",
+)
+
+
+class KillingDisk(Disk):
+    """A disk on which the process dies at one point of one save."""
+
+    def __init__(self, point: str, save: int) -> None:
+        self.point = point
+        self.save = save
+        self.saves = 0
+
+    def reach(self, point: str) -> None:
+        if self.saves == self.save and point == self.point:
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    def make_folder(self, path: Path) -> None:
+        self.saves += 1
+        self.reach("before the folder is made")
+        super().make_folder(path)
+
+    def write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
+        super().write_tensors(path, tensors)
+        self.reach_inside(path)
+        self.reach(f"after {path.name}")
+
+    def write_text(self, path: Path, text: str) -> None:
+        super().write_text(path, text)
+        self.reach_inside(path)
+        self.reach(f"after {path.name}")
+
+    def reach_inside(self, path: Path) -> None:
+        """Die with half of the file written."""
+        if self.saves == self.save and self.point == f"in {path.name}":
+            os.truncate(path, path.stat().st_size // 2)
+        self.reach(f"in {path.name}")
+
+    def sync(self, path: Path) -> None:
+        if path.name == "model.safetensors":
+            self.reach("before the files are synced")
+        if path.name.startswith(".tmp-step"):
+            self.reach("before the folder is synced")
+        super().sync(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        final = target.name.startswith("step-")
+        self.reach("before the rename" if final else "before the oldest is renamed")
+        super().rename(source, target)
+        self.reach("after the rename" if final else "after the oldest is renamed")
+
+    def remove(self, folder: Path) -> None:
+        if self.saves == self.save and self.point == "in the removal of the oldest":
+            (folder / "model.safetensors").unlink()
+        self.reach("in the removal of the oldest")
+        super().remove(folder)
+        self.reach("after the removal of the oldest")
+
+
+def main(recipe_file: str, out: str, point: str = "", save: str = "0") -> None:
+    recipe = Recipe.from_dict(read_yaml(recipe_file))
+    run = RunDirectory(out)
+    disk: Disk = KillingDisk(point, int(save)) if point else Disk()
+    train(
+        recipe,
+        out,
+        resume=run.exists,
+        on_event=lambda event: event["kind"] == "start" and print("training", flush=True),
+        store=CheckpointStore(run.checkpoints_folder, recipe.train.keep, disk),
+    )
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,180 @@
+"""Campaign: kills and damage never change a run, they cost the time since the last checkpoint.
+
+`make campaign-faults` runs it and prints its figures. A killed process leaves what it wrote to the
+system, so power failures, which the syncs are for, are not shown here.
+"""
+
+import os
+import random
+import runpy
+import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from safetensors.torch import load_file
+
+from workhorse.checkpoints import CheckpointStore
+from workhorse.config import read_yaml
+from workhorse.train import read_metrics
+
+pytestmark = pytest.mark.campaign
+
+DRIVER = Path(__file__).with_name("fault_driver.py")
+POINTS = runpy.run_path(str(DRIVER))["POINTS"]
+RECIPE = Path(__file__).with_name("faults.yaml")
+RANDOM_KILLS = 35
+DAMAGED = 200
+RESUMED_AFTER_DAMAGE = 5
+
+Losses = list[tuple[int, float]]
+
+
+class Runs:
+    """Runs of one recipe over one corpus, as processes."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        words = random.Random(0).choices(["one ", "two ", "three ", "four\n", "five, "], k=20_000)
+        (folder / "corpus.txt").write_text("".join(words))
+        self.recipe = folder / "recipe.yaml"
+        self.recipe.write_text(RECIPE.read_text().replace("CORPUS", str(folder / "corpus.txt")))
+        self.steps = read_yaml(self.recipe)["train"]["steps"]
+
+    def start(self, out: Path, *point: str) -> subprocess.Popen[str]:
+        """A process that trains in `out`, once its loop has begun or it is dead."""
+        process = subprocess.Popen(
+            [sys.executable, DRIVER, self.recipe, out, *point],
+            stdout=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        assert process.stdout is not None
+        with process.stdout as said:
+            said.readline()
+        return process
+
+    def finish(self, out: Path) -> None:
+        process = self.start(out)
+        assert process.wait() == 0
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("faults"))
+
+
+@pytest.fixture(scope="module")
+def whole(runs: Runs) -> Path:
+    """The run that nothing happens to."""
+    out = runs.folder / "whole"
+    runs.finish(out)
+    return out
+
+
+def losses(out: Path) -> Losses:
+    events = read_metrics(out / "metrics.jsonl")
+    return [(event["step"], event["loss"]) for event in events if event["kind"] == "step"]
+
+
+def seconds_of(out: Path) -> float:
+    events = read_metrics(out / "metrics.jsonl")
+    return [event["seconds"] for event in events if event["kind"] == "step"][-1]
+
+
+def final_files(out: Path, step: int) -> list[bytes]:
+    folder = CheckpointStore(out / "checkpoints").path(step)
+    return [(folder / f"{part}.safetensors").read_bytes() for part in ("model", "optimizer")]
+
+
+def assert_same(runs: Runs, out: Path, whole: Path) -> None:
+    assert losses(out) == losses(whole)
+    assert final_files(out, runs.steps) == final_files(whole, runs.steps)
+
+
+def test_kills_at_random_moments(runs: Runs, whole: Path) -> None:
+    chance = random.Random(1)
+    seconds = seconds_of(whole)
+    kills = finished = done_again = 0
+    began = time.perf_counter()
+    while kills < RANDOM_KILLS:
+        out = runs.folder / f"random-{finished}"
+        while True:  # one run, killed until it comes through
+            process = runs.start(out)
+            try:
+                # Up to half of a run at a time, so that one run dies several times.
+                left = chance.uniform(0, seconds / 2) if kills < RANDOM_KILLS else None
+                process.wait(left)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+                kills += 1
+                so_far = losses(out)
+                assert so_far == losses(whole)[: len(so_far)]
+                newest = max(CheckpointStore(out / "checkpoints").steps(), default=0)
+                done_again += len(so_far) - newest
+            else:
+                assert process.returncode == 0
+                break
+        assert_same(runs, out, whole)
+        finished += 1
+    print(
+        f"\n{kills} kills at random moments in {finished} runs: every loss and the final weights "
+        f"and optimizer bit-identical; {done_again / kills:.1f} of {runs.steps} steps done again "
+        f"after a kill on average; {time.perf_counter() - began:.0f} s"
+    )
+
+
+@pytest.mark.parametrize("point", POINTS)
+def test_kill_inside_a_save(runs: Runs, whole: Path, point: str) -> None:
+    out = runs.folder / f"save-{POINTS.index(point)}"
+    process = runs.start(out, point, "4")  # keep is 3: the first save that removes one
+    assert process.wait() == -9, "the point was not reached"
+    so_far = losses(out)
+    runs.finish(out)
+    assert so_far == losses(whole)[: len(so_far)]
+    assert_same(runs, out, whole)
+    leftovers = [path.name for path in (out / "checkpoints").iterdir() if path.name[0] == "."]
+    assert not leftovers
+
+
+def test_damaged_checkpoints(runs: Runs, whole: Path, tmp_path: Path) -> None:
+    chance = random.Random(2)
+    store = CheckpointStore(whole / "checkpoints")
+    newest, older, *_ = store.steps()
+    expected = load_file(store.path(older) / "model.safetensors")
+    counts: dict[str, int] = {}
+    for number in range(DAMAGED):
+        out = tmp_path / f"damaged-{number}"
+        shutil.copytree(whole, out)
+        damaged = CheckpointStore(out / "checkpoints")
+        kind = damage(damaged.path(newest), chance)
+        counts[kind] = counts.get(kind, 0) + 1
+        skipped: list[str] = []
+        found = damaged.newest(skipped.append)
+        assert found is not None, kind
+        assert found.step == older, kind
+        assert len(skipped) == 1, kind
+        assert all((found.model[name] == expected[name]).all() for name in expected)
+        if number < RESUMED_AFTER_DAMAGE:
+            runs.finish(out)
+            assert_same(runs, out, whole)
+        shutil.rmtree(out)
+    print(f"\n{DAMAGED} damaged checkpoints, all detected, the older one used: {counts}")
+
+
+def damage(checkpoint: Path, chance: random.Random) -> str:
+    """Do one of the things that happen to files; the kind and the file."""
+    file = chance.choice(sorted(checkpoint.iterdir()))
+    kind = chance.choice(["flipped bit", "truncation", "missing file"])
+    content = bytearray(file.read_bytes())
+    if kind == "flipped bit":
+        content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+        file.write_bytes(content)
+    elif kind == "truncation":
+        file.write_bytes(content[: chance.randrange(len(content))])
+    else:
+        file.unlink()
+    return f"{kind} ({file.name})"

@@ -1,0 +1,89 @@
+"""Compiled FlexAttention gives the eager numbers, for what only it can do without a full mask.
+
+    make campaigns    or    python -m pytest -m campaign tests/campaigns/test_flex.py
+
+Each case compiles a kernel of its own, which takes seconds to a minute on a CPU. The same functions
+run uncompiled over the whole grid in `tests/nn/test_kernels.py`.
+"""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tests.nn.grid import error, make, random_tokens
+from workhorse.nn import DecoderConfig
+
+pytestmark = [
+    pytest.mark.campaign,
+    pytest.mark.filterwarnings("ignore"),  # the compiler's own
+]
+SEQ = 40
+Inputs = dict[str, torch.Tensor]
+
+CASES: dict[str, dict] = {
+    "grouped": {"n_heads": 4, "n_kv_heads": 2, "position": {"kind": "rope"}},
+    "window": {"n_heads": 4, "window": 7, "position": {"kind": "rope"}},
+    "chunk-sinks": {"n_heads": 4, "chunk": 16, "sinks": True},
+    "alibi": {"n_heads": 6, "head_dim": 16, "position": {"kind": "alibi"}},
+    "falcon-alibi": {
+        "n_heads": 4,
+        "n_kv_heads": 1,
+        "position": {"kind": "alibi", "scaled": True, "bfloat16": True},
+    },
+    "softcap-alibi": {"n_heads": 4, "softcap": 2.0, "position": {"kind": "alibi"}},
+    "bidirectional": {"n_heads": 4, "causal": False},
+    "wide-values": {"n_heads": 4, "value_dim": 32},
+}
+
+
+def packed() -> Inputs:
+    return {"documents": torch.tensor([[0] * 15 + [1] * 25, [0] * SEQ])}
+
+
+def padded() -> Inputs:
+    lengths = torch.tensor([[SEQ], [SEQ - 13]])
+    return {"positions": (torch.arange(SEQ) - SEQ + lengths).clamp(min=-1)}
+
+
+def config(attention: dict) -> DecoderConfig:
+    return DecoderConfig.from_dict(
+        {
+            "vocab_size": 29,
+            "d_model": 64,
+            "n_layers": 1,
+            "max_seq_len": 64,
+            "blocks": {
+                "main": {
+                    "kind": "pre_norm",
+                    "norm": {"kind": "rms_norm"},
+                    "attention": attention,
+                    "feed_forward": {"kind": "mlp", "d_ff": 32},
+                }
+            },
+        }
+    )
+
+
+@pytest.mark.parametrize("given_by", [dict, packed, padded])
+@pytest.mark.parametrize("case", CASES)
+@torch.no_grad()
+def test_compiled_flex_gives_the_eager_numbers(case: str, given_by: Callable[[], Inputs]) -> None:
+    decoder_config = config(CASES[case])
+    tokens = random_tokens(decoder_config, 2, SEQ)
+    expected = make(decoder_config, "eager")(tokens, **given_by())
+    torch.compiler.reset()
+    logits = make(decoder_config, "flex")(tokens, **given_by())
+    assert error(logits, expected) <= 1e-5
+
+
+@torch.no_grad()
+def test_compiled_flex_decodes_with_a_cache() -> None:
+    decoder_config = config(CASES["grouped"])
+    tokens = random_tokens(decoder_config, 2, 16)
+    expected = make(decoder_config, "eager")(tokens)
+    torch.compiler.reset()
+    decoder = make(decoder_config, "flex")
+    cache = decoder.new_cache(2, 16)
+    pieces = [decoder(tokens[:, a:b], cache=cache) for a, b in ((0, 12), (12, 13), (13, 16))]
+    assert error(torch.cat(pieces, dim=1), expected) <= 1e-5

@@ -1,0 +1,153 @@
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from workhorse.checkpoints import FolderLock, RunDirectory, load_weights, weights_of
+from workhorse.errors import WorkhorseError
+from workhorse.nn import Decoder, DecoderConfig
+
+CONFIG = DecoderConfig.from_dict(
+    {
+        "vocab_size": 11,
+        "d_model": 16,
+        "n_layers": 1,
+        "max_seq_len": 8,
+        "blocks": {
+            "main": {
+                "kind": "pre_norm",
+                "norm": {"kind": "rms_norm"},
+                "attention": {"kind": "attention", "n_heads": 2, "position": {"kind": "rope"}},
+                "feed_forward": {"kind": "mlp", "d_ff": 32, "activation": "gelu"},
+            }
+        },
+        "head": {"tied": True},
+    }
+)
+TOKENS = torch.arange(8)[None]
+
+
+@pytest.fixture
+def decoder() -> Decoder:
+    return CONFIG.build()
+
+
+@pytest.fixture
+def run(tmp_path: Path, decoder: Decoder) -> RunDirectory:
+    """A run with two checkpoints, of which the newer one is the decoder."""
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    run.begin("name: run\n")
+    run.save_config(CONFIG)
+    state = {"config": CONFIG.to_dict()}
+    run.store().save(1, weights_of(CONFIG.build()), {}, state)
+    run.store().save(2, weights_of(decoder), {}, state)
+    return run
+
+
+def test_the_decoder_comes_back(run: RunDirectory, decoder: Decoder) -> None:
+    loaded = run.load_decoder()
+    assert torch.equal(loaded(TOKENS), decoder.eval()(TOKENS))
+    assert loaded.head.proj.weight is loaded.embedding.tokens.weight
+    assert not torch.equal(run.load_decoder(step=1)(TOKENS), loaded(TOKENS))
+
+
+def test_weights_come_in_the_type_asked_for(run: RunDirectory) -> None:
+    loaded = run.load_decoder(dtype=torch.bfloat16)
+    assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_a_warning(run: RunDirectory) -> None:
+    os.truncate(run.store().path(2) / "model.safetensors", 100)
+    with pytest.warns(UserWarning, match="skipping .*step-00000002: model.safetensors has 100 byt"):
+        loaded = run.load_decoder()
+    assert torch.equal(loaded(TOKENS), run.load_decoder(step=1)(TOKENS))
+    with pytest.raises(WorkhorseError, match="is damaged"):
+        run.load_decoder(step=2)
+
+
+def test_a_config_of_another_model_is_refused(run: RunDirectory) -> None:
+    run.save_config(CONFIG.replace(max_seq_len=16))
+    with pytest.raises(WorkhorseError, match=r"are of another config than its config.json"):
+        run.load_decoder()
+
+
+def test_a_folder_that_is_no_run(tmp_path: Path) -> None:
+    for path in (tmp_path, tmp_path / "nowhere"):
+        with pytest.raises(WorkhorseError, match=r"is not a run directory: it has no recipe.yaml"):
+            RunDirectory(path).load_decoder()
+
+
+def test_a_run_that_saved_nothing_yet(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path)
+    run.begin("name: run\n")
+    with pytest.raises(WorkhorseError, match="stopped before its model was built"):
+        run.load_decoder()
+    run.save_config(CONFIG)
+    with pytest.raises(WorkhorseError, match="has no whole checkpoint"):
+        run.load_decoder()
+
+
+def test_a_missing_step_names_those_that_are_there(run: RunDirectory) -> None:
+    with pytest.raises(WorkhorseError, match=r"no checkpoint of step 7; there are \[2, 1\]"):
+        run.load_decoder(step=7)
+
+
+def test_a_damaged_config_is_named(run: RunDirectory) -> None:
+    run.config_file.write_text("{")
+    with pytest.raises(WorkhorseError, match=r"config.json is damaged"):
+        run.config()
+
+
+def test_weights_must_fit(decoder: Decoder) -> None:
+    weights = {name: weight.clone() for name, weight in weights_of(decoder).items()}
+    name = "embedding.tokens.weight"
+    with pytest.raises(WorkhorseError, match=rf"only the run's config has '{name}'"):
+        load_weights(decoder, {key: value for key, value in weights.items() if key != name})
+    with pytest.raises(WorkhorseError, match="only the checkpoint has 'extra'"):
+        load_weights(decoder, {**weights, "extra": torch.ones(1)})
+    with pytest.raises(WorkhorseError, match=r"is \(3,\) in the checkpoint and \(11, 16\)"):
+        load_weights(decoder, {**weights, name: torch.ones(3)})
+
+
+def test_undo_leaves_other_peoples_files(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    (run.path / ".gitignore").write_text("*")
+    with run.lock():
+        run.begin("name: run\n")
+        run.store().save(1, {}, {}, {})
+        run.undo()
+    assert [path.name for path in run.path.iterdir()] == [".gitignore"]
+
+
+HOLD = """
+import fcntl, os, signal, sys
+lock = open(sys.argv[1], "w")
+fcntl.flock(lock, fcntl.LOCK_EX)
+lock.write(str(os.getpid()))
+lock.flush()
+print("held", flush=True)
+signal.pause()
+"""
+
+
+def test_a_killed_process_lets_go_of_its_lock(tmp_path: Path) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD, tmp_path / ".lock"], stdout=subprocess.PIPE
+    ) as process:
+        process.stdout.readline()
+        with pytest.raises(WorkhorseError, match=rf"in use by .* \(pid {process.pid}\)"):
+            FolderLock(tmp_path)
+        process.kill()
+    with FolderLock(tmp_path):
+        assert (tmp_path / ".lock").read_text() == str(os.getpid())
+
+
+def test_an_unwritable_place_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(WorkhorseError, match=r"cannot write in the run directory .*choose another"):
+        RunDirectory(tmp_path / "file" / "run").lock()

@@ -1,0 +1,230 @@
+import errno
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from workhorse.checkpoints import CheckpointStore, DamagedCheckpoint, Disk, write_atomically
+from workhorse.errors import WorkhorseError
+
+FILES = ("manifest.json", "model.safetensors", "optimizer.safetensors", "state.json")
+
+
+def contents(step: int) -> dict[str, Any]:
+    """What to save at a step; different at each."""
+    generator = torch.Generator().manual_seed(step)
+    return {
+        "step": step,
+        "model": {"a": torch.randn(3, 4, generator=generator), "b": torch.tensor(step)},
+        "optimizer": {"a.mean": torch.randn(3, 4, generator=generator)},
+        "state": {"counters": {"step": step}, "third": 1 / 3},
+    }
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CheckpointStore:
+    """A store with checkpoints of the steps 10, 20 and 30."""
+    store = CheckpointStore(tmp_path / "checkpoints", keep=3)
+    for step in (10, 20, 30):
+        store.save(**contents(step))
+    return store
+
+
+@pytest.fixture
+def chance() -> random.Random:
+    return random.Random(0)
+
+
+def flip_a_bit(file: Path, chance: random.Random) -> None:
+    content = bytearray(file.read_bytes())
+    content[chance.randrange(len(content))] ^= 1 << chance.randrange(8)
+    file.write_bytes(content)
+
+
+def cut_short(file: Path, chance: random.Random) -> None:
+    os.truncate(file, chance.randrange(file.stat().st_size))
+
+
+def remove(file: Path, chance: random.Random) -> None:
+    file.unlink()
+
+
+def test_what_was_saved_comes_back(store: CheckpointStore) -> None:
+    checkpoint = store.newest()
+    assert checkpoint is not None
+    expected = contents(30)
+    assert checkpoint.step == 30
+    assert checkpoint.state == expected["state"]
+    for part in ("model", "optimizer"):
+        tensors = getattr(checkpoint, part)
+        assert tensors.keys() == expected[part].keys()
+        assert all(torch.equal(tensors[name], expected[part][name]) for name in tensors)
+
+
+def test_only_the_newest_are_kept(store: CheckpointStore) -> None:
+    store.save(**contents(40))
+    assert store.steps() == [40, 30, 20]
+    assert sorted(path.name for path in store.folder.iterdir()) == [
+        "step-00000020",
+        "step-00000030",
+        "step-00000040",
+    ]
+
+
+def test_no_pickle_and_readable_by_others(store: CheckpointStore) -> None:
+    files = sorted(store.path(30).iterdir())
+    assert tuple(file.name for file in files) == FILES
+    modes = {file.stat().st_mode for file in files}
+    assert len(modes) == 1  # the same as any file that the user makes
+
+
+def test_an_empty_folder_has_no_checkpoint(tmp_path: Path) -> None:
+    assert CheckpointStore(tmp_path / "none").newest() is None
+
+
+@pytest.mark.parametrize("name", FILES)
+@pytest.mark.parametrize("damage", [flip_a_bit, cut_short, remove])
+def test_damage_is_found_and_the_newest_good_one_used(
+    store: CheckpointStore,
+    chance: random.Random,
+    name: str,
+    damage: Callable[[Path, random.Random], None],
+) -> None:
+    damage(store.path(30) / name, chance)
+    skipped: list[str] = []
+    checkpoint = store.newest(skipped.append)
+    assert checkpoint is not None
+    assert checkpoint.step == 20
+    assert len(skipped) == 1
+    assert "step-00000030" in skipped[0]
+    assert name in skipped[0]
+    with pytest.raises(DamagedCheckpoint, match=r"is damaged: .*; use an older one"):
+        store.load(30)
+
+
+def test_every_flipped_bit_of_the_manifest_is_found(store: CheckpointStore) -> None:
+    file = store.path(30) / "manifest.json"
+    whole = file.read_bytes()
+    for place in range(len(whole)):
+        for bit in range(8):
+            file.write_bytes(whole[:place] + bytes([whole[place] ^ 1 << bit]) + whole[place + 1 :])
+            with pytest.raises(DamagedCheckpoint):
+                store.check(30)
+    file.write_bytes(whole)
+    store.check(30)
+
+
+def test_a_renamed_checkpoint_is_not_another_step(store: CheckpointStore) -> None:
+    store.path(30).rename(store.path(50))
+    with pytest.raises(DamagedCheckpoint, match="not as it was written"):
+        store.load(50)
+
+
+def test_a_newer_format_is_named(store: CheckpointStore) -> None:
+    file = store.path(30) / "manifest.json"
+    file.write_text(file.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(DamagedCheckpoint, match="its format 2 is newer than 1"):
+        store.load(30)
+
+
+def test_weights_alone_do_not_need_the_optimizer(store: CheckpointStore) -> None:
+    (store.path(30) / "optimizer.safetensors").unlink()
+    weights, state = store.load_model(30)
+    assert torch.equal(weights["a"], contents(30)["model"]["a"])
+    assert state == contents(30)["state"]
+
+
+def test_leftovers_of_a_killed_save_are_removed(store: CheckpointStore) -> None:
+    leftover = store.folder / ".tmp-step-00000040"
+    leftover.mkdir()
+    (leftover / "model.safetensors").write_bytes(b"half")
+    assert store.steps() == [30, 20, 10]
+    assert store.newest().step == 30
+    assert not leftover.exists()
+
+
+def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(store: CheckpointStore) -> None:
+    remove(store.path(30) / "state.json", random.Random())
+    store.save(**contents(30))
+    assert store.newest().step == 30
+
+
+class RecordingDisk(Disk):
+    """Notes what is done; fails at one operation, if asked."""
+
+    def __init__(self, fail_at: int = -1) -> None:
+        self.done: list[str] = []
+        self.fail_at = fail_at
+
+    def _note(self, operation: str, path: Path) -> None:
+        self.done.append(f"{operation} {path.name}")
+        if len(self.done) - 1 == self.fail_at:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+
+    def make_folder(self, path: Path) -> None:
+        self._note("make", path)
+        super().make_folder(path)
+
+    def write_tensors(self, path, tensors) -> None:
+        self._note("write", path)
+        super().write_tensors(path, tensors)
+
+    def write_text(self, path: Path, text: str) -> None:
+        self._note("write", path)
+        super().write_text(path, text)
+
+    def sync(self, path: Path) -> None:
+        self._note("sync", path)
+        super().sync(path)
+
+    def rename(self, source: Path, target: Path) -> None:
+        self._note("rename", target)
+        super().rename(source, target)
+
+
+def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path) -> None:
+    disk = RecordingDisk()
+    CheckpointStore(tmp_path / "checkpoints", disk=disk).save(**contents(10))
+    order = disk.done
+    rename = order.index("rename step-00000010")
+    for name in FILES:
+        assert order.index(f"write {name}") < order.index(f"sync {name}") < rename
+    assert order.index("write manifest.json") > order.index("sync state.json")
+    assert order[rename - 1] == "sync .tmp-step-00000010"
+    assert order[rename + 1] == "sync checkpoints"
+
+
+@pytest.mark.parametrize("operation", range(11))
+def test_a_full_disk_leaves_the_others_whole(store: CheckpointStore, operation: int) -> None:
+    store.disk = RecordingDisk(fail_at=operation)
+    with pytest.raises(
+        WorkhorseError, match=r"step-00000040: No space left .*step-00000030 is whole; make room"
+    ):
+        store.save(**contents(40))
+    assert store.steps() == [30, 20, 10]
+    assert [store.load(step).step for step in store.steps()] == [30, 20, 10]
+    assert not list(store.folder.glob(".*"))
+    store.disk = Disk()
+    store.save(**contents(40))
+    assert store.newest().step == 40
+
+
+def test_a_text_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    file = tmp_path / "recipe.yaml"
+    write_atomically(file, "old")
+    with pytest.raises(OSError, match="No space left"):
+        write_atomically(file, "new", RecordingDisk(fail_at=1))
+    assert file.read_text() == "old"
+    write_atomically(file, "new")
+    assert file.read_text() == "new"
+    assert [path.name for path in tmp_path.iterdir()] == ["recipe.yaml"]
+
+
+def test_state_is_plain_json(store: CheckpointStore) -> None:
+    state = json.loads((store.path(30) / "state.json").read_text())
+    assert state["third"] == 1 / 3

@@ -1,0 +1,53 @@
+"""A run directory as training leaves it, without the training."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from workhorse.checkpoints import RunDirectory, weights_of
+from workhorse.nn import DecoderConfig
+from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A bytes model of context 32, whose held-out data is the folder `texts` beside it."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in ("a", "b", "c"):
+        (texts / f"{name}.txt").write_text(f"text {name} " * 9)
+    special = SpecialTokensConfig(
+        bos=None, eos="<|eos|>", pad=None, chat=("<|user|>", "<|assistant|>", "<|end|>")
+    )
+    tokenizer = train_tokenizer(BytesConfig(special=special), [])
+    config = DecoderConfig.from_dict(
+        {
+            "vocab_size": tokenizer.vocab_size,
+            "d_model": 16,
+            "n_layers": 1,
+            "max_seq_len": 32,
+            "blocks": {
+                "main": {
+                    "kind": "pre_norm",
+                    "norm": {"kind": "rms_norm"},
+                    "attention": {"kind": "attention", "n_heads": 2, "position": {"kind": "rope"}},
+                    "feed_forward": {"kind": "mlp", "d_ff": 32},
+                }
+            },
+            "init": {"kind": "normal", "std": 0.5},
+        }
+    )
+    torch.manual_seed(0)
+    recipe = {
+        "name": "tiny",
+        "data": {"corpus": {"kind": "folder", "path": str(texts), "validation": str(texts)}},
+    }
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    run.begin(yaml.safe_dump(recipe))
+    run.save_tokenizer(tokenizer)
+    run.save_config(config)
+    run.store().save(1, weights_of(config.build()), {}, {"config": config.to_dict()})
+    return run.path

@@ -1,0 +1,143 @@
+import io
+import json
+import sys
+
+import pytest
+
+from workhorse.cli.main import main
+from workhorse.generate import GenerationConfig
+
+
+def generate(capsys, *arguments: str) -> tuple[str, str]:
+    """What a successful `workhorse generate` prints on stdout and stderr."""
+    assert main(["generate", *arguments]) == 0
+    return capsys.readouterr()
+
+
+def test_json_result(run_folder, capsys):
+    out, _ = generate(
+        capsys, str(run_folder), "--prompt", "ab", "--seed", "3", "--max-new-tokens", "9", "--json"
+    )
+    result = json.loads(out)
+    assert result["tokens"] == len(result["token_ids"]) == 9
+    assert isinstance(result["text"], str)
+    assert result["finish_reason"] == "length"
+    assert result["tokens_per_second"] > 0
+    assert (result["prompt"], result["prompt_tokens"], result["seed"]) == ("ab", 2, 3)
+
+
+def test_text_goes_to_stdout_and_the_rest_to_stderr(run_folder, capsys):
+    arguments = [str(run_folder), "--prompt", "ab", "--seed", "3", "--max-new-tokens", "9"]
+    text = json.loads(generate(capsys, *arguments, "--json")[0])["text"]
+    out, err = generate(capsys, *arguments)
+    assert out == text + "\n"
+    assert err.startswith("9 tokens, ")
+    assert err.endswith(" tokens/s, ended by length\n")
+    assert generate(capsys, *arguments, "--stream")[0] == text + "\n"
+
+
+def test_several_prompts_and_samples(run_folder, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.StringIO("from stdin\n"))
+    arguments = [str(run_folder), "--prompt", "ab", "--prompt", "-", "--samples", "2"]
+    out, _ = generate(capsys, *arguments, "--max-new-tokens", "4", "--seed", "5", "--json")
+    result = json.loads(out)
+    completions = result["completions"]
+    assert [c["prompt"] for c in completions] == ["ab", "ab", "from stdin", "from stdin"]
+    assert [c["seed"] for c in completions] == [5, 6, 5, 6]
+    assert result["tokens"] == sum(c["tokens"] for c in completions)
+    assert "text" not in result
+    out, _ = generate(capsys, str(run_folder), "--prompt", "ab", "--prompt", "c", "--beams", "2")
+    assert out.startswith("--- 1 of 2, after 'ab'\n")
+
+
+def test_logprobs_and_beams_reach_the_result(run_folder, capsys):
+    arguments = [str(run_folder), "--prompt", "ab", "--max-new-tokens", "3", "--json"]
+    entry = json.loads(generate(capsys, *arguments, "--logprobs", "2")[0])["logprobs"][0]
+    assert len(entry["top"]) == 2
+    assert entry["logprob"] <= entry["top"][0][1] < 0
+    assert json.loads(generate(capsys, *arguments, "--beams", "2")[0])["score"] < 0
+
+
+def test_bias_by_token_id(run_folder, capsys):
+    arguments = [str(run_folder), "--prompt", "ab", "--max-new-tokens", "3", "--temperature", "0"]
+    out, _ = generate(capsys, *arguments, "--logit-bias", "120=1e4", "--logit-bias", "97=-5")
+    assert out == "xxx\n"
+
+
+def test_a_full_context_is_explained(run_folder, capsys):
+    arguments = [str(run_folder), "--prompt", "x" * 30, "--ignore-eos"]
+    _, err = generate(capsys, *arguments)
+    assert err.startswith("3 tokens, ")
+    assert "note: the context is full; --truncate left goes past it" in err
+    _, err = generate(capsys, *arguments, "--truncate", "left")
+    assert err.startswith("128 tokens, ")
+
+
+def test_an_empty_prompt_begins_a_text(run_folder, capsys):
+    out, _ = generate(capsys, str(run_folder), "--prompt", "", "--max-new-tokens", "2", "--json")
+    assert json.loads(out)["prompt_tokens"] == 1  # the eos of the text before
+
+
+def test_a_preset_says_that_its_weights_are_random(capsys, monkeypatch):
+    from workhorse import models
+    from workhorse.models import preset
+
+    small = preset("gpt2").replace(n_layers=1, vocab_size=300)
+    monkeypatch.setattr("workhorse.load_model.preset", {"gpt2": small}.get)
+    assert "gpt2" in models.preset_names()
+    out, err = generate(capsys, "gpt2", "--prompt", "ab", "--seed", "1", "--max-new-tokens", "3")
+    assert err.startswith("warning: gpt2 is a preset: its weights are random")
+    again, _ = generate(capsys, "gpt2", "--prompt", "ab", "--seed", "1", "--max-new-tokens", "3")
+    assert out == again
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--prompt", "a", "--top-p", "2"], "top_p=2 is not a probability; choose 0 < top_p <= 1"),
+        (["--prompt", "a", "--temperature", "-1"], "temperature=-1 is negative"),
+        (
+            ["--prompt", "a", "--beams", "2", "--temperature", "0.5"],
+            "temperature=0.5 would have no",
+        ),
+        (["--prompt", "x" * 33], "the prompt has 33 tokens and the context is 32; shorten it"),
+        (["--prompt", "a", "--logit-bias", "x=1"], "'x=1' is no bias; write ID=VALUE"),
+        (["--prompt", "a", "--device", "warp"], "device 'warp' is not available here"),
+        ([], "there is no prompt; give --prompt TEXT"),
+        (["--prompt", "-", "--prompt", "-"], "stdin can be read once only"),
+        (["--prompt", "a", "--logprobs", "2"], "--logprobs are part of the --json result"),
+        (["--prompt", "a", "--stream", "--json"], "--stream shows one text"),
+    ],
+)
+def test_wrong_usage_is_one_line(run_folder, capsys, arguments, message):
+    assert main(["generate", str(run_folder), *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    assert message in err
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ("gpt3", "there is no run directory or preset 'gpt3'; did you mean 'gpt"),
+        (".", "is not a run directory"),
+        ("texts/a.txt", "texts/a.txt is a file; give the run directory"),
+    ],
+)
+def test_a_wrong_model_is_one_line(run_folder, capsys, monkeypatch, model, message):
+    monkeypatch.chdir(run_folder.parent)
+    assert main(["generate", model, "--prompt", "a"]) == 2
+    _, err = capsys.readouterr()
+    assert err.count("\n") == 1
+    assert message in err
+
+
+def test_the_help_tells_the_library_s_defaults(capsys):
+    assert main(["generate", "--help"]) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    config = GenerationConfig()
+    for name in ("max_new_tokens", "temperature", "truncate"):
+        option = "--" + name.replace("_", "-")
+        text = out[out.index(option) :]
+        assert f"[default: {getattr(config, name)}]" in text[: text.index("--", 2) + 200]

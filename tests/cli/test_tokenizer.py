@@ -1,0 +1,117 @@
+"""`workhorse tokenizer`: results, and one line for each mistake."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from workhorse.cli.main import main
+from workhorse.tokenizers import load_tokenizer
+
+TEXT = "The lazy dog jumps over the quick fox.\n" * 50
+
+
+@pytest.fixture
+def corpus(tmp_path: Path) -> Path:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / "a.txt").write_text(TEXT)
+    (tmp_path / "texts" / "b.txt").write_text("naïve 東京\n" * 5)
+    return tmp_path / "texts"
+
+
+def test_train_then_report(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    assert main(["tokenizer", "train", str(corpus), "--vocab-size", "300", "--out", str(out)]) == 0
+    assert "bpe, 300 tokens" in capsys.readouterr().out
+    assert sorted(path.name for path in out.iterdir()) == [
+        "tokenizer.json",
+        "tokenizer_config.json",
+    ]
+    files = [str(corpus / "a.txt"), str(corpus / "b.txt")]
+    assert main(["tokenizer", "report", str(out), *files]) == 0
+    assert "round trip        exact" in capsys.readouterr().out
+    assert main(["tokenizer", "report", str(out), *files, "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert report["bytes"] == len((TEXT + "naïve 東京\n" * 5).encode())
+    assert report["bytes_per_token"] > 1.5
+    assert report["changed_texts"] == 0
+
+
+@pytest.mark.parametrize(
+    "algorithm", ["bpe", "byte_fallback_bpe", "wordpiece", "unigram", "characters", "bytes"]
+)
+def test_every_algorithm_and_its_settings(
+    algorithm: str, corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = ["tokenizer", "train", "--out", str(tmp_path / "out"), "--algorithm", algorithm]
+    if algorithm != "bytes":
+        arguments += [str(corpus), "--vocab-size", "320"]
+    assert main([*arguments, "--set", "special.eos=</end>", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    loaded = load_tokenizer(tmp_path / "out")
+    assert result["fingerprint"] == loaded.fingerprint
+    assert result["vocab_size"] == loaded.vocab_size <= 320
+    assert result["special_tokens"]["</end>"] == loaded.eos_id
+
+
+def test_a_tokenizer_is_replaced_and_nothing_else_is(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    train = ["tokenizer", "train", str(corpus), "--vocab-size"]
+    assert main([*train, "300", "--out", str(out)]) == 0
+    assert main([*train, "290", "--out", str(out)]) == 0
+    assert load_tokenizer(out).vocab_size == 290
+    assert main([*train, "300", "--out", str(corpus)]) == 2
+    assert "holds something else" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "line"),
+    [
+        (["CORPUS"], "bpe needs --vocab-size; 4096 suits a small corpus"),
+        (["--vocab-size", "300"], "no FILES to train bpe on; name some, or - for stdin"),
+        (["CORPUS", "--vocab-size", "200"], "vocab_size: 200 is not allowed"),
+        (["CORPUS", "--vocab-size", "260"], "vocab_size=260 has no room"),
+        (["CORPUS", "--vocab-size", "300", "--set", "digit=1"], "did you mean 'digits'?"),
+        (["CORPUS", "--vocab-size", "300", "--set", "digits"], "'digits' is not a setting"),
+        (["CORPUS", "--vocab-size", "many"], "'many' is not a valid integer"),
+        (["nowhere.txt", "--vocab-size", "300"], "nowhere.txt"),
+        (["CORPUS/empty", "--vocab-size", "300"], "the corpus holds no text"),
+        (["CORPUS/latin", "--vocab-size", "300"], "UTF-8"),
+        (["CORPUS", "--algorithm", "spm"], "'spm' is not one of"),
+        (["--algorithm", "bytes", "--vocab-size", "300"], "does not go with bytes"),
+    ],
+)
+def test_a_mistake_is_one_line_and_leaves_nothing(
+    arguments: list[str],
+    line: str,
+    corpus: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    (corpus / "empty").mkdir()
+    (corpus / "empty" / "e.txt").write_bytes(b"")
+    (corpus / "latin").write_bytes(b"caf\xe9")
+    if arguments[0] == "CORPUS":
+        (corpus / "latin").unlink()
+    arguments = [argument.replace("CORPUS", str(corpus)) for argument in arguments]
+    out = tmp_path / "out"
+    assert main(["tokenizer", "train", *arguments, "--out", str(out)]) == 2
+    printed = capsys.readouterr()
+    assert line in printed.err
+    assert printed.err.count("\n") == 1
+    assert printed.out == ""
+    assert not out.exists()
+
+
+def test_a_report_without_a_tokenizer_or_texts_is_one_line(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tokenizer", "report", str(corpus), str(corpus)]) == 2
+    assert "no tokenizer in" in capsys.readouterr().err
+    main(["tokenizer", "train", "--algorithm", "bytes", "--out", str(tmp_path / "out")])
+    assert main(["tokenizer", "report", str(tmp_path / "out")]) == 2
+    assert "no FILES to measure on" in capsys.readouterr().err

@@ -1,0 +1,182 @@
+"""`workhorse train` as a shell sees it."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from workhorse.cli.main import main
+from workhorse.cli.train_progress import clock, show_training
+from workhorse.train import read_metrics
+
+RECIPE = """
+name: tiny
+model:
+  d_model: 16
+  n_layers: 1
+  blocks:
+    main:
+      kind: pre_norm
+      norm: {kind: rms_norm}
+      attention: {kind: attention, n_heads: 2, position: {kind: rope}}
+      feed_forward: {kind: mlp, d_ff: 32, activation: gelu}
+  head: {tied: true}
+tokenizer: {kind: bytes}
+data:
+  corpus: {kind: text, path: corpus.txt}
+train: {steps: 6, batch_size: 2, seq_len: 16, log_every: 2}
+"""
+
+
+@pytest.fixture(autouse=True)
+def recipe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    monkeypatch.chdir(tmp_path)
+    Path("corpus.txt").write_text("some words to learn " * 100)
+    Path("tiny.yaml").write_text(RECIPE)
+    return "tiny.yaml"
+
+
+def test_trains_and_tells(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", recipe]) == 0
+    said = capsys.readouterr()
+    assert "runs/tiny: step 6 of 6" in said.out
+    assert "bits per byte" in said.out
+    lines = said.err.splitlines()
+    assert any(line.startswith("step 2/6: loss 5.") for line in lines)
+    assert any("left" in line and "of peak" in line for line in lines)
+    assert Path("runs/tiny/report.html").exists()
+
+
+def test_json_is_one_line_on_stdout(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", recipe, "--out", "run", "--json"]) == 0
+    said = capsys.readouterr()
+    result = json.loads(said.out)
+    assert said.out.count("\n") == 1
+    assert result["run_directory"] == "run"
+    assert result["step"] == 6
+    assert result["validation_loss"] > 0
+
+
+def test_settings_and_flags_replace_the_recipes(recipe: str) -> None:
+    arguments = ["train.steps=3", "model.d_model=32", "--dtype", "bfloat16", "--out", "run"]
+    assert main(["train", recipe, *arguments]) == 0
+    assert json.loads(Path("run/config.json").read_text())["d_model"] == 32
+    saved = Path("run/recipe.yaml").read_text()
+    assert "steps: 3" in saved
+    assert "dtype: bfloat16" in saved
+
+
+def test_resume_goes_on(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    constant = "train.schedule={kind: constant}"
+    assert main(["train", recipe, constant]) == 0
+    assert main(["train", recipe, constant, "train.steps=8", "--resume"]) == 0
+    said = capsys.readouterr()
+    assert "train.steps changes from 6 to 8" in said.err
+    assert "resuming after step 6" in said.err
+    events = read_metrics(Path("runs/tiny/metrics.jsonl"))
+    assert [e["step"] for e in events if e["kind"] == "step"] == [2, 4, 6, 8]
+
+
+def test_dry_run_tells_and_writes_nothing(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    before = sorted(Path().iterdir())
+    assert main(["train", recipe, "--dry-run", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert sorted(Path().iterdir()) == before
+    # Attention 4 · 16², feed-forward 2 · 16 · 32, both with one norm of 16, and the embedding.
+    hidden, vectors, embedding = 4 * 16**2 + 2 * 16 * 32, 2 * 16, 257 * 16
+    total = hidden + vectors + embedding
+    assert found["parameters"]["total"] == total
+    assert found["memory"]["weights"] == found["memory"]["gradients"] == 4 * total
+    # Muon keeps one number for a hidden weight, AdamW two for another and a count for each tensor.
+    assert found["memory"]["optimizer"] == 4 * (hidden + 2 * (vectors + embedding) + 3)
+    assert found["tokens"] == 6 * 2 * 16
+    assert found["seconds_from"] == "steps"
+    assert main(["train", recipe, "--dry-run"]) == 0
+    assert f"parameters  {total:,}" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["nowhere.yaml"], "cannot read nowhere.yaml: No such file or directory"),
+        (["corpus.txt"], "corpus.txt: "),
+        (["tiny.yaml", "train.stepps=3"], "train: unknown key 'stepps'; did you mean 'steps'?"),
+        (["tiny.yaml", "train.steps=many"], "train.steps: 'many' is not allowed"),
+        (["tiny.yaml", "steps"], "'steps' is not a setting; write section.key=value"),
+        (["tiny.yaml", "data.corpus.path=gone.txt"], "gone.txt"),
+        (["tiny.yaml", "--out", "corpus.txt"], "it is a file"),
+        (["tiny.yaml", "--resume"], "holds no run to resume"),
+        (["tiny.yaml", "--device", "gpu"], "device=gpu is not a device"),
+        (["tiny.yaml", "train.seq_len=100000"], "seq_len + 1 = 100001"),
+    ],
+)
+def test_mistakes_are_one_line_and_leave_nothing(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = sorted(Path().rglob("*"))
+    assert main(["train", *arguments]) == 2
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert message in said.err.splitlines()[-1]
+    assert said.err.count("workhorse") == 1
+    assert [path for path in sorted(Path().rglob("*")) if path.name != "runs"] == before
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_signals_have_their_exit_codes(recipe: str, number: signal.Signals, code: int) -> None:
+    arguments = ["train", recipe, "train.steps=100000", "train.log_every=1", "--out", "run"]
+    with subprocess.Popen(
+        [sys.executable, "-m", "workhorse", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+    ) as process:
+        for line in process.stderr:
+            if line.startswith("step 3/"):
+                process.send_signal(number)
+                break
+        process.stderr.read()
+        said = process.stdout.read()
+    assert process.returncode == code
+    assert f"stopped by {number.name} and saved; go on with --resume" in said
+    assert list(Path("run/checkpoints").glob("step-*/manifest.json"))
+
+
+def test_a_terminal_gets_a_live_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "120")
+    start = {"kind": "start", "step": 0, "parameters": 9, "train_tokens": 90, "device": "cpu"}
+    with show_training(10) as show:
+        show({"kind": "data", "step": 0, "done": 5, "total": 9})
+        show({**start, "peak_flops": 1e9, "tokens_per_step": 4})
+        show(
+            {
+                "kind": "step",
+                "step": 5,
+                "loss": 1.25,
+                "tokens_per_second": 2.0,
+                "peak_fraction": 0.5,
+                "skipped_steps": 1,
+            }
+        )
+        show({"kind": "samples", "step": 5, "samples": [{"prompt": "[b]", "text": "x"}]})
+    said = capsys.readouterr().err
+    assert "loss 1.2500" in said
+    assert "0:10 left" in said
+    assert "1 skipped" in said
+    assert "[b]|x" in said  # a text is shown as it is, not read as markup
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"), [(5, "0:05"), (65.4, "1:05"), (3725, "1:02:05"), (float("inf"), "?")]
+)
+def test_clock(seconds: float, shown: str) -> None:
+    assert clock(seconds) == shown

@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+from workhorse.nn import Decoder, DecoderConfig
+
+
+@pytest.fixture
+def decoder() -> Decoder:
+    """Reads 8 tokens of a vocabulary of 128."""
+    config = DecoderConfig.from_dict(
+        {
+            "vocab_size": 128,
+            "d_model": 16,
+            "n_layers": 2,
+            "max_seq_len": 8,
+            "blocks": {
+                "main": {
+                    "kind": "pre_norm",
+                    "norm": {"kind": "rms_norm"},
+                    "attention": {
+                        "kind": "attention",
+                        "n_heads": 2,
+                        "position": {"kind": "rope", "theta": 10000.0},
+                    },
+                    "feed_forward": {"kind": "gated_mlp", "d_ff": 32, "activation": "silu"},
+                }
+            },
+            "final_norm": {"kind": "rms_norm"},
+            "init": {"kind": "normal", "std": 0.3},
+        }
+    )
+    torch.manual_seed(0)
+    return config.build().eval()
+
+
+class Ascii:
+    """One character, one token; what is not ASCII is unknown."""
+
+    unk_id = 127
+
+    def encode(self, text: str) -> list[int]:
+        return [min(ord(character), 127) for character in text]
+
+
+@pytest.fixture
+def ascii_tokenizer() -> Ascii:
+    return Ascii()

@@ -1,0 +1,120 @@
+"""The figures against a naive sum, one token and one forward pass at a time."""
+
+import math
+
+import pytest
+import torch
+
+from workhorse.data.documents import Document
+from workhorse.errors import WorkhorseError
+from workhorse.evaluate import evaluate
+from workhorse.nn import DecoderConfig
+
+TEXTS = ["the quick brown fox", "jumps", "x", "over the lazy dog, again and again"]
+DOCUMENTS = [Document(str(number), text) for number, text in enumerate(TEXTS)]
+N_BYTES = sum(len(text) for text in TEXTS)
+START = 0
+
+
+@torch.no_grad()
+def naive(decoder, text: str, start: int | None, stride: int) -> list[float]:
+    """Nats of each predicted token; it may see back to where its window begins."""
+    tokens = ([] if start is None else [start]) + [ord(character) for character in text]
+    context, nats = decoder.max_seq_len, []
+    for target in range(1, len(tokens)):
+        windows_before = max(0, math.ceil((target - context) / stride))
+        seen = tokens[windows_before * stride : target]
+        logits = decoder(torch.tensor([seen]))[0, -1]
+        nats.append(-logits.log_softmax(-1)[tokens[target]].item())
+    return nats
+
+
+@pytest.mark.parametrize("stride", [8, 5, 1])
+@pytest.mark.parametrize("start", [START, None])
+@pytest.mark.parametrize("batch_size", [1, 3, 16])
+def test_loss_and_bits_per_byte(decoder, ascii_tokenizer, stride, start, batch_size):
+    result = evaluate(
+        decoder, ascii_tokenizer, DOCUMENTS, start=start, stride=stride, batch_size=batch_size
+    )
+    nats = [nat for text in TEXTS for nat in naive(decoder, text, start, stride)]
+    assert result.tokens == len(nats) == N_BYTES - (0 if start is not None else len(TEXTS))
+    assert result.loss == pytest.approx(sum(nats) / len(nats), rel=1e-5)
+    assert result.perplexity == pytest.approx(math.exp(result.loss))
+    # A first token that nothing predicts is charged what a uniform guess takes.
+    unpredicted = 0 if start is not None else len(TEXTS)
+    bits = (sum(nats) / math.log(2) + unpredicted * math.log2(128)) / N_BYTES
+    assert result.bits_per_byte == pytest.approx(bits, rel=1e-5)
+    assert (result.bytes, result.documents, result.unpredicted) == (N_BYTES, 4, unpredicted)
+
+
+def test_overlap_lets_tokens_see_more(decoder, ascii_tokenizer):
+    plain = evaluate(decoder, ascii_tokenizer, DOCUMENTS, start=START)
+    assert plain == evaluate(decoder, ascii_tokenizer, DOCUMENTS, start=START, stride=8)
+    overlapping = evaluate(decoder, ascii_tokenizer, DOCUMENTS, start=START, stride=2)
+    assert overlapping.loss != plain.loss
+    assert overlapping.tokens == plain.tokens
+
+
+def test_bytes_are_those_of_utf_8(decoder, ascii_tokenizer):
+    result = evaluate(decoder, ascii_tokenizer, [Document("a", "é€")], start=START)
+    assert (result.tokens, result.bytes) == (2, 5)
+
+
+def test_unknown_characters_are_told(decoder, ascii_tokenizer):
+    assert evaluate(decoder, ascii_tokenizer, [Document("a", "aéb€")], start=START).unknown == 2
+    assert evaluate(decoder, ascii_tokenizer, DOCUMENTS, start=START).unknown == 0
+
+
+def test_the_pieces_of_a_long_document_are_one_text(decoder, ascii_tokenizer):
+    pieces = [
+        Document("a", TEXTS[0][:7], begins=True, ends=False),
+        Document("a", TEXTS[0][7:9], begins=False, ends=False),
+        Document("a", TEXTS[0][9:], begins=False, ends=True),
+        *DOCUMENTS[1:],
+    ]
+    for start in (START, None):
+        whole = evaluate(decoder, ascii_tokenizer, DOCUMENTS, start=start, stride=5)
+        assert evaluate(decoder, ascii_tokenizer, pieces, start=start, stride=5) == whole
+
+
+def test_progress_tells_the_bytes_read(decoder, ascii_tokenizer):
+    seen = []
+    evaluate(decoder, ascii_tokenizer, DOCUMENTS, start=START, progress=seen.append)
+    assert seen == [19, 24, 25, 59]
+
+
+def test_dropout_is_off_and_the_mode_is_restored(decoder, ascii_tokenizer):
+    expected = evaluate(decoder, ascii_tokenizer, DOCUMENTS, start=START)
+    decoder.train()
+    assert evaluate(decoder, ascii_tokenizer, DOCUMENTS, start=START) == expected
+    assert decoder.training
+
+
+@pytest.mark.parametrize(
+    ("documents", "options", "message"),
+    [
+        ([], {"start": START}, "0 bytes of text hold no token to predict"),
+        ([Document("a", "x")], {"start": None}, "1 bytes of text hold no token to predict"),
+        (DOCUMENTS, {"start": 0, "stride": 9}, "stride=9 is not within the context; choose 1 to 8"),
+        (DOCUMENTS, {"start": 0, "stride": 0}, "stride=0 is not within the context"),
+        (DOCUMENTS, {"start": 0, "batch_size": 0}, "batch_size=0 holds nothing"),
+    ],
+)
+def test_what_cannot_be_evaluated(decoder, ascii_tokenizer, documents, options, message):
+    with pytest.raises(WorkhorseError, match=f"^{message}"):
+        evaluate(decoder, ascii_tokenizer, documents, **options)
+
+
+def test_damaged_weights_are_reported(decoder, ascii_tokenizer):
+    with torch.no_grad():
+        decoder.final_norm.weight[0] = torch.nan
+    with pytest.raises(WorkhorseError, match="not a finite number"):
+        evaluate(decoder, ascii_tokenizer, DOCUMENTS, start=START)
+
+
+def test_a_model_that_sees_the_answers_is_refused(decoder, ascii_tokenizer):
+    fields = decoder.config.to_dict()
+    fields["blocks"]["main"]["attention"]["causal"] = False
+    bidirectional = DecoderConfig.from_dict(fields).build()
+    with pytest.raises(WorkhorseError, match="block 'main' sees the tokens it must predict"):
+        evaluate(bidirectional, ascii_tokenizer, DOCUMENTS, start=START)

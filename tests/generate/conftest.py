@@ -1,0 +1,89 @@
+"""A tiny decoder and the smallest tokenizers that generation can be asked to work with."""
+
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from workhorse.nn import Decoder, DecoderConfig
+
+
+@pytest.fixture
+def make_decoder() -> Callable[..., Decoder]:
+    """Builds a two-layer decoder whose weights are large enough for decided, varied texts."""
+
+    def make(vocab_size: int = 17, max_seq_len: int = 24, seed: int = 0, **attention) -> Decoder:
+        config = DecoderConfig.from_dict(
+            {
+                "vocab_size": vocab_size,
+                "d_model": 16,
+                "n_layers": 2,
+                "max_seq_len": max_seq_len,
+                "blocks": {
+                    "main": {
+                        "kind": "pre_norm",
+                        "norm": {"kind": "rms_norm"},
+                        "attention": {
+                            "kind": "attention",
+                            "n_heads": 2,
+                            "position": {"kind": "rope", "theta": 10000.0},
+                            **attention,
+                        },
+                        "feed_forward": {"kind": "gated_mlp", "d_ff": 32, "activation": "silu"},
+                    }
+                },
+                "final_norm": {"kind": "rms_norm"},
+                "head": {"tied": False},
+                "init": {"kind": "normal", "std": 0.5},
+            }
+        )
+        torch.manual_seed(seed)
+        return config.build().eval()
+
+    return make
+
+
+class PieceTokenizer:
+    """Token i is the i-th piece of text, as bytes; the last ids may be special."""
+
+    def __init__(self, pieces: list[bytes], eos_id: int | None = None) -> None:
+        self.pieces = pieces
+        self.vocab_size = len(pieces)
+        self.bos_id = None
+        self.eos_id = eos_id
+
+    def stream(self, *, skip_special: bool = False, after=()):
+        held = b""
+        self.after = tuple(after)
+
+        def push(token: int) -> str:
+            nonlocal held
+            if skip_special and token == self.eos_id:
+                return ""
+            held += self.pieces[token]
+            try:
+                text, held = held.decode(), b""
+            except UnicodeDecodeError:
+                return ""
+            return text
+
+        def finish() -> str:
+            return held.decode(errors="replace")
+
+        return SimpleNamespace(push=push, finish=finish)
+
+
+@pytest.fixture
+def letters() -> Callable[..., PieceTokenizer]:
+    """Builds a tokenizer of one letter a token."""
+
+    def make(vocab_size: int = 17, eos_id: int | None = None) -> PieceTokenizer:
+        return PieceTokenizer([bytes([97 + token]) for token in range(vocab_size)], eos_id)
+
+    return make
+
+
+@pytest.fixture
+def pieces() -> type[PieceTokenizer]:
+    return PieceTokenizer

@@ -1,0 +1,66 @@
+import pytest
+
+from workhorse.config import ConfigError
+from workhorse.generate import GenerationConfig
+
+
+def test_round_trip():
+    config = GenerationConfig(
+        temperature=0.7, top_p=0.9, logit_bias={3: -1.5}, stop=("a", "b"), stop_tokens=(), seed=3
+    )
+    assert GenerationConfig.from_json(config.to_json()) == config
+    assert GenerationConfig.from_yaml(config.to_yaml()) == config
+
+
+@pytest.mark.parametrize(
+    ("option", "value", "message"),
+    [
+        ("top_p", 2, "top_p=2 is not a probability; choose 0 < top_p <= 1"),
+        ("top_p", 0, "top_p=0 is not a probability; choose 0 < top_p <= 1"),
+        ("temperature", -0.5, "temperature=-0.5 is negative; choose 0 (greedy) or more"),
+        ("top_k", 0, "top_k=0 leaves no token; choose 1 or more, or leave it out"),
+        ("min_p", 1.5, "min_p=1.5 is not a fraction; choose 0 <= min_p <= 1"),
+        ("max_new_tokens", 0, "max_new_tokens=0 adds nothing; choose 1 or more"),
+        (
+            "repetition_penalty",
+            0,
+            "repetition_penalty=0 divides nothing; choose more than 0",
+        ),
+        ("seed", -1, "seed=-1 is out of range; choose 0 to 2^63 - 1"),
+        ("n_samples", 0, "n_samples=0 asks for no text; choose 1 or more"),
+        ("beams", 0, "beams=0 searches nothing; choose 1 (no search) or more"),
+        ("stop", ("",), "stop holds an empty text, which ends everything; leave it out"),
+        ("logprobs", -1, "logprobs=-1 is negative; choose 0 or more, or leave it out"),
+        ("top_q", 1, "unknown key 'top_q'; did you mean 'top_p'?"),
+    ],
+)
+def test_bounds(option, value, message):
+    with pytest.raises(ConfigError) as error:
+        GenerationConfig(**{option: value})
+    assert str(error.value) == message
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_temperature_must_be_finite(value):
+    with pytest.raises(ConfigError, match=r"^temperature: "):
+        GenerationConfig(temperature=value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"beams": 2, "temperature": 0.7},
+        {"beams": 2, "top_p": 0.9},
+        {"beams": 2, "stop": ("x",)},
+        {"beams": 2, "repetition_penalty": 1.2},
+        {"beams": 2, "n_samples": 2},
+        {"temperature": 0, "top_k": 5},
+        {"temperature": 0, "n_samples": 2},
+        {"length_penalty": 0.5},
+        {"early_stopping": True},
+    ],
+)
+def test_an_option_that_would_not_be_read_is_refused(options):
+    unread = list(options)[-1]
+    with pytest.raises(ConfigError, match=rf"^{unread}=.* would have no effect: .*; leave one"):
+        GenerationConfig(**options)

@@ -1,0 +1,127 @@
+import pytest
+
+from workhorse.errors import WorkhorseError
+from workhorse.generate import GenerationConfig, generate
+from workhorse.generate.conversation import Conversation, TemplateFormat, TranscriptFormat
+from workhorse.tokenizers import BytesConfig, ChatTemplate, SpecialTokensConfig, train_tokenizer
+
+CONFIG = GenerationConfig(seed=1, max_new_tokens=8)
+IM_TEMPLATE = (
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content + '<|im_end|>\n' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    chat = ("<|system|>", "<|user|>", "<|assistant|>", "<|end|>", "<|im_start|>", "<|im_end|>")
+    special = SpecialTokensConfig(bos=None, eos="<|eos|>", pad=None, chat=chat)
+    return train_tokenizer(BytesConfig(special=special), [])
+
+
+@pytest.fixture
+def decoder(make_decoder, tokenizer):
+    return make_decoder(vocab_size=tokenizer.vocab_size, max_seq_len=128)
+
+
+@pytest.fixture
+def read(decoder, monkeypatch):
+    """The tokens that each forward pass reads."""
+    seen, hidden = [], decoder.hidden
+
+    def spy(tokens, **arguments):
+        seen.append(tokens[0].tolist())
+        return hidden(tokens, **arguments)
+
+    monkeypatch.setattr(decoder, "hidden", spy)
+    return seen
+
+
+def say(conversation, text) -> tuple[str, tuple[int, ...]]:
+    deltas = list(conversation.reply(text))
+    return "".join(delta.text for delta in deltas), tuple(delta.token for delta in deltas)
+
+
+def test_each_template_s_own_token_ends_a_turn(tokenizer):
+    ids = tokenizer.special_tokens
+    default = TemplateFormat(ChatTemplate(), tokenizer)
+    assert default.stop_tokens == (ids["<|end|>"], ids["<|eos|>"])
+    other = TemplateFormat(ChatTemplate(IM_TEMPLATE), tokenizer)
+    assert other.stop_tokens == (ids["<|im_end|>"], ids["<|eos|>"])
+
+
+def test_a_reply_is_what_follows_the_template(decoder, tokenizer):
+    form = TemplateFormat(ChatTemplate(), tokenizer)
+    conversation = Conversation(decoder, tokenizer, form, CONFIG, system="Be brief.")
+    first, _ = say(conversation, "hello")
+    messages = [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "hello"},
+    ]
+    config = CONFIG.replace(stop_tokens=form.stop_tokens)
+    expected = generate(decoder, [form.encode(messages)], config, tokenizer=tokenizer)[0]
+    assert first == expected.text
+    second, _ = say(conversation, "again")
+    messages += [{"role": "assistant", "content": first}, {"role": "user", "content": "again"}]
+    expected = generate(decoder, [form.encode(messages)], config, tokenizer=tokenizer)[0]
+    assert second == expected.text
+    assert conversation.messages == [*messages, {"role": "assistant", "content": second}]
+
+
+def test_a_turn_reads_only_what_is_new(decoder, tokenizer, read):
+    # Printable ASCII encodes to the very tokens that were generated.
+    bias = {token: -100.0 for token in range(tokenizer.vocab_size) if not 32 <= token < 127}
+    config = CONFIG.replace(logit_bias=bias)
+    conversation = Conversation(
+        decoder, tokenizer, TemplateFormat(ChatTemplate(), tokenizer), config
+    )
+    _, tokens = say(conversation, "hello")
+    read.clear()
+    say(conversation, "again")
+    # The last token of the reply, <|end|> <|user|> again <|end|> <|assistant|>.
+    assert len(read[0]) == 1 + 1 + 1 + len("again") + 2
+    assert len(tokens) == 8
+
+
+def test_the_oldest_exchanges_are_forgotten_and_the_system_message_stays(decoder, tokenizer, read):
+    form = TemplateFormat(ChatTemplate(), tokenizer)
+    conversation = Conversation(decoder, tokenizer, form, CONFIG, system="S")
+    for _ in range(6):
+        say(conversation, "x" * 40)
+    assert len(conversation.messages) == 13
+    beginnings = [tokens[:2] for tokens in read if len(tokens) > 40 + 8]
+    assert beginnings[-1] == [tokenizer.special_tokens["<|system|>"], ord("S")]
+    assert max(len(tokens) for tokens in read) <= 128
+    with pytest.raises(WorkhorseError, match=r"the prompt has .* tokens and the context is 128"):
+        say(conversation, "x" * 200)
+    assert len(conversation.messages) == 13
+    assert say(conversation, "shorter")[1]
+
+
+def test_a_model_of_plain_text_continues_a_dialogue(decoder, tokenizer):
+    form = TranscriptFormat(tokenizer)
+    messages = [
+        {"role": "system", "content": "A talk."},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": " hello"},
+        {"role": "user", "content": "bye"},
+    ]
+    text = tokenizer.decode(form.encode(messages))
+    assert text == "A talk.\nUser: hi\nAssistant: hello\nUser: bye\nAssistant:"
+    # Typed control tokens stay text.
+    typed = form.encode([{"role": "user", "content": "<|eos|>"}])
+    assert tokenizer.eos_id not in typed
+    conversation = Conversation(decoder, tokenizer, form, CONFIG)
+    assert say(conversation, "hi")[1]
+
+
+def test_a_dialogue_s_reply_ends_where_the_user_would_speak(decoder, tokenizer):
+    form = TranscriptFormat(tokenizer)
+    assert form.stop == ("\nUser:",)
+    assert form.stop_tokens == (tokenizer.eos_id,)
+    ascii_only = {token: -100.0 for token in range(tokenizer.vocab_size) if not 32 <= token < 127}
+    config = CONFIG.replace(logit_bias=ascii_only)
+    free, _ = say(Conversation(decoder, tokenizer, form, config), "hi")
+    sooner = TranscriptFormat(tokenizer, stop=(free[3:5],))
+    reply, _ = say(Conversation(decoder, tokenizer, sooner, config), "hi")
+    assert reply == free[: free.index(free[3:5])]

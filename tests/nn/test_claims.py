@@ -1,0 +1,174 @@
+"""Claims of the literature that a small experiment decides; the figures are in docs/claims.md.
+
+C1, that no output depends on a later token, is `test_causality.py`.
+"""
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.nn.grid import make, random_tokens
+from workhorse.nn import AttentionConfig, Context, Decoder, DecoderConfig, next_token_loss
+from workhorse.nn.blocks import PreNorm
+
+SEQ = 10
+
+
+def config(
+    n_layers: int = 2, *, wiring: dict | None = None, attention: dict | None = None, d_model: int = 32
+) -> DecoderConfig:
+    return DecoderConfig.from_dict(
+        {
+            "vocab_size": 31,
+            "d_model": d_model,
+            "n_layers": n_layers,
+            "max_seq_len": 16,
+            "blocks": {
+                "main": {
+                    "kind": "pre_norm",
+                    "norm": {"kind": "layer_norm"},
+                    "attention": {"n_heads": 4, **(attention or {})},
+                    "feed_forward": {"kind": "mlp", "d_ff": 4 * d_model},
+                    **(wiring or {}),
+                }
+            },
+            "final_norm": {"kind": "layer_norm"},
+        }
+    )
+
+
+def permuted(decoder: Decoder, tokens: Tensor, order: Tensor) -> tuple[Tensor, Tensor]:
+    """Logits of the tokens in that order, and the logits put in that order."""
+    return decoder(tokens[:, order]), decoder(tokens)[:, order]
+
+
+@torch.no_grad()
+def test_c2_bidirectional_stacks_without_positions_are_permutation_equivariant() -> None:
+    decoder = make(config(4, attention={"causal": False}))
+    tokens = random_tokens(decoder.config, 2, SEQ)
+    logits_of_permuted, permuted_logits = permuted(decoder, tokens, torch.randperm(SEQ))
+    assert torch.allclose(logits_of_permuted, permuted_logits, atol=1e-4)
+
+
+@torch.no_grad()
+def test_c2_positions_break_the_equivariance() -> None:
+    decoder = make(config(4, attention={"causal": False, "position": {"kind": "rope"}}))
+    tokens = random_tokens(decoder.config, 2, SEQ)
+    logits_of_permuted, permuted_logits = permuted(decoder, tokens, torch.randperm(SEQ))
+    assert (logits_of_permuted - permuted_logits).abs().max() > 0.1
+
+
+@pytest.mark.parametrize(("n_layers", "blind"), [(1, True), (2, False), (4, False)])
+@torch.no_grad()
+def test_c2_one_causal_layer_is_blind_to_the_order_of_its_prefix_and_two_are_not(
+    n_layers: int, blind: bool
+) -> None:
+    """The last token's logits, over orders of the tokens before it."""
+    decoder = make(config(n_layers))
+    tokens = random_tokens(decoder.config, 2, SEQ)
+    order = torch.cat([torch.randperm(SEQ - 1), torch.tensor([SEQ - 1])])
+    change = (decoder(tokens[:, order])[:, -1] - decoder(tokens)[:, -1]).abs().max()
+    assert change < 1e-5 if blind else change > 1e-2
+
+
+def sizes(decoder: Decoder) -> list[float]:
+    """The root mean square of the residual stream after every layer."""
+    found: list[float] = []
+    for layer in decoder.layers:
+        layer.register_forward_hook(
+            lambda _m, _i, x: found.append(x.double().square().mean().sqrt().item())
+        )
+    decoder(random_tokens(decoder.config, 2, SEQ))
+    return found
+
+
+@torch.no_grad()
+def test_c3_norms_keep_activations_bounded_through_100_layers() -> None:
+    """Matrices of variance 2 / fan_in and no scaling with depth, so that the norm alone decides."""
+    init = {"kind": "he", "embedding_std": 1.0, "residual": "plain"}
+    through = {
+        (order, kind): sizes(
+            config(100, wiring={"kind": order, "norm": {"kind": kind}}).replace(init=init).build()
+        )
+        for kind in ("layer_norm", "rms_norm", "none")
+        for order in ("pre_norm", "post_norm")
+    }
+    for kind in ("layer_norm", "rms_norm"):
+        assert max(through["post_norm", kind]) == pytest.approx(1.0, abs=0.01)
+        assert max(through["pre_norm", kind]) < 30  # like the root of the number of layers
+    for order in ("pre_norm", "post_norm"):
+        assert any(size > 1e12 for size in through[order, "none"][:60])
+
+
+@pytest.mark.parametrize("head_dim", [16, 64, 256])
+@torch.no_grad()
+def test_c4_dividing_by_the_root_of_the_heads_width_keeps_the_scores_variance_at_1(
+    head_dim: int,
+) -> None:
+    """Queries and keys of variance 1, as the claim supposes: matrices of variance 1 / fan_in."""
+    d_model = 256
+    attention = AttentionConfig(n_heads=2, head_dim=head_dim).build(d_model, 0, "eager")
+    for projection in (attention.q_proj, attention.k_proj):
+        nn.init.normal_(projection.weight, std=d_model**-0.5)
+    caught: list[tuple[Tensor, ...]] = []
+    attention.kernel.register_forward_pre_hook(lambda _m, args: caught.append(args))
+    attention(torch.randn(4, 64, d_model), Context(4, 64, torch.device("cpu")))
+    q, k = caught[0][:2]
+    raw = (q @ k.mT).var().item()
+    assert raw == pytest.approx(head_dim, rel=0.25)
+    assert raw * attention.kernel.scoring.scale**2 == pytest.approx(1.0, rel=0.25)
+
+
+def test_c13_the_number_of_heads_does_not_change_the_parameter_count() -> None:
+    counts = {
+        (n_heads, kernel): sum(
+            parameter.numel()
+            for parameter in config(attention={"n_heads": n_heads})
+            .build(kernel, device="meta")
+            .parameters()
+        )
+        for n_heads, kernel in itertools.product((1, 2, 4, 8, 16, 32), ("eager", "sdpa", "flex"))
+    }
+    assert len(set(counts.values())) == 1
+
+
+class NoResidual(PreNorm):
+    """`attention(norm(x))`, then `feed_forward(norm(x))`: the stream is replaced, not added to."""
+
+    def forward(self, x, context, cache=None):
+        x = self.branch(self.attention(self.attention_norm(x), context, cache))
+        return self.branch(self.feed_forward(self.feed_forward_norm(x)))
+
+
+def loss_after_a_short_training(*, residual: bool, n_layers: int, steps: int = 40) -> float:
+    """Nats per token, the mean of the last five steps, where each token decides the next one."""
+    torch.manual_seed(0)
+    decoder = config(n_layers, d_model=16).build()
+    if not residual:
+        for layer in range(n_layers):
+            decoder.layers[layer] = NoResidual(decoder.config.blocks["main"], 16, layer)
+        for parameter in decoder.layers.parameters():
+            if parameter.ndim == 2:  # keeps the size of what passes, the fairest start
+                nn.init.xavier_normal_(parameter)
+    optimizer = torch.optim.AdamW(decoder.parameters(), lr=1e-2)
+    following = torch.randperm(31)
+    losses = []
+    for _ in range(steps):
+        tokens = torch.randint(31, (8, 8))
+        loss, count = next_token_loss(decoder(tokens), following[tokens])
+        optimizer.zero_grad()
+        (loss / count).backward()
+        nn.utils.clip_grad_norm_(decoder.parameters(), 1.0)
+        optimizer.step()
+        losses.append((loss / count).item())
+    return sum(losses[-5:]) / 5
+
+
+def test_c15_residual_connections_make_deep_stacks_trainable() -> None:
+    chance = math.log(31)
+    assert loss_after_a_short_training(residual=True, n_layers=12) < 0.5 * chance
+    assert loss_after_a_short_training(residual=False, n_layers=12) > 0.95 * chance
+    assert loss_after_a_short_training(residual=False, n_layers=1) < 0.5 * chance  # depth decides

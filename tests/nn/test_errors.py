@@ -1,0 +1,194 @@
+"""Wrong configs and calls: the text of each error, one line with fact, value and remedy.
+
+Errors of one part are beside its tests: `test_attention.py`, `test_rope.py`, `test_kernels.py`,
+`test_cache.py`, `test_documents.py`, `test_norms.py`.
+"""
+
+import pytest
+import torch
+
+from workhorse.config import ConfigError
+from workhorse.errors import WorkhorseError
+from workhorse.nn import Cache, Context, DecoderConfig
+
+BLOCK = {
+    "kind": "pre_norm",
+    "norm": {"kind": "rms_norm"},
+    "attention": {"n_heads": 2},
+    "feed_forward": {"kind": "mlp", "d_ff": 8},
+}
+DATA = {
+    "vocab_size": 11,
+    "d_model": 8,
+    "n_layers": 2,
+    "max_seq_len": 8,
+    "blocks": {"main": BLOCK},
+}
+
+
+def attention(**options: object) -> dict[str, object]:
+    return {"blocks": {"main": {**BLOCK, "attention": {"n_heads": 2, **options}}}}
+
+
+def rope(**scaling: object) -> dict[str, object]:
+    return attention(position={"kind": "rope", "scaling": scaling})
+
+
+BAD = [
+    ({"vocab_sise": 3}, "unknown key 'vocab_sise'; did you mean 'vocab_size'?"),
+    ({"n_layers": 0}, "n_layers: 0 is not allowed: input should be greater than 0"),
+    ({"blocks": {}}, "blocks: there is no block; name at least one"),
+    (
+        {"blocks": {"a": BLOCK, "b": BLOCK}},
+        "pattern: missing with 2 blocks; list names in order",
+    ),
+    (
+        {"pattern": ["main"] * 3},
+        "pattern: 3 names for n_layers=2; leave some out",
+    ),
+    ({"pattern": ["mian"]}, "pattern: no block 'mian'; did you mean 'main'?"),
+    (
+        {"blocks": {"a": BLOCK, "b": BLOCK}, "pattern": ["a"]},
+        "blocks.b: no layer uses this block; leave it out",
+    ),
+    (
+        {"d_model": 9},
+        "blocks.main.attention: d_model=9 is not divisible by n_heads=2; choose a divisor, or give",
+    ),
+    (
+        {"d_model": 6, **attention(position={"kind": "rope"})},
+        "blocks.main.attention: fraction=1.0 of head_dim=3 turns 3 features, which cannot be paired",
+    ),
+    (
+        attention(n_heads=12, n_kv_heads=5),
+        "blocks.main.attention: n_heads=12 is not divisible by n_kv_heads=5; choose a divisor of",
+    ),
+    (attention(n_hedas=12), "blocks.main.attention: unknown key 'n_hedas'; did you mean 'n_heads'?"),
+    (
+        attention(position={"kind": "rop"}),
+        "blocks.main.attention.position: unknown kind 'rop'; did you mean 'rope'?",
+    ),
+    (
+        {"blocks": {"main": {**BLOCK, "kind": "prenorm"}}},
+        "blocks.main: unknown kind 'prenorm'; did you mean 'pre_norm'?",
+    ),
+    (
+        {"blocks": {"main": {**BLOCK, "norm": {"kind": "batch_norm"}}}},
+        "blocks.main.norm: unknown kind 'batch_norm'; did you mean ",
+    ),
+    (
+        {"blocks": {"main": {**BLOCK, "feed_forward": {"kind": "mlp", "d_ff": 8, "activation": "swish"}}}},
+        "blocks.main.feed_forward.activation: 'swish' is not allowed: input should be 'relu', ",
+    ),
+    (
+        {"head": {"cap": -1}},
+        "head.cap: -1 is not allowed: input should be greater than 0",
+    ),
+    (
+        {"embedding": {"dropout": 1.0}},
+        "embedding.dropout: 1.0 is not allowed: input should be less than 1",
+    ),
+    (
+        rope(kind="yarn", factor=2, original_max_seq_len=8, beta_fast=1, beta_slow=2),
+        "blocks.main.attention.position.scaling: beta_fast=1.0 is not above beta_slow=2.0; swap or",
+    ),
+    (
+        rope(kind="yarn", factor=2, original_max_seq_len=8, beta_slow=0),
+        "blocks.main.attention.position.scaling.beta_slow: 0 is not allowed: input should be greater",
+    ),
+    (
+        rope(
+            kind="longrope",
+            factor=2,
+            original_max_seq_len=8,
+            short_factor=[1, 1],
+            long_factor=[1, 1, 1],
+        ),
+        "blocks.main.attention: longrope has 2 short and 3 long factors for 2 pairs; give one factor",
+    ),
+    (
+        attention(position={"kind": "alibi", "bfloat16": True}, causal=False),
+        "blocks.main.attention: position.bfloat16=true needs causal=true: it biases by the key alone",
+    ),
+    (
+        attention(qk_norm={"norm": {"kind": "none"}}),
+        "blocks.main.attention.qk_norm",
+    ),
+]
+
+
+@pytest.mark.parametrize(("changes", "message"), BAD, ids=[message for _, message in BAD])
+def test_a_decoder_that_cannot_be(changes: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DecoderConfig.from_dict({**DATA, **changes})
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_block_may_be_called_like_a_kind() -> None:
+    with pytest.raises(ConfigError, match="^blocks.pre_norm.attention: unknown key 'n_heds'"):
+        DecoderConfig.from_dict(
+            {**DATA, "blocks": {"pre_norm": {**BLOCK, "attention": {"n_heds": 2}}}}
+        )
+
+
+def test_a_text_longer_than_the_learned_positions() -> None:
+    decoder = DecoderConfig.from_dict(
+        {**DATA, "embedding": {"position": {"kind": "learned"}}}
+    ).build()
+    decoder(torch.zeros(1, 8, dtype=torch.int64))
+    tokens = torch.zeros(1, 9, dtype=torch.int64)
+    message = "^a text of 9 tokens does not fit max_seq_len=8 positions; shorten it$"
+    with pytest.raises(WorkhorseError, match=message):
+        decoder(tokens)
+    with pytest.raises(WorkhorseError, match=message):
+        decoder(tokens, positions=torch.arange(9)[None])
+    cache = decoder.new_cache(1, 20)
+    with pytest.raises(WorkhorseError, match=message):
+        decoder(tokens, cache=cache)
+    assert cache.length == 0  # as it was
+    packed = torch.tensor([[0] * 5 + [1] * 4])
+    assert decoder(tokens, documents=packed).shape == (1, 9, 11)  # each document fits
+
+
+def test_other_positions_run_past_max_seq_len() -> None:
+    for position in ("none", "rope", "alibi"):
+        config = DecoderConfig.from_dict({**DATA, **attention(position={"kind": position})})
+        assert config.build()(torch.zeros(1, 20, dtype=torch.int64)).shape == (1, 20, 11)
+
+
+def test_no_tokens() -> None:
+    decoder = DecoderConfig.from_dict(DATA).build()
+    with pytest.raises(WorkhorseError, match="^there are no tokens; give at least one$"):
+        decoder(torch.zeros(1, 0, dtype=torch.int64))
+
+
+@pytest.mark.parametrize(("rows", "capacity"), [(0, 4), (1, 0)])
+def test_an_empty_cache(rows: int, capacity: int) -> None:
+    with pytest.raises(
+        WorkhorseError, match=f"^a cache of {rows} rows × {capacity} tokens is empty; enlarge it$"
+    ):
+        Cache(rows, capacity, torch.device("cpu"))
+
+
+def test_a_cache_of_another_batch() -> None:
+    decoder = DecoderConfig.from_dict(DATA).build()
+    cache = decoder.new_cache(2, 8)
+    with pytest.raises(
+        WorkhorseError,
+        match="^the cache has 2 rows and the tokens 3; make one cache for each batch$",
+    ):
+        decoder(torch.zeros(3, 1, dtype=torch.int64), cache=cache)
+
+
+def test_attention_without_causality_has_no_cache() -> None:
+    decoder = DecoderConfig.from_dict({**DATA, **attention(causal=False)}).build()
+    with pytest.raises(ConfigError, match="^causal=false cannot decode with a cache; run the whole"):
+        decoder.new_cache(1, 8)
+
+
+def test_a_context_without_tokens_leaves_the_cache_alone() -> None:
+    cache = Cache(1, 4, torch.device("cpu"))
+    with pytest.raises(WorkhorseError, match="there are no tokens"):
+        Context(1, 0, torch.device("cpu"), cache=cache)
+    assert cache.length == 0

@@ -1,0 +1,134 @@
+"""How fresh weights are drawn: the spread of every kind of matrix under every scheme."""
+
+import math
+
+import pytest
+import torch
+
+from tests.nn.grid import COVERING, name
+from workhorse.nn import Decoder, DecoderConfig
+
+D_MODEL, D_FF, N_LAYERS, VOCAB = 128, 256, 3, 500
+SQUARE = (D_MODEL, D_MODEL)
+
+
+def build(init: dict[str, object], **changes: object) -> Decoder:
+    torch.manual_seed(0)
+    return DecoderConfig.from_dict(
+        {
+            "vocab_size": VOCAB,
+            "d_model": D_MODEL,
+            "n_layers": N_LAYERS,
+            "max_seq_len": 100,
+            "embedding": {"position": {"kind": "learned"}},
+            "blocks": {
+                "main": {
+                    "kind": "pre_norm",
+                    "norm": {"kind": "layer_norm"},
+                    "attention": {
+                        "n_heads": 4,
+                        "qkv_bias": True,
+                        "out_bias": True,
+                        "output_gate": True,
+                        "sinks": True,
+                    },
+                    "feed_forward": {"kind": "gated_mlp", "d_ff": D_FF, "bias": True},
+                }
+            },
+            "head": {"bias": True},
+            "init": init,
+            **changes,
+        }
+    ).build("eager")
+
+
+def spread(weight: torch.Tensor) -> float:
+    return weight.std().item()
+
+
+SCHEMES = {
+    "normal": lambda fan_out, fan_in: 0.05,
+    "fan_in": lambda fan_out, fan_in: 1 / math.sqrt(fan_in),
+    "xavier": lambda fan_out, fan_in: math.sqrt(2 / (fan_in + fan_out)),
+    "he": lambda fan_out, fan_in: math.sqrt(2 / fan_in),
+}
+
+
+@pytest.mark.parametrize("kind", SCHEMES)
+@pytest.mark.parametrize("residual", ["plain", "scaled", "zero"])
+def test_every_kind_of_matrix_has_its_spread(kind: str, residual: str) -> None:
+    options = {"std": 0.05} if kind == "normal" else {}
+    decoder = build({"kind": kind, "residual": residual, "embedding_std": 0.3, **options})
+    expected = SCHEMES[kind]
+    scale = {"plain": 1.0, "scaled": 1 / math.sqrt(2 * N_LAYERS), "zero": 0.0}[residual]
+    for layer in decoder.layers:
+        attention, feed_forward = layer.attention, layer.feed_forward
+        for linear in (attention.q_proj, attention.k_proj, attention.v_proj, attention.gate.proj):
+            assert spread(linear.weight) == pytest.approx(expected(*SQUARE), rel=0.05)
+        for linear in (feed_forward.gate_proj, feed_forward.up_proj):
+            assert spread(linear.weight) == pytest.approx(expected(D_FF, D_MODEL), rel=0.05)
+        for linear in (attention.out_proj, feed_forward.down_proj):
+            plain = expected(*linear.weight.shape)
+            assert spread(linear.weight) == pytest.approx(plain * scale, rel=0.05)
+    assert spread(decoder.head.proj.weight) == pytest.approx(expected(VOCAB, D_MODEL), rel=0.05)
+    assert spread(decoder.embedding.tokens.weight) == pytest.approx(0.3, rel=0.05)
+    assert spread(decoder.embedding.positions.table.weight) == pytest.approx(0.3, rel=0.05)
+    for key, parameter in decoder.named_parameters():
+        if key.endswith("bias"):
+            assert torch.count_nonzero(parameter) == 0, key
+        assert abs(parameter.mean().item() - ("norm.weight" in key)) < 0.02, key
+
+
+@pytest.mark.parametrize(("kind", "normal"), [("normal", True), ("xavier", False), ("he", True)])
+def test_the_shape_of_the_distribution(kind: str, normal: bool) -> None:
+    """Xavier's is uniform: nothing past sqrt(3) deviations; a normal one has 8 % there."""
+    weight = build({"kind": kind}).layers[0].attention.q_proj.weight
+    outside = (weight.abs() > 1.75 * weight.std()).float().mean().item()
+    assert (outside > 0.05) is normal
+
+
+def test_a_tied_head_is_drawn_as_the_embedding() -> None:
+    decoder = build({"kind": "normal", "embedding_std": 0.3, "head": "zero"}, head={"tied": True})
+    assert decoder.head.proj.weight is decoder.embedding.tokens.weight
+    assert spread(decoder.head.proj.weight) == pytest.approx(0.3, rel=0.05)
+
+
+def test_a_zero_head_gives_equal_odds_to_every_token() -> None:
+    decoder = build({"kind": "normal", "head": "zero"})
+    logits = decoder(torch.tensor([[1, 2, 3]]))
+    assert torch.count_nonzero(logits) == 0
+
+
+def test_zero_residuals_start_as_the_identity() -> None:
+    decoder = build({"kind": "normal", "residual": "zero"})
+    tokens = torch.tensor([[1, 2, 3]])
+    embedded = decoder.embedding(tokens, torch.arange(3)[None])
+    assert torch.equal(decoder.hidden(tokens), embedded)
+
+
+@pytest.mark.parametrize("config", COVERING, ids=map(name, range(len(COVERING))))
+def test_no_weight_is_left_as_memory_happened_to_be(config: DecoderConfig) -> None:
+    """Weights are allocated empty; the same seed draws every one of them alike, twice."""
+    drawn = []
+    for filling in (0.123, -7.0):
+        decoder = config.build(device="meta").to_empty(device="cpu")
+        decoder.tie_weights()
+        for parameter in decoder.parameters():
+            parameter.data.fill_(filling)
+        decoder.initialize(torch.Generator().manual_seed(5))
+        drawn.append(decoder.state_dict())
+    assert all(torch.equal(drawn[0][key], drawn[1][key]) for key in drawn[0])
+
+
+def test_a_generator_or_the_global_seed_decides() -> None:
+    config = COVERING[0]
+    torch.manual_seed(3)
+    first = config.build()
+    torch.manual_seed(3)
+    second = config.build()
+    key = "layers.0.attention.q_proj.weight"
+    assert torch.equal(first.state_dict()[key], second.state_dict()[key])
+    first.initialize(torch.Generator().manual_seed(1))
+    assert not torch.equal(first.state_dict()[key], second.state_dict()[key])
+    second.initialize(torch.Generator().manual_seed(1))
+    assert torch.equal(first.state_dict()[key], second.state_dict()[key])

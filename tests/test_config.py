@@ -1,0 +1,264 @@
+"""Configs: strict, frozen, round trips, YAML 1.2, overrides, and errors of one line."""
+
+import math
+import pickle
+from pathlib import Path
+from typing import Annotated, Literal
+
+import pytest
+from pydantic import Field
+
+from workhorse.config import Config, ConfigError, apply_overrides, nearest, parse_yaml, read_yaml
+from workhorse.errors import WorkhorseError
+
+
+class RoundConfig(Config):
+    kind: Literal["round"] = "round"
+    radius: float = Field(default=1.0, gt=0)
+
+
+class SquareConfig(Config):
+    kind: Literal["square"] = "square"
+    side: float = 1.0
+    rotated: bool = False
+
+    def model_post_init(self, _context: object) -> None:
+        if self.rotated and self.side > 10:
+            raise ConfigError(f"side={self.side} is too wide to turn; choose at most 10", "side")
+
+
+Shape = Annotated[RoundConfig | SquareConfig, Field(discriminator="kind")]
+
+
+class DrawingConfig(Config):
+    width: int = Field(gt=0)
+    name: str = "untitled"
+    shape: Shape = RoundConfig()
+    named: dict[str, Shape] = {}
+    order: tuple[str, ...] = ()
+    grid: SquareConfig | None = None
+
+
+DRAWING = DrawingConfig(
+    width=3,
+    shape=SquareConfig(side=2.5),
+    named={"square": RoundConfig(radius=1e-5), "b": SquareConfig()},
+    order=("a", "b"),
+)
+
+
+def test_round_trips() -> None:
+    assert DrawingConfig.from_yaml(DRAWING.to_yaml()) == DRAWING
+    assert DrawingConfig.from_json(DRAWING.to_json()) == DRAWING
+    assert DrawingConfig.from_dict(DRAWING.to_dict()) == DRAWING
+    assert pickle.loads(pickle.dumps(DRAWING)) == DRAWING
+
+
+def test_every_field_is_written_out() -> None:
+    """So that a saved config does not change with a later version's defaults."""
+    assert DRAWING.to_dict() == {
+        "width": 3,
+        "name": "untitled",
+        "shape": {"kind": "square", "side": 2.5, "rotated": False},
+        "named": {
+            "square": {"kind": "round", "radius": 1e-5},
+            "b": {"kind": "square", "side": 1.0, "rotated": False},
+        },
+        "order": ["a", "b"],
+        "grid": None,
+    }
+
+
+def test_a_config_is_frozen() -> None:
+    with pytest.raises(ValueError, match="frozen"):
+        DRAWING.width = 4
+
+
+def test_replace_checks_the_rules() -> None:
+    assert DRAWING.replace(width=5).width == 5
+    assert DRAWING.width == 3
+    with pytest.raises(ConfigError, match="too wide to turn"):
+        SquareConfig(side=11).replace(rotated=True)
+    with pytest.raises(ConfigError, match="unknown key 'depth'"):
+        DRAWING.replace(depth=5)
+
+
+ERRORS = [
+    ({"width": 3, "nmae": "x"}, "unknown key 'nmae'; did you mean 'name'?"),
+    (
+        {"width": 3, "zzz": "x"},
+        "unknown key 'zzz'; known: grid, name, named, order, shape, width",
+    ),
+    ({}, "'width' is missing; give it a value"),
+    ({"width": 0}, "width: 0 is not allowed: input should be greater than 0"),
+    ({"width": "three"}, "width: 'three' is not allowed: input should be a valid integer"),
+    ({"width": 2.5}, "width: 2.5 is not allowed: input should be a valid integer"),
+    ({"width": True}, "width: True is true or false; give another value"),
+    ({"width": None}, "width: None is not allowed: input should be a valid integer"),
+    ({"width": 3, "order": "ab"}, "order: 'ab' is not allowed: input should be a valid tuple"),
+    ({"width": 3, "shape": {"kind": "sqare"}}, "shape: unknown kind 'sqare'; did you mean 'square'?"),
+    ({"width": 3, "shape": {"kind": "ball"}}, "shape: unknown kind 'ball'; known: round, square"),
+    ({"width": 3, "shape": {"radius": 1}}, "shape: {'radius': 1} has no 'kind'; give it one"),
+    ({"width": 3, "shape": 7}, "shape: 7 "),
+    (
+        {"width": 3, "shape": {"kind": "round", "radios": 1}},
+        "shape: unknown key 'radios'; did you mean 'radius'?",
+    ),
+    (
+        {"width": 3, "shape": {"kind": "round", "radius": -1}},
+        "shape.radius: -1 is not allowed: input should be greater than 0",
+    ),
+    (
+        {"width": 3, "shape": {"kind": "round", "radius": math.nan}},
+        "shape.radius: nan is not allowed: input should be a finite number",
+    ),
+    (
+        {"width": 3, "named": {"square": {"kind": "square", "sid": 1}}},
+        "named.square: unknown key 'sid'; did you mean 'side'?",
+    ),
+    (
+        {"width": 3, "named": {"a": {"kind": "square", "side": 11, "rotated": True}}},
+        "named.a.side: side=11.0 is too wide to turn; choose at most 10",
+    ),
+    ({"width": 3, "grid": {"side": "wide"}}, "grid.side: 'wide' is not allowed: input should be"),
+]
+
+
+@pytest.mark.parametrize(("data", "message"), ERRORS, ids=[message for _, message in ERRORS])
+def test_errors_name_the_place_the_value_and_the_remedy(
+    data: dict[str, object], message: str
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        DrawingConfig.from_dict(data)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_config_error_is_a_users_error() -> None:
+    assert issubclass(ConfigError, WorkhorseError)
+    assert issubclass(WorkhorseError, ValueError)
+
+
+@pytest.mark.parametrize("data", [None, [1], "text", 3])
+def test_a_config_needs_a_mapping(data: object) -> None:
+    with pytest.raises(ConfigError, match="^expected a mapping of settings, got "):
+        DrawingConfig.from_dict(data)
+
+
+def test_a_long_value_is_shortened() -> None:
+    with pytest.raises(ConfigError) as caught:
+        DrawingConfig.from_dict({"width": "very " * 1000})
+    assert len(str(caught.value)) < 250
+
+
+def test_bad_json() -> None:
+    with pytest.raises(ConfigError, match="^not valid JSON at line 2, column 1: "):
+        DrawingConfig.from_json('{"width": \n}')
+
+
+SCALARS = {
+    "3e-4": 3e-4,
+    "1e5": 1e5,
+    "1E5": 1e5,
+    "-.5e+3": -500.0,
+    "+1.5": 1.5,
+    "2.": 2.0,
+    "12": 12,
+    "-7": -7,
+    "true": True,
+    "False": False,
+    "yes": "yes",
+    "on": "on",
+    "no": "no",
+    "null": None,
+    "~": None,
+    ".inf": math.inf,
+    "1.2.3": "1.2.3",
+    "e5": "e5",
+    "2024-01-01": "2024-01-01",
+    "1:30": "1:30",
+    "'3e-4'": "3e-4",
+}
+
+
+@pytest.mark.parametrize("text", SCALARS)
+def test_yaml_1_2_scalars(text: str) -> None:
+    """YAML 1.1 would read `3e-4` as a string, `on` as true and `1:30` as 90."""
+    value = parse_yaml(f"key: {text}")["key"]
+    assert value == SCALARS[text]
+    assert type(value) is type(SCALARS[text])
+
+
+BAD_YAML = [
+    ("a: [1", "not valid YAML at line 1, column 6: "),
+    ("a: 1\na: 2", "not valid YAML at line 2, column 1: key 'a' is given twice; keep one"),
+    ("\ta: 1", "not valid YAML at line 1, column 1: "),
+    ("a: *b", "not valid YAML at line 1, column 4: found undefined alias 'b'"),
+    ("!!python/object:os.system x", "not valid YAML at line 1, column 1: could not determine"),
+    ("? [1]\n: 2", "not valid YAML at line 1, column "),
+    ("a: \x00", "not valid YAML"),
+]
+
+
+@pytest.mark.parametrize(("text", "message"), BAD_YAML)
+def test_what_is_not_yaml(text: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        parse_yaml(text)
+    assert str(caught.value).startswith(message)
+    assert "\n" not in str(caught.value)
+
+
+def test_reading_a_file(tmp_path: Path) -> None:
+    path = tmp_path / "recipe.yaml"
+    path.write_text("width: 3\nname: große Zeichnung\n", encoding="utf-8")
+    assert read_yaml(path) == {"width": 3, "name": "große Zeichnung"}
+    path.write_text("- 1\n- 2\n")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: expected a mapping of settings, got \[1"):
+        read_yaml(path)
+    path.write_text("a: [1\n")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml: not valid YAML at line 2, column 1: "):
+        read_yaml(path)
+    path.write_bytes(b"name: \xff\n")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml is not UTF-8 text: bad byte at offset 6$"):
+        read_yaml(path)
+    with pytest.raises(ConfigError, match="^cannot read .*missing.yaml: No such file or directory$"):
+        read_yaml(tmp_path / "missing.yaml")
+    with pytest.raises(ConfigError, match="^cannot read .*: Is a directory$"):
+        read_yaml(tmp_path)
+
+
+def test_overrides() -> None:
+    data = {"train": {"lr": 0.1, "steps": 5}, "name": "x"}
+    changed = apply_overrides(
+        data, ["train.lr=3e-4", "model.blocks.main={d_ff: 8}", "name=a=b", "order=[a, b]", "name2="]
+    )
+    assert changed == {
+        "train": {"lr": 3e-4, "steps": 5},
+        "model": {"blocks": {"main": {"d_ff": 8}}},
+        "name": "a=b",
+        "order": ["a", "b"],
+        "name2": None,
+    }
+    assert data == {"train": {"lr": 0.1, "steps": 5}, "name": "x"}  # left as it was
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("train.lr", "'train.lr' is not a setting; write section.key=value"),
+        ("=3", "'=3' is not a setting; write section.key=value"),
+        ("name.first=x", "name holds 'x', not settings; check 'name.first=x'"),
+        ("train.lr.a=1", "train.lr holds 0.1, not settings; check 'train.lr.a=1'"),
+        ("train.lr=[1", "not valid YAML at line 1, column 3: "),
+    ],
+)
+def test_overrides_that_cannot_be(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        apply_overrides({"train": {"lr": 0.1}, "name": "x"}, [setting])
+    assert str(caught.value).startswith(message)
+
+
+def test_the_nearest_name() -> None:
+    assert nearest("n_heds", ["n_heads", "d_model"]) == "did you mean 'n_heads'?"
+    assert nearest("zzz", ["b", "a"]) == "known: a, b"
+    assert nearest("zzz", []) == "known: none"

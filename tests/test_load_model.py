@@ -1,0 +1,109 @@
+"""`workhorse.load` and the model it gives."""
+
+import pytest
+import torch
+
+import workhorse
+from workhorse.data import DataConfig
+from workhorse.errors import WorkhorseError
+from workhorse.load_model import Model
+from workhorse.models import preset
+from workhorse.nn import DecoderConfig
+from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
+
+TINY = DecoderConfig.from_dict(
+    {
+        "vocab_size": 300,
+        "d_model": 16,
+        "n_layers": 1,
+        "max_seq_len": 32,
+        "blocks": {
+            "main": {
+                "kind": "pre_norm",
+                "norm": {"kind": "rms_norm"},
+                "attention": {"kind": "attention", "n_heads": 2, "position": {"kind": "rope"}},
+                "feed_forward": {"kind": "mlp", "d_ff": 32},
+            }
+        },
+        "init": {"kind": "normal", "std": 0.5},
+    }
+)
+
+
+@pytest.fixture
+def model():
+    """Builds a model as a run would have left it, trained on texts with or without bos and eos."""
+
+    def make(*, bos: bool = False, eos: bool = True) -> Model:
+        special = SpecialTokensConfig(bos="<|bos|>", eos="<|eos|>", pad=None, chat=())
+        tokenizer = train_tokenizer(BytesConfig(special=special), [])
+        data = DataConfig(corpus="stdlib", bos=bos, eos=eos)
+        return Model("tiny", TINY.build().eval(), tokenizer, trained=True, data=data)
+
+    return make
+
+
+def test_a_text_begins_as_training_began_it(model):
+    ids = {"bos": 256, "eos": 257}
+    with_bos, with_eos, with_none = model(bos=True), model(), model(eos=False)
+    assert with_bos.encode("a") == [ids["bos"], 97]
+    assert with_bos.encode("") == [ids["bos"]]
+    assert with_eos.encode("a") == [97]  # it may be the middle of a text
+    assert with_eos.encode("") == [ids["eos"]]
+    assert with_none.encode("") == []
+    assert (with_bos.start, with_eos.start, with_none.start) == (ids["bos"], ids["eos"], None)
+
+
+def test_generate_from_a_text_or_from_tokens(model):
+    loaded = model()
+    from_text = loaded.generate("ab", seed=1, max_new_tokens=8)
+    assert from_text == loaded.generate([97, 98], seed=1, max_new_tokens=8)
+    assert str(from_text) == from_text.text
+    assert "".join(d.text for d in loaded.stream("ab", seed=1, max_new_tokens=8)) == from_text.text
+    assert loaded.generate_batch(["ab", "c"], seed=1, max_new_tokens=8)[0] == from_text
+    with pytest.raises(WorkhorseError, match="n_samples=2 gives several texts"):
+        loaded.generate("ab", n_samples=2)
+
+
+def test_typed_text_is_never_a_special_token(model):
+    assert 257 not in model().encode("<|eos|>")
+
+
+@pytest.fixture
+def small_gpt2(monkeypatch):
+    small = preset("gpt2").replace(n_layers=1, vocab_size=300)
+    monkeypatch.setattr("workhorse.load_model.preset", {"gpt2": small}.get)
+
+
+@pytest.mark.usefixtures("small_gpt2")
+def test_a_preset_has_random_weights_and_says_so():
+    state = torch.get_rng_state()
+    with pytest.warns(UserWarning, match="^gpt2 is a preset: its weights are random"):
+        loaded = workhorse.load("gpt2")
+    assert torch.equal(state, torch.get_rng_state())
+    assert loaded.config.vocab_size == 300
+    assert not loaded.trained
+    assert loaded.decoder(torch.tensor([[1, 2, 3]])).shape == (1, 3, 300)
+    # Ids that the byte tokenizer does not have are never chosen, so every result is text.
+    assert max(loaded.generate("ab", max_new_tokens=10).tokens) < loaded.tokenizer.vocab_size
+
+
+@pytest.mark.usefixtures("small_gpt2")
+def test_dtype_and_quiet():
+    told = []
+    loaded = workhorse.load("gpt2", dtype="bfloat16", tell=told.append)
+    assert loaded.decoder.embedding.tokens.weight.dtype == torch.bfloat16
+    assert len(told) == 1
+    assert len(loaded.generate("ab", max_new_tokens=3).tokens) == 3
+
+
+def test_what_is_not_a_model(tmp_path):
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(WorkhorseError, match="looks like a Hugging Face directory, which this"):
+        workhorse.load(tmp_path)
+    with pytest.raises(WorkhorseError, match="no run directory or preset 'gpt22'; did you mean"):
+        workhorse.load("gpt22")
+    with pytest.raises(WorkhorseError, match=r"^dtype 'float3' is unknown; did you mean 'float32'"):
+        workhorse.load("gpt2", dtype="float3")
+    with pytest.raises(WorkhorseError, match=r"^device 'warp' is not available here; choose auto"):
+        workhorse.load("gpt2", device="warp")

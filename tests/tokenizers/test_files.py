@@ -1,0 +1,153 @@
+"""Saving, loading, and what is refused."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer as LibraryTokenizer
+from tokenizers import decoders, models
+
+from workhorse.errors import WorkhorseError
+from workhorse.tokenizers import (
+    FileConfig,
+    Tokenizer,
+    check_output_folder,
+    files,
+    load_tokenizer,
+    train_tokenizer,
+)
+
+Trained = Callable[[str], Tokenizer]
+TEXT = "The fox, naïve: <s> 東京 12345\n\treturn"
+
+
+def test_what_was_saved_loads_as_it_was(tokenizer: Tokenizer, tmp_path: Path) -> None:
+    tokenizer.save(tmp_path / "a" / "b")
+    for path in (tmp_path / "a" / "b", tmp_path / "a" / "b" / "tokenizer.json"):
+        loaded = load_tokenizer(path)
+        assert loaded.fingerprint == tokenizer.fingerprint
+        assert loaded.encode(TEXT) == tokenizer.encode(TEXT)
+        assert (loaded.bos_id, loaded.eos_id) == (tokenizer.bos_id, tokenizer.eos_id)
+    loaded.save(tmp_path / "again")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        assert (tmp_path / "again" / name).read_bytes() == (tmp_path / "a/b" / name).read_bytes()
+
+
+def test_the_chat_template_is_kept(trained: Trained, tmp_path: Path) -> None:
+    bpe = trained("bpe")
+    Tokenizer(bpe.definition, bpe.roles, "{{ messages[0].content }}").save(tmp_path)
+    assert load_tokenizer(tmp_path).chat_template == "{{ messages[0].content }}"
+
+
+def test_a_file_config_loads(trained: Trained, tmp_path: Path) -> None:
+    trained("bpe").save(tmp_path)
+    loaded = train_tokenizer(FileConfig(path=str(tmp_path)), [])
+    assert loaded.fingerprint == trained("bpe").fingerprint
+
+
+def test_transformers_reads_it_alike(trained: Trained, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    trained("bpe").save(tmp_path)
+    theirs = transformers.PreTrainedTokenizerFast.from_pretrained(tmp_path)
+    plain = TEXT.replace("<s>", "")
+    assert theirs.encode(plain, add_special_tokens=False) == trained("bpe").encode(plain)
+    assert theirs.eos_token_id == trained("bpe").eos_id
+
+
+def test_a_bos_written_as_a_mapping_is_read(trained: Trained, tmp_path: Path) -> None:
+    """As older versions of transformers write it."""
+    trained("bpe").save(tmp_path)
+    settings = {"bos_token": {"content": "<|bos|>", "lstrip": False}, "eos_token": None}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    loaded = load_tokenizer(tmp_path)
+    assert (loaded.bos_id, loaded.eos_id) == (0, None)
+
+
+def test_a_control_token_that_merges_can_reach_is_guarded() -> None:
+    """As in a tokenizer.json that others made, whose corpus held HTML."""
+    vocab = {token: number for number, token in enumerate(["<s>", "<", "s", ">", "<s", "a"])}
+    model = models.BPE(vocab=vocab, merges=[("<", "s"), ("<s", ">")])
+    library = LibraryTokenizer(model)
+    library.decoder = decoders.Fuse()
+    library.add_special_tokens(["<s>"])
+    library.encode_special_tokens = True
+    assert library.encode("a<s>a").ids == [5, 0, 5]  # the library alone would let it pass
+    tokenizer = Tokenizer(library.to_str())
+    assert tokenizer.encode("a<s>a") == [5, 1, 2, 3, 5]
+    assert tokenizer.encode("a<s>a", allow_special=True) == [5, 0, 5]
+    assert tokenizer.encode("<sa") == [4, 5]
+
+
+def test_a_whole_word_of_the_vocabulary_is_guarded_too() -> None:
+    """With `ignore_merges` a word that is in the vocabulary needs no merges (Llama 3)."""
+    model = models.BPE(vocab={"<s>": 0, "<": 1, "s": 2, ">": 3}, merges=[], ignore_merges=True)
+    library = LibraryTokenizer(model)
+    library.decoder = decoders.Fuse()
+    library.add_special_tokens(["<s>"])
+    assert Tokenizer(library.to_str()).encode("<s>") == [1, 2, 3]
+
+
+def test_a_crash_while_saving_leaves_what_was_there(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained("bpe").save(tmp_path / "old")
+    before = {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()}
+
+    def full(path: Path, text: str) -> None:
+        path.write_text(text[:10])
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(files, "_write", full)
+    for name in ("old", "new"):
+        with pytest.raises(OSError, match="No space left"):
+            trained("bytes").save(tmp_path / name)
+    assert not (tmp_path / "new").exists()
+    after = {path.name: path.read_bytes() for path in (tmp_path / "old").glob("[!.]*")}
+    assert after == before
+
+
+def test_another_tokenizer_takes_the_place(trained: Trained, tmp_path: Path) -> None:
+    trained("bpe").save(tmp_path)
+    check_output_folder(tmp_path)
+    trained("bytes").save(tmp_path)
+    assert load_tokenizer(tmp_path).fingerprint == trained("bytes").fingerprint
+
+
+def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
+    check_output_folder(tmp_path)
+    check_output_folder(tmp_path / "new")
+    (tmp_path / "thesis.txt").write_text("")
+    with pytest.raises(WorkhorseError, match="holds something else; name a folder that is new"):
+        check_output_folder(tmp_path)
+    with pytest.raises(WorkhorseError, match=r"thesis\.txt is a file"):
+        check_output_folder(tmp_path / "thesis.txt")
+
+
+def test_what_cannot_be_loaded_says_so_in_one_line(trained: Trained, tmp_path: Path) -> None:
+    trained("bpe").save(tmp_path / "good")
+    definition = trained("bpe").definition
+
+    def refused(name: str, content: bytes, message: str, settings: str = "{}") -> None:
+        folder = tmp_path / name
+        folder.mkdir()
+        (folder / "tokenizer.json").write_bytes(content)
+        (folder / "tokenizer_config.json").write_text(settings)
+        with pytest.raises(WorkhorseError, match=message) as raised:
+            load_tokenizer(folder)
+        assert "\n" not in str(raised.value)
+
+    refused("cut", definition.encode()[:500], "not a tokenizer.json")
+    refused("empty", b"", "not a tokenizer.json")
+    refused("latin", b"{\xe9}", "is not UTF-8: bad byte at offset 1")
+    refused("eos", definition.encode(), "the eos token '</s>' is not in", '{"eos_token": "</s>"}')
+    refused("settings", definition.encode(), "is not JSON", "{")
+    ctc = json.dumps({**json.loads(definition), "decoder": json.loads(CTC)})
+    refused("ctc", ctc.encode(), "the decoder 'CTC' cannot stream text")
+    with pytest.raises(WorkhorseError, match="there is no such file or folder"):
+        load_tokenizer(tmp_path / "nowhere")
+    with pytest.raises(WorkhorseError, match=r"it holds no tokenizer\.json or tokenizer\.model"):
+        load_tokenizer(tmp_path)
+
+
+CTC = '{"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": true}'

@@ -1,0 +1,194 @@
+"""Training: sizes, order of ids, the same result every time."""
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from tokenizers.pre_tokenizers import ByteLevel
+
+from workhorse.errors import WorkhorseError
+from workhorse.tokenizers import (
+    BpeConfig,
+    BytesConfig,
+    CharactersConfig,
+    SpecialTokensConfig,
+    Tokenizer,
+    UnigramConfig,
+    WordPieceConfig,
+    tokenizer_config,
+    train_tokenizer,
+)
+from workhorse.tokenizers.corpus import MAX_CHARACTERS, counted, pieces_of_texts
+from workhorse.tokenizers.pieces import BYTE_ALPHABET
+from workhorse.tokenizers.unigram import stable_vocabulary
+
+Trained = Callable[[str], Tokenizer]
+
+TRAIN_ALL = """
+import json, sys
+from workhorse.tokenizers import tokenizer_config, train_tokenizer
+configs, corpus = json.load(sys.stdin)
+for name, config in configs.items():
+    print(name, train_tokenizer(tokenizer_config(config), corpus).fingerprint)
+"""
+
+
+def test_the_same_corpus_gives_the_same_tokenizer_in_any_process(
+    corpus: list[str], configs: dict[str, dict[str, Any]], trained: Trained
+) -> None:
+    names = ["bpe", "byte_fallback_bpe", "wordpiece", "unigram", "characters"]
+    configs = {name: configs[name] for name in names}
+    request = json.dumps([configs, corpus])
+    here = [f"{name} {trained(name).fingerprint}" for name in names]
+    for seed, threads in (("1", "1"), ("2", "4")):
+        environment = os.environ | {"PYTHONHASHSEED": seed, "RAYON_NUM_THREADS": threads}
+        process = subprocess.run(
+            [sys.executable, "-c", TRAIN_ALL],
+            input=request,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=True,
+        )
+        assert process.stdout.splitlines() == here
+
+
+def test_rare_unigram_characters_are_put_in_order() -> None:
+    """They come with equal steps of score in random order, and noise in the last places."""
+    pieces = [("ab", -1.0), ("a", -2.0), ("b", -3.5)]
+    one = stable_vocabulary([*pieces, ("é", -9.0), ("東", -8.9999), ("ß", -8.9998)])
+    other = stable_vocabulary([("東", -9.0), ("ß", -8.9999), ("é", -8.9998 + 1e-11), *pieces])
+    assert one == other
+    assert [piece for piece, _ in one] == ["ab", "a", "b", "東", "é", "ß"]
+
+
+@pytest.mark.parametrize("kind", ["bpe", "byte_fallback_bpe", "wordpiece"])
+def test_the_vocabulary_has_the_size_asked_for(kind: str) -> None:
+    syllables = ["ka", "lo", "mi", "nu", "per", "sta", "tri"]
+    words = [a + b + c for a in syllables for b in syllables for c in syllables]
+    config = tokenizer_config({"kind": kind, "vocab_size": 340})
+    assert train_tokenizer(config, [" ".join(words)] * 2).vocab_size == 340
+
+
+def test_a_small_corpus_gives_a_smaller_vocabulary() -> None:
+    tokenizer = train_tokenizer(BpeConfig(vocab_size=5000), ["tiny tiny"])
+    assert 256 + 7 < tokenizer.vocab_size < 280
+
+
+def test_special_tokens_come_first(trained: Trained) -> None:
+    assert list(trained("bpe").special_tokens.values()) == list(range(7))
+    unigram = trained("unigram")
+    assert (unigram.unk_id, unigram.bos_id, unigram.eos_id, unigram.pad_id) == (0, 1, 2, 3)
+
+
+def test_characters_are_in_code_point_order() -> None:
+    tokenizer = train_tokenizer(CharactersConfig(), ["dcba", "a"])
+    assert tokenizer.encode("abcd") == [2, 3, 4, 5]
+    assert tokenizer.vocab_size == 6
+
+
+def test_the_rarest_characters_give_way() -> None:
+    tokenizer = train_tokenizer(CharactersConfig(vocab_size=4), ["aaabbc"])
+    assert tokenizer.decode(tokenizer.encode("abc")) == "ab<|unk|>"
+
+
+def test_rare_characters_are_spelled_in_bytes_and_teach_nothing() -> None:
+    texts = ["word\u4e2dword " * 4, "some more of the common text " * 400]
+    fields = {"kind": "byte_fallback_bpe", "vocab_size": 400, "character_coverage": 0.999}
+    tokenizer = train_tokenizer(tokenizer_config(fields), texts)
+    assert "\u4e2d" not in tokenizer.definition
+    assert "wordword" not in tokenizer.definition
+    assert tokenizer.decode(tokenizer.encode("\u4e2d")) == "\u4e2d"
+
+
+@pytest.mark.parametrize("digits", [1, 2, 3])
+@pytest.mark.parametrize("kind", ["bpe", "byte_fallback_bpe", "unigram"])
+def test_a_token_holds_so_many_digits_at_most(kind: str, digits: int) -> None:
+    config = tokenizer_config({"kind": kind, "vocab_size": 500, "digits": digits})
+    tokenizer = train_tokenizer(config, [" ".join(map(str, range(99900, 100000)))] * 2)
+    pieces = [tokenizer.decode([number]) for number in tokenizer.encode("x 99923999")]
+    most = max(sum(map(str.isdigit, piece)) for piece in pieces)
+    assert most == digits or (kind == "unigram" and most < digits)
+
+
+def test_no_token_crosses_from_word_to_word(trained: Trained) -> None:
+    bpe = trained("bpe")
+    pieces = [bpe.decode([number]) for number in bpe.encode("The quick brown fox over the dog")]
+    assert all(" " not in piece[1:] for piece in pieces)
+
+
+def test_indentation_is_few_tokens(trained: Trained) -> None:
+    for name in ("bpe", "byte_fallback_bpe"):
+        ids = trained(name).encode("        return")
+        assert len(ids) <= 3
+
+
+def test_the_byte_alphabet_is_the_library_s() -> None:
+    assert sorted(BYTE_ALPHABET) == sorted(ByteLevel.alphabet())
+    for value, character in enumerate(BYTE_ALPHABET[:128]):
+        level = ByteLevel(add_prefix_space=False, use_regex=False)
+        assert level.pre_tokenize_str(chr(value)) == [(character, (0, 1))]
+
+
+def test_the_least_vocabulary_is_bytes_alone() -> None:
+    nothing = SpecialTokensConfig(bos=None, eos=None, pad=None, chat=())
+    tokenizer = train_tokenizer(BpeConfig(vocab_size=256, special=nothing), ["some text"])
+    assert tokenizer.vocab_size == 256
+    assert (tokenizer.eos_id, tokenizer.special_tokens) == (None, {})
+
+
+@pytest.mark.parametrize("texts", [[], [""], iter(())])
+def test_an_empty_corpus_is_refused(texts: list[str]) -> None:
+    for config in (BpeConfig(vocab_size=300), CharactersConfig(), UnigramConfig(vocab_size=300)):
+        with pytest.raises(WorkhorseError, match=r"the corpus holds no text \(0 bytes\)"):
+            train_tokenizer(config, texts)
+
+
+def test_an_error_of_the_reader_is_not_swallowed() -> None:
+    def texts() -> Iterator[str]:
+        yield "some text"
+        raise WorkhorseError("cannot read b.txt")
+
+    for config in (BpeConfig(vocab_size=300), WordPieceConfig(vocab_size=300)):
+        with pytest.raises(WorkhorseError, match=r"^cannot read b\.txt$"):
+            train_tokenizer(config, texts())
+
+
+def test_half_a_surrogate_pair_in_the_corpus_is_refused() -> None:
+    with pytest.raises(WorkhorseError, match="half a surrogate pair"):
+        train_tokenizer(BpeConfig(vocab_size=300), ["fine", "\udc80"])
+
+
+def test_bytes_read_no_text() -> None:
+    def texts() -> Iterator[str]:
+        raise AssertionError("read")
+        yield ""
+
+    assert train_tokenizer(BytesConfig(), texts()).vocab_size == 257
+
+
+def test_progress_counts_the_bytes() -> None:
+    seen: list[tuple[int, int | None]] = []
+    texts = ["é" * 10, "abc"]
+    train_tokenizer(CharactersConfig(), texts, progress=lambda *done: seen.append(done))
+    assert seen == [(20, None), (23, None)]
+
+
+def test_long_texts_are_cut_at_line_ends() -> None:
+    text = "x" * (MAX_CHARACTERS - 10) + "\n" + "y" * MAX_CHARACTERS + "z"
+    pieces = list(pieces_of_texts([text]))
+    assert "".join(pieces) == text
+    assert [piece[-1] for piece in pieces] == ["\n", "y", "z"]
+    assert max(map(len, pieces)) <= MAX_CHARACTERS
+
+
+def test_a_counted_corpus_can_be_read_again() -> None:
+    with counted(iter(["abca", "é\n"])) as corpus:
+        assert list(corpus) == list(corpus) == ["abca", "é\n"]
+        assert corpus.frequent(0.5, 10) == ["\n", "a"]  # of equals, the first code point
+        assert corpus.frequent(1.0, 2) == ["\n", "a"]
+        assert list(corpus.keeping("abc")) == ["abca", "  "]

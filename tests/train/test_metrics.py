@@ -1,0 +1,42 @@
+import math
+from pathlib import Path
+
+from workhorse.train.metrics import MetricsFile, read_metrics
+
+
+def write_some(path: Path) -> None:
+    metrics = MetricsFile(path)
+    for step in (1, 2, 3):
+        metrics.write({"kind": "step", "step": step, "loss": step / 3})
+        metrics.write({"kind": "validation", "step": step, "loss": 0.1})
+    metrics.close()
+
+
+def test_numbers_come_back_bit_for_bit(tmp_path: Path) -> None:
+    write_some(tmp_path / "metrics.jsonl")
+    assert read_metrics(tmp_path / "metrics.jsonl")[0] == {"kind": "step", "step": 1, "loss": 1 / 3}
+
+
+def test_a_resume_drops_what_will_be_done_again(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    write_some(path)
+    with path.open("a") as file:
+        file.write('{"kind": "step", "step": 4, "lo')  # the process died here
+    again = MetricsFile(path, step=2)
+    again.write({"kind": "step", "step": 3, "loss": 1.0})
+    again.close()
+    assert [event["step"] for event in read_metrics(path)] == [1, 1, 2, 2, 3]
+
+
+def test_a_fresh_run_begins_with_an_empty_file(tmp_path: Path) -> None:
+    write_some(tmp_path / "metrics.jsonl")
+    MetricsFile(tmp_path / "metrics.jsonl").close()
+    assert read_metrics(tmp_path / "metrics.jsonl") == []
+
+
+def test_infinite_numbers_are_null(tmp_path: Path) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.write({"kind": "skipped_step", "step": 1, "loss": math.nan, "grad_norm": math.inf})
+    metrics.close()
+    (event,) = read_metrics(tmp_path / "metrics.jsonl")
+    assert (event["loss"], event["grad_norm"]) == (None, None)

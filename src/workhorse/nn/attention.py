@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import nn
 
 from workhorse.config import Config, ConfigError
+from workhorse.errors import WorkhorseError
 from workhorse.nn.alibi import AlibiConfig
 from workhorse.nn.cache import Cache, KeyValueEntry
 from workhorse.nn.context import Context
@@ -250,7 +251,12 @@ class Attention(nn.Module):
 
         Raises:
             ConfigError: attention that is not causal has no past to remember.
+            WorkhorseError: the kernel cannot decode.
         """
+        if not self.kernel.decodes:
+            raise WorkhorseError(
+                "kernel=flex is compiled for one length; decode with kernel=sdpa or eager"
+            )
         if not self.pattern.causal:
             raise ConfigError("causal=false cannot decode with a cache; run the whole text")
         return KeyValueEntry(cache.track(self.pattern.reach))

@@ -62,6 +62,9 @@ class Kernel(nn.Module, ABC):
         n_heads: how many heads; `sinks`, the kernel's only weight, has one entry for each.
     """
 
+    decodes = True
+    """Whether it serves a cache, whose length grows with every token."""
+
     def __init__(self, scoring: Scoring, n_heads: int) -> None:
         super().__init__()
         self.scoring = scoring
@@ -269,7 +272,9 @@ class Flex(Kernel):
 
 
 class CompiledFlex(Flex):
-    """FlexAttention compiled into one fused kernel."""
+    """FlexAttention compiled into one fused kernel, anew for every length of the text."""
+
+    decodes = False
 
     def attend(self, device: torch.device) -> Callable[..., Any]:
         """PyTorch's function, compiled."""

@@ -17,7 +17,8 @@ WORKHORSE := .venv/bin/workhorse
 # One thread a test process: the models of the tests are too small to share out.
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
-.PHONY: help install demo test lint format bench campaigns clean
+.PHONY: help install demo test lint format bench clean \
+    campaigns campaign-faults campaign-mutations campaign-flex
 help:
 	@sed -n 's/^#  *make/make/p' Makefile
 	@echo "make lint, format, bench, campaigns, clean: see CONTRIBUTING.md"
@@ -56,8 +57,10 @@ format: $(INSTALLED)
 bench: $(INSTALLED)
 	.venv/bin/python -m benchmarks.shakespeare --data $(DATA) $(if $(NANOGPT),--nanogpt $(NANOGPT))
 
-campaigns: $(INSTALLED)
-	$(PYTEST) -m campaign -v
+# The slow ones: kills and damaged checkpoints, errors put into the code, compiled kernels.
+campaigns: campaign-faults campaign-mutations campaign-flex
+campaign-faults campaign-mutations campaign-flex: campaign-%: $(INSTALLED)
+	$(PYTEST) -m campaign -s tests/campaigns/test_$*.py
 
 clean:
 	rm -rf .venv build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache

@@ -34,7 +34,7 @@ class DrawingConfig(Config):
     width: int = Field(gt=0)
     name: str = "untitled"
     shape: Shape = RoundConfig()
-    named: dict[str, Shape] = {}
+    named: dict[str, Shape] = Field(default={})
     order: tuple[str, ...] = ()
     grid: SquareConfig | None = None
 
@@ -96,7 +96,10 @@ ERRORS = [
     ({"width": True}, "width: True is true or false; give another value"),
     ({"width": None}, "width: None is not allowed: input should be a valid integer"),
     ({"width": 3, "order": "ab"}, "order: 'ab' is not allowed: input should be a valid tuple"),
-    ({"width": 3, "shape": {"kind": "sqare"}}, "shape: unknown kind 'sqare'; did you mean 'square'?"),
+    (
+        {"width": 3, "shape": {"kind": "sqare"}},
+        "shape: unknown kind 'sqare'; did you mean 'square'?",
+    ),
     ({"width": 3, "shape": {"kind": "ball"}}, "shape: unknown kind 'ball'; known: round, square"),
     ({"width": 3, "shape": {"radius": 1}}, "shape: {'radius': 1} has no 'kind'; give it one"),
     ({"width": 3, "shape": 7}, "shape: 7 "),
@@ -141,7 +144,7 @@ def test_a_config_error_is_a_users_error() -> None:
 
 @pytest.mark.parametrize("data", [None, [1], "text", 3])
 def test_a_config_needs_a_mapping(data: object) -> None:
-    with pytest.raises(ConfigError, match="^expected a mapping of settings, got "):
+    with pytest.raises(ConfigError, match=r"^expected a mapping of settings, got "):
         DrawingConfig.from_dict(data)
 
 
@@ -152,7 +155,7 @@ def test_a_long_value_is_shortened() -> None:
 
 
 def test_bad_json() -> None:
-    with pytest.raises(ConfigError, match="^not valid JSON at line 2, column 1: "):
+    with pytest.raises(ConfigError, match=r"^not valid JSON at line 2, column 1: "):
         DrawingConfig.from_json('{"width": \n}')
 
 
@@ -221,9 +224,11 @@ def test_reading_a_file(tmp_path: Path) -> None:
     path.write_bytes(b"name: \xff\n")
     with pytest.raises(ConfigError, match=r"recipe\.yaml is not UTF-8 text: bad byte at offset 6$"):
         read_yaml(path)
-    with pytest.raises(ConfigError, match="^cannot read .*missing.yaml: No such file or directory$"):
+    with pytest.raises(
+        ConfigError, match=r"^cannot read .*missing.yaml: No such file or directory$"
+    ):
         read_yaml(tmp_path / "missing.yaml")
-    with pytest.raises(ConfigError, match="^cannot read .*: Is a directory$"):
+    with pytest.raises(ConfigError, match=r"^cannot read .*: Is a directory$"):
         read_yaml(tmp_path)
 
 

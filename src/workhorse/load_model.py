@@ -11,6 +11,7 @@ import torch
 from workhorse.checkpoints import RunDirectory
 from workhorse.config import nearest
 from workhorse.data import DataConfig
+from workhorse.devices import resolve_device
 from workhorse.errors import WorkhorseError
 from workhorse.generate import Completion, Delta, GenerationConfig, PrefixCache, generate, stream
 from workhorse.models import preset, preset_names
@@ -139,7 +140,7 @@ def load(
         WorkhorseError: there is no such model, it cannot be read, or the device or type is not
             there.
     """
-    where, precision = _device(device), _dtype(dtype)
+    where, precision = resolve_device(device), _dtype(dtype)
     path = Path(model)
     if path.is_dir():
         return _run(path, where, precision, kernel)
@@ -178,17 +179,6 @@ def _config(config: GenerationConfig | None, options: dict[str, Any]) -> Generat
     if config is None:
         return GenerationConfig(**options)
     return config.replace(**options) if options else config
-
-
-def _device(name: str) -> torch.device:
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError, NotImplementedError):
-        raise WorkhorseError(f"device {name!r} is not available here; choose auto or cpu") from None
-    return device
 
 
 def _dtype(name: str) -> torch.dtype:

@@ -2,8 +2,8 @@
 
     python fault_driver.py RECIPE.yaml RUN_DIRECTORY [POINT SAVE]
 
-Goes on with the run where there is one. Prints `training` when the loop begins. With a point of
-`POINTS` and the number of a save (from 1), the process kills itself there.
+Goes on with the run where there is one. Prints the number of every step. With a point of `POINTS`
+and the number of a save (from 1), the process kills itself there.
 """
 
 import os
@@ -99,7 +99,7 @@ def main(recipe_file: str, out: str, point: str = "", save: str = "0") -> None:
         recipe,
         out,
         resume=run.exists,
-        on_event=lambda event: event["kind"] == "start" and print("training", flush=True),
+        on_event=lambda event: event["kind"] == "step" and print(event["step"], flush=True),
         store=CheckpointStore(run.checkpoints_folder, recipe.train.keep, disk),
     )
 

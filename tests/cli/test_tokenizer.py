@@ -1,11 +1,14 @@
 """`workhorse tokenizer`: results, and one line for each mistake."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from workhorse.cli.main import main
+from workhorse.data import Document
+from workhorse.data.config import StdlibConfig
 from workhorse.tokenizers import load_tokenizer
 
 TEXT = "The lazy dog jumps over the quick fox.\n" * 50
@@ -115,3 +118,20 @@ def test_a_report_without_a_tokenizer_or_texts_is_one_line(
     main(["tokenizer", "train", "--algorithm", "bytes", "--out", str(tmp_path / "out")])
     assert main(["tokenizer", "report", str(tmp_path / "out")]) == 2
     assert "no FILES to measure on" in capsys.readouterr().err
+
+
+def test_the_built_in_corpus_is_trained_on_and_measured_apart(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[tuple[str, str]] = []
+
+    def read_documents(source: StdlibConfig, split: str) -> Iterator[Document]:
+        asked.append((source.kind, split))
+        yield Document("abc", "some text")
+
+    monkeypatch.setattr("workhorse.data.read_documents", read_documents)
+    out = str(tmp_path / "out")
+    assert main(["tokenizer", "train", "stdlib", "--algorithm", "characters", "--out", out]) == 0
+    assert main(["tokenizer", "report", out, "stdlib"]) == 0
+    assert asked == [("stdlib", "train"), ("stdlib", "validation")]
+    assert "9 bytes, 2 words" in capsys.readouterr().out

@@ -102,10 +102,16 @@ FACTORS: dict[str, dict[str, list[Variant]]] = {
     },
     "heads": {
         "multi_head": [{"n_heads": 4}],
-        "grouped": [{"n_heads": 4, "n_kv_heads": 2}, {"n_heads": 6, "n_kv_heads": 2, "head_dim": 6}],
+        "grouped": [
+            {"n_heads": 4, "n_kv_heads": 2},
+            {"n_heads": 6, "n_kv_heads": 2, "head_dim": 6},
+        ],
         "multi_query": [{"n_heads": 4, "n_kv_heads": 1}],
         "odd": [{"n_heads": 3}],  # in a d_model of 15: head_dim is 5
-        "wide_values": [{"n_heads": 4, "value_dim": 12}, {"n_heads": 3, "head_dim": 8, "value_dim": 5}],
+        "wide_values": [
+            {"n_heads": 4, "value_dim": 12},
+            {"n_heads": 3, "head_dim": 8, "value_dim": 5},
+        ],
     },
     "position": {"none": [{"kind": "none"}], **ROTATIONS, "alibi": ALIBI},
     "reach": {
@@ -256,7 +262,11 @@ def pairwise() -> Iterator[Choice]:
     turns = {
         (factor, kind): itertools.count() for factor, kinds in FACTORS.items() for kind in kinds
     }
-    unused = {(factor, kind): len(variants) for factor, kinds in FACTORS.items() for kind, variants in kinds.items()}
+    unused = {
+        (factor, kind): len(variants)
+        for factor, kinds in FACTORS.items()
+        for kind, variants in kinds.items()
+    }
     missing = {
         ((f, a), (g, b))
         for f, g in itertools.combinations(FACTORS, 2)
@@ -289,9 +299,7 @@ def pair(f: str, a: str, g: str, b: str) -> tuple[tuple[str, str], tuple[str, st
 CHOICES = list(pairwise())
 COVERING: list[DecoderConfig] = [assemble(choice) for choice in CHOICES]
 CAUSAL = [
-    config
-    for config in COVERING
-    if all(block.attention.causal for block in config.blocks.values())
+    config for config in COVERING if all(block.attention.causal for block in config.blocks.values())
 ]
 
 configs: st.SearchStrategy[DecoderConfig] = st.fixed_dictionaries(
@@ -306,16 +314,20 @@ configs: st.SearchStrategy[DecoderConfig] = st.fixed_dictionaries(
 
 
 def make(config: DecoderConfig, kernel: str = "auto", seed: int = 0) -> Decoder:
-    """A decoder in evaluation mode whose weights are large enough for every part to matter."""
+    """A decoder in evaluation mode whose weights are large enough for every part to matter.
+
+    Without norms they are smaller: a squared activation would make rounding errors as large.
+    """
     decoder = config.build(kernel).eval()
     generator = torch.Generator().manual_seed(seed)
+    unnormed = any(block.norm.kind == "none" for block in config.blocks.values())
     with torch.no_grad():
         for parameter in decoder.parameters():
             noise = torch.randn(parameter.shape, generator=generator)
             if parameter.ndim == 1:
                 parameter.add_(0.2 * noise)
             else:
-                parameter.copy_(noise / math.sqrt(parameter.shape[1]))
+                parameter.copy_(noise / math.sqrt(parameter.shape[1]) * (0.5 if unnormed else 1))
     return decoder
 
 
@@ -358,4 +370,6 @@ def error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 def name(index: int) -> str:
     """A readable name of one config of `COVERING`."""
     choice = CHOICES[index]
-    return "-".join([str(index), *(choice[f][0] for f in ("wiring", "position", "reach", "scores"))])
+    return "-".join(
+        [str(index), *(choice[f][0] for f in ("wiring", "position", "reach", "scores"))]
+    )

@@ -198,7 +198,7 @@ def test_attention_that_cannot_be(options: dict[str, object], message: str) -> N
 def test_heads_that_do_not_divide_the_width() -> None:
     with pytest.raises(
         ConfigError,
-        match="^d_model=16 is not divisible by n_heads=3; choose a divisor, or give head_dim$",
+        match=r"^d_model=16 is not divisible by n_heads=3; choose a divisor, or give head_dim$",
     ):
         AttentionConfig(n_heads=3).build(16)
 
@@ -206,5 +206,7 @@ def test_heads_that_do_not_divide_the_width() -> None:
 def test_no_cache_without_causality() -> None:
     from workhorse.nn import Cache
 
-    with pytest.raises(ConfigError, match="^causal=false cannot decode with a cache; run the whole"):
+    with pytest.raises(
+        ConfigError, match=r"^causal=false cannot decode with a cache; run the whole"
+    ):
         build(causal=False).cache_entry(Cache(1, 4, torch.device("cpu")))

@@ -88,8 +88,15 @@ def test_a_wiring_is_its_formula(wiring: str, multiplier: float) -> None:
 
 @pytest.mark.parametrize(
     ("wiring", "norms"),
-    [("pre_norm", 2), ("post_norm", 2), ("reordered_norm", 2), ("sandwich_norm", 4)]
-    + [("parallel", 1), ("parallel_two_norms", 2), ("normed_residual", 2)],
+    [
+        ("pre_norm", 2),
+        ("post_norm", 2),
+        ("reordered_norm", 2),
+        ("sandwich_norm", 4),
+        ("parallel", 1),
+        ("parallel_two_norms", 2),
+        ("normed_residual", 2),
+    ],
 )
 def test_how_many_norms_a_wiring_has(wiring: str, norms: int) -> None:
     kind, options = OPTIONS.get(wiring, (wiring, {}))

@@ -55,7 +55,9 @@ def test_cached_equals_full_in_any_split(config: DecoderConfig) -> None:
 
 @settings(max_examples=25)
 @given(
-    configs, st.lists(st.integers(1, 6), min_size=1, max_size=12), st.sampled_from(["eager", "auto"])
+    configs,
+    st.lists(st.integers(1, 6), min_size=1, max_size=12),
+    st.sampled_from(["eager", "auto"]),
 )
 @torch.no_grad()
 def test_cached_equals_full_in_any_combination(
@@ -181,8 +183,10 @@ def test_a_ragged_rolling_cache_wraps_many_times() -> None:
 
 @torch.no_grad()
 def test_past_the_original_length_cached_keys_keep_their_angles() -> None:
-    """Dynamic NTK and LongRoPE cannot equal the full forward there: keys that were turned for a
-    short text are not turned again. The last token sees exactly those keys.
+    """So dynamic NTK and LongRoPE cannot equal the full forward there.
+
+    Keys that were turned for a short text are not turned again; `test_families.py` compares that
+    with the reference.
     """
     for config in CAUSAL:
         limit = fixed_length(config)

@@ -103,7 +103,9 @@ def test_05_no_mask_is_kept_in_the_layers() -> None:
     parameters = {name for name, _ in decoder.named_parameters()}
     assert set(decoder.state_dict()) == parameters
     assert list(decoder.buffers()) == []
-    held = [key for m in decoder.modules() for key, value in vars(m).items() if torch.is_tensor(value)]
+    held = [
+        key for m in decoder.modules() for key, value in vars(m).items() if torch.is_tensor(value)
+    ]
     assert held == []
 
 

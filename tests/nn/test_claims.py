@@ -18,7 +18,11 @@ SEQ = 10
 
 
 def config(
-    n_layers: int = 2, *, wiring: dict | None = None, attention: dict | None = None, d_model: int = 32
+    n_layers: int = 2,
+    *,
+    wiring: dict | None = None,
+    attention: dict | None = None,
+    d_model: int = 32,
 ) -> DecoderConfig:
     return DecoderConfig.from_dict(
         {

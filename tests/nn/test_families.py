@@ -319,17 +319,16 @@ BY_LENGTH = {
 @pytest.mark.parametrize("kind", BY_LENGTH)
 @torch.no_grad()
 def test_rotations_that_depend_on_the_length(kind: str) -> None:
-    """Within and past the original length, whole and token by token with a cache: past it the
-    reference's cached keys keep their angles too.
+    """Within and past the original length, whole and token by token with a cache.
+
+    Past it the reference's cached keys keep their angles too.
     """
     theirs, options = BY_LENGTH[kind]
     rope = {**theirs, "rope_theta": 100.0, "original_max_position_embeddings": 8}
     length = 8 if kind == "dynamic_ntk" else 32
     model = randomise(
         hf.LlamaForCausalLM(
-            hf.LlamaConfig(
-                **{**THEIRS, "rope_parameters": rope, "max_position_embeddings": length}
-            )
+            hf.LlamaConfig(**{**THEIRS, "rope_parameters": rope, "max_position_embeddings": length})
         )
     )
     scaling = {"kind": kind, "original_max_seq_len": 8, **options}

@@ -85,7 +85,9 @@ def test_the_three_kinds_are_their_formulas() -> None:
     assert torch.allclose(clamped(x), expected, atol=1e-4)
 
 
-@pytest.mark.parametrize("config", [MlpConfig(d_ff=64, dropout=0.5), GatedMlpConfig(d_ff=64, dropout=0.5)])
+@pytest.mark.parametrize(
+    "config", [MlpConfig(d_ff=64, dropout=0.5), GatedMlpConfig(d_ff=64, dropout=0.5)]
+)
 def test_dropout_acts_in_training_only(config: MlpConfig | GatedMlpConfig) -> None:
     module = randomised(config.build(8))
     x = torch.randn(1, 4, 8)

@@ -5,7 +5,6 @@ Nothing here is shared with `nn`: explicit loops over heads and positions, one r
 
 import numpy as np
 import pytest
-import torch
 
 from tests.nn.grid import make, random_tokens
 from workhorse.nn import Decoder, DecoderConfig

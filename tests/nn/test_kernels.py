@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.nn.grid import COVERING, configs, error, make, name, random_tokens, refused
 from workhorse.errors import WorkhorseError
-from workhorse.nn import DecoderConfig
+from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import Eager, Flex, Kernel, Scoring, Sdpa, make_kernel
 from workhorse.nn.masks import AttentionPattern, Placement
 
@@ -86,7 +86,9 @@ def test_what_a_kernel_cannot_express_is_refused(config: DecoderConfig, kernel: 
     if not refused(config, kernel):
         config.build(kernel, device="meta")
         return
-    with pytest.raises(WorkhorseError, match=f"^kernel={kernel} cannot run this model: ") as caught:
+    with pytest.raises(
+        WorkhorseError, match=rf"^kernel={kernel} cannot run this model: "
+    ) as caught:
         config.build(kernel, device="meta")
     assert "\n" not in str(caught.value)
     assert str(caught.value).endswith("; use kernel=eager")
@@ -197,26 +199,26 @@ def test_attention_against_its_formula_in_float64(kind: type[Kernel]) -> None:
     assert torch.allclose(y.double(), expected, atol=1e-6)
 
 
+def one_layer(kernel: str, **attention: object) -> Decoder:
+    block = {
+        "kind": "pre_norm",
+        "norm": {"kind": "rms_norm"},
+        "attention": {"n_heads": 2, **attention},
+        "feed_forward": {"kind": "mlp", "d_ff": 8},
+    }
+    sizes = {"vocab_size": 29, "d_model": 16, "n_layers": 1, "max_seq_len": 16}
+    return DecoderConfig.from_dict({**sizes, "blocks": {"main": block}}).build(kernel)
+
+
 def test_eager_exposes_the_weights() -> None:
     """What an attention map shows: the output of the module `weights`, rows summing to 1."""
-    config = COVERING[0].replace(
-        blocks={
-            "main": {
-                "kind": "pre_norm",
-                "norm": {"kind": "rms_norm"},
-                "attention": {"n_heads": 2},
-                "feed_forward": {"kind": "mlp", "d_ff": 8},
-            }
-        },
-        pattern=(),
-    )
-    decoder = make(config, "eager")
+    decoder = one_layer("eager")
     maps: list[torch.Tensor] = []
     for module in decoder.modules():
         if isinstance(module, Eager):
             module.weights.register_forward_hook(lambda _m, _i, weights: maps.append(weights))
-    decoder(random_tokens(config, 1, 6))
-    assert len(maps) == config.n_layers
+    decoder(random_tokens(decoder.config, 1, 6))
+    assert len(maps) == decoder.config.n_layers
     for weights in maps:
         assert weights.shape == (1, 2, 6, 6)
         assert torch.allclose(weights.sum(-1), torch.ones(1, 2, 6))
@@ -239,13 +241,33 @@ def test_dropout_acts_on_the_weights_in_training_only(kernel: str) -> None:
 
 
 def test_flex_has_no_backward_on_a_cpu() -> None:
-    decoder = make(COVERING[0].replace(n_layers=1, pattern=()), "eager").config.build("flex-uncompiled")
+    decoder = one_layer("flex")
     with pytest.raises(
-        WorkhorseError, match="^kernel=flex has no backward on a CPU; train with sdpa or eager$"
+        WorkhorseError, match=r"^kernel=flex has no backward on a CPU; train with sdpa or eager$"
     ):
         decoder(random_tokens(decoder.config, 1, 4))
 
 
+@torch.no_grad()
+def test_compiled_flex_has_no_sinks_on_a_cpu() -> None:
+    decoder = one_layer("flex", sinks=True)
+    with pytest.raises(
+        WorkhorseError, match=r"^kernel=flex cannot compute sinks on a CPU; use kernel=eager$"
+    ):
+        decoder(random_tokens(decoder.config, 1, 4))
+
+
+def test_flex_does_not_decode() -> None:
+    """It would be compiled anew for every length."""
+    with pytest.raises(
+        WorkhorseError,
+        match=r"^kernel=flex is compiled for one length; decode with kernel=sdpa or eager$",
+    ):
+        one_layer("flex").new_cache(1, 8)
+
+
 def test_an_unknown_kernel() -> None:
-    with pytest.raises(WorkhorseError, match="^kernel='flash' is unknown; choose auto, eager, sdpa"):
+    with pytest.raises(
+        WorkhorseError, match=r"^kernel='flash' is unknown; choose auto, eager, sdpa"
+    ):
         COVERING[0].build("flash")  # type: ignore[arg-type]

@@ -127,5 +127,7 @@ def test_no_norm_changes_nothing() -> None:
 
 @pytest.mark.parametrize("config", [LayerNormConfig, RMSNormConfig])
 def test_an_offset_needs_a_weight(config: type[LayerNormConfig] | type[RMSNormConfig]) -> None:
-    with pytest.raises(ConfigError, match="^offset=true needs a weight; set weight=true or offset"):
+    with pytest.raises(
+        ConfigError, match=r"^offset=true needs a weight; set weight=true or offset"
+    ):
         config(offset=True, weight=False)

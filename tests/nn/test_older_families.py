@@ -292,4 +292,3 @@ def test_gpt2_with_inverse_layer_scales() -> None:
         (tail("feed_forward_norm"), r"transformer.h.\1.ln_2"),
     ]
     assert_same_logits(model, data, rules)
-

@@ -21,9 +21,7 @@ def waves(d_model: int, seq: int = 40, **options: object) -> np.ndarray:
 
 @pytest.mark.parametrize("d_model", [2, 8, 15, 64])
 def test_sinusoidal_positions_are_the_papers(d_model: int) -> None:
-    """`p[s, 2i] = sin(s / 10000^(2i/d))`, `p[s, 2i+1] = cos(same)`, in float64; odd widths end
-    with a sine.
-    """
+    """`p[s, 2i] = sin(s / 10000^(2i/d))`, `p[s, 2i+1] = cos(same)`; odd widths end in a sine."""
     expected = np.zeros((40, d_model))
     for s in range(40):
         for feature in range(d_model):

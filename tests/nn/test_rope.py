@@ -118,13 +118,15 @@ SCALINGS += [
 
 
 @pytest.mark.parametrize(("kind", "options", "length"), SCALINGS)
-def test_scalings_equal_the_reference(
-    kind: str, options: dict[str, object], length: int
-) -> None:
+def test_scalings_equal_the_reference(kind: str, options: dict[str, object], length: int) -> None:
     transformers = pytest.importorskip("transformers")
     rope_utils = pytest.importorskip("transformers.modeling_rope_utils")
     rope = RopeConfig(theta=10_000.0, scaling={"kind": kind, **options})
-    theirs = {"rope_type": "dynamic" if kind == "dynamic_ntk" else kind, "rope_theta": 10_000.0, **options}
+    theirs = {
+        "rope_type": "dynamic" if kind == "dynamic_ntk" else kind,
+        "rope_theta": 10_000.0,
+        **options,
+    }
     original = theirs.pop("original_max_seq_len", 32)
     theirs["original_max_position_embeddings"] = original
     config = transformers.LlamaConfig(

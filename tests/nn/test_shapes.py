@@ -9,7 +9,6 @@ import subprocess
 import sys
 from pathlib import Path
 
-
 PROGRAM = """
 import torch
 from jaxtyping import install_import_hook

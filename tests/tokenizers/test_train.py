@@ -74,6 +74,16 @@ def test_the_vocabulary_has_the_size_asked_for(kind: str) -> None:
     assert train_tokenizer(config, [" ".join(words)] * 2).vocab_size == 340
 
 
+@pytest.mark.parametrize("kind", ["bpe", "byte_fallback_bpe", "wordpiece", "unigram"])
+def test_a_control_token_named_like_a_word_is_not_learned_from_the_corpus(kind: str) -> None:
+    fields = {"kind": kind, "vocab_size": 300, "special": {"eos": "Stop"}}
+    tokenizer = train_tokenizer(tokenizer_config(fields), ["Stop the dog. Stop it, Stop! " * 50])
+    assert tokenizer.eos_id not in tokenizer.encode("Stop the dog, Stop")
+    model = json.loads(tokenizer.definition)["model"]
+    assert all(left + right != "Stop" for left, right in model.get("merges", []))
+    assert tokenizer.encode("Stop", allow_special=True) == [tokenizer.eos_id]
+
+
 def test_a_small_corpus_gives_a_smaller_vocabulary() -> None:
     tokenizer = train_tokenizer(BpeConfig(vocab_size=5000), ["tiny tiny"])
     assert 256 + 7 < tokenizer.vocab_size < 280

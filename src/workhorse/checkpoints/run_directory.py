@@ -78,7 +78,11 @@ class RunDirectory:
                 f"{self.path} holds a run already; go on with it by --resume, "
                 "or choose another --out"
             )
-        others = [path.name for path in self.path.iterdir() if not path.name.startswith(".")]
+        others = [
+            path.name
+            for path in self.path.iterdir()
+            if path != self.data_folder and not path.name.startswith(".")
+        ]  # `workhorse data prepare` may have been here
         if others:
             raise WorkhorseError(
                 f"{self.path} is not empty and not a run (it has {min(others)!r}); "
@@ -87,8 +91,10 @@ class RunDirectory:
         write_atomically(self.recipe_file, recipe_yaml)
 
     def undo(self) -> None:
-        """Take back what `begin` and everything after it made; other people's dot files stay."""
+        """Take back what `begin` and everything after it made; token shards and dot files stay."""
         for path in self.path.iterdir():
+            if path == self.data_folder and any(path.iterdir()):
+                continue
             if path.name.startswith(".") and path.name != ".lock" and ".tmp-" not in path.name:
                 continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()

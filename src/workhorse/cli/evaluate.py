@@ -1,7 +1,6 @@
 """`workhorse evaluate`: how well a model predicts text."""
 
 from collections.abc import Iterator
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -78,39 +77,17 @@ def command(
 
 def _documents(model: "Model", data: str | None) -> Iterator["Document"]:
     """What `--data` names, read anew."""
-    from workhorse.data import read_documents
+    from workhorse.data import read_documents, source_of
     from workhorse.errors import WorkhorseError
 
     if data is not None:
-        source, split = _source(data)
-        yield from read_documents(source, split)
+        source = source_of(data)  # all of a file or folder, the held-out modules of the stdlib
+        yield from read_documents(source, "validation" if source.has_validation else "train")
         return
     if model.data is None:
         raise WorkhorseError(f"{model.name} has no data of its own; give --data FILE_OR_DIR")
     for source in model.data.sources.values():
         yield from read_documents(source, "validation")
-
-
-def _source(data: str) -> tuple[Any, Any]:
-    """A source and its split: all of a file or folder, the held-out modules of the stdlib."""
-    from workhorse.data.config import (
-        FolderConfig,
-        JsonlConfig,
-        ParquetConfig,
-        StdlibConfig,
-        TextConfig,
-    )
-
-    path = Path(data)
-    if data == "stdlib" and not path.exists():
-        return StdlibConfig(), "validation"
-    if path.is_dir():
-        return FolderConfig(path=path, validation_fraction=0), "train"
-    if path.suffix == ".parquet":
-        return ParquetConfig(path=path, validation_fraction=0), "train"
-    if any(suffix == ".jsonl" for suffix in path.suffixes):
-        return JsonlConfig(path=path, validation_fraction=0), "train"
-    return TextConfig(path=path, validation_fraction=0), "train"
 
 
 def _page(result: dict[str, Any]) -> str:

@@ -10,6 +10,7 @@ from workhorse.cli.options import json_option
 from workhorse.cli.output import print_result, progress
 
 if TYPE_CHECKING:
+    from workhorse.data.documents import SplitName
     from workhorse.tokenizers import TokenizerConfig
 
 files_argument = click.argument("files", nargs=-1, type=click.Path(path_type=Path))
@@ -19,7 +20,8 @@ files_argument = click.argument("files", nargs=-1, type=click.Path(path_type=Pat
 def command() -> None:
     """Train a tokenizer, or measure one.
 
-    FILES are texts, .jsonl(.gz, .zst) or .parquet files, folders of texts, or - for stdin.
+    FILES are texts, .jsonl(.gz, .zst) or .parquet files, folders of texts, - for stdin, or stdlib,
+    the built-in corpus: train reads its training part, report the held-out part.
     """
 
 
@@ -69,7 +71,7 @@ def train_command(
         raise WorkhorseError(f"no FILES to train {algorithm} on; name some, or - for stdin")
     check_output_folder(out)
     with progress("reading", unit="bytes") as report:
-        tokenizer = train_tokenizer(config, _texts(files), progress=report)
+        tokenizer = train_tokenizer(config, _texts(files, "train"), progress=report)
     tokenizer.save(out)
     result = {
         "out": out,
@@ -95,7 +97,7 @@ def report_command(tokenizer: Path, files: tuple[Path, ...], as_json: bool) -> N
     if not files:
         raise WorkhorseError("no FILES to measure on; name some, or - for stdin")
     with progress("measuring", unit="bytes") as report:
-        result = tokenizer_report(loaded, _texts(files), progress=report).to_dict()
+        result = tokenizer_report(loaded, _texts(files, "validation"), progress=report).to_dict()
     print_result(result, as_json, text=_page(result))
 
 
@@ -114,21 +116,13 @@ def _config(algorithm: str, vocab_size: int | None, settings: tuple[str, ...]) -
     return tokenizer_config(apply_overrides(fields, settings))
 
 
-def _texts(files: tuple[Path, ...]) -> Iterator[str]:
-    """The texts of all files, one after another."""
-    from workhorse.data import read_documents
-    from workhorse.data.config import FolderConfig, JsonlConfig, ParquetConfig, TextConfig
+def _texts(files: tuple[Path, ...], split: "SplitName") -> Iterator[str]:
+    """The texts of all files, one after another; of the built-in corpus, those of a split."""
+    from workhorse.data import read_documents, source_of
 
     for path in files:
-        kind = TextConfig
-        if path.is_dir():
-            kind = FolderConfig
-        elif path.suffix == ".parquet":
-            kind = ParquetConfig
-        elif ".jsonl" in path.suffixes:
-            kind = JsonlConfig
-        source = kind(path=path, validation_fraction=0)
-        for document in read_documents(source, "train"):
+        source = source_of(path)
+        for document in read_documents(source, split if source.has_validation else "train"):
             yield document.text
 
 

@@ -6,7 +6,7 @@ batch = batches[step]
 """
 
 from workhorse.data.batches import Batch, Batches, ValidationBatches, prefetch
-from workhorse.data.config import DataConfig, SourceConfig
+from workhorse.data.config import DataConfig, SourceConfig, source_of
 from workhorse.data.dataset import Dataset, Split, open_dataset
 from workhorse.data.documents import Document, iterate_texts, read_documents
 from workhorse.data.inspection import RowView, describe, view_rows
@@ -34,5 +34,6 @@ __all__ = [
     "prepare",
     "prepare_tokenizer",
     "read_documents",
+    "source_of",
     "view_rows",
 ]

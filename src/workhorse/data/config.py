@@ -121,6 +121,24 @@ SourceConfig = Annotated[
 """One place that text comes from."""
 
 
+def source_of(name: str | Path) -> SourceConfig:
+    """The source that a bare name stands for, nothing of it held out unless it is `stdlib`.
+
+    Args:
+        name: `stdlib`, `-` for the standard input, a folder of texts, or a file: `.jsonl` and
+            `.parquet` by their endings, others as plain text.
+    """
+    path = Path(name)
+    if str(name) == "stdlib" and not path.exists():
+        return StdlibConfig()
+    if path.is_dir():
+        return FolderConfig(path=path, validation_fraction=0)
+    if path.suffix == ".parquet":
+        return ParquetConfig(path=path, validation_fraction=0)
+    kind = JsonlConfig if ".jsonl" in path.suffixes else TextConfig
+    return kind(path=path, validation_fraction=0)
+
+
 def _spelled_out(source: Any) -> Any:
     return SHORTHANDS.get(source, {"kind": source}) if isinstance(source, str) else source
 

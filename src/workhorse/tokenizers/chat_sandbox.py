@@ -196,7 +196,7 @@ class _Counting(NodeTransformer):
         self.generic_visit(node)
         return _filter("join", nodes.List(node.nodes))
 
-    def visit_List(self, node: nodes.List) -> nodes.Node:
+    def visit_List(self, node: nodes.List | nodes.Dict) -> nodes.Node:
         self.generic_visit(node)
         return _filter("_flat", node)
 
@@ -217,7 +217,7 @@ def _literal_size(node: nodes.Node) -> int:
     return sum(len(text.data) for text in node.find_all(nodes.TemplateData))
 
 
-def _filter(name: str, node: nodes.Expr, *arguments: int) -> nodes.Filter:
+def _filter(name: str, node: Any, *arguments: int) -> nodes.Filter:
     constants: list[nodes.Expr] = [nodes.Const(argument) for argument in arguments]
     return nodes.Filter(node, name, constants, [], None, None, lineno=node.lineno)
 

@@ -121,8 +121,12 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Sequence[int], *, skip_special: bool = False) -> bytes:
         """The bytes of some ids, UTF-8 or not."""
-        pieces = [self._piece(token, skip_special) for token in ids]
-        return join_pieces(pieces, self._decoding.strip_space)
+        for token in (min(ids, default=0), max(ids, default=0)):
+            self._check_id(token)
+        if skip_special:
+            ids = [token for token in ids if token not in self._special_ids]
+        pieces = self._pieces
+        return join_pieces([pieces[token] for token in ids], self._decoding.strip_space)
 
     def stream(self, *, skip_special: bool = False, after: Sequence[int] = ()) -> StreamDecoder:
         """A decoder of ids that come one by one.
@@ -216,12 +220,15 @@ class Tokenizer:
         return ids  # pyright: ignore[reportReturnType]
 
     def _piece(self, token: int, skip_special: bool) -> bytes:
+        self._check_id(token)
+        return b"" if skip_special and token in self._special_ids else self._pieces[token]
+
+    def _check_id(self, token: int) -> None:
         if not 0 <= token < self.vocab_size:
             raise WorkhorseError(
                 f"token id {token} is not in the vocabulary of {self.vocab_size}; "
                 "decode with the tokenizer that made the ids"
             )
-        return b"" if skip_special and token in self._special_ids else self._pieces[token]
 
     def _role_id(self, role: str) -> int | None:
         name = self.roles.get(role)

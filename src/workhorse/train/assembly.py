@@ -6,9 +6,10 @@ import torch
 
 from workhorse import __version__
 from workhorse.checkpoints import RunDirectory, empty_decoder, load_weights, weights_of
-from workhorse.data import Batches, Dataset, iterate_texts, prepare
+from workhorse.data import Batches, Dataset, prepare, prepare_tokenizer
+from workhorse.devices import training_dtype
 from workhorse.nn import Decoder
-from workhorse.tokenizers import Tokenizer, train_tokenizer
+from workhorse.tokenizers import Tokenizer
 from workhorse.train.loop import Loop, Store
 from workhorse.train.metrics import Event, MetricsFile
 from workhorse.train.optimizers import build_optimizer
@@ -103,9 +104,9 @@ def assemble(
 
 
 def _tokenizer(recipe: Recipe, run: RunDirectory) -> Tokenizer:
-    """The run's tokenizer, trained on the recipe's training text if it is not there yet."""
+    """The run's tokenizer, made on the recipe's training text if it is not there yet."""
     if not run.tokenizer_folder.exists():
-        run.save_tokenizer(train_tokenizer(recipe.tokenizer, iterate_texts(recipe.data)))
+        run.save_tokenizer(prepare_tokenizer(recipe.tokenizer, recipe.data, run.data_folder))
     return run.tokenizer()
 
 
@@ -114,7 +115,7 @@ def _step_and_validator(
 ) -> tuple[TrainingStep, Validator | None]:
     """Both run the same module, so that it is compiled once."""
     config = recipe.train
-    precision = Precision(device, getattr(torch, config.dtype))
+    precision = Precision(device, training_dtype(config.dtype, device))
     if config.activation_checkpointing:
         checkpoint_activations(decoder)
     module = LossOfBatch(decoder, config.z_loss).train()

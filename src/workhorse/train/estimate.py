@@ -8,15 +8,18 @@ import torch
 from torch import Tensor
 
 from workhorse.data import Batch, iterate_texts
+from workhorse.devices import resolve_device, training_dtype
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import train_tokenizer
 from workhorse.train.optimizers import build_optimizer, parameters_by_role
 from workhorse.train.recipe import Recipe
-from workhorse.train.speed import flops_per_token, peak_flops, resolve_device
+from workhorse.train.speed import flops_per_token, peak_flops
 from workhorse.train.step import LossOfBatch, LossScale, Precision, TrainingStep
 
-MEASURED_BYTES = 2**30
-"""Weights, gradients and optimizer up to this size are allocated to time a step."""
+TIMED_BYTES = 2**28
+TIMED_SECONDS = 1.0
+"""Steps are timed where weights, gradients and optimizer fit into so many bytes, and a step's
+arithmetic into so many seconds at the rate of a large matrix product."""
 TIMED_STEPS = 3
 
 
@@ -53,11 +56,13 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     }
     flops = flops_per_token(decoder, config.seq_len)
     tokens = config.steps * config.tokens_per_step
-    if sum(memory.values()) <= MEASURED_BYTES:
-        seconds, source = config.steps * _seconds_per_step(recipe, decoder_config, device), "steps"
+    at_peak = (
+        flops * config.tokens_per_step / peak_flops(device, training_dtype(config.dtype, device))
+    )
+    if sum(memory.values()) <= TIMED_BYTES and at_peak <= TIMED_SECONDS:
+        seconds, source = _seconds_per_step(recipe, decoder_config, device), "steps"
     else:
-        peak = peak_flops(device, getattr(torch, config.dtype))
-        seconds, source = tokens * flops / peak, "matrix product"
+        seconds, source = at_peak, "matrix product"
     return {
         "recipe": recipe.to_dict(),
         "config": decoder_config.to_dict(),
@@ -65,7 +70,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "memory": memory | {"total": sum(memory.values())},
         "tokens": tokens,
         "flops_per_token": flops,
-        "seconds": seconds,
+        "seconds": config.steps * seconds,
         "seconds_from": source,
         "device": str(device),
     }
@@ -90,7 +95,7 @@ def _seconds_per_step(recipe: Recipe, config: DecoderConfig, device: torch.devic
         LossOfBatch(decoder, train.z_loss),
         build_optimizer(decoder, train.optimizer),
         device,
-        precision=Precision(device, getattr(torch, train.dtype)),
+        precision=Precision(device, training_dtype(train.dtype, device)),
         scale=LossScale(enabled=train.dtype == "float16"),
         micro_batch_size=train.micro_batch_size or train.batch_size,
         grad_clip=train.grad_clip,

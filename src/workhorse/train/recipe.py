@@ -56,9 +56,10 @@ class TrainConfig(Config):
 
     device: str = "auto"
     """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:N` or `mps`."""
-    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
-    """Of the arithmetic; weights and optimizer stay in float32. `float16` needs CUDA and scales the
-    loss so that small gradients survive."""
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    """Of the arithmetic; weights and optimizer stay in float32. `auto` is bfloat16 where the device
+    multiplies it natively; `float16` needs CUDA and scales the loss so that small gradients
+    survive."""
     kernel: Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"] = "auto"
     """How attention is computed."""
     threads: int = Field(default=0, ge=0)

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.checkpoints import RunDirectory
+from workhorse.devices import resolve_device
 from workhorse.errors import WorkhorseError
 from workhorse.train.assembly import assemble
 from workhorse.train.loop import Loop, Store
@@ -15,7 +16,6 @@ from workhorse.train.recipe import Recipe
 from workhorse.train.report import write_report
 from workhorse.train.resume import check_changes
 from workhorse.train.signals import StopSignals
-from workhorse.train.speed import resolve_device
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 

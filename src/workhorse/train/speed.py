@@ -5,7 +5,6 @@ import time
 import torch
 from torch import nn
 
-from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
 
 PROBE_SECONDS = 0.05
@@ -35,35 +34,11 @@ def flops_per_token(decoder: Decoder, seq_len: int) -> int:
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Floating-point operations a second of a large matrix product here and now."""
     size = 8192 if device.type == "cuda" else 1024
-    left = torch.ones(size, size, device=device, dtype=dtype)
-    right = torch.ones(size, size, device=device, dtype=dtype)
+    left = torch.rand(size, size, device=device, dtype=dtype)
+    right = torch.rand(size, size, device=device, dtype=dtype)
     float((left @ right)[0, 0])  # reading a number waits for the device
     products, start = 0, time.perf_counter()
     while (seconds := time.perf_counter() - start) < PROBE_SECONDS or not products:
         float((left @ right)[0, 0])
         products += 1
     return 2 * size**3 * products / seconds
-
-
-def resolve_device(name: str) -> torch.device:
-    """The device of that name; `auto` is CUDA where there is one and else the CPU.
-
-    Raises:
-        WorkhorseError: there is no such device here.
-    """
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-    except RuntimeError:
-        raise WorkhorseError(
-            f"device={name} is not a device; choose cpu, cuda, cuda:N or mps"
-        ) from None
-    there = {
-        "cpu": device.index in (None, 0),
-        "cuda": (device.index or 0) < torch.cuda.device_count(),
-        "mps": torch.backends.mps.is_available(),
-    }
-    if not there.get(device.type, False):
-        raise WorkhorseError(f"device={name} is not there; choose cpu, or auto")
-    return device

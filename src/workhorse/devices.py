@@ -1,0 +1,58 @@
+"""What a name of a device or a number format stands for on this machine."""
+
+import functools
+
+import torch
+
+from workhorse.errors import WorkhorseError
+
+
+def resolve_device(name: str) -> torch.device:
+    """The device of that name; `auto` is CUDA where there is one and else the CPU.
+
+    Raises:
+        WorkhorseError: there is no such device here.
+    """
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise WorkhorseError(
+            f"device={name} is not a device; choose cpu, cuda, cuda:N or mps"
+        ) from None
+    there = {
+        "cpu": device.index in (None, 0),
+        "cuda": (device.index or 0) < torch.cuda.device_count(),
+        "mps": torch.backends.mps.is_available(),
+    }
+    if not there.get(device.type, False):
+        raise WorkhorseError(f"device={name} is not there; choose cpu, or auto")
+    return device
+
+
+def training_dtype(name: str, device: torch.device) -> torch.dtype:
+    """The format of the arithmetic; `auto` is bfloat16 where it is fast and else float32.
+
+    Args:
+        name: `auto`, `float32`, `bfloat16` or `float16`.
+        device: where the arithmetic is done.
+    """
+    if name == "auto":
+        return torch.bfloat16 if multiplies_bfloat16(device) else torch.float32
+    return getattr(torch, name)
+
+
+def multiplies_bfloat16(device: torch.device) -> bool:
+    """Whether the device has instructions for products of bfloat16 matrices."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_capability(device) >= (8, 0)
+    return device.type == "cpu" and _cpu_multiplies_bfloat16()
+
+
+@functools.cache
+def _cpu_multiplies_bfloat16() -> bool:
+    if not hasattr(torch.cpu, "get_capabilities"):  # newer than the oldest PyTorch we run on
+        return False
+    capabilities = torch.cpu.get_capabilities()
+    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))

@@ -1,9 +1,9 @@
 """Whole-process time to nanoGPT's validation loss on tiny Shakespeare, beside nanoGPT itself.
 
-    python -m benchmarks.shakespeare --data tinyshakespeare.txt --nanogpt CHECKOUT [--runs 3] [--json]
+    python -m benchmarks.shakespeare --data tinyshakespeare.txt --nanogpt CHECKOUT
 
-Ours is `workhorse train recipes/shakespeare-fast.yaml`; nanoGPT's is its published CPU recipe, 2,000
-steps. Both are timed from process start to exit, in turn. nanoGPT can be run for fewer steps
+Ours is `workhorse train recipes/shakespeare-fast.yaml`; nanoGPT's is its published CPU recipe of
+2,000 steps. Both are timed from process start to exit, in turn. nanoGPT can be run for fewer steps
 (`--nanogpt-steps`); its time is then that of the steps times 2,000 / steps, its start counted once.
 """
 
@@ -20,7 +20,11 @@ RECIPE = Path(__file__).parent.parent / "recipes" / "shakespeare-fast.yaml"
 NANOGPT_STEPS = 2000
 NANOGPT_LOSS = 1.886
 """What nanoGPT's readme-sized CPU recipe reaches on the whole validation split."""
-NANOGPT_FLAGS = ["--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=100", "--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--lr_decay_iters=2000", "--dropout=0.0", "--always_save_checkpoint=False"]
+NANOGPT_FLAGS = [
+    *("--device=cpu", "--compile=False", "--eval_iters=20", "--log_interval=100"),
+    *("--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128"),
+    *("--lr_decay_iters=2000", "--dropout=0.0", "--always_save_checkpoint=False"),
+]
 
 
 def ours(data: Path) -> tuple[float, float]:

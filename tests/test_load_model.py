@@ -105,5 +105,5 @@ def test_what_is_not_a_model(tmp_path):
         workhorse.load("gpt22")
     with pytest.raises(WorkhorseError, match=r"^dtype 'float3' is unknown; did you mean 'float32'"):
         workhorse.load("gpt2", dtype="float3")
-    with pytest.raises(WorkhorseError, match=r"^device 'warp' is not available here; choose auto"):
+    with pytest.raises(WorkhorseError, match=r"^device=warp is not a device; choose cpu"):
         workhorse.load("gpt2", device="warp")

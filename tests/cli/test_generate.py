@@ -102,7 +102,7 @@ def test_a_preset_says_that_its_weights_are_random(capsys, monkeypatch):
         ),
         (["--prompt", "x" * 33], "the prompt has 33 tokens and the context is 32; shorten it"),
         (["--prompt", "a", "--logit-bias", "x=1"], "'x=1' is no bias; write ID=VALUE"),
-        (["--prompt", "a", "--device", "warp"], "device 'warp' is not available here"),
+        (["--prompt", "a", "--device", "warp"], "device=warp is not a device"),
         ([], "there is no prompt; give --prompt TEXT"),
         (["--prompt", "-", "--prompt", "-"], "stdin can be read once only"),
         (["--prompt", "a", "--logprobs", "2"], "--logprobs are part of the --json result"),

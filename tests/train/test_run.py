@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
+from workhorse.data import prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.train import Recipe, read_metrics, train
 from workhorse.train.step import LossOfBatch
@@ -340,3 +341,16 @@ def test_a_device_that_is_not_there(make_recipe, tmp_path: Path, changes, messag
     with pytest.raises(WorkhorseError, match=message):
         train(make_recipe(**changes), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_prepared_shards_are_used_and_survive_a_run_that_cannot_begin(
+    make_recipe, tmp_path: Path
+) -> None:
+    recipe = make_recipe()
+    data = tmp_path / "run" / "data"
+    prepare(recipe.data, prepare_tokenizer(recipe.tokenizer, recipe.data, data), data)
+    before = {path: path.stat().st_mtime_ns for path in data.rglob("*.npy")}
+    with pytest.raises(WorkhorseError):
+        train(make_recipe(seq_len=10**6), tmp_path / "run")
+    train(recipe, tmp_path / "run")
+    assert before == {path: path.stat().st_mtime_ns for path in data.rglob("*.npy")}

@@ -46,6 +46,7 @@ class RunDirectory:
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints_folder = self.path / "checkpoints"
         self.report_file = self.path / "report.html"
+        self._found_data = False
 
     @property
     def exists(self) -> bool:
@@ -88,12 +89,13 @@ class RunDirectory:
                 f"{self.path} is not empty and not a run (it has {min(others)!r}); "
                 "choose another --out"
             )
+        self._found_data = self.data_folder.exists()
         write_atomically(self.recipe_file, recipe_yaml)
 
     def undo(self) -> None:
-        """Take back what `begin` and everything after it made; token shards and dot files stay."""
+        """Take back what `begin` and all after it made; what was there, and dot files, stay."""
         for path in self.path.iterdir():
-            if path == self.data_folder and any(path.iterdir()):
+            if path == self.data_folder and self._found_data:
                 continue
             if path.name.startswith(".") and path.name != ".lock" and ".tmp-" not in path.name:
                 continue

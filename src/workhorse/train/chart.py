@@ -29,11 +29,13 @@ def line_chart(title: str, series: Sequence[Series], unit: str = "") -> str:
         return ""
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
-    x_ticks, y_ticks = ticks(min(xs), max(xs)), ticks(*clipped_range(ys))
+    left, right = min(0, *xs), max(1, *xs)
+    x_ticks = [tick for tick in ticks(left, right) if tick <= right]
+    y_ticks = ticks(*clipped_range(ys))
     low, high = y_ticks[0], y_ticks[-1]
 
     def place(x: float, y: float) -> tuple[float, float]:
-        across = (x - x_ticks[0]) / (x_ticks[-1] - x_ticks[0])
+        across = (x - left) / (right - left)
         up = (min(max(y, low), high) - low) / (high - low)
         return LEFT + across * (WIDTH - LEFT - RIGHT), HEIGHT - BOTTOM - up * (
             HEIGHT - TOP - BOTTOM
@@ -41,7 +43,7 @@ def line_chart(title: str, series: Sequence[Series], unit: str = "") -> str:
 
     parts = [f'<text class="title" x="{LEFT}" y="16">{escape(title)}</text>']
     for tick in y_ticks:
-        y = place(x_ticks[0], tick)[1]
+        y = place(left, tick)[1]
         parts.append(
             f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>'
         )

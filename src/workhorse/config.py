@@ -201,13 +201,17 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
     return result
 
 
+LISTED_NAMES = 24
+"""How many known names an error lists at most."""
+
+
 def nearest(name: str, known: Iterable[str]) -> str:
-    """A remedy for an unknown name: the nearest known one, or all of them."""
-    names = list(known)
-    close = difflib.get_close_matches(name, names, n=1, cutoff=0.6)
-    return (
-        f"did you mean {close[0]!r}?" if close else f"known: {', '.join(sorted(names)) or 'none'}"
-    )
+    """A remedy for an unknown name: the nearest known one, or which there are."""
+    names = sorted(known)
+    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
+        return f"did you mean {close[0]!r}?"
+    more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
+    return f"known: {', '.join(names[:LISTED_NAMES]) or 'none'}{more}"
 
 
 def _first_problem(config: type[Config], error: ValidationError) -> ConfigError:

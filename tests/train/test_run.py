@@ -354,3 +354,11 @@ def test_prepared_shards_are_used_and_survive_a_run_that_cannot_begin(
         train(make_recipe(seq_len=10**6), tmp_path / "run")
     train(recipe, tmp_path / "run")
     assert before == {path: path.stat().st_mtime_ns for path in data.rglob("*.npy")}
+
+
+def test_a_kernel_that_cannot_train_here_is_refused_before_anything_is_made(
+    make_recipe, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkhorseError, match=r"^kernel=flex has no backward on a CPU; train with"):
+        train(make_recipe(kernel="flex", device="cpu"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

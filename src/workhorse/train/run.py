@@ -83,6 +83,8 @@ def train(
         raise WorkhorseError(
             f"dtype float16 needs CUDA, and this is {device.type}; choose bfloat16 or float32"
         )
+    if recipe.train.kernel.startswith("flex") and device.type == "cpu":
+        raise WorkhorseError("kernel=flex has no backward on a CPU; train with sdpa or eager")
     with run.lock():
         if resume:
             for line in check_changes(Recipe.from_dict(run.recipe()), recipe):

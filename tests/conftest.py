@@ -1,12 +1,19 @@
-"""What every test relies on: no network, and the same random state every time."""
+"""What every test relies on: no network, the same random state, a run directory to load."""
 
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 
+from pathlib import Path
+
 import hypothesis
 import pytest
 import torch
+import yaml
+
+from workhorse.checkpoints import RunDirectory, weights_of
+from workhorse.nn import DecoderConfig
+from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
 
 # The same examples on every run: a failure seen once is seen again.
 hypothesis.settings.register_profile("workhorse", deadline=None, derandomize=True)
@@ -16,6 +23,48 @@ hypothesis.settings.load_profile("workhorse")
 @pytest.fixture(autouse=True)
 def _fixed_random_state() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Path:
+    """A bytes model of context 32, whose held-out data is the folder `texts` beside it."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in ("a", "b", "c"):
+        (texts / f"{name}.txt").write_text(f"text {name} " * 9)
+    special = SpecialTokensConfig(
+        bos=None, eos="<|eos|>", pad=None, chat=("<|user|>", "<|assistant|>", "<|end|>")
+    )
+    tokenizer = train_tokenizer(BytesConfig(special=special), [])
+    config = DecoderConfig.from_dict(
+        {
+            "vocab_size": tokenizer.vocab_size,
+            "d_model": 16,
+            "n_layers": 1,
+            "max_seq_len": 32,
+            "blocks": {
+                "main": {
+                    "kind": "pre_norm",
+                    "norm": {"kind": "rms_norm"},
+                    "attention": {"kind": "attention", "n_heads": 2, "position": {"kind": "rope"}},
+                    "feed_forward": {"kind": "mlp", "d_ff": 32},
+                }
+            },
+            "init": {"kind": "normal", "std": 0.5},
+        }
+    )
+    torch.manual_seed(0)
+    recipe = {
+        "name": "tiny",
+        "data": {"corpus": {"kind": "folder", "path": str(texts), "validation": str(texts)}},
+    }
+    run = RunDirectory(tmp_path / "run")
+    run.path.mkdir()
+    run.begin(yaml.safe_dump(recipe))
+    run.save_tokenizer(tokenizer)
+    run.save_config(config)
+    run.store().save(1, weights_of(config.build()), {}, {"config": config.to_dict()})
+    return run.path
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

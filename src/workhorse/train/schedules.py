@@ -4,6 +4,7 @@ All warm up linearly, reach 1, and end at `final` after the last step; they diff
 """
 
 import math
+from abc import abstractmethod
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -30,9 +31,9 @@ class WarmupConfig(Config):
             return (step + 1) / self.warmup_steps
         return self.after_warmup((step - self.warmup_steps) / (steps - self.warmup_steps))
 
+    @abstractmethod
     def after_warmup(self, progress: float) -> float:
         """The factor when this share of the rest has passed: 0 at its first step, below 1."""
-        raise NotImplementedError
 
 
 class ConstantConfig(WarmupConfig):

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workhorse.data import IGNORE, Batch, Batches, Split, ValidationBatches, prefetch
+from workhorse.data import IGNORE, Batch, Batches, Split, ValidationBatches
 from workhorse.errors import WorkhorseError
 
 MakeSplit = Callable[..., Split]
@@ -190,28 +190,3 @@ def test_validation_on_fewer_rows_spreads_them(make_split: MakeSplit) -> None:
     starts = torch.cat([batch.tokens[batch.sources >= 0] for batch in batches])[:, 0]
     assert starts.tolist() == [0, 16, 32, 48, 64]
     assert len(ValidationBatches(split, seq_len=8, batch_size=2, max_rows=99)) == 5
-
-
-def test_prefetching_changes_nothing(make_split: MakeSplit) -> None:
-    batches = Batches(make_split([500]), seq_len=8, batch_size=4)
-    fetched = list(prefetch(batches, 3, 9))
-    assert len(fetched) == 6
-    assert all(same(batch, batches[step]) for step, batch in enumerate(fetched, start=3))
-    endless = prefetch(batches)
-    assert same(next(endless), batches[0])
-    endless.close()
-
-
-def test_prefetching_passes_on_a_failure(make_split: MakeSplit) -> None:
-    class Failing(Batches):
-        def __getitem__(self, step: int) -> Batch:
-            if step == 2:
-                raise OSError("the disk is gone")
-            return super().__getitem__(step)
-
-    failing = Failing(make_split([500]), seq_len=8, batch_size=4)
-    fetched = prefetch(failing, 0, 5)
-    next(fetched)
-    next(fetched)
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(fetched)

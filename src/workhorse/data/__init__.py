@@ -5,7 +5,7 @@ batches = Batches(dataset.train, seq_len=256, batch_size=16, seed=1)
 batch = batches[step]
 """
 
-from workhorse.data.batches import Batch, Batches, ValidationBatches, prefetch
+from workhorse.data.batches import Batch, Batches, ValidationBatches
 from workhorse.data.config import DataConfig, SourceConfig, source_of
 from workhorse.data.dataset import Dataset, Split, open_dataset
 from workhorse.data.documents import Document, iterate_texts, read_documents
@@ -30,7 +30,6 @@ __all__ = [
     "describe",
     "iterate_texts",
     "open_dataset",
-    "prefetch",
     "prepare",
     "prepare_tokenizer",
     "read_documents",

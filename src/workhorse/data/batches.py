@@ -5,9 +5,7 @@ exact position for a resume, and micro-batches and processes are slices of the s
 """
 
 import math
-from collections import deque
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -187,22 +185,6 @@ class _TiledWindows:
             rows.tokens[row, : len(tokens) - 1] = tokens[:-1]
             rows.targets[row, : len(tokens) - 1] = tokens[1:]
         return rows
-
-
-def prefetch(
-    batches: Batches, start_step: int = 0, stop_step: int | None = None, *, depth: int = 2
-) -> Iterator[Batch]:
-    """The batches from a step on, read in a thread `depth` ahead; the same as `batches[step]`."""
-    with ThreadPoolExecutor(1, thread_name_prefix="batches") as reader:
-        waiting: deque[Future[Batch]] = deque()
-        step = start_step
-        while True:
-            while len(waiting) <= depth and (stop_step is None or step < stop_step):
-                waiting.append(reader.submit(batches.__getitem__, step))
-                step += 1
-            if not waiting:
-                return
-            yield waiting.popleft().result()
 
 
 def _batch(

@@ -362,3 +362,21 @@ def test_a_kernel_that_cannot_train_here_is_refused_before_anything_is_made(
     with pytest.raises(WorkhorseError, match=r"^kernel=flex has no backward on a CPU; train with"):
         train(make_recipe(kernel="flex", device="cpu"), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_run_touches_nothing_of_others_and_leaves_no_folder(
+    make_recipe, corpus: Path, tmp_path: Path
+) -> None:
+    thesis = tmp_path / "thesis"
+    thesis.mkdir()
+    (thesis / "chapter.txt").write_text("mine")
+    with pytest.raises(WorkhorseError, match="is not empty and not a run"):
+        train(make_recipe(), thesis)
+    assert [path.name for path in thesis.iterdir()] == ["chapter.txt"]
+    (tmp_path / "mine").mkdir()
+    corpus.write_text("short")
+    for out in (tmp_path / "runs" / "new", tmp_path / "mine"):
+        with pytest.raises(WorkhorseError, match="fewer than one window"):
+            train(make_recipe(), out)
+    assert not (tmp_path / "runs").exists()
+    assert not any((tmp_path / "mine").iterdir())

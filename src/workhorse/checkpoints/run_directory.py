@@ -46,6 +46,7 @@ class RunDirectory:
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints_folder = self.path / "checkpoints"
         self.report_file = self.path / "report.html"
+        self._made: list[Path] = []
         self._found_data = False
 
     @property
@@ -60,6 +61,9 @@ class RunDirectory:
             WorkhorseError: another process does, or the folder cannot be made.
         """
         try:
+            self._made = [
+                folder for folder in (self.path, *self.path.parents) if not folder.exists()
+            ]
             self.path.mkdir(parents=True, exist_ok=True)
             return FolderLock(self.path)
         except OSError as error:
@@ -68,12 +72,14 @@ class RunDirectory:
                 f"cannot write in the run directory {self.path}: {cause}; choose another --out"
             ) from None
 
-    def begin(self, recipe_yaml: str) -> None:
-        """Make the folder a run by writing its recipe.
+    def check_free(self) -> None:
+        """Look whether a run can begin here, without touching anything.
 
         Raises:
             WorkhorseError: a run is here already, or something that is no run.
         """
+        if not self.path.is_dir():
+            return
         if self.exists:
             raise WorkhorseError(
                 f"{self.path} holds a run already; go on with it by --resume, "
@@ -89,6 +95,14 @@ class RunDirectory:
                 f"{self.path} is not empty and not a run (it has {min(others)!r}); "
                 "choose another --out"
             )
+
+    def begin(self, recipe_yaml: str) -> None:
+        """Make the folder a run by writing its recipe.
+
+        Raises:
+            WorkhorseError: as `check_free`.
+        """
+        self.check_free()
         self._found_data = self.data_folder.exists()
         write_atomically(self.recipe_file, recipe_yaml)
 
@@ -101,7 +115,8 @@ class RunDirectory:
                 continue
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         with contextlib.suppress(OSError):  # something else is in it, or somebody stands on it
-            self.path.rmdir()
+            for folder in self._made:
+                folder.rmdir()
 
     def rewrite_recipe(self, recipe_yaml: str) -> None:
         write_atomically(self.recipe_file, recipe_yaml)

@@ -17,8 +17,9 @@ WORKHORSE := .venv/bin/workhorse
 # One thread a test process: the models of the tests are too small to share out.
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
-.PHONY: help install demo test lint format bench clean \
-    campaigns campaign-faults campaign-mutations campaign-flex
+CAMPAIGNS := $(addprefix campaign-,faults mutations flex hostile gguf harness)
+
+.PHONY: help install demo test lint format bench families clean campaigns $(CAMPAIGNS)
 help:
 	@sed -n 's/^#  *make/make/p' Makefile
 	@echo "make lint, format, bench, campaigns, clean: see CONTRIBUTING.md"
@@ -57,9 +58,13 @@ format: $(INSTALLED)
 bench: $(INSTALLED)
 	.venv/bin/python -m benchmarks.shakespeare --data $(DATA) $(if $(NANOGPT),--nanogpt $(NANOGPT))
 
-# The slow ones: kills and damaged checkpoints, errors put into the code, compiled kernels.
-campaigns: campaign-faults campaign-mutations campaign-flex
-campaign-faults campaign-mutations campaign-flex: campaign-%: $(INSTALLED)
+families: $(INSTALLED)
+	OMP_NUM_THREADS=1 .venv/bin/python -m tests.parity.table --out docs/families.md
+
+# The slow ones: kills and damaged checkpoints, errors put into the code, compiled kernels, hostile
+# model directories, what llama.cpp and lm-eval make of our models.
+campaigns: $(CAMPAIGNS)
+$(CAMPAIGNS): campaign-%: $(INSTALLED)
 	$(PYTEST) -m campaign -s tests/campaigns/test_$*.py
 
 clean:

@@ -99,9 +99,9 @@ def test_dtype_and_quiet():
 
 def test_what_is_not_a_model(tmp_path):
     (tmp_path / "config.json").write_text("{}")
-    with pytest.raises(WorkhorseError, match="looks like a Hugging Face directory, which this"):
+    with pytest.raises(WorkhorseError, match=r"config\.json has no 'model_type'"):
         workhorse.load(tmp_path)
-    with pytest.raises(WorkhorseError, match="no run directory or preset 'gpt22'; did you mean"):
+    with pytest.raises(WorkhorseError, match="no folder, hub id or preset 'gpt22'; did you mean"):
         workhorse.load("gpt22")
     with pytest.raises(WorkhorseError, match=r"^dtype 'float3' is unknown; did you mean 'float32'"):
         workhorse.load("gpt2", dtype="float3")

@@ -9,12 +9,15 @@ from typing import Any
 import torch
 
 from workhorse.checkpoints import RunDirectory
+from workhorse.checkpoints.huggingface import HuggingFaceDirectory
+from workhorse.checkpoints.stored import StoredModel, is_hub_id, open_stored
 from workhorse.config import nearest
 from workhorse.data import DataConfig
 from workhorse.devices import resolve_device
 from workhorse.errors import WorkhorseError
 from workhorse.generate import Completion, Delta, GenerationConfig, PrefixCache, generate, stream
 from workhorse.models import preset, preset_names
+from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
 from workhorse.tokenizers import BytesConfig, Tokenizer, train_tokenizer
@@ -27,39 +30,63 @@ class Model:
     name: str
     """What it was loaded from."""
     decoder: Decoder
-    tokenizer: Tokenizer
+    tokenizer: Tokenizer | None
+    """None where a directory holds none: such a model reads and writes token ids."""
     trained: bool
     """Whether the weights were learned; those of a preset are random."""
     data: DataConfig | None = None
     """What a run was trained on."""
+    stop_tokens: tuple[int, ...] = ()
+    """What ends a text; empty: the tokenizer's eos."""
     trained_to_chat: bool = False
     """Whether it knows its tokenizer's chat template; what was trained on plain text does not."""
+    family: Family | None = None
+    """The model type of the Hugging Face directory it was loaded from."""
 
     @property
     def config(self) -> DecoderConfig:
         return self.decoder.config
 
     @property
-    def bos(self) -> int | None:
-        """The token that begins every text the model was trained on."""
-        return self.tokenizer.bos_id if self.data and self.data.bos else None
+    def text(self) -> Tokenizer:
+        """The tokenizer.
+
+        Raises:
+            WorkhorseError: there is none.
+        """
+        if self.tokenizer is None:
+            raise WorkhorseError(f"{self.name} has no tokenizer; put its files beside the weights")
+        return self.tokenizer
+
+    @property
+    def prefix(self) -> tuple[int, ...]:
+        """The tokens that began every text of the training."""
+        if self.tokenizer is None:
+            return ()
+        if self.data is None:
+            return tuple(self.tokenizer.prefix_ids)
+        bos = self.tokenizer.bos_id if self.data.bos else None
+        return () if bos is None else (bos,)
 
     @property
     def start(self) -> int | None:
-        """The token that training put before a text: bos, or the eos of the text before it."""
-        if self.bos is not None:
-            return self.bos
-        return self.tokenizer.eos_id if self.data and self.data.eos else None
+        """The token that training put before a text.
+
+        The last of `prefix`, or the eos of the text before it.
+        """
+        if self.prefix:
+            return self.prefix[-1]
+        separated = self.data is None or self.data.eos
+        return self.text.eos_id if separated and self.trained else None
 
     def encode(self, prompt: str) -> list[int]:
         """A prompt's tokens as training would have begun them.
 
-        A text begins with bos where training began it so. An empty prompt asks for a text from its
-        beginning, which after training without bos is the eos of the one before.
+        A text begins with `prefix`. An empty prompt asks for a text from its beginning, which
+        after training without a prefix is the eos of the one before.
         """
-        tokens = self.tokenizer.encode(prompt)
-        first = self.bos if tokens else self.start
-        return tokens if first is None else [first, *tokens]
+        tokens = [*self.prefix, *self.text.encode(prompt)]
+        return tokens or ([] if self.start is None else [self.start])
 
     def generate(
         self, prompt: str | Sequence[int], config: GenerationConfig | None = None, **options: Any
@@ -74,7 +101,7 @@ class Model:
         Raises:
             WorkhorseError: as `workhorse.generate.generate`; or `n_samples` above 1.
         """
-        config = _config(config, options)
+        config = self._config(config, options)
         if config.n_samples > 1:
             raise WorkhorseError(
                 f"n_samples={config.n_samples} gives several texts; use generate_batch([prompt])"
@@ -93,7 +120,7 @@ class Model:
         return generate(
             self.decoder,
             [self._tokens(prompt) for prompt in prompts],
-            _config(config, options),
+            self._config(config, options),
             tokenizer=self.tokenizer,
             batch_size=batch_size,
         )
@@ -110,10 +137,20 @@ class Model:
         return stream(
             self.decoder,
             [self._tokens(prompt)],
-            _config(config, options),
+            self._config(config, options),
             tokenizer=self.tokenizer,
             prefix=prefix,
         )
+
+    def _config(self, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
+        """The request in full: a model with several tokens that end a text stops at each."""
+        if config is None:
+            config = GenerationConfig(**options)
+        elif options:
+            config = config.replace(**options)
+        if config.stop_tokens is None and self.stop_tokens:
+            return config.replace(stop_tokens=self.stop_tokens)
+        return config
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         return self.encode(prompt) if isinstance(prompt, str) else list(prompt)
@@ -127,43 +164,78 @@ def load(
     kernel: KernelName = "auto",
     tell: Callable[[str], object] = warnings.warn,
 ) -> Model:
-    """A model from a run directory, or a preset with random weights.
+    """A model from disk or the Hugging Face hub, or a preset with random weights.
 
     Args:
-        model: the folder of a run, or a preset's name (see `workhorse models list`).
+        model: a run directory, a folder that `workhorse convert` wrote, a Hugging Face directory,
+            an id of the hub (`ORG/NAME` or `ORG/NAME@REVISION`), or a preset's name.
         device: a PyTorch device; `auto` is CUDA where there is a device and else the CPU.
-        dtype: a PyTorch floating-point type; `auto` is float32.
+        dtype: a PyTorch floating-point type; `auto` is float32, and for a directory or id of
+            Hugging Face the type that it was saved in.
         kernel: how attention is computed.
-        tell: called with what must not go unnoticed: that weights are random.
+        tell: called with what must not go unnoticed: that weights are random, or that something of
+            a directory was not used.
 
     Raises:
         WorkhorseError: there is no such model, it cannot be read, or the device or type is not
             there.
     """
-    where, precision = resolve_device(device), _dtype(dtype)
+    where, name = resolve_device(device), str(model)
+    if dtype not in DTYPES:
+        raise WorkhorseError(f"dtype {dtype!r} is unknown; {nearest(dtype, DTYPES)}")
     path = Path(model)
-    if path.is_dir():
-        return _run(path, where, precision, kernel)
-    if path.exists():
-        raise WorkhorseError(f"{path} is a file; give the run directory it lies in")
-    if str(model) not in preset_names():
-        remedy = nearest(str(model), preset_names())
-        raise WorkhorseError(f"there is no run directory or preset {str(model)!r}; {remedy}")
-    tell(f"{model} is a preset: its weights are random and its tokens are bytes")
-    return _random(str(model), where, precision, kernel)
+    if path.is_file():
+        raise WorkhorseError(f"{path} is a file; give the folder of the model it is part of")
+    if path.is_dir() or is_hub_id(name):
+        return _stored(open_stored(model, tell), where, DTYPES[dtype], kernel, tell)
+    if name not in preset_names():
+        remedy = nearest(name, preset_names())
+        raise WorkhorseError(f"there is no folder, hub id or preset {name!r}; {remedy}")
+    tell(f"{name} is a preset: its weights are random and its tokens are bytes")
+    return _random(name, where, DTYPES[dtype] or torch.float32, kernel)
 
 
-def _run(path: Path, device: torch.device, dtype: torch.dtype, kernel: KernelName) -> Model:
-    run = RunDirectory(path)
-    if not run.exists and (path / "config.json").exists():
-        raise WorkhorseError(
-            f"{path} looks like a Hugging Face directory, which this version does not read yet; "
-            "give a run directory or a preset"
-        )
-    tokenizer = run.tokenizer()
-    decoder = run.load_decoder(device=device, dtype=dtype, kernel=kernel)
-    data = DataConfig.from_dict(run.recipe()["data"])
-    return Model(str(path), decoder, tokenizer, trained=True, data=data)
+DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+
+
+def _stored(
+    stored: StoredModel,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    kernel: KernelName,
+    tell: Callable[[str], object],
+) -> Model:
+    decoder = stored.load_decoder(device=device, dtype=dtype, kernel=kernel)
+    for remark in stored.remarks:
+        tell(f"{stored.path}: {remark}")
+    data, family = None, None
+    if isinstance(stored, RunDirectory):
+        data = DataConfig.from_dict(stored.recipe()["data"])
+    if isinstance(stored, HuggingFaceDirectory):
+        family = stored.family
+    tokenizer = _tokenizer(stored, tell)
+    return Model(
+        str(stored.path),
+        decoder,
+        tokenizer,
+        trained=True,
+        data=data,
+        stop_tokens=stored.stop_tokens,
+        trained_to_chat=data is None and tokenizer is not None and bool(tokenizer.chat_template),
+        family=family,
+    )
+
+
+def _tokenizer(stored: StoredModel, tell: Callable[[str], object]) -> Tokenizer | None:
+    if not stored.has_tokenizer:
+        tell(f"{stored.path} has no tokenizer: give and take token ids")
+        return None
+    return stored.tokenizer()
 
 
 def _random(name: str, device: torch.device, dtype: torch.dtype, kernel: KernelName) -> Model:
@@ -173,21 +245,3 @@ def _random(name: str, device: torch.device, dtype: torch.dtype, kernel: KernelN
         decoder = config.build(kernel=kernel, device=device, dtype=dtype)
     tokenizer = train_tokenizer(BytesConfig(), [])
     return Model(name, decoder.eval(), tokenizer, trained=False)
-
-
-def _config(config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
-    if config is None:
-        return GenerationConfig(**options)
-    return config.replace(**options) if options else config
-
-
-def _dtype(name: str) -> torch.dtype:
-    dtypes = {
-        "auto": torch.float32,
-        "float32": torch.float32,
-        "bfloat16": torch.bfloat16,
-        "float16": torch.float16,
-    }
-    if name not in dtypes:
-        raise WorkhorseError(f"dtype {name!r} is unknown; {nearest(name, dtypes)}")
-    return dtypes[name]

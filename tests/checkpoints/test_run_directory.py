@@ -99,7 +99,7 @@ def test_a_missing_step_names_those_that_are_there(run: RunDirectory) -> None:
 def test_a_damaged_config_is_named(run: RunDirectory) -> None:
     run.config_file.write_text("{")
     with pytest.raises(WorkhorseError, match=r"config.json is damaged"):
-        run.config()
+        _ = run.config
 
 
 def test_weights_must_fit(decoder: Decoder) -> None:

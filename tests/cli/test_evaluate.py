@@ -1,10 +1,13 @@
 import gzip
 import json
 import math
+import sys
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
 
+from tests.evaluate.local_tasks import write_task
 from workhorse.cli.main import main
 
 
@@ -76,3 +79,121 @@ def test_wrong_usage_is_one_line(run_folder, capsys, monkeypatch, arguments, mes
     assert out == ""
     assert err.count("\n") == 1
     assert message in err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--tasks", "a", "--data", "-"], "--data cannot go with --tasks; leave it out"),
+        (["--tasks", "a", "--stride", "3"], "--stride belongs to --data; leave it out"),
+        (["--tasks", "a", "--compare-gzip"], "--compare-gzip belongs to --data; leave it out"),
+        (["--limit", "3"], "--limit belongs to --tasks; leave it out"),
+        (["--fewshot", "0"], "--fewshot belongs to --tasks; leave it out"),
+        (["--include-path", "."], "--include-path belongs to --tasks; leave it out"),
+        (["--apply-chat-template"], "--apply-chat-template belongs to --tasks; leave it out"),
+    ],
+)
+def test_a_flag_without_effect_is_refused(run_folder, capsys, arguments, message):
+    assert_refused(capsys, [str(run_folder), *arguments], message)
+
+
+def test_tasks_without_the_harness(run_folder, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    expected = "tasks need the package lm-eval"
+    assert_refused(capsys, [str(run_folder), "--tasks", "a"], expected, "'workhorse[eval]'")
+
+
+class TestTasks:
+    """Tasks in a folder; the scores themselves are the subject of `tests/evaluate`."""
+
+    pytestmark = pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-eval")
+
+    @pytest.fixture(autouse=True)
+    def _prepared_here(self, tmp_path, monkeypatch):
+        import datasets
+
+        monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+
+    @pytest.fixture
+    def folder(self, tmp_path) -> Path:
+        folder = tmp_path / "tasks"
+        rows = [{"text": f"text {i}", "options": ["a", "b"], "answer": i % 2} for i in range(9)]
+        asked = {"doc_to_text": "{{text}}", "doc_to_target": "{{answer}}"}
+        several = {**asked, "doc_to_choice": "{{options}}"}
+        write_task(folder, "which", rows, output_type="multiple_choice", **several)
+        rows[0]["text"] *= 9  # longer than the context
+        options = {"generation_kwargs": {"max_gen_toks": 4, "until": ["\n"]}}
+        write_task(folder, "what", rows, output_type="generate_until", **asked, **options)
+        return folder
+
+    def test_as_json(self, run_folder, folder, capsys):
+        paths = [str(run_folder), "--include-path", str(folder)]
+        result = evaluate(capsys, *paths, "--tasks", "which,what", "--limit", "6", "--fewshot", "1")
+        assert set(result["results"]) == {"which", "what"}
+        assert 0 <= result["results"]["which"]["acc,none"] <= 1
+        assert result["n-samples"]["which"] == {"original": 9, "effective": 6}
+        assert result["n-shot"] == {"which": 1, "what": 1}
+        assert result["versions"]["what"] == 1.0
+        assert result["configs"]["what"]["generation_kwargs"]["max_gen_toks"] == 4
+        assert result["config"]["model_name"] == str(run_folder)
+        assert "samples" not in result
+
+    def test_for_a_person(self, run_folder, folder, capsys):
+        arguments = [str(run_folder), "--tasks", "what,which", "--include-path", str(folder)]
+        assert main(["evaluate", *arguments, "--batch-size", "2"]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in lines]
+        filled = [row for row in rows if len(row) == 7]
+        assert [row[0] for row in filled if row[0]] == ["what", "which"]
+        (accuracy,) = (row for row in filled if row[:5] == ["which", "1.0", "0", "none", "acc"])
+        assert 0 <= float(accuracy[5]) <= 1
+        assert lines[-1] == "1 requests did not fit the context and lost their beginning"
+
+    def test_an_unknown_task(self, run_folder, folder, capsys, monkeypatch):
+        from lm_eval.tasks import TaskManager
+
+        class Own(TaskManager):  # to index all of the harness's tasks takes seconds
+            def __init__(self, include_path=None, include_defaults=True):
+                super().__init__(include_path=include_path, include_defaults=False)
+
+        monkeypatch.setattr("lm_eval.tasks.TaskManager", Own)
+        arguments = [str(run_folder), "--include-path", str(folder)]
+        expected = "there is no task 'whihc'; did you mean 'which'?"
+        assert_refused(capsys, [*arguments, "--tasks", "wh*,whihc"], expected)
+        assert_refused(capsys, [str(run_folder), "--tasks", "what"], "there is no task 'what'; ")
+
+    def test_data_that_would_have_to_be_fetched(self, run_folder, folder, capsys):
+        (folder / "far.yaml").write_text(
+            "task: far\ndataset_path: some/where\ntest_split: test\n"
+            "output_type: loglikelihood_rolling\ndoc_to_target: '{{text}}'\n"
+        )
+        arguments = [str(run_folder), "--include-path", str(folder), "--tasks", "far"]
+        expected = "task 'far' needs data that is not on this machine: Couldn't reach 'some/where'"
+        assert_refused(capsys, arguments, expected, "or give a task from local files")
+
+    @pytest.mark.parametrize(
+        ("arguments", "message"),
+        [
+            (["--include-path", "nowhere"], "nowhere is not a folder; give one that holds YAML"),
+            (["--limit", "0"], "limit=0 leaves nothing; choose more than 0"),
+            (["--fewshot", "-1"], "fewshot=-1 is no number of examples; choose 0 or more"),
+            (["--apply-chat-template"], "has no chat template; evaluate it on the plain text"),
+        ],
+    )
+    def test_wrong_usage(self, run_folder, folder, capsys, arguments, message):
+        paths = [str(run_folder), "--include-path", str(folder), "--tasks", "which"]
+        assert_refused(capsys, [*paths, *arguments], message)
+
+    def test_a_task_that_cannot_be_loaded(self, run_folder, folder, capsys):
+        (folder / "which.jsonl").unlink()
+        paths = [str(run_folder), "--include-path", str(folder), "--tasks", "which"]
+        assert_refused(capsys, paths, "task 'which' cannot be loaded: FileNotFoundError: ")
+
+
+def assert_refused(capsys, arguments: list[str], *messages: str) -> None:
+    assert main(["evaluate", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert err.count("\n") == 1
+    for message in messages:
+        assert message in err

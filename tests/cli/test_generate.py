@@ -120,9 +120,9 @@ def test_wrong_usage_is_one_line(run_folder, capsys, arguments, message):
 @pytest.mark.parametrize(
     ("model", "message"),
     [
-        ("gpt3", "there is no run directory or preset 'gpt3'; did you mean 'gpt"),
+        ("gpt3", "there is no folder, hub id or preset 'gpt3'; did you mean 'gpt"),
         (".", "is not a run directory"),
-        ("texts/a.txt", "texts/a.txt is a file; give the run directory"),
+        ("texts/a.txt", "texts/a.txt is a file; give the folder of the model"),
     ],
 )
 def test_a_wrong_model_is_one_line(run_folder, capsys, monkeypatch, model, message):

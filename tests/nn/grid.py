@@ -15,7 +15,9 @@ from typing import Any
 import torch
 from hypothesis import strategies as st
 
-from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn import AttentionConfig, Decoder, DecoderConfig
+from workhorse.nn.latent_attention import LatentAttentionConfig
+from workhorse.nn.moe import MoEConfig
 from workhorse.nn.rope import DynamicNtkScalingConfig, LongRopeScalingConfig, RopeConfig
 
 Variant = dict[str, Any]
@@ -78,9 +80,43 @@ RMS_NORM = [
 ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid", "xielu")
 RMS, LAYER = {"kind": "rms_norm"}, {"kind": "layer_norm"}
 
+LATENT = {"kind": "latent_attention", "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
+LATENTS = [
+    {**LATENT, "n_heads": 4},
+    {**LATENT, "n_heads": 3, "q_rank": 7, "kv_rank": 6, "norm": {"eps": 1e-3}},
+    {**LATENT, "n_heads": 2, "q_rank": 12, "nope_dim": 3, "rope_dim": 8, "value_dim": 8},
+]
+ROUTERS = [
+    {"score": "softmax"},
+    {"score": "softmax", "normalize": True, "bias": True},
+    {"score": "sigmoid", "scale": 2.5, "selection_bias": True},
+    {"score": "softmax", "n_groups": 4, "top_groups": 2},
+    {
+        "score": "sigmoid",
+        "normalize": True,
+        "selection_bias": True,
+        "n_groups": 2,
+        "top_groups": 1,
+        "group_score": "top2_sum",
+    },
+    {"score": "sparsemixer", "jitter": 0.2},
+    {"score": "sparsemixer", "jitter": 0.05, "bias": True},
+]
+MIXTURE = {"kind": "moe", "n_experts": 8, "top_k": 2}
+MIXTURES = [
+    *(
+        {**MIXTURE, "activation": name, "router": router}
+        for name, router in zip(ACTIVATIONS, ROUTERS, strict=True)
+    ),
+    {**MIXTURE, "weigh": "input", "router": {"score": "sigmoid"}, "shared": {"d_ff": 6}},
+    {**MIXTURE, "n_experts": 5, "top_k": 5, "shared": {"d_ff": 8}, "shared_gate": True},
+    {**MIXTURE, "bias": True, "dropout": 0.1, "clamped": {}, "router": ROUTERS[1]},
+    {**MIXTURE, "top_k": 1, "clamped": {"limit": 0.5, "alpha": 1.0}},
+]
+
 FACTORS: dict[str, dict[str, list[Variant]]] = {
     "wiring": {
-        "pre_norm": [{"kind": "pre_norm"}],
+        "pre_norm": [{"kind": "pre_norm"}, {"kind": "pre_norm", "norm_attention": False}],
         "normed_residual": [{"kind": "pre_norm", "norm_residual": True}],
         "post_norm": [{"kind": "post_norm"}],
         "reordered_norm": [{"kind": "reordered_norm"}],
@@ -112,6 +148,7 @@ FACTORS: dict[str, dict[str, list[Variant]]] = {
             {"n_heads": 4, "value_dim": 12},
             {"n_heads": 3, "head_dim": 8, "value_dim": 5},
         ],
+        "latent": LATENTS,
     },
     "position": {"none": [{"kind": "none"}], **ROTATIONS, "alibi": ALIBI},
     "reach": {
@@ -153,7 +190,9 @@ FACTORS: dict[str, dict[str, list[Variant]]] = {
         "clamped_gated_mlp": [
             {"kind": "clamped_gated_mlp"},
             {"kind": "clamped_gated_mlp", "limit": 0.5, "alpha": 1.0, "bias": False},
+            {"kind": "clamped_gated_mlp", "dropout": 0.1},
         ],
+        "moe": MIXTURES,
     },
     "embedding": {
         "plain": [{}],
@@ -207,8 +246,14 @@ def assemble(choice: Choice) -> DecoderConfig:
     d_model = 15 if odd else 16 if choice["reach"][0] == "chunk" else 24
     n_layers = 3 if mixed else 2
     attention = {**parts["heads"], **parts["qk_norm"], **parts["scores"], **parts["extras"]}
-    head_dim = attention.get("head_dim", d_model // attention["n_heads"])
-    attention["position"] = fit_position(parts["position"], head_dim, parts["reach"])
+    latent = choice["heads"][0] == "latent"
+    if latent:  # what else the other factors say is for other attention
+        known = LatentAttentionConfig.model_fields
+        attention = {field: value for field, value in attention.items() if field in known}
+    position = rope() if latent and parts["position"]["kind"] != "rope" else parts["position"]
+    head_dim = attention.get("rope_dim") or attention.get("head_dim")
+    head_dim = head_dim or d_model // attention["n_heads"]
+    attention["position"] = fit_position(position, head_dim, parts["reach"])
     if attention["position"]["kind"] != "rope" and "qk_norm" in attention:
         attention["qk_norm"] = {**attention["qk_norm"], "after_rope": False}
     block = {
@@ -301,7 +346,6 @@ COVERING: list[DecoderConfig] = [assemble(choice) for choice in CHOICES]
 CAUSAL = [
     config for config in COVERING if all(block.attention.causal for block in config.blocks.values())
 ]
-
 configs: st.SearchStrategy[DecoderConfig] = st.fixed_dictionaries(
     {
         factor: st.sampled_from(
@@ -327,7 +371,7 @@ def make(config: DecoderConfig, kernel: str = "auto", seed: int = 0) -> Decoder:
             if parameter.ndim == 1:
                 parameter.add_(0.2 * noise)
             else:
-                parameter.copy_(noise / math.sqrt(parameter.shape[1]) * (0.5 if unnormed else 1))
+                parameter.copy_(noise / math.sqrt(parameter.shape[-1]) * (0.5 if unnormed else 1))
     return decoder
 
 
@@ -336,12 +380,21 @@ def random_tokens(config: DecoderConfig, rows: int, seq: int, seed: int = 0) -> 
     return torch.randint(config.vocab_size, (rows, seq), generator=generator)
 
 
+def mixes_experts(config: DecoderConfig) -> bool:
+    """Whether some products have shapes that depend on the tokens.
+
+    What a token gives is then the same to rounding, but not to the bit, whatever the others are.
+    """
+    return any(isinstance(block.feed_forward, MoEConfig) for block in config.blocks.values())
+
+
 def refused(config: DecoderConfig, kernel: str) -> bool:
     """Whether that kernel cannot express that config, said independently of the kernels."""
     attentions = [block.attention for block in config.blocks.values()]
     match kernel:
         case "sdpa":
-            return any(a.softcap is not None or a.sinks for a in attentions)
+            ordinary = [a for a in attentions if isinstance(a, AttentionConfig)]
+            return any(a.softcap is not None or a.sinks for a in ordinary)
         case "flex" | "flex-uncompiled":
             return any(a.dropout > 0 for a in attentions)
         case _:

@@ -50,6 +50,10 @@ WIRINGS = {
         n := b.feed_forward_norm(y),
         n + m * f(n),
     )[-1],
+    "no_attention_norm": lambda x, b, a, f, m: (
+        y := x + m * a(x),
+        y + m * f(b.feed_forward_norm(y)),
+    )[1],
     "post_norm": lambda x, b, a, f, m: (
         y := b.attention_norm(x + m * a(x)),
         b.feed_forward_norm(y + m * f(y)),
@@ -69,6 +73,7 @@ WIRINGS = {
 }
 OPTIONS = {
     "normed_residual": ("pre_norm", {"norm_residual": True}),
+    "no_attention_norm": ("pre_norm", {"norm_attention": False}),
     "parallel_two_norms": ("parallel", {"norms": 2}),
 }
 
@@ -96,6 +101,7 @@ def test_a_wiring_is_its_formula(wiring: str, multiplier: float) -> None:
         ("parallel", 1),
         ("parallel_two_norms", 2),
         ("normed_residual", 2),
+        ("no_attention_norm", 1),
     ],
 )
 def test_how_many_norms_a_wiring_has(wiring: str, norms: int) -> None:

@@ -118,6 +118,19 @@ BAD = [
         "blocks.main.attention: position.bfloat16=true needs causal=true: it biases by the",
     ),
     (
+        attention(kind="latent_atention"),
+        "blocks.main.attention: unknown kind 'latent_atention'; did you mean 'latent_attention'?",
+    ),
+    (
+        attention(kind="latent_attention", kv_rank=4, nope_dim=4, rope_dim=3, value_dim=4),
+        "blocks.main.attention: fraction=1.0 of head_dim=3 turns 3 features, which cannot be",
+    ),
+    (
+        attention(kind="latent_attention", kv_rank=0, nope_dim=4, rope_dim=2, value_dim=4),
+        "blocks.main.attention.kv_rank: 0 is not allowed: input should be greater than 0",
+    ),
+    ({"blocks": {"main": {**BLOCK, "attention": 3}}}, "blocks.main.attention: 3 has no 'kind'"),
+    (
         attention(qk_norm={"norm": {"kind": "none"}}),
         "blocks.main.attention.qk_norm",
     ),

@@ -79,6 +79,35 @@ def test_every_kind_of_matrix_has_its_spread(kind: str, residual: str) -> None:
         assert abs(parameter.mean().item() - ("norm.weight" in key)) < 0.02, key
 
 
+@pytest.mark.parametrize("kind", SCHEMES)
+def test_every_expert_is_drawn_as_a_matrix_of_its_own(kind: str) -> None:
+    """With the fan-in and fan-out of one expert, and its way back to the stream scaled."""
+    options = {"std": 0.05} if kind == "normal" else {}
+    mixture = {"kind": "moe", "n_experts": 4, "top_k": 2, "d_ff": D_FF, "bias": True}
+    block = build({"kind": kind}).config.to_dict()["blocks"]["main"] | {"feed_forward": mixture}
+    decoder = build({"kind": kind, **options}, blocks={"main": block})
+    experts = decoder.layers[1].feed_forward.experts
+    expected = SCHEMES[kind]
+    for up, down in zip(experts.up_proj.weight, experts.down_proj.weight, strict=True):
+        assert spread(up) == pytest.approx(expected(D_FF, D_MODEL), rel=0.05)
+        plain = expected(D_MODEL, D_FF)
+        assert spread(down) == pytest.approx(plain / math.sqrt(2 * N_LAYERS), rel=0.05)
+    assert torch.count_nonzero(experts.gate_proj.bias) == 0
+
+
+def test_the_way_down_to_a_latent_is_not_a_way_to_the_stream() -> None:
+    """Its name ends like that of the feed-forward's last projection."""
+    attention = {"kind": "latent_attention", "n_heads": 4, "q_rank": 64, "kv_rank": 64}
+    attention |= {"nope_dim": 16, "rope_dim": 16, "value_dim": 32}
+    block = build({"kind": "normal"}).config.to_dict()["blocks"]["main"] | {"attention": attention}
+    decoder = build({"kind": "normal", "std": 0.05}, blocks={"main": block})
+    drawn = decoder.layers[0].attention
+    for linear in (drawn.q_down_proj, drawn.kv_down_proj, drawn.k_up_proj, drawn.k_rope_proj):
+        assert spread(linear.weight) == pytest.approx(0.05, rel=0.06)
+    scaled = 0.05 / math.sqrt(2 * N_LAYERS)
+    assert spread(drawn.out_proj.weight) == pytest.approx(scaled, rel=0.05)
+
+
 @pytest.mark.parametrize(("kind", "normal"), [("normal", True), ("xavier", False), ("he", True)])
 def test_the_shape_of_the_distribution(kind: str, normal: bool) -> None:
     """Xavier's is uniform: nothing past sqrt(3) deviations; a normal one has 8 % there."""

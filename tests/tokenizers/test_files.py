@@ -94,8 +94,8 @@ def test_a_crash_while_saving_leaves_what_was_there(
     trained("bpe").save(tmp_path / "old")
     before = {path.name: path.read_bytes() for path in (tmp_path / "old").iterdir()}
 
-    def full(path: Path, text: str) -> None:
-        path.write_text(text[:10])
+    def full(path: Path, content: bytes) -> None:
+        path.write_bytes(content[:10])
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(files, "_write", full)
@@ -137,11 +137,13 @@ def test_what_cannot_be_loaded_says_so_in_one_line(trained: Trained, tmp_path: P
             load_tokenizer(folder)
         assert "\n" not in str(raised.value)
 
-    refused("cut", definition.encode()[:500], "not a tokenizer.json")
-    refused("empty", b"", "not a tokenizer.json")
+    refused(
+        "cut", definition.encode()[:500], "tokenizer.json is not valid JSON: Unterminated string"
+    )
+    refused("empty", b"", "tokenizer.json is not valid JSON")
+    refused("other", b'{"model": {}}', "not a tokenizer.json")
     refused("latin", b"{\xe9}", "is not UTF-8: bad byte at offset 1")
-    refused("eos", definition.encode(), "the eos token '</s>' is not in", '{"eos_token": "</s>"}')
-    refused("settings", definition.encode(), "is not JSON", "{")
+    refused("settings", definition.encode(), "is not valid JSON", "{")
     ctc = json.dumps({**json.loads(definition), "decoder": json.loads(CTC)})
     refused("ctc", ctc.encode(), "the decoder 'CTC' cannot stream text")
     with pytest.raises(WorkhorseError, match="there is no such file or folder"):

@@ -37,6 +37,12 @@ class RunDirectory:
         path: the folder; nothing is read or made before it is asked for.
     """
 
+    has_tokenizer = True
+    remarks: tuple[str, ...] = ()
+    """What must not go unnoticed when it is loaded."""
+    stop_tokens: tuple[int, ...] = ()
+    """What ends a text beside the tokenizer's eos."""
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         self.recipe_file = self.path / "recipe.yaml"
@@ -129,8 +135,9 @@ class RunDirectory:
         self._check_is_run()
         return parse_yaml(self.recipe_file.read_text(encoding="utf-8"))
 
+    @property
     def config(self) -> DecoderConfig:
-        """The decoder's config.
+        """The decoder's config, read anew each time.
 
         Raises:
             WorkhorseError: this is no run directory, or the file is damaged.
@@ -166,7 +173,7 @@ class RunDirectory:
     def load_decoder(
         self,
         device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32,
+        dtype: torch.dtype | None = None,
         kernel: KernelName = "auto",
         *,
         step: int | None = None,
@@ -175,21 +182,21 @@ class RunDirectory:
 
         Args:
             device: where its weights go.
-            dtype: of its weights.
+            dtype: of its weights; float32 where not given.
             kernel: how attention is computed.
             step: of which checkpoint; None: the newest whole one, with a warning for each damaged.
 
         Raises:
             WorkhorseError: no run, no checkpoint, or one of another config.
         """
-        config = self.config()
+        config = self.config
         weights, state = self._weights(step)
         if DecoderConfig.from_dict(state["config"]) != config:
             raise WorkhorseError(
                 f"the checkpoints in {self.path} are of another config than its "
                 f"{self.config_file.name}; put back the one that they were trained with"
             )
-        decoder = empty_decoder(config, kernel, device, dtype)
+        decoder = empty_decoder(config, kernel, device, dtype or torch.float32)
         load_weights(decoder, weights)
         return decoder.eval()
 

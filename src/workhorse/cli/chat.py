@@ -47,7 +47,7 @@ def command(
     form = _format(loaded)
 
     def begin() -> Conversation:
-        return Conversation(loaded.decoder, loaded.tokenizer, form, config, system=system)
+        return Conversation(loaded.decoder, loaded.text, form, config, system=system)
 
     conversation = begin()
     for line in _lines():
@@ -69,13 +69,13 @@ def _format(model: "Model") -> "ChatFormat":
     from workhorse.tokenizers import ChatTemplate
 
     if model.trained_to_chat:
-        return TemplateFormat(ChatTemplate.of(model.tokenizer), model.tokenizer)
+        return TemplateFormat(ChatTemplate.of(model.text), model.text)
     print(
         f"warning: {model.name} was never trained to chat; it continues a written dialogue of "
         "'User:' and 'Assistant:'",
         file=sys.stderr,
     )
-    return TranscriptFormat(model.tokenizer, model.bos)
+    return TranscriptFormat(model.text, model.prefix)
 
 
 def _lines() -> Iterator[str]:

@@ -1,6 +1,8 @@
-"""`workhorse evaluate`: how well a model predicts text."""
+"""`workhorse evaluate`: how well a model predicts text, or how it scores on tasks."""
 
-from collections.abc import Iterator
+import shutil
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -14,6 +16,11 @@ if TYPE_CHECKING:
     from workhorse.load_model import Model
     from workhorse.nn.kernels import KernelName
 
+OF_TEXT = ("data", "stride", "compare_gzip")
+OF_TASKS = ("include_path", "fewshot", "limit", "apply_chat_template")
+"""Flags that are read in one of the two uses only."""
+PER_TASK = ("versions", "n-shot")
+
 
 @click.command("evaluate")
 @model_options
@@ -26,16 +33,44 @@ if TYPE_CHECKING:
 @click.option(
     "--stride",
     type=int,
-    help="Tokens predicted by each window of the context; fewer see more of what came before, and"
-    " take longer.  [default: the context]",
+    help="With --data: tokens predicted by each window of the context; fewer see more of what came"
+    " before, and take longer.  [default: the context]",
+)
+@click.option(
+    "--compare-gzip",
+    is_flag=True,
+    help="With --data: also what gzip -9 and xz -9 reach on the same bytes.",
+)
+@click.option(
+    "--tasks",
+    metavar="NAME,...",
+    help="Score the model on tasks of the lm-evaluation-harness, which needs workhorse[eval]:"
+    " names, groups, patterns, or YAML files.",
+)
+@click.option(
+    "--include-path",
+    metavar="DIR",
+    help="With --tasks: a folder of more tasks, each a YAML file.",
+)
+@click.option(
+    "--fewshot",
+    type=int,
+    help="With --tasks: examples before each question.  [default: as the task says]",
+)
+@click.option(
+    "--limit",
+    type=float,
+    help="With --tasks: only so many questions of each; below 1, such a share of them.",
+)
+@click.option(
+    "--apply-chat-template",
+    is_flag=True,
+    help="With --tasks: put the questions through the model's chat template.",
 )
 @click.option(
     "--batch-size",
     type=click.IntRange(min=1),
-    help="Windows at once.  [default: as suits the device]",
-)
-@click.option(
-    "--compare-gzip", is_flag=True, help="Also what gzip -9 and xz -9 reach on the same bytes."
+    help="Windows or questions at once.  [default: as suits the device]",
 )
 @json_option
 def command(
@@ -45,34 +80,86 @@ def command(
     dtype: str,
     threads: int,
     kernel: "KernelName",
+    as_json: bool,
+    batch_size: int | None,
+    tasks: str | None,
+    **options: Any,
+) -> None:
+    """Measure how well MODEL predicts text, or score it on tasks.
+
+    MODEL is a run directory, a Hugging Face directory or hub id, or a preset's name (random
+    weights). Of text it gives loss, perplexity and bits per byte, every token predicted once.
+    """
+    _check_pairs(options, tasks is not None)
+    opened = partial(open_model, model, device=device, dtype=dtype, threads=threads, kernel=kernel)
+    of_tasks = {name: options[name] for name in OF_TASKS}
+    of_text = {name: options[name] for name in OF_TEXT}
+    if tasks is not None:
+        result = _score(opened, tasks.split(","), batch_size=batch_size, **of_tasks)
+        print_result(result, as_json, text="" if as_json else _table(result))
+    else:
+        result = _measure(opened(), batch_size=batch_size, **of_text)
+        print_result(result, as_json, text=_page(result))
+
+
+def _check_pairs(options: Mapping[str, Any], with_tasks: bool) -> None:
+    """Refuse a flag that would have no effect."""
+    unread, needed = (OF_TEXT, "--data") if with_tasks else (OF_TASKS, "--tasks")
+    for name in unread:
+        if options[name] is not None and options[name] is not False:
+            flag = f"--{name.replace('_', '-')}"
+            conflict = "cannot go with --tasks" if flag == "--data" else f"belongs to {needed}"
+            raise click.UsageError(f"{flag} {conflict}; leave it out")
+
+
+def _measure(
+    model: "Model",
+    *,
     data: str | None,
     stride: int | None,
-    batch_size: int | None,
     compare_gzip: bool,
-    as_json: bool,
-) -> None:
-    """Measure loss, perplexity and bits per byte of MODEL over text, every token predicted once.
-
-    MODEL is a run directory, or a preset's name (random weights).
-    """
+    batch_size: int | None,
+) -> dict[str, Any]:
+    """The figures of a text."""
     from workhorse.evaluate import compressed_bits_per_byte, evaluate
 
-    loaded = open_model(model, device=device, dtype=dtype, threads=threads, kernel=kernel)
-    total = sum(len(document.text.encode()) for document in _documents(loaded, data))
+    total = sum(len(document.text.encode()) for document in _documents(model, data))
     with progress("evaluating", unit="bytes") as report:
         result: dict[str, Any] = evaluate(
-            loaded.decoder,
-            loaded.tokenizer,
-            _documents(loaded, data),
-            start=loaded.start,
+            model.decoder,
+            model.text,
+            _documents(model, data),
+            start=model.start,
             stride=stride,
             batch_size=batch_size,
             progress=lambda done: report(done, total),
         ).to_dict()
     if compare_gzip:
-        texts = (document.text for document in _documents(loaded, data))
+        texts = (document.text for document in _documents(model, data))
         result["compressors"] = compressed_bits_per_byte(texts)
-    print_result(result, as_json, text=_page(result))
+    return result
+
+
+def _score(
+    opened: Callable[[], "Model"],
+    names: Sequence[str],
+    *,
+    include_path: str | None,
+    fewshot: int | None,
+    limit: float | None,
+    apply_chat_template: bool,
+    batch_size: int | None,
+) -> dict[str, Any]:
+    """The harness's results; the tasks are looked up before the model is loaded."""
+    from workhorse.evaluate import load_tasks
+
+    tasks = load_tasks(names, include_path)
+    from workhorse.evaluate.harness_model import HarnessModel
+
+    model = HarnessModel(
+        opened(), progress=partial(progress, unit="requests"), batch_size=batch_size
+    )
+    return tasks.run(model, limit=limit, fewshot=fewshot, chat=apply_chat_template)
 
 
 def _documents(model: "Model", data: str | None) -> Iterator["Document"]:
@@ -112,3 +199,32 @@ def _page(result: dict[str, Any]) -> str:
             f"{result['unknown']:,} tokens are unknown to the tokenizer, so the figures flatter it"
         )
     return "\n".join(lines)
+
+
+def _table(result: Mapping[str, Any]) -> str:
+    """The scores of tasks and groups, a line for each metric."""
+    from io import StringIO
+
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table("task", "version", "shots", "filter", "metric", "value", "± error")
+    for name, scores in result["results"].items():
+        first = [scores.get("alias", name), *(str(result[k].get(name, "")) for k in PER_TASK)]
+        for key, value in scores.items():
+            metric, comma, chosen = key.partition(",")
+            if not comma or metric.endswith("_stderr"):
+                continue
+            error = scores.get(f"{metric}_stderr,{chosen}")
+            table.add_row(*first, chosen, metric, *map(_number, (value, error)))
+            first = [""] * len(first)
+    text = StringIO()
+    Console(file=text, width=max(100, shutil.get_terminal_size().columns)).print(table)
+    cut = result["config"]["shortened_requests"]
+    if cut:
+        text.write(f"{cut:,} requests did not fit the context and lost their beginning\n")
+    return text.getvalue().rstrip()
+
+
+def _number(value: Any) -> str:
+    return f"{value:.4f}" if isinstance(value, float) else ""  # the harness has "N/A" for no error

@@ -1,12 +1,12 @@
 """How verbs take a MODEL: the argument, the flags beside it, and loading it."""
 
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import click
 
 from workhorse.cli.options import runtime_options
+from workhorse.cli.output import warn
 
 if TYPE_CHECKING:
     from workhorse.load_model import Model
@@ -44,5 +44,5 @@ def open_model(
         device=device,
         dtype=dtype,
         kernel=kernel,
-        tell=lambda note: print(f"warning: {note}", file=sys.stderr),
+        tell=warn,
     )

@@ -49,10 +49,11 @@ VERBS = {
     "train": "Train a model from a recipe, or resume a run.",
     "generate": "Continue a prompt with a model.",
     "chat": "Talk with a model in the terminal.",
-    "evaluate": "Measure loss, perplexity and bits per byte over text.",
+    "evaluate": "Measure a model over text, or score it on tasks.",
     "data": "Prepare a recipe's data, or look at what a model will see.",
     "tokenizer": "Train a tokenizer, or measure one.",
     "models": "List the presets, or show one.",
+    "convert": "Write a model in another format: Hugging Face, GGUF, our own.",
 }
 """The verbs in the order of `--help`; `workhorse.cli.<verb>` is imported when its verb is used."""
 

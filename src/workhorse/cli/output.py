@@ -34,6 +34,11 @@ def print_result(result: Mapping[str, Any], as_json: bool, text: str) -> None:
     print(json.dumps(_plain(result), ensure_ascii=False) if as_json else text)
 
 
+def warn(note: str) -> None:
+    """Say on stderr what must not go unnoticed."""
+    print(f"warning: {note}", file=sys.stderr)
+
+
 @contextmanager
 def progress(label: str, unit: str = "") -> Iterator[Callable[[int, int | None], None]]:
     """Show progress on stderr: a bar on a terminal, elsewhere a line every ten seconds.

@@ -96,6 +96,7 @@ def _dry_run(settings: Any, as_json: bool) -> None:
             f"parameters  {parameters['total']:,} ({roles})",
             f"memory      {_mib(memory['total'])} ({parts}), and the activations",
             f"tokens      {found['tokens']:,}",
+            f"export      {found['exports_as']}",
             f"time        {clock(found['seconds'])} on {found['device']}, {basis}",
         ]
     )

@@ -113,6 +113,15 @@ def _check(decoder: Decoder, stride: int, batch_size: int) -> None:
         raise WorkhorseError(f"stride={stride} is not within the context; choose 1 to {context}")
     if batch_size < 1:
         raise WorkhorseError(f"batch_size={batch_size} holds nothing; choose 1 or more")
+    check_causal(decoder)
+
+
+def check_causal(decoder: Decoder) -> None:
+    """Refuse a model that sees the tokens it should predict.
+
+    Raises:
+        WorkhorseError: one of its blocks does.
+    """
     for name, block in decoder.config.blocks.items():
         if not block.attention.causal:
             raise WorkhorseError(f"block {name!r} sees the tokens it must predict; use causal=true")

@@ -56,14 +56,14 @@ class TranscriptFormat:
     """A written dialogue, for models that only ever continued text."""
 
     tokenizer: Tokenizer
-    bos: int | None = None
+    prefix: tuple[int, ...] = ()
+    """Tokens that begin every text the model knows."""
     stop: tuple[str, ...] = ("\nUser:",)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         turns = {"system": "{}\n", "user": "User: {}\n", "assistant": "Assistant:{}\n"}
         text = "".join(turns[message["role"]].format(message["content"]) for message in messages)
-        tokens = self.tokenizer.encode(text + "Assistant:")
-        return tokens if self.bos is None else [self.bos, *tokens]
+        return [*self.prefix, *self.tokenizer.encode(text + "Assistant:")]
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:

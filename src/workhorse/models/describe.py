@@ -3,8 +3,10 @@
 import textwrap
 from typing import Any
 
+from workhorse.models.huggingface import native_class
 from workhorse.models.parameters import count_parameters
 from workhorse.models.preset import UNITS, Preset
+from workhorse.nn import DecoderConfig
 
 WIDTH = 96
 
@@ -36,6 +38,7 @@ def details(preset: Preset) -> dict[str, Any]:
         "exactness": preset.exactness,
         "printed": preset.printed or None,
         "agrees": preset.agrees,
+        "exports_as": exports_as(preset.config),
         "source": preset.source,
         "notes": list(preset.notes),
         "config": preset.config.to_dict(),
@@ -50,10 +53,21 @@ def page(preset: Preset) -> str:
     if preset.printed:
         verdict = "agrees" if preset.agrees else "does not agree; see the notes"
         lines.append(f"Printed: {preset.printed}, which {verdict}.")
+    lines += textwrap.wrap(
+        f"Exports as: {exports_as(preset.config)}.", WIDTH, subsequent_indent="  "
+    )
     lines += textwrap.wrap(f"Source: {preset.source}.", WIDTH, subsequent_indent="  ")
     for note in preset.notes:
         lines += textwrap.wrap(f"- {note}", WIDTH, subsequent_indent="  ")
     return "\n".join(f"# {line}" for line in lines) + "\n" + preset.config.to_yaml()
+
+
+def exports_as(config: DecoderConfig) -> str:
+    """The class of transformers that can hold a model, or what is in the way of the nearest."""
+    found = native_class(config)
+    if isinstance(found, str):
+        return f"no native class of transformers; nearest is {found}"
+    return found.architecture
 
 
 def short_count(parameters: int) -> str:

@@ -3,9 +3,23 @@
 from functools import partial
 from typing import Literal
 
+from workhorse.config import ConfigError
+from workhorse.models.huggingface.family import Data, Family, equals
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.gpt_like import (
+    attention,
+    d_ff_or_fourfold,
+    fused_qkv,
+    mlp,
+    written,
+)
+from workhorse.models.huggingface.llama_like import decoder
+from workhorse.models.huggingface.names import same
+from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.blocks import ParallelConfig
+from workhorse.nn.alibi import AlibiConfig
+from workhorse.nn.blocks import ParallelConfig, PreNormConfig
 from workhorse.nn.feedforward import MlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import NormalInitConfig
@@ -86,5 +100,120 @@ PRESETS = (
             TIED.format(stored="179,522,565,120"),
             "Printed as 180B, which only the files with the copy round to; the model holds 178.6B.",
         ),
+    ),
+)
+
+
+NAMES = {
+    "hidden_size": "n_embed",
+    "intermediate_size": "ffn_hidden_size",
+    "hidden_act": "activation",
+}
+"""Only the first files have `n_embed`; what is written is `hidden_size`."""
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """Falcon: the 7B's layout, that of the larger ones, and Falcon-RW with ALiBi."""
+    hf = hf.renamed(NAMES)
+    hf.ignore("ffn_factor", "rotary", "rope_parameters", "rope_scaling", "rope_theta")
+    hf.refuse(
+        "apply_residual_connection_post_layernorm", False, "transformers ignores it in Falcon"
+    )
+    norm = LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
+    bias = hf.get("bias", False)
+    parts: Data = {
+        "norm": norm,
+        "attention": attention(
+            hf,
+            n_kv_heads=_kv_heads(hf),
+            position=AlibiConfig(scaled=True, bfloat16=True)
+            if hf.get("alibi", False)
+            else read_rope(hf),
+            qkv_bias=bias,
+            out_bias=bias,
+        ),
+        "feed_forward": mlp(hf, "gelu", d_ff=d_ff_or_fourfold(hf), bias=bias),
+        "dropout": hf.get("hidden_dropout", 0.0),
+    }
+    norms = _norms(hf)
+    block = ParallelConfig(norms=norms, **parts) if norms else PreNormConfig(**parts)
+    length = hf.get("max_position_embeddings", 2048)
+    return decoder(hf, block, norm, tied=True, max_seq_len=length)
+
+
+def _kv_heads(hf: Fields) -> int | None:
+    """Heads of keys and values: the larger models' own number, else one or as many as queries."""
+    few = hf.optional("num_kv_heads", int)
+    one = hf.get("multi_query", True)
+    if hf.get("new_decoder_architecture", False):
+        return few
+    return 1 if one else None
+
+
+def _norms(hf: Fields) -> Literal[1, 2] | None:
+    """How many norms a parallel block has; None where the sub-layers follow each other.
+
+    Raises:
+        ConfigError: transformers cannot run it either.
+    """
+    given = hf.optional("num_ln_in_parallel_attn", int)
+    parallel = hf.get("parallel_attn", True)
+    new = hf.get("new_decoder_architecture", False)
+    if (new and not parallel) or given not in ((None, 1, 2) if new else (None, 1)):
+        raise ConfigError(
+            f"{hf.where}: new_decoder_architecture={new}, parallel_attn={parallel} and "
+            f"num_ln_in_parallel_attn={given} are of no Falcon; correct the file"
+        )
+    if new:
+        return 1 if given == 1 else 2
+    return 1 if parallel else None
+
+
+def is_new(data: Data) -> bool:
+    """Whether only the larger models' layout can say it: two norms, or few key-value heads."""
+    block = data["block"]
+    grouped = 1 < block["attention"]["n_kv_heads"] < block["attention"]["n_heads"]
+    return block["kind"] == "parallel" and (grouped or block["norms"] == 2)  # noqa: PLR2004
+
+
+def new_norms(data: Data) -> int | None:
+    """`num_ln_in_parallel_attn`, which only the larger models' layout has."""
+    return data["block"]["norms"] if is_new(data) else None
+
+
+ATTENTION_NORM, FEED_FORWARD_NORM = "layers.{i}.attention_norm", "layers.{i}.feed_forward_norm"
+
+HUGGING_FACE = (
+    Family(
+        model_type="falcon",
+        architecture="FalconForCausalLM",
+        read=read,
+        keys=written({key: name for key, name in NAMES.items() if key != "hidden_size"})
+        | ROPE_KEYS
+        | {
+            "num_kv_heads": "block.attention.n_kv_heads",
+            "new_decoder_architecture": is_new,
+            "num_ln_in_parallel_attn": new_norms,
+            "multi_query": equals("block.attention.n_kv_heads", 1),
+            "parallel_attn": equals("block.kind", "parallel"),
+            "alibi": equals("block.attention.position.kind", "alibi"),
+            "bias": "block.feed_forward.bias",
+            "layer_norm_epsilon": "final_norm.eps",
+        },
+        rules=(
+            same("embedding.tokens", "transformer.word_embeddings"),
+            fused_qkv("transformer.h.{i}.self_attention.query_key_value"),
+            same("layers.{i}.attention.out_proj", "transformer.h.{i}.self_attention.dense"),
+            same("layers.{i}.feed_forward.up_proj", "transformer.h.{i}.mlp.dense_h_to_4h"),
+            same("layers.{i}.feed_forward.down_proj", "transformer.h.{i}.mlp.dense_4h_to_h"),
+            same("layers.{i}.norm", "transformer.h.{i}.input_layernorm"),
+            same(ATTENTION_NORM, "transformer.h.{i}.ln_attn", wiring="parallel"),
+            same(FEED_FORWARD_NORM, "transformer.h.{i}.ln_mlp", wiring="parallel"),
+            same(ATTENTION_NORM, "transformer.h.{i}.input_layernorm"),
+            same(FEED_FORWARD_NORM, "transformer.h.{i}.post_attention_layernorm"),
+            same("final_norm", "transformer.ln_f"),
+            same("head.proj", "lm_head"),
+        ),
+        ignored=(r".*\.rotary_emb\.inv_freq", r".*\.maybe_rotary\.inv_freq"),
     ),
 )

@@ -1,11 +1,41 @@
-"""Gemma: Open Models Based on Gemini Research and Technology (Gemma Team, 2403.08295)."""
+"""Gemma: Open Models Based on Gemini Research and Technology (Gemma Team, 2403.08295).
+
+Gemma 2 (2408.00118), Gemma 3 (2503.19786) and VaultGemma (2510.15001) are read too.
+"""
 
 import math
+from collections.abc import Mapping, Sequence
 from functools import partial
+from typing import Any
 
+from workhorse.models.huggingface.family import Data, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    FULL,
+    KEYS,
+    ROPE_BY_TYPE_KEYS,
+    RULES,
+    SHORT_NAMES,
+    SLIDING,
+    activation,
+    alternating,
+    attention,
+    decoder,
+    every,
+    gated_mlp,
+    layer_types,
+    rms_norm,
+    written_activation,
+    written_layer_types,
+    written_rope_by_type,
+    written_window,
+)
+from workhorse.models.huggingface.names import instead, same
+from workhorse.models.huggingface.rotation import read_rope
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.blocks import PreNormConfig, SandwichNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.feedforward import GatedMlpConfig
 from workhorse.nn.head import HeadConfig
@@ -78,5 +108,199 @@ PRESETS = (
         printed="7B",
         source=SOURCE,
         notes=("Named 7B; it holds 8.54B, 7.75B of them outside the embedding.", *REPORT),
+    ),
+)
+
+
+TANH = "gelu_pytorch_tanh"
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """Gemma 1. Its first files say `gelu` and mean the tanh form."""
+    hf.ignore("hidden_activation")
+    gelu = activation(hf, "hidden_act", TANH)
+    norm, width, bias = _shared(hf)
+    block = PreNormConfig(
+        norm=norm,
+        attention=attention(
+            hf,
+            n_kv_heads=hf.get("num_key_value_heads", 16),
+            head_dim=width,
+            qkv_bias=bias,
+            out_bias=bias,
+        ),
+        feed_forward=gated_mlp(hf, activation="gelu_tanh" if gelu == "gelu" else gelu),
+    )
+    return decoder(hf, block, norm, tied=True, embedding=_scaled(hf))
+
+
+def read_gemma2(hf: Fields) -> DecoderConfig:
+    """Gemma 2 (2408.00118 §2): norms on both sides, caps, every other layer local."""
+    return _capped(hf, SandwichNormConfig)
+
+
+def read_vaultgemma(hf: Fields) -> DecoderConfig:
+    """VaultGemma (2510.15001), trained with differential privacy: Gemma 2 with norms on inputs."""
+    return _capped(hf, PreNormConfig)
+
+
+def _capped(hf: Fields, wiring: type[PreNormConfig] | type[SandwichNormConfig]) -> DecoderConfig:
+    """Caps on scores and logits, every other layer local."""
+    return _alternating(
+        hf,
+        wiring,
+        alternating(hf, (SLIDING, FULL)),
+        cap=hf.optional("final_logit_softcapping", float, 30.0),
+        softcap=hf.optional("attn_logit_softcapping", float, 50.0),
+    )
+
+
+def read_gemma3(hf: Fields) -> DecoderConfig:
+    """Gemma 3 (2503.19786 §2): norms on queries and keys for the cap, one layer of six global.
+
+    Local and global layers have rotations of their own; a scaling that is not given for each kind
+    is that of the global ones.
+    """
+    hf.ignore("_sliding_window_pattern")
+    hf.refuse("attn_logit_softcapping", None, "transformers reads it and caps nothing")
+    types = [FULL if last else SLIDING for last in every(hf, "sliding_window_pattern", 6)]
+    return _alternating(
+        hf,
+        SandwichNormConfig,
+        types,
+        cap=hf.optional("final_logit_softcapping", float),
+        qk_norm=QKNormConfig(norm=_shared(hf)[0]),
+        ropes={
+            FULL: read_rope(hf, theta=1e6, layer_type=FULL),
+            SLIDING: _local_rope(hf),
+        },
+    )
+
+
+def _local_rope(hf: Fields) -> RopeConfig:
+    theta = hf.get("rope_local_base_freq", 10_000.0)
+    if hf.values.get("rope_parameters") is None:
+        return RopeConfig(theta=theta)
+    return read_rope(hf, theta=theta, layer_type=SLIDING)
+
+
+def _alternating(
+    hf: Fields,
+    wiring: type[PreNormConfig] | type[SandwichNormConfig],
+    types: Sequence[str],
+    *,
+    cap: float | None,
+    ropes: Mapping[str, RopeConfig] = {},
+    **heads: Any,
+) -> DecoderConfig:
+    """Local and global layers.
+
+    Args:
+        hf: the config.
+        wiring: where the norms sit.
+        types: the kinds of layer of a config that does not list them.
+        cap: on the logits.
+        ropes: of each kind of layer, where they differ.
+        heads: fields of `AttentionConfig`.
+    """
+    norm, width, bias = _shared(hf)
+    types = layer_types(hf, types)
+    window = hf.optional("sliding_window", int, 4096)
+
+    def block(kind: str) -> PreNormConfig | SandwichNormConfig:
+        return wiring(
+            norm=norm,
+            attention=attention(
+                hf,
+                n_kv_heads=hf.get("num_key_value_heads", 4),
+                head_dim=width,
+                scale=hf.positive("query_pre_attn_scalar", 256.0) ** -0.5,
+                window=window if kind == SLIDING else None,
+                position=ropes[kind] if ropes else read_rope(hf),
+                qkv_bias=bias,
+                out_bias=bias,
+                **heads,
+            ),
+            feed_forward=gated_mlp(hf, activation=activation(hf, "hidden_activation", TANH)),
+        )
+
+    return decoder(
+        hf,
+        [block(kind) for kind in types],
+        norm,
+        names=[SHORT_NAMES[kind] for kind in types],
+        tied=True,
+        embedding=_scaled(hf),
+        head={"cap": cap},
+    )
+
+
+def _shared(hf: Fields) -> tuple[RMSNormConfig, int, bool]:
+    """The norm, the width of a head and whether attention has biases."""
+    hf.refuse("use_bidirectional_attention", False, "only causal attention can generate")
+    norm = rms_norm(hf, offset=True, multiply="before_cast")
+    return norm, hf.get("head_dim", 256), hf.get("attention_bias", False)
+
+
+def _scaled(hf: Fields) -> EmbeddingConfig:
+    width = max(hf.need("hidden_size", int), 0)  # the decoder's own check refuses what is below
+    return EmbeddingConfig(multiplier=math.sqrt(width))
+
+
+def query_scalar(data: Data) -> int:
+    """`query_pre_attn_scalar`, a whole number, of the scale of scores."""
+    return round(data["block"]["attention"]["scale"] ** -2)
+
+
+SANDWICH = (
+    same("layers.{i}.attention_output_norm", "model.layers.{i}.post_attention_layernorm"),
+    same("layers.{i}.feed_forward_norm", "model.layers.{i}.pre_feedforward_layernorm"),
+    same("layers.{i}.feed_forward_output_norm", "model.layers.{i}.post_feedforward_layernorm"),
+)
+GEMMA_KEYS = KEYS | {"attention_bias": "block.attention.qkv_bias"}
+ALTERNATING_KEYS = {key: place for key, place in GEMMA_KEYS.items() if key != "hidden_act"} | {
+    "hidden_activation": written_activation(),
+    "query_pre_attn_scalar": query_scalar,
+    "final_logit_softcapping": "head.cap",
+    "sliding_window": written_window,
+    "layer_types": written_layer_types,
+}
+CAPPED_KEYS = ALTERNATING_KEYS | {"attn_logit_softcapping": "block.attention.softcap"}
+
+HUGGING_FACE = (
+    Family(
+        model_type="gemma",
+        architecture="GemmaForCausalLM",
+        read=read,
+        keys=GEMMA_KEYS,
+        rules=RULES,
+    ),
+    Family(
+        model_type="gemma2",
+        architecture="Gemma2ForCausalLM",
+        read=read_gemma2,
+        keys=CAPPED_KEYS,
+        rules=instead(*SANDWICH, base=RULES),
+    ),
+    Family(
+        model_type="gemma3_text",
+        architecture="Gemma3ForCausalLM",
+        read=read_gemma3,
+        keys={
+            **ALTERNATING_KEYS,
+            **ROPE_BY_TYPE_KEYS,
+            "rope_local_base_freq": lambda data: written_rope_by_type(data)[SLIDING]["rope_theta"],
+        },
+        rules=instead(*SANDWICH, base=RULES),
+    ),
+    Family(
+        model_type="vaultgemma",
+        architecture="VaultGemmaForCausalLM",
+        read=read_vaultgemma,
+        keys=CAPPED_KEYS,
+        rules=instead(
+            same("layers.{i}.feed_forward_norm", "model.layers.{i}.pre_feedforward_layernorm"),
+            base=RULES,
+        ),
     ),
 )

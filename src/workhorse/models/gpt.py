@@ -2,14 +2,27 @@
 
 from functools import partial
 
+from workhorse.config import ConfigError, nearest
+from workhorse.models.gpt2 import RULES
+from workhorse.models.huggingface.family import Data, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.gpt_like import (
+    GPT_NAMES,
+    SUMMARY_KEYS,
+    attention,
+    learned_positions,
+    written,
+)
+from workhorse.models.huggingface.llama_like import decoder
+from workhorse.models.huggingface.names import instead, same
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import PostNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
-from workhorse.nn.feedforward import MlpConfig
+from workhorse.nn.feedforward import ActivationName, MlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import NormalInitConfig
-from workhorse.nn.norms import LayerNormConfig
+from workhorse.nn.norms import LayerNormConfig, NoNormConfig
 from workhorse.nn.positions import LearnedPositionConfig
 
 
@@ -53,5 +66,58 @@ PRESETS = (
             "The vocabulary is 40,000 merges over 478 base symbols; the tokens that fine-tuning "
             "adds are not part of it.",
         ),
+    ),
+)
+
+
+ACTIVATIONS: dict[str, ActivationName] = {
+    "gelu": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""What `afn` may say: its `gelu` is the tanh form, as the original code has it."""
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """GPT. Its feed-forward is always four times as wide as the model."""
+    hf = hf.renamed(GPT_NAMES)
+    hf.ignore("n_ctx", "n_special", "predict_special_tokens", *SUMMARY_KEYS)
+    name = hf.get("afn", "gelu")
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"{hf.where}: afn {name!r} is unknown; {nearest(name, ACTIVATIONS)}")
+    block = PostNormConfig(
+        norm=LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5)),
+        attention=attention(hf, dropout=0.1, qkv_bias=True, out_bias=True),
+        feed_forward=MlpConfig(
+            d_ff=4 * hf.need("hidden_size", int), activation=ACTIVATIONS[name], bias=True
+        ),
+        dropout=hf.get("hidden_dropout", 0.1),
+    )
+    return decoder(
+        hf, block, NoNormConfig(), tied=True, embedding=learned_positions(hf, dropout=0.1)
+    )
+
+
+def afn(data: Data) -> str:
+    """The first name in `afn` of the activation."""
+    names = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
+    return names[data["block"]["feed_forward"]["activation"]]
+
+
+WITHOUT_KEY = ("n_inner", "activation_function")
+HUGGING_FACE = (
+    Family(
+        model_type="openai-gpt",
+        architecture="OpenAIGPTLMHeadModel",
+        read=read,
+        keys={key: place for key, place in written(GPT_NAMES).items() if key not in WITHOUT_KEY}
+        | {"afn": afn, "layer_norm_epsilon": "block.norm.eps"},
+        rules=instead(
+            same("embedding.tokens", "transformer.tokens_embed"),
+            same("embedding.positions.table", "transformer.positions_embed"),
+            base=RULES,
+        ),
+        ignored=(r".*\.attn\.bias", r".*position_ids"),
     ),
 )

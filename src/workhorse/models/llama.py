@@ -2,6 +2,16 @@
 
 from functools import partial
 
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    KEYS,
+    RULES,
+    attention,
+    decoder,
+    gated_mlp,
+    rms_norm,
+)
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
@@ -94,5 +104,32 @@ PRESETS = (
             "The paper prints 65.2B; the released shape holds 65.29B.",
             "Its eps is 1e-5 where the smaller sizes have 1e-6.",
         ),
+    ),
+)
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """LLaMA of any generation: Llama 3's rotation is a scaling of it."""
+    norm = rms_norm(hf)
+    bias = hf.get("attention_bias", False)
+    block = PreNormConfig(
+        norm=norm,
+        attention=attention(hf, qkv_bias=bias, out_bias=bias),
+        feed_forward=gated_mlp(hf, bias=hf.get("mlp_bias", False)),
+    )
+    return decoder(hf, block, norm)
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="llama",
+        architecture="LlamaForCausalLM",
+        read=read,
+        keys=KEYS
+        | {
+            "attention_bias": "block.attention.qkv_bias",
+            "mlp_bias": "block.feed_forward.bias",
+        },
+        rules=RULES,
     ),
 )

@@ -2,7 +2,14 @@
 
 import math
 from functools import partial
+from typing import Literal
 
+from workhorse.config import ConfigError, nearest
+from workhorse.models.huggingface.family import Data, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.gpt_like import attention, written
+from workhorse.models.huggingface.llama_like import decoder
+from workhorse.models.huggingface.names import joined, same
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.alibi import AlibiConfig
@@ -64,5 +71,125 @@ PRESETS = (
         printed="29.95B",
         source=SOURCE,
         notes=("The card prints 29.95B; the released shape holds 29.957B.", *PADDED),
+    ),
+)
+
+
+NAMES = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "num_attention_heads": "n_heads",
+    "max_position_embeddings": "max_seq_len",
+}
+PRECISIONS: dict[str, Literal["low", "native"]] = {
+    "low_precision_layernorm": "low",
+    "layernorm": "native",
+}
+ALWAYS_ALIBI = "transformers has ALiBi in every MPT"
+ATTENTION_OPTIONS = {
+    "alibi": (True, ALWAYS_ALIBI),
+    "attn_type": ("multihead_attention", "transformers has all heads in every MPT"),
+    "attn_uses_sequence_id": (False, "give documents to the decoder instead"),
+    "prefix_lm": (False, "only causal attention can generate"),
+    "qk_ln": (False, "transformers has no such norms in MPT"),
+    "rope": (False, ALWAYS_ALIBI),
+}
+"""Options of the original code that transformers passes over, and the value that they must have."""
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """MPT as transformers runs it, which knows fewer options than the code it was trained with.
+
+    transformers has ALiBi's slopes end at 2^-8 whatever `alibi_bias_max` says; here they end where
+    it says, as in the code that was released with the weights (MPT-7B-StoryWriter has 16). Such a
+    model is read, and is not written: transformers would compute another.
+    """
+    hf = hf.renamed(NAMES)
+    hf.ignore("embedding_fraction", "emb_pdrop", "init_config", "init_device", "learned_pos_emb")
+    hf.ignore("resid_pdrop", "tokenizer_name", "verbose")
+    hf.refuse("expansion_ratio", 4, "transformers has 4 in every MPT")
+    hf.refuse("no_bias", True, "transformers has no biases in MPT")
+    hf.refuse("logit_scale", None, "transformers ignores it")
+    options = _attention_options(hf)
+    kind = hf.get("norm_type", "low_precision_layernorm")
+    if kind not in PRECISIONS:
+        raise ConfigError(f"{hf.where}: norm_type {kind!r} is unknown; {nearest(kind, PRECISIONS)}")
+    norm = LayerNormConfig(
+        eps=hf.get("layer_norm_epsilon", 1e-5), bias=False, precision=PRECISIONS[kind]
+    )
+    dropout = options.get("attn_pdrop", 0.0)
+    block = PreNormConfig(
+        norm=norm,
+        attention=attention(
+            hf,
+            position=AlibiConfig(max_bias=options.get("alibi_bias_max", 8.0)),
+            scale=options.optional("softmax_scale", float),
+            clip=options.optional("clip_qkv", float),
+            dropout=dropout,
+        ),
+        feed_forward=MlpConfig(d_ff=4 * hf.need("hidden_size", int), activation="gelu"),
+        dropout=dropout,
+    )
+    return decoder(hf, block, norm, tied=True)
+
+
+def _attention_options(hf: Fields) -> Fields:
+    """`attn_config`, in which there is nothing that we or transformers would pass over.
+
+    Raises:
+        ConfigError: there is.
+    """
+    options = hf.section("attn_config") or Fields({})
+    for key, (allowed, reason) in ATTENTION_OPTIONS.items():
+        options.refuse(key, allowed, reason)
+    options.ignore("attn_impl", "attn_pdrop", "alibi_bias_max", "clip_qkv", "softmax_scale")
+    if unknown := options.unused():
+        raise ConfigError(
+            f"{options.where} has {unknown[0]!r}, which transformers passes over in MPT; remove it"
+        )
+    return options
+
+
+def attention_options(data: Data) -> Data:
+    """`attn_config` of a plain config."""
+    ours = data["block"]["attention"]
+    return {
+        "alibi": True,
+        "clip_qkv": ours["clip"],
+        "softmax_scale": ours["scale"],
+    }
+
+
+def norm_type(data: Data) -> str:
+    """`norm_type` of a plain config."""
+    return {ours: name for name, ours in PRECISIONS.items()}[data["final_norm"]["precision"]]
+
+
+WITHOUT_KEY = ("intermediate_size", "hidden_act")
+HUGGING_FACE = (
+    Family(
+        model_type="mpt",
+        architecture="MptForCausalLM",
+        read=read,
+        keys={key: place for key, place in written(NAMES).items() if key not in WITHOUT_KEY}
+        | {
+            "attn_config": attention_options,
+            "layer_norm_epsilon": "final_norm.eps",
+            "norm_type": norm_type,
+        },
+        rules=(
+            same("embedding.tokens", "transformer.wte"),
+            joined(
+                tuple(f"layers.{{i}}.attention.{name}_proj" for name in "qkv"),
+                "transformer.blocks.{i}.attn.Wqkv",
+            ),
+            same("layers.{i}.attention.out_proj", "transformer.blocks.{i}.attn.out_proj"),
+            same("layers.{i}.feed_forward.up_proj", "transformer.blocks.{i}.ffn.up_proj"),
+            same("layers.{i}.feed_forward.down_proj", "transformer.blocks.{i}.ffn.down_proj"),
+            same("layers.{i}.attention_norm", "transformer.blocks.{i}.norm_1"),
+            same("layers.{i}.feed_forward_norm", "transformer.blocks.{i}.norm_2"),
+            same("final_norm", "transformer.norm_f"),
+            same("head.proj", "lm_head"),
+        ),
     ),
 )

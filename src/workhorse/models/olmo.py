@@ -1,15 +1,44 @@
-"""OLMo: Accelerating the Science of Language Models (Groeneveld et al., 2402.00838)."""
+"""OLMo: Accelerating the Science of Language Models (Groeneveld et al., 2402.00838).
+
+OLMo 2 (2501.00656), OLMo 3 (2512.13961) and the mixture OLMoE (2409.02060) are read too.
+"""
 
 from functools import partial
+from typing import Any
 
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    FULL,
+    KEYS,
+    ROPE_BY_TYPE_KEYS,
+    RULES,
+    SHORT_NAMES,
+    SLIDING,
+    activation,
+    alternating,
+    attention,
+    decoder,
+    gated_mlp,
+    layer_types,
+    rms_norm,
+    written_layer_types,
+    written_window,
+)
+from workhorse.models.huggingface.mixtures import MIXTURE_RULES
+from workhorse.models.huggingface.names import instead, same
+from workhorse.models.huggingface.rotation import read_rope
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.blocks import PreNormConfig, ReorderedNormConfig
 from workhorse.nn.feedforward import GatedMlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import FanInInitConfig
-from workhorse.nn.norms import LayerNormConfig
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.norms import LayerNormConfig, RMSNormConfig
 from workhorse.nn.rope import RopeConfig
+from workhorse.nn.router import RouterConfig
 
 
 def olmo(
@@ -85,5 +114,133 @@ PRESETS = (
             "has a feed-forward width of 22,016, which makes 65.58B; the paper's rule, 8/3 · d "
             "rounded up to a multiple of 128, gives 21,888 and 65.33B.",
         ),
+    ),
+)
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """OLMo 1. Its norm has no weights, and its epsilon stands in no config."""
+    norm = LayerNormConfig(eps=1e-5, weight=False, bias=False, precision="float32")
+    block = PreNormConfig(
+        norm=norm,
+        attention=_attention(hf, clip=hf.optional("clip_qkv", float)),
+        feed_forward=gated_mlp(hf),
+    )
+    return decoder(hf, block, norm)
+
+
+def read_olmo2(hf: Fields) -> DecoderConfig:
+    """OLMo 2 (2501.00656 §2.1): norms on each sub-layer's output, and on queries and keys."""
+    norm = rms_norm(hf, eps=1e-5, multiply="before_cast")
+    block = ReorderedNormConfig(
+        norm=norm, attention=_normed_attention(hf, norm), feed_forward=gated_mlp(hf)
+    )
+    return decoder(hf, block, norm)
+
+
+def read_olmo3(hf: Fields) -> DecoderConfig:
+    """OLMo 3 (2512.13961): OLMo 2 with windows in three layers of four.
+
+    A scaling that is not given for each kind of layer is that of the layers without a window.
+    """
+    norm = rms_norm(hf, eps=1e-5, multiply="before_cast")
+    types = layer_types(hf, alternating(hf, (SLIDING, SLIDING, SLIDING, FULL)))
+    window = hf.optional("sliding_window", int, 4096)
+    for_each = hf.values.get("rope_parameters") is not None
+
+    def block(kind: str) -> ReorderedNormConfig:
+        rope = read_rope(hf, theta=5e5, layer_type=kind, scaled=for_each or kind == FULL)
+        return ReorderedNormConfig(
+            norm=norm,
+            attention=_normed_attention(
+                hf, norm, position=rope, window=window if kind == SLIDING else None
+            ),
+            feed_forward=gated_mlp(hf),
+        )
+
+    return decoder(
+        hf, [block(kind) for kind in types], norm, names=[SHORT_NAMES[kind] for kind in types]
+    )
+
+
+def read_olmoe(hf: Fields) -> DecoderConfig:
+    """OLMoE (2409.02060): small experts, norms on queries and keys, LLaMA's order of norms."""
+    hf.refuse("clip_qkv", None, "it clips behind the norms of queries and keys, which we do before")
+    norm = rms_norm(hf, eps=1e-5)
+    block = PreNormConfig(
+        norm=norm,
+        attention=_normed_attention(hf, norm),
+        feed_forward=MoEConfig(
+            n_experts=hf.get("num_experts", hf.get("num_local_experts", 64)),
+            top_k=hf.get("num_experts_per_tok", 8),
+            d_ff=hf.get("intermediate_size", 2048),
+            activation=activation(hf),
+            router=RouterConfig(normalize=hf.get("norm_topk_prob", False)),
+        ),
+    )
+    return decoder(hf, block, norm)
+
+
+def _attention(hf: Fields, **changes: Any) -> AttentionConfig:
+    bias = hf.get("attention_bias", False)
+    return attention(hf, qkv_bias=bias, out_bias=bias, **changes)
+
+
+def _normed_attention(hf: Fields, norm: RMSNormConfig, **changes: Any) -> AttentionConfig:
+    return _attention(hf, qk_norm=QKNormConfig(norm=norm, over="full"), **changes)
+
+
+BIAS = {"attention_bias": "block.attention.qkv_bias"}
+QK_NORM = (
+    same("layers.{i}.attention.q_norm.norm", "model.layers.{i}.self_attn.q_norm"),
+    same("layers.{i}.attention.k_norm.norm", "model.layers.{i}.self_attn.k_norm"),
+)
+REORDERED = (
+    same("layers.{i}.attention_norm", "model.layers.{i}.post_attention_layernorm"),
+    same("layers.{i}.feed_forward_norm", "model.layers.{i}.post_feedforward_layernorm"),
+)
+
+HUGGING_FACE = (
+    Family(
+        model_type="olmo",
+        architecture="OlmoForCausalLM",
+        read=read,
+        keys={key: place for key, place in KEYS.items() if key != "rms_norm_eps"}
+        | BIAS
+        | {"clip_qkv": "block.attention.clip"},
+        rules=RULES,
+    ),
+    Family(
+        model_type="olmo2",
+        architecture="Olmo2ForCausalLM",
+        read=read_olmo2,
+        keys=KEYS | BIAS,
+        rules=instead(*QK_NORM, *REORDERED, base=RULES),
+    ),
+    Family(
+        model_type="olmo3",
+        architecture="Olmo3ForCausalLM",
+        read=read_olmo3,
+        keys=KEYS
+        | BIAS
+        | ROPE_BY_TYPE_KEYS
+        | {
+            "sliding_window": written_window,
+            "layer_types": written_layer_types,
+        },
+        rules=instead(*QK_NORM, *REORDERED, base=RULES),
+    ),
+    Family(
+        model_type="olmoe",
+        architecture="OlmoeForCausalLM",
+        read=read_olmoe,
+        keys=KEYS
+        | BIAS
+        | {
+            "num_experts": "block.feed_forward.n_experts",
+            "num_experts_per_tok": "block.feed_forward.top_k",
+            "norm_topk_prob": "block.feed_forward.router.normalize",
+        },
+        rules=instead(*QK_NORM, *MIXTURE_RULES, base=RULES),
     ),
 )

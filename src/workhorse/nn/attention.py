@@ -5,6 +5,7 @@ out; the forward pass is the same for all of them.
 """
 
 import math
+from dataclasses import replace
 from typing import Annotated, Literal
 
 import torch
@@ -12,16 +13,16 @@ from pydantic import Field
 from torch import nn
 
 from workhorse.config import Config, ConfigError
-from workhorse.errors import WorkhorseError
 from workhorse.nn.alibi import AlibiConfig
-from workhorse.nn.cache import Cache, KeyValueEntry
+from workhorse.nn.cache import KeyValueEntry
 from workhorse.nn.context import Context
 from workhorse.nn.elementwise import Clip, Unchanged
 from workhorse.nn.kernels import Kernel, KernelName, Scoring, make_kernel
 from workhorse.nn.masks import AttentionPattern
 from workhorse.nn.norms import NormConfig, PresentNormConfig
 from workhorse.nn.positions import NoPositionConfig
-from workhorse.nn.rope import RopeConfig, rotate_half, rotate_interleaved
+from workhorse.nn.rope import RopeConfig
+from workhorse.nn.self_attention import Rotation, SelfAttention, SelfAttentionConfig, split_heads
 from workhorse.nn.shapes import HeadOutputs, Hidden, NewKeys, Queries
 
 AttentionPositionConfig = Annotated[
@@ -51,11 +52,10 @@ class QueryScalingConfig(Config):
     offset: int = Field(default=0, ge=0)
 
 
-class AttentionConfig(Config):
+class AttentionConfig(SelfAttentionConfig):
     """Multi-head, grouped-query or multi-query self-attention."""
 
     kind: Literal["attention"] = "attention"
-    n_heads: int = Field(gt=0)
     n_kv_heads: int | None = Field(default=None, gt=0)
     """Heads of keys and values; left out: `n_heads`. 1 is multi-query."""
     head_dim: int | None = Field(default=None, gt=0)
@@ -63,12 +63,6 @@ class AttentionConfig(Config):
     value_dim: int | None = Field(default=None, gt=0)
     """Width of a value; left out: as the keys."""
     position: AttentionPositionConfig = NoPositionConfig()
-    causal: bool = True
-    """False lets every position see every other, as in an encoder."""
-    window: int | None = Field(default=None, gt=0)
-    """See only the last `window` positions, the own one included."""
-    chunk: int | None = Field(default=None, gt=0)
-    """See only the own stretch of `chunk` positions."""
     scale: float | None = Field(default=None, gt=0)
     """Multiplies the scores; left out: `1/sqrt(head_dim)`, which keeps their variance near 1."""
     scale_by_layer: bool = False
@@ -85,19 +79,14 @@ class AttentionConfig(Config):
     """One learned logit a head that takes weight and gives nothing (gpt-oss)."""
     output_gate: bool = False
     """Multiply the heads' outputs by a sigmoid gate of the input (AFMoE; 2505.06708)."""
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """On the attention weights."""
 
     def model_post_init(self, _context: object) -> None:
+        super().model_post_init(_context)
         if self.n_kv_heads and self.n_heads % self.n_kv_heads:
             raise ConfigError(
                 f"n_heads={self.n_heads} is not divisible by n_kv_heads={self.n_kv_heads}; "
                 "choose a divisor of n_heads"
             )
-        if not self.causal and (self.window or self.chunk):
-            raise ConfigError("causal=false cannot have a window or chunk; leave them out")
-        if self.window and self.chunk:
-            raise ConfigError(f"window={self.window} and chunk={self.chunk} exclude each other")
         if self.qk_norm and self.qk_norm.after_rope and not isinstance(self.position, RopeConfig):
             raise ConfigError("qk_norm.after_rope=true needs a rope position; leave it out")
         if not self.causal and isinstance(self.position, AlibiConfig) and self.position.bfloat16:
@@ -122,13 +111,10 @@ class AttentionConfig(Config):
         return head_dim
 
     def pattern(self, d_model: int, layer: int) -> AttentionPattern:
-        pattern = AttentionPattern(causal=self.causal, window=self.window, chunk=self.chunk)
         if not isinstance(self.position, AlibiConfig):
-            return pattern
-        return AttentionPattern(
-            causal=self.causal,
-            window=self.window,
-            chunk=self.chunk,
+            return self.reach()
+        return replace(
+            self.reach(),
             alibi_slopes=self.position.slopes(self.n_heads),
             alibi_scale=self.score_scale(d_model, layer) if self.position.scaled else 1.0,
             alibi_bfloat16=self.position.bfloat16,
@@ -170,7 +156,7 @@ class AttentionConfig(Config):
         )
 
 
-class Attention(nn.Module):
+class Attention(SelfAttention):
     """Causal self-attention over `(batch, seq, d_model)`.
 
     Args:
@@ -246,47 +232,12 @@ class Attention(nn.Module):
         """Normalise, then turn."""
         return self.rotate(self.q_norm(q), context), self.rotate(self.k_norm(k), context)
 
-    def cache_entry(self, cache: Cache) -> KeyValueEntry:
-        """Room for this layer in a cache.
-
-        Raises:
-            ConfigError: attention that is not causal has no past to remember.
-            WorkhorseError: the kernel cannot decode.
-        """
-        if not self.kernel.decodes:
-            raise WorkhorseError(
-                "kernel=flex is compiled for one length; decode with kernel=sdpa or eager"
-            )
-        if not self.pattern.causal:
-            raise ConfigError("causal=false cannot decode with a cache; run the whole text")
-        return KeyValueEntry(cache.track(self.pattern.reach))
-
 
 class RotateFirstAttention(Attention):
     """Attention whose query and key norms come after the rotation."""
 
     def place(self, q: Queries, k: NewKeys, context: Context) -> tuple[Queries, NewKeys]:
         return self.q_norm(self.rotate(q, context)), self.k_norm(self.rotate(k, context))
-
-
-def split_heads(x: Hidden, heads: int) -> Queries:
-    """`(batch, seq, heads · width)` to `(batch, heads, seq, width)`."""
-    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
-
-
-class Rotation(nn.Module):
-    """Turns queries or keys by their positions."""
-
-    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
-        super().__init__()
-        self.rope = rope
-        self.name = rope.model_dump_json()
-        self.head_dim = head_dim
-        self.turn = rotate_half if rope.pairing == "half" else rotate_interleaved
-
-    def forward(self, x: Queries, context: Context) -> Queries:
-        cos, sin = context.rotation(self.name, self.rope, self.head_dim, x.dtype)
-        return self.turn(x, cos, sin)
 
 
 class QueryScaling(nn.Module):

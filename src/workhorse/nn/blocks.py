@@ -1,9 +1,10 @@
 """Wirings of a block: where norms and residuals sit, around any attention and any feed-forward."""
 
 from abc import ABC, abstractmethod
-from typing import Annotated, Literal
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal, cast
 
-from pydantic import Field
+from pydantic import Discriminator, Field, Tag
 from torch import nn
 
 from workhorse.config import Config
@@ -11,16 +12,35 @@ from workhorse.nn.attention import AttentionConfig
 from workhorse.nn.cache import KeyValueEntry
 from workhorse.nn.context import Context
 from workhorse.nn.elementwise import Multiplier
-from workhorse.nn.feedforward import FeedForwardConfig
+from workhorse.nn.feedforward import ClampedGatedMlpConfig, GatedMlpConfig, MlpConfig
 from workhorse.nn.kernels import KernelName
+from workhorse.nn.latent_attention import LatentAttentionConfig
+from workhorse.nn.moe import MoEConfig
 from workhorse.nn.norms import NormConfig
 from workhorse.nn.shapes import Hidden
+
+
+def _kind_of_attention(given: Any) -> str | None:
+    """Attention that does not say its kind is the usual one."""
+    if isinstance(given, Mapping):
+        return cast(Mapping[str, str], given).get("kind", "attention")
+    return getattr(given, "kind", None)
+
+
+AnyAttentionConfig = Annotated[
+    Annotated[AttentionConfig, Tag("attention")]
+    | Annotated[LatentAttentionConfig, Tag("latent_attention")],
+    Discriminator(_kind_of_attention),
+]
+FeedForwardConfig = Annotated[
+    MlpConfig | GatedMlpConfig | ClampedGatedMlpConfig | MoEConfig, Field(discriminator="kind")
+]
 
 
 class WiringConfig(Config):
     """What every wiring has: two sub-layers, a kind of norm, and what a sub-layer may add."""
 
-    attention: AttentionConfig
+    attention: AnyAttentionConfig
     feed_forward: FeedForwardConfig
     norm: NormConfig
     dropout: float = Field(default=0.0, ge=0, lt=1)
@@ -62,10 +82,16 @@ class PreNormConfig(WiringConfig):
     kind: Literal["pre_norm"] = "pre_norm"
     norm_residual: bool = False
     """Let the residual start from the normed input (an option of BLOOM)."""
+    norm_attention: bool = True
+    """False leaves out the norm before the attention: what comes from the embedding is normed
+    already in the first layer of ModernBERT-decoder."""
 
     def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> Block:
-        block = NormedResidual if self.norm_residual else PreNorm
-        return block(self, d_model, layer, kernel)
+        kind = NormedResidual if self.norm_residual else PreNorm
+        block = kind(self, d_model, layer, kernel)
+        if not self.norm_attention:
+            block.attention_norm = nn.Identity()
+        return block
 
 
 class PreNorm(Block):

@@ -28,7 +28,7 @@ class DecoderConfig(Config):
 
     vocab_size: int = Field(gt=0)
     d_model: int = Field(gt=0)
-    n_layers: int = Field(gt=0)
+    n_layers: int = Field(gt=0, le=100_000)
     max_seq_len: int = Field(gt=0)
     """Longest text, in tokens: the size of a learned position table, and what training and
     generation keep to."""

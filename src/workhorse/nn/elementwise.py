@@ -25,6 +25,13 @@ class Multiplier(nn.Module):
         return x * self.multiplier
 
 
+class Product(nn.Module):
+    """`x · y`."""
+
+    def forward(self, x: Float[Tensor, "*batch width"], y: Tensor) -> Float[Tensor, "*batch width"]:
+        return x * y
+
+
 class Clip(nn.Module):
     """Every number held within plus and minus `limit`."""
 

@@ -1,8 +1,9 @@
 """Feed-forward sub-layers: what happens to each position by itself."""
 
 import math
+from abc import abstractmethod
 from collections.abc import Callable
-from typing import Annotated, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -54,93 +55,114 @@ class Mlp(nn.Module):
         return self.down_proj(self.dropout(self.activation(self.up_proj(x))))
 
 
-class GatedMlpConfig(Config):
+class GatedConfig(Config):
+    """`down(combine(gate(x), up(x)))`: what every gated feed-forward has."""
+
+    d_ff: int = Field(gt=0)
+    bias: bool = False
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """On the gated hidden activations."""
+
+    @abstractmethod
+    def combine(self) -> nn.Module:
+        """A fresh module that is called with the gate and the other branch."""
+
+    def build(self, d_model: int) -> nn.Module:
+        return GatedMlp(
+            d_model, self.d_ff, activation=self.combine(), bias=self.bias, dropout=self.dropout
+        )
+
+
+class GatedMlpConfig(GatedConfig):
     """`down(act(gate(x)) * up(x))`: SwiGLU with silu, GeGLU with gelu, GLU with sigmoid.
 
     Paper: GLU Variants Improve Transformer, 2002.05202.
     """
 
     kind: Literal["gated_mlp"] = "gated_mlp"
-    d_ff: int = Field(gt=0)
     activation: ActivationName = "silu"
-    bias: bool = False
-    dropout: float = Field(default=0.0, ge=0, lt=1)
-    """On the gated hidden activations."""
 
-    def build(self, d_model: int) -> "GatedMlp":
-        return GatedMlp(
-            d_model, self.d_ff, activation=self.activation, bias=self.bias, dropout=self.dropout
-        )
+    def combine(self) -> nn.Module:
+        return Gated(self.activation)
+
+
+class ClampedSwigluConfig(Config):
+    """`g * sigmoid(alpha g) * (u + 1)` with the gate `g` and the other branch `u` clamped."""
+
+    limit: float = Field(default=7.0, gt=0)
+    """The gate is held below it, the other branch within plus and minus it."""
+    alpha: float = 1.702
+
+    def combine(self) -> nn.Module:
+        return ClampedSwiglu(self.limit, self.alpha)
+
+
+class ClampedGatedMlpConfig(ClampedSwigluConfig, GatedConfig):
+    """gpt-oss's clamped SwiGLU: `down(g * sigmoid(alpha g) * (u + 1))`, `g` and `u` clamped."""
+
+    kind: Literal["clamped_gated_mlp"] = "clamped_gated_mlp"
+    bias: bool = True
 
 
 class GatedMlp(nn.Module):
-    """`down_proj(act(gate_proj(x)) * up_proj(x))`, `d_model -> d_ff -> d_model`."""
+    """`down_proj(activation(gate_proj(x), up_proj(x)))`, `d_model -> d_ff -> d_model`.
+
+    Args:
+        d_model: width of the input and output.
+        d_ff: width of both branches.
+        activation: combines them; SwiGLU where not given.
+        bias: on the three projections.
+        dropout: on the combined branches.
+    """
 
     def __init__(
         self,
         d_model: int,
         d_ff: int,
         *,
-        activation: ActivationName = "silu",
+        activation: nn.Module | None = None,
         bias: bool = False,
         dropout: float = 0.0,
     ) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(d_model, d_ff, bias=bias)
         self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
-        self.activation = make_activation(activation)
+        self.activation = activation or Gated("silu")
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
         self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x: Hidden) -> Hidden:
-        hidden = self.activation(self.gate_proj(x)) * self.up_proj(x)
+        hidden = self.activation(self.gate_proj(x), self.up_proj(x))
         return self.down_proj(self.dropout(hidden))
 
 
-class ClampedGatedMlpConfig(Config):
-    """gpt-oss's clamped SwiGLU: `down(g * sigmoid(alpha g) * (u + 1))`, `g` and `u` clamped."""
+class Gated(nn.Module):
+    """`act(gate) * up`."""
 
-    kind: Literal["clamped_gated_mlp"] = "clamped_gated_mlp"
-    d_ff: int = Field(gt=0)
-    limit: float = Field(default=7.0, gt=0)
-    """The gate is held below it, the other branch within plus and minus it."""
-    alpha: float = 1.702
-    bias: bool = True
+    def __init__(self, activation: ActivationName) -> None:
+        super().__init__()
+        self.activation = make_activation(activation)
 
-    def build(self, d_model: int) -> "ClampedGatedMlp":
-        return ClampedGatedMlp(
-            d_model, self.d_ff, limit=self.limit, alpha=self.alpha, bias=self.bias
-        )
+    def forward(
+        self, gate: Float[Tensor, "*shape"], up: Float[Tensor, "*shape"]
+    ) -> Float[Tensor, "*shape"]:
+        return self.activation(gate) * up
 
 
-class ClampedGatedMlp(nn.Module):
-    """`down_proj(g * sigmoid(alpha g) * (u + 1))` with `g <= limit` and `|u| <= limit`."""
+class ClampedSwiglu(nn.Module):
+    """`g * sigmoid(alpha g) * (u + 1)` with `g <= limit` and `|u| <= limit` (gpt-oss)."""
 
-    def __init__(
-        self,
-        d_model: int,
-        d_ff: int,
-        *,
-        limit: float = 7.0,
-        alpha: float = 1.702,
-        bias: bool = True,
-    ) -> None:
+    def __init__(self, limit: float = 7.0, alpha: float = 1.702) -> None:
         super().__init__()
         self.limit = limit
         self.alpha = alpha
-        self.gate_proj = nn.Linear(d_model, d_ff, bias=bias)
-        self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
-        self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
 
-    def forward(self, x: Hidden) -> Hidden:
-        gate = self.gate_proj(x).clamp(max=self.limit)
-        up = self.up_proj(x).clamp(-self.limit, self.limit)
-        return self.down_proj(gate * torch.sigmoid(self.alpha * gate) * (up + 1))
-
-
-FeedForwardConfig = Annotated[
-    MlpConfig | GatedMlpConfig | ClampedGatedMlpConfig, Field(discriminator="kind")
-]
+    def forward(
+        self, gate: Float[Tensor, "*shape"], up: Float[Tensor, "*shape"]
+    ) -> Float[Tensor, "*shape"]:
+        gate = gate.clamp(max=self.limit)
+        up = up.clamp(-self.limit, self.limit)
+        return gate * torch.sigmoid(self.alpha * gate) * (up + 1)
 
 
 class ReluSquared(nn.Module):

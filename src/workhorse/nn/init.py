@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
 from workhorse.config import Config
+from workhorse.nn.grouped_linear import GroupedLinear
 
 RESIDUAL_PROJECTIONS = ("out_proj", "down_proj")
 """The projections whose outputs are added to the residual stream."""
@@ -45,7 +46,7 @@ class SchemeConfig(Config):
         self, name: str, weight: Tensor, n_layers: int, generator: torch.Generator | None
     ) -> None:
         """Fill the matrix of the linear module of that name."""
-        residual = name.endswith(RESIDUAL_PROJECTIONS)
+        residual = name.rpartition(".")[2] in RESIDUAL_PROJECTIONS
         if (residual and self.residual == "zero") or (name == HEAD and self.head == "zero"):
             nn.init.zeros_(weight)
             return
@@ -140,9 +141,10 @@ def initialize(
         if isinstance(module, nn.Embedding):
             nn.init.normal_(module.weight, std=scheme.embedding_std, generator=generator)
             drawn.add(module.weight)
-        elif isinstance(module, nn.Linear):
-            if module.weight not in drawn:
-                scheme.draw_linear(name, module.weight, n_layers, generator)
+        elif isinstance(module, nn.Linear | GroupedLinear):
+            matrices = module.weight if isinstance(module, GroupedLinear) else module.weight[None]
+            for matrix in () if module.weight in drawn else matrices:
+                scheme.draw_linear(name, matrix, n_layers, generator)
             for bias in (tensor for key, tensor in module.named_parameters() if key == "bias"):
                 nn.init.zeros_(bias)
         elif isinstance(module, HasOwnStart):

@@ -19,6 +19,11 @@ NewKeys = Float[Tensor, "batch kv_heads seq head_dim"]
 NewValues = Float[Tensor, "batch kv_heads seq value_dim"]
 Keys = Float[Tensor, "batch kv_heads kv_seq head_dim"]
 Values = Float[Tensor, "batch kv_heads kv_seq value_dim"]
+RotaryQueries = Float[Tensor, "batch heads seq rope_dim"]
+"""The part of queries that turns, where it is kept apart."""
+Latents = Float[Tensor, "batch 1 kv_seq kv_rank"]
+"""What keys and values are unfolded from, one vector for all heads."""
+RotaryKeys = Float[Tensor, "batch 1 kv_seq rope_dim"]
 HeadOutputs = Float[Tensor, "batch seq width"]
 """All heads' outputs side by side."""
 AttentionOutput = Float[Tensor, "batch heads seq value_dim"]

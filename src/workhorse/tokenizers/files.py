@@ -6,16 +6,42 @@ import secrets
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from workhorse.errors import WorkhorseError
+from workhorse.tokenizers.folder import TokenizerFolder
+from workhorse.tokenizers.huggingface import (
+    DEFINITION,
+    MERGES,
+    SENTENCEPIECE,
+    VOCABULARY,
+    read_folder,
+    read_json,
+    read_sentencepiece,
+)
+from workhorse.tokenizers.settings import (
+    ADDED_TOKENS,
+    SETTINGS,
+    SPECIAL_TOKENS_MAP,
+    TEMPLATE,
+    TEMPLATES,
+    read_settings,
+)
 
 if TYPE_CHECKING:
     from workhorse.tokenizers.tokenizer import Tokenizer
 
-DEFINITION = "tokenizer.json"
-SETTINGS = "tokenizer_config.json"
-SENTENCEPIECE = "tokenizer.model"
+_ALL_FILES = (
+    DEFINITION,
+    SENTENCEPIECE,
+    VOCABULARY,
+    MERGES,
+    SETTINGS,
+    SPECIAL_TOKENS_MAP,
+    ADDED_TOKENS,
+    TEMPLATE,
+)
+"""What may lie in a folder and be read as part of its tokenizer."""
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
@@ -26,25 +52,46 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
             SentencePiece `.model`. Settings (bos, eos, chat template) are read from beside it.
 
     Raises:
-        WorkhorseError: there is none, or it is damaged or of a kind that cannot be converted.
+        WorkhorseError: there is none, or it is damaged, beyond the limits for such files, or of a
+            kind that cannot be converted.
     """
-    from workhorse.tokenizers.tokenizer import ROLES, Tokenizer
+    from workhorse.tokenizers.tokenizer import Source, Tokenizer
 
-    file = _find(Path(path))
-    settings = _read_settings(file.with_name(SETTINGS))
-    roles = {role: _content(settings.get(f"{role}_token")) for role in ROLES}
-    if file.suffix == ".model":
-        from workhorse.tokenizers.sentencepiece import convert
-
-        definition, found = convert(_read(file), str(file))
-        roles = {role: roles[role] or found.get(role) for role in ROLES}
+    path = Path(path)
+    if not path.exists():
+        raise WorkhorseError(f"no tokenizer at {path}: there is no such file or folder")
+    folder = TokenizerFolder(path if path.is_dir() else path.parent)
+    settings = read_settings(folder)
+    source = None
+    if path.is_dir():
+        reading = read_folder(folder, settings)
+        for name in _ALL_FILES:  # also what says nothing new, to be written back
+            if name not in folder.read and folder.has(name):
+                folder.bytes_of(name)
+        source = Source(dict(folder.read), settings.model_type)
     else:
-        definition = _text(file)
-    template = settings.get("chat_template")
+        read = read_sentencepiece if path.suffix == ".model" else read_json
+        reading = read(folder, path.name, settings)
+    roles = {name.removesuffix("_token"): token for name, token in reading.named.items()}
     try:
-        return Tokenizer(definition, roles, template if isinstance(template, str) else None)
+        return Tokenizer(reading.definition, roles, settings.templates, source)
     except WorkhorseError as error:
-        raise WorkhorseError(f"{file}: {error}") from None
+        raise WorkhorseError(f"{path}: {error}") from None
+
+
+def folder_texts(
+    definition: str, roles: Mapping[str, str], templates: Mapping[str, str]
+) -> dict[str, str]:
+    """The files that say what a tokenizer is, by name."""
+    settings = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "clean_up_tokenization_spaces": False,
+        **{f"{role}_token": name for role, name in roles.items()},
+    }
+    texts = {SETTINGS: json.dumps(settings, indent=2, ensure_ascii=False), DEFINITION: definition}
+    for name, source in templates.items():
+        texts[TEMPLATE if name == "default" else f"{TEMPLATES}/{name}.jinja"] = source
+    return texts
 
 
 def check_output_folder(folder: str | Path) -> None:
@@ -60,22 +107,32 @@ def check_output_folder(folder: str | Path) -> None:
         raise WorkhorseError(f"{folder} holds something else; name a folder that is new or empty")
 
 
-def write_folder(folder: Path, texts: Mapping[str, str]) -> None:
-    """Write the files of a folder. A new folder appears whole; in an old one, each file does."""
+def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
+    """Write the files of a tokenizer. A new folder appears whole; in an old one, each file does.
+
+    What another tokenizer left in an old folder, and would be read as part of this one, is removed.
+    """
     is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
     if not is_new:
-        for name, text in texts.items():
-            temporary = folder / f".tmp-{name}"
-            _write(temporary, text)
-            temporary.replace(folder / name)
+        stale = [folder / name for name in _ALL_FILES] + list((folder / TEMPLATES).glob("*.jinja"))
+        for name, content in files.items():
+            target = folder / name
+            target.parent.mkdir(exist_ok=True)
+            temporary = target.with_name(f".tmp-{target.name}")
+            _write(temporary, content)
+            temporary.replace(target)
+        for path in stale:
+            if path.relative_to(folder).as_posix() not in files:
+                path.unlink(missing_ok=True)
         _sync(folder)
         return
     folder.parent.mkdir(parents=True, exist_ok=True)
     stage = folder.with_name(f".tmp-{folder.name}-{secrets.token_hex(4)}")
     stage.mkdir()
     try:
-        for name, text in texts.items():
-            _write(stage / name, text)
+        for name, content in files.items():
+            (stage / name).parent.mkdir(exist_ok=True)
+            _write(stage / name, content)
         _sync(stage)
         stage.replace(folder)
     except BaseException:
@@ -84,9 +141,9 @@ def write_folder(folder: Path, texts: Mapping[str, str]) -> None:
     _sync(folder.parent)
 
 
-def _write(path: Path, text: str) -> None:
-    with path.open("w", encoding="utf-8", newline="\n") as file:
-        file.write(text)
+def _write(path: Path, content: bytes) -> None:
+    with path.open("wb") as file:
+        file.write(content)
         file.flush()
         os.fsync(file.fileno())
 
@@ -99,43 +156,3 @@ def _sync(folder: Path) -> None:
         os.fsync(descriptor)
     finally:
         os.close(descriptor)
-
-
-def _find(path: Path) -> Path:
-    if path.is_file():
-        return path
-    for name in (DEFINITION, SENTENCEPIECE):
-        if (path / name).is_file():
-            return path / name
-    if not path.exists():
-        raise WorkhorseError(f"no tokenizer at {path}: there is no such file or folder")
-    raise WorkhorseError(f"no tokenizer in {path}: it holds no {DEFINITION} or {SENTENCEPIECE}")
-
-
-def _read(file: Path) -> bytes:
-    try:
-        return file.read_bytes()
-    except OSError as error:
-        raise WorkhorseError(f"cannot read {file}: {error.strerror}") from None
-
-
-def _text(file: Path) -> str:
-    try:
-        return _read(file).decode()
-    except UnicodeDecodeError as error:
-        raise WorkhorseError(f"{file} is not UTF-8: bad byte at offset {error.start}") from None
-
-
-def _read_settings(file: Path) -> dict[str, Any]:
-    if not file.is_file():
-        return {}
-    try:
-        settings = json.loads(_text(file))
-    except json.JSONDecodeError as error:
-        raise WorkhorseError(f"{file} is not JSON: {error}") from None
-    return settings if isinstance(settings, dict) else {}
-
-
-def _content(token: Any) -> str | None:
-    """Transformers writes a special token as its name, or as a mapping with its `content`."""
-    return token.get("content") if isinstance(token, dict) else token

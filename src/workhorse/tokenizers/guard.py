@@ -17,10 +17,14 @@ from tokenizers.pre_tokenizers import PreTokenizer, Sequence, Split
 from workhorse.tokenizers.config import BYTE_TOKENS
 
 
-def reachable(definition: dict[str, Any]) -> list[str]:
-    """The control and byte tokens of a `tokenizer.json` that its model could find in a text."""
+def reachable(definition: dict[str, Any], also: Iterable[str] = ()) -> list[str]:
+    """The control and byte tokens of a `tokenizer.json` that its model could find in a text.
+
+    Tokens named in `also` count as control tokens too.
+    """
     model = definition["model"]
     controls = {token["content"] for token in definition["added_tokens"] if token["special"]}
+    controls.update(also)
     if model.get("byte_fallback"):
         controls.update(BYTE_TOKENS)
     return sorted(controls.intersection(_found_in_text(model)))

@@ -7,7 +7,7 @@ read that way: a table of bytes per id, and perhaps a space to drop at the very 
 
 import codecs
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,24 +30,33 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 Step = Callable[[str | bytes], str | bytes]
 
 
+class ByteToken(bytes):
+    """The byte of a token such as `<0x41>`: part of a character, and no text by itself."""
+
+
 @dataclass(frozen=True)
 class Decoding:
-    """How the vocabulary's strings become text: steps per token, then a cut at the start."""
+    """How the vocabulary's strings become text: steps per token, then cuts at start and end."""
 
     steps: tuple[Step, ...]
-    strip_space: bool
+    first: Step | None = None
+    """What the first token of a text goes through before the steps, and loses its space by."""
+    strip_start: bool = False
     """Drop one space at the start of a text."""
-    spaced: bool = False
-    """Tokens are words: a control token has a space before it too."""
-
-    def control_piece(self, token: str) -> bytes:
-        """The bytes of a control token: its name, whatever the steps would make of it."""
-        return (" " + token if self.spaced else token).encode()
+    strip_end: bool = False
+    """Drop one space at its end."""
 
     def piece(self, token: str) -> bytes:
-        """The bytes that one token of the vocabulary adds to a text."""
+        """The bytes that a token of the vocabulary adds to a text."""
+        return self._through(token, self.steps)
+
+    def first_piece(self, token: str) -> bytes:
+        """The bytes of a token that begins a text."""
+        return self.piece(token) if self.first is None else self._through(token, (self.first,))
+
+    def _through(self, token: str, steps: tuple[Step, ...]) -> bytes:
         piece: str | bytes = token
-        for step in self.steps:
+        for step in steps:
             piece = step(piece)
         return piece if isinstance(piece, bytes) else piece.encode()
 
@@ -59,7 +68,8 @@ def read_decoding(definition: dict[str, Any] | None) -> Decoding:
         WorkhorseError: a decoder that cannot work token by token.
     """
     steps: list[Step] = []
-    strip = fused = spaced = False
+    first: Step | None = None
+    start = end = fused = False
     for part in _flat(definition):
         match part:
             case {"type": "ByteLevel"}:
@@ -69,29 +79,29 @@ def read_decoding(definition: dict[str, Any] | None) -> Decoding:
             case {"type": "Fuse"}:
                 fused = True
             case {"type": "Replace", "pattern": {"String": old}, "content": new} if not fused:
-                steps.append(_on_text(lambda text, old=old, new=new: text.replace(old, new)))
+                steps.append(_replacing(old, new))
             case {"type": "Strip", "content": " ", "start": 1, "stop": 0} if fused:
-                strip = True
+                start = True
             case {"type": "Metaspace", "replacement": mark, "prepend_scheme": scheme}:
-                steps.append(_on_text(lambda text, mark=mark: text.replace(mark, " ")))
-                strip = scheme != "never"
+                steps.append(_replacing(mark, " "))
+                first = None if scheme == "never" else _replacing(mark, "")
             case {"type": "WordPiece", "prefix": prefix, "cleanup": cleanup}:
                 steps.append(_on_text(_word_piece(prefix, cleanup)))
-                strip = spaced = True
-            case {"type": "None"}:
-                steps.append(_on_text(lambda text: " " + text))
-                strip = spaced = True
+                first = _on_text(_clean if cleanup else str)
+            case {"type": "BPEDecoder", "suffix": suffix}:
+                steps.append(_replacing(suffix, " "))
+                end = True
             case _:
                 raise WorkhorseError(
                     f"the decoder {part.get('type')!r} cannot stream text; use a tokenizer with a "
                     "ByteLevel, ByteFallback, Metaspace or WordPiece decoder"
                 )
-    return Decoding(tuple(steps), strip, spaced)
+    return Decoding(tuple(steps), first, start, end)
 
 
 def _flat(definition: dict[str, Any] | None) -> Iterable[dict[str, Any]]:
-    if definition is None:
-        return [{"type": "None"}]
+    if definition is None:  # tokens are words
+        return [{"type": "WordPiece", "prefix": "\ue000no prefix", "cleanup": False}]
     if definition["type"] == "Sequence":
         return [part for inner in definition["decoders"] for part in _flat(inner)]
     return [definition]
@@ -107,47 +117,76 @@ def _from_byte_alphabet(piece: str | bytes) -> str | bytes:
     return bytes(_BYTE_OF[character] for character in piece)
 
 
+def _replacing(old: str, new: str) -> Step:
+    return _on_text(lambda text: text.replace(old, new))
+
+
 def _from_byte_token(piece: str | bytes) -> str | bytes:
     match = None if isinstance(piece, bytes) else _BYTE_TOKEN.fullmatch(piece)
-    return bytes.fromhex(match[1]) if match else piece
+    return ByteToken(bytes.fromhex(match[1])) if match else piece
 
 
 def _word_piece(prefix: str, cleanup: bool) -> Callable[[str], str]:
     def change(token: str) -> str:
         text = token[len(prefix) :] if token.startswith(prefix) else " " + token
-        for spaced in (" .", " ?", " !", " ,", " n't", " 'm", " 's", " 've", " 're"):
-            text = text.replace(spaced, spaced[1:]) if cleanup else text
-        return text
+        return _clean(text) if cleanup else text
 
     return change
+
+
+def _clean(text: str) -> str:
+    for spaced in (" .", " ?", " !", " ,", " n't", " 'm", " 's", " 've", " 're"):
+        text = text.replace(spaced, spaced[1:])
+    return text
 
 
 class StreamDecoder:
     """Text from token ids that come one by one; the same text as decoding them at once.
 
-    `push` gives the characters that are now complete, so what it gave never changes. Bytes that are
-    no UTF-8 become U+FFFD.
+    `push` gives what can no longer change: whole characters, and of tokens that are single bytes
+    those that are followed by something else, since a run of them that is no UTF-8 becomes one
+    U+FFFD for each. Other bytes that are no UTF-8 become U+FFFD too.
     """
 
-    def __init__(self, piece_of: Callable[[int], bytes], strip_space: bool) -> None:
+    def __init__(
+        self, piece_of: Callable[[int, bool], bytes | None], strip_start: bool, strip_end: bool
+    ) -> None:
         self._piece_of = piece_of
-        self._at_start = strip_space
+        self._is_first = True
+        self._at_start = strip_start
+        self._strip_end = strip_end
+        self._space = ""  # held back, since at the end it is dropped
+        self._run = b""
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
         """The text that one more id completes; often empty inside a character."""
-        piece = self._piece_of(token)
-        if self._at_start and piece:
-            piece = piece.removeprefix(b" ")
-            self._at_start = False
-        return self._characters.decode(piece)
+        piece = self._piece_of(token, self._is_first)
+        if piece is None:
+            return ""
+        self._is_first = False
+        if isinstance(piece, ByteToken):
+            self._run += piece
+            return ""
+        return self._given(self._byte_run() + self._characters.decode(piece))
 
     def finish(self) -> str:
         """What is left: U+FFFD if the ids end inside a character."""
-        return self._characters.decode(b"", final=True)
+        return self._given(self._byte_run() + self._characters.decode(b"", final=True))
 
+    def _byte_run(self) -> str:
+        run, self._run = self._run, b""
+        try:
+            return run.decode()
+        except UnicodeDecodeError:
+            return "\ufffd" * len(run)
 
-def join_pieces(pieces: Sequence[bytes], strip_space: bool) -> bytes:
-    """The bytes of a whole text."""
-    text = b"".join(pieces)
-    return text.removeprefix(b" ") if strip_space else text
+    def _given(self, text: str) -> str:
+        if self._at_start and text:
+            text = text.removeprefix(" ")
+            self._at_start = False
+        if self._strip_end and text:
+            text = self._space + text
+            self._space = " " if text.endswith(" ") else ""
+            text = text.removesuffix(" ")
+        return text

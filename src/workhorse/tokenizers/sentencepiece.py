@@ -9,6 +9,7 @@ where two merges of a BPE make the same piece, the library takes the one further
 
 import struct
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any
 
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
@@ -24,33 +25,27 @@ PIECES, TRAINER, NORMALIZER = 1, 2, 3
 """Fields of its `ModelProto`."""
 TEXT, SCORE, KIND = 1, 2, 3
 """Fields of its `SentencePiece`."""
+MAX_PIECE = 200
+"""Characters of a piece; SentencePiece makes them of 16, Gemma's longest has 32."""
 VARINT, FIXED64, LENGTH, FIXED32 = 0, 1, 2, 5
 """Types of a field in the wire format."""
 
 
-def convert(data: bytes, name: str) -> tuple[str, dict[str, str]]:
+def convert(data: bytes) -> tuple[str, dict[str, str]]:
     """The text of a `tokenizer.json`, and the names of its bos, eos, pad and unk tokens.
 
     Args:
         data: the content of a `.model` file of BPE or Unigram.
-        name: of the file, for messages.
 
     Raises:
         WorkhorseError: not such a file, or a model of words or of characters.
     """
-    try:
-        proto = _read_model(data)
-    except (IndexError, struct.error, ValueError, TypeError):
-        proto = {}
-    pieces: list[tuple[str, float, int]] = proto.get("pieces", [])
-    if not pieces:
-        raise WorkhorseError(
-            f"{name} is no SentencePiece model, or damaged; give one that spm_train wrote"
-        )
+    proto = _checked_model(data)
+    pieces: list[tuple[str, float, int]] = proto["pieces"]
     kinds = {kind for _, _, kind in pieces}
     if proto["model_type"] not in (UNIGRAM, BPE) or UNUSED in kinds or proto["suffix_space"]:
         raise WorkhorseError(
-            f"{name} holds words, characters, unused pieces or spaces as suffixes; only BPE and "
+            "it holds words, characters, unused pieces or spaces as suffixes; only BPE and "
             "Unigram models can be read"
         )
     backend = Tokenizer(_bpe(proto) if proto["model_type"] == BPE else _unigram(proto))
@@ -68,6 +63,55 @@ def convert(data: bytes, name: str) -> tuple[str, dict[str, str]]:
         if 0 <= number < len(pieces)
     }
     return backend.to_str(), roles
+
+
+def _checked_model(data: bytes) -> dict[str, Any]:
+    try:
+        proto = _read_model(data)
+    except (IndexError, struct.error, ValueError, TypeError):
+        proto = {}
+    if not proto.get("pieces"):
+        raise WorkhorseError(
+            "it is no SentencePiece model, or damaged; give one that spm_train wrote"
+        )
+    return proto
+
+
+@dataclass(frozen=True)
+class Vocabulary:
+    """The pieces of a BPE model as a class of transformers takes them, scores left aside."""
+
+    vocab: dict[str, int]
+    merges: list[tuple[str, str]]
+    controls: tuple[AddedToken, ...]
+    """Control and user-defined pieces."""
+
+
+def bpe_vocabulary(data: bytes) -> Vocabulary | None:
+    """The pieces and merges of a BPE model, in the order of ids; None for another kind.
+
+    Raises:
+        WorkhorseError: not a SentencePiece model.
+    """
+    proto = _checked_model(data)
+    if proto["model_type"] != BPE:
+        return None
+    pieces: list[tuple[str, float, int]] = proto["pieces"]
+    vocab = {text: number for number, (text, _, _) in enumerate(pieces)}
+    merges = [
+        (number, cut, text)
+        for text, number in vocab.items()
+        for cut in range(1, len(text))
+        if text[:cut] in vocab and text[cut:] in vocab
+    ]
+    controls = tuple(
+        AddedToken(text, normalized=False, special=kind == CONTROL)
+        for text, _, kind in pieces
+        if kind in (CONTROL, USER_DEFINED)
+    )
+    return Vocabulary(
+        vocab, [(text[:cut], text[cut:]) for _, cut, text in sorted(merges)], controls
+    )
 
 
 def _bpe(proto: dict[str, Any]) -> models.BPE:
@@ -157,7 +201,10 @@ def _read_model(data: bytes) -> dict[str, Any]:
         if field == PIECES:
             piece = {TEXT: b"", SCORE: bytes(4), KIND: NORMAL, **dict(_fields(value))}
             (score,) = struct.unpack("<f", piece[SCORE])
-            proto["pieces"].append((piece[TEXT].decode(), score, piece[KIND]))
+            text = piece[TEXT].decode()
+            if len(text) > MAX_PIECE:
+                raise ValueError("a piece that long takes for ever to find merges in")
+            proto["pieces"].append((text, score, piece[KIND]))
         elif field in (TRAINER, NORMALIZER):
             known = trainer if field == TRAINER else normalizer
             for number, inner in _fields(value):
@@ -185,12 +232,13 @@ def _fields(message: bytes) -> Iterator[tuple[int, Any]]:
 
 def _varint(message: bytes, at: int) -> tuple[int, int]:
     value = shift = 0
-    while True:
+    while shift < 64:  # noqa: PLR2004
         byte = message[at]
         value |= (byte & 0x7F) << shift
         at, shift = at + 1, shift + 7
         if not byte & 0x80:
             return value, at
+    raise ValueError("a number of more than 64 bits")
 
 
 def _signed(value: int) -> int:

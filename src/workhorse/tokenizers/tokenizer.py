@@ -3,6 +3,7 @@
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -10,16 +11,23 @@ from typing import Any
 import tokenizers
 
 from workhorse.errors import WorkhorseError
-from workhorse.tokenizers.files import DEFINITION, SETTINGS, write_folder
+from workhorse.tokenizers.affixes import affixes, set_affixes
+from workhorse.tokenizers.backend import ids_of, library_tokenizer
+from workhorse.tokenizers.control import ControlEncoder
+from workhorse.tokenizers.files import folder_texts, write_folder
 from workhorse.tokenizers.guard import guarded, reachable
-from workhorse.tokenizers.pieces import (
-    BYTE_ALPHABET,
-    StreamDecoder,
-    join_pieces,
-    read_decoding,
-)
+from workhorse.tokenizers.pieces import BYTE_ALPHABET, StreamDecoder, read_decoding
 
 ROLES = ("bos", "eos", "pad", "unk")
+
+
+@dataclass(frozen=True)
+class Source:
+    """The files that a tokenizer was read from."""
+
+    files: Mapping[str, bytes]
+    model_type: str | None
+    """Of the model beside them, by which transformers reads them."""
 
 
 class Tokenizer:
@@ -29,8 +37,11 @@ class Tokenizer:
 
     Args:
         definition: the text of a `tokenizer.json`.
-        roles: the names of the `bos`, `eos`, `pad` and `unk` tokens, where there are such.
-        chat_template: jinja source, if the tokenizer came with one.
+        roles: the names of the `bos`, `eos`, `pad` and `unk` tokens, where there are such, and of
+            others that chat templates may know.
+        chat_template: jinja source, if the tokenizer came with one; or several by name, of which
+            `default` is the usual one.
+        source: the files that it was read from, to write the same ones back.
 
     Raises:
         WorkhorseError: not such a text, a role whose token is not in the vocabulary, or a decoder
@@ -41,15 +52,20 @@ class Tokenizer:
         self,
         definition: str,
         roles: Mapping[str, str | None] | None = None,
-        chat_template: str | None = None,
+        chat_template: str | Mapping[str, str] | None = None,
+        source: Source | None = None,
     ) -> None:
-        self._backend = _library_tokenizer(definition)
+        self._backend = library_tokenizer(definition)
         self._backend.encode_special_tokens = True  # no special tokens in typed text
         self._definition: dict[str, Any] = json.loads(self._backend.to_str())
         names = reachable(self._definition)
         self._backend.pre_tokenizer = guarded(self._backend.pre_tokenizer, names)  # pyright: ignore
         self._decoding = read_decoding(self._definition["decoder"])
-        self.chat_template = chat_template
+        is_one = isinstance(chat_template, str)
+        self.chat_templates: dict[str, str] = (
+            {"default": chat_template} if is_one else dict(chat_template or {})
+        )
+        self.source = source
         self.roles = {role: name for role, name in (roles or {}).items() if name is not None}
         self.special_tokens: dict[str, int] = {
             token["content"]: token["id"]
@@ -60,6 +76,18 @@ class Tokenizer:
         self.vocab_size = 1 + max(self._backend.get_vocab().values(), default=-1)
         """Every id is less; a vocabulary with gaps counts them."""
         self.bos_id, self.eos_id, self.pad_id, self.unk_id = (self._role_id(r) for r in ROLES)
+        self.prefix_ids, self.suffix_ids = affixes(self._definition["post_processor"])
+        """The ids that stand before and after every whole text, as its maker declared."""
+        self.plain_added_tokens = frozenset(
+            token["content"] for token in self._definition["added_tokens"] if not token["special"]
+        )
+        """Tokens that are found whole in any text, and are no control tokens."""
+        self._control_encoders: dict[frozenset[str], ControlEncoder] = {}
+
+    @property
+    def chat_template(self) -> str | None:
+        """The jinja source of a chat."""
+        return self.chat_templates.get("default")
 
     def encode(self, text: str, *, allow_special: bool = False) -> list[int]:
         """The ids of a text.
@@ -77,12 +105,16 @@ class Tokenizer:
     def encode_batch(self, texts: Sequence[str], *, allow_special: bool = False) -> list[list[int]]:
         """The ids of several texts, in parallel where the machine allows."""
         backend = self._matching_special if allow_special else self._backend
-        try:
-            found = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-        except TypeError:
-            _check_texts(texts)
-            raise
-        return [encoding.ids for encoding in found]
+        return ids_of(backend, texts)
+
+    def encode_text(self, text: str, *, allow_special: bool = False) -> list[int]:
+        """The ids of a whole text as its model was given them: with `prefix_ids`, `suffix_ids`.
+
+        With `allow_special` they are those of `AutoTokenizer(text)`; without, of
+        `AutoTokenizer(text, split_special_tokens=True)`.
+        """
+        ids = self.encode(text, allow_special=allow_special)
+        return [*self.prefix_ids, *ids, *self.suffix_ids]
 
     def encode_bytes(self, data: bytes) -> list[int]:
         """The ids of any bytes; `decode_bytes` gives exactly them back.
@@ -103,7 +135,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """The text of some ids; bytes that are no UTF-8 become U+FFFD.
+        """The text of some ids, as the `tokenizers` library decodes them; no UTF-8 is U+FFFD.
 
         Args:
             ids: token ids, each in `[0, vocab_size)`.
@@ -112,7 +144,9 @@ class Tokenizer:
         Raises:
             WorkhorseError: an id outside the vocabulary.
         """
-        return self.decode_bytes(ids, skip_special=skip_special).decode("utf-8", "replace")
+        self._check_ids(ids)
+        stream = self.stream(skip_special=skip_special)
+        return "".join(map(stream.push, ids)) + stream.finish()
 
     def decode_batch(
         self, batch: Sequence[Sequence[int]], *, skip_special: bool = False
@@ -121,12 +155,15 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Sequence[int], *, skip_special: bool = False) -> bytes:
         """The bytes of some ids, UTF-8 or not."""
-        for token in (min(ids, default=0), max(ids, default=0)):
-            self._check_id(token)
-        if skip_special:
-            ids = [token for token in ids if token not in self._special_ids]
-        pieces = self._pieces
-        return join_pieces([pieces[token] for token in ids], self._decoding.strip_space)
+        self._check_ids(ids)
+        table = self._pieces
+        kept = [token for token in ids if not (skip_special and token in self._special_ids)]
+        pieces = [piece for token in kept if (piece := table[token]) is not None]
+        if pieces:
+            first = next(token for token in kept if table[token] is not None)
+            pieces[0] = self._first_piece(first) or b""
+        text = b"".join(pieces)
+        return text.removeprefix(b" ") if self._decoding.strip_start else text
 
     def stream(self, *, skip_special: bool = False, after: Sequence[int] = ()) -> StreamDecoder:
         """A decoder of ids that come one by one.
@@ -136,12 +173,31 @@ class Tokenizer:
             after: ids whose text is known already, such as a prompt; the stream goes on from there,
                 in the middle of a character or with the space before its first word.
         """
-        decoder = StreamDecoder(
-            lambda token: self._piece(token, skip_special), self._decoding.strip_space
-        )
+        skipped = self._special_ids if skip_special else frozenset[int]()
+        pieces, vocab_size = self._pieces, self.vocab_size
+
+        def piece(token: int, is_first: bool) -> bytes | None:
+            if not 0 <= token < vocab_size:
+                self._check_ids((token,))
+            if token in skipped:
+                return None
+            return self._first_piece(token) if is_first else pieces[token]
+
+        decoding = self._decoding
+        decoder = StreamDecoder(piece, decoding.strip_start, decoding.strip_end)
         for token in after:
             decoder.push(token)
         return decoder
+
+    def control_encoder(self, also: frozenset[str] = frozenset()) -> ControlEncoder:
+        """An encoder for texts in which some control tokens are meant, and others only typed.
+
+        Args:
+            also: tokens that count as control tokens beside the special ones.
+        """
+        if also not in self._control_encoders:
+            self._control_encoders[also] = ControlEncoder(self._definition, also)
+        return self._control_encoders[also]
 
     def token_id(self, token: str) -> int:
         """The id of a token, special or not, by its string in the vocabulary.
@@ -155,20 +211,40 @@ class Tokenizer:
             raise WorkhorseError(f"no token {token!r} in the vocabulary; special tokens: {known}")
         return found
 
-    def save(self, folder: str | Path) -> None:
-        """Write `tokenizer.json` and `tokenizer_config.json`, readable by transformers too.
+    def save(self, folder: str | Path, *, model_type: str | None = None) -> None:
+        """Write `tokenizer.json` and what belongs to it, as transformers reads it too.
 
         A new folder appears whole; in an old one each file is replaced whole.
+
+        Args:
+            folder: where to.
+            model_type: of the model that the folder is for. Where that is the type of the one that
+                this tokenizer was read beside, its files are written back as they were.
+
+        Raises:
+            WorkhorseError: transformers reads the tokenizers of such a model by rules of its own,
+                which would give other ids.
         """
-        names = {f"{role}_token": name for role, name in self.roles.items()}
-        config = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "clean_up_tokenization_spaces": False,
-            **names,
-            **({"chat_template": self.chat_template} if self.chat_template is not None else {}),
-        }
-        settings = json.dumps(config, indent=2, ensure_ascii=False)
-        write_folder(Path(folder), {SETTINGS: settings, DEFINITION: self.definition})
+        source = self.source
+        if source is not None and model_type is not None and source.model_type == model_type:
+            write_folder(Path(folder), source.files)
+            return
+        if model_type is not None:
+            _check_readable(self.definition, model_type)
+        texts = folder_texts(self.definition, self.roles, self.chat_templates)
+        write_folder(Path(folder), {name: text.encode() for name, text in texts.items()})
+
+    def beginning_with(self, *tokens: str) -> "Tokenizer":
+        """This tokenizer, but whole texts begin with the tokens of these names.
+
+        Raises:
+            WorkhorseError: there is no such token.
+        """
+        for token in tokens:
+            self.token_id(token)
+        backend = library_tokenizer(self.definition)
+        set_affixes(backend, before=tokens)
+        return Tokenizer(backend.to_str(), self.roles, self.chat_templates)
 
     @property
     def definition(self) -> str:
@@ -186,22 +262,26 @@ class Tokenizer:
         return f"<Tokenizer {model}, {self.vocab_size:,} tokens, {self.fingerprint[:8]}>"
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Tokenizer, (self.definition, self.roles, self.chat_template)
+        return Tokenizer, (self.definition, self.roles, self.chat_templates)
 
     @cached_property
     def _matching_special(self) -> tokenizers.Tokenizer:
         """A twin that finds special tokens in a text. The library's switch is per tokenizer."""
-        return _library_tokenizer(self.definition)
+        return library_tokenizer(self.definition)
 
     @cached_property
-    def _pieces(self) -> list[bytes]:
-        """What each id adds to a text; nothing for an id that no token has."""
-        pieces = [b""] * self.vocab_size
+    def _pieces(self) -> list[bytes | None]:
+        """What each id adds to a text; None for an id that no token has."""
+        pieces: list[bytes | None] = [None] * self.vocab_size
         for token, number in self._backend.get_vocab().items():
             pieces[number] = self._decoding.piece(token)
-        for token, number in self.special_tokens.items():
-            pieces[number] = self._decoding.control_piece(token)
         return pieces
+
+    def _first_piece(self, token: int) -> bytes | None:
+        if self._decoding.first is None:
+            return self._pieces[token]
+        name = self._backend.id_to_token(token)
+        return None if name is None else self._decoding.first_piece(name)
 
     @cached_property
     def _special_ids(self) -> frozenset[int]:
@@ -219,16 +299,13 @@ class Tokenizer:
             )
         return ids  # pyright: ignore[reportReturnType]
 
-    def _piece(self, token: int, skip_special: bool) -> bytes:
-        self._check_id(token)
-        return b"" if skip_special and token in self._special_ids else self._pieces[token]
-
-    def _check_id(self, token: int) -> None:
-        if not 0 <= token < self.vocab_size:
-            raise WorkhorseError(
-                f"token id {token} is not in the vocabulary of {self.vocab_size}; "
-                "decode with the tokenizer that made the ids"
-            )
+    def _check_ids(self, ids: Sequence[int]) -> None:
+        for token in (min(ids, default=0), max(ids, default=0)) if len(ids) else ():
+            if not 0 <= token < self.vocab_size:
+                raise WorkhorseError(
+                    f"token id {token} is not in the vocabulary of {self.vocab_size}; "
+                    "decode with the tokenizer that made the ids"
+                )
 
     def _role_id(self, role: str) -> int | None:
         name = self.roles.get(role)
@@ -242,24 +319,11 @@ class Tokenizer:
         return found
 
 
-def _library_tokenizer(definition: str) -> tokenizers.Tokenizer:
-    try:
-        backend = tokenizers.Tokenizer.from_str(definition)
-    except Exception as error:  # the library raises bare Exception
+def _check_readable(definition: str, model_type: str) -> None:
+    from workhorse.tokenizers.huggingface import as_read_beside
+
+    if json.loads(as_read_beside(definition, model_type)) != json.loads(definition):
         raise WorkhorseError(
-            f"not a tokenizer.json ({error}); give a file that the tokenizers library wrote"
-        ) from None
-    backend.no_truncation()
-    backend.no_padding()
-    return backend
-
-
-def _check_texts(texts: Sequence[str]) -> None:
-    for text in texts:
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:
-            raise WorkhorseError(
-                f"the text holds half a surrogate pair, {text[error.start]!r}, at character "
-                f"{error.start}; read it with errors='replace', or encode its bytes"
-            ) from None
+            f"transformers gives tokenizers of model type {model_type!r} rules of its own, and "
+            "this one would give other ids; write the model as another type"
+        )

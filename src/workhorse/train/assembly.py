@@ -6,10 +6,13 @@ import torch
 
 from workhorse import __version__
 from workhorse.checkpoints import RunDirectory, empty_decoder, load_weights, weights_of
+from workhorse.checkpoints.stored import open_stored
 from workhorse.data import Batches, Dataset, prepare, prepare_tokenizer
 from workhorse.devices import training_dtype
+from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
 from workhorse.tokenizers import Tokenizer
+from workhorse.train.balance import Balancer
 from workhorse.train.loop import Loop, Store
 from workhorse.train.metrics import Event, MetricsFile
 from workhorse.train.optimizers import build_optimizer
@@ -65,11 +68,13 @@ def assemble(
         check_same_run(checkpoint, constants)
     run.save_config(decoder_config)
     seed_everything(config.seed)
-    if checkpoint is None:
-        decoder = decoder_config.build(config.kernel, device=device)
-    else:
+    if checkpoint is not None:
         decoder = empty_decoder(decoder_config, config.kernel, device, torch.float32)
         load_weights(decoder, checkpoint.model)
+    else:
+        decoder = decoder_config.build(config.kernel, device=device)
+        if recipe.init is not None:
+            _start_from(recipe.init, decoder)
     step, validator = _step_and_validator(recipe, decoder, device, dataset)
     loop = Loop(
         config=config,
@@ -103,6 +108,15 @@ def assemble(
     return loop
 
 
+def _start_from(init: str, decoder: Decoder) -> None:
+    """Give a decoder the weights of a trained one."""
+    trained = open_stored(init).load_decoder(dtype=torch.float32)
+    try:
+        load_weights(decoder, weights_of(trained))
+    except WorkhorseError as error:
+        raise WorkhorseError(f"init={init} has other weights than model makes: {error}") from None
+
+
 def _tokenizer(recipe: Recipe, run: RunDirectory) -> Tokenizer:
     """The run's tokenizer, made on the recipe's training text if it is not there yet."""
     if not run.tokenizer_folder.exists():
@@ -130,6 +144,7 @@ def _step_and_validator(
         scale=LossScale(enabled=config.dtype == "float16"),
         micro_batch_size=rows,
         grad_clip=config.grad_clip,
+        balancer=Balancer(decoder, weight=config.balance_loss, rate=config.balance_rate),
     )
     if dataset.validation is None:
         return step, None

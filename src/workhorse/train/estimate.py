@@ -9,6 +9,7 @@ from torch import Tensor
 
 from workhorse.data import Batch, iterate_texts
 from workhorse.devices import resolve_device, training_dtype
+from workhorse.models.describe import exports_as
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import train_tokenizer
 from workhorse.train.optimizers import build_optimizer, parameters_by_role
@@ -27,12 +28,13 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     """Parameters, memory and time of a recipe. Writes nothing.
 
     Returns:
-        `config` (of the decoder, in full), `parameters` (`total` and by role), `memory` (bytes of
-        `weights`, `gradients` and `optimizer`, exact; activations are not in it), `tokens` of the
-        whole run, `flops_per_token`, `seconds`, and `seconds_from`: `"steps"`, timed on random
-        tokens and text generation and validation left out, or, for a large model,
-        `"matrix product"`: what the arithmetic takes at the rate of a large matrix product, which
-        no training reaches.
+        `config` (of the decoder, in full), `exports_as` (the class of transformers that can hold
+        it, or what is in the way of the nearest), `parameters` (`total` and by role), `memory`
+        (bytes of `weights`, `gradients` and `optimizer`, exact; activations are not in it),
+        `tokens` of the whole run, `flops_per_token`, `seconds`, and `seconds_from`: `"steps"`,
+        timed on random tokens and text generation and validation left out, or, for a large
+        model, `"matrix product"`: what the arithmetic takes at the rate of a large matrix product,
+        which no training reaches.
 
     Raises:
         WorkhorseError: a recipe that cannot be run here.
@@ -66,6 +68,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     return {
         "recipe": recipe.to_dict(),
         "config": decoder_config.to_dict(),
+        "exports_as": exports_as(decoder_config),
         "parameters": {"total": sum(roles.values()), **roles},
         "memory": memory | {"total": sum(memory.values())},
         "tokens": tokens,

@@ -22,14 +22,15 @@ def parameters_by_role(decoder: Decoder) -> dict[str, Parameters]:
     - `embedding`: token and position tables, and with them a head that is tied. They decay only
       where `decay_embeddings` says so.
     - `head`: matrices outside the layers, an untied head above all. They decay.
-    - `vector`: norms, biases, sinks and other vectors. They never decay.
+    - `vector`: norms, biases (of each expert too), sinks and other vectors. They never decay.
+      Among them is a router's bias on its choices, which no gradient reaches and no optimizer has.
     """
     tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
     roles: dict[str, Parameters] = {"hidden": {}, "embedding": {}, "head": {}, "vector": {}}
     for name, parameter in decoder.named_parameters():  # a tied matrix comes once, as the embedding
         if id(parameter) in tables or name.startswith("embedding.position"):
             role = "embedding"
-        elif parameter.ndim <= 1:
+        elif parameter.ndim <= 1 or name.endswith(".bias"):
             role = "vector"
         else:
             role = "hidden" if name.startswith("layers.") else "head"
@@ -46,7 +47,7 @@ def build_optimizer(decoder: Decoder, config: AdamWConfig | MuonConfig) -> "Opti
         adamw, decaying = config.adamw, dict(roles["head"])
     else:
         adamw, decaying = config, roles["hidden"] | roles["head"]
-    constant = dict(roles["vector"])
+    constant = {name: weight for name, weight in roles["vector"].items() if weight.requires_grad}
     (decaying if adamw.decay_embeddings else constant).update(roles["embedding"])
     if decaying:
         parts.append(AdamW(decaying, adamw, weight_decay=adamw.weight_decay))

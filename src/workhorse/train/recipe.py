@@ -10,6 +10,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.models import preset
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import TokenizerConfig
+from workhorse.train.balance import check_balance
 from workhorse.train.muon import MuonConfig
 from workhorse.train.optimizers import OptimizerConfig
 from workhorse.train.schedules import CosineConfig, ScheduleConfig
@@ -51,6 +52,12 @@ class TrainConfig(Config):
     """Longest gradient, as the norm over all parameters; longer ones are shortened. None: any."""
     z_loss: float = Field(default=0.0, ge=0)
     """Weight of the squared log-partition in the training loss (PaLM, 2204.02311 §5)."""
+    balance_loss: float = Field(default=0.0, ge=0)
+    """Weight of the loss that spreads a mixture's choices over its experts (Switch, 2101.03961
+    §2.2; 0.01 there), summed over its layers."""
+    balance_rate: float = Field(default=0.0, ge=0)
+    """By how much an update moves the selection bias of each expert towards an equal load (0.001 in
+    2408.15664)."""
     max_bad_steps: Count = 10
     """Stop after so many steps in a row whose loss or gradient was not finite."""
 
@@ -117,12 +124,23 @@ class Recipe(Config):
     """Of the run; its folder is `runs/NAME` where none is given."""
     description: str = ""
     """For people: the hardware it was written for, the time it takes, what it reached."""
+    init: str | None = None
+    """A trained model to start from: a run directory, a Hugging Face directory or a hub id. It
+    gives the architecture (`model` holds what differs, dropout for one) and, where none is named,
+    the tokenizer; both are written out in the run's own recipe."""
     model: dict[str, Any]
     """The fields of a `DecoderConfig`, or `preset: NAME` and the fields that differ from it.
     `vocab_size` and `max_seq_len`, where left out, come from the tokenizer and `train.seq_len`."""
     tokenizer: TokenizerConfig
     data: DataConfig
     train: TrainConfig
+
+    @model_validator(mode="before")
+    @classmethod
+    def _write_out_init(cls, fields: Any) -> Any:
+        if isinstance(fields, dict) and isinstance(fields.get("init"), str):
+            return _with_init(fields["init"], fields)
+        return fields
 
     @field_validator("name")
     @classmethod
@@ -145,8 +163,8 @@ class Recipe(Config):
             vocab_size: of the tokenizer. A larger one in the recipe stands: its last rows idle.
 
         Raises:
-            ConfigError: an impossible model, a vocabulary smaller than the tokenizer's, or a
-                context shorter than the training sequences.
+            ConfigError: an impossible model, a vocabulary smaller than the tokenizer's, a context
+                shorter than the training sequences, or balancing without a mixture of experts.
         """
         fields = dict(self.model)
         if "preset" in fields:
@@ -169,7 +187,26 @@ class Recipe(Config):
                 f"{self.train.seq_len}; raise it or shorten the sequences",
                 "model",
             )
+        check_balance(config, weight=self.train.balance_loss, rate=self.train.balance_rate)
         return config
+
+
+def _with_init(init: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """A recipe's fields with the architecture and the tokenizer of the model it starts from."""
+    from workhorse.checkpoints.stored import open_stored
+
+    changes = fields.get("model") or {}
+    if not isinstance(changes, dict) or "blocks" in changes:  # wrong, or written out before
+        return fields
+    if "preset" in changes:
+        raise ConfigError(f"init={init} already says the architecture; leave preset out", "model")
+    try:
+        stored = open_stored(init)
+        model = _merged(stored.config.to_dict(), changes)
+    except WorkhorseError as error:
+        raise ConfigError(str(error), "init") from None
+    tokenizer = {"kind": "file", "path": str(stored.tokenizer_folder)}
+    return {"tokenizer": tokenizer, **fields, "model": model}
 
 
 def _preset_with(name: str, changes: dict[str, Any]) -> dict[str, Any]:

@@ -6,6 +6,8 @@ import torch
 from torch import nn
 
 from workhorse.nn import Decoder
+from workhorse.nn.grouped_linear import GroupedLinear
+from workhorse.nn.moe import MixtureOfExperts
 
 PROBE_SECONDS = 0.05
 """How long the probe multiplies, after a warm-up of one product."""
@@ -14,19 +16,24 @@ PROBE_SECONDS = 0.05
 def flops_per_token(decoder: Decoder, seq_len: int) -> int:
     """Floating-point operations to train on one token: forward and backward.
 
-    Six for each weight that multiplies, and `12 · heads · head_dim · seq_len` a layer for the
-    attention (2204.02311 appendix B): what a causal kernel leaves out counts, what is computed
-    again does not.
+    Six for each weight that multiplies (in a mixture those of `top_k` experts), and
+    `12 · heads · head_dim · seq_len` a layer for the attention (2204.02311 appendix B): what a
+    causal kernel leaves out counts, what is computed again does not.
     """
     products = {
         id(module.weight): module.weight.numel()
         for module in decoder.modules()
         if isinstance(module, nn.Linear)
     }
+    for module in decoder.modules():
+        if isinstance(module, MixtureOfExperts):
+            stacks = [part for part in module.experts.modules() if isinstance(part, GroupedLinear)]
+            matrices = sum(stack.weight.numel() for stack in stacks)
+            products[id(module)] = matrices * module.router.top_k // module.router.n_experts
     widths = sum(
         module.out_features
         for name, module in decoder.named_modules()
-        if name.endswith(".q_proj") and isinstance(module, nn.Linear)
+        if name.endswith((".q_proj", ".q_up_proj")) and isinstance(module, nn.Linear)
     )
     return 6 * sum(products.values()) + 12 * widths * seq_len
 

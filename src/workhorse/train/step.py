@@ -13,6 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from workhorse.data import Batch
 from workhorse.nn import IGNORE, Decoder, chunked_next_token_loss
+from workhorse.train.balance import Balancer
 from workhorse.train.optimizers import Optimizer
 
 GROWTH_STEPS = 2000
@@ -99,6 +100,7 @@ class TrainingStep:
         scale: of the loss.
         micro_batch_size: rows that pass through at once.
         grad_clip: longest gradient; None for any.
+        balancer: of the module's mixtures of experts; None for none.
     """
 
     def __init__(
@@ -111,6 +113,7 @@ class TrainingStep:
         scale: LossScale,
         micro_batch_size: int,
         grad_clip: float | None,
+        balancer: Balancer | None = None,
     ) -> None:
         self.module = module
         self.optimizer = optimizer
@@ -119,6 +122,7 @@ class TrainingStep:
         self.scale = scale
         self.micro_batch_size = micro_batch_size
         self.grad_clip = grad_clip
+        self.balancer = balancer or Balancer(module)
 
     def backward(self, batch: Batch) -> tuple[Tensor, int]:
         """Leave the gradient of the batch's mean loss on the parameters.
@@ -127,17 +131,19 @@ class TrainingStep:
         gradient does not depend on how they are spread.
 
         Returns:
-            The mean loss, still on the device, and how many predictions counted.
+            The mean loss without what balances experts, still on the device, and how many
+            predictions counted.
         """
         counted = int((batch.targets != IGNORE).sum())
         total = torch.zeros((), device=self.device)
         for start in range(0, len(batch.tokens), self.micro_batch_size):
             rows = batch.rows(start, start + self.micro_batch_size)
             rows = rows.to(self.device, non_blocking=True)
-            with self.precision():
-                loss, _ = self.module(rows.tokens, rows.targets, rows.documents)
-            (loss * (self.scale.value / max(counted, 1))).backward()
+            with self.precision(), self.balancer.watch():
+                loss, valid = self.module(rows.tokens, rows.targets, rows.documents)
             total += loss.detach()
+            loss = self.balancer.add_to(loss, valid)
+            (loss * (self.scale.value / max(counted, 1))).backward()
         return total / max(counted, 1), counted
 
     def update(self, loss: Tensor, counted: int, schedule: float) -> StepResult:
@@ -163,6 +169,7 @@ class TrainingStep:
                     gradients, shrink
                 )
             self.optimizer.step(schedule)
+        self.balancer.update(result.finite)
         self.scale.update(result.finite)
         self.optimizer.zero_grad()
         return result

@@ -1,0 +1,27 @@
+"""Places in a config as plain data: dotted paths, as `block.attention.n_heads`."""
+
+from collections.abc import Callable
+from typing import Any
+
+from workhorse.models.huggingface.family import MISSING, differences, look_up, plain
+
+__all__ = ["MISSING", "Data", "Place", "differences", "look_up", "plain", "put"]
+
+WINDOW = "attention.window"
+THETA = "attention.position.theta"
+SCALING = "attention.position.scaling"
+FRACTION = "attention.position.fraction"
+
+Data = dict[str, Any]
+Place = str | Callable[[Data], object]
+"""Where a value stands, or what makes it of the whole."""
+
+
+def put(data: Data, place: str, value: object) -> None:
+    """Set the value at a place, where its surroundings exist."""
+    *outer, last = place.split(".")
+    inner: Any = data
+    for part in outer:
+        inner = inner.get(part) if isinstance(inner, dict) else None
+    if isinstance(inner, dict) and last in inner:
+        inner[last] = value

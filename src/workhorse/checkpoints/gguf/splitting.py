@@ -1,0 +1,131 @@
+"""How byte-level BPE splits a text into words before it merges.
+
+llama.cpp has the rules built in, under names of models. A tokenizer is recognised by its own rule,
+never by a name.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from workhorse.errors import WorkhorseError
+
+Data = dict[str, Any]
+Rule = tuple[str, ...]
+"""Regular expressions that split one after the other."""
+
+GPT2_RULE = "gpt-2"
+CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
+SAME_CONTRACTIONS = r"'(?i:[sdmt]|ll|ve|re)"
+TAIL = r"\s*[\r\n]+|\s+(?!\S)|\s+"
+WORD = r"|[^\r\n\p{L}\p{N}]?\p{L}+|"
+PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n]*|"
+UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+
+GPT2 = "<GPT-2's rule of ByteLevel>"
+DIGITS = "<each digit by itself>"
+LLAMA3 = CONTRACTIONS + WORD + r"\p{N}{1,3}" + PUNCTUATION + TAIL
+QWEN2 = CONTRACTIONS + WORD + r"\p{N}" + PUNCTUATION + TAIL
+QWEN35 = (
+    CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*|" + TAIL
+)
+WORKHORSE = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}{1,N}" + PUNCTUATION + TAIL
+
+
+def _cased(end: str) -> str:
+    """Words that end where capital letters begin anew."""
+    start = r"[^\r\n\p{L}\p{N}]?"
+    return f"{start}{UPPER}*{LOWER}+{end}|{start}{UPPER}+{LOWER}*{end}|"
+
+
+CASED_PUNCTUATION = r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|"
+GPT4O = _cased(CONTRACTIONS + "?") + r"\p{N}{1,3}" + CASED_PUNCTUATION + TAIL
+TEKKEN = _cased("") + r"\p{N}" + CASED_PUNCTUATION + TAIL
+DEEPSEEK3 = (
+    r"\p{N}{1,3}",
+    "[一-龥\u3040-ゟ\u30a0-ヿ]+",
+    r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
+    r"| ?[\p{P}\p{S}]+[\r\n]*|" + TAIL,
+)
+
+RULES: dict[tuple[Rule, bool], str] = {
+    ((GPT2,), False): GPT2_RULE,
+    ((DIGITS, GPT2), False): "smollm",
+    ((LLAMA3,), True): "llama-bpe",
+    ((LLAMA3,), False): "smaug-bpe",
+    ((QWEN2,), False): "qwen2",
+    ((QWEN35,), False): "qwen35",
+    (DEEPSEEK3, False): "deepseek-v3",
+}
+"""llama.cpp's name of a rule, with and without words that are tokens being taken whole."""
+
+MARKS = "llama.cpp splits words at combining marks where this tokenizer does not: {}"
+SCRIPTS = "Indic scripts and decomposed accents get other tokens"
+NEAR: dict[tuple[Rule, bool], tuple[str, str]] = {
+    ((WORKHORSE.replace("{1,N}", "{1,1}"),), False): (
+        "qwen35",
+        MARKS.format("only marks after two or more signs of punctuation"),
+    ),
+    ((WORKHORSE.replace("{1,N}", "{1,3}"),), False): (
+        "smaug-bpe",
+        MARKS.format(SCRIPTS),
+    ),
+    ((GPT4O,), False): ("gpt-4o", MARKS.format(SCRIPTS)),
+    ((TEKKEN,), True): ("tekken", MARKS.format(SCRIPTS)),
+}
+"""Rules that llama.cpp has not quite, the nearest that it has, and what to tell the user."""
+
+
+def splitting_rule(definition: Data) -> tuple[str, list[str]]:
+    """llama.cpp's name of a `tokenizer.json`'s rule, and how the two differ if they do.
+
+    Raises:
+        WorkhorseError: it has no such rule.
+    """
+    remarks: list[str] = []
+    match definition["normalizer"]:
+        case None:
+            pass
+        case {"type": "NFC"}:
+            remarks.append("llama.cpp does not compose characters (NFC); compose text before it")
+        case other:
+            raise WorkhorseError(
+                f"llama.cpp's byte-level tokenizers do not normalise text as this one does "
+                f"({other['type']}); write the model without the tokenizer"
+            )
+    if not definition["model"]["merges"]:
+        return GPT2_RULE, remarks  # nothing is merged, so every rule is right
+    key = tuple(_steps(definition["pre_tokenizer"])), bool(definition["model"]["ignore_merges"])
+    if key in RULES:
+        return RULES[key], remarks
+    if key in NEAR:
+        name, remark = NEAR[key]
+        return name, [*remarks, remark]
+    raise WorkhorseError(
+        f"llama.cpp has no rule that splits words like this tokenizer ({' then '.join(key[0])}); "
+        "write the model without the tokenizer"
+    )
+
+
+def _steps(step: Data | None) -> Iterator[str]:
+    """The rules of a pre-tokenizer one after the other, each in one way of writing."""
+    match step:
+        case None | {"type": "ByteLevel", "use_regex": False, "add_prefix_space": False}:
+            return
+        case {"type": "Sequence", "pretokenizers": steps}:
+            for one in steps:
+                yield from _steps(one)
+        case {"type": "ByteLevel", "add_prefix_space": False}:
+            yield GPT2
+        case {"type": "Digits", "individual_digits": True}:
+            yield DIGITS
+        case {
+            "type": "Split",
+            "pattern": {"Regex": rule},
+            "behavior": "Isolated",
+            "invert": False,
+        } | {"type": "Split", "pattern": {"Regex": rule}, "behavior": "Removed", "invert": True}:
+            rule = rule.replace("\r", r"\r").replace("\n", r"\n")
+            yield rule.replace(SAME_CONTRACTIONS, CONTRACTIONS)
+        case _:
+            yield f"<{step.get('type')}>"

@@ -1,0 +1,221 @@
+"""Our weights under llama.cpp's names, each made when it is asked for."""
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from workhorse.checkpoints.gguf.architecture import Architecture
+from workhorse.checkpoints.gguf.rotation import paired, rope_tensors
+from workhorse.checkpoints.tensors import weights_of
+from workhorse.errors import WorkhorseError
+from workhorse.nn import Decoder
+from workhorse.nn.attention import AttentionConfig
+from workhorse.nn.norms import LayerNorm, RMSNorm
+from workhorse.nn.rope import RopeConfig
+from workhorse.nn.self_attention import SelfAttentionConfig
+
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+
+TOP_NAMES = {
+    "embedding.tokens": "token_embd",
+    "embedding.positions.table": "position_embd",
+    "embedding.norm": "token_embd_norm",
+    "final_norm": "output_norm",
+    "head.proj": "output",
+}
+LAYER_NAMES = {
+    "norm": "attn_norm",
+    "attention_norm": "attn_norm",
+    "attention_output_norm": "post_attention_norm",
+    "feed_forward_norm": "ffn_norm",
+    "feed_forward_output_norm": "post_ffw_norm",
+    "attention.q_proj": "attn_q",
+    "attention.k_proj": "attn_k",
+    "attention.v_proj": "attn_v",
+    "attention.out_proj": "attn_output",
+    "attention.q_norm": "attn_q_norm",
+    "attention.k_norm": "attn_k_norm",
+    "attention.q_norm.norm": "attn_q_norm",
+    "attention.k_norm.norm": "attn_k_norm",
+    "attention.q_down_proj": "attn_q_a",
+    "attention.q_up_proj": "attn_q_b",
+    "attention.kv_down_proj": "attn_kv_a",
+    "attention.k_rope_proj": "attn_k_rope",
+    "attention.kv_norm": "attn_kv_a_norm",
+    "attention.k_up_proj": "attn_k_b",
+    "attention.v_up_proj": "attn_v_b",
+    "feed_forward.gate_proj": "ffn_gate",
+    "feed_forward.up_proj": "ffn_up",
+    "feed_forward.down_proj": "ffn_down",
+    "feed_forward.router.proj": "ffn_gate_inp",
+    "feed_forward.experts.gate_proj": "ffn_gate_exps",
+    "feed_forward.experts.up_proj": "ffn_up_exps",
+    "feed_forward.experts.down_proj": "ffn_down_exps",
+    "feed_forward.shared.gate_proj": "ffn_gate_shexp",
+    "feed_forward.shared.up_proj": "ffn_up_shexp",
+    "feed_forward.shared.down_proj": "ffn_down_shexp",
+    "feed_forward.shared_gate": "ffn_gate_inp_shexp",
+}
+LAYER_PARAMETERS = {
+    "attention.kernel.sinks": "attn_sinks.weight",
+    "feed_forward.router.selection_bias": "exp_probs_b.bias",
+}
+"""What has neither `weight` nor `bias` at its end."""
+TURNING = ("attn_q", "attn_k", "attn_q_norm", "attn_k_norm")
+"""Whose rows follow the pairing of the rotation."""
+
+SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
+    "ffn_gate_inp_shexp": lambda rows, _: rows.flatten(),
+    "attn_k_b": lambda rows, heads: rows.unflatten(0, (heads, -1)).mT,
+    "attn_v_b": lambda rows, heads: rows.unflatten(0, (heads, -1)),
+}
+"""What has another shape there, made of ours and the number of heads."""
+
+Make = Callable[[], Tensor]
+
+
+@dataclass(frozen=True)
+class TensorPlan:
+    """One tensor of the file, and how its values are made: on the CPU, in float32."""
+
+    name: str
+    shape: tuple[int, ...]
+    make: Make
+
+
+@dataclass(frozen=True)
+class _Part:
+    """One of our weights: a tensor of the file, or some of its rows."""
+
+    tensor: str
+    order: int
+    """Among the parts of that tensor."""
+    shape: tuple[int, ...]
+    make: Make
+
+
+def plan_tensors(architecture: Architecture, decoder: Decoder) -> list[TensorPlan]:
+    """Every tensor of the file; each of the decoder's weights is in one of them.
+
+    Raises:
+        WorkhorseError: a weight has no name there.
+    """
+    parts: dict[str, list[_Part]] = {}
+    for part in _parts(architecture, decoder):
+        parts.setdefault(part.tensor, []).append(part)
+    plans = [_joined(name, some) for name, some in parts.items()]
+    if architecture.copied_head and HEAD not in parts:
+        tied = parts[EMBEDDING][0]
+        plans.append(TensorPlan(HEAD, tied.shape, tied.make))
+    for name, factors in _rope_factors(decoder).items():
+        plans.append(TensorPlan(name, tuple(factors.shape), partial(torch.clone, factors)))
+    return plans
+
+
+def _parts(architecture: Architecture, decoder: Decoder) -> Iterator[_Part]:
+    fused = {
+        one: (whole, order)
+        for whole, several in architecture.fused.items()
+        for order, one in enumerate(several)
+    }
+    blocks = [decoder.config.blocks[name] for name in decoder.config.layer_names()]
+    offsets = _offset_weights(decoder)
+    for name, weight in weights_of(decoder).items():
+        layer, theirs, kind, head = _their_name(name, architecture)
+        make = partial(_values, weight, float(name in offsets))
+        shape = tuple(weight.shape)
+        if layer is not None and theirs in TURNING:
+            make = _turned(make, blocks[layer].attention, decoder, architecture)
+        if head is not None:
+            make, shape = partial(_as_row, make), (1, *shape)
+        if layer is not None and theirs in SHAPED:
+            change, heads = SHAPED[theirs], blocks[layer].attention.n_heads
+            shape = tuple(change(torch.empty(shape, device="meta"), heads).shape)
+            make = partial(_changed, make, change, heads)
+        whole, order = fused.get(theirs, (theirs, head or 0))
+        prefix = "" if layer is None else f"blk.{layer}."
+        yield _Part(f"{prefix}{whole}.{kind}", order, shape, make)
+
+
+def _their_name(name: str, architecture: Architecture) -> tuple[int | None, str, str, int | None]:
+    """Layer, name, `weight` or `bias`, and the head whose alone it is.
+
+    Raises:
+        WorkhorseError: there is none.
+    """
+    layer, inner, names = None, name, TOP_NAMES
+    if found := re.fullmatch(r"layers\.(\d+)\.(.+)", name):
+        layer, inner, names = int(found[1]), found[2], LAYER_NAMES | dict(architecture.names)
+    if inner in LAYER_PARAMETERS:
+        theirs, _, kind = LAYER_PARAMETERS[inner].partition(".")
+        return layer, theirs, kind, None
+    module, _, kind = inner.rpartition(".")
+    head = None
+    if found := re.fullmatch(r"(.+_norm)\.heads\.(\d+)", module):
+        module, head = found[1], int(found[2])
+    if module not in names:
+        raise WorkhorseError(
+            f"the weight {name} has no place in llama.cpp's {architecture.name}; keep the model "
+            "as a Hugging Face directory"
+        )
+    return layer, names[module], kind, head
+
+
+def _turned(
+    make: Make, attention: SelfAttentionConfig, decoder: Decoder, architecture: Architecture
+) -> Make:
+    """The rows in the order of the architecture's rotation."""
+    if not isinstance(attention, AttentionConfig) or not isinstance(attention.position, RopeConfig):
+        return make
+    head_dim = attention.key_dim(decoder.config.d_model)
+    rope = attention.position
+    rotary_dim = rope.rotary_dim(head_dim)
+    return lambda: paired(make(), head_dim, rotary_dim, rope.pairing, architecture.pairing)
+
+
+def _joined(name: str, parts: list[_Part]) -> TensorPlan:
+    parts = sorted(parts, key=lambda part: part.order)
+    if len(parts) == 1:
+        return TensorPlan(name, parts[0].shape, parts[0].make)
+    rows = sum(part.shape[0] for part in parts)
+    return TensorPlan(name, (rows, *parts[0].shape[1:]), partial(_concatenated, parts))
+
+
+def _concatenated(parts: list[_Part]) -> Tensor:
+    return torch.cat([part.make() for part in parts])
+
+
+def _as_row(make: Make) -> Tensor:
+    return make().unsqueeze(0)
+
+
+def _changed(make: Make, change: Callable[[Tensor, int], Tensor], heads: int) -> Tensor:
+    return change(make(), heads)
+
+
+def _values(weight: Tensor, offset: float) -> Tensor:
+    return weight.float().cpu() + offset if offset else weight.float().cpu()
+
+
+def _offset_weights(decoder: Decoder) -> set[str]:
+    """Weights stored as their difference from 1; llama.cpp wants the whole."""
+    return {
+        f"{name}.weight"
+        for name, module in decoder.named_modules()
+        if isinstance(module, RMSNorm | LayerNorm) and module.offset
+    }
+
+
+def _rope_factors(decoder: Decoder) -> dict[str, Tensor]:
+    """Those of the first layer whose scaling needs some; the others have the same."""
+    for name in decoder.config.layer_names():
+        attention = decoder.config.blocks[name].attention
+        if isinstance(attention, AttentionConfig) and isinstance(attention.position, RopeConfig):
+            found = rope_tensors(attention.position, attention.key_dim(decoder.config.d_model))
+            if found:
+                return found
+    return {}

@@ -1,0 +1,173 @@
+"""A tokenizer as metadata of a GGUF file.
+
+llama.cpp knows two kinds that concern us: byte-level BPE, which it calls gpt2, and SentencePiece's
+BPE over characters with bytes for the rest, which it calls llama.
+"""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from workhorse.checkpoints.gguf.splitting import splitting_rule
+from workhorse.errors import WorkhorseError
+from workhorse.tokenizers.config import BYTE_TOKENS
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
+
+Data = dict[str, Any]
+
+NO_VOCABULARY: Mapping[str, Any] = {"tokenizer.ggml.model": "none"}
+NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+"""Types of tokens, as SentencePiece numbers them."""
+SPACE = "\u2581"
+NO_MERGE = f"{SPACE} {SPACE}"
+"""A merge of what no byte-level text holds: llama.cpp wants at least one."""
+UNLEARNED = (
+    "llama.cpp merges any two tokens that make a third, this tokenizer only pairs that it learned; "
+    "a few words get other tokens"
+)
+RUNS_OF_SPACES = (
+    "llama.cpp merges across the words that this tokenizer keeps apart; runs of spaces get other "
+    "tokens"
+)
+ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+
+
+def tokenizer_metadata(
+    tokenizer: "Tokenizer", vocab_size: int
+) -> tuple[Mapping[str, Any], list[str]]:
+    """The `tokenizer.` keys, and where llama.cpp will split text in another way.
+
+    Args:
+        tokenizer: any.
+        vocab_size: rows of the embedding; those that no token has are named and unused.
+
+    Raises:
+        WorkhorseError: llama.cpp has no such tokenizer, or it has more tokens than the embedding.
+    """
+    definition: Data = json.loads(tokenizer.definition)
+    model = definition["model"]
+    if tokenizer.vocab_size > vocab_size:
+        raise WorkhorseError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the embedding {vocab_size} rows; "
+            "give the tokenizer that the model was trained with"
+        )
+    byte_level = (definition["decoder"] or {}).get("type") == "ByteLevel"
+    if model["type"] != "BPE" or not (byte_level or model.get("byte_fallback")):
+        kind = "byte-level " if byte_level else ""
+        raise WorkhorseError(
+            f"llama.cpp has no tokenizer like this one ({kind}{model['type']}); write the model "
+            "without it, or use byte-level BPE"
+        )
+    words = _words(tokenizer, definition, vocab_size)
+    keys, remarks = (_byte_level if byte_level else _characters)(definition, words)
+    special, more = _special(tokenizer)
+    common = {"tokenizer.ggml.tokens": words.texts, "tokenizer.ggml.token_type": words.types}
+    return {**keys, **common, **special}, remarks + more
+
+
+@dataclass(frozen=True)
+class _Words:
+    """The vocabulary by id."""
+
+    texts: list[str]
+    types: list[int]
+
+
+def _words(tokenizer: "Tokenizer", definition: Data, vocab_size: int) -> _Words:
+    texts = [f"[PAD{number}]" for number in range(vocab_size)]
+    types = [UNUSED] * vocab_size
+    for text, number in definition["model"]["vocab"].items():
+        texts[number] = text
+        is_byte = definition["model"].get("byte_fallback") and text in BYTE_TOKENS
+        types[number] = BYTE if is_byte else NORMAL
+    for token in definition["added_tokens"]:
+        texts[token["id"]] = token["content"]
+        types[token["id"]] = CONTROL if token["special"] else USER_DEFINED
+    unknown = tokenizer.unk_id
+    if unknown is not None:
+        types[unknown] = UNKNOWN
+    return _Words(texts, types)
+
+
+def _byte_level(definition: Data, words: _Words) -> tuple[Data, list[str]]:
+    model = definition["model"]
+    merges = [merge if isinstance(merge, str) else " ".join(merge) for merge in model["merges"]]
+    rule, remarks = splitting_rule(definition)
+    keys = {
+        "tokenizer.ggml.model": "gpt2",
+        "tokenizer.ggml.pre": rule,
+        "tokenizer.ggml.merges": merges or [NO_MERGE],
+    }
+    return keys, remarks
+
+
+def _characters(definition: Data, words: _Words) -> tuple[Data, list[str]]:
+    """SentencePiece merges the pair whose result has the best score, not the best pair."""
+    model = definition["model"]
+    scores = [0.0] * len(words.texts)
+    pairs = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
+    ranks: dict[str, int] = {}
+    for rank, pair in enumerate(pairs):
+        ranks.setdefault("".join(pair), rank)
+    for text, rank in ranks.items():
+        scores[model["vocab"][text]] = -float(rank + 1)
+    parts = list(_parts(definition["normalizer"], "normalizers"))
+    before = list(_parts(definition["pre_tokenizer"], "pretokenizers"))
+    prefixed = any(
+        part["type"] == "Prepend" or part.get("prepend_scheme") in ("first", "always")
+        for part in (*parts, *before)
+    )
+    keys = {
+        "tokenizer.ggml.model": "llama",
+        "tokenizer.ggml.pre": "default",
+        "tokenizer.ggml.scores": scores,
+        "tokenizer.ggml.add_space_prefix": prefixed,
+    }
+    remarks = [UNLEARNED] if _merges_more(model["vocab"], pairs) else []
+    split = [part for part in before if part["type"] == "Split"]
+    if any(part["pattern"] != {"String": SPACE} for part in split):
+        remarks.append(RUNS_OF_SPACES)
+    return keys, remarks
+
+
+def _merges_more(vocab: Data, pairs: list[tuple[str, ...]]) -> bool:
+    """Whether some two tokens make a third without a merge of the two."""
+    learned = set(pairs)
+    return any(
+        (text[:cut], text[cut:]) not in learned
+        for text in {"".join(pair) for pair in pairs}
+        for cut in range(1, len(text))
+        if text[:cut] in vocab and text[cut:] in vocab
+    )
+
+
+def _parts(step: Data | None, inner: str) -> list[Data]:
+    """The steps of a sequence, or the one step."""
+    if step is None:
+        return []
+    return [part for one in step[inner] for part in _parts(one, inner)] if inner in step else [step]
+
+
+def _special(tokenizer: "Tokenizer") -> tuple[Data, list[str]]:
+    """Ids of special tokens, what is put around a text, and the chat template."""
+    roles = {role: getattr(tokenizer, f"{role}_id") for role in ROLES}
+    remarks: list[str] = []
+    if roles["eos"] is None:
+        # llama.cpp would take some token of the vocabulary for it
+        roles["eos"] = next((roles[role] for role in ("pad", "bos") if roles[role] is not None), 0)
+        remarks.append(f"the tokenizer names no eos; llama.cpp stops at token {roles['eos']}")
+    if roles["bos"] is None:
+        roles["bos"] = roles["eos"]
+    keys: Data = {
+        f"tokenizer.ggml.{ROLES[role]}_token_id": number
+        for role, number in roles.items()
+        if number is not None
+    }
+    keys["tokenizer.ggml.add_bos_token"] = list(tokenizer.prefix_ids) == [tokenizer.bos_id]
+    keys["tokenizer.ggml.add_eos_token"] = list(tokenizer.suffix_ids) == [tokenizer.eos_id]
+    if tokenizer.chat_template is not None:
+        keys["tokenizer.chat_template"] = tokenizer.chat_template
+    return keys, remarks

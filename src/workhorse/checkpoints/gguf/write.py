@@ -1,0 +1,172 @@
+"""A decoder and its tokenizer as one GGUF file, which llama.cpp and its kin load."""
+
+import math
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from workhorse.checkpoints.disk import Disk
+from workhorse.checkpoints.gguf.architecture import Architecture, readable
+from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
+from workhorse.checkpoints.gguf.metadata import model_metadata
+from workhorse.checkpoints.gguf.tensors import TensorPlan, plan_tensors
+from workhorse.checkpoints.gguf.vocabulary import NO_VOCABULARY, tokenizer_metadata
+from workhorse.config import nearest
+from workhorse.errors import WorkhorseError
+from workhorse.nn import Decoder
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
+
+GgufType = Literal["f32", "f16", "bf16", "q8_0"]
+FILE_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
+"""`general.file_type` of llama.cpp, for each type of most weights."""
+BLOCK = 32
+"""Numbers that share a scale in Q8_0."""
+PRECISE = ("_norm.weight", ".bias", "ffn_gate_inp.weight")
+"""Stay in float32 although one for each head or expert makes a matrix: llama.cpp adds and
+multiplies by these in float32 only. And routers: a wrong choice costs more than their bytes."""
+
+
+def gguf_types() -> list[str]:
+    """The model types of Hugging Face that can be written, those most used first."""
+    return [name for architecture in ARCHITECTURES for name in architecture.model_types]
+
+
+def write_gguf(
+    path: Path,
+    decoder: Decoder,
+    *,
+    model_type: str,
+    tokenizer: "Tokenizer | None" = None,
+    dtype: GgufType = "f16",
+    name: str = "",
+) -> list[str]:
+    """Write one file, whole or not at all.
+
+    Args:
+        path: of the file; one that is there is replaced.
+        decoder: what to write.
+        model_type: as which of `gguf_types()`.
+        tokenizer: goes into the file; without one llama.cpp takes and gives ids only.
+        dtype: of the matrices; vectors and routers stay in float32, and so does a matrix whose rows
+            are no whole number of Q8_0's blocks.
+        name: what programs show.
+
+    Returns:
+        What the user should know: where llama.cpp will differ from us, one line each.
+
+    Raises:
+        WorkhorseError: the package gguf is missing, llama.cpp cannot compute this model or split
+            text like this tokenizer, or the file cannot be written.
+    """
+    if dtype not in FILE_TYPES:
+        raise WorkhorseError(f"dtype={dtype!r} is not supported; choose {', '.join(FILE_TYPES)}")
+    architecture = _architecture(model_type)
+    data, remarks = readable(decoder.config, windows=architecture.windows)
+    if difference := architecture.difference(data):
+        raise WorkhorseError(
+            f"llama.cpp's {architecture.name} cannot compute this model: {difference}; keep it as "
+            "a Hugging Face directory"
+        )
+    keys = model_metadata(architecture, data)
+    words, more = NO_VOCABULARY, list[str]()
+    if tokenizer is not None:
+        words, more = tokenizer_metadata(tokenizer, decoder.config.vocab_size)
+    general = {"general.name": name} if name else {}
+    general |= {"general.file_type": FILE_TYPES[dtype], "general.quantization_version": 2}
+    plans = plan_tensors(architecture, decoder)
+    _write(path, architecture, {**general, **keys, **words}, plans, dtype)
+    return remarks + more
+
+
+def _architecture(model_type: str) -> Architecture:
+    for architecture in ARCHITECTURES:
+        if model_type in architecture.model_types:
+            return architecture
+    raise WorkhorseError(
+        f"llama.cpp files of model type {model_type!r} are not supported; "
+        f"{nearest(model_type, gguf_types())}"
+    )
+
+
+def _write(
+    path: Path,
+    architecture: Architecture,
+    keys: Mapping[str, Any],
+    plans: list[TensorPlan],
+    dtype: GgufType,
+) -> None:
+    """Stream tensor after tensor into a file beside it, and rename that."""
+    gguf = _package()
+    kinds = [gguf.GGMLQuantizationType[_stored(plan, dtype).upper()] for plan in plans]
+    temporary, disk = path.with_name(f".tmp-{path.name}"), Disk()
+    writer = gguf.GGUFWriter(temporary, architecture.name)
+    try:
+        for key, value in keys.items():
+            _add(writer, key, value)
+        for plan, kind in zip(plans, kinds, strict=True):
+            block, size = gguf.GGML_QUANT_SIZES[kind]
+            bytes_ = math.prod(plan.shape) // block * size
+            writer.add_tensor_info(plan.name, plan.shape, np.dtype(np.float32), bytes_, kind)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_ti_data_to_file()
+        for plan, kind in zip(plans, kinds, strict=True):
+            writer.write_tensor_data(_encoded(plan, kind, gguf.quants.quantize))
+        writer.close()
+        disk.sync(temporary)
+        disk.rename(temporary, path)
+        disk.sync(path.parent)
+    except OSError as error:
+        raise WorkhorseError(f"cannot write {path}: {error.strerror}") from None
+    finally:
+        with suppress(OSError):
+            writer.close()
+        with suppress(FileNotFoundError):
+            temporary.unlink()
+
+
+def _stored(plan: TensorPlan, dtype: GgufType) -> str:
+    """The type of one tensor."""
+    if len(plan.shape) == 1 or plan.name.endswith(PRECISE):
+        return "f32"
+    return "f32" if dtype == "q8_0" and plan.shape[-1] % BLOCK else dtype
+
+
+def _encoded(plan: TensorPlan, kind: Any, quantize: Callable[..., Any]) -> np.ndarray:
+    """The bytes of a tensor in its type.
+
+    Raises:
+        WorkhorseError: a number does not fit.
+    """
+    values = plan.make().contiguous().numpy()
+    assert values.shape == plan.shape, plan.name
+    if kind.name == "F16" and np.abs(values).max(initial=0) > np.finfo(np.float16).max:
+        raise WorkhorseError(f"{plan.name} holds numbers beyond float16; choose dtype bf16 or f32")
+    return quantize(values, kind)
+
+
+def _add(writer: Any, key: str, value: object) -> None:
+    """A key of the type that its value has."""
+    add = {
+        bool: writer.add_bool,
+        int: writer.add_uint32,
+        float: writer.add_float32,
+        str: writer.add_string,
+        list: writer.add_array,
+    }
+    add[type(value)](key, value)
+
+
+def _package() -> Any:
+    try:
+        import gguf
+    except ImportError:
+        raise WorkhorseError(
+            "writing GGUF needs the package gguf; pip install 'workhorse[gguf]'"
+        ) from None
+    return gguf

@@ -1,0 +1,166 @@
+"""A Hugging Face directory: what model it holds, and the decoder with its weights.
+
+    config.json                what the model is
+    model.safetensors          its weights, or an index and several such files
+    generation_config.json     what ends its texts
+    tokenizer.json, …
+
+Weights are copied out of the mapped files straight into the decoder. No code of a directory is ever
+run, and nothing outside it is read.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from workhorse.checkpoints.accounting import account, shapes_of
+from workhorse.checkpoints.quantized import dequantized
+from workhorse.checkpoints.tensor_folder import TensorFolder
+from workhorse.checkpoints.tensors import empty_decoder, weights_of
+from workhorse.config import ConfigError
+from workhorse.errors import WorkhorseError
+from workhorse.models.huggingface import Family, Fields, family
+from workhorse.models.huggingface.names import read_tensors
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.kernels import KernelName
+from workhorse.untrusted import read_json
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+MAX_DEPTH = 10_000
+"""Readers list their layers; a billion of them would fill the memory."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OUTER_KEYS = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+"""What a multimodal model's config says for its text part too."""
+
+
+class HuggingFaceDirectory:
+    """A model as transformers saves it.
+
+    Args:
+        path: the directory; its config is read at once, its weights when they are asked for.
+
+    Attributes:
+        family: the model type's.
+        config: ours.
+        remarks: what must not go unnoticed, one line each.
+
+    Raises:
+        WorkhorseError: `config.json` cannot be read, or is of a model that is not supported.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        whole = read_json(self.path / CONFIG_FILE)
+        text = whole.get("text_config")
+        self.wrapped = isinstance(text, Mapping)
+        """Whether the text model is one part of several."""
+        self.values = _text_part(whole, cast(Mapping[str, Any], text)) if self.wrapped else whole
+        model_type = self.values.get("model_type")
+        if not isinstance(model_type, str):
+            raise WorkhorseError(
+                f"{self.path / CONFIG_FILE} has no 'model_type'; it is of no model"
+            )
+        fields = Fields(self.values)
+        try:
+            for key in DEPTH_KEYS:
+                if (depth := Fields(self.values).get(key, 0)) > MAX_DEPTH:
+                    raise ConfigError(f"{CONFIG_FILE}: {key}={depth} is no real model's")
+            self.family: Family = family(model_type)
+            self.config: DecoderConfig = self.family.read(fields)
+        except WorkhorseError as error:
+            raise WorkhorseError(f"{self.path}: {error}") from None
+        except ArithmeticError as error:  # a length of 0, a width of 10^400
+            raise WorkhorseError(
+                f"{self.path}: config.json has impossible sizes: {error}"
+            ) from None
+        self.tokenizer_folder = self.path
+        self.remarks = _remarks(whole, fields)
+
+    @staticmethod
+    def is_one(path: Path) -> bool:
+        """Whether a folder looks like such a directory."""
+        return (path / CONFIG_FILE).exists() and not (path / "recipe.yaml").exists()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights were saved to be computed in; float32 where the config is silent."""
+        name = str(self.values.get("dtype") or self.values.get("torch_dtype"))
+        return DTYPES.get(name.removeprefix("torch."), torch.float32)
+
+    def load_decoder(
+        self,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        kernel: KernelName = "auto",
+    ) -> Decoder:
+        """The decoder with its weights, in evaluation mode.
+
+        Args:
+            device: where the weights go.
+            dtype: of the weights; `self.dtype` where not given.
+            kernel: how attention is computed.
+
+        Raises:
+            WorkhorseError: a tensor is missing, extra or misshapen, or a file is damaged.
+        """
+        dtype = dtype or self.dtype
+        stored = TensorFolder(self.path)
+        try:
+            source = dequantized(stored, self.values.get("quantization_config"), dtype)
+            shapes = shapes_of(self.config, len(source.shapes))
+            found = account(self.family, self.config, shapes, source, wrapped=self.wrapped)
+        except WorkhorseError as error:
+            raise WorkhorseError(f"{self.path}: {error}") from None
+        if found.left_out:
+            self.remarks.append(
+                f"{found.left_out} tensors belong to other parts of the model and are left out"
+            )
+        decoder = empty_decoder(self.config, kernel, device, dtype)
+        read_tensors(found.moves, weights_of(decoder), found.source)
+        return decoder.eval()
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer beside the weights."""
+        return any((self.path / name).exists() for name in TOKENIZER_FILES)
+
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer that lies beside the weights.
+
+        Raises:
+            WorkhorseError: there is none, or it cannot be read.
+        """
+        from workhorse.tokenizers import load_tokenizer
+
+        return load_tokenizer(self.path)
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """Tokens that end a text, as `generation_config.json` or else `config.json` lists them."""
+        values: Mapping[str, Any] = {}
+        if (self.path / GENERATION_FILE).exists():
+            values = read_json(self.path / GENERATION_FILE)
+        listed = values.get("eos_token_id", self.values.get("eos_token_id"))
+        ids = cast(list[Any], listed) if isinstance(listed, list) else [listed]
+        return tuple(one for one in ids if type(one) is int and 0 <= one < self.config.vocab_size)
+
+
+def _text_part(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: whole[key] for key in OUTER_KEYS if key in whole} | dict(text)
+
+
+def _remarks(whole: Mapping[str, Any], fields: Fields) -> list[str]:
+    remarks: list[str] = []
+    if "auto_map" in whole:
+        remarks.append("config.json names code of its own (auto_map), which is never run")
+    if unused := fields.unused():
+        remarks.append(f"config.json has keys that nothing here reads: {', '.join(unused)}")
+    return remarks

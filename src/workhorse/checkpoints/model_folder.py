@@ -1,0 +1,173 @@
+"""A model by itself in our own format: any config, with or without a run behind it.
+
+workhorse.json       the decoder's config, and what ends a text
+model.safetensors    its weights under our names, or an index and several such files
+tokenizer/
+"""
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workhorse.checkpoints.accounting import shapes_of
+from workhorse.checkpoints.disk import Disk
+from workhorse.checkpoints.tensor_folder import TensorFolder, write_tensors
+from workhorse.checkpoints.tensors import empty_decoder, weights_of
+from workhorse.config import ConfigError
+from workhorse.errors import WorkhorseError
+from workhorse.models.huggingface.names import (
+    Move,
+    Shape,
+    check,
+    read_tensors,
+    same,
+    written_tensors,
+)
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.kernels import KernelName
+from workhorse.untrusted import read_json
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
+
+DESCRIPTION = "workhorse.json"
+TOKENIZER = "tokenizer"
+FORMAT = 1
+
+
+class ModelFolder:
+    """A folder written by `write_model`.
+
+    Args:
+        path: the folder; its description is read at once, its weights when they are asked for.
+
+    Raises:
+        WorkhorseError: the description is damaged, or of a later version.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        values = read_json(self.path / DESCRIPTION)
+        if values.get("format") != FORMAT:
+            raise WorkhorseError(
+                f"{self.path / DESCRIPTION} has format {values.get('format')!r}, and this version "
+                f"reads {FORMAT}; write it again with the version that made it"
+            )
+        try:
+            self.config = DecoderConfig.from_dict(values.get("config"))
+        except ConfigError as error:
+            raise WorkhorseError(f"{self.path / DESCRIPTION} is damaged: {error}") from None
+        self.stop_tokens = tuple(values.get("stop_tokens", ()))
+        self.tokenizer_folder = self.path / TOKENIZER
+        self.has_tokenizer = self.tokenizer_folder.exists()
+        self.remarks: list[str] = []
+
+    @staticmethod
+    def is_one(path: Path) -> bool:
+        """Whether a folder looks like one."""
+        return (path / DESCRIPTION).exists()
+
+    def load_decoder(
+        self,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        kernel: KernelName = "auto",
+    ) -> Decoder:
+        """The decoder with its weights, in evaluation mode.
+
+        Args:
+            device: where the weights go.
+            dtype: of the weights; the stored one where not given.
+            kernel: how attention is computed.
+
+        Raises:
+            WorkhorseError: a tensor is missing, extra or misshapen, or a file is damaged.
+        """
+        source = TensorFolder(self.path)
+        shapes = shapes_of(self.config, len(source.shapes))
+        moves = _same_names(shapes, self.config)
+        check(moves, shapes, source)
+        if extra := sorted(source.shapes.keys() - shapes.keys()):
+            raise WorkhorseError(f"{self.path}: tensor {extra[0]!r} has no place in its config")
+        stored = source.dtypes["embedding.tokens.weight"]
+        decoder = empty_decoder(self.config, kernel, device, dtype or stored)
+        read_tensors(moves, weights_of(decoder), source)
+        return decoder.eval()
+
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer of the model."""
+        from workhorse.tokenizers import load_tokenizer
+
+        return load_tokenizer(self.tokenizer_folder)
+
+
+def write_model(
+    folder: Path,
+    decoder: Decoder,
+    *,
+    tokenizer: "Tokenizer | None",
+    dtype: torch.dtype | None = None,
+    stop_tokens: tuple[int, ...] = (),
+) -> None:
+    """Write a decoder and its tokenizer in our own format.
+
+    Args:
+        folder: new or empty; it appears whole or not at all.
+        decoder: what to write.
+        tokenizer: its tokenizer, or None.
+        dtype: of the written weights; the decoder's own where not given.
+        stop_tokens: what ends a text, where that is more than the tokenizer's eos.
+
+    Raises:
+        WorkhorseError: the folder is taken or cannot be written.
+    """
+    weights = weights_of(decoder)
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    dtype = dtype or decoder.embedding.tokens.weight.dtype
+    tensors = written_tensors(_same_names(shapes, decoder.config), weights, dtype)
+    description: dict[str, Any] = {
+        "format": FORMAT,
+        "config": decoder.config.to_dict(),
+        "stop_tokens": list(stop_tokens),
+    }
+
+    def fill(temporary: Path) -> None:
+        text = json.dumps(description, indent=2) + "\n"
+        Disk().write_text(temporary / DESCRIPTION, text)
+        write_tensors(temporary, tensors)
+        if tokenizer is not None:
+            tokenizer.save(temporary / TOKENIZER)
+
+    make_folder(folder, fill)
+
+
+def _same_names(shapes: Mapping[str, Shape], config: DecoderConfig) -> list[Move]:
+    """Every tensor from or to a file that calls it what we do."""
+    block = next(iter(config.blocks.values()))
+    return [Move(same(name, name), (name,), (name,), block) for name in shapes]
+
+
+def make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
+    """Let `fill` write into a temporary folder, and put it in place when it is whole.
+
+    Raises:
+        WorkhorseError: the place is taken.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise WorkhorseError(f"{folder} exists and is not empty; choose another folder")
+    disk = Disk()
+    temporary = folder.with_name(f".tmp-{folder.name}")
+    shutil.rmtree(temporary, ignore_errors=True)
+    try:
+        disk.make_folder(temporary)
+        fill(temporary)
+        for path in temporary.rglob("*"):
+            disk.sync(path)
+        disk.rename(temporary, folder)
+        disk.sync(folder.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)

@@ -1,0 +1,174 @@
+"""The header of a safetensors file: eight bytes of its length, then JSON; checked in full.
+
+    {"__metadata__": {"format": "pt"},
+     "NAME": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, …}
+
+Offsets count from the header's end. The tensors' bytes fill the rest of the file without gap or
+overlap. Format: huggingface/safetensors.
+"""
+
+import json
+import math
+import os
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+import torch
+
+from workhorse.errors import WorkhorseError
+from workhorse.untrusted import collector_paused, parse_json, shown
+
+MAX_HEADER_BYTES = 32_000_000
+"""A header takes about 140 bytes a tensor, so this is over twice what `parse_json` lets
+a file hold."""
+MAX_NAME = 512
+MAX_RANK = 16
+_LENGTH_BYTES = 8
+_ALIGNMENT = 8
+_METADATA = "__metadata__"
+_KEYS = {"dtype", "shape", "data_offsets"}
+
+DTYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "U16": torch.uint16,
+    "I16": torch.int16,
+    "U32": torch.uint32,
+    "I32": torch.int32,
+    "U64": torch.uint64,
+    "I64": torch.int64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+}
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+class Stored(NamedTuple):
+    """Where one tensor lies: bytes `begin` to `end` of the file."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+def read_header(file: BinaryIO, path: Path) -> dict[str, Stored]:
+    """Every tensor of a file, in the order of its bytes; none of them is read.
+
+    Args:
+        file: opened for reading, at its start, without a buffer.
+        path: its name in errors.
+
+    Raises:
+        WorkhorseError: the file is not whole, or its header says what cannot be.
+    """
+    size = os.fstat(file.fileno()).st_size
+    length = int.from_bytes(_read(file, _LENGTH_BYTES, path), "little")
+    data = _LENGTH_BYTES + length
+    if data > size:
+        raise WorkhorseError(
+            f"{path} has {size} bytes and says its header has {length}; fetch it again"
+        )
+    if length > MAX_HEADER_BYTES:
+        raise WorkhorseError(
+            f"{path} says its header has {length} bytes; over {MAX_HEADER_BYTES} is not a model's"
+        )
+    raw = _read(file, length, path)
+    with collector_paused():
+        tensors = _parse(raw, path, data)
+        return _without_gaps(tensors, data, size, path)
+
+
+def _parse(raw: bytes, path: Path, data: int) -> dict[str, Stored]:
+    """The header's entries, each checked by itself."""
+    header = parse_json(raw, f"the header of {path}")
+    metadata = header.pop(_METADATA, {})
+    if not isinstance(metadata, dict) or not all(isinstance(v, str) for v in metadata.values()):
+        raise WorkhorseError(f"{path}: {_METADATA} is {shown(metadata)}, not a mapping of strings")
+    tensors: dict[str, Stored] = {}
+    for name, entry in header.items():
+        try:
+            tensors[name] = _entry(name, entry, data)
+        except ValueError as error:
+            raise WorkhorseError(f"{path}: tensor {shown(name)} {error}") from None
+    return tensors
+
+
+def _read(file: BinaryIO, count: int, path: Path) -> bytes:
+    try:
+        raw = file.read(count) or b""
+    except OSError as error:
+        raise WorkhorseError(f"cannot read {path}: {error.strerror}") from None
+    if len(raw) < count:
+        raise WorkhorseError(f"{path} ends within its header; fetch it again")
+    return raw
+
+
+def _entry(name: str, entry: Any, data: int) -> Stored:
+    """One tensor's entry, checked by itself; raises ValueError with what is wrong."""
+    if not 0 < len(name) <= MAX_NAME or not name.isprintable():
+        raise ValueError("has a name that no tensor has")
+    if not isinstance(entry, dict) or entry.keys() != _KEYS:
+        raise ValueError(f"is {shown(entry)}, not a dtype, a shape and data_offsets")
+    dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(dtype, str) or dtype not in DTYPES:
+        raise ValueError(f"is of dtype {shown(dtype)}; known are {', '.join(DTYPES)}")
+    if not _are_counts(shape) or len(shape) > MAX_RANK:
+        raise ValueError(f"has shape {shown(shape)}, which no tensor has")
+    if not _are_counts(offsets) or len(offsets) != len(("begin", "end")):
+        raise ValueError(f"has data_offsets {shown(offsets)}, not a begin and an end")
+    begin, end = offsets
+    needed = math.prod(shape) * DTYPES[dtype].itemsize
+    if end - begin != needed:
+        raise ValueError(
+            f"of {dtype} and shape {shown(shape)} needs {shown(needed)} bytes and its "
+            f"data_offsets give {shown(end - begin)}"
+        )
+    return Stored(DTYPES[dtype], tuple(shape), data + begin, data + end)
+
+
+def _are_counts(values: Any) -> bool:
+    """Whether it is a list of numbers from 0 to 2^63 - 1, the largest PyTorch counts with."""
+    if not isinstance(values, list) or not set(map(type, values)) <= {int}:  # bool is no int here
+        return False
+    return min(values, default=0) >= 0 and max(values, default=0) < 1 << 63
+
+
+def _without_gaps(
+    tensors: Mapping[str, Stored], data: int, size: int, path: Path
+) -> dict[str, Stored]:
+    ordered = dict(sorted(tensors.items(), key=lambda item: (item[1].begin, item[1].end)))
+    at = data
+    for name, stored in ordered.items():
+        if stored.begin != at:
+            problem = "overlaps the one before" if stored.begin < at else "leaves bytes unused"
+            raise WorkhorseError(f"{path}: tensor {shown(name)} {problem}; fetch the file again")
+        at = stored.end
+    if at != size:
+        problem = "is cut short" if at > size else "has bytes of no tensor"
+        raise WorkhorseError(f"{path} {problem}: {size} bytes, not {at}; fetch it again")
+    return ordered
+
+
+def header_bytes(tensors: Iterable[tuple[str, torch.dtype, tuple[int, ...]]]) -> bytes:
+    """The beginning of a file whose tensors' bytes follow in this order.
+
+    Raises:
+        KeyError: a dtype that the format does not have.
+    """
+    header: dict[str, Any] = {_METADATA: {"format": "pt"}}  # transformers insists on it
+    end = 0
+    for name, dtype, shape in tensors:
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        entry = {"dtype": _NAMES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+        header[name] = entry
+    raw = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    raw += b" " * (-len(raw) % _ALIGNMENT)
+    return len(raw).to_bytes(_LENGTH_BYTES, "little") + raw

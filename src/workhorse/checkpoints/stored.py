@@ -1,0 +1,93 @@
+"""Models on disk, whatever their format: what each gives, and telling them apart."""
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+
+from workhorse.checkpoints.huggingface import HuggingFaceDirectory
+from workhorse.checkpoints.model_folder import ModelFolder
+from workhorse.checkpoints.run_directory import RunDirectory
+from workhorse.errors import WorkhorseError
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.kernels import KernelName
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
+
+
+class StoredModel(Protocol):
+    """A model on disk."""
+
+    path: Path
+
+    @property
+    def config(self) -> DecoderConfig: ...
+
+    @property
+    def remarks(self) -> Sequence[str]:
+        """What must not go unnoticed, one line each; loading may add to them."""
+        ...
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """What ends a text; empty: the tokenizer's eos."""
+        ...
+
+    def load_decoder(
+        self,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        kernel: KernelName = "auto",
+    ) -> Decoder:
+        """The decoder with its weights, of the type they are stored in where none is given."""
+        ...
+
+    @property
+    def has_tokenizer(self) -> bool: ...
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """Where the tokenizer lies."""
+        ...
+
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer that the model was trained with."""
+        ...
+
+
+def open_stored(
+    model: str | Path, tell: Callable[[str], object] = lambda line: None
+) -> StoredModel:
+    """A model by its folder, or by its id on the Hugging Face hub.
+
+    Args:
+        model: a run directory, a folder that `workhorse convert` wrote, a Hugging Face directory,
+            or `ORG/NAME` or `ORG/NAME@REVISION` of the hub, which is fetched if need be.
+        tell: called with the commit that a name on the hub stands for.
+
+    Raises:
+        WorkhorseError: there is no such model, or it cannot be read.
+    """
+    path = Path(model)
+    if not path.exists() and is_hub_id(str(model)):
+        from workhorse.checkpoints.hub import resolve_model
+
+        try:
+            path = resolve_model(str(model), tell=tell)
+        except WorkhorseError as error:
+            raise WorkhorseError(f"there is no folder {model}; as a hub id: {error}") from None
+    if not path.is_dir():
+        found = "is a file; give the folder it lies in" if path.exists() else "does not exist"
+        raise WorkhorseError(f"{path} {found}")
+    for kind in (ModelFolder, HuggingFaceDirectory):
+        if kind.is_one(path):
+            return kind(path)
+    return RunDirectory(path)
+
+
+def is_hub_id(model: str) -> bool:
+    """Whether a name has the form of an id on the hub: two words with a slash between."""
+    words = model.partition("@")[0].split("/")
+    return len(words) == 2 and all(word and not word.startswith(".") for word in words)  # noqa: PLR2004

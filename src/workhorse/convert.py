@@ -1,0 +1,118 @@
+"""`convert`: a model from one format into another."""
+
+import warnings
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from workhorse.checkpoints.export import find_family, write_huggingface
+from workhorse.checkpoints.model_folder import write_model
+from workhorse.errors import WorkhorseError
+from workhorse.load_model import Model, load
+from workhorse.tokenizers import Tokenizer
+
+Format = Literal["hf", "workhorse", "gguf"]
+DTypeName = Literal["auto", "float32", "bfloat16", "float16", "q8_0"]
+GGUF_TYPES: dict[str, Literal["f32", "bf16", "f16", "q8_0"]] = {
+    "float32": "f32",
+    "bfloat16": "bf16",
+    "float16": "f16",
+    "q8_0": "q8_0",
+}
+
+
+@dataclass(frozen=True)
+class Converted:
+    """What was written."""
+
+    path: Path
+    format: Format
+    architecture: str | None
+    """The class of transformers that it is written as; None in our own format."""
+    dtype: str
+    parameters: int
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+def convert(
+    source: str | Path | Model,
+    target: str | Path,
+    to: Format,
+    *,
+    dtype: DTypeName = "auto",
+    tell: Callable[[str], object] = warnings.warn,
+) -> Converted:
+    """Write a model in another format.
+
+    Args:
+        source: what `load` takes, or what it gave.
+        target: a new folder; a new file for `gguf`.
+        to: `hf` (a Hugging Face directory), `workhorse` (our own, for any config) or `gguf`.
+        dtype: of the written weights; `auto` is that of the source. `q8_0` is for `gguf` alone.
+        tell: see `load`.
+
+    Raises:
+        WorkhorseError: the source cannot be read, no class or architecture of the format can hold
+            the model, or the target is taken.
+    """
+    if dtype == "q8_0" and to != "gguf":
+        raise WorkhorseError(f"dtype=q8_0 is for --to gguf, not {to}; choose another dtype")
+    target = Path(target)
+    if isinstance(source, Model):
+        model = source
+    else:
+        model = load(source, device="cpu", dtype=_held(dtype), tell=tell)
+    decoder, tokenizer = model.decoder, _whole_tokenizer(model)
+    name = str(decoder.embedding.tokens.weight.dtype).removeprefix("torch.")
+    name = name if dtype == "auto" else dtype
+    architecture = None
+    if to == "workhorse":
+        write_model(target, decoder, tokenizer=tokenizer, stop_tokens=model.stop_tokens)
+    else:
+        family = model.family or find_family(model.config)
+        architecture = family.architecture
+        if to == "hf":
+            write_huggingface(
+                target,
+                decoder,
+                family=family,
+                tokenizer=tokenizer,
+                dtype=getattr(torch, name),
+                stop_tokens=model.stop_tokens,
+            )
+        else:
+            from workhorse.checkpoints.gguf import write_gguf
+
+            if target.exists():
+                raise WorkhorseError(f"{target} exists; choose another file")
+            notes = write_gguf(
+                target,
+                decoder,
+                model_type=family.model_type,
+                tokenizer=tokenizer,
+                dtype=GGUF_TYPES[name],
+                name=Path(model.name).name,
+            )
+            for note in notes:
+                tell(note)
+    parameters = sum(parameter.numel() for parameter in decoder.parameters())
+    return Converted(target, to, architecture, name, parameters)
+
+
+def _held(dtype: DTypeName) -> str:
+    """The type to load the weights in, so that nothing is rounded twice."""
+    return "auto" if dtype in ("auto", "q8_0") else dtype
+
+
+def _whole_tokenizer(model: Model) -> Tokenizer | None:
+    """The tokenizer, which begins texts as the model's training did wherever it goes."""
+    tokenizer = model.tokenizer
+    if tokenizer is None or tuple(tokenizer.prefix_ids) == model.prefix:
+        return tokenizer
+    names = {index: token for token, index in tokenizer.special_tokens.items()}
+    return tokenizer.beginning_with(*(names[index] for index in model.prefix))

@@ -1,0 +1,251 @@
+"""A model as EleutherAI's lm-evaluation-harness sees it: three questions that it can answer.
+
+What the numbers mean is the harness's to say. Where texts are cut, how an empty context begins and
+where an answer ends is therefore as in its `hf` model, and so are the scores.
+"""
+
+import hashlib
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
+from typing import Any, Protocol
+
+from lm_eval.api.model import TemplateLM
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+
+from workhorse.data import DataConfig
+from workhorse.errors import WorkhorseError
+from workhorse.evaluate.answers import Answers, answer
+from workhorse.evaluate.evaluation import check_causal
+from workhorse.evaluate.scoring import Question, Score, score
+from workhorse.nn import Decoder
+from workhorse.tokenizers import ChatTemplate, Tokenizer
+
+Message = dict[str, str]
+Progress = Callable[[str], AbstractContextManager[Callable[[int, int | None], None]]]
+"""`with progress(label) as report`, then `report(done, total)`, in requests."""
+
+
+class Evaluated(Protocol):
+    """What is asked of a model; `workhorse.load_model.Model` has it."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def decoder(self) -> Decoder: ...
+    @property
+    def text(self) -> Tokenizer: ...
+    @property
+    def data(self) -> DataConfig | None: ...
+    @property
+    def prefix(self) -> tuple[int, ...]: ...
+    @property
+    def start(self) -> int | None: ...
+    @property
+    def stop_tokens(self) -> tuple[int, ...]: ...
+
+
+class HarnessModel(TemplateLM):
+    """Answers the harness's requests with a model.
+
+    Names of special tokens in a task's text become these tokens, as in the `hf` model: that is how
+    a rendered chat comes back from the harness.
+
+    Args:
+        model: the model.
+        progress: shows how far a kind of request has come.
+        batch_size: texts in a forward pass; as many as suit the device if left out.
+        max_length: tokens read of a text at most; the model's context if left out.
+
+    Raises:
+        WorkhorseError: attention that sees the future, no tokenizer, or a `max_length` beyond the
+            context.
+    """
+
+    def __init__(
+        self,
+        model: Evaluated,
+        *,
+        progress: Progress,
+        batch_size: int | None = None,
+        max_length: int | None = None,
+    ) -> None:
+        super().__init__()
+        check_causal(model.decoder)
+        context = model.decoder.max_seq_len
+        if max_length is not None and not 1 <= max_length <= context:
+            raise WorkhorseError(f"max_length={max_length} is not within 1 to {context}; choose so")
+        self.tokenizer = model.text
+        self.max_length = max_length or context
+        self.batch_size = batch_size
+        self.shortened = 0
+        """Requests that lost their beginning, because they did not fit."""
+        self._model = model
+        self._progress = progress
+        self._device = model.decoder.embedding.tokens.weight.device
+
+    @property
+    def eot_token_id(self) -> int:
+        """What ends a text."""
+        eos = self.tokenizer.eos_id
+        return self.prefix_token_id if eos is None else eos
+
+    @property
+    def prefix_token_id(self) -> int:
+        """What stands before a text that has no context.
+
+        After training of ours, the token that was there; of a model from elsewhere, as the harness
+        has it, bos or else eos.
+        """
+        bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
+        found = self._model.start if self._model.data is not None else eos if bos is None else bos
+        if found is None:
+            raise WorkhorseError(
+                f"the task has a text without a context, and {self._model.name} knows no token "
+                "that begins a text; give it another task"
+            )
+        return found
+
+    @property
+    def tokenizer_name(self) -> str:
+        """What the harness files prepared requests under."""
+        facts = f"{self.tokenizer.fingerprint} {self.tokenizer.chat_template}"
+        return hashlib.sha256(facts.encode()).hexdigest()[:16]
+
+    def get_model_info(self) -> dict[str, Any]:
+        """What the results say of the model."""
+        weights = list(self._model.decoder.parameters())
+        return {
+            "model_name": self._model.name,
+            "model_num_parameters": sum(weight.numel() for weight in weights),
+            "model_dtype": str(weights[0].dtype),
+            "max_length": self.max_length,
+            "shortened_requests": self.shortened,
+        }
+
+    def check_chat(self) -> None:
+        """Refuse chats if the model has no template for them.
+
+        Raises:
+            WorkhorseError: it has none.
+        """
+        if self.tokenizer.chat_template is None:
+            raise WorkhorseError(
+                f"{self._model.name} has no chat template; evaluate it on the plain text"
+            )
+
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **_: object
+    ) -> list[int]:
+        """The tokens of a text, begun as the model's texts are unless it is begun already."""
+        tokens = self.tokenizer.encode(string, allow_special=True)
+        prefix = self._model.prefix
+        if add_special_tokens is False or tuple(tokens[: len(prefix)]) == prefix:
+            return tokens
+        return [*prefix, *tokens]
+
+    def loglikelihood(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[tuple[float, bool]]:
+        """Log-probability of each continuation after its context, and whether it is greedy's."""
+        return super().loglikelihood(list(requests), disable_tqdm=True)
+
+    def loglikelihood_rolling(
+        self, requests: Sequence[Any], disable_tqdm: bool = False
+    ) -> list[float]:
+        """Log-probability of whole texts, each window with as much context as there is room for."""
+        questions: list[Question] = []
+        owners: list[int] = []
+        texts: list[str] = [request.args[0] for request in requests]
+        for owner, text in enumerate(texts):
+            windows = get_rolling_token_windows(
+                token_list=self.tok_encode(text),
+                prefix_token=self.prefix_token_id,
+                max_seq_len=self.max_length,
+                context_len=1,
+            )
+            for window in windows:
+                questions.append(Question(*make_disjoint_window(window)))
+                owners.append(owner)
+        totals = [0.0] * len(texts)
+        scores = self._scores("windows of texts", questions, lambda number, found: None)
+        for owner, found in zip(owners, scores, strict=True):
+            totals[owner] += found.logprob
+        for text, total in zip(texts, totals, strict=True):
+            self.cache_hook.add_partial("loglikelihood_rolling", (text,), total)
+        return totals
+
+    def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
+        """The text that follows each context, up to a stop."""
+        asked = Answers(
+            self._model.decoder,
+            self.tokenizer,
+            encode=self.tok_encode,
+            stop_tokens=self._model.stop_tokens or (self.eot_token_id,),
+            max_length=self.max_length,
+            batch_size=self.batch_size,
+        )
+        texts = [""] * len(requests)
+        done = 0
+        with self._progress("generating") as report:
+            for number, text in answer(asked, [request.args for request in requests]):
+                texts[number] = text
+                self.cache_hook.add_partial("generate_until", requests[number].args, text)
+                done += 1
+                report(done, len(requests))
+        self.shortened += asked.shortened
+        return texts
+
+    def apply_chat_template(
+        self, chat_history: list[Message], add_generation_prompt: bool = True
+    ) -> str:
+        """The text of a chat; without a generation prompt, its last message is to be continued."""
+        self.check_chat()
+        template = ChatTemplate.of(self.tokenizer)
+        try:
+            text = template.render(chat_history, add_generation_prompt)
+        except WorkhorseError:
+            # Many templates refuse a system message; the harness then leaves it out.
+            rest = [message for message in chat_history if message["role"] != "system"]
+            if len(rest) == len(chat_history):
+                raise
+            text = template.render(rest, add_generation_prompt)
+        if add_generation_prompt:
+            return text
+        last = chat_history[-1]["content"]
+        ends = last if last in text else last.strip()
+        return text[: text.rindex(ends) + len(ends)]
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        **_: object,
+    ) -> list[tuple[float, bool]]:
+        def keep(number: int, found: Score) -> None:
+            self.cache_hook.add_partial("loglikelihood", requests[number][0], tuple(found))
+
+        questions = [Question(context, following) for _, context, following in requests]
+        scores = self._scores("log-likelihoods", questions, keep)
+        return [(found.logprob, found.is_greedy) for found in scores]
+
+    def _scores(
+        self, label: str, questions: Sequence[Question], keep: Callable[[int, Score], None]
+    ) -> list[Score]:
+        """The scores of questions in their order; `keep` gets each as soon as it is known."""
+        found: dict[int, Score] = {}
+        batches = score(
+            self._model.decoder,
+            questions,
+            max_length=self.max_length,
+            batch_size=self.batch_size,
+        )
+        with self._progress(label) as report:
+            for batch in batches:
+                for number, one in batch:
+                    found[number] = one
+                    keep(number, one)
+                report(len(found), len(questions))
+        self.shortened += sum(
+            len(context) + len(continuation) > self.max_length + 1
+            for context, continuation in questions
+        )
+        return [found[number] for number in range(len(questions))]

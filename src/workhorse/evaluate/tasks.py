@@ -1,0 +1,203 @@
+"""Tasks of EleutherAI's lm-evaluation-harness: found by name, loaded, run.
+
+The harness is an optional package, and slow to import: whatever needs it is imported inside.
+"""
+
+import logging
+import random
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import numpy
+import torch
+
+from workhorse.config import nearest
+from workhorse.errors import WorkhorseError
+
+if TYPE_CHECKING:
+    from lm_eval.tasks import TaskManager
+
+    from workhorse.evaluate.harness_model import HarnessModel
+
+SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}
+"""The harness's own, for the same shuffles and examples."""
+QUIET = ("lm_eval", "datasets", "huggingface_hub")
+"""Packages whose remarks on loading tasks are many, and of no use to who asked for a score."""
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """Loaded tasks, with their data: `tasks`, `groups` and `group_map`, as the harness has them."""
+
+    loaded: Mapping[str, Any]
+
+    def run(
+        self,
+        model: "HarnessModel",
+        *,
+        limit: float | None = None,
+        fewshot: int | None = None,
+        chat: bool = False,
+        samples: bool = False,
+    ) -> dict[str, Any]:
+        """Score a model on them, once.
+
+        Args:
+            model: what answers.
+            limit: documents of each task at most; below 1 a share of them.
+            fewshot: examples before each question, where the task does not insist on none; the
+                task's own number if left out.
+            chat: put questions through the model's chat template.
+            samples: keep every document with what was asked and answered.
+
+        Returns:
+            The harness's results: `results` by task and metric, `versions`, `n-shot`, `configs` …;
+            and in `config` what the model was and how it was asked.
+
+        Raises:
+            WorkhorseError: as `HarnessModel`, or a `limit` or `fewshot` below 0.
+        """
+        from lm_eval.evaluator import evaluate
+
+        if limit is not None and limit <= 0:
+            raise WorkhorseError(f"limit={limit:g} leaves nothing; choose more than 0")
+        if fewshot is not None and fewshot < 0:
+            raise WorkhorseError(f"fewshot={fewshot} is no number of examples; choose 0 or more")
+        if chat:
+            model.check_chat()
+        for task in self.loaded["tasks"].values():
+            own = task.get_config("num_fewshot")
+            task.set_config("num_fewshot", (own or 0) if fewshot is None or own == 0 else fewshot)
+            task.set_fewshot_seed(SEEDS["fewshot_seed"])
+        with _quiet():
+            found: Any = evaluate(
+                model,
+                cast(Any, self.loaded),
+                limit=cast(Any, limit),  # declared as whole, though shares are read
+                apply_chat_template=chat,
+                fewshot_as_multiturn=chat,
+                log_samples=samples,
+            )
+        asked = {"limit": limit, "batch_size": model.batch_size, "chat": chat, **SEEDS}
+        return {**found, "config": {**model.get_model_info(), **asked}}
+
+
+def load_tasks(names: Sequence[str], include_path: str | Path | None = None) -> Tasks:
+    """Find tasks by name and load their data.
+
+    Some tasks shuffle when they are loaded, so the generators of Python, numpy and torch are seeded
+    here, as the harness seeds them.
+
+    Args:
+        names: tasks, groups or tags of the harness or of the folder; patterns such as `mmlu_*`; or
+            YAML files of tasks.
+        include_path: a folder of more tasks, which come before the harness's of the same name.
+
+    Raises:
+        WorkhorseError: the harness is not installed, a name is not known, or a task cannot be
+            loaded, such as one whose data cannot be fetched.
+    """
+    if include_path is not None and not Path(include_path).is_dir():
+        raise WorkhorseError(f"{include_path} is not a folder; give one that holds YAML tasks")
+    _check_installed()
+    random.seed(SEEDS["random_seed"])
+    numpy.random.seed(SEEDS["numpy_seed"])
+    torch.manual_seed(SEEDS["torch_seed"])
+    with _quiet():
+        manager = _manager(names, include_path)
+        found = [one for name in names for one in _matching(manager, name)]
+        parts = [_load(manager, name) for name in dict.fromkeys(found)]
+    kinds = ("tasks", "groups", "group_map")
+    return Tasks({kind: {k: v for part in parts for k, v in part[kind].items()} for kind in kinds})
+
+
+def _check_installed() -> None:
+    try:
+        import lm_eval  # noqa: F401
+    except ImportError as error:
+        raise WorkhorseError(
+            f"tasks need the package lm-eval ({error}); pip install 'workhorse[eval]'"
+        ) from None
+
+
+def _manager(names: Sequence[str], include_path: str | Path | None) -> "TaskManager":
+    """The index of tasks; of the folder alone where that has them, for the harness's is long."""
+    from lm_eval.tasks import TaskManager
+
+    if include_path is not None:
+        own = TaskManager(include_path=include_path, include_defaults=False)
+        if set(names) <= set(own.all_subtasks):
+            return own
+    return TaskManager(include_path=include_path)
+
+
+def _matching(manager: "TaskManager", name: str) -> list[str]:
+    if Path(name).suffix in (".yaml", ".yml") and Path(name).is_file():
+        return [name]
+    found = manager.match_tasks([name])
+    if not found:
+        raise WorkhorseError(f"there is no task {name!r}; {nearest(name, manager.all_tasks)}")
+    return found
+
+
+def _load(manager: "TaskManager", name: str) -> Mapping[str, Any]:
+    """One name's tasks and groups, as the harness gives them."""
+    try:
+        found: Mapping[str, Any] = manager.load([name])
+    except ConnectionError as error:
+        raise WorkhorseError(
+            f"task {name!r} needs data that is not on this machine: {_line(error)}; connect to the "
+            "network, or give a task from local files with --include-path"
+        ) from None
+    except Exception as error:  # a task is a program: whatever it raises is its author's to mend
+        raise WorkhorseError(
+            f"task {name!r} cannot be loaded: {type(error).__name__}: {_line(error)}; mend the task"
+        ) from None
+    for task in found["tasks"].values():
+        _check(task)
+    return found
+
+
+def _check(task: Any) -> None:
+    """Refuse what the harness would refuse later, at more length."""
+    name = task.config.task
+    if getattr(task, "UNSAFE_CODE", False):
+        raise WorkhorseError(
+            f"task {name!r} runs code that the model wrote; in a safe place, run it with lm_eval "
+            "--model workhorse --confirm_run_unsafe_code"
+        )
+    if getattr(task, "MULTIMODAL", False):
+        raise WorkhorseError(f"task {name!r} has more than text; choose one of text alone")
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split()) or "no reason given"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Errors only, from packages that remark on much, and no bars for what takes a moment.
+
+    Nor is a network told of it: `datasets` counts its uses, even of local files.
+    """
+    import datasets.config
+
+    shows_bars = not datasets.are_progress_bars_disabled()
+    tells = datasets.config.HF_UPDATE_DOWNLOAD_COUNTS
+    loggers = [logging.getLogger(name) for name in QUIET]
+    levels = [logger.level for logger in loggers]
+    datasets.disable_progress_bars()
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
+        datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = tells
+        if shows_bars:
+            datasets.enable_progress_bars()

@@ -1,0 +1,137 @@
+"""Arcee Trinity (AFMoE, 2025)."""
+
+import math
+
+from workhorse.models.huggingface.family import Data, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    FULL,
+    KEYS,
+    RULES,
+    SHORT_NAMES,
+    SLIDING,
+    activation,
+    alternating,
+    attention,
+    decoder,
+    gated_mlp,
+    layer_types,
+    rms_norm,
+    written_layer_types,
+    written_window,
+)
+from workhorse.models.huggingface.mixtures import (
+    EXPERT_RULES,
+    MIXTURE_KEYS,
+    SHARED_RULES,
+    SPARSE,
+    dense_first,
+    n_shared_experts,
+    of_sparse,
+    written_n_dense,
+)
+from workhorse.models.huggingface.names import instead, same
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.blocks import SandwichNormConfig
+from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.positions import NoPositionConfig
+from workhorse.nn.router import RouterConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """Norms on both sides, gated attention outputs, and rotations in the local layers alone."""
+    hf.refuse("score_func", "sigmoid", "transformers has AFMoE with this one only")
+    hf.refuse("route_norm", True, "transformers always divides by the sum")
+    hf.refuse("n_group", 1, "transformers chooses among all experts")
+    hf.ignore("topk_group", "load_balance_coeff", "use_grouped_mm")
+    norm = rms_norm(hf, eps=1e-5, multiply="before_cast")
+    bias = hf.get("attention_bias", False)
+    width = hf.get("moe_intermediate_size", 1408)
+    mixture = MoEConfig(
+        n_experts=hf.get("num_experts", 64),
+        top_k=hf.get("num_experts_per_tok", 6),
+        d_ff=width,
+        activation=activation(hf),
+        router=RouterConfig(
+            score="sigmoid",
+            normalize=True,
+            scale=hf.get("route_scale", 1.0),
+            selection_bias=True,
+        ),
+        shared=gated_mlp(hf, d_ff=width * hf.get("num_shared_experts", 2)),
+    )
+    dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", 6144))
+    window = hf.optional("sliding_window", int, 1024)
+    n_local = hf.get("global_attn_every_n_layers", 4) - 1
+    types = layer_types(hf, alternating(hf, (SLIDING,) * n_local + (FULL,)))
+    kinds = dense_first(hf, hf.get("num_dense_layers", 1))
+
+    def block(kind: str, layer_type: str) -> SandwichNormConfig:
+        local = layer_type == SLIDING
+        return SandwichNormConfig(
+            norm=norm,
+            attention=attention(
+                hf,
+                head_dim=hf.get("head_dim", 128),
+                position=read_rope(hf) if local else NoPositionConfig(),
+                qk_norm=QKNormConfig(norm=norm),
+                window=window if local else None,
+                output_gate=True,
+                qkv_bias=bias,
+                out_bias=bias,
+            ),
+            feed_forward=mixture if kind == SPARSE else dense,
+        )
+
+    scale = math.sqrt(hf.need("hidden_size", int)) if hf.get("mup_enabled", False) else 1.0
+    return decoder(
+        hf,
+        [block(*both) for both in zip(kinds, types, strict=True)],
+        norm,
+        names=[f"{kind}_{SHORT_NAMES[of]}" for kind, of in zip(kinds, types, strict=True)],
+        embedding=EmbeddingConfig(multiplier=scale),
+    )
+
+
+def mup_enabled(data: Data) -> bool:
+    """Whether the embedding is scaled."""
+    return data["embedding"]["multiplier"] != 1.0
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="afmoe",
+        architecture="AfmoeForCausalLM",
+        read=read,
+        keys=KEYS
+        | {
+            "intermediate_size": MIXTURE_KEYS["intermediate_size"],
+            "moe_intermediate_size": MIXTURE_KEYS["moe_intermediate_size"],
+            "num_experts_per_tok": MIXTURE_KEYS["num_experts_per_tok"],
+            "num_experts": of_sparse("n_experts"),
+            "num_shared_experts": n_shared_experts,
+            "num_dense_layers": written_n_dense,
+            "route_scale": of_sparse("router.scale"),
+            "attention_bias": "block.attention.qkv_bias",
+            "sliding_window": written_window,
+            "layer_types": written_layer_types,
+            "mup_enabled": mup_enabled,
+        },
+        rules=instead(
+            same("layers.{i}.attention.gate.proj", "model.layers.{i}.self_attn.gate_proj"),
+            same("layers.{i}.attention_output_norm", "model.layers.{i}.post_attention_layernorm"),
+            same("layers.{i}.feed_forward_norm", "model.layers.{i}.pre_mlp_layernorm"),
+            same("layers.{i}.feed_forward_output_norm", "model.layers.{i}.post_mlp_layernorm"),
+            same("layers.{i}.feed_forward.router.proj", "model.layers.{i}.mlp.router.gate"),
+            same(
+                "layers.{i}.feed_forward.router.selection_bias", "model.layers.{i}.mlp.expert_bias"
+            ),
+            *EXPERT_RULES,
+            *SHARED_RULES,
+            base=RULES,
+        ),
+    ),
+)

@@ -1,0 +1,99 @@
+"""Apertus: Democratizing Open and Compliant LLMs for Global Language Environments (2509.14233)."""
+
+from collections.abc import Sequence
+
+from torch import Tensor
+
+from workhorse.errors import WorkhorseError
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    KEYS,
+    RULES,
+    activation,
+    attention,
+    decoder,
+    rms_norm,
+)
+from workhorse.models.huggingface.names import Rule, Shape, Tensors, instead, same
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.blocks import BlockConfig, PreNormConfig
+from workhorse.nn.feedforward import XIELU, MlpConfig
+from workhorse.nn.rope import Llama3ScalingConfig
+
+STRETCH = Llama3ScalingConfig(
+    factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
+)
+"""Of the released models; a config that says nothing of the rotation means it."""
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """LLaMA with an ungated xIELU and norms on queries and keys."""
+    norm = rms_norm(hf, eps=1e-5)
+    bias = hf.get("attention_bias", False)
+    hf.refuse("qk_norm", True, "transformers has no Apertus without norms on queries and keys")
+    hf.refuse("post_norm", False, "transformers has no Apertus with norms after the sub-layers")
+    hf.refuse("mlp_bias", False, "transformers has no Apertus with biases in the feed-forward")
+    block = PreNormConfig(
+        norm=norm,
+        attention=attention(
+            hf,
+            position=read_rope(hf, theta=12e6, absent=STRETCH),
+            qk_norm=QKNormConfig(norm=norm),
+            qkv_bias=bias,
+            out_bias=bias,
+        ),
+        feed_forward=MlpConfig(
+            d_ff=hf.need("intermediate_size", int), activation=activation(hf, default="xielu")
+        ),
+    )
+    return decoder(hf, block, norm)
+
+
+def xielu(ours: str, theirs: str) -> Rule:
+    """The two learned numbers of xIELU, and the two constants saved beside them."""
+
+    def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del shapes, block
+        alpha_p, alpha_n, beta, eps = tensors
+        for name, found, expected in zip(
+            ("beta", "eps"), (beta, eps), constants(alpha_p), strict=True
+        ):
+            if found.to(expected).ne(expected):
+                raise WorkhorseError(
+                    f"xIELU with {name}={found.item():g} is not supported; "
+                    f"only {expected.item():g} is"
+                )
+        return [alpha_p, alpha_n]
+
+    def put(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del shapes, block
+        return [*tensors, *constants(tensors[0])]
+
+    def constants(like: Tensor) -> list[Tensor]:
+        return [like.new_full((), value) for value in (XIELU.BETA, XIELU.EPS)]
+
+    return Rule(
+        (ours + "alpha_p", ours + "alpha_n"),
+        tuple(theirs + name for name in ("alpha_p", "alpha_n", "beta", "eps")),
+        take,
+        put,
+    )
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="apertus",
+        architecture="ApertusForCausalLM",
+        read=read,
+        keys=KEYS | {"attention_bias": "block.attention.qkv_bias"},
+        rules=instead(
+            xielu("layers.{i}.feed_forward.activation.", "model.layers.{i}.mlp.act_fn."),
+            same("layers.{i}.attention_norm", "model.layers.{i}.attention_layernorm"),
+            same("layers.{i}.feed_forward_norm", "model.layers.{i}.feedforward_layernorm"),
+            base=RULES,
+        ),
+    ),
+)

@@ -1,0 +1,82 @@
+"""BLOOM: A 176B-Parameter Open-Access Multilingual Language Model (2211.05100)."""
+
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.gpt_like import attention, fused_qkv, mlp, written
+from workhorse.models.huggingface.llama_like import decoder
+from workhorse.models.huggingface.names import same
+from workhorse.nn import DecoderConfig
+from workhorse.nn.alibi import AlibiConfig
+from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.norms import LayerNormConfig
+
+NAMES = {
+    "hidden_size": "n_embed",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "seq_length",
+}
+"""Only the first files have `n_embed`; what is written is `hidden_size`."""
+MEGATRON_KEYS = (
+    "attention_softmax_in_fp32",
+    "bias_dropout_fusion",
+    "masked_softmax_fusion",
+    "n_inner",
+    "offset_alibi",
+    "skip_bias_add",
+    "skip_bias_add_qkv",
+    "slow_but_exact",
+    "unk_token_id",
+)
+"""How it was trained and is computed, and what transformers reads nowhere."""
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """ALiBi and a norm on the embedding; the feed-forward is four times as wide as the model.
+
+    No key gives the length of texts that transformers knows; the published files have
+    `seq_length`.
+    """
+    hf = hf.renamed(NAMES)
+    hf.ignore(*MEGATRON_KEYS)
+    norm = LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
+    block = PreNormConfig(
+        norm=norm,
+        norm_residual=hf.get("apply_residual_connection_post_layernorm", False),
+        attention=attention(hf, position=AlibiConfig(), qkv_bias=True, out_bias=True),
+        feed_forward=mlp(hf, "gelu", d_ff=4 * hf.need("hidden_size", int), activation="gelu_tanh"),
+        dropout=hf.get("hidden_dropout", 0.0),
+    )
+    length = hf.get("max_position_embeddings", 2048)
+    embedding = EmbeddingConfig(norm=norm)
+    return decoder(hf, block, norm, tied=True, embedding=embedding, max_seq_len=length)
+
+
+WITHOUT_KEY = ("intermediate_size", "hidden_act")
+WRITTEN_NAMES = {key: name for key, name in NAMES.items() if key != "hidden_size"}
+LAYER = "transformer.h.{i}."
+HUGGING_FACE = (
+    Family(
+        model_type="bloom",
+        architecture="BloomForCausalLM",
+        read=read,
+        keys={key: place for key, place in written(WRITTEN_NAMES).items() if key not in WITHOUT_KEY}
+        | {
+            "apply_residual_connection_post_layernorm": "block.norm_residual",
+            "layer_norm_epsilon": "final_norm.eps",
+        },
+        rules=(
+            same("embedding.tokens", "transformer.word_embeddings"),
+            same("embedding.norm", "transformer.word_embeddings_layernorm"),
+            fused_qkv(LAYER + "self_attention.query_key_value"),
+            same("layers.{i}.attention.out_proj", LAYER + "self_attention.dense"),
+            same("layers.{i}.feed_forward.up_proj", LAYER + "mlp.dense_h_to_4h"),
+            same("layers.{i}.feed_forward.down_proj", LAYER + "mlp.dense_4h_to_h"),
+            same("layers.{i}.attention_norm", LAYER + "input_layernorm"),
+            same("layers.{i}.feed_forward_norm", LAYER + "post_attention_layernorm"),
+            same("final_norm", "transformer.ln_f"),
+            same("head.proj", "lm_head"),
+        ),
+    ),
+)

@@ -1,0 +1,133 @@
+"""Command R (Cohere, 2024) and Command R7B and A, whose report is 2504.00698."""
+
+from workhorse.models.huggingface.family import Data, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    FULL,
+    KEYS,
+    RULES,
+    SHORT_NAMES,
+    SLIDING,
+    attention,
+    decoder,
+    every,
+    gated_mlp,
+    layer_types,
+    written_layer_types,
+    written_window,
+)
+from workhorse.models.huggingface.names import instead, same, unstacked
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.blocks import ParallelConfig
+from workhorse.nn.norms import LayerNormConfig
+from workhorse.nn.positions import NoPositionConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """Attention and feed-forward side by side, neighbours turn together, logits are scaled."""
+    hf.ignore("model_max_length")
+    norm, bias = _norm(hf), hf.get("attention_bias", False)
+    block = ParallelConfig(
+        norm=norm,
+        attention=attention(
+            hf,
+            position=read_rope(hf, theta=5e5, pairing="interleaved"),
+            qk_norm=QKNormConfig(norm=norm, over="each_head")
+            if hf.get("use_qk_norm", False)
+            else None,
+            qkv_bias=bias,
+            out_bias=bias,
+        ),
+        feed_forward=gated_mlp(hf),
+    )
+    return decoder(hf, block, norm, tied=True, head=_scaled(hf))
+
+
+def read_cohere2(hf: Fields) -> DecoderConfig:
+    """Command R7B: windows in three layers of four, and no positions in the fourth."""
+    hf.ignore("head_dim", *DESCRIPTIONS)
+    norm, bias = _norm(hf), hf.get("attention_bias", False)
+    rope = read_rope(hf, pairing="interleaved")
+    last = every(hf, "sliding_window_pattern", 4)
+    types = layer_types(hf, [FULL if one else SLIDING for one in last])
+    window = hf.get("sliding_window", 4096)
+
+    def block(kind: str) -> ParallelConfig:
+        local = kind == SLIDING
+        return ParallelConfig(
+            norm=norm,
+            attention=attention(
+                hf,
+                head_dim=None,
+                position=rope if local else NoPositionConfig(),
+                window=window if local else None,
+                qkv_bias=bias,
+                out_bias=bias,
+            ),
+            feed_forward=gated_mlp(hf),
+        )
+
+    return decoder(
+        hf,
+        [block(kind) for kind in types],
+        norm,
+        names=[SHORT_NAMES[kind] for kind in types],
+        tied=True,
+        head=_scaled(hf),
+    )
+
+
+DESCRIPTIONS = (
+    "layer_switch",
+    "order_of_interleaved_layers",
+    "position_embedding_type",
+    "rotary_pct",
+    "use_embedding_sharing",
+    "use_gated_activation",
+    "use_parallel_block",
+    "use_parallel_embedding",
+)
+"""Keys of Command R7B's file that say in words what every model of this type does."""
+
+
+def _norm(hf: Fields) -> LayerNormConfig:
+    return LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5), bias=False, precision="float32")
+
+
+def _scaled(hf: Fields) -> Data:
+    return {"multiplier": hf.get("logit_scale", 0.0625)}
+
+
+COHERE_KEYS = {key: place for key, place in KEYS.items() if key != "rms_norm_eps"} | {
+    "layer_norm_eps": "final_norm.eps",
+    "logit_scale": "head.multiplier",
+    "attention_bias": "block.attention.qkv_bias",
+}
+COHERE_RULES = instead(
+    same("layers.{i}.norm", "model.layers.{i}.input_layernorm"),
+    unstacked("layers.{i}.attention.q_norm.heads.{*}", "model.layers.{i}.self_attn.q_norm"),
+    unstacked("layers.{i}.attention.k_norm.heads.{*}", "model.layers.{i}.self_attn.k_norm"),
+    base=RULES,
+)
+
+HUGGING_FACE = (
+    Family(
+        model_type="cohere",
+        architecture="CohereForCausalLM",
+        read=read,
+        keys={
+            **COHERE_KEYS,
+            "use_qk_norm": lambda data: data["block"]["attention"]["qk_norm"] is not None,
+        },
+        rules=COHERE_RULES,
+    ),
+    Family(
+        model_type="cohere2",
+        architecture="Cohere2ForCausalLM",
+        read=read_cohere2,
+        keys=COHERE_KEYS | {"sliding_window": written_window, "layer_types": written_layer_types},
+        rules=COHERE_RULES,
+    ),
+)

@@ -1,0 +1,69 @@
+"""CTRL: A Conditional Transformer Language Model for Controllable Generation (1909.05858)."""
+
+import math
+
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.gpt_like import GPT_NAMES, attention, mlp, written
+from workhorse.models.huggingface.llama_like import decoder
+from workhorse.models.huggingface.names import same
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.norms import LayerNormConfig
+from workhorse.nn.positions import SinusoidalPositionConfig
+
+NAMES = GPT_NAMES | {"intermediate_size": "dff"}
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """The 2017 decoder with its norms moved to the inputs; the tied head has a bias.
+
+    The layers' epsilon stands in no config; `layer_norm_epsilon` is the final norm's alone.
+    """
+    hf = hf.renamed(NAMES)
+    hf.ignore("n_ctx")
+    block = PreNormConfig(
+        norm=LayerNormConfig(eps=1e-6),
+        attention=attention(hf, qkv_bias=True, out_bias=True),
+        feed_forward=mlp(hf, "relu", activation="relu"),
+        dropout=hf.get("hidden_dropout", 0.1),
+    )
+    return decoder(
+        hf,
+        block,
+        LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-6)),
+        tied=True,
+        embedding=EmbeddingConfig(
+            position=SinusoidalPositionConfig(layout="halves"),
+            multiplier=math.sqrt(hf.need("hidden_size", int)),
+            dropout=hf.get("embedding_dropout", 0.1),
+        ),
+        head={"bias": True},
+    )
+
+
+LAYER = "transformer.h.{i}."
+HUGGING_FACE = (
+    Family(
+        model_type="ctrl",
+        architecture="CTRLLMHeadModel",
+        read=read,
+        keys={key: place for key, place in written(NAMES).items() if key != "activation_function"}
+        | {"layer_norm_epsilon": "final_norm.eps"},
+        rules=(
+            same("embedding.tokens", "transformer.w"),
+            same("layers.{i}.attention.q_proj", LAYER + "multi_head_attention.Wq"),
+            same("layers.{i}.attention.k_proj", LAYER + "multi_head_attention.Wk"),
+            same("layers.{i}.attention.v_proj", LAYER + "multi_head_attention.Wv"),
+            same("layers.{i}.attention.out_proj", LAYER + "multi_head_attention.dense"),
+            same("layers.{i}.feed_forward.up_proj", LAYER + "ffn.0"),
+            same("layers.{i}.feed_forward.down_proj", LAYER + "ffn.2"),
+            same("layers.{i}.attention_norm", LAYER + "layernorm1"),
+            same("layers.{i}.feed_forward_norm", LAYER + "layernorm2"),
+            same("final_norm", "transformer.layernorm"),
+            same("head.proj", "lm_head"),
+        ),
+        ignored=(r".*\.pos_encoding",),
+    ),
+)

@@ -1,0 +1,72 @@
+"""CWM: An Open-Weights LLM for Research on Code Generation with World Models (2510.02387)."""
+
+from workhorse.models.huggingface.family import Family, always
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    FULL,
+    KEYS,
+    RULES,
+    SHORT_NAMES,
+    SLIDING,
+    alternating,
+    attention,
+    decoder,
+    gated_mlp,
+    layer_types,
+    rms_norm,
+    written_layer_types,
+    written_window,
+)
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.rope import Llama3ScalingConfig
+
+STRETCH = Llama3ScalingConfig(
+    factor=16.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192
+)
+"""Of the released model; a config that says nothing of the rotation means it."""
+
+BOS = 128_000
+"""Its class in transformers wants a number here, even without a tokenizer; this is its default."""
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """LLaMA with three local layers after each global one."""
+    norm = rms_norm(hf, eps=1e-5)
+    types = layer_types(hf, alternating(hf, (FULL, SLIDING, SLIDING, SLIDING)))
+    window = hf.optional("sliding_window", int, 8192)
+
+    def block(kind: str) -> PreNormConfig:
+        return PreNormConfig(
+            norm=norm,
+            attention=attention(
+                hf,
+                n_kv_heads=hf.get("num_key_value_heads", 8),
+                head_dim=hf.optional("head_dim", int, 128),
+                position=read_rope(hf, theta=1e6, absent=STRETCH),
+                window=window or None if kind == SLIDING else None,
+            ),
+            feed_forward=gated_mlp(hf, bias=hf.get("mlp_bias", False)),
+        )
+
+    return decoder(
+        hf, [block(kind) for kind in types], norm, names=[SHORT_NAMES[kind] for kind in types]
+    )
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="cwm",
+        architecture="CwmForCausalLM",
+        read=read,
+        keys=KEYS
+        | {
+            "mlp_bias": "block.feed_forward.bias",
+            "sliding_window": written_window,
+            "layer_types": written_layer_types,
+            "bos_token_id": always(BOS),
+        },
+        rules=RULES,
+    ),
+)

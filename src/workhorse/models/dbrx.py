@@ -1,0 +1,142 @@
+"""DBRX (Databricks, 2024)."""
+
+from collections.abc import Sequence
+from typing import cast
+
+from torch import Tensor
+
+from workhorse.models.huggingface.family import Data, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import WRITTEN_ACTIVATIONS, activation
+from workhorse.models.huggingface.names import Rule, Shape, Tensors, joined, reshaped, same
+from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
+from workhorse.nn import AttentionConfig, DecoderConfig
+from workhorse.nn.blocks import BlockConfig, PreNormConfig
+from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.init import NormalInitConfig
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.norms import LayerNormConfig
+from workhorse.nn.router import RouterConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """LayerNorm without biases, clipped queries, keys and values, and a softmax-routed mixture."""
+    hf.ignore("num_key_value_heads")  # a copy of attn_config's
+    hf.refuse("tie_word_embeddings", False, "transformers has no DBRX with a tied head")
+    parts = hf.section("attn_config") or Fields({})
+    experts = hf.section("ffn_config") or Fields({})
+    normalize = experts.optional("moe_normalize_expert_weights", float, 1.0)
+    if normalize is not None:
+        experts.refuse("moe_normalize_expert_weights", 1.0, "weights are divided by their sum")
+    norm = LayerNormConfig(eps=1e-5, bias=False)
+    block = PreNormConfig(
+        norm=norm,
+        attention=AttentionConfig(
+            n_heads=hf.get("n_heads", 16),
+            n_kv_heads=parts.get("kv_n_heads", 1),
+            clip=parts.need("clip_qkv", float),  # transformers cannot do without
+            position=read_rope(hf, theta=parts.get("rope_theta", 10_000.0)),
+            dropout=parts.get("attn_pdrop", 0.0),
+        ),
+        feed_forward=MoEConfig(
+            n_experts=experts.get("moe_num_experts", 4),
+            top_k=experts.get("moe_top_k", 1),
+            d_ff=experts.get("ffn_hidden_size", 3584),
+            activation=activation(experts.section("ffn_act_fn") or Fields({}), "name"),
+            router=RouterConfig(score="softmax", normalize=normalize is not None),
+        ),
+        dropout=hf.get("resid_pdrop", 0.0),
+    )
+    return DecoderConfig(
+        vocab_size=hf.get("vocab_size", 32000),
+        d_model=hf.get("d_model", 2048),
+        n_layers=hf.get("n_layers", 24),
+        max_seq_len=hf.get("max_seq_len", 2048),
+        embedding=EmbeddingConfig(dropout=hf.get("emb_pdrop", 0.0)),
+        blocks={"main": block},
+        final_norm=norm,
+        init=NormalInitConfig(std=hf.get("initializer_range", 0.02), residual="plain"),
+    )
+
+
+def attn_config(data: Data) -> Data:
+    """Their mapping of attention's options."""
+    attention = data["block"]["attention"]
+    return {
+        "kv_n_heads": attention["n_kv_heads"],
+        "clip_qkv": attention["clip"],
+        "rope_theta": attention["position"]["theta"],
+    }
+
+
+def ffn_config(data: Data) -> Data:
+    """Their mapping of the mixture's options."""
+    mixture = data["block"]["feed_forward"]
+    return {
+        "hidden_size": data["d_model"],
+        "ffn_hidden_size": mixture["d_ff"],
+        "ffn_act_fn": {"name": WRITTEN_ACTIVATIONS[mixture["activation"]]},
+        "moe_num_experts": mixture["n_experts"],
+        "moe_top_k": mixture["top_k"],
+        "moe_normalize_expert_weights": 1.0 if mixture["router"]["normalize"] else None,
+    }
+
+
+def flat(shape: Shape) -> Shape:
+    """All experts' rows below one another."""
+    return shape[0] * shape[1], shape[2]
+
+
+def flat_transposed(ours: str, theirs: str) -> Rule:
+    """All experts' columns, as rows below one another."""
+
+    def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del block
+        experts = cast(Tensor, tensors[0].unflatten(0, (shapes[0][0], -1)))
+        return [experts.mT]
+
+    def put(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del shapes, block
+        return [tensors[0].mT.flatten(0, 1)]
+
+    return Rule((ours,), (theirs,), take, put)
+
+
+ATTENTION, THEIR_ATTENTION = "layers.{i}.attention.", "transformer.blocks.{i}.norm_attn_norm."
+EXPERTS = "layers.{i}.feed_forward.experts."
+THEIR_EXPERTS = "transformer.blocks.{i}.ffn.experts.mlp."
+
+HUGGING_FACE = (
+    Family(
+        model_type="dbrx",
+        architecture="DbrxForCausalLM",
+        read=read,
+        keys={
+            "vocab_size": "vocab_size",
+            "d_model": "d_model",
+            "n_layers": "n_layers",
+            "n_heads": "block.attention.n_heads",
+            "max_seq_len": "max_seq_len",
+            "attn_config": attn_config,
+            "ffn_config": ffn_config,
+            "tie_word_embeddings": "head.tied",
+            **ROPE_KEYS,
+        },
+        rules=(
+            same("embedding.tokens", "transformer.wte"),
+            joined(
+                (ATTENTION + "q_proj", ATTENTION + "k_proj", ATTENTION + "v_proj"),
+                THEIR_ATTENTION + "attn.Wqkv",
+            ),
+            same(ATTENTION + "out_proj", THEIR_ATTENTION + "attn.out_proj"),
+            same("layers.{i}.attention_norm", THEIR_ATTENTION + "norm_1"),
+            same("layers.{i}.feed_forward_norm", THEIR_ATTENTION + "norm_2"),
+            same("layers.{i}.feed_forward.router.proj", "transformer.blocks.{i}.ffn.router.layer"),
+            reshaped(EXPERTS + "gate_proj.weight", THEIR_EXPERTS + "w1", flat),
+            reshaped(EXPERTS + "up_proj.weight", THEIR_EXPERTS + "v1", flat),
+            flat_transposed(EXPERTS + "down_proj.weight", THEIR_EXPERTS + "w2"),
+            same("final_norm", "transformer.norm_f"),
+            same("head.proj", "lm_head"),
+        ),
+    ),
+)

@@ -1,0 +1,149 @@
+"""DeepSeek-V2 (2405.04434) and DeepSeek-V3 (2412.19437); R1 (2501.12948) is the latter."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from workhorse.config import ConfigError, nearest
+from workhorse.models.huggingface.family import Data, Family, look_up
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.latent import (
+    LATENT_KEYS,
+    LATENT_RULES,
+    PAIRING_KEYS,
+    latent_attention,
+)
+from workhorse.models.huggingface.llama_like import (
+    KEYS,
+    RULES,
+    activation,
+    decoder,
+    gated_mlp,
+    rms_norm,
+)
+from workhorse.models.huggingface.mixtures import (
+    MIXTURE_KEYS,
+    MIXTURE_RULES,
+    ROUTER_KEYS,
+    SPARSE,
+    dense_first,
+    of_sparse,
+    router_groups,
+)
+from workhorse.models.huggingface.names import instead
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.feedforward import GatedMlpConfig
+from workhorse.nn.latent_attention import LatentAttentionConfig
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.router import RouterConfig
+
+GREEDY, LIMITED = "greedy", "group_limited_greedy"
+
+
+def read_v2(hf: Fields) -> DecoderConfig:
+    """A softmax over all experts, of which the best are chosen, or the best of the best groups."""
+    hf.refuse("norm_topk_prob", False, "transformers does not do it and DeepSeek's own code does")
+    _refuse_other_choices(hf, "softmax")
+    width = hf.get("moe_intermediate_size", 1407)
+    bias = hf.get("mlp_bias", False)
+    mixture = MoEConfig(
+        n_experts=hf.get("n_routed_experts", 64),
+        top_k=hf.need("num_experts_per_tok", int),
+        d_ff=width,
+        activation=activation(hf),
+        router=RouterConfig(scale=hf.get("routed_scaling_factor", 1.0), **_v2_groups(hf)),
+        shared=gated_mlp(hf, d_ff=width * hf.get("n_shared_experts", 2), bias=bias),
+    )
+    dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", 11008), bias=bias)
+    kinds = dense_first(hf, hf.get("first_k_dense_replace", 0))
+    return _decoder(hf, latent_attention(hf, neighbours=True), kinds, mixture, dense)
+
+
+def _v2_groups(hf: Fields) -> Mapping[str, Any]:
+    method = hf.get("topk_method", GREEDY)
+    groups, chosen = hf.optional("n_group", int), hf.optional("topk_group", int)
+    if method == GREEDY:
+        return {}
+    if method != LIMITED:
+        remedy = nearest(method, (GREEDY, LIMITED))
+        raise ConfigError(f"{hf.where}: topk_method {method!r} is unknown; {remedy}")
+    if groups is None or chosen is None:
+        raise ConfigError(f"{hf.where}: {LIMITED} needs n_group and topk_group; give both")
+    return {"n_groups": groups, "top_groups": chosen}
+
+
+def read_v3(hf: Fields) -> DecoderConfig:
+    """A sigmoid of each expert, and a bias that only the choice looks at."""
+    hf.ignore("num_nextn_predict_layers", "num_mtp_layers")  # heads that only training uses
+    hf.refuse("topk_method", "noaux_tc", "DeepSeek-V3 chooses by score and bias")
+    _refuse_other_choices(hf, "sigmoid")
+    width = hf.get("moe_intermediate_size", 2048)
+    mixture = MoEConfig(
+        n_experts=hf.get("n_routed_experts", 256),
+        top_k=hf.get("num_experts_per_tok", 8),
+        d_ff=width,
+        activation=activation(hf),
+        router=RouterConfig(
+            score="sigmoid",
+            normalize=hf.optional("norm_topk_prob", bool, True) or False,
+            scale=hf.get("routed_scaling_factor", 2.5),
+            selection_bias=True,
+            **router_groups(hf, n_group=8, topk_group=4),
+        ),
+        shared=gated_mlp(hf, d_ff=width * hf.get("n_shared_experts", 1)),
+    )
+    dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", 18432))
+    neighbours = hf.optional("rope_interleave", bool, True) or False
+    kinds = dense_first(hf, hf.get("first_k_dense_replace", 3))
+    return _decoder(hf, latent_attention(hf, neighbours=neighbours), kinds, mixture, dense)
+
+
+def _refuse_other_choices(hf: Fields, score: str) -> None:
+    """Keys of DeepSeek's own code that transformers takes for granted."""
+    hf.ignore("aux_loss_alpha", "ep_size", "seq_aux")  # of training and of its machines
+    hf.refuse("moe_layer_freq", 1, "every layer after the dense ones is a mixture")
+    hf.refuse("scoring_func", score, f"this model's scores are a {score}")
+
+
+def _decoder(
+    hf: Fields,
+    attention: LatentAttentionConfig,
+    kinds: list[str],
+    mixture: MoEConfig,
+    dense: GatedMlpConfig,
+) -> DecoderConfig:
+    norm = rms_norm(hf)
+    layers = [
+        PreNormConfig(
+            norm=norm, attention=attention, feed_forward=mixture if kind == SPARSE else dense
+        )
+        for kind in kinds
+    ]
+    return decoder(hf, layers, norm, names=kinds)
+
+
+def written_choice(data: Data) -> str:
+    """`topk_method` of DeepSeek-V2."""
+    return GREEDY if look_up(data, of_sparse("router.n_groups")) == 1 else LIMITED
+
+
+DEEPSEEK_KEYS = KEYS | LATENT_KEYS | MIXTURE_KEYS | ROUTER_KEYS
+DEEPSEEK_RULES = instead(*LATENT_RULES, *MIXTURE_RULES, base=RULES)
+
+HUGGING_FACE = (
+    Family(
+        model_type="deepseek_v2",
+        architecture="DeepseekV2ForCausalLM",
+        read=read_v2,
+        keys=DEEPSEEK_KEYS | {"topk_method": written_choice, "mlp_bias": of_sparse("shared.bias")},
+        rules=DEEPSEEK_RULES,
+    ),
+    Family(
+        model_type="deepseek_v3",
+        architecture="DeepseekV3ForCausalLM",
+        read=read_v3,
+        keys=DEEPSEEK_KEYS | PAIRING_KEYS,
+        rules=DEEPSEEK_RULES,
+        ignored=(r".*\.rotary_emb\.inv_freq", r"model\.layers\.61\..*"),
+    ),
+)

@@ -1,0 +1,98 @@
+"""dots.llm1 Technical Report (2506.05767)."""
+
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    FULL,
+    KEYS,
+    RULES,
+    SHORT_NAMES,
+    SLIDING,
+    activation,
+    attention,
+    decoder,
+    gated_mlp,
+    layer_types,
+    rms_norm,
+    written_layer_types,
+    written_window,
+)
+from workhorse.models.huggingface.mixtures import (
+    MIXTURE_KEYS,
+    MIXTURE_RULES,
+    ROUTER_KEYS,
+    SPARSE,
+    dense_first,
+    router_groups,
+)
+from workhorse.nn import DecoderConfig
+from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.router import RouterConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """DeepSeek-V3's mixture behind attention with norms on queries and keys; late layers local."""
+    norm = rms_norm(hf)
+    bias = hf.get("attention_bias", False)
+    width = hf.get("moe_intermediate_size", 1408)
+    mixture = MoEConfig(
+        n_experts=hf.need("n_routed_experts", int),
+        top_k=hf.need("num_experts_per_tok", int),
+        d_ff=width,
+        activation=activation(hf),
+        router=RouterConfig(
+            score="sigmoid",
+            normalize=hf.get("norm_topk_prob", False),
+            scale=hf.get("routed_scaling_factor", 1.0),
+            selection_bias=True,
+            **router_groups(hf),
+        ),
+        shared=gated_mlp(hf, d_ff=width * hf.need("n_shared_experts", int)),
+    )
+    dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", 10944))
+    window = hf.optional("sliding_window", int, 4096)
+    n_global = hf.get("max_window_layers", 62) if window else hf.need("num_hidden_layers", int)
+    in_order = range(hf.need("num_hidden_layers", int))
+    types = layer_types(hf, (SLIDING if n >= n_global else FULL for n in in_order))
+    kinds = dense_first(hf, hf.get("first_k_dense_replace", 0))
+
+    def block(kind: str, layer_type: str) -> PreNormConfig:
+        return PreNormConfig(
+            norm=norm,
+            attention=attention(
+                hf,
+                n_kv_heads=hf.get("num_key_value_heads", 32),
+                qk_norm=QKNormConfig(norm=norm),
+                window=window if layer_type == SLIDING else None,
+                qkv_bias=bias,
+                out_bias=bias,
+            ),
+            feed_forward=mixture if kind == SPARSE else dense,
+        )
+
+    return decoder(
+        hf,
+        [block(*both) for both in zip(kinds, types, strict=True)],
+        norm,
+        names=[f"{kind}_{SHORT_NAMES[of]}" for kind, of in zip(kinds, types, strict=True)],
+    )
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="dots1",
+        architecture="Dots1ForCausalLM",
+        read=read,
+        keys=KEYS
+        | MIXTURE_KEYS
+        | ROUTER_KEYS
+        | {
+            "attention_bias": "block.attention.qkv_bias",
+            "sliding_window": written_window,
+            "layer_types": written_layer_types,
+        },
+        rules=(*RULES, *MIXTURE_RULES),
+    ),
+)

@@ -1,0 +1,156 @@
+"""ERNIE 4.5 Technical Report (Baidu, 2025), dense and with mixtures of experts."""
+
+from typing import Any
+
+from workhorse.models.huggingface.family import Data, Family, Key
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    KEYS,
+    RULES,
+    activation,
+    attention,
+    decoder,
+    gated_mlp,
+    rms_norm,
+)
+from workhorse.models.huggingface.mixtures import (
+    DENSE,
+    EXPERT_RULES,
+    SHARED_RULES,
+    SPARSE,
+    n_shared_experts,
+    of_dense,
+    of_sparse,
+)
+from workhorse.models.huggingface.names import instead, reshaped, same
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import AttentionConfig, DecoderConfig
+from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.router import RouterConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """LLaMA with neighbours that turn together and one switch for every bias."""
+    norm = rms_norm(hf, eps=1e-5)
+    block = PreNormConfig(
+        norm=norm,
+        attention=_heads(
+            hf,
+            n_kv_heads=hf.optional("num_key_value_heads", int, 2),
+            head_dim=hf.optional("head_dim", int, 128),
+        ),
+        feed_forward=gated_mlp(hf, bias=hf.get("use_bias", False)),
+    )
+    return decoder(hf, block, norm, tied=True)
+
+
+def read_mixture(hf: Fields) -> DecoderConfig:
+    """The same with mixtures in every so many layers of a range; its experts have no biases."""
+    hf.ignore("moe_capacity", "moe_gate", "moe_use_aux_free")  # how training spreads tokens
+    hf.ignore("num_nextn_predict_layers")  # heads that only training uses
+    hf.refuse("moe_gate_act", "softmax", "transformers scores by a softmax here")
+    hf.refuse("moe_norm_min", 1e-12, "the weights of the chosen are divided by their sum")
+    norm = rms_norm(hf, eps=1e-5)
+    bias = hf.get("use_bias", False)
+    width = hf.get("moe_intermediate_size", 1536)
+    n_shared = hf.get("moe_num_shared_experts", 2)
+    feed_forwards: dict[str, FeedForwardConfig] = {
+        DENSE: gated_mlp(hf, d_ff=hf.get("intermediate_size", 12288), bias=bias),
+        SPARSE: MoEConfig(
+            n_experts=hf.get("moe_num_experts", 64),
+            top_k=hf.get("moe_k", 6),
+            d_ff=width,
+            activation=activation(hf),
+            router=RouterConfig(normalize=True, selection_bias=True),
+            shared=gated_mlp(hf, d_ff=width * n_shared, bias=bias) if n_shared else None,
+        ),
+    }
+    heads = _heads(hf, n_kv_heads=hf.optional("num_key_value_heads", int, 4))
+    kinds = _kinds(hf)
+    layers = [
+        PreNormConfig(norm=norm, attention=heads, feed_forward=feed_forwards[kind])
+        for kind in kinds
+    ]
+    return decoder(hf, layers, norm, names=kinds, tied=True, head={"bias": bias})
+
+
+def _heads(hf: Fields, **changes: Any) -> AttentionConfig:
+    bias = hf.get("use_bias", False)
+    rope = read_rope(hf, theta=500_000.0, pairing="interleaved")
+    return attention(hf, position=rope, qkv_bias=bias, out_bias=bias, **changes)
+
+
+def _kinds(hf: Fields) -> list[str]:
+    """The kind of every layer: sparse at multiples of an interval, counted from 1, in a range."""
+    depth = hf.need("num_hidden_layers", int)
+    first, last = hf.get("moe_layer_start_index", 1), hf.get("moe_layer_end_index", -1)
+    last = depth - 1 if last == -1 else last
+    interval = hf.positive("moe_layer_interval", 1)
+    return [
+        SPARSE if first <= n <= last and (n + 1) % interval == 0 else DENSE for n in range(depth)
+    ]
+
+
+def sparse_layers(data: Data) -> list[int]:
+    """The layers that are mixtures, counted from 0."""
+    layers = enumerate(data["layers"])
+    return [n for n, layer in layers if layer["feed_forward"]["kind"] == "moe"]
+
+
+def first_mixture(data: Data) -> int:
+    """`moe_layer_start_index`; past the end where there is no mixture."""
+    return next(iter(sparse_layers(data)), data["n_layers"])
+
+
+def last_mixture(data: Data) -> int:
+    """`moe_layer_end_index`; left out where there is no mixture."""
+    return sparse_layers(data)[-1]
+
+
+def interval(data: Data) -> int:
+    """`moe_layer_interval`: the distance between the first two mixtures."""
+    layers = sparse_layers(data)
+    return layers[1] - layers[0] if len(layers) > 1 else 1
+
+
+ERNIE_KEYS: dict[str, Key] = KEYS | {"use_bias": "block.attention.qkv_bias"}
+MLP = "model.layers.{i}.mlp."
+
+HUGGING_FACE = (
+    Family(
+        model_type="ernie4_5",
+        architecture="Ernie4_5ForCausalLM",
+        read=read,
+        keys=ERNIE_KEYS,
+        rules=RULES,
+    ),
+    Family(
+        model_type="ernie4_5_moe",
+        architecture="Ernie4_5_MoeForCausalLM",
+        read=read_mixture,
+        keys={
+            **ERNIE_KEYS,
+            "intermediate_size": of_dense("d_ff"),
+            "moe_intermediate_size": of_sparse("d_ff"),
+            "moe_k": of_sparse("top_k"),
+            "moe_num_experts": of_sparse("n_experts"),
+            "moe_num_shared_experts": n_shared_experts,
+            "moe_layer_start_index": first_mixture,
+            "moe_layer_end_index": last_mixture,
+            "moe_layer_interval": interval,
+        },
+        rules=instead(
+            same("layers.{i}.feed_forward.router.proj", MLP + "gate"),
+            reshaped(
+                "layers.{i}.feed_forward.router.selection_bias",
+                MLP + "moe_statics.e_score_correction_bias",
+                lambda shape: (1, *shape),
+            ),
+            *EXPERT_RULES,
+            *SHARED_RULES,
+            base=RULES,
+        ),
+        ignored=(r".*\.rotary_emb\.inv_freq", r"model\.mtp_.*"),
+    ),
+)

@@ -1,0 +1,82 @@
+"""EXAONE 4.0: Unified Large Language Models (LG AI Research, 2507.11407)."""
+
+from workhorse.models.huggingface.family import Data, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    FULL,
+    KEYS,
+    RULES,
+    SHORT_NAMES,
+    SLIDING,
+    attention,
+    decoder,
+    every,
+    gated_mlp,
+    layer_types,
+    rms_norm,
+    written_layer_types,
+)
+from workhorse.models.huggingface.names import instead, same
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.blocks import ReorderedNormConfig
+from workhorse.nn.positions import NoPositionConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """Norms on outputs, queries and keys. Beside layers with windows the others have no positions.
+
+    The files say the pattern as a number or as letters; the letters have `layer_types` beside them.
+    """
+    hf.refuse("reorder_and_qk_norm", True, "every model of this type has these norms")
+    norm, rope = rms_norm(hf, eps=1e-5), read_rope(hf)
+    window = hf.optional("sliding_window", int, 4096)
+    types = layer_types(hf, _types(hf, window))
+    hf.ignore("sliding_window_pattern")
+
+    def block(kind: str) -> ReorderedNormConfig:
+        turns = kind == SLIDING or window is None
+        return ReorderedNormConfig(
+            norm=norm,
+            attention=attention(
+                hf,
+                n_kv_heads=hf.get("num_key_value_heads", 32),
+                position=rope if turns else NoPositionConfig(),
+                window=window if kind == SLIDING else None,
+                qk_norm=QKNormConfig(norm=norm),
+            ),
+            feed_forward=gated_mlp(hf),
+        )
+
+    return decoder(
+        hf, [block(kind) for kind in types], norm, names=[SHORT_NAMES[kind] for kind in types]
+    )
+
+
+def _types(hf: Fields, window: int | None) -> list[str]:
+    """The kinds of layer of a file without `layer_types`."""
+    if window is None or hf.values.get("layer_types") is not None:
+        return [FULL] * hf.need("num_hidden_layers", int)
+    return [FULL if last else SLIDING for last in every(hf, "sliding_window_pattern", 4)]
+
+
+def window_or_null(data: Data) -> int | None:
+    """`sliding_window`, null where no layer has one: then every layer turns."""
+    windows = (layer["attention"]["window"] for layer in data["layers"])
+    return next((window for window in windows if window), None)
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="exaone4",
+        architecture="Exaone4ForCausalLM",
+        read=read,
+        keys=KEYS | {"sliding_window": window_or_null, "layer_types": written_layer_types},
+        rules=instead(
+            same("layers.{i}.attention_norm", "model.layers.{i}.post_attention_layernorm"),
+            same("layers.{i}.feed_forward_norm", "model.layers.{i}.post_feedforward_layernorm"),
+            base=RULES,
+        ),
+    ),
+)

@@ -1,0 +1,124 @@
+"""K-EXAONE Technical Report (LG AI Research, 2601.01739)."""
+
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    FULL,
+    KEYS,
+    RULES,
+    SHORT_NAMES,
+    SLIDING,
+    activation,
+    attention,
+    decoder,
+    every,
+    gated_mlp,
+    layer_types,
+    rms_norm,
+    written_layer_types,
+    written_window,
+)
+from workhorse.models.huggingface.mixtures import (
+    MIXTURE_RULES,
+    ROUTER_KEYS,
+    SPARSE,
+    dense_first,
+    mlp_layer_types,
+    n_shared_experts,
+    of_dense,
+    of_sparse,
+    router_groups,
+    written_mlp_layer_types,
+)
+from workhorse.models.huggingface.names import instead, same
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.positions import NoPositionConfig
+from workhorse.nn.router import RouterConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """EXAONE 4's heads and windows in LLaMA's order of norms, and DeepSeek-V3's mixture."""
+    hf.ignore("num_nextn_predict_layers")  # heads that only training uses
+    norm, rope = rms_norm(hf, eps=1e-5), read_rope(hf)
+    window = hf.get("sliding_window", 4096)
+    width = hf.get("moe_intermediate_size", 1024)
+    mixture = MoEConfig(
+        n_experts=hf.get("num_experts", 64),
+        top_k=hf.get("num_experts_per_tok", 8),
+        d_ff=width,
+        activation=activation(hf),
+        router=RouterConfig(
+            score="sigmoid",
+            normalize=hf.get("norm_topk_prob", True),
+            scale=hf.get("routed_scaling_factor", 2.5),
+            selection_bias=True,
+            **router_groups(hf),
+        ),
+        shared=gated_mlp(hf, d_ff=width * hf.get("num_shared_experts", 1)),
+    )
+    dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", 16384))
+
+    def block(kind: str, feed_forward: FeedForwardConfig) -> PreNormConfig:
+        local = kind == SLIDING
+        return PreNormConfig(
+            norm=norm,
+            attention=attention(
+                hf,
+                n_kv_heads=hf.get("num_key_value_heads", 32),
+                position=rope if local else NoPositionConfig(),
+                window=window if local else None,
+                qk_norm=QKNormConfig(norm=norm),
+            ),
+            feed_forward=feed_forward,
+        )
+
+    types = layer_types(hf, _types(hf))
+    kinds = mlp_layer_types(hf, dense_first(hf, hf.get("first_k_dense_replace", 1)))
+    pairs = list(zip(types, kinds, strict=True))
+    return decoder(
+        hf,
+        [block(of, mixture if kind == SPARSE else dense) for of, kind in pairs],
+        norm,
+        names=[f"{SHORT_NAMES[of]}_{kind}" for of, kind in pairs],
+    )
+
+
+def _types(hf: Fields) -> list[str]:
+    """The kinds of layer of a file without `layer_types`; with them the pattern is idle."""
+    hf.ignore("sliding_window_pattern")
+    if hf.values.get("layer_types") is not None:
+        return [FULL] * hf.need("num_hidden_layers", int)
+    return [FULL if last else SLIDING for last in every(hf, "sliding_window_pattern", 4)]
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="exaone_moe",
+        architecture="ExaoneMoeForCausalLM",
+        read=read,
+        keys={
+            **KEYS,
+            **ROUTER_KEYS,
+            "intermediate_size": of_dense("d_ff"),
+            "moe_intermediate_size": of_sparse("d_ff"),
+            "num_experts": of_sparse("n_experts"),
+            "num_experts_per_tok": of_sparse("top_k"),
+            "num_shared_experts": n_shared_experts,
+            "sliding_window": written_window,
+            "layer_types": written_layer_types,
+            "mlp_layer_types": written_mlp_layer_types,
+        },
+        rules=instead(
+            same(
+                "layers.{i}.feed_forward.router.selection_bias",
+                "model.layers.{i}.mlp.e_score_correction_bias",
+            ),
+            base=(*MIXTURE_RULES, *RULES),
+        ),
+        ignored=(r".*\.rotary_emb\.inv_freq", r"mtp\..*"),
+    ),
+)

@@ -1,0 +1,146 @@
+"""GLM-4 (2406.12793), GLM-4-0414 and GLM-4.5 (2508.06471)."""
+
+from collections.abc import Callable
+
+from workhorse.models.huggingface.family import Family, differs
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    KEYS,
+    RULES,
+    activation,
+    attention,
+    decoder,
+    gated_mlp,
+    rms_norm,
+)
+from workhorse.models.huggingface.mixtures import (
+    MIXTURE_KEYS,
+    MIXTURE_RULES,
+    ROUTER_KEYS,
+    SPARSE,
+    dense_first,
+    router_groups,
+    written_n_dense,
+)
+from workhorse.models.huggingface.names import instead, joined, same
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.blocks import PreNormConfig, SandwichNormConfig
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.router import RouterConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """Half of every head turns, in pairs of neighbours."""
+    return _read_dense(hf, PreNormConfig)
+
+
+def read_glm4(hf: Fields) -> DecoderConfig:
+    """The same with norms on both sides of every sub-layer."""
+    return _read_dense(hf, SandwichNormConfig)
+
+
+def _read_dense(
+    hf: Fields, wiring: Callable[..., PreNormConfig | SandwichNormConfig]
+) -> DecoderConfig:
+    norm = rms_norm(hf, eps=1.5625e-7)
+    block = wiring(
+        norm=norm,
+        attention=attention(
+            hf,
+            n_kv_heads=hf.get("num_key_value_heads", 2),
+            head_dim=hf.get("head_dim", 128),
+            position=read_rope(hf, fraction=0.5, pairing="interleaved"),
+            qkv_bias=hf.get("attention_bias", True),
+        ),
+        feed_forward=gated_mlp(hf),
+    )
+    return decoder(hf, block, norm)
+
+
+def read_mixture(hf: Fields) -> DecoderConfig:
+    """GLM-4.5: DeepSeek-V3's mixture behind grouped queries; half of a head turns, in halves."""
+    hf.ignore("num_nextn_predict_layers", "num_mtp_layers")  # heads that only training uses
+    norm = rms_norm(hf, eps=1e-5)
+    width = hf.get("moe_intermediate_size", 1408)
+    mixture = MoEConfig(
+        n_experts=hf.get("n_routed_experts", 128),
+        top_k=hf.get("num_experts_per_tok", 8),
+        d_ff=width,
+        activation=activation(hf),
+        router=RouterConfig(
+            score="sigmoid",
+            normalize=hf.get("norm_topk_prob", True),
+            scale=hf.get("routed_scaling_factor", 1.0),
+            selection_bias=True,
+            **router_groups(hf),
+        ),
+        shared=gated_mlp(hf, d_ff=width * hf.get("n_shared_experts", 1)),
+    )
+    dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", 10944))
+    mixed_attention = attention(
+        hf,
+        n_kv_heads=hf.get("num_key_value_heads", 8),
+        position=read_rope(hf, fraction=0.5),
+        qk_norm=QKNormConfig(norm=norm) if hf.get("use_qk_norm", False) else None,
+        qkv_bias=hf.get("attention_bias", False),
+    )
+    kinds = dense_first(hf, hf.get("first_k_dense_replace", 1))
+    layers = [
+        PreNormConfig(
+            norm=norm,
+            attention=mixed_attention,
+            feed_forward=mixture if kind == SPARSE else dense,
+        )
+        for kind in kinds
+    ]
+    return decoder(hf, layers, norm, names=kinds)
+
+
+GLM_KEYS = KEYS | {
+    "partial_rotary_factor": "block.attention.position.fraction",
+    "attention_bias": "block.attention.qkv_bias",
+}
+GLM_RULES = instead(
+    joined(
+        ("layers.{i}.feed_forward.gate_proj", "layers.{i}.feed_forward.up_proj"),
+        "model.layers.{i}.mlp.gate_up_proj",
+    ),
+    base=RULES,
+)
+
+HUGGING_FACE = (
+    Family(
+        model_type="glm",
+        architecture="GlmForCausalLM",
+        read=read,
+        keys=GLM_KEYS,
+        rules=GLM_RULES,
+    ),
+    Family(
+        model_type="glm4",
+        architecture="Glm4ForCausalLM",
+        read=read_glm4,
+        keys=GLM_KEYS,
+        rules=instead(
+            same("layers.{i}.attention_output_norm", "model.layers.{i}.post_self_attn_layernorm"),
+            same("layers.{i}.feed_forward_output_norm", "model.layers.{i}.post_mlp_layernorm"),
+            base=GLM_RULES,
+        ),
+    ),
+    Family(
+        model_type="glm4_moe",
+        architecture="Glm4MoeForCausalLM",
+        read=read_mixture,
+        keys=GLM_KEYS
+        | MIXTURE_KEYS
+        | ROUTER_KEYS
+        | {
+            "first_k_dense_replace": written_n_dense,
+            "use_qk_norm": differs("block.attention.qk_norm", None),
+        },
+        rules=(*RULES, *MIXTURE_RULES),
+        ignored=(r".*\.rotary_emb\.inv_freq", r"model\.layers\.(46|92)\..*"),
+    ),
+)

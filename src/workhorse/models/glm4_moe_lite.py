@@ -1,0 +1,84 @@
+"""GLM-4.7-Flash (Z.ai, 2026), a small relative of GLM-4.5 (2508.06471)."""
+
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.latent import (
+    LATENT_KEYS,
+    LATENT_RULES,
+    PAIRING_KEYS,
+    latent_attention,
+)
+from workhorse.models.huggingface.llama_like import (
+    KEYS,
+    RULES,
+    activation,
+    decoder,
+    gated_mlp,
+    rms_norm,
+)
+from workhorse.models.huggingface.mixtures import (
+    MIXTURE_KEYS,
+    MIXTURE_RULES,
+    ROUTER_KEYS,
+    SPARSE,
+    dense_first,
+    mlp_layer_types,
+    router_groups,
+    written_mlp_layer_types,
+)
+from workhorse.models.huggingface.names import instead
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.router import RouterConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """DeepSeek-V3's attention and mixture; every layer but the first is one."""
+    hf.ignore("num_nextn_predict_layers")  # heads that only training uses
+    hf.refuse("first_k_dense_replace", 1, "transformers reads mlp_layer_types only")
+    hf.refuse("topk_method", "noaux_tc", "it chooses by score and bias")
+    for size in ("qk_nope_head_dim", "v_head_dim"):
+        hf.need(size, int)  # whose defaults differ from DeepSeek's
+    norm = rms_norm(hf, eps=1e-5)
+    neighbours = hf.get("rope_interleave", True)
+    heads = latent_attention(hf, neighbours=neighbours).replace(
+        q_rank=hf.optional("q_lora_rank", int, 768)
+    )
+    width = hf.get("moe_intermediate_size", 1536)
+    mixture = MoEConfig(
+        n_experts=hf.get("n_routed_experts", 64),
+        top_k=hf.get("num_experts_per_tok", 4),
+        d_ff=width,
+        activation=activation(hf),
+        router=RouterConfig(
+            score="sigmoid",
+            normalize=hf.get("norm_topk_prob", True),
+            scale=hf.get("routed_scaling_factor", 1.8),
+            selection_bias=True,
+            **router_groups(hf),
+        ),
+        shared=gated_mlp(hf, d_ff=width * hf.get("n_shared_experts", 1)),
+    )
+    dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", 10240))
+    kinds = mlp_layer_types(hf, dense_first(hf, 1))
+    layers = [
+        PreNormConfig(norm=norm, attention=heads, feed_forward=mixture if kind == SPARSE else dense)
+        for kind in kinds
+    ]
+    return decoder(hf, layers, norm, names=kinds)
+
+
+PLACES = KEYS | LATENT_KEYS | PAIRING_KEYS | MIXTURE_KEYS | ROUTER_KEYS
+
+HUGGING_FACE = (
+    Family(
+        model_type="glm4_moe_lite",
+        architecture="Glm4MoeLiteForCausalLM",
+        read=read,
+        keys={key: place for key, place in PLACES.items() if key != "first_k_dense_replace"}
+        | {"mlp_layer_types": written_mlp_layer_types},
+        rules=instead(*LATENT_RULES, *MIXTURE_RULES, base=RULES),
+        ignored=(r".*\.rotary_emb\.inv_freq", r"model\.layers\.47\..*"),
+    ),
+)

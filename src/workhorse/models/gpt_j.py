@@ -1,0 +1,114 @@
+"""GPT-J-6B (Wang and Komatsuzaki, 2021) and CodeGen (2203.13474)."""
+
+from workhorse.config import ConfigError
+from workhorse.models.huggingface.family import Data, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.gpt_like import (
+    GPT_NAMES,
+    SUMMARY_KEYS,
+    attention,
+    d_ff_or_fourfold,
+    mlp,
+    written,
+)
+from workhorse.models.huggingface.llama_like import decoder
+from workhorse.models.huggingface.names import instead, interleaved_by, same
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import ParallelConfig
+from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.norms import LayerNormConfig
+from workhorse.nn.rope import RopeConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """Attention and feed-forward behind one norm; part of a head turns, in neighbouring pairs."""
+    hf = hf.renamed(GPT_NAMES)
+    hf.ignore("n_ctx", *SUMMARY_KEYS)
+    hf.refuse("rotary", True, "transformers ignores it")
+    hf.refuse("scale_attn_weights", True, "transformers ignores it")
+    norm = LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
+    head_dim = hf.need("hidden_size", int) // hf.need("num_attention_heads", int)
+    turned = hf.get("rotary_dim", 64)
+    if not 0 < turned <= head_dim:
+        raise ConfigError(
+            f"{hf.where}: rotary_dim={turned} is no part of a head, {head_dim} wide; "
+            "choose an even number up to that"
+        )
+    block = ParallelConfig(
+        norm=norm,
+        attention=attention(
+            hf,
+            position=RopeConfig(fraction=turned / head_dim, pairing="interleaved"),
+        ),
+        feed_forward=mlp(hf, "gelu_new", d_ff=d_ff_or_fourfold(hf)),
+        dropout=hf.get("hidden_dropout", 0.0),
+    )
+    embedding = EmbeddingConfig(dropout=hf.get("embedding_dropout", 0.0))
+    return decoder(hf, block, norm, embedding=embedding, head={"bias": True})
+
+
+def read_codegen(hf: Fields) -> DecoderConfig:
+    """GPT-J, its projections stored in as many pieces as the machines that it was trained on."""
+    config = read(hf)
+    heads = config.blocks["main"].attention.n_heads
+    if heads % MACHINES:
+        raise ConfigError(
+            f"{hf.where}: n_head={heads} is not divisible by {MACHINES}, the pieces that CodeGen's "
+            "projections are stored in; choose a multiple"
+        )
+    return config
+
+
+def rotary_dim(data: Data) -> int:
+    """How many features of a head turn."""
+    attention = data["block"]["attention"]
+    return int(attention["head_dim"] * attention["position"]["fraction"])
+
+
+MACHINES = 4
+"""transformers has this number in its code, too."""
+KEYS = written(GPT_NAMES, gelu_tanh="gelu_new") | {
+    "rotary_dim": rotary_dim,
+    "layer_norm_epsilon": "final_norm.eps",
+}
+OURS, THEIRS = "layers.{i}.attention.", "transformer.h.{i}.attn."
+RULES = (
+    same("embedding.tokens", "transformer.wte"),
+    same(OURS + "q_proj", THEIRS + "q_proj"),
+    same(OURS + "k_proj", THEIRS + "k_proj"),
+    same(OURS + "v_proj", THEIRS + "v_proj"),
+    same(OURS + "out_proj", THEIRS + "out_proj"),
+    same("layers.{i}.feed_forward.up_proj", "transformer.h.{i}.mlp.fc_in"),
+    same("layers.{i}.feed_forward.down_proj", "transformer.h.{i}.mlp.fc_out"),
+    same("layers.{i}.norm", "transformer.h.{i}.ln_1"),
+    same("final_norm", "transformer.ln_f"),
+    same("head.proj", "lm_head"),
+)
+BUFFERS = (r".*\.attn\.(bias|masked_bias|causal_mask)",)
+
+HUGGING_FACE = (
+    Family(
+        model_type="gptj",
+        architecture="GPTJForCausalLM",
+        read=read,
+        keys=KEYS,
+        rules=RULES,
+        ignored=BUFFERS,
+    ),
+    Family(
+        model_type="codegen",
+        architecture="CodeGenForCausalLM",
+        read=read_codegen,
+        keys=KEYS,
+        rules=instead(
+            interleaved_by(
+                (OURS + "q_proj", OURS + "v_proj", OURS + "k_proj"),
+                THEIRS + "qkv_proj",
+                groups=lambda block: MACHINES,
+            ),
+            *RULES[4:],
+            base=RULES[:1],
+        ),
+        ignored=BUFFERS,
+    ),
+)

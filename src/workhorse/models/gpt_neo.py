@@ -1,0 +1,124 @@
+"""GPT-Neo: Large Scale Autoregressive Language Modeling with Mesh-Tensorflow (Black, 2021)."""
+
+from typing import Any, cast
+
+from workhorse.config import ConfigError
+from workhorse.models.huggingface.family import Data, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.gpt_like import (
+    SUMMARY_KEYS,
+    attention,
+    d_ff_or_fourfold,
+    learned_positions,
+    mlp,
+    written,
+)
+from workhorse.models.huggingface.llama_like import decoder, written_window
+from workhorse.models.huggingface.names import same
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.norms import LayerNormConfig
+
+NAMES = {
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "num_heads",
+    "hidden_act": "activation_function",
+    "hidden_dropout": "resid_dropout",
+    "embedding_dropout": "embed_dropout",
+}
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """GPT-2 with windows in some layers, no biases on q, k and v, and scores left unscaled."""
+    hf = hf.renamed(NAMES)
+    hf.ignore("classifier_dropout", *SUMMARY_KEYS)
+    norm = LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5))
+    kinds = _kinds(hf)
+    window = hf.get("window_size", 256)
+
+    def block(kind: str) -> PreNormConfig:
+        return PreNormConfig(
+            norm=norm,
+            attention=attention(
+                hf, scale=1.0, out_bias=True, window=window if kind == "local" else None
+            ),
+            feed_forward=mlp(hf, "gelu_new", d_ff=d_ff_or_fourfold(hf)),
+            dropout=hf.get("hidden_dropout", 0.0),
+        )
+
+    blocks = [block(kind) for kind in kinds]
+    embedding = learned_positions(hf)
+    return decoder(hf, blocks, norm, names=kinds, tied=True, embedding=embedding)
+
+
+def _kinds(hf: Fields) -> list[str]:
+    """`global` or `local` for every layer.
+
+    Raises:
+        ConfigError: it is not said for as many layers as there are.
+    """
+    hf.ignore("attention_types")
+    n_layers = hf.need("num_hidden_layers", int)
+    kinds = hf.sequence("attention_layers", str)
+    if kinds is None:
+        stretches = hf.values.get("attention_types") or [[["global", "local"], 12]]
+        kinds = _expanded(stretches, n_layers)
+    if len(kinds) != n_layers or not {"global", "local"}.issuperset(kinds):
+        raise ConfigError(
+            f"{hf.where}: attention_types does not say global or local for {n_layers} layers; "
+            'write it as [[["global", "local"], repetitions], …]'
+        )
+    return kinds
+
+
+def _expanded(stretches: Any, at_most: int) -> list[str]:
+    """The kinds that a list of `[kinds, repetitions]` stands for; none where it is no such list."""
+    kinds: list[str] = []
+    try:
+        for names, count in cast(list[tuple[list[Any], int]], stretches):
+            kinds += [str(name) for name in names] * min(count, at_most + 1)
+    except (TypeError, ValueError):
+        return []
+    return kinds
+
+
+def written_kinds(data: Data) -> list[str]:
+    """`attention_layers` of a plain config."""
+    return ["local" if layer["attention"]["window"] else "global" for layer in data["layers"]]
+
+
+def attention_types(data: Data) -> list[Any]:
+    """`attention_types` of a plain config."""
+    return [[written_kinds(data), 1]]
+
+
+LAYER = "transformer.h.{i}."
+HUGGING_FACE = (
+    Family(
+        model_type="gpt_neo",
+        architecture="GPTNeoForCausalLM",
+        read=read,
+        keys=written(NAMES, gelu_tanh="gelu_new")
+        | {
+            "attention_types": attention_types,
+            "attention_layers": written_kinds,
+            "window_size": written_window,
+            "layer_norm_epsilon": "final_norm.eps",
+        },
+        rules=(
+            same("embedding.tokens", "transformer.wte"),
+            same("embedding.positions.table", "transformer.wpe"),
+            same("layers.{i}.attention.q_proj", LAYER + "attn.attention.q_proj"),
+            same("layers.{i}.attention.k_proj", LAYER + "attn.attention.k_proj"),
+            same("layers.{i}.attention.v_proj", LAYER + "attn.attention.v_proj"),
+            same("layers.{i}.attention.out_proj", LAYER + "attn.attention.out_proj"),
+            same("layers.{i}.feed_forward.up_proj", LAYER + "mlp.c_fc"),
+            same("layers.{i}.feed_forward.down_proj", LAYER + "mlp.c_proj"),
+            same("layers.{i}.attention_norm", LAYER + "ln_1"),
+            same("layers.{i}.feed_forward_norm", LAYER + "ln_2"),
+            same("final_norm", "transformer.ln_f"),
+            same("head.proj", "lm_head"),
+        ),
+        ignored=(r".*\.attn\.attention\.(bias|masked_bias)",),
+    ),
+)

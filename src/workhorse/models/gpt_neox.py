@@ -1,0 +1,67 @@
+"""GPT-NeoX-20B (2204.06745) and Pythia (2304.01373)."""
+
+from workhorse.models.huggingface.family import Data, Family, equals
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.gpt_like import attention, fused_qkv, mlp, written
+from workhorse.models.huggingface.llama_like import decoder
+from workhorse.models.huggingface.names import same
+from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import ParallelConfig, PreNormConfig
+from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.norms import LayerNormConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """Attention and feed-forward side by side, with a norm each; a quarter of a head turns."""
+    hf.ignore("classifier_dropout")
+    norm = LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5))
+    bias = hf.get("attention_bias", True)
+    dropout = hf.get("hidden_dropout", 0.0)
+    parts: Data = {
+        "norm": norm,
+        "attention": attention(
+            hf,
+            position=read_rope(
+                hf, theta=hf.get("rotary_emb_base", 1e4), fraction=hf.get("rotary_pct", 0.25)
+            ),
+            qkv_bias=bias,
+            out_bias=bias,
+        ),
+        "feed_forward": mlp(hf, "gelu"),
+        "dropout": dropout,
+    }
+    parallel = hf.get("use_parallel_residual", True)
+    block = ParallelConfig(norms=2, **parts) if parallel else PreNormConfig(**parts)
+    return decoder(hf, block, norm, embedding=EmbeddingConfig(dropout=dropout))
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="gpt_neox",
+        architecture="GPTNeoXForCausalLM",
+        read=read,
+        keys=written(gelu_tanh="gelu_fast")
+        | ROPE_KEYS
+        | {
+            "rotary_emb_base": "block.attention.position.theta",
+            "rotary_pct": "block.attention.position.fraction",
+            "attention_bias": "block.attention.qkv_bias",
+            "use_parallel_residual": equals("block.kind", "parallel"),
+            "layer_norm_eps": "final_norm.eps",
+        },
+        rules=(
+            same("embedding.tokens", "gpt_neox.embed_in"),
+            fused_qkv("gpt_neox.layers.{i}.attention.query_key_value"),
+            same("layers.{i}.attention.out_proj", "gpt_neox.layers.{i}.attention.dense"),
+            same("layers.{i}.feed_forward.up_proj", "gpt_neox.layers.{i}.mlp.dense_h_to_4h"),
+            same("layers.{i}.feed_forward.down_proj", "gpt_neox.layers.{i}.mlp.dense_4h_to_h"),
+            same("layers.{i}.attention_norm", "gpt_neox.layers.{i}.input_layernorm"),
+            same("layers.{i}.feed_forward_norm", "gpt_neox.layers.{i}.post_attention_layernorm"),
+            same("final_norm", "gpt_neox.final_layer_norm"),
+            same("head.proj", "embed_out"),
+            same("head.proj", "lm_head"),
+        ),
+        ignored=(r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+    ),
+)

@@ -1,0 +1,133 @@
+"""gpt-oss-120b & gpt-oss-20b Model Card (OpenAI, 2508.10925)."""
+
+from collections.abc import Sequence
+
+import torch
+
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    FULL,
+    KEYS,
+    RULES,
+    SHORT_NAMES,
+    SLIDING,
+    alternating,
+    attention,
+    decoder,
+    layer_types,
+    rms_norm,
+    written_layer_types,
+    written_window,
+)
+from workhorse.models.huggingface.names import (
+    Rule,
+    Shape,
+    Tensors,
+    instead,
+    same,
+    then_transposed,
+    transposed,
+)
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import BlockConfig, PreNormConfig
+from workhorse.nn.feedforward import ClampedSwigluConfig
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.rope import YarnScalingConfig
+from workhorse.nn.router import RouterConfig
+
+STRETCH = YarnScalingConfig(factor=32.0, original_max_seq_len=4096, truncate=False)
+"""Of the released models; a config that says nothing of the rotation means it."""
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """Every other layer local, learned sinks, and a mixture of clamped SwiGLUs with biases."""
+    hf.ignore("hidden_act", "initial_context_length", "experts_per_token")
+    norm = rms_norm(hf, eps=1e-5, multiply="before_cast")
+    bias = hf.get("attention_bias", True)
+    types = layer_types(hf, alternating(hf, (SLIDING, FULL)))
+    window = hf.optional("sliding_window", int, 128)
+    rope = read_rope(hf, theta=150_000.0, absent=STRETCH)
+    mixture = MoEConfig(
+        n_experts=hf.get("num_local_experts", 128),
+        top_k=hf.get("num_experts_per_tok", 4),
+        d_ff=hf.get("intermediate_size", 2880),
+        clamped=ClampedSwigluConfig(
+            limit=hf.get("swiglu_limit", 7.0), alpha=hf.get("swiglu_alpha", 1.702)
+        ),
+        bias=True,
+        router=RouterConfig(score="softmax", normalize=True, bias=True),
+    )
+
+    def block(kind: str) -> PreNormConfig:
+        return PreNormConfig(
+            norm=norm,
+            attention=attention(
+                hf,
+                n_kv_heads=hf.get("num_key_value_heads", 8),
+                head_dim=hf.get("head_dim", 64),
+                position=rope,
+                window=window if kind == SLIDING else None,
+                sinks=True,
+                qkv_bias=bias,
+                out_bias=bias,
+            ),
+            feed_forward=mixture,
+        )
+
+    return decoder(
+        hf, [block(kind) for kind in types], norm, names=[SHORT_NAMES[kind] for kind in types]
+    )
+
+
+def alternated(ours: tuple[str, str], theirs: str) -> Rule:
+    """Rows of our two stacks in turn: the first of each, the second of each, and so on."""
+
+    def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del shapes, block
+        return [tensors[0][:, 0::2], tensors[0][:, 1::2]]
+
+    def put(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del shapes, block
+        return [torch.stack(tensors, dim=2).flatten(1, 2)]
+
+    return Rule(ours, (theirs,), take, put)
+
+
+MLP, EXPERTS = "layers.{i}.feed_forward.", "layers.{i}.feed_forward.experts."
+THEIRS = "model.layers.{i}.mlp.experts."
+
+HUGGING_FACE = (
+    Family(
+        model_type="gpt_oss",
+        architecture="GptOssForCausalLM",
+        read=read,
+        keys={key: place for key, place in KEYS.items() if key != "hidden_act"}
+        | {
+            "attention_bias": "block.attention.qkv_bias",
+            "sliding_window": written_window,
+            "layer_types": written_layer_types,
+            "num_local_experts": "block.feed_forward.n_experts",
+            "num_experts_per_tok": "block.feed_forward.top_k",
+            "swiglu_limit": "block.feed_forward.clamped.limit",
+            "swiglu_alpha": "block.feed_forward.clamped.alpha",
+        },
+        rules=instead(
+            same("layers.{i}.attention.kernel.sinks", "model.layers.{i}.self_attn.sinks"),
+            same(MLP + "router.proj", "model.layers.{i}.mlp.router"),
+            then_transposed(
+                alternated(
+                    (EXPERTS + "gate_proj.weight", EXPERTS + "up_proj.weight"),
+                    THEIRS + "gate_up_proj",
+                )
+            ),
+            alternated(
+                (EXPERTS + "gate_proj.bias", EXPERTS + "up_proj.bias"), THEIRS + "gate_up_proj_bias"
+            ),
+            transposed(EXPERTS + "down_proj.weight", THEIRS + "down_proj"),
+            same(EXPERTS + "down_proj.bias", THEIRS + "down_proj_bias"),
+            base=RULES,
+        ),
+    ),
+)

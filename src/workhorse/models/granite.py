@@ -1,0 +1,136 @@
+"""Granite: dense (IBM, Granite 3.0 Language Models, 2024) and mixtures of experts (2408.13359).
+
+A LLaMA whose embedding, scores, sub-layers and logits each have a multiplier (muP, 2203.03466).
+"""
+
+from typing import Any
+
+from workhorse.models.huggingface.family import Data, Family, Key
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    KEYS,
+    RULES,
+    activation,
+    attention,
+    decoder,
+    gated_mlp,
+    rms_norm,
+)
+from workhorse.models.huggingface.names import instead, joined, same
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
+from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.router import RouterConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """The dense model."""
+    return _read(hf, gated_mlp(hf, bias=hf.get("mlp_bias", False)))
+
+
+def read_mixture(hf: Fields) -> DecoderConfig:
+    """A softmax over the chosen experts."""
+    return _read(hf, _mixture(hf))
+
+
+def read_shared(hf: Fields) -> DecoderConfig:
+    """The same with an expert that works on every token, unless its width is 0."""
+    width = hf.get("shared_intermediate_size", 0)
+    shared = gated_mlp(hf, d_ff=width) if width else None
+    return _read(hf, _mixture(hf, shared=shared))
+
+
+def _mixture(hf: Fields, **more: Any) -> MoEConfig:
+    return MoEConfig(
+        n_experts=hf.get("num_local_experts", 8),
+        top_k=hf.get("num_experts_per_tok", 2),
+        d_ff=hf.need("intermediate_size", int),
+        activation=activation(hf),
+        router=RouterConfig(score="softmax", normalize=True),
+        **more,
+    )
+
+
+def _read(hf: Fields, feed_forward: FeedForwardConfig) -> DecoderConfig:
+    norm = rms_norm(hf)
+    bias = hf.get("attention_bias", False)
+    block = PreNormConfig(
+        norm=norm,
+        attention=attention(
+            hf, scale=hf.get("attention_multiplier", 1.0), qkv_bias=bias, out_bias=bias
+        ),
+        feed_forward=feed_forward,
+        residual_multiplier=hf.get("residual_multiplier", 1.0),
+    )
+    return decoder(
+        hf,
+        block,
+        norm,
+        embedding=EmbeddingConfig(multiplier=hf.get("embedding_multiplier", 1.0)),
+        head={"multiplier": 1 / hf.get("logits_scaling", 1.0)},
+    )
+
+
+def logits_scaling(data: Data) -> float:
+    """What divides the logits."""
+    return 1 / data["head"]["multiplier"]
+
+
+def shared_width(data: Data) -> int:
+    """The width of the shared expert, 0 where there is none."""
+    shared = data["block"]["feed_forward"]["shared"]
+    return shared["d_ff"] if shared else 0
+
+
+MULTIPLIED: dict[str, Key] = KEYS | {
+    "attention_bias": "block.attention.qkv_bias",
+    "embedding_multiplier": "embedding.multiplier",
+    "attention_multiplier": "block.attention.scale",
+    "residual_multiplier": "block.residual_multiplier",
+    "logits_scaling": logits_scaling,
+}
+MIXED = MULTIPLIED | {
+    "num_local_experts": "block.feed_forward.n_experts",
+    "num_experts_per_tok": "block.feed_forward.top_k",
+}
+FEED_FORWARD, MIXTURE = "layers.{i}.feed_forward.", "model.layers.{i}.block_sparse_moe."
+MIXTURE_RULES = instead(
+    same(FEED_FORWARD + "router.proj", MIXTURE + "router.layer"),
+    joined(
+        (FEED_FORWARD + "experts.gate_proj", FEED_FORWARD + "experts.up_proj"),
+        MIXTURE + "input_linear",
+        dim=1,
+    ),
+    same(FEED_FORWARD + "experts.down_proj", MIXTURE + "output_linear"),
+    joined(
+        (FEED_FORWARD + "shared.gate_proj", FEED_FORWARD + "shared.up_proj"),
+        "model.layers.{i}.shared_mlp.input_linear",
+    ),
+    same(FEED_FORWARD + "shared.down_proj", "model.layers.{i}.shared_mlp.output_linear"),
+    base=RULES,
+)
+
+HUGGING_FACE = (
+    Family(
+        model_type="granite",
+        architecture="GraniteForCausalLM",
+        read=read,
+        keys=MULTIPLIED | {"mlp_bias": "block.feed_forward.bias"},
+        rules=RULES,
+    ),
+    Family(
+        model_type="granitemoe",
+        architecture="GraniteMoeForCausalLM",
+        read=read_mixture,
+        keys=MIXED,
+        rules=MIXTURE_RULES,
+    ),
+    Family(
+        model_type="granitemoeshared",
+        architecture="GraniteMoeSharedForCausalLM",
+        read=read_shared,
+        keys=MIXED | {"shared_intermediate_size": shared_width},
+        rules=MIXTURE_RULES,
+    ),
+)

@@ -1,0 +1,47 @@
+"""Helium 1 (Kyutai, 2025)."""
+
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    KEYS,
+    RULES,
+    attention,
+    decoder,
+    gated_mlp,
+    rms_norm,
+)
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import PreNormConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """LLaMA whose rotations turn neighbours."""
+    norm = rms_norm(hf, eps=1e-8, multiply="before_cast")
+    block = PreNormConfig(
+        norm=norm,
+        attention=attention(
+            hf,
+            n_kv_heads=hf.get("num_key_value_heads", 20),
+            head_dim=hf.get("head_dim", 128),
+            position=read_rope(hf, theta=100_000.0, pairing="interleaved"),
+            qkv_bias=hf.get("attention_bias", False),
+        ),
+        feed_forward=gated_mlp(hf, bias=hf.get("mlp_bias", False)),
+    )
+    return decoder(hf, block, norm)
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="helium",
+        architecture="HeliumForCausalLM",
+        read=read,
+        keys=KEYS
+        | {
+            "attention_bias": "block.attention.qkv_bias",
+            "mlp_bias": "block.feed_forward.bias",
+        },
+        rules=RULES,
+    ),
+)

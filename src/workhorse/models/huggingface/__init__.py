@@ -1,0 +1,113 @@
+"""Models of Hugging Face transformers: which there are, and what each is called there.
+
+    from workhorse.models.huggingface import family
+    family("llama").read(Fields(json.loads(text)))      # -> DecoderConfig
+
+A model type's file is imported when it is asked for.
+"""
+
+import importlib
+from collections.abc import Iterator
+from functools import cache
+
+from workhorse.config import nearest
+from workhorse.errors import WorkhorseError
+from workhorse.models.huggingface.family import IMPOSSIBLE, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.nn import DecoderConfig
+
+__all__ = ["MODEL_TYPES", "Family", "Fields", "families", "family", "native_class"]
+
+MODULES: dict[str, tuple[str, ...]] = {
+    "llama": ("llama",),
+    "qwen": ("qwen2", "qwen3", "qwen2_moe", "qwen3_moe"),
+    "mistral": ("mistral", "mixtral", "ministral3"),
+    "gemma": ("gemma", "gemma2", "gemma3_text", "vaultgemma"),
+    "gpt2": ("gpt2",),
+    "phi": ("phi", "phi3", "phimoe"),
+    "gpt_oss": ("gpt_oss",),
+    "deepseek": ("deepseek_v2", "deepseek_v3"),
+    "olmo": ("olmo", "olmo2", "olmo3", "olmoe"),
+    "llama4": ("llama4_text",),
+    "smollm3": ("smollm3",),
+    "gpt_neox": ("gpt_neox",),
+    "gpt_j": ("gptj", "codegen"),
+    "gpt_neo": ("gpt_neo",),
+    "falcon": ("falcon",),
+    "mpt": ("mpt",),
+    "gpt": ("openai-gpt",),
+    "bloom": ("bloom",),
+    "opt": ("opt",),
+    "starcoder": ("gpt_bigcode", "starcoder2"),
+    "stablelm": ("stablelm",),
+    "cohere": ("cohere", "cohere2"),
+    "glm": ("glm", "glm4", "glm4_moe"),
+    "granite": ("granite", "granitemoe", "granitemoeshared"),
+    "exaone": ("exaone4",),
+    "nemotron": ("nemotron",),
+    "persimmon": ("persimmon",),
+    "dbrx": ("dbrx",),
+    "dots1": ("dots1",),
+    "ernie": ("ernie4_5", "ernie4_5_moe"),
+    "hunyuan": ("hunyuan_v1_dense", "hunyuan_v1_moe", "hy_v3"),
+    "helium": ("helium",),
+    "arcee": ("arcee",),
+    "apertus": ("apertus",),
+    "seed_oss": ("seed_oss",),
+    "minimax": ("minimax_m2",),
+    "biogpt": ("biogpt",),
+    "xglm": ("xglm",),
+    "ctrl": ("ctrl",),
+    "jais2": ("jais2",),
+    "nanochat": ("nanochat",),
+    "afmoe": ("afmoe",),
+    "youtu": ("youtu",),
+    "cwm": ("cwm",),
+    "internlm3": ("internlm3",),
+    "modernbert": ("modernbert-decoder",),
+    "ministral": ("ministral",),
+    "exaone_moe": ("exaone_moe",),
+    "solar_open": ("solar_open",),
+    "flex_olmo": ("flex_olmo",),
+    "glm4_moe_lite": ("glm4_moe_lite",),
+    "mellum": ("mellum",),
+}
+"""The model types in each module of `workhorse.models`, those most used first."""
+
+MODEL_TYPES = {name: module for module, names in MODULES.items() for name in names}
+
+
+@cache
+def family(model_type: str) -> Family:
+    """The family of that `model_type`.
+
+    Raises:
+        WorkhorseError: it is not one of `MODEL_TYPES`.
+    """
+    if model_type not in MODEL_TYPES:
+        name = model_type[:60]  # a stranger's, and the search for the nearest takes its time
+        raise WorkhorseError(f"model type {name!r} is not supported; {nearest(name, MODEL_TYPES)}")
+    module = importlib.import_module(f"workhorse.models.{MODEL_TYPES[model_type]}")
+    found: tuple[Family, ...] = module.HUGGING_FACE
+    return {one.model_type: one for one in found}[model_type]
+
+
+def families() -> Iterator[Family]:
+    """Every family, those most used first, each imported when its turn comes."""
+    return map(family, MODEL_TYPES)
+
+
+def native_class(config: DecoderConfig) -> Family | str:
+    """The first family that can say a config; or the nearest, and what of it that cannot say."""
+    differences: dict[str, list[str]] = {}
+    for one in families():
+        differences[one.architecture] = one.differences(config)
+        if not differences[one.architecture]:
+            return one
+    nearest = min(differences, key=lambda name: _distance(differences[name]))
+    return f"{nearest}: {differences[nearest][0]}"
+
+
+def _distance(differences: list[str]) -> tuple[bool, int]:
+    """What breaks a family's own rules is farther from it than anything that it could compare."""
+    return differences[0].startswith(IMPOSSIBLE), len(differences)

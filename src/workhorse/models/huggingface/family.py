@@ -1,0 +1,182 @@
+"""A model type of Hugging Face transformers as data: reading and writing its config and tensors.
+
+A reader is a plain function of the config's fields. There is no writer: a table says where in our
+config the value of each of their keys stands, and what was written is read again. It is right when
+that gives the config we started from, and else the difference says why the family does not fit.
+"""
+
+import math
+import textwrap
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, cast
+
+from workhorse.config import ConfigError
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.names import Rule
+from workhorse.nn import DecoderConfig
+
+Data = dict[str, Any]
+Key = str | Callable[[Data], object]
+"""Where a value stands in `plain(config)`, dotted (`block` is the first of its `layers`), or what
+makes it of that."""
+
+SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
+TRAINING_ONLY = frozenset({"dropout", "init"})
+
+
+@dataclass(frozen=True)
+class Family:
+    """One model type.
+
+    Attributes:
+        model_type: as `config.json` names it.
+        architecture: transformers' class for language modelling.
+        read: their config to ours.
+        keys: their keys, and where the value of each stands in ours. A key whose place does not
+            exist is left out.
+        rules: their tensors and ours.
+        ignored: patterns of whole names of tensors that carry no weights: buffers that old versions
+            saved.
+    """
+
+    model_type: str
+    architecture: str
+    read: Callable[[Fields], DecoderConfig]
+    keys: Mapping[str, Key]
+    rules: tuple[Rule, ...]
+    ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
+
+    def write(self, config: DecoderConfig) -> Data:
+        """Their config, as far as this family can say ours."""
+        data = plain(config)
+        data["block"] = data["layers"][0]
+        written: Data = {"architectures": [self.architecture], "model_type": self.model_type}
+        written |= dict.fromkeys(SPECIAL_IDS)  # each class has defaults, of its own tokenizer
+        for key, place in self.keys.items():
+            value = look_up(data, place)
+            if value is not MISSING:
+                written[key] = value
+        return written
+
+    def difference(self, config: DecoderConfig) -> str | None:
+        """What of a config this family cannot say, or None: then `write` loses nothing."""
+        return next(iter(self.differences(config)), None)
+
+    def differences(self, config: DecoderConfig) -> list[str]:
+        """Everything of a config that this family cannot say.
+
+        A family whose own rules the config breaks says that, and nothing else.
+        """
+        try:
+            again = self.read(Fields(self.write(config)))
+        except ConfigError as error:
+            return [f"{IMPOSSIBLE}{error.reason}"]
+        return list(differences(plain(config), plain(again)))
+
+
+MISSING = object()
+IMPOSSIBLE = "its config cannot be: "
+
+
+def plain(config: DecoderConfig) -> Data:
+    """A config as plain data in which equal models are equal.
+
+    Defaults that depend on other fields are filled in, blocks stand layer by layer in `layers`, and
+    what only training looks at is left out.
+    """
+    data = cast(Data, _without(config.to_dict()))
+    blocks = {name: _filled(block, config.d_model) for name, block in data.pop("blocks").items()}
+    del data["pattern"]
+    data["layers"] = [blocks[name] for name in config.layer_names()]
+    data["embedding"]["width"] = data["embedding"]["width"] or config.d_model
+    return data
+
+
+def _filled(block: Data, d_model: int) -> Data:
+    attention: Data = dict(block["attention"])
+    if attention["kind"] == "attention":
+        attention["n_kv_heads"] = attention["n_kv_heads"] or attention["n_heads"]
+        attention["head_dim"] = attention["head_dim"] or d_model // attention["n_heads"]
+        attention["value_dim"] = attention["value_dim"] or attention["head_dim"]
+        attention["scale"] = attention["scale"] or 1 / math.sqrt(attention["head_dim"])
+    elif not attention["scale"]:
+        attention["scale"] = 1 / math.sqrt(attention["nope_dim"] + attention["rope_dim"])
+    return {**block, "attention": attention}
+
+
+def _without(data: Any) -> Any:
+    if isinstance(data, dict):
+        pairs = cast(Data, data).items()
+        return {key: _without(value) for key, value in pairs if key not in TRAINING_ONLY}
+    if isinstance(data, list):
+        return [_without(item) for item in cast(list[Any], data)]
+    return data
+
+
+def look_up(data: Data, place: Key) -> object:
+    """The value at a place of a plain config, `MISSING` where there is no such place."""
+    if callable(place):
+        try:
+            return place(data)
+        except (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError):
+            return MISSING  # that model has no such part; the comparison will name the difference
+    value: Any = data
+    for part in place.split("."):
+        if not isinstance(value, dict) or part not in value:
+            return MISSING
+        value = cast(Any, value[part])
+    return value
+
+
+def always(value: object) -> Key:
+    """The same value for every model."""
+    return lambda data: value
+
+
+def equals(place: str, value: object) -> Key:
+    """Whether that value stands at a place."""
+
+    def write(data: Data) -> object:
+        found = look_up(data, place)
+        return MISSING if found is MISSING else found == value
+
+    return write
+
+
+def differs(place: str, value: object) -> Key:
+    """Whether another value stands at a place."""
+
+    def write(data: Data) -> object:
+        found = look_up(data, place)
+        return MISSING if found is MISSING else found != value
+
+    return write
+
+
+def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
+    """Where two pieces of plain data differ; numbers may differ by rounding."""
+    same = ours == theirs
+    if isinstance(ours, dict) and isinstance(theirs, dict):
+        mine, other = cast(Data, ours), cast(Data, theirs)
+        keys = [*mine, *(key for key in other if key not in mine)]
+        if mine.get("kind") != other.get("kind"):
+            keys = ["kind"]  # which explains all else
+        for key in keys:
+            where = f"{path}.{key}" if path else key
+            yield from differences(mine.get(key), other.get(key), where)
+        return
+    if isinstance(ours, list) and isinstance(theirs, list):
+        first, second = cast(list[Any], ours), cast(list[Any], theirs)
+        if len(first) == len(second):
+            for n, pair in enumerate(zip(first, second, strict=True)):
+                yield from differences(*pair, f"{path}.{n}")
+            return
+    if isinstance(ours, float) and isinstance(theirs, int | float):
+        same = math.isclose(ours, theirs, rel_tol=1e-9)
+    if not same:
+        yield f"{path} is {_short(cast(object, ours))}, not {_short(cast(object, theirs))}"
+
+
+def _short(value: object) -> str:
+    return textwrap.shorten(repr(value), 40, placeholder=" …")

@@ -1,0 +1,170 @@
+"""A `config.json` being read: typed, and remembering which of its keys were looked at."""
+
+from collections.abc import Mapping, Sequence
+from typing import Any, TypeVar, cast
+
+from workhorse.config import ConfigError
+
+Value = TypeVar("Value", int, float, bool, str)
+
+TYPES = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+    dict: "a mapping",
+}
+SILENT = frozenset(
+    """
+    _attn_implementation _attn_implementation_autoset _from_model_config _name_or_path
+    add_cross_attention architectures attn_implementation auto_map bad_words_ids
+    begin_suppress_tokens bos_token_id cache_implementation chunk_size_feed_forward
+    cross_attention_hidden_size decoder_start_token_id diversity_penalty do_sample dtype
+    early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
+    finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
+    initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length
+    max_window_layers min_length model_type no_repeat_ngram_size num_beam_groups num_beams
+    num_return_sequences output_attentions output_hidden_states output_router_logits
+    output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
+    quantization_config remove_invalid_values repetition_penalty return_dict
+    return_dict_in_generate router_aux_loss_coef sep_token_id suppress_tokens
+    task_specific_params temperature tf_legacy_loss tie_encoder_decoder tie_word_embeddings
+    tokenizer_class top_k top_p torch_dtype torchscript transformers_version typical_p
+    unsloth_fixed unsloth_version use_bfloat16 use_cache
+    """.split()  # noqa: SIM905 the list is long
+)
+"""Keys that say nothing of what a forward pass computes, or that the reader itself looks after."""
+
+
+class Fields:
+    """The keys and values of one config.
+
+    Args:
+        values: as parsed from JSON.
+        where: what to call it in errors.
+        names: what the config calls a key, where that is not its usual name.
+    """
+
+    def __init__(
+        self,
+        values: Mapping[str, Any],
+        where: str = "config.json",
+        names: Mapping[str, str] = {},
+    ) -> None:
+        self.values = values
+        self.where = where
+        self.names = names
+        self.seen: set[str] = set()
+
+    def renamed(self, names: Mapping[str, str]) -> "Fields":
+        """The same config, asked by usual names what it may call otherwise.
+
+        Args:
+            names: the config's own names by the usual ones; a usual name is understood too.
+        """
+        again = Fields(self.values, self.where, names)
+        again.seen = self.seen
+        return again
+
+    def get(self, key: str, default: Value) -> Value:
+        """The value of a key, of the default's type; the default where it is missing or null.
+
+        Raises:
+            ConfigError: a value of another type, or not finite.
+        """
+        value = self.optional(key, type(default))
+        return default if value is None else value
+
+    def positive(self, key: str, default: Value) -> Value:
+        """As `get`, of a number that other numbers are divided by.
+
+        Raises:
+            ConfigError: as `get`; or it is not above zero.
+        """
+        value = self.get(key, default)
+        if not isinstance(value, int | float) or value <= 0:
+            raise ConfigError(f"{self.where}: {key}={value!r} is not above zero; correct the file")
+        return value
+
+    def need(self, key: str, kind: type[Value]) -> Value:
+        """The value of a key that has no default; a number is above 0, as every size is.
+
+        Raises:
+            ConfigError: as `get`; or it is missing, or a number that is not above 0.
+        """
+        value = self.optional(key, kind)
+        name = self.names.get(key, key)
+        if value is None:
+            raise ConfigError(f"{self.where} has no {name!r}; give it {TYPES[kind]}")
+        if not isinstance(value, bool | str) and value <= 0:
+            raise ConfigError(f"{self.where}: {name}={value} is not above 0; correct the file")
+        return value
+
+    def optional(self, key: str, kind: type[Value], default: Value | None = None) -> Value | None:
+        """The value of a key, None where it is null, the default where it is missing."""
+        key = self._called(key)
+        value = self.values.get(key, default)
+        return None if value is None else self._checked(key, value, kind)
+
+    def sequence(self, key: str, kind: type[Value]) -> list[Value] | None:
+        """A list of values of one type, None where it is missing or null."""
+        key = self._called(key)
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Sequence) or isinstance(value, str):
+            raise self._wrong(key, value, list)
+        return [self._checked(key, item, kind) for item in cast(Sequence[Any], value)]
+
+    def section(self, key: str) -> "Fields | None":
+        """A mapping inside this one, None where it is missing or null."""
+        key = self._called(key)
+        value = self.values.get(key)
+        if value is None:
+            return None
+        if not isinstance(value, Mapping):
+            raise self._wrong(key, value, dict)
+        return Fields(cast(Mapping[str, Any], value), f"{self.where}: {key}")
+
+    def refuse(self, key: str, allowed: object, reason: str) -> None:
+        """Refuse any value of a key but the one that means nothing special.
+
+        Raises:
+            ConfigError: the key has another value.
+        """
+        key = self._called(key)
+        value = self.values.get(key, allowed)
+        if value is not None and value != allowed:
+            raise ConfigError(f"{self.where}: {key}={value!r} is not supported: {reason}")
+
+    def ignore(self, *keys: str) -> None:
+        """Mark keys as known to change nothing that is computed."""
+        self.seen.update(keys)
+
+    def unused(self) -> list[str]:
+        """Keys that nobody looked at and that might mean something."""
+        known = self.seen | SILENT
+        return sorted(
+            key for key, value in self.values.items() if key not in known and value is not None
+        )
+
+    def _called(self, key: str) -> str:
+        """The name that a key has in this config, from now on known."""
+        name = self.names.get(key, key)
+        self.seen.update((key, name))
+        return key if name not in self.values and key in self.values else name
+
+    def _checked(self, key: str, value: object, kind: type[Value]) -> Value:
+        if kind is float and type(value) is int:
+            value = float(value)
+        if kind is int and type(value) is float and value.is_integer():
+            value = int(value)
+        if type(value) is not kind or value != value:  # noqa: PLR0124 nan is not equal to itself
+            raise self._wrong(key, value, kind)
+        return cast(Value, value)
+
+    def _wrong(self, key: str, value: object, kind: type) -> ConfigError:
+        shown = repr(value)
+        shown = shown if len(shown) <= 40 else shown[:37] + "…"  # noqa: PLR2004
+        return ConfigError(f"{self.where}: {key}={shown} is not {TYPES[kind]}; correct the file")

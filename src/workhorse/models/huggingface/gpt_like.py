@@ -1,0 +1,118 @@
+"""What the families before LLaMA share: LayerNorm, plain feed-forwards, fused projections.
+
+Their configs call the same things by many names; a family lists its own by the usual ones, and is
+then read and written like the rest.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from workhorse.models.huggingface.family import Data, Key
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import activation, written_activation
+from workhorse.models.huggingface.names import Rule, interleaved_by
+from workhorse.nn import AttentionConfig
+from workhorse.nn.blocks import BlockConfig
+from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.feedforward import MlpConfig
+from workhorse.nn.positions import LearnedPositionConfig
+
+GPT_NAMES = {
+    "hidden_size": "n_embd",
+    "num_hidden_layers": "n_layer",
+    "num_attention_heads": "n_head",
+    "max_position_embeddings": "n_positions",
+    "intermediate_size": "n_inner",
+    "hidden_act": "activation_function",
+    "attention_dropout": "attn_pdrop",
+    "hidden_dropout": "resid_pdrop",
+    "embedding_dropout": "embd_pdrop",
+}
+"""What GPT and its nearest kin call the usual keys."""
+
+SUMMARY_KEYS = (
+    "summary_activation",
+    "summary_first_dropout",
+    "summary_proj_to_labels",
+    "summary_type",
+    "summary_use_proj",
+)
+"""Of a head for classification that such configs describe too."""
+
+
+def attention(hf: Fields, *, dropout: float = 0.0, **changes: Any) -> AttentionConfig:
+    """Multi-head attention.
+
+    Args:
+        hf: the config.
+        dropout: the family's default.
+        changes: fields of `AttentionConfig`.
+    """
+    given: Data = {
+        "n_heads": hf.need("num_attention_heads", int),
+        "dropout": hf.get("attention_dropout", dropout),
+    }
+    return AttentionConfig(**{**given, **changes})
+
+
+def mlp(hf: Fields, default: str, **changes: Any) -> MlpConfig:
+    """A feed-forward with biases.
+
+    Args:
+        hf: the config.
+        default: the family's activation.
+        changes: fields of `MlpConfig`.
+    """
+    given: Data = {
+        "activation": activation(hf, default=default),
+        "bias": True,
+    }
+    if "d_ff" not in changes:
+        given["d_ff"] = hf.need("intermediate_size", int)
+    return MlpConfig(**{**given, **changes})
+
+
+def d_ff_or_fourfold(hf: Fields) -> int:
+    """The width of a feed-forward, four times the model's where none is given."""
+    return hf.optional("intermediate_size", int) or 4 * hf.need("hidden_size", int)
+
+
+def learned_positions(hf: Fields, *, dropout: float = 0.0) -> EmbeddingConfig:
+    """An embedding with a table of positions; `dropout` is the family's default."""
+    return EmbeddingConfig(
+        position=LearnedPositionConfig(), dropout=hf.get("embedding_dropout", dropout)
+    )
+
+
+def written(
+    names: Mapping[str, str] = {}, *, gelu_tanh: str = "gelu_pytorch_tanh"
+) -> dict[str, Key]:
+    """Where the values of the keys that all have stand in ours.
+
+    Args:
+        names: what the family calls them.
+        gelu_tanh: the name that it gives GELU's tanh form.
+    """
+    places: dict[str, Key] = {
+        "vocab_size": "vocab_size",
+        "hidden_size": "d_model",
+        "num_hidden_layers": "n_layers",
+        "max_position_embeddings": "max_seq_len",
+        "num_attention_heads": "block.attention.n_heads",
+        "intermediate_size": "block.feed_forward.d_ff",
+        "hidden_act": written_activation(gelu_tanh=gelu_tanh),
+        "tie_word_embeddings": "head.tied",
+    }
+    return {names.get(key, key): place for key, place in places.items()}
+
+
+def kv_heads(block: BlockConfig) -> int:
+    """Heads of keys and values."""
+    assert isinstance(block.attention, AttentionConfig)
+    return block.attention.n_kv_heads or block.attention.n_heads
+
+
+def fused_qkv(theirs: str) -> Rule:
+    """q, k and v in one matrix: beside the queries that share it lies each key, then its value."""
+    ours = tuple(f"layers.{{i}}.attention.{name}_proj" for name in "qkv")
+    return interleaved_by(ours, theirs, groups=kv_heads)

@@ -1,0 +1,250 @@
+"""What the families since LLaMA share: the keys of their configs and the names of their tensors.
+
+A family's reader puts these parts together; where it deviates, it says so in a changed field.
+"""
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, cast
+
+from workhorse.config import ConfigError, nearest
+from workhorse.models.huggingface.family import Data, Key
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.names import Rule, same
+from workhorse.models.huggingface.rotation import (
+    ROPE_KEYS,
+    older_scaling,
+    read_rope,
+    written_rope,
+)
+from workhorse.nn import AttentionConfig, DecoderConfig
+from workhorse.nn.blocks import BlockConfig
+from workhorse.nn.feedforward import ActivationName, GatedMlpConfig
+from workhorse.nn.head import HeadConfig
+from workhorse.nn.init import NormalInitConfig
+from workhorse.nn.norms import NormConfig, RMSNormConfig
+
+ACTIVATIONS: dict[str, ActivationName] = {
+    "gelu": "gelu",
+    "gelu_fast": "gelu_tanh",
+    "gelu_new": "gelu_tanh",
+    "gelu_pytorch_tanh": "gelu_tanh",
+    "relu": "relu",
+    "relu2": "relu2",
+    "sigmoid": "sigmoid",
+    "silu": "silu",
+    "swish": "silu",
+    "xielu": "xielu",
+}
+"""transformers' names of activations and ours; to write, the first that fits."""
+WRITTEN_ACTIVATIONS = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
+
+
+def activation(hf: Fields, key: str = "hidden_act", default: str = "silu") -> ActivationName:
+    """The activation that a config names.
+
+    Raises:
+        ConfigError: it is not known.
+    """
+    name = hf.get(key, default)
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"{hf.where}: {key} {name!r} is unknown; {nearest(name, ACTIVATIONS)}")
+    return ACTIVATIONS[name]
+
+
+def written_activation(
+    place: str = "block.feed_forward.activation", gelu_tanh: str = "gelu_pytorch_tanh"
+) -> Key:
+    """The name that the activation at that place is written by; GELU's tanh form has several."""
+    names = WRITTEN_ACTIVATIONS | {"gelu_tanh": gelu_tanh}
+
+    def write(data: Data) -> object:
+        value: Any = data
+        for part in place.split("."):
+            value = value[part]
+        return names[value]
+
+    return write
+
+
+def rms_norm(hf: Fields, **changes: Any) -> RMSNormConfig:
+    """The norm of a config; `changes` are fields of `RMSNormConfig`."""
+    return RMSNormConfig(eps=hf.get("rms_norm_eps", changes.pop("eps", 1e-6)), **changes)
+
+
+def attention(hf: Fields, **changes: Any) -> AttentionConfig:
+    """Grouped-query attention with rotary positions; `changes` are fields of `AttentionConfig`."""
+    n_heads = hf.need("num_attention_heads", int)
+    given: Data = {
+        "n_heads": n_heads,
+        "n_kv_heads": hf.get("num_key_value_heads", n_heads),
+        "head_dim": hf.optional("head_dim", int),
+        "dropout": hf.get("attention_dropout", 0.0),
+    }
+    if "position" not in changes:
+        given["position"] = read_rope(hf)
+    return AttentionConfig(**{**given, **changes})
+
+
+def gated_mlp(hf: Fields, **changes: Any) -> GatedMlpConfig:
+    """A gated feed-forward; `changes` are fields of `GatedMlpConfig`."""
+    given: Data = {} if "d_ff" in changes else {"d_ff": hf.need("intermediate_size", int)}
+    if "activation" not in changes:
+        given["activation"] = activation(hf)
+    return GatedMlpConfig(**given, **changes)
+
+
+def decoder(
+    hf: Fields,
+    layers: BlockConfig | Sequence[BlockConfig],
+    final_norm: NormConfig,
+    *,
+    names: Sequence[str] = (),
+    tied: bool = False,
+    head: Mapping[str, Any] = {},
+    **changes: Any,
+) -> DecoderConfig:
+    """A whole decoder.
+
+    Args:
+        hf: the config.
+        layers: the block of every layer, or one for all.
+        final_norm: before the head.
+        names: what the kinds of layer are called, layer by layer, where there is more than one.
+        tied: the family's default of `tie_word_embeddings`.
+        head: fields of `HeadConfig`.
+        changes: further fields of `DecoderConfig`.
+    """
+    n_layers = hf.need("num_hidden_layers", int)
+    given: Data = {
+        "vocab_size": hf.need("vocab_size", int),
+        "d_model": hf.need("hidden_size", int),
+        "n_layers": n_layers,
+        "final_norm": final_norm,
+        "head": HeadConfig(tied=hf.get("tie_word_embeddings", tied), **head),
+        "init": NormalInitConfig(std=hf.get("initializer_range", 0.02), residual="plain"),
+    }
+    if "max_seq_len" not in changes:
+        given["max_seq_len"] = hf.need("max_position_embeddings", int)
+    if isinstance(layers, Sequence):
+        given |= pattern_of(names, layers)
+    else:
+        given["blocks"] = {"main": layers}
+    return DecoderConfig(**{**given, **changes})
+
+
+def pattern_of(names: Sequence[str], layers: Sequence[BlockConfig]) -> Data:
+    """`blocks` and `pattern` of a list of layers: one block a name, the shortest tile of names."""
+    blocks = dict(zip(names, layers, strict=True))
+    if len(blocks) == 1:
+        return {"blocks": {"main": layers[0]}}
+    tiles = (
+        names[:period]
+        for period in range(1, len(names) + 1)
+        if all(name == names[n % period] for n, name in enumerate(names))
+    )
+    return {"blocks": blocks, "pattern": tuple(next(tiles, ()))}
+
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+SHORT_NAMES = {SLIDING: "local", FULL: "global", "chunked_attention": "local"}
+
+
+def layer_types(hf: Fields, default: Iterable[str], local: str = SLIDING) -> list[str]:
+    """The kind of attention of every layer, as transformers calls them.
+
+    Args:
+        hf: the config.
+        default: of a config that does not list them.
+        local: what layers are called that see a part; the others are `FULL`.
+
+    Raises:
+        ConfigError: as many are given as there are not layers, or one is unknown.
+    """
+    n_layers = hf.need("num_hidden_layers", int)
+    given = hf.sequence("layer_types", str)
+    types = list(default) if given is None else given
+    if len(types) != n_layers:
+        raise ConfigError(
+            f"{hf.where}: {len(types)} layer_types for {n_layers} layers; give each one"
+        )
+    for name in types:
+        if name not in (local, FULL):
+            remedy = nearest(name, (local, FULL))
+            raise ConfigError(f"{hf.where}: layer type {name!r} is unknown; {remedy}")
+    return types
+
+
+def alternating(hf: Fields, kinds: Sequence[str]) -> list[str]:
+    """Kinds of layer repeated over the depth."""
+    return [kinds[n % len(kinds)] for n in range(hf.need("num_hidden_layers", int))]
+
+
+def every(hf: Fields, key: str, default: int, *, offset: int = 1) -> list[bool]:
+    """Whether each layer's number, counted from `offset`, is a multiple of what a key says.
+
+    Raises:
+        ConfigError: it is not a whole number above zero.
+    """
+    period = hf.positive(key, default)
+    return [(n + offset) % period == 0 for n in range(hf.need("num_hidden_layers", int))]
+
+
+def written_layer_types(data: Data) -> list[str]:
+    """`layer_types` of a plain config: which layers have a window."""
+    return [SLIDING if layer["attention"]["window"] else FULL for layer in data["layers"]]
+
+
+def written_window(data: Data) -> int:
+    """`sliding_window` of a plain config: that of the first layer that has one."""
+    windows = (cast(int | None, layer["attention"]["window"]) for layer in data["layers"])
+    return [window for window in windows if window][0]  # noqa: RUF015 an IndexError says: none
+
+
+def written_rope_by_type(data: Data) -> Data:
+    """`rope_parameters` of a plain config whose kinds of layer each have a rotation."""
+    types = written_layer_types(data)
+    firsts = {kind: data["layers"][types.index(kind)] for kind in (SLIDING, FULL) if kind in types}
+    return {kind: written_rope(layer["attention"]["position"]) for kind, layer in firsts.items()}
+
+
+ROPE_BY_TYPE_KEYS: dict[str, Key] = {
+    "rope_parameters": written_rope_by_type,
+    "rope_theta": lambda data: written_rope_by_type(data)[FULL]["rope_theta"],
+    "rope_scaling": lambda data: older_scaling(written_rope_by_type(data)[FULL]),
+}
+"""How rotations are written that differ between layers with and without a window. Before
+transformers 5 there were keys for the latter only."""
+
+KEYS: dict[str, Key] = {
+    "vocab_size": "vocab_size",
+    "hidden_size": "d_model",
+    "num_hidden_layers": "n_layers",
+    "max_position_embeddings": "max_seq_len",
+    "num_attention_heads": "block.attention.n_heads",
+    "num_key_value_heads": "block.attention.n_kv_heads",
+    "head_dim": "block.attention.head_dim",
+    "intermediate_size": "block.feed_forward.d_ff",
+    "hidden_act": written_activation(),
+    "rms_norm_eps": "final_norm.eps",
+    "tie_word_embeddings": "head.tied",
+    **ROPE_KEYS,
+}
+"""Where the values of the usual keys stand in ours."""
+
+RULES: tuple[Rule, ...] = (
+    same("embedding.tokens", "model.embed_tokens"),
+    same("layers.{i}.attention.q_proj", "model.layers.{i}.self_attn.q_proj"),
+    same("layers.{i}.attention.k_proj", "model.layers.{i}.self_attn.k_proj"),
+    same("layers.{i}.attention.v_proj", "model.layers.{i}.self_attn.v_proj"),
+    same("layers.{i}.attention.out_proj", "model.layers.{i}.self_attn.o_proj"),
+    same("layers.{i}.attention.q_norm", "model.layers.{i}.self_attn.q_norm"),
+    same("layers.{i}.attention.k_norm", "model.layers.{i}.self_attn.k_norm"),
+    same("layers.{i}.feed_forward.gate_proj", "model.layers.{i}.mlp.gate_proj"),
+    same("layers.{i}.feed_forward.up_proj", "model.layers.{i}.mlp.up_proj"),
+    same("layers.{i}.feed_forward.down_proj", "model.layers.{i}.mlp.down_proj"),
+    same("layers.{i}.attention_norm", "model.layers.{i}.input_layernorm"),
+    same("layers.{i}.feed_forward_norm", "model.layers.{i}.post_attention_layernorm"),
+    same("final_norm", "model.norm"),
+    same("head.proj", "lm_head"),
+)
+"""LLaMA's names; a family with others puts its own `instead`."""

@@ -1,0 +1,140 @@
+"""What DeepSeek-V3's descendants share: a few dense layers, then mixtures of experts.
+
+Keys are looked up in the first layer of their kind, since the first layer of all may be of either.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+from workhorse.config import ConfigError, nearest
+from workhorse.models.huggingface.family import Data, Key
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.names import Rule, same, stacked
+
+DENSE, SPARSE = "dense", "sparse"
+
+
+def dense_first(hf: Fields, n_dense: int) -> list[str]:
+    """The kind of every layer: the first few dense, the rest sparse."""
+    return [DENSE if n < n_dense else SPARSE for n in range(hf.need("num_hidden_layers", int))]
+
+
+def written_n_dense(data: Data) -> int:
+    """How many layers come before the first mixture."""
+    kinds = [layer["feed_forward"]["kind"] for layer in data["layers"]]
+    return kinds.index("moe") if "moe" in kinds else len(kinds)
+
+
+def mlp_layer_types(hf: Fields, default: Sequence[str]) -> list[str]:
+    """The kind of every layer's feed-forward, where a config lists them.
+
+    Args:
+        hf: the config.
+        default: of a config that does not.
+
+    Raises:
+        ConfigError: as many are given as there are not layers, or one is unknown.
+    """
+    kinds = hf.sequence("mlp_layer_types", str)
+    if kinds is None:
+        return list(default)
+    n_layers = hf.need("num_hidden_layers", int)
+    if len(kinds) != n_layers:
+        raise ConfigError(
+            f"{hf.where}: {len(kinds)} mlp_layer_types for {n_layers} layers; give each one"
+        )
+    for kind in kinds:
+        if kind not in (DENSE, SPARSE):
+            remedy = nearest(kind, (DENSE, SPARSE))
+            raise ConfigError(f"{hf.where}: mlp layer type {kind!r} is unknown; {remedy}")
+    return kinds
+
+
+def written_mlp_layer_types(data: Data) -> list[str]:
+    """`mlp_layer_types` of a plain config."""
+    kinds = (layer["feed_forward"]["kind"] for layer in data["layers"])
+    return [SPARSE if kind == "moe" else DENSE for kind in kinds]
+
+
+def of_dense(field: str) -> Key:
+    """The value of a field of the first feed-forward that is no mixture."""
+    return lambda data: _feed_forwards(data, sparse=False)[0][field]
+
+
+def of_sparse(field: str) -> Key:
+    """The value of a field of the first mixture, dotted."""
+
+    def find(data: Data) -> object:
+        value: Any = _feed_forwards(data, sparse=True)[0]
+        for part in field.split("."):
+            value = value[part]
+        return value
+
+    return find
+
+
+def n_shared_experts(data: Data) -> int:
+    """How many times as wide as an expert the shared one is; 0 where there is none.
+
+    Raises:
+        KeyError: not a whole number of times.
+    """
+    mixture = _feed_forwards(data, sparse=True)[0]
+    width = mixture["shared"]["d_ff"] if mixture["shared"] else 0
+    if width % mixture["d_ff"]:
+        raise KeyError("n_shared_experts")
+    return width // mixture["d_ff"]
+
+
+def _feed_forwards(data: Data, *, sparse: bool) -> list[Data]:
+    parts = (layer["feed_forward"] for layer in data["layers"])
+    return [part for part in parts if (part["kind"] == "moe") == sparse]
+
+
+def router_groups(hf: Fields, *, n_group: int = 1, topk_group: int = 1) -> Data:
+    """Fields of `RouterConfig` that limit the choice to the best groups of experts.
+
+    Args:
+        hf: the config.
+        n_group: the family's default.
+        topk_group: the family's default.
+    """
+    groups, chosen = hf.get("n_group", n_group), hf.get("topk_group", topk_group)
+    if groups == chosen:
+        return {}
+    return {"n_groups": groups, "top_groups": chosen, "group_score": "top2_sum"}
+
+
+ROUTER_KEYS: dict[str, Key] = {
+    "n_group": of_sparse("router.n_groups"),
+    "topk_group": of_sparse("router.top_groups"),
+    "norm_topk_prob": of_sparse("router.normalize"),
+    "routed_scaling_factor": of_sparse("router.scale"),
+}
+MIXTURE_KEYS: dict[str, Key] = {
+    "intermediate_size": of_dense("d_ff"),
+    "moe_intermediate_size": of_sparse("d_ff"),
+    "num_experts_per_tok": of_sparse("top_k"),
+    "n_routed_experts": of_sparse("n_experts"),
+    "n_shared_experts": n_shared_experts,
+    "first_k_dense_replace": written_n_dense,
+}
+"""Where the values of the usual keys stand in ours."""
+
+FEED_FORWARD = "layers.{i}.feed_forward."
+MLP = "model.layers.{i}.mlp."
+EXPERT_RULES: tuple[Rule, ...] = tuple(
+    stacked(f"{FEED_FORWARD}experts.{name}", f"{MLP}experts.{{*}}.{name}")
+    for name in ("gate_proj", "up_proj", "down_proj")
+)
+SHARED_RULES: tuple[Rule, ...] = tuple(
+    same(f"{FEED_FORWARD}shared.{name}", f"{MLP}shared_experts.{name}")
+    for name in ("gate_proj", "up_proj", "down_proj")
+)
+MIXTURE_RULES: tuple[Rule, ...] = (
+    same(FEED_FORWARD + "router.proj", MLP + "gate"),
+    same(FEED_FORWARD + "router.selection_bias", MLP + "gate.e_score_correction_bias"),
+    *EXPERT_RULES,
+    *SHARED_RULES,
+)
+"""The usual names of a mixture's tensors."""

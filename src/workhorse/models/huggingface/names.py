@@ -1,0 +1,324 @@
+"""Names and layouts of tensors: which of theirs hold which of ours, as data that reads both ways.
+
+    RULES = (
+        same("embedding.tokens", "model.embed_tokens"),
+        joined(("layers.{i}.attention.q_proj", …), "model.layers.{i}.self_attn.qkv_proj"),
+    )
+
+A template names a module or a parameter; what follows it in a parameter's name (`.weight`, `.bias`)
+is the same on both sides. `{i}` is the layer. `{*}` on either side stands for all numbers there
+are: one of our tensors may be a stack of many of theirs, or the other way round.
+"""
+
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor
+
+from workhorse.errors import WorkhorseError
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import BlockConfig
+from workhorse.nn.router import ALWAYS_FLOAT32
+
+Tensors = list[Tensor]
+Shape = tuple[int, ...]
+Layout = Callable[[Tensors, Sequence[Shape], BlockConfig], Tensors]
+"""Tensors of one side to tensors of the other, given our shapes and the layer's config."""
+
+
+class TensorSource(Protocol):
+    """Tensors by name, read one at a time."""
+
+    @property
+    def shapes(self) -> Mapping[str, Shape]: ...
+
+    def read(self, name: str) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class Rule:
+    """Some of our tensors, which of theirs hold them, and how they lie in there.
+
+    Attributes:
+        ours: templates of our names.
+        theirs: templates of theirs.
+        take: their tensors to ours.
+        put: our tensors to theirs.
+        wiring: of the blocks whose tensors it speaks of; None for all.
+    """
+
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    take: Layout
+    put: Layout
+    wiring: str | None = None
+
+
+@dataclass(frozen=True)
+class Move:
+    """One rule applied to the tensors of one layer."""
+
+    rule: Rule
+    ours: tuple[str, ...]
+    theirs: tuple[str, ...]
+    block: BlockConfig
+
+
+def instead(*own: Rule, base: Sequence[Rule]) -> tuple[Rule, ...]:
+    """A family's own rules, and those of `base` for what they do not speak of."""
+    spoken_of = {template for rule in own for template in rule.ours}
+    return (*own, *(rule for rule in base if spoken_of.isdisjoint(rule.ours)))
+
+
+def plan(
+    rules: Sequence[Rule],
+    shapes: Mapping[str, Shape],
+    config: DecoderConfig,
+    stored: Iterable[str] | None = None,
+) -> list[Move]:
+    """How each of our tensors moves, in our order.
+
+    Args:
+        rules: the family's; where several fit a name, the first whose tensors are `stored`, or the
+            first of all.
+        shapes: our parameters.
+        config: of the decoder that has them.
+        stored: their names, when reading.
+
+    Raises:
+        LookupError: no rule knows one of our names: a gap in the family's data.
+    """
+    blocks = [config.blocks[name] for name in config.layer_names()]
+    there = None if stored is None else set(stored)
+    moves: list[Move] = []
+    done: set[str] = set()
+    for name in shapes:
+        if name in done:
+            continue
+        fits = [move for rule in rules if (move := _fit(rule, name, shapes, blocks))]
+        if not fits:
+            raise LookupError(f"no rule for {name!r}")
+        whole = (move for move in fits if there is not None and there.issuperset(move.theirs))
+        moves.append(next(whole, fits[0]))
+        done.update(moves[-1].ours)
+    return moves
+
+
+def _fit(
+    rule: Rule, name: str, shapes: Mapping[str, Shape], blocks: Sequence[BlockConfig]
+) -> Move | None:
+    for template in rule.ours:
+        pattern = re.escape(template).replace(r"\{i\}", r"(?P<i>\d+)").replace(r"\{\*\}", r"\d+")
+        if found := re.fullmatch(pattern + r"(?P<end>(\.\w+)?)", name):
+            layer, end = found.groupdict().get("i", ""), found["end"]
+            break
+    else:
+        return None
+    ours = [template.replace("{i}", layer) + end for template in rule.ours]
+    many = "{*}" in ours[0]
+    if many:
+        ours = [numbered for one in ours for numbered in _numbered(one, shapes)]
+    if not all(one in shapes for one in ours):  # another layout of this layer has other parts
+        return None
+    block = blocks[int(layer)] if layer else blocks[0]
+    if rule.wiring not in (None, block.kind):
+        return None
+    theirs = [template.replace("{i}", layer) + end for template in rule.theirs]
+    count = len(ours) // len(rule.ours) if many else shapes[ours[0]][0]
+    theirs = [
+        one.replace("{*}", str(n)) for one in theirs for n in range(count if "{*}" in one else 1)
+    ]
+    return Move(rule, tuple(ours), tuple(theirs), block)
+
+
+def _numbered(template: str, shapes: Mapping[str, Shape]) -> list[str]:
+    names: list[str] = []
+    while (name := template.replace("{*}", str(len(names)))) in shapes:
+        names.append(name)
+    return names
+
+
+def check(moves: Sequence[Move], shapes: Mapping[str, Shape], source: TensorSource) -> None:
+    """Every tensor that is needed is there and fits; nothing is read.
+
+    Raises:
+        WorkhorseError: a tensor is missing or has another shape.
+    """
+    stored = source.shapes
+    for move in moves:
+        for name in move.theirs:
+            if name not in stored:
+                raise WorkhorseError(f"tensor {name!r} is missing; the checkpoint is not whole")
+        theirs = [torch.empty(stored[name], device="meta") for name in move.theirs]
+        wanted = [torch.empty(shapes[name], device="meta") for name in move.ours]
+        expected = move.rule.put(wanted, [shapes[name] for name in move.ours], move.block)
+        for name, found, fits in zip(move.theirs, theirs, expected, strict=True):
+            if found.shape != fits.shape:
+                raise WorkhorseError(
+                    f"tensor {name!r} has shape {tuple(found.shape)} where the config makes "
+                    f"{tuple(fits.shape)}; they are not of one model"
+                )
+
+
+@torch.no_grad()
+def read_tensors(
+    moves: Sequence[Move], parameters: Mapping[str, Tensor], source: TensorSource
+) -> None:
+    """Copy tensors from the source into our parameters, one move at a time, the largest first."""
+
+    def n_bytes(move: Move) -> int:
+        return sum(parameters[name].nbytes for name in move.ours)
+
+    # A tensor's mapped pages are in memory beside its copy until they are let go. That makes the
+    # peak if it is a large tensor's turn when almost all copies are there.
+    for move in sorted(moves, key=n_bytes, reverse=True):
+        shapes = [tuple(parameters[name].shape) for name in move.ours]
+        taken = move.rule.take([source.read(name) for name in move.theirs], shapes, move.block)
+        for name, tensor in zip(move.ours, taken, strict=True):
+            parameters[name].copy_(tensor)
+
+
+def written_tensors(
+    moves: Sequence[Move], parameters: Mapping[str, Tensor], dtype: torch.dtype
+) -> list[tuple[str, Shape, torch.dtype, Callable[[], Tensor]]]:
+    """Their name, shape and type of every tensor, and a function that makes it.
+
+    Args:
+        moves: the plan.
+        parameters: ours.
+        dtype: of the written tensors, but for those that are float32 in any model.
+    """
+    result: list[tuple[str, Shape, torch.dtype, Callable[[], Tensor]]] = []
+    for move in moves:
+        ours = [parameters[name].detach() for name in move.ours]
+        shapes = [tuple(tensor.shape) for tensor in ours]
+        on_meta = move.rule.put([tensor.to("meta") for tensor in ours], shapes, move.block)
+        kept = torch.float32 if move.ours[0].endswith(ALWAYS_FLOAT32) else dtype
+        for index, (name, made) in enumerate(zip(move.theirs, on_meta, strict=True)):
+            result.append((name, tuple(made.shape), kept, _maker(move, ours, shapes, index)))
+    return result
+
+
+def _maker(move: Move, ours: Tensors, shapes: Sequence[Shape], index: int) -> Callable[[], Tensor]:
+    def make() -> Tensor:
+        return move.rule.put(ours, shapes, move.block)[index].contiguous()
+
+    return make
+
+
+def same(ours: str, theirs: str, *, wiring: str | None = None) -> Rule:
+    """The same tensor under another name, which it may have in blocks of one wiring only."""
+
+    def unchanged(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del shapes, block
+        return tensors
+
+    return Rule((ours,), (theirs,), unchanged, unchanged, wiring)
+
+
+def reshaped(ours: str, theirs: str, shape: Callable[[Shape], Shape]) -> Rule:
+    """The same numbers in the same order under another shape, which `shape` makes of ours."""
+
+    def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del block
+        return [tensors[0].reshape(shapes[0])]
+
+    def put(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del block
+        return [tensors[0].reshape(shape(shapes[0]))]
+
+    return Rule((ours,), (theirs,), take, put)
+
+
+def transposed(ours: str, theirs: str) -> Rule:
+    """Matrices stored as (in, out); stacks of them too. Vectors are the same."""
+
+    def turn(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del shapes, block
+        return [tensor.mT if tensor.ndim > 1 else tensor for tensor in tensors]
+
+    return Rule((ours,), (theirs,), turn, turn)
+
+
+def joined(ours: tuple[str, ...], theirs: str, *, dim: int = 0) -> Rule:
+    """Several of ours, one after the other along one axis of theirs."""
+
+    def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del block
+        return list(torch.split(tensors[0], [shape[dim] for shape in shapes], dim))
+
+    def put(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del shapes, block
+        return [torch.cat(tensors, dim)]
+
+    return Rule(ours, (theirs,), take, put)
+
+
+def interleaved_by(
+    ours: tuple[str, ...], theirs: str, groups: Callable[[BlockConfig], int]
+) -> Rule:
+    """Groups of rows of several of ours by turns: the first of each, then the second of each.
+
+    With one group a head, q, k and v lie side by side for each head.
+    """
+
+    def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        count = groups(block)
+        grouped = cast(Tensor, tensors[0].unflatten(0, (count, -1)))
+        parts = torch.split(grouped, [shape[0] // count for shape in shapes], 1)
+        return [part.flatten(0, 1) for part in parts]
+
+    def put(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del shapes
+        count = groups(block)
+        return [
+            torch.cat([tensor.unflatten(0, (count, -1)) for tensor in tensors], 1).flatten(0, 1)
+        ]
+
+    return Rule(ours, (theirs,), take, put)
+
+
+def stacked(ours: str, theirs: str) -> Rule:
+    """Ours is a stack of theirs, whose names are numbered by `{*}`."""
+
+    def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del shapes, block
+        return [torch.stack(tensors)]
+
+    def put(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del shapes, block
+        return list(tensors[0].unbind())
+
+    return Rule((ours,), (theirs,), take, put)
+
+
+def unstacked(ours: str, theirs: str) -> Rule:
+    """Theirs is a stack of ours, whose names are numbered by `{*}`."""
+
+    def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del shapes, block
+        return list(tensors[0].unbind())
+
+    def put(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del shapes, block
+        return [torch.stack(tensors)]
+
+    return Rule((ours,), (theirs,), take, put)
+
+
+def then_transposed(rule: Rule) -> Rule:
+    """That rule, with their matrices stored as (in, out)."""
+
+    def turned(tensors: Tensors) -> Tensors:
+        return [tensor.mT if tensor.ndim > 1 else tensor for tensor in tensors]
+
+    def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        return rule.take(turned(tensors), shapes, block)
+
+    def put(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        return turned(rule.put(tensors, shapes, block))
+
+    return Rule(rule.ours, rule.theirs, take, put)

@@ -1,0 +1,196 @@
+"""Rotations in `config.json`: how every family since LLaMA writes theta, fraction and scaling.
+
+transformers 5 has one mapping, `rope_parameters`, or one for each kind of layer; older files have
+`rope_theta`, `rope_scaling` and `partial_rotary_factor` beside each other. Both are read and both
+are written.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal
+
+from workhorse.config import ConfigError, nearest
+from workhorse.models.huggingface.fields import Fields
+from workhorse.nn.rope import (
+    DynamicNtkScalingConfig,
+    LinearScalingConfig,
+    Llama3ScalingConfig,
+    LongRopeScalingConfig,
+    RopeConfig,
+    RopeScalingConfig,
+    YarnScalingConfig,
+)
+
+Data = dict[str, Any]
+
+
+def read_rope(
+    hf: Fields,
+    *,
+    theta: float = 10_000.0,
+    fraction: float = 1.0,
+    pairing: Literal["half", "interleaved"] = "half",
+    layer_type: str = "",
+    scaled: bool = True,
+    absent: RopeScalingConfig | None = None,
+    **more: Any,
+) -> RopeConfig:
+    """The rotation of a config.
+
+    Args:
+        hf: the config.
+        theta: the family's default.
+        fraction: the family's default part of a head that turns.
+        pairing: which features turn together; no config says it.
+        layer_type: whose rotation, where kinds of layer have their own.
+        scaled: whether this kind of layer takes part in the scaling.
+        absent: the scaling that a config means which says nothing of the rotation.
+        more: further fields of `RopeConfig`.
+    """
+    rope = _rope_fields(hf, layer_type)
+    return RopeConfig(
+        theta=rope.get("rope_theta", hf.get("rope_theta", theta)),
+        fraction=rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", fraction)),
+        pairing=pairing,
+        scaling=_read_scaling(rope, hf, absent) if scaled else None,
+        **more,
+    )
+
+
+def _rope_fields(hf: Fields, layer_type: str) -> Fields:
+    rope = hf.section("rope_parameters") or hf.section("rope_scaling") or Fields({})
+    hf.ignore("rope_scaling", "rope_parameters")
+    nested = rope.section(layer_type) if layer_type else None
+    return nested or rope
+
+
+def _read_scaling(
+    rope: Fields, hf: Fields, absent: RopeScalingConfig | None
+) -> RopeScalingConfig | None:
+    if not rope.values:
+        return absent
+    name = rope.get("rope_type", rope.get("type", "default"))
+    if name in ("default", "proportional_default"):
+        return None
+    if name not in _SCALINGS:
+        raise ConfigError(
+            f"{rope.where}: rope_type {name!r} is unknown; {nearest(name, _SCALINGS)}"
+        )
+    return _SCALINGS[name](rope, hf)
+
+
+def _context(hf: Fields) -> int:
+    return hf.need("max_position_embeddings", int)
+
+
+def _original(rope: Fields, hf: Fields) -> int:
+    """The length that the model was trained for before it was stretched.
+
+    Where it stands both beside the rotation and in it, the one beside counts.
+    """
+    inside = rope.optional("original_max_position_embeddings", int)
+    beside = hf.optional("original_max_position_embeddings", int)
+    return beside or inside or _context(hf)
+
+
+def _linear(rope: Fields, hf: Fields) -> LinearScalingConfig:
+    del hf
+    return LinearScalingConfig(factor=rope.need("factor", float))
+
+
+def _dynamic(rope: Fields, hf: Fields) -> DynamicNtkScalingConfig:
+    rope.ignore("original_max_position_embeddings")
+    return DynamicNtkScalingConfig(
+        factor=rope.need("factor", float), original_max_seq_len=_context(hf)
+    )
+
+
+def _yarn(rope: Fields, hf: Fields) -> YarnScalingConfig:
+    original = _original(rope, hf)
+    scaling = YarnScalingConfig(
+        factor=rope.get("factor", _context(hf) / original),
+        original_max_seq_len=original,
+        beta_fast=rope.get("beta_fast", 32.0),
+        beta_slow=rope.get("beta_slow", 1.0),
+        mscale=rope.get("mscale", 1.0),
+        mscale_all_dim=rope.optional("mscale_all_dim", float),
+        attention_factor=rope.optional("attention_factor", float),
+        truncate=rope.get("truncate", True),
+    )
+    halfway = scaling.mscale_all_dim and not rope.get("mscale", 0.0)
+    if halfway and scaling.attention_factor is None:  # one without the other divides nothing
+        return scaling.replace(attention_factor=scaling.growth(1.0))
+    return scaling
+
+
+def _llama3(rope: Fields, hf: Fields) -> Llama3ScalingConfig:
+    return Llama3ScalingConfig(
+        factor=rope.need("factor", float),
+        low_freq_factor=rope.need("low_freq_factor", float),
+        high_freq_factor=rope.need("high_freq_factor", float),
+        original_max_seq_len=_original(rope, hf),
+    )
+
+
+def _longrope(rope: Fields, hf: Fields) -> LongRopeScalingConfig:
+    original = _original(rope, hf)
+    return LongRopeScalingConfig(
+        short_factor=tuple(rope.sequence("short_factor", float) or ()),
+        long_factor=tuple(rope.sequence("long_factor", float) or ()),
+        original_max_seq_len=original,
+        factor=rope.get("factor", _context(hf) / original),
+        attention_factor=rope.optional("attention_factor", float),
+    )
+
+
+_SCALINGS: dict[str, Callable[[Fields, Fields], RopeScalingConfig]] = {
+    "linear": _linear,
+    "dynamic": _dynamic,
+    "yarn": _yarn,
+    "llama3": _llama3,
+    "longrope": _longrope,
+    "su": _longrope,  # the first name of Phi-3's files
+}
+_NAMES = {"dynamic_ntk": "dynamic"}
+_KEYS = {"original_max_seq_len": "original_max_position_embeddings"}
+
+
+def written_rope(position: Data) -> Data:
+    """`rope_parameters` of a plain `RopeConfig`."""
+    scaling: Data = dict(position["scaling"] or {"kind": "default"})
+    kind = scaling.pop("kind")
+    rope: Data = {"rope_type": _NAMES.get(kind, kind), "rope_theta": position["theta"]}
+    if position["fraction"] != 1.0:
+        rope["partial_rotary_factor"] = position["fraction"]
+    return rope | {_KEYS.get(k, k): value for k, value in scaling.items() if value is not None}
+
+
+def rope_parameters(data: Data) -> Data:
+    """`rope_parameters` of the first layer that turns."""
+    return written_rope(_first_rope(data))
+
+
+def rope_scaling(data: Data) -> Data:
+    """`rope_scaling` of the first layer that turns."""
+    return older_scaling(written_rope(_first_rope(data)))
+
+
+def older_scaling(rope: Data) -> Data:
+    """`rope_scaling`, for readers older than transformers 5, of a written rotation."""
+    if rope["rope_type"] == "default":
+        raise KeyError("rope_scaling")  # older readers want no mapping at all
+    return {key: value for key, value in rope.items() if key != "rope_theta"}
+
+
+def _first_rope(data: Data) -> Data:
+    positions = (layer["attention"]["position"] for layer in data["layers"])
+    return next(
+        (one for one in positions if one["kind"] == "rope"), data["block"]["attention"]["position"]
+    )
+
+
+ROPE_KEYS: dict[str, Callable[[Data], object]] = {
+    "rope_parameters": rope_parameters,
+    "rope_theta": lambda data: _first_rope(data)["theta"],
+    "rope_scaling": rope_scaling,
+}
+"""How one rotation for all layers is written."""

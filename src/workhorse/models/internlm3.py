@@ -1,0 +1,55 @@
+"""InternLM3 (Shanghai AI Laboratory, 2025)."""
+
+from workhorse.config import ConfigError
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    KEYS,
+    RULES,
+    attention,
+    decoder,
+    gated_mlp,
+    rms_norm,
+)
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import PreNormConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """LLaMA with biases everywhere or nowhere.
+
+    Its own files say `qkv_bias` and `bias`.
+
+    Raises:
+        ConfigError: biases in some places only, which transformers does not load.
+    """
+    hf = hf.renamed({"attention_bias": "qkv_bias", "mlp_bias": "bias"})
+    norm = rms_norm(hf, eps=1e-5)
+    bias, others = hf.get("attention_bias", False), hf.get("mlp_bias", False)
+    if bias != others:
+        raise ConfigError(
+            f"{hf.where}: qkv_bias={bias} and bias={others} differ; transformers needs one value"
+        )
+    block = PreNormConfig(
+        norm=norm,
+        attention=attention(
+            hf,
+            n_kv_heads=hf.optional("num_key_value_heads", int, 2),
+            head_dim=hf.optional("head_dim", int, 128),
+            qkv_bias=bias,
+            out_bias=bias,
+        ),
+        feed_forward=gated_mlp(hf, bias=bias),
+    )
+    return decoder(hf, block, norm)
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="internlm3",
+        architecture="LlamaForCausalLM",
+        read=read,
+        keys=KEYS | {"qkv_bias": "block.attention.qkv_bias", "bias": "block.feed_forward.bias"},
+        rules=RULES,
+    ),
+)

@@ -1,0 +1,201 @@
+"""Llama 4 (Meta, 2025); its global layers follow 2305.19466 (no positions) and 2501.19399."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from workhorse.models.huggingface.family import Data, Family, Key
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    FULL,
+    KEYS,
+    RULES,
+    SHORT_NAMES,
+    activation,
+    attention,
+    decoder,
+    gated_mlp,
+    layer_types,
+    rms_norm,
+)
+from workhorse.models.huggingface.mixtures import of_dense, of_sparse
+from workhorse.models.huggingface.names import instead, joined, same, then_transposed, transposed
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.attention import QKNormConfig, QueryScalingConfig
+from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.norms import RMSNormConfig
+from workhorse.nn.positions import NoPositionConfig
+from workhorse.nn.router import RouterConfig
+
+CHUNKED = "chunked_attention"
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """Chunked layers that turn neighbours, and global ones without positions.
+
+    A mixture's router weighs what its expert reads, not what it writes.
+    """
+    hf.ignore("router_jitter_noise", "for_llm_compressor")
+    n_layers = hf.need("num_hidden_layers", int)
+    norm = rms_norm(hf, eps=1e-5)
+    bias = hf.get("attention_bias", False)
+    width = hf.get("intermediate_size", 8192)
+    feed_forwards: dict[bool, FeedForwardConfig] = {
+        False: gated_mlp(hf, d_ff=hf.get("intermediate_size_mlp", 16384)),
+        True: MoEConfig(
+            n_experts=hf.get("num_local_experts", 16),
+            top_k=hf.get("num_experts_per_tok", 1),
+            d_ff=width,
+            activation=activation(hf),
+            router=RouterConfig(score="sigmoid"),
+            weigh="input",
+            shared=gated_mlp(hf, d_ff=width),
+        ),
+    }
+    interval = hf.get("no_rope_layer_interval", 4)
+    turning = hf.sequence("no_rope_layers", int) or [
+        int((n + 1) % interval != 0) for n in range(n_layers)
+    ]
+    types = layer_types(hf, (CHUNKED if turns else FULL for turns in turning), CHUNKED)
+    step = hf.get("interleave_moe_layer_step", 1)
+    sparse = hf.sequence("moe_layers", int)
+    sparse = range(step - 1, n_layers, step) if sparse is None else sparse
+    chunk = hf.optional("attention_chunk_size", int, 8192)
+
+    def block(turns: int, layer_type: str, is_sparse: bool) -> PreNormConfig:
+        return PreNormConfig(
+            norm=norm,
+            attention=attention(
+                hf,
+                n_kv_heads=hf.get("num_key_value_heads", 8),
+                head_dim=hf.optional("head_dim", int, 128),
+                chunk=chunk if layer_type == CHUNKED else None,
+                qkv_bias=bias,
+                out_bias=bias,
+                **(_turning(hf, norm.eps) if turns else _still(hf)),
+            ),
+            feed_forward=feed_forwards[is_sparse],
+        )
+
+    kinds = [(turning[n], types[n], n in sparse) for n in range(n_layers)]
+    return decoder(
+        hf,
+        [block(*kind) for kind in kinds],
+        norm,
+        names=[
+            "_".join((SHORT_NAMES[of], "rope" if turns else "nope", "moe" if moe else "dense"))
+            for turns, of, moe in kinds
+        ],
+    )
+
+
+def _turning(hf: Fields, eps: float) -> Mapping[str, Any]:
+    """Of layers with positions: a rotation, and then a norm without weight."""
+    norm = QKNormConfig(norm=RMSNormConfig(eps=eps, weight=False), after_rope=True)
+    return {
+        "position": read_rope(hf, theta=500_000.0, pairing="interleaved"),
+        "qk_norm": norm if hf.get("use_qk_norm", True) else None,
+    }
+
+
+def _still(hf: Fields) -> Mapping[str, Any]:
+    """Of layers without positions: queries that grow along the text."""
+    growth = QueryScalingConfig(
+        scale=hf.get("attn_scale", 0.1), length=hf.get("floor_scale", 8192), offset=1
+    )
+    return {
+        "position": NoPositionConfig(),
+        "query_scaling": growth if hf.get("attn_temperature_tuning", True) else None,
+    }
+
+
+def attentions(data: Data) -> list[Data]:
+    """The attention of every layer."""
+    return [layer["attention"] for layer in data["layers"]]
+
+
+def written_turning(data: Data) -> list[int]:
+    """`no_rope_layers`: 1 for the layers that do turn."""
+    return [int(one["position"]["kind"] == "rope") for one in attentions(data)]
+
+
+def written_types(data: Data) -> list[str]:
+    """`layer_types`: which layers are chunked."""
+    return [CHUNKED if one["chunk"] else FULL for one in attentions(data)]
+
+
+def chunk_size(data: Data) -> int:
+    """`attention_chunk_size`: that of the first chunked layer."""
+    return [one["chunk"] for one in attentions(data) if one["chunk"]][0]  # noqa: RUF015 as there
+
+
+def moe_layers(data: Data) -> list[int]:
+    """Which layers are mixtures."""
+    layers = data["layers"]
+    return [n for n, layer in enumerate(layers) if layer["feed_forward"]["kind"] == "moe"]
+
+
+def any_has(part: str) -> Key:
+    """Whether the attention of some layer has that part."""
+    return lambda data: any(one[part] for one in attentions(data))
+
+
+def growth(field: str) -> Key:
+    """How queries grow in the first layer where they do."""
+
+    def find(data: Data) -> object:
+        grown = (one["query_scaling"] for one in attentions(data))
+        return [one for one in grown if one][0][field]  # noqa: RUF015 as above
+
+    return find
+
+
+FEED_FORWARD, THEIRS = "layers.{i}.feed_forward.", "model.layers.{i}.feed_forward."
+
+HUGGING_FACE = (
+    Family(
+        model_type="llama4_text",
+        architecture="Llama4ForCausalLM",
+        read=read,
+        keys=KEYS
+        | {
+            "intermediate_size": of_sparse("d_ff"),
+            "intermediate_size_mlp": of_dense("d_ff"),
+            "num_local_experts": of_sparse("n_experts"),
+            "num_experts_per_tok": of_sparse("top_k"),
+            "moe_layers": moe_layers,
+            "attention_bias": "block.attention.qkv_bias",
+            "attention_chunk_size": chunk_size,
+            "layer_types": written_types,
+            "no_rope_layers": written_turning,
+            "use_qk_norm": any_has("qk_norm"),
+            "attn_temperature_tuning": any_has("query_scaling"),
+            "attn_scale": growth("scale"),
+            "floor_scale": growth("length"),
+        },
+        rules=instead(
+            *(
+                same(f"{FEED_FORWARD}{name}_proj", f"{THEIRS}{name}_proj")
+                for name in ("gate", "up", "down")
+            ),
+            same(FEED_FORWARD + "router.proj", THEIRS + "router"),
+            then_transposed(
+                joined(
+                    (
+                        FEED_FORWARD + "experts.gate_proj.weight",
+                        FEED_FORWARD + "experts.up_proj.weight",
+                    ),
+                    THEIRS + "experts.gate_up_proj",
+                    dim=1,
+                )
+            ),
+            transposed(FEED_FORWARD + "experts.down_proj.weight", THEIRS + "experts.down_proj"),
+            *(
+                same(f"{FEED_FORWARD}shared.{name}_proj", f"{THEIRS}shared_expert.{name}_proj")
+                for name in ("gate", "up", "down")
+            ),
+            base=RULES,
+        ),
+    ),
+)

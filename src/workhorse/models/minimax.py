@@ -1,0 +1,76 @@
+"""MiniMax-M2 (2025), whose predecessor is MiniMax-01 (2501.08313)."""
+
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    KEYS,
+    RULES,
+    activation,
+    attention,
+    decoder,
+    rms_norm,
+)
+from workhorse.models.huggingface.names import instead, same, stacked
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.router import RouterConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """A sigmoid-routed mixture in every layer, one norm over all queries and one over all keys."""
+    hf.ignore("router_jitter_noise", "use_mtp", "num_mtp_modules", "mtp_transformer_layers")
+    hf.refuse("scoring_func", "sigmoid", "transformers has MiniMax-M2 with this one only")
+    hf.refuse("use_qk_norm", True, "transformers has no MiniMax-M2 without it")
+    hf.refuse("qk_norm_type", "per_layer", "transformers has no other")
+    hf.refuse("shared_intermediate_size", 0, "transformers has no shared expert here")
+    hf.refuse("attn_type_list", [1] * hf.need("num_hidden_layers", int), "linear attention")
+    norm = rms_norm(hf)
+    head_dim = hf.get("head_dim", 128)
+    turning = hf.get("rotary_dim", head_dim)  # in files older than transformers' own class
+    block = PreNormConfig(
+        norm=norm,
+        attention=attention(
+            hf,
+            n_kv_heads=hf.get("num_key_value_heads", 8),
+            head_dim=head_dim,
+            position=read_rope(hf, theta=5e6, fraction=turning / head_dim),
+            qk_norm=QKNormConfig(norm=norm, over="full"),
+        ),
+        feed_forward=MoEConfig(
+            n_experts=hf.get("num_local_experts", 256),
+            top_k=hf.get("num_experts_per_tok", 8),
+            d_ff=hf.get("intermediate_size", 1536),
+            activation=activation(hf),
+            router=RouterConfig(score="sigmoid", normalize=True, selection_bias=True),
+        ),
+    )
+    return decoder(hf, block, norm)
+
+
+FEED_FORWARD, MIXTURE = "layers.{i}.feed_forward.", "model.layers.{i}.block_sparse_moe."
+
+HUGGING_FACE = (
+    Family(
+        model_type="minimax_m2",
+        architecture="MiniMaxM2ForCausalLM",
+        read=read,
+        keys=KEYS
+        | {
+            "num_local_experts": "block.feed_forward.n_experts",
+            "num_experts_per_tok": "block.feed_forward.top_k",
+        },
+        rules=instead(
+            same("layers.{i}.attention.q_norm.norm", "model.layers.{i}.self_attn.q_norm"),
+            same("layers.{i}.attention.k_norm.norm", "model.layers.{i}.self_attn.k_norm"),
+            same(FEED_FORWARD + "router.proj", MIXTURE + "gate"),
+            same(FEED_FORWARD + "router.selection_bias", MIXTURE + "e_score_correction_bias"),
+            stacked(FEED_FORWARD + "experts.gate_proj", MIXTURE + "experts.{*}.w1"),
+            stacked(FEED_FORWARD + "experts.down_proj", MIXTURE + "experts.{*}.w2"),
+            stacked(FEED_FORWARD + "experts.up_proj", MIXTURE + "experts.{*}.w3"),
+            base=RULES,
+        ),
+    ),
+)

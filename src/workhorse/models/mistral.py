@@ -1,0 +1,151 @@
+"""Mistral 7B (2310.06825), Mixtral of Experts (2401.04088) and Ministral 3 (2601.08584)."""
+
+from workhorse.config import ConfigError
+from workhorse.models.huggingface.family import Data, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    KEYS,
+    RULES,
+    activation,
+    attention,
+    decoder,
+    gated_mlp,
+    rms_norm,
+)
+from workhorse.models.huggingface.names import instead, same, stacked
+from workhorse.models.huggingface.rotation import read_rope, rope_parameters, rope_scaling
+from workhorse.nn import DecoderConfig
+from workhorse.nn.attention import QueryScalingConfig
+from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.rope import RopeConfig, YarnScalingConfig
+from workhorse.nn.router import RouterConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """LLaMA with grouped queries and, in its first version, a window."""
+    return _read(hf, gated_mlp(hf), window=4096)
+
+
+def read_mixtral(hf: Fields) -> DecoderConfig:
+    """Mistral with a mixture of experts: a softmax over the chosen two of eight."""
+    hf.ignore("router_jitter_noise")
+    mixture = MoEConfig(
+        n_experts=hf.get("num_local_experts", 8),
+        top_k=hf.get("num_experts_per_tok", 2),
+        d_ff=hf.get("intermediate_size", 14336),
+        activation=activation(hf),
+        router=RouterConfig(score="softmax", normalize=True),
+    )
+    return _read(hf, mixture, theta=1e6, eps=1e-5)
+
+
+def _read(
+    hf: Fields,
+    feed_forward: FeedForwardConfig,
+    *,
+    theta: float = 10_000.0,
+    window: int | None = None,
+    eps: float = 1e-6,
+) -> DecoderConfig:
+    """What both share; the keywords are defaults."""
+    norm = rms_norm(hf, eps=eps)
+    block = PreNormConfig(
+        norm=norm,
+        attention=attention(
+            hf,
+            n_kv_heads=hf.get("num_key_value_heads", 8),
+            position=read_rope(hf, theta=theta),
+            window=hf.optional("sliding_window", int, window),
+        ),
+        feed_forward=feed_forward,
+    )
+    return decoder(hf, block, norm)
+
+
+STRETCHED = RopeConfig(
+    theta=1e6,
+    scaling=YarnScalingConfig(factor=16.0, original_max_seq_len=16384, mscale_all_dim=1.0),
+)
+GROWING = QueryScalingConfig(scale=0.1, length=16384)
+"""The rotation and the growth of queries of a Ministral 3 whose config says nothing of them."""
+
+
+def read_ministral3(hf: Fields) -> DecoderConfig:
+    """Mistral with a long rotation, whose queries grow with their position as in Llama 4."""
+    if len(set(hf.sequence("layer_types", str) or ())) > 1:
+        raise ConfigError(f"{hf.where}: layer_types differ; layers of a ministral3 are all alike")
+    rope, growth = read_rope(hf), GROWING
+    given = hf.section("rope_parameters") or hf.section("rope_scaling")
+    if given is None:
+        rope = STRETCHED
+    else:
+        scale = given.need("llama_4_scaling_beta", float)
+        length = given.need("original_max_position_embeddings", int)
+        growth = QueryScalingConfig(scale=scale, length=length)
+    norm = rms_norm(hf, eps=1e-5)
+    block = PreNormConfig(
+        norm=norm,
+        attention=attention(
+            hf,
+            n_kv_heads=hf.get("num_key_value_heads", 8),
+            head_dim=hf.optional("head_dim", int, 128),
+            position=rope,
+            window=hf.optional("sliding_window", int),
+            query_scaling=growth,
+        ),
+        feed_forward=gated_mlp(hf),
+    )
+    return decoder(hf, block, norm)
+
+
+def with_growth(rope: Data, data: Data) -> Data:
+    """A written rotation and how queries grow, which one mapping says together."""
+    growth = data["block"]["attention"]["query_scaling"]
+    return rope | {
+        "llama_4_scaling_beta": growth["scale"],
+        "original_max_position_embeddings": growth["length"],
+    }
+
+
+EXPERTS = "model.layers.{i}.block_sparse_moe.experts.{*}"
+
+HUGGING_FACE = (
+    Family(
+        model_type="mistral",
+        architecture="MistralForCausalLM",
+        read=read,
+        keys=KEYS | {"sliding_window": "block.attention.window"},
+        rules=RULES,
+    ),
+    Family(
+        model_type="mixtral",
+        architecture="MixtralForCausalLM",
+        read=read_mixtral,
+        keys=KEYS
+        | {
+            "sliding_window": "block.attention.window",
+            "num_local_experts": "block.feed_forward.n_experts",
+            "num_experts_per_tok": "block.feed_forward.top_k",
+        },
+        rules=instead(
+            same("layers.{i}.feed_forward.router.proj", "model.layers.{i}.block_sparse_moe.gate"),
+            stacked("layers.{i}.feed_forward.experts.gate_proj", EXPERTS + ".w1"),
+            stacked("layers.{i}.feed_forward.experts.down_proj", EXPERTS + ".w2"),
+            stacked("layers.{i}.feed_forward.experts.up_proj", EXPERTS + ".w3"),
+            base=RULES,
+        ),
+    ),
+    Family(
+        model_type="ministral3",
+        architecture="Ministral3ForCausalLM",
+        read=read_ministral3,
+        keys={
+            **KEYS,
+            "sliding_window": "block.attention.window",
+            "rope_parameters": lambda data: with_growth(rope_parameters(data), data),
+            "rope_scaling": lambda data: with_growth(rope_scaling(data), data),
+        },
+        rules=RULES,
+    ),
+)

@@ -1,0 +1,176 @@
+"""ModernBERT (2412.13663) as a decoder: Seq vs Seq, the Ettin suite (2507.11412)."""
+
+from typing import Any
+
+from workhorse.config import ConfigError
+from workhorse.models.huggingface.family import Data, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    FULL,
+    KEYS,
+    RULES,
+    SHORT_NAMES,
+    SLIDING,
+    activation,
+    attention,
+    decoder,
+    every,
+    gated_mlp,
+    layer_types,
+    written_activation,
+    written_layer_types,
+    written_rope_by_type,
+    written_window,
+)
+from workhorse.models.huggingface.names import instead, joined, same
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.head import HeadTransformConfig
+from workhorse.nn.norms import LayerNormConfig
+
+THETAS = {FULL: ("global_rope_theta", 160_000.0), SLIDING: ("local_rope_theta", 10_000.0)}
+"""Older files' key for the rotation of each kind of layer, and what it is without one."""
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """A norm on the embedding in the place of the first layer's, one global layer of three."""
+    hf.ignore(*DESCRIPTIONS, *(key for key, _ in THETAS.values()))
+    norm = LayerNormConfig(eps=hf.get("norm_eps", 1e-5), bias=hf.get("norm_bias", False))
+    first = every(hf, "global_attn_every_n_layers", 3, offset=0)
+    types = layer_types(hf, [FULL if one else SLIDING for one in first])
+    window = _window(hf)
+    bias = hf.get("attention_bias", False)
+
+    def block(kind: str, n: int) -> PreNormConfig:
+        key, theta = THETAS[kind]
+        return PreNormConfig(
+            norm=norm,
+            norm_attention=n > 0,
+            attention=attention(
+                hf,
+                position=read_rope(hf, theta=hf.get(key, theta), layer_type=kind),
+                window=window if kind == SLIDING else None,
+                qkv_bias=bias,
+                out_bias=bias,
+            ),
+            feed_forward=gated_mlp(
+                hf,
+                activation=activation(hf, "hidden_activation", "gelu"),
+                bias=hf.get("mlp_bias", False),
+                dropout=hf.get("mlp_dropout", 0.0),
+            ),
+        )
+
+    return decoder(
+        hf,
+        [block(kind, n) for n, kind in enumerate(types)],
+        norm,
+        names=[SHORT_NAMES[kind] if n else "first" for n, kind in enumerate(types)],
+        tied=True,
+        embedding=EmbeddingConfig(norm=norm, dropout=hf.get("embedding_dropout", 0.0)),
+        head=_head(hf, norm),
+    )
+
+
+DESCRIPTIONS = (
+    "causal_mask",
+    "classifier_dropout",
+    "classifier_pooling",
+    "cls_token_id",
+    "deterministic_flash_attn",
+    "initializer_cutoff_factor",
+    "is_causal",
+    "layer_norm_eps",
+    "mask_token_id",
+    "position_embedding_type",
+    "reference_compile",
+    "repad_logits_with_grad",
+    "sparse_pred_ignore_index",
+    "sparse_prediction",
+    "unk_token_id",
+)
+"""Keys of ModernBERT the encoder and of training, which a decoder's forward pass does not read."""
+
+
+def _window(hf: Fields) -> int:
+    """Half of `local_attention`, which counts both directions of the encoder."""
+    both = hf.get("local_attention", 128)
+    window = hf.get("sliding_window", both // 2)
+    if window < 1:
+        raise ConfigError(
+            f"{hf.where}: local_attention={both} leaves nothing to see; give 2 or more"
+        )
+    return window
+
+
+def _head(hf: Fields, norm: LayerNormConfig) -> dict[str, Any]:
+    transform = HeadTransformConfig(
+        activation=activation(hf, "classifier_activation", "gelu"),
+        bias=hf.get("classifier_bias", False),
+        norm=norm,
+    )
+    return {"bias": hf.get("decoder_bias", True), "transform": transform}
+
+
+def both_directions(data: Data) -> int:
+    """`local_attention` of a plain config."""
+    return 2 * written_window(data)
+
+
+OWN_KEYS = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "max_position_embeddings",
+    "num_attention_heads",
+    "intermediate_size",
+    "tie_word_embeddings",
+)
+THEIRS = "model.layers.{i}."
+
+HUGGING_FACE = (
+    Family(
+        model_type="modernbert-decoder",
+        architecture="ModernBertDecoderForCausalLM",
+        read=read,
+        keys={
+            **{key: KEYS[key] for key in OWN_KEYS},
+            "hidden_activation": written_activation(),
+            "norm_eps": "final_norm.eps",
+            "norm_bias": "final_norm.bias",
+            "attention_bias": "block.attention.qkv_bias",
+            "mlp_bias": "block.feed_forward.bias",
+            "decoder_bias": "head.bias",
+            "classifier_bias": "head.transform.bias",
+            "classifier_activation": written_activation("head.transform.activation"),
+            "local_attention": both_directions,
+            "layer_types": written_layer_types,
+            "rope_parameters": written_rope_by_type,
+            "pad_token_id": lambda _: 0,  # null is no value of it there
+            "bos_token_id": lambda _: 0,
+        },
+        rules=instead(
+            same("embedding.tokens", "model.embeddings.tok_embeddings"),
+            same("embedding.norm", "model.embeddings.norm"),
+            *(
+                same(f"layers.{{i}}.attention.{name}_proj", f"{THEIRS}attn.{name}_proj")
+                for name in "qkv"
+            ),
+            same("layers.{i}.attention.out_proj", THEIRS + "attn.Wo"),
+            joined(
+                ("layers.{i}.feed_forward.gate_proj", "layers.{i}.feed_forward.up_proj"),
+                THEIRS + "mlp.Wi",
+            ),
+            same("layers.{i}.feed_forward.down_proj", THEIRS + "mlp.Wo"),
+            same("layers.{i}.attention_norm", THEIRS + "attn_norm"),
+            same("layers.{i}.feed_forward_norm", THEIRS + "mlp_norm"),
+            same("final_norm", "model.final_norm"),
+            same("head.transform.0", "lm_head.dense"),
+            same("head.transform.2", "lm_head.norm"),
+            same("head.proj", "decoder"),
+            base=RULES,
+        ),
+    ),
+)

@@ -1,0 +1,66 @@
+"""nanochat (Karpathy, 2025): a whole chat model, small enough to read."""
+
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    KEYS,
+    RULES,
+    activation,
+    attention,
+    decoder,
+    rms_norm,
+)
+from workhorse.models.huggingface.names import instead, same
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.feedforward import MlpConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """Norms without weights, on embeddings, queries and keys too; rotations the other way round."""
+    hf.ignore("logits_soft_cap", "resid_dropout")  # the first by the name that it had before
+    hf.refuse("qkv_bias", False, "a nanochat has them all, as attention_bias, or none")
+    norm = rms_norm(hf, weight=False)
+    bias = hf.get("attention_bias", False)
+    block = PreNormConfig(
+        norm=norm,
+        attention=attention(
+            hf,
+            position=read_rope(hf, reverse=True),
+            qk_norm=QKNormConfig(norm=norm, after_rope=True),
+            qkv_bias=bias,
+            out_bias=bias,
+        ),
+        feed_forward=MlpConfig(
+            d_ff=hf.get("intermediate_size", 8192), activation=activation(hf, default="relu2")
+        ),
+    )
+    return decoder(
+        hf,
+        block,
+        norm,
+        embedding=EmbeddingConfig(norm=norm),
+        head={"cap": hf.optional("final_logit_softcapping", float, 15.0)},
+    )
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="nanochat",
+        architecture="NanoChatForCausalLM",
+        read=read,
+        keys=KEYS
+        | {
+            "attention_bias": "block.attention.qkv_bias",
+            "final_logit_softcapping": "head.cap",
+        },
+        rules=instead(
+            same("layers.{i}.feed_forward.up_proj", "model.layers.{i}.mlp.fc1"),
+            same("layers.{i}.feed_forward.down_proj", "model.layers.{i}.mlp.fc2"),
+            base=RULES,
+        ),
+    ),
+)

@@ -1,0 +1,39 @@
+"""Nemotron-4 and Minitron (2402.16819, 2407.14679)."""
+
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.gpt_like import mlp
+from workhorse.models.huggingface.llama_like import KEYS, RULES, attention, decoder
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.norms import LayerNormConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """LayerNorm with weights around 0, squared ReLU without a gate; half of each head turns."""
+    norm = LayerNormConfig(eps=hf.get("norm_eps", 1e-5), offset=True)
+    bias = hf.get("attention_bias", False)
+    block = PreNormConfig(
+        norm=norm,
+        attention=attention(hf, position=read_rope(hf, fraction=0.5), qkv_bias=bias, out_bias=bias),
+        feed_forward=mlp(hf, "relu2", bias=hf.get("mlp_bias", False)),
+    )
+    return decoder(hf, block, norm)
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="nemotron",
+        architecture="NemotronForCausalLM",
+        read=read,
+        keys={key: place for key, place in KEYS.items() if key != "rms_norm_eps"}
+        | {
+            "partial_rotary_factor": "block.attention.position.fraction",
+            "attention_bias": "block.attention.qkv_bias",
+            "mlp_bias": "block.feed_forward.bias",
+            "norm_eps": "final_norm.eps",
+        },
+        rules=RULES,
+    ),
+)

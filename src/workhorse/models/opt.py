@@ -1,0 +1,89 @@
+"""OPT: Open Pre-trained Transformer Language Models (Zhang et al., 2205.01068)."""
+
+from workhorse.models.huggingface.family import Data, Family, equals
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.gpt_like import attention, mlp, written
+from workhorse.models.huggingface.llama_like import decoder
+from workhorse.models.huggingface.names import Rule, same
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import PostNormConfig, PreNormConfig
+from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.norms import LayerNormConfig, NoNormConfig
+from workhorse.nn.positions import LearnedPositionConfig
+
+NAMES = {
+    "intermediate_size": "ffn_dim",
+    "hidden_act": "activation_function",
+    "hidden_dropout": "dropout",
+    "initializer_range": "init_std",
+}
+FAIRSEQ_OFFSET = 2
+"""Rows that no position uses, before the first that one does: fairseq counts from its padding's."""
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """Pre-norm; the 350M is post-norm, without a norm at the end, and has a narrow embedding."""
+    hf = hf.renamed(NAMES)
+    hf.ignore("activation_dropout", "layerdrop")
+    affine = hf.get("layer_norm_elementwise_affine", True)
+    norm = LayerNormConfig(weight=affine, bias=affine)
+    bias = hf.get("enable_bias", True)
+    parts: Data = {
+        "norm": norm,
+        "attention": attention(hf, qkv_bias=bias, out_bias=bias),
+        "feed_forward": mlp(hf, "relu", bias=bias),
+        "dropout": hf.get("hidden_dropout", 0.1),
+    }
+    before = hf.get("do_layer_norm_before", True)
+    bare = hf.get("_remove_final_layer_norm", False) or not before
+    width = hf.optional("word_embed_proj_dim", int)
+    embedding = EmbeddingConfig(position=LearnedPositionConfig(offset=FAIRSEQ_OFFSET), width=width)
+    block = PreNormConfig(**parts) if before else PostNormConfig(**parts)
+    return decoder(hf, block, NoNormConfig() if bare else norm, tied=True, embedding=embedding)
+
+
+def removed_norm(data: Data) -> bool:
+    """Whether a pre-norm model has no norm at the end, as some fine-tuned before 2022 have none."""
+    return data["block"]["kind"] == "pre_norm" and data["final_norm"]["kind"] == "none"
+
+
+def decoder_rules(theirs: str) -> tuple[Rule, ...]:
+    """What BART's line of decoders calls its tensors, of which OPT, XGLM and BioGPT are."""
+    layer = theirs + "layers.{i}."
+    return (
+        same("embedding.tokens", theirs + "embed_tokens"),
+        same("embedding.positions.table", theirs + "embed_positions"),
+        same("layers.{i}.attention.q_proj", layer + "self_attn.q_proj"),
+        same("layers.{i}.attention.k_proj", layer + "self_attn.k_proj"),
+        same("layers.{i}.attention.v_proj", layer + "self_attn.v_proj"),
+        same("layers.{i}.attention.out_proj", layer + "self_attn.out_proj"),
+        same("layers.{i}.feed_forward.up_proj", layer + "fc1"),
+        same("layers.{i}.feed_forward.down_proj", layer + "fc2"),
+        same("layers.{i}.attention_norm", layer + "self_attn_layer_norm"),
+        same("layers.{i}.feed_forward_norm", layer + "final_layer_norm"),
+        same("final_norm", theirs + "layer_norm"),
+        same("head.proj", "lm_head"),
+    )
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="opt",
+        architecture="OPTForCausalLM",
+        read=read,
+        keys=written(NAMES)
+        | {
+            "do_layer_norm_before": equals("block.kind", "pre_norm"),
+            "_remove_final_layer_norm": removed_norm,
+            "word_embed_proj_dim": "embedding.width",
+            "enable_bias": "block.attention.qkv_bias",
+            "layer_norm_elementwise_affine": "block.norm.weight",
+        },
+        rules=(
+            same("embedding.project", "model.decoder.project_in"),
+            same("head.project", "model.decoder.project_out"),
+            same("final_norm", "model.decoder.final_layer_norm"),
+            *decoder_rules("model.decoder."),
+        ),
+    ),
+)

@@ -1,0 +1,240 @@
+"""Qwen2 (2407.10671) and Qwen3 (2505.09388), dense and with mixtures of experts."""
+
+from collections.abc import Sequence
+
+from workhorse.models.huggingface.family import Data, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    FULL,
+    KEYS,
+    RULES,
+    SHORT_NAMES,
+    SLIDING,
+    activation,
+    attention,
+    decoder,
+    every,
+    gated_mlp,
+    layer_types,
+    rms_norm,
+    written_layer_types,
+    written_window,
+)
+from workhorse.models.huggingface.mixtures import EXPERT_RULES, of_dense, of_sparse
+from workhorse.models.huggingface.names import instead, same
+from workhorse.nn import AttentionConfig, DecoderConfig
+from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
+from workhorse.nn.feedforward import GatedMlpConfig
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.router import RouterConfig
+
+
+def read_qwen2(hf: Fields) -> DecoderConfig:
+    """LLaMA with biases on queries, keys and values, and windows in the upper layers."""
+    hf.refuse("use_mrope", False, "only text has no need of it")
+    heads = attention(hf, n_kv_heads=hf.optional("num_key_value_heads", int, 32), qkv_bias=True)
+    return _windowed(hf, heads, _windows_above(hf), [gated_mlp(hf)] * _depth(hf))
+
+
+def read_qwen3(hf: Fields) -> DecoderConfig:
+    """Qwen2 with norms on queries and keys in the place of the biases."""
+    heads = _normed_heads(hf, n_kv_heads=hf.optional("num_key_value_heads", int, 32), head_dim=128)
+    return _windowed(hf, heads, _windows_above(hf), [gated_mlp(hf)] * _depth(hf))
+
+
+def read_qwen2_moe(hf: Fields) -> DecoderConfig:
+    """A mixture with a gated shared expert; windows, where it has them, in every other layer."""
+    heads = attention(
+        hf,
+        n_kv_heads=hf.optional("num_key_value_heads", int, 16),
+        qkv_bias=hf.get("qkv_bias", True),
+    )
+    limit = hf.get("max_window_layers", 28) if hf.get("use_sliding_window", False) else 0
+    types = [SLIDING if n % 2 == 0 and n < limit else FULL for n in range(_depth(hf))]
+    mixture = _mixture(hf, n_experts=hf.get("num_experts", 60), top_k=4, d_ff=1408).replace(
+        shared=GatedMlpConfig(
+            d_ff=hf.get("shared_expert_intermediate_size", 5632), activation=activation(hf)
+        ),
+        shared_gate=True,
+    )
+    return _windowed(hf, heads, types, _sparse(hf, mixture, d_ff=5632))
+
+
+def read_qwen3_moe(hf: Fields) -> DecoderConfig:
+    """Qwen3 with a mixture, and a window in every layer where it has one."""
+    heads = _normed_heads(hf, n_kv_heads=hf.get("num_key_value_heads", 4), head_dim=None)
+    n_experts = hf.get("num_experts", hf.get("num_local_experts", 128))
+    mixture = _mixture(hf, n_experts=n_experts, top_k=8, d_ff=768)
+    kind = SLIDING if hf.get("use_sliding_window", False) else FULL
+    return _windowed(hf, heads, [kind] * _depth(hf), _sparse(hf, mixture, d_ff=6144))
+
+
+def _depth(hf: Fields) -> int:
+    return hf.need("num_hidden_layers", int)
+
+
+def _normed_heads(hf: Fields, *, n_kv_heads: int | None, head_dim: int | None) -> AttentionConfig:
+    bias = hf.get("attention_bias", False)
+    return attention(
+        hf,
+        n_kv_heads=n_kv_heads,
+        head_dim=hf.optional("head_dim", int, head_dim),
+        qk_norm=QKNormConfig(norm=rms_norm(hf)),
+        qkv_bias=bias,
+        out_bias=bias,
+    )
+
+
+def _windows_above(hf: Fields) -> list[str]:
+    """Windows from layer `max_window_layers` on, whatever that key's name says."""
+    first = hf.get("max_window_layers", 28)
+    depth = _depth(hf)
+    if not hf.get("use_sliding_window", False) or _window(hf) is None:
+        first = depth
+    return [FULL if n < first else SLIDING for n in range(depth)]
+
+
+def _window(hf: Fields) -> int | None:
+    return hf.optional("sliding_window", int, 4096)
+
+
+def _windowed(
+    hf: Fields,
+    heads: AttentionConfig,
+    types: Sequence[str],
+    feed_forwards: Sequence[FeedForwardConfig],
+) -> DecoderConfig:
+    """A decoder whose layers differ by their window and their feed-forward.
+
+    Args:
+        hf: the config.
+        heads: attention without its window.
+        types: the kinds of layer of a config that does not list them.
+        feed_forwards: of each layer.
+    """
+    norm = rms_norm(hf)
+    window = _window(hf)
+    if not hf.get("use_sliding_window", False):
+        window = None
+    types = [kind if window else FULL for kind in layer_types(hf, types)]
+    blocks = [
+        PreNormConfig(
+            norm=norm,
+            attention=heads.replace(window=window if kind == SLIDING else None),
+            feed_forward=feed_forward,
+        )
+        for kind, feed_forward in zip(types, feed_forwards, strict=True)
+    ]
+    names = [
+        SHORT_NAMES[kind] + ("_dense" if feed_forward.kind != "moe" else "")
+        for kind, feed_forward in zip(types, feed_forwards, strict=True)
+    ]
+    return decoder(hf, blocks, norm, names=names)
+
+
+def _mixture(hf: Fields, *, n_experts: int, top_k: int, d_ff: int) -> MoEConfig:
+    """The routed experts; `top_k` and `d_ff` are defaults."""
+    return MoEConfig(
+        n_experts=n_experts,
+        top_k=hf.get("num_experts_per_tok", top_k),
+        d_ff=hf.get("moe_intermediate_size", d_ff),
+        activation=activation(hf),
+        router=RouterConfig(normalize=hf.get("norm_topk_prob", False)),
+    )
+
+
+def _sparse(hf: Fields, mixture: MoEConfig, *, d_ff: int) -> list[FeedForwardConfig]:
+    """A mixture in every `decoder_sparse_step`-th layer but those of `mlp_only_layers`.
+
+    `d_ff` is the default width of the others.
+    """
+    dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", d_ff))
+    excepted = set(hf.sequence("mlp_only_layers", int) or ())
+    return [
+        mixture if last and n not in excepted else dense
+        for n, last in enumerate(every(hf, "decoder_sparse_step", 1))
+    ]
+
+
+def dense_layers(data: Data) -> list[int]:
+    """`mlp_only_layers`: those whose feed-forward is no mixture, counted from 0."""
+    layers = enumerate(data["layers"])
+    return [n for n, layer in layers if layer["feed_forward"]["kind"] != "moe"]
+
+
+def uses_window(data: Data) -> bool:
+    """`use_sliding_window`: whether any layer has one."""
+    return any(layer["attention"]["window"] for layer in data["layers"])
+
+
+WINDOW_KEYS = {
+    "use_sliding_window": uses_window,
+    "sliding_window": written_window,
+    "layer_types": written_layer_types,
+}
+MIXTURE_KEYS = {
+    "num_experts": of_sparse("n_experts"),
+    "num_experts_per_tok": of_sparse("top_k"),
+    "moe_intermediate_size": of_sparse("d_ff"),
+    "intermediate_size": of_dense("d_ff"),
+    "norm_topk_prob": of_sparse("router.normalize"),
+    "mlp_only_layers": dense_layers,
+}
+
+ROUTER = same("layers.{i}.feed_forward.router.proj", "model.layers.{i}.mlp.gate")
+
+HUGGING_FACE = (
+    Family(
+        model_type="qwen2",
+        architecture="Qwen2ForCausalLM",
+        read=read_qwen2,
+        keys=KEYS | WINDOW_KEYS,
+        rules=RULES,
+    ),
+    Family(
+        model_type="qwen3",
+        architecture="Qwen3ForCausalLM",
+        read=read_qwen3,
+        keys=KEYS | WINDOW_KEYS | {"attention_bias": "block.attention.qkv_bias"},
+        rules=RULES,
+    ),
+    Family(
+        model_type="qwen2_moe",
+        architecture="Qwen2MoeForCausalLM",
+        read=read_qwen2_moe,
+        keys=KEYS
+        | WINDOW_KEYS
+        | MIXTURE_KEYS
+        | {
+            "qkv_bias": "block.attention.qkv_bias",
+            "shared_expert_intermediate_size": of_sparse("shared.d_ff"),
+        },
+        rules=instead(
+            ROUTER,
+            *EXPERT_RULES,
+            *(
+                same(
+                    f"layers.{{i}}.feed_forward.shared.{proj}",
+                    f"model.layers.{{i}}.mlp.shared_expert.{proj}",
+                )
+                for proj in ("gate_proj", "up_proj", "down_proj")
+            ),
+            same("layers.{i}.feed_forward.shared_gate", "model.layers.{i}.mlp.shared_expert_gate"),
+            base=RULES,
+        ),
+    ),
+    Family(
+        model_type="qwen3_moe",
+        architecture="Qwen3MoeForCausalLM",
+        read=read_qwen3_moe,
+        keys=KEYS
+        | MIXTURE_KEYS
+        | {
+            "use_sliding_window": uses_window,
+            "sliding_window": written_window,
+            "attention_bias": "block.attention.qkv_bias",
+        },
+        rules=instead(ROUTER, *EXPERT_RULES, base=RULES),
+    ),
+)

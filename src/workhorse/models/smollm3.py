@@ -1,0 +1,92 @@
+"""SmolLM3 (Hugging Face, 2025): LLaMA without positions in every fourth layer.
+
+Layers without positions: RoPE to NoRoPE and Back Again, 2501.18795.
+"""
+
+from workhorse.config import ConfigError
+from workhorse.models.huggingface.family import Data, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    FULL,
+    KEYS,
+    RULES,
+    SLIDING,
+    attention,
+    decoder,
+    every,
+    gated_mlp,
+    layer_types,
+    rms_norm,
+    written_layer_types,
+    written_window,
+)
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.positions import NoPositionConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """LLaMA whose layers differ by rotation and window."""
+    turning = _turning(hf)
+    window = hf.optional("sliding_window", int)
+    windowed = hf.get("use_sliding_window", False) and window is not None
+    types = layer_types(hf, [SLIDING if windowed and not turns else FULL for turns in turning])
+    norm, rope = rms_norm(hf), read_rope(hf, theta=2e6)
+    bias = hf.get("attention_bias", False)
+
+    def block(kind: str, turns: int) -> PreNormConfig:
+        return PreNormConfig(
+            norm=norm,
+            attention=attention(
+                hf,
+                n_kv_heads=hf.optional("num_key_value_heads", int, 4),
+                position=rope if turns else NoPositionConfig(),
+                window=window if kind == SLIDING else None,
+                qkv_bias=bias,
+                out_bias=bias,
+            ),
+            feed_forward=gated_mlp(hf, bias=hf.get("mlp_bias", False)),
+        )
+
+    layers = list(zip(types, turning, strict=True))
+    names = [
+        ("rope" if turns else "no_rope") + ("_local" if kind == SLIDING else "")
+        for kind, turns in layers
+    ]
+    return decoder(hf, [block(*layer) for layer in layers], norm, names=names, tied=True)
+
+
+def _turning(hf: Fields) -> list[int]:
+    """1 for each layer with a rotation and 0 for the others: what `no_rope_layers` really says."""
+    given = hf.sequence("no_rope_layers", int)
+    without = every(hf, "no_rope_layer_interval", 4)
+    if given is not None and len(given) != len(without):
+        raise ConfigError(
+            f"{hf.where}: {len(given)} no_rope_layers for {len(without)} layers; give each one"
+        )
+    return [int(not one) for one in without] if given is None else given
+
+
+def turning(data: Data) -> list[int]:
+    """`no_rope_layers` of a plain config."""
+    return [int(layer["attention"]["position"]["kind"] == "rope") for layer in data["layers"]]
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="smollm3",
+        architecture="SmolLM3ForCausalLM",
+        read=read,
+        keys={
+            **KEYS,
+            "attention_bias": "block.attention.qkv_bias",
+            "mlp_bias": "block.feed_forward.bias",
+            "no_rope_layers": turning,
+            "use_sliding_window": lambda data: SLIDING in written_layer_types(data),
+            "sliding_window": written_window,
+            "layer_types": written_layer_types,
+        },
+        rules=RULES,
+    ),
+)

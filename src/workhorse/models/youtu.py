@@ -1,0 +1,39 @@
+"""Youtu-LLM (2512.24618)."""
+
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.latent import (
+    LATENT_KEYS,
+    LATENT_RULES,
+    PAIRING_KEYS,
+    latent_attention,
+)
+from workhorse.models.huggingface.llama_like import KEYS, RULES, decoder, gated_mlp, rms_norm
+from workhorse.models.huggingface.names import instead
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import PreNormConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """DeepSeek-V3's attention in a dense model."""
+    hf.ignore("embedding_initializer_range")
+    hf.refuse("mlp_bias", False, "transformers gives its feed-forward no bias")
+    norm = rms_norm(hf)
+    neighbours = hf.optional("rope_interleave", bool, True) or False
+    block = PreNormConfig(
+        norm=norm,
+        attention=latent_attention(hf, neighbours=neighbours),
+        feed_forward=gated_mlp(hf),
+    )
+    return decoder(hf, block, norm, tied=True)
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="youtu",
+        architecture="YoutuForCausalLM",
+        read=read,
+        keys=KEYS | LATENT_KEYS | PAIRING_KEYS,
+        rules=instead(*LATENT_RULES, base=RULES),
+    ),
+)

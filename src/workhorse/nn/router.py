@@ -1,0 +1,240 @@
+"""Routers: which experts of a mixture work on a token, and how much each of them counts."""
+
+import math
+from abc import ABC, abstractmethod
+from typing import Literal, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from pydantic import Field
+from torch import Tensor, nn
+
+from workhorse.config import Config, ConfigError
+
+TOP2 = 2
+ALWAYS_FLOAT32 = "selection_bias"
+"""Ends the name of what is float32 in a decoder of any type."""
+Scores = Float[Tensor, "tokens n_experts"]
+
+
+class Routing(NamedTuple):
+    """What a router decides."""
+
+    experts: Int[Tensor, "tokens top_k"]
+    """The experts of each token."""
+    weights: Float[Tensor, "tokens top_k"]
+    """How much each of them counts, float32."""
+    scores: Scores
+    """Of every expert, float32: what balances a mixture looks at."""
+
+
+class RouterConfig(Config):
+    """A linear map to a score for each expert, of which the best `top_k` are chosen.
+
+    A softmax over the chosen logits alone (Mixtral, gpt-oss, Granite) is `score: softmax` with
+    `normalize`. Noise on inputs or logits, which some families train with, is not there.
+    """
+
+    score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    """`softmax` over all experts, or `sigmoid` of each by itself (DeepSeek-V3, 2412.19437 §2.1.2).
+    `sparsemixer` (PhiMoE; 2409.12136) weighs the best expert by a softmax over those whose logits
+    come near it, then the second best in the same way without the best, and so on. In training too
+    the best are chosen, where the paper draws them at random."""
+    normalize: bool = False
+    """Divide the weights of the chosen by their sum."""
+    scale: float = Field(default=1.0, gt=0)
+    """Multiplies the weights (DeepSeek's `routed_scaling_factor`)."""
+    n_groups: int = Field(default=1, gt=0)
+    """Groups of neighbouring experts."""
+    top_groups: int = Field(default=1, gt=0)
+    """Choose among the experts of the best `top_groups` groups only (DeepSeek-V2, 2405.04434
+    §2.2.2)."""
+    group_score: Literal["max", "top2_sum"] = "max"
+    """What makes a group good: its best expert (DeepSeek-V2) or the sum of its best two (V3)."""
+    selection_bias: bool = False
+    """A number for each expert that is added to its score for the choice and not in the weight. No
+    gradient trains it; it is for balancing loads (2408.15664)."""
+    bias: bool = False
+    """A bias on the logits (gpt-oss)."""
+    jitter: float | None = Field(default=None, gt=0)
+    """sparsemixer: a logit is near the best if the difference is at most twice this, relative to
+    the larger of its size and the best."""
+
+    def model_post_init(self, _context: object) -> None:
+        if (self.score == "sparsemixer") != (self.jitter is not None):
+            raise ConfigError(
+                f"jitter={self.jitter} does not go with score={self.score}; "
+                "give jitter with sparsemixer, and with nothing else"
+            )
+        if self.score == "sparsemixer":
+            self._check_sparsemixer()
+        if self.top_groups > self.n_groups:
+            raise ConfigError(
+                f"top_groups={self.top_groups} is more than n_groups={self.n_groups}; "
+                "choose at most that"
+            )
+
+    def _check_sparsemixer(self) -> None:
+        for field in ("normalize", "scale", "n_groups", "group_score", "selection_bias"):
+            if getattr(self, field) != type(self).model_fields[field].default:
+                raise ConfigError(f"{field} does not go with score=sparsemixer; leave it out")
+
+    def check(self, n_experts: int, top_k: int) -> None:
+        """Refuse what cannot be grouped or chosen.
+
+        Raises:
+            ConfigError: more experts are chosen than there are, or groups are not alike.
+        """
+        if top_k > n_experts:
+            raise ConfigError(f"top_k={top_k} is more than n_experts={n_experts}; lower it")
+        if n_experts % self.n_groups:
+            raise ConfigError(
+                f"n_experts={n_experts} is not divisible by n_groups={self.n_groups}; "
+                "choose a divisor"
+            )
+        size = n_experts // self.n_groups
+        if top_k > size * self.top_groups:
+            raise ConfigError(
+                f"top_k={top_k} is more than the {size * self.top_groups} experts of "
+                f"top_groups={self.top_groups}; lower it or take more groups"
+            )
+        if self.group_score == "top2_sum" and size < TOP2:
+            raise ConfigError(
+                "group_score=top2_sum needs two experts a group; choose fewer groups, or max"
+            )
+
+    def build(self, d_model: int, n_experts: int, top_k: int) -> "Router":
+        if self.score == "sparsemixer":
+            return SparseMixer(d_model, n_experts, top_k, self)
+        plain = self.n_groups == 1 and not self.selection_bias
+        router = TopKRouter if plain else AdjustedRouter
+        return router(d_model, n_experts, top_k, self)
+
+
+class Router(nn.Module, ABC):
+    """Scores every expert for every token, and chooses.
+
+    Args:
+        d_model: width of a token's vector.
+        n_experts: how many there are.
+        top_k: how many of them work on a token.
+        config: how they are scored, chosen and weighed.
+    """
+
+    def __init__(self, d_model: int, n_experts: int, top_k: int, config: RouterConfig) -> None:
+        super().__init__()
+        self.n_experts = n_experts
+        self.top_k = top_k
+        self.proj = Float32Linear(d_model, n_experts, bias=config.bias)
+
+    @abstractmethod
+    def forward(self, x: Float[Tensor, "tokens d_model"]) -> Routing:
+        """Who works on each token."""
+
+
+class TopKRouter(Router):
+    """The experts of the `top_k` largest logits, weighed by their scores."""
+
+    def __init__(self, d_model: int, n_experts: int, top_k: int, config: RouterConfig) -> None:
+        super().__init__(d_model, n_experts, top_k, config)
+        self.score = nn.Sigmoid() if config.score == "sigmoid" else nn.Softmax(dim=-1)
+        self.normalize = SumToOne() if config.normalize else nn.Identity()
+        self.scale = config.scale
+
+    def forward(self, x: Float[Tensor, "tokens d_model"]) -> Routing:
+        logits = self.proj(x)
+        scores = self.score(logits)
+        experts = self.rank(logits, scores).topk(self.top_k).indices
+        weights = self.normalize(scores.gather(-1, experts)) * self.scale
+        return Routing(experts, weights, scores)
+
+    def rank(self, logits: Scores, scores: Scores) -> Scores:
+        """What the choice goes by: the logits, whose order a saturated sigmoid loses."""
+        del scores
+        return logits
+
+
+class AdjustedRouter(TopKRouter):
+    """A router that chooses by score plus bias, among the experts of the best groups."""
+
+    def __init__(self, d_model: int, n_experts: int, top_k: int, config: RouterConfig) -> None:
+        super().__init__(d_model, n_experts, top_k, config)
+        bias = torch.empty(n_experts, dtype=torch.float32)  # steps of 0.001 vanish in bfloat16
+        self.selection_bias = (
+            nn.Parameter(bias, requires_grad=False) if config.selection_bias else None
+        )
+        limited = config.top_groups < config.n_groups
+        self.limit = BestGroups(config) if limited else nn.Identity()
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.selection_bias is not None:
+            nn.init.zeros_(self.selection_bias)
+
+    def rank(self, logits: Scores, scores: Scores) -> Scores:
+        """Score plus bias, and -inf outside the best groups."""
+        del logits
+        bias = 0.0 if self.selection_bias is None else self.selection_bias
+        return self.limit(scores.detach() + bias)
+
+
+class BestGroups(nn.Module):
+    """-inf for every expert outside the best groups (2405.04434 §2.2.2)."""
+
+    def __init__(self, config: RouterConfig) -> None:
+        super().__init__()
+        self.n_groups = config.n_groups
+        self.top_groups = config.top_groups
+        self.summed = TOP2 if config.group_score == "top2_sum" else 1
+
+    def forward(self, scores: Scores) -> Scores:
+        grouped = scores.view(len(scores), self.n_groups, -1)  # (tokens, groups, size)
+        group_scores = grouped.topk(self.summed).values.sum(dim=-1)
+        best = group_scores.topk(self.top_groups).indices
+        hidden = torch.ones_like(group_scores, dtype=torch.bool).scatter(-1, best, False)
+        return grouped.masked_fill(hidden.unsqueeze(-1), -math.inf).flatten(-2)
+
+
+class SparseMixer(Router):
+    """PhiMoE's router: one expert after the other, each weighed among its near rivals.
+
+    Paper: GRIN, 2409.12136 §2; the choice is that of evaluation, in training too.
+    """
+
+    def __init__(self, d_model: int, n_experts: int, top_k: int, config: RouterConfig) -> None:
+        super().__init__(d_model, n_experts, top_k, config)
+        assert config.jitter is not None
+        self.jitter = config.jitter
+
+    def forward(self, x: Float[Tensor, "tokens d_model"]) -> Routing:
+        logits = remaining = self.proj(x)
+        experts: list[Tensor] = []
+        weights: list[Tensor] = []
+        for _ in range(self.top_k):
+            best, expert = remaining.max(dim=-1, keepdim=True)
+            size = logits.abs().clamp(min=best)
+            far = (best - logits) / size > 2 * self.jitter
+            rivals = remaining.masked_fill(far, -math.inf).softmax(dim=-1)
+            experts.append(expert)
+            weights.append(rivals.gather(-1, expert))
+            remaining = remaining.scatter(-1, expert, -math.inf)
+        scores = logits.softmax(dim=-1)
+        return Routing(torch.cat(experts, dim=-1), torch.cat(weights, dim=-1), scores)
+
+
+class Float32Linear(nn.Linear):
+    """A linear map computed in float32 whatever the input and autocast (2101.03961 §2.4)."""
+
+    def forward(self, input: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch out"]:
+        with torch.autocast(input.device.type, enabled=False):
+            bias = cast(Tensor | None, self.bias)
+            bias = None if bias is None else bias.float()
+            return F.linear(input.float(), self.weight.float(), bias)
+
+
+class SumToOne(nn.Module):
+    """`x / sum(x)` over the last axis; all zeros stay so."""
+
+    def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
+        return x / x.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)

@@ -1,0 +1,89 @@
+"""What a chat template is given: messages and what goes with them, plain data and no more."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from workhorse.errors import WorkhorseError
+from workhorse.tokenizers.chat_limits import MAX_TEXT
+
+Message = Mapping[str, Any]
+MAX_DEPTH = 64
+"""Of lists and mappings within one another."""
+_REASONING = ("reasoning_content", "thinking", "reasoning")
+"""Under which names a message brings what the assistant thought."""
+
+
+@dataclass(frozen=True)
+class Chat:
+    """Everything that a rendering depends on, but for the template."""
+
+    messages: list[Any]
+    tools: Any = None
+    documents: Any = None
+    variables: Mapping[str, Any] = field(default_factory=dict)
+
+
+def checked(chat: Chat) -> Chat:
+    """A copy of a chat that is nothing but texts, numbers, lists and mappings.
+
+    Raises:
+        WorkhorseError: a message without role or content, something that is no plain data, or more
+            than `MAX_TEXT` characters.
+    """
+    for number, message in enumerate(chat.messages):
+        _check_message(number, message)
+    size = [0]
+    parts = (chat.messages, chat.tools, chat.documents, dict(chat.variables))
+    messages, tools, documents, variables = (_plain(part, size, 0) for part in parts)
+    if size[0] > MAX_TEXT:
+        raise WorkhorseError(
+            f"the chat has {size[0]:,} characters; at most {MAX_TEXT:,} can be used"
+        )
+    return Chat(messages, tools, documents, variables)
+
+
+def with_reasoning(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages that bring what the assistant thought under every name that templates know."""
+    found: list[dict[str, Any]] = []
+    for message in messages:
+        given = [message[name] for name in _REASONING if message.get(name) is not None]
+        extra = {"thinking": given[0], **message, "reasoning_content": given[0]} if given else {}
+        found.append(extra or message)
+    return found
+
+
+def _check_message(number: int, message: Any) -> None:
+    if not isinstance(message, Mapping) or "role" not in message or len(message) == 1:
+        has = sorted(map(str, message)) if isinstance(message, Mapping) else message
+        raise WorkhorseError(f"message {number} has {has}; give each a 'role' and a 'content'")
+    if not isinstance(message["role"], str):
+        raise WorkhorseError(f"message {number}: role={message['role']!r} is no text; give a text")
+    content = message.get("content")
+    if content is not None and not isinstance(content, str | list | tuple):
+        raise WorkhorseError(
+            f"message {number}: content={content!r} is no text; give a text, or a list of parts"
+        )
+
+
+def _plain(value: Any, size: list[int], depth: int) -> Any:
+    if depth > MAX_DEPTH:
+        raise WorkhorseError(f"the chat nests deeper than {MAX_DEPTH} lists; flatten it")
+    size[0] += 1 + (len(value) if isinstance(value, str) else 0)
+    match value:
+        case None | bool() | int() | float() | str():
+            return value
+        case Mapping():
+            return {_key(key): _plain(item, size, depth + 1) for key, item in value.items()}
+        case list() | tuple():
+            return [_plain(item, size, depth + 1) for item in value]
+        case _:
+            raise WorkhorseError(
+                f"the chat holds a {type(value).__name__}; give texts, numbers, lists and mappings"
+            )
+
+
+def _key(key: Any) -> str:
+    if isinstance(key, str):
+        return key
+    raise WorkhorseError(f"the chat has a key {key!r}, which is no text; give a text")

@@ -1,0 +1,228 @@
+"""The tokenizer of a folder as transformers 5 reads it: the same ids for the same text.
+
+Three kinds of files hold a vocabulary: `tokenizer.json`, which says everything; a SentencePiece
+`tokenizer.model`; and `vocab.json` with `merges.txt`, as GPT-2 had them. What the settings beside
+them say is added to it, by the rules that `AutoTokenizer` follows.
+"""
+
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import tokenizers
+from tokenizers import AddedToken
+
+from workhorse.errors import WorkhorseError
+from workhorse.tokenizers import sentencepiece
+from workhorse.tokenizers.affixes import set_affixes
+from workhorse.tokenizers.backend import library_tokenizer
+from workhorse.tokenizers.folder import MAX_VALUES, TokenizerFolder
+from workhorse.tokenizers.settings import NAMED, Settings, added_token
+from workhorse.tokenizers.tokenizer_classes import (
+    CLASSES,
+    UNK_PLACE,
+    TokenizerClass,
+    tokenizer_class,
+)
+from workhorse.untrusted import parse_json
+
+DEFINITION = "tokenizer.json"
+SENTENCEPIECE = "tokenizer.model"
+VOCABULARY, MERGES = "vocab.json", "merges.txt"
+
+Named = Mapping[str, AddedToken | str | None]
+Affixes = tuple[bool | None, bool | None]
+"""Whether a text begins with bos and ends with eos; None says nothing."""
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a folder's files come to."""
+
+    definition: str
+    """A `tokenizer.json` that says it all."""
+    named: Mapping[str, str]
+    """The special tokens that have a name, such as `bos_token`."""
+
+
+def read_folder(folder: TokenizerFolder, settings: Settings) -> Reading:
+    """The tokenizer of a folder.
+
+    Raises:
+        WorkhorseError: it holds none, or one that is damaged, beyond the limits or of a kind that
+            cannot be read.
+    """
+    for file, read in ((DEFINITION, read_json), (SENTENCEPIECE, read_sentencepiece)):
+        if folder.has(file):
+            return read(folder, file, settings)
+    if folder.has(VOCABULARY) and folder.has(MERGES):
+        return _read_merges(folder, settings)
+    raise WorkhorseError(
+        f"no tokenizer in {folder.path}: it holds no {DEFINITION} or {SENTENCEPIECE}, and no "
+        f"{VOCABULARY} with {MERGES}"
+    )
+
+
+def read_json(folder: TokenizerFolder, file: str, settings: Settings) -> Reading:
+    """A `tokenizer.json`: as it is written, or what the declared class keeps of it."""
+    written = folder.vocabulary(file)
+    text = folder.read[file].decode()
+    kind = tokenizer_class(settings.model_type, settings.declared_class, '"ByteLevel"' in text)
+    with _blaming(folder.path / file):
+        return _read_written(text, written, kind, settings)
+
+
+def as_read_beside(definition: str, model_type: str) -> str:
+    """What transformers makes of a `tokenizer.json` that declares no class, beside such a model."""
+    kind = tokenizer_class(model_type, "PreTrainedTokenizerFast", '"ByteLevel"' in definition)
+    written = parse_json(definition.encode(), DEFINITION, max_values=MAX_VALUES)
+    return _read_written(definition, written, kind, Settings({}, {})).definition
+
+
+def read_sentencepiece(folder: TokenizerFolder, file: str, settings: Settings) -> Reading:
+    """A SentencePiece model: as the declared class reads it, or else as SentencePiece does."""
+    data = folder.bytes_of(file)
+    kind = tokenizer_class(settings.model_type, settings.declared_class, False)
+    affixes = _affixes(settings, kind)
+    with _blaming(folder.path / file):
+        found = sentencepiece.bpe_vocabulary(data) if kind and kind.model == "BPE" else None
+        if kind is None or found is None:
+            definition, roles = sentencepiece.convert(data)
+            named = {**{f"{role}_token": token for role, token in roles.items()}, **settings.named}
+            backend = library_tokenizer(definition)
+            _add_tokens(backend, named, settings.added, settings.extra)
+            return _finished(backend, named, None, affixes)
+        named = {**kind.named, **settings.named}
+        backend = _built(kind, {"vocab": found.vocab, "merges": found.merges}, settings, named)
+        extra = settings.extra if settings.lists_extra else found.controls
+        _add_tokens(backend, named, settings.added, extra)
+        return _finished(backend, named, kind, affixes)
+
+
+def _read_merges(folder: TokenizerFolder, settings: Settings) -> Reading:
+    kind = tokenizer_class(settings.model_type, settings.declared_class, True)
+    kind = CLASSES["GPT2Tokenizer"] if kind is None or kind.model != "BPE" else kind
+    named = {**kind.named, **settings.named}
+    lines = folder.text(MERGES).split("\n")
+    merges = [line.rstrip("\r").split(" ") for line in lines if line and line[:8] != "#version"]
+    vocab = folder.vocabulary(VOCABULARY)
+    with _blaming(f"{folder.path / VOCABULARY} with {MERGES}"):
+        backend = _built(kind, {"vocab": vocab, "merges": merges}, settings, named)
+        _add_tokens(backend, named, settings.added, settings.extra)
+        return _finished(backend, named, kind, _affixes(settings, kind))
+
+
+def _read_written(
+    text: str, written: Mapping[str, Any], kind: TokenizerClass | None, settings: Settings
+) -> Reading:
+    """The content of a `tokenizer.json`, read with a class or as it is written."""
+    if kind is None or written["model"].get("type", kind.model) != kind.model:
+        backend = library_tokenizer(text)
+        is_changed = _add_tokens(backend, settings.named, settings.added, settings.extra)
+        return _reading(backend.to_str() if is_changed else text, settings.named)
+    added = dict(settings.added)
+    if not settings.lists_added:
+        for token in written["added_tokens"]:
+            added[token["id"]] = added_token(token)
+    learned = {key: written["model"][key] for key in ("vocab", "merges") if key in written["model"]}
+    named = {**kind.named, **settings.named}
+    backend = _built(kind, learned, settings, named, written.get("post_processor"))
+    _add_tokens(backend, named, added, settings.extra or kind.extra)
+    affixes = (kind.bos_by_default or None, None)  # the settings' are not asked
+    return _finished(backend, named, kind, affixes)
+
+
+def _built(
+    kind: TokenizerClass,
+    learned: Mapping[str, Any],
+    settings: Settings,
+    named: Named,
+    post_processor: Any = None,
+) -> tokenizers.Tokenizer:
+    """A tokenizer of a class, with a vocabulary and no tokens beside it."""
+    parts = kind.parts(settings.fields)
+    options = dict(parts["model"])
+    if options.get("unk_token") == UNK_PLACE:
+        options["unk_token"] = str(named["unk_token"])
+    definition = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": [],
+        "normalizer": parts["normalizer"],
+        "pre_tokenizer": parts["pre_tokenizer"],
+        "post_processor": post_processor,
+        "decoder": parts["decoder"],
+        "model": {"type": kind.model, **options, **learned},
+    }
+    return library_tokenizer(json.dumps(definition))
+
+
+def _add_tokens(
+    backend: tokenizers.Tokenizer,
+    named: Named,
+    added: Mapping[int, AddedToken],
+    extra: Sequence[AddedToken | str],
+) -> bool:
+    """Put tokens beside the vocabulary, new ones at its end; whether that changed anything."""
+    before = {token.content: token for token in backend.get_added_tokens_decoder().values()}
+    tokens = [added[number] for number in sorted(added)]
+    known = {*before, *(token.content for token in tokens)}
+    in_order = [named.get(key) for key in dict.fromkeys((*NAMED, *named))]
+    for token in (*in_order, *extra):
+        if token is not None and str(token) not in known:
+            known.add(str(token))
+            is_plain = isinstance(token, str)
+            tokens.append(AddedToken(token, special=True) if is_plain else token)
+    names = {str(token) for token in in_order if token is not None}
+    for token in tokens:
+        token.special = token.special or token.content in names
+    tokens = [token for token in tokens if not _is_same(token, before.get(token.content))]
+    backend.add_tokens(tokens)
+    return bool(tokens)
+
+
+def _is_same(token: AddedToken, other: AddedToken | None) -> bool:
+    return other is not None and token.__getstate__() == other.__getstate__()
+
+
+def _affixes(settings: Settings, kind: TokenizerClass | None) -> Affixes:
+    """What the settings say where no `tokenizer.json` says it."""
+    add_bos, add_eos = (settings.fields.get(f"add_{role}_token") for role in ("bos", "eos"))
+    if add_bos is None and kind is not None and kind.bos_by_default:
+        add_bos = True
+    return add_bos, add_eos
+
+
+def _finished(
+    backend: tokenizers.Tokenizer, named: Named, kind: TokenizerClass | None, affixes: Affixes
+) -> Reading:
+    """What a class does last: flags of its special tokens, beginnings and endings of texts."""
+    bos, eos = ([] if named.get(key) is None else [str(named[key])] for key in NAMED[:2])
+    if kind is not None and kind.resets_flags:
+        backend.add_tokens([AddedToken(str(t), special=True) for t in named.values() if t])
+    if kind is not None and kind.begins_with_eos:
+        set_affixes(backend, before=eos)
+    elif affixes != (None, None) or (kind is not None and not kind.keeps_post_processor):
+        set_affixes(backend, bos if affixes[0] else [], eos if affixes[1] else [])
+    return _reading(backend.to_str(), named)
+
+
+def _reading(definition: str, named: Named) -> Reading:
+    return Reading(definition, {key: str(token) for key, token in named.items() if token})
+
+
+@contextmanager
+def _blaming(what: object) -> Iterator[None]:
+    """One line that names the file, whatever its contents make go wrong."""
+    try:
+        yield
+    except WorkhorseError as error:
+        raise WorkhorseError(f"{what}: {error}") from None
+    except (TypeError, LookupError, AttributeError, ValueError, OverflowError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise WorkhorseError(
+            f"{what}: not as the tokenizers library writes it ({reason}); give the original file"
+        ) from None

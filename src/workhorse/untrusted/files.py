@@ -1,0 +1,100 @@
+"""Files of a folder that a stranger made: opened only where they are plain files inside it."""
+
+import os
+import re
+import stat
+from pathlib import Path
+from typing import BinaryIO
+
+from workhorse.errors import WorkhorseError
+
+_SHOWN = 80  # characters of a stranger's text in an error's line
+_GIT_BLOB = r"[0-9a-f]{40}|[0-9a-f]{64}"
+_SHARED_BLOB = r"([0-9a-f]{2})/\1[0-9a-f]{62}"
+
+
+def shown(value: object) -> str:
+    """A stranger's value within one line of bounded length."""
+    text = repr(value)
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def open_contained(folder: Path, name: str, *, root: Path | None = None) -> BinaryIO:
+    """Open a file that lies directly in a folder, for reading bytes, without a buffer.
+
+    Args:
+        folder: where it lies.
+        name: the file's name, no path.
+        root: the folder that links may not lead out of, where `folder` is a part of it.
+
+    Raises:
+        WorkhorseError: the name is a path, a link leads out of the folder, or there is no plain
+            file that can be read.
+    """
+    if name in {"", ".", ".."} or "/" in name or "\\" in name or not name.isprintable():
+        raise WorkhorseError(f"{folder}: {shown(name)} is no file name; it must lie in the folder")
+    path = folder / name
+    try:
+        real = Path(os.path.realpath(path, strict=True))
+        if not _belongs(real, Path(os.path.realpath(root or folder))):
+            raise WorkhorseError(
+                f"{path} is a link out of its folder; put the file itself there if you trust it"
+            )
+        if not stat.S_ISREG(real.stat().st_mode):
+            kind = "a folder" if real.is_dir() else "a special file"
+            raise WorkhorseError(f"{path} is {kind}, not a plain file; fetch the model again")
+        # What becomes a pipe after the check does not make us wait for its writer.
+        return os.fdopen(os.open(real, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)
+    except FileNotFoundError:
+        raise WorkhorseError(f"{path} is missing; fetch the model again") from None
+    except OSError as error:
+        raise WorkhorseError(f"cannot read {path}: {error.strerror}") from None
+
+
+def read_bytes(path: Path, *, limit: int, root: Path | None = None) -> bytes:
+    """The content of a file.
+
+    Args:
+        path: a plain file in its folder.
+        limit: bytes it may have.
+        root: as of `open_contained`.
+
+    Raises:
+        WorkhorseError: there is no such file, it leads out of its folder or is too large.
+    """
+    with open_contained(path.parent, path.name, root=root) as file:
+        try:
+            raw = file.read(limit + 1) or b""
+        except OSError as error:
+            raise WorkhorseError(f"cannot read {path}: {error.strerror}") from None
+    if len(raw) > limit:
+        raise WorkhorseError(f"{path} is larger than {limit} bytes; it is not a model's")
+    return raw
+
+
+def decoded(raw: bytes, what: str) -> str:
+    """UTF-8 text, or a WorkhorseError that says where it is none; `what` is its name in it."""
+    try:
+        return raw.decode()
+    except UnicodeDecodeError as error:
+        raise WorkhorseError(f"{what} is not UTF-8: bad byte at offset {error.start}") from None
+
+
+def _belongs(real: Path, folder: Path) -> bool:
+    """Whether a file lies in a folder, or is what the Hub's cache links to from there.
+
+    The cache keeps `CACHE/models--ORG--NAME/snapshots/COMMIT/` as links to `../../blobs/HASH`, and
+    that may be a link to `CACHE/blobs/HA/HASH`, which all repositories share.
+    """
+    if real.is_relative_to(folder):
+        return True
+    snapshots, repository = folder.parent, folder.parent.parent
+    if snapshots.name != "snapshots" or not repository.name.startswith("models--"):
+        return False
+    return any(
+        real.is_relative_to(blobs) and re.fullmatch(names, real.relative_to(blobs).as_posix())
+        for blobs, names in (
+            (repository / "blobs", _GIT_BLOB),
+            (repository.parent / "blobs", _SHARED_BLOB),
+        )
+    )

@@ -1,0 +1,159 @@
+"""Weights that lie about themselves, or about where they are."""
+
+import torch
+
+from tests.campaigns.hostile.directories import (
+    INDEX,
+    SHARD,
+    WEIGHTS,
+    Case,
+    config,
+    content,
+    directory,
+    entry,
+    header,
+    index,
+    instead,
+    link,
+    pipe,
+    remove,
+    several,
+    sparse,
+    weights,
+)
+
+GENERATION = "generation_config.json"
+HEAD = "lm_head.weight"
+
+
+def _start(folder, length):
+    """Write the header's length into a file that is there."""
+    with (folder / WEIGHTS).open("r+b") as file:
+        file.write(length.to_bytes(8, "little"))
+
+
+_ONE = {"a": entry([1], 0, 4)}
+HEADERS = {
+    "a header of 2^63 bytes": Case(header("{}", length=2**63), "says its header has"),
+    "a header beyond the file": Case(header("{}", length=1000), "says its header has"),
+    "a header of a gigabyte": Case(
+        several(sparse(WEIGHTS, 2**31), lambda folder: _start(folder, 2**30)), "not a model's"
+    ),
+    "a header of a million lists": Case(
+        header('{"a": [' + "[]," * 1_200_000 + "[]]}"), "more than 850000 values"
+    ),
+    "a header of many tensors": Case(
+        header({f"t{i}": entry([1, 0], 0, 0) for i in range(110_000)}), "more than 850000 values"
+    ),
+    "a header of nearly too many tensors": Case(
+        header({f"t{i}": entry([0], 1, 1) for i in range(100_000)}), "leaves bytes unused"
+    ),
+    "a header that nests": Case(header('{"a": ' + "[" * 100_000), "nested deeper"),
+    "a header that says it twice": Case(
+        header('{"a": {"dtype": "F32", "dtype": "F16"}}'), "'dtype' stands twice"
+    ),
+    "a header of code": Case(header("__import__('os').system('true')"), "not valid JSON"),
+    "an empty file": Case(content(WEIGHTS, ""), "ends within its header"),
+    "a shape below zero": Case(header({"a": entry([-1, -1], 0, 4)}, bytes(4)), "no tensor has"),
+    "a shape that overflows": Case(
+        header({"a": entry([2**32, 2**32], 0, 0)}, b""), "needs 73786976294838206464 bytes"
+    ),
+    "a shape of many digits": Case(
+        header({"a": entry([10**4000], 0, 4)}, bytes(4)), "no tensor has"
+    ),
+    "a shape of many axes": Case(
+        header({"a": entry([2**62] * 100_000, 0, 4)}, bytes(4)), "no tensor has"
+    ),
+    "a shape of fractions": Case(header({"a": entry([1.5], 0, 4)}, bytes(4)), "no tensor has"),
+    "offsets backwards": Case(header({"a": entry([1], 4, 0)}, bytes(4)), "data_offsets give -4"),
+    "offsets beyond": Case(header({"a": entry([1], 2**62, 2**62 + 4)}, bytes(4)), "unused"),
+    "tensors that overlap": Case(
+        header({"a": entry([2], 0, 8), "b": entry([1], 4, 8)}, bytes(8)), "overlaps"
+    ),
+    "bytes between tensors": Case(
+        header({"a": entry([1], 0, 4), "b": entry([1], 8, 12)}, bytes(12)), "leaves bytes unused"
+    ),
+    "cut short": Case(header({"a": entry([1000], 0, 4000)}, bytes(3999)), "is cut short"),
+    "something hidden behind": Case(header(_ONE, bytes(1000)), "has bytes of no tensor"),
+    "an unknown dtype": Case(header({"a": entry([1], 0, 4, "OBJECT")}, bytes(4)), "'OBJECT'"),
+    "a name of a megabyte": Case(
+        header({"a" * 1_000_000: entry([1], 0, 4)}, bytes(4)), "a name that no tensor has"
+    ),
+    "a name with a zero byte": Case(
+        header({"a\x00b": entry([1], 0, 4)}, bytes(4)), "a name that no tensor has"
+    ),
+    "no bytes of a huge shape": Case(
+        weights(lm_head__weight=torch.zeros(2**40, 0)), "lm_head.weight"
+    ),
+}
+FILES = {
+    "no weights": Case(remove(WEIGHTS), "holds no weights"),
+    "weights are a pipe": Case(pipe(WEIGHTS), "is a special file"),
+    "weights are a folder": Case(directory(WEIGHTS), "is a folder"),
+    "weights are outside": Case(link(WEIGHTS, "../outside/model.safetensors"), "link out of"),
+    "weights are a device": Case(link(WEIGHTS, "/dev/zero"), "link out of its folder"),
+    "weights are memory": Case(link(WEIGHTS, "/proc/self/mem"), "link out of its folder"),
+    "weights are themselves": Case(link(WEIGHTS, WEIGHTS), "symbolic links"),
+    "weights are in a cache that is none": Case(
+        link(WEIGHTS, "../../blobs/" + "a" * 40), "is missing"
+    ),
+    "index goes up": Case(index(instead("../outside/model.safetensors")), "is no file name"),
+    "index goes to the root": Case(index(instead("/outside/model.safetensors")), "is no file name"),
+    "index goes down": Case(index(instead("a/b.safetensors")), "is no file name"),
+    "index goes the other way": Case(index(instead("..\\x.safetensors")), "is no file name"),
+    "index with a zero byte": Case(index(instead("a\x00.safetensors")), "is no file name"),
+    "index names a pickle": Case(index(instead("x.bin")), "is no safetensors file"),
+    "index names a number": Case(index(instead(5)), "is no safetensors file"),  # pyright: ignore
+    "index names what is missing": Case(index(instead("x.safetensors")), "is missing"),
+    "index names too little": Case(index(lambda names: names.pop(HEAD)), "only the shard has"),
+    "index names too much": Case(index(lambda names: names.update(x=SHARD)), "only the index has"),
+    "index names many files": Case(
+        index(lambda names: names.update({f"t{i}": f"{i}.safetensors" for i in range(5000)})),
+        "files; too many",
+    ),
+    "index is empty": Case(index(lambda names: names.clear()), "not names of files"),
+    "index nests": Case(index(len, content(INDEX, '{"weight_map": ' + "[" * 99_999)), "nested"),
+    "index is outside": Case(
+        index(len, link(INDEX, "../outside/config.json")), "link out of its folder"
+    ),
+    "a shard is outside": Case(
+        index(len, link(SHARD, "../outside/blob")), "link out of its folder"
+    ),
+    "a shard is a pipe": Case(index(len, pipe(SHARD)), "is a special file"),
+    "a tensor is in two shards": Case(
+        index(
+            instead("two.safetensors"),
+            lambda folder: (folder / "two.safetensors").write_bytes((folder / SHARD).read_bytes()),
+        ),
+        "is in another shard too",
+    ),
+    "a tensor is missing": Case(weights(lm_head__weight=None), HEAD),
+    "a tensor too many": Case(weights(evil=torch.zeros(1)), "evil"),
+    "a tensor of another shape": Case(weights(lm_head__weight=torch.zeros(16, 257)), HEAD),
+    "scales without weights": Case(
+        several(
+            config(quantization_config={"quant_method": "fp8"}),
+            weights(x_scale_inv=torch.zeros(1)),
+        ),
+        "scales nothing",
+    ),
+    "blocks that do not fit": Case(
+        several(
+            config(quantization_config={"quant_method": "mxfp4"}),
+            weights(
+                x_blocks=torch.zeros(2, 4, 1, 16, dtype=torch.uint8),
+                x_scales=torch.zeros(2, 4, 2, dtype=torch.uint8),
+            ),
+        ),
+        "mxfp4 has uint8",
+    ),
+    "stop tokens are a pipe": Case(pipe(GENERATION), "is a special file"),
+    "stop tokens are outside": Case(
+        link(GENERATION, "../outside/config.json"), "link out of its folder"
+    ),
+    "stop tokens nest": Case(content(GENERATION, "[" * 100_000), "nested deeper"),
+    "many stop tokens": Case(
+        content(GENERATION, '{"eos_token_id": [' + "1," * 900_000 + "1]}"), None
+    ),
+}
+CASES: dict[str, Case] = HEADERS | FILES

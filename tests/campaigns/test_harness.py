@@ -1,0 +1,85 @@
+"""Both commands in processes of their own without a network, and the parity on more texts."""
+
+import json
+import os
+import subprocess
+import sys
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from tests.evaluate.local_tasks import write_tasks
+
+pytestmark = [
+    pytest.mark.campaign,
+    pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-eval"),
+]
+
+SENTINEL = """
+import os, socket
+def refuse(*_):
+    open(os.environ["REACHED"], "a").write("reached\\n")
+    raise OSError("no network")
+socket.socket.connect = socket.getaddrinfo = refuse
+"""
+"""Run by Python when it starts: notes every attempt to reach a network."""
+
+
+@pytest.mark.parametrize("offline", [{}, {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}])
+def test_both_commands_agree_and_ask_no_network(run_folder, tmp_path, offline):
+    tasks = write_tasks(tmp_path / "tasks", n=12)
+    (tmp_path / "site").mkdir()
+    (tmp_path / "site" / "sitecustomize.py").write_text(SENTINEL)
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
+    environment = {
+        **kept,
+        **offline,
+        "HF_HOME": str(tmp_path / "huggingface"),
+        "HF_UPDATE_DOWNLOAD_COUNTS": "0",
+        "PYTHONPATH": str(tmp_path / "site"),
+        "REACHED": str(tmp_path / "reached"),
+    }
+
+    def run(*command: str, **more: str) -> str:
+        done = subprocess.run(
+            [sys.executable, "-m", *command],
+            env={**environment, **more},
+            cwd=tmp_path,
+            capture_output=True,
+            text=True,
+            check=False,
+        )
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    names = "choices,continue,prose"
+    model = ["--model", "workhorse", "--model_args", f"pretrained={run_folder}"]
+    local = ["--include_path", str(tasks), "--tasks", names, "--output_path", str(tmp_path / "out")]
+    run("lm_eval", *model, *local)
+    (file,) = (tmp_path / "out").rglob("results_*.json")
+    theirs = json.loads(file.read_text())["results"]
+    arguments = [str(run_folder), "--include-path", str(tasks), "--tasks", names, "--json"]
+    ours = json.loads(run("workhorse", "evaluate", *arguments, HF_UPDATE_DOWNLOAD_COUNTS="1"))[
+        "results"
+    ]
+    assert not (tmp_path / "reached").exists()
+    for task in names.split(","):
+        for key, value in theirs[task].items():
+            same = pytest.approx(value, rel=1e-6) if isinstance(value, float) else value
+            assert ours[task][key] == same
+
+
+@pytest.mark.parametrize("model_type", ["gpt2", "llama"])
+def test_more_texts_and_batches(model_type, tmp_path, monkeypatch):
+    import datasets
+
+    from tests.evaluate.small_models import write_model
+    from tests.evaluate.test_harness import assert_same, ours, references, results, theirs
+
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "datasets")
+    tasks = write_tasks(tmp_path / "tasks", n=400)
+    folder = write_model(tmp_path / "model", model_type, begins=model_type == "llama")
+    expected = references(theirs(Path(folder), 4), tasks)
+    for batch_size in (1, 3, 8, 64, None):
+        assert_same(results(ours(folder, batch_size=batch_size), tasks), expected)

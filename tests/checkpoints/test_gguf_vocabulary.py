@@ -1,0 +1,175 @@
+"""Tokenizers as metadata of GGUF files; what llama.cpp makes of them is for the campaign."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.checkpoints.gguf_cases import make
+from tests.tokenizers.conftest import CONFIGS, CORPUS
+from workhorse.checkpoints.gguf import vocabulary, write_gguf
+from workhorse.checkpoints.gguf.splitting import LLAMA3, QWEN2, splitting_rule
+from workhorse.checkpoints.gguf.vocabulary import tokenizer_metadata
+from workhorse.errors import WorkhorseError
+from workhorse.tokenizers import Tokenizer, tokenizer_config, train_tokenizer
+
+gguf = pytest.importorskip("gguf")
+
+
+def trained(name: str) -> Tokenizer:
+    return train_tokenizer(tokenizer_config(CONFIGS[name]), CORPUS)
+
+
+def test_byte_level_bpe() -> None:
+    tokenizer = trained("bpe")
+    keys, remarks = tokenizer_metadata(tokenizer, 410)
+    definition = json.loads(tokenizer.definition)
+    texts, types = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
+    assert keys["tokenizer.ggml.model"] == "gpt2"
+    assert len(texts) == len(types) == 410
+    assert len(set(texts)) == 410  # llama.cpp takes no name twice
+    for text, number in definition["model"]["vocab"].items():
+        assert texts[number] == text
+    assert types[tokenizer.eos_id] == 3  # control
+    assert types[-1] == 5  # unused: a row of the embedding that no token has
+    assert all(" " in merge for merge in keys["tokenizer.ggml.merges"])
+    assert len(keys["tokenizer.ggml.merges"]) == len(definition["model"]["merges"])
+    assert keys["tokenizer.ggml.eos_token_id"] == tokenizer.eos_id
+    assert keys["tokenizer.ggml.bos_token_id"] == tokenizer.bos_id
+    assert keys["tokenizer.ggml.padding_token_id"] == tokenizer.pad_id
+    assert len(remarks) == 1
+    assert "combining marks" in remarks[0]  # of our own splitting rule
+
+
+def test_sentencepiece_like_bpe() -> None:
+    tokenizer = trained("byte_fallback_bpe")
+    keys, remarks = tokenizer_metadata(tokenizer, tokenizer.vocab_size)
+    texts, types = keys["tokenizer.ggml.tokens"], keys["tokenizer.ggml.token_type"]
+    scores = keys["tokenizer.ggml.scores"]
+    assert keys["tokenizer.ggml.model"] == "llama"
+    assert keys["tokenizer.ggml.add_space_prefix"] is True
+    assert [types[texts.index(f"<0x{byte:02X}>")] for byte in range(256)] == [6] * 256
+    merges = json.loads(tokenizer.definition)["model"]["merges"]
+    merged = [scores[texts.index("".join(pair))] for pair in merges]
+    assert merged == sorted(merged, reverse=True)  # the first merge learned has the best score
+    assert vocabulary.RUNS_OF_SPACES in remarks
+    keys, _ = tokenizer_metadata(trained("byte_fallback_bpe without prefix"), 450)
+    assert keys["tokenizer.ggml.add_space_prefix"] is False
+
+
+def test_single_bytes() -> None:
+    """Nothing is merged; llama.cpp wants one merge at least, and has a default for eos."""
+    tokenizer = trained("bytes")
+    keys, remarks = tokenizer_metadata(tokenizer, tokenizer.vocab_size)
+    assert keys["tokenizer.ggml.merges"] == [vocabulary.NO_MERGE]
+    assert keys["tokenizer.ggml.eos_token_id"] == tokenizer.eos_id
+    assert remarks == []
+
+
+def test_no_eos_is_said() -> None:
+    tokenizer = trained("bpe")
+    without = Tokenizer(tokenizer.definition, {"pad": "<|pad|>"})
+    keys, remarks = tokenizer_metadata(without, without.vocab_size)
+    assert keys["tokenizer.ggml.eos_token_id"] == without.pad_id
+    assert any("names no eos" in remark for remark in remarks)
+
+
+def test_what_stands_around_a_text() -> None:
+    tokenizer = trained("bpe")
+    keys, _ = tokenizer_metadata(tokenizer, tokenizer.vocab_size)
+    assert keys["tokenizer.ggml.add_bos_token"] is False
+    definition = json.loads(tokenizer.definition)
+    bos = {"SpecialToken": {"id": "<|bos|>", "type_id": 0}}
+    text = {"Sequence": {"id": "A", "type_id": 0}}
+    definition["post_processor"] = {
+        "type": "TemplateProcessing",
+        "single": [bos, text],
+        "pair": [bos, text, bos, {"Sequence": {"id": "B", "type_id": 1}}],
+        "special_tokens": {
+            "<|bos|>": {"id": "<|bos|>", "ids": [tokenizer.bos_id], "tokens": ["<|bos|>"]}
+        },
+    }
+    begun = Tokenizer(json.dumps(definition), tokenizer.roles)
+    keys, _ = tokenizer_metadata(begun, begun.vocab_size)
+    assert keys["tokenizer.ggml.add_bos_token"] is True
+    assert keys["tokenizer.ggml.add_eos_token"] is False
+
+
+def test_the_chat_template_goes_along(tmp_path: Path) -> None:
+    plain = trained("bpe")
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    tokenizer = Tokenizer(plain.definition, plain.roles, template)
+    path = tmp_path / "model.gguf"
+    write_gguf(path, make("llama"), model_type="llama", tokenizer=tokenizer)
+    field = gguf.GGUFReader(path).get_field("tokenizer.chat_template")
+    assert field.contents() == template
+
+
+@pytest.mark.parametrize("name", ["wordpiece", "unigram", "characters"])
+def test_tokenizers_that_llama_cpp_has_not(name: str, tmp_path: Path) -> None:
+    path = tmp_path / "model.gguf"
+    with pytest.raises(WorkhorseError, match=r"llama\.cpp has no tokenizer like this one"):
+        write_gguf(path, make("llama"), model_type="llama", tokenizer=trained(name))
+    assert not path.exists()
+
+
+def test_a_tokenizer_larger_than_the_embedding() -> None:
+    with pytest.raises(WorkhorseError, match="400 tokens and the embedding 64 rows"):
+        tokenizer_metadata(trained("bpe"), 64)
+
+
+def rule(pre_tokenizer: Any, *, ignore_merges: bool = False, normalizer: Any = None) -> str:
+    model = {"ignore_merges": ignore_merges, "merges": [["a", "b"]]}
+    definition = {"normalizer": normalizer, "pre_tokenizer": pre_tokenizer, "model": model}
+    return splitting_rule(definition)[0]
+
+
+def split(regex: str, **changes: Any) -> dict[str, Any]:
+    step = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
+    return step | changes
+
+
+BYTES = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": False}
+
+
+def test_rules_are_known_by_what_they_do() -> None:
+    """The same rule is written in several ways."""
+    sequence = {"type": "Sequence", "pretokenizers": [split(LLAMA3), BYTES]}
+    assert rule(sequence, ignore_merges=True) == "llama-bpe"
+    assert rule(sequence) == "smaug-bpe"
+    removed = split(QWEN2, behavior="Removed", invert=True)
+    assert rule({"type": "Sequence", "pretokenizers": [removed, BYTES]}) == "qwen2"
+    spelled = QWEN2.replace("(?i:'s|'t|'re|'ve|'m|'ll|'d)", "'(?i:[sdmt]|ll|ve|re)")
+    assert rule(split(spelled)) == "qwen2"
+    literal = QWEN2.replace(r"\r\n", "\r\n")
+    assert rule(split(literal)) == "qwen2"
+    assert rule(BYTES | {"use_regex": True}) == "gpt-2"
+
+
+@pytest.mark.parametrize(
+    "step",
+    [
+        split(r"\w+"),
+        split(QWEN2, behavior="MergedWithNext"),
+        split(QWEN2, behavior="Removed"),
+        BYTES | {"use_regex": True, "add_prefix_space": True},
+        {"type": "Whitespace"},
+        {"type": "Sequence", "pretokenizers": [split(QWEN2), split(LLAMA3)]},
+    ],
+    ids=str,
+)
+def test_unknown_rules_are_refused(step: Any) -> None:
+    with pytest.raises(WorkhorseError, match="no rule that splits words like this tokenizer"):
+        rule(step)
+
+
+def test_normalisation() -> None:
+    definition = {
+        "normalizer": {"type": "NFC"},
+        "pre_tokenizer": split(QWEN2),
+        "model": {"ignore_merges": False, "merges": [["a", "b"]]},
+    }
+    assert "NFC" in splitting_rule(definition)[1][0]
+    with pytest.raises(WorkhorseError, match="do not normalise text as this one does"):
+        rule(split(QWEN2), normalizer={"type": "Lowercase"})

@@ -1,0 +1,281 @@
+"""Directories of transformers: prefixes, larger models, and every tensor accounted for."""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from tests.parity.cases.glm import CASES
+from tests.parity.cases.llama import GROUPED
+from tests.parity.reference import TOKENS, VOCAB, quiet, randomised, relative
+from workhorse.checkpoints.export import write_huggingface
+from workhorse.checkpoints.huggingface import HuggingFaceDirectory
+from workhorse.checkpoints.tensor_folder import TensorFolder
+from workhorse.errors import WorkhorseError
+
+TIED = GROUPED | {"tie_word_embeddings": True}
+TEXT = torch.arange(3, 15)[None]
+
+
+def saved(folder: Path, options: dict = GROUPED, dtype: torch.dtype = torch.float32) -> Path:
+    """A random LLaMA as transformers saves it."""
+    with quiet():
+        model = randomised(
+            hf.LlamaForCausalLM(hf.LlamaConfig(vocab_size=VOCAB, **TOKENS, **options))
+        )
+        model.to(dtype).save_pretrained(folder)
+    return folder
+
+
+def change_tensors(folder: Path, change: Callable[[dict[str, Tensor]], dict[str, Tensor]]) -> None:
+    path = folder / "model.safetensors"
+    tensors = {name: tensor.clone() for name, tensor in load_file(path).items()}
+    save_file(change(tensors), path, metadata={"format": "pt"})
+
+
+def change_config(folder: Path, **changes: object) -> None:
+    path = folder / "config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+
+
+def logits(folder: Path) -> Tensor:
+    with torch.no_grad():
+        return HuggingFaceDirectory(folder).load_decoder(dtype=torch.float32)(TEXT)
+
+
+def without(name: str) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    return lambda tensors: {key: value for key, value in tensors.items() if key != name}
+
+
+def under(*prefixes: tuple[str, str]) -> Callable[[dict[str, Tensor]], dict[str, Tensor]]:
+    """Names with the first prefix that fits replaced."""
+
+    def renamed(name: str) -> str:
+        fits = (new + name.removeprefix(old) for old, new in prefixes if name.startswith(old))
+        return next(fits, name)
+
+    return lambda tensors: {renamed(name): tensor for name, tensor in tensors.items()}
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (without("model.norm.weight"), "'model.norm.weight' is missing"),
+        (lambda t: {**t, "model.extra": torch.ones(1)}, "'model.extra' has no place"),
+        (
+            lambda t: {**t, "model.norm.weight": torch.ones(33)},
+            r"'model.norm.weight' has shape \(33,\) where the config makes \(32,\)",
+        ),
+        (
+            lambda t: {**t, "model.layers.0.self_attn.q_proj.bias": torch.ones(32)},
+            "'model.layers.0.self_attn.q_proj.bias' has no place",
+        ),
+    ],
+)
+def test_every_tensor_is_accounted_for(
+    change: Callable[[dict[str, Tensor]], dict[str, Tensor]], message: str, tmp_path: Path
+) -> None:
+    change_tensors(saved(tmp_path / "m"), change)
+    with pytest.raises(WorkhorseError, match=message):
+        HuggingFaceDirectory(tmp_path / "m").load_decoder()
+
+
+def test_a_config_of_more_layers_than_tensors_is_refused_at_once(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m")
+    change_config(folder, num_hidden_layers=5000)
+    with pytest.raises(WorkhorseError, match="5000 layers for 21 tensors"):
+        HuggingFaceDirectory(folder).load_decoder()
+    change_config(folder, num_hidden_layers=10**9)
+    with pytest.raises(WorkhorseError, match="1000000000 is no real model's"):
+        HuggingFaceDirectory(folder)
+
+
+def test_a_tied_head_may_be_stored_too(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m", TIED)
+    expected = logits(folder)
+    change_tensors(
+        folder, lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"].clone()}
+    )
+    assert torch.equal(logits(folder), expected)
+
+
+def test_a_tied_head_that_is_another_matrix_is_refused(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m", TIED)
+    change_tensors(folder, lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"] + 1})
+    with pytest.raises(WorkhorseError, match="tie_word_embeddings is true but"):
+        logits(folder)
+
+
+@pytest.mark.parametrize(
+    "prefixes",
+    [
+        [("model.", "")],
+        [("model.", "model.language_model.")],
+        [("model.", "language_model.model."), ("lm_head.", "language_model.lm_head.")],
+    ],
+    ids=["bare", "inside", "wrapped"],
+)
+def test_the_prefix_is_recognised(prefixes: list[tuple[str, str]], tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m")
+    expected = logits(folder)
+    change_tensors(folder, under(*prefixes))
+    assert torch.equal(logits(folder), expected)
+
+
+def test_the_text_part_of_a_larger_model(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m")
+    expected = logits(folder)
+    text = json.loads((folder / "config.json").read_text())
+    tower = {"vision_tower.layers.0.weight": torch.ones(3), "projector.weight": torch.ones(2)}
+    wrap = under(("model.", "language_model.model."), ("lm_head.", "language_model.lm_head."))
+    change_tensors(folder, lambda t: wrap(t) | tower)
+    whole = {"model_type": "some_vision_model", "text_config": text, "vision_config": {}}
+    (folder / "config.json").write_text(json.dumps(whole))
+    directory = HuggingFaceDirectory(folder)
+    with torch.no_grad():
+        assert torch.equal(directory.load_decoder()(TEXT), expected)
+    assert directory.remarks == ["2 tensors belong to other parts of the model and are left out"]
+
+
+def test_what_is_not_used_is_told(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m")
+    change_config(folder, auto_map={"AutoModel": "own_code.Model"}, new_attention_trick=3)
+    assert HuggingFaceDirectory(folder).remarks == [
+        "config.json names code of its own (auto_map), which is never run",
+        "config.json has keys that nothing here reads: new_attention_trick",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"model_type": "bert"}, "model type 'bert' is not supported"),
+        ({"model_type": "x" * 10**6}, "model type 'x{60}' is not supported; known: afmoe"),
+        ({"model_type": None}, "has no 'model_type'"),
+        ({"num_hidden_layers": "two"}, "num_hidden_layers='two' is not a whole number"),
+        ({"hidden_size": "wide"}, "hidden_size='wide' is not a whole number"),
+        ({"hidden_size": 2.5}, "hidden_size=2.5 is not a whole number"),
+        ({"hidden_size": None}, "has no 'hidden_size'"),
+        ({"hidden_act": "spline"}, "hidden_act 'spline' is unknown"),
+        ({"num_key_value_heads": 3}, "n_heads=4 is not divisible by n_kv_heads=3"),
+        ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral' is unknown"),
+    ],
+)
+def test_a_config_that_cannot_be_is_one_line(
+    changes: dict[str, object], message: str, tmp_path: Path
+) -> None:
+    change_config(saved(tmp_path / "m"), **changes)
+    with pytest.raises(WorkhorseError, match=message) as refusal:
+        HuggingFaceDirectory(tmp_path / "m")
+    assert str(refusal.value).startswith(str(tmp_path / "m"))
+    assert "\n" not in str(refusal.value)
+
+
+def test_weights_of_an_unknown_form_are_refused_by_their_folder(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m")
+    change_config(folder, quantization_config={"quant_method": "gptq"})
+    with pytest.raises(WorkhorseError, match="the weights are quantised by 'gptq'") as refusal:
+        HuggingFaceDirectory(folder).load_decoder()
+    assert str(refusal.value).startswith(f"{folder}: ")
+
+
+def test_large_tensors_are_read_before_small_ones(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that none's pages are in memory beside the copies of all the others."""
+    sizes: list[int] = []
+    read = TensorFolder.read
+
+    def noted(folder: TensorFolder, name: str) -> Tensor:
+        tensor = read(folder, name)
+        sizes.append(tensor.nbytes)
+        return tensor
+
+    monkeypatch.setattr(TensorFolder, "read", noted)
+    HuggingFaceDirectory(saved(tmp_path / "m")).load_decoder()
+    assert len(set(sizes)) > 2
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_keys_of_older_versions_mean_the_same(tmp_path: Path) -> None:
+    new = saved(
+        tmp_path / "new",
+        GROUPED | {"rope_parameters": {"rope_type": "linear", "rope_theta": 500.0, "factor": 2.0}},
+    )
+    values = json.loads((new / "config.json").read_text())
+    del values["rope_parameters"]
+    values |= {"rope_theta": 500.0, "rope_scaling": {"type": "linear", "factor": 2.0}}
+    old = tmp_path / "old"
+    old.mkdir()
+    (old / "config.json").write_text(json.dumps(values))
+    assert HuggingFaceDirectory(old).config == HuggingFaceDirectory(new).config
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_keep_their_type_and_bytes(dtype: torch.dtype, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m", dtype=dtype)
+    decoder = HuggingFaceDirectory(folder).load_decoder()
+    assert {parameter.dtype for parameter in decoder.parameters()} == {dtype}
+    write_huggingface(tmp_path / "back", decoder)
+    before, after = (load_file(at / "model.safetensors") for at in (folder, tmp_path / "back"))
+    assert before.keys() == after.keys()
+    assert all(torch.equal(before[name], after[name]) for name in before)
+    assert {tensor.dtype for tensor in after.values()} == {dtype}
+
+
+def test_a_routers_bias_for_the_choice_is_float32_in_any_model(tmp_path: Path) -> None:
+    options = CASES["glm4_moe"][0]
+    with quiet():
+        config = hf.Glm4MoeConfig(vocab_size=VOCAB, **TOKENS, **options)
+        randomised(hf.Glm4MoeForCausalLM(config)).save_pretrained(tmp_path / "m")
+    decoder = HuggingFaceDirectory(tmp_path / "m").load_decoder(dtype=torch.bfloat16)
+    write_huggingface(tmp_path / "back", decoder)
+    before, after = (load_file(tmp_path / at / "model.safetensors") for at in ("m", "back"))
+    biases = [name for name in after if name.endswith("e_score_correction_bias")]
+    assert biases
+    assert all(torch.equal(before[name], after[name]) for name in biases)
+    rest = {after[name].dtype for name in after if name not in biases}
+    assert rest == {torch.bfloat16}
+
+
+def test_shards_are_one_model(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m")
+    with quiet():
+        model = hf.AutoModelForCausalLM.from_pretrained(folder)
+        model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
+    assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
+    assert torch.equal(logits(tmp_path / "shards"), logits(folder))
+
+
+def test_a_model_that_no_class_can_hold_is_not_written(tmp_path: Path) -> None:
+    decoder = HuggingFaceDirectory(saved(tmp_path / "m")).load_decoder()
+    block = decoder.config.blocks["main"]
+    odd = decoder.config.replace(
+        blocks={"main": block.replace(attention=block.attention.replace(softcap=3.0))}
+    ).build()
+    with pytest.raises(
+        WorkhorseError, match=r"no class of transformers .*softcap is 3\.0, not None"
+    ):
+        write_huggingface(tmp_path / "odd", odd)
+    assert not (tmp_path / "odd").exists()
+
+
+def test_what_is_there_is_not_overwritten(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m")
+    decoder = HuggingFaceDirectory(folder).load_decoder()
+    before = sorted(path.name for path in tmp_path.rglob("*"))
+    with pytest.raises(WorkhorseError, match="exists and is not empty"):
+        write_huggingface(folder, decoder)
+    assert sorted(path.name for path in tmp_path.rglob("*")) == before
+
+
+def test_several_tokens_may_end_a_text(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m")
+    (folder / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
+    assert HuggingFaceDirectory(folder).stop_tokens == (2, 9)
+    assert relative(logits(folder), logits(folder)) == 0.0

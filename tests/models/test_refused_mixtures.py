@@ -1,0 +1,54 @@
+"""Configs of ERNIE, Hunyuan and the newest mixtures that no model can be made of."""
+
+import pytest
+
+from workhorse.config import ConfigError
+from workhorse.models.huggingface import Fields, family
+
+SMALL = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+DENSE, MIXTURE = "hunyuan_v1_dense", "hunyuan_v1_moe"
+
+
+def stretched(alpha: float) -> dict[str, object]:
+    return {"rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": alpha}}
+
+
+REFUSED = {
+    "one pair": (DENSE, stretched(50.0) | {"head_dim": 2}, "gives no theta for head_dim=2"),
+    "past all numbers": (DENSE, stretched(1e300) | {"head_dim": 4}, "alpha=1e+300 gives no theta"),
+    "another attention": (DENSE, {"use_cla": True}, "use_cla=True is not supported"),
+    "too few choices": (MIXTURE, {"moe_topk": [1]}, "1 moe_topk for 2 layers; give each one"),
+    "two shared experts": (MIXTURE, {"num_shared_expert": [1, 2]}, "one shared expert"),
+    "narrow experts": (MIXTURE, {"moe_intermediate_size": 12}, "all of intermediate_size"),
+    "a floor": ("ernie4_5_moe", {"moe_norm_min": 0.5}, "moe_norm_min=0.5 is not supported"),
+    "a sigmoid": ("ernie4_5_moe", {"moe_gate_act": "sigmoid"}, "scores by a softmax"),
+    "an interval of nothing": ("ernie4_5_moe", {"moe_layer_interval": 0}, "is not above zero"),
+    "too few kinds": ("hy_v3", {"mlp_layer_types": ["dense"]}, "1 mlp_layer_types for 2 layers"),
+    "a kind of no meaning": (
+        "mellum",
+        {"mlp_layer_types": ["dense", "spare"]},
+        "mlp layer type 'spare' is unknown; did you mean 'sparse'?",
+    ),
+    "two dense layers by another key": (
+        "hy_v3",
+        {"first_k_dense_replace": 2},
+        "first_k_dense_replace=2 is not supported",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_config_is_refused_in_one_line(what: str) -> None:
+    model_type, values, message = REFUSED[what]
+    with pytest.raises(ConfigError) as error:
+        family(model_type).read(Fields(SMALL | values))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

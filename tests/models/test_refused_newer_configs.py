@@ -1,0 +1,69 @@
+"""Configs of the families since LLaMA that no model can be made of: one line that says why."""
+
+import pytest
+
+from workhorse.config import ConfigError
+from workhorse.models.huggingface import Fields, family
+
+SMALL = {
+    "vocab_size": 67,
+    "hidden_size": 32,
+    "intermediate_size": 40,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+}
+LONG = {"short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 4.0}
+MSCALE = {"short_mscale": 1.0, "long_mscale": 1.2}
+
+REFUSED = {
+    "a period of nothing": ("gemma3_text", {"sliding_window_pattern": 0}, "is not above zero"),
+    "a period in letters": ("exaone4", {"sliding_window_pattern": "LG"}, "is not a whole number"),
+    "too few kinds": ("olmo3", {"layer_types": ["full_attention"]}, "1 layer_types for 2 layers"),
+    "a kind of other families": (
+        "qwen2",
+        {"layer_types": ["chunked_attention"] * 2},
+        "layer type 'chunked_attention' is unknown",
+    ),
+    "too few positions": ("smollm3", {"no_rope_layers": [1]}, "1 no_rope_layers for 2 layers"),
+    "two windows": (
+        "ministral3",
+        {"layer_types": ["sliding_attention", "full_attention"]},
+        "layer_types differ",
+    ),
+    "no window": ("modernbert-decoder", {"local_attention": 1}, "leaves nothing to see"),
+    "a clip behind a norm": ("olmoe", {"clip_qkv": 8.0}, "clip_qkv=8.0 is not supported"),
+    "a cap that is not used": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "caps nothing"),
+    "both directions": ("gemma3_text", {"use_bidirectional_attention": True}, "only causal"),
+    "three experts": ("phimoe", {"num_experts_per_tok": 3}, "this router chooses two experts"),
+    "a length that is not said": (
+        "phi3",
+        {"rope_scaling": {"type": "longrope", **LONG}},
+        "has no 'original_max_position_embeddings'",
+    ),
+    "another scaling": (
+        "phi3",
+        {"rope_scaling": {"type": "linear", "factor": 2.0}},
+        "rope_type 'linear' is not supported",
+    ),
+    "two amplitudes": (
+        "phimoe",
+        {"rope_scaling": {"type": "longrope", **LONG, **MSCALE}},
+        "short_mscale=1.0 and long_mscale=1.2 is not supported",
+    ),
+    "queries of unknown growth": (
+        "ministral3",
+        {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},
+        "has no 'llama_4_scaling_beta'",
+    ),
+}
+
+
+@pytest.mark.parametrize("what", REFUSED)
+def test_a_config_is_refused_in_one_line(what: str) -> None:
+    model_type, values, message = REFUSED[what]
+    with pytest.raises(ConfigError) as error:
+        family(model_type).read(Fields(SMALL | values))
+    assert message in str(error.value)
+    assert "\n" not in str(error.value)

@@ -1,0 +1,260 @@
+"""Mixtures of experts against a loop over tokens, their routers against formulas, their errors."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from workhorse.config import ConfigError
+from workhorse.nn import grouped_linear
+from workhorse.nn.feedforward import GatedMlp
+from workhorse.nn.grouped_linear import GroupedLinear, group_sorted
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.router import Router, RouterConfig
+
+D_MODEL = 16
+
+
+def build(**fields: object) -> nn.Module:
+    """A mixture of six experts, two at work, with weights large enough to matter."""
+    config = {"n_experts": 6, "top_k": 2, "d_ff": 8, **fields}
+    return randomised(MoEConfig.from_dict(config).build(D_MODEL))
+
+
+def randomised(module: nn.Module) -> nn.Module:
+    for parameter in module.parameters():
+        parameter.data = 0.4 * torch.randn_like(parameter)
+    return module
+
+
+def build_router(n_experts: int = 6, top_k: int = 2, **fields: object) -> Router:
+    config = RouterConfig.from_dict(fields)
+    config.check(n_experts, top_k)
+    return randomised(config.build(D_MODEL, n_experts, top_k))
+
+
+def expert_of(mixture: nn.Module, number: int) -> GatedMlp:
+    """One expert as a feed-forward of its own."""
+    experts = mixture.experts
+    bias = experts.gate_proj.bias is not None
+    d_ff, d_model = experts.gate_proj.weight.shape[1:]
+    expert = GatedMlp(d_model, d_ff, activation=experts.activation, bias=bias)
+    for name in ("gate_proj", "up_proj", "down_proj"):
+        for key, parameter in getattr(expert, name).named_parameters():
+            parameter.data = getattr(getattr(experts, name), key).data[number]
+    return expert
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"bias": True, "activation": "gelu"},
+        {"weigh": "input", "router": {"score": "sigmoid"}},
+        {"clamped": {"limit": 0.5}, "bias": True},
+        {"d_ff": 7},  # rows that are not whole 16 bytes: not for the grouped kernel
+        {"n_experts": 40, "top_k": 3},  # more experts than tokens
+    ],
+)
+def test_a_mixture_is_a_loop_over_tokens_and_their_experts(fields: dict[str, object]) -> None:
+    mixture = build(**fields)
+    x = torch.randn(2, 6, D_MODEL)
+    routing = mixture.router(x.flatten(0, 1))
+    expected = torch.zeros(12, D_MODEL)
+    for token, row in enumerate(x.flatten(0, 1)):
+        for number, weight in zip(routing.experts[token], routing.weights[token], strict=True):
+            expert = expert_of(mixture, int(number))
+            if fields.get("weigh") == "input":
+                expected[token] += expert(row * weight)
+            else:
+                expected[token] += weight * expert(row)
+    torch.testing.assert_close(mixture(x), expected.view_as(x), atol=1e-6, rtol=1e-5)
+
+
+def test_a_shared_expert_is_added() -> None:
+    x = torch.randn(2, 6, D_MODEL)
+    mixture = build(shared={"d_ff": 10}, shared_gate=True)
+    routed = build()
+    routed.load_state_dict(mixture.state_dict(), strict=False)
+    gate = torch.sigmoid(x @ mixture.shared_gate.weight.T)
+    torch.testing.assert_close(mixture(x), routed(x) + gate * mixture.shared(x))
+    ungated = build(shared={"d_ff": 10})
+    ungated.load_state_dict(mixture.state_dict(), strict=False)
+    torch.testing.assert_close(ungated(x), routed(x) + mixture.shared(x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_grouped_kernel_and_single_products_agree(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Forward and backward, with groups that have no rows at the beginning, between and last."""
+    linear = randomised(GroupedLinear(5, 16, 8, bias=True).to(dtype))
+    groups = group_sorted(torch.tensor([1, 1, 1, 3, 3]), 5)
+    assert groups.ends.tolist() == [0, 3, 3, 5, 5]
+    x = torch.randn(5, 16, dtype=dtype)
+    results = []
+    for takes in (True, False):
+        monkeypatch.setattr(grouped_linear, "_kernel_takes", lambda _, takes=takes: takes)
+        x.grad, linear.weight.grad = None, None
+        y = linear(x.requires_grad_(), groups)
+        y.square().sum().backward()
+        results.append((y.detach(), x.grad, linear.weight.grad))
+    for kernel, single in zip(*results, strict=True):
+        torch.testing.assert_close(
+            kernel, single, atol=1e-6, rtol=1e-2 if x.itemsize == 2 else 1e-5
+        )
+    assert torch.count_nonzero(results[0][2][[0, 2, 4]]) == 0
+
+
+def test_the_gradient_of_a_plain_sum() -> None:
+    """PyTorch's grouped kernel fails on the expanded gradient that a sum gives."""
+    mixture = build()
+    mixture(torch.randn(1, 4, D_MODEL)).sum().backward()
+    assert mixture.experts.down_proj.weight.grad.isfinite().all()
+
+
+def test_under_autocast_experts_work_in_low_precision_and_routers_do_not() -> None:
+    mixture = build(router={"normalize": True})
+    x = torch.randn(2, 6, D_MODEL)
+    plain, dtypes = mixture.router(x.flatten(0, 1)), []
+    mixture.experts.down_proj.register_forward_hook(lambda *args: dtypes.append(args[-1].dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        y = mixture(x)
+        routing = mixture.router(x.flatten(0, 1))
+    assert dtypes == [torch.bfloat16]
+    assert torch.equal(routing.scores, plain.scores)
+    torch.testing.assert_close(y, mixture(x), atol=0.05, rtol=0.05)
+
+
+def test_scores_of_a_softmax_and_weights_that_add_up_to_one() -> None:
+    """Normalised over the chosen, a softmax over all is a softmax over the chosen logits."""
+    x = torch.randn(20, D_MODEL)
+    router = build_router(normalize=True, bias=True)
+    logits = x @ router.proj.weight.T + router.proj.bias
+    best = logits.topk(2)
+    routing = router(x)
+    assert torch.equal(routing.experts, best.indices)
+    torch.testing.assert_close(routing.weights, best.values.softmax(dim=-1))
+    torch.testing.assert_close(routing.scores, logits.softmax(dim=-1))
+    plain = build_router(bias=True, scale=3.0)
+    plain.load_state_dict(router.state_dict())
+    torch.testing.assert_close(plain(x).weights, 3 * routing.scores.gather(-1, best.indices))
+
+
+def test_a_selection_bias_decides_who_and_not_how_much() -> None:
+    x = torch.randn(20, D_MODEL)
+    router = build_router(score="sigmoid", selection_bias=True)
+    router.selection_bias.data = torch.tensor([0.0, 0, 0, 0, 9, 9])
+    routing = router(x)
+    assert set(routing.experts.flatten().tolist()) == {4, 5}
+    expected = torch.sigmoid(x @ router.proj.weight.T)
+    torch.testing.assert_close(routing.weights, expected.gather(-1, routing.experts))
+    routing.weights.sum().backward()
+    assert router.selection_bias.grad is None
+    assert router.proj.weight.grad is not None
+
+
+@pytest.mark.parametrize(
+    ("group_score", "chosen"),
+    [("max", {0, 1}), ("top2_sum", {2, 3})],
+)
+def test_groups_are_ranked_by_their_best_or_their_best_two(
+    group_score: str, chosen: set[int]
+) -> None:
+    """Group 0 has the best expert, group 1 the best pair."""
+    router = build_router(score="sigmoid", n_groups=3, top_groups=1, group_score=group_score)
+    router.proj.weight.data.zero_()
+    router.proj.weight.data[:, 0] = torch.tensor([3.0, -3, 2, 2, 0, 0])
+    x = torch.zeros(1, D_MODEL)
+    x[0, 0] = 1
+    assert set(router(x).experts.flatten().tolist()) == chosen
+
+
+def test_a_sparse_mixer_weighs_among_near_rivals() -> None:
+    """Logits 10, 9.9, 9, 1 with a tenth of slack: 10 among the first three, 9.9 with 9."""
+    router = build_router(4, 2, score="sparsemixer", jitter=0.05)
+    router.proj.weight.data.zero_()
+    router.proj.weight.data[:, 0] = torch.tensor([9.0, 1.0, 10.0, 9.9])
+    x = torch.zeros(1, D_MODEL)
+    x[0, 0] = 1
+    routing = router(x)
+    assert routing.experts.tolist() == [[2, 3]]
+    first = torch.tensor([10.0, 9.9, 9.0]).softmax(dim=0)[0]
+    second = torch.tensor([9.9, 9.0]).softmax(dim=0)[0]
+    torch.testing.assert_close(routing.weights[0], torch.stack((first, second)))
+
+
+def test_the_same_result_every_time() -> None:
+    """The order in which contributions are added is fixed, whatever the loads."""
+    mixture = build(top_k=5)
+    x = torch.randn(4, 64, D_MODEL)
+    runs: list[tuple[Tensor, Tensor]] = []
+    for _ in range(3):
+        rows = x.clone().requires_grad_()
+        y = mixture(rows)
+        y.square().sum().backward()
+        runs.append((y.detach(), rows.grad))
+    for run in runs[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(run, runs[0], strict=True))
+
+
+ROUTER_ERRORS: list[tuple[dict[str, object], str]] = [
+    ({"top_groups": 3, "n_groups": 2}, "top_groups=3 is more than n_groups=2; choose at most that"),
+    ({"n_groups": 4}, "n_experts=6 is not divisible by n_groups=4; choose a divisor"),
+    (
+        {"n_groups": 6, "top_groups": 1},
+        "top_k=2 is more than the 1 experts of top_groups=1; lower it or take more groups",
+    ),
+    (
+        {"n_groups": 6, "top_groups": 3, "group_score": "top2_sum"},
+        "group_score=top2_sum needs two experts a group; choose fewer groups, or max",
+    ),
+    (
+        {"score": "sparsemixer"},
+        "jitter=None does not go with score=sparsemixer; give jitter with sparsemixer, and with",
+    ),
+    ({"jitter": 0.1}, "jitter=0.1 does not go with score=softmax; give jitter with sparsemixer"),
+    (
+        {"score": "sparsemixer", "jitter": 0.1, "normalize": True},
+        "normalize does not go with score=sparsemixer; leave it out",
+    ),
+    (
+        {"score": "sparsemixer", "jitter": 0.1, "selection_bias": True},
+        "selection_bias does not go with score=sparsemixer; leave it out",
+    ),
+]
+MIXTURE_ERRORS: list[tuple[dict[str, object], str]] = [
+    ({"top_k": 7}, "top_k=7 is more than n_experts=6; lower it"),
+    ({"shared_gate": True}, "shared_gate=true needs a shared expert; add one, or leave it out"),
+    (
+        {"clamped": {}, "activation": "gelu"},
+        "activation=gelu and clamped exclude each other; leave one out",
+    ),
+]
+ERRORS = [({"router": router}, message) for router, message in ROUTER_ERRORS] + MIXTURE_ERRORS
+
+
+@pytest.mark.parametrize(("fields", "message"), ERRORS, ids=[message for _, message in ERRORS])
+def test_a_mixture_that_cannot_be(fields: dict[str, object], message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        build(**fields)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_dropout_acts_in_training_only() -> None:
+    mixture = build(dropout=0.5)
+    x = torch.randn(1, 8, D_MODEL)
+    assert torch.equal(mixture.eval()(x), mixture.eval()(x))
+    assert not torch.allclose(mixture.train()(x), mixture.eval()(x))
+
+
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # at breaks of the compiled graph
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_it_compiles(backend: str) -> None:
+    """Where the compiler cannot trace the grouped kernel, single products take its place."""
+    mixture = build(router={"score": "sigmoid", "selection_bias": True}, shared={"d_ff": 8})
+    compiled: Callable[[Tensor], Tensor] = torch.compile(mixture, backend=backend)
+    x = torch.randn(2, 6, D_MODEL)
+    torch.testing.assert_close(compiled(x), mixture(x), atol=1e-6, rtol=1e-5)

@@ -1,0 +1,23 @@
+"""Small shapes of GPT-NeoX."""
+
+from tests.parity.cases.llama import SMALL
+
+CASES = {
+    "gpt_neox": [
+        SMALL | {"hidden_size": 64},
+        SMALL | {"use_parallel_residual": False, "rotary_pct": 1.0, "rotary_emb_base": 500},
+        SMALL | {"attention_bias": False, "hidden_act": "gelu_fast", "tie_word_embeddings": True},
+        SMALL
+        | {
+            "hidden_size": 48,
+            "num_attention_heads": 6,
+            "layer_norm_eps": 1e-3,
+            "rope_parameters": {
+                "rope_type": "linear",
+                "factor": 2.0,
+                "rope_theta": 600.0,
+                "partial_rotary_factor": 0.5,
+            },
+        },
+    ],
+}

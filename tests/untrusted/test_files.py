@@ -1,0 +1,144 @@
+"""Files of strangers: opened inside their folder only, and read no further than a limit."""
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from workhorse.errors import WorkhorseError
+from workhorse.untrusted import open_contained, read_bytes, shown
+
+
+def content(folder: Path, name: str = "it", root: Path | None = None) -> bytes:
+    with open_contained(folder, name, root=root) as file:
+        return file.read()
+
+
+def test_a_file_may_be_as_long_as_the_limit_and_no_longer(tmp_path: Path) -> None:
+    (tmp_path / "it").write_bytes(b"12345678")
+    assert read_bytes(tmp_path / "it", limit=8) == b"12345678"
+    with pytest.raises(WorkhorseError, match=r"it is larger than 7 bytes; it is not a model's$"):
+        read_bytes(tmp_path / "it", limit=7)
+
+
+def test_a_file_of_another_size_than_it_says_is_read_within_the_limit() -> None:
+    """Files of the kernel say that they are empty."""
+    with pytest.raises(WorkhorseError, match="is larger than 4 bytes"):
+        read_bytes(Path("/proc/self/status"), limit=4)
+
+
+@pytest.fixture
+def cached(tmp_path: Path) -> tuple[Path, Callable[[str, str], None]]:
+    """A snapshot in the Hub's cache, and what puts a link to a target into it."""
+    repository = tmp_path / "models--org--name"
+    snapshot = repository / "snapshots" / ("c" * 40)
+    shared = tmp_path / "blobs" / "bb"
+    for folder in (snapshot / "sub", repository / "blobs", repository / "refs", shared):
+        folder.mkdir(parents=True)
+    (repository / "blobs" / ("a" * 64)).write_bytes(b"own")
+    (repository / "blobs" / ("a" * 40)).write_bytes(b"small")
+    (shared / ("b" * 64)).write_bytes(b"shared")
+    (repository / "blobs" / ("b" * 64)).symlink_to(f"../../blobs/bb/{'b' * 64}")
+    for other in ("secret", "models--org--name/blobs/secret", "models--org--name/refs/main"):
+        (tmp_path / other).write_bytes(b"secret")
+
+    def link(name: str, target: str) -> None:
+        (snapshot / name).unlink(missing_ok=True)
+        (snapshot / name).symlink_to(target)
+
+    return snapshot, link
+
+
+@pytest.mark.parametrize(
+    ("blob", "held"), [("a" * 64, b"own"), ("a" * 40, b"small"), ("b" * 64, b"shared")]
+)
+def test_the_hubs_cache_is_read_through_its_links(cached, blob: str, held: bytes) -> None:
+    """Newer versions keep one copy for all repositories, which a link leads on to."""
+    snapshot, link = cached
+    link("it", f"../../blobs/{blob}")
+    assert content(snapshot) == held
+    link("sub/it", f"../../../blobs/{blob}")
+    assert content(snapshot / "sub", root=snapshot) == held
+
+
+@pytest.mark.parametrize("target", ["../../../secret", "../../blobs/secret", "../../refs/main"])
+def test_nothing_else_of_the_cache_is_read(cached, target: str) -> None:
+    snapshot, link = cached
+    link("it", target)
+    with pytest.raises(WorkhorseError, match="is a link out of its folder"):
+        content(snapshot)
+
+
+def test_only_a_cache_has_blobs(tmp_path: Path) -> None:
+    """A folder in which one unpacked an archive has no right to what lies beside it."""
+    for folder in ("model", "blobs"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "blobs" / ("a" * 64)).touch()
+    (tmp_path / "model" / "it").symlink_to(f"../blobs/{'a' * 64}")
+    with pytest.raises(WorkhorseError, match="is a link out of its folder"):
+        content(tmp_path / "model")
+
+
+def test_a_link_within_the_folder_is_followed(tmp_path: Path) -> None:
+    folder = tmp_path / "model"
+    (folder / "sub").mkdir(parents=True)
+    (folder / "other").write_bytes(b"x")
+    (folder / "it").symlink_to("other")
+    (folder / "sub" / "it").symlink_to("../other")
+    (tmp_path / "link").symlink_to("model")
+    assert content(tmp_path / "link") == b"x"
+    assert content(tmp_path / "link" / "sub", root=tmp_path / "link") == b"x"
+    with pytest.raises(WorkhorseError, match="is a link out of its folder"):
+        content(tmp_path / "link" / "sub")
+
+
+def test_a_subfolder_may_be_no_link_out_either(tmp_path: Path) -> None:
+    for folder in ("model", "outside"):
+        (tmp_path / folder).mkdir()
+    (tmp_path / "outside" / "it").touch()
+    (tmp_path / "model" / "sub").symlink_to("../outside")
+    with pytest.raises(WorkhorseError, match="is a link out of its folder"):
+        content(tmp_path / "model" / "sub", root=tmp_path / "model")
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../it", "/etc/hosts", "sub/it", "a\\b", "a\x00"])
+def test_what_is_no_name(tmp_path: Path, name: str) -> None:
+    with pytest.raises(WorkhorseError, match="is no file name; it must lie in the folder"):
+        content(tmp_path, name)
+
+
+def test_what_is_no_plain_file(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "it")  # reading it would wait for ever
+    with pytest.raises(WorkhorseError, match="is a special file, not a plain file"):
+        content(tmp_path)
+    (tmp_path / "it").unlink()
+    (tmp_path / "it").mkdir()
+    with pytest.raises(WorkhorseError, match="is a folder, not a plain file"):
+        content(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("target", "message"),
+    [
+        ("/dev/zero", "link out of its folder"),
+        ("nothing", "is missing; fetch the model again"),
+        ("it", "Too many levels of symbolic links"),
+    ],
+)
+def test_links_to_what_cannot_be_read(tmp_path: Path, target: str, message: str) -> None:
+    (tmp_path / "it").symlink_to(target)
+    with pytest.raises(WorkhorseError, match=message):
+        content(tmp_path)
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_an_unreadable_file(tmp_path: Path) -> None:
+    (tmp_path / "it").touch(0)
+    with pytest.raises(WorkhorseError, match=r"^cannot read .*: Permission denied$"):
+        content(tmp_path)
+
+
+def test_a_strangers_text_is_shown_in_one_short_line() -> None:
+    assert shown("a\nb") == r"'a\nb'"
+    assert len(shown("x" * 10_000)) < 100

@@ -1,0 +1,60 @@
+"""JSON files of strangers: exact, bounded, and refused in one line."""
+
+import gc
+
+import pytest
+
+from workhorse.errors import WorkhorseError
+from workhorse.untrusted import parse_json, read_json
+from workhorse.untrusted.json_file import MAX_DEPTH, MAX_VALUES
+
+
+def test_an_object_is_read(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"a": [1, 2.5, null, true], "ä": {"b": "c"}}', encoding="utf-8")
+    assert read_json(path) == {"a": [1, 2.5, None, True], "ä": {"b": "c"}}
+
+
+def test_a_file_may_be_as_long_as_the_limit_and_no_longer(tmp_path):
+    path = tmp_path / "config.json"
+    path.write_text('{"a": 1}')
+    assert read_json(path, limit=8) == {"a": 1}
+    with pytest.raises(WorkhorseError, match=r"config.json is larger than 7 bytes"):
+        read_json(path, limit=7)
+    with pytest.raises(WorkhorseError, match=r"other.json is missing"):
+        read_json(tmp_path / "other.json")
+
+
+def test_depth_and_number_of_values_up_to_the_limit():
+    deep = MAX_DEPTH - 1
+    assert parse_json(b'{"a":' + b"[" * deep + b"]" * deep + b"}", "it")
+    with pytest.raises(WorkhorseError, match=r"^it is nested deeper than 64$"):
+        parse_json(b'{"a":' + b"[" * (deep + 1) + b"]" * (deep + 1) + b"}", "it")
+    many = MAX_VALUES - 2
+    assert len(parse_json(b'{"a":[' + b"1," * many + b"1]}", "it")["a"]) == many + 1
+    with pytest.raises(WorkhorseError, match=r"^it holds more than 850000 values"):
+        parse_json(b'{"a":[' + b"1," * (many + 1) + b"1]}", "it")
+    assert parse_json(b'{"a":[1,2]}', "it", max_values=3)
+    with pytest.raises(WorkhorseError, match=r"^it holds more than 2 values"):
+        parse_json(b'{"a":[1,2]}', "it", max_values=2)
+
+
+@pytest.mark.parametrize(
+    ("raw", "message"),
+    [
+        (b'{"a": {"b": 1, "c": 2, "b": 1}}', "it is not valid JSON: the key 'b' stands twice"),
+        (b'{"a": -Infinity}', "it is not valid JSON: -Infinity is no number of JSON"),
+        (b'{"a": -1e400}', "it is not valid JSON: '-1e400' is too large for a number"),
+        (b'{"a": 1} x', "it is not valid JSON: Extra data: line 1 column 10"),
+        (b'"a"', "it holds 'a', not a JSON object"),
+        (b"\xff\xfe{}", "it is not UTF-8: bad byte at offset 0"),
+        (b'{"a": ' + b"9" * 5000 + b"}", "it is not valid JSON: Exceeds the limit"),
+        (b"[" * 100_000, "it is nested deeper than 64"),
+    ],
+)
+def test_what_is_refused(raw, message):
+    with pytest.raises(WorkhorseError) as refusal:
+        parse_json(raw, "it")
+    assert str(refusal.value).startswith(message)
+    assert "\n" not in str(refusal.value)
+    assert gc.isenabled()

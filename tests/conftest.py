@@ -47,9 +47,10 @@ def run_folder(tmp_path: Path) -> Path:
                     "kind": "pre_norm",
                     "norm": {"kind": "rms_norm"},
                     "attention": {"kind": "attention", "n_heads": 2, "position": {"kind": "rope"}},
-                    "feed_forward": {"kind": "mlp", "d_ff": 32},
+                    "feed_forward": {"kind": "gated_mlp", "d_ff": 32},
                 }
             },
+            "final_norm": {"kind": "rms_norm"},
             "init": {"kind": "normal", "std": 0.5},
         }
     )

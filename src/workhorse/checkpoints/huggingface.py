@@ -38,7 +38,7 @@ MAX_DEPTH = 10_000
 """Readers list their layers; a billion of them would fill the memory."""
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUTER_KEYS = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
-"""What a multimodal model's config says for its text part too."""
+"""What a multimodal model's config says of its text part, over what that says itself."""
 
 
 class HuggingFaceDirectory:
@@ -154,7 +154,7 @@ class HuggingFaceDirectory:
 
 
 def _text_part(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: whole[key] for key in OUTER_KEYS if key in whole} | dict(text)
+    return dict(text) | {key: whole[key] for key in OUTER_KEYS if key in whole}
 
 
 def _remarks(whole: Mapping[str, Any], fields: Fields) -> list[str]:

@@ -62,6 +62,7 @@ def read(hf: Fields) -> DecoderConfig:
     sparse = hf.sequence("moe_layers", int)
     sparse = range(step - 1, n_layers, step) if sparse is None else sparse
     chunk = hf.optional("attention_chunk_size", int, 8192)
+    turning_layers, still_layers = _turning(hf, norm.eps), _still(hf)
 
     def block(turns: int, layer_type: str, is_sparse: bool) -> PreNormConfig:
         return PreNormConfig(
@@ -73,7 +74,7 @@ def read(hf: Fields) -> DecoderConfig:
                 chunk=chunk if layer_type == CHUNKED else None,
                 qkv_bias=bias,
                 out_bias=bias,
-                **(_turning(hf, norm.eps) if turns else _still(hf)),
+                **(turning_layers if turns else still_layers),
             ),
             feed_forward=feed_forwards[is_sparse],
         )
@@ -106,7 +107,7 @@ def _still(hf: Fields) -> Mapping[str, Any]:
     )
     return {
         "position": NoPositionConfig(),
-        "query_scaling": growth if hf.get("attn_temperature_tuning", True) else None,
+        "query_scaling": growth if hf.truth("attn_temperature_tuning", True) else None,
     }
 
 

@@ -74,6 +74,8 @@ MODULES: dict[str, tuple[str, ...]] = {
 }
 """The model types in each module of `workhorse.models`, those most used first."""
 
+KIND = 4
+"""As many numbers are as far as one kind."""
 MODEL_TYPES = {name: module for module, names in MODULES.items() for name in names}
 
 
@@ -109,5 +111,10 @@ def native_class(config: DecoderConfig) -> Family | str:
 
 
 def _distance(differences: list[str]) -> tuple[bool, int]:
-    """What breaks a family's own rules is farther from it than anything that it could compare."""
-    return differences[0].startswith(IMPOSSIBLE), len(differences)
+    """How far from a config a family is.
+
+    What breaks a family's own rules is farther than anything that it could compare, and another
+    kind of part, which hides what else differs in it, farther than another number.
+    """
+    kinds = sum(".kind is" in difference for difference in differences)
+    return differences[0].startswith(IMPOSSIBLE), len(differences) + KIND * kinds

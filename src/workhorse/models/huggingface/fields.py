@@ -107,6 +107,12 @@ class Fields:
         value = self.values.get(key, default)
         return None if value is None else self._checked(key, value, kind)
 
+    def truth(self, key: str, default: bool) -> bool:
+        """A flag, for which some published files have a number."""
+        self.seen.add(key)
+        value = self.values.get(key, default)
+        return bool(value) if isinstance(value, int) else self.get(key, default)
+
     def sequence(self, key: str, kind: type[Value]) -> list[Value] | None:
         """A list of values of one type, None where it is missing or null."""
         key = self._called(key)

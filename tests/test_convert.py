@@ -1,0 +1,80 @@
+"""From a run to transformers, to our own format and back: the same model everywhere."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+import transformers as hf
+
+import workhorse
+from tests.parity.reference import quiet
+from workhorse.cli.main import main
+from workhorse.convert import convert
+from workhorse.errors import WorkhorseError
+
+TEXT = "Every model of a run can go to other people's programs, and come back."
+
+
+def logits(path: Path) -> torch.Tensor:
+    model = workhorse.load(path)
+    with torch.no_grad():
+        return model.decoder(torch.tensor([model.encode(TEXT)]))
+
+
+def test_there_and_back(run_folder: Path, tmp_path: Path) -> None:
+    there = convert(run_folder, tmp_path / "hf", "hf")
+    assert there.parameters == sum(
+        p.numel() for p in workhorse.load(run_folder).decoder.parameters()
+    )
+    convert(tmp_path / "hf", tmp_path / "ours", "workhorse")
+    convert(tmp_path / "ours", tmp_path / "again", "hf")
+    for step in ("hf", "ours", "again"):
+        assert torch.equal(logits(tmp_path / step), logits(run_folder)), step
+
+
+def test_transformers_reads_what_a_run_became(run_folder: Path, tmp_path: Path) -> None:
+    architecture = convert(run_folder, tmp_path / "hf", "hf").architecture
+    with quiet():
+        theirs, info = hf.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "hf", output_loading_info=True
+        )
+        tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert type(theirs).__name__ == architecture
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    ours = workhorse.load(run_folder)
+    assert tokenizer(TEXT)["input_ids"] == ours.encode(TEXT)
+    with torch.no_grad():
+        found = theirs(torch.tensor([ours.encode(TEXT)])).logits
+    torch.testing.assert_close(found, logits(run_folder), atol=1e-5, rtol=1e-5)
+
+
+def test_the_type_of_the_weights(run_folder: Path, tmp_path: Path) -> None:
+    convert(run_folder, tmp_path / "half", "hf", dtype="bfloat16")
+    assert workhorse.load(tmp_path / "half").decoder.final_norm.weight.dtype == torch.bfloat16
+    with pytest.raises(WorkhorseError, match="dtype=q8_0 is for --to gguf, not hf"):
+        convert(run_folder, tmp_path / "other", "hf", dtype="q8_0")
+
+
+def test_gguf(run_folder: Path, tmp_path: Path) -> None:
+    notes: list[str] = []
+    convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="float16", tell=notes.append)
+    from gguf import GGUFReader
+
+    assert {tensor.name for tensor in GGUFReader(tmp_path / "m.gguf").tensors} >= {
+        "token_embd.weight",
+        "blk.0.attn_q.weight",
+    }
+    with pytest.raises(WorkhorseError, match="exists; choose another file"):
+        convert(run_folder, tmp_path / "m.gguf", "gguf")
+
+
+def test_the_verb(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    target = str(tmp_path / "hf")
+    assert main(["convert", str(run_folder), target, "--to", "hf", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["path"], result["format"]) == (target, "hf")
+    assert main(["convert", str(run_folder), target, "--to", "hf"]) == 2
+    assert "exists and is not empty; choose another folder" in capsys.readouterr().err
+    assert main(["generate", target, "--prompt", "a", "--max-new-tokens", "2"]) == 0

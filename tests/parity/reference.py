@@ -50,6 +50,7 @@ def quiet() -> Iterator[None]:
     """Transformers warns of many things that are no concern of a random model."""
     before = hf.logging.get_verbosity()
     hf.logging.set_verbosity_error()
+    hf.logging.disable_progress_bar()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

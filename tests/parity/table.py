@@ -35,6 +35,35 @@ same checks run in the tests (`tests/parity/`), on the same shapes (`tests/parit
 """
 
 
+NOTES = """
+ PaLM was never released: `tests/models/test_unreleased.py` holds it to a forward pass written
+from its paper's equations, to 1e-5. The text parts of `gemma3`, `llama4` and `mistral3` are read
+out of the multimodal models (`tests/parity/test_multimodal.py`).
+
+## Where transformers is not followed, or an option is refused
+
+- `phimoe` past its original length: transformers keeps the short LongRoPE factors, we take the
+  long ones.
+- `falcon` with ALiBi: transformers' eager attention adds the biases twice; the cases use its
+  sdpa.
+- `mpt`: transformers ignores `alibi_bias_max`; it is honoured on reading, and only 8 is written.
+- `olmoe` with `clip_qkv`, `deepseek_v2` with `norm_topk_prob`, `gemma3_text` with
+  `attn_logit_softcapping`, `phimoe` with other than two experts a token: refused, each with its
+  reason.
+- `hunyuan_v1_*`: `alpha` of its scaling is read into theta, and theta is what is written back.
+- `internlm3` and `iquestcoder` are LLaMA's class in transformers; a run exports as `llama`.
+
+## Not there
+
+- `bitnet`: a norm inside attention and feed-forward, before the last projection of each.
+- `cohere2_moe`: the mean of the routed and the shared output.
+- Models that mix attention with recurrences or convolutions (`jamba`, `bamba`, `zamba2`,
+  `falcon_h1`, `nemotron_h`, `lfm2`, `minimax`, `qwen3_next`, `granitemoehybrid`,
+  `recurrent_gemma`), sparse or linear attention (`deepseek_v32`, `glm_moe_dsa`), shared or nested
+  layers (`gemma3n`, `diffllama`, `longcat_flash`): other architectures than this decoder.
+"""
+
+
 def row(model_type: str, cases: list[dict[str, Any]]) -> str:
     """One line of the table; raises where a check that is no number fails."""
     figures: dict[str, list[float]] = {"full": [], "cached": [], "ragged": [], "back": []}
@@ -79,11 +108,7 @@ def main() -> None:
         line = row(model_type, ALL[model_type])
         print(line, end="", flush=True)
         text += line
-    text += (
-        f"\n{len(types)} model types. PaLM was never released: "
-        "`tests/models/test_unreleased.py` holds it to a forward pass written from its paper's "
-        "equations, to 1e-5.\n"
-    )
+    text += f"\n{len(types)} model types.\n" + NOTES
     if arguments.out:
         arguments.out.write_text(text, encoding="utf-8")
 

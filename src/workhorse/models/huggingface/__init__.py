@@ -64,6 +64,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "youtu": ("youtu",),
     "cwm": ("cwm",),
     "internlm3": ("internlm3",),
+    "iquestcoder": ("iquestcoder",),
     "modernbert": ("modernbert-decoder",),
     "ministral": ("ministral",),
     "exaone_moe": ("exaone_moe",),

@@ -78,3 +78,11 @@ def test_the_verb(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["convert", str(run_folder), target, "--to", "hf"]) == 2
     assert "exists and is not empty; choose another folder" in capsys.readouterr().err
     assert main(["generate", target, "--prompt", "a", "--max-new-tokens", "2"]) == 0
+
+
+def test_what_cannot_be_written_is_refused_before_any_weight_is_made(tmp_path: Path) -> None:
+    with pytest.raises(WorkhorseError, match="no class of transformers holds this model"):
+        convert("palm-540b", tmp_path / "hf", "hf")
+    with pytest.raises(WorkhorseError, match="nothing does not exist"):
+        convert("nothing", tmp_path / "hf", "hf")
+    assert list(tmp_path.iterdir()) == []

@@ -9,9 +9,13 @@ from typing import Any, Literal
 import torch
 
 from workhorse.checkpoints.export import find_family, write_huggingface
-from workhorse.checkpoints.model_folder import write_model
+from workhorse.checkpoints.huggingface import HuggingFaceDirectory
+from workhorse.checkpoints.model_folder import check_new, write_model
+from workhorse.checkpoints.stored import open_stored
 from workhorse.errors import WorkhorseError
 from workhorse.load_model import Model, load
+from workhorse.models import preset, preset_names
+from workhorse.models.huggingface import Family
 from workhorse.tokenizers import Tokenizer
 
 Format = Literal["hf", "workhorse", "gguf"]
@@ -60,48 +64,72 @@ def convert(
         WorkhorseError: the source cannot be read, no class or architecture of the format can hold
             the model, or the target is taken.
     """
+    target = Path(target)
     if dtype == "q8_0" and to != "gguf":
         raise WorkhorseError(f"dtype=q8_0 is for --to gguf, not {to}; choose another dtype")
-    target = Path(target)
+    if to == "gguf" and target.exists():
+        raise WorkhorseError(f"{target} exists; choose another file")
+    if to != "gguf":
+        check_new(target)
+    # What cannot be written is refused before the weights are read.
+    family = None if to == "workhorse" else _family(source)
     if isinstance(source, Model):
         model = source
     else:
         model = load(source, device="cpu", dtype=_held(dtype), tell=tell)
-    decoder, tokenizer = model.decoder, _whole_tokenizer(model)
-    name = str(decoder.embedding.tokens.weight.dtype).removeprefix("torch.")
-    name = name if dtype == "auto" else dtype
-    architecture = None
-    if to == "workhorse":
-        write_model(target, decoder, tokenizer=tokenizer, stop_tokens=model.stop_tokens)
+    decoder = model.decoder
+    held = str(decoder.embedding.tokens.weight.dtype).removeprefix("torch.")
+    name = held if dtype == "auto" else dtype
+    if family is None:
+        write_model(
+            target, decoder, tokenizer=_whole_tokenizer(model), stop_tokens=model.stop_tokens
+        )
+    elif to == "hf":
+        write_huggingface(
+            target,
+            decoder,
+            family=family,
+            tokenizer=_whole_tokenizer(model),
+            dtype=getattr(torch, name),
+            stop_tokens=model.stop_tokens,
+        )
     else:
-        family = model.family or find_family(model.config)
-        architecture = family.architecture
-        if to == "hf":
-            write_huggingface(
-                target,
-                decoder,
-                family=family,
-                tokenizer=tokenizer,
-                dtype=getattr(torch, name),
-                stop_tokens=model.stop_tokens,
-            )
-        else:
-            from workhorse.checkpoints.gguf import write_gguf
-
-            if target.exists():
-                raise WorkhorseError(f"{target} exists; choose another file")
-            notes = write_gguf(
-                target,
-                decoder,
-                model_type=family.model_type,
-                tokenizer=tokenizer,
-                dtype=GGUF_TYPES[name],
-                name=Path(model.name).name,
-            )
-            for note in notes:
-                tell(note)
+        _write_gguf(target, model, family, name, tell)
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
-    return Converted(target, to, architecture, name, parameters)
+    return Converted(target, to, family.architecture if family else None, name, parameters)
+
+
+def _write_gguf(
+    target: Path, model: Model, family: Family, dtype: str, tell: Callable[[str], object]
+) -> None:
+    from workhorse.checkpoints.gguf import write_gguf
+
+    notes = write_gguf(
+        target,
+        model.decoder,
+        model_type=family.model_type,
+        tokenizer=_whole_tokenizer(model),
+        dtype=GGUF_TYPES[dtype],
+        name=Path(model.name).name,
+    )
+    for note in notes:
+        tell(note)
+
+
+def _family(source: str | Path | Model) -> Family:
+    """The model type to write a model as.
+
+    Raises:
+        WorkhorseError: there is no such model, or no model type can say its config.
+    """
+    if isinstance(source, Model):
+        return source.family or find_family(source.config)
+    if str(source) in preset_names() and not Path(source).exists():
+        return find_family(preset(str(source)))
+    stored = open_stored(source)
+    if isinstance(stored, HuggingFaceDirectory):
+        return stored.family
+    return find_family(stored.config)
 
 
 def _held(dtype: DTypeName) -> str:

@@ -151,14 +151,23 @@ def _same_names(shapes: Mapping[str, Shape], config: DecoderConfig) -> list[Move
     return [Move(same(name, name), (name,), (name,), block) for name in shapes]
 
 
+def check_new(folder: Path) -> None:
+    """Refuse a place that something stands in.
+
+    Raises:
+        WorkhorseError: it is a file, or a folder that is not empty.
+    """
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise WorkhorseError(f"{folder} exists and is not empty; choose another folder")
+
+
 def make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Let `fill` write into a temporary folder, and put it in place when it is whole.
 
     Raises:
         WorkhorseError: the place is taken.
     """
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise WorkhorseError(f"{folder} exists and is not empty; choose another folder")
+    check_new(folder)
     disk = Disk()
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)

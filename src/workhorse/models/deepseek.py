@@ -27,7 +27,7 @@ from workhorse.models.huggingface.mixtures import (
     SPARSE,
     dense_first,
     of_sparse,
-    router_groups,
+    sigmoid_mixture,
 )
 from workhorse.models.huggingface.names import instead
 from workhorse.nn import DecoderConfig
@@ -77,20 +77,8 @@ def read_v3(hf: Fields) -> DecoderConfig:
     hf.ignore("num_nextn_predict_layers", "num_mtp_layers")  # heads that only training uses
     hf.refuse("topk_method", "noaux_tc", "DeepSeek-V3 chooses by score and bias")
     _refuse_other_choices(hf, "sigmoid")
-    width = hf.get("moe_intermediate_size", 2048)
-    mixture = MoEConfig(
-        n_experts=hf.get("n_routed_experts", 256),
-        top_k=hf.get("num_experts_per_tok", 8),
-        d_ff=width,
-        activation=activation(hf),
-        router=RouterConfig(
-            score="sigmoid",
-            normalize=hf.optional("norm_topk_prob", bool, True) or False,
-            scale=hf.get("routed_scaling_factor", 2.5),
-            selection_bias=True,
-            **router_groups(hf, n_group=8, topk_group=4),
-        ),
-        shared=gated_mlp(hf, d_ff=width * hf.get("n_shared_experts", 1)),
+    mixture = sigmoid_mixture(
+        hf, n_experts=256, top_k=8, d_ff=2048, scale=2.5, n_group=8, topk_group=4
     )
     dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", 18432))
     neighbours = hf.optional("rope_interleave", bool, True) or False

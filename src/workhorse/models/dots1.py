@@ -8,7 +8,6 @@ from workhorse.models.huggingface.llama_like import (
     RULES,
     SHORT_NAMES,
     SLIDING,
-    activation,
     attention,
     decoder,
     gated_mlp,
@@ -23,33 +22,19 @@ from workhorse.models.huggingface.mixtures import (
     ROUTER_KEYS,
     SPARSE,
     dense_first,
-    router_groups,
+    sigmoid_mixture,
 )
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
     """DeepSeek-V3's mixture behind attention with norms on queries and keys; late layers local."""
     norm = rms_norm(hf)
     bias = hf.get("attention_bias", False)
-    width = hf.get("moe_intermediate_size", 1408)
-    mixture = MoEConfig(
-        n_experts=hf.need("n_routed_experts", int),
-        top_k=hf.need("num_experts_per_tok", int),
-        d_ff=width,
-        activation=activation(hf),
-        router=RouterConfig(
-            score="sigmoid",
-            normalize=hf.get("norm_topk_prob", False),
-            scale=hf.get("routed_scaling_factor", 1.0),
-            selection_bias=True,
-            **router_groups(hf),
-        ),
-        shared=gated_mlp(hf, d_ff=width * hf.need("n_shared_experts", int)),
+    mixture = sigmoid_mixture(
+        hf, n_experts=None, top_k=None, d_ff=1408, n_shared=None, normalize=False
     )
     dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", 10944))
     window = hf.optional("sliding_window", int, 4096)

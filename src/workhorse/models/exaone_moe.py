@@ -8,7 +8,6 @@ from workhorse.models.huggingface.llama_like import (
     RULES,
     SHORT_NAMES,
     SLIDING,
-    activation,
     attention,
     decoder,
     every,
@@ -27,7 +26,7 @@ from workhorse.models.huggingface.mixtures import (
     n_shared_experts,
     of_dense,
     of_sparse,
-    router_groups,
+    sigmoid_mixture,
     written_mlp_layer_types,
 )
 from workhorse.models.huggingface.names import instead, same
@@ -35,9 +34,7 @@ from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention import QKNormConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
-from workhorse.nn.moe import MoEConfig
 from workhorse.nn.positions import NoPositionConfig
-from workhorse.nn.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
@@ -45,20 +42,14 @@ def read(hf: Fields) -> DecoderConfig:
     hf.ignore("num_nextn_predict_layers")  # heads that only training uses
     norm, rope = rms_norm(hf, eps=1e-5), read_rope(hf)
     window = hf.get("sliding_window", 4096)
-    width = hf.get("moe_intermediate_size", 1024)
-    mixture = MoEConfig(
-        n_experts=hf.get("num_experts", 64),
-        top_k=hf.get("num_experts_per_tok", 8),
-        d_ff=width,
-        activation=activation(hf),
-        router=RouterConfig(
-            score="sigmoid",
-            normalize=hf.get("norm_topk_prob", True),
-            scale=hf.get("routed_scaling_factor", 2.5),
-            selection_bias=True,
-            **router_groups(hf),
-        ),
-        shared=gated_mlp(hf, d_ff=width * hf.get("num_shared_experts", 1)),
+    mixture = sigmoid_mixture(
+        hf,
+        n_experts=64,
+        top_k=8,
+        d_ff=1024,
+        scale=2.5,
+        count="num_experts",
+        shared="num_shared_experts",
     )
     dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", 16384))
 

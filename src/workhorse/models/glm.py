@@ -7,7 +7,6 @@ from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import (
     KEYS,
     RULES,
-    activation,
     attention,
     decoder,
     gated_mlp,
@@ -19,7 +18,7 @@ from workhorse.models.huggingface.mixtures import (
     ROUTER_KEYS,
     SPARSE,
     dense_first,
-    router_groups,
+    sigmoid_mixture,
     written_n_dense,
 )
 from workhorse.models.huggingface.names import instead, joined, same
@@ -27,8 +26,6 @@ from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig, SandwichNormConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
@@ -63,21 +60,7 @@ def read_mixture(hf: Fields) -> DecoderConfig:
     """GLM-4.5: DeepSeek-V3's mixture behind grouped queries; half of a head turns, in halves."""
     hf.ignore("num_nextn_predict_layers", "num_mtp_layers")  # heads that only training uses
     norm = rms_norm(hf, eps=1e-5)
-    width = hf.get("moe_intermediate_size", 1408)
-    mixture = MoEConfig(
-        n_experts=hf.get("n_routed_experts", 128),
-        top_k=hf.get("num_experts_per_tok", 8),
-        d_ff=width,
-        activation=activation(hf),
-        router=RouterConfig(
-            score="sigmoid",
-            normalize=hf.get("norm_topk_prob", True),
-            scale=hf.get("routed_scaling_factor", 1.0),
-            selection_bias=True,
-            **router_groups(hf),
-        ),
-        shared=gated_mlp(hf, d_ff=width * hf.get("n_shared_experts", 1)),
-    )
+    mixture = sigmoid_mixture(hf, n_experts=128, top_k=8, d_ff=1408)
     dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", 10944))
     mixed_attention = attention(
         hf,

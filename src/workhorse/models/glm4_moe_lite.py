@@ -11,7 +11,6 @@ from workhorse.models.huggingface.latent import (
 from workhorse.models.huggingface.llama_like import (
     KEYS,
     RULES,
-    activation,
     decoder,
     gated_mlp,
     rms_norm,
@@ -23,14 +22,12 @@ from workhorse.models.huggingface.mixtures import (
     SPARSE,
     dense_first,
     mlp_layer_types,
-    router_groups,
+    sigmoid_mixture,
     written_mlp_layer_types,
 )
 from workhorse.models.huggingface.names import instead
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
@@ -45,21 +42,7 @@ def read(hf: Fields) -> DecoderConfig:
     heads = latent_attention(hf, neighbours=neighbours).replace(
         q_rank=hf.optional("q_lora_rank", int, 768)
     )
-    width = hf.get("moe_intermediate_size", 1536)
-    mixture = MoEConfig(
-        n_experts=hf.get("n_routed_experts", 64),
-        top_k=hf.get("num_experts_per_tok", 4),
-        d_ff=width,
-        activation=activation(hf),
-        router=RouterConfig(
-            score="sigmoid",
-            normalize=hf.get("norm_topk_prob", True),
-            scale=hf.get("routed_scaling_factor", 1.8),
-            selection_bias=True,
-            **router_groups(hf),
-        ),
-        shared=gated_mlp(hf, d_ff=width * hf.get("n_shared_experts", 1)),
-    )
+    mixture = sigmoid_mixture(hf, n_experts=64, top_k=4, d_ff=1536, scale=1.8)
     dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", 10240))
     kinds = mlp_layer_types(hf, dense_first(hf, 1))
     layers = [

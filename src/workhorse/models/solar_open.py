@@ -5,24 +5,20 @@ from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import (
     KEYS,
     RULES,
-    activation,
     attention,
     decoder,
-    gated_mlp,
     rms_norm,
 )
 from workhorse.models.huggingface.mixtures import (
     MIXTURE_KEYS,
     MIXTURE_RULES,
     ROUTER_KEYS,
-    router_groups,
+    sigmoid_mixture,
 )
 from workhorse.models.huggingface.names import instead
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
@@ -31,7 +27,6 @@ def read(hf: Fields) -> DecoderConfig:
     hf.refuse("use_qk_norm", False, "transformers has no Solar Open with it")
     hf.ignore("intermediate_size")  # of layers that it does not have
     norm = rms_norm(hf, eps=1e-5)
-    width = hf.get("moe_intermediate_size", 1280)
     block = PreNormConfig(
         norm=norm,
         attention=attention(
@@ -41,20 +36,7 @@ def read(hf: Fields) -> DecoderConfig:
             position=read_rope(hf, theta=1e6),
             qkv_bias=hf.get("attention_bias", False),
         ),
-        feed_forward=MoEConfig(
-            n_experts=hf.get("n_routed_experts", 128),
-            top_k=hf.get("num_experts_per_tok", 8),
-            d_ff=width,
-            activation=activation(hf),
-            router=RouterConfig(
-                score="sigmoid",
-                normalize=hf.get("norm_topk_prob", True),
-                scale=hf.get("routed_scaling_factor", 1.0),
-                selection_bias=True,
-                **router_groups(hf),
-            ),
-            shared=gated_mlp(hf, d_ff=width * hf.get("n_shared_experts", 1)),
-        ),
+        feed_forward=sigmoid_mixture(hf, n_experts=128, top_k=8, d_ff=1280),
     )
     return decoder(hf, block, norm)
 

@@ -9,7 +9,10 @@ from typing import Any
 from workhorse.config import ConfigError, nearest
 from workhorse.models.huggingface.family import Data, Key
 from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import activation, gated_mlp
 from workhorse.models.huggingface.names import Rule, same, stacked
+from workhorse.nn.moe import MoEConfig
+from workhorse.nn.router import RouterConfig
 
 DENSE, SPARSE = "dense", "sparse"
 
@@ -103,6 +106,59 @@ def router_groups(hf: Fields, *, n_group: int = 1, topk_group: int = 1) -> Data:
     if groups == chosen:
         return {}
     return {"n_groups": groups, "top_groups": chosen, "group_score": "top2_sum"}
+
+
+def sigmoid_mixture(
+    hf: Fields,
+    *,
+    n_experts: int | None,
+    top_k: int | None,
+    d_ff: int,
+    n_shared: int | None = 1,
+    scale: float = 1.0,
+    normalize: bool = True,
+    count: str = "n_routed_experts",
+    shared: str = "n_shared_experts",
+    n_group: int = 1,
+    topk_group: int = 1,
+) -> MoEConfig:
+    """DeepSeek-V3's mixture (2412.19437 §2.1.2).
+
+    A sigmoid score for each expert, a bias for the choice alone, and shared experts, which are one
+    as wide as all of them. The arguments are the family's defaults, None where it has none.
+
+    Args:
+        hf: the config.
+        n_experts: of `count`.
+        top_k: of `num_experts_per_tok`.
+        d_ff: of `moe_intermediate_size`.
+        n_shared: of `shared`.
+        scale: of `routed_scaling_factor`.
+        normalize: of `norm_topk_prob`.
+        count: the key that counts the routed experts.
+        shared: the key that counts the shared ones.
+        n_group: of the key of that name.
+        topk_group: of the key of that name.
+    """
+    width = hf.get("moe_intermediate_size", d_ff)
+
+    def number(key: str, default: int | None) -> int:
+        return hf.need(key, int) if default is None else hf.get(key, default)
+
+    return MoEConfig(
+        n_experts=number(count, n_experts),
+        top_k=number("num_experts_per_tok", top_k),
+        d_ff=width,
+        activation=activation(hf),
+        router=RouterConfig(
+            score="sigmoid",
+            normalize=hf.optional("norm_topk_prob", bool, normalize) or False,
+            scale=hf.get("routed_scaling_factor", scale),
+            selection_bias=True,
+            **router_groups(hf, n_group=n_group, topk_group=topk_group),
+        ),
+        shared=gated_mlp(hf, d_ff=width * number(shared, n_shared)),
+    )
 
 
 ROUTER_KEYS: dict[str, Key] = {

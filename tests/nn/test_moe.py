@@ -142,6 +142,15 @@ def test_scores_of_a_softmax_and_weights_that_add_up_to_one() -> None:
     torch.testing.assert_close(plain(x).weights, 3 * routing.scores.gather(-1, best.indices))
 
 
+def test_experts_are_ranked_by_their_logits_where_sigmoids_are_all_one() -> None:
+    x = torch.randn(20, D_MODEL)
+    router = build_router(score="sigmoid")
+    router.proj.weight.data.mul_(100)
+    routing = router(x)
+    assert (routing.scores.eq(1).sum(dim=-1) > 2).any()
+    assert torch.equal(routing.experts, (x @ router.proj.weight.T).topk(2).indices)
+
+
 def test_a_selection_bias_decides_who_and_not_how_much() -> None:
     x = torch.randn(20, D_MODEL)
     router = build_router(score="sigmoid", selection_bias=True)

@@ -4,9 +4,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tests.parity import reference
 from tests.parity.all_cases import ALL
+from tests.parity.cases.llama import GROUPED, LONG
 from workhorse.models.huggingface import MODEL_TYPES, family
 
 BOUND = 1e-5
@@ -17,6 +19,11 @@ EACH = [
     for n, options in enumerate(cases)
 ]
 FIRST = [pytest.param(model_type, cases[0], id=model_type) for model_type, cases in ALL.items()]
+PAST_8 = {"rope_theta": 100.0, "factor": 4.0, "original_max_position_embeddings": 8}
+BY_LENGTH = [
+    {"max_position_embeddings": 8, "rope_parameters": {"rope_type": "dynamic", **PAST_8}},
+    {"max_position_embeddings": 32, "rope_parameters": {"rope_type": "longrope", **PAST_8, **LONG}},
+]
 
 
 def test_every_model_type_has_cases() -> None:
@@ -34,6 +41,26 @@ def test_parity(model_type: str, options: dict[str, Any], tmp_path: Path) -> Non
     assert reference.ragged(pair) <= BOUND
     assert reference.written_back(pair, tmp_path / "ours") == 0.0
     assert family(model_type).difference(pair.ours.config) is None
+
+
+@pytest.mark.parametrize("options", BY_LENGTH, ids=["dynamic", "longrope"])
+@torch.no_grad()
+def test_rotations_that_depend_on_the_length(options: dict[str, Any], tmp_path: Path) -> None:
+    """Within and past the original length, whole and token by token with a cache.
+
+    Past it the reference's cached keys keep their angles too.
+    """
+    pair = reference.make("llama", GROUPED | options, tmp_path)
+    assert reference.depends_on_length(pair)
+    tokens = pair.tokens[:, :14]
+    for seq in (6, 14):
+        expected = pair.theirs(tokens[:, :seq], use_cache=False).logits
+        assert reference.relative(pair.ours(tokens[:, :seq]), expected) <= BOUND
+    cache, past = pair.ours.new_cache(len(tokens), 14), None
+    for part in tokens.split([6, *[1] * 8], dim=1):
+        step = pair.theirs(part, past_key_values=past, use_cache=True)
+        past = step.past_key_values
+        assert reference.relative(pair.ours(part, cache=cache), step.logits) <= BOUND
 
 
 @pytest.mark.parametrize(("model_type", "options"), FIRST)

@@ -80,9 +80,10 @@ def read_ministral3(hf: Fields) -> DecoderConfig:
     if given is None:
         rope = STRETCHED
     else:
-        scale = given.need("llama_4_scaling_beta", float)
         length = given.need("original_max_position_embeddings", int)
-        growth = QueryScalingConfig(scale=scale, length=length)
+        still = given.optional("llama_4_scaling_beta", float) == 0.0  # Devstral 2 does not grow
+        scale = 0.0 if still else given.need("llama_4_scaling_beta", float)
+        growth = QueryScalingConfig(scale=scale, length=length) if scale else None
     norm = rms_norm(hf, eps=1e-5)
     block = PreNormConfig(
         norm=norm,
@@ -102,6 +103,9 @@ def read_ministral3(hf: Fields) -> DecoderConfig:
 def with_growth(rope: Data, data: Data) -> Data:
     """A written rotation and how queries grow, which one mapping says together."""
     growth = data["block"]["attention"]["query_scaling"]
+    if growth is None:
+        length = {"original_max_position_embeddings": data["max_seq_len"]}
+        return length | rope | {"llama_4_scaling_beta": 0.0}
     return rope | {
         "llama_4_scaling_beta": growth["scale"],
         "original_max_position_embeddings": growth["length"],

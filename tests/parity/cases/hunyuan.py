@@ -28,6 +28,7 @@ CASES = {
         SMALL
         | {
             "head_dim": 12,
+            "max_position_embeddings": 16,  # fewer than the texts': `alpha` goes by no length
             "rope_theta": 500.0,
             "rope_scaling": {"type": "dynamic", "factor": 1.0, "alpha": 1000.0},
         },

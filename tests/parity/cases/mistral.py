@@ -20,5 +20,6 @@ CASES = {
             "tie_word_embeddings": True,
         },
         GROUPED | {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0, **GROWING}},
+        GROUPED | {"rope_parameters": YARN | {"llama_4_scaling_beta": 0.0}},
     ],
 }

@@ -80,9 +80,9 @@ def read_ministral3(hf: Fields) -> DecoderConfig:
     if given is None:
         rope = STRETCHED
     else:
-        length = given.need("original_max_position_embeddings", int)
         still = given.optional("llama_4_scaling_beta", float) == 0.0  # Devstral 2 does not grow
         scale = 0.0 if still else given.need("llama_4_scaling_beta", float)
+        length = given.need("original_max_position_embeddings", int)
         growth = QueryScalingConfig(scale=scale, length=length) if scale else None
     norm = rms_norm(hf, eps=1e-5)
     block = PreNormConfig(

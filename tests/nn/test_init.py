@@ -161,3 +161,14 @@ def test_a_generator_or_the_global_seed_decides() -> None:
     assert not torch.equal(first.state_dict()[key], second.state_dict()[key])
     second.initialize(torch.Generator().manual_seed(1))
     assert torch.equal(first.state_dict()[key], second.state_dict()[key])
+
+
+def test_what_will_be_drawn_anew_is_not_drawn_before() -> None:
+    """PyTorch's own start would be thrown away, and imports its compiler on meta tensors."""
+    before = torch.get_rng_state()
+    with undrawn(torch.float32):
+        torch.nn.Linear(4, 4)
+        torch.nn.Embedding(4, 4)
+    assert torch.equal(torch.get_rng_state(), before)
+    torch.nn.Embedding(4, 4)
+    assert not torch.equal(torch.get_rng_state(), before)

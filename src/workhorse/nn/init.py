@@ -111,13 +111,25 @@ def undrawn(dtype: torch.dtype) -> Generator[None]:
         torch.set_default_dtype(usual)
 
 
+DRAWS = (
+    Tensor.normal_,
+    Tensor.uniform_,
+    nn.init.kaiming_uniform_,
+    nn.init.normal_,
+    nn.init.uniform_,
+)
+"""How PyTorch's modules draw their own start. The functions of `nn.init` are caught themselves, for
+what they call is not."""
+
+
 class _SkipDraws(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
     ) -> Any:
-        if func in (Tensor.uniform_, Tensor.normal_):
-            return args[0]
-        return func(*args, **(kwargs or {}))
+        given = cast(dict[str, Any], kwargs or {})
+        if func in DRAWS:
+            return args[0] if args else given["tensor"]
+        return func(*args, **given)
 
 
 @torch.no_grad()

@@ -7,6 +7,7 @@ import torch
 
 from tests.nn.grid import COVERING, name
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.init import undrawn
 
 D_MODEL, D_FF, N_LAYERS, VOCAB = 128, 256, 3, 500
 SQUARE = (D_MODEL, D_MODEL)

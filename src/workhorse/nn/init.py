@@ -111,15 +111,8 @@ def undrawn(dtype: torch.dtype) -> Generator[None]:
         torch.set_default_dtype(usual)
 
 
-DRAWS = (
-    Tensor.normal_,
-    Tensor.uniform_,
-    nn.init.kaiming_uniform_,
-    nn.init.normal_,
-    nn.init.uniform_,
-)
-"""How PyTorch's modules draw their own start. The functions of `nn.init` are caught themselves, for
-what they call is not."""
+ON_META = (nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_)
+"""What draws nothing on meta tensors, and would import PyTorch's compiler to do so."""
 
 
 class _SkipDraws(TorchFunctionMode):
@@ -127,8 +120,12 @@ class _SkipDraws(TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
     ) -> Any:
         given = cast(dict[str, Any], kwargs or {})
-        if func in DRAWS:
-            return args[0] if args else given["tensor"]
+        if func in (Tensor.uniform_, Tensor.normal_):
+            return args[0]
+        if func in ON_META:
+            tensor: Tensor = args[0] if args else given["tensor"]
+            if tensor.is_meta:
+                return tensor
         return func(*args, **given)
 
 

@@ -50,9 +50,12 @@ def test_transformers_reads_what_a_run_became(run_folder: Path, tmp_path: Path) 
     torch.testing.assert_close(found, logits(run_folder), atol=1e-5, rtol=1e-5)
 
 
-def test_the_type_of_the_weights(run_folder: Path, tmp_path: Path) -> None:
-    convert(run_folder, tmp_path / "half", "hf", dtype="bfloat16")
-    assert workhorse.load(tmp_path / "half").decoder.final_norm.weight.dtype == torch.bfloat16
+@pytest.mark.parametrize("to", ["hf", "workhorse"])
+def test_the_type_of_the_weights(to: str, run_folder: Path, tmp_path: Path) -> None:
+    convert(run_folder, tmp_path / "half", to, dtype="bfloat16")
+    convert(workhorse.load(run_folder), tmp_path / "from a model", to, dtype="bfloat16")
+    for name in ("half", "from a model"):
+        assert workhorse.load(tmp_path / name).decoder.final_norm.weight.dtype == torch.bfloat16
     with pytest.raises(WorkhorseError, match="dtype=q8_0 is for --to gguf, not hf"):
         convert(run_folder, tmp_path / "other", "hf", dtype="q8_0")
 

@@ -82,7 +82,11 @@ def convert(
     name = held if dtype == "auto" else dtype
     if family is None:
         write_model(
-            target, decoder, tokenizer=_whole_tokenizer(model), stop_tokens=model.stop_tokens
+            target,
+            decoder,
+            tokenizer=_whole_tokenizer(model),
+            dtype=getattr(torch, name),
+            stop_tokens=model.stop_tokens,
         )
     elif to == "hf":
         write_huggingface(

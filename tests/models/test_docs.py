@@ -1,11 +1,13 @@
-"""docs/models.md says of every preset what the preset says of itself."""
+"""The documents' tables hold what there is: every preset, every model type."""
 
 from pathlib import Path
 
 from workhorse.models import Preset, presets
 from workhorse.models.describe import summary
+from workhorse.models.huggingface import MODEL_TYPES, family
 
-PAGE = Path(__file__).parents[2] / "docs" / "models.md"
+ROOT = Path(__file__).parents[2]
+PAGE = ROOT / "docs" / "models.md"
 
 
 def row(found: Preset) -> str:
@@ -38,3 +40,12 @@ def test_the_table_has_a_true_row_for_each_preset() -> None:
 def test_every_source_is_named() -> None:
     text = PAGE.read_text(encoding="utf-8")
     assert [found.source for found in presets().values() if found.source not in text] == []
+
+
+def test_every_model_type_is_measured() -> None:
+    """`make families` makes the page anew."""
+    lines = (ROOT / "docs" / "families.md").read_text(encoding="utf-8").splitlines()
+    measured = [line.split(" | ")[:2] for line in lines if line.startswith("| `")]
+    assert measured == [[f"| `{name}`", family(name).architecture] for name in MODEL_TYPES]
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert f"{len(MODEL_TYPES)} model types, each measured beside transformers" in readme

@@ -50,7 +50,8 @@ def read_qwen2_moe(hf: Fields) -> DecoderConfig:
         n_kv_heads=hf.optional("num_key_value_heads", int, 16),
         qkv_bias=hf.get("qkv_bias", True),
     )
-    limit = hf.get("max_window_layers", 28) if hf.get("use_sliding_window", False) else 0
+    limit = hf.get("max_window_layers", 28)
+    limit = limit if hf.get("use_sliding_window", False) else 0
     types = [SLIDING if n % 2 == 0 and n < limit else FULL for n in range(_depth(hf))]
     mixture = _mixture(hf, n_experts=hf.get("num_experts", 60), top_k=4, d_ff=1408).replace(
         shared=GatedMlpConfig(
@@ -63,6 +64,7 @@ def read_qwen2_moe(hf: Fields) -> DecoderConfig:
 
 def read_qwen3_moe(hf: Fields) -> DecoderConfig:
     """Qwen3 with a mixture, and a window in every layer where it has one."""
+    hf.ignore("max_window_layers")  # transformers has no use for it here
     heads = _normed_heads(hf, n_kv_heads=hf.get("num_key_value_heads", 4), head_dim=None)
     n_experts = hf.get("num_experts", hf.get("num_local_experts", 128))
     mixture = _mixture(hf, n_experts=n_experts, top_k=8, d_ff=768)

@@ -28,6 +28,7 @@ from workhorse.nn.positions import NoPositionConfig
 
 def read(hf: Fields) -> DecoderConfig:
     """LLaMA whose layers differ by rotation and window."""
+    hf.ignore("max_window_layers")  # the layers' kinds say it
     turning = _turning(hf)
     window = hf.optional("sliding_window", int)
     windowed = hf.get("use_sliding_window", False) and window is not None

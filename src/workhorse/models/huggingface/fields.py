@@ -24,7 +24,7 @@ SILENT = frozenset(
     early_stopping encoder_no_repeat_ngram_size eos_token_id exponential_decay_length_penalty
     finetuning_task forced_bos_token_id forced_eos_token_id gradient_checkpointing id2label
     initializer_range is_decoder is_encoder_decoder label2id length_penalty max_length
-    max_window_layers min_length model_type no_repeat_ngram_size num_beam_groups num_beams
+    min_length model_type no_repeat_ngram_size num_beam_groups num_beams
     num_return_sequences output_attentions output_hidden_states output_router_logits
     output_scores pad_token_id prefix pretraining_tp problem_type pruned_heads
     quantization_config remove_invalid_values repetition_penalty return_dict

@@ -56,7 +56,7 @@ format: $(INSTALLED)
 	.venv/bin/ruff check --fix .
 
 bench: $(INSTALLED)
-	.venv/bin/python -m benchmarks.shakespeare --data $(DATA) $(if $(NANOGPT),--nanogpt $(NANOGPT))
+	.venv/bin/python -m benchmarks --quick $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(DATA),--data $(DATA))
 
 families: $(INSTALLED)
 	OMP_NUM_THREADS=1 .venv/bin/python -m tests.parity.table --out docs/families.md

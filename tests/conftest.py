@@ -11,13 +11,25 @@ import pytest
 import torch
 import yaml
 
+from workhorse import native
 from workhorse.checkpoints import RunDirectory, weights_of
+from workhorse.native import training
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
 
 # The same examples on every run: a failure seen once is seen again.
 hypothesis.settings.register_profile("workhorse", deadline=None, derandomize=True)
 hypothesis.settings.load_profile("workhorse")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Compile the native operators, if that was never done here, before any test runs.
+
+    They would be made in the background otherwise and be there from some test on.
+    """
+    if not hasattr(config, "workerinput"):
+        native.load(wait=True)
+        training.why_not()
 
 
 @pytest.fixture(autouse=True)

@@ -65,6 +65,27 @@ def test_generate_from_a_text_or_from_tokens(model):
         loaded.generate("ab", n_samples=2)
 
 
+def test_a_draft_guesses_for_a_model_of_its_vocabulary(model):
+    loaded, draft = model(), model()
+    plain = loaded.generate("ab", temperature=0, max_new_tokens=9)
+    for call in (loaded.generate, lambda prompt, **o: loaded.generate_batch([prompt], **o)[0]):
+        guessed = call("ab", draft=draft, speculate=3, temperature=0, max_new_tokens=9)
+        assert guessed.tokens == plain.tokens
+        assert guessed.proposed > 0
+    deltas = loaded.stream("ab", draft=draft, speculate=3, temperature=0, max_new_tokens=9)
+    assert tuple(delta.token for delta in deltas) == plain.tokens
+    other = train_tokenizer(
+        BytesConfig(special=SpecialTokensConfig(bos=None, eos="<|end|>", pad=None, chat=())), []
+    )
+    stranger = Model("stranger", draft.decoder, other, trained=True)
+    with pytest.raises(WorkhorseError) as error:
+        loaded.generate("ab", draft=stranger, speculate=3)
+    assert str(error.value) == (
+        "the tokenizers of stranger and tiny have different vocabularies; choose a draft with the "
+        "model's own tokenizer"
+    )
+
+
 def test_typed_text_is_never_a_special_token(model):
     assert 257 not in model().encode("<|eos|>")
 

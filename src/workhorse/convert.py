@@ -76,7 +76,7 @@ def convert(
     if isinstance(source, Model):
         model = source
     else:
-        model = load(source, device="cpu", dtype=_held(dtype), tell=tell)
+        model = load(source, device="cpu", dtype=_held(dtype), as_stored=True, tell=tell)
     decoder = model.decoder
     held = str(decoder.embedding.tokens.weight.dtype).removeprefix("torch.")
     name = held if dtype == "auto" else dtype

@@ -1,6 +1,8 @@
-"""What a name of a device or a number format stands for on this machine."""
+"""What a name of a device or a number format stands for on this machine, and where its cache is."""
 
 import functools
+import os
+from pathlib import Path
 
 import torch
 
@@ -56,3 +58,9 @@ def _cpu_multiplies_bfloat16() -> bool:
         return False
     capabilities = torch.cpu.get_capabilities()
     return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+
+
+def cache_folder() -> Path:
+    """Where is kept what was made for this machine and can be made again: compiled programs."""
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "workhorse"

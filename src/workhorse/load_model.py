@@ -21,6 +21,7 @@ from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
 from workhorse.tokenizers import BytesConfig, Tokenizer, train_tokenizer
+from workhorse.transforms.inference import Quantization, prepare_for_inference
 
 
 @dataclass(frozen=True)
@@ -89,13 +90,19 @@ class Model:
         return tokens or ([] if self.start is None else [self.start])
 
     def generate(
-        self, prompt: str | Sequence[int], config: GenerationConfig | None = None, **options: Any
+        self,
+        prompt: str | Sequence[int],
+        config: GenerationConfig | None = None,
+        *,
+        draft: "Model | None" = None,
+        **options: Any,
     ) -> Completion:
         """Continue one prompt: a text, or token ids.
 
         Args:
             prompt: what to continue.
             config: how; or give `options`, the fields of `GenerationConfig`.
+            draft: a smaller model with the same tokenizer, to guess `speculate` tokens at a time.
             options: see `config`.
 
         Raises:
@@ -106,13 +113,14 @@ class Model:
             raise WorkhorseError(
                 f"n_samples={config.n_samples} gives several texts; use generate_batch([prompt])"
             )
-        return self.generate_batch([prompt], config)[0]
+        return self.generate_batch([prompt], config, draft=draft)[0]
 
     def generate_batch(
         self,
         prompts: Sequence[str | Sequence[int]],
         config: GenerationConfig | None = None,
         *,
+        draft: "Model | None" = None,
         batch_size: int = 32,
         **options: Any,
     ) -> list[Completion]:
@@ -122,6 +130,7 @@ class Model:
             [self._tokens(prompt) for prompt in prompts],
             self._config(config, options),
             tokenizer=self.tokenizer,
+            draft=self.guesser(draft),
             batch_size=batch_size,
         )
 
@@ -130,6 +139,7 @@ class Model:
         prompt: str | Sequence[int],
         config: GenerationConfig | None = None,
         *,
+        draft: "Model | None" = None,
         prefix: PrefixCache | None = None,
         **options: Any,
     ) -> Iterator[Delta]:
@@ -139,8 +149,25 @@ class Model:
             [self._tokens(prompt)],
             self._config(config, options),
             tokenizer=self.tokenizer,
+            draft=self.guesser(draft),
             prefix=prefix,
         )
+
+    def guesser(self, draft: "Model | None") -> Decoder | None:
+        """The decoder of a draft for this model.
+
+        Raises:
+            WorkhorseError: its tokenizer has another vocabulary.
+        """
+        if draft is None:
+            return None
+        ours, theirs = self.tokenizer, draft.tokenizer
+        if ours is not None and theirs is not None and ours.vocabulary != theirs.vocabulary:
+            raise WorkhorseError(
+                f"the tokenizers of {draft.name} and {self.name} have different vocabularies; "
+                "choose a draft with the model's own tokenizer"
+            )
+        return draft.decoder
 
     def _config(self, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
         """The request in full: a model with several tokens that end a text stops at each."""
@@ -162,9 +189,15 @@ def load(
     device: str = "auto",
     dtype: str = "auto",
     kernel: KernelName = "auto",
+    quantize: Quantization = "none",
+    compile: bool = False,
+    as_stored: bool = False,
     tell: Callable[[str], object] = warnings.warn,
 ) -> Model:
     """A model from disk or the Hugging Face hub, or a preset with random weights.
+
+    It is made ready to generate: linear layers and attention use native operators on a CPU that
+    has them, and the environment variable WORKHORSE_NATIVE=0 does without.
 
     Args:
         model: a run directory, a folder that `workhorse convert` wrote, a Hugging Face directory,
@@ -173,6 +206,10 @@ def load(
         dtype: a PyTorch floating-point type; `auto` is float32, and for a directory or id of
             Hugging Face the type that it was saved in.
         kernel: how attention is computed.
+        quantize: hold the weights of linear layers in 8 or 4 bits.
+        compile: decode by steps compiled as a whole. The first step on a machine then waits for
+            the compiler (tens of seconds), later ones for the program to be read (seconds).
+        as_stored: leave all modules as the config builds them: to write the model out, or to train.
         tell: called with what must not go unnoticed: that weights are random, or that something of
             a directory was not used.
 
@@ -187,12 +224,16 @@ def load(
     if path.is_file():
         raise WorkhorseError(f"{path} is a file; give the folder of the model it is part of")
     if path.is_dir() or is_hub_id(name):
-        return _stored(open_stored(model, tell), where, DTYPES[dtype], kernel, tell)
-    if name not in preset_names():
+        loaded = _stored(open_stored(model, tell), where, DTYPES[dtype], kernel, tell)
+    elif name in preset_names():
+        tell(f"{name} is a preset: its weights are random and its tokens are bytes")
+        loaded = _random(name, where, DTYPES[dtype] or torch.float32, kernel)
+    else:
         remedy = nearest(name, preset_names())
         raise WorkhorseError(f"there is no folder, hub id or preset {name!r}; {remedy}")
-    tell(f"{name} is a preset: its weights are random and its tokens are bytes")
-    return _random(name, where, DTYPES[dtype] or torch.float32, kernel)
+    if not as_stored:
+        prepare_for_inference(loaded.decoder, quantization=quantize, compile=compile)
+    return loaded
 
 
 DTYPES = {

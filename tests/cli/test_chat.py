@@ -32,6 +32,14 @@ def test_each_line_gets_a_reply(run_folder, capsys, piped):
     assert out == "".join(reply["text"] + "\n" for reply in replies)
 
 
+def test_a_draft_guesses_in_a_chat(run_folder, capsys, piped):
+    arguments = [str(run_folder), "--temperature", "0", "--max-new-tokens", "5"]
+    piped("ab\nc\n")
+    plain, _ = chat(capsys, *arguments)
+    piped("ab\nc\n")
+    assert chat(capsys, *arguments, "--speculate", "2", "--draft", str(run_folder))[0] == plain
+
+
 def test_reset_begins_anew(run_folder, capsys, piped):
     piped("ab\n/reset\nab\n")
     out, _ = chat(capsys, str(run_folder), "--seed", "1", "--max-new-tokens", "5", "--json")

@@ -58,6 +58,20 @@ def test_logprobs_and_beams_reach_the_result(run_folder, capsys):
     assert json.loads(generate(capsys, *arguments, "--beams", "2")[0])["score"] < 0
 
 
+def test_guesses_are_told_of_and_change_nothing(run_folder, capsys):
+    arguments = [str(run_folder), "--prompt", "abababab", "--temperature", "0", "--json"]
+    plain = json.loads(generate(capsys, *arguments, "--max-new-tokens", "12")[0])
+    assert "proposed" not in plain
+    for more in ([], ["--draft", str(run_folder)]):
+        speculating = [*arguments, "--max-new-tokens", "12", "--speculate", "3", *more]
+        result = json.loads(generate(capsys, *speculating)[0])
+        assert result["text"] == plain["text"]
+        assert 0 <= result["accepted"] <= result["proposed"]
+    assert result["accepted"] == result["proposed"] > 0  # a model guesses itself right
+    streamed, _ = generate(capsys, *[a for a in speculating if a != "--json"], "--stream")
+    assert streamed == plain["text"] + "\n"
+
+
 def test_bias_by_token_id(run_folder, capsys):
     arguments = [str(run_folder), "--prompt", "ab", "--max-new-tokens", "3", "--temperature", "0"]
     out, _ = generate(capsys, *arguments, "--logit-bias", "120=1e4", "--logit-bias", "97=-5")
@@ -107,9 +121,11 @@ def test_a_preset_says_that_its_weights_are_random(capsys, monkeypatch):
         (["--prompt", "-", "--prompt", "-"], "stdin can be read once only"),
         (["--prompt", "a", "--logprobs", "2"], "--logprobs are part of the --json result"),
         (["--prompt", "a", "--stream", "--json"], "--stream shows one text"),
+        (["--prompt", "a", "--draft", "."], "a draft guesses nothing with speculate=0"),
     ],
 )
 def test_wrong_usage_is_one_line(run_folder, capsys, arguments, message):
+    arguments = [str(run_folder) if argument == "." else argument for argument in arguments]
     assert main(["generate", str(run_folder), *arguments]) == 2
     out, err = capsys.readouterr()
     assert out == ""

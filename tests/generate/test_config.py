@@ -31,6 +31,7 @@ def test_round_trip():
         ("beams", 0, "beams=0 searches nothing; choose 1 (no search) or more"),
         ("stop", ("",), "stop holds an empty text, which ends everything; leave it out"),
         ("logprobs", -1, "logprobs=-1 is negative; choose 0 or more, or leave it out"),
+        ("speculate", -1, "speculate=-1 is negative; choose 0 (guess nothing) or more"),
         ("top_q", 1, "unknown key 'top_q'; did you mean 'top_p'?"),
     ],
 )
@@ -54,6 +55,7 @@ def test_temperature_must_be_finite(value):
         {"beams": 2, "stop": ("x",)},
         {"beams": 2, "repetition_penalty": 1.2},
         {"beams": 2, "n_samples": 2},
+        {"beams": 2, "speculate": 2},
         {"temperature": 0, "top_k": 5},
         {"temperature": 0, "n_samples": 2},
         {"length_penalty": 0.5},

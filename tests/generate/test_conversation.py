@@ -83,14 +83,56 @@ def test_a_turn_reads_only_what_is_new(decoder, tokenizer, read):
     assert len(tokens) == 8
 
 
+def test_a_reply_that_the_template_shows_otherwise_is_read_again_from_there(
+    decoder, tokenizer, read
+):
+    """As of models that think: the next prompt leaves the thoughts out."""
+    shortened = IM_TEMPLATE.replace("m.content", "m.content[:4]")
+    ascii_only = {token: -100.0 for token in range(tokenizer.vocab_size) if not 32 <= token < 127}
+    config = CONFIG.replace(logit_bias=ascii_only)
+    form = TemplateFormat(ChatTemplate(shortened), tokenizer)
+    conversation = Conversation(decoder, tokenizer, form, config)
+    say(conversation, "hell")
+    read.clear()
+    second, _ = say(conversation, "agai")
+    after = len(tokenizer.encode("\nuser\nagai\nassistant\n")) + 4  # and four control tokens
+    assert len(read[0]) == after
+    expected = generate(
+        decoder,
+        [form.encode(conversation.messages[:-1])],
+        config.replace(stop_tokens=form.stop_tokens),
+        tokenizer=tokenizer,
+    )[0]
+    assert second == expected.text
+
+
+def test_a_draft_changes_no_reply(decoder, tokenizer):
+    form, config = (
+        TemplateFormat(ChatTemplate(), tokenizer),
+        CONFIG.replace(temperature=0, seed=None),
+    )
+    plain = Conversation(decoder, tokenizer, form, config)
+    for draft in (None, decoder):
+        guessing = Conversation(decoder, tokenizer, form, config.replace(speculate=3), draft=draft)
+        for text in ("hello", "again"):
+            say(guessing, text)
+            if len(plain.messages) < len(guessing.messages):
+                say(plain, text)
+        assert guessing.messages == plain.messages
+
+
 def test_the_oldest_exchanges_are_forgotten_and_the_system_message_stays(decoder, tokenizer, read):
     form = TemplateFormat(ChatTemplate(), tokenizer)
     conversation = Conversation(decoder, tokenizer, form, CONFIG, system="S")
     for _ in range(6):
         say(conversation, "x" * 40)
     assert len(conversation.messages) == 13
-    beginnings = [tokens[:2] for tokens in read if len(tokens) > 40 + 8]
-    assert beginnings[-1] == [tokenizer.special_tokens["<|system|>"], ord("S")]
+    system = {"role": "system", "content": "S"}
+    # Six exchanges of 48 characters do not fit 128 tokens, the last one and what it answers do.
+    messages = [system, *conversation.messages[-4:-1]]
+    config = CONFIG.replace(stop_tokens=form.stop_tokens)
+    expected = generate(decoder, [form.encode(messages)], config, tokenizer=tokenizer)[0]
+    assert conversation.messages[-1]["content"] == expected.text
     assert max(len(tokens) for tokens in read) <= 128
     with pytest.raises(WorkhorseError, match=r"the prompt has .* tokens and the context is 128"):
         say(conversation, "x" * 200)

@@ -308,6 +308,25 @@ def test_a_conversation_reads_only_what_is_new(make_decoder, consumed):
     assert list(other.tokens) == naive(decoder, another, config, seed=1)
 
 
+@pytest.mark.parametrize("attention", [{}, {"window": 4}, {"position": {"kind": "alibi"}}])
+def test_a_conversation_is_read_again_from_where_it_changed(make_decoder, consumed, attention):
+    decoder = make_decoder(max_seq_len=40, **attention)
+    config = GenerationConfig(seed=1, max_new_tokens=4)
+    prefix = PrefixCache()
+    generate(decoder, [[1, 2, 3, 4, 5, 6, 7, 8]], config, prefix=prefix)
+    shapes = consumed(decoder)
+    for prompt, read, read_by_a_window in (
+        ([1, 2, 3, 4, 5, 9, 9], 2, 7),  # a window has moved on, and all is read again
+        ([1, 2, 3, 4], 1, 4),  # a shorter one: the last token's logits are wanted
+        ([9, 2, 3, 4], 4, 4),
+    ):
+        expected = naive(decoder, prompt, config, seed=1)
+        shapes.clear()
+        result = generate(decoder, [prompt], config, prefix=prefix)[0]
+        assert list(result.tokens) == expected
+        assert shapes[0] == (1, read_by_a_window if "window" in attention else read)
+
+
 def test_the_text_goes_on_from_its_prompt(make_decoder, letters):
     """So that a space before its first word is kept, and a character begun there is completed."""
     tokenizer = letters()

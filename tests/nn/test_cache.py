@@ -201,6 +201,53 @@ def test_past_the_original_length_cached_keys_keep_their_angles() -> None:
             assert error(cached, decoder(tokens)) > TOLERANCE
 
 
+@every_causal_config
+@torch.no_grad()
+def test_forgotten_tokens_leave_nothing_behind(config: DecoderConfig) -> None:
+    """Rows take back different numbers of tokens, go on otherwise, and do so again."""
+    decoder = make(config)
+    seq = seq_of(config)
+    tokens, others = random_tokens(config, 2, seq), random_tokens(config, 2, seq)
+    others[:, :-4] = tokens[:, :-4]
+    others[:, -4:] = (others[:, -4:] + 1) % config.vocab_size
+    cache = decoder.new_cache(2, SEQ, slack=4)
+    for kept in ([seq - 4, seq - 4], [seq - 4, seq - 2]):  # alike, then ragged
+        decoder(others[:, cache.length :], cache=cache)
+        cache.truncate([seq - 4, seq - 4])
+        decoder(tokens[:, seq - 4 : -1], cache=cache)
+        cache.truncate(kept)
+        assert (cache.length, cache.lengths.tolist()) == (max(kept), kept)
+        following = torch.stack([row[at : at + 2] for row, at in zip(tokens, kept, strict=True)])
+        logits = decoder(following, cache=cache)
+        for row, length in enumerate(kept):
+            alone = decoder(tokens[row : row + 1, : length + 2])[:, -2:]
+            assert error(logits[row : row + 1], alone) <= TOLERANCE, (row, kept)
+        cache.truncate([seq - 4, seq - 4])
+
+
+@pytest.mark.parametrize("slack", [0, 3])
+@torch.no_grad()
+def test_a_window_goes_back_by_its_slack_and_no_further(slack: int) -> None:
+    config = windowed(window=4)
+    decoder = make(config)
+    tokens = random_tokens(config, 1, 30)
+    cache = decoder.new_cache(1, 30, slack=slack)
+    decoder(tokens[:, :3], cache=cache)
+    cache.truncate([1])  # nothing was overwritten yet
+    decoder(tokens[:, 1:20], cache=cache)
+    least = 20 - slack - 1  # one more than asked for: a token sees one less than the window holds
+    with pytest.raises(WorkhorseError, match=r"^a window has moved past what it saw after \d+ tok"):
+        cache.truncate([least - 1])
+    assert cache.length == 20  # and nothing happened
+    cache.truncate([least])
+    logits = decoder(tokens[:, least:], cache=cache)
+    assert error(logits, decoder(tokens)[:, least:]) <= TOLERANCE
+    assert [entry.k.shape[2] for entry in cache.entries] == [4 + slack + 1, 31]
+    cache.truncate([0])
+    again = decoder(tokens[:, :4], cache=cache)
+    assert error(again, decoder(tokens[:, :4])) <= TOLERANCE
+
+
 def test_more_tokens_than_there_is_room_for() -> None:
     decoder = windowed(window=4).build()
     cache = decoder.new_cache(1, 6)

@@ -101,6 +101,25 @@ def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(
     assert optimizers[0] == optimizers[1]
 
 
+def test_a_bfloat16_run_saves_float32_weights_and_resumes_bit_for_bit(
+    make_recipe, tmp_path: Path
+) -> None:
+    recipe = make_recipe(dtype="bfloat16", eval_every=4, keep=3, micro_batch_size=2)
+    train(recipe, tmp_path / "whole")
+    saved = weights(tmp_path / "whole", 12)
+    assert {tensor.dtype for tensor in saved.values()} == {torch.float32}
+    assert any(not torch.equal(tensor, tensor.bfloat16().float()) for tensor in saved.values())
+    shutil.copytree(tmp_path / "whole", tmp_path / "resumed")
+    shutil.rmtree(tmp_path / "resumed/checkpoints/step-00000012")
+    train(recipe, tmp_path / "resumed", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "resumed")
+    optimizers = [
+        (tmp_path / out / "checkpoints/step-00000012/optimizer.safetensors").read_bytes()
+        for out in ("whole", "resumed")
+    ]
+    assert optimizers[0] == optimizers[1]
+
+
 def test_validation_and_samples_change_nothing(make_recipe, tmp_path: Path) -> None:
     train(make_recipe(), tmp_path / "plain")
     samples = {"every": 2, "prompts": ["1", ""], "max_new_tokens": 3}

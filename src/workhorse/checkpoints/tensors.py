@@ -14,7 +14,9 @@ def empty_decoder(
     config: DecoderConfig, kernel: KernelName, device: torch.device | str, dtype: torch.dtype
 ) -> Decoder:
     """A decoder whose weights are allocated and hold nothing yet."""
-    decoder = config.build(kernel, device="meta", dtype=dtype).to_empty(device=device)
+    decoder = config.build(kernel, device="meta", dtype=dtype)
+    # As `to_empty`, but that asks for strides and imports PyTorch's compiler for it: half a second.
+    decoder._apply(lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device=device))
     decoder.tie_weights()  # moving from meta parts what was shared
     return decoder
 

@@ -7,31 +7,31 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from workhorse.cli.loading import model_options, open_model
+from workhorse.cli.loading import Running, compile_option, model_options, open_model
 from workhorse.cli.options import json_option
 from workhorse.cli.output import print_result
-from workhorse.cli.sampling import generation_config, sampling_options
+from workhorse.cli.sampling import draft_options, generation_config, sampling_options
 from workhorse.errors import WorkhorseError
 
 if TYPE_CHECKING:
     from workhorse.generate.conversation import ChatFormat, Conversation
     from workhorse.load_model import Model
-    from workhorse.nn.kernels import KernelName
 
 
 @click.command("chat")
 @model_options
 @click.option("--system", default="", metavar="TEXT", help="What the model is told beforehand.")
 @sampling_options
+@draft_options
+@compile_option
 @json_option
 def command(
     *,
     model: str,
-    device: str,
-    dtype: str,
-    threads: int,
-    kernel: "KernelName",
+    running: Running,
+    compiled: bool,
     system: str,
+    draft: str | None,
     as_json: bool,
     **options: Any,
 ) -> None:
@@ -43,11 +43,14 @@ def command(
     from workhorse.generate.conversation import Conversation
 
     config = generation_config(**options)
-    loaded = open_model(model, device=device, dtype=dtype, threads=threads, kernel=kernel)
+    loaded = open_model(model, running, compiled=compiled)
+    guesser = None
+    if draft is not None:
+        guesser = loaded.guesser(open_model(draft, running, compiled=compiled))
     form = _format(loaded)
 
     def begin() -> Conversation:
-        return Conversation(loaded.decoder, loaded.text, form, config, system=system)
+        return Conversation(loaded.decoder, loaded.text, form, config, system=system, draft=guesser)
 
     conversation = begin()
     for line in _lines():

@@ -7,14 +7,13 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from workhorse.cli.loading import model_options, open_model
+from workhorse.cli.loading import Running, model_options, open_model
 from workhorse.cli.options import json_option
 from workhorse.cli.output import print_result, progress
 
 if TYPE_CHECKING:
     from workhorse.data import Document
     from workhorse.load_model import Model
-    from workhorse.nn.kernels import KernelName
 
 OF_TEXT = ("data", "stride", "compare_gzip")
 OF_TASKS = ("include_path", "fewshot", "limit", "apply_chat_template")
@@ -76,10 +75,7 @@ PER_TASK = ("versions", "n-shot")
 def command(
     *,
     model: str,
-    device: str,
-    dtype: str,
-    threads: int,
-    kernel: "KernelName",
+    running: Running,
     as_json: bool,
     batch_size: int | None,
     tasks: str | None,
@@ -91,7 +87,7 @@ def command(
     weights). Of text it gives loss, perplexity and bits per byte, every token predicted once.
     """
     _check_pairs(options, tasks is not None)
-    opened = partial(open_model, model, device=device, dtype=dtype, threads=threads, kernel=kernel)
+    opened = partial(open_model, model, running)
     of_tasks = {name: options[name] for name in OF_TASKS}
     of_text = {name: options[name] for name in OF_TEXT}
     if tasks is not None:

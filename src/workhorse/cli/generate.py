@@ -7,15 +7,14 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from workhorse.cli.loading import model_options, open_model
+from workhorse.cli.loading import Running, compile_option, model_options, open_model
 from workhorse.cli.options import json_option
 from workhorse.cli.output import print_result
-from workhorse.cli.sampling import generation_config, sampling_options
+from workhorse.cli.sampling import draft_options, generation_config, sampling_options
 
 if TYPE_CHECKING:
     from workhorse.generate import Completion, GenerationConfig
     from workhorse.load_model import Model
-    from workhorse.nn.kernels import KernelName
 
 SHOWN_PROMPT = 40
 """Characters of a prompt in a heading."""
@@ -31,6 +30,8 @@ SHOWN_PROMPT = 40
     help="What to continue; - reads it from stdin. Repeatable.",
 )
 @sampling_options
+@draft_options
+@compile_option
 @click.option("--samples", "n_samples", type=int, help="Texts per prompt.  [default: 1]")
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end of a text.")
 @click.option("--logprobs", type=int, help="With --json: of each token and the n likeliest.")
@@ -45,11 +46,10 @@ SHOWN_PROMPT = 40
 def command(
     *,
     model: str,
-    device: str,
-    dtype: str,
-    threads: int,
-    kernel: "KernelName",
+    running: Running,
+    compiled: bool,
     prompts: tuple[str, ...],
+    draft: str | None,
     ignore_eos: bool,
     batch_size: int,
     as_stream: bool,
@@ -66,12 +66,15 @@ def command(
         raise click.UsageError("--stream shows one text; leave out --json, --samples, more prompts")
     config = generation_config(**options, stop_tokens=() if ignore_eos else None)
     texts = _read(prompts)
-    loaded = open_model(model, device=device, dtype=dtype, threads=threads, kernel=kernel)
+    loaded = open_model(model, running, compiled=compiled)
+    guesser = None
+    if draft is not None:
+        guesser = open_model(draft, running, compiled=compiled)
     if as_stream:
-        _stream(loaded, texts[0], config)
+        _stream(loaded, texts[0], config, guesser)
         return
     started = time.perf_counter()
-    completions = loaded.generate_batch(texts, config, batch_size=batch_size)
+    completions = loaded.generate_batch(texts, config, draft=guesser, batch_size=batch_size)
     seconds = time.perf_counter() - started
     _explain([(c.finish_reason, len(c.tokens)) for c in completions], seconds, config)
     result = _result(completions, texts, seconds, config)
@@ -86,10 +89,10 @@ def _read(prompts: tuple[str, ...]) -> list[str]:
     return [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompts]
 
 
-def _stream(model: "Model", prompt: str, config: "GenerationConfig") -> None:
+def _stream(model: "Model", prompt: str, config: "GenerationConfig", draft: "Model | None") -> None:
     started = time.perf_counter()
     reason, tokens = "", 0
-    for delta in model.stream(prompt, config):
+    for delta in model.stream(prompt, config, draft=draft):
         print(delta.text, end="", flush=True)
         reason, tokens = delta.finish_reason or "", tokens + 1
     print()
@@ -123,12 +126,20 @@ def _result(
             "seed": completion.seed,
             "score": completion.score,
             "logprobs": _logprobs(completion),
+            **_guessed(completion),
         }
         for index, completion in enumerate(completions)
     ]
     tokens = sum(len(completion.tokens) for completion in completions)
     totals = {"tokens": tokens, "tokens_per_second": tokens / seconds}
     return {**(listed[0] if len(listed) == 1 else {}), **totals, "completions": listed}
+
+
+def _guessed(completion: "Completion") -> dict[str, int | None]:
+    """How well speculative decoding went."""
+    if completion.proposed is None:
+        return {}
+    return {"proposed": completion.proposed, "accepted": completion.accepted}
 
 
 def _logprobs(completion: "Completion") -> list[dict[str, Any]] | None:

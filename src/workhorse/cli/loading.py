@@ -1,6 +1,8 @@
 """How verbs take a MODEL: the argument, the flags beside it, and loading it."""
 
+import functools
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -11,38 +13,77 @@ from workhorse.cli.output import warn
 if TYPE_CHECKING:
     from workhorse.load_model import Model
     from workhorse.nn.kernels import KernelName
+    from workhorse.transforms.inference import Quantization
+
+
+@dataclass(frozen=True)
+class Running:
+    """How a model runs: the flags of `model_options`."""
+
+    device: str
+    dtype: str
+    threads: int
+    kernel: "KernelName"
+    quantize: "Quantization"
 
 
 def model_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     """The argument MODEL and the flags of every verb that runs one.
 
-    The parameters are `model: str`, `kernel: KernelName`, and those of `runtime_options`: what
-    `open_model` takes.
+    The parameters are `model: str` and `running: Running`, which `open_model` takes.
     """
-    verb = click.option(
-        "--kernel",
-        type=click.Choice(["auto", "eager", "sdpa", "flex"]),
-        default="auto",
-        show_default=True,
-        help="How attention is computed.",
-    )(verb)
-    return click.argument("model")(runtime_options(verb))
+
+    @functools.wraps(verb)
+    def gathered(**options: Any) -> Any:
+        names = Running.__dataclass_fields__
+        running = Running(**{name: options.pop(name) for name in names})
+        return verb(running=running, **options)
+
+    options: tuple[Callable[..., Any], ...] = (
+        click.option(
+            "--quantize",
+            type=click.Choice(["none", "int8", "int4"]),
+            default="none",
+            show_default=True,
+            help="Hold the weights of linear layers in 8 or 4 bits.",
+        ),
+        click.option(
+            "--kernel",
+            type=click.Choice(["auto", "eager", "sdpa", "flex"]),
+            default="auto",
+            show_default=True,
+            help="How attention is computed.",
+        ),
+        runtime_options,
+        click.argument("model"),
+    )
+    return functools.reduce(lambda command, option: option(command), options, gathered)
 
 
-def open_model(
-    model: str, *, device: str, dtype: str, threads: int, kernel: "KernelName"
-) -> "Model":
+compile_option = click.option(
+    "--compile",
+    "compiled",
+    is_flag=True,
+    help="Decode by compiled steps. The first time on a machine waits for the compiler (tens of"
+    " seconds), later ones for the program to be read (seconds).",
+)
+"""For verbs that decode; the parameter is `compiled`."""
+
+
+def open_model(model: str, running: Running, *, compiled: bool = False) -> "Model":
     """Load MODEL as the flags say; random weights are announced on stderr."""
     import torch
 
     from workhorse.load_model import load
 
-    if threads:
-        torch.set_num_threads(threads)
+    if running.threads:
+        torch.set_num_threads(running.threads)
     return load(
         model,
-        device=device,
-        dtype=dtype,
-        kernel=kernel,
+        device=running.device,
+        dtype=running.dtype,
+        kernel=running.kernel,
+        quantize=running.quantize,
+        compile=compiled,
         tell=warn,
     )

@@ -50,6 +50,13 @@ _FLAGS = (
     click.option("--seed", type=int, help="The same seed gives the same text."),
     click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. Repeatable."),
     click.option(
+        "--speculate",
+        type=int,
+        metavar="N",
+        help="Guess N tokens at a time from the text so far, or by --draft, and check them at once."
+        " Faster where guesses hold; the text stays what it would be.",
+    ),
+    click.option(
         "--truncate",
         type=click.Choice(["refuse", "left"]),
         help="When the context is full: refuse or end, or forget the oldest tokens."
@@ -63,6 +70,15 @@ def sampling_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     for option in reversed(_FLAGS):
         verb = option(verb)
     return verb
+
+
+def draft_options(verb: Callable[..., Any]) -> Callable[..., Any]:
+    """Adds `--draft`; its parameter is `draft: str | None`, a MODEL."""
+    return click.option(
+        "--draft",
+        metavar="MODEL",
+        help="With --speculate: a smaller model of the same vocabulary that guesses.",
+    )(verb)
 
 
 def generation_config(**options: Any) -> "GenerationConfig":

@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
@@ -24,24 +24,33 @@ BLOCK_PIECES = 4096
 
 BLOCKS_AT_ONCE = 2
 
+Stream = TypeVar("Stream")
+
 
 def encoded(
-    documents: Iterable[Document], tokenizer: "Tokenizer", *, bos: bool, eos: bool, dtype: str
-) -> Iterator[tuple[Document, np.ndarray]]:
+    documents: Iterable[tuple[Stream, Document]],
+    tokenizer: "Tokenizer",
+    *,
+    bos: bool,
+    eos: bool,
+    dtype: str,
+) -> Iterator[tuple[Stream, Document, np.ndarray]]:
     """Each document, or piece of one, with its tokens as `dtype`.
 
     Args:
-        documents: read as far ahead as `BLOCKS_AT_ONCE` blocks.
+        documents: each with what it belongs to, which is passed on; read as far ahead as
+            `BLOCKS_AT_ONCE` blocks. A block may hold documents of several streams, so that no core
+            waits where one ends.
         tokenizer: its ids must fit into `dtype`.
         bos: begin each document with the tokenizer's bos token.
         eos: end each document with the tokenizer's eos token.
         dtype: of NumPy, an unsigned integer.
     """
 
-    def encode(block: list[Document]) -> list[np.ndarray]:
-        ids = tokenizer.encode_batch([document.text for document in block])
+    def encode(block: list[tuple[Stream, Document]]) -> list[np.ndarray]:
+        ids = tokenizer.encode_batch([document.text for _, document in block])
         arrays = []
-        for document, tokens in zip(block, ids, strict=True):
+        for (_, document), tokens in zip(block, ids, strict=True):
             before = [tokenizer.bos_id] if bos and document.begins else []
             after = [tokenizer.eos_id] if eos and document.ends else []
             arrays.append(np.array([*before, *tokens, *after], dtype=dtype))
@@ -49,7 +58,7 @@ def encoded(
 
     blocks = _blocks(documents)
     with ThreadPoolExecutor(BLOCKS_AT_ONCE, thread_name_prefix="encode") as pool:
-        waiting: deque[tuple[list[Document], Future[list[np.ndarray]]]] = deque()
+        waiting: deque[tuple[list[tuple[Stream, Document]], Future[list[np.ndarray]]]] = deque()
         try:
             while True:
                 for block in islice(blocks, BLOCKS_AT_ONCE - len(waiting)):
@@ -57,17 +66,20 @@ def encoded(
                 if not waiting:
                     return
                 block, arrays = waiting.popleft()
-                yield from zip(block, arrays.result(), strict=True)
+                for (stream, document), tokens in zip(block, arrays.result(), strict=True):
+                    yield stream, document, tokens
         finally:
             for _, arrays in waiting:
                 arrays.cancel()
 
 
-def _blocks(documents: Iterable[Document]) -> Iterator[list[Document]]:
-    block: list[Document] = []
+def _blocks(
+    documents: Iterable[tuple[Stream, Document]],
+) -> Iterator[list[tuple[Stream, Document]]]:
+    block: list[tuple[Stream, Document]] = []
     characters = 0
-    for document in documents:
-        block.append(document)
+    for stream, document in documents:
+        block.append((stream, document))
         characters += len(document.text)
         if characters >= BLOCK_CHARS or len(block) >= BLOCK_PIECES:
             yield block

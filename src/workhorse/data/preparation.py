@@ -10,14 +10,14 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterator
-from itertools import islice
+from collections.abc import Iterable, Iterator
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
-from workhorse.data.config import DataConfig, SourceConfig
+from workhorse.data.config import DataConfig
 from workhorse.data.dataset import ENDS, TOKENS, Dataset, check_sums, open_dataset, open_shard
 from workhorse.data.documents import Document, SplitName, read_documents
 from workhorse.data.encode import encoded
@@ -36,6 +36,9 @@ if TYPE_CHECKING:
 
 SPLITS: tuple[SplitName, ...] = ("validation", "train")
 """The small one first: if it is empty, the long work need not be done to find out."""
+
+StreamKey = tuple[SplitName, str]
+"""A split of a source, by the names of both."""
 
 SHARD_TOKENS = 1 << 25
 """Tokens after which a shard ends: 64 MiB of 16-bit tokens."""
@@ -95,51 +98,75 @@ class _Build:
         self.done = self.reported = 0
 
     def run(self) -> None:
-        for split in SPLITS:
-            for name, source in self.config.sources.items():
-                if split == "train" or source.has_validation:
-                    self._fill(split, name, source)
+        wanted: list[StreamKey] = [
+            (split, name)
+            for split in SPLITS
+            for name, source in self.config.sources.items()
+            if split == "train" or source.has_validation
+        ]
+        self.done = sum(self._stream(*key).bytes for key in wanted)
+        tokens = encoded(
+            self._documents([key for key in wanted if not self._stream(*key).complete]),
+            self.tokenizer,
+            bos=self.config.bos,
+            eos=self.config.eos,
+            dtype=self.manifest.dtype,
+        )
+        for key, documents in groupby(tokens, key=lambda item: item[0]):
+            self._fill(*key, documents)
+            self._finish(*key)
+        for key in wanted:  # those whose last shard was written before the build was killed
+            self._finish(*key)
         if describe_sources(self.config) != self.manifest.sources:
             raise WorkhorseError("a source changed while it was read; prepare it again")
         self.manifest = self.manifest.replace(complete=True)
         self.manifest.save(self.home)
         self.progress(self.done, self.done)
 
-    def _fill(self, split: SplitName, name: str, source: SourceConfig) -> None:
-        stream = getattr(self.manifest, split).get(name, StreamConfig())
-        self.done += stream.bytes
-        if stream.complete:
-            return
-        done_before = sum(shard.pieces for shard in stream.shards)
-        documents = islice(read_documents(source, split), done_before, None)
+    def _documents(self, wanted: Iterable[StreamKey]) -> Iterator[tuple[StreamKey, Document]]:
+        """What is still to be encoded, stream after stream."""
+        for split, name in wanted:
+            source, stream = self.config.sources[name], self._stream(split, name)
+            done_before = sum(shard.pieces for shard in stream.shards)
+            documents = islice(read_documents(source, split), done_before, None)
+            first = next(documents, None)
+            if first is None and not stream.tokens:  # said before the streams after it are read
+                raise WorkhorseError(why_empty(source, split))
+            for document in chain([first] if first else [], documents):
+                yield (split, name), document
+
+    def _fill(
+        self,
+        split: SplitName,
+        name: str,
+        documents: Iterable[tuple[StreamKey, Document, np.ndarray]],
+    ) -> None:
         buffer = _ShardBuffer()
-        for document, tokens in encoded(
-            documents,
-            self.tokenizer,
-            bos=self.config.bos,
-            eos=self.config.eos,
-            dtype=self.manifest.dtype,
-        ):
+        for _, document, tokens in documents:
             self.done += buffer.add(document, tokens)
             if self.done - self.reported >= REPORT_BYTES:
                 self.progress(self.done, self.total)
                 self.reported = self.done
             if buffer.n_tokens >= SHARD_TOKENS:
-                stream = self._write(split, name, stream, buffer)
+                self._write(split, name, buffer)
                 buffer = _ShardBuffer()
         if buffer.n_tokens:
-            stream = self._write(split, name, stream, buffer)
-        if not stream.tokens:
-            raise WorkhorseError(why_empty(source, split))
-        self._record(split, name, stream.replace(complete=True))
+            self._write(split, name, buffer)
 
-    def _write(
-        self, split: SplitName, name: str, stream: StreamConfig, buffer: "_ShardBuffer"
-    ) -> StreamConfig:
+    def _finish(self, split: SplitName, name: str) -> None:
+        stream = self._stream(split, name)
+        if not stream.tokens:
+            raise WorkhorseError(why_empty(self.config.sources[name], split))
+        if not stream.complete:
+            self._record(split, name, stream.replace(complete=True))
+
+    def _stream(self, split: SplitName, name: str) -> StreamConfig:
+        return getattr(self.manifest, split).get(name, StreamConfig())
+
+    def _write(self, split: SplitName, name: str, buffer: "_ShardBuffer") -> None:
+        stream = self._stream(split, name)
         shard = buffer.write(self.home, f"{split}-{name}-{len(stream.shards):05d}")
-        stream = stream.replace(shards=[*stream.shards, shard])
-        self._record(split, name, stream)
-        return stream
+        self._record(split, name, stream.replace(shards=[*stream.shards, shard]))
 
     def _record(self, split: SplitName, name: str, stream: StreamConfig) -> None:
         streams = {**getattr(self.manifest, split), name: stream}

@@ -19,7 +19,7 @@ from workhorse.generate.batch import RowBatch
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.requests import TextOfTokens, check_prompts, stop_tokens, usable_vocab
 from workhorse.generate.result import Completion
-from workhorse.generate.samplers import below, logit_bias
+from workhorse.generate.samplers import all_finite, below, logit_bias
 from workhorse.generate.text import TextStream
 from workhorse.nn import Decoder
 
@@ -136,7 +136,7 @@ class _Search:
 @torch.no_grad()
 def _log_probabilities(logits: Tensor, vocab: int, config: GenerationConfig) -> Tensor:
     """Of the next token in float64, so that long sums stay exact."""
-    if not bool(logits.isfinite().all()):
+    if not all_finite(logits):
         raise WorkhorseError("the model's logits are not finite numbers; its weights are damaged")
     logits = below(logits.double(), vocab)
     if config.logit_bias:

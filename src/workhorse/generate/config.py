@@ -46,6 +46,9 @@ class GenerationConfig(Config):
     truncate: Literal["refuse", "left"] = "refuse"
     """When the context is full: refuse a longer prompt and end the text there, or forget the
     oldest tokens and go on."""
+    speculate: int = 0
+    """Tokens guessed at a time, by a draft model or from the text itself, for one pass of the model
+    to check; it changes the speed. 0 guesses none."""
     beams: int = 1
     """Hypotheses kept by beam search; 1 is no search."""
     length_penalty: float = 1.0
@@ -90,6 +93,10 @@ class GenerationConfig(Config):
             f"logprobs={self.logprobs} is negative; choose 0 or more, or leave it out",
         )
         _require(
+            self.speculate >= 0,
+            f"speculate={self.speculate} is negative; choose 0 (guess nothing) or more",
+        )
+        _require(
             self.beams >= 1, f"beams={self.beams} searches nothing; choose 1 (no search) or more"
         )
         return self
@@ -132,6 +139,7 @@ _NOT_IN_BEAM_SEARCH = (
     "n_samples",
     "stop",
     "logprobs",
+    "speculate",
 )
 
 

@@ -73,9 +73,10 @@ class TranscriptFormat:
 class Conversation:
     """A chat with one model.
 
-    A turn reads only what is new, as long as the text of the reply before encodes to the tokens
-    that were generated (else everything is read again). When the context is full, the oldest
-    exchanges are forgotten; the system message stays.
+    A turn reads only what follows the tokens it shares with the turn before: where a template shows
+    earlier replies otherwise, or their text encodes to other tokens than were generated, it reads
+    from there on. When the context is full, the oldest exchanges are forgotten; the system message
+    stays.
 
     Args:
         decoder: the model.
@@ -84,6 +85,7 @@ class Conversation:
         config: how replies are chosen; its `stop` is added to the format's, and its `stop_tokens`,
             if given, replace the format's.
         system: the system message, if any.
+        draft: guesses tokens, see `workhorse.generate.generate`.
 
     Attributes:
         messages: all of them so far, also those the model no longer sees.
@@ -97,8 +99,10 @@ class Conversation:
         config: GenerationConfig,
         *,
         system: str = "",
+        draft: Decoder | None = None,
     ) -> None:
         self._decoder = decoder
+        self._draft = draft
         self._tokenizer = tokenizer
         self._format = format
         stop_tokens = format.stop_tokens if config.stop_tokens is None else config.stop_tokens
@@ -120,6 +124,7 @@ class Conversation:
             [self._prompt([*self.messages, asked])],
             self._config,
             tokenizer=self._tokenizer,
+            draft=self._draft,
             prefix=self._prefix,
         )
         answer = ""

@@ -2,14 +2,14 @@
 
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 
 from workhorse.errors import WorkhorseError
 from workhorse.generate.batch import PrefixCache
 from workhorse.generate.beam import beam_search
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.loop import decode
-from workhorse.generate.requests import TextOfTokens, check_prompts
+from workhorse.generate.requests import TextOfTokens, check_draft, check_prompts
 from workhorse.generate.result import Completion, Delta
 from workhorse.nn import Decoder
 
@@ -20,6 +20,7 @@ def generate(
     config: GenerationConfig | None = None,
     *,
     tokenizer: TextOfTokens | None = None,
+    draft: Decoder | None = None,
     batch_size: int = 32,
     prefix: PrefixCache | None = None,
 ) -> list[Completion]:
@@ -31,6 +32,8 @@ def generate(
         config: how; the defaults of `GenerationConfig` if left out.
         tokenizer: gives the text, the eos, and how many ids are in use; without one there is no
             text and only `config.stop_tokens` end it.
+        draft: a smaller decoder of the same vocabulary, which guesses `config.speculate` tokens at
+            a time; without one they are looked up in the text.
         batch_size: rows decoded together at most; it changes speed and memory, not the text.
         prefix: the cache of one conversation, for a single row.
 
@@ -38,9 +41,10 @@ def generate(
         The completions in the order of the prompts, the samples of a prompt side by side.
 
     Raises:
-        WorkhorseError: see `check_prompts`; or logits that are not finite.
+        WorkhorseError: see `check_prompts` and `check_draft`; or logits that are not finite.
     """
     config = config or GenerationConfig()
+    check_draft(decoder, draft, config, tokenizer)
     if config.beams > 1:
         found: list[Completion] = []
         with evaluation_mode(decoder):
@@ -56,6 +60,7 @@ def generate(
         prompts,
         config,
         tokenizer=tokenizer,
+        draft=draft,
         batch_size=batch_size,
         prefix=prefix,
         seed=seed,
@@ -67,6 +72,7 @@ def generate(
             deltas,
             prompt_tokens=len(prompts[index // config.n_samples]),
             seed=seed + index % config.n_samples if config.samples else None,
+            speculated=config.speculate > 0,
         )
         for index, deltas in enumerate(results)
     ]
@@ -78,6 +84,7 @@ def stream(
     config: GenerationConfig | None = None,
     *,
     tokenizer: TextOfTokens | None = None,
+    draft: Decoder | None = None,
     batch_size: int = 32,
     prefix: PrefixCache | None = None,
 ) -> Iterator[Delta]:
@@ -94,11 +101,13 @@ def stream(
             f"beams={config.beams} knows its text at the end only; use generate, or leave beams out"
         )
     check_prompts(decoder, prompts, config, tokenizer)
+    check_draft(decoder, draft, config, tokenizer)
     return _deltas(
         decoder,
         prompts,
         config,
         tokenizer=tokenizer,
+        draft=draft,
         batch_size=batch_size,
         prefix=prefix,
         seed=_seed(config),
@@ -111,6 +120,7 @@ def _deltas(
     config: GenerationConfig,
     *,
     tokenizer: TextOfTokens | None,
+    draft: Decoder | None,
     batch_size: int,
     prefix: PrefixCache | None,
     seed: int,
@@ -118,15 +128,24 @@ def _deltas(
     prompts = check_prompts(decoder, prompts, config, tokenizer)
     assert prefix is None or len(prompts) * config.n_samples == 1, "one conversation, one row"
     first = 0
-    with evaluation_mode(decoder):
+    with evaluation_mode(decoder), evaluation_mode(draft) if draft else nullcontext():
         for some in _slices(prompts, batch_size // config.n_samples):
             yield from decode(
-                decoder, some, config, tokenizer, seed=seed, first=first, prefix=prefix
+                decoder,
+                some,
+                config,
+                tokenizer,
+                draft=draft,
+                seed=seed,
+                first=first,
+                prefix=prefix,
             )
             first += len(some) * config.n_samples
 
 
-def _completion(deltas: Sequence[Delta], prompt_tokens: int, seed: int | None) -> Completion:
+def _completion(
+    deltas: Sequence[Delta], prompt_tokens: int, seed: int | None, speculated: bool
+) -> Completion:
     reason = deltas[-1].finish_reason
     assert reason is not None, "the loop ends when every row has"
     logprobs = tuple(delta.logprob for delta in deltas if delta.logprob is not None)
@@ -137,6 +156,8 @@ def _completion(deltas: Sequence[Delta], prompt_tokens: int, seed: int | None) -
         prompt_tokens=prompt_tokens,
         seed=seed,
         logprobs=logprobs or None,
+        proposed=sum(delta.proposed for delta in deltas) if speculated else None,
+        accepted=sum(delta.accepted for delta in deltas) if speculated else None,
     )
 
 

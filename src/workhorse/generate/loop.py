@@ -1,7 +1,7 @@
-"""The decoding loop: one token a step for every row, until each row ends.
+"""The decoding loop: each pass of the model gives every row a token or more, until each row ends.
 
 `generate` collects what the loop yields and `stream` passes it on; there is no other loop but
-beam search's.
+beam search's. Without speculative decoding nothing is ever guessed, and a pass gives one token.
 
 A row is drawn with its own generator and treated by itself, so neither its neighbours in the batch
 nor anything else that runs changes its text. One reservation: the logits of a row computed in
@@ -17,10 +17,22 @@ from torch import Tensor
 from workhorse.errors import WorkhorseError
 from workhorse.generate.batch import PrefixCache, RowBatch
 from workhorse.generate.config import GenerationConfig
-from workhorse.generate.requests import TextOfTokens, stop_tokens, usable_vocab
-from workhorse.generate.result import Delta, FinishReason, TokenLogprob
-from workhorse.generate.samplers import History, Sampler, compose, has_penalties
-from workhorse.generate.text import TextStream
+from workhorse.generate.draft import Draft
+from workhorse.generate.lookup import PromptLookup
+from workhorse.generate.requests import TextOfTokens, usable_vocab
+from workhorse.generate.result import Delta, TokenLogprob
+from workhorse.generate.row import Guess, Row
+from workhorse.generate.samplers import (
+    History,
+    Shaper,
+    all_finite,
+    draw,
+    draw_from,
+    greedy,
+    has_penalties,
+    shaping,
+)
+from workhorse.generate.speculate import Proposer, after_guess, slack_of, steady_length
 from workhorse.nn import Decoder
 
 
@@ -30,6 +42,7 @@ def decode(
     config: GenerationConfig,
     tokenizer: TextOfTokens | None = None,
     *,
+    draft: Decoder | None = None,
     seed: int = 0,
     first: int = 0,
     prefix: PrefixCache | None = None,
@@ -41,103 +54,137 @@ def decode(
         prompts: checked and within the context, see `requests.check_prompts`.
         config: how tokens are chosen and where a row ends.
         tokenizer: gives the text, the eos, and how many ids are in use.
+        draft: what guesses, in evaluation mode, where `config.speculate` asks for guesses; without
+            one they are looked up in the text.
         seed: row r of a prompt's samples starts its generator from `seed + r % n_samples`.
         first: the number of the first row.
         prefix: the cache of one conversation, for a single row.
     """
     vocab = usable_vocab(decoder, tokenizer)
-    sampler = compose(config, vocab if vocab < decoder.config.vocab_size else None)
+    shape = shaping(config, vocab if vocab < decoder.config.vocab_size else None)
     rows = [
-        _Row(index, prompt, decoder.max_seq_len, config, tokenizer=tokenizer, seed=seed)
+        Row(index, prompt, decoder.max_seq_len, config, tokenizer=tokenizer, seed=seed)
         for index, prompt in enumerate(
             (prompt for prompt in prompts for _ in range(config.n_samples)), start=first
         )
     ]
-    batch = RowBatch(decoder, prompts, config.max_new_tokens - 1, prefix)
+    batch = RowBatch(decoder, prompts, config.max_new_tokens - 1, prefix, slack=slack_of(config))
     if config.n_samples > 1:  # a prompt is consumed once for all its samples
         batch.select_rows([p for p in range(len(prompts)) for _ in range(config.n_samples)])
     history = None
     if has_penalties(config):
         history = History.of(batch.rows, decoder.config.vocab_size, batch.logits.device)
+    proposer: Proposer = PromptLookup(len(rows))
+    if draft is not None:
+        width = decoder.config.vocab_size
+        proposer = Draft(draft, config, shape, width, prefix.draft if prefix else None)
+    longest = steady_length(decoder)
+    logits = batch.logits[:, None]
     while True:
-        tokens = _choose(sampler, batch.logits, rows, history)
-        logprobs = _logprobs(batch.logits, tokens, config.logprobs)
-        chosen = tokens.tolist()
-        for row, token, logprob in zip(rows, chosen, logprobs, strict=True):
-            yield row.take(token, logprob)
+        for r, token, logprob in _taken(logits, rows, history, shape, config):
+            yield rows[r].take(token, logprob)
+        batch.forget([row.unmet for row in rows])
         going = [r for r, row in enumerate(rows) if row.finish_reason is None]
         if not going:
             break
-        if history is not None:
-            history.add(tokens)
         if len(going) < len(rows):  # the others leave, and cost nothing from now on
             rows = [rows[r] for r in going]
-            chosen = [chosen[r] for r in going]
             batch.select_rows(going)
+            proposer.select_rows(going)
             if history is not None:
-                history.select_rows(torch.tensor(going, device=tokens.device))
-        batch.step(chosen)
+                history.select_rows(torch.tensor(going, device=logits.device))
+        _guess(rows, batch, proposer, config, history=history, longest=longest)
+        logits = batch.extend([[row.tokens[-1], *row.guess.tokens] for row in rows])
     if prefix is not None:
         prefix.put(batch.cache, batch.rows[0])
+        proposer.finish()
 
 
-class _Row:
-    """One result in the making."""
+def _guess(
+    rows: Sequence[Row],
+    batch: RowBatch,
+    proposer: Proposer,
+    config: GenerationConfig,
+    *,
+    history: History | None,
+    longest: int,
+) -> None:
+    """Let the rows expect what is guessed for them; no text grows past `longest`."""
+    most = [
+        max(0, min(config.speculate, row.left - 1, longest - len(consumed) - 1))
+        for row, consumed in zip(rows, batch.rows, strict=True)
+    ]
+    # A proposer with nothing to guess may still have to read the prompts.
+    guesses = [Guess()] * len(rows)
+    if config.speculate:
+        guesses = proposer.propose(rows, most, history)
+    for row, guess in zip(rows, guesses, strict=True):
+        row.expect(guess)
 
-    def __init__(
-        self,
-        index: int,
-        prompt: Sequence[int],
-        context: int,
-        config: GenerationConfig,
-        *,
-        tokenizer: TextOfTokens | None,
-        seed: int,
-    ) -> None:
-        self.finish_reason: FinishReason | None = None
-        self._index = index
-        self._left = config.max_new_tokens
-        if config.truncate == "refuse":
-            # The last token of a text is predicted but not consumed, so it may lie one beyond.
-            self._left = min(self._left, context + 1 - len(prompt))
-        self._stop_tokens = stop_tokens(config, tokenizer)
-        self._text = None
-        if tokenizer is not None:
-            self._text = TextStream(tokenizer.stream(skip_special=True, after=prompt), config.stop)
-        self._generator = torch.Generator()
-        if config.samples:
-            self._generator.manual_seed(seed + index % config.n_samples)
 
-    def uniform(self) -> float:
-        """The next number of this row's generator, on CPU whatever the device."""
-        return torch.rand((), dtype=torch.float64, generator=self._generator).item()
+def _taken(
+    logits: Tensor,
+    rows: Sequence[Row],
+    history: History | None,
+    shape: Shaper,
+    config: GenerationConfig,
+) -> Iterator[tuple[int, int, TokenLogprob | None]]:
+    """The tokens of one pass, by row: `(row, token, logprob)`; the caller gives each to its row.
 
-    def take(self, token: int, logprob: TokenLogprob | None) -> Delta:
-        """The chosen token, and whether the row ends with it."""
-        self._left -= 1
-        text = ""
-        if token in self._stop_tokens:
-            self.finish_reason = "eos"
-        elif self._text is not None:
-            text = self._text.push(token)
-            if self._text.stopped:
-                self.finish_reason = "stop"
-        if self.finish_reason is None and self._left == 0:
-            self.finish_reason = "length"
-        if self.finish_reason is not None and self._text is not None:
-            text += self._text.finish()
-        return Delta(self._index, token, text, logprob, self.finish_reason)
+    Args:
+        logits: `(batch, seq, vocab)`, after the last token and each guess of every row, ends
+            aligned.
+        rows: those of the batch.
+        history: of all rows; every token is counted.
+        shape: what happens to logits before a token is chosen by them.
+        config: of the request.
+    """
+    here = list(range(len(rows)))
+    while here:
+        some = [rows[r] for r in here]
+        all_of_them = len(here) == len(rows)
+        if logits.shape[1] == 1:
+            at = logits[:, 0]
+        else:
+            at = logits[here, [-1 - row.unmet for row in some]]
+        past = history if history is None or all_of_them else history.copy(here)
+        tokens = _choose(at, some, past, shape, config)
+        logprobs = _logprobs(at, tokens, config.logprobs)
+        if history is not None:
+            history.add(tokens, here)
+        yield from zip(here, tokens.tolist(), logprobs, strict=True)
+        here = [r for r in here if rows[r].is_ahead]
 
 
 @torch.no_grad()
 def _choose(
-    sampler: Sampler, logits: Tensor, rows: Sequence[_Row], history: History | None
+    logits: Tensor,
+    rows: Sequence[Row],
+    history: History | None,
+    shape: Shaper,
+    config: GenerationConfig,
 ) -> Tensor:
     """The next token of each row, int64 `(batch,)`."""
-    if not bool(logits.isfinite().all()):
+    if not all_finite(logits):
         raise WorkhorseError("the model's logits are not finite numbers; its weights are damaged")
-    uniforms = torch.tensor([row.uniform() for row in rows], dtype=torch.float64)
-    return sampler(logits, uniforms, history)
+    logits = shape(logits, history)
+    if not config.samples:
+        return greedy(logits)
+    drawn = [r for r, row in enumerate(rows) if row.unmet and row.guess.drawn_from is not None]
+    if not drawn:
+        return draw(logits, _uniforms(rows))
+    weights = logits.softmax(dim=-1, dtype=torch.float64)
+    for r in drawn:
+        guess, n = rows[r].guess, rows[r].agreed
+        assert guess.drawn_from is not None
+        weights[r] = after_guess(
+            weights[r], guess.tokens[n], guess.drawn_from[n], rows[r].uniform()
+        )
+    return draw_from(weights, _uniforms(rows))
+
+
+def _uniforms(rows: Sequence[Row]) -> Tensor:
+    return torch.tensor([row.uniform() for row in rows], dtype=torch.float64)
 
 
 @torch.no_grad()

@@ -38,6 +38,32 @@ def check_prompts(
     return [_fit(list(prompt), decoder.max_seq_len, size, config) for prompt in prompts]
 
 
+def check_draft(
+    decoder: Decoder,
+    draft: Decoder | None,
+    config: GenerationConfig,
+    tokenizer: TextOfTokens | None,
+) -> None:
+    """Whether a draft can guess for a decoder.
+
+    Raises:
+        WorkhorseError: it would have nothing to do, or does not know the tokens.
+    """
+    if draft is None:
+        return
+    if config.speculate == 0:
+        raise WorkhorseError(
+            "a draft guesses nothing with speculate=0; choose speculate=4, or leave the draft out"
+        )
+    # Paddings of an embedding may differ where a tokenizer tells how many ids are in use.
+    vocab, ours, theirs = usable_vocab(decoder, tokenizer), decoder.config, draft.config
+    if theirs.vocab_size != ours.vocab_size and (tokenizer is None or theirs.vocab_size < vocab):
+        raise WorkhorseError(
+            f"the draft has a vocabulary of {theirs.vocab_size} and the model one of {vocab}; "
+            "choose a draft with the model's own tokenizer"
+        )
+
+
 def _fit(prompt: list[int], context: int, vocab: int, config: GenerationConfig) -> list[int]:
     if not prompt:
         raise WorkhorseError("the prompt holds no tokens; begin with the tokenizer's bos or eos")

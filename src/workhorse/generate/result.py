@@ -32,6 +32,10 @@ class Delta:
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
     """Set on the last delta of a result."""
+    proposed: int = 0
+    """Tokens guessed for the pass that begins with this one; see `GenerationConfig.speculate`."""
+    accepted: bool = False
+    """Whether the token was guessed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +55,10 @@ class Completion:
     logprobs: tuple[TokenLogprob, ...] | None = None
     score: float | None = None
     """Beam search's `sum of log-probabilities / length ** length_penalty`."""
+    proposed: int | None = None
+    """Tokens guessed in speculative decoding, and `accepted` of them are in the text; None where
+    nothing was to be guessed."""
+    accepted: int | None = None
 
     def __str__(self) -> str:
         return self.text

@@ -89,22 +89,36 @@ def below(logits: Tensor, vocab: int) -> Tensor:
     return torch.cat((logits[:, :vocab], torch.full_like(logits[:, vocab:], -torch.inf)), dim=-1)
 
 
+def all_finite(logits: Tensor) -> bool:
+    """Whether every number is finite: their sum is not, if one of them is not."""
+    return bool(logits.sum(dtype=torch.float32).isfinite())  # far quicker than looking at each
+
+
 def greedy(logits: Tensor) -> Tensor:
     """The likeliest token of each row, int64 `(batch,)`."""
     return logits.max(dim=-1).indices  # argmax is three times slower on CPU
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """A token of each row from `softmax(logits)`, int64 `(batch,)`; uniforms float64 `(batch,)`.
+    """A token of each row from `softmax(logits)`, see `draw_from`."""
+    return draw_from(logits.softmax(dim=-1, dtype=torch.float64), uniforms)
+
+
+def draw_from(weights: Tensor, uniforms: Tensor) -> Tensor:
+    """A token of each row, int64 `(batch,)`, as likely as its share of the row's weights.
 
     Inverts the cumulative distribution in float64: one number per token is all the randomness, so
-    a seed means the same on every device, and a rounding difference in the logits changes the
+    a seed means the same on every device, and a rounding difference in the weights changes the
     token only where the number falls within that rounding of a boundary.
+
+    Args:
+        weights: float64 `(batch, vocab)`, 0 or more, not all 0 in a row.
+        uniforms: float64 `(batch,)`, from 0 to 1 - 2^-53.
     """
-    mass = logits.softmax(dim=-1, dtype=torch.float64).cumsum(dim=-1)
-    # Scaled by the total, which is 1 up to rounding only: a uniform is at most 1 - 2^-53, so the
-    # product stays below the total. A token owns the half-open interval from the mass before it to
-    # the mass with it (right=True), so that one of probability zero owns nothing.
+    mass = weights.cumsum(dim=-1)
+    # A uniform is at most 1 - 2^-53, so the product stays below the total. A token owns the
+    # half-open interval from the mass before it to the mass with it (right=True), so that one of
+    # weight zero owns nothing.
     targets = uniforms.to(mass.device)[:, None] * mass[:, -1:]
     return torch.searchsorted(mass, targets, right=True).squeeze(-1)
 
@@ -132,13 +146,23 @@ class History:
         """Tokens in the prompt or the new text, bool `(batch, vocab)`."""
         return self.prompt | (self.counts > 0)
 
-    def add(self, tokens: Tensor) -> None:
-        """Count one new token per row, int64 `(batch,)`."""
-        self.counts.scatter_add_(-1, tokens[:, None], torch.ones_like(tokens)[:, None])
+    def add(self, tokens: Tensor, rows: Sequence[int] | None = None) -> None:
+        """Count one new token, int64 `(len(rows),)`, in each of these rows; None: in every row."""
+        where = torch.arange(len(tokens)) if rows is None else torch.tensor(rows)
+        one = torch.ones_like(tokens)
+        self.counts.index_put_((where.to(tokens.device), tokens), one, accumulate=True)
+
+    def copy(self, rows: Sequence[int]) -> "History":
+        """A copy of these rows."""
+        index = torch.tensor(rows, device=self.counts.device)
+        return History(self.prompt[index], self.counts[index])
 
     def select_rows(self, index: Tensor) -> None:
         self.prompt, self.counts = self.prompt[index], self.counts[index]
 
+
+Shaper = Callable[[Tensor, History | None], Tensor]
+"""`(logits (batch, vocab), history) -> logits float32 (batch, vocab)` that are drawn from."""
 
 Sampler = Callable[[Tensor, Tensor, History | None], Tensor]
 """`(logits (batch, vocab), uniforms float64 (batch,), history) -> tokens int64 (batch,)`."""
@@ -152,7 +176,18 @@ def has_penalties(config: GenerationConfig) -> bool:
 
 
 def compose(config: GenerationConfig, vocab: int | None = None) -> Sampler:
-    """One function that chooses the next tokens as `config` says, among ids below `vocab`.
+    """One function that chooses the next tokens as `config` says, among ids below `vocab`."""
+    shape = shaping(config, vocab)
+
+    def sample(logits: Tensor, uniforms: Tensor, history: History | None) -> Tensor:
+        logits = shape(logits, history)
+        return draw(logits, uniforms) if config.samples else greedy(logits)
+
+    return sample
+
+
+def shaping(config: GenerationConfig, vocab: int | None = None) -> Shaper:
+    """What happens to logits before a token is chosen by them, as `config` says.
 
     The order is that of Hugging Face's `generate`: bias, penalties, temperature, top-k, top-p,
     min-p. Each filter sees what the one before it left.
@@ -173,13 +208,13 @@ def compose(config: GenerationConfig, vocab: int | None = None) -> Sampler:
     if config.min_p > 0:
         steps.append(lambda logits, history: min_p(logits, config.min_p))
 
-    def sample(logits: Tensor, uniforms: Tensor, history: History | None) -> Tensor:
+    def shape(logits: Tensor, history: History | None) -> Tensor:
         logits = logits.float()
         for step in steps:
             logits = step(logits, history)
-        return draw(logits, uniforms) if config.samples else greedy(logits)
+        return logits
 
-    return sample
+    return shape
 
 
 def _penalize(logits: Tensor, history: History | None, config: GenerationConfig) -> Tensor:

@@ -5,6 +5,8 @@ each slot of each row holds; masks are computed from those positions, so full, r
 caches need no cases of their own. A position p lives in slot `p % capacity`.
 """
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Int
 from torch import Tensor
@@ -63,6 +65,16 @@ class Track:
             last=uniform and seq == 1,
         )
 
+    def can_return_to(self, lengths: Int[Tensor, " batch"], reach: int) -> bool:
+        """Whether the next token of rows of those lengths would find all that it may see."""
+        oldest = (lengths - reach + 1).clamp(min=0)[:, None]
+        found = self.held.gather(1, oldest % self.capacity) == oldest
+        return bool((found | (oldest >= lengths[:, None])).all())
+
+    def truncate(self, lengths: Int[Tensor, " batch"], longest: int) -> None:
+        self.held.masked_fill_(self.held >= lengths[:, None], -1)
+        self.used = min(longest, self.capacity)
+
     def select_rows(self, index: Int[Tensor, " rows"]) -> None:
         self.held = self.held[index]
         self.rows = torch.arange(len(index), device=self.held.device)[:, None]
@@ -112,14 +124,16 @@ class Cache:
         length: columns consumed so far, padding included.
         lengths: tokens of each row, padding not included.
         capacity: tokens a row can hold.
+        slack: the newest tokens that can be taken back (`truncate`) however long the text.
     """
 
-    def __init__(self, batch: int, capacity: int, device: torch.device) -> None:
+    def __init__(self, batch: int, capacity: int, device: torch.device, slack: int = 0) -> None:
         if batch < 1 or capacity < 1:
             raise WorkhorseError(
                 f"a cache of {batch} rows × {capacity} tokens is empty; enlarge it"
             )
         self.capacity = capacity
+        self.slack = slack
         self.length = 0
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
         self.uniform = True
@@ -128,7 +142,8 @@ class Cache:
 
     def track(self, reach: int | None) -> Track:
         """The track for layers whose queries see `reach` positions back (None: all of them)."""
-        capacity = self.capacity if reach is None else min(reach, self.capacity)
+        # A window keeps `slack` tokens more than it shows, which come back into it in `truncate`.
+        capacity = self.capacity if reach is None else min(reach + self.slack, self.capacity)
         if capacity not in self.tracks:
             self.tracks[capacity] = Track(
                 len(self.lengths),
@@ -154,16 +169,45 @@ class Cache:
             WorkhorseError: more tokens than there is room for.
         """
         seq = positions.shape[1]
-        if self.length + seq > self.capacity:
-            raise WorkhorseError(
-                f"{self.length} + {seq} tokens do not fit a cache of {self.capacity}; "
-                "make one with more capacity"
-            )
+        self.check_room(seq)
         self.uniform = self.uniform and uniform
         for track in self.tracks.values():
             track.begin(positions, start=self.length, uniform=self.uniform)
         self.length += seq
         self.lengths = torch.maximum(self.lengths, positions.amax(dim=1) + 1)
+
+    def check_room(self, seq: int) -> None:
+        """Refuse more columns than there is room for."""
+        if self.length + seq > self.capacity:
+            raise WorkhorseError(
+                f"{self.length} + {seq} tokens do not fit a cache of {self.capacity}; "
+                "make one with more capacity"
+            )
+
+    def advance(self) -> None:
+        """Count one token of each row that a compiled step has stored; see `FixedCache`."""
+        self.length += 1
+        for track in self.tracks.values():
+            track.used = min(self.length, track.capacity)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Keep the first `lengths[r]` tokens of each row r, at most what it holds.
+
+        Raises:
+            WorkhorseError: a window would see tokens that were overwritten, which needs more than
+                `slack` tokens to forget. The cache is then as it was.
+        """
+        kept = torch.tensor(lengths, device=self.lengths.device)
+        for track in self.tracks.values():
+            if track.rolling and not track.can_return_to(kept, track.capacity - self.slack):
+                raise WorkhorseError(
+                    f"a window has moved past what it saw after {min(lengths)} tokens; "
+                    "read the text again, or make the cache with more slack"
+                )
+        for track in self.tracks.values():
+            track.truncate(kept, max(lengths))
+        self.uniform = self.uniform and len(set(lengths)) == 1
+        self.length, self.lengths = max(lengths), kept
 
     def select_rows(self, index: Int[Tensor, " rows"]) -> None:
         """Keep, reorder or repeat rows: row r becomes what row `index[r]` was."""

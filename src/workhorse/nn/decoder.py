@@ -16,7 +16,7 @@ from workhorse.nn.init import InitConfig, NormalInitConfig, initialize, undrawn
 from workhorse.nn.kernels import KernelName
 from workhorse.nn.norms import NoNormConfig, NormConfig
 from workhorse.nn.positions import LearnedPositionConfig
-from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
+from workhorse.nn.shapes import Hidden, Logits, NextLogits, Positions, Tokens
 
 
 class DecoderConfig(Config):
@@ -156,13 +156,24 @@ class Decoder(nn.Module):
         """Hidden states to logits; give it only the positions whose logits are wanted."""
         return self.head(x)
 
-    def new_cache(self, batch: int, capacity: int) -> Cache:
+    def next_logits(
+        self, tokens: Tokens, *, positions: Positions | None = None, cache: Cache | None = None
+    ) -> NextLogits:
+        """Logits of the token after the last column, `(batch, vocab)`: what a sampler reads."""
+        return self.unembed(self.hidden(tokens, positions=positions, cache=cache)[:, -1:])[:, 0]
+
+    def new_cache(self, batch: int, capacity: int, slack: int = 0) -> Cache:
         """An empty cache for `batch` texts of up to `capacity` tokens each.
+
+        Args:
+            batch: rows.
+            capacity: tokens a row can hold.
+            slack: the newest tokens that can be taken back, `Cache.truncate`.
 
         Raises:
             WorkhorseError: an empty cache, or attention that is not causal.
         """
-        cache = Cache(batch, capacity, self.embedding.tokens.weight.device)
+        cache = Cache(batch, capacity, self.embedding.tokens.weight.device, slack)
         cache.entries = [layer.attention.cache_entry(cache) for layer in self._blocks()]
         return cache
 

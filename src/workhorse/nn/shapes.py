@@ -13,6 +13,7 @@ Positions = Int[Tensor, "#batch seq"]
 KeyPositions = Int[Tensor, "#batch kv_seq"]
 Hidden = Float[Tensor, "batch seq d_model"]
 Logits = Float[Tensor, "batch seq vocab"]
+NextLogits = Float[Tensor, "batch vocab"]
 Queries = Float[Tensor, "batch heads seq head_dim"]
 NewKeys = Float[Tensor, "batch kv_heads seq head_dim"]
 """Of this call's tokens; `Keys` are all that may be attended to, earlier ones included."""

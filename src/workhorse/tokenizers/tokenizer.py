@@ -247,6 +247,11 @@ class Tokenizer:
         return Tokenizer(backend.to_str(), self.roles, self.chat_templates)
 
     @property
+    def vocabulary(self) -> dict[str, int]:
+        """The id of every token."""
+        return self._backend.get_vocab()
+
+    @property
     def definition(self) -> str:
         """The text of this tokenizer's `tokenizer.json`."""
         return json.dumps(self._definition, indent=2, ensure_ascii=False)

@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from workhorse.config import Config
+from workhorse.native import training
+from workhorse.train.masters import Masters, join, pieces, split
 
 
 class AdamWConfig(Config):
@@ -36,27 +38,96 @@ class AdamW:
     """
 
     def __init__(
-        self, parameters: Mapping[str, nn.Parameter], config: AdamWConfig, *, weight_decay: float
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: AdamWConfig,
+        *,
+        weight_decay: float,
+        masters: Masters | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.config = config
         self.weight_decay = weight_decay
+        self.masters = masters or Masters()
         weights = list(self.parameters.values())
-        self.mean = [torch.zeros_like(weight) for weight in weights]
-        self.mean_square = [torch.zeros_like(weight) for weight in weights]
+        self.mean = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+        self.mean_square = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
         self.updates = [torch.zeros((), device=weight.device) for weight in weights]
 
     @torch.no_grad()
-    def step(self, schedule: float) -> None:
-        """One update; `schedule` multiplies the learning rate."""
-        weights: list[Tensor] = list(self.parameters.values())
-        adamw(
-            weights,
-            [_gradient(name, weight) for name, weight in self.parameters.items()],
+    def step(self, schedule: float, shrink: float = 1.0) -> None:
+        """One update; `schedule` multiplies the learning rate and `shrink` the gradient."""
+        states = zip(
+            self.parameters.values(),
+            gradients_of(self.parameters, self.masters),
             self.mean,
             self.mean_square,
-            [],
             self.updates,
+            strict=True,
+        )
+        whole: list[tuple[Tensor, ...]] = []
+        for weight, gradient, mean, mean_square, updates in states:
+            if weight not in self.masters.remainders:
+                whole.append((weight, gradient, mean, mean_square, updates))
+                continue
+            updates.add_(1)
+            self._update_split(
+                weight, gradient, mean, mean_square, updates, schedule=schedule, shrink=shrink
+            )
+        if whole and shrink != 1:
+            torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
+                [gradient for _, gradient, *_ in whole], shrink
+            )
+        self._update(whole, schedule)
+
+    def _update_split(
+        self,
+        weight: nn.Parameter,
+        gradient: Tensor,
+        mean: Tensor,
+        mean_square: Tensor,
+        updates: Tensor,
+        *,
+        schedule: float,
+        shrink: float,
+    ) -> None:
+        """A weight whose master is split: in one pass, or joined and split again piece by piece."""
+        remainder = self.masters.remainders[weight]
+        if weight.device.type == "cpu" and training.loaded():
+            training.split_adamw_(
+                weight.detach(),
+                remainder,
+                gradient.contiguous(),
+                mean,
+                mean_square,
+                shrink=shrink,
+                rate=self.config.learning_rate * schedule,
+                beta1=self.config.beta1,
+                beta2=self.config.beta2,
+                eps=self.config.eps,
+                weight_decay=self.weight_decay,
+                updates=int(updates),
+            )
+            return
+        for rounded, rest, part, *moments in pieces(weight, remainder, gradient, mean, mean_square):
+            master = join(rounded, rest)
+            self._update([(master, part.float() * shrink, *moments, updates - 1)], schedule)
+            upper, lower = split(master)
+            rounded.copy_(upper)
+            rest.copy_(lower)
+
+    def _update(self, states: list[tuple[Tensor, ...]], schedule: float) -> None:
+        """PyTorch's kernel on float32 weights, gradients, means, mean squares and counts."""
+        if not states:
+            return
+        weights, gradients, mean, mean_square, updates = map(list, zip(*states, strict=True))
+        adamw(
+            weights,
+            gradients,
+            mean,
+            mean_square,
+            [],
+            updates,
             fused=True,
             amsgrad=False,
             beta1=self.config.beta1,
@@ -77,6 +148,11 @@ class AdamW:
         }
 
 
-def _gradient(name: str, weight: nn.Parameter) -> Tensor:
-    assert weight.grad is not None, f"{name} takes no part in the loss"
-    return weight.grad
+def gradients_of(parameters: Mapping[str, nn.Parameter], masters: Masters) -> list[Tensor]:
+    """Every parameter's gradient; each must have one."""
+    gradients: list[Tensor] = []
+    for name, parameter in parameters.items():
+        gradient = masters.gradient(parameter)
+        assert gradient is not None, f"{name} takes no part in the loss"
+        gradients.append(gradient)
+    return gradients

@@ -10,14 +10,18 @@ from workhorse.checkpoints.stored import open_stored
 from workhorse.data import Batches, Dataset, prepare, prepare_tokenizer
 from workhorse.devices import training_dtype
 from workhorse.errors import WorkhorseError
+from workhorse.native import training
 from workhorse.nn import Decoder
 from workhorse.tokenizers import Tokenizer
+from workhorse.train.allocator import keep_freed_memory
 from workhorse.train.balance import Balancer
+from workhorse.train.cpu_attention import speed_up_attention
 from workhorse.train.loop import Loop, Store
+from workhorse.train.masters import Masters
 from workhorse.train.metrics import Event, MetricsFile
 from workhorse.train.optimizers import build_optimizer
 from workhorse.train.random_state import seed_everything
-from workhorse.train.recipe import Recipe
+from workhorse.train.recipe import Recipe, TrainConfig
 from workhorse.train.resume import check_same_run
 from workhorse.train.samples import Sampler
 from workhorse.train.speed import flops_per_token, peak_flops
@@ -75,23 +79,26 @@ def assemble(
         decoder = decoder_config.build(config.kernel, device=device)
         if recipe.init is not None:
             _start_from(recipe.init, decoder)
-    step, validator = _step_and_validator(recipe, decoder, device, dataset)
+    step = build_step(decoder, config, device)
     loop = Loop(
         config=config,
         step=step,
-        weights=lambda: weights_of(decoder),
+        weights=lambda: step.optimizer.masters.weights(decoder),
         batches=batches,
-        validator=validator,
+        validator=_validator(recipe, step, dataset),
         sample=Sampler(decoder, tokenizer, config.samples) if config.samples else None,
         store=store,
         metrics=MetricsFile(run.metrics_file, checkpoint.step if checkpoint else 0),
         on_event=listener,
         constants=constants,
         flops_per_token=flops_per_token(decoder, config.seq_len),
-        peak_flops=peak_flops(device, step.precision.dtype),
+        peak_flops=peak_flops(device, training_dtype(config.dtype, device)),
     )
     if checkpoint is not None:
         loop.restore(checkpoint)
+    mixed = bool(step.optimizer.masters.remainders)
+    if mixed and device.type == "cpu" and (reason := training.why_not()):
+        on_event({"kind": "notice", "message": f"no native operators, so slower: {reason}"})
     loop.tell(
         "start",
         name=recipe.name,
@@ -124,40 +131,56 @@ def _tokenizer(recipe: Recipe, run: RunDirectory) -> Tokenizer:
     return run.tokenizer()
 
 
-def _step_and_validator(
-    recipe: Recipe, decoder: Decoder, device: torch.device, dataset: Dataset
-) -> tuple[TrainingStep, Validator | None]:
-    """Both run the same module, so that it is compiled once."""
-    config = recipe.train
-    precision = Precision(device, training_dtype(config.dtype, device))
+def build_step(decoder: Decoder, config: TrainConfig, device: torch.device) -> TrainingStep:
+    """The step that trains a float32 decoder, whose weights it may narrow.
+
+    Args:
+        decoder: on the device, with the weights to start from.
+        config: how it is trained.
+        device: where.
+    """
+    dtype = training_dtype(config.dtype, device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    masters = Masters(decoder if dtype == torch.bfloat16 else None)
+    if masters.remainders and device.type == "cpu":
+        _use_native_operators(decoder)
     if config.activation_checkpointing:
         checkpoint_activations(decoder)
-    module = LossOfBatch(decoder, config.z_loss).train()
     if config.compile:
-        module.compile()
-    rows = config.micro_batch_size or config.batch_size
-    step = TrainingStep(
-        module,
-        build_optimizer(decoder, config.optimizer),
+        for layer in decoder.layers:  # alike, they are compiled once
+            layer.compile()
+    return TrainingStep(
+        LossOfBatch(decoder, config.z_loss).train(),
+        build_optimizer(decoder, config.optimizer, masters),
         device,
-        precision=precision,
-        scale=LossScale(enabled=config.dtype == "float16"),
-        micro_batch_size=rows,
+        precision=Precision(device, torch.float16 if dtype == torch.float16 else torch.float32),
+        scale=LossScale(enabled=dtype == torch.float16),
+        micro_batch_size=config.micro_batch_size or config.batch_size,
         grad_clip=config.grad_clip,
         balancer=Balancer(decoder, weight=config.balance_loss, rate=config.balance_rate),
     )
+
+
+def _use_native_operators(decoder: Decoder) -> None:
+    """Where there is a compiler and the CPU can use them; else PyTorch's own do it, slower."""
+    if training.why_not() is None and training.multiplies_tiles():
+        speed_up_attention(decoder)
+
+
+def _validator(recipe: Recipe, step: TrainingStep, dataset: Dataset) -> Validator | None:
+    """It runs the module that is trained, so that this is compiled once."""
     if dataset.validation is None:
-        return step, None
-    validator = Validator(
-        module,
+        return None
+    return Validator(
+        step.module,
         dataset.validation,
-        device,
-        precision=precision,
-        seq_len=config.seq_len,
-        batch_size=rows,
+        step.device,
+        precision=step.precision,
+        seq_len=recipe.train.seq_len,
+        batch_size=step.micro_batch_size,
         packing=recipe.data.packing,
     )
-    return step, validator
 
 
 def _with_trackers(recipe: Recipe, run: RunDirectory, on_event: Listener) -> Listener:

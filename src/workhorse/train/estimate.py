@@ -1,7 +1,7 @@
 """What a recipe will take, before it is run."""
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -12,10 +12,11 @@ from workhorse.devices import resolve_device, training_dtype
 from workhorse.models.describe import exports_as
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import train_tokenizer
+from workhorse.train.assembly import build_step
+from workhorse.train.masters import Masters
 from workhorse.train.optimizers import build_optimizer, parameters_by_role
 from workhorse.train.recipe import Recipe
 from workhorse.train.speed import flops_per_token, peak_flops
-from workhorse.train.step import LossOfBatch, LossScale, Precision, TrainingStep
 
 TIMED_BYTES = 2**28
 TIMED_SECONDS = 1.0
@@ -45,12 +46,14 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         torch.set_num_threads(config.threads)
     decoder_config = recipe.decoder_config(_vocab_size(recipe))
     decoder = decoder_config.build(config.kernel, device="meta")
-    optimizer = build_optimizer(decoder, config.optimizer)
-    weights = _bytes(dict(decoder.named_parameters()))
+    narrow = training_dtype(config.dtype, device) == torch.bfloat16
+    masters = Masters(decoder if narrow else None)
+    optimizer = build_optimizer(decoder, config.optimizer, masters)
+    weights = _bytes(decoder.parameters())
     memory = {
         "weights": weights,
         "gradients": weights,
-        "optimizer": _bytes(optimizer.tensors()),
+        "optimizer": _bytes([*optimizer.tensors().values(), *masters.remainders.values()]),
     }
     roles = {
         role: sum(parameter.numel() for parameter in parameters.values())
@@ -93,16 +96,7 @@ def _vocab_size(recipe: Recipe) -> int:
 def _seconds_per_step(recipe: Recipe, config: DecoderConfig, device: torch.device) -> float:
     """The fastest of a few steps on random tokens, in seconds; the first is left out."""
     train = recipe.train
-    decoder = config.build(train.kernel, device=device)
-    step = TrainingStep(
-        LossOfBatch(decoder, train.z_loss),
-        build_optimizer(decoder, train.optimizer),
-        device,
-        precision=Precision(device, training_dtype(train.dtype, device)),
-        scale=LossScale(enabled=train.dtype == "float16"),
-        micro_batch_size=train.micro_batch_size or train.batch_size,
-        grad_clip=train.grad_clip,
-    )
+    step = build_step(config.build(train.kernel, device=device), train, device)
     tokens = torch.randint(config.vocab_size, (train.batch_size, train.seq_len))
     batch = Batch(tokens, tokens, None, torch.zeros(train.batch_size, dtype=torch.int64))
     times = []
@@ -113,5 +107,5 @@ def _seconds_per_step(recipe: Recipe, config: DecoderConfig, device: torch.devic
     return min(times[1:])
 
 
-def _bytes(tensors: Mapping[str, Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors.values())
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 from workhorse.config import Config
 from workhorse.devices import multiplies_bfloat16
-from workhorse.train.adamw import AdamWConfig
+from workhorse.train.adamw import AdamWConfig, gradients_of
+from workhorse.train.masters import Masters
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration `X ← aX + b(XXᵀ)X + c(XXᵀ)²X`: the steepest at 0 that keep singular
@@ -47,25 +48,36 @@ class Muon:
     than the arithmetic.
     """
 
-    def __init__(self, parameters: Mapping[str, nn.Parameter], config: MuonConfig) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        config: MuonConfig,
+        *,
+        masters: Masters | None = None,
+    ) -> None:
         self.config = config
+        self.masters = masters or Masters()
         self.groups: dict[torch.Size, dict[str, nn.Parameter]] = {}
         for name, weight in parameters.items():
             self.groups.setdefault(weight.shape, {})[name] = weight
         self.momenta = {
-            shape: torch.stack([torch.zeros_like(weight) for weight in group.values()])
+            shape: torch.stack(
+                [torch.zeros_like(weight, dtype=torch.float32) for weight in group.values()]
+            )
             for shape, group in self.groups.items()
         }
 
     @torch.no_grad()
-    def step(self, schedule: float) -> None:
-        """One update; `schedule` multiplies the learning rate."""
+    def step(self, schedule: float, shrink: float = 1.0) -> None:
+        """One update; `schedule` multiplies the learning rate and `shrink` the gradient."""
         config = self.config
         learning_rate = config.learning_rate * schedule
         decay = 1 - learning_rate * config.weight_decay
         for shape, group in self.groups.items():
-            weights: list[Tensor] = list(group.values())
-            update = torch.stack([_gradient(name, weight) for name, weight in group.items()])
+            weights = [self.masters.read(weight) for weight in group.values()]
+            update = torch.stack(gradients_of(group, self.masters)).float()
+            if shrink != 1:
+                update *= shrink
             momentum = self.momenta[shape].lerp_(update, 1 - config.momentum)
             update = update.lerp_(momentum, config.momentum) if config.nesterov else momentum
             update = orthogonalize(update, config.iterations).to(weights[0].dtype)
@@ -74,6 +86,8 @@ class Muon:
             torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
                 weights, list(update.unbind()), alpha=-size
             )
+            for weight, values in zip(group.values(), weights, strict=True):
+                self.masters.write(weight, values)
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything the next step depends on, by parameter name; the tensors themselves."""
@@ -122,8 +136,3 @@ def update_scale(kind: str, rows: int, columns: int) -> float:
     if kind == "match_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))
-
-
-def _gradient(name: str, weight: nn.Parameter) -> Tensor:
-    assert weight.grad is not None, f"{name} takes no part in the loss"
-    return weight.grad

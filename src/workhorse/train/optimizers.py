@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from workhorse.checkpoints import copy_tensors
 from workhorse.nn import Decoder
 from workhorse.train.adamw import AdamW, AdamWConfig
+from workhorse.train.masters import Masters
 from workhorse.train.muon import Muon, MuonConfig
 
 OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="kind")]
@@ -38,28 +39,31 @@ def parameters_by_role(decoder: Decoder) -> dict[str, Parameters]:
     return roles
 
 
-def build_optimizer(decoder: Decoder, config: AdamWConfig | MuonConfig) -> "Optimizer":
-    """The optimizer of all parameters of a decoder."""
+def build_optimizer(
+    decoder: Decoder, config: AdamWConfig | MuonConfig, masters: Masters | None = None
+) -> "Optimizer":
+    """The optimizer of all parameters of a decoder; `masters` has those that were narrowed."""
+    masters = masters or Masters()
     roles = parameters_by_role(decoder)
     parts: list[Part] = []
     if isinstance(config, MuonConfig):
-        parts.append(Muon(roles["hidden"], config))
+        parts.append(Muon(roles["hidden"], config, masters=masters))
         adamw, decaying = config.adamw, dict(roles["head"])
     else:
         adamw, decaying = config, roles["hidden"] | roles["head"]
     constant = {name: weight for name, weight in roles["vector"].items() if weight.requires_grad}
     (decaying if adamw.decay_embeddings else constant).update(roles["embedding"])
     if decaying:
-        parts.append(AdamW(decaying, adamw, weight_decay=adamw.weight_decay))
+        parts.append(AdamW(decaying, adamw, weight_decay=adamw.weight_decay, masters=masters))
     if constant:
-        parts.append(AdamW(constant, adamw, weight_decay=0.0))
-    return Optimizer(list(decoder.parameters()), parts)
+        parts.append(AdamW(constant, adamw, weight_decay=0.0, masters=masters))
+    return Optimizer(list(decoder.parameters()), parts, masters)
 
 
 class Part(Protocol):
     """The update rule of some of the parameters."""
 
-    def step(self, schedule: float) -> None: ...
+    def step(self, schedule: float, shrink: float) -> None: ...
 
     def tensors(self) -> dict[str, Tensor]: ...
 
@@ -67,18 +71,32 @@ class Part(Protocol):
 class Optimizer:
     """Several update rules that together cover all parameters."""
 
-    def __init__(self, parameters: list[nn.Parameter], parts: list[Part]) -> None:
+    def __init__(
+        self, parameters: list[nn.Parameter], parts: list[Part], masters: Masters | None = None
+    ) -> None:
         self.parameters = parameters
         self.parts = parts
+        self.masters = masters or Masters()
 
-    def step(self, schedule: float) -> None:
-        """One update of every parameter; `schedule` multiplies every learning rate."""
+    def gradients(self) -> list[Tensor]:
+        """Of every parameter that has one."""
+        found = (self.masters.gradient(parameter) for parameter in self.parameters)
+        return [gradient for gradient in found if gradient is not None]
+
+    def step(self, schedule: float, shrink: float = 1.0) -> None:
+        """One update of every parameter.
+
+        Args:
+            schedule: multiplies every learning rate.
+            shrink: multiplies the gradient, which may be changed by it.
+        """
         for part in self.parts:
-            part.step(schedule)
+            part.step(schedule, shrink)
 
     def zero_grad(self) -> None:
         for parameter in self.parameters:
             parameter.grad = None
+        self.masters.sums.clear()
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything the next step depends on, by parameter name; the tensors themselves."""

@@ -64,15 +64,16 @@ class TrainConfig(Config):
     device: str = "auto"
     """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:N` or `mps`."""
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
-    """Of the arithmetic; weights and optimizer stay in float32. `auto` is bfloat16 where the device
-    multiplies it natively; `float16` needs CUDA and scales the loss so that small gradients
-    survive."""
+    """Of the arithmetic; what the optimizer updates and checkpoints hold is float32 always. `auto`
+    is bfloat16 where the device multiplies it natively; `float16` needs CUDA and scales the loss so
+    that small gradients survive."""
     kernel: Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"] = "auto"
     """How attention is computed."""
     threads: int = Field(default=0, ge=0)
     """CPU threads; 0 lets PyTorch decide. Another number gives other roundings."""
     compile: bool = False
-    """Compile the model (`torch.compile`): slower to start, faster to run."""
+    """Compile the layers (`torch.compile`), those that are alike together: slower to start. On
+    a CPU it was seen to gain nothing."""
     activation_checkpointing: bool = False
     """Keep one activation a layer and compute the rest again in the backward pass."""
 

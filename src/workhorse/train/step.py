@@ -12,8 +12,15 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workhorse.data import Batch
-from workhorse.nn import IGNORE, Decoder, chunked_next_token_loss
+from workhorse.nn import (
+    IGNORE,
+    Decoder,
+    chunked_next_token_loss,
+    is_linear,
+    linear_head_loss,
+)
 from workhorse.train.balance import Balancer
+from workhorse.train.masters import pieces
 from workhorse.train.optimizers import Optimizer
 
 GROWTH_STEPS = 2000
@@ -22,7 +29,7 @@ FIRST_SCALE = 2.0**16
 
 
 class LossOfBatch(nn.Module):
-    """Decoder and loss as one module, whose forward is what gets compiled and sharded."""
+    """Decoder and loss as one module, whose forward is what gets sharded."""
 
     def __init__(self, decoder: Decoder, z_loss: float = 0.0) -> None:
         super().__init__()
@@ -42,6 +49,9 @@ class LossOfBatch(nn.Module):
         """
         x = self.decoder.hidden(tokens, documents=documents)
         z_loss = self.z_loss if self.training else 0.0
+        # Under autocast to float16 the loss must be scaled before its gradient is taken.
+        if is_linear(self.decoder.head) and not torch.is_autocast_enabled(x.device.type):
+            return linear_head_loss(x, targets, self.decoder.head, z_loss=z_loss)
         return chunked_next_token_loss(
             x, targets, self.decoder.unembed, vocab=self.vocab, z_loss=z_loss
         )
@@ -144,6 +154,8 @@ class TrainingStep:
             total += loss.detach()
             loss = self.balancer.add_to(loss, valid)
             (loss * (self.scale.value / max(counted, 1))).backward()
+            if len(batch.tokens) > self.micro_batch_size:
+                self.optimizer.masters.gather(self.optimizer.parameters)
         return total / max(counted, 1), counted
 
     def update(self, loss: Tensor, counted: int, schedule: float) -> StepResult:
@@ -154,8 +166,7 @@ class TrainingStep:
             counted: likewise.
             schedule: multiplies the learning rates.
         """
-        gradients = [p.grad for p in self.optimizer.parameters if p.grad is not None]
-        norm = nn.utils.get_total_norm(gradients)
+        norm = total_norm(self.optimizer.gradients())
         # The step's only wait for the device.
         loss_value, norm_value = torch.stack([loss, norm.to(loss.dtype)]).tolist()
         norm_value /= self.scale.value
@@ -164,11 +175,7 @@ class TrainingStep:
             shrink = 1 / self.scale.value
             if self.grad_clip is not None and norm_value > self.grad_clip:
                 shrink *= self.grad_clip / norm_value
-            if shrink != 1:
-                torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
-                    gradients, shrink
-                )
-            self.optimizer.step(schedule)
+            self.optimizer.step(schedule, shrink)
         self.balancer.update(result.finite)
         self.scale.update(result.finite)
         self.optimizer.zero_grad()
@@ -176,7 +183,10 @@ class TrainingStep:
 
 
 class Precision:
-    """Makes the context of a forward pass: autocast to a lower precision, or nothing."""
+    """Makes the context of a forward pass: autocast to a lower precision, or nothing.
+
+    Training uses it for float16, whose range is too small for weights; see `Masters` for bfloat16.
+    """
 
     def __init__(self, device: torch.device, dtype: torch.dtype) -> None:
         self.device = device
@@ -192,3 +202,17 @@ def checkpoint_activations(decoder: Decoder) -> None:
     """Let every layer compute its activations again in the backward pass, from outside."""
     for layer in decoder.layers:
         layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
+
+
+def total_norm(gradients: list[Tensor]) -> Tensor:
+    """The length of all gradients as one vector, in float32."""
+    wide = [gradient for gradient in gradients if gradient.dtype != torch.bfloat16]
+    narrow = [gradient for gradient in gradients if gradient.dtype == torch.bfloat16]
+    if not narrow:
+        return nn.utils.get_total_norm(wide)
+    # PyTorch rounds the norm of a bfloat16 tensor to bfloat16.
+    values = (piece.float() for tensor in narrow for (piece,) in pieces(tensor))
+    squares = [torch.dot(piece, piece) for piece in values]
+    if wide:
+        squares.append(nn.utils.get_total_norm(wide).square())
+    return torch.stack(squares).sum().sqrt()

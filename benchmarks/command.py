@@ -1,0 +1,111 @@
+"""The command line that every benchmark has, and its output: a table, JSON, and a stored result."""
+
+import argparse
+import datetime
+import json
+import sys
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import asdict
+from pathlib import Path
+
+from benchmarks.contest import Case, Entry, Outcome, run
+from benchmarks.machine import default_threads, describe, versions
+
+RESULTS = Path(__file__).parent / "results"
+ROUNDS, QUICK_ROUNDS = 9, 3
+MIB = 1 << 20
+
+Cases = Callable[[argparse.Namespace], Iterable[Case]]
+
+
+def parser(description: str) -> argparse.ArgumentParser:
+    """The options of every benchmark."""
+    made = argparse.ArgumentParser(description=description.partition("\n")[0])
+    made.add_argument("--json", action="store_true", help="print the result as JSON")
+    made.add_argument("--save", action="store_true", help="keep the result for RESULTS.md")
+    made.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds of {ROUNDS}")
+    made.add_argument("--rounds", type=int, help="another number of rounds")
+    made.add_argument("--threads", type=int, default=default_threads())
+    made.add_argument("--only", nargs="+", metavar="NAME", help="these contestants alone")
+    return made
+
+
+def with_device(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """A further option, of benchmarks that compute."""
+    made.add_argument("--device", default="cpu", help="cpu or cuda")
+    return made
+
+
+def with_models(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
+    """A further option, of benchmarks that need files."""
+    where = Path("runs/benchmarks")
+    made.add_argument("--models", type=Path, default=where, help="where models and texts are kept")
+    return made
+
+
+def main(name: str, cases: Cases, options: argparse.Namespace) -> None:
+    """Run cases one after the other; print each as it ends."""
+    rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
+    device = getattr(options, "device", "cpu")
+    about = {
+        "command": command_line(name, sys.argv[1:]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "machine": describe(options.threads, device),
+        "versions": versions(),
+    }
+    results = []
+    for case in cases(options):
+        chosen = case
+        if options.only:
+            kept = tuple(one for one in case.contestants if one.name in options.only)
+            chosen = Case(**{**vars(case), "contestants": kept})
+        outcome = run(chosen, rounds, options.threads)
+        results.append({**asdict(outcome), **about})
+        print(table(name, outcome), file=sys.stderr if options.json else sys.stdout, flush=True)
+        if options.save:
+            store(name, results)
+    if options.json:
+        print(json.dumps(results))
+
+
+def command_line(name: str, arguments: Sequence[str]) -> str:
+    """How to get a result again; paths of this machine are left out."""
+    shown = ["PATH" if Path(word).exists() else word for word in arguments if word != "--save"]
+    return " ".join([f"python -m benchmarks.{name}", *shown])
+
+
+def store(name: str, results: Sequence[dict[str, object]]) -> None:
+    """Put results in the place of earlier ones of the same case."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    kept = {one["case"]: one for one in (json.loads(path.read_text()) if path.exists() else [])}
+    kept |= {one["case"]: one for one in results}
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(json.dumps(list(kept.values()), indent=1) + "\n")
+    temporary.replace(path)
+
+
+def table(name: str, outcome: Outcome) -> str:
+    """What came out of a case, for a terminal."""
+    bound = ""
+    if outcome.limit_median is not None:
+        bound = f", {outcome.limit} {outcome.limit_median:,.1f} {outcome.limit_unit}"
+    lines = [f"{name} {outcome.case} ({outcome.rounds} rounds{bound})"]
+    lines += [f"  {_row(entry, outcome)}" for entry in outcome.entries]
+    lines += [f"  - {line}" for line in outcome.missing]
+    return "\n".join(lines)
+
+
+def _row(entry: Entry, outcome: Outcome) -> str:
+    digits = 3 if entry.median < 1 else 2 if entry.median < 100 else 0  # noqa: PLR2004
+    words = [f"{entry.name:22}{entry.median:10,.{digits}f} {outcome.unit}"]
+    if entry.achieved is not None:
+        words.append(f"{entry.achieved:8,.1f} {outcome.limit_unit}")
+    if entry.of_limit is not None:
+        words.append(f"{entry.of_limit:4.0%} of the limit")
+    if entry.peak_bytes is not None:
+        words.append(f"peak {entry.peak_bytes / MIB:6,.0f} MiB")
+    words.append(f"ready after {entry.build_seconds:5.1f} s")
+    if entry.ratio is not None:
+        words.append(f"ratio {entry.ratio:.2f}")
+    return "  ".join(words)

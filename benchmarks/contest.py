@@ -1,0 +1,193 @@
+"""One case of a benchmark: contestants and the machine's limit, in turn, and what came out."""
+
+import statistics
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+
+from benchmarks.timing import in_turn, ratio
+from benchmarks.worker import Contestant, Measures, MissingError, Worker
+
+IDLE_CORES = 0.05
+"""More than this between its rounds, and a contestant disturbs the others."""
+
+
+@dataclass(frozen=True)
+class Limit:
+    """What nothing on the machine exceeds, measured in the same rounds."""
+
+    name: str
+    unit: str
+    contestant: Contestant
+    measure: str
+    """Which of its measures."""
+    work: float
+    """How much of it a contestant uses for one of its own units: GFLOP a token, say."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """Contestants that do the same work.
+
+    Attributes:
+        name: of the case.
+        measure: which of the rounds' measures is compared.
+        unit: of the measure. What is measured in seconds is better when less, all else when more.
+        contestants: ours first.
+        limit: None where there is none.
+        fresh: start every round in a new process.
+        peaks: whether the processes' peaks of memory say something.
+        skipped: who takes no part, and why.
+    """
+
+    name: str
+    measure: str
+    unit: str
+    contestants: tuple[Contestant, ...]
+    limit: Limit | None = None
+    fresh: bool = False
+    peaks: bool = True
+    skipped: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Entry:
+    """What one contestant reached; `Outcome` says in which unit."""
+
+    name: str
+    median: float
+    values: list[float]
+    """One a round."""
+    ratio: float | None
+    """How many times as fast as this contestant the first is, round by round; None for itself,
+    and where the first is missing."""
+    achieved: float | None
+    """In the unit of the limit."""
+    of_limit: float | None
+    """That as a fraction of the limit, round by round."""
+    peak_bytes: int | None
+    """Most memory resident in its process."""
+    build_seconds: float
+    """From the start of its process to its first round, compilation included."""
+    note: str = ""
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came out of a case."""
+
+    case: str
+    unit: str
+    rounds: int
+    entries: list[Entry]
+    limit: str = ""
+    limit_unit: str = ""
+    limit_median: float | None = None
+    missing: list[str] = field(default_factory=list)
+
+
+def run(case: Case, rounds: int, threads: int) -> Outcome:
+    """Build who can be built, take the rounds in turn, compare."""
+    missing = list(case.skipped)
+    with ExitStack() as stack:
+        takes: dict[str, Callable[[], Measures]] = {}
+        workers: dict[str, list[Worker]] = {}
+        everyone = [*case.contestants, *([case.limit.contestant] if case.limit else [])]
+        for contestant in everyone:
+            seen: list[Worker] = []
+            try:
+                take = stack.enter_context(_rounds_of(contestant, threads, case.fresh, seen))
+            except MissingError as error:
+                missing.append(f"{contestant.name}: {error}")
+                continue
+            except RuntimeError as error:  # the others' figures stand without it
+                missing.append(f"{contestant.name} failed: {str(error).splitlines()[-1]}")
+                continue
+            takes[contestant.name], workers[contestant.name] = take, seen
+        results = in_turn(takes, rounds)
+    for name, measures in results.items():
+        busy = max(measure["idle"] for measure in measures)
+        if busy > IDLE_CORES:
+            missing.append(f"{name} used {busy:.2f} cores while others ran; take ratios with care")
+    return compare(case, results, workers, missing)
+
+
+@contextmanager
+def _rounds_of(
+    contestant: Contestant, threads: int, fresh: bool, seen: list[Worker]
+) -> Iterator[Callable[[], Measures]]:
+    """What takes a contestant's rounds, in one process or in a new one each; kept in `seen`."""
+    worker = Worker(contestant, threads)
+    if not fresh:
+        seen.append(worker)
+        try:
+            yield worker.round
+        finally:
+            worker.close()
+        return
+    worker.close()  # it was only asked whether it can take part
+
+    def take() -> Measures:
+        worker = Worker(contestant, threads)
+        seen.append(worker)
+        try:
+            return worker.round()
+        finally:
+            worker.close()
+
+    yield take
+
+
+def compare(
+    case: Case,
+    results: dict[str, list[Measures]],
+    workers: dict[str, list[Worker]],
+    missing: Sequence[str],
+) -> Outcome:
+    """Medians, ratios and fractions of the limit."""
+    values = {
+        contestant.name: [measures[case.measure] for measures in results[contestant.name]]
+        for contestant in case.contestants
+        if contestant.name in results
+    }
+    less_is_better = case.unit == "s"
+    bound = None
+    if case.limit and case.limit.contestant.name in results:
+        bound = [one[case.limit.measure] for one in results[case.limit.contestant.name]]
+    first = case.contestants[0].name
+    entries = []
+    for contestant in case.contestants:
+        if contestant.name not in values:
+            continue
+        own, ours = values[contestant.name], values.get(first)
+        quotient = None
+        if ours is not None and contestant.name != first:
+            quotient = ratio(own, ours) if less_is_better else ratio(ours, own)
+        achieved = None
+        if case.limit:
+            per_second = [1 / one for one in own] if less_is_better else own
+            achieved = [one * case.limit.work for one in per_second]
+        seen = workers[contestant.name]
+        entries.append(
+            Entry(
+                name=contestant.name,
+                median=statistics.median(own),
+                values=own,
+                ratio=quotient,
+                achieved=statistics.median(achieved) if achieved else None,
+                of_limit=ratio(achieved, bound) if achieved and bound else None,
+                peak_bytes=max(worker.peak_bytes for worker in seen) if case.peaks else None,
+                build_seconds=statistics.median(worker.build_seconds for worker in seen),
+                note=contestant.note,
+            )
+        )
+    return Outcome(
+        case=case.name,
+        unit=case.unit,
+        rounds=len(next(iter(results.values()), [])),
+        entries=entries,
+        limit=case.limit.name if case.limit else "",
+        limit_unit=case.limit.unit if case.limit else "",
+        limit_median=statistics.median(bound) if bound else None,
+        missing=list(missing),
+    )

@@ -1,0 +1,48 @@
+"""Decoding one text: new tokens a second beside peers, and the share of the memory's speed.
+
+    python -m benchmarks.decode [--shapes 160m 1b] [--precisions float32 bfloat16 int8 int4]
+
+A prompt of 128 random tokens, then 64 new ones, greedy, of which the first is the prompt's doing
+and the others are timed. Weights are random and the same for everyone. A row of 8 or 4 bits is
+compared with llama.cpp's type of equal size, scales included. The limit is reading the weights of
+all products once a token; what attention reads of its cache comes on top and is not counted.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+from benchmarks.command import main, parser, with_device, with_models
+from benchmarks.contest import Case
+from benchmarks.generating import PRECISIONS, case
+from benchmarks.shapes import DECODING, NEW_TOKENS
+
+TOO_LARGE = {("1b", "float32")}
+"""Left out unless asked for by name: 4.4 GB for each contestant, and nobody decodes so."""
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """One for each shape and precision."""
+    for shape in options.shapes:
+        for precision in options.precisions or PRECISIONS:
+            if options.precisions or (shape, precision) not in TOO_LARGE:
+                yield case(
+                    DECODING[shape],
+                    precision,
+                    measure="decode",
+                    batch=1,
+                    new_tokens=NEW_TOKENS,
+                    device=options.device,
+                    models=str(options.models),
+                )
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    made = with_models(with_device(parser(__doc__ or "")))
+    made.add_argument("--shapes", nargs="+", choices=DECODING, default=list(DECODING))
+    made.add_argument("--precisions", nargs="+", choices=PRECISIONS)
+    return made
+
+
+if __name__ == "__main__":
+    main("decode", cases, options().parse_args())

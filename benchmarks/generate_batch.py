@@ -1,0 +1,44 @@
+"""Decoding several texts at once: all rows' new tokens a second, beside peers.
+
+    python -m benchmarks.generate_batch [--batches 1 8 32] [--precisions bfloat16 int8]
+
+Each row has a prompt of its own of 128 random tokens and takes 64 new ones, of which all but the
+first are timed. The limit is reading the weights once a step, whatever the batch: a large batch is
+held back by its arithmetic long before.
+"""
+
+import argparse
+from collections.abc import Iterator
+
+from benchmarks.command import main, parser, with_device, with_models
+from benchmarks.contest import Case
+from benchmarks.generating import PRECISIONS, case
+from benchmarks.shapes import DECODING, NEW_TOKENS
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """One for each batch and precision."""
+    for precision in options.precisions:
+        for batch in options.batches:
+            yield case(
+                DECODING[options.shape],
+                precision,
+                measure="decode",
+                batch=batch,
+                new_tokens=NEW_TOKENS,
+                device=options.device,
+                models=str(options.models),
+            )
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    made = with_models(with_device(parser(__doc__ or "")))
+    made.add_argument("--shape", choices=DECODING, default="160m")
+    made.add_argument("--batches", nargs="+", type=int, default=[1, 8, 32])
+    made.add_argument("--precisions", nargs="+", choices=PRECISIONS, default=["bfloat16"])
+    return made
+
+
+if __name__ == "__main__":
+    main("generate_batch", cases, options().parse_args())

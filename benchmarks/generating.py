@@ -1,0 +1,114 @@
+"""The cases that decoding, prompts and batches share: one model, its contestants, its limit."""
+
+from benchmarks.contest import Case, Limit
+from benchmarks.shapes import BITS, PROMPT_TOKENS, Shape
+from benchmarks.worker import Contestant
+
+PRECISIONS = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "int8": "q8_0",
+    "int4": "q4_0",
+}
+"""Ours, and the type of llama.cpp with as many bits for a weight."""
+QUANTISED = {"q8_0", "q4_0"}
+
+
+def case(
+    shape: Shape,
+    precision: str,
+    *,
+    measure: str,
+    batch: int,
+    new_tokens: int,
+    device: str,
+    models: str,
+) -> Case:
+    """Ours, llama.cpp and transformers, greedy, after prompts of `PROMPT_TOKENS` random tokens.
+
+    Args:
+        shape: of the model.
+        precision: one of `PRECISIONS`.
+        measure: `decode` or `prefill`.
+        batch: rows.
+        new_tokens: to each.
+        device: `cpu` or `cuda`; llama.cpp takes part on the CPU.
+        models: the folder where they are kept.
+    """
+    theirs = PRECISIONS[precision]
+    same = {
+        "shape": shape.name,
+        "batch": batch,
+        "prompt_tokens": PROMPT_TOKENS,
+        "new_tokens": new_tokens,
+        "models": models,
+    }
+    own = same | {"precision": precision, "device": device}
+    contestants = [
+        Contestant("Workhorse", "benchmarks.ours:generate", own | {"compiled": True}),
+    ]
+    if measure == "decode":
+        contestants.append(
+            Contestant(
+                "Workhorse, not compiled", "benchmarks.ours:generate", own | {"compiled": False}
+            )
+        )
+    skipped: tuple[str, ...] = ()
+    if device == "cpu":
+        contestants.append(_llama_cpp(same, theirs))
+    else:
+        skipped = (f"llama.cpp: measured on the CPU only, not on {device}",)
+    if theirs not in QUANTISED:
+        contestants.append(
+            Contestant(
+                "transformers",
+                "benchmarks.peers.transformers:generate",
+                same | {"precision": precision, "device": device},
+            )
+        )
+    limit = _reads(shape, theirs, batch, device)
+    if measure == "prefill":
+        limit = _products(shape, precision, batch, device)
+    name = f"{shape.name} {precision}" + (f" batch {batch}" if batch > 1 else "")
+    return Case(name, measure, "tokens/s", tuple(contestants), limit, skipped=skipped)
+
+
+def _llama_cpp(same: dict[str, object], precision: str) -> Contestant:
+    repack = precision not in QUANTISED
+    note = f"{precision}, {BITS[precision]:g} bits a weight"
+    if not repack:
+        note += "; without repacked weights (use_extra_bufts=False), which crash on some processors"
+    return Contestant(
+        "llama.cpp",
+        "benchmarks.peers.llama_cpp:generate",
+        same | {"precision": precision, "repack": repack},
+        note,
+    )
+
+
+def _reads(shape: Shape, precision: str, batch: int, device: str) -> Limit:
+    """Every step reads all weights of the products once, whatever the batch."""
+    return Limit(
+        "memory read",
+        "GB/s",
+        Contestant("memory read", "benchmarks.limits:memory", {"device": device}),
+        measure="gbytes",
+        work=shape.product_weights * BITS[precision] / 8 / batch / 1e9,
+    )
+
+
+def _products(shape: Shape, precision: str, batch: int, device: str) -> Limit:
+    products = {
+        "shapes": shape.products[:-1],
+        "tokens": batch * PROMPT_TOKENS,
+        "dtype": precision if precision in BITS else "bfloat16",
+        "device": device,
+        "backward": False,
+    }
+    return Limit(
+        "matrix products",
+        "GFLOP/s",
+        Contestant("matrix products", "benchmarks.limits:products", products),
+        measure="gflops",
+        work=shape.forward_flops / 1e9,
+    )

@@ -1,0 +1,150 @@
+"""Loading a model of 664 MiB in bfloat16: seconds beside peers, and peak memory.
+
+    python -m benchmarks.load
+
+Every round is a new process with its packages imported. The time ends when one byte of every page
+of every weight was looked at, since mapping a file alone reads nothing. `cached` has the file in
+the system's page cache; for `dropped` it is put out of it first, where the system allows.
+"""
+
+import argparse
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from benchmarks.command import main, parser, with_models
+from benchmarks.contest import Case, Limit
+from benchmarks.shapes import STORED
+from benchmarks.worker import Contestant, MissingError, Round
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+PAGE = 4096
+
+
+def workhorse(models: str, cached: bool, threads: int) -> Round:
+    """Rounds of `workhorse.load`."""
+    from workhorse import load
+
+    def weights(folder: Path) -> Iterable["Tensor"]:
+        model = load(folder, dtype="bfloat16", tell=lambda _line: None)
+        return model.decoder.parameters()
+
+    return _rounds(weights, models, cached, threads)
+
+
+def transformers(models: str, cached: bool, threads: int) -> Round:
+    """Rounds of `from_pretrained`."""
+    import torch
+    from transformers import LlamaForCausalLM
+
+    def weights(folder: Path) -> Iterable["Tensor"]:
+        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        return model.parameters()
+
+    return _rounds(weights, models, cached, threads)
+
+
+def safetensors(models: str, cached: bool, threads: int) -> Round:
+    """Rounds of `load_file`, which gives tensors and no model."""
+    from safetensors.torch import load_file
+
+    def weights(folder: Path) -> Iterable["Tensor"]:
+        return load_file(folder / "model.safetensors").values()
+
+    return _rounds(weights, models, cached, threads)
+
+
+def _rounds(
+    weights: Callable[[Path], Iterable["Tensor"]], models: str, cached: bool, threads: int
+) -> Round:
+    import torch
+
+    from benchmarks.models import huggingface_folder
+
+    torch.set_num_threads(threads)
+    folder = huggingface_folder(STORED.name, models)
+    files = list(folder.glob("*.safetensors"))
+
+    def take() -> dict[str, float]:
+        for file in files:
+            _read(file) if cached else _drop(file)
+        started = time.perf_counter()
+        for weight in weights(folder):
+            weight.detach().view(-1)[:: PAGE // weight.itemsize].sum().item()
+        return {"seconds": time.perf_counter() - started}
+
+    return take
+
+
+def _read(file: Path) -> None:
+    with file.open("rb", buffering=0) as opened:
+        while opened.read(1 << 24):
+            pass
+
+
+def _drop(file: Path) -> None:
+    if not hasattr(os, "posix_fadvise"):
+        raise MissingError("this system does not let a program drop its page cache")
+    descriptor = os.open(file, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        os.posix_fadvise(descriptor, 0, 0, os.POSIX_FADV_DONTNEED)
+    finally:
+        os.close(descriptor)
+
+
+def copied(models: str, cached: bool, threads: int) -> Round:
+    """The limit, `gbytes`: reading the file into memory that is there already, as GB/s."""
+    from benchmarks.models import huggingface_folder
+
+    del threads
+    files = list(huggingface_folder(STORED.name, models).glob("*.safetensors"))
+    room = bytearray(max(file.stat().st_size for file in files))
+
+    def take() -> dict[str, float]:
+        for file in files:
+            _read(file) if cached else _drop(file)
+        started, size = time.perf_counter(), 0
+        for file in files:
+            with file.open("rb", buffering=0) as opened:
+                while got := opened.readinto(memoryview(room)[: 1 << 26]):
+                    size += got
+        return {"gbytes": size / (time.perf_counter() - started) / 1e9}
+
+    return take
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """With the file in the page cache, and without."""
+    for name, cached in (("cached", True), ("dropped", False)):
+        same = {"models": str(options.models), "cached": cached}
+        contestants = (
+            Contestant("Workhorse", "benchmarks.load:workhorse", same),
+            Contestant("transformers", "benchmarks.load:transformers", same),
+            Contestant("safetensors", "benchmarks.load:safetensors", same, "tensors, no model"),
+        )
+        limit = Limit(
+            "reading the file",
+            "GB/s",
+            Contestant("reading the file", "benchmarks.load:copied", same),
+            measure="gbytes",
+            work=_weights() * 2 / 1e9,
+        )
+        yield Case(f"{STORED.name} {name}", "seconds", "s", contestants, limit, fresh=True)
+
+
+def _weights() -> int:
+    return STORED.product_weights + STORED.vocab_size * STORED.d_model
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    return with_models(parser(__doc__ or ""))
+
+
+if __name__ == "__main__":
+    main("load", cases, options().parse_args())

@@ -1,0 +1,89 @@
+"""The models that decoding is measured on: random weights of a shape, made once and kept."""
+
+import ctypes
+import subprocess
+import sys
+from pathlib import Path
+
+from benchmarks.shapes import DECODING, STORED, Shape
+
+SHAPES = DECODING | {STORED.name: STORED}
+GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16"}
+
+
+def huggingface_folder(shape: str, root: str) -> Path:
+    """A Hugging Face directory in bfloat16, made by a process of its own if it is not there."""
+    path = Path(root) / f"{shape}-bfloat16"
+    if not path.exists():
+        _make(shape, "huggingface", root)
+    return path
+
+
+def gguf_file(shape: str, precision: str, root: str) -> Path:
+    """A GGUF file of the same weights, likewise."""
+    path = Path(root) / f"{shape}-{precision}.gguf"
+    if not path.exists():
+        _make(shape, precision, root)
+    return path
+
+
+def _make(shape: str, kind: str, root: str) -> None:
+    command = [sys.executable, "-m", "benchmarks.models", shape, kind, root]
+    subprocess.run(command, check=True)
+
+
+def _main(shape: str, kind: str, root: str) -> None:
+    Path(root).mkdir(parents=True, exist_ok=True)
+    if kind == "huggingface":
+        _write_huggingface(SHAPES[shape], Path(root) / f"{shape}-bfloat16")
+    elif kind in GGUF_TYPES:
+        _write_gguf(huggingface_folder(shape, root), kind, Path(root) / f"{shape}-{kind}.gguf")
+    else:
+        _quantize(gguf_file(shape, "bfloat16", root), kind, Path(root) / f"{shape}-{kind}.gguf")
+
+
+def _write_huggingface(shape: Shape, path: Path) -> None:
+    import torch
+
+    from workhorse.checkpoints.export import write_huggingface
+    from workhorse.models.llama import llama
+
+    torch.manual_seed(0)
+    config = llama(
+        d_model=shape.d_model,
+        n_layers=shape.n_layers,
+        n_heads=shape.n_heads,
+        n_kv_heads=shape.n_kv_heads,
+        d_ff=shape.d_ff,
+        vocab_size=shape.vocab_size,
+        max_seq_len=shape.context,
+    )
+    write_huggingface(path, config.build(dtype=torch.bfloat16))
+
+
+def _write_gguf(folder: Path, precision: str, path: Path) -> None:
+    import workhorse
+    from workhorse.checkpoints.gguf import write_gguf
+
+    decoder = workhorse.load(folder, dtype=precision, tell=lambda _line: None).decoder
+    write_gguf(path, decoder, model_type="llama", dtype=GGUF_TYPES[precision])  # pyright: ignore
+
+
+def _quantize(source: Path, kind: str, path: Path) -> None:
+    """Every matrix in one type: no other is mixed in for quality, so that bits are equal."""
+    import llama_cpp
+
+    how = llama_cpp.llama_model_quantize_default_params()
+    how.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")
+    how.pure = True
+    temporary = path.with_suffix(".tmp")
+    failed = llama_cpp.llama_model_quantize(
+        str(source).encode(), str(temporary).encode(), ctypes.byref(how)
+    )
+    if failed:
+        raise RuntimeError(f"llama.cpp could not quantise {source} to {kind}")
+    temporary.rename(path)
+
+
+if __name__ == "__main__":
+    _main(*sys.argv[1:])

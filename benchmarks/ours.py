@@ -1,0 +1,126 @@
+"""Workhorse itself, by its public functions."""
+
+from contextlib import suppress
+from typing import Any
+
+import torch
+
+import workhorse
+from benchmarks.models import huggingface_folder
+from benchmarks.shapes import DECODING, TRAINING, Shape
+from benchmarks.tokens import TokenClock, random_tokens
+from benchmarks.training import (
+    BETAS,
+    GRAD_CLIP,
+    LEARNING_RATE,
+    WEIGHT_DECAY,
+    batch,
+    rounds,
+)
+from benchmarks.worker import Round
+from workhorse import native
+from workhorse.data import Batch
+from workhorse.generate import GenerationConfig, stream
+from workhorse.nn import AttentionConfig, DecoderConfig
+from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.feedforward import MlpConfig
+from workhorse.nn.head import HeadConfig
+from workhorse.nn.norms import LayerNormConfig
+from workhorse.nn.positions import LearnedPositionConfig
+
+LOAD_OPTIONS: dict[str, dict[str, Any]] = {
+    "float32": {"dtype": "float32"},
+    "bfloat16": {"dtype": "bfloat16"},
+    "int8": {"dtype": "bfloat16", "quantize": "int8"},
+    "int4": {"dtype": "bfloat16", "quantize": "int4"},
+}
+"""How `workhorse.load` is asked for each precision."""
+
+
+def train(*, shape: str, dtype: str, device: str, compiled: bool, threads: int) -> Round:
+    """Rounds of training steps, as `workhorse train` takes them."""
+    from workhorse.train.adamw import AdamWConfig
+    from workhorse.train.assembly import build_step
+    from workhorse.train.recipe import TrainConfig
+
+    sizes = TRAINING[shape]
+    tokens, targets = batch(shape, device, threads)
+    optimizer = AdamWConfig(
+        learning_rate=LEARNING_RATE, beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY
+    )
+    config = TrainConfig(
+        steps=1_000_000,
+        batch_size=sizes.batch,
+        seq_len=sizes.context,
+        optimizer=optimizer,
+        grad_clip=GRAD_CLIP,
+        dtype=dtype,  # pyright: ignore[reportArgumentType]
+        compile=compiled,
+    )
+    training = build_step(gpt(sizes).build(device=device), config, torch.device(device))
+    given = Batch(tokens, targets, None, torch.zeros(len(tokens), dtype=torch.int64))
+
+    def step() -> None:
+        training.update(*training.backward(given), schedule=1.0)
+
+    return rounds(shape, step, device)
+
+
+def gpt(shape: Shape) -> DecoderConfig:
+    """GPT-2's architecture at a shape, without biases and dropout."""
+    norm = LayerNormConfig(bias=False)
+    block = PreNormConfig(
+        norm=norm,
+        attention=AttentionConfig(n_heads=shape.n_heads),
+        feed_forward=MlpConfig(d_ff=shape.d_ff, activation="gelu"),
+    )
+    return DecoderConfig(
+        vocab_size=shape.vocab_size,
+        d_model=shape.d_model,
+        n_layers=shape.n_layers,
+        max_seq_len=shape.context,
+        embedding=EmbeddingConfig(position=LearnedPositionConfig()),
+        blocks={"main": block},
+        final_norm=norm,
+        head=HeadConfig(tied=True),
+    )
+
+
+def generate(
+    *,
+    shape: str,
+    precision: str,
+    compiled: bool,
+    batch: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    models: str,
+    device: str,
+    threads: int,
+) -> Round:
+    """Rounds of greedy decoding."""
+    torch.set_num_threads(threads)
+    native.load(wait=True)
+    model = workhorse.load(
+        huggingface_folder(shape, models),
+        device=device,
+        compile=compiled,
+        tell=lambda _line: None,
+        **LOAD_OPTIONS[precision],
+    )
+    prompts = random_tokens(batch, prompt_tokens, DECODING[shape].vocab_size)
+    config = GenerationConfig(max_new_tokens=new_tokens, temperature=0, stop_tokens=())
+
+    def take() -> dict[str, float]:
+        clock = TokenClock(batch, prompt_tokens)
+        deltas = stream(model.decoder, prompts, config, batch_size=batch)
+        with suppress(StopIteration):
+            while True:
+                for _ in range(batch):
+                    next(deltas)
+                clock.tick()
+        return clock.rates(new_tokens)
+
+    take()
+    return take

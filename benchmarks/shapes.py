@@ -1,0 +1,107 @@
+"""The shapes that are measured, and what each costs by count: parameters, operations, bytes.
+
+Training shapes are GPT-2's architecture (learned positions, LayerNorm, GELU, tied head) without
+biases or dropout; those for decoding are LLaMA's (rotary positions, RMSNorm, SwiGLU, a head of its
+own).
+"""
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Shape:
+    """A decoder's sizes, and the batch it is measured at."""
+
+    name: str
+    n_layers: int
+    n_heads: int
+    n_kv_heads: int
+    d_model: int
+    d_ff: int
+    vocab_size: int
+    context: int
+    """Of training: tokens in a row. Of decoding: room for the prompt and the new tokens."""
+    batch: int
+    gated: bool
+
+    @property
+    def products(self) -> list[tuple[int, int, int]]:
+        """The matrices that every token is multiplied by: (rows, columns, how many of them).
+
+        What reads the same input is joined (queries, keys and values; gate and up), which is the
+        fastest way to compute it and so the fair limit.
+        """
+        width, head_dim = self.d_model, self.d_model // self.n_heads
+        qkv = width + 2 * self.n_kv_heads * head_dim
+        return [
+            (qkv, width, self.n_layers),
+            (width, width, self.n_layers),
+            ((2 if self.gated else 1) * self.d_ff, width, self.n_layers),
+            (width, self.d_ff, self.n_layers),
+            (self.vocab_size, width, 1),
+        ]
+
+    @property
+    def product_weights(self) -> int:
+        """Numbers in those matrices: what decoding one token must read."""
+        return sum(rows * columns * count for rows, columns, count in self.products)
+
+    @property
+    def training_flops(self) -> float:
+        """Floating-point operations for a token of training.
+
+        Six for each weight of a product (forward and both gradients) and the whole square of
+        attention's scores, as PaLM counts (2204.02311, appendix B): what a causal kernel leaves
+        out is credited to it.
+        """
+        return 6.0 * self.product_weights + 12.0 * self.n_layers * self.d_model * self.context
+
+    @property
+    def forward_flops(self) -> float:
+        """Floating-point operations of the products for a token of a prompt.
+
+        Less the head's, which only the last token of a prompt needs.
+        """
+        return 2.0 * (self.product_weights - self.vocab_size * self.d_model)
+
+
+def _gpt(
+    name: str, n_layers: int, n_heads: int, width: int, vocab: int, *, context: int, batch: int
+) -> Shape:
+    return Shape(
+        name, n_layers, n_heads, n_heads, width, 4 * width, vocab, context, batch, gated=False
+    )
+
+
+def _llama(name: str, n_layers: int, heads: tuple[int, int], width: int, d_ff: int) -> Shape:
+    return Shape(name, n_layers, *heads, width, d_ff, 32_000, 2048, 1, gated=True)
+
+
+TRAINING = {
+    shape.name: shape
+    for shape in (
+        _gpt("tiny", 4, 4, 128, 65, context=64, batch=12),
+        _gpt("baby", 6, 6, 384, 65, context=256, batch=16),
+        _gpt("gpt2", 12, 12, 768, 50_304, context=512, batch=2),
+    )
+}
+DECODING = {
+    shape.name: shape
+    for shape in (
+        _llama("160m", 12, (12, 12), 768, 2048),
+        _llama("1b", 22, (32, 4), 2048, 5632),
+    )
+}
+STORED = _llama("350m", 22, (16, 16), 1024, 2816)
+"""What loading is measured on: 664 MiB in bfloat16."""
+
+PROMPT_TOKENS = 128
+NEW_TOKENS = 64
+
+BITS = {
+    "float32": 32.0,
+    "bfloat16": 16.0,
+    "q8_0": 8.5,
+    "q4_0": 4.5,
+}
+"""Bits for a weight, scales included: Q8_0 and Q4_0 keep one float16 for 32 weights."""

@@ -1,0 +1,81 @@
+"""Training steps: tokens a second beside peers, and the share of the machine's matrix products.
+
+    python -m benchmarks.train [--shapes tiny baby gpt2] [--dtypes float32 bfloat16]
+                               [--nanogpt CHECKOUT]
+
+The same sizes, batch, tokens, AdamW, clipping and mixed precision for everyone; see `shapes.py`
+for what a token costs and `peers/` for where a peer's model differs. The limit is the rate of the
+same matrix products alone. "ready after" holds start, building, compiling and the first steps.
+"""
+
+import argparse
+from collections.abc import Iterator
+from pathlib import Path
+
+from benchmarks.command import main, parser, with_device
+from benchmarks.contest import Case, Limit
+from benchmarks.shapes import TRAINING, Shape
+from benchmarks.worker import Contestant
+
+DTYPES = ("float32", "bfloat16")
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """One for each shape and type."""
+    for shape in options.shapes:
+        for dtype in options.dtypes:
+            yield _case(TRAINING[shape], dtype, options.device, options.nanogpt)
+
+
+def _case(shape: Shape, dtype: str, device: str, nanogpt: Path | None) -> Case:
+    same = {"shape": shape.name, "dtype": dtype, "device": device}
+    contestants = [
+        Contestant("Workhorse", "benchmarks.ours:train", same | {"compiled": True}, "compiled"),
+        Contestant("Workhorse, plain", "benchmarks.ours:train", same | {"compiled": False}),
+        Contestant(
+            "transformers", "benchmarks.peers.transformers:train", same, "with biases, as always"
+        ),
+        Contestant(
+            "litgpt", "benchmarks.peers.litgpt:train", same, "rotary positions, untied head"
+        ),
+        Contestant("x-transformers", "benchmarks.peers.x_transformers:train", same),
+    ]
+    skipped: tuple[str, ...] = ()
+    if nanogpt is None:
+        skipped = ("nanoGPT: is no package; give --nanogpt CHECKOUT",)
+    else:
+        own = same | {"checkout": str(nanogpt.resolve())}
+        build = "benchmarks.peers.nanogpt:train"
+        contestants += [
+            Contestant("nanoGPT", build, own | {"compiled": False}),
+            Contestant("nanoGPT, compiled", build, own | {"compiled": True}),
+        ]
+    products = {
+        "shapes": shape.products,
+        "tokens": shape.batch * shape.context,
+        "dtype": dtype,
+        "device": device,
+        "backward": True,
+    }
+    limit = Limit(
+        "matrix products",
+        "GFLOP/s",
+        Contestant("matrix products", "benchmarks.limits:products", products),
+        measure="gflops",
+        work=shape.training_flops / 1e9,
+    )
+    name = f"{shape.name} {dtype}"
+    return Case(name, "tokens", "tokens/s", tuple(contestants), limit, skipped=skipped)
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    made = with_device(parser(__doc__ or ""))
+    made.add_argument("--shapes", nargs="+", choices=TRAINING, default=list(TRAINING))
+    made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    made.add_argument("--nanogpt", type=Path, metavar="CHECKOUT", help="a checkout of nanoGPT")
+    return made
+
+
+if __name__ == "__main__":
+    main("train", cases, options().parse_args())

@@ -1,0 +1,166 @@
+"""A contestant in a process of its own, which does one round when asked and sleeps in between.
+
+Apart, contestants cannot fight over a thread pool, patch each other's libraries, or hide in each
+other's peak of memory. A contestant is built by a function that returns its `Round`. The two sides
+talk in lines of JSON; what the libraries print goes to a file that is shown when they fail.
+"""
+
+import contextlib
+import importlib
+import json
+import os
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+Measures = dict[str, float]
+Round = Callable[[], Measures]
+
+SETTLE_SECONDS = 0.1
+"""Between rounds, so that threads that wait by spinning have gone to sleep."""
+THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS", "RAYON_NUM_THREADS")
+"""What PyTorch, its libraries and `tokenizers` read when they start."""
+TAIL = 2000
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """Who takes part: a name, and the `module:function` that builds it from JSON's types."""
+
+    name: str
+    build: str
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    note: str = ""
+    """What a reader must know about it."""
+
+
+class MissingError(Exception):
+    """A contestant cannot take part here; one line says why."""
+
+
+class Worker:
+    """The process of one contestant, built and warm.
+
+    Args:
+        contestant: who.
+        threads: for each thread pool that it has.
+
+    Attributes:
+        build_seconds: from the start of the process to its first round, compilation included.
+
+    Raises:
+        MissingError: a package of it is not installed.
+        RuntimeError: it failed.
+    """
+
+    def __init__(self, contestant: Contestant, threads: int) -> None:
+        self.contestant = contestant
+        self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "benchmarks.worker", contestant.build, str(threads)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._log,
+            text=True,
+            cwd=Path(__file__).parent.parent,
+            env=os.environ | dict.fromkeys(THREADS, str(threads)),
+        )
+        self.peak_bytes = 0
+        try:
+            self.build_seconds: float = self._ask(dict(contestant.arguments))["seconds"]
+        except BaseException:
+            self.close()
+            raise
+
+    def round(self) -> Measures:
+        """One round's measures, `idle` among them.
+
+        That is the processor time, in cores, that it used since its last round: it should have
+        slept.
+        """
+        time.sleep(SETTLE_SECONDS)
+        answer = self._ask({})
+        self.peak_bytes = answer["peak_bytes"]
+        return answer["measures"] | {"idle": answer["idle"]}
+
+    def close(self) -> None:
+        """End the process."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+        self._log.close()
+
+    def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):
+            self._process.stdin.write(json.dumps(request) + "\n")
+            self._process.stdin.flush()
+        line = self._process.stdout.readline()
+        if not line:
+            self._log.seek(0)
+            said = self._log.read().decode(errors="replace")[-TAIL:]
+            raise RuntimeError(f"{self.contestant.name} failed:\n{said}")
+        answer = json.loads(line)
+        if "missing" in answer:
+            raise MissingError(answer["missing"])
+        return answer
+
+
+def serve(build: str, threads: int) -> None:
+    """The other side: build what the first line describes, then a round for every further line."""
+    started = time.perf_counter()
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+
+    def answer(**values: Any) -> None:
+        answers.write(json.dumps(values) + "\n")
+        answers.flush()
+
+    module, _, function = build.partition(":")
+    try:
+        arguments = json.loads(sys.stdin.readline())
+        take: Round = getattr(importlib.import_module(module), function)(
+            **arguments, threads=threads
+        )
+    except ModuleNotFoundError as error:
+        answer(missing=f"the package {error.name} is not installed")
+        return
+    except MissingError as error:
+        answer(missing=str(error))
+        return
+    answer(seconds=time.perf_counter() - started)
+    # The first moments after the build belong to it: threads and compilers wind down.
+    idle_since, idle_cpu = None, 0.0
+    for _ in sys.stdin:
+        idle = 0.0
+        if idle_since is not None:
+            idle = (time.process_time() - idle_cpu) / (time.perf_counter() - idle_since)
+        measures = take()
+        idle_since, idle_cpu = time.perf_counter(), time.process_time()
+        answer(measures=measures, idle=idle, peak_bytes=peak_bytes())
+
+
+def peak_bytes() -> int:
+    """The most memory that this process ever had resident."""
+    with contextlib.suppress(OSError, StopIteration):
+        # Not `ru_maxrss`, which on Linux begins with the peak of the process that started this one.
+        lines = Path("/proc/self/status").read_text().splitlines()
+        peak = next(line for line in lines if line.startswith("VmHWM:"))
+        return int(peak.split()[1]) * 1024
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
+if __name__ == "__main__":
+    # By its import's name: contestants raise that module's MissingError, not this script's.
+    importlib.import_module("benchmarks.worker").serve(sys.argv[1], int(sys.argv[2]))

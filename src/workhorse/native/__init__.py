@@ -1,0 +1,8 @@
+"""Operators in C++ that read weights at the speed of memory, where a compiler and the CPU allow.
+
+Nothing depends on them: what uses one has a plain way of its own, and asks `load` first.
+"""
+
+from workhorse.native.operators import attend, linear, load, packed_linear, packs, why_not
+
+__all__ = ["attend", "linear", "load", "packed_linear", "packs", "why_not"]

@@ -1,0 +1,127 @@
+"""The compiled operators as functions of tensors, known to `torch.compile`.
+
+They compute no gradients.
+"""
+
+import functools
+from pathlib import Path
+from typing import cast
+
+import torch
+from jaxtyping import Bool, Float, Int16, UInt8
+from torch import Tensor
+
+from workhorse.native import build
+
+GROUP = 32
+"""Numbers of a row of packed weights that share a scale."""
+LANES = 16
+"""Rows of packed weights that stand side by side."""
+
+
+def load(*, wait: bool = False) -> bool:
+    """Whether the operators can be called from now on.
+
+    Args:
+        wait: compile them now if that was never done on this machine, which takes a few seconds.
+            Otherwise that happens in the background and this start goes without.
+    """
+    return why_not(wait=wait) is None
+
+
+def why_not(*, wait: bool = False) -> str | None:
+    """Why the operators cannot be called, in one line, or None if they can; see `load`."""
+    try:
+        return _load(build.ensure(wait=wait))
+    except build.Unavailable as reason:
+        return str(reason)
+
+
+def packs() -> bool:
+    """Whether this CPU has `packed_linear`; to be asked after `load`."""
+    return hasattr(torch.ops.workhorse, "packed_linear")
+
+
+def linear(
+    x: Float[Tensor, "*batch in_features"],
+    weight: Float[Tensor, "out_features in_features"],
+    bias: Float[Tensor, " out_features"] | None = None,
+) -> Float[Tensor, "*batch out_features"]:
+    """`x Wᵀ + b`, reading W once for up to 64 rows of x, summed in float32.
+
+    Args:
+        x: bfloat16 or float32, on the CPU.
+        weight: of the same type, contiguous.
+        bias: likewise.
+    """
+    return torch.ops.workhorse.linear.default(x, weight, bias)
+
+
+def packed_linear(
+    x: Float[Tensor, "*batch in_features"],
+    codes: UInt8[Tensor, "blocks groups bytes"],
+    scales: Int16[Tensor, "blocks groups 16"],
+    levels: UInt8[Tensor, " 16"] | None,
+    bias: Float[Tensor, " out_features"] | None,
+    *,
+    out_features: int,
+) -> Float[Tensor, "*batch out_features"]:
+    """`x Wᵀ + b` with W of 4 or 8 bits a number, laid out as `packed.h` says.
+
+    Args:
+        x: bfloat16, on the CPU, as wide as the groups.
+        codes: a block is 16 outputs, a group 32 inputs, of 256 or 512 bytes together.
+        scales: the bits of a bfloat16 for each output and group.
+        levels: 128 + the whole number that each code of 4 bits stands for; None with 8 bits, whose
+            codes are that.
+        bias: bfloat16.
+        out_features: outputs; the last block may be filled up.
+    """
+    return torch.ops.workhorse.packed_linear.default(x, codes, scales, levels, bias, out_features)
+
+
+def attend(
+    q: Float[Tensor, "batch heads 1 width"],
+    k: Float[Tensor, "batch kv_heads slots width"],
+    v: Float[Tensor, "batch kv_heads slots value_width"],
+    mask: Bool[Tensor, "#batch 1 1 slots"] | None,
+    scale: float,
+) -> Float[Tensor, "batch heads 1 value_width"]:
+    """`softmax(q kᵀ · scale) v` for one query a head, reading keys and values once.
+
+    Args:
+        q: bfloat16 or float32, on the CPU.
+        k: of the same type; the last axis lies side by side, the others anyhow. Query heads share
+            its heads in equal groups.
+        v: likewise.
+        mask: True where a slot is seen; a query that sees none gets zeros.
+        scale: multiplies the scores.
+    """
+    return torch.ops.workhorse.attend.default(q, k, v, mask, scale)
+
+
+@functools.cache
+def _load(library: Path) -> str | None:
+    """Load it and tell the compiler the shapes; or what is wrong."""
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        return f"cannot load {library}: {error}".splitlines()[0]
+    torch.library.register_fake("workhorse::linear", _linear_shape)
+    torch.library.register_fake("workhorse::attend", _attend_shape)
+    if packs():
+        torch.library.register_fake("workhorse::packed_linear", _packed_linear_shape)
+    return None
+
+
+def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _attend_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def _packed_linear_shape(x: Tensor, *others: object) -> Tensor:
+    out = cast(int, others[-1])
+    return x.new_empty((*x.shape[:-1], out))

@@ -1,0 +1,91 @@
+// y = x Wᵀ + b for few rows of x, with W as `nn.Linear` holds it: dot products of rows.
+//
+// The time is that of reading W once. Four rows of W are read side by side, and the same place of the
+// next four is asked for meanwhile; up to four rows of x are worked on while a piece of W is in
+// registers, and further ones while the four rows of W are still in the cache.
+#pragma once
+
+#include <algorithm>
+
+#include "vectors.h"
+
+namespace workhorse {
+
+constexpr int kOut = 4;   // rows of W side by side
+constexpr int kRows = 4;  // rows of x at a time
+
+template <class T>
+struct Dot;  // `step` numbers of a row of W times as many of x, onto a vector of partial sums
+
+template <>
+struct Dot<float> {
+  static constexpr int step = 16;
+  static F32x16 add(F32x16 acc, const float* w, const float* x) {
+    return acc + load<F32x16>(w) * load<F32x16>(x);
+  }
+};
+
+template <>
+struct Dot<BFloat16> {
+#ifdef __AVX512BF16__
+  static constexpr int step = 32;
+  static F32x16 add(F32x16 acc, const BFloat16* w, const BFloat16* x) {
+    return (F32x16)_mm512_dpbf16_ps((__m512)acc, load<__m512bh>(w), load<__m512bh>(x));
+  }
+#else
+  static constexpr int step = 16;
+  static F32x16 add(F32x16 acc, const BFloat16* w, const BFloat16* x) {
+    return acc + widen(w) * widen(x);
+  }
+#endif
+};
+
+template <class T>
+struct Linear {
+  const T *x, *weight, *bias;  // bias may be null
+  T* y;
+  int64_t rows, in, out;
+
+  // Outputs `begin` to `end` of every row of x.
+  void run(int64_t begin, int64_t end) const {
+    int64_t o = begin;
+    for (; o + kOut <= end; o += kOut) block<kOut>(o);
+    for (; o < end; o++) block<1>(o);
+  }
+
+ private:
+  template <int O>
+  void block(int64_t o) const {
+    int64_t r = 0;
+    for (; r + kRows <= rows; r += kRows) dots<O, kRows>(o, r);
+    for (; r < rows; r++) dots<O, 1>(o, r);
+  }
+
+  template <int O, int R>
+  void dots(int64_t o, int64_t r) const {
+    constexpr int step = Dot<T>::step;
+    const T *w = weight + o * in, *xs = x + r * in;
+    F32x16 acc[O][R] = {};
+    int64_t k = 0;
+    for (; k + step <= in; k += step)
+      for (int i = 0; i < O; i++) {
+        if (r == 0) expect(w + (i + O) * in + k);
+        for (int j = 0; j < R; j++)
+          acc[i][j] = Dot<T>::add(acc[i][j], w + i * in + k, xs + j * in + k);
+      }
+    for (int i = 0; i < O; i++)
+      for (int j = 0; j < R; j++) {
+        float total = sum(acc[i][j]) + tail(w + i * in, xs + j * in, k);
+        if (bias) total += to_float(bias[o + i]);
+        store(y + (r + j) * out + o + i, total);
+      }
+  }
+
+  float tail(const T* w, const T* xs, int64_t k) const {
+    float total = 0;
+    for (; k < in; k++) total += to_float(w[k]) * to_float(xs[k]);
+    return total;
+  }
+};
+
+}  // namespace workhorse

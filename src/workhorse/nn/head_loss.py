@@ -1,0 +1,151 @@
+"""The loss of a linear head with its gradient: no float32 logits, nothing computed twice."""
+
+from typing import Any, NamedTuple, cast
+
+import torch
+import torch.nn.functional as F
+from jaxtyping import Float, Int
+from torch import Tensor, nn
+
+from workhorse.nn.elementwise import Multiplier, SoftCap
+from workhorse.nn.head import Head
+from workhorse.nn.loss import IGNORE, Scalar
+from workhorse.nn.shapes import Hidden, Tokens
+
+MAX_LOGITS = 2**26
+"""That exist at once, in the type of the weights: 128 MiB in bfloat16."""
+BLOCK = {"cpu": 2**20}
+"""Logits that are in float32 at once: on a CPU what its cache holds."""
+LARGE_BLOCK = 2**24
+
+
+class Shaping(NamedTuple):
+    """What happens to the logits of a linear head, and to their loss."""
+
+    multiplier: float = 1.0
+    cap: float | None = None
+    z_loss: float = 0.0
+
+
+def is_linear(head: Head) -> bool:
+    """Whether `linear_head_loss` can compute it: nobody has put anything else into its place."""
+    return type(head.proj) is nn.Linear
+
+
+def linear_head_loss(
+    x: Hidden,
+    targets: Tokens,
+    head: Head,
+    *,
+    z_loss: float = 0.0,
+    max_logits: int = MAX_LOGITS,
+) -> tuple[Scalar, Int[Tensor, ""]]:
+    """As `next_token_loss(head(x), targets, z_loss)`.
+
+    The logits, in the type of x, turn into their gradient where they stand, a block at a time in
+    float32, and are multiplied out at once (the idea of Liger's fused loss, 2410.10989 §3.2). There
+    is no second derivative.
+
+    Args:
+        x: (batch, seq, d_model) what the head reads.
+        targets: (batch, seq) the token after each position, or `IGNORE`.
+        head: one that `is_linear`.
+        z_loss: see `next_token_loss`.
+        max_logits: that may exist at once. Gradients of parts of the batch add up in float32.
+    """
+    multiply, cap = head.multiply, head.cap
+    shaping = Shaping(
+        multiply.multiplier if isinstance(multiply, Multiplier) else 1.0,
+        cap.cap if isinstance(cap, SoftCap) else None,
+        z_loss,
+    )
+    x = head.project(head.transform(x)).flatten(0, 1)
+    weight, bias = head.proj.weight, head.proj.bias
+    learn = torch.is_grad_enabled()
+    loss = cast(
+        Tensor,
+        _LinearHeadLoss.apply(  # pyright: ignore[reportUnknownMemberType]
+            x, weight, bias, targets.flatten(), shaping, max_logits, learn
+        ),
+    )
+    return loss, (targets != IGNORE).sum()
+
+
+class _LinearHeadLoss(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes by position # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        x: Float[Tensor, "tokens width"],
+        weight: Float[Tensor, "vocab width"],
+        bias: Float[Tensor, " vocab"] | None,
+        targets: Int[Tensor, " tokens"],
+        shaping: Shaping,
+        max_logits: int,
+        learn: bool,
+    ) -> Tensor:
+        total = torch.zeros((), device=x.device)
+        rows = max(1, max_logits // len(weight))
+        of_x: list[Tensor] = []
+        of_weight: list[Tensor] = []
+        of_bias: list[Tensor] = []
+        for part, wanted in zip(torch.split(x, rows), torch.split(targets, rows), strict=True):
+            logits = F.linear(part, weight, bias)
+            total += _loss_into_gradient(logits, wanted, shaping)
+            if learn:
+                of_x.append(logits @ weight)
+                _add(of_weight, logits.t() @ part)
+                if bias is not None:
+                    _add(of_bias, logits.sum(dim=0, dtype=torch.float32))
+            del logits
+        if learn:
+            ctx.gradients = (
+                torch.cat(of_x) if len(of_x) > 1 else of_x[0],
+                of_weight[0].to(weight.dtype),
+                None if bias is None else of_bias[0].to(bias.dtype),
+            )
+        return total
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        gradients, ctx.gradients = ctx.gradients, None
+        scaled = [None if gradient is None else gradient.mul_(above[0]) for gradient in gradients]
+        return (*scaled, None, None, None, None)
+
+
+def _add(total: list[Tensor], part: Tensor) -> None:
+    """Into a list of one sum, which is float32 from its second part on."""
+    if not total:
+        total.append(part)
+    else:
+        total[0] = total[0].float().add_(part)
+
+
+def _loss_into_gradient(
+    logits: Float[Tensor, "tokens vocab"], targets: Int[Tensor, " tokens"], shaping: Shaping
+) -> Tensor:
+    """The summed loss; the logits become its gradient."""
+    total = torch.zeros((), device=logits.device)
+    rows = max(1, BLOCK.get(logits.device.type, LARGE_BLOCK) // logits.shape[1])
+    for block, wanted in zip(torch.split(logits, rows), torch.split(targets, rows), strict=True):
+        counted = (wanted != IGNORE)[:, None]
+        expected = wanted.clamp(min=0)[:, None]
+        shaped = block.float()
+        if shaping.multiplier != 1:
+            shaped = shaped * shaping.multiplier
+        if shaping.cap is not None:
+            shaped = shaping.cap * torch.tanh(shaped / shaping.cap)
+        chosen = shaped.gather(1, expected)
+        largest = shaped.amax(dim=1, keepdim=True)
+        powers = (shaped - largest).exp_()
+        sums = powers.sum(dim=1, keepdim=True)
+        normaliser = sums.log() + largest
+        losses = normaliser - chosen + shaping.z_loss * normaliser.square()
+        total += (losses * counted).sum()
+        gradient = powers.mul_(counted * (1 + 2 * shaping.z_loss * normaliser) / sums)
+        gradient.scatter_add_(1, expected, -counted.to(gradient.dtype))
+        if shaping.cap is not None:
+            gradient *= 1 - (shaped / shaping.cap).square()
+        if shaping.multiplier != 1:
+            gradient *= shaping.multiplier
+        block.copy_(gradient)
+    return total

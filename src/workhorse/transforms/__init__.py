@@ -1,0 +1,1 @@
+"""Changes to a built model from outside: its code knows nothing of them."""

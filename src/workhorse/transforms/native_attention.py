@@ -1,0 +1,47 @@
+"""Attention of one query a head by our own operator, which reads the cache at memory speed."""
+
+from typing import Any
+
+import torch
+
+from workhorse import native
+from workhorse.nn import Decoder
+from workhorse.nn.kernels import Scoring, Sdpa
+from workhorse.nn.self_attention import SelfAttention
+from workhorse.nn.shapes import AttentionOutput, Keys, Queries, Values
+
+
+def attend_natively(decoder: Decoder) -> None:
+    """Let the layers of a decoder that use `sdpa` decode with `native.attend`.
+
+    Prompts, training and biased scores go on as before.
+
+    Args:
+        decoder: on the CPU; `native.load` must have succeeded.
+    """
+    for layer in decoder.modules():
+        if isinstance(layer, SelfAttention) and type(layer.kernel) is Sdpa:
+            quick = NativeSdpa(layer.kernel.scoring, torch.get_num_threads())
+            layer.kernel = quick.train(layer.kernel.training)
+
+
+class NativeSdpa(Sdpa):
+    """`Sdpa`, with an operator of its own where one query a head meets a cache.
+
+    Args:
+        scoring: what happens to the scores.
+        threads: that work on it, each on whole heads of keys: with fewer heads PyTorch is faster.
+    """
+
+    def __init__(self, scoring: Scoring, threads: int) -> None:
+        super().__init__(scoring, n_heads=0)  # which only sinks need to know
+        self.threads = threads
+
+    def forward(self, q: Queries, k: Keys, v: Values, mask: Any) -> AttentionOutput:
+        allowed, is_causal = mask
+        one_query = q.shape[2] == 1 and not is_causal and not torch.is_grad_enabled()
+        plain = allowed is None or allowed.dtype == torch.bool
+        enough = k.shape[0] * k.shape[1] >= self.threads
+        if one_query and plain and enough and q.dtype in (torch.bfloat16, torch.float32):
+            return native.attend(q, k, v, allowed, self.scoring.scale)
+        return super().forward(q, k, v, mask)

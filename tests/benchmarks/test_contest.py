@@ -1,0 +1,101 @@
+"""What is made of the rounds' measures; the numbers here are given, not timed."""
+
+import sys
+
+import pytest
+
+from benchmarks.contest import Case, Limit, Outcome, compare, run
+from benchmarks.shapes import DECODING, TRAINING
+from benchmarks.worker import Contestant, Measures, MissingError, Worker
+
+OURS, PEER = Contestant("Workhorse", "a:b"), Contestant("peer", "a:c")
+BOUND = Contestant("memory", "a:d")
+
+
+class Built:
+    """Stands for a worker."""
+
+    def __init__(self, peak_bytes: int, build_seconds: float) -> None:
+        self.peak_bytes, self.build_seconds = peak_bytes, build_seconds
+
+
+def outcome(unit: str, results: dict[str, list[Measures]]) -> Outcome:
+    limit = Limit("memory read", "GB/s", BOUND, measure="gbytes", work=0.5)
+    case = Case("a case", "value", unit, (OURS, PEER), limit)
+    workers = {name: [Built(100, 1.0), Built(300, 3.0)] for name in results}
+    return compare(case, results, workers, missing=["somebody: is not installed"])
+
+
+def rounds(**values: list[float]) -> dict[str, list[Measures]]:
+    measures = {"memory": "gbytes"}
+    return {
+        name: [{measures.get(name, "value"): one} for one in ones] for name, ones in values.items()
+    }
+
+
+def test_more_is_better_and_limits_are_shares():
+    found = outcome(
+        "tokens/s", rounds(Workhorse=[20.0, 30.0], peer=[10.0, 10.0], memory=[20.0, 20.0])
+    )
+
+    ours, peer = found.entries
+    assert (ours.median, ours.ratio) == (25.0, None)
+    assert peer.ratio == pytest.approx(2.5)  # of 2 and 3
+    assert ours.achieved == pytest.approx(12.5)  # half a GB a token
+    assert ours.of_limit == pytest.approx(0.625)
+    assert found.limit_median == 20.0
+    assert (ours.peak_bytes, ours.build_seconds) == (300, 2.0)
+    assert found.missing == ["somebody: is not installed"]
+
+
+def test_fewer_seconds_are_better():
+    found = outcome("s", rounds(Workhorse=[0.1], peer=[0.4], memory=[10.0]))
+
+    ours, peer = found.entries
+    assert peer.ratio == pytest.approx(4.0)
+    assert ours.achieved == pytest.approx(5.0)
+    assert ours.of_limit == pytest.approx(0.5)
+
+
+def test_a_peer_that_is_missing_leaves_the_others():
+    found = outcome("tokens/s", rounds(Workhorse=[20.0], memory=[20.0]))
+
+    assert [entry.name for entry in found.entries] == ["Workhorse"]
+
+
+def test_a_case_runs_in_processes_of_its_own():
+    python = {"command": [sys.executable, "-c", "pass"]}
+    case = Case(
+        "start",
+        "seconds",
+        "s",
+        (
+            Contestant("here", "benchmarks.start:process", python),
+            Contestant("gone", "benchmarks.start:process", {"command": ["no-such-command"]}),
+        ),
+    )
+
+    found = run(case, rounds=2, threads=1)
+
+    assert [entry.name for entry in found.entries] == ["here"]
+    assert len(found.entries[0].values) == 2
+    assert found.missing == ["gone: there is no command no-such-command"]
+
+
+def test_a_package_that_is_not_installed_is_named():
+    with pytest.raises(MissingError, match="no_such_module is not installed"):
+        Worker(Contestant("peer", "no_such_module:build"), threads=1)
+
+
+def test_a_failure_shows_what_the_contestant_said():
+    with pytest.raises(RuntimeError, match=r"peer failed:[\s\S]*TypeError"):
+        Worker(Contestant("peer", "benchmarks.start:process", {"nonsense": 1}), threads=1)
+
+
+def test_counts_of_a_token_are_those_of_the_literature():
+    # nanoGPT's own estimate for GPT-2's size: 6 N + 12 L H Q T, with its tied head counted once.
+    gpt2 = TRAINING["gpt2"]
+    assert gpt2.training_flops == 6 * (12 * 12 * 768**2 + 50_304 * 768) + 12 * 12 * 768 * 512
+    # A token of the 1b shape reads 1.03 billion weights: 22 layers and the head.
+    layer = 2048 * (2048 + 512) + 2048 * 2048 + 3 * 2048 * 5632
+    assert DECODING["1b"].product_weights == 22 * layer + 32_000 * 2048

@@ -1,0 +1,28 @@
+"""Who is measured when, and how ratios are taken."""
+
+import pytest
+
+from benchmarks.timing import in_turn, ratio
+
+
+def test_contestants_take_turns():
+    calls: list[str] = []
+
+    def take(name: str) -> int:
+        calls.append(name)
+        return len(calls)
+
+    results = in_turn({name: lambda name=name: take(name) for name in "ABC"}, rounds=2)
+
+    assert "".join(calls) == "ABCABC"
+    assert results == {"A": [1, 4], "B": [2, 5], "C": [3, 6]}
+
+
+def test_a_ratio_is_of_the_same_round():
+    # The second round was disturbed for everyone: a ratio of medians or means would show it.
+    assert ratio([2.0, 20.0, 3.0], [1.0, 10.0, 1.0]) == 2.0
+
+
+def test_a_lost_round_is_no_ratio():
+    with pytest.raises(ValueError, match="zip"):
+        ratio([1.0, 2.0], [1.0])

@@ -1,0 +1,119 @@
+"""Compiling in the user's cache: once, whole, and never in the way."""
+
+import subprocess
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from workhorse import native
+from workhorse.native import build
+
+WORKS = """#!/bin/sh
+echo run >> "$0.runs"
+while [ "$1" != -o ]; do shift; done
+printf half > "$2"; sleep 0.1; printf ' and half' >> "$2"
+"""
+FAILS = """#!/bin/sh
+echo run >> "$0.runs"
+echo "no such instruction" >&2
+exit 1
+"""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.delenv(build.SWITCH, raising=False)
+    return tmp_path / "cache"
+
+
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
+    """A stand-in for the compiler; gives the file that has a line for each of its runs."""
+    path = tmp_path / "g++"
+    path.write_text(script)
+    path.chmod(0o755)
+    monkeypatch.setenv("CXX", str(path))
+    return tmp_path / "g++.runs"
+
+
+def test_compiled_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = compiler(tmp_path, monkeypatch, WORKS)
+    library = build.ensure(wait=True)
+    assert library == build.ensure(wait=True) == build.ensure(wait=False)
+    assert library.is_relative_to(cache)
+    assert runs.read_text() == "run\n"
+
+
+def test_two_at_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(tmp_path, monkeypatch, WORKS)
+    with ThreadPoolExecutor(2) as pool:
+        first, second = pool.map(lambda _: build.ensure(wait=True), range(2))
+    assert first == second
+    assert first.read_text() == "half and half"
+    assert [path.name for path in first.parent.iterdir()] == [first.name]
+
+
+def test_failure_is_remembered(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = compiler(tmp_path, monkeypatch, FAILS)
+    for expected in ("did not compile; see", "did not compile before; see"):
+        reason = native.why_not(wait=True)
+        assert reason is not None
+        assert reason.startswith(expected)
+    assert runs.read_text() == "run\n"
+    assert "no such instruction" in next(cache.rglob("*-failure.txt")).read_text()
+
+
+def test_another_compiler_tries_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(tmp_path, monkeypatch, FAILS)
+    assert not native.load(wait=True)
+    (tmp_path / "other").mkdir()
+    compiler(tmp_path / "other", monkeypatch, WORKS)
+    assert build.ensure(wait=True).exists()
+
+
+def test_start_does_not_wait(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = compiler(tmp_path, monkeypatch, WORKS)
+    started: list[list[str]] = []
+    build._build_in_background.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
+        assert native.why_not() == "being compiled for the next start"
+        assert native.why_not() == "being compiled for the next start"
+    build._build_in_background.cache_clear()
+    assert len(started) == 1
+    assert not runs.exists()
+    subprocess.run(started[0], check=True)
+    assert runs.read_text() == "run\n"
+
+
+def test_broken_library(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(tmp_path, monkeypatch, WORKS)
+    reason = native.why_not(wait=True)
+    assert reason is not None
+    assert reason.startswith("cannot load")
+
+
+def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert native.why_not(wait=True) == "no C++ compiler: no-such-compiler is not in PATH"
+    monkeypatch.delenv("CXX")
+    monkeypatch.setenv("PATH", "")
+    assert native.why_not() == "no C++ compiler: g++ or clang++ is not in PATH"
+
+
+def test_no_place_to_write(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(tmp_path, monkeypatch, WORKS)
+    cache.write_text("a file")
+    reason = native.why_not(wait=True)
+    assert reason is not None
+    assert reason.startswith(f"cannot compile into {cache}")
+
+
+def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(build.SWITCH, "0")
+    assert native.why_not(wait=True) == "WORKHORSE_NATIVE=0"

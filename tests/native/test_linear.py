@@ -1,0 +1,86 @@
+"""`native.linear` against float64, to the rounding that float32 sums and the type of y allow."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from workhorse import native
+
+pytestmark = pytest.mark.usefixtures("operators")
+
+HALF_A_STEP = {torch.bfloat16: 2**-8, torch.float32: 2**-24}
+SUM = 2e-6  # of float32, as a share of the sum of magnitudes; 2,048 numbers in any order
+SHAPES = [(64, 64), (37, 50), (16, 33), (1, 1), (130, 768), (48, 2048)]  # out, in
+ROWS = [1, 2, 3, 5, 15, 16, 17, 33, 64, 65, 70]
+
+
+def assert_close(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    exact = F.linear(x.double(), weight.double(), None if bias is None else bias.double())
+    magnitude = F.linear(x.double().abs(), weight.double().abs()) + 1
+    bound = exact.abs() * HALF_A_STEP[y.dtype] + magnitude * SUM
+    assert y.shape == exact.shape
+    assert ((y.double() - exact).abs() <= bound).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize(("out", "width"), SHAPES)
+def test_product(dtype: torch.dtype, out: int, width: int) -> None:
+    weight = torch.randn(out, width).to(dtype)
+    for rows in ROWS:
+        x = torch.randn(rows, width).to(dtype)
+        for bias in (None, torch.randn(out).to(dtype)):
+            assert_close(native.linear(x, weight, bias), x, weight, bias)
+
+
+def test_leading_axes_and_strides() -> None:
+    weight = torch.randn(40, 32).bfloat16()
+    x = torch.randn(32, 3, 5).bfloat16().permute(1, 2, 0)
+    assert not x.is_contiguous()
+    assert_close(native.linear(x, weight), x, weight, None)
+    assert native.linear(x[:0], weight).shape == (0, 5, 40)
+    assert native.linear(x[0, 0], weight).shape == (40,)
+
+
+def test_no_columns_give_the_bias() -> None:
+    bias = torch.randn(3)
+    assert native.linear(torch.zeros(2, 0), torch.zeros(3, 0), bias).tolist() == [bias.tolist()] * 2
+
+
+@pytest.mark.parametrize("special", [float("nan"), float("inf")])
+@pytest.mark.parametrize("rows", [1, 4])
+def test_what_is_no_number_stays_so(special: float, rows: int) -> None:
+    x = torch.ones(rows, 32).bfloat16()
+    x[0, 3] = special
+    y = native.linear(x, torch.ones(20, 32).bfloat16())
+    assert y[0].isfinite().logical_not().all()
+    assert y[1:].isfinite().all()
+
+
+def test_compiler_traces_it() -> None:
+    weight = torch.randn(40, 32).bfloat16()
+    x = torch.randn(2, 32).bfloat16()
+    compiled = torch.compile(
+        lambda x: native.linear(x, weight) * 2, backend="eager", fullgraph=True
+    )
+    assert torch.equal(compiled(x), native.linear(x, weight) * 2)
+    torch.library.opcheck(
+        torch.ops.workhorse.linear.default, (x, weight, None), test_utils="test_faketensor"
+    )
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias"),
+    [
+        (torch.zeros(2, 4), torch.zeros(3, 5), None),
+        (torch.zeros(2, 4), torch.zeros(3, 4).bfloat16(), None),
+        (torch.zeros(2, 4), torch.zeros(4, 3).T, None),
+        (torch.zeros(2, 4), torch.zeros(3, 4), torch.zeros(2)),
+        (torch.zeros(2, 4).double(), torch.zeros(3, 4).double(), None),
+        (torch.zeros(()), torch.zeros(3, 4), None),
+    ],
+    ids=["width", "type", "strides", "bias", "float64", "no axis"],
+)
+def test_refused(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
+    with pytest.raises(RuntimeError, match="workhorse: "):
+        native.linear(x, weight, bias)

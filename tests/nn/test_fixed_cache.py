@@ -1,0 +1,65 @@
+"""A step over a fixed view of a cache is the step over the cache itself."""
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.nn.grid import CAUSAL, COVERING, error, fixed_length, make, name, random_tokens
+from workhorse.nn import Cache, Decoder, DecoderConfig
+from workhorse.nn.fixed_cache import FixedCache, layout_of, tensors_of
+
+TOLERANCE = 1e-5
+every_config_of_fixed_angles = pytest.mark.parametrize(
+    "config",
+    [config for config in CAUSAL if fixed_length(config) is None],
+    ids=lambda config: name(COVERING.index(config)),
+)
+
+
+def fixed_step(decoder: Decoder, tokens: Tensor, cache: Cache) -> Tensor:
+    """One more token of each row, (batch, 1)."""
+    logits = decoder.next_logits(tokens, cache=FixedCache(layout_of(cache), tensors_of(cache)))
+    cache.advance()
+    return logits
+
+
+@pytest.mark.parametrize("slack", [0, 2])
+@every_config_of_fixed_angles
+@torch.no_grad()
+def test_fixed_and_plain_steps_may_alternate_in_a_ragged_batch(
+    config: DecoderConfig, slack: int
+) -> None:
+    decoder = make(config)
+    tokens = random_tokens(config, 2, 16)
+    prompt = torch.stack((tokens[0, :4], tokens[1, :2].new_zeros(4)))
+    prompt[1, 2:] = tokens[1, :2]
+    positions = torch.tensor([[0, 1, 2, 3], [-1, -1, 0, 1]])
+    cache = decoder.new_cache(2, 16, slack)
+    decoder(prompt, positions=positions, cache=cache)
+    for step in range(10):
+        following = torch.stack((tokens[0, 4 + step], tokens[1, 2 + step]))[:, None]
+        if step % 4 == 3:
+            logits = decoder.next_logits(following, cache=cache)
+        else:
+            logits = fixed_step(decoder, following, cache)
+        for row, consumed in enumerate((5 + step, 3 + step)):
+            alone = decoder(tokens[row : row + 1, :consumed])[:, -1]
+            assert error(logits[row : row + 1], alone) <= TOLERANCE, (row, step)
+    assert cache.lengths.tolist() == [14, 12]
+    assert cache.length == 14
+
+
+@torch.no_grad()
+def test_more_slots_are_shown_as_the_text_grows(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("workhorse.nn.fixed_cache.SLOTS_AT_ONCE", 4)
+    config = CAUSAL[0]
+    decoder = make(config)
+    tokens = random_tokens(config, 1, 11)
+    cache = decoder.new_cache(1, 11)
+    decoder(tokens[:, :3], cache=cache)
+    shown = []
+    for step in range(3, 11):
+        shown.append(max(len(some) for some in tensors_of(cache).shown))
+        logits = fixed_step(decoder, tokens[:, step : step + 1], cache)
+        assert error(logits, decoder(tokens[:, : step + 1])[:, -1]) <= TOLERANCE
+    assert shown == [4, 8, 8, 8, 8, 11, 11, 11]

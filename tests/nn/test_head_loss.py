@@ -1,0 +1,105 @@
+"""The loss that comes with its gradient: the plain loss and the plain gradient."""
+
+import pytest
+import torch
+
+from tests.nn.grid import COVERING, make, random_tokens
+from workhorse.nn import IGNORE, next_token_loss
+from workhorse.nn.head import HeadConfig
+from workhorse.nn.head_loss import is_linear, linear_head_loss
+
+BATCH, SEQ, VOCAB, WIDTH = 3, 5, 11, 6
+
+
+def targets() -> torch.Tensor:
+    chosen = torch.randint(VOCAB, (BATCH, SEQ), generator=torch.Generator().manual_seed(1))
+    chosen[0, :2] = IGNORE
+    chosen[2, 4] = IGNORE
+    return chosen
+
+
+@pytest.mark.parametrize("z_loss", [0.0, 0.3])
+@pytest.mark.parametrize("max_logits", [1, 40, 2**24])
+@pytest.mark.parametrize(
+    "head",
+    [
+        HeadConfig(),
+        HeadConfig(bias=True, multiplier=0.3),
+        HeadConfig(bias=True, multiplier=2.0, cap=1.5),
+    ],
+)
+def test_loss_and_gradients_are_the_plain_ones(
+    head: HeadConfig, max_logits: int, z_loss: float
+) -> None:
+    module = head.build(VOCAB, WIDTH, WIDTH)
+    for parameter in module.parameters():
+        torch.nn.init.normal_(parameter)
+    x = torch.randn(BATCH, SEQ, WIDTH)
+    results = []
+    for fused in (False, True):
+        given = x.clone().requires_grad_()
+        module.zero_grad()
+        if fused:
+            loss, count = linear_head_loss(
+                given, targets(), module, z_loss=z_loss, max_logits=max_logits
+            )
+        else:
+            loss, count = next_token_loss(module(given), targets(), z_loss)
+        (loss * 0.7).backward()
+        results.append((loss, count, given.grad, *[p.grad for p in module.parameters()]))
+    for plain, other in zip(*results, strict=True):
+        torch.testing.assert_close(other, plain, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("config", COVERING[:12])
+def test_it_takes_every_head(config: object) -> None:
+    decoder = make(config)
+    assert is_linear(decoder.head)
+    tokens = random_tokens(config, 2, 6)
+    plain, _ = next_token_loss(decoder(tokens), tokens)
+    plain.backward()
+    expected = {name: weight.grad for name, weight in decoder.named_parameters()}
+    decoder.zero_grad()
+    loss, _ = linear_head_loss(decoder.hidden(tokens), tokens, decoder.head, max_logits=70)
+    loss.backward()
+    assert loss.item() == pytest.approx(plain.item(), rel=1e-6)
+    for name, weight in decoder.named_parameters():
+        if expected[name] is not None:
+            torch.testing.assert_close(weight.grad, expected[name], atol=1e-4, rtol=1e-4)
+
+
+def test_bfloat16_logits_never_exist_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of them do; the result is the float32 one within bfloat16's rounding."""
+    monkeypatch.setitem(linear_head_loss.__globals__["BLOCK"], "cpu", 2 * VOCAB)
+    head = HeadConfig().build(VOCAB, WIDTH, WIDTH)
+    torch.nn.init.normal_(head.proj.weight)
+    x = torch.randn(BATCH, SEQ, WIDTH)
+    exact, _ = next_token_loss(head(x), targets())
+    exact.backward()
+    expected = head.proj.weight.grad
+    head.zero_grad()
+    head.bfloat16()
+    loss, _ = linear_head_loss(x.bfloat16(), targets(), head)
+    loss.backward()
+    assert loss.dtype == torch.float32
+    assert loss.item() == pytest.approx(exact.item(), rel=0.01)
+    error = (head.proj.weight.grad.float() - expected).norm() / expected.norm()
+    assert error < 0.02
+
+
+def test_without_gradients_there_is_the_loss_alone() -> None:
+    head = HeadConfig().build(VOCAB, WIDTH, WIDTH)
+    torch.nn.init.normal_(head.proj.weight)
+    x = torch.randn(BATCH, SEQ, WIDTH)
+    with torch.no_grad():
+        loss, count = linear_head_loss(x, targets(), head, max_logits=30)
+        expected, _ = next_token_loss(head(x), targets())
+    assert not loss.requires_grad
+    assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
+    assert count.item() == 12
+
+
+def test_a_head_somebody_replaced_is_not_linear() -> None:
+    head = HeadConfig().build(VOCAB, WIDTH, WIDTH)
+    head.proj = torch.nn.Sequential(head.proj)
+    assert not is_linear(head)

@@ -1,0 +1,163 @@
+"""Compiled steps give the plain steps' logits, and are compiled once."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from workhorse.errors import WorkhorseError
+from workhorse.generate import GenerationConfig, generate
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.transforms import compiled_step
+from workhorse.transforms.compiled_step import compile_steps
+
+# PyTorch's compiler imports what PyTorch itself calls deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+WINDOW = 6
+LOCAL_AND_GLOBAL = DecoderConfig.from_dict(
+    {
+        "vocab_size": 61,
+        "d_model": 32,
+        "n_layers": 2,
+        "max_seq_len": 400,
+        "blocks": {
+            name: {
+                "kind": "pre_norm",
+                "norm": {"kind": "rms_norm"},
+                "attention": {
+                    "n_heads": 4,
+                    "n_kv_heads": 2,
+                    "position": {"kind": "rope"},
+                    "window": window,
+                },
+                "feed_forward": {"kind": "gated_mlp", "d_ff": 48},
+            }
+            for name, window in (("local", WINDOW), ("global", None))
+        },
+        "pattern": ["local", "global"],
+    }
+)
+"""A rolling cache and a whole one."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Programs of this module, compiled once."""
+    return tmp_path_factory.mktemp("programs")
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with every compilation."""
+    seen: list[int] = []
+    compile_step = compiled_step.compile_step
+
+    def counting(*arguments: object) -> object:
+        seen.append(1)
+        return compile_step(*arguments)
+
+    monkeypatch.setattr(compiled_step, "compile_step", counting)
+    return seen
+
+
+def make(seed: int = 0) -> Decoder:
+    torch.manual_seed(seed)
+    return LOCAL_AND_GLOBAL.build().eval()
+
+
+def prompts(rows: int) -> list[list[int]]:
+    """Of unequal lengths."""
+    return [[(7 * row + 3 * i) % 61 for i in range(5 + row)] for row in range(rows)]
+
+
+def texts(decoder: Decoder, rows: int, new: int) -> list[tuple[int, ...]]:
+    config = GenerationConfig(max_new_tokens=new, temperature=0)
+    return [done.tokens for done in generate(decoder, prompts(rows), config)]
+
+
+@torch.no_grad()
+def logits_along(decoder: Decoder, tokens: Tensor) -> list[Tensor]:
+    """After a prompt of three tokens and after every further one."""
+    cache = decoder.new_cache(1, tokens.shape[1] + 1)
+    logits = [decoder.next_logits(tokens[:, :3], cache=cache)]
+    for step in range(3, tokens.shape[1]):
+        logits.append(decoder.next_logits(tokens[:, step : step + 1], cache=cache))
+    return logits
+
+
+def test_one_program_serves_all_lengths_capacities_and_weights(
+    folder: Path, compilations: list[int]
+) -> None:
+    for seed, length in ((0, 30), (1, 300)):  # the second shows more slots on its way
+        plain, compiled = make(seed), make(seed)
+        compile_steps(compiled, folder)
+        tokens = torch.randint(0, 61, (1, length))
+        pairs = zip(logits_along(plain, tokens), logits_along(compiled, tokens), strict=True)
+        for expected, found in pairs:
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert len(compilations) <= 1
+
+
+def test_greedy_texts_of_any_number_of_rows_are_the_same(
+    folder: Path, compilations: list[int]
+) -> None:
+    compiled = make()
+    compile_steps(compiled, folder)
+    for rows in (2, 3):
+        assert texts(compiled, rows, 40) == texts(make(), rows, 40)
+    assert len(compilations) <= 1
+
+
+def test_a_kept_program_is_read_and_a_damaged_one_is_made_again(
+    folder: Path, compilations: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = texts(make(), 1, 12)
+
+    def fresh() -> list[tuple[int, ...]]:
+        decoder = make()
+        compile_steps(decoder, folder)
+        return texts(decoder, 1, 12)
+
+    assert fresh() == expected
+    compilations.clear()
+    assert fresh() == expected
+    assert not compilations
+    for program in folder.iterdir():
+        program.write_bytes(program.read_bytes()[:1000])
+    assert fresh() == expected
+    assert compilations == [1]
+    assert "is made again" in caplog.text
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_keeping(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    (tmp_path / "file").touch()
+    decoder = make()
+    compile_steps(decoder, tmp_path / "file" / "programs")
+    assert texts(decoder, 1, 4) == texts(make(), 1, 4)
+    assert "is not kept" in caplog.text
+
+
+def test_too_many_tokens_are_refused_as_without_compilation(folder: Path) -> None:
+    decoder = make()
+    compile_steps(decoder, folder)
+    with torch.no_grad():
+        cache = decoder.new_cache(1, 4)
+        decoder.next_logits(torch.tensor([[1, 2, 3, 4]]), cache=cache)
+        with pytest.raises(WorkhorseError, match="do not fit a cache of 4"):
+            decoder.next_logits(torch.tensor([[5]]), cache=cache)
+
+
+def test_angles_that_depend_on_the_length_are_refused() -> None:
+    rope = {
+        "kind": "rope",
+        "scaling": {"kind": "dynamic_ntk", "factor": 2.0, "original_max_seq_len": 8},
+    }
+    config = LOCAL_AND_GLOBAL.to_dict()
+    for block in config["blocks"].values():
+        block["attention"]["position"] = rope
+    decoder = DecoderConfig.from_dict(config).build()
+    with pytest.raises(WorkhorseError, match="cannot be compiled"):
+        compile_steps(decoder)

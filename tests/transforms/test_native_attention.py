@@ -1,0 +1,66 @@
+"""Decoding with the native attention gives the same logits, for every kind of attention."""
+
+import pytest
+import torch
+
+from tests.nn.grid import CAUSAL, COVERING, error, fixed_length, make, name, random_tokens
+from workhorse import native
+from workhorse.nn import DecoderConfig
+from workhorse.transforms.native_attention import NativeSdpa, attend_natively
+
+pytestmark = pytest.mark.skipif(
+    native.why_not(wait=True) is not None, reason=f"no native operators: {native.why_not()}"
+)
+configs = [config for config in CAUSAL if fixed_length(config) is None]
+
+
+@pytest.mark.parametrize("config", configs, ids=lambda config: name(COVERING.index(config)))
+@torch.no_grad()
+def test_a_ragged_batch_decodes_to_the_same_logits(
+    config: DecoderConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # one head of keys is enough
+    plain, quick = make(config), make(config)
+    attend_natively(quick)
+    tokens = random_tokens(config, 2, 12)
+    positions = torch.tensor([[0, 1, 2, 3], [-1, -1, 0, 1]])
+    caches = plain.new_cache(2, 12), quick.new_cache(2, 12)
+    for decoder, cache in zip((plain, quick), caches, strict=True):
+        decoder(tokens[:, :4], positions=positions, cache=cache)
+    for step in range(4, 12):
+        following = tokens[:, step : step + 1]
+        expected = plain.next_logits(following, cache=caches[0])
+        assert error(quick.next_logits(following, cache=caches[1]), expected) <= 1e-5
+
+
+def test_the_operator_is_used_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    used: list[torch.Size] = []
+    attend = native.attend
+
+    def watched(q: torch.Tensor, *rest: object) -> torch.Tensor:
+        used.append(q.shape)
+        return attend(q, *rest)  # pyright: ignore[reportArgumentType]
+
+    monkeypatch.setattr(native, "attend", watched)
+    config = next(
+        config
+        for config in configs
+        if any(isinstance(part, NativeSdpa) for part in _quick(config).modules())
+    )
+    decoder = _quick(config)
+    tokens = random_tokens(config, 2, 5)
+    with torch.no_grad():
+        cache = decoder.new_cache(2, 5)
+        decoder(tokens[:, :4], cache=cache)
+        assert not used
+        decoder.next_logits(tokens[:, 4:], cache=cache)
+    assert used
+    used.clear()
+    decoder(tokens[:, :1])  # a gradient may be wanted
+    assert not used
+
+
+def _quick(config: DecoderConfig) -> torch.nn.Module:
+    decoder = make(config)
+    attend_natively(decoder)
+    return decoder

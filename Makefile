@@ -17,7 +17,7 @@ WORKHORSE := .venv/bin/workhorse
 # One thread a test process: the models of the tests are too small to share out.
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
-CAMPAIGNS := $(addprefix campaign-,faults mutations flex hostile gguf harness)
+CAMPAIGNS := $(addprefix campaign-,faults mutations flex fast hostile gguf harness)
 
 .PHONY: help install demo test lint format bench families clean campaigns $(CAMPAIGNS)
 help:

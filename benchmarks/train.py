@@ -30,8 +30,8 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 def _case(shape: Shape, dtype: str, device: str, nanogpt: Path | None) -> Case:
     same = {"shape": shape.name, "dtype": dtype, "device": device}
     contestants = [
-        Contestant("Workhorse", "benchmarks.ours:train", same | {"compiled": True}, "compiled"),
-        Contestant("Workhorse, plain", "benchmarks.ours:train", same | {"compiled": False}),
+        Contestant("Workhorse", "benchmarks.ours:train", same | {"compiled": False}),
+        Contestant("Workhorse, compiled", "benchmarks.ours:train", same | {"compiled": True}),
         Contestant(
             "transformers", "benchmarks.peers.transformers:train", same, "with biases, as always"
         ),

@@ -161,3 +161,25 @@ def test_angles_that_depend_on_the_length_are_refused() -> None:
     decoder = DecoderConfig.from_dict(config).build()
     with pytest.raises(WorkhorseError, match="cannot be compiled"):
         compile_steps(decoder)
+
+
+def test_mixtures_are_refused() -> None:
+    config = LOCAL_AND_GLOBAL.to_dict()
+    for block in config["blocks"].values():
+        block["feed_forward"] = {"kind": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2}
+    decoder = DecoderConfig.from_dict(config).build()
+    with pytest.raises(WorkhorseError, match="mixture of experts .* leave compile out"):
+        compile_steps(decoder)
+
+
+def test_without_a_compiler_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("No working C++ compiler found\nand a long story")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    decoder = make()
+    compile_steps(decoder, tmp_path)
+    with pytest.raises(WorkhorseError, match=r"step \(No working C\+\+ compiler found\); leave"):
+        texts(decoder, 1, 3)

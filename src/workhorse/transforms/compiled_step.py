@@ -21,6 +21,7 @@ from workhorse.devices import cache_folder
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Cache, Decoder
 from workhorse.nn.fixed_cache import CacheTensors, FixedCache, Layout, layout_of, tensors_of
+from workhorse.nn.moe import MixtureOfExperts
 from workhorse.nn.self_attention import Rotation
 
 log = logging.getLogger(__name__)
@@ -39,9 +40,15 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledStep
         folder: where programs are kept; the user's cache folder where not given.
 
     Raises:
-        WorkhorseError: angles of the decoder change as the text grows, so that no step is like
-            the next. When a step runs: the compiler cannot translate it.
+        WorkhorseError: no step is like the next, because angles change as the text grows or
+            experts are given shares of the tokens. When a step runs: the compiler cannot translate
+            it.
     """
+    if any(isinstance(part, MixtureOfExperts) for part in decoder.modules()):
+        raise WorkhorseError(
+            "a mixture of experts has other shapes at every token and cannot be compiled; "
+            "leave compile out"
+        )
     rotations = [part.rope for part in decoder.modules() if isinstance(part, Rotation)]
     if any(rope.depends_on_length for rope in rotations):
         raise WorkhorseError(
@@ -144,8 +151,14 @@ def compile_step(decoder: Decoder, layout: Layout, tokens: Tensor, tensors: Cach
     ):
         for dim in varying:
             torch._dynamo.mark_dynamic(tensor, dim)
-    program = torch.compile(step, fullgraph=True, options=OPTIONS)
-    return program.aot_compile(((tokens, tensors), {}))
+    try:
+        program = torch.compile(step, fullgraph=True, options=OPTIONS)
+        return program.aot_compile(((tokens, tensors), {}))
+    except RuntimeError as error:  # no C++ compiler above all
+        reason = str(error).strip().partition("\n")[0]
+        raise WorkhorseError(
+            f"the compiler cannot do this model's step ({reason}); leave compile out"
+        ) from error
 
 
 def _sources() -> list[Path]:

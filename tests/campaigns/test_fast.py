@@ -1,0 +1,90 @@
+"""The quick ways of decoding give what the plain one gives, over the covering grid.
+
+    make campaign-fast    or    python -m pytest -m campaign tests/campaigns/test_fast.py
+
+Each model decodes with streamed weights, native attention and compiled steps, beside itself without
+them. In float32 the greedy tokens are the same. In bfloat16 both ways round, each in its own order:
+along one text their logits differ by at most `BFLOAT16` of the largest logit, and the likeliest
+token is the same wherever the plain way puts the second likeliest further away than twice that.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.nn.grid import CAUSAL, COVERING, fixed_length, make, mixes_experts, name
+from workhorse.generate import GenerationConfig, generate
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.transforms.compiled_step import compile_steps
+from workhorse.transforms.native_attention import attend_natively
+from workhorse.transforms.stream import stream_weights
+
+pytestmark = [
+    pytest.mark.campaign,
+    # PyTorch's compiler imports what PyTorch itself calls deprecated.
+    pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"),
+]
+CONFIGS = [
+    config
+    for config in CAUSAL
+    if fixed_length(config) is None and not mixes_experts(config)  # experts are chosen in Python
+]
+SEQ = 24
+BFLOAT16 = 0.05
+each_config = pytest.mark.parametrize(
+    "config", CONFIGS, ids=lambda config: name(COVERING.index(config))
+)
+
+
+@pytest.fixture(params=["native", "native and compiled"])
+def quicken(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Decoder], None]:
+    """The transforms."""
+
+    def apply(decoder: Decoder) -> None:
+        assert stream_weights(decoder, wait=True)
+        attend_natively(decoder)
+        if request.param == "native and compiled":
+            compile_steps(decoder, tmp_path)
+
+    return apply
+
+
+@each_config
+def test_the_greedy_tokens_are_the_same_in_float32(
+    config: DecoderConfig, quicken: Callable[[Decoder], None]
+) -> None:
+    plain, quick = make(config), make(config)
+    quicken(quick)
+    prompts = [[1, 2, 3, 4, 5], [6, 7]]
+    request = GenerationConfig(max_new_tokens=SEQ, temperature=0, truncate="left")
+    expected = [done.tokens for done in generate(plain, prompts, request)]
+    assert [done.tokens for done in generate(quick, prompts, request)] == expected
+
+
+@each_config
+@torch.no_grad()
+def test_logits_stay_within_the_bound_in_bfloat16(
+    config: DecoderConfig, quicken: Callable[[Decoder], None]
+) -> None:
+    plain, quick = make(config).bfloat16(), make(config).bfloat16()
+    quicken(quick)
+    length = min(SEQ, plain.max_seq_len)
+    tokens = torch.randint(config.vocab_size, (2, length))
+    expected, found = along(plain, tokens), along(quick, tokens)
+    scale = expected.abs().max()
+    assert (found - expected).abs().max() <= BFLOAT16 * scale
+    first, second = expected.topk(2, dim=-1).values.unbind(-1)
+    clear = first - second > 2 * BFLOAT16 * scale
+    assert torch.equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
+
+
+def along(decoder: Decoder, tokens: Tensor) -> Tensor:
+    """Logits after a prompt of four tokens and after each further one, in float32."""
+    cache = decoder.new_cache(len(tokens), tokens.shape[1])
+    logits = [decoder.next_logits(tokens[:, :4], cache=cache)]
+    for step in range(4, tokens.shape[1]):
+        logits.append(decoder.next_logits(tokens[:, step : step + 1], cache=cache))
+    return torch.stack(logits).float()

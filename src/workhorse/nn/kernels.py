@@ -179,7 +179,7 @@ class Sdpa(Kernel):
             is_causal=is_causal,
             dropout_p=self.scoring.dropout if self.training else 0.0,
             scale=self.scoring.scale,
-            enable_gqa=q.shape[1] != k.shape[1],
+            enable_gqa=bool(q.shape[1] != k.shape[1]),  # a compiler may count heads by symbols
         )
 
 

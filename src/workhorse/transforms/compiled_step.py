@@ -152,10 +152,13 @@ def compile_step(decoder: Decoder, layout: Layout, tokens: Tensor, tensors: Cach
         for dim in varying:
             torch._dynamo.mark_dynamic(tensor, dim)
     try:
-        program = torch.compile(step, fullgraph=True, options=OPTIONS)
-        return program.aot_compile(((tokens, tensors), {}))
+        # Numbers of the config are constants. Traced as variables they make the compiler begin
+        # anew, which it does by an exception that `aot_compile` lets through (PyTorch 2.13).
+        with torch._dynamo.config.patch(specialize_float=True):
+            program = torch.compile(step, fullgraph=True, options=OPTIONS)
+            return program.aot_compile(((tokens, tensors), {}))
     except RuntimeError as error:  # no C++ compiler above all
-        reason = str(error).strip().partition("\n")[0]
+        reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise WorkhorseError(
             f"the compiler cannot do this model's step ({reason}); leave compile out"
         ) from error

@@ -54,10 +54,14 @@ def multiplies_bfloat16(device: torch.device) -> bool:
 
 @functools.cache
 def _cpu_multiplies_bfloat16() -> bool:
+    return cpu_has("avx512_bf16") or cpu_has("amx_bf16")
+
+
+def cpu_has(instructions: str) -> bool:
+    """Whether the CPU has some instructions, by PyTorch's name of them."""
     if not hasattr(torch.cpu, "get_capabilities"):  # newer than the oldest PyTorch we run on
         return False
-    capabilities = torch.cpu.get_capabilities()
-    return bool(capabilities.get("avx512_bf16") or capabilities.get("amx_bf16"))
+    return bool(torch.cpu.get_capabilities().get(instructions))
 
 
 def cache_folder() -> Path:

@@ -11,7 +11,7 @@ from workhorse.native import training
 from workhorse.nn import DecoderConfig
 from workhorse.nn.kernels import Scoring, Sdpa
 from workhorse.train.adamw import AdamW, AdamWConfig
-from workhorse.train.cpu_attention import NativeSdpa, speed_up_attention
+from workhorse.train.cpu_attention import TrainingSdpa, speed_up_attention
 from workhorse.train.masters import Masters
 
 
@@ -28,7 +28,7 @@ def test_attention_has_the_gradients_of_pytorchs(shape: tuple[int, ...], causal:
     """No further from those of float32 than PyTorch's own in bfloat16, or 1 %."""
     given = [torch.randn(shape).bfloat16() for _ in range(3)]
     above = torch.randn(shape).bfloat16()
-    kernel = NativeSdpa(Scoring(scale=1 / math.sqrt(shape[3])), n_heads=0)
+    kernel = TrainingSdpa(Scoring(scale=1 / math.sqrt(shape[3])), n_heads=0)
     results = []
     for dtype, native in ((torch.float32, False), (torch.bfloat16, True)):
         q, k, v = (x.to(dtype).requires_grad_() for x in given)
@@ -51,7 +51,7 @@ def test_what_the_operator_cannot_do_pytorch_does(change: str) -> None:
     mask = torch.ones(seq, seq, dtype=torch.bool).tril() if change == "mask" else None
     scoring = Scoring(scale=0.3, dropout=0.5 if change == "dropout" else 0.0)
     results = []
-    for kernel in (Sdpa(scoring, 4), NativeSdpa(scoring, 0)):
+    for kernel in (Sdpa(scoring, 4), TrainingSdpa(scoring, 0)):
         torch.manual_seed(0)
         given = [x.clone().requires_grad_() for x in (q, k, v)]
         y = kernel(*given, (mask, mask is None))
@@ -65,7 +65,7 @@ def test_kernels_are_replaced_from_outside_and_weights_stay() -> None:
     tokens = torch.randint(11, (2, 8))
     before = decoder(tokens)
     speed_up_attention(decoder)
-    assert all(type(layer.attention.kernel) is NativeSdpa for layer in decoder.layers)
+    assert all(type(layer.attention.kernel) is TrainingSdpa for layer in decoder.layers)
     assert [name for name, _ in decoder.named_parameters()] == names
     assert torch.equal(decoder(tokens), before)
 

@@ -6,7 +6,7 @@ import torch
 from tests.nn.grid import CAUSAL, COVERING, error, fixed_length, make, name, random_tokens
 from workhorse import native
 from workhorse.nn import DecoderConfig
-from workhorse.transforms.native_attention import NativeSdpa, attend_natively
+from workhorse.transforms.native_attention import DecodingSdpa, attend_natively
 
 pytestmark = pytest.mark.skipif(
     native.why_not(wait=True) is not None, reason=f"no native operators: {native.why_not()}"
@@ -45,7 +45,7 @@ def test_the_operator_is_used_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -
     config = next(
         config
         for config in configs
-        if any(isinstance(part, NativeSdpa) for part in _quick(config).modules())
+        if any(isinstance(part, DecodingSdpa) for part in _quick(config).modules())
     )
     decoder = _quick(config)
     tokens = random_tokens(config, 2, 5)

@@ -10,6 +10,7 @@ from functools import cache
 import torch
 from torch import Tensor
 
+from workhorse.devices import cpu_has
 from workhorse.native import build
 
 
@@ -30,9 +31,7 @@ def loaded() -> bool:
 
 def multiplies_tiles() -> bool:
     """Whether the CPU has the matrix instructions that `attention_backward` is written in."""
-    if not hasattr(torch.cpu, "get_capabilities"):  # newer than the oldest PyTorch we run on
-        return False
-    return bool(torch.cpu.get_capabilities().get("amx_bf16"))
+    return cpu_has("amx_bf16")
 
 
 def attention_backward(  # noqa: PLR0917 - the tensors of one formula

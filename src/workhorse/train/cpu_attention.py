@@ -14,10 +14,12 @@ def speed_up_attention(module: nn.Module) -> None:
     for parent in list(module.modules()):
         for name, kernel in list(parent.named_children()):
             if type(kernel) is Sdpa:
-                setattr(parent, name, NativeSdpa(kernel.scoring, n_heads=0).train(kernel.training))
+                setattr(
+                    parent, name, TrainingSdpa(kernel.scoring, n_heads=0).train(kernel.training)
+                )
 
 
-class NativeSdpa(Sdpa):
+class TrainingSdpa(Sdpa):
     """As `Sdpa`; where the operator cannot, by it."""
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor | None, bool]) -> Tensor:

@@ -21,11 +21,11 @@ def attend_natively(decoder: Decoder) -> None:
     """
     for layer in decoder.modules():
         if isinstance(layer, SelfAttention) and type(layer.kernel) is Sdpa:
-            quick = NativeSdpa(layer.kernel.scoring, torch.get_num_threads())
+            quick = DecodingSdpa(layer.kernel.scoring, torch.get_num_threads())
             layer.kernel = quick.train(layer.kernel.training)
 
 
-class NativeSdpa(Sdpa):
+class DecodingSdpa(Sdpa):
     """`Sdpa`, with an operator of its own where one query a head meets a cache.
 
     Args:

@@ -1,7 +1,7 @@
 """Workhorse itself, by its public functions."""
 
 from contextlib import suppress
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -38,7 +38,15 @@ LOAD_OPTIONS: dict[str, dict[str, Any]] = {
 """How `workhorse.load` is asked for each precision."""
 
 
-def train(*, shape: str, dtype: str, device: str, compiled: bool, threads: int) -> Round:
+def train(
+    *,
+    shape: str,
+    dtype: str,
+    device: str,
+    compiled: bool = False,
+    mean_dtype: Literal["float32", "bfloat16"] = "float32",
+    threads: int,
+) -> Round:
     """Rounds of training steps, as `workhorse train` takes them."""
     from workhorse.train.adamw import AdamWConfig
     from workhorse.train.assembly import build_step
@@ -47,7 +55,11 @@ def train(*, shape: str, dtype: str, device: str, compiled: bool, threads: int) 
     sizes = TRAINING[shape]
     tokens, targets = batch(shape, device, threads)
     optimizer = AdamWConfig(
-        learning_rate=LEARNING_RATE, beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY
+        learning_rate=LEARNING_RATE,
+        beta1=BETAS[0],
+        beta2=BETAS[1],
+        weight_decay=WEIGHT_DECAY,
+        mean_dtype=mean_dtype,
     )
     config = TrainConfig(
         steps=1_000_000,

@@ -30,7 +30,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 def _case(shape: Shape, dtype: str, device: str, nanogpt: Path | None) -> Case:
     same = {"shape": shape.name, "dtype": dtype, "device": device}
     contestants = [
-        Contestant("Workhorse", "benchmarks.ours:train", same | {"compiled": False}),
+        Contestant("Workhorse", "benchmarks.ours:train", same),
         Contestant("Workhorse, compiled", "benchmarks.ours:train", same | {"compiled": True}),
         Contestant(
             "transformers", "benchmarks.peers.transformers:train", same, "with biases, as always"
@@ -40,6 +40,12 @@ def _case(shape: Shape, dtype: str, device: str, nanogpt: Path | None) -> Case:
         ),
         Contestant("x-transformers", "benchmarks.peers.x_transformers:train", same),
     ]
+    if dtype == "bfloat16":
+        saving = same | {"mean_dtype": "bfloat16"}
+        note = "AdamW's mean of gradients in bfloat16"
+        contestants.append(
+            Contestant("Workhorse, less memory", "benchmarks.ours:train", saving, note)
+        )
     skipped: tuple[str, ...] = ()
     if nanogpt is None:
         skipped = ("nanoGPT: is no package; give --nanogpt CHECKOUT",)

@@ -2,6 +2,7 @@
 
 import json
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ import transformers as hf
 import workhorse
 from tests.parity.reference import quiet
 from workhorse.cli.main import main
-from workhorse.convert import convert
+from workhorse.convert import Format, convert
 from workhorse.errors import WorkhorseError
 
 TEXT = "Every model of a run can go to other people's programs, and come back."
@@ -58,6 +59,14 @@ def test_the_type_of_the_weights(to: str, run_folder: Path, tmp_path: Path) -> N
         assert workhorse.load(tmp_path / name).decoder.final_norm.weight.dtype == torch.bfloat16
     with pytest.raises(WorkhorseError, match="dtype=q8_0 is for --to gguf, not hf"):
         convert(run_folder, tmp_path / "other", "hf", dtype="q8_0")
+
+
+@pytest.mark.parametrize("to", get_args(Format))
+def test_a_quantised_model_is_not_written(to: Format, run_folder: Path, tmp_path: Path) -> None:
+    quantised = workhorse.load(run_folder, quantize="int8")
+    with pytest.raises(WorkhorseError, match=r"to int8, which cannot be written; load .* without"):
+        convert(quantised, tmp_path / "other", to)
+    assert not (tmp_path / "other").exists()
 
 
 def test_gguf(run_folder: Path, tmp_path: Path) -> None:

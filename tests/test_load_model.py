@@ -1,15 +1,20 @@
 """`workhorse.load` and the model it gives."""
 
+from pathlib import Path
+
 import pytest
 import torch
 
 import workhorse
+from workhorse.convert import Format, convert
 from workhorse.data import DataConfig
 from workhorse.errors import WorkhorseError
 from workhorse.load_model import Model
 from workhorse.models import preset
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
+from workhorse.transforms.codes import FormatName
+from workhorse.transforms.quantize import quantize
 
 TINY = DecoderConfig.from_dict(
     {
@@ -128,3 +133,26 @@ def test_what_is_not_a_model(tmp_path):
         workhorse.load("gpt2", dtype="float3")
     with pytest.raises(WorkhorseError, match=r"^device=warp is not a device; choose cpu"):
         workhorse.load("gpt2", device="warp")
+
+
+@pytest.mark.parametrize("format", ["run", "hf", "workhorse"])
+@pytest.mark.parametrize("quantized", ["int8", "int4"])
+def test_quantised_while_it_is_read(
+    format: Format, quantized: FormatName, run_folder: Path, tmp_path: Path
+) -> None:
+    if format != "run":
+        convert(run_folder, tmp_path / "model", format)
+        run_folder = tmp_path / "model"
+    loaded = workhorse.load(run_folder, quantize=quantized).decoder
+    expected = quantize(workhorse.load(run_folder, as_stored=True).decoder, quantized)
+    found = loaded.state_dict()
+    assert found.keys() == expected.state_dict().keys()
+    for name, value in expected.state_dict().items():
+        assert torch.equal(found[name], value), name
+
+
+def test_quantised_and_as_stored_exclude_each_other(run_folder: Path) -> None:
+    with pytest.raises(
+        WorkhorseError, match="quantize=int8 changes what as_stored keeps; leave one out"
+    ):
+        workhorse.load(run_folder, quantize="int8", as_stored=True)

@@ -3,12 +3,13 @@
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
-from workhorse.checkpoints import RunDirectory
+from workhorse.checkpoints import RunDirectory, weights_of
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.stored import StoredModel, is_hub_id, open_stored
 from workhorse.config import nearest
@@ -21,7 +22,12 @@ from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
 from workhorse.tokenizers import BytesConfig, Tokenizer, train_tokenizer
-from workhorse.transforms.inference import Quantization, prepare_for_inference
+from workhorse.transforms.codes import FormatName
+from workhorse.transforms.inference import prepare_for_inference
+from workhorse.transforms.quantize import place_codes
+from workhorse.transforms.quantize import quantize as quantize_weights
+
+Quantization = Literal["none"] | FormatName
 
 
 @dataclass(frozen=True)
@@ -206,7 +212,7 @@ def load(
         dtype: a PyTorch floating-point type; `auto` is float32, and for a directory or id of
             Hugging Face the type that it was saved in.
         kernel: how attention is computed.
-        quantize: hold the weights of linear layers in 8 or 4 bits.
+        quantize: hold the weights of linear layers in 8 or 4 bits, each from when it is read.
         compile: decode by steps compiled as a whole. The first step on a machine then waits for
             the compiler (tens of seconds), later ones for the program to be read (seconds).
         as_stored: leave all modules as the config builds them: to write the model out, or to train.
@@ -215,8 +221,10 @@ def load(
 
     Raises:
         WorkhorseError: there is no such model, it cannot be read, or the device or type is not
-            there.
+            there; or `quantize` with `as_stored`.
     """
+    if as_stored and quantize != "none":
+        raise WorkhorseError(f"quantize={quantize} changes what as_stored keeps; leave one out")
     where, name = resolve_device(device), str(model)
     if dtype not in DTYPES:
         raise WorkhorseError(f"dtype {dtype!r} is unknown; {nearest(dtype, DTYPES)}")
@@ -224,15 +232,16 @@ def load(
     if path.is_file():
         raise WorkhorseError(f"{path} is a file; give the folder of the model it is part of")
     if path.is_dir() or is_hub_id(name):
-        loaded = _stored(open_stored(model, tell), where, DTYPES[dtype], kernel, tell)
+        stored = open_stored(model, tell)
+        loaded = _stored(stored, where, DTYPES[dtype], kernel, quantize=quantize, tell=tell)
     elif name in preset_names():
         tell(f"{name} is a preset: its weights are random and its tokens are bytes")
-        loaded = _random(name, where, DTYPES[dtype] or torch.float32, kernel)
+        loaded = _random(name, where, DTYPES[dtype] or torch.float32, kernel, quantize)
     else:
         remedy = nearest(name, preset_names())
         raise WorkhorseError(f"there is no folder, hub id or preset {name!r}; {remedy}")
     if not as_stored:
-        prepare_for_inference(loaded.decoder, quantization=quantize, compile=compile)
+        prepare_for_inference(loaded.decoder, compile=compile)
     return loaded
 
 
@@ -249,9 +258,12 @@ def _stored(
     device: torch.device,
     dtype: torch.dtype | None,
     kernel: KernelName,
+    *,
+    quantize: Quantization,
     tell: Callable[[str], object],
 ) -> Model:
-    decoder = stored.load_decoder(device=device, dtype=dtype, kernel=kernel)
+    places = weights_of if quantize == "none" else partial(place_codes, format=quantize)
+    decoder = stored.load_decoder(device, dtype, kernel, places)
     for remark in stored.remarks:
         tell(f"{stored.path}: {remark}")
     data, family = None, None
@@ -279,10 +291,18 @@ def _tokenizer(stored: StoredModel, tell: Callable[[str], object]) -> Tokenizer 
     return stored.tokenizer()
 
 
-def _random(name: str, device: torch.device, dtype: torch.dtype, kernel: KernelName) -> Model:
+def _random(
+    name: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    kernel: KernelName,
+    quantize: Quantization,
+) -> Model:
     config = preset(name)
     with torch.random.fork_rng():  # the same "random" weights every time, and nobody else's draws
         torch.manual_seed(0)
         decoder = config.build(kernel=kernel, device=device, dtype=dtype)
+    if quantize != "none":
+        quantize_weights(decoder, quantize)
     tokenizer = train_tokenizer(BytesConfig(), [])
     return Model(name, decoder.eval(), tokenizer, trained=False)

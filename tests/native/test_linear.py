@@ -33,6 +33,30 @@ def test_product(dtype: torch.dtype, out: int, width: int) -> None:
             assert_close(native.linear(x, weight, bias), x, weight, bias)
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("rows", [1, 3, 40])
+def test_several_weights_at_once_are_each_of_them(dtype: torch.dtype, rows: int) -> None:
+    x = torch.randn(rows, 96).to(dtype)
+    weights = [torch.randn(out, 96).to(dtype) for out in (32, 1, 150, 37)]
+    biases = [None, torch.randn(1).to(dtype), None, torch.randn(37).to(dtype)]
+    found = native.linear_each(x, weights, biases)
+    for y, weight, bias in zip(found, weights, biases, strict=True):
+        assert torch.equal(y, native.linear(x, weight, bias))
+    torch.library.opcheck(
+        torch.ops.workhorse.linear_each.default,
+        (x, weights, biases),
+        test_utils="test_faketensor",
+    )
+
+
+def test_each_weight_must_fit_and_have_a_bias_or_none() -> None:
+    x, fits = torch.zeros(2, 4), torch.zeros(3, 4)
+    with pytest.raises(RuntimeError, match="weight has another"):
+        native.linear_each(x, [fits, torch.zeros(3, 5)], [None, None])
+    with pytest.raises(RuntimeError, match="as many biases"):
+        native.linear_each(x, [fits, fits], [None])
+
+
 def test_leading_axes_and_strides() -> None:
     weight = torch.randn(40, 32).bfloat16()
     x = torch.randn(32, 3, 5).bfloat16().permute(1, 2, 0)

@@ -12,7 +12,8 @@ from workhorse.nn import DecoderConfig
 from workhorse.nn.kernels import Scoring, Sdpa
 from workhorse.train.adamw import AdamW, AdamWConfig
 from workhorse.train.cpu_attention import TrainingSdpa, speed_up_attention
-from workhorse.train.masters import Masters
+from workhorse.train.masters import Masters, split
+from workhorse.train.muon import Muon, MuonConfig
 
 
 @pytest.fixture(autouse=True)
@@ -70,8 +71,11 @@ def test_kernels_are_replaced_from_outside_and_weights_stay() -> None:
     assert torch.equal(decoder(tokens), before)
 
 
+@pytest.mark.parametrize("mean_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("gathered", [False, True])
-def test_adamw_in_one_pass_is_adamw(monkeypatch: pytest.MonkeyPatch, gathered: bool) -> None:
+def test_adamw_in_one_pass_is_adamw(
+    monkeypatch: pytest.MonkeyPatch, gathered: bool, mean_dtype: str
+) -> None:
     start, gradients = torch.randn(300, 111), torch.randn(4, 300, 111).bfloat16()
     results = []
     for native in (True, False):
@@ -79,7 +83,8 @@ def test_adamw_in_one_pass_is_adamw(monkeypatch: pytest.MonkeyPatch, gathered: b
         module = torch.nn.Linear(111, 300, bias=False)
         module.weight.data = start.clone()
         masters = Masters(module)
-        adamw = AdamW({"w": module.weight}, AdamWConfig(), weight_decay=0.1, masters=masters)
+        config = AdamWConfig.from_dict({"mean_dtype": mean_dtype})
+        adamw = AdamW({"w": module.weight}, config, weight_decay=0.1, masters=masters)
         for gradient in gradients:
             module.weight.grad = gradient.clone()
             if gathered:
@@ -87,5 +92,42 @@ def test_adamw_in_one_pass_is_adamw(monkeypatch: pytest.MonkeyPatch, gathered: b
             adamw.step(0.9, 0.3)
             masters.sums.clear()
         results.append((masters.read(module.weight), *adamw.tensors().values()))
-    for ours, plain in zip(*results, strict=True):
+    weights, means, *others = zip(*results, strict=True)
+    for ours, plain in (weights, *others):
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
+    # A mean may be rounded the other way where its float32 values differ in their last bit.
+    torch.testing.assert_close(
+        *means, **({} if mean_dtype == "bfloat16" else {"atol": 1e-6, "rtol": 1e-5})
+    )
+
+
+@pytest.mark.parametrize("gathered", [False, True])
+@pytest.mark.parametrize("shape", [(40, 50), (50, 40), (3, 37, 20), (5, 7)])
+@pytest.mark.parametrize("nesterov", [False, True])
+def test_muon_in_two_passes_is_muon(
+    monkeypatch: pytest.MonkeyPatch, *, shape: tuple[int, ...], nesterov: bool, gathered: bool
+) -> None:
+    """Within the rounding of directions to bfloat16."""
+    monkeypatch.setattr("workhorse.train.muon.iteration_dtype", lambda _: torch.bfloat16)
+    starts, gradients = torch.randn(2, *shape), torch.randn(3, 2, *shape).bfloat16()
+    results = []
+    for native in (True, False):
+        monkeypatch.setattr(training, "loaded", lambda native=native: native)
+        holder = torch.nn.ParameterList(list(starts.clone()))
+        masters = Masters(holder)
+        config = MuonConfig(learning_rate=0.1, nesterov=nesterov)
+        muon = Muon(dict(holder.named_parameters()), config, masters=masters)
+        for pair in gradients:
+            for weight, gradient in zip(holder, pair, strict=True):
+                weight.grad = gradient.clone()
+            if gathered:
+                masters.gather(holder)
+            muon.step(0.9, 0.3)
+            masters.sums.clear()
+        assert all(torch.equal(w, split(masters.read(w))[0]) for w in holder)
+        results.append(([masters.read(w) for w in holder], list(muon.tensors().values())))
+    (ours, our_momenta), (plain, momenta) = results
+    for one, other in zip(our_momenta, momenta, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)
+    for one, other, start in zip(ours, plain, starts, strict=True):
+        assert (one - other).norm() < 0.01 * (other - start).norm()

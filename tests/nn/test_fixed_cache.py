@@ -17,9 +17,10 @@ every_config_of_fixed_angles = pytest.mark.parametrize(
 
 
 def fixed_step(decoder: Decoder, tokens: Tensor, cache: Cache) -> Tensor:
-    """One more token of each row, (batch, 1)."""
-    logits = decoder.next_logits(tokens, cache=FixedCache(layout_of(cache), tensors_of(cache)))
-    cache.advance()
+    """Logits after some more tokens of each row, (batch, seq)."""
+    seq = tokens.shape[1]
+    logits = decoder(tokens, cache=FixedCache(layout_of(cache), tensors_of(cache, seq)))
+    cache.advance(seq)
     return logits
 
 
@@ -41,12 +42,29 @@ def test_fixed_and_plain_steps_may_alternate_in_a_ragged_batch(
         if step % 4 == 3:
             logits = decoder.next_logits(following, cache=cache)
         else:
-            logits = fixed_step(decoder, following, cache)
+            logits = fixed_step(decoder, following, cache)[:, -1]
         for row, consumed in enumerate((5 + step, 3 + step)):
             alone = decoder(tokens[row : row + 1, :consumed])[:, -1]
             assert error(logits[row : row + 1], alone) <= TOLERANCE, (row, step)
     assert cache.lengths.tolist() == [14, 12]
     assert cache.length == 14
+
+
+@every_config_of_fixed_angles
+@torch.no_grad()
+def test_guesses_are_checked_and_taken_back(config: DecoderConfig) -> None:
+    decoder = make(config)
+    tokens = random_tokens(config, 2, 16)
+    wrong = (tokens + 1) % config.vocab_size
+    slack = 3
+    cache = decoder.new_cache(2, 16, slack)
+    decoder(tokens[:, :3], cache=cache)
+    for start in (3, 6, 9, 12):  # after three that are right comes one that is not
+        guess = torch.cat((tokens[:, start : start + 3], wrong[:, start + 3 : start + 4]), dim=1)
+        logits = fixed_step(decoder, guess, cache)
+        whole = decoder(torch.cat((tokens[:, :start], guess), dim=1))
+        assert error(logits, whole[:, start:]) <= TOLERANCE, start
+        cache.truncate([start + 3] * 2)
 
 
 @torch.no_grad()
@@ -59,7 +77,7 @@ def test_more_slots_are_shown_as_the_text_grows(monkeypatch: pytest.MonkeyPatch)
     decoder(tokens[:, :3], cache=cache)
     shown = []
     for step in range(3, 11):
-        shown.append(max(len(some) for some in tensors_of(cache).shown))
-        logits = fixed_step(decoder, tokens[:, step : step + 1], cache)
+        shown.append(max(len(some) for some in tensors_of(cache, 1).shown))
+        logits = fixed_step(decoder, tokens[:, step : step + 1], cache)[:, -1]
         assert error(logits, decoder(tokens[:, : step + 1])[:, -1]) <= TOLERANCE
     assert shown == [4, 8, 8, 8, 8, 11, 11, 11]

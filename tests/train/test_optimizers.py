@@ -50,6 +50,23 @@ def test_adamw_is_the_one_of_pytorch() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+def test_a_narrow_mean_is_rounded_and_nothing_else() -> None:
+    """One update beside the exact one: the mean is its rounding, all else is the same."""
+    start, gradient = torch.randn(2, 300, 1000)  # more than a piece
+    exact, narrow = nn.Parameter(start.clone()), nn.Parameter(start.clone())
+    pairs = []
+    for weight, dtype in ((exact, "float32"), (narrow, "bfloat16")):
+        config = AdamWConfig.from_dict({"mean_dtype": dtype})
+        weight.grad = gradient.clone()
+        adamw = AdamW({"w": weight}, config, weight_decay=0.1)
+        adamw.step(1.0, 0.5)
+        pairs.append(adamw.tensors())
+    torch.testing.assert_close(narrow, exact, rtol=0, atol=1e-7)
+    assert torch.equal(pairs[1]["w.mean"], pairs[0]["w.mean"].bfloat16())
+    assert torch.equal(pairs[1]["w.mean_square"], pairs[0]["w.mean_square"])
+    assert torch.equal(pairs[1]["w.updates"], pairs[0]["w.updates"])
+
+
 @pytest.mark.parametrize("config", [AdamWConfig(weight_decay=0.5), MuonConfig(weight_decay=0.5)])
 def test_only_matrices_that_multiply_decay(decoder: Decoder, config) -> None:
     before = {name: weight.detach().clone() for name, weight in decoder.named_parameters()}
@@ -122,7 +139,9 @@ def test_muon_updates_as_its_formula_says() -> None:
     torch.testing.assert_close(muon.tensors()["weight.momentum"], momentum)
 
 
-@pytest.mark.parametrize("config", [AdamWConfig(), MuonConfig()])
+@pytest.mark.parametrize(
+    "config", [AdamWConfig(), AdamWConfig(mean_dtype="bfloat16"), MuonConfig()]
+)
 def test_state_moves_to_another_optimizer(decoder: Decoder, config) -> None:
     copy = DecoderConfig.from_dict(decoder.config.to_dict()).build()
     first, second = build_optimizer(decoder, config), build_optimizer(copy, config)

@@ -11,9 +11,10 @@ import pytest
 import torch
 
 from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
-from workhorse.data import prepare, prepare_tokenizer
+from workhorse.data import Batch, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.train import Recipe, read_metrics, train
+from workhorse.train.loop import Loop
 from workhorse.train.step import LossOfBatch
 
 
@@ -74,11 +75,13 @@ def test_the_seed_decides_everything(make_recipe, tmp_path: Path) -> None:
     assert step_losses(tmp_path / "one") != step_losses(tmp_path / "other")
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+@pytest.mark.parametrize(
+    "optimizer", [{"kind": "adamw"}, {"kind": "adamw", "mean_dtype": "bfloat16"}, {"kind": "muon"}]
+)
 def test_resumed_run_is_bit_for_bit_the_uninterrupted_one(
-    make_recipe, tmp_path: Path, optimizer: str
+    make_recipe, tmp_path: Path, optimizer: dict[str, str]
 ) -> None:
-    fields = make_recipe(optimizer={"kind": optimizer}, eval_every=4, keep=3).to_dict()
+    fields = make_recipe(optimizer=optimizer, eval_every=4, keep=3).to_dict()
     fields["model"]["embedding"] = {"dropout": 0.2}  # random states matter
     recipe = Recipe.from_dict(fields)
     train(recipe, tmp_path / "whole")
@@ -118,6 +121,28 @@ def test_a_bfloat16_run_saves_float32_weights_and_resumes_bit_for_bit(
         for out in ("whole", "resumed")
     ]
     assert optimizers[0] == optimizers[1]
+
+
+def test_on_cuda_batches_wait_in_pinned_memory(make_recipe, tmp_path: Path, monkeypatch) -> None:
+    """Here with both played: a step that says it is on CUDA, and memory that is not pinned."""
+    pinned: list[int] = []
+
+    def note(batch: Batch) -> Batch:
+        pinned.append(len(batch.tokens))
+        return batch
+
+    def read(loop: Loop, step: int) -> Batch | None:
+        loop.step.device = torch.device("cuda")
+        try:
+            return plain(loop, step)
+        finally:
+            loop.step.device = torch.device("cpu")
+
+    plain = Loop._read
+    monkeypatch.setattr(Batch, "pinned", note)
+    monkeypatch.setattr(Loop, "_read", read)
+    train(make_recipe(), tmp_path / "run")
+    assert pinned == [4] * 12
 
 
 def test_validation_and_samples_change_nothing(make_recipe, tmp_path: Path) -> None:

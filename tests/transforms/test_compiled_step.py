@@ -1,6 +1,7 @@
 """Compiled steps give the plain steps' logits, and are compiled once."""
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -71,8 +72,8 @@ def prompts(rows: int) -> list[list[int]]:
     return [[(7 * row + 3 * i) % 61 for i in range(5 + row)] for row in range(rows)]
 
 
-def texts(decoder: Decoder, rows: int, new: int) -> list[tuple[int, ...]]:
-    config = GenerationConfig(max_new_tokens=new, temperature=0)
+def texts(decoder: Decoder, rows: int, new: int, guesses: int = 0) -> list[tuple[int, ...]]:
+    config = GenerationConfig(max_new_tokens=new, temperature=0, speculate=guesses)
     return [done.tokens for done in generate(decoder, prompts(rows), config)]
 
 
@@ -107,6 +108,24 @@ def test_greedy_texts_of_any_number_of_rows_are_the_same(
     for rows in (2, 3):
         assert texts(compiled, rows, 40) == texts(make(), rows, 40)
     assert len(compilations) <= 1
+
+
+def test_guesses_are_checked_by_one_program_whatever_their_number(
+    folder: Path, compilations: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = make()
+    compile_steps(compiled, folder)
+    steps = compiled.forward
+    checked: list[int] = []
+
+    def watched(tokens: Tensor, **options: Any) -> Tensor:
+        checked.append(tokens.shape[1])
+        return steps(tokens, **options)
+
+    monkeypatch.setattr(compiled, "forward", watched)
+    assert texts(compiled, 1, 60, guesses=5) == texts(make(), 1, 60)
+    assert len(set(checked)) > 1
+    assert len(compilations) <= 2  # and one for a single token
 
 
 def test_a_kept_program_is_read_and_a_damaged_one_is_made_again(

@@ -2,12 +2,13 @@
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from workhorse import native
-from workhorse.native import build
+from workhorse.native import build, products
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.transforms.stream import FEW_ROWS, StreamedLinear, stream_weights
+from workhorse.transforms.stream import FEW_ROWS, ONE_PASS, StreamedLinear, stream_weights
 
 CONFIG = {
     "vocab_size": 96,
@@ -67,6 +68,24 @@ def test_many_rows_and_training_are_as_before(decoder: Decoder) -> None:
     streamed(x).sum().backward()
     assert layer.weight.grad is not None
     torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(16, 32))
+
+
+@pytest.mark.usefixtures("_native")
+@pytest.mark.parametrize("rows", [ONE_PASS, ONE_PASS + 1])
+def test_many_rows_of_bfloat16_are_a_product(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
+    if reason := products.why_not(wait=True):
+        pytest.skip(reason)
+    layer = nn.Linear(48, 80).bfloat16()
+    x = torch.randn(2, rows, 48).bfloat16()[:1]
+    exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
+    streamed = nn.Sequential(layer)
+    assert stream_weights(streamed, wait=True)
+    with torch.no_grad():
+        y = streamed(x)
+        assert y.shape == exact.shape
+        assert ((y - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()
+        monkeypatch.setattr(products, "linear", lambda *_: "a product")
+        assert (streamed(x) == "a product") is (rows > ONE_PASS)
 
 
 @pytest.mark.usefixtures("_native")

@@ -18,7 +18,7 @@ import torch
 from workhorse.checkpoints.accounting import account, shapes_of
 from workhorse.checkpoints.quantized import dequantized
 from workhorse.checkpoints.tensor_folder import TensorFolder
-from workhorse.checkpoints.tensors import empty_decoder, weights_of
+from workhorse.checkpoints.tensors import Places, empty_decoder, weights_of
 from workhorse.config import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family, Fields, family
@@ -100,6 +100,7 @@ class HuggingFaceDirectory:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         kernel: KernelName = "auto",
+        places: Places = weights_of,
     ) -> Decoder:
         """The decoder with its weights, in evaluation mode.
 
@@ -107,6 +108,7 @@ class HuggingFaceDirectory:
             device: where the weights go.
             dtype: of the weights; `self.dtype` where not given.
             kernel: how attention is computed.
+            places: where the weights are copied to.
 
         Raises:
             WorkhorseError: a tensor is missing, extra or misshapen, or a file is damaged.
@@ -124,7 +126,7 @@ class HuggingFaceDirectory:
                 f"{found.left_out} tensors belong to other parts of the model and are left out"
             )
         decoder = empty_decoder(self.config, kernel, device, dtype)
-        read_tensors(found.moves, weights_of(decoder), found.source)
+        read_tensors(found.moves, places(decoder), found.source)
         return decoder.eval()
 
     @property

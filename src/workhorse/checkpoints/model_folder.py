@@ -16,7 +16,7 @@ import torch
 from workhorse.checkpoints.accounting import shapes_of
 from workhorse.checkpoints.disk import Disk
 from workhorse.checkpoints.tensor_folder import TensorFolder, write_tensors
-from workhorse.checkpoints.tensors import empty_decoder, weights_of
+from workhorse.checkpoints.tensors import Places, empty_decoder, weights_of
 from workhorse.config import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface.names import (
@@ -76,6 +76,7 @@ class ModelFolder:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         kernel: KernelName = "auto",
+        places: Places = weights_of,
     ) -> Decoder:
         """The decoder with its weights, in evaluation mode.
 
@@ -83,6 +84,7 @@ class ModelFolder:
             device: where the weights go.
             dtype: of the weights; the stored one where not given.
             kernel: how attention is computed.
+            places: where the weights are copied to.
 
         Raises:
             WorkhorseError: a tensor is missing, extra or misshapen, or a file is damaged.
@@ -95,7 +97,7 @@ class ModelFolder:
             raise WorkhorseError(f"{self.path}: tensor {extra[0]!r} has no place in its config")
         stored = source.dtypes["embedding.tokens.weight"]
         decoder = empty_decoder(self.config, kernel, device, dtype or stored)
-        read_tensors(moves, weights_of(decoder), source)
+        read_tensors(moves, places(decoder), source)
         return decoder.eval()
 
     def tokenizer(self) -> "Tokenizer":

@@ -12,7 +12,7 @@ import torch
 from workhorse.checkpoints.disk import write_atomically
 from workhorse.checkpoints.lock import FolderLock
 from workhorse.checkpoints.store import CheckpointStore, DamagedCheckpoint
-from workhorse.checkpoints.tensors import empty_decoder, load_weights
+from workhorse.checkpoints.tensors import Places, empty_decoder, load_weights, weights_of
 from workhorse.config import ConfigError, parse_yaml
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
@@ -175,6 +175,7 @@ class RunDirectory:
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         kernel: KernelName = "auto",
+        places: Places = weights_of,
         *,
         step: int | None = None,
     ) -> Decoder:
@@ -184,6 +185,7 @@ class RunDirectory:
             device: where its weights go.
             dtype: of its weights; float32 where not given.
             kernel: how attention is computed.
+            places: where the weights are copied to.
             step: of which checkpoint; None: the newest whole one, with a warning for each damaged.
 
         Raises:
@@ -197,7 +199,7 @@ class RunDirectory:
                 f"{self.config_file.name}; put back the one that they were trained with"
             )
         decoder = empty_decoder(config, kernel, device, dtype or torch.float32)
-        load_weights(decoder, weights)
+        load_weights(decoder, weights, places)
         return decoder.eval()
 
     def _weights(self, step: int | None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:

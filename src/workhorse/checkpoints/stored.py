@@ -9,6 +9,7 @@ import torch
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.model_folder import ModelFolder
 from workhorse.checkpoints.run_directory import RunDirectory
+from workhorse.checkpoints.tensors import Places, weights_of
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
@@ -40,8 +41,12 @@ class StoredModel(Protocol):
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
         kernel: KernelName = "auto",
+        places: Places = weights_of,
     ) -> Decoder:
-        """The decoder with its weights, of the type they are stored in where none is given."""
+        """The decoder with its weights, of the type they are stored in where none is given.
+
+        `places` says where they are copied to.
+        """
         ...
 
     @property

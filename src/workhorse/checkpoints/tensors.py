@@ -1,13 +1,18 @@
 """Tensors by name, in and out of a decoder."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
+from workhorse.models.huggingface.names import Destination
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
+from workhorse.transforms.quantized_linear import QuantizedWeight
+
+Places = Callable[[Decoder], Mapping[str, Destination]]
+"""Of a decoder that holds nothing yet: where each of its weights is to be copied, by name."""
 
 
 def empty_decoder(
@@ -22,22 +27,34 @@ def empty_decoder(
 
 
 def weights_of(decoder: Decoder) -> dict[str, Tensor]:
-    """Every weight once, by the first of its names; the tensors themselves."""
+    """Every weight once, by the first of its names; the tensors themselves.
+
+    Raises:
+        WorkhorseError: some are quantised, which no format of ours holds.
+    """
+    for name, part in decoder.named_modules():
+        if isinstance(part, QuantizedWeight):
+            raise WorkhorseError(
+                f"{name} is quantised to {part.format}, which cannot be written; "
+                "load the model without quantize"
+            )
     return {name: weight.detach() for name, weight in decoder.named_parameters()}
 
 
 @torch.no_grad()
-def load_weights(decoder: Decoder, weights: Mapping[str, Tensor]) -> None:
-    """Copy weights into a decoder, by name.
+def load_weights(
+    decoder: Decoder, weights: Mapping[str, Tensor], places: Places = weights_of
+) -> None:
+    """Copy weights into a decoder, by name, or where else `places` says.
 
     Raises:
         WorkhorseError: names or shapes differ.
     """
-    copy_tensors(weights_of(decoder), weights, "model")
+    copy_tensors(places(decoder), weights, "model")
 
 
 @torch.no_grad()
-def copy_tensors(into: Mapping[str, Tensor], source: Mapping[str, Tensor], what: str) -> None:
+def copy_tensors(into: Mapping[str, Destination], source: Mapping[str, Tensor], what: str) -> None:
     """Copy tensor by tensor, by name.
 
     Raises:

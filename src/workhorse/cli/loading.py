@@ -11,9 +11,8 @@ from workhorse.cli.options import runtime_options
 from workhorse.cli.output import warn
 
 if TYPE_CHECKING:
-    from workhorse.load_model import Model
+    from workhorse.load_model import Model, Quantization
     from workhorse.nn.kernels import KernelName
-    from workhorse.transforms.inference import Quantization
 
 
 @dataclass(frozen=True)

@@ -175,7 +175,10 @@ class RowBatch:
         if last == 1:
             self.logits = self._decoder.next_logits(tokens, positions=positions, cache=self.cache)
             return self.logits[:, None]
-        x = self._decoder.hidden(tokens, positions=positions, cache=self.cache)
-        logits = self._decoder.unembed(x[:, -last:])
+        if last == tokens.shape[1]:
+            logits = self._decoder(tokens, positions=positions, cache=self.cache)
+        else:
+            x = self._decoder.hidden(tokens, positions=positions, cache=self.cache)
+            logits = self._decoder.unembed(x[:, -last:])
         self.logits = logits[:, -1]
         return logits

@@ -3,6 +3,14 @@
 Nothing depends on them: what uses one has a plain way of its own, and asks `load` first.
 """
 
-from workhorse.native.operators import attend, linear, load, packed_linear, packs, why_not
+from workhorse.native.operators import (
+    attend,
+    linear,
+    linear_each,
+    load,
+    packed_linear,
+    packs,
+    why_not,
+)
 
-__all__ = ["attend", "linear", "load", "packed_linear", "packs", "why_not"]
+__all__ = ["attend", "linear", "linear_each", "load", "packed_linear", "packs", "why_not"]

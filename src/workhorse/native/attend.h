@@ -2,25 +2,26 @@
 //
 // A piece of work is one row of the batch and one head of keys, with all the heads of queries that
 // share it. Keys and values are each read once, front to back, a few slots at a time, so that the
-// queries of a head find them in the first cache. Sums, weights and the softmax are float32.
+// queries of a head find them in the first cache. Memory is never left waiting: near the end of the keys
+// the values are asked for, and near theirs the next piece's keys. Sums, weights and the softmax are
+// float32.
 #pragma once
 
 #include <algorithm>
 #include <limits>
 #include <vector>
 
+#include "exponential.h"
 #include "rows.h"
 
 namespace workhorse {
 
 constexpr int kSlots = 32;  // at a time
-constexpr int kSoon = 24;   // slots ahead that are asked for
+constexpr int kSoon = 48;   // slots ahead that are asked for
 constexpr int kWide = 16;   // numbers of a vector
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 typedef float F32x4 __attribute__((vector_size(16)));
-
-inline F32x16 widen(const float* from) { return load<F32x16>(from); }
 
 // The sums of four vectors, their halves and quarters folded together.
 inline F32x4 sums(const F32x16* v) {
@@ -37,20 +38,6 @@ inline F32x4 sums(const F32x16* v) {
   F32x4 total;
   for (int n = 0; n < 4; n++) total[n] = (c[4 * n] + c[4 * n + 1]) + (c[4 * n + 2] + c[4 * n + 3]);
   return total;
-}
-
-// e^x for x <= 0, to a few units of the last place: 2^whole · e^rest with |rest| <= ln(2) / 2.
-inline F32x16 exponential(F32x16 x) {
-  typedef int32_t I32x16 __attribute__((vector_size(64)));
-  const F32x16 floor = F32x16{} - 87.0f;
-  x = x < floor ? floor : x;  // e^-87 is the least that is not denormal; NaN stays what it is
-  const I32x16 whole = __builtin_convertvector(x * 1.44269504f - 0.5f, I32x16);
-  const F32x16 w = __builtin_convertvector(whole, F32x16);
-  const F32x16 rest = (x - w * 0.693359375f) + w * 2.12194440e-4f;
-  F32x16 power = rest * (1.0f / 5040) + 1.0f / 720;
-  for (float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-    power = power * rest + factor;
-  return power * (F32x16)((whole + 127) << 23);
 }
 
 template <class T>
@@ -76,49 +63,59 @@ struct Attend {
   void run(int64_t begin, int64_t end) const {
     const int64_t group = heads / kv_heads, padded = round_up(slots, kWide);
     std::vector<float> weights(group * padded), sums(group * round_up(value_width, kWide));
-    for (int64_t piece = begin; piece < end; piece++) {
-      const int64_t row = piece / kv_heads, head = piece % kv_heads;
-      const bool* seen = mask ? mask + row * mask_stride : nullptr;
-      Range range{0, slots};  // the slots outside are not read
-      while (seen && range.first < range.last && !seen[range.last - 1]) range.last--;
-      while (seen && range.first < range.last && !seen[range.first]) range.first++;
+    for (int64_t n = begin; n < end; n++) {
+      Piece piece{n / kv_heads, n % kv_heads, 0, slots};  // the slots outside are not read
+      const bool* seen = mask ? mask + piece.row * mask_stride : nullptr;
+      while (seen && piece.first < piece.last && !seen[piece.last - 1]) piece.last--;
+      while (seen && piece.first < piece.last && !seen[piece.first]) piece.first++;
       std::fill(weights.begin(), weights.end(), kHidden);
-      score(row, head, range, seen, weights.data(), padded);
+      score(piece, seen, weights.data(), padded);
       for (int64_t g = 0; g < group; g++) softmax(weights.data() + g * padded, padded);
-      mix(row, head, range, weights.data(), padded, sums.data());
+      mix(piece, weights.data(), padded, sums.data());
     }
   }
 
  private:
-  struct Range {
-    int64_t first, last;
+  struct Piece {
+    int64_t row, head, first, last;
   };
 
   static int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
-  void score(int64_t row, int64_t head, Range range, const bool* seen, float* scores,
-             int64_t padded) const {
+  // What is read kSoon slots after these keys and values.
+  const T* after_key(const Piece& piece, int64_t slot) const {
+    const int64_t soon = slot + kSoon, over = soon - piece.last;
+    return over < 0 ? k.at(piece.row, piece.head, soon)
+                    : v.at(piece.row, piece.head, piece.first + over);
+  }
+  const T* after_value(const Piece& piece, int64_t slot) const {
+    const int64_t soon = slot + kSoon, over = soon - piece.last;
+    if (over < 0) return v.at(piece.row, piece.head, soon);
+    const int64_t next = piece.row * kv_heads + piece.head + 1;
+    return k.at(next / kv_heads, next % kv_heads, piece.first + over);
+  }
+
+  void score(const Piece& piece, const bool* seen, float* scores, int64_t padded) const {
     const int64_t group = heads / kv_heads;
-    for (int64_t first = range.first; first < range.last; first += kSlots)
+    for (int64_t first = piece.first; first < piece.last; first += kSlots)
       for (int64_t g = 0; g < group; g++) {
-        const T* query = q.at(row, head * group + g);
+        const T* query = q.at(piece.row, piece.head * group + g);
         float* to = scores + g * padded;
-        const int64_t last = std::min(first + kSlots, range.last);
+        const int64_t last = std::min(first + kSlots, piece.last);
         int64_t slot = first;
-        for (; slot + 4 <= last; slot += 4) dots<4>(query, row, head, slot, to);
-        for (; slot < last; slot++) dots<1>(query, row, head, slot, to);
+        for (; slot + 4 <= last; slot += 4) dots<4>(query, piece, slot, to);
+        for (; slot < last; slot++) dots<1>(query, piece, slot, to);
         for (slot = first; slot < last; slot++)
           if (seen && !seen[slot]) to[slot] = kHidden;
       }
   }
 
   template <int Slots>
-  void dots(const T* query, int64_t row, int64_t head, int64_t slot, float* scores) const {
+  void dots(const T* query, const Piece& piece, int64_t slot, float* scores) const {
     constexpr int step = Dot<T>::step;
     F32x16 totals[4] = {};
     for (int n = 0; n < Slots; n++) {
-      const T* key = k.at(row, head, slot + n);
-      const T* later = k.at(row, head, slot + n + kSoon);
+      const T *key = k.at(piece.row, piece.head, slot + n), *later = after_key(piece, slot + n);
       int64_t i = 0;
       for (; i + step <= width; i += step) {
         expect(later + i);
@@ -156,41 +153,39 @@ struct Attend {
     for (int64_t i = 0; i < padded; i++) scores[i] *= share;
   }
 
-  void mix(int64_t row, int64_t head, Range range, const float* weights, int64_t padded,
-           float* sums) const {
+  void mix(const Piece& piece, const float* weights, int64_t padded, float* sums) const {
     const int64_t group = heads / kv_heads, room = round_up(value_width, kWide);
     std::fill(sums, sums + group * room, 0.0f);
-    for (int64_t first = range.first; first < range.last; first += kSlots)
+    for (int64_t first = piece.first; first < piece.last; first += kSlots)
       for (int64_t g = 0; g < group; g++) {
-        const int64_t last = std::min(first + kSlots, range.last);
-        add(row, head, weights + g * padded, first, last, sums + g * room);
+        const int64_t last = std::min(first + kSlots, piece.last);
+        add(piece, weights + g * padded, first, last, sums + g * room);
       }
     for (int64_t g = 0; g < group; g++) {
-      T* to = y + (row * heads + head * group + g) * value_width;
+      T* to = y + (piece.row * heads + piece.head * group + g) * value_width;
       for (int64_t i = 0; i < value_width; i++) store(to + i, sums[g * room + i]);
     }
   }
 
   // Slots `first` to `last` onto the sums of one query.
-  void add(int64_t row, int64_t head, const float* weights, int64_t first, int64_t last,
+  void add(const Piece& piece, const float* weights, int64_t first, int64_t last,
            float* sums) const {
     int64_t i = 0;
     for (; i + 4 * kWide <= value_width; i += 4 * kWide)
-      columns<4>(row, head, weights, first, last, i, sums);
-    for (; i + kWide <= value_width; i += kWide)
-      columns<1>(row, head, weights, first, last, i, sums);
+      columns<4>(piece, weights, first, last, i, sums);
+    for (; i + kWide <= value_width; i += kWide) columns<1>(piece, weights, first, last, i, sums);
     for (; i < value_width; i++)
       for (int64_t slot = first; slot < last; slot++)
-        sums[i] += weights[slot] * to_float(v.at(row, head, slot)[i]);
+        sums[i] += weights[slot] * to_float(v.at(piece.row, piece.head, slot)[i]);
   }
 
   template <int Vectors>
-  void columns(int64_t row, int64_t head, const float* weights, int64_t first, int64_t last,
-               int64_t i, float* sums) const {
+  void columns(const Piece& piece, const float* weights, int64_t first, int64_t last, int64_t i,
+               float* sums) const {
     F32x16 total[Vectors];
     for (int n = 0; n < Vectors; n++) total[n] = load<F32x16>(sums + i + n * kWide);
     for (int64_t slot = first; slot < last; slot++) {
-      const T *value = v.at(row, head, slot) + i, *later = v.at(row, head, slot + kSoon) + i;
+      const T *value = v.at(piece.row, piece.head, slot) + i, *later = after_value(piece, slot) + i;
       for (int n = 0; n < Vectors; n++) {
         expect(later + n * kWide);
         total[n] += weights[slot] * widen(value + n * kWide);

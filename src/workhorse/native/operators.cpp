@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "attend.h"
-#include "packed.h"
+#include "packed_tiles.h"
 #include "rows.h"
 #include "tiles.h"
 
@@ -25,7 +25,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kThreadBytes = 1 << 15;  // less to read than this is not worth waking a thread for
-constexpr int64_t kPass = 256;  // rows of x, put in order, that stay in the second cache
+constexpr int64_t kPassBytes = 3 << 19;  // of x that stay in the second cache
 
 template <class F>
 void in_threads(int64_t count, int64_t bytes_each, const F& work) {
@@ -47,61 +47,102 @@ void check(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t>
   STD_TORCH_CHECK(same, "workhorse: ", name, " has another type, shape or device than expected");
 }
 
-// x without its leading axes, and room for y.
-struct Rows {
-  Tensor x, y;
+// x without its leading axes.
+struct Given {
+  Tensor x;
   int64_t rows, in;
 
-  Rows(const Tensor& given, int64_t out)
+  explicit Given(const Tensor& given)
       : x(given.is_contiguous() ? given : torch::stable::contiguous(given)) {
     STD_TORCH_CHECK(x.is_cpu() && x.dim() > 0, "workhorse: x must have an axis, on the CPU");
     auto sizes = x.sizes();
-    std::vector<int64_t> shape(sizes.begin(), sizes.end());
-    in = shape.back();
-    shape.back() = out;
+    in = sizes.back();
     rows = std::accumulate(sizes.begin(), sizes.end() - 1, int64_t{1}, std::multiplies<>());
-    y = torch::stable::new_empty(x, shape);
+  }
+
+  Tensor room(int64_t out) const {
+    auto sizes = x.sizes();
+    std::vector<int64_t> shape(sizes.begin(), sizes.end());
+    shape.back() = out;
+    return torch::stable::new_empty(x, shape);
   }
 };
 
-template <class T>
-void multiply(const Rows& given, const Tensor& weight, const std::optional<Tensor>& bias) {
-  const int64_t out = weight.size(0), in = given.in, rows = given.rows;
-  const T *x = data<T>(given.x), *w = data<T>(weight), *b = data<T>(bias);
-  T* y = static_cast<T*>(given.y.mutable_data_ptr());
-#ifdef __AMX_BF16__
-  if constexpr (std::is_same_v<T, BFloat16>)
-    if (rows > 1 && tiles_allowed()) {
-      TiledLinear tiled{x, b, y, rows, in, out};
-      in_threads(tiled.columns, in * kTile * 2,
-                 [&](int64_t from, int64_t to) { tiled.pack(from, to); });
-      in_threads((out + kTile - 1) / kTile, in * kTile * 2, [&](int64_t from, int64_t to) {
-        const Tiles tiles;
-        for (int64_t o = from * kTile; o < std::min(to * kTile, out); o += kTile)
-          tiled.block(o, w + o * in, true);
-      });
-      return;
+// Work on blocks of `size` outputs of all the layers, shared out as if they were one.
+template <class T, class F>
+void in_blocks(const std::vector<Layer<T>>& layers, int64_t size, int64_t bytes_each,
+               const F& work) {
+  auto blocks = [size](const Layer<T>& layer) { return (layer.out + size - 1) / size; };
+  int64_t total = 0;
+  for (const Layer<T>& layer : layers) total += blocks(layer);
+  in_threads(total, bytes_each, [&](int64_t from, int64_t to) {
+    for (const Layer<T>& layer : layers) {
+      const int64_t count = blocks(layer);
+      if (from < count && to > 0)
+        work(layer, std::max<int64_t>(from, 0) * size, std::min(to * size, layer.out));
+      from -= count;
+      to -= count;
     }
-#endif
-  const Linear<T> linear{x, w, b, y, rows, in, out};
-  in_threads((out + kOut - 1) / kOut, in * kOut * sizeof(T), [&](int64_t from, int64_t to) {
-    linear.run(from * kOut, std::min(to * kOut, out));
   });
 }
 
-Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(weight.dim() == 2, "workhorse: weight must have two axes");
+template <class T>
+void multiply(const Given& given, const std::vector<Layer<T>>& layers) {
+  const int64_t in = given.in, rows = given.rows;
+  const T* x = data<T>(given.x);
+#ifdef __AMX_BF16__
+  if constexpr (std::is_same_v<T, BFloat16>)
+    if (rows > 1 && tiles_allowed()) {
+      TiledRows tiled{x, rows, in};
+      in_threads(tiled.columns, in * kTile * 2,
+                 [&](int64_t from, int64_t to) { tiled.pack(from, to); });
+      in_blocks(layers, kTile, in * kTile * 2,
+                [&](const Layer<T>& layer, int64_t begin, int64_t end) {
+                  const Tiles tiles;
+                  tiled.run(layer, begin, end);
+                });
+      return;
+    }
+#endif
+  const Rows<T> all{x, rows, in};
+  in_blocks(layers, kOut, in * kOut * sizeof(T),
+            [&](const Layer<T>& layer, int64_t begin, int64_t end) { all.run(layer, begin, end); });
+}
+
+template <class T>
+void multiply(const Given& given, const std::vector<Tensor>& weights,
+              const std::vector<std::optional<Tensor>>& biases, const std::vector<Tensor>& ys) {
+  std::vector<Layer<T>> layers;
+  for (size_t n = 0; n < weights.size(); n++)
+    layers.push_back({data<T>(weights[n]), data<T>(biases[n]),
+                      static_cast<T*>(ys[n].mutable_data_ptr()), weights[n].size(0)});
+  multiply(given, layers);
+}
+
+std::vector<Tensor> linear_each(const Tensor& x, const std::vector<Tensor>& weights,
+                                const std::vector<std::optional<Tensor>>& biases) {
+  STD_TORCH_CHECK(weights.size() == biases.size(), "workhorse: as many biases as weights");
   const ScalarType type = x.scalar_type();
-  const Rows given(x, weight.size(0));
-  check(weight, type, {weight.size(0), given.in}, "weight");
-  if (bias) check(*bias, type, {weight.size(0)}, "bias");
+  const Given given(x);
+  std::vector<Tensor> ys;
+  for (size_t n = 0; n < weights.size(); n++) {
+    STD_TORCH_CHECK(weights[n].dim() == 2, "workhorse: weight must have two axes");
+    const int64_t out = weights[n].size(0);
+    check(weights[n], type, {out, given.in}, "weight");
+    if (biases[n]) check(*biases[n], type, {out}, "bias");
+    ys.push_back(given.room(out));
+  }
   if (type == ScalarType::BFloat16)
-    multiply<BFloat16>(given, weight, bias);
+    multiply<BFloat16>(given, weights, biases, ys);
   else if (type == ScalarType::Float)
-    multiply<float>(given, weight, bias);
+    multiply<float>(given, weights, biases, ys);
   else
     STD_TORCH_CHECK(false, "workhorse: x must be bfloat16 or float32");
-  return given.y;
+  return ys;
+}
+
+Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias) {
+  return linear_each(x, {weight}, {bias})[0];
 }
 
 template <class T>
@@ -149,56 +190,84 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const std::opti
 }
 
 #ifdef WORKHORSE_PACKS
-template <int Bits>
-void multiply(const Rows& given, const PackedWeight<Bits>& weight, const BFloat16* bias,
+template <class T, int Bits>
+void multiply_packed(const T* x, const PackedWeight<Bits>& weight, const T* bias, T* y, int64_t rows,
               int64_t out) {
-  const BFloat16* x = data<BFloat16>(given.x);
-  BFloat16* y = static_cast<BFloat16*>(given.y.mutable_data_ptr());
-  const int64_t blocks = (out + kLanes - 1) / kLanes, bytes = weight.groups * weight.bytes;
+  const int64_t row_bytes = weight.groups * kGroup * sizeof(T);
+  const int64_t block_bytes = weight.groups * weight.bytes, blocks = (out + kLanes - 1) / kLanes;
 #ifdef __AMX_BF16__
-  if (given.rows >= kManyRows && tiles_allowed()) {
-    for (int64_t r = 0; r < given.rows; r += kPass) {
-      TiledLinear tiled{x + r * given.in, bias, y + r * out, std::min(kPass, given.rows - r),
-                        given.in, out};
-      in_threads(tiled.columns, given.in * kTile * 2,
-                 [&](int64_t from, int64_t to) { tiled.pack(from, to); });
-      in_threads(blocks, bytes, [&](int64_t from, int64_t to) {
-        const Tiles tiles;
-        const std::unique_ptr<BFloat16[]> scratch(new BFloat16[kLanes * given.in]);
-        for (int64_t block = from; block < to; block++) {
-          weight.expand(block, scratch.get());
-          written();
-          tiled.block(block * kLanes, scratch.get(), false);
-        }
-      });
+  if constexpr (std::is_same_v<T, BFloat16>)
+    if (rows >= kManyRows && tiles_allowed()) {
+      const int64_t pass = std::max<int64_t>(1, kPassBytes / row_bytes / kTile) * kTile;
+      for (int64_t r = 0; r < rows; r += pass) {
+        const int64_t in = weight.groups * kGroup;
+        PackedTiles<Bits> tiled{weight, x + r * in, bias, y + r * out, std::min(pass, rows - r), out};
+        in_threads(tiled.tiles, row_bytes * kTile,
+                   [&](int64_t from, int64_t to) { tiled.pack(from, to); });
+        in_threads((blocks + 1) / 2, 2 * block_bytes,
+                   [&](int64_t from, int64_t to) { tiled.run(from, to); });
+      }
+      return;
     }
-    return;
-  }
 #endif
-  const PackedLinear<Bits> packed(weight, x, bias, y, given.rows, out);
-  in_threads(blocks, bytes, [&](int64_t from, int64_t to) { packed.run(from, to); });
+  PackedLinear<Bits, T> linear{weight, x, bias, y, rows, out};
+  in_threads(rows, row_bytes, [&](int64_t from, int64_t to) { linear.pack(from, to); });
+  in_threads(blocks, block_bytes, [&](int64_t from, int64_t to) { linear.run(from, to); });
+}
+
+// One weight, or one for each group of rows, which ends where `ends` says.
+template <class T, int Bits>
+void packed_rows(const Given& given, const Tensor& codes, const Tensor& scales,
+                 const std::optional<Tensor>& levels, const std::optional<Tensor>& bias,
+                 const std::optional<Tensor>& ends, const Tensor& made) {
+  const int64_t blocks = scales.size(-3), groups = scales.size(-2), out = made.size(-1);
+  const T* x = data<T>(given.x);
+  T* y = static_cast<T*>(made.mutable_data_ptr());
+  PackedWeight<Bits> weight{data<uint8_t>(codes), data<BFloat16>(scales), data<uint8_t>(levels),
+                            groups};
+  const auto rows = [&](int64_t begin, int64_t end) {
+    if (begin < end)
+      multiply_packed<T>(x + begin * given.in, weight, data<T>(bias), y + begin * out, end - begin, out);
+  };
+  if (!ends) return rows(0, given.rows);
+  int64_t begin = 0;
+  for (int64_t i = 0; i < ends->size(0); i++) {
+    const int64_t end = data<int32_t>(ends)[i];
+    STD_TORCH_CHECK(begin <= end && end <= given.rows, "workhorse: ends must rise up to the rows");
+    rows(begin, end);
+    begin = end;
+    weight.codes += blocks * groups * weight.bytes;
+    weight.scales += blocks * groups * kLanes;
+  }
 }
 
 Tensor packed_linear(const Tensor& x, const Tensor& codes, const Tensor& scales,
                      const std::optional<Tensor>& levels, const std::optional<Tensor>& bias,
-                     int64_t out) {
-  STD_TORCH_CHECK(codes.dim() == 3, "workhorse: codes must have three axes");
-  const Rows given(x, out);
-  const int64_t blocks = (out + kLanes - 1) / kLanes, groups = codes.size(1);
-  STD_TORCH_CHECK(x.scalar_type() == ScalarType::BFloat16 && given.in == groups * kGroup,
-                  "workhorse: x must be bfloat16 and as wide as the groups of codes");
-  check(codes, ScalarType::Byte,
-        {blocks, groups, levels ? PackedWeight<4>::bytes : PackedWeight<8>::bytes}, "codes");
-  check(scales, ScalarType::Short, {blocks, groups, kLanes}, "scales");
+                     const std::optional<Tensor>& ends, int64_t out) {
+  STD_TORCH_CHECK(codes.dim() == (ends ? 4 : 3), "workhorse: codes must have ", ends ? 4 : 3, " axes");
+  const Given given(x);
+  const ScalarType type = x.scalar_type();
+  const int64_t blocks = (out + kLanes - 1) / kLanes, groups = codes.size(-2);
+  const int64_t bytes = levels ? PackedWeight<4>::bytes : PackedWeight<8>::bytes;
+  STD_TORCH_CHECK((type == ScalarType::BFloat16 || type == ScalarType::Float) &&
+                      given.in == groups * kGroup,
+                  "workhorse: x must be bfloat16 or float32, and as wide as the groups of codes");
+  if (ends) {
+    check(*ends, ScalarType::Int, {codes.size(0)}, "ends");
+    check(codes, ScalarType::Byte, {codes.size(0), blocks, groups, bytes}, "codes");
+    check(scales, ScalarType::Short, {codes.size(0), blocks, groups, kLanes}, "scales");
+  } else {
+    check(codes, ScalarType::Byte, {blocks, groups, bytes}, "codes");
+    check(scales, ScalarType::Short, {blocks, groups, kLanes}, "scales");
+  }
   if (levels) check(*levels, ScalarType::Byte, {kLanes}, "levels");
-  if (bias) check(*bias, ScalarType::BFloat16, {out}, "bias");
-  const uint8_t *code = data<uint8_t>(codes), *level = data<uint8_t>(levels);
-  const BFloat16 *scale = data<BFloat16>(scales), *b = data<BFloat16>(bias);
-  if (levels)
-    multiply(given, PackedWeight<4>{code, scale, level, groups}, b, out);
-  else
-    multiply(given, PackedWeight<8>{code, scale, level, groups}, b, out);
-  return given.y;
+  if (bias) check(*bias, type, {out}, "bias");
+  const bool wide = type == ScalarType::Float;
+  const auto multiply = levels ? wide ? packed_rows<float, 4> : packed_rows<BFloat16, 4>
+                               : wide ? packed_rows<float, 8> : packed_rows<BFloat16, 8>;
+  const Tensor y = given.room(out);
+  multiply(given, codes, scales, levels, bias, ends, y);
+  return y;
 }
 #endif
 
@@ -207,16 +276,18 @@ Tensor packed_linear(const Tensor& x, const Tensor& codes, const Tensor& scales,
 
 STABLE_TORCH_LIBRARY(workhorse, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
+  m.def("linear_each(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]");
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor");
 #ifdef WORKHORSE_PACKS
   m.def(
-      "packed_linear(Tensor x, Tensor codes, Tensor scales, Tensor? levels, Tensor? bias, int out) "
-      "-> Tensor");
+      "packed_linear(Tensor x, Tensor codes, Tensor scales, Tensor? levels, Tensor? bias, "
+      "Tensor? ends, int out) -> Tensor");
 #endif
 }
 
 STABLE_TORCH_LIBRARY_IMPL(workhorse, CPU, m) {
   m.impl("linear", TORCH_BOX(&workhorse::linear));
+  m.impl("linear_each", TORCH_BOX(&workhorse::linear_each));
   m.impl("attend", TORCH_BOX(&workhorse::attend));
 #ifdef WORKHORSE_PACKS
   m.impl("packed_linear", TORCH_BOX(&workhorse::packed_linear));

@@ -4,11 +4,12 @@ They compute no gradients.
 """
 
 import functools
+from collections.abc import Sequence
 from pathlib import Path
 from typing import cast
 
 import torch
-from jaxtyping import Bool, Float, Int16, UInt8
+from jaxtyping import Bool, Float, Int16, Int32, UInt8
 from torch import Tensor
 
 from workhorse.native import build
@@ -57,27 +58,47 @@ def linear(
     return torch.ops.workhorse.linear.default(x, weight, bias)
 
 
+def linear_each(
+    x: Float[Tensor, "*batch in_features"],
+    weights: Sequence[Tensor],
+    biases: Sequence[Tensor | None],
+) -> list[Tensor]:
+    """`linear` of the same x with each of several weights, in one go.
+
+    The threads part all the rows of all the weights among themselves and meet once.
+
+    Args:
+        x: see `linear`.
+        weights: each as in `linear`, of any number of outputs.
+        biases: one for each weight, or None.
+    """
+    return torch.ops.workhorse.linear_each.default(x, list(weights), list(biases))
+
+
 def packed_linear(
     x: Float[Tensor, "*batch in_features"],
-    codes: UInt8[Tensor, "blocks groups bytes"],
-    scales: Int16[Tensor, "blocks groups 16"],
+    codes: UInt8[Tensor, "*experts blocks groups bytes"],
+    scales: Int16[Tensor, "*experts blocks groups 16"],
     levels: UInt8[Tensor, " 16"] | None,
-    bias: Float[Tensor, " out_features"] | None,
+    bias: Float[Tensor, " out_features"] | None = None,
     *,
     out_features: int,
+    ends: Int32[Tensor, " experts"] | None = None,
 ) -> Float[Tensor, "*batch out_features"]:
     """`x Wᵀ + b` with W of 4 or 8 bits a number, laid out as `packed.h` says.
 
     Args:
-        x: bfloat16, on the CPU, as wide as the groups.
+        x: bfloat16 or float32, on the CPU, as wide as the groups.
         codes: a block is 16 outputs, a group 32 inputs, of 256 or 512 bytes together.
         scales: the bits of a bfloat16 for each output and group.
         levels: 128 + the whole number that each code of 4 bits stands for; None with 8 bits, whose
             codes are that.
-        bias: bfloat16.
+        bias: of the type of x.
         out_features: outputs; the last block may be filled up.
+        ends: where the rows of x of each of several weights end; None: there is one weight.
     """
-    return torch.ops.workhorse.packed_linear.default(x, codes, scales, levels, bias, out_features)
+    operator = torch.ops.workhorse.packed_linear.default
+    return operator(x, codes, scales, levels, bias, ends, out_features)
 
 
 def attend(
@@ -108,6 +129,7 @@ def _load(library: Path) -> str | None:
     except OSError as error:
         return f"cannot load {library}: {error}".splitlines()[0]
     torch.library.register_fake("workhorse::linear", _linear_shape)
+    torch.library.register_fake("workhorse::linear_each", _linear_each_shapes)
     torch.library.register_fake("workhorse::attend", _attend_shape)
     if packs():
         torch.library.register_fake("workhorse::packed_linear", _packed_linear_shape)
@@ -116,6 +138,12 @@ def _load(library: Path) -> str | None:
 
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _linear_each_shapes(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None]
+) -> list[Tensor]:
+    return [_linear_shape(x, *both) for both in zip(weights, biases, strict=True)]
 
 
 def _attend_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:

@@ -1,4 +1,4 @@
-// y = x Wᵀ + b with W packed to 4 or 8 bits a number; x and y are bfloat16.
+// y = x Wᵀ + b with W packed to 4 or 8 bits a number; x and y are bfloat16 or float32.
 //
 // 16 outputs stand side by side in the lanes of a vector, so nothing is summed across lanes. For each
 // block of 16 outputs and each group of 32 k there are 512 bytes of codes (8 bits) or 256 (4 bits), and
@@ -17,8 +17,6 @@
 #include <algorithm>
 #include <vector>
 
-#include "tiles.h"
-#include "transpose.h"
 #include "vectors.h"
 
 namespace workhorse {
@@ -29,15 +27,33 @@ namespace workhorse {
 constexpr int kLanes = 16;
 constexpr int kGroup = 32;
 constexpr int kSteps = kGroup / 4;  // vectors of four k
-constexpr int kManyRows = 32;       // from where expanding W for the matrix unit pays
+
+// The first `count` of 16 lanes, or all.
+inline __mmask16 lanes(int64_t count) { return count < kLanes ? (1u << count) - 1 : 0xffff; }
+
+inline F32x16 widen(const BFloat16* from, __mmask16 mask) {
+  return widen((U16x16)_mm256_maskz_loadu_epi16(mask, from));
+}
+inline F32x16 widen(const float* from, __mmask16 mask) {
+  return (F32x16)_mm512_maskz_loadu_ps(mask, from);
+}
+inline void store(BFloat16* to, F32x16 v, __mmask16 mask) {
+  _mm256_mask_storeu_epi16(to, mask, round(v));
+}
+inline void store(float* to, F32x16 v, __mmask16 mask) {
+  _mm512_mask_storeu_ps(to, mask, (__m512)v);
+}
 
 // A group of a row of x.
 struct Fixed {
   float scale;
-  int32_t begin[2];             // -128 Σ of each half
+  int32_t begin[2];                   // -128 Σ of each half
   int32_t high[kSteps], low[kSteps];  // four bytes each
 
-  explicit Fixed(const BFloat16* x) {
+  Fixed() {}
+
+  template <class T>
+  explicit Fixed(const T* x) {
     const F32x16 v[2] = {widen(x), widen(x + 16)};
     // As whole numbers magnitudes have the same order, and what is no number is the largest.
     const uint32_t magnitude = _mm512_reduce_max_epu32(_mm512_max_epu32(
@@ -87,45 +103,20 @@ struct PackedWeight {
   static void fetch(const uint8_t* code) {
     for (int i = 0; i < bytes; i += 64) expect(code + ahead + i);
   }
-
-  // A block as 16 rows of bfloat16, `groups * 32` wide.
-  void expand(int64_t block, BFloat16* to) const {
-    const uint8_t* from = code(block);
-    for (int64_t g = 0; g < groups; g++, from += bytes) {
-      fetch(from);
-      const F32x16 s = widen(scale(block) + g * kLanes);
-      const auto level = [&](__m512i four, int i) {
-        const __m512i byte = _mm512_and_si512(_mm512_srli_epi32(four, 8 * i), _mm512_set1_epi32(255));
-        const F32x16 value = ((F32x16)_mm512_cvtepi32_ps(byte) - 128) * s;
-        return _mm512_cvtepu16_epi32((__m256i)round(value));
-      };
-      __m512i pairs[kGroup / 2];
-      for (int v = 0; v < kSteps; v++) {
-        const __m512i four = step(from, v, table());
-        for (int i = 0; i < 2; i++)
-          pairs[2 * v + i] = _mm512_or_si512(
-              level(four, 2 * i), _mm512_slli_epi32(level(four, 2 * i + 1), 16));
-      }
-      transpose(pairs);
-      for (int i = 0; i < kLanes; i++)
-        std::memcpy(to + (i * groups + g) * kGroup, &pairs[i], sizeof pairs[i]);
-    }
-  }
 };
 
-template <int Bits>
+template <int Bits, class T>
 struct PackedLinear {
   PackedWeight<Bits> weight;
-  const BFloat16* bias;  // may be null
-  BFloat16* y;
+  const T *x, *bias;  // bias may be null
+  T* y;
   int64_t rows, out;
-  std::vector<Fixed> x;  // (rows, groups)
+  std::vector<Fixed> fixed{size_t(rows * weight.groups)};
 
-  PackedLinear(PackedWeight<Bits> weight, const BFloat16* x, const BFloat16* bias, BFloat16* y,
-               int64_t rows, int64_t out)
-      : weight(weight), bias(bias), y(y), rows(rows), out(out) {
-    this->x.reserve(rows * weight.groups);
-    for (int64_t i = 0; i < rows * weight.groups; i++) this->x.emplace_back(x + i * kGroup);
+  // Rows `begin` to `end` of x to whole numbers.
+  void pack(int64_t begin, int64_t end) {
+    for (int64_t i = begin * weight.groups; i < end * weight.groups; i++)
+      fixed[i] = Fixed(x + i * kGroup);
   }
 
   // Blocks `begin` to `end` of 16 outputs, of every row of x.
@@ -146,20 +137,20 @@ struct PackedLinear {
   void sums(int64_t block, int64_t r) const {
     const uint8_t* code = weight.code(block);
     const BFloat16* scale = weight.scale(block);
-    const Fixed* fixed = x.data() + r * weight.groups;
+    const Fixed* row = fixed.data() + r * weight.groups;
     const __m512i table = weight.table();
     F32x16 total[R] = {};
     for (int64_t g = 0; g < weight.groups; g++, code += weight.bytes, scale += kLanes) {
       if (r == 0) weight.fetch(code);
       __m512i high[R], low[R];
       for (int i = 0; i < R; i++) {
-        high[i] = _mm512_set1_epi32(fixed[i * weight.groups + g].begin[0]);
-        low[i] = _mm512_set1_epi32(fixed[i * weight.groups + g].begin[1]);
+        high[i] = _mm512_set1_epi32(row[i * weight.groups + g].begin[0]);
+        low[i] = _mm512_set1_epi32(row[i * weight.groups + g].begin[1]);
       }
       for (int s = 0; s < kSteps; s++) {
         const __m512i w = weight.step(code, s, table);
         for (int i = 0; i < R; i++) {
-          const Fixed& f = fixed[i * weight.groups + g];
+          const Fixed& f = row[i * weight.groups + g];
           high[i] = _mm512_dpbusd_epi32(high[i], w, _mm512_set1_epi32(f.high[s]));
           low[i] = _mm512_dpbusd_epi32(low[i], w, _mm512_set1_epi32(f.low[s]));
         }
@@ -167,13 +158,13 @@ struct PackedLinear {
       const F32x16 s = widen(scale);
       for (int i = 0; i < R; i++) {
         const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high[i], 8), low[i]);
-        total[i] += (F32x16)_mm512_cvtepi32_ps(whole) * (s * fixed[i * weight.groups + g].scale);
+        total[i] += (F32x16)_mm512_cvtepi32_ps(whole) * (s * row[i * weight.groups + g].scale);
       }
     }
-    const int64_t first = block * kLanes, last = std::min(first + kLanes, out);
-    for (int i = 0; i < R; i++)
-      for (int64_t o = first; o < last; o++)
-        store(y + (r + i) * out + o, total[i][o - first] + (bias ? to_float(bias[o]) : 0));
+    const int64_t first = block * kLanes;
+    const __mmask16 mask = lanes(out - first);
+    const F32x16 add = bias ? widen(bias + first, mask) : F32x16{};
+    for (int i = 0; i < R; i++) store(y + (r + i) * out + first, total[i] + add, mask);
   }
 };
 

@@ -40,31 +40,38 @@ struct Dot<BFloat16> {
 #endif
 };
 
+// What x is multiplied with, and where the product goes.
 template <class T>
-struct Linear {
-  const T *x, *weight, *bias;  // bias may be null
+struct Layer {
+  const T *weight, *bias;  // bias may be null
   T* y;
-  int64_t rows, in, out;
+  int64_t out;
+};
 
-  // Outputs `begin` to `end` of every row of x.
-  void run(int64_t begin, int64_t end) const {
+template <class T>
+struct Rows {
+  const T* x;
+  int64_t rows, in;
+
+  // Outputs `begin` to `end` of a layer for every row of x.
+  void run(const Layer<T>& layer, int64_t begin, int64_t end) const {
     int64_t o = begin;
-    for (; o + kOut <= end; o += kOut) block<kOut>(o);
-    for (; o < end; o++) block<1>(o);
+    for (; o + kOut <= end; o += kOut) block<kOut>(layer, o);
+    for (; o < end; o++) block<1>(layer, o);
   }
 
  private:
   template <int O>
-  void block(int64_t o) const {
+  void block(const Layer<T>& layer, int64_t o) const {
     int64_t r = 0;
-    for (; r + kRows <= rows; r += kRows) dots<O, kRows>(o, r);
-    for (; r < rows; r++) dots<O, 1>(o, r);
+    for (; r + kRows <= rows; r += kRows) dots<O, kRows>(layer, o, r);
+    for (; r < rows; r++) dots<O, 1>(layer, o, r);
   }
 
   template <int O, int R>
-  void dots(int64_t o, int64_t r) const {
+  void dots(const Layer<T>& layer, int64_t o, int64_t r) const {
     constexpr int step = Dot<T>::step;
-    const T *w = weight + o * in, *xs = x + r * in;
+    const T *w = layer.weight + o * in, *xs = x + r * in;
     F32x16 acc[O][R] = {};
     int64_t k = 0;
     for (; k + step <= in; k += step)
@@ -76,8 +83,8 @@ struct Linear {
     for (int i = 0; i < O; i++)
       for (int j = 0; j < R; j++) {
         float total = sum(acc[i][j]) + tail(w + i * in, xs + j * in, k);
-        if (bias) total += to_float(bias[o + i]);
-        store(y + (r + j) * out + o + i, total);
+        if (layer.bias) total += to_float(layer.bias[o + i]);
+        store(layer.y + (r + j) * layer.out + o + i, total);
       }
   }
 

@@ -7,7 +7,8 @@
 //       B[k / 2][row][k % 2]; x is put into this order once per call, and is small
 //   C   16 outputs × 16 rows, float32
 //
-// Up to four tiles C share each tile A, so W is read once for up to 64 rows.
+// Two tiles A meet two tiles B at a time. W is read from memory once; where x has more than 32 rows, the
+// next two tiles B find the two rows of tiles A in the second cache.
 #pragma once
 
 #ifdef __AMX_BF16__
@@ -18,6 +19,7 @@
 #include <algorithm>
 #include <memory>
 
+#include "rows.h"
 #include "transpose.h"
 #include "vectors.h"
 
@@ -25,9 +27,10 @@ namespace workhorse {
 
 #ifdef __AMX_BF16__
 
-constexpr int kTile = 16;    // rows of a tile
-constexpr int kDepth = 32;   // numbers of bfloat16 in a row of a tile
-constexpr int kColumns = 4;  // tiles C that share a tile A
+constexpr int kTile = 16;             // rows of a tile
+constexpr int kDepth = 32;            // numbers of bfloat16 in a row of a tile
+constexpr int64_t kHigh = 2 * kTile;  // outputs at a time
+constexpr int kBeside = 2;            // tiles B at a time
 
 // Linux gives a process the tiles when it asks for them; some virtual machines refuse.
 inline bool tiles_allowed() {
@@ -52,10 +55,10 @@ inline void written() { asm volatile("" ::: "memory"); }
 
 inline __mmask16 first(int64_t count) { return count < 16 ? (1u << count) - 1 : 0xffff; }
 
-struct TiledLinear {
-  const BFloat16 *x, *bias;  // bias may be null
-  BFloat16* y;
-  int64_t rows, in, out;
+// Rows of x in the unit's order, and their products with any number of weights.
+struct TiledRows {
+  const BFloat16* x;
+  int64_t rows, in;
   int64_t columns = (rows + kTile - 1) / kTile;     // tiles that the rows of x fill
   int64_t steps = (in + kDepth - 1) / kDepth;       // tiles along `in`
   std::unique_ptr<uint32_t[]> b{new uint32_t[columns * steps * kTile * kTile]};
@@ -76,68 +79,75 @@ struct TiledLinear {
       }
   }
 
-  // Outputs `o` to `o + 16` of every row, from a block of 16 rows of W.
-  void block(int64_t o, const BFloat16* w, bool from_memory) const {
-    for (int64_t c = 0; c < columns; c += kColumns) {
-      const bool fetch = from_memory && c == 0;
-      switch (columns - c) {
-        case 1: product<1>(o, c, w, fetch); break;
-        case 2: product<2>(o, c, w, fetch); break;
-        case 3: product<3>(o, c, w, fetch); break;
-        default: product<4>(o, c, w, fetch);
-      }
+  // Outputs `begin` to `end` of a layer for every row.
+  void run(const Layer<BFloat16>& layer, int64_t begin, int64_t end) const {
+    for (int64_t o = begin; o < end; o += kHigh)
+      block(layer, o, std::min(end - o, kHigh), layer.weight + o * in);
+  }
+
+  // `height` outputs from `o` on, up to 32, for every row, from as many rows of the weight.
+  void block(const Layer<BFloat16>& layer, int64_t o, int64_t height, const BFloat16* w) const {
+    for (int64_t c = 0; c < columns; c += kBeside) {
+      const bool two = columns - c > 1;
+      if (height == kHigh && in % kDepth == 0)
+        two ? product<2, 2>(layer, o, height, c, w) : product<2, 1>(layer, o, height, c, w);
+      else
+        for (int64_t i = 0; i < height; i += kTile) {
+          const int64_t rest = std::min<int64_t>(height - i, kTile);
+          two ? product<1, 2>(layer, o + i, rest, c, w + i * in)
+              : product<1, 1>(layer, o + i, rest, c, w + i * in);
+        }
     }
   }
 
  private:
-  template <int C>
-  void product(int64_t o, int64_t column, const BFloat16* w, bool fetch) const {
-    const int64_t height = std::min<int64_t>(kTile, out - o), stride = steps * kTile * kTile;
+  template <int A, int C>
+  void product(const Layer<BFloat16>& layer, int64_t o, int64_t height, int64_t column,
+               const BFloat16* w) const {
+    const int64_t stride = steps * kTile * kTile;
     const uint32_t* from = b.get() + column * stride;
     _tile_zero(0);
     if constexpr (C > 1) _tile_zero(1);
-    if constexpr (C > 2) _tile_zero(2);
-    if constexpr (C > 3) _tile_zero(3);
+    if constexpr (A > 1) _tile_zero(2);
+    if constexpr (A * C > 3) _tile_zero(3);
     for (int64_t k = 0; k < in; k += kDepth, w += kDepth, from += kTile * kTile) {
-      if (height == kTile && k + kDepth <= in) {
-        if (fetch)
-          for (int i = 0; i < kTile; i++) expect(w + (kTile + i) * in);
+      if (A > 1 || (height == kTile && k + kDepth <= in))
         _tile_loadd(4, w, in * 2);
-      } else {
+      else
         load_edge(w, height, std::min<int64_t>(kDepth, in - k));
-      }
-      _tile_loadd(5, from, 64);
-      _tile_dpbf16ps(0, 4, 5);
+      _tile_loadd(6, from, 64);
+      _tile_dpbf16ps(0, 4, 6);
       if constexpr (C > 1) {
-        _tile_loadd(6, from + stride, 64);
-        _tile_dpbf16ps(1, 4, 6);
+        _tile_loadd(7, from + stride, 64);
+        _tile_dpbf16ps(1, 4, 7);
       }
-      if constexpr (C > 2) {
-        _tile_loadd(7, from + 2 * stride, 64);
-        _tile_dpbf16ps(2, 4, 7);
+      if constexpr (A > 1) {
+        _tile_loadd(5, w + kTile * in, in * 2);
+        _tile_dpbf16ps(2, 5, 6);
       }
-      if constexpr (C > 3) {
-        _tile_loadd(5, from + 3 * stride, 64);
-        _tile_dpbf16ps(3, 4, 5);
-      }
+      if constexpr (A * C > 3) _tile_dpbf16ps(3, 5, 7);
     }
-    alignas(64) float c[C][kTile][kTile];
-    _tile_stored(0, c[0], 64);
-    if constexpr (C > 1) _tile_stored(1, c[1], 64);
-    if constexpr (C > 2) _tile_stored(2, c[2], 64);
-    if constexpr (C > 3) _tile_stored(3, c[3], 64);
-    for (int i = 0; i < C; i++) finish(c[i], o, (column + i) * kTile, height);
+    alignas(64) float c[2][2][kTile][kTile];
+    _tile_stored(0, c[0][0], 64);
+    if constexpr (C > 1) _tile_stored(1, c[0][1], 64);
+    if constexpr (A > 1) _tile_stored(2, c[1][0], 64);
+    if constexpr (A * C > 3) _tile_stored(3, c[1][1], 64);
+    for (int i = 0; i < A; i++)
+      for (int j = 0; j < C; j++)
+        finish(layer, c[i][j], o + i * kTile, (column + j) * kTile, std::min<int64_t>(height, kTile));
   }
 
   // A tile C into 16 rows of y.
-  void finish(const float (&c)[kTile][kTile], int64_t o, int64_t r, int64_t height) const {
+  void finish(const Layer<BFloat16>& layer, const float (&c)[kTile][kTile], int64_t o, int64_t r,
+              int64_t height) const {
     __m512i v[16];
     for (int i = 0; i < 16; i++) v[i] = _mm512_load_si512(c[i]);
     transpose(v);
     const __mmask16 mask = first(height);
-    const __m512 add = bias ? (__m512)widen((U16x16)_mm256_maskz_loadu_epi16(mask, bias + o)) : __m512{};
+    const __m512 add =
+        layer.bias ? (__m512)widen((U16x16)_mm256_maskz_loadu_epi16(mask, layer.bias + o)) : __m512{};
     for (int i = 0; i < std::min<int64_t>(kTile, rows - r); i++)
-      _mm256_mask_storeu_epi16(y + (r + i) * out + o, mask,
+      _mm256_mask_storeu_epi16(layer.y + (r + i) * layer.out + o, mask,
                                (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps((__m512)v[i], add)));
   }
 

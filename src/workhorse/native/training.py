@@ -5,6 +5,7 @@ would depend on when they were there.
 """
 
 import os
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -34,6 +35,21 @@ def multiplies_tiles() -> bool:
     return cpu_has("amx_bf16")
 
 
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
+) -> tuple[Tensor, Tensor]:
+    """`y = softmax(q kᵀ · scale) v`, and (batch, heads, seq) the normaliser of each query.
+
+    Args:
+        q: (batch, heads, seq, head_dim), bfloat16, seq and head_dim even, rows contiguous.
+        k: likewise.
+        v: likewise.
+        scale: multiplies the scores.
+        causal: whether a query sees no later key.
+    """
+    return torch.ops.workhorse.attention.default(q, k, v, scale, causal)
+
+
 def attention_backward(  # noqa: PLR0917 - the tensors of one formula
     q: Tensor,
     k: Tensor,
@@ -61,6 +77,120 @@ def attention_backward(  # noqa: PLR0917 - the tensors of one formula
     return operator(q, k, v, y, gradient, normaliser, scale, causal)
 
 
+def activation(x: Tensor, up: Tensor | None, table: Tensor) -> Tensor:
+    """`act(x)`, or `act(x) · up`, for bfloat16.
+
+    Args:
+        x: contiguous.
+        up: like x, or None.
+        table: (65536,) int32; for each number of bfloat16, by its bits, the slope there in bfloat16
+            and below it the value.
+    """
+    return torch.ops.workhorse.activation.default(x, up, table)
+
+
+def activation_backward(
+    gradient: Tensor, x: Tensor, up: Tensor | None, table: Tensor
+) -> list[Tensor]:
+    """What `activation` gave, and the gradients of x and, where there is one, of up."""
+    return torch.ops.workhorse.activation_backward.default(gradient, x, up, table)
+
+
+def loss_into_gradient_(
+    logits: Tensor, targets: Tensor, *, multiplier: float, z_loss: float
+) -> Tensor:
+    """The summed loss in nats, as `workhorse.nn.head_loss.loss_into_gradient`, without a cap.
+
+    Args:
+        logits: (tokens, vocab), float32 or bfloat16, contiguous; they become their gradient.
+        targets: (tokens) int64; a negative one does not count.
+        multiplier: of the logits.
+        z_loss: weight of the squared normaliser.
+    """
+    operator = torch.ops.workhorse.loss_into_gradient_.default
+    return operator(logits, targets, multiplier, z_loss)
+
+
+def norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    offset: float,
+    eps: float,
+    centred: bool,
+) -> tuple[Tensor, Tensor]:
+    """`(x - mean) / sqrt(var + eps) · (offset + weight) + bias` over the last axis, in float32.
+
+    Args:
+        x: float32 or bfloat16, contiguous.
+        weight: float32 or bfloat16, or None for ones.
+        bias: likewise, or None for zeros.
+        offset: added to a weight.
+        eps: added to the variance.
+        centred: False takes 0 for the mean, as RMSNorm does.
+
+    Returns:
+        The normed rows, and (rows, 2) each row's mean and what it was scaled by, float32.
+    """
+    return torch.ops.workhorse.norm.default(x, weight, bias, offset, eps, centred)
+
+
+def add_norm(
+    x: Tensor,
+    branch: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    offset: float,
+    eps: float,
+    centred: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """`x + branch`, and of that what `norm` gives."""
+    return torch.ops.workhorse.add_norm.default(x, branch, weight, bias, offset, eps, centred)
+
+
+def norm_backward(
+    gradient: Tensor,
+    x: Tensor,
+    moments: Tensor,
+    weight: Tensor | None,
+    other: Tensor | None,
+    *,
+    offset: float,
+    centred: bool,
+) -> tuple[Tensor, Tensor]:
+    """The gradient of x, plus `other`; and of weight and bias, the rows of (2, width), in float32.
+
+    Args:
+        gradient: of the normed rows, contiguous.
+        x: what was normed.
+        moments: from `norm`.
+        weight: likewise.
+        other: another gradient of x, contiguous, or None.
+        offset: see `norm`.
+        centred: likewise.
+    """
+    operator = torch.ops.workhorse.norm_backward.default
+    return operator(gradient, x, moments, weight, other, offset, centred)
+
+
+def measures(x: Tensor) -> bool:
+    """Whether `squared_length` can take a tensor."""
+    return (
+        x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and x.is_contiguous()
+    )
+
+
+def squared_length(tensors: list[Tensor]) -> Tensor:
+    """The squared length of all tensors as one vector, summed in float32 in a fixed order.
+
+    Args:
+        tensors: at least one, float32 or bfloat16, contiguous.
+    """
+    return torch.ops.workhorse.squared_length.default(tensors)
+
+
 def split_adamw_(
     weight: Tensor,
     remainder: Tensor,
@@ -82,7 +212,7 @@ def split_adamw_(
         weight: bfloat16.
         remainder: int16.
         gradient: bfloat16 or float32; multiplied by `shrink`.
-        mean: float32.
+        mean: likewise.
         mean_square: float32.
         shrink: see gradient.
         rate: of learning.
@@ -108,6 +238,40 @@ def split_adamw_(
     )
 
 
+def muon_directions(
+    gradients: list[Tensor], momenta: Tensor, *, shrink: float, momentum: float, nesterov: bool
+) -> Tensor:
+    """Take gradients into Muon's momenta, in place; what is to be made orthogonal of them.
+
+    Args:
+        gradients: of matrices or stacks (…, rows, columns), bfloat16 or float32.
+        momenta: (gradients, …, rows, columns), float32.
+        shrink: multiplies the gradients.
+        momentum: see Muon.
+        nesterov: see Muon.
+
+    Returns:
+        (matrices, shorter side, longer side), bfloat16, each matrix of length 1.
+    """
+    operator = torch.ops.workhorse.muon_directions.default
+    return operator(gradients, momenta, shrink, momentum, nesterov)
+
+
+def split_move_(
+    weights: list[Tensor], remainders: list[Tensor], updates: Tensor, *, kept: float, size: float
+) -> None:
+    """`weight · kept - size · update`, in place, as `workhorse.train.masters` splits weights.
+
+    Args:
+        weights: matrices or stacks of one shape (…, rows, columns), bfloat16.
+        remainders: of them, int16.
+        updates: (matrices, shorter side, longer side), bfloat16.
+        kept: multiplies the weights.
+        size: of the updates.
+    """
+    torch.ops.workhorse.split_move_.default(weights, remainders, updates, kept, size)
+
+
 @cache
 def _load() -> str | None:
     try:
@@ -116,7 +280,8 @@ def _load() -> str | None:
         return str(reason)
     except OSError as error:
         return f"cannot load training.so: {error}".splitlines()[0]
-    torch.library.register_fake("workhorse::attention_backward", _gradient_shapes)
+    for name, shapes in _SHAPES.items():
+        torch.library.register_fake(f"workhorse::{name}", shapes)
     return None
 
 
@@ -127,3 +292,40 @@ def _gradient_shapes(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tenso
         )
 
     return like(q), like(k), like(v)
+
+
+def _attention_shapes(q: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    y = torch.empty_like(q.transpose(1, 2), memory_format=torch.contiguous_format)
+    return y.transpose(1, 2), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+def _norm_shapes(x: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    moments = x.new_empty((x.numel() // x.shape[-1], 2), dtype=torch.float32)
+    return torch.empty_like(x), moments
+
+
+def _add_norm_shapes(x: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.empty_like(x), *_norm_shapes(x)
+
+
+def _norm_gradient_shapes(gradient: Tensor, *_: object) -> tuple[Tensor, Tensor]:
+    sums = gradient.new_empty((2, gradient.shape[-1]), dtype=torch.float32)
+    return torch.empty_like(gradient), sums
+
+
+def _activation_gradient_shapes(
+    gradient: Tensor, x: Tensor, up: Tensor | None, table: Tensor
+) -> list[Tensor]:
+    del gradient, table
+    return [torch.empty_like(x) for _ in range(2 if up is None else 3)]
+
+
+_SHAPES: dict[str, Callable[..., object]] = {
+    "attention": _attention_shapes,
+    "attention_backward": _gradient_shapes,
+    "activation": lambda x, *_: torch.empty_like(x),
+    "activation_backward": _activation_gradient_shapes,
+    "norm": _norm_shapes,
+    "add_norm": _add_norm_shapes,
+    "norm_backward": _norm_gradient_shapes,
+}

@@ -29,6 +29,8 @@ inline F32x16 widen(U16x16 bits) { return (F32x16)(__builtin_convertvector(bits,
 
 inline F32x16 widen(const BFloat16* from) { return widen(load<U16x16>(from)); }
 
+inline F32x16 widen(const float* from) { return load<F32x16>(from); }
+
 // By halves: one after the other would wait for every addition.
 inline float sum(F32x16 v) {
   v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);

@@ -4,7 +4,7 @@ from workhorse.nn.attention import Attention, AttentionConfig
 from workhorse.nn.cache import Cache
 from workhorse.nn.context import Context
 from workhorse.nn.decoder import Decoder, DecoderConfig
-from workhorse.nn.head_loss import is_linear, linear_head_loss
+from workhorse.nn.head_loss import Differentiate, Multiply, is_linear, linear_head_loss
 from workhorse.nn.loss import IGNORE, chunked_next_token_loss, next_token_loss
 
 __all__ = [
@@ -15,6 +15,8 @@ __all__ = [
     "Context",
     "Decoder",
     "DecoderConfig",
+    "Differentiate",
+    "Multiply",
     "chunked_next_token_loss",
     "is_linear",
     "linear_head_loss",

@@ -184,9 +184,9 @@ class Cache:
                 "make one with more capacity"
             )
 
-    def advance(self) -> None:
-        """Count one token of each row that a compiled step has stored; see `FixedCache`."""
-        self.length += 1
+    def advance(self, seq: int) -> None:
+        """Count `seq` tokens of each row that a step over a `FixedCache` has stored."""
+        self.length += seq
         for track in self.tracks.values():
             track.used = min(self.length, track.capacity)
 

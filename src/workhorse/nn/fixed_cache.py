@@ -2,8 +2,8 @@
 
 `Cache` counts in Python and shows attention as many slots as are used, so to a compiler every token
 is another program. A `FixedCache` is a view of the same tensors that takes one more token of each
-row: whatever changes is in a tensor, and the slots it shows suffice for many tokens. What a query
-may see is decided as ever by the position that each slot holds.
+row, or as many as can be taken back: whatever changes is in a tensor, and the slots shown suffice
+for many tokens. What a query may see is decided as ever by the position that each slot holds.
 """
 
 from typing import NamedTuple
@@ -26,7 +26,7 @@ class Layout(NamedTuple):
     entries: tuple[int | None, ...]
     """For each layer the slots of its rolling track, or None where it keeps everything."""
     slack: int
-    """See `Cache`."""
+    """See `Cache`; 0 where nothing rolls, which it makes no difference to."""
 
 
 class CacheTensors(NamedTuple):
@@ -44,17 +44,23 @@ class CacheTensors(NamedTuple):
 
 def layout_of(cache: Cache) -> Layout:
     """The layout of a cache."""
-    return Layout(tuple(_key(entry.track) for entry in cache.entries), cache.slack)
+    entries = tuple(_key(entry.track) for entry in cache.entries)
+    return Layout(entries, cache.slack if any(entries) else 0)
 
 
-def tensors_of(cache: Cache) -> CacheTensors:
-    """The tensors of a cache that has consumed something; they are shared, not copied."""
+def tensors_of(cache: Cache, seq: int) -> CacheTensors:
+    """The tensors of a cache that has consumed something; they are shared, not copied.
+
+    Args:
+        cache: whose they are.
+        seq: tokens of each row that are to come.
+    """
     tracks = list({_key(entry.track): entry.track for entry in cache.entries}.values())
     stored = [(entry.k, entry.v) for entry in cache.entries]
     return CacheTensors(
         cache.lengths,
         [track.held for track in tracks],
-        [track.held.new_empty(_shown(track)) for track in tracks],
+        [track.held.new_empty(_shown(track, seq)) for track in tracks],
         [k for k, _ in stored if k is not None],
         [v for _, v in stored if v is not None],
     )
@@ -64,14 +70,17 @@ def _key(track: Track) -> int | None:
     return track.capacity if track.rolling else None
 
 
-def _shown(track: Track) -> int:
-    """Slots to show: those used, the next token's, and some to come."""
-    wanted = -(-(track.used + 1) // SLOTS_AT_ONCE) * SLOTS_AT_ONCE
+def _shown(track: Track, seq: int) -> int:
+    """Slots to show: those used, the next tokens', and some to come."""
+    wanted = -(-(track.used + seq) // SLOTS_AT_ONCE) * SLOTS_AT_ONCE
     return min(wanted, track.capacity)
 
 
 class FixedCache(Cache):
-    """A cache for one forward pass over one token of each row.
+    """A cache for one forward pass over `slack + 1` tokens of each row at most.
+
+    So many may be written at once even where a window rolls: what they overwrite is out of sight
+    of the first of them.
 
     What it takes in is written into the tensors; counting is left to the cache they came from
     (`Cache.advance`).
@@ -104,7 +113,7 @@ class FixedCache(Cache):
         del uniform
         for track in self.by_slots.values():
             track.begin(positions, start=0, uniform=False)
-        self.lengths += 1
+        self.lengths += positions.shape[1]
 
 
 class FixedTrack(Track):

@@ -1,5 +1,6 @@
 """The loss of a linear head with its gradient: no float32 logits, nothing computed twice."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -27,6 +28,13 @@ class Shaping(NamedTuple):
     z_loss: float = 0.0
 
 
+Differentiate = Callable[[Tensor, Tensor, Shaping], Tensor]
+"""Logits (tokens, vocab), targets (tokens) and shaping to the summed loss; the logits change."""
+
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Two matrices and what is added to each row, or None, to their product."""
+
+
 def is_linear(head: Head) -> bool:
     """Whether `linear_head_loss` can compute it: nobody has put anything else into its place."""
     return type(head.proj) is nn.Linear
@@ -39,6 +47,8 @@ def linear_head_loss(
     *,
     z_loss: float = 0.0,
     max_logits: int = MAX_LOGITS,
+    differentiate: Differentiate | None = None,
+    multiply: Multiply | None = None,
 ) -> tuple[Scalar, Int[Tensor, ""]]:
     """As `next_token_loss(head(x), targets, z_loss)`.
 
@@ -52,10 +62,12 @@ def linear_head_loss(
         head: one that `is_linear`.
         z_loss: see `next_token_loss`.
         max_logits: that may exist at once. Gradients of parts of the batch add up in float32.
+        differentiate: another way to do what `loss_into_gradient` does.
+        multiply: likewise `product`.
     """
-    multiply, cap = head.multiply, head.cap
+    scale, cap = head.multiply, head.cap
     shaping = Shaping(
-        multiply.multiplier if isinstance(multiply, Multiplier) else 1.0,
+        scale.multiplier if isinstance(scale, Multiplier) else 1.0,
         cap.cap if isinstance(cap, SoftCap) else None,
         z_loss,
     )
@@ -65,7 +77,15 @@ def linear_head_loss(
     loss = cast(
         Tensor,
         _LinearHeadLoss.apply(  # pyright: ignore[reportUnknownMemberType]
-            x, weight, bias, targets.flatten(), shaping, max_logits, learn
+            x,
+            weight,
+            bias,
+            targets.flatten(),
+            shaping,
+            max_logits,
+            learn,
+            differentiate or loss_into_gradient,
+            multiply or product,
         ),
     )
     return loss, (targets != IGNORE).sum()
@@ -82,6 +102,8 @@ class _LinearHeadLoss(torch.autograd.Function):
         shaping: Shaping,
         max_logits: int,
         learn: bool,
+        differentiate: Differentiate,
+        multiply: Multiply,
     ) -> Tensor:
         total = torch.zeros((), device=x.device)
         rows = max(1, max_logits // len(weight))
@@ -89,11 +111,11 @@ class _LinearHeadLoss(torch.autograd.Function):
         of_weight: list[Tensor] = []
         of_bias: list[Tensor] = []
         for part, wanted in zip(torch.split(x, rows), torch.split(targets, rows), strict=True):
-            logits = F.linear(part, weight, bias)
-            total += _loss_into_gradient(logits, wanted, shaping)
+            logits = multiply(part, weight.t(), bias)
+            total += differentiate(logits, wanted, shaping)
             if learn:
-                of_x.append(logits @ weight)
-                _add(of_weight, logits.t() @ part)
+                of_x.append(multiply(logits, weight, None))
+                _add(of_weight, multiply(logits.t(), part, None))
                 if bias is not None:
                     _add(of_bias, logits.sum(dim=0, dtype=torch.float32))
             del logits
@@ -109,7 +131,12 @@ class _LinearHeadLoss(torch.autograd.Function):
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
         scaled = [None if gradient is None else gradient.mul_(above[0]) for gradient in gradients]
-        return (*scaled, None, None, None, None)
+        return (*scaled, *[None] * 6)
+
+
+def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """`a b + bias` as `nn.Linear` computes it."""
+    return F.linear(a, b.t(), bias)
 
 
 def _add(total: list[Tensor], part: Tensor) -> None:
@@ -120,7 +147,7 @@ def _add(total: list[Tensor], part: Tensor) -> None:
         total[0] = total[0].float().add_(part)
 
 
-def _loss_into_gradient(
+def loss_into_gradient(
     logits: Float[Tensor, "tokens vocab"], targets: Int[Tensor, " tokens"], shaping: Shaping
 ) -> Tensor:
     """The summed loss; the logits become its gradient."""

@@ -1,5 +1,6 @@
 """How the C library hands out memory while a model is trained on a CPU."""
 
+import contextlib
 import ctypes
 import functools
 
@@ -23,3 +24,13 @@ def keep_freed_memory() -> None:
     mallopt(_MMAP_MAX, 0)
     mallopt(_TRIM_THRESHOLD, 2**31 - 1)
     mallopt(_TOP_PAD, _GROWTH)
+
+
+def give_back_freed_memory() -> None:
+    """Let glibc return what was freed so far, once; elsewhere do nothing.
+
+    What building a model leaves between its tensors is too scattered for a step to use: 170 MiB of
+    GPT-2 in bfloat16.
+    """
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library, or Windows
+        ctypes.CDLL(None).malloc_trim(0)

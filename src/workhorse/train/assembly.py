@@ -7,18 +7,24 @@ import torch
 from workhorse import __version__
 from workhorse.checkpoints import RunDirectory, empty_decoder, load_weights, weights_of
 from workhorse.checkpoints.stored import open_stored
-from workhorse.data import Batches, Dataset, prepare, prepare_tokenizer
+from workhorse.data import Batch, Batches, Dataset, prepare, prepare_tokenizer
 from workhorse.devices import training_dtype
 from workhorse.errors import WorkhorseError
-from workhorse.native import training
+from workhorse.native import products, training
 from workhorse.nn import Decoder
+from workhorse.nn.head_loss import product
 from workhorse.tokenizers import Tokenizer
-from workhorse.train.allocator import keep_freed_memory
+from workhorse.train.allocator import give_back_freed_memory, keep_freed_memory
 from workhorse.train.balance import Balancer
 from workhorse.train.cpu_attention import speed_up_attention
+from workhorse.train.cpu_layers import speed_up_layers
+from workhorse.train.cpu_linear import multiply, speed_up_linear
+from workhorse.train.cpu_loss import differentiate_loss
+from workhorse.train.float8 import multiply_in_float8
 from workhorse.train.loop import Loop, Store
 from workhorse.train.masters import Masters
 from workhorse.train.metrics import Event, MetricsFile
+from workhorse.train.micro_batch import fit_micro_batch
 from workhorse.train.optimizers import build_optimizer
 from workhorse.train.random_state import seed_everything
 from workhorse.train.recipe import Recipe, TrainConfig
@@ -79,7 +85,13 @@ def assemble(
         decoder = decoder_config.build(config.kernel, device=device)
         if recipe.init is not None:
             _start_from(recipe.init, decoder)
-    step = build_step(decoder, config, device)
+    size = config.micro_batch_size
+    if size == "auto" and checkpoint is not None:
+        size = checkpoint.state.get("micro_batch_size", size)
+    step = build_step(
+        decoder, config.model_copy(update={"micro_batch_size": size}), device, batches[0]
+    )
+    constants["micro_batch_size"] = step.micro_batch_size
     loop = Loop(
         config=config,
         step=step,
@@ -107,6 +119,7 @@ def assemble(
         parameters=sum(parameter.numel() for parameter in decoder.parameters()),
         steps=config.steps,
         tokens_per_step=config.tokens_per_step,
+        micro_batch_size=step.micro_batch_size,
         train_tokens=dataset.train.n_tokens,
         flops_per_token=loop.flops_per_token,
         peak_flops=loop.peak_flops,
@@ -131,41 +144,64 @@ def _tokenizer(recipe: Recipe, run: RunDirectory) -> Tokenizer:
     return run.tokenizer()
 
 
-def build_step(decoder: Decoder, config: TrainConfig, device: torch.device) -> TrainingStep:
+def build_step(
+    decoder: Decoder, config: TrainConfig, device: torch.device, batch: Batch | None = None
+) -> TrainingStep:
     """The step that trains a float32 decoder, whose weights it may narrow.
 
     Args:
         decoder: on the device, with the weights to start from.
         config: how it is trained.
         device: where.
+        batch: of a step, on the CPU, by which `micro_batch_size=auto` is found; else not needed.
+
+    Raises:
+        WorkhorseError: no micro-batch fits into memory.
     """
     dtype = training_dtype(config.dtype, device)
     if device.type == "cpu":
         keep_freed_memory()
     masters = Masters(decoder if dtype == torch.bfloat16 else None)
-    if masters.remainders and device.type == "cpu":
-        _use_native_operators(decoder)
+    module = LossOfBatch(decoder, config.z_loss).train()
+    if device.type == "cpu" and dtype != torch.float16:
+        _use_native_operators(module)
+    if config.fp8:
+        multiply_in_float8(decoder)
     if config.activation_checkpointing:
         checkpoint_activations(decoder)
-    if config.compile:
-        for layer in decoder.layers:  # alike, they are compiled once
-            layer.compile()
-    return TrainingStep(
-        LossOfBatch(decoder, config.z_loss).train(),
-        build_optimizer(decoder, config.optimizer, masters),
+    optimizer = build_optimizer(decoder, config.optimizer, masters)
+    if device.type == "cpu":
+        give_back_freed_memory()
+    size = config.micro_batch_size
+    step = TrainingStep(
+        module,
+        optimizer,
         device,
         precision=Precision(device, torch.float16 if dtype == torch.float16 else torch.float32),
         scale=LossScale(enabled=dtype == torch.float16),
-        micro_batch_size=config.micro_batch_size or config.batch_size,
+        micro_batch_size=size if isinstance(size, int) else config.batch_size,
         grad_clip=config.grad_clip,
         balancer=Balancer(decoder, weight=config.balance_loss, rate=config.balance_rate),
     )
+    if size == "auto":
+        assert batch is not None, "micro_batch_size=auto needs a batch to try"
+        fit_micro_batch(step, batch)
+    if config.compile:
+        for layer in decoder.layers:  # alike, they are compiled once
+            layer.compile()
+    return step
 
 
-def _use_native_operators(decoder: Decoder) -> None:
+def _use_native_operators(module: LossOfBatch) -> None:
     """Where there is a compiler and the CPU can use them; else PyTorch's own do it, slower."""
-    if training.why_not() is None and training.multiplies_tiles():
-        speed_up_attention(decoder)
+    if products.why_not(wait=True) is None:
+        module.multiply = multiply
+        speed_up_linear(module.decoder)
+    if training.why_not() is None:
+        module.differentiate = differentiate_loss
+        speed_up_layers(module.decoder, module.multiply or product)
+        if training.multiplies_tiles():
+            speed_up_attention(module.decoder)
 
 
 def _validator(recipe: Recipe, step: TrainingStep, dataset: Dataset) -> Validator | None:

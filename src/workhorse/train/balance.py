@@ -75,6 +75,11 @@ class Balancer:
             bias = router.selection_bias if isinstance(router, AdjustedRouter) else None
             if finite and bias is not None:
                 bias.add_(torch.sign(load.mean() - load), alpha=self.rate)
+        self.forget()
+
+    def forget(self) -> None:
+        """Drop what was counted since the last update."""
+        self.routings.clear()
         self.loads.clear()
 
     def _note(self, router: Router, _inputs: tuple[Tensor, ...], routing: Routing) -> None:

@@ -1,4 +1,4 @@
-"""PyTorch's attention on a CPU with a faster backward pass in bfloat16, put in from outside."""
+"""Attention in bfloat16 on a CPU with matrix instructions, put in from outside."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from workhorse.nn.kernels import Sdpa
 
 
 def speed_up_attention(module: nn.Module) -> None:
-    """Let every `sdpa` kernel in a module that is trained use the native backward pass."""
+    """Let every `sdpa` kernel in a module that is trained use the native operators."""
     for parent in list(module.modules()):
         for name, kernel in list(parent.named_children()):
             if type(kernel) is Sdpa:
@@ -43,9 +43,7 @@ class _Attention(torch.autograd.Function):
     def forward(  # noqa: PLR0917 - autograd passes by position
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     ) -> Tensor:
-        y, normaliser = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q, k, v, 0.0, causal, scale=scale
-        )
+        y, normaliser = training.attention(q, k, v, scale=scale, causal=causal)
         ctx.save_for_backward(q, k, v, y, normaliser)
         ctx.scale, ctx.causal = scale, causal
         return y

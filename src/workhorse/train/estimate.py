@@ -96,9 +96,9 @@ def _vocab_size(recipe: Recipe) -> int:
 def _seconds_per_step(recipe: Recipe, config: DecoderConfig, device: torch.device) -> float:
     """The fastest of a few steps on random tokens, in seconds; the first is left out."""
     train = recipe.train
-    step = build_step(config.build(train.kernel, device=device), train, device)
     tokens = torch.randint(config.vocab_size, (train.batch_size, train.seq_len))
     batch = Batch(tokens, tokens, None, torch.zeros(train.batch_size, dtype=torch.int64))
+    step = build_step(config.build(train.kernel, device=device), train, device, batch)
     times = []
     for _ in range(1 + TIMED_STEPS):
         start = time.perf_counter()

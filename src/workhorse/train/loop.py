@@ -112,11 +112,11 @@ class Loop:
         started = time.perf_counter() - counters.seconds
         logged, logged_tokens = time.perf_counter(), counters.tokens
         saved = counters.step
-        batch = self.batches[counters.step] if counters.step < config.steps else None
+        batch = self._read(counters.step)
         while batch is not None and signals.received is None:
             loss, counted = self.step.backward(batch)
             following = counters.step + 1
-            batch = self.batches[following] if following < config.steps else None
+            batch = self._read(following)  # while a GPU works; `update` waits for it
             schedule = config.schedule.factor(counters.step, config.steps)
             self.last = self.step.update(loss, counted, schedule)
             counters.step = following
@@ -152,6 +152,13 @@ class Loop:
             self.counters.step, self.weights(), self.step.optimizer.tensors(), state
         )
         self.tell("checkpoint", path=str(path))
+
+    def _read(self, step: int) -> Batch | None:
+        """The batch of a step, ready to be moved to the device; None after the last step."""
+        if step >= self.config.steps:
+            return None
+        batch = self.batches[step]
+        return batch.pinned() if self.step.device.type == "cuda" else batch
 
     def _count(self, result: StepResult) -> None:
         counters = self.counters

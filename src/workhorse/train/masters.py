@@ -95,27 +95,31 @@ def _look_up(table: nn.Embedding, tokens: Tensor) -> Tensor:
     """`table(tokens)`, the gradient summed in float32."""
     if table.weight.dtype != torch.bfloat16 or not torch.is_grad_enabled():
         return F.embedding(tokens, table.weight)
-    return _LookUp.apply(tokens, table.weight)
+    return _LookUp.apply(tokens, table.weight.detach().requires_grad_(), table)
 
 
 class _LookUp(torch.autograd.Function):
     """An embedding for bfloat16 on a CPU, where PyTorch sums a row's gradients in bfloat16.
 
-    A frequent token's sum stops growing there: 1,000 ones make 256.
+    A frequent token's sum stops growing there: 1,000 ones make 256. The rows are added to `grad`
+    right here, since autograd would let the gradient of a head tied to the table wait for this one
+    and make two more tensors of the vocabulary's size.
     """
 
     @staticmethod
-    def forward(ctx, tokens: Tensor, weight: Tensor) -> Tensor:
+    def forward(ctx, tokens: Tensor, values: Tensor, table: nn.Embedding) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.shape = weight.shape
-        return F.embedding(tokens, weight)
+        ctx.table = table
+        return F.embedding(tokens, values)
 
     @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[None, Tensor]:
+    def backward(ctx, gradient: Tensor) -> tuple[None, None, None]:
         (tokens,) = ctx.saved_tensors
+        weight: nn.Parameter = ctx.table.weight
         used, place = tokens.unique(return_inverse=True)
-        rows = gradient.new_zeros(len(used), ctx.shape[1], dtype=torch.float32)
+        rows = gradient.new_zeros(len(used), weight.shape[1], dtype=torch.float32)
         rows.index_add_(0, place.flatten(), gradient.flatten(0, -2).float())
-        result = gradient.new_zeros(ctx.shape)
-        result[used] = rows.to(gradient.dtype)
-        return None, result
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        weight.grad[used] = (weight.grad[used] + rows).to(weight.dtype)
+        return None, None, None

@@ -3,7 +3,7 @@
 Every line has `kind` and `step` (steps done when it was written):
 
 - `start`: of a sitting: `parameters`, `steps`, `flops_per_token` and `peak_flops` (a second, of a
-  large matrix product), `device`, versions
+  large matrix product), `micro_batch_size` (in use), `device`, versions
 - `step`: `loss` (nats per token), `learning_rate` (the schedule's factor times the optimizer's),
   `grad_norm`, `tokens` (predictions so far), `tokens_per_second` and `peak_fraction` (since the
   line before), `skipped_steps` (so far), `seconds` (of training so far)

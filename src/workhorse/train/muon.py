@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from workhorse.config import Config
 from workhorse.devices import multiplies_bfloat16
+from workhorse.native import training
 from workhorse.train.adamw import AdamWConfig, gradients_of
 from workhorse.train.masters import Masters
 
@@ -71,23 +72,69 @@ class Muon:
     def step(self, schedule: float, shrink: float = 1.0) -> None:
         """One update; `schedule` multiplies the learning rate and `shrink` the gradient."""
         config = self.config
-        learning_rate = config.learning_rate * schedule
-        decay = 1 - learning_rate * config.weight_decay
         for shape, group in self.groups.items():
-            weights = [self.masters.read(weight) for weight in group.values()]
-            update = torch.stack(gradients_of(group, self.masters)).float()
-            if shrink != 1:
-                update *= shrink
-            momentum = self.momenta[shape].lerp_(update, 1 - config.momentum)
-            update = update.lerp_(momentum, config.momentum) if config.nesterov else momentum
-            update = orthogonalize(update, config.iterations).to(weights[0].dtype)
-            size = learning_rate * update_scale(config.scale, *shape[-2:])
-            torch._foreach_mul_(weights, decay)  # pyright: ignore[reportPrivateImportUsage]
-            torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
-                weights, list(update.unbind()), alpha=-size
-            )
-            for weight, values in zip(group.values(), weights, strict=True):
-                self.masters.write(weight, values)
+            rate = config.learning_rate * schedule
+            kept = 1 - rate * config.weight_decay
+            size = rate * update_scale(config.scale, *shape[-2:])
+            update = self._update_natively if self._is_native(group) else self._update
+            update(group, self.momenta[shape], shrink=shrink, kept=kept, size=size)
+
+    def _update(
+        self,
+        group: Mapping[str, nn.Parameter],
+        momenta: Tensor,
+        *,
+        shrink: float,
+        kept: float,
+        size: float,
+    ) -> None:
+        """Matrices of one shape: `weight · kept - size · direction`."""
+        weights = [self.masters.read(weight) for weight in group.values()]
+        update = torch.stack(gradients_of(group, self.masters)).float()
+        if shrink != 1:
+            update *= shrink
+        momentum = self.config.momentum
+        momenta.lerp_(update, 1 - momentum)
+        update = update.lerp_(momenta, momentum) if self.config.nesterov else momenta
+        update = orthogonalize(update, self.config.iterations).to(weights[0].dtype)
+        torch._foreach_mul_(weights, kept)  # pyright: ignore[reportPrivateImportUsage]
+        torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
+            weights, list(update.unbind()), alpha=-size
+        )
+        for weight, values in zip(group.values(), weights, strict=True):
+            self.masters.write(weight, values)
+
+    def _update_natively(
+        self,
+        group: Mapping[str, nn.Parameter],
+        momenta: Tensor,
+        *,
+        shrink: float,
+        kept: float,
+        size: float,
+    ) -> None:
+        """The same; what is no matrix product is a pass before them and one after."""
+        config = self.config
+        directions = training.muon_directions(
+            [gradient.contiguous() for gradient in gradients_of(group, self.masters)],
+            momenta,
+            shrink=shrink,
+            momentum=config.momentum,
+            nesterov=config.nesterov,
+        )
+        training.split_move_(
+            [weight.detach() for weight in group.values()],
+            [self.masters.remainders[weight] for weight in group.values()],
+            newton_schulz(directions, config.iterations),
+            kept=kept,
+            size=size,
+        )
+
+    def _is_native(self, group: Mapping[str, nn.Parameter]) -> bool:
+        return training.loaded() and all(
+            weight in self.masters.remainders and weight.device.type == "cpu"
+            for weight in group.values()
+        )
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything the next step depends on, by parameter name; the tensors themselves."""
@@ -108,19 +155,29 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
     Returns:
         The same shape, in the dtype that `iteration_dtype` chooses.
     """
-    a, b, c = QUINTIC
     tall = matrices.shape[-2] > matrices.shape[-1]
-    x = matrices.mT if tall else matrices  # the Gram matrix below is of the shorter side
-    shape = x.shape
-    x = x.reshape(-1, *shape[-2:])
+    x = matrices.mT if tall else matrices  # the Gram matrix is of the shorter side
     x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
-    x = x.to(iteration_dtype(x))
+    shape = x.shape
+    x = x.to(iteration_dtype(x)).reshape(-1, *shape[-2:]).contiguous()
+    x = newton_schulz(x, iterations).reshape(shape)
+    return x.mT if tall else x
+
+
+def newton_schulz(x: Tensor, iterations: int) -> Tensor:
+    """Drive singular values below 1 to about 1.
+
+    Args:
+        x: (matrices, rows, columns), no more rows than columns, contiguous: on a CPU products of
+            transposed ones took twice as long.
+        iterations: how often.
+    """
+    a, b, c = QUINTIC
     for _ in range(iterations):
         gram = x @ x.mT
         polynomial = torch.baddbmm(gram, gram, gram, beta=b, alpha=c)
         x = torch.baddbmm(x, polynomial, x, beta=a)
-    x = x.reshape(shape)
-    return x.mT if tall else x
+    return x
 
 
 def iteration_dtype(matrices: Tensor) -> torch.dtype:

@@ -40,9 +40,10 @@ class TrainConfig(Config):
     """Sequences in a step."""
     seq_len: Count
     """Predictions in a sequence."""
-    micro_batch_size: Count | None = None
+    micro_batch_size: Count | Literal["auto"] | None = None
     """Sequences that pass through the model at once; None: the whole batch. Smaller needs less
-    memory and gives the same gradient to rounding."""
+    memory and gives the same gradient to rounding. `auto` finds the largest equal share of the
+    batch that fits when a run begins; a resumed run keeps it."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Decides the weights at the start, the order of the data and dropout."""
 
@@ -74,6 +75,9 @@ class TrainConfig(Config):
     compile: bool = False
     """Compile the layers (`torch.compile`), those that are alike together: slower to start. On
     a CPU it was seen to gain nothing."""
+    fp8: bool = False
+    """Multiply in float8 inside the layers (torchao): CUDA from compute capability 8.9 on, with
+    `dtype: bfloat16`; worth it with `compile: true` and wide layers."""
     activation_checkpointing: bool = False
     """Keep one activation a layer and compute the rest again in the backward pass."""
 
@@ -101,7 +105,7 @@ class TrainConfig(Config):
                 f"steps={self.steps}; shorten the warm-up",
                 "schedule",
             )
-        if self.micro_batch_size is not None and self.micro_batch_size > self.batch_size:
+        if isinstance(self.micro_batch_size, int) and self.micro_batch_size > self.batch_size:
             raise ConfigError(
                 f"micro_batch_size={self.micro_batch_size} is more than "
                 f"batch_size={self.batch_size}; choose at most that"

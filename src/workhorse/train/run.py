@@ -9,9 +9,10 @@ from typing import Any
 import torch
 
 from workhorse.checkpoints import RunDirectory
-from workhorse.devices import resolve_device
+from workhorse.devices import resolve_device, training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.train.assembly import assemble
+from workhorse.train.float8 import check_float8
 from workhorse.train.loop import Loop, Store
 from workhorse.train.metrics import Event, read_metrics
 from workhorse.train.recipe import Recipe, TrainConfig
@@ -118,6 +119,8 @@ def _check_device(config: TrainConfig, device: torch.device) -> None:
         raise WorkhorseError(
             f"dtype float16 needs CUDA, and this is {device.type}; choose bfloat16 or float32"
         )
+    if config.fp8:
+        check_float8(device, training_dtype(config.dtype, device), config.seq_len)
     if config.kernel.startswith("flex") and device.type == "cpu":
         raise WorkhorseError("kernel=flex has no backward on a CPU; train with sdpa or eager")
 

@@ -12,9 +12,12 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from workhorse.data import Batch
+from workhorse.native import training
 from workhorse.nn import (
     IGNORE,
     Decoder,
+    Differentiate,
+    Multiply,
     chunked_next_token_loss,
     is_linear,
     linear_head_loss,
@@ -35,6 +38,10 @@ class LossOfBatch(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.z_loss = z_loss
+        self.differentiate: Differentiate | None = None
+        """How logits turn into their gradient, where the default is not the fastest."""
+        self.multiply: Multiply | None = None
+        """Likewise, how the head multiplies."""
         self.vocab = decoder.config.vocab_size
 
     def forward(
@@ -51,7 +58,14 @@ class LossOfBatch(nn.Module):
         z_loss = self.z_loss if self.training else 0.0
         # Under autocast to float16 the loss must be scaled before its gradient is taken.
         if is_linear(self.decoder.head) and not torch.is_autocast_enabled(x.device.type):
-            return linear_head_loss(x, targets, self.decoder.head, z_loss=z_loss)
+            return linear_head_loss(
+                x,
+                targets,
+                self.decoder.head,
+                z_loss=z_loss,
+                differentiate=self.differentiate,
+                multiply=self.multiply,
+            )
         return chunked_next_token_loss(
             x, targets, self.decoder.unembed, vocab=self.vocab, z_loss=z_loss
         )
@@ -181,6 +195,11 @@ class TrainingStep:
         self.optimizer.zero_grad()
         return result
 
+    def forget(self) -> None:
+        """Drop what `backward` left, without an update."""
+        self.optimizer.zero_grad()
+        self.balancer.forget()
+
 
 class Precision:
     """Makes the context of a forward pass: autocast to a lower precision, or nothing.
@@ -206,6 +225,8 @@ def checkpoint_activations(decoder: Decoder) -> None:
 
 def total_norm(gradients: list[Tensor]) -> Tensor:
     """The length of all gradients as one vector, in float32."""
+    if gradients and training.loaded() and all(map(training.measures, gradients)):
+        return training.squared_length(gradients).sqrt()
     wide = [gradient for gradient in gradients if gradient.dtype != torch.bfloat16]
     narrow = [gradient for gradient in gradients if gradient.dtype == torch.bfloat16]
     if not narrow:

@@ -1,4 +1,4 @@
-"""Decoding compiled: one program for the step of one more token in each row.
+"""Decoding compiled: a program for the step of one more token in each row, and of guessed ones.
 
 At a batch of one the Python around each layer costs as much as its arithmetic. The step is traced
 once into a single program of fused loops and matrix products, whose shapes do not depend on how
@@ -10,13 +10,16 @@ import hashlib
 import json
 import logging
 import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+import workhorse.native
 import workhorse.nn
+import workhorse.transforms
 from workhorse.devices import cache_folder
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Cache, Decoder
@@ -29,11 +32,22 @@ OPTIONS: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
 """Of the compiler: what was compiled for these shapes need not look at them at every token."""
 
 
-def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledSteps":
-    """Let a decoder's `next_logits` run compiled where it can: one token a row, with a cache.
+class Kind(NamedTuple):
+    """Steps of one kind are done by one program."""
 
-    Prompts and everything else run as before. The first step of a kind waits for the compiler, or
-    for the program to be read.
+    layout: Layout
+    batched: bool
+    """Several rows, any number."""
+    guessed: bool
+    """Several tokens of each row, any number, rather than one."""
+
+
+def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledSteps":
+    """Let a decoder run compiled where it adds a token to each row of a cache.
+
+    That, and tokens that were guessed: no more than the cache can take back, which are checked in
+    one pass. Prompts and everything else run as before. The first step of a kind waits for the
+    compiler, or for the program to be read.
 
     Args:
         decoder: in evaluation mode; its weights may change afterwards, its modules may not.
@@ -56,43 +70,65 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledStep
             "compiled; leave compile out"
         )
     steps = CompiledSteps(decoder, folder or cache_folder() / "programs")
-    decoder.next_logits = steps
+    decoder.next_logits, decoder.forward = steps.next_logits, steps.forward
     return steps
 
 
 class CompiledSteps:
-    """In the place of `Decoder.next_logits`; see `compile_steps`."""
+    """In the place of a decoder's `next_logits` and `forward`; see `compile_steps`."""
 
     def __init__(self, decoder: Decoder, folder: Path) -> None:
         self.decoder = decoder
         self.folder = folder
-        self.programs: dict[tuple[Layout, bool], Any] = {}
+        self.programs: dict[Kind, Any] = {}
 
-    def __call__(
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the programs: the compiler pickles the decoder, and this with it, for each."""
+        return vars(self) | {"programs": {}}
+
+    def next_logits(
         self, tokens: Tensor, *, positions: Tensor | None = None, cache: Cache | None = None
     ) -> Tensor:
-        one_more = tokens.shape[1] == 1 and positions is None and not torch.is_grad_enabled()
-        if cache is None or not cache.length or not one_more:
-            return Decoder.next_logits(self.decoder, tokens, positions=positions, cache=cache)
-        cache.check_room(1)
-        layout, tensors = layout_of(cache), tensors_of(cache)
+        if tokens.shape[1] == 1 and cache is not None and positions is None and _is_step(cache, 1):
+            return self._run(tokens, cache)[:, 0]
+        return Decoder.next_logits(self.decoder, tokens, positions=positions, cache=cache)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: Cache | None = None,
+    ) -> Tensor:
+        counted = positions is None and documents is None
+        if counted and cache is not None and _is_step(cache, tokens.shape[1]):
+            return self._run(tokens, cache)
+        return Decoder.forward(
+            self.decoder, tokens, positions=positions, documents=documents, cache=cache
+        )
+
+    def _run(self, tokens: Tensor, cache: Cache) -> Tensor:
+        rows, seq = tokens.shape
+        cache.check_room(seq)
+        kind = Kind(layout_of(cache), batched=rows > 1, guessed=seq > 1)
+        tensors = tensors_of(cache, seq)
         tokens = tokens.clone(memory_format=torch.contiguous_format)  # strides are checked
-        kind = (layout, len(tokens) > 1)
         if kind in self.programs:
             logits = self.programs[kind](tokens, tensors)
         else:
-            program = self._program(layout, tokens, tensors)
+            program = self._program(kind, tokens, tensors)
             logits = program(tokens, tensors)
             # It fits caches of this kind, all of whose tensors are made alike; to look again at
             # every token costs a twentieth of a small model's step.
             program.disable_guard_check()
             self.programs[kind] = program
-        cache.advance()
+        cache.advance(seq)
         return logits
 
-    def _program(self, layout: Layout, tokens: Tensor, tensors: CacheTensors) -> Any:
+    def _program(self, kind: Kind, tokens: Tensor, tensors: CacheTensors) -> Any:
         """From disk, or compiled and put there."""
-        path = self.folder / self._fingerprint(layout, len(tokens) > 1)
+        path = self.folder / self._fingerprint(kind)
         known = {"decoder": self.decoder}
         if path.exists():
             try:
@@ -100,7 +136,7 @@ class CompiledSteps:
                     return torch.compiler.load_compiled_function(file, external_data=known)
             except Exception as error:  # whatever is wrong with it, it can be made again
                 log.warning("%s cannot be used and is made again: %s", path, error)
-        program = compile_step(self.decoder, layout, tokens, tensors)
+        program = compile_step(self.decoder, kind, tokens, tensors)
         temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -110,40 +146,44 @@ class CompiledSteps:
             log.warning("the compiled step is not kept: %s", error)
         return program
 
-    def _fingerprint(self, layout: Layout, batched: bool) -> str:
+    def _fingerprint(self, kind: Kind) -> str:
         """A name of everything that the program depends on."""
         state = (*self.decoder.named_parameters(), *self.decoder.named_buffers())
         facts = (
             self.decoder.config.to_dict(),
             repr(self.decoder),
             [(name, str(t.dtype), str(t.device), tuple(t.shape)) for name, t in state],
-            (layout, batched, torch.get_num_threads(), torch.__version__),
+            (kind, torch.get_num_threads(), torch.__version__),
             torch.backends.cpu.get_cpu_capability(),
             [source.read_text() for source in _sources()],
         )
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
-def compile_step(decoder: Decoder, layout: Layout, tokens: Tensor, tensors: CacheTensors) -> Any:
-    """The program for caches of that layout, of any capacity, and with several rows any number.
+def _is_step(cache: Cache, seq: int) -> bool:
+    return cache.length > 0 and seq <= cache.slack + 1 and not torch.is_grad_enabled()
+
+
+def compile_step(decoder: Decoder, kind: Kind, tokens: Tensor, tensors: CacheTensors) -> Any:
+    """The program for caches of any capacity, and for any number of what there are several of.
 
     Args:
         decoder: whose step it is.
-        layout: of the cache.
-        tokens: (batch, 1), an example.
+        kind: of step.
+        tokens: (batch, seq), an example.
         tensors: of the cache, an example.
 
     Raises:
         WorkhorseError: the compiler cannot translate it.
     """
+    from workhorse.transforms.join_products import JoinProducts  # the compiler is slow to import
 
     def step(tokens: Tensor, tensors: CacheTensors) -> Tensor:
-        cache = FixedCache(layout, tensors)
-        return Decoder.next_logits(decoder, tokens, cache=cache)
+        return Decoder.forward(decoder, tokens, cache=FixedCache(kind.layout, tensors))
 
-    batch = [0] if len(tokens) > 1 else []
+    batch = [0] if kind.batched else []
     for tensor, varying in (
-        (tokens, batch),
+        (tokens, [*batch, 1] if kind.guessed else batch),
         (tensors.lengths, batch),
         *((held, [*batch, 1]) for held in tensors.held),
         *((shown, [0]) for shown in tensors.shown),
@@ -155,7 +195,8 @@ def compile_step(decoder: Decoder, layout: Layout, tokens: Tensor, tensors: Cach
         # Numbers of the config are constants. Traced as variables they make the compiler begin
         # anew, which it does by an exception that `aot_compile` lets through (PyTorch 2.13).
         with torch._dynamo.config.patch(specialize_float=True):
-            program = torch.compile(step, fullgraph=True, options=OPTIONS)
+            options: dict[str, Any] = {**OPTIONS, "post_grad_custom_pre_pass": JoinProducts()}
+            program = torch.compile(step, fullgraph=True, options=options)
             return program.aot_compile(((tokens, tensors), {}))
     except RuntimeError as error:  # no C++ compiler above all
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
@@ -164,6 +205,7 @@ def compile_step(decoder: Decoder, layout: Layout, tokens: Tensor, tensors: Cach
         ) from error
 
 
-def _sources() -> list[Path]:
-    """The code that a program is made of."""
-    return [Path(__file__), *sorted(Path(workhorse.nn.__file__).parent.glob("*.py"))]
+def _sources() -> Iterator[Path]:
+    """The code that a program is made of, and the operators it calls."""
+    for package in (workhorse.native, workhorse.nn, workhorse.transforms):
+        yield from sorted(Path(str(package.__file__)).parent.glob("*.py"))

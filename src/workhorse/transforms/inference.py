@@ -1,32 +1,22 @@
 """Everything that makes a loaded decoder quick, in its order."""
 
-from typing import Literal
-
 from workhorse.nn import Decoder
 from workhorse.transforms.compiled_step import compile_steps
 from workhorse.transforms.native_attention import attend_natively
-from workhorse.transforms.quantize import quantize
 from workhorse.transforms.stream import stream_weights
 
-Quantization = Literal["none", "int8", "int4"]
 
-
-def prepare_for_inference(
-    decoder: Decoder, *, quantization: Quantization = "none", compile: bool = False
-) -> None:
+def prepare_for_inference(decoder: Decoder, *, compile: bool = False) -> None:
     """Transform a decoder in place, on the device and in the type that it will run in.
 
     Args:
-        decoder: in evaluation mode.
-        quantization: of its linear layers' weights; see `quantize`.
+        decoder: in evaluation mode; quantised already, if it shall be.
         compile: decode by compiled steps; see `compile_steps`. The native operators are then waited
             for too; otherwise they are used if they are there, and else made for the next time.
 
     Raises:
-        WorkhorseError: no such format, or a decoder that cannot be compiled.
+        WorkhorseError: a decoder that cannot be compiled.
     """
-    if quantization != "none":
-        quantize(decoder, quantization)
     if stream_weights(decoder, wait=compile):
         attend_natively(decoder)
     if compile:

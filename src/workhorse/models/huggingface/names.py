@@ -38,6 +38,18 @@ class TensorSource(Protocol):
     def read(self, name: str) -> Tensor: ...
 
 
+class Destination(Protocol):
+    """Where a tensor is copied to: another tensor, or what makes something of it."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def copy_(self, source: Tensor, /) -> object: ...
+
+
 @dataclass(frozen=True)
 class Rule:
     """Some of our tensors, which of theirs hold them, and how they lie in there.
@@ -165,7 +177,7 @@ def check(moves: Sequence[Move], shapes: Mapping[str, Shape], source: TensorSour
 
 @torch.no_grad()
 def read_tensors(
-    moves: Sequence[Move], parameters: Mapping[str, Tensor], source: TensorSource
+    moves: Sequence[Move], parameters: Mapping[str, Destination], source: TensorSource
 ) -> None:
     """Copy tensors from the source into our parameters, one move at a time, the largest first."""
 

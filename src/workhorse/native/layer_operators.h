@@ -1,0 +1,238 @@
+// Norms, activations and the loss as PyTorch sees them: checks, memory, and who works on what.
+#pragma once
+
+#include <ATen/core/Tensor.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_like.h>
+#include <ATen/ops/zeros.h>
+#include <torch/csrc/stable/ops.h>
+
+#include <algorithm>
+#include <optional>
+#include <tuple>
+#include <vector>
+
+#include "layers.h"
+#include "loss.h"
+
+namespace workhorse {
+
+using at::Tensor;
+
+constexpr int64_t kShare = 1 << 14;  // numbers that a thread takes at least
+constexpr int64_t kRows = 64;        // of a norm whose sums are one part, whoever computes it
+
+// A pointer is taken outside of loops: threads that ask one tensor wait for each other.
+template <class T>
+const T* from(const Tensor& t) {
+  return static_cast<const T*>(t.const_data_ptr());
+}
+
+template <class T>
+T* into(const Tensor& t) {
+  return static_cast<T*>(t.mutable_data_ptr());
+}
+
+inline void check_activation(const Tensor& x, const std::optional<Tensor>& up, const Tensor& table) {
+  TORCH_CHECK(table.scalar_type() == at::kInt && table.numel() == 1 << 16 && table.is_contiguous(),
+              "workhorse: an activation wants a table of 65536 words");
+  for (const Tensor& t : {x, up.value_or(x)})
+    TORCH_CHECK(t.scalar_type() == at::kBFloat16 && t.is_contiguous() && t.numel() == x.numel(),
+                "workhorse: an activation wants contiguous bfloat16 tensors of one size");
+}
+
+// act(x), or act(x) · up.
+inline Tensor activation(const Tensor& x, const std::optional<Tensor>& up, const Tensor& table) {
+  check_activation(x, up, table);
+  const Tensor y = at::empty_like(x);
+  const auto *words = from<uint32_t>(table);
+  const auto *in = from<BFloat16>(x), *other = from<BFloat16>(up.value_or(x));
+  auto* out = into<BFloat16>(y);
+  torch::stable::parallel_for(0, x.numel(), kShare, [&](int64_t i, int64_t end) {
+    (up ? activate<true> : activate<false>)(end - i, words, in + i, other + i, out + i);
+  });
+  return y;
+}
+
+// The activation again, and the gradients of x and, where there is one, of up.
+inline std::vector<Tensor> activation_backward(const Tensor& dy, const Tensor& x,
+                                        const std::optional<Tensor>& up, const Tensor& table) {
+  check_activation(x, up, table);
+  check_activation(x, dy, table);
+  std::vector<Tensor> made;
+  for (int i = 0; i < (up ? 3 : 2); i++) made.push_back(at::empty_like(x));
+  const auto *words = from<uint32_t>(table);
+  const auto *above = from<BFloat16>(dy), *in = from<BFloat16>(x), *other = from<BFloat16>(up.value_or(x));
+  auto *y = into<BFloat16>(made[0]), *dx = into<BFloat16>(made[1]), *dup = into<BFloat16>(made.back());
+  torch::stable::parallel_for(0, x.numel(), kShare, [&](int64_t i, int64_t end) {
+    (up ? activate_backward<true> : activate_backward<false>)(end - i, words, above + i, in + i,
+                                                              other + i, y + i, dx + i, dup + i);
+  });
+  return made;
+}
+
+// A weight of a norm in float32, `otherwise` where there is none.
+inline std::vector<float> in_float32(const std::optional<Tensor>& weight, int64_t width, double otherwise) {
+  if (!weight) return std::vector<float>(width, float(otherwise));
+  TORCH_CHECK(weight->numel() == width, "workhorse: a norm's weight is as wide as its input");
+  const Tensor wide = weight->to(at::kFloat).contiguous();
+  return {from<float>(wide), from<float>(wide) + width};
+}
+
+inline void check_like(const Tensor& x, const std::optional<Tensor>& other) {
+  TORCH_CHECK(!other || (other->is_contiguous() && other->scalar_type() == x.scalar_type() &&
+                         other->sizes() == x.sizes()),
+              "workhorse: what a norm works on is alike and contiguous");
+}
+
+// What both passes of a norm over rows share.
+struct Rows {
+  int64_t count, width;
+  std::vector<float> gain;
+
+  Rows(const Tensor& x, const std::optional<Tensor>& weight, double offset)
+      : count(x.numel() / x.size(-1)), width(x.size(-1)), gain(in_float32(weight, width, 1)) {
+    for (float& value : gain) value += weight ? float(offset) : 0;
+  }
+};
+
+// Runs f with a number of the tensor's type.
+template <class F>
+void by_type(const Tensor& x, F f) {
+  TORCH_CHECK(x.is_contiguous(), "workhorse: contiguous numbers are wanted");
+  if (x.scalar_type() == at::kFloat) return f(float{});
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16, "workhorse: float32 or bfloat16 is wanted");
+  f(BFloat16{});
+}
+
+// Rows of x or, where there is one, of x + branch; their norm over the last axis; and the mean and scale
+// of each. LayerNorm if centred, else RMSNorm.
+inline std::tuple<Tensor, Tensor, Tensor> norm_of_sum(const Tensor& x,
+                                                      const std::optional<Tensor>& branch,
+                                                      const std::optional<Tensor>& weight,
+                                                      const std::optional<Tensor>& bias,
+                                                      double offset, double eps, bool centred) {
+  const Rows rows(x, weight, offset);
+  check_like(x, branch);
+  const std::vector<float> shift = in_float32(bias, rows.width, 0);
+  const Tensor sum = branch ? at::empty_like(x) : x;
+  const Tensor y = at::empty_like(x);
+  const Tensor moments = at::empty({rows.count, 2}, x.options().dtype(at::kFloat));
+  by_type(x, [&]<class T>(T) {
+    const auto run = centred ? norm_row<true, T> : norm_row<false, T>;
+    const T *in = from<T>(x), *other = branch ? from<T>(*branch) : nullptr, *total = from<T>(sum);
+    T *out = into<T>(y), *added = branch ? into<T>(sum) : nullptr;
+    Moments* found = into<Moments>(moments);
+    const int64_t width = rows.width;
+    torch::stable::parallel_for(0, rows.count, kShare / width + 1, [&](int64_t i, int64_t end) {
+      for (; i < end; i++) {
+        const int64_t row = i * width;
+        if (branch) add_row(width, in + row, other + row, added + row);
+        found[i] = run(width, total + row, rows.gain.data(), shift.data(), float(eps), out + row);
+      }
+    });
+  });
+  return {sum, y, moments};
+}
+
+inline std::tuple<Tensor, Tensor> norm(const Tensor& x, const std::optional<Tensor>& weight,
+                                       const std::optional<Tensor>& bias, double offset, double eps,
+                                       bool centred) {
+  const auto [sum, y, moments] = norm_of_sum(x, {}, weight, bias, offset, eps, centred);
+  return {y, moments};
+}
+
+inline std::tuple<Tensor, Tensor, Tensor> add_norm(const Tensor& x, const Tensor& branch,
+                                                   const std::optional<Tensor>& weight,
+                                                   const std::optional<Tensor>& bias, double offset,
+                                                   double eps, bool centred) {
+  return norm_of_sum(x, branch, weight, bias, offset, eps, centred);
+}
+
+// The gradients of x, added to `other` where there is one; and in float32 those of weight and bias, the
+// rows of (2, width).
+inline std::tuple<Tensor, Tensor> norm_backward(const Tensor& dy, const Tensor& x,
+                                                const Tensor& moments,
+                                                const std::optional<Tensor>& weight,
+                                                const std::optional<Tensor>& other, double offset,
+                                                bool centred) {
+  check_like(x, dy);
+  check_like(x, other);
+  const Rows rows(x, weight, offset);
+  const int64_t parts = (rows.count + kRows - 1) / kRows;
+  const Tensor dx = at::empty_like(x);
+  const Tensor sums = at::zeros({parts, 2, rows.width}, x.options().dtype(at::kFloat));
+  by_type(x, [&]<class T>(T) {
+    const auto run = centred ? norm_row_backward<true, T> : norm_row_backward<false, T>;
+    const T *above = from<T>(dy), *in = from<T>(x), *added = other ? from<T>(*other) : nullptr;
+    const Moments* found = from<Moments>(moments);
+    T* out = into<T>(dx);
+    float* sum = into<float>(sums);
+    const int64_t width = rows.width;
+    torch::stable::parallel_for(0, parts, 1, [&](int64_t part, int64_t end) {
+      for (; part < end; part++)
+        for (int64_t i = part * kRows; i < std::min(rows.count, (part + 1) * kRows); i++) {
+          const int64_t row = i * width;
+          run(width, above + row, in + row, rows.gain.data(), found[i], out + row,
+              sum + 2 * part * width, sum + (2 * part + 1) * width);
+          if (added) add_row(width, out + row, added + row, out + row);
+        }
+    });
+  });
+  return {dx, sums.sum(0)};
+}
+
+// The summed loss of logits (tokens, vocab), which become its gradient; a negative target counts for
+// nothing.
+inline Tensor loss_into_gradient_(Tensor& logits, const Tensor& targets, double multiplier, double z_loss) {
+  const int64_t tokens = logits.size(0), vocab = logits.size(1);
+  TORCH_CHECK(logits.is_contiguous() && targets.is_contiguous() && targets.numel() == tokens &&
+                  targets.scalar_type() == at::kLong,
+              "workhorse: a loss wants contiguous logits and an int64 target for each of their rows");
+  const int64_t* wanted = from<int64_t>(targets);
+  for (int64_t i = 0; i < tokens; i++)
+    TORCH_CHECK(wanted[i] < vocab, "workhorse: target ", wanted[i], " of ", vocab, " logits");
+  const Tensor losses = at::zeros({tokens}, logits.options().dtype(at::kFloat));
+  float* loss = into<float>(losses);
+  by_type(logits, [&]<class T>(T) {
+    T* rows = into<T>(logits);
+    torch::stable::parallel_for(0, tokens, kShare / vocab + 1, [&](int64_t i, int64_t end) {
+      for (; i < end; i++)
+        if (T* row = rows + i * vocab; wanted[i] < 0)
+          std::fill(row, row + vocab, T{});
+        else
+          loss[i] = loss_into_gradient(vocab, row, wanted[i], float(multiplier), float(z_loss));
+    });
+  });
+  return losses.sum();
+}
+
+// The squared length of all tensors as one vector, each of float32 or bfloat16.
+inline Tensor squared_length(const std::vector<Tensor>& tensors) {
+  struct Piece {
+    const Tensor* of;
+    int64_t start;
+  };
+  std::vector<Piece> pieces;  // whose sums are the same whoever computes them
+  for (const Tensor& x : tensors)
+    for (int64_t start = 0; start < x.numel(); start += kShare) pieces.push_back({&x, start});
+  const Tensor sums = at::empty({int64_t(pieces.size())}, at::kFloat);
+  float* sum = into<float>(sums);
+  torch::stable::parallel_for(0, pieces.size(), 1, [&](int64_t i, int64_t end) {
+    for (; i < end; i++) {
+      const auto [x, start] = pieces[i];
+      by_type(*x, [&]<class T>(T) {
+        Sum squares;
+        const T* at = from<T>(*x) + start;
+        each(std::min(kShare, x->numel() - start), [&]<class V>(V, int64_t j) {
+          const V value = read<V>(at + j);
+          squares += value * value;
+        });
+        sum[i] = squares;
+      });
+    }
+  });
+  return sums.sum();
+}
+
+}  // namespace workhorse

@@ -1,0 +1,172 @@
+// Activations and norms of a training step, forwards and backwards in a pass each. Numbers are float or
+// BFloat16 in memory and float32 in between.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#include "vectors.h"
+
+namespace workhorse {
+
+// The code below is written once for sixteen numbers, V = F32x16, and for one, V = float.
+template <class V>
+constexpr int64_t kCount = sizeof(V) / sizeof(float);
+
+template <class F>
+inline void each(int64_t n, F f) {
+  int64_t i = 0;
+  for (; i + kCount<F32x16> <= n; i += kCount<F32x16>) f(F32x16{}, i);
+  for (; i < n; i++) f(0.0f, i);
+}
+
+template <class V>
+inline V read(const float* from) { return load<V>(from); }
+
+template <class V>
+inline V read(const BFloat16* from) {
+  if constexpr (kCount<V> == 1) return to_float(*from);
+  else return widen(from);
+}
+
+inline void write(float* to, F32x16 v) { std::memcpy(to, &v, sizeof v); }
+
+inline void write(BFloat16* to, F32x16 v) {
+#ifdef __AVX512BF16__
+  const __m256bh narrow = _mm512_cvtneps_pbh((__m512)v);
+#else
+  const U32x16 bits = (U32x16)v;
+  const U32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  const U16x16 narrow = __builtin_convertvector(v == v ? rounded : rounded * 0 + 0x7fc0, U16x16);
+#endif
+  std::memcpy(to, &narrow, sizeof narrow);
+}
+
+template <class T>
+inline void write(T* to, float value) { store(to, value); }
+
+// Adds up a row: lanes apart from what is left at its end.
+struct Sum {
+  F32x16 lanes{};
+  float rest = 0;
+
+  void operator+=(F32x16 v) { lanes += v; }
+  void operator+=(float v) { rest += v; }
+  operator float() const { return sum(lanes) + rest; }
+};
+
+// What a function and its derivative are for each of the 65,536 numbers there are in bfloat16: the value
+// in the lower half of a word, the slope in the upper.
+template <class V>
+struct Entry {
+  V value, slope;
+
+  Entry(const uint32_t* table, const BFloat16* x) {
+    if constexpr (kCount<V> == 1) {
+      take(table[x->bits]);
+    } else {
+      const U32x16 index = __builtin_convertvector(load<U16x16>(x), U32x16);
+#ifdef __AVX512F__
+      take((U32x16)_mm512_i32gather_epi32((__m512i)index, table, sizeof *table));
+#else
+      U32x16 words;
+      for (int i = 0; i < 16; i++) words[i] = table[index[i]];
+      take(words);
+#endif
+    }
+  }
+
+ private:
+  template <class Words>
+  void take(Words words) {
+    const Words low = words << 16, high = words & 0xffff0000;
+    std::memcpy(&value, &low, sizeof value);
+    std::memcpy(&slope, &high, sizeof slope);
+  }
+};
+
+// y = act(x) or, Gated, act(x) · up.
+template <bool Gated>
+void activate(int64_t n, const uint32_t* table, const BFloat16* x, const BFloat16* up, BFloat16* y) {
+  each(n, [=]<class V>(V, int64_t i) {
+    const V value = Entry<V>(table, x + i).value;
+    if constexpr (Gated) write(y + i, value * read<V>(up + i));
+    else write(y + i, value);
+  });
+}
+
+// Once more y, the gradient of x and, Gated, of up.
+template <bool Gated>
+void activate_backward(int64_t n, const uint32_t* table, const BFloat16* dy, const BFloat16* x,
+                       const BFloat16* up, BFloat16* y, BFloat16* dx, BFloat16* dup) {
+  each(n, [=]<class V>(V, int64_t i) {
+    const Entry<V> act(table, x + i);
+    const V above = read<V>(dy + i);
+    if constexpr (Gated) {
+      const V other = read<V>(up + i);
+      write(dx + i, above * act.slope * other);
+      write(dup + i, above * act.value);
+      write(y + i, act.value * other);
+    } else {
+      write(dx + i, above * act.slope);
+      write(y + i, act.value);
+    }
+  });
+}
+
+template <class T>
+void add_row(int64_t width, const T* a, const T* b, T* sum) {
+  each(width, [=]<class V>(V, int64_t i) { write(sum + i, read<V>(a + i) + read<V>(b + i)); });
+}
+
+// What a row was shifted and scaled by: (x - mean) · scale.
+struct Moments {
+  float mean, scale;
+};
+
+// y = (x - mean) · scale · gain + shift for one row. LayerNorm is Centred, RMSNorm keeps the mean at 0.
+template <bool Centred, class T>
+Moments norm_row(int64_t width, const T* x, const float* gain, const float* shift, float eps, T* y) {
+  float mean = 0;
+  if constexpr (Centred) {
+    Sum total;
+    each(width, [&]<class V>(V, int64_t i) { total += read<V>(x + i); });
+    mean = total / width;
+  }
+  Sum squares;
+  each(width, [&]<class V>(V, int64_t i) {
+    const V centred = read<V>(x + i) - mean;
+    squares += centred * centred;
+  });
+  const float scale = 1.0f / std::sqrt(squares / width + eps);
+  each(width, [=]<class V>(V, int64_t i) {
+    const V normal = (read<V>(x + i) - mean) * scale;
+    write(y + i, normal * read<V>(gain + i) + read<V>(shift + i));
+  });
+  return {mean, scale};
+}
+
+// The gradient of one row; those of gain and shift are added to sums over rows.
+template <bool Centred, class T>
+void norm_row_backward(int64_t width, const T* dy, const T* x, const float* gain, Moments row,
+                       T* dx, float* dgain, float* dshift) {
+  Sum along, level;
+  each(width, [&]<class V>(V, int64_t i) {
+    const V normal = (read<V>(x + i) - row.mean) * row.scale;
+    const V above = read<V>(dy + i);
+    const V slope = above * read<V>(gain + i);
+    along += slope * normal;
+    if constexpr (Centred) level += slope;
+    write(dgain + i, read<V>(dgain + i) + above * normal);
+    write(dshift + i, read<V>(dshift + i) + above);
+  });
+  const float turn = along / width, lift = level / width;
+  each(width, [=]<class V>(V, int64_t i) {
+    const V normal = (read<V>(x + i) - row.mean) * row.scale;
+    const V slope = read<V>(dy + i) * read<V>(gain + i);
+    write(dx + i, (slope - lift - normal * turn) * row.scale);
+  });
+}
+
+}  // namespace workhorse

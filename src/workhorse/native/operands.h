@@ -1,0 +1,154 @@
+// The sides of a matrix product in the order the matrix unit wants them.
+//
+// A product sums over k. A lane is a row of its left side or a column of its right one, and a tile, 16
+// lanes × 32 k, is 16 rows of 64 bytes:
+//
+//   left    tile[lane][k]
+//   right   tile[k / 2][lane][k % 2], pairs of k beside each other
+//
+// In memory k runs along the rows or down them, which makes four ways into a tile:
+//
+//            k along the rows                       k down the rows
+//   left     as it lies                             32 × 16 numbers transposed
+//   right    16 × 16 pairs of numbers transposed    two rows woven into one
+#pragma once
+
+#include "tiles.h"
+
+namespace workhorse {
+
+#ifdef __AMX_BF16__
+
+constexpr int kTileBytes = kTile * kDepth * sizeof(BFloat16);
+constexpr int kPanel = 2 * kTile;  // lanes that are multiplied at once: two tiles
+
+enum class Side { left, right };
+
+// The same 16 bytes of four rows, `apart` bytes from each other. Transposing starts here, where it is
+// free: all exchanges that are left stay within quarters.
+inline __m512i quarters(const char* row, int64_t apart) {
+  const auto quarter = [&](int i) { return _mm_loadu_si128((const __m128i*)(row + i * apart)); };
+  __m512i v = _mm512_castsi128_si512(quarter(0));
+  v = _mm512_mask_broadcast_i32x4(v, 0x00f0, quarter(1));
+  v = _mm512_mask_broadcast_i32x4(v, 0x0f00, quarter(2));
+  return _mm512_mask_broadcast_i32x4(v, 0xf000, quarter(3));
+}
+
+inline void put(char* tile, int row, __m512i v) { _mm512_store_si512(tile + row * 64, v); }
+
+inline void copy(const char* from, int64_t stride, char* to) {
+  for (int i = 0; i < 16; i++) put(to, i, _mm512_loadu_si512(from + i * stride));
+}
+
+inline void transpose_pairs(const char* from, int64_t stride, char* to) {
+  for (int c = 0; c < 4; c++) {  // columns 4c to 4c + 3 of the pairs
+    __m512i v[4], t[4];
+    for (int i = 0; i < 4; i++) v[i] = quarters(from + i * stride + c * 16, 4 * stride);
+    for (int i = 0; i < 2; i++) {
+      t[i] = _mm512_unpacklo_epi32(v[2 * i], v[2 * i + 1]);
+      t[i + 2] = _mm512_unpackhi_epi32(v[2 * i], v[2 * i + 1]);
+    }
+    for (int i = 0; i < 4; i += 2) {
+      put(to, 4 * c + i, _mm512_unpacklo_epi64(t[i], t[i + 1]));
+      put(to, 4 * c + i + 1, _mm512_unpackhi_epi64(t[i], t[i + 1]));
+    }
+  }
+}
+
+inline void transpose_numbers(const char* from, int64_t stride, char* to) {
+  for (int c = 0; c < 2; c++) {  // columns 8c to 8c + 7
+    __m512i v[8], t[8];
+    for (int i = 0; i < 8; i++) v[i] = quarters(from + i * stride + c * 16, 8 * stride);
+    for (int i = 0; i < 4; i++) {
+      t[i] = _mm512_unpacklo_epi16(v[2 * i], v[2 * i + 1]);      // columns 0 to 3
+      t[i + 4] = _mm512_unpackhi_epi16(v[2 * i], v[2 * i + 1]);  // columns 4 to 7
+    }
+    for (int i = 0; i < 8; i += 4)
+      for (int j = 0; j < 2; j++) {
+        v[i + j] = _mm512_unpacklo_epi32(t[i + 2 * j], t[i + 2 * j + 1]);
+        v[i + j + 2] = _mm512_unpackhi_epi32(t[i + 2 * j], t[i + 2 * j + 1]);
+      }
+    for (int i = 0; i < 8; i += 2) {
+      put(to, 8 * c + i, _mm512_unpacklo_epi64(v[i], v[i + 1]));
+      put(to, 8 * c + i + 1, _mm512_unpackhi_epi64(v[i], v[i + 1]));
+    }
+  }
+}
+
+inline void weave(const char* from, int64_t stride, char* to) {
+  alignas(64) static constexpr uint16_t order[32] = {
+      0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  const __m512i index = _mm512_load_si512(order);
+  for (int i = 0; i < 16; i++, from += 2 * stride) {
+    const auto row = [&](int j) { return _mm256_loadu_si256((const __m256i*)(from + j * stride)); };
+    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(row(0)), row(1), 1);
+    put(to, i, _mm512_permutexvar_epi16(index, both));
+  }
+}
+
+// One side of a product as it lies in memory.
+struct Operand {
+  const BFloat16* at;
+  int64_t stride;  // numbers from a row to the next
+  bool along;      // whether k runs along the rows
+
+  const BFloat16* number(int64_t lane, int64_t k) const {
+    return at + (along ? lane * stride + k : k * stride + lane);
+  }
+
+  // Whether left tiles of these lanes and k can be loaded from where they lie.
+  bool ready(int64_t lanes, int64_t depth) const {
+    return along && lanes % kPanel == 0 && depth % kDepth == 0;
+  }
+
+  // Panels from `lane` and `k` on, filled up with zeros. A panel holds all its steps of 32 k behind each
+  // other, a step two tiles. The order of work is that of memory.
+  template <Side side>
+  void pack(int64_t lane, int64_t lanes, int64_t k, int64_t depth, char* to) const {
+    const int64_t steps = (depth + kDepth - 1) / kDepth, columns = (lanes + kTile - 1) / kTile;
+    if (columns % 2)
+      for (int64_t s = 0; s < steps; s++)
+        std::memset(to + place(columns, s, steps), 0, kTileBytes);
+    const auto tile = [&](int64_t c, int64_t s) {
+      const int64_t l = c * kTile, d = s * kDepth;
+      fill<side>(number(lane + l, k + d), std::min<int64_t>(kTile, lanes - l),
+                 std::min<int64_t>(kDepth, depth - d), to + place(c, s, steps));
+    };
+    if (along)
+      for (int64_t c = 0; c < columns; c++)
+        for (int64_t s = 0; s < steps; s++) tile(c, s);
+    else
+      for (int64_t s = 0; s < steps; s++)
+        for (int64_t c = 0; c < columns; c++) tile(c, s);
+  }
+
+ private:
+  static int64_t place(int64_t column, int64_t step, int64_t steps) {
+    return ((column / 2 * steps + step) * 2 + column % 2) * kTileBytes;
+  }
+
+  template <Side side>
+  void fill(const BFloat16* first, int64_t lanes, int64_t depth, char* to) const {
+    const char* from = (const char*)first;
+    int64_t bytes = stride * sizeof(BFloat16);
+    alignas(64) char whole[kTileBytes];
+    if (lanes < kTile || depth < kDepth) {
+      const int64_t rows = along ? lanes : depth, width = along ? depth : lanes;
+      const int64_t whole_width = along ? kDepth : kTile;
+      std::memset(whole, 0, sizeof whole);
+      for (int64_t i = 0; i < rows; i++)
+        std::memcpy(whole + i * whole_width * 2, from + i * bytes, width * 2);
+      from = whole;
+      bytes = whole_width * 2;
+    }
+    if constexpr (side == Side::left)
+      along ? copy(from, bytes, to) : transpose_numbers(from, bytes, to);
+    else
+      along ? transpose_pairs(from, bytes, to) : weave(from, bytes, to);
+  }
+};
+
+#endif  // __AMX_BF16__
+
+}  // namespace workhorse

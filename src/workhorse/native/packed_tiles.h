@@ -1,0 +1,143 @@
+// The product of `packed.h` on the matrix unit of Intel's CPUs (AMX), for many rows of x in bfloat16.
+//
+// The codes of a block and a group lie as the unit wants its right operand: 16 outputs beside each
+// other, and in each four k. So W becomes tiles lane by lane, rounded to bfloat16, in a few
+// instructions for each vector; a thread holds those of two blocks and multiplies all rows of x by
+// them. Tiles of x are copied once per call to lie one behind the other.
+#pragma once
+
+#include "packed.h"
+#include "tiles.h"
+
+namespace workhorse {
+
+#if defined(__AMX_BF16__) && defined(WORKHORSE_PACKS)
+
+// Each row a cache line: one that crosses two lines is read at half the speed.
+struct alignas(64) Tile {
+  BFloat16 numbers[kTile][kDepth];
+};
+
+constexpr int kManyRows = 12;  // from where it is quicker than `packed.h`
+
+template <int Bits>
+struct PackedTiles {
+  PackedWeight<Bits> weight;
+  const BFloat16 *x, *bias;  // bias may be null
+  BFloat16* y;
+  int64_t rows, out;
+  int64_t blocks = (out + kLanes - 1) / kLanes;
+  int64_t tiles = (rows + kTile - 1) / kTile;  // that the rows of x fill
+  std::unique_ptr<Tile[]> a{new Tile[tiles * weight.groups]};
+
+  // Tiles `begin` to `end` of x.
+  void pack(int64_t begin, int64_t end) {
+    const int64_t in = weight.groups * kGroup;
+    for (int64_t t = begin; t < end; t++)
+      for (int64_t g = 0; g < weight.groups; g++)
+        for (int64_t i = 0; i < kTile; i++) {
+          const int64_t r = t * kTile + i;
+          const __m512i line = r < rows ? load<__m512i>(x + r * in + g * kGroup) : __m512i{};
+          _mm512_store_si512(a[t * weight.groups + g].numbers[i], line);
+        }
+  }
+
+  // Pairs `begin` to `end` of blocks of 16 outputs, of every row of x.
+  void run(int64_t begin, int64_t end) const {
+    const Tiles shapes;
+    const std::unique_ptr<Tile[]> w(new Tile[2 * weight.groups]);
+    for (int64_t block = 2 * begin; block < std::min(2 * end, blocks); block += 2) {
+      const bool two = block + 1 < blocks;
+      expand(block, w.get());
+      if (two) expand(block + 1, w.get() + weight.groups);
+      written();
+      for (int64_t t = 0; t < tiles; t += 2) {
+        const bool tall = t + 1 < tiles;
+        if (two)
+          tall ? product<2, 2>(t, block, w.get()) : product<1, 2>(t, block, w.get());
+        else
+          tall ? product<2, 1>(t, block, w.get()) : product<1, 1>(t, block, w.get());
+      }
+    }
+  }
+
+ private:
+  // A block as tiles, group by group: W[o][k] at row k / 2, column o, place k % 2.
+  void expand(int64_t block, Tile* to) const {
+    const uint8_t* code = weight.code(block);
+    const BFloat16* scale = weight.scale(block);
+    const __m512i table = weight.table();
+    for (int64_t g = 0; g < weight.groups; g++, to++, code += weight.bytes, scale += kLanes) {
+      weight.fetch(code);
+      // With 128 + level in its second byte, the bits of 2¹⁵ are 2¹⁵ + 128 + level as a float. What it
+      // is too large by goes in the product's subtraction, which is exact: 9 bits times 8.
+      const F32x16 by = widen(scale), offset = by * (32768.0f + 128.0f);
+      const auto level = [&](__m512i shifted) {
+        constexpr int masked_or = 0xea;  // (a & b) | c
+        const __m512i number = _mm512_ternarylogic_epi32(
+            shifted, _mm512_set1_epi32(0xff00), _mm512_set1_epi32(0x47000000), masked_or);
+        return _mm512_fmsub_ps((__m512)number, (__m512)by, (__m512)offset);
+      };
+      for (int s = 0; s < kSteps; s++) {
+        const __m512i four = weight.step(code, s, table);
+        pairs(to->numbers[2 * s], level(_mm512_slli_epi32(four, 8)), level(four));
+        pairs(to->numbers[2 * s + 1], level(_mm512_srli_epi32(four, 8)),
+              level(_mm512_srli_epi32(four, 16)));
+      }
+    }
+  }
+
+  // A row of a tile: two numbers of each lane beside each other.
+  static void pairs(BFloat16* to, __m512 even, __m512 odd) {
+    alignas(64) static constexpr uint16_t order[32] = {
+        0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    _mm512_store_si512(to, _mm512_permutexvar_epi16(load<__m512i>(order),
+                                                     (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
+  }
+
+  // M tiles of x by N blocks, at most two each.
+  template <int M, int N>
+  void product(int64_t t, int64_t block, const Tile* w) const {
+    const int64_t one = weight.groups;
+    const Tile* from = a.get() + t * one;
+    _tile_zero(0);
+    if constexpr (N > 1) _tile_zero(1);
+    if constexpr (M > 1) _tile_zero(2);
+    if constexpr (M > 1 && N > 1) _tile_zero(3);
+    for (int64_t g = 0; g < weight.groups; g++, from++, w++) {
+      _tile_loadd(4, from, 64);
+      _tile_loadd(6, w, 64);
+      _tile_dpbf16ps(0, 4, 6);
+      if constexpr (N > 1) {
+        _tile_loadd(7, w + one, 64);
+        _tile_dpbf16ps(1, 4, 7);
+      }
+      if constexpr (M > 1) {
+        _tile_loadd(5, from + one, 64);
+        _tile_dpbf16ps(2, 5, 6);
+      }
+      if constexpr (M > 1 && N > 1) _tile_dpbf16ps(3, 5, 7);
+    }
+    alignas(64) float c[4][kTile][kTile];
+    _tile_stored(0, c[0], 64);
+    if constexpr (N > 1) _tile_stored(1, c[1], 64);
+    if constexpr (M > 1) _tile_stored(2, c[2], 64);
+    if constexpr (M > 1 && N > 1) _tile_stored(3, c[3], 64);
+    for (int m = 0; m < M; m++)
+      for (int n = 0; n < N; n++) finish(c[2 * m + n], t + m, block + n);
+  }
+
+  // A tile of sums into 16 rows of y.
+  void finish(const float (&c)[kTile][kTile], int64_t t, int64_t block) const {
+    const int64_t o = block * kLanes;
+    const __mmask16 mask = lanes(out - o);
+    const F32x16 add = bias ? widen(bias + o, mask) : F32x16{};
+    for (int64_t r = t * kTile; r < std::min((t + 1) * kTile, rows); r++)
+      store(y + r * out + o, load<F32x16>(c[r - t * kTile]) + add, mask);
+  }
+};
+
+#endif
+
+}  // namespace workhorse

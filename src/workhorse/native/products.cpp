@@ -1,0 +1,91 @@
+// The operator of products.h as PyTorch sees it.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <optional>
+
+#include "products.h"
+
+#ifdef __AMX_BF16__
+
+namespace workhorse {
+namespace {
+
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kFewRows = 256;
+
+bool is_matrix(const Tensor& x, int64_t rows, int64_t columns) {
+  return x.is_cpu() && x.scalar_type() == ScalarType::BFloat16 && x.dim() == 2 &&
+         x.size(0) == rows && x.size(1) == columns;
+}
+
+Operand operand(const Tensor& x, int lane_axis) {
+  const int k_axis = 1 - lane_axis;
+  const BFloat16* at = static_cast<const BFloat16*>(x.const_data_ptr());
+  if (x.stride(k_axis) == 1 || x.size(k_axis) == 1) return {at, x.stride(lane_axis), true};
+  STD_TORCH_CHECK(x.stride(lane_axis) == 1 || x.size(lane_axis) == 1,
+                  "workhorse: rows or columns of a matrix must lie side by side");
+  return {at, x.stride(k_axis), false};
+}
+
+// Every thread gets a part of C, in a grid whose parts need the fewest rows and columns of A and B.
+void in_threads(const Product& product, int64_t rows, int64_t columns) {
+  const int64_t threads = torch::stable::get_num_threads();
+  int64_t high = threads;  // parts that the rows are in
+  for (int64_t h = 1; h <= threads; h++)
+    if (threads % h == 0 &&
+        rows / h + columns * h / threads < rows / high + columns * high / threads)
+      high = h;
+  const int64_t wide = threads / high;
+  const auto border = [](int64_t size, int64_t parts, int64_t i) {
+    return std::min(size, (size + kPanel - 1) / kPanel * i / parts * kPanel);
+  };
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t from, int64_t to) {
+    for (int64_t t = from; t < to; t++) {
+      const int64_t m = border(rows, high, t / wide), m_end = border(rows, high, t / wide + 1);
+      const int64_t n = border(columns, wide, t % wide), n_end = border(columns, wide, t % wide + 1);
+      if (m < m_end && n < n_end) product.run(m, m_end, n, n_end);
+    }
+  });
+}
+
+Tensor multiply(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
+  STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2, "workhorse: a and b must have two axes");
+  const int64_t rows = a.size(0), k = a.size(1), columns = b.size(1);
+  STD_TORCH_CHECK(k > 0 && is_matrix(a, rows, k) && is_matrix(b, k, columns),
+                  "workhorse: a and b must be bfloat16 on the CPU and belong together");
+  if (bias)
+    STD_TORCH_CHECK(bias->is_cpu() && bias->scalar_type() == ScalarType::BFloat16 &&
+                        bias->dim() == 1 && bias->size(0) == columns && bias->stride(0) == 1,
+                    "workhorse: bias must be bfloat16 on the CPU, one for each column");
+  Tensor c = torch::stable::new_empty(a, {rows, columns});
+  if (rows * columns == 0) return c;
+  const Operand left = operand(a, 0), right = operand(b, 1);
+  BFloat16* const at = static_cast<BFloat16*>(c.mutable_data_ptr());
+  const BFloat16* const added =
+      bias ? static_cast<const BFloat16*>(bias->const_data_ptr()) : nullptr;
+  // The left side can be used as it lies; for few rows that should be B.
+  if (left.along && right.along && rows <= kFewRows && rows < columns)
+    in_threads({right, left, {at, columns, added, true}, k}, columns, rows);
+  else
+    in_threads({left, right, {at, columns, added, false}, k}, rows, columns);
+  return c;
+}
+
+}  // namespace
+}  // namespace workhorse
+
+STABLE_TORCH_LIBRARY_FRAGMENT(workhorse, m) {
+  if (workhorse::tiles_allowed()) m.def("multiply(Tensor a, Tensor b, Tensor? bias) -> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(workhorse, CPU, m) {
+  if (workhorse::tiles_allowed()) m.impl("multiply", TORCH_BOX(&workhorse::multiply));
+}
+
+#endif  // __AMX_BF16__

@@ -1,0 +1,263 @@
+"""Norms and feed-forwards on a CPU with native operators, put in from outside.
+
+A norm is one pass over its rows each way, with the residual sums beside it. An activation of
+bfloat16 is looked up: there are 65,536 numbers. A feed-forward is one step of autograd, which keeps
+what goes into the activation and not what comes out.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workhorse.native import training
+from workhorse.nn.blocks import PreNorm
+from workhorse.nn.cache import KeyValueEntry
+from workhorse.nn.context import Context
+from workhorse.nn.feedforward import Gated, GatedMlp, Mlp, ReluSquared
+from workhorse.nn.head_loss import Multiply, product
+from workhorse.nn.norms import LayerNorm, RMSNorm
+
+_ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, ReluSquared)
+"""Those without weights: a number's image is always the same."""
+
+
+def speed_up_layers(module: nn.Module, multiply: Multiply = product) -> None:
+    """Let norms and feed-forwards in a module that is trained use native operators.
+
+    Args:
+        module: what is trained.
+        multiply: two matrices.
+    """
+    for part in module.modules():
+        if isinstance(part, LayerNorm):
+            _replace(part, _layer_norm)
+        elif isinstance(part, RMSNorm):
+            _replace(part, _rms_norm)
+        elif type(part) is PreNorm:
+            _replace(part, _pre_norm)
+        elif isinstance(part, Mlp | Gated) and isinstance(part.activation, _ACTIVATIONS):
+            table = table_of(part.activation)
+            if isinstance(part, Mlp):
+                _replace(part, _mlp, table, multiply)
+            else:
+                _replace(part, _gated, table)
+        elif (
+            isinstance(part, GatedMlp)
+            and type(part.activation) is Gated
+            and isinstance(part.activation.activation, _ACTIVATIONS)
+        ):
+            _replace(part, _gated_mlp, table_of(part.activation.activation), multiply)
+
+
+def _replace(module: nn.Module, forward: Callable[..., Tensor], *given: object) -> None:
+    setattr(module, "forward", functools.partial(forward, module, *given))  # noqa: B010
+
+
+def _plain(module: nn.Module, *given: Tensor) -> Tensor:
+    """What the module would give had nothing been replaced."""
+    return type(module).forward(module, *given)
+
+
+@torch.enable_grad()
+def table_of(activation: nn.Module) -> Tensor:
+    """(65536,) words: each number of bfloat16's image in the lower half, in the upper the slope."""
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    x = bits.view(torch.bfloat16).double().requires_grad_()
+    value = activation(x)
+    (slope,) = torch.autograd.grad(value.sum(), x)
+    halves = torch.stack((value.detach(), slope), dim=1).to(torch.bfloat16)
+    return halves.view(torch.int32).flatten()
+
+
+def _layer_norm(module: LayerNorm, x: Tensor) -> Tensor:
+    if x.dtype != torch.bfloat16:  # PyTorch's own is as fast
+        return _plain(module, x)
+    return _Norm.apply(x, module.weight, module.bias, module.offset, module.eps, True)
+
+
+def _rms_norm(module: RMSNorm, x: Tensor) -> Tensor:
+    if x.dtype not in (torch.bfloat16, torch.float32):
+        return _plain(module, x)
+    return _Norm.apply(x, module.weight, None, module.offset, module.eps, False)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes by position
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        offset: float,
+        eps: float,
+        centred: bool,
+    ) -> Tensor:
+        x = x.contiguous()
+        y, moments = training.norm(x, weight, bias, offset=offset, eps=eps, centred=centred)
+        ctx.save_for_backward(x, moments, weight, bias)
+        ctx.offset, ctx.centred = offset, centred
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        return _norm_gradients(ctx, above[0], None)
+
+
+def _norm_gradients(ctx: Any, above: Tensor, other: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, moments, weight, bias = ctx.saved_tensors
+    dx, sums = training.norm_backward(
+        above.contiguous(), x, moments, weight, other, offset=ctx.offset, centred=ctx.centred
+    )
+    of_weight = None if weight is None else sums[0].to(weight.dtype)
+    of_bias = None if bias is None else sums[1].to(bias.dtype)
+    return dx, of_weight, of_bias, None, None, None
+
+
+def _pre_norm(
+    block: PreNorm, x: Tensor, context: Context, cache: KeyValueEntry | None = None
+) -> Tensor:
+    norms = (block.attention_norm, block.feed_forward_norm)
+    if (
+        x.dtype != torch.bfloat16
+        or not isinstance(block.branch, nn.Identity)
+        or not all(isinstance(norm, LayerNorm | RMSNorm) for norm in norms)
+    ):
+        return PreNorm.forward(block, x, context, cache)
+    x, y = _add_norm(norms[0], x, None)
+    x, y = _add_norm(norms[1], x, block.attention(y, context, cache))
+    return x + block.feed_forward(y)
+
+
+def _add_norm(norm: nn.Module, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
+    assert isinstance(norm, LayerNorm | RMSNorm)
+    centred = isinstance(norm, LayerNorm)
+    bias = norm.bias if isinstance(norm, LayerNorm) else None
+    return _AddNorm.apply(x, branch, norm.weight, bias, norm.offset, norm.eps, centred)
+
+
+class _AddNorm(torch.autograd.Function):
+    """`x + branch`, or x, and its norm: their gradients meet in one pass."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes by position
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        offset: float,
+        eps: float,
+        centred: bool,
+    ) -> tuple[Tensor, Tensor]:
+        options = {"offset": offset, "eps": eps, "centred": centred}
+        total = x.contiguous()
+        if branch is None:
+            y, moments = training.norm(total, weight, bias, **options)
+        else:
+            total, y, moments = training.add_norm(
+                total, branch.contiguous(), weight, bias, **options
+            )
+        ctx.save_for_backward(total, moments, weight, bias)
+        ctx.offset, ctx.centred, ctx.joins = offset, centred, branch is not None
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        along, into_norm = above
+        dx, *others = _norm_gradients(ctx, into_norm, along.contiguous())
+        return dx, dx if ctx.joins else None, *others
+
+
+def _gated(module: Gated, table: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+    if gate.dtype == up.dtype == torch.bfloat16 and gate.shape == up.shape:
+        return _Activation.apply(gate, up, table)
+    return _plain(module, gate, up)
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, up: Tensor, table: Tensor) -> Tensor:
+        x, up = x.contiguous(), up.contiguous()
+        ctx.save_for_backward(x, up)
+        ctx.table = table
+        return training.activation(x, up, table)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        x, up = ctx.saved_tensors
+        _, dx, dup = training.activation_backward(above[0].contiguous(), x, up, ctx.table)
+        return dx, dup, None
+
+
+def _mlp(module: Mlp, table: Tensor, multiply: Multiply, x: Tensor) -> Tensor:
+    linears = (module.down_proj, module.up_proj)
+    if not _is_simple(x, module.dropout, *linears):
+        return _plain(module, x)
+    return _FeedForward.apply(x, table, multiply, *_weights(*linears))
+
+
+def _gated_mlp(module: GatedMlp, table: Tensor, multiply: Multiply, x: Tensor) -> Tensor:
+    linears = (module.down_proj, module.gate_proj, module.up_proj)
+    if not _is_simple(x, module.dropout, *linears):
+        return _plain(module, x)
+    return _FeedForward.apply(x, table, multiply, *_weights(*linears))
+
+
+def _is_simple(x: Tensor, dropout: nn.Module, *linears: nn.Module) -> bool:
+    return (
+        isinstance(dropout, nn.Identity)
+        and all(type(linear) is nn.Linear for linear in linears)
+        and all(weight.dtype == torch.bfloat16 for weight in (x, *(f.weight for f in linears)))
+    )
+
+
+def _weights(*linears: nn.Linear) -> list[Tensor | None]:
+    return [weight for linear in linears for weight in (linear.weight, linear.bias)]
+
+
+class _FeedForward(torch.autograd.Function):
+    """`down(act(first(x)))`, or `down(act(first(x)) · second(x))`; a weight and a bias of each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, table: Tensor, multiply: Multiply, *weights: Tensor | None
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        (down, down_bias), *branches = _pairs(weights)
+        hidden = [multiply(rows, weight.t(), bias) for weight, bias in branches]
+        ctx.save_for_backward(rows, *weights, *hidden)
+        ctx.table, ctx.multiply = table, multiply
+        y = multiply(training.activation(*_two(hidden), table), down.t(), down_bias)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        multiply = ctx.multiply
+        rows, *saved = ctx.saved_tensors
+        count = len(saved) // 3  # a weight and a bias of each branch and what it gave, and down's
+        (down, down_bias), *branches = _pairs(saved[:-count])
+        hidden = saved[-count:]
+        dy = above[0].reshape(rows.shape).contiguous()
+        y, *slopes = training.activation_backward(
+            multiply(dy, down, None), *_two(hidden), ctx.table
+        )
+        gradients = [multiply(dy.t(), y, None), None if down_bias is None else dy.sum(0)]
+        dx: list[Tensor] = []
+        for (weight, bias), slope in zip(branches, slopes, strict=True):
+            gradients += [multiply(slope.t(), rows, None), None if bias is None else slope.sum(0)]
+            dx.append(multiply(slope, weight, None))
+        total = dx[0] if len(dx) == 1 else dx[0].add_(dx[1])
+        return total.view(above[0].shape), None, None, *gradients
+
+
+def _pairs(weights: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
+    """Each weight with its bias."""
+    pairs = zip(weights[::2], weights[1::2], strict=True)
+    return [(weight, bias) for weight, bias in pairs if weight is not None]
+
+
+def _two(hidden: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    return hidden[0], hidden[1] if len(hidden) > 1 else None

@@ -1,0 +1,87 @@
+"""How much memory this process has, and may still take, on Linux."""
+
+import contextlib
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from workhorse.errors import WorkhorseError
+
+ROOT = Path("/")
+STATUS, CLEAR = ROOT / "proc/self/status", ROOT / "proc/self/clear_refs"
+
+
+def free_memory(root: Path = ROOT) -> int:
+    """Bytes that the machine has left, or that are left of a limit on this process's group.
+
+    Args:
+        root: below which `/proc` and `/sys` are.
+
+    Raises:
+        WorkhorseError: the system does not say (it is not Linux).
+    """
+    free = _field(root / "proc/meminfo", "MemAvailable:")
+    if free is None:
+        raise WorkhorseError(
+            f"micro_batch_size=auto cannot tell how much memory is free on {sys.platform}; "
+            "give a number"
+        )
+    return max(0, min([free * 1024, *_left_of_limits(root)]))
+
+
+def resident() -> int:
+    """Bytes of this process in memory; `most_resident` forgets what was before."""
+    with contextlib.suppress(OSError):  # some containers forbid it: the peak is then an older one
+        CLEAR.write_text("5", encoding="utf-8")
+    return _kib(STATUS, "VmRSS:")
+
+
+def most_resident() -> int:
+    """Bytes of this process in memory at most since `resident` was called."""
+    return _kib(STATUS, "VmHWM:")
+
+
+def _kib(file: Path, name: str) -> int:
+    return 1024 * (_field(file, name) or 0)
+
+
+def _left_of_limits(root: Path) -> Iterator[int]:
+    """Of each control group this process is in, inner ones first, version 2 and version 1."""
+    try:
+        groups = (root / "proc/self/cgroup").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return
+    for line in groups:
+        _, controllers, path = line.split(":", 2)
+        if controllers in ("", "memory"):
+            old = controllers == "memory"
+            top = root / ("sys/fs/cgroup/memory" if old else "sys/fs/cgroup")
+            names = ("limit_in_bytes", "usage_in_bytes") if old else ("max", "current")
+            inner = top / path.lstrip("/")
+            # In a container the path may be the host's, and what is mounted is the group itself.
+            for folder in [top, *(p for p in [inner, *inner.parents] if p.is_relative_to(top))]:
+                yield from _left_of(folder, *names)
+
+
+def _left_of(folder: Path, limit: str, usage: str) -> Iterator[int]:
+    values = [_number(folder / f"memory.{name}") for name in (limit, usage)]
+    if values[0] is not None and values[1] is not None:
+        # Files read long ago are dropped when memory is wanted.
+        cached = _field(folder / "memory.stat", "inactive_file") or 0
+        yield values[0] - values[1] + cached
+
+
+def _number(file: Path) -> int | None:
+    """The number in a file; None where there is none: no file, or the word `max`."""
+    try:
+        return int(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return None
+
+
+def _field(file: Path, name: str) -> int | None:
+    try:
+        lines = file.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return None
+    return next((int(line.split()[1]) for line in lines if line.split()[:1] == [name]), None)

@@ -1,0 +1,121 @@
+"""Linear layers with weights of 8 or 4 bits: decoding reads a half or a quarter of the memory.
+
+On a CPU that has the instructions a native operator multiplies by the codes, `native/packed.h`;
+elsewhere the weight is written out in the type of x at every call, which is right and slow. The two
+differ by rounding. No gradients are computed for the weight.
+"""
+
+from typing import Self
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workhorse import native
+from workhorse.native.operators import GROUP, LANES
+from workhorse.nn.grouped_linear import GroupedLinear, Groups, grouped_product
+from workhorse.transforms.codes import FORMATS, FormatName, decode, encode, shape_of_codes
+
+
+class QuantizedWeight(nn.Module):
+    """A matrix in codes and scales, or a stack of them.
+
+    Args:
+        shape: (out_features, in_features), or (matrices, out_features, in_features).
+        format: of the codes.
+        bias: shared with the layer it stands for.
+        device: of the codes, which hold nothing until `copy_`.
+    """
+
+    codes: Tensor
+    scales: Tensor
+    table: Tensor | None
+
+    def __init__(
+        self,
+        shape: torch.Size,
+        format: FormatName,
+        bias: nn.Parameter | None = None,
+        device: torch.device | None = None,
+    ) -> None:
+        super().__init__()
+        self.shape = shape
+        *matrices, self.out_features, self.in_features = shape
+        self.format: FormatName = format
+        blocks, groups, size = shape_of_codes(self.out_features, self.in_features, FORMATS[format])
+        codes = torch.empty(*matrices, blocks, groups, size, dtype=torch.uint8, device=device)
+        # Bits of bfloat16 as integers, which a cast of the model leaves alone.
+        scales = torch.empty(*matrices, blocks, groups, LANES, dtype=torch.int16, device=device)
+        self.register_buffer("codes", codes)
+        self.register_buffer("scales", scales)
+        table = None
+        if FORMATS[format].per_byte > 1:
+            table = torch.tensor(FORMATS[format].levels, dtype=torch.int16, device=device) + 128
+            table = table.to(torch.uint8)
+        self.register_buffer("table", table, persistent=False)
+        self.bias = bias
+        self.native = native.load() and native.packs()
+
+    @classmethod
+    def of(cls, layer: nn.Linear | GroupedLinear, format: FormatName) -> Self:
+        """The layer with its weight quantised."""
+        made = cls(layer.weight.shape, format, layer.bias, layer.weight.device)
+        return made.copy_(layer.weight.detach())
+
+    @property
+    def nbytes(self) -> int:
+        """Of codes and scales."""
+        return self.codes.nbytes + self.scales.nbytes
+
+    def copy_(self, weight: Tensor) -> Self:
+        """Quantise a weight into the codes, as `Tensor.copy_` would take it over."""
+        matrices = weight.view(-1, self.out_features, self.in_features)
+        for matrix, codes, scales in zip(matrices, *self._stacks(), strict=True):
+            encode(matrix, codes, scales, FORMATS[self.format])
+        return self
+
+    def dequantized(self, dtype: torch.dtype) -> Tensor:
+        """What the codes say, in the shape of the weight."""
+        made = [
+            decode(codes, scales, FORMATS[self.format])[: self.out_features, : self.in_features]
+            for codes, scales in zip(*self._stacks(), strict=True)
+        ]
+        return torch.stack(made).to(dtype).view(self.shape)
+
+    def _multiplies(self, x: Tensor) -> bool:
+        """Whether the native operator takes it."""
+        known = x.dtype in (torch.bfloat16, torch.float32) and x.device.type == "cpu"
+        return self.native and known and not torch.is_grad_enabled()
+
+    def _product(self, x: Tensor, bias: Tensor | None, ends: Tensor | None = None) -> Tensor:
+        x = F.pad(x, (0, -self.in_features % GROUP)) if self.in_features % GROUP else x
+        packed = (self.codes, self.scales, self.table)
+        return native.packed_linear(x, *packed, bias, out_features=self.out_features, ends=ends)
+
+    def _stacks(self) -> tuple[Tensor, Tensor]:
+        """Codes and scales of every matrix, one matrix being a stack of one."""
+        codes, scales = self.codes, self.scales
+        return codes.view(-1, *codes.shape[-3:]), scales.view(-1, *scales.shape[-3:])
+
+    def extra_repr(self) -> str:
+        return f"{', '.join(map(str, self.shape))}, {self.format}"
+
+
+class QuantizedLinear(QuantizedWeight):
+    """`x Wᵀ + b`."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self._multiplies(x):
+            return self._product(x, self.bias)
+        return F.linear(x, self.dequantized(x.dtype), self.bias)
+
+
+class QuantizedGroupedLinear(QuantizedWeight):
+    """`x[r] @ W[g]ᵀ + b[g]` for the group g of each row r, as `GroupedLinear`."""
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        if self._multiplies(x):
+            y = self._product(x, None, groups.ends)
+        else:
+            y = grouped_product(x, self.dequantized(x.dtype), groups.ends)
+        return y if self.bias is None else y + self.bias[groups.of_row]

@@ -1,0 +1,210 @@
+"""Norms, activations and the loss of a training step, against float64, at every tail."""
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workhorse.native import training
+from workhorse.nn.feedforward import ReluSquared
+from workhorse.nn.head_loss import Shaping, loss_into_gradient
+from workhorse.train.cpu_layers import table_of
+
+HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
+ACTIVATIONS = {
+    "gelu": nn.GELU(),
+    "gelu_tanh": nn.GELU(approximate="tanh"),
+    "silu": nn.SiLU(),
+    "relu": nn.ReLU(),
+    "relu2": ReluSquared(),
+    "sigmoid": nn.Sigmoid(),
+}
+
+
+@pytest.fixture(autouse=True)
+def _operators() -> None:
+    if reason := training.why_not():
+        pytest.skip(reason)
+
+
+@pytest.fixture
+def threads() -> Iterator[Callable[[int], None]]:
+    before = torch.get_num_threads()
+    yield torch.set_num_threads
+    torch.set_num_threads(before)
+
+
+def exact_norm(
+    x: Tensor,
+    weight: Tensor | None,
+    bias: Tensor | None,
+    *,
+    offset: float,
+    eps: float,
+    centred: bool,
+) -> Tensor:
+    if centred:
+        x = x - x.mean(-1, keepdim=True)
+    y = x / (x.square().mean(-1, keepdim=True) + eps).sqrt()
+    y = y if weight is None else y * (weight + offset)
+    return y if bias is None else y + bias
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 7, 16, 33, 384])
+@pytest.mark.parametrize(
+    ("centred", "weighted", "biased", "offset"),
+    [
+        (True, True, True, 0),
+        (True, True, False, 1),
+        (True, False, False, 0),
+        (False, True, False, 1),
+    ],
+)
+def test_norms(
+    dtype: torch.dtype, width: int, *, centred: bool, weighted: bool, biased: bool, offset: float
+) -> None:
+    """Rounded once: float32's error grows with the cancellation in a row, by a factor below 64."""
+    x = (torch.randn(130, width) * 2 + 1).to(dtype)
+    weight = torch.randn(width).to(dtype) if weighted else None
+    bias = torch.randn(width).to(dtype) if biased else None
+    above = torch.randn(130, width).to(dtype)
+    options = {"offset": offset, "centred": centred}
+    y, moments = training.norm(x, weight, bias, eps=1e-3, **options)
+    dx, sums = training.norm_backward(above, x, moments, weight, None, **options)
+
+    given = [t if t is None else t.double().requires_grad_() for t in (x, weight, bias)]
+    expected = exact_norm(*given, eps=1e-3, **options)
+    expected.backward(above.double())
+    slack = 64 * 2.0**-24
+    scale = expected.abs().max()
+    assert ((y - expected).abs() <= HALF_ULP[dtype] * expected.abs() + slack * scale).all()
+    pairs = [(dx, given[0].grad, HALF_ULP[dtype])]
+    if weighted:
+        pairs.append((sums[0], given[1].grad, 0))
+    if biased:
+        pairs.append((sums[1], given[2].grad, 0))
+    for ours, exact, rounding in pairs:
+        largest = max(exact.abs().max(), above.abs().max())
+        assert ((ours - exact).abs() <= rounding * exact.abs() + 20 * slack * largest).all()
+
+
+@pytest.mark.parametrize("width", [7, 48])
+def test_a_sum_is_normed_and_gradients_are_added_where_they_meet(width: int) -> None:
+    x, branch, above, other = torch.randn(4, 100, width).bfloat16()
+    options = {"offset": 0.0, "centred": True}
+    total, y, moments = training.add_norm(x, branch, None, None, eps=1e-5, **options)
+    assert torch.equal(total, x + branch)
+    assert torch.equal(y, training.norm(total, None, None, eps=1e-5, **options)[0])
+    alone, _ = training.norm_backward(above, total, moments, None, None, **options)
+    joined, _ = training.norm_backward(above, total, moments, None, other, **options)
+    assert torch.equal(joined, alone + other)
+
+
+def test_a_norms_gradient_does_not_depend_on_threads(threads: Callable[[int], None]) -> None:
+    x, above, weight = torch.randn(1000, 48), torch.randn(1000, 48), torch.randn(48)
+    results = []
+    for count in (1, 2, 3):
+        threads(count)
+        _, moments = training.norm(x, weight, None, offset=0, eps=1e-5, centred=True)
+        results.append(
+            training.norm_backward(above, x, moments, weight, None, offset=0, centred=True)
+        )
+    for other in results[1:]:
+        assert all(map(torch.equal, results[0], other))
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_every_number_has_its_image_and_slope(name: str) -> None:
+    numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
+    table = table_of(ACTIVATIONS[name])
+    x = numbers.double().requires_grad_()
+    exact = ACTIVATIONS[name](x)
+    (slope,) = torch.autograd.grad(exact.sum(), x)
+    y = training.activation(numbers, None, table)
+    again, dx = training.activation_backward(torch.ones_like(numbers), numbers, None, table)
+    for ours, expected in ((y, exact), (again, exact), (dx, slope)):
+        rounded = expected.detach().bfloat16().double()
+        least = torch.finfo(torch.bfloat16).tiny  # what is smaller may become 0
+        torch.testing.assert_close(ours.double(), rounded, rtol=0, atol=least, equal_nan=True)
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 33, 40_000])
+def test_gated_activations(name: str, n: int) -> None:
+    """Image or slope, and the product with two factors, are rounded: three times at most."""
+    gate, up, above = torch.randn(3, n).bfloat16()
+    table = table_of(ACTIVATIONS[name])
+    y = training.activation(gate, up, table)
+    results = [y, *training.activation_backward(above, gate, up, table)]
+    g, u = (t.double().requires_grad_() for t in (gate, up))
+    exact = ACTIVATIONS[name](g) * u
+    expected = [exact, exact, *torch.autograd.grad(exact, (g, u), above.double())]
+    for ours, wanted in zip(results, expected, strict=True):
+        assert ((ours - wanted).abs() <= 3 * HALF_ULP[torch.bfloat16] * wanted.abs()).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("vocab", [5, 16, 65, 1000])
+@pytest.mark.parametrize("shaping", [Shaping(), Shaping(0.5, None, 0.01)])
+def test_the_loss_and_its_gradient(dtype: torch.dtype, vocab: int, shaping: Shaping) -> None:
+    logits = (torch.randn(40, vocab) * 5).to(dtype)
+    targets = torch.randint(vocab, (40,))
+    targets[::7] = -100
+    exact = logits.double()
+    expected = loss_into_gradient(exact, targets, shaping)
+    loss = training.loss_into_gradient_(
+        logits, targets, multiplier=shaping.multiplier, z_loss=shaping.z_loss
+    )
+    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-5)
+    # An exponential is off by as much as its exponent is, which is below 64.
+    error = HALF_ULP[dtype] * exact.abs() + 64 * 2.0**-24
+    assert ((logits - exact).abs() <= error).all()
+
+
+def test_a_target_beyond_the_logits_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="target 5 of 5 logits"):
+        training.loss_into_gradient_(
+            torch.zeros(2, 5), torch.tensor([0, 5]), multiplier=1, z_loss=0
+        )
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_a_logit_that_is_not_finite_shows(value: float) -> None:
+    logits = torch.zeros(1, 20)
+    logits[0, 3] = value
+    loss = training.loss_into_gradient_(logits, torch.tensor([0]), multiplier=1, z_loss=0)
+    assert not loss.isfinite()
+
+
+@pytest.mark.skipif(not training.multiplies_tiles(), reason="no matrix instructions")
+@pytest.mark.parametrize("causal", [True, False])
+def test_attention_knows_its_normalisers(causal: bool) -> None:
+    q, k, v = torch.randn(3, 2, 3, 70, 32).bfloat16()
+    _, normaliser = training.attention(q, k, v, scale=0.2, causal=causal)
+    scores = q.double() @ k.double().mT * 0.2
+    if causal:
+        scores = scores.masked_fill(~torch.ones(70, 70, dtype=torch.bool).tril(), -torch.inf)
+    torch.testing.assert_close(normaliser, scores.logsumexp(-1).float(), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.skipif(not training.multiplies_tiles(), reason="no matrix instructions")
+def test_attention_reads_heads_where_the_projections_left_them() -> None:
+    joined = torch.randn(2, 40, 3, 4, 16).bfloat16()  # (batch, seq, q k v, heads, head_dim)
+    q, k, v = joined.permute(2, 0, 3, 1, 4)
+    y, _ = training.attention(q, k, v, scale=0.25, causal=True)
+    expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
+    assert (y.float() - expected).norm() < 0.01 * expected.norm()
+    assert y.transpose(1, 2).is_contiguous()
+
+
+@pytest.mark.parametrize(
+    "dtypes", [(torch.float32,), (torch.bfloat16,), (torch.float32, torch.bfloat16)]
+)
+def test_the_length_of_all_gradients(dtypes: tuple[torch.dtype, ...]) -> None:
+    tensors = [torch.randn(n).to(dtype) for dtype in dtypes for n in (1, 17, 70_000)]
+    exact = sum(x.double().square().sum() for x in tensors)
+    ours = training.squared_length(tensors).double()
+    torch.testing.assert_close(ours, exact, rtol=1024 * 2.0**-24, atol=0)  # so many in a lane

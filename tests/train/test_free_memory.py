@@ -1,0 +1,58 @@
+"""What a machine and its control groups say about memory."""
+
+from pathlib import Path
+
+import pytest
+
+from workhorse.errors import WorkhorseError
+from workhorse.train.free_memory import free_memory
+
+GIB = 2**30
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    meminfo = "MemTotal: 33554432 kB\nMemAvailable: 8388608 kB\n"
+    for name, text in {"proc/meminfo": meminfo, **files}.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_without_groups_it_is_the_machines(tmp_path: Path) -> None:
+    assert free_memory(machine(tmp_path, {})) == 8 * GIB
+
+
+@pytest.mark.parametrize("group", ["/", "/user/job", "/host/path/that/is/not/mounted"])
+def test_a_limit_of_a_container(tmp_path: Path, group: str) -> None:
+    files = {
+        "proc/self/cgroup": f"0::{group}\n",
+        "sys/fs/cgroup/memory.max": f"{4 * GIB}\n",
+        "sys/fs/cgroup/memory.current": f"{3 * GIB}\n",
+        "sys/fs/cgroup/memory.stat": f"anon 5\ninactive_file {GIB}\n",
+    }
+    assert free_memory(machine(tmp_path, files)) == 2 * GIB
+
+
+def test_the_tightest_of_nested_groups_and_no_limit(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "0::/user/job\n",
+        "sys/fs/cgroup/user/memory.max": f"{2 * GIB}",
+        "sys/fs/cgroup/user/memory.current": f"{GIB}",
+        "sys/fs/cgroup/user/job/memory.max": "max\n",
+        "sys/fs/cgroup/user/job/memory.current": f"{GIB}",
+    }
+    assert free_memory(machine(tmp_path, files)) == GIB
+
+
+def test_the_first_version_of_control_groups(tmp_path: Path) -> None:
+    files = {
+        "proc/self/cgroup": "7:cpu:/job\n9:memory:/job\n",
+        "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{3 * GIB}",
+        "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{GIB}",
+    }
+    assert free_memory(machine(tmp_path, files)) == 2 * GIB
+
+
+def test_other_systems_are_told_to_give_a_number(tmp_path: Path) -> None:
+    with pytest.raises(WorkhorseError, match=r"cannot tell how much memory is free on .*; give a"):
+        free_memory(tmp_path)

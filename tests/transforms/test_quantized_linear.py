@@ -1,0 +1,57 @@
+"""Layers with codes for weights: what they compute, and what becomes of their state."""
+
+from typing import get_args
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from workhorse.nn.grouped_linear import GroupedLinear, group_sorted, grouped_product
+from workhorse.transforms.codes import FormatName
+from workhorse.transforms.quantized_linear import QuantizedGroupedLinear, QuantizedLinear
+
+FORMATS: tuple[FormatName, ...] = get_args(FormatName)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_with_gradients_it_is_the_product_with_the_codes(format: FormatName) -> None:
+    layer = QuantizedLinear.of(nn.Linear(50, 37), format)
+    x = torch.randn(2, 3, 50, requires_grad=True)
+    y = layer(x)
+    assert torch.equal(y, F.linear(x, layer.dequantized(torch.float32), layer.bias))
+    y.sum().backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad[0, 0], layer.dequantized(torch.float32).sum(0))
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_groups_with_gradients(format: FormatName) -> None:
+    experts = GroupedLinear(3, 50, 37)
+    nn.init.normal_(experts.weight)
+    layer = QuantizedGroupedLinear.of(experts, format)
+    groups = group_sorted(torch.tensor([0, 0, 2]), 3)
+    x = torch.randn(3, 50)
+    weight = layer.dequantized(torch.float32)
+    assert weight.shape == experts.weight.shape
+    for expert in range(3):
+        alone = nn.Linear(50, 37, bias=False)
+        alone.weight.data = experts.weight[expert].detach()
+        assert torch.equal(
+            weight[expert], QuantizedLinear.of(alone, format).dequantized(torch.float32)
+        )
+    assert torch.equal(layer(x, groups), grouped_product(x, weight, groups.ends))
+
+
+def test_codes_survive_a_cast() -> None:
+    layer = QuantizedLinear.of(nn.Linear(64, 32).bfloat16(), "int4")
+    before = layer.dequantized(torch.float32)
+    assert torch.equal(layer.double().bfloat16().dequantized(torch.float32), before)
+
+
+def test_state_comes_back() -> None:
+    layer = QuantizedLinear.of(nn.Linear(50, 37), "int4")
+    other = QuantizedLinear(torch.Size((37, 50)), "int4", nn.Parameter(torch.zeros(37)))
+    other.load_state_dict(layer.state_dict())
+    x = torch.randn(3, 50)
+    assert torch.equal(other(x), layer(x))

@@ -9,7 +9,7 @@ from typing import Any, Literal
 
 import torch
 
-from workhorse.checkpoints import RunDirectory, weights_of
+from workhorse.checkpoints import Places, RunDirectory, weights_in_large_pages, weights_of
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.stored import StoredModel, is_hub_id, open_stored
 from workhorse.config import nearest
@@ -233,7 +233,12 @@ def load(
         raise WorkhorseError(f"{path} is a file; give the folder of the model it is part of")
     if path.is_dir() or is_hub_id(name):
         stored = open_stored(model, tell)
-        loaded = _stored(stored, where, DTYPES[dtype], kernel, quantize=quantize, tell=tell)
+        places: Places = weights_of
+        if quantize != "none":
+            places = partial(place_codes, format=quantize)
+        elif where.type == "cpu" and not as_stored:
+            places = weights_in_large_pages
+        loaded = _stored(stored, where, DTYPES[dtype], kernel, places=places, tell=tell)
     elif name in preset_names():
         tell(f"{name} is a preset: its weights are random and its tokens are bytes")
         loaded = _random(name, where, DTYPES[dtype] or torch.float32, kernel, quantize)
@@ -259,10 +264,9 @@ def _stored(
     dtype: torch.dtype | None,
     kernel: KernelName,
     *,
-    quantize: Quantization,
+    places: Places,
     tell: Callable[[str], object],
 ) -> Model:
-    places = weights_of if quantize == "none" else partial(place_codes, format=quantize)
     decoder = stored.load_decoder(device, dtype, kernel, places)
     for remark in stored.remarks:
         tell(f"{stored.path}: {remark}")

@@ -4,7 +4,14 @@ from workhorse.checkpoints.disk import Disk, write_atomically
 from workhorse.checkpoints.lock import FolderLock
 from workhorse.checkpoints.run_directory import RunDirectory
 from workhorse.checkpoints.store import Checkpoint, CheckpointStore, DamagedCheckpoint
-from workhorse.checkpoints.tensors import copy_tensors, empty_decoder, load_weights, weights_of
+from workhorse.checkpoints.tensors import (
+    Places,
+    copy_tensors,
+    empty_decoder,
+    load_weights,
+    weights_in_large_pages,
+    weights_of,
+)
 
 __all__ = [
     "Checkpoint",
@@ -12,10 +19,12 @@ __all__ = [
     "DamagedCheckpoint",
     "Disk",
     "FolderLock",
+    "Places",
     "RunDirectory",
     "copy_tensors",
     "empty_decoder",
     "load_weights",
+    "weights_in_large_pages",
     "weights_of",
     "write_atomically",
 ]

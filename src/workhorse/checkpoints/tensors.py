@@ -7,6 +7,7 @@ from torch import Tensor
 
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface.names import Destination
+from workhorse.native.pages import in_large_pages
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
 from workhorse.transforms.quantized_linear import QuantizedWeight
@@ -39,6 +40,16 @@ def weights_of(decoder: Decoder) -> dict[str, Tensor]:
                 "load the model without quantize"
             )
     return {name: weight.detach() for name, weight in decoder.named_parameters()}
+
+
+def weights_in_large_pages(decoder: Decoder) -> dict[str, Tensor]:
+    """As `weights_of`, of a decoder on the CPU that holds nothing yet, after moving it there."""
+    weights = list(decoder.parameters())
+    for dtype in {weight.dtype for weight in weights}:
+        here = [weight for weight in weights if weight.dtype == dtype]
+        for weight, room in zip(here, in_large_pages([w.shape for w in here], dtype), strict=True):
+            weight.data = room
+    return weights_of(decoder)
 
 
 @torch.no_grad()

@@ -11,7 +11,6 @@ from torch import Tensor, nn
 
 from workhorse import native
 from workhorse.native import products
-from workhorse.native.pages import in_large_pages
 
 FEW_ROWS = {torch.bfloat16: 128, torch.float32: 16}
 """Up to where `native.linear` was ahead of PyTorch's `linear`, by type of the weights."""
@@ -48,7 +47,7 @@ class StreamedLinear(nn.Linear):
 def stream_weights(model: nn.Module, *, wait: bool = False) -> bool:
     """Let a model's `nn.Linear` on the CPU read their weights at the speed of memory.
 
-    In place; parameters keep their names, values and sharing, and move to large pages of memory.
+    In place; parameters keep their names, values, sharing and memory.
     Sums are in float32 in another order than PyTorch's, so results differ by rounding. To be done
     after what replaces or joins linear layers, and after moving or casting the model.
 
@@ -65,18 +64,9 @@ def stream_weights(model: nn.Module, *, wait: bool = False) -> bool:
     for name, module in list(model.named_modules()):
         if type(module) is nn.Linear and _streams(module):
             model.set_submodule(name, StreamedLinear(module, multiplies=multiplies))
-    _move([part.weight for part in model.modules() if isinstance(part, StreamedLinear)])
     return True
 
 
 def _streams(linear: nn.Linear) -> bool:
     weight = linear.weight
     return weight.device.type == "cpu" and weight.dtype in FEW_ROWS and weight.is_contiguous()
-
-
-def _move(weights: list[Tensor]) -> None:
-    """Into large pages; a parameter that several modules share once."""
-    for dtype in FEW_ROWS:
-        here = [weight for weight in dict.fromkeys(weights) if weight.dtype == dtype]
-        for weight, room in zip(here, in_large_pages([w.shape for w in here], dtype), strict=True):
-            weight.data = room.copy_(weight.data)

@@ -114,6 +114,14 @@ def test_a_frequent_tokens_gradient_is_a_float32_sum() -> None:
     assert torch.count_nonzero(table.weight.grad[[0, 1, 3, 4]]) == 0
 
 
+def test_a_frozen_table_gets_no_gradient() -> None:
+    table, after = nn.Embedding(5, 3), nn.Linear(3, 1)
+    Masters(nn.Sequential(table, after))
+    table.requires_grad_(requires_grad=False)
+    after(table(torch.tensor([[1, 2]]))).sum().backward()
+    assert table.weight.grad is None
+
+
 def test_a_table_and_its_head_share_one_gradient(decoder: Decoder) -> None:
     """Rows of used tokens are added to the head's gradient, whichever comes first."""
     masters = Masters(decoder)

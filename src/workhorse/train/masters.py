@@ -93,9 +93,11 @@ class Masters:
 
 def _look_up(table: nn.Embedding, tokens: Tensor) -> Tensor:
     """`table(tokens)`, the gradient summed in float32."""
-    if table.weight.dtype != torch.bfloat16 or not torch.is_grad_enabled():
-        return F.embedding(tokens, table.weight)
-    return _LookUp.apply(tokens, table.weight.detach().requires_grad_(), table)
+    weight = table.weight
+    learns = torch.is_grad_enabled() and weight.requires_grad
+    if weight.dtype != torch.bfloat16 or not learns:
+        return F.embedding(tokens, weight)
+    return _LookUp.apply(tokens, weight.detach().requires_grad_(), table)
 
 
 class _LookUp(torch.autograd.Function):

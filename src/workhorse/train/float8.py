@@ -1,4 +1,7 @@
-"""Products in float8 on CUDA, by torchao: `train.fp8: true`."""
+"""Products in float8 on CUDA, by torchao: `train.fp8: true`.
+
+Tested by torchao's emulation on a CPU; not run on a GPU so far.
+"""
 
 import importlib
 from typing import Any

@@ -45,6 +45,7 @@ def train(
     device: str,
     compiled: bool = False,
     mean_dtype: Literal["float32", "bfloat16"] = "float32",
+    matmul_precision: Literal["highest", "high"] = "highest",
     threads: int,
 ) -> Round:
     """Rounds of training steps, as `workhorse train` takes them."""
@@ -68,6 +69,7 @@ def train(
         optimizer=optimizer,
         grad_clip=GRAD_CLIP,
         dtype=dtype,  # pyright: ignore[reportArgumentType]
+        matmul_precision=matmul_precision,
         compile=compiled,
     )
     training = build_step(gpt(sizes).build(device=device), config, torch.device(device))

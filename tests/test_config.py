@@ -37,6 +37,7 @@ class DrawingConfig(Config):
     named: dict[str, Shape] = Field(default={})
     order: tuple[str, ...] = ()
     grid: SquareConfig | None = None
+    columns: int | Literal["auto"] | None = None
 
 
 DRAWING = DrawingConfig(
@@ -66,6 +67,7 @@ def test_every_field_is_written_out() -> None:
         },
         "order": ["a", "b"],
         "grid": None,
+        "columns": None,
     }
 
 
@@ -87,11 +89,16 @@ ERRORS = [
     ({"width": 3, "nmae": "x"}, "unknown key 'nmae'; did you mean 'name'?"),
     (
         {"width": 3, "zzz": "x"},
-        "unknown key 'zzz'; known: grid, name, named, order, shape, width",
+        "unknown key 'zzz'; known: columns, grid, name, named, order, shape, width",
     ),
     ({}, "'width' is missing; give it a value"),
     ({"width": 0}, "width: 0 is not allowed: input should be greater than 0"),
     ({"width": "three"}, "width: 'three' is not allowed: input should be a valid integer"),
+    (
+        {"width": 3, "columns": "three"},
+        "columns: 'three' is not allowed: input should be a valid integer, unable to parse string "
+        "as an integer, or 'auto'",
+    ),
     ({"width": 2.5}, "width: 2.5 is not allowed: input should be a valid integer"),
     ({"width": True}, "width: True is true or false; give another value"),
     ({"width": None}, "width: None is not allowed: input should be a valid integer"),

@@ -10,7 +10,8 @@ import re
 import textwrap
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from pathlib import Path
-from typing import Any, Self, cast, get_args, get_origin
+from types import NoneType, UnionType
+from typing import Any, Self, Union, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -240,7 +241,12 @@ def _first_problem(config: type[Config], error: ValidationError) -> ConfigError:
         case "value_error":
             reason = str(cause)
         case _:
-            message = problem["msg"]
+            messages = [problem["msg"]]
+            if _is_plain_union(config, path):  # one finding for each arm, whose name is last
+                path = path[:1]
+                found = [other["msg"] for other in problems if str(other["loc"][0]) == path[0]]
+                messages += [message.removeprefix("Input should be ") for message in found[1:]]
+            message = ", or ".join(messages)
             reason = f"{_show(value)} is not allowed: {message[0].lower()}{message[1:]}"
     return ConfigError(reason, ".".join(_without_tag(config, path)))
 
@@ -249,6 +255,15 @@ def _alternatives(annotation: Any) -> list[Any]:
     """The types a field may have: `int | None` gives int and None."""
     inside = get_args(annotation)
     return [kind for part in inside for kind in _alternatives(part)] if inside else [annotation]
+
+
+def _is_plain_union(config: type[Config], path: list[str]) -> bool:
+    """Whether a path leads into a field of several plain types, as a number or a word."""
+    field = config.model_fields.get(path[0]) if path[1:] else None
+    if field is None or get_origin(field.annotation) not in (Union, UnionType):
+        return False
+    arms = [arm for arm in get_args(field.annotation) if arm is not NoneType]
+    return len(arms) > 1 and not _configs_in(field.annotation)
 
 
 def _without_tag(config: type[Config], path: list[str]) -> list[str]:

@@ -6,7 +6,15 @@ from pathlib import Path
 
 import torch
 
+from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
+
+DTYPES = {
+    "auto": None,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
 
 
 def resolve_device(name: str) -> torch.device:
@@ -31,6 +39,22 @@ def resolve_device(name: str) -> torch.device:
     if not there.get(device.type, False):
         raise WorkhorseError(f"device={name} is not there; choose cpu, or auto")
     return device
+
+
+def resolve_dtype(name: str) -> torch.dtype | None:
+    """The floating-point type of that name; None for `auto`.
+
+    Raises:
+        WorkhorseError: there is no such type.
+    """
+    if name not in DTYPES:
+        raise WorkhorseError(f"dtype {name!r} is unknown; {nearest(name, DTYPES)}")
+    return DTYPES[name]
+
+
+def name_of(device: torch.device) -> str:
+    """The GPU's name, or the kind of device."""
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
 def training_dtype(name: str, device: torch.device) -> torch.dtype:

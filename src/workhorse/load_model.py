@@ -14,7 +14,7 @@ from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.stored import StoredModel, is_hub_id, open_stored
 from workhorse.config import nearest
 from workhorse.data import DataConfig
-from workhorse.devices import resolve_device
+from workhorse.devices import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.generate import Completion, Delta, GenerationConfig, PrefixCache, generate, stream
 from workhorse.models import preset, preset_names
@@ -225,23 +225,20 @@ def load(
     """
     if as_stored and quantize != "none":
         raise WorkhorseError(f"quantize={quantize} changes what as_stored keeps; leave one out")
-    where, name = resolve_device(device), str(model)
-    if dtype not in DTYPES:
-        raise WorkhorseError(f"dtype {dtype!r} is unknown; {nearest(dtype, DTYPES)}")
-    path = Path(model)
+    where, type_of_weights = resolve_device(device), resolve_dtype(dtype)
+    path, name = Path(model), str(model)
     if path.is_file():
         raise WorkhorseError(f"{path} is a file; give the folder of the model it is part of")
     if path.is_dir() or is_hub_id(name):
-        stored = open_stored(model, tell)
-        places: Places = weights_of
+        places: Places = weights_of if as_stored else weights_in_large_pages
         if quantize != "none":
             places = partial(place_codes, format=quantize)
-        elif where.type == "cpu" and not as_stored:
-            places = weights_in_large_pages
-        loaded = _stored(stored, where, DTYPES[dtype], kernel, places=places, tell=tell)
+        stored = open_stored(model, tell)
+        decoder = stored.load_decoder(where, type_of_weights, kernel, places)
+        loaded = _with_text(stored, decoder, tell)
     elif name in preset_names():
         tell(f"{name} is a preset: its weights are random and its tokens are bytes")
-        loaded = _random(name, where, DTYPES[dtype] or torch.float32, kernel, quantize)
+        loaded = _random(name, where, type_of_weights or torch.float32, kernel, quantize)
     else:
         remedy = nearest(name, preset_names())
         raise WorkhorseError(f"there is no folder, hub id or preset {name!r}; {remedy}")
@@ -250,49 +247,24 @@ def load(
     return loaded
 
 
-DTYPES = {
-    "auto": None,
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
-
-
-def _stored(
-    stored: StoredModel,
-    device: torch.device,
-    dtype: torch.dtype | None,
-    kernel: KernelName,
-    *,
-    places: Places,
-    tell: Callable[[str], object],
-) -> Model:
-    decoder = stored.load_decoder(device, dtype, kernel, places)
+def _with_text(stored: StoredModel, decoder: Decoder, tell: Callable[[str], object]) -> Model:
+    """A decoder from disk with what lies beside it."""
     for remark in stored.remarks:
         tell(f"{stored.path}: {remark}")
-    data, family = None, None
-    if isinstance(stored, RunDirectory):
-        data = DataConfig.from_dict(stored.recipe()["data"])
-    if isinstance(stored, HuggingFaceDirectory):
-        family = stored.family
-    tokenizer = _tokenizer(stored, tell)
+    tokenizer = stored.tokenizer() if stored.has_tokenizer else None
+    if tokenizer is None:
+        tell(f"{stored.path} has no tokenizer: give and take token ids")
+    is_run = isinstance(stored, RunDirectory)
     return Model(
         str(stored.path),
         decoder,
         tokenizer,
         trained=True,
-        data=data,
+        data=DataConfig.from_dict(stored.recipe()["data"]) if is_run else None,
         stop_tokens=stored.stop_tokens,
-        trained_to_chat=data is None and tokenizer is not None and bool(tokenizer.chat_template),
-        family=family,
+        trained_to_chat=not is_run and tokenizer is not None and bool(tokenizer.chat_template),
+        family=stored.family if isinstance(stored, HuggingFaceDirectory) else None,
     )
-
-
-def _tokenizer(stored: StoredModel, tell: Callable[[str], object]) -> Tokenizer | None:
-    if not stored.has_tokenizer:
-        tell(f"{stored.path} has no tokenizer: give and take token ids")
-        return None
-    return stored.tokenizer()
 
 
 def _random(

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from workhorse import native
 from workhorse.generate import GenerationConfig, samplers
 
 
@@ -189,3 +190,29 @@ def test_ids_no_text_stands_for_are_never_chosen():
             logits, torch.tensor([0.999], dtype=torch.float64), None
         )
         assert token.item() < 5
+
+
+@pytest.mark.parametrize("natively", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
+def test_likeliest_is_greedy_where_all_is_finite(monkeypatch, dtype, natively):
+    monkeypatch.setattr(native, "finds_likeliest", lambda: natively and native.load(wait=True))
+    logits = random_logits(3, vocab=200).to(dtype)
+    logits[1, 7] = torch.nan
+    logits[4, 199] = -torch.inf
+    found = samplers.likeliest(logits)
+    assert found[[1, 4]].tolist() == [-1, -1]
+    assert torch.equal(found[[0, 2, 3]], logits[[0, 2, 3]].argmax(dim=-1))
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"temperature": 0}, True),
+        ({"temperature": 1.0}, False),
+        ({"temperature": 0, "logit_bias": {3: 1.0}}, False),
+        ({"temperature": 0, "repetition_penalty": 1.2}, False),
+        ({"temperature": 0, "frequency_penalty": 0.1}, False),
+    ],
+)
+def test_the_likeliest_is_taken_only_of_logits_that_nothing_changes(settings, expected):
+    assert samplers.takes_likeliest(GenerationConfig(**settings)) == expected

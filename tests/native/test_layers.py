@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from workhorse.native import training
 from workhorse.nn.feedforward import ReluSquared
 from workhorse.nn.head_loss import Shaping, loss_into_gradient
-from workhorse.train.cpu_layers import table_of
+from workhorse.train.cpu_layers import activation_of
 
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 ACTIVATIONS = {
@@ -34,6 +34,12 @@ def threads() -> Iterator[Callable[[int], None]]:
     before = torch.get_num_threads()
     yield torch.set_num_threads
     torch.set_num_threads(before)
+
+
+def named(name: str) -> training.Activation:
+    act = activation_of(ACTIVATIONS[name])
+    assert act is not None
+    return act
 
 
 def exact_norm(
@@ -119,12 +125,12 @@ def test_a_norms_gradient_does_not_depend_on_threads(threads: Callable[[int], No
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_every_number_has_its_image_and_slope(name: str) -> None:
     numbers = torch.arange(2**16, dtype=torch.int32).to(torch.int16).view(torch.bfloat16)
-    table = table_of(ACTIVATIONS[name])
+    act = named(name)
     x = numbers.double().requires_grad_()
     exact = ACTIVATIONS[name](x)
     (slope,) = torch.autograd.grad(exact.sum(), x)
-    y = training.activation(numbers, None, table)
-    again, dx = training.activation_backward(torch.ones_like(numbers), numbers, None, table)
+    y = training.activation(numbers, None, act)
+    again, dx = training.activation_backward(torch.ones_like(numbers), numbers, None, act)
     for ours, expected in ((y, exact), (again, exact), (dx, slope)):
         rounded = expected.detach().bfloat16().double()
         least = torch.finfo(torch.bfloat16).tiny  # what is smaller may become 0
@@ -136,14 +142,54 @@ def test_every_number_has_its_image_and_slope(name: str) -> None:
 def test_gated_activations(name: str, n: int) -> None:
     """Image or slope, and the product with two factors, are rounded: three times at most."""
     gate, up, above = torch.randn(3, n).bfloat16()
-    table = table_of(ACTIVATIONS[name])
-    y = training.activation(gate, up, table)
-    results = [y, *training.activation_backward(above, gate, up, table)]
+    act = named(name)
+    y = training.activation(gate, up, act)
+    results = [y, *training.activation_backward(above, gate, up, act)]
     g, u = (t.double().requires_grad_() for t in (gate, up))
     exact = ACTIVATIONS[name](g) * u
     expected = [exact, exact, *torch.autograd.grad(exact, (g, u), above.double())]
     for ours, wanted in zip(results, expected, strict=True):
         assert ((ours - wanted).abs() <= 3 * HALF_ULP[torch.bfloat16] * wanted.abs()).all()
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_activations_of_float32_are_exact_to_rounding(name: str) -> None:
+    """Within 8 half units of the last place, of the image or of half of x where that is larger."""
+    x = torch.cat((torch.linspace(-15, 15, 30_001), torch.randn(1001), torch.tensor([0.0, -0.0])))
+    exact_x = x.double().requires_grad_()
+    exact = ACTIVATIONS[name](exact_x)
+    (slope,) = torch.autograd.grad(exact.sum(), exact_x)
+    y = training.activation(x, None, named(name))
+    again, dx = training.activation_backward(torch.ones_like(x), x, None, named(name))
+    assert torch.equal(y, again)
+    largest = exact.detach().abs()
+    if name.startswith("gelu"):
+        largest = torch.maximum(largest, x.abs() / 2)
+    assert ((y - exact).abs() <= 8 * HALF_ULP[x.dtype] * largest + 1e-37).all()
+    assert ((dx - slope).abs() <= 4 * HALF_ULP[x.dtype] * slope.abs().clamp(min=1)).all()
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+@pytest.mark.parametrize("n", [1, 15, 16, 17, 33, 40_000])
+def test_gated_activations_of_float32(name: str, n: int) -> None:
+    gate, up, above = torch.randn(3, n)
+    y = training.activation(gate, up, named(name))
+    again, dgate, dup = training.activation_backward(above, gate, up, named(name))
+    assert torch.equal(y, again)
+    g, u = (t.double().requires_grad_() for t in (gate, up))
+    exact = ACTIVATIONS[name](g) * u
+    of_gate, of_up = torch.autograd.grad(exact, (g, u), above.double())
+    unit = 10 * HALF_ULP[torch.float32]
+    assert ((y - exact).abs() <= unit * (exact.abs() + gate.abs() * up.abs())).all()
+    assert ((dgate - of_gate).abs() <= unit * (above * up).abs() * (1 + gate.abs())).all()
+    assert ((dup - of_up).abs() <= unit * (of_up.abs() + (above * gate).abs())).all()
+
+
+@pytest.mark.parametrize("name", ACTIVATIONS)
+def test_what_is_not_a_number_stays_so(name: str) -> None:
+    x = torch.tensor([float("nan"), 1.0] * 9)
+    y = training.activation(x, None, named(name))
+    assert torch.equal(y.isnan(), x.isnan())
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -179,7 +225,9 @@ def test_a_logit_that_is_not_finite_shows(value: float) -> None:
     assert not loss.isfinite()
 
 
-@pytest.mark.skipif(not training.multiplies_tiles(), reason="no matrix instructions")
+@pytest.mark.skipif(
+    torch.bfloat16 not in training.attention_types(), reason="no matrix instructions"
+)
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_knows_its_normalisers(causal: bool) -> None:
     q, k, v = torch.randn(3, 2, 3, 70, 32).bfloat16()
@@ -190,7 +238,9 @@ def test_attention_knows_its_normalisers(causal: bool) -> None:
     torch.testing.assert_close(normaliser, scores.logsumexp(-1).float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(not training.multiplies_tiles(), reason="no matrix instructions")
+@pytest.mark.skipif(
+    torch.bfloat16 not in training.attention_types(), reason="no matrix instructions"
+)
 def test_attention_reads_heads_where_the_projections_left_them() -> None:
     joined = torch.randn(2, 40, 3, 4, 16).bfloat16()  # (batch, seq, q k v, heads, head_dim)
     q, k, v = joined.permute(2, 0, 3, 1, 4)

@@ -1,4 +1,4 @@
-"""`products.multiply` against float64, to the rounding that float32 sums and bfloat16 allow."""
+"""`products.multiply` against float64, to the rounding that float32 sums and the type allow."""
 
 import itertools
 
@@ -10,8 +10,12 @@ from workhorse.native import products
 
 pytestmark = pytest.mark.usefixtures("multiply")
 
-HALF_A_STEP = 2**-8  # of bfloat16, as a share of the number
+NAN, INFINITY = float("nan"), float("inf")
+LARGEST = torch.finfo(torch.float32).max
+BOTH = [torch.bfloat16, torch.float32]
+ROUNDING = {torch.bfloat16: 2**-8, torch.float32: 2**-24}  # as a share of the number
 SUM = 2e-6  # of float32, as a share of the sum of magnitudes; 4,000 numbers in any order
+HALVES = 2**-15  # likewise, what a float32 number as the sum of two of bfloat16 costs at most
 EDGES = [1, 15, 16, 17, 33, 64, 70]
 LONG = [(40, 1537, 40), (33, 2050, 300), (64, 3000, 200), (300, 1600, 450), (600, 2048, 420)]
 """(rows, inner, columns) of products that are cut: inner above `kWhole` in `products.h`."""
@@ -26,70 +30,128 @@ def multiply() -> None:
 def assert_exact(a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
     c = products.multiply(a, b, bias)
     exact = a.double() @ b.double()
-    magnitude = a.double().abs() @ b.double().abs() + 1
+    magnitude = a.double().abs() @ b.double().abs()
     if bias is not None:
         exact += bias.double()
     assert c.shape == exact.shape
+    assert c.dtype == a.dtype
     assert c.is_contiguous()
-    assert ((c.double() - exact).abs() <= exact.abs() * HALF_A_STEP + magnitude * SUM).all()
+    bound = exact.abs() * ROUNDING[a.dtype] + (magnitude + 1) * SUM
+    if a.dtype == torch.float32:
+        bound += magnitude * HALVES
+    assert ((c.double() - exact).abs() <= bound).all()
 
 
-def matrix(rows: int, columns: int, *, by_columns: bool = False) -> Tensor:
+def matrix(
+    rows: int, columns: int, dtype: torch.dtype = torch.bfloat16, *, by_columns: bool = False
+) -> Tensor:
     if by_columns:
-        return torch.randn(columns, rows).bfloat16().t()
-    return torch.randn(rows, columns).bfloat16()
+        return torch.randn(columns, rows).to(dtype).t()
+    return torch.randn(rows, columns).to(dtype)
 
 
 @pytest.mark.parametrize("a_by_columns", [False, True])
 @pytest.mark.parametrize("b_by_columns", [False, True])
-def test_every_edge_in_every_order(a_by_columns: bool, b_by_columns: bool) -> None:
+@pytest.mark.parametrize("dtype", BOTH)
+def test_every_edge_in_every_order(
+    dtype: torch.dtype, b_by_columns: bool, a_by_columns: bool
+) -> None:
     for rows, inner, columns in itertools.product(EDGES, repeat=3):
-        a = matrix(rows, inner, by_columns=a_by_columns)
-        b = matrix(inner, columns, by_columns=b_by_columns)
-        assert_exact(a, b, torch.randn(columns).bfloat16() if rows % 2 else None)
+        a = matrix(rows, inner, dtype, by_columns=a_by_columns)
+        b = matrix(inner, columns, dtype, by_columns=b_by_columns)
+        assert_exact(a, b, torch.randn(columns).to(dtype) if rows % 2 else None)
 
 
 @pytest.mark.parametrize("a_by_columns", [False, True])
 @pytest.mark.parametrize("b_by_columns", [False, True])
 @pytest.mark.parametrize("shape", LONG)
-def test_long_sums(shape: tuple[int, int, int], a_by_columns: bool, b_by_columns: bool) -> None:
+@pytest.mark.parametrize("dtype", BOTH)
+def test_long_sums(
+    dtype: torch.dtype, shape: tuple[int, int, int], b_by_columns: bool, a_by_columns: bool
+) -> None:
     rows, inner, columns = shape
-    a = matrix(rows, inner, by_columns=a_by_columns)
-    b = matrix(inner, columns, by_columns=b_by_columns)
-    assert_exact(a, b, torch.randn(columns).bfloat16())
+    a = matrix(rows, inner, dtype, by_columns=a_by_columns)
+    b = matrix(inner, columns, dtype, by_columns=b_by_columns)
+    assert_exact(a, b, torch.randn(columns).to(dtype))
+
+
+def test_float32_lies_between_its_own_products_and_those_of_tensorfloat32() -> None:
+    """Of the sum of magnitudes, 1,536 numbers: PyTorch 2⁻²³, ours 2⁻²⁰, bfloat16 2⁻¹⁰ were seen."""
+    a, b = torch.randn(300, 1536), torch.randn(1536, 300)
+    exact, magnitude = a.double() @ b.double(), a.double().abs() @ b.double().abs()
+
+    def error(c: Tensor) -> float:
+        return float(((c.double() - exact).abs() / magnitude).max())
+
+    assert error(products.multiply(a, b)) < 2**-19
+    # TensorFloat32 has 11 bits.
+    eleven_bits = [(x.view(torch.int32) + 2**12 & -(2**13)).view(torch.float32) for x in (a, b)]
+    assert error(products.multiply(a, b)) < error(eleven_bits[0] @ eleven_bits[1]) / 32
+
+
+def test_numbers_of_few_bits_are_multiplied_exactly() -> None:
+    """Both halves of one side count, and nothing is lost where the other has no lower ones."""
+    a = torch.randint(-(2**12), 2**12, (40, 70)).float()
+    b = torch.randint(-(2**5), 2**5, (70, 50)).float()
+    assert torch.equal(products.multiply(a, b), a @ b)
+    assert torch.equal(products.multiply(b.t(), a.t()), b.t() @ a.t())
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 6])
-def test_parts_of_threads_make_the_whole(threads: int) -> None:
+@pytest.mark.parametrize("dtype", BOTH)
+def test_parts_of_threads_make_the_whole(dtype: torch.dtype, threads: int) -> None:
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
         for rows, columns in ((33, 1000), (1000, 33), (130, 130), (20, 20)):
-            assert_exact(matrix(rows, 70), matrix(70, columns))
+            assert_exact(matrix(rows, 70, dtype), matrix(70, columns, dtype))
     finally:
         torch.set_num_threads(before)
 
 
-def test_rows_apart_and_expanded() -> None:
-    wide = torch.randn(80, 200).bfloat16()
+@pytest.mark.parametrize("dtype", BOTH)
+def test_rows_apart_and_expanded(dtype: torch.dtype) -> None:
+    wide = torch.randn(80, 200).to(dtype)
     assert_exact(wide[:70, 3:67], wide[5:69, 1:42])
     assert_exact(wide[:64, 7:77].t(), wide[3:43, 9:73].t())
-    assert_exact(torch.randn(1, 64).bfloat16().expand(40, 64), matrix(64, 40))
+    assert_exact(torch.randn(1, 64).to(dtype).expand(40, 64), matrix(64, 40, dtype))
 
 
-def test_nothing_to_multiply() -> None:
-    assert products.multiply(matrix(0, 5), matrix(5, 3)).shape == (0, 3)
-    assert products.multiply(matrix(2, 5), matrix(5, 0)).shape == (2, 0)
+@pytest.mark.parametrize("dtype", BOTH)
+def test_nothing_to_multiply(dtype: torch.dtype) -> None:
+    assert products.multiply(matrix(0, 5, dtype), matrix(5, 3, dtype)).shape == (0, 3)
+    assert products.multiply(matrix(2, 5, dtype), matrix(5, 0, dtype)).shape == (2, 0)
 
 
-@pytest.mark.parametrize("special", [float("nan"), float("inf")])
-def test_what_is_no_number_stays_in_its_row(special: float) -> None:
-    a = torch.ones(20, 33).bfloat16()
+@pytest.mark.parametrize("special", [NAN, INFINITY])
+@pytest.mark.parametrize("dtype", BOTH)
+def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype, special: float) -> None:
+    a = torch.ones(20, 33, dtype=dtype)
     a[3, 32] = special
-    c = products.multiply(a, torch.ones(33, 40).bfloat16())
+    c = products.multiply(a, torch.ones(33, 40, dtype=dtype))
     assert c[3].isfinite().logical_not().all()
     assert c[:3].isfinite().all()
     assert c[4:].isfinite().all()
+
+
+@pytest.mark.parametrize("by_columns", [False, True])
+def test_infinite_and_large_float32_give_what_they_give_in_float32(by_columns: bool) -> None:
+    """Infinity has no lower half, and the largest numbers round to infinity in bfloat16."""
+
+    def alone(numbers: list[float]) -> Tensor:
+        """A row each, in which all else is 0."""
+        rows = torch.zeros(len(numbers), 40)
+        rows[:, 35] = torch.tensor(numbers)
+        return rows.t().contiguous().t() if by_columns else rows
+
+    infinite, large = [INFINITY, -INFINITY, NAN], [LARGEST, -LARGEST, 3.395e38]
+    others = [0.0, 0.5, -0.5, 0.3, 1e-3, -1 / 3]  # no overflow by rounding
+    for numbers, factors in ((infinite, [*others, 2.0, -1e5]), (large, others)):
+        a, b = alone(numbers), alone(factors)
+        for left, right in ((a, b.t()), (b, a.t())):
+            torch.testing.assert_close(
+                products.multiply(left, right), left @ right, rtol=HALVES, atol=0, equal_nan=True
+            )
 
 
 def test_compiler_traces_it() -> None:
@@ -107,14 +169,15 @@ def test_compiler_traces_it() -> None:
     ("a", "b", "bias"),
     [
         (torch.zeros(2, 4).bfloat16(), torch.zeros(3, 5).bfloat16(), None),
-        (torch.zeros(2, 4), torch.zeros(4, 3), None),
+        (torch.zeros(2, 4).double(), torch.zeros(4, 3).double(), None),
+        (torch.zeros(2, 4), torch.zeros(4, 3).bfloat16(), None),
         (torch.zeros(2, 4).bfloat16(), torch.zeros(4).bfloat16(), None),
         (torch.zeros(8, 8)[::2, ::2].bfloat16(), torch.zeros(8, 8).bfloat16()[::2, ::2], None),
         (torch.zeros(2, 4).bfloat16(), torch.zeros(4, 3).bfloat16(), torch.zeros(2).bfloat16()),
         (torch.zeros(2, 4).bfloat16(), torch.zeros(4, 3).bfloat16(), torch.zeros(3)),
         (torch.zeros(2, 0).bfloat16(), torch.zeros(0, 3).bfloat16(), None),
     ],
-    ids=["inner", "float32", "axes", "strides", "bias", "type of bias", "no sums"],
+    ids=["inner", "float64", "two types", "axes", "strides", "bias", "type of bias", "no sums"],
 )
 def test_refused(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     with pytest.raises(RuntimeError, match="workhorse: "):

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from tests.train.conftest import MODEL
 from workhorse.native import products
 from workhorse.nn import DecoderConfig, linear_head_loss
-from workhorse.train.cpu_linear import multiply, speed_up_linear
+from workhorse.train.cpu_linear import Products, speed_up_linear
 from workhorse.train.step import checkpoint_activations
 
 
@@ -27,19 +27,22 @@ def results(layer: nn.Module, x: Tensor, above: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(3, 50, 48), (2, 7, 33), (1, 1600, 64), (70,)])
-def test_gradients_are_those_of_pytorch(shape: tuple[int, ...], bias: bool) -> None:
-    """No further from those of float32 than half a step of bfloat16, taken over all numbers."""
-    layer = nn.Linear(shape[-1], 40, bias=bias).bfloat16()
-    x, above = torch.randn(shape).bfloat16(), torch.randn(*shape[:-1], 40).bfloat16()
-    wide = nn.Linear(shape[-1], 40, bias=bias)
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 2**-8), (torch.float32, 2**-16)])
+def test_gradients_are_those_of_pytorch(
+    dtype: torch.dtype, error: float, shape: tuple[int, ...], bias: bool
+) -> None:
+    """To half a step of bfloat16, or of a float32 number's two halves, taken over all numbers."""
+    layer = nn.Linear(shape[-1], 40, bias=bias).to(dtype)
+    x, above = torch.randn(shape).to(dtype), torch.randn(*shape[:-1], 40).to(dtype)
+    wide = nn.Linear(shape[-1], 40, bias=bias).double()
     wide.load_state_dict(layer.state_dict())
-    speed_up_linear(layer)
-    expected = results(wide, x.float(), above.float())
+    speed_up_linear(layer, Products("high"))
+    expected = results(wide, x.double(), above.double())
     ours = results(layer, x, above)
     for exact, value in zip(expected, ours, strict=True):
-        assert value.dtype == torch.bfloat16
+        assert value.dtype == dtype
         assert value.shape == exact.shape
-        assert (value.float() - exact).norm() <= 2**-8 * exact.norm()
+        assert (value.double() - exact).norm() <= error * exact.norm()
 
 
 def test_gradients_of_any_order_in_memory() -> None:
@@ -50,7 +53,7 @@ def test_gradients_of_any_order_in_memory() -> None:
         torch.randn(48, 20, 3).bfloat16().permute(2, 1, 0),
     ]
     plain = [results(layer, x, above) for above in aboves]
-    speed_up_linear(layer)
+    speed_up_linear(layer, Products())
     for above, expected in zip(aboves, plain, strict=True):
         for exact, value in zip(expected, results(layer, x, above), strict=True):
             torch.testing.assert_close(value, exact, atol=0.05, rtol=2**-7)
@@ -59,7 +62,7 @@ def test_gradients_of_any_order_in_memory() -> None:
 def test_only_what_is_wanted_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(32, 32).bfloat16()
     layer.weight.requires_grad_(False)
-    speed_up_linear(layer)
+    speed_up_linear(layer, Products())
     y = layer(torch.randn(4, 32).bfloat16())
     monkeypatch.setattr(products, "multiply", None)
     y.sum().backward()
@@ -73,25 +76,25 @@ def test_plain_layers_alone_are_replaced_and_names_stay() -> None:
 
     module = nn.Sequential(nn.Linear(4, 4), Other(4, 4))
     names = list(module.state_dict())
-    speed_up_linear(module)
+    speed_up_linear(module, Products())
     assert ["forward" in vars(part) for part in module] == [True, False]
     assert list(module.state_dict()) == names
 
 
-def test_float32_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_highest_precision_of_float32_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "multiply", None)
     layer, x = nn.Linear(8, 4), torch.randn(3, 8)
     expected = layer(x)
-    speed_up_linear(layer)
+    speed_up_linear(layer, Products())
     assert torch.equal(layer(x), expected)
-    assert torch.equal(multiply(x, layer.weight.t(), layer.bias), expected)
-    assert torch.equal(multiply(x, layer.weight.t()), F.linear(x, layer.weight))
+    assert torch.equal(Products()(x, layer.weight.t(), layer.bias), expected)
+    assert torch.equal(Products()(x, layer.weight.t()), F.linear(x, layer.weight))
 
 
 def test_compiled_and_checkpointed_layers_have_the_same_gradients() -> None:
     config = DecoderConfig.from_dict({**MODEL, "vocab_size": 11, "max_seq_len": 8})
     decoder = config.build().bfloat16()
-    speed_up_linear(decoder)
+    speed_up_linear(decoder, Products())
     tokens = torch.randint(11, (2, 8))
     gradients = []
     for change in (lambda: None, lambda: checkpoint_activations(decoder), compile_layers(decoder)):
@@ -113,16 +116,17 @@ def compile_layers(decoder: nn.Module):
 
 
 @pytest.mark.parametrize("max_logits", [2**20, 2**11])
-def test_head_loss_multiplies_natively(max_logits: int) -> None:
-    """In one part and in several, as near to float32 as PyTorch's products are."""
+@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.02), (torch.float32, 2**-16)])
+def test_head_loss_multiplies_natively(dtype: torch.dtype, error: float, max_logits: int) -> None:
+    """In one part and in several, as near to float32 as the type allows."""
     config = DecoderConfig.from_dict({**MODEL, "vocab_size": 190, "max_seq_len": 32})
     head = config.build().head
     x, targets = torch.randn(2, 32, config.d_model), torch.randint(190, (2, 32))
     results = []
-    for dtype, given in ((torch.float32, None), (torch.bfloat16, multiply)):
-        head = head.to(dtype)
-        y = x.to(dtype).requires_grad_()
+    for each, given in ((torch.float32, None), (dtype, Products("high"))):
+        head = head.to(each)
+        y = x.to(each).requires_grad_()
         loss, _ = linear_head_loss(y, targets, head, max_logits=max_logits, multiply=given)
         results.append((loss, *torch.autograd.grad(loss, (y, *head.parameters()))))
     for exact, ours in zip(*results, strict=True):
-        assert (ours.float() - exact).norm() < 0.02 * exact.norm()
+        assert (ours.float() - exact).norm() < error * exact.norm()

@@ -43,8 +43,8 @@ def weights_of(decoder: Decoder) -> dict[str, Tensor]:
 
 
 def weights_in_large_pages(decoder: Decoder) -> dict[str, Tensor]:
-    """As `weights_of`, of a decoder on the CPU that holds nothing yet, after moving it there."""
-    weights = list(decoder.parameters())
+    """As `weights_of`, of a decoder that holds nothing yet; on the CPU, after moving it there."""
+    weights = [weight for weight in decoder.parameters() if weight.device.type == "cpu"]
     for dtype in {weight.dtype for weight in weights}:
         here = [weight for weight in weights if weight.dtype == dtype]
         for weight, room in zip(here, in_large_pages([w.shape for w in here], dtype), strict=True):

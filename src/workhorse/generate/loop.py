@@ -9,7 +9,8 @@ batches of different shapes agree to rounding only, so a choice can differ where
 that close to each other.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -30,10 +31,15 @@ from workhorse.generate.samplers import (
     draw_from,
     greedy,
     has_penalties,
+    likeliest,
     shaping,
+    takes_likeliest,
 )
 from workhorse.generate.speculate import Proposer, after_guess, slack_of, steady_length
 from workhorse.nn import Decoder
+
+_Chooser = Callable[[Tensor, Sequence[Row], History | None], Tensor]
+"""`(logits (batch, vocab), rows, history) -> tokens int64 (batch,)`."""
 
 
 def decode(
@@ -79,9 +85,10 @@ def decode(
         width = decoder.config.vocab_size
         proposer = Draft(draft, config, shape, width, prefix.draft if prefix else None)
     longest = steady_length(decoder)
+    choose = partial(_choose, shape=shape, config=config, vocab=vocab)
     logits = batch.logits[:, None]
     while True:
-        for r, token, logprob in _taken(logits, rows, history, shape, config):
+        for r, token, logprob in _taken(logits, rows, history, choose, config.logprobs):
             yield rows[r].take(token, logprob)
         batch.forget([row.unmet for row in rows])
         going = [r for r, row in enumerate(rows) if row.finish_reason is None]
@@ -126,8 +133,8 @@ def _taken(
     logits: Tensor,
     rows: Sequence[Row],
     history: History | None,
-    shape: Shaper,
-    config: GenerationConfig,
+    choose: _Chooser,
+    n_logprobs: int | None,
 ) -> Iterator[tuple[int, int, TokenLogprob | None]]:
     """The tokens of one pass, by row: `(row, token, logprob)`; the caller gives each to its row.
 
@@ -136,8 +143,8 @@ def _taken(
             aligned.
         rows: those of the batch.
         history: of all rows; every token is counted.
-        shape: what happens to logits before a token is chosen by them.
-        config: of the request.
+        choose: which tokens.
+        n_logprobs: likeliest tokens that are told beside each; None: not even its own probability.
     """
     here = list(range(len(rows)))
     while here:
@@ -148,8 +155,8 @@ def _taken(
         else:
             at = logits[here, [-1 - row.unmet for row in some]]
         past = history if history is None or all_of_them else history.copy(here)
-        tokens = _choose(at, some, past, shape, config)
-        logprobs = _logprobs(at, tokens, config.logprobs)
+        tokens = choose(at, some, past)
+        logprobs = _logprobs(at, tokens, n_logprobs)
         if history is not None:
             history.add(tokens, here)
         yield from zip(here, tokens.tolist(), logprobs, strict=True)
@@ -161,12 +168,17 @@ def _choose(
     logits: Tensor,
     rows: Sequence[Row],
     history: History | None,
+    *,
     shape: Shaper,
     config: GenerationConfig,
+    vocab: int,
 ) -> Tensor:
-    """The next token of each row, int64 `(batch,)`."""
-    if not all_finite(logits):
-        raise WorkhorseError("the model's logits are not finite numbers; its weights are damaged")
+    """The next token of each row, int64 `(batch,)`, an id below `vocab`."""
+    if takes_likeliest(config):
+        tokens = likeliest(logits[:, :vocab])
+        _check_finite(bool((tokens >= 0).all()))
+        return tokens
+    _check_finite(all_finite(logits))
     logits = shape(logits, history)
     if not config.samples:
         return greedy(logits)
@@ -181,6 +193,11 @@ def _choose(
             weights[r], guess.tokens[n], guess.drawn_from[n], rows[r].uniform()
         )
     return draw_from(weights, _uniforms(rows))
+
+
+def _check_finite(finite: bool) -> None:
+    if not finite:
+        raise WorkhorseError("the model's logits are not finite numbers; its weights are damaged")
 
 
 def _uniforms(rows: Sequence[Row]) -> Tensor:

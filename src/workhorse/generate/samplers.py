@@ -11,8 +11,10 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workhorse import native
 from workhorse.generate.config import GenerationConfig
 
+_READ_NATIVELY = (torch.bfloat16, torch.float32)
 _NUCLEUS_FIRST_LOOK = 1024  # likeliest tokens tried before top-p sorts the whole vocabulary
 
 
@@ -94,6 +96,14 @@ def all_finite(logits: Tensor) -> bool:
     return bool(logits.sum(dtype=torch.float32).isfinite())  # far quicker than looking at each
 
 
+def likeliest(logits: Tensor) -> Tensor:
+    """`greedy` of logits as a model gives them; -1 where one of a row's is not finite."""
+    if native.finds_likeliest() and logits.is_cpu and logits.dtype in _READ_NATIVELY:
+        return native.likeliest(logits)
+    finite = logits.sum(dim=-1, dtype=torch.float32).isfinite()
+    return torch.where(finite, greedy(logits), -1)
+
+
 def greedy(logits: Tensor) -> Tensor:
     """The likeliest token of each row, int64 `(batch,)`."""
     return logits.max(dim=-1).indices  # argmax is three times slower on CPU
@@ -173,6 +183,11 @@ def has_penalties(config: GenerationConfig) -> bool:
     return config.repetition_penalty != 1 or bool(
         config.presence_penalty or config.frequency_penalty
     )
+
+
+def takes_likeliest(config: GenerationConfig) -> bool:
+    """Whether the next token is that of the largest logit as the model gives it."""
+    return not (config.samples or config.logit_bias or has_penalties(config))
 
 
 def compose(config: GenerationConfig, vocab: int | None = None) -> Sampler:

@@ -5,6 +5,8 @@ Nothing depends on them: what uses one has a plain way of its own, and asks `loa
 
 from workhorse.native.operators import (
     attend,
+    finds_likeliest,
+    likeliest,
     linear,
     linear_each,
     load,
@@ -13,4 +15,14 @@ from workhorse.native.operators import (
     why_not,
 )
 
-__all__ = ["attend", "linear", "linear_each", "load", "packed_linear", "packs", "why_not"]
+__all__ = [
+    "attend",
+    "finds_likeliest",
+    "likeliest",
+    "linear",
+    "linear_each",
+    "load",
+    "packed_linear",
+    "packs",
+    "why_not",
+]

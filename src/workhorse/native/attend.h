@@ -9,6 +9,7 @@
 
 #include <algorithm>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "exponential.h"
@@ -16,28 +17,32 @@
 
 namespace workhorse {
 
-constexpr int kSlots = 32;  // at a time
-constexpr int kSoon = 48;   // slots ahead that are asked for
-constexpr int kWide = 16;   // numbers of a vector
+constexpr int kWide = 16;  // numbers of a vector, and slots at a time
+constexpr int kSoon = 48;  // slots ahead that are asked for
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
-typedef float F32x4 __attribute__((vector_size(16)));
+// Of every 2 W lanes the sums of the first W and the last W: of a in the first of them, of b in the last.
+template <int W, int... Lane>
+inline F32x16 fold(F32x16 a, F32x16 b, std::integer_sequence<int, Lane...>) {
+  return __builtin_shufflevector(
+             a, b, (Lane / W % 2 * kWide + Lane / (2 * W) * (2 * W) + Lane % W)...) +
+         __builtin_shufflevector(
+             a, b, (Lane / W % 2 * kWide + Lane / (2 * W) * (2 * W) + Lane % W + W)...);
+}
 
-// The sums of four vectors, their halves and quarters folded together.
-inline F32x4 sums(const F32x16* v) {
-  auto fold = [](F32x16 a, F32x16 b) {
-    return __builtin_shufflevector(a, b, 0, 1, 2, 3, 4, 5, 6, 7, 16, 17, 18, 19, 20, 21, 22, 23) +
-           __builtin_shufflevector(a, b, 8, 9, 10, 11, 12, 13, 14, 15, 24, 25, 26, 27, 28, 29, 30,
-                                   31);
-  };
-  const F32x16 a = fold(v[0], v[1]), b = fold(v[2], v[3]);
-  // Quarters 0 and 1 belong to the first of each pair, 2 and 3 to the second.
-  const F32x16 c =
-      __builtin_shufflevector(a, b, 0, 1, 2, 3, 8, 9, 10, 11, 16, 17, 18, 19, 24, 25, 26, 27) +
-      __builtin_shufflevector(a, b, 4, 5, 6, 7, 12, 13, 14, 15, 20, 21, 22, 23, 28, 29, 30, 31);
-  F32x4 total;
-  for (int n = 0; n < 4; n++) total[n] = (c[4 * n] + c[4 * n + 1]) + (c[4 * n + 2] + c[4 * n + 3]);
-  return total;
+template <int W>
+inline void fold(F32x16 (&v)[kWide]) {
+  for (int n = 0; n < W; n++)
+    v[n] = fold<W>(v[n], v[n + W], std::make_integer_sequence<int, kWide>());
+}
+
+// The sum of each of 16 vectors.
+inline F32x16 sums(F32x16 (&v)[kWide]) {
+  fold<8>(v);
+  fold<4>(v);
+  fold<2>(v);
+  fold<1>(v);
+  return v[0];
 }
 
 template <class T>
@@ -62,16 +67,18 @@ struct Attend {
   // Pieces `begin` to `end`.
   void run(int64_t begin, int64_t end) const {
     const int64_t group = heads / kv_heads, padded = round_up(slots, kWide);
-    std::vector<float> weights(group * padded), sums(group * round_up(value_width, kWide));
+    // In which 16 slots from any on have room.
+    const int64_t room = padded + kWide;
+    std::vector<float> weights(group * room), sums(group * round_up(value_width, kWide));
     for (int64_t n = begin; n < end; n++) {
       Piece piece{n / kv_heads, n % kv_heads, 0, slots};  // the slots outside are not read
       const bool* seen = mask ? mask + piece.row * mask_stride : nullptr;
       while (seen && piece.first < piece.last && !seen[piece.last - 1]) piece.last--;
       while (seen && piece.first < piece.last && !seen[piece.first]) piece.first++;
       std::fill(weights.begin(), weights.end(), kHidden);
-      score(piece, seen, weights.data(), padded);
-      for (int64_t g = 0; g < group; g++) softmax(weights.data() + g * padded, padded);
-      mix(piece, weights.data(), padded, sums.data());
+      score(piece, seen, weights.data(), room);
+      for (int64_t g = 0; g < group; g++) softmax(weights.data() + g * room, padded);
+      mix(piece, weights.data(), room, sums.data());
     }
   }
 
@@ -82,53 +89,67 @@ struct Attend {
 
   static int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
-  // What is read kSoon slots after these keys and values.
+  // What is read kSoon slots after these keys: others, or values.
   const T* after_key(const Piece& piece, int64_t slot) const {
     const int64_t soon = slot + kSoon, over = soon - piece.last;
     return over < 0 ? k.at(piece.row, piece.head, soon)
                     : v.at(piece.row, piece.head, piece.first + over);
   }
+
+  // The same after values: others, or the next piece's keys.
   const T* after_value(const Piece& piece, int64_t slot) const {
     const int64_t soon = slot + kSoon, over = soon - piece.last;
     if (over < 0) return v.at(piece.row, piece.head, soon);
-    const int64_t next = piece.row * kv_heads + piece.head + 1;
-    return k.at(next / kv_heads, next % kv_heads, piece.first + over);
+    const bool same_row = piece.head + 1 < kv_heads;
+    return k.at(piece.row + !same_row, same_row ? piece.head + 1 : 0, piece.first + over);
   }
 
-  void score(const Piece& piece, const bool* seen, float* scores, int64_t padded) const {
+  void score(const Piece& piece, const bool* seen, float* scores, int64_t room) const {
     const int64_t group = heads / kv_heads;
-    for (int64_t first = piece.first; first < piece.last; first += kSlots)
+    for (int64_t slot = piece.first; slot < piece.last; slot += kWide) {
+      const int64_t count = std::min<int64_t>(piece.last - slot, kWide);
+      const auto hidden = unseen(seen ? seen + slot : nullptr, count);
       for (int64_t g = 0; g < group; g++) {
-        const T* query = q.at(piece.row, piece.head * group + g);
-        float* to = scores + g * padded;
-        const int64_t last = std::min(first + kSlots, piece.last);
-        int64_t slot = first;
-        for (; slot + 4 <= last; slot += 4) dots<4>(query, piece, slot, to);
-        for (; slot < last; slot++) dots<1>(query, piece, slot, to);
-        for (slot = first; slot < last; slot++)
-          if (seen && !seen[slot]) to[slot] = kHidden;
+        const F32x16 all = dots(q.at(piece.row, piece.head * group + g), piece, slot, count);
+        const F32x16 some = hidden ? F32x16{} + kHidden : all * scale;
+        std::memcpy(scores + g * room + slot, &some, sizeof some);
       }
+    }
   }
 
-  template <int Slots>
-  void dots(const T* query, const Piece& piece, int64_t slot, float* scores) const {
+  // True in the lanes of slots that are not seen, and in those past `count`.
+  static auto unseen(const bool* seen, int64_t count) {
+    typedef uint8_t U8x16 __attribute__((vector_size(16)));
+    U8x16 flags = {};
+    if (!seen)
+      std::memset(&flags, 1, count);
+    else if (count == kWide)
+      flags = load<U8x16>(seen);
+    else
+      std::memcpy(&flags, seen, count);
+    return __builtin_convertvector(flags, U32x16) == 0;
+  }
+
+  // The products of a query with 16 keys; the last of `count` stands for those past it.
+  F32x16 dots(const T* query, const Piece& piece, int64_t slot, int64_t count) const {
     constexpr int step = Dot<T>::step;
-    F32x16 totals[4] = {};
-    for (int n = 0; n < Slots; n++) {
-      const T *key = k.at(piece.row, piece.head, slot + n), *later = after_key(piece, slot + n);
-      int64_t i = 0;
-      for (; i + step <= width; i += step) {
-        expect(later + i);
-        totals[n] = Dot<T>::add(totals[n], key + i, query + i);
+    const T *keys[kWide], *later[kWide];
+    for (int n = 0; n < kWide; n++) {
+      const int64_t one = slot + std::min<int64_t>(n, count - 1);
+      keys[n] = k.at(piece.row, piece.head, one);
+      later[n] = after_key(piece, one);
+    }
+    F32x16 totals[kWide] = {};
+    int64_t i = 0;
+    for (; i + step <= width; i += step)
+      for (int n = 0; n < kWide; n++) {
+        expect(later[n] + i);
+        totals[n] = Dot<T>::add(totals[n], keys[n] + i, query + i);
       }
-      for (; i < width; i++) totals[n][0] += to_float(key[i]) * to_float(query[i]);
-    }
-    if constexpr (Slots == 1) {
-      scores[slot] = scale * sum(totals[0]);
-    } else {
-      const F32x4 four = sums(totals);
-      for (int n = 0; n < 4; n++) scores[slot + n] = scale * four[n];
-    }
+    F32x16 all = sums(totals);
+    for (; i < width; i++)
+      for (int n = 0; n < kWide; n++) all[n] += to_float(keys[n][i]) * to_float(query[i]);
+    return all;
   }
 
   // In place. A query that sees nothing gets weights of zero.
@@ -153,17 +174,17 @@ struct Attend {
     for (int64_t i = 0; i < padded; i++) scores[i] *= share;
   }
 
-  void mix(const Piece& piece, const float* weights, int64_t padded, float* sums) const {
-    const int64_t group = heads / kv_heads, room = round_up(value_width, kWide);
-    std::fill(sums, sums + group * room, 0.0f);
-    for (int64_t first = piece.first; first < piece.last; first += kSlots)
-      for (int64_t g = 0; g < group; g++) {
-        const int64_t last = std::min(first + kSlots, piece.last);
-        add(piece, weights + g * padded, first, last, sums + g * room);
-      }
+  void mix(const Piece& piece, const float* weights, int64_t room, float* sums) const {
+    const int64_t group = heads / kv_heads, wide = round_up(value_width, kWide);
+    std::fill(sums, sums + group * wide, 0.0f);
+    for (int64_t slot = piece.first; slot < piece.last; slot += kWide) {
+      const int64_t last = std::min(slot + kWide, piece.last);
+      for (int64_t g = 0; g < group; g++)
+        add(piece, weights + g * room, slot, last, sums + g * wide);
+    }
     for (int64_t g = 0; g < group; g++) {
       T* to = y + (piece.row * heads + piece.head * group + g) * value_width;
-      for (int64_t i = 0; i < value_width; i++) store(to + i, sums[g * room + i]);
+      for (int64_t i = 0; i < value_width; i++) store(to + i, sums[g * wide + i]);
     }
   }
 
@@ -187,7 +208,7 @@ struct Attend {
     for (int64_t slot = first; slot < last; slot++) {
       const T *value = v.at(piece.row, piece.head, slot) + i, *later = after_value(piece, slot) + i;
       for (int n = 0; n < Vectors; n++) {
-        expect(later + n * kWide);
+        if (n * kWide * sizeof(T) % 64 == 0) expect(later + n * kWide);
         total[n] += weights[slot] * widen(value + n * kWide);
       }
     }

@@ -1,13 +1,15 @@
-// Attention for training in bfloat16, forwards and backwards (FlashAttention-2, 2307.08691 §3.1), a head
-// at a time. Squares of scores are transposed, keys as rows and queries as columns: a query's softmax
-// then runs along one lane, and no square needs turning.
+// Attention for training, forwards and backwards (FlashAttention-2, 2307.08691 §3.1), a head at a time, of
+// T = BFloat16 or float. Squares of scores are transposed, keys as rows and queries as columns: a query's
+// softmax then runs along one lane, and no square needs turning.
 #pragma once
 
 #include <ATen/native/CPUBlas.h>
 
 #include <algorithm>
+#include <array>
 #include <cmath>
 #include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "exponential.h"
@@ -18,18 +20,24 @@ namespace workhorse {
 
 constexpr int64_t kLanes = kCount<F32x16>;
 constexpr int64_t kBlock = 64;     // queries of a softmax, or keys of a step backwards
-constexpr int64_t kQueries = 512;  // of a step backwards; both squares stay in the second cache
 
-// Two rows interleaved, as the right side of a matrix instruction wants them.
-using Pair = uint32_t;
+// As the right side of a matrix instruction wants it: two rows of bfloat16 interleaved, or one of float.
+using Word = uint32_t;
+
+template <class T>
+constexpr int64_t kRowsOfWord = sizeof(Word) / sizeof(T);
+
+// Of a step backwards: both squares stay in the second cache, 512 KiB of it.
+template <class T>
+constexpr int64_t kQueries = kRowsOfWord<T> == 1 ? 256 : 512;
 
 constexpr int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
 // Words (rows, columns) to (columns, rows).
 inline void turn(int64_t rows, int64_t columns, const void* from, int64_t from_stride, void* to,
                  int64_t to_stride) {
-  const auto source = [=](int64_t i, int64_t j) { return (const Pair*)from + i * from_stride + j; };
-  const auto target = [=](int64_t i, int64_t j) { return (Pair*)to + j * to_stride + i; };
+  const auto source = [=](int64_t i, int64_t j) { return (const Word*)from + i * from_stride + j; };
+  const auto target = [=](int64_t i, int64_t j) { return (Word*)to + j * to_stride + i; };
   for (int64_t i = 0; i < rows; i += kLanes)
     for (int64_t j = 0; j < columns; j += kLanes) {
 #ifdef __AVX512F__
@@ -43,36 +51,43 @@ inline void turn(int64_t rows, int64_t columns, const void* from, int64_t from_s
 #endif
       for (int64_t r = i; r < std::min(i + kLanes, rows); r++)
         for (int64_t c = j; c < std::min(j + kLanes, columns); c++)
-          std::memcpy(target(r, c), source(r, c), sizeof(Pair));
+          std::memcpy(target(r, c), source(r, c), sizeof(Word));
     }
 }
 
 // One head's matrix (seq, width) in the memory of a larger tensor. Elements of a row lie side by side.
+template <class T>
 struct Head {
-  BFloat16* at;
+  T* at;
   int64_t stride;
 
-  BFloat16* row(int64_t i) const { return at + i * stride; }
+  T* row(int64_t i) const { return at + i * stride; }
 
-  // Pairs (seq / 2, width).
-  void interleave(int64_t seq, int64_t width, Pair* to) const {
-    for (int64_t i = 0; i < seq; i += 2, to += width)
-      for (int64_t j = 0; j < width; j++) to[j] = row(i)[j].bits | Pair(row(i + 1)[j].bits) << 16;
+  // Words (seq / kRowsOfWord, width).
+  void interleave(int64_t seq, int64_t width, Word* to) const {
+    for (int64_t i = 0; i < seq; i += kRowsOfWord<T>, to += width)
+      if constexpr (kRowsOfWord<T> == 1)
+        std::memcpy(to, row(i), width * sizeof(Word));
+      else
+        for (int64_t j = 0; j < width; j++) to[j] = row(i)[j].bits | Word(row(i + 1)[j].bits) << 16;
   }
 
-  // The transpose's pairs (width / 2, seq).
-  void turn_pairs(int64_t seq, int64_t width, Pair* to) const {
-    turn(seq, width / 2, at, stride / 2, to, seq);
+  // The transpose's words (width / kRowsOfWord, seq).
+  void turn_words(int64_t seq, int64_t width, Word* to) const {
+    turn(seq, width / kRowsOfWord<T>, at, stride / kRowsOfWord<T>, to, seq);
   }
 
-  // The transpose (width, seq); `pairs` is room for its pairs.
-  void transpose(int64_t seq, int64_t width, Pair* pairs, BFloat16* to) const {
-    turn_pairs(seq, width, pairs);
-    for (int64_t i = 0; i < width; i += 2, pairs += seq, to += 2 * seq)
-      for (int64_t j = 0; j < seq; j++) {
-        to[j].bits = uint16_t(pairs[j]);
-        to[seq + j].bits = uint16_t(pairs[j] >> 16);
-      }
+  // The transpose (width, seq); `words` is room for its words.
+  void transpose(int64_t seq, int64_t width, Word* words, T* to) const {
+    if constexpr (kRowsOfWord<T> == 1) return turn_words(seq, width, (Word*)to);
+    else {
+      turn_words(seq, width, words);
+      for (int64_t i = 0; i < width; i += 2, words += seq, to += 2 * seq)
+        for (int64_t j = 0; j < seq; j++) {
+          to[j].bits = uint16_t(words[j]);
+          to[seq + j].bits = uint16_t(words[j] >> 16);
+        }
+    }
   }
 
   // Rows from the columns of a float matrix (width, n), through room for (n, width).
@@ -84,21 +99,27 @@ struct Head {
   }
 };
 
-// c (rows, columns) = or, More, += a (rows, depth) · b as pairs (depth / 2, columns).
-inline void multiply(int64_t rows, int64_t columns, int64_t depth, const BFloat16* a,
-                     int64_t a_stride, const Pair* b, int64_t b_stride, float* c, int64_t c_stride,
-                     bool more = false) {
+// c (rows, columns) = or, More, += a (rows, depth) · b as words (depth / kRowsOfWord, columns).
+template <class T>
+void multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t a_stride, const Word* b,
+              int64_t b_stride, float* c, int64_t c_stride, bool more = false) {
+  using Number = std::conditional_t<kRowsOfWord<T> == 1, float, at::BFloat16>;
   at::native::cpublas::brgemm(rows, columns, depth, a_stride, b_stride, c_stride, more,
-                              (const at::BFloat16*)a, (const at::BFloat16*)b, c);
+                              (const Number*)a, (const Number*)b, c);
 }
 
-// Two vectors in bfloat16, interleaved.
-inline U32x16 interleaved(F32x16 low, F32x16 high) {
-  BFloat16 rows[2][kLanes];
-  write(rows[0], low);
-  write(rows[1], high);
-  return __builtin_convertvector(load<U16x16>(rows[0]), U32x16) |
-         __builtin_convertvector(load<U16x16>(rows[1]), U32x16) << 16;
+// Parts of the rows that lie in one word.
+template <class T>
+using Parts = std::array<F32x16, kRowsOfWord<T>>;
+
+inline void write_words(Word* to, const Parts<float>& rows) { std::memcpy(to, &rows, sizeof rows); }
+
+inline void write_words(Word* to, const Parts<BFloat16>& rows) {
+  BFloat16 narrow[2][kLanes];
+  for (int i = 0; i < 2; i++) write(narrow[i], rows[i]);
+  const U32x16 both = __builtin_convertvector(load<U16x16>(narrow[0]), U32x16) |
+                      __builtin_convertvector(load<U16x16>(narrow[1]), U32x16) << 16;
+  std::memcpy(to, &both, sizeof both);
 }
 
 // With the lanes changed that stand for queries before a key, the first lane for number `query`.
@@ -109,17 +130,18 @@ inline F32x16 hide(F32x16 score, int64_t key, int64_t query, float with) {
 }
 
 // What a thread needs, made once for all its heads.
+template <class T>
 struct Scratch {
-  std::vector<Pair> q, q_t, dy, dy_t, pairs;
-  std::vector<BFloat16> turned, weights, slopes;
+  std::vector<Word> q, q_t, dy, dy_t, words;
+  std::vector<T> turned, weights, slopes;
   std::vector<float> lse, delta, scores, gradients, out, dk, dv, wide;
 
   static Scratch forward(int64_t seq, int64_t width) {
     Scratch s;
-    s.q_t.resize(seq * width / 2);
+    s.q_t.resize(seq * width / kRowsOfWord<T>);
     s.turned.resize(seq * width);
     s.scores.resize(seq * kBlock);
-    s.pairs.resize(std::max(seq * kBlock, seq * width) / 2);
+    s.words.resize(std::max(seq * kBlock, seq * width) / kRowsOfWord<T>);
     s.out.resize(width * kBlock);
     s.wide.resize(width * kBlock);
     s.lse.resize(kBlock);
@@ -129,25 +151,26 @@ struct Scratch {
 
   static Scratch backward(int64_t seq, int64_t width) {
     Scratch s;
-    const int64_t square = kBlock * padded(std::min(kQueries, seq));
-    for (auto* pairs : {&s.q, &s.q_t, &s.dy, &s.dy_t}) pairs->resize(seq * width / 2);
+    const int64_t square = kBlock * padded(std::min(kQueries<T>, seq));
+    for (auto* words : {&s.q, &s.q_t, &s.dy, &s.dy_t}) words->resize(seq * width / kRowsOfWord<T>);
     for (auto* numbers : {&s.weights, &s.slopes}) numbers->resize(square);
     for (auto* numbers : {&s.scores, &s.gradients}) numbers->resize(square);
     for (auto* numbers : {&s.dk, &s.dv}) numbers->resize(kBlock * width);
     for (auto* numbers : {&s.lse, &s.delta}) numbers->resize(padded(seq));
     for (auto* numbers : {&s.out, &s.wide}) numbers->resize(seq * width);
     s.turned.resize(seq * width);
-    s.pairs.resize(std::max(square, seq * width) / 2);
+    s.words.resize(std::max(square, seq * width) / kRowsOfWord<T>);
     return s;
   }
 };
 
 // One head: y, and the logarithm of each query's sum of exponentials. Transposed,
 //   Yᵀ = Vᵀ softmax(K Qᵀ · scale)
-inline void attend(const Head& q, const Head& k, const Head& v, int64_t seq, int64_t width,
-                   float scale, bool causal, Scratch& s, const Head& y, float* lse) {
-  q.turn_pairs(seq, width, s.q_t.data());
-  v.transpose(seq, width, s.pairs.data(), s.turned.data());
+template <class T>
+void attend(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float scale, bool causal,
+            Scratch<T>& s, Head<T> y, float* lse) {
+  q.turn_words(seq, width, s.q_t.data());
+  v.transpose(seq, width, s.words.data(), s.turned.data());
   for (int64_t first = 0; first < seq; first += kBlock) {
     const int64_t n = std::min(kBlock, seq - first);
     const int64_t keys = causal ? first + n : seq;
@@ -163,35 +186,40 @@ inline void attend(const Head& q, const Head& k, const Head& v, int64_t seq, int
         const F32x16 other = score(key);
         peak = other > peak ? other : peak;
       }
-      for (int64_t key = 0; key < keys; key += 2) {
-        const F32x16 low = exponential(score(key) - peak), high = exponential(score(key + 1) - peak);
-        total += low + high;
-        const U32x16 both = interleaved(low, high);
-        std::memcpy(s.pairs.data() + key / 2 * kBlock + j, &both, sizeof both);
+      for (int64_t key = 0; key < keys; key += kRowsOfWord<T>) {
+        Parts<T> weights;
+        F32x16 together{};
+        for (int64_t r = 0; r < kRowsOfWord<T>; r++)
+          together += weights[r] = exponential(score(key + r) - peak);
+        total += together;
+        write_words(s.words.data() + key / kRowsOfWord<T> * kBlock + j, weights);
       }
       write(s.lse.data() + j, peak);
       write(s.delta.data() + j, total);
     }
-    multiply(width, n, keys, s.turned.data(), seq, s.pairs.data(), kBlock, s.out.data(), kBlock);
+    multiply(width, n, keys, s.turned.data(), seq, s.words.data(), kBlock, s.out.data(), kBlock);
     for (int64_t i = 0; i < width; i++)
       for (int64_t j = 0; j < n; j++) s.out[i * kBlock + j] /= s.delta[j];
     for (int64_t j = 0; j < n; j++) lse[first + j] = s.lse[j] + std::log(s.delta[j]);
-    Head{y.row(first), y.stride}.write_columns(n, width, s.out.data(), kBlock, s.wide.data());
+    Head<T>{y.row(first), y.stride}.write_columns(n, width, s.out.data(), kBlock, s.wide.data());
   }
 }
 
 // One head backwards:
 //   Pᵀ = exp(K Qᵀ · scale - lse),  dPᵀ = V dYᵀ,  Sᵀ = Pᵀ (dPᵀ - Σ y dy) · scale
 //   dV = Pᵀ dY,  dK = Sᵀ Q,  dQᵀ = Kᵀ Sᵀ
-inline void attend_backward(const Head& q, const Head& k, const Head& v, const Head& y,
-                            const Head& dy, const float* lse, int64_t seq, int64_t width,
-                            float scale, bool causal, Scratch& s, const Head& dq, const Head& dk,
-                            const Head& dv) {
+template <class T>
+void attend_backward(Head<T> q, Head<T> k, Head<T> v, Head<T> y, Head<T> dy, const float* lse,
+                     int64_t seq, int64_t width, float scale, bool causal, Scratch<T>& s, Head<T> dq,
+                     Head<T> dk, Head<T> dv) {
+  constexpr int64_t kRows = kRowsOfWord<T>;
+  // Slopes as the right side of a product are, if a word is one of them, what they are as its left side.
+  Word* const words = kRows == 1 ? (Word*)s.slopes.data() : s.words.data();
   q.interleave(seq, width, s.q.data());
-  q.turn_pairs(seq, width, s.q_t.data());
+  q.turn_words(seq, width, s.q_t.data());
   dy.interleave(seq, width, s.dy.data());
-  dy.turn_pairs(seq, width, s.dy_t.data());
-  k.transpose(seq, width, s.pairs.data(), s.turned.data());
+  dy.turn_words(seq, width, s.dy_t.data());
+  k.transpose(seq, width, s.words.data(), s.turned.data());
   std::copy(lse, lse + seq, s.lse.begin());
   for (int64_t i = 0; i < seq; i++) {
     Sum product;
@@ -202,15 +230,15 @@ inline void attend_backward(const Head& q, const Head& k, const Head& v, const H
   for (int64_t key = 0; key < seq; key += kBlock) {
     const int64_t keys = std::min(kBlock, seq - key);
     bool more = false;
-    for (int64_t first = causal ? key : 0; first < seq; first += kQueries, more = true) {
-      const int64_t n = std::min(kQueries, seq - first), stride = padded(n);
+    for (int64_t first = causal ? key : 0; first < seq; first += kQueries<T>, more = true) {
+      const int64_t n = std::min(kQueries<T>, seq - first), stride = padded(n);
       multiply(keys, n, width, k.row(key), k.stride, s.q_t.data() + first, seq, s.scores.data(), stride);
       multiply(keys, n, width, v.row(key), v.stride, s.dy_t.data() + first, seq, s.gradients.data(),
                stride);
-      for (int64_t i = 0; i < keys; i += 2)
+      for (int64_t i = 0; i < keys; i += kRows)
         for (int64_t j = 0; j < n; j += kLanes) {
-          F32x16 slopes[2];
-          for (int64_t r = 0; r < 2; r++) {
+          Parts<T> slopes;
+          for (int64_t r = 0; r < kRows; r++) {
             const int64_t at = (i + r) * stride + j, of = key + i + r, query = first + j;
             const F32x16 exponent =
                 read<F32x16>(s.scores.data() + at) * scale - read<F32x16>(s.lse.data() + query);
@@ -219,16 +247,15 @@ inline void attend_backward(const Head& q, const Head& k, const Head& v, const H
             slopes[r] = weight * scale *
                         (read<F32x16>(s.gradients.data() + at) - read<F32x16>(s.delta.data() + query));
             write(s.weights.data() + at, weight);
-            write(s.slopes.data() + at, slopes[r]);
+            if constexpr (kRows > 1) write(s.slopes.data() + at, slopes[r]);
           }
-          const U32x16 both = interleaved(slopes[0], slopes[1]);
-          std::memcpy(s.pairs.data() + i / 2 * stride + j, &both, sizeof both);
+          write_words(words + i / kRows * stride + j, slopes);
         }
-      multiply(keys, width, n, s.weights.data(), stride, s.dy.data() + first / 2 * width, width,
+      multiply(keys, width, n, s.weights.data(), stride, s.dy.data() + first / kRows * width, width,
                s.dv.data(), width, more);
-      multiply(keys, width, n, s.slopes.data(), stride, s.q.data() + first / 2 * width, width,
+      multiply(keys, width, n, s.slopes.data(), stride, s.q.data() + first / kRows * width, width,
                s.dk.data(), width, more);
-      multiply(width, n, keys, s.turned.data() + key, seq, s.pairs.data(), stride,
+      multiply(width, n, keys, s.turned.data() + key, seq, words, stride,
                s.out.data() + first, seq, true);
     }
     for (int64_t i = 0; i < keys; i++)

@@ -9,9 +9,12 @@
 
 #include <algorithm>
 #include <optional>
+#include <string_view>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
+#include "activations.h"
 #include "layers.h"
 #include "loss.h"
 
@@ -33,40 +36,74 @@ T* into(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-inline void check_activation(const Tensor& x, const std::optional<Tensor>& up, const Tensor& table) {
-  TORCH_CHECK(table.scalar_type() == at::kInt && table.numel() == 1 << 16 && table.is_contiguous(),
-              "workhorse: an activation wants a table of 65536 words");
-  for (const Tensor& t : {x, up.value_or(x)})
-    TORCH_CHECK(t.scalar_type() == at::kBFloat16 && t.is_contiguous() && t.numel() == x.numel(),
-                "workhorse: an activation wants contiguous bfloat16 tensors of one size");
+// Runs f with a number of the tensor's type.
+template <class F>
+void with_type(const Tensor& x, F f) {
+  if (x.scalar_type() == at::kFloat) return f(float{});
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16, "workhorse: float32 or bfloat16 is wanted");
+  f(BFloat16{});
+}
+
+// Runs f with an activation of x's numbers and one of them: `table` for bfloat16, the one of that name for
+// float.
+template <class F>
+void with_activation(const Tensor& x, const Tensor& table, std::string_view name, F f) {
+  if (x.scalar_type() == at::kBFloat16) {
+    TORCH_CHECK(table.scalar_type() == at::kInt && table.numel() == 1 << 16 && table.is_contiguous(),
+                "workhorse: an activation wants a table of 65536 words");
+    return f(Table{from<uint32_t>(table)}, BFloat16{});
+  }
+  if (name == "gelu") return f(Computed<Gelu>{}, float{});
+  if (name == "gelu_tanh") return f(Computed<GeluTanh>{}, float{});
+  if (name == "relu") return f(Computed<Relu>{}, float{});
+  if (name == "relu_squared") return f(Computed<ReluSquared>{}, float{});
+  if (name == "sigmoid") return f(Computed<Sigmoid>{}, float{});
+  if (name == "silu") return f(Computed<Silu>{}, float{});
+  TORCH_CHECK(false, "workhorse: there is no activation ", name);
+}
+
+inline void check_activation(const Tensor& x, const Tensor& other) {
+  for (const Tensor& t : {x, other})
+    TORCH_CHECK((t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kFloat) &&
+                    t.scalar_type() == x.scalar_type() && t.is_contiguous() && t.numel() == x.numel(),
+                "workhorse: an activation wants contiguous tensors of one size and type");
 }
 
 // act(x), or act(x) · up.
-inline Tensor activation(const Tensor& x, const std::optional<Tensor>& up, const Tensor& table) {
-  check_activation(x, up, table);
+inline Tensor activation(const Tensor& x, const std::optional<Tensor>& up, const Tensor& table,
+                         std::string_view name) {
+  check_activation(x, up.value_or(x));
   const Tensor y = at::empty_like(x);
-  const auto *words = from<uint32_t>(table);
-  const auto *in = from<BFloat16>(x), *other = from<BFloat16>(up.value_or(x));
-  auto* out = into<BFloat16>(y);
-  torch::stable::parallel_for(0, x.numel(), kShare, [&](int64_t i, int64_t end) {
-    (up ? activate<true> : activate<false>)(end - i, words, in + i, other + i, out + i);
+  with_activation(x, table, name, [&]<class T>(auto act, T) {
+    const T *in = from<T>(x), *other = from<T>(up.value_or(x));
+    T* out = into<T>(y);
+    torch::stable::parallel_for(0, x.numel(), kShare, [&](int64_t i, int64_t end) {
+      if (up) activate<true>(end - i, act, in + i, other + i, out + i);
+      else activate<false>(end - i, act, in + i, other + i, out + i);
+    });
   });
   return y;
 }
 
 // The activation again, and the gradients of x and, where there is one, of up.
 inline std::vector<Tensor> activation_backward(const Tensor& dy, const Tensor& x,
-                                        const std::optional<Tensor>& up, const Tensor& table) {
-  check_activation(x, up, table);
-  check_activation(x, dy, table);
+                                               const std::optional<Tensor>& up, const Tensor& table,
+                                               std::string_view name) {
+  check_activation(x, up.value_or(x));
+  check_activation(x, dy);
   std::vector<Tensor> made;
   for (int i = 0; i < (up ? 3 : 2); i++) made.push_back(at::empty_like(x));
-  const auto *words = from<uint32_t>(table);
-  const auto *above = from<BFloat16>(dy), *in = from<BFloat16>(x), *other = from<BFloat16>(up.value_or(x));
-  auto *y = into<BFloat16>(made[0]), *dx = into<BFloat16>(made[1]), *dup = into<BFloat16>(made.back());
-  torch::stable::parallel_for(0, x.numel(), kShare, [&](int64_t i, int64_t end) {
-    (up ? activate_backward<true> : activate_backward<false>)(end - i, words, above + i, in + i,
-                                                              other + i, y + i, dx + i, dup + i);
+  with_activation(x, table, name, [&]<class T>(auto act, T) {
+    const T *above = from<T>(dy), *in = from<T>(x), *other = from<T>(up.value_or(x));
+    T *y = into<T>(made[0]), *dx = into<T>(made[1]), *dup = into<T>(made.back());
+    torch::stable::parallel_for(0, x.numel(), kShare, [&](int64_t i, int64_t end) {
+      const auto run = [&](auto gated) {
+        activate_backward<decltype(gated)::value>(end - i, act, above + i, in + i, other + i, y + i,
+                                                  dx + i, dup + i);
+      };
+      if (up) run(std::true_type{});
+      else run(std::false_type{});
+    });
   });
   return made;
 }
@@ -96,13 +133,11 @@ struct Rows {
   }
 };
 
-// Runs f with a number of the tensor's type.
+// Likewise, if its numbers lie side by side.
 template <class F>
 void by_type(const Tensor& x, F f) {
   TORCH_CHECK(x.is_contiguous(), "workhorse: contiguous numbers are wanted");
-  if (x.scalar_type() == at::kFloat) return f(float{});
-  TORCH_CHECK(x.scalar_type() == at::kBFloat16, "workhorse: float32 or bfloat16 is wanted");
-  f(BFloat16{});
+  with_type(x, f);
 }
 
 // Rows of x or, where there is one, of x + branch; their norm over the last axis; and the mean and scale

@@ -1,5 +1,5 @@
-// Activations and norms of a training step, forwards and backwards in a pass each. Numbers are float or
-// BFloat16 in memory and float32 in between.
+// Norms of a training step, forwards and backwards in a pass each. Numbers are float or BFloat16 in memory
+// and float32 in between.
 #pragma once
 
 #include <cmath>
@@ -55,65 +55,6 @@ struct Sum {
   void operator+=(float v) { rest += v; }
   operator float() const { return sum(lanes) + rest; }
 };
-
-// What a function and its derivative are for each of the 65,536 numbers there are in bfloat16: the value
-// in the lower half of a word, the slope in the upper.
-template <class V>
-struct Entry {
-  V value, slope;
-
-  Entry(const uint32_t* table, const BFloat16* x) {
-    if constexpr (kCount<V> == 1) {
-      take(table[x->bits]);
-    } else {
-      const U32x16 index = __builtin_convertvector(load<U16x16>(x), U32x16);
-#ifdef __AVX512F__
-      take((U32x16)_mm512_i32gather_epi32((__m512i)index, table, sizeof *table));
-#else
-      U32x16 words;
-      for (int i = 0; i < 16; i++) words[i] = table[index[i]];
-      take(words);
-#endif
-    }
-  }
-
- private:
-  template <class Words>
-  void take(Words words) {
-    const Words low = words << 16, high = words & 0xffff0000;
-    std::memcpy(&value, &low, sizeof value);
-    std::memcpy(&slope, &high, sizeof slope);
-  }
-};
-
-// y = act(x) or, Gated, act(x) · up.
-template <bool Gated>
-void activate(int64_t n, const uint32_t* table, const BFloat16* x, const BFloat16* up, BFloat16* y) {
-  each(n, [=]<class V>(V, int64_t i) {
-    const V value = Entry<V>(table, x + i).value;
-    if constexpr (Gated) write(y + i, value * read<V>(up + i));
-    else write(y + i, value);
-  });
-}
-
-// Once more y, the gradient of x and, Gated, of up.
-template <bool Gated>
-void activate_backward(int64_t n, const uint32_t* table, const BFloat16* dy, const BFloat16* x,
-                       const BFloat16* up, BFloat16* y, BFloat16* dx, BFloat16* dup) {
-  each(n, [=]<class V>(V, int64_t i) {
-    const Entry<V> act(table, x + i);
-    const V above = read<V>(dy + i);
-    if constexpr (Gated) {
-      const V other = read<V>(up + i);
-      write(dx + i, above * act.slope * other);
-      write(dup + i, above * act.value);
-      write(y + i, act.value * other);
-    } else {
-      write(dx + i, above * act.slope);
-      write(y + i, act.value);
-    }
-  });
-}
 
 template <class T>
 void add_row(int64_t width, const T* a, const T* b, T* sum) {

@@ -6,6 +6,8 @@
 //   left    tile[lane][k]
 //   right   tile[k / 2][lane][k % 2], pairs of k beside each other
 //
+// Of float32 there are two tiles, of upper and of lower halves.
+//
 // In memory k runs along the rows or down them, which makes four ways into a tile:
 //
 //            k along the rows                       k down the rows
@@ -13,6 +15,7 @@
 //   right    16 × 16 pairs of numbers transposed    two rows woven into one
 #pragma once
 
+#include "halves.h"
 #include "tiles.h"
 
 namespace workhorse {
@@ -23,6 +26,15 @@ constexpr int kTileBytes = kTile * kDepth * sizeof(BFloat16);
 constexpr int kPanel = 2 * kTile;  // lanes that are multiplied at once: two tiles
 
 enum class Side { left, right };
+
+// A number is the sum of so many of bfloat16; see halves.h.
+template <class T>
+constexpr int kParts = sizeof(T) / sizeof(BFloat16);
+
+template <class T>
+constexpr int64_t kStepBytes = 2 * kTileBytes * kParts<T>;  // of a step of 32 k of a panel
+
+inline __mmask32 first_of_32(int64_t count) { return count < 32 ? (1u << count) - 1 : ~0u; }
 
 // The same 16 bytes of four rows, `apart` bytes from each other. Transposing starts here, where it is
 // free: all exchanges that are left stay within quarters.
@@ -75,41 +87,46 @@ inline void transpose_numbers(const char* from, int64_t stride, char* to) {
   }
 }
 
-inline void weave(const char* from, int64_t stride, char* to) {
+// Of the numbers of one half beside each of the other's.
+inline __m512i woven(__m512i halves) {
   alignas(64) static constexpr uint16_t order[32] = {
       0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
       8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  const __m512i index = _mm512_load_si512(order);
+  return _mm512_permutexvar_epi16(_mm512_load_si512(order), halves);
+}
+
+inline void weave(const char* from, int64_t stride, char* to) {
   for (int i = 0; i < 16; i++, from += 2 * stride) {
     const auto row = [&](int j) { return _mm256_loadu_si256((const __m256i*)(from + j * stride)); };
-    const __m512i both = _mm512_inserti64x4(_mm512_castsi256_si512(row(0)), row(1), 1);
-    put(to, i, _mm512_permutexvar_epi16(index, both));
+    put(to, i, woven(_mm512_inserti64x4(_mm512_castsi256_si512(row(0)), row(1), 1)));
   }
 }
 
 // One side of a product as it lies in memory.
+template <class T>
 struct Operand {
-  const BFloat16* at;
+  const T* at;
   int64_t stride;  // numbers from a row to the next
   bool along;      // whether k runs along the rows
 
-  const BFloat16* number(int64_t lane, int64_t k) const {
+  const T* number(int64_t lane, int64_t k) const {
     return at + (along ? lane * stride + k : k * stride + lane);
   }
 
   // Whether left tiles of these lanes and k can be loaded from where they lie.
   bool ready(int64_t lanes, int64_t depth) const {
-    return along && lanes % kPanel == 0 && depth % kDepth == 0;
+    return kParts<T> == 1 && along && lanes % kPanel == 0 && depth % kDepth == 0;
   }
 
   // Panels from `lane` and `k` on, filled up with zeros. A panel holds all its steps of 32 k behind each
-  // other, a step two tiles. The order of work is that of memory.
+  // other, a step two tiles, or two of upper halves and two of lower ones. The order of work is that of
+  // memory.
   template <Side side>
   void pack(int64_t lane, int64_t lanes, int64_t k, int64_t depth, char* to) const {
     const int64_t steps = (depth + kDepth - 1) / kDepth, columns = (lanes + kTile - 1) / kTile;
     if (columns % 2)
-      for (int64_t s = 0; s < steps; s++)
-        std::memset(to + place(columns, s, steps), 0, kTileBytes);
+      for (int64_t s = 0; s < steps * kParts<T>; s++)
+        std::memset(to + place(columns, 0, steps) + s * 2 * kTileBytes, 0, kTileBytes);
     const auto tile = [&](int64_t c, int64_t s) {
       const int64_t l = c * kTile, d = s * kDepth;
       fill<side>(number(lane + l, k + d), std::min<int64_t>(kTile, lanes - l),
@@ -125,23 +142,55 @@ struct Operand {
 
  private:
   static int64_t place(int64_t column, int64_t step, int64_t steps) {
-    return ((column / 2 * steps + step) * 2 + column % 2) * kTileBytes;
+    return (column / 2 * steps + step) * kStepBytes<T> + column % 2 * kTileBytes;
   }
 
+  // A tile, or the two of halves.
   template <Side side>
-  void fill(const BFloat16* first, int64_t lanes, int64_t depth, char* to) const {
-    const char* from = (const char*)first;
-    int64_t bytes = stride * sizeof(BFloat16);
-    alignas(64) char whole[kTileBytes];
-    if (lanes < kTile || depth < kDepth) {
-      const int64_t rows = along ? lanes : depth, width = along ? depth : lanes;
-      const int64_t whole_width = along ? kDepth : kTile;
+  void fill(const T* from, int64_t lanes, int64_t depth, char* to) const {
+    constexpr int64_t below = 2 * kTileBytes;
+    const int64_t width = along ? kDepth : kTile;
+    alignas(64) char whole[kParts<T>][kTileBytes];
+    if constexpr (kParts<T> == 2) {
+      const auto ready = [=](int i, __m512i upper, __m512i lower) {
+        put(to, i, side == Side::left ? upper : woven(upper));
+        put(to + below, i, side == Side::left ? lower : woven(lower));
+      };
+      if (along == (side == Side::left)) return halve(from, lanes, depth, ready);
+      halve(from, lanes, depth, [&](int i, __m512i upper, __m512i lower) {
+        put(whole[0], i, upper);
+        put(whole[1], i, lower);
+      });
+      for (int p = 0; p < 2; p++) move<side>(whole[p], width * 2, to + p * below);
+    } else if (lanes == kTile && depth == kDepth) {
+      move<side>((const char*)from, stride * 2, to);
+    } else {
+      const int64_t rows = along ? lanes : depth, bytes = (along ? depth : lanes) * 2;
       std::memset(whole, 0, sizeof whole);
       for (int64_t i = 0; i < rows; i++)
-        std::memcpy(whole + i * whole_width * 2, from + i * bytes, width * 2);
-      from = whole;
-      bytes = whole_width * 2;
+        std::memcpy(whole[0] + i * width * 2, from + i * stride, bytes);
+      move<side>(whole[0], width * 2, to);
     }
+  }
+
+  // The halves of a tile's numbers, 32 at a time in the order of memory.
+  template <class Store>
+  void halve(const T* from, int64_t lanes, int64_t depth, const Store& store) const {
+    const int64_t step = stride;
+    const __mmask16 lane = first(lanes), k[] = {first(depth), first(std::max<int64_t>(0, depth - 16))};
+    const auto row = [=](int i, int h) {
+      return _mm512_maskz_loadu_ps(i < lanes ? k[h] : 0, from + i * step + h * 16);
+    };
+    const auto column = [=](int i, int h) {
+      const int down = 2 * i + h;
+      return _mm512_maskz_loadu_ps(down < depth ? lane : 0, from + down * step);
+    };
+    along ? split(row, store) : split(column, store);
+  }
+
+  // A tile of bfloat16, its rows `bytes` apart.
+  template <Side side>
+  void move(const char* from, int64_t bytes, char* to) const {
     if constexpr (side == Side::left)
       along ? copy(from, bytes, to) : transpose_numbers(from, bytes, to);
     else

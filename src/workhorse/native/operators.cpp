@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "attend.h"
+#include "likeliest.h"
 #include "packed_tiles.h"
 #include "rows.h"
 #include "tiles.h"
@@ -189,6 +190,30 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const std::opti
   return y;
 }
 
+template <class T>
+void likeliest_of(const Tensor& logits, int64_t* tokens) {
+  const int64_t count = logits.size(1), stride = logits.stride(0);
+  const T* rows = static_cast<const T*>(logits.const_data_ptr());
+  in_threads(logits.size(0), count * sizeof(T), [&](int64_t from, int64_t to) {
+    for (int64_t r = from; r < to; r++) tokens[r] = largest_at(rows + r * stride, count);
+  });
+}
+
+Tensor likeliest(const Tensor& logits) {
+  const ScalarType type = logits.scalar_type();
+  STD_TORCH_CHECK(logits.is_cpu() && logits.dim() == 2 && logits.size(1) > 0 && logits.stride(1) == 1,
+                  "workhorse: logits must be (batch, vocab) on the CPU, a row's side by side");
+  Tensor tokens = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Long);
+  int64_t* to = static_cast<int64_t*>(tokens.mutable_data_ptr());
+  if (type == ScalarType::BFloat16)
+    likeliest_of<BFloat16>(logits, to);
+  else if (type == ScalarType::Float)
+    likeliest_of<float>(logits, to);
+  else
+    STD_TORCH_CHECK(false, "workhorse: logits must be bfloat16 or float32");
+  return tokens;
+}
+
 #ifdef WORKHORSE_PACKS
 template <class T, int Bits>
 void multiply_packed(const T* x, const PackedWeight<Bits>& weight, const T* bias, T* y, int64_t rows,
@@ -278,6 +303,7 @@ STABLE_TORCH_LIBRARY(workhorse, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("linear_each(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]");
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor");
+  m.def("likeliest(Tensor logits) -> Tensor");
 #ifdef WORKHORSE_PACKS
   m.def(
       "packed_linear(Tensor x, Tensor codes, Tensor scales, Tensor? levels, Tensor? bias, "
@@ -289,6 +315,7 @@ STABLE_TORCH_LIBRARY_IMPL(workhorse, CPU, m) {
   m.impl("linear", TORCH_BOX(&workhorse::linear));
   m.impl("linear_each", TORCH_BOX(&workhorse::linear_each));
   m.impl("attend", TORCH_BOX(&workhorse::attend));
+  m.impl("likeliest", TORCH_BOX(&workhorse::likeliest));
 #ifdef WORKHORSE_PACKS
   m.impl("packed_linear", TORCH_BOX(&workhorse::packed_linear));
 #endif

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from jaxtyping import Bool, Float, Int16, Int32, UInt8
+from jaxtyping import Bool, Float, Int16, Int32, Int64, UInt8
 from torch import Tensor
 
 from workhorse.native import build
@@ -119,6 +119,20 @@ def attend(
         scale: multiplies the scores.
     """
     return torch.ops.workhorse.attend.default(q, k, v, mask, scale)
+
+
+def finds_likeliest() -> bool:
+    """Whether `likeliest` can be called: the operators were loaded."""
+    return hasattr(torch.ops.workhorse, "likeliest")
+
+
+def likeliest(logits: Float[Tensor, "batch vocab"]) -> Int64[Tensor, " batch"]:
+    """Where the largest number of each row is, the first of equals; -1 where some is not finite.
+
+    Args:
+        logits: bfloat16 or float32, on the CPU, those of a row side by side.
+    """
+    return torch.ops.workhorse.likeliest.default(logits)
 
 
 @functools.cache

@@ -19,14 +19,15 @@ using torch::stable::Tensor;
 
 constexpr int64_t kFewRows = 256;
 
-bool is_matrix(const Tensor& x, int64_t rows, int64_t columns) {
-  return x.is_cpu() && x.scalar_type() == ScalarType::BFloat16 && x.dim() == 2 &&
+bool is_matrix(const Tensor& x, ScalarType type, int64_t rows, int64_t columns) {
+  return x.is_cpu() && x.scalar_type() == type && x.dim() == 2 &&
          x.size(0) == rows && x.size(1) == columns;
 }
 
-Operand operand(const Tensor& x, int lane_axis) {
+template <class T>
+Operand<T> operand(const Tensor& x, int lane_axis) {
   const int k_axis = 1 - lane_axis;
-  const BFloat16* at = static_cast<const BFloat16*>(x.const_data_ptr());
+  const T* at = static_cast<const T*>(x.const_data_ptr());
   if (x.stride(k_axis) == 1 || x.size(k_axis) == 1) return {at, x.stride(lane_axis), true};
   STD_TORCH_CHECK(x.stride(lane_axis) == 1 || x.size(lane_axis) == 1,
                   "workhorse: rows or columns of a matrix must lie side by side");
@@ -34,7 +35,8 @@ Operand operand(const Tensor& x, int lane_axis) {
 }
 
 // Every thread gets a part of C, in a grid whose parts need the fewest rows and columns of A and B.
-void in_threads(const Product& product, int64_t rows, int64_t columns) {
+template <class T>
+void in_threads(const Product<T>& product, int64_t rows, int64_t columns) {
   const int64_t threads = torch::stable::get_num_threads();
   int64_t high = threads;  // parts that the rows are in
   for (int64_t h = 1; h <= threads; h++)
@@ -54,26 +56,35 @@ void in_threads(const Product& product, int64_t rows, int64_t columns) {
   });
 }
 
+template <class T>
+void multiply_into(const Tensor& c, const Tensor& a, const Tensor& b, const Tensor* bias) {
+  const int64_t rows = c.size(0), columns = c.size(1), k = a.size(1);
+  const Operand<T> left = operand<T>(a, 0), right = operand<T>(b, 1);
+  T* const at = static_cast<T*>(c.mutable_data_ptr());
+  const T* const added = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr;
+  // The left side can be used as it lies; for few rows that should be B.
+  if (kParts<T> == 1 && left.along && right.along && rows <= kFewRows && rows < columns)
+    in_threads<T>({right, left, {at, columns, added, true}, k}, columns, rows);
+  else
+    in_threads<T>({left, right, {at, columns, added, false}, k}, rows, columns);
+}
+
 Tensor multiply(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2, "workhorse: a and b must have two axes");
   const int64_t rows = a.size(0), k = a.size(1), columns = b.size(1);
-  STD_TORCH_CHECK(k > 0 && is_matrix(a, rows, k) && is_matrix(b, k, columns),
-                  "workhorse: a and b must be bfloat16 on the CPU and belong together");
+  const ScalarType type = a.scalar_type();
+  STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Float,
+                  "workhorse: a and b must be bfloat16 or float32");
+  STD_TORCH_CHECK(k > 0 && is_matrix(a, type, rows, k) && is_matrix(b, type, k, columns),
+                  "workhorse: a and b must be of one type, on the CPU, and belong together");
   if (bias)
-    STD_TORCH_CHECK(bias->is_cpu() && bias->scalar_type() == ScalarType::BFloat16 &&
-                        bias->dim() == 1 && bias->size(0) == columns && bias->stride(0) == 1,
-                    "workhorse: bias must be bfloat16 on the CPU, one for each column");
+    STD_TORCH_CHECK(bias->is_cpu() && bias->scalar_type() == type && bias->dim() == 1 &&
+                        bias->size(0) == columns && bias->stride(0) == 1,
+                    "workhorse: bias must be of their type, on the CPU, one for each column");
   Tensor c = torch::stable::new_empty(a, {rows, columns});
   if (rows * columns == 0) return c;
-  const Operand left = operand(a, 0), right = operand(b, 1);
-  BFloat16* const at = static_cast<BFloat16*>(c.mutable_data_ptr());
-  const BFloat16* const added =
-      bias ? static_cast<const BFloat16*>(bias->const_data_ptr()) : nullptr;
-  // The left side can be used as it lies; for few rows that should be B.
-  if (left.along && right.along && rows <= kFewRows && rows < columns)
-    in_threads({right, left, {at, columns, added, true}, k}, columns, rows);
-  else
-    in_threads({left, right, {at, columns, added, false}, k}, rows, columns);
+  const auto into = type == ScalarType::Float ? multiply_into<float> : multiply_into<BFloat16>;
+  into(c, a, b, bias ? &*bias : nullptr);
   return c;
 }
 

@@ -1,5 +1,5 @@
 // What a training step on a CPU lacks in PyTorch: norms, activations and the loss in one pass each,
-// attention of bfloat16 in matrix instructions, and updates of weights that are split in two
+// attention as matrix products in the cache, and updates of weights that are split in two
 // (train/masters.py).
 
 #include <ATen/core/Tensor.h>
@@ -25,15 +25,15 @@ namespace {
 using at::Tensor;
 
 // The heads of tensors (batch, heads, seq, width).
+template <class T>
 struct Heads {
-  BFloat16* at;
+  T* at;
   int64_t batch, head, row;
 
   explicit Heads(const Tensor& t)
-      : at(const_cast<BFloat16*>(from<BFloat16>(t))), batch(t.stride(0)), head(t.stride(1)),
-        row(t.stride(2)) {}
+      : at(const_cast<T*>(from<T>(t))), batch(t.stride(0)), head(t.stride(1)), row(t.stride(2)) {}
 
-  Head operator()(int64_t b, int64_t h) const { return {at + b * batch + h * head, row}; }
+  Head<T> operator()(int64_t b, int64_t h) const { return {at + b * batch + h * head, row}; }
 };
 
 struct Sizes {
@@ -41,12 +41,15 @@ struct Sizes {
 
   explicit Sizes(std::initializer_list<Tensor> tensors) {
     const Tensor& first = *tensors.begin();
+    const bool wide = first.scalar_type() == at::kFloat;
+    const int64_t even = wide ? 1 : 2;  // numbers in a word
     for (const Tensor& t : tensors)
-      TORCH_CHECK(t.dim() == 4 && t.scalar_type() == at::kBFloat16 && t.sizes() == first.sizes() &&
-                      t.stride(3) == 1 && t.stride(2) % 2 == 0,
-                  "workhorse: attention wants bfloat16 tensors of one shape, in rows of pairs");
+      TORCH_CHECK(t.dim() == 4 && t.scalar_type() == (wide ? at::kFloat : at::kBFloat16) &&
+                      t.sizes() == first.sizes() && t.stride(3) == 1 && t.stride(2) % even == 0,
+                  "workhorse: attention wants tensors of one shape and type, in rows of whole words");
     batch = first.size(0), heads = first.size(1), seq = first.size(2), width = first.size(3);
-    TORCH_CHECK(seq % 2 == 0 && width % 2 == 0, "workhorse: length and width must be even");
+    TORCH_CHECK(seq % even == 0 && width % even == 0,
+                "workhorse: length and width of bfloat16 must be even");
   }
 
   // In the memory order (batch, seq, heads, width) of the projections around it.
@@ -58,7 +61,7 @@ struct Sizes {
   template <class Room, class F>
   void each_head(Room room, F f) const {
     torch::stable::parallel_for(0, batch * heads, 1, [&](int64_t begin, int64_t end) {
-      Scratch scratch = room(seq, width);
+      auto scratch = room(seq, width);
       for (int64_t i = begin; i < end; ++i) f(scratch, i / heads, i % heads);
       at::native::cpublas::brgemm_release();
     });
@@ -71,11 +74,13 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
   const Sizes sizes({q, k, v});
   const Tensor y = sizes.make(q);
   const Tensor lse = at::empty({sizes.batch, sizes.heads, sizes.seq}, q.options().dtype(at::kFloat));
-  const Heads of_q(q), of_k(k), of_v(v), of_y(y);
   float* sums = into<float>(lse);
-  sizes.each_head(Scratch::forward, [&](Scratch& scratch, int64_t b, int64_t h) {
-    attend(of_q(b, h), of_k(b, h), of_v(b, h), sizes.seq, sizes.width, float(scale), causal, scratch,
-           of_y(b, h), sums + (b * sizes.heads + h) * sizes.seq);
+  with_type(q, [&]<class T>(T) {
+    const Heads<T> of_q(q), of_k(k), of_v(v), of_y(y);
+    sizes.each_head(Scratch<T>::forward, [&](Scratch<T>& scratch, int64_t b, int64_t h) {
+      attend(of_q(b, h), of_k(b, h), of_v(b, h), sizes.seq, sizes.width, float(scale), causal, scratch,
+             of_y(b, h), sums + (b * sizes.heads + h) * sizes.seq);
+    });
   });
   return {y, lse};
 }
@@ -88,12 +93,14 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& q, const Ten
   TORCH_CHECK(lse.is_contiguous() && lse.numel() == sizes.batch * sizes.heads * sizes.seq,
               "workhorse: attention's sums are (batch, heads, seq)");
   const Tensor dq = sizes.make(q), dk = sizes.make(k), dv = sizes.make(v);
-  const Heads of_q(q), of_k(k), of_v(v), of_y(y), of_dy(dy), of_dq(dq), of_dk(dk), of_dv(dv);
   const float* sums = from<float>(lse);
-  sizes.each_head(Scratch::backward, [&](Scratch& scratch, int64_t b, int64_t h) {
-    attend_backward(of_q(b, h), of_k(b, h), of_v(b, h), of_y(b, h), of_dy(b, h),
-                    sums + (b * sizes.heads + h) * sizes.seq, sizes.seq, sizes.width, float(scale),
-                    causal, scratch, of_dq(b, h), of_dk(b, h), of_dv(b, h));
+  with_type(q, [&]<class T>(T) {
+    const Heads<T> of_q(q), of_k(k), of_v(v), of_y(y), of_dy(dy), of_dq(dq), of_dk(dk), of_dv(dv);
+    sizes.each_head(Scratch<T>::backward, [&](Scratch<T>& scratch, int64_t b, int64_t h) {
+      attend_backward(of_q(b, h), of_k(b, h), of_v(b, h), of_y(b, h), of_dy(b, h),
+                      sums + (b * sizes.heads + h) * sizes.seq, sizes.seq, sizes.width, float(scale),
+                      causal, scratch, of_dq(b, h), of_dk(b, h), of_dv(b, h));
+    });
   });
   return {dq, dk, dv};
 }
@@ -198,8 +205,9 @@ TORCH_LIBRARY_FRAGMENT(workhorse, library) {
   library.def(
       "attention_backward(Tensor q, Tensor k, Tensor v, Tensor y, Tensor dy, Tensor lse, float scale, "
       "bool causal) -> (Tensor, Tensor, Tensor)");
-  library.def("activation(Tensor x, Tensor? up, Tensor table) -> Tensor");
-  library.def("activation_backward(Tensor dy, Tensor x, Tensor? up, Tensor table) -> Tensor[]");
+  library.def("activation(Tensor x, Tensor? up, Tensor table, str name) -> Tensor");
+  library.def(
+      "activation_backward(Tensor dy, Tensor x, Tensor? up, Tensor table, str name) -> Tensor[]");
   library.def(
       "loss_into_gradient_(Tensor(a!) logits, Tensor targets, float multiplier, float z_loss) -> "
       "Tensor");

@@ -7,6 +7,7 @@ would depend on when they were there.
 import os
 from collections.abc import Callable
 from functools import cache
+from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,9 +31,15 @@ def loaded() -> bool:
     return hasattr(torch.ops.workhorse, "split_adamw_")
 
 
-def multiplies_tiles() -> bool:
-    """Whether the CPU has the matrix instructions that `attention_backward` is written in."""
-    return cpu_has("amx_bf16")
+def attention_types() -> frozenset[torch.dtype]:
+    """Of which types this CPU makes attention faster than PyTorch does.
+
+    The products are oneDNN's: of bfloat16 on a matrix unit, of float32 in vectors.
+    """
+    if not torch.backends.mkldnn.is_available():
+        return frozenset()
+    needed = {torch.bfloat16: "amx_bf16", torch.float32: "avx512_f"}
+    return frozenset(dtype for dtype, what in needed.items() if cpu_has(what))
 
 
 def attention(
@@ -41,7 +48,8 @@ def attention(
     """`y = softmax(q kᵀ · scale) v`, and (batch, heads, seq) the normaliser of each query.
 
     Args:
-        q: (batch, heads, seq, head_dim), bfloat16, seq and head_dim even, rows contiguous.
+        q: (batch, heads, seq, head_dim), rows contiguous; float32, or bfloat16 with seq and
+            head_dim even.
         k: likewise.
         v: likewise.
         scale: multiplies the scores.
@@ -64,7 +72,7 @@ def attention_backward(  # noqa: PLR0917 - the tensors of one formula
     """Gradients of `y = softmax(q kᵀ · scale) v` with respect to q, k and v.
 
     Args:
-        q: (batch, heads, seq, head_dim), bfloat16, seq and head_dim even, rows contiguous.
+        q: (batch, heads, seq, head_dim), see `attention`.
         k: likewise.
         v: likewise.
         y: likewise.
@@ -77,23 +85,35 @@ def attention_backward(  # noqa: PLR0917 - the tensors of one formula
     return operator(q, k, v, y, gradient, normaliser, scale, causal)
 
 
-def activation(x: Tensor, up: Tensor | None, table: Tensor) -> Tensor:
-    """`act(x)`, or `act(x) · up`, for bfloat16.
+ActivationName = Literal["gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu"]
+
+
+class Activation(NamedTuple):
+    """What `activation` computes for float32 and looks up for bfloat16."""
+
+    name: ActivationName
+    table: Tensor
+    """(65536,) int32; for each number of bfloat16, by its bits, the slope there in bfloat16 and
+    below it the value."""
+
+
+def activation(x: Tensor, up: Tensor | None, act: Activation) -> Tensor:
+    """`act(x)`, or `act(x) · up`.
 
     Args:
-        x: contiguous.
+        x: float32 or bfloat16, contiguous.
         up: like x, or None.
-        table: (65536,) int32; for each number of bfloat16, by its bits, the slope there in bfloat16
-            and below it the value.
+        act: what is computed.
     """
-    return torch.ops.workhorse.activation.default(x, up, table)
+    return torch.ops.workhorse.activation.default(x, up, act.table, act.name)
 
 
 def activation_backward(
-    gradient: Tensor, x: Tensor, up: Tensor | None, table: Tensor
+    gradient: Tensor, x: Tensor, up: Tensor | None, act: Activation
 ) -> list[Tensor]:
     """What `activation` gave, and the gradients of x and, where there is one, of up."""
-    return torch.ops.workhorse.activation_backward.default(gradient, x, up, table)
+    operator = torch.ops.workhorse.activation_backward.default
+    return operator(gradient, x, up, act.table, act.name)
 
 
 def loss_into_gradient_(
@@ -314,9 +334,9 @@ def _norm_gradient_shapes(gradient: Tensor, *_: object) -> tuple[Tensor, Tensor]
 
 
 def _activation_gradient_shapes(
-    gradient: Tensor, x: Tensor, up: Tensor | None, table: Tensor
+    gradient: Tensor, x: Tensor, up: Tensor | None, *act: object
 ) -> list[Tensor]:
-    del gradient, table
+    del gradient, act
     return [torch.empty_like(x) for _ in range(2 if up is None else 3)]
 
 

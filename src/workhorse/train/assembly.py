@@ -8,7 +8,7 @@ from workhorse import __version__
 from workhorse.checkpoints import RunDirectory, empty_decoder, load_weights, weights_of
 from workhorse.checkpoints.stored import open_stored
 from workhorse.data import Batch, Batches, Dataset, prepare, prepare_tokenizer
-from workhorse.devices import training_dtype
+from workhorse.devices import name_of, training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.native import products, training
 from workhorse.nn import Decoder
@@ -18,7 +18,7 @@ from workhorse.train.allocator import give_back_freed_memory, keep_freed_memory
 from workhorse.train.balance import Balancer
 from workhorse.train.cpu_attention import speed_up_attention
 from workhorse.train.cpu_layers import speed_up_layers
-from workhorse.train.cpu_linear import multiply, speed_up_linear
+from workhorse.train.cpu_linear import Products, speed_up_linear
 from workhorse.train.cpu_loss import differentiate_loss
 from workhorse.train.float8 import multiply_in_float8
 from workhorse.train.loop import Loop, Store
@@ -92,6 +92,9 @@ def assemble(
         decoder, config.model_copy(update={"micro_batch_size": size}), device, batches[0]
     )
     constants["micro_batch_size"] = step.micro_batch_size
+    with step.precision.products():
+        multiply = _unit(device, config.matmul_precision) or product
+        peak = peak_flops(device, training_dtype(config.dtype, device), multiply)
     loop = Loop(
         config=config,
         step=step,
@@ -104,17 +107,16 @@ def assemble(
         on_event=listener,
         constants=constants,
         flops_per_token=flops_per_token(decoder, config.seq_len),
-        peak_flops=peak_flops(device, training_dtype(config.dtype, device)),
+        peak_flops=peak,
     )
     if checkpoint is not None:
         loop.restore(checkpoint)
-    mixed = bool(step.optimizer.masters.remainders)
-    if mixed and device.type == "cpu" and (reason := training.why_not()):
+    if device.type == "cpu" and (reason := training.why_not()):
         on_event({"kind": "notice", "message": f"no native operators, so slower: {reason}"})
     loop.tell(
         "start",
         name=recipe.name,
-        device=_name_of(device),
+        device=name_of(device),
         threads=torch.get_num_threads(),
         parameters=sum(parameter.numel() for parameter in decoder.parameters()),
         steps=config.steps,
@@ -164,7 +166,7 @@ def build_step(
     masters = Masters(decoder if dtype == torch.bfloat16 else None)
     module = LossOfBatch(decoder, config.z_loss).train()
     if device.type == "cpu" and dtype != torch.float16:
-        _use_native_operators(module)
+        _use_native_operators(module, _unit(device, config.matmul_precision))
     if config.fp8:
         multiply_in_float8(decoder)
     if config.activation_checkpointing:
@@ -177,7 +179,11 @@ def build_step(
         module,
         optimizer,
         device,
-        precision=Precision(device, torch.float16 if dtype == torch.float16 else torch.float32),
+        precision=Precision(
+            device,
+            torch.float16 if dtype == torch.float16 else torch.float32,
+            config.matmul_precision,
+        ),
         scale=LossScale(enabled=dtype == torch.float16),
         micro_batch_size=size if isinstance(size, int) else config.batch_size,
         grad_clip=config.grad_clip,
@@ -192,16 +198,21 @@ def build_step(
     return step
 
 
-def _use_native_operators(module: LossOfBatch) -> None:
+def _unit(device: torch.device, precision: str) -> Products | None:
+    """What multiplies on the CPU's matrix unit, where it has one and there is a compiler."""
+    can = device.type == "cpu" and products.why_not(wait=True) is None
+    return Products(precision) if can else None
+
+
+def _use_native_operators(module: LossOfBatch, multiply: Products | None) -> None:
     """Where there is a compiler and the CPU can use them; else PyTorch's own do it, slower."""
-    if products.why_not(wait=True) is None:
+    if multiply is not None:
         module.multiply = multiply
-        speed_up_linear(module.decoder)
+        speed_up_linear(module.decoder, multiply)
     if training.why_not() is None:
         module.differentiate = differentiate_loss
         speed_up_layers(module.decoder, module.multiply or product)
-        if training.multiplies_tiles():
-            speed_up_attention(module.decoder)
+        speed_up_attention(module.decoder)
 
 
 def _validator(recipe: Recipe, step: TrainingStep, dataset: Dataset) -> Validator | None:
@@ -231,7 +242,3 @@ def _with_trackers(recipe: Recipe, run: RunDirectory, on_event: Listener) -> Lis
             track(event)
 
     return tell_all
-
-
-def _name_of(device: torch.device) -> str:
-    return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

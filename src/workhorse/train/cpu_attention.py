@@ -1,4 +1,4 @@
-"""Attention in bfloat16 on a CPU with matrix instructions, put in from outside."""
+"""Attention on a CPU as matrix products in its cache, put in from outside."""
 
 from typing import Any
 
@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from workhorse.native import training
-from workhorse.nn.kernels import Sdpa
+from workhorse.nn.kernels import Scoring, Sdpa
 
 
 def speed_up_attention(module: nn.Module) -> None:
@@ -22,16 +22,21 @@ def speed_up_attention(module: nn.Module) -> None:
 class TrainingSdpa(Sdpa):
     """As `Sdpa`; where the operator cannot, by it."""
 
+    def __init__(self, scoring: Scoring, n_heads: int) -> None:
+        super().__init__(scoring, n_heads)
+        self.types = training.attention_types()
+
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor | None, bool]) -> Tensor:
         hidden, causal = mask
         can = (
             torch.is_grad_enabled()
             and hidden is None
             and not self.scoring.dropout
-            and q.dtype == k.dtype == v.dtype == torch.bfloat16
+            and q.dtype == k.dtype == v.dtype
+            and q.dtype in self.types
             and q.shape == k.shape == v.shape
-            and q.shape[2] % 2 == 0
-            and q.shape[3] % 2 == 0
+            and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
+            and (q.dtype == torch.float32 or q.shape[2] % 2 == q.shape[3] % 2 == 0)
         )
         if not can:
             return super().forward(q, k, v, mask)

@@ -2,7 +2,8 @@
 
 A norm is one pass over its rows each way, with the residual sums beside it. An activation of
 bfloat16 is looked up: there are 65,536 numbers. A feed-forward is one step of autograd, which keeps
-what goes into the activation and not what comes out.
+what goes into the activation and not what comes out. Other types than bfloat16 and float32 are left
+to PyTorch.
 """
 
 import functools
@@ -19,9 +20,9 @@ from workhorse.nn.context import Context
 from workhorse.nn.feedforward import Gated, GatedMlp, Mlp, ReluSquared
 from workhorse.nn.head_loss import Multiply, product
 from workhorse.nn.norms import LayerNorm, RMSNorm
+from workhorse.train.masters import look_up
 
-_ACTIVATIONS = (nn.ReLU, nn.GELU, nn.SiLU, nn.Sigmoid, ReluSquared)
-"""Those without weights: a number's image is always the same."""
+_TYPES = (torch.bfloat16, torch.float32)
 
 
 def speed_up_layers(module: nn.Module, multiply: Multiply = product) -> None:
@@ -38,18 +39,18 @@ def speed_up_layers(module: nn.Module, multiply: Multiply = product) -> None:
             _replace(part, _rms_norm)
         elif type(part) is PreNorm:
             _replace(part, _pre_norm)
-        elif isinstance(part, Mlp | Gated) and isinstance(part.activation, _ACTIVATIONS):
-            table = table_of(part.activation)
-            if isinstance(part, Mlp):
-                _replace(part, _mlp, table, multiply)
-            else:
-                _replace(part, _gated, table)
+        elif isinstance(part, nn.Embedding):
+            _replace(part, look_up)
+        elif isinstance(part, Mlp) and (act := activation_of(part.activation)):
+            _replace(part, _mlp, act, multiply)
+        elif isinstance(part, Gated) and (act := activation_of(part.activation)):
+            _replace(part, _gated, act)
         elif (
             isinstance(part, GatedMlp)
             and type(part.activation) is Gated
-            and isinstance(part.activation.activation, _ACTIVATIONS)
+            and (act := activation_of(part.activation.activation))
         ):
-            _replace(part, _gated_mlp, table_of(part.activation.activation), multiply)
+            _replace(part, _gated_mlp, act, multiply)
 
 
 def _replace(module: nn.Module, forward: Callable[..., Tensor], *given: object) -> None:
@@ -61,9 +62,22 @@ def _plain(module: nn.Module, *given: Tensor) -> Tensor:
     return type(module).forward(module, *given)
 
 
+def activation_of(module: nn.Module) -> training.Activation | None:
+    """As the operators know it, or None: one with weights has no fixed image of a number."""
+    names: dict[type[nn.Module], training.ActivationName] = {
+        nn.ReLU: "relu",
+        nn.SiLU: "silu",
+        nn.Sigmoid: "sigmoid",
+        ReluSquared: "relu_squared",
+    }
+    name = names.get(type(module))
+    if type(module) is nn.GELU:
+        name = "gelu" if module.approximate == "none" else "gelu_tanh"
+    return training.Activation(name, _table_of(module)) if name else None
+
+
 @torch.enable_grad()
-def table_of(activation: nn.Module) -> Tensor:
-    """(65536,) words: each number of bfloat16's image in the lower half, in the upper the slope."""
+def _table_of(activation: nn.Module) -> Tensor:
     bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
     x = bits.view(torch.bfloat16).double().requires_grad_()
     value = activation(x)
@@ -73,13 +87,13 @@ def table_of(activation: nn.Module) -> Tensor:
 
 
 def _layer_norm(module: LayerNorm, x: Tensor) -> Tensor:
-    if x.dtype != torch.bfloat16:  # PyTorch's own is as fast
+    if x.dtype not in _TYPES:
         return _plain(module, x)
     return _Norm.apply(x, module.weight, module.bias, module.offset, module.eps, True)
 
 
 def _rms_norm(module: RMSNorm, x: Tensor) -> Tensor:
-    if x.dtype not in (torch.bfloat16, torch.float32):
+    if x.dtype not in _TYPES:
         return _plain(module, x)
     return _Norm.apply(x, module.weight, None, module.offset, module.eps, False)
 
@@ -121,7 +135,7 @@ def _pre_norm(
 ) -> Tensor:
     norms = (block.attention_norm, block.feed_forward_norm)
     if (
-        x.dtype != torch.bfloat16
+        x.dtype not in _TYPES
         or not isinstance(block.branch, nn.Identity)
         or not all(isinstance(norm, LayerNorm | RMSNorm) for norm in norms)
     ):
@@ -171,46 +185,47 @@ class _AddNorm(torch.autograd.Function):
         return dx, dx if ctx.joins else None, *others
 
 
-def _gated(module: Gated, table: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-    if gate.dtype == up.dtype == torch.bfloat16 and gate.shape == up.shape:
-        return _Activation.apply(gate, up, table)
+def _gated(module: Gated, act: training.Activation, gate: Tensor, up: Tensor) -> Tensor:
+    if gate.dtype == up.dtype and gate.dtype in _TYPES and gate.shape == up.shape:
+        return _Activation.apply(gate, up, act)
     return _plain(module, gate, up)
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor, table: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, up: Tensor, act: training.Activation) -> Tensor:
         x, up = x.contiguous(), up.contiguous()
         ctx.save_for_backward(x, up)
-        ctx.table = table
-        return training.activation(x, up, table)
+        ctx.act = act
+        return training.activation(x, up, act)
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         x, up = ctx.saved_tensors
-        _, dx, dup = training.activation_backward(above[0].contiguous(), x, up, ctx.table)
+        _, dx, dup = training.activation_backward(above[0].contiguous(), x, up, ctx.act)
         return dx, dup, None
 
 
-def _mlp(module: Mlp, table: Tensor, multiply: Multiply, x: Tensor) -> Tensor:
+def _mlp(module: Mlp, act: training.Activation, multiply: Multiply, x: Tensor) -> Tensor:
     linears = (module.down_proj, module.up_proj)
     if not _is_simple(x, module.dropout, *linears):
         return _plain(module, x)
-    return _FeedForward.apply(x, table, multiply, *_weights(*linears))
+    return _FeedForward.apply(x, act, multiply, *_weights(*linears))
 
 
-def _gated_mlp(module: GatedMlp, table: Tensor, multiply: Multiply, x: Tensor) -> Tensor:
+def _gated_mlp(module: GatedMlp, act: training.Activation, multiply: Multiply, x: Tensor) -> Tensor:
     linears = (module.down_proj, module.gate_proj, module.up_proj)
     if not _is_simple(x, module.dropout, *linears):
         return _plain(module, x)
-    return _FeedForward.apply(x, table, multiply, *_weights(*linears))
+    return _FeedForward.apply(x, act, multiply, *_weights(*linears))
 
 
 def _is_simple(x: Tensor, dropout: nn.Module, *linears: nn.Module) -> bool:
     return (
         isinstance(dropout, nn.Identity)
         and all(type(linear) is nn.Linear for linear in linears)
-        and all(weight.dtype == torch.bfloat16 for weight in (x, *(f.weight for f in linears)))
+        and x.dtype in _TYPES
+        and all(linear.weight.dtype == x.dtype for linear in linears)
     )
 
 
@@ -223,14 +238,18 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, table: Tensor, multiply: Multiply, *weights: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        act: training.Activation,
+        multiply: Multiply,
+        *weights: Tensor | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         (down, down_bias), *branches = _pairs(weights)
         hidden = [multiply(rows, weight.t(), bias) for weight, bias in branches]
         ctx.save_for_backward(rows, *weights, *hidden)
-        ctx.table, ctx.multiply = table, multiply
-        y = multiply(training.activation(*_two(hidden), table), down.t(), down_bias)
+        ctx.act, ctx.multiply = act, multiply
+        y = multiply(training.activation(*_two(hidden), act), down.t(), down_bias)
         return y.view(x.shape)
 
     @staticmethod
@@ -241,9 +260,7 @@ class _FeedForward(torch.autograd.Function):
         (down, down_bias), *branches = _pairs(saved[:-count])
         hidden = saved[-count:]
         dy = above[0].reshape(rows.shape).contiguous()
-        y, *slopes = training.activation_backward(
-            multiply(dy, down, None), *_two(hidden), ctx.table
-        )
+        y, *slopes = training.activation_backward(multiply(dy, down, None), *_two(hidden), ctx.act)
         gradients = [multiply(dy.t(), y, None), None if down_bias is None else dy.sum(0)]
         dx: list[Tensor] = []
         for (weight, bias), slope in zip(branches, slopes, strict=True):

@@ -1,4 +1,4 @@
-"""Linear layers of bfloat16 that multiply on a CPU's matrix unit, put in from outside."""
+"""Linear layers that multiply on a CPU's matrix unit, put in from outside."""
 
 import functools
 from typing import Any
@@ -9,29 +9,46 @@ from torch import Tensor, nn
 
 from workhorse.native import products
 
-
-def speed_up_linear(module: nn.Module) -> None:
-    """Let every `nn.Linear` in a module that is trained multiply natively."""
-    for part in module.modules():
-        if type(part) is nn.Linear:
-            setattr(part, "forward", functools.partial(_forward, part))  # noqa: B010
+DTYPES = {"highest": (torch.bfloat16,), "high": (torch.bfloat16, torch.float32)}
+"""What the matrix unit multiplies at each precision of float32 products."""
 
 
-def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-    """`a b + bias` of two matrices, without gradients; where the operator cannot, by PyTorch.
+class Products:
+    """`a b + bias` of two matrices, without gradients: on the matrix unit, or by PyTorch.
 
     Args:
-        a: (rows, inner), its rows or its columns side by side.
-        b: (inner, columns), likewise.
-        bias: (columns).
+        precision: of float32 products, `highest` or `high`; see `products.multiply`.
     """
-    if a.dtype == b.dtype == torch.bfloat16 and a.numel() and b.numel():
-        return products.multiply(a, b, bias)
-    return a @ b if bias is None else torch.addmm(bias, a, b)
+
+    def __init__(self, precision: str = "highest") -> None:
+        self.dtypes = DTYPES[precision]
+
+    def takes(self, a: Tensor, b: Tensor) -> bool:
+        """Whether the unit is used for these."""
+        return a.dtype == b.dtype and a.dtype in self.dtypes and bool(a.numel() and b.numel())
+
+    def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product.
+
+        Args:
+            a: (rows, inner), its rows or its columns side by side.
+            b: (inner, columns), likewise.
+            bias: (columns).
+        """
+        if self.takes(a, b):
+            return products.multiply(a, b, bias)
+        return a @ b if bias is None else torch.addmm(bias, a, b)
 
 
-def _forward(linear: nn.Linear, x: Tensor) -> Tensor:
-    if x.dtype == linear.weight.dtype == torch.bfloat16 and x.numel():
+def speed_up_linear(module: nn.Module, multiply: Products) -> None:
+    """Let every `nn.Linear` in a module that is trained multiply so."""
+    for part in module.modules():
+        if type(part) is nn.Linear:
+            setattr(part, "forward", functools.partial(_forward, part, multiply))  # noqa: B010
+
+
+def _forward(linear: nn.Linear, multiply: Products, x: Tensor) -> Tensor:
+    if multiply.takes(x, linear.weight):
         return _Linear.apply(x, linear.weight, linear.bias)
     return F.linear(x, linear.weight, linear.bias)
 

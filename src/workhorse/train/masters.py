@@ -57,7 +57,7 @@ class Masters:
                 parameter.data, self.remainders[parameter] = split(parameter.data)
         for module in () if narrowed is None else narrowed.modules():
             if isinstance(module, nn.Embedding) and module.weight.device.type == "cpu":
-                setattr(module, "forward", functools.partial(_look_up, module))  # noqa: B010
+                setattr(module, "forward", functools.partial(look_up, module))  # noqa: B010
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
         """Every weight of a module once, in float32, by the first of its names."""
@@ -91,17 +91,17 @@ class Masters:
         return self.sums.get(parameter, parameter.grad)
 
 
-def _look_up(table: nn.Embedding, tokens: Tensor) -> Tensor:
+def look_up(table: nn.Embedding, tokens: Tensor) -> Tensor:
     """`table(tokens)`, the gradient summed in float32."""
     weight = table.weight
     learns = torch.is_grad_enabled() and weight.requires_grad
-    if weight.dtype != torch.bfloat16 or not learns:
+    if weight.dtype not in (torch.bfloat16, torch.float32) or not learns:
         return F.embedding(tokens, weight)
     return _LookUp.apply(tokens, weight.detach().requires_grad_(), table)
 
 
 class _LookUp(torch.autograd.Function):
-    """An embedding for bfloat16 on a CPU, where PyTorch sums a row's gradients in bfloat16.
+    """An embedding on a CPU, where PyTorch sums a row's gradients in bfloat16 if it is bfloat16.
 
     A frequent token's sum stops growing there: 1,000 ones make 256. The rows are added to `grad`
     right here, since autograd would let the gradient of a head tied to the table wait for this one

@@ -68,6 +68,11 @@ class TrainConfig(Config):
     """Of the arithmetic; what the optimizer updates and checkpoints hold is float32 always. `auto`
     is bfloat16 where the device multiplies it natively; `float16` needs CUDA and scales the loss so
     that small gradients survive."""
+    matmul_precision: Literal["highest", "high"] = "highest"
+    """Of float32 products, with PyTorch's meaning: `high` lets each number be the sum of two of
+    bfloat16, or TensorFloat32, where that is faster. Linear layers do the former on a CPU with a
+    matrix unit, everything the latter on CUDA. On other devices nothing changes, nor where `dtype`
+    leaves no float32 products."""
     kernel: Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"] = "auto"
     """How attention is computed."""
     threads: int = Field(default=0, ge=0)

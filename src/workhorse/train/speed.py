@@ -7,6 +7,7 @@ from torch import nn
 
 from workhorse.nn import Decoder
 from workhorse.nn.grouped_linear import GroupedLinear
+from workhorse.nn.head_loss import Multiply, product
 from workhorse.nn.moe import MixtureOfExperts
 
 PROBE_SECONDS = 0.05
@@ -38,14 +39,14 @@ def flops_per_token(decoder: Decoder, seq_len: int) -> int:
     return 6 * sum(products.values()) + 12 * widths * seq_len
 
 
-def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+def peak_flops(device: torch.device, dtype: torch.dtype, multiply: Multiply = product) -> float:
     """Floating-point operations a second of a large matrix product here and now."""
     size = 8192 if device.type == "cuda" else 1024
     left = torch.rand(size, size, device=device, dtype=dtype)
     right = torch.rand(size, size, device=device, dtype=dtype)
-    float((left @ right)[0, 0])  # reading a number waits for the device
+    float(multiply(left, right, None)[0, 0])  # reading a number waits for the device
     products, start = 0, time.perf_counter()
     while (seconds := time.perf_counter() - start) < PROBE_SECONDS or not products:
-        float((left @ right)[0, 0])
+        float(multiply(left, right, None)[0, 0])
         products += 1
     return 2 * size**3 * products / seconds

@@ -31,7 +31,7 @@ class Validator:
         module: gives the summed loss of some rows and how many targets count.
         split: held out.
         device: where the rows go.
-        precision: makes the context that the forward pass runs in.
+        precision: makes the contexts that the forward pass runs in.
         seq_len: predictions in a row.
         batch_size: rows that pass through at once.
         packing: as in training.
@@ -66,7 +66,7 @@ class Validator:
         try:
             for batch in ValidationBatches(self.split, **self._sizes, max_rows=max_rows):
                 rows = batch.to(self.device, non_blocking=True)
-                with self.precision():
+                with self.precision.products(), self.precision():
                     loss, count = self.module(rows.tokens, rows.targets, rows.documents)
                 losses.append(loss)
                 counts.append(count)

@@ -20,7 +20,7 @@ from torch import Tensor
 import workhorse.native
 import workhorse.nn
 import workhorse.transforms
-from workhorse.devices import cache_folder
+from workhorse.devices import cache_folder, name_of
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Cache, Decoder
 from workhorse.nn.fixed_cache import CacheTensors, FixedCache, Layout, layout_of, tensors_of
@@ -28,8 +28,14 @@ from workhorse.nn.moe import MixtureOfExperts
 from workhorse.nn.self_attention import Rotation
 
 log = logging.getLogger(__name__)
-OPTIONS: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False}
-"""Of the compiler: what was compiled for these shapes need not look at them at every token."""
+OPTIONS: dict[str, Any] = {
+    "size_asserts": False,
+    "alignment_asserts": False,
+    "realize_opcount_threshold": 8,
+}
+"""Of the compiler. What was compiled for these shapes need not look at them at every token. What
+takes more than so many operations is computed once for all that read it, not by each anew: angles
+and masks, which every layer reads."""
 
 
 class Kind(NamedTuple):
@@ -154,7 +160,7 @@ class CompiledSteps:
             repr(self.decoder),
             [(name, str(t.dtype), str(t.device), tuple(t.shape)) for name, t in state],
             (kind, torch.get_num_threads(), torch.__version__),
-            torch.backends.cpu.get_cpu_capability(),
+            (torch.backends.cpu.get_cpu_capability(), name_of(state[0][1].device)),
             [source.read_text() for source in _sources()],
         )
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
@@ -194,7 +200,8 @@ def compile_step(decoder: Decoder, kind: Kind, tokens: Tensor, tensors: CacheTen
     try:
         # Numbers of the config are constants. Traced as variables they make the compiler begin
         # anew, which it does by an exception that `aot_compile` lets through (PyTorch 2.13).
-        with torch._dynamo.config.patch(specialize_float=True):
+        # There is an `aot_compile` by default from 2.12 on.
+        with torch._dynamo.config.patch(specialize_float=True, enable_aot_compile=True):
             options: dict[str, Any] = {**OPTIONS, "post_grad_custom_pre_pass": JoinProducts()}
             program = torch.compile(step, fullgraph=True, options=options)
             return program.aot_compile(((tokens, tensors), {}))

@@ -11,13 +11,15 @@ def prepare_for_inference(decoder: Decoder, *, compile: bool = False) -> None:
 
     Args:
         decoder: in evaluation mode; quantised already, if it shall be.
-        compile: decode by compiled steps; see `compile_steps`. The native operators are then waited
-            for too; otherwise they are used if they are there, and else made for the next time.
+        compile: decode by compiled steps; see `compile_steps`. On a CPU the native operators are
+            then waited for too; otherwise they are used if they are there, and else made for the
+            next time.
 
     Raises:
         WorkhorseError: a decoder that cannot be compiled.
     """
-    if stream_weights(decoder, wait=compile):
+    on_cpu = next(decoder.parameters()).device.type == "cpu"
+    if on_cpu and stream_weights(decoder, wait=compile):
         attend_natively(decoder)
     if compile:
         compile_steps(decoder)

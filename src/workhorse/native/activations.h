@@ -1,0 +1,155 @@
+// Activations of a training step, alone or times another branch, forwards and backwards in a pass each.
+// What an activation and its derivative are is looked up for bfloat16 and computed for float.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#include "exponential.h"
+#include "layers.h"
+
+namespace workhorse {
+
+template <class V>
+struct Image {
+  V value, slope;
+};
+
+// For each of the 65,536 numbers there are in bfloat16 the value in the lower half of a word and the
+// slope in the upper.
+struct Table {
+  const uint32_t* words;
+
+  template <class V>
+  Image<V> at(const BFloat16* x) const {
+    if constexpr (kCount<V> == 1) {
+      return halves<V>(words[x->bits]);
+    } else {
+      const U32x16 index = __builtin_convertvector(load<U16x16>(x), U32x16);
+#ifdef __AVX512F__
+      return halves<V>((U32x16)_mm512_i32gather_epi32((__m512i)index, words, sizeof *words));
+#else
+      U32x16 found;
+      for (int i = 0; i < 16; i++) found[i] = words[index[i]];
+      return halves<V>(found);
+#endif
+    }
+  }
+
+ private:
+  template <class V, class Words>
+  static Image<V> halves(Words found) {
+    const Words low = found << 16, high = found & 0xffff0000;
+    return {load<V>(&low), load<V>(&high)};
+  }
+};
+
+// Function::of(x), of float.
+template <class Function>
+struct Computed {
+  template <class V>
+  Image<V> at(const float* x) const {
+    const Image<F32x16> all = Function::of(F32x16{} + read<V>(x));
+    if constexpr (kCount<V> == 1) return {all.value[0], all.slope[0]};
+    else return all;
+  }
+};
+
+// 1 / x for finite x >= 1; a division takes as long as all the rest of an activation.
+inline F32x16 inverse(F32x16 x) {
+#ifdef __AVX512F__
+  const F32x16 close = (F32x16)_mm512_rcp14_ps((__m512)x);
+  return close + close * (1.0f - x * close);
+#else
+  return 1.0f / x;
+#endif
+}
+
+// 1 / (1 + e^-x) and its derivative; nothing cancels.
+inline Image<F32x16> sigmoid(F32x16 x) {
+  const F32x16 power = exponential(x < 0.0f ? x : -x), above = inverse(1.0f + power);
+  const F32x16 below = power * above;
+  return {x < 0.0f ? below : above, below * above};
+}
+
+struct Sigmoid {
+  static Image<F32x16> of(F32x16 x) { return sigmoid(x); }
+};
+
+struct Silu {
+  static Image<F32x16> of(F32x16 x) {
+    const auto [value, slope] = sigmoid(x);
+    return {x * value, value + x * slope};
+  }
+};
+
+struct Relu {  // lets NaN through
+  static Image<F32x16> of(F32x16 x) {
+    return {x < 0.0f ? F32x16{} : x, x > 0.0f ? F32x16{} + 1.0f : F32x16{}};
+  }
+};
+
+struct ReluSquared {
+  static Image<F32x16> of(F32x16 x) {
+    const F32x16 positive = Relu::of(x).value;
+    return {positive * positive, positive + positive};
+  }
+};
+
+// x Φ(x), Φ the normal distribution. Φ(-|x|) is e^(-x²/2) times a function that a polynomial in
+// t = 1 / (1 + |x| / √8) gives, to 2^-24 of it for |x| < 13.
+struct Gelu {
+  static Image<F32x16> of(F32x16 x) {
+    const F32x16 t = inverse(1.0f + (x < 0.0f ? -x : x) * 0.353553391f);
+    const F32x16 power = exponential(x * x * -0.5f);
+    F32x16 sum = t * kFactors[8] + kFactors[7];
+    for (int i = 6; i >= 0; i--) sum = sum * t + kFactors[i];
+    const F32x16 small = sum * t * power, normal = x < 0.0f ? small : 1.0f - small;
+    return {x * normal, normal + x * power * 0.398942280f};
+  }
+
+ private:
+  static constexpr float kFactors[] = {0.141043996f, 0.141174019f, 0.121650023f, 0.10095865f, -0.0124104966f,
+                                       0.137732528f, -0.242469347f, 0.141744246f, -0.0294236387f};
+};
+
+// x · sigmoid(2u), u = √(2/π) (x + 0.044715 x³), which is x (1 + tanh u) / 2.
+struct GeluTanh {
+  static Image<F32x16> of(F32x16 x) {
+    constexpr float kLinear = 1.595769122f, kCubic = 0.044715f;
+    const F32x16 square = x * x;
+    const auto [value, slope] = sigmoid(x * (square * (kLinear * kCubic) + kLinear));
+    return {x * value, value + x * slope * (square * (3 * kLinear * kCubic) + kLinear)};
+  }
+};
+
+// y = act(x) or, Gated, act(x) · up.
+template <bool Gated, class Activation, class T>
+void activate(int64_t n, Activation act, const T* x, const T* up, T* y) {
+  each(n, [=]<class V>(V, int64_t i) {
+    const V value = act.template at<V>(x + i).value;
+    if constexpr (Gated) write(y + i, value * read<V>(up + i));
+    else write(y + i, value);
+  });
+}
+
+// Once more y, the gradient of x and, Gated, of up.
+template <bool Gated, class Activation, class T>
+void activate_backward(int64_t n, Activation act, const T* dy, const T* x, const T* up, T* y, T* dx,
+                       T* dup) {
+  each(n, [=]<class V>(V, int64_t i) {
+    const auto [value, slope] = act.template at<V>(x + i);
+    const V above = read<V>(dy + i);
+    if constexpr (Gated) {
+      const V other = read<V>(up + i);
+      write(dx + i, above * slope * other);
+      write(dup + i, above * value);
+      write(y + i, value * other);
+    } else {
+      write(dx + i, above * slope);
+      write(y + i, value);
+    }
+  });
+}
+
+}  // namespace workhorse

@@ -1,0 +1,43 @@
+// Where the largest number of a row is: what a greedy sampler asks of logits.
+#pragma once
+
+#include <algorithm>
+
+#include "vectors.h"
+
+namespace workhorse {
+
+// The first place of the largest of `count` numbers; -1 if one of them is not finite.
+template <class T>
+int64_t largest_at(const T* row, int64_t count) {
+  constexpr int wide = 16;
+  constexpr uint32_t magnitude = 0x7fffffff, infinite = 0x7f800000;
+  F32x16 most = F32x16{} + -__builtin_inff();
+  U32x16 where = {}, widest = {};
+  int64_t i = 0;
+  for (; i + wide <= count; i += wide) {
+    const F32x16 some = widen(row + i);
+    const U32x16 size = (U32x16)some & magnitude;
+    widest = size > widest ? size : widest;
+    where = some > most ? U32x16{} + uint32_t(i) : where;
+    most = some > most ? some : most;
+  }
+  bool finite = true;
+  float best = -__builtin_inff();
+  int64_t found = 0;
+  const auto meet = [&](float value, int64_t place) {
+    if (value > best || (value == best && place < found)) best = value, found = place;
+  };
+  for (int lane = 0; lane < wide; lane++) {
+    finite = finite && widest[lane] < infinite;
+    meet(most[lane], where[lane] + lane);
+  }
+  for (; i < count; i++) {
+    const float value = to_float(row[i]);
+    finite = finite && (load<uint32_t>(&value) & magnitude) < infinite;
+    meet(value, i);
+  }
+  return finite ? found : -1;
+}
+
+}  // namespace workhorse

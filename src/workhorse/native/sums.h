@@ -1,0 +1,149 @@
+// Sums of the matrix unit on their way to memory: totals and a bias added, rounded, rows and columns
+// exchanged, a few at a time, so that it happens while the unit is at the next ones.
+#pragma once
+
+#include "operands.h"
+#include "transpose.h"
+
+namespace workhorse {
+
+#ifdef __AMX_BF16__
+
+constexpr int64_t kSums = kPanel * kPanel;
+
+// Where results go: the number of row i and column j is at[i * stride + j], or, turned,
+// at[j * stride + i]. One bias, or none, belongs to each column, or, turned, to each row.
+template <class T>
+struct Result {
+  T* at;
+  int64_t stride;
+  const T* bias;  // may be null
+  bool turned;
+};
+
+// The first `count` of 32 numbers.
+inline void load_first(const BFloat16* from, int64_t count, F32x16& low, F32x16& high) {
+  const __m512i both = _mm512_maskz_loadu_epi16(first_of_32(count), from);
+  low = widen((U16x16)_mm512_castsi512_si256(both));
+  high = widen((U16x16)_mm512_extracti64x4_epi64(both, 1));
+}
+
+inline void load_first(const float* from, int64_t count, F32x16& low, F32x16& high) {
+  low = (F32x16)_mm512_maskz_loadu_ps(first_of_32(count), from);
+  high = (F32x16)_mm512_maskz_loadu_ps(first_of_32(count) >> 16, from + 16);
+}
+
+inline void store_first(BFloat16* to, __mmask32 mask, F32x16 low, F32x16 high) {
+  _mm512_mask_storeu_epi16(to, mask, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+}
+
+inline void store_first(float* to, __mmask32 mask, F32x16 low, F32x16 high) {
+  _mm512_mask_storeu_ps(to, mask, (__m512)low);
+  _mm512_mask_storeu_ps(to + 16, mask >> 16, (__m512)high);
+}
+
+// 32 × 32 sums on their way from the unit to memory, a few at a time.
+template <class T>
+class Sums {
+ public:
+  // Take them from the unit; `totals` are to be added, or null.
+  void take(float* totals) {
+    store(&sums_[0][0][0]);
+    totals_ = totals;
+    at_ = 0;
+  }
+
+  static void store(float* to) {
+    _tile_stored(0, to, 64);
+    _tile_stored(1, to + 256, 64);
+    _tile_stored(2, to + 512, 64);
+    _tile_stored(3, to + 768, 64);
+    written();
+  }
+
+  // They go to row `i` and column `j` of a result, `rows` × `columns` of them ...
+  void goes_to(const Result<T>& result, int64_t i, int64_t j, int64_t rows, int64_t columns) {
+    const int64_t along = result.turned ? rows : columns;
+    to_ = result.at + (result.turned ? j * result.stride + i : i * result.stride + j);
+    stride_ = result.stride;
+    turned_ = result.turned;
+    count_ = result.turned ? columns : rows;
+    mask_ = first_of_32(along);
+    bias_[0] = bias_[1] = F32x16{};
+    if (result.bias) load_first(result.bias + (turned_ ? i : j), along, bias_[0], bias_[1]);
+  }
+
+  // ... or are added to the totals.
+  void goes_to_totals() {
+    to_ = nullptr;
+    turned_ = false;
+    count_ = kPanel;
+  }
+
+  // Finish the next `rows` rows, if there are any left.
+  void finish(int64_t rows) {
+    const int64_t end = std::min(at_ + rows, count_);
+    if (at_ >= end) return;
+    if (!to_)
+      add_to_totals(end);
+    else if (turned_)
+      for (int64_t r = at_; r < end; r++) {
+        if (r % kTile == 0) turn(r / kTile);
+        write(r, column(r, 0), column(r, 1));
+      }
+    else if (totals_)
+      for (int64_t r = at_; r < end; r++)
+        write(r, sum(r, 0) + total(r, 0), sum(r, 1) + total(r, 1));
+    else
+      for (int64_t r = at_; r < end; r++) write(r, sum(r, 0), sum(r, 1));
+    at_ = end;
+  }
+
+ private:
+  // Of the left or right half of a row.
+  static int64_t place(int64_t row, int half) { return (row / 16 * 32 + half * 16 + row % 16) * 16; }
+  F32x16 sum(int64_t row, int half) const { return load<F32x16>(&sums_[0][0][0] + place(row, half)); }
+  F32x16 total(int64_t row, int half) const { return load<F32x16>(totals_ + place(row, half)); }
+
+  // Of the upper or lower half of a column that was turned.
+  F32x16 column(int64_t i, int half) const {
+    return load<F32x16>(sums_[2 * half + i / 16][i % 16]);
+  }
+
+  void write(int64_t row, F32x16 low, F32x16 high) const {
+    store_first(to_ + row * stride_, mask_, low + bias_[0], high + bias_[1]);
+  }
+
+  void add_to_totals(int64_t end) const {
+    for (int64_t r = at_; r < end; r++)
+      for (int h = 0; h < 2; h++) {
+        const F32x16 v = total(r, h) + sum(r, h);
+        std::memcpy(totals_ + place(r, h), &v, sizeof v);
+      }
+  }
+
+  // Rows and columns of the tiles in a column exchanged, totals added.
+  void turn(int64_t column) {
+    for (int64_t t = column; t < 4; t += 2) {
+      __m512i v[16];
+      for (int r = 0; r < 16; r++) {
+        v[r] = _mm512_load_si512(sums_[t][r]);
+        if (totals_) v[r] = (__m512i)((F32x16)v[r] + load<F32x16>(totals_ + (t * 16 + r) * 16));
+      }
+      transpose(v);
+      for (int r = 0; r < 16; r++) _mm512_store_si512(sums_[t][r], v[r]);
+    }
+  }
+
+  alignas(64) float sums_[4][16][16];
+  float* totals_ = nullptr;
+  F32x16 bias_[2];
+  T* to_ = nullptr;
+  int64_t stride_ = 0, count_ = 0, at_ = 0;
+  __mmask32 mask_ = 0;
+  bool turned_ = false;
+};
+
+#endif  // __AMX_BF16__
+
+}  // namespace workhorse

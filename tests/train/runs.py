@@ -1,0 +1,23 @@
+"""What a run left behind, to be compared."""
+
+from pathlib import Path
+
+import torch
+
+from workhorse.checkpoints import CheckpointStore
+from workhorse.train import read_metrics
+
+
+def step_losses(out: Path) -> list[tuple[int, float]]:
+    events = read_metrics(out / "metrics.jsonl")
+    return [(event["step"], event["loss"]) for event in events if event["kind"] == "step"]
+
+
+def weights(out: Path, step: int) -> dict[str, torch.Tensor]:
+    return CheckpointStore(out / "checkpoints").load(step).model
+
+
+def assert_same_run(one: Path, other: Path, step: int = 12) -> None:
+    assert step_losses(one) == step_losses(other)
+    first, second = weights(one, step), weights(other, step)
+    assert all(torch.equal(first[name], second[name]) for name in first)

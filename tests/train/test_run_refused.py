@@ -1,0 +1,114 @@
+"""What cannot be run is refused in one line, and nothing of anybody's is touched."""
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from workhorse.data import prepare, prepare_tokenizer
+from workhorse.errors import WorkhorseError
+from workhorse.train import train
+
+
+def test_an_existing_run_is_not_overwritten(make_recipe, tmp_path: Path) -> None:
+    train(make_recipe(), tmp_path / "run")
+    before = (tmp_path / "run/metrics.jsonl").read_bytes()
+    with pytest.raises(WorkhorseError, match="holds a run already; go on with it by --resume"):
+        train(make_recipe(), tmp_path / "run")
+    assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
+
+
+def test_other_folders_are_not_written_into(make_recipe, tmp_path: Path) -> None:
+    (tmp_path / "thesis").mkdir()
+    (tmp_path / "thesis/chapter.txt").write_text("mine")
+    with pytest.raises(WorkhorseError, match=r"not empty and not a run \(it has 'chapter.txt'\)"):
+        train(make_recipe(), tmp_path / "thesis")
+    with pytest.raises(WorkhorseError, match="holds no run to resume"):
+        train(make_recipe(), tmp_path / "thesis", resume=True)
+    with pytest.raises(WorkhorseError, match="holds no run to resume"):
+        train(make_recipe(), tmp_path / "nowhere", resume=True)
+    assert not (tmp_path / "nowhere").exists()
+    (tmp_path / "file").write_text("mine")
+    with pytest.raises(WorkhorseError, match="it is a file"):
+        train(make_recipe(), tmp_path / "file")
+
+
+def test_a_run_that_cannot_begin_leaves_nothing(make_recipe, corpus: Path, tmp_path: Path) -> None:
+    corpus.write_text("short")
+    with pytest.raises(WorkhorseError):
+        train(make_recipe(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_run_in_use_is_not_trained_twice(make_recipe, tmp_path: Path) -> None:
+    def again(event: dict[str, Any]) -> None:
+        if event["kind"] == "step":
+            train(make_recipe(), tmp_path / "run", resume=True)
+
+    with pytest.raises(WorkhorseError, match=f"in use by another .* \\(pid {os.getpid()}\\)"):
+        train(make_recipe(), tmp_path / "run", on_event=again)
+
+
+def test_a_tracker_that_is_not_installed_is_named(
+    make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    with pytest.raises(
+        WorkhorseError, match="the tracker wandb is not installed; pip install wandb"
+    ):
+        train(make_recipe(trackers=["wandb"]), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"device": "cuda:7"}, "device=cuda:7 is not there"),
+        ({"device": "gpu"}, "device=gpu is not a device; choose cpu"),
+    ],
+)
+def test_a_device_that_is_not_there(make_recipe, tmp_path: Path, changes, message: str) -> None:
+    with pytest.raises(WorkhorseError, match=message):
+        train(make_recipe(**changes), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_prepared_shards_are_used_and_survive_a_run_that_cannot_begin(
+    make_recipe, tmp_path: Path
+) -> None:
+    recipe = make_recipe()
+    data = tmp_path / "run" / "data"
+    prepare(recipe.data, prepare_tokenizer(recipe.tokenizer, recipe.data, data), data)
+    before = {path: path.stat().st_mtime_ns for path in data.rglob("*.npy")}
+    with pytest.raises(WorkhorseError):
+        train(make_recipe(seq_len=10**6), tmp_path / "run")
+    train(recipe, tmp_path / "run")
+    assert before == {path: path.stat().st_mtime_ns for path in data.rglob("*.npy")}
+
+
+def test_a_kernel_that_cannot_train_here_is_refused_before_anything_is_made(
+    make_recipe, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkhorseError, match=r"^kernel=flex has no backward on a CPU; train with"):
+        train(make_recipe(kernel="flex", device="cpu"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_refused_run_touches_nothing_of_others_and_leaves_no_folder(
+    make_recipe, corpus: Path, tmp_path: Path
+) -> None:
+    thesis = tmp_path / "thesis"
+    thesis.mkdir()
+    (thesis / "chapter.txt").write_text("mine")
+    with pytest.raises(WorkhorseError, match="is not empty and not a run"):
+        train(make_recipe(), thesis)
+    assert [path.name for path in thesis.iterdir()] == ["chapter.txt"]
+    (tmp_path / "mine").mkdir()
+    corpus.write_text("short")
+    for out in (tmp_path / "runs" / "new", tmp_path / "mine"):
+        with pytest.raises(WorkhorseError, match="fewer than one window"):
+            train(make_recipe(), out)
+    assert not (tmp_path / "runs").exists()
+    assert not any((tmp_path / "mine").iterdir())

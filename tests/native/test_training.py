@@ -154,6 +154,26 @@ def test_adamw_in_one_pass_is_adamw(
     )
 
 
+def test_adamw_of_float32_in_one_pass_is_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several weights, one of more than a piece, and one that was updated before."""
+    shapes = [(300, 111), (7,), (5, 3)]
+    starts = [torch.randn(shape) for shape in shapes]
+    gradients = [[torch.randn(shape) for shape in shapes] for _ in range(3)]
+    results = []
+    for native in (True, False):
+        monkeypatch.setattr(training, "loaded", lambda native=native: native)
+        weights = {str(i): torch.nn.Parameter(start.clone()) for i, start in enumerate(starts)}
+        adamw = AdamW(weights, AdamWConfig(), weight_decay=0.1)
+        adamw.updates[1].fill_(4)
+        for given in gradients:
+            for weight, gradient in zip(weights.values(), given, strict=True):
+                weight.grad = gradient.clone()
+            adamw.step(0.9, 0.3)
+        results.append([*weights.values(), *adamw.tensors().values()])
+    for ours, plain in zip(*results, strict=True):
+        torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
+
+
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("shape", [(40, 50), (50, 40), (3, 37, 20), (5, 7)])
 @pytest.mark.parametrize("nesterov", [False, True])

@@ -10,7 +10,7 @@ from workhorse.data import Batch
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.train.adamw import AdamW, AdamWConfig
 from workhorse.train.assembly import build_step
-from workhorse.train.masters import Masters, join, split
+from workhorse.train.masters import Masters, join, look_up, split
 from workhorse.train.muon import Muon, MuonConfig
 from workhorse.train.recipe import TrainConfig
 from workhorse.train.step import total_norm
@@ -112,6 +112,17 @@ def test_a_frequent_tokens_gradient_is_a_float32_sum() -> None:
     table(torch.full((10, 100), 2)).sum().backward()
     assert torch.equal(table.weight.grad[2].float(), torch.full((3,), 1000.0))
     assert torch.count_nonzero(table.weight.grad[[0, 1, 3, 4]]) == 0
+
+
+def test_a_table_of_float32_has_the_gradient_of_pytorchs() -> None:
+    """Of tokens that come often and never, beside a gradient that is there."""
+    table, plain = nn.Embedding(9, 4), nn.Embedding(9, 4)
+    tokens, above = torch.randint(7, (3, 50)), torch.randn(3, 50, 4)
+    plain.load_state_dict(table.state_dict())
+    for _ in range(2):
+        look_up(table, tokens).backward(above)
+        plain(tokens).backward(above)
+    torch.testing.assert_close(table.weight.grad, plain.weight.grad)
 
 
 def test_a_frozen_table_gets_no_gradient() -> None:

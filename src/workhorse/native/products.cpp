@@ -62,8 +62,11 @@ void multiply_into(const Tensor& c, const Tensor& a, const Tensor& b, const Tens
   const Operand<T> left = operand<T>(a, 0), right = operand<T>(b, 1);
   T* const at = static_cast<T*>(c.mutable_data_ptr());
   const T* const added = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr;
-  // The left side can be used as it lies; for few rows that should be B.
-  if (kParts<T> == 1 && left.along && right.along && rows <= kFewRows && rows < columns)
+  // Of bfloat16 the left side can be used as it lies; for few rows that should be B. Of float32 k down
+  // the rows costs the left side an exchange that the right side goes without.
+  const bool turn = kParts<T> == 1 ? left.along && right.along && rows <= kFewRows && rows < columns
+                                   : !left.along && !right.along && rows > columns;
+  if (turn)
     in_threads<T>({right, left, {at, columns, added, true}, k}, columns, rows);
   else
     in_threads<T>({left, right, {at, columns, added, false}, k}, rows, columns);

@@ -1,5 +1,5 @@
 // What a training step on a CPU lacks in PyTorch: norms, activations and the loss in one pass each,
-// attention as matrix products in the cache, and updates of weights that are split in two
+// attention as matrix products in the cache, and updates of weights, whole or split in two
 // (train/masters.py).
 
 #include <ATen/core/Tensor.h>
@@ -129,28 +129,47 @@ void with_numbers(const Tensor& x, F f) {
   f(Wide{static_cast<float*>(at)});
 }
 
-void split_adamw_(Tensor& weight, Tensor& remainder, const Tensor& gradient, Tensor& mean,
-                  Tensor& mean_square, double shrink, double rate, double beta1, double beta2,
-                  double eps, double weight_decay, int64_t updates) {
-  const SplitWeights split = split_weights(weight, remainder);
-  for (const Tensor& x : {gradient, mean, mean_square})
-    TORCH_CHECK(x.numel() == weight.numel(), "workhorse: split_adamw_ wants tensors of one size");
-  TORCH_CHECK(!is_narrow(mean_square) && mean_square.is_contiguous(),
-              "workhorse: mean squares are float32");
-  const AdamW update{float(shrink),
-                     float(1 - rate * weight_decay),
-                     float(1 - beta1),
-                     float(1 - beta2),
-                     float(rate / (1 - std::pow(beta1, updates))),
-                     float(1 / std::sqrt(1 - std::pow(beta2, updates))),
-                     float(eps)};
-  float* squares = mean_square.mutable_data_ptr<float>();
-  with_numbers(gradient, [&](auto g) {
-    with_numbers(mean, [&](auto m) {
-      torch::stable::parallel_for(0, weight.numel(), 1 << 14, [&](int64_t begin, int64_t end) {
-        update(split, g, m, squares, begin, end);
+// All weights of one kind: float32, or, with remainders, split.
+void adamw_(at::TensorList weights, at::TensorList remainders, at::TensorList gradients,
+            at::TensorList means, at::TensorList mean_squares, at::IntArrayRef updates, double shrink,
+            double rate, double beta1, double beta2, double eps, double weight_decay) {
+  constexpr int64_t kPiece = 1 << 14;
+  struct Piece {
+    size_t tensor;
+    int64_t begin, end;
+  };
+  std::vector<Piece> pieces;
+  for (size_t t = 0; t < weights.size(); t++) {
+    const int64_t n = weights[t].numel();
+    for (const Tensor& x : {gradients[t], means[t], mean_squares[t]})
+      TORCH_CHECK(x.numel() == n, "workhorse: adamw_ wants tensors of one size");
+    TORCH_CHECK(is_narrow(weights[t]) != remainders.empty() && weights[t].is_contiguous(),
+                "workhorse: a weight is contiguous, float32 or bfloat16 with a remainder");
+    TORCH_CHECK(!is_narrow(mean_squares[t]) && mean_squares[t].is_contiguous(),
+                "workhorse: mean squares are float32");
+    for (int64_t i = 0; i < n; i += kPiece) pieces.push_back({t, i, std::min(i + kPiece, n)});
+  }
+  torch::stable::parallel_for(0, pieces.size(), 1, [&](int64_t first, int64_t last) {
+    for (int64_t i = first; i < last; ++i) {
+      const Piece& piece = pieces[i];
+      const size_t t = piece.tensor;
+      const AdamW update{float(shrink),
+                         float(1 - rate * weight_decay),
+                         float(1 - beta1),
+                         float(1 - beta2),
+                         float(rate / (1 - std::pow(beta1, updates[t]))),
+                         float(1 / std::sqrt(1 - std::pow(beta2, updates[t]))),
+                         float(eps)};
+      float* const squares = mean_squares[t].mutable_data_ptr<float>();
+      with_numbers(gradients[t], [&](auto g) {
+        with_numbers(means[t], [&](auto m) {
+          if (remainders.empty())
+            update(Wide{weights[t].mutable_data_ptr<float>()}, g, m, squares, piece.begin, piece.end);
+          else
+            update(split_weights(weights[t], remainders[t]), g, m, squares, piece.begin, piece.end);
+        });
       });
-    });
+    }
   });
 }
 
@@ -222,9 +241,9 @@ TORCH_LIBRARY_FRAGMENT(workhorse, library) {
       "norm_backward(Tensor dy, Tensor x, Tensor moments, Tensor? weight, Tensor? other, float offset, "
       "bool centred) -> (Tensor, Tensor)");
   library.def(
-      "split_adamw_(Tensor(a!) weight, Tensor(b!) remainder, Tensor gradient, Tensor(c!) mean, "
-      "Tensor(d!) mean_square, float shrink, float rate, float beta1, float beta2, float eps, float "
-      "weight_decay, int updates) -> ()");
+      "adamw_(Tensor(a!)[] weights, Tensor(b!)[] remainders, Tensor[] gradients, Tensor(c!)[] means, "
+      "Tensor(d!)[] mean_squares, int[] updates, float shrink, float rate, float beta1, float beta2, "
+      "float eps, float weight_decay) -> ()");
   library.def(
       "muon_directions(Tensor[] gradients, Tensor(a!) momenta, float shrink, float momentum, bool "
       "nesterov) -> Tensor");
@@ -243,7 +262,7 @@ TORCH_LIBRARY_IMPL(workhorse, CPU, library) {
   library.impl("add_norm", add_norm);
   library.impl("norm", norm);
   library.impl("norm_backward", norm_backward);
-  library.impl("split_adamw_", split_adamw_);
+  library.impl("adamw_", adamw_);
   library.impl("muon_directions", muon_directions);
   library.impl("split_move_", split_move_);
 }

@@ -28,7 +28,7 @@ def why_not() -> str | None:
 
 def loaded() -> bool:
     """Whether the operators can be called."""
-    return hasattr(torch.ops.workhorse, "split_adamw_")
+    return hasattr(torch.ops.workhorse, "adamw_")
 
 
 def attention_types() -> frozenset[torch.dtype]:
@@ -211,12 +211,13 @@ def squared_length(tensors: list[Tensor]) -> Tensor:
     return torch.ops.workhorse.squared_length.default(tensors)
 
 
-def split_adamw_(
-    weight: Tensor,
-    remainder: Tensor,
-    gradient: Tensor,
-    mean: Tensor,
-    mean_square: Tensor,
+def adamw_(  # noqa: PLR0917 - the tensors of one formula
+    weights: list[Tensor],
+    remainders: list[Tensor],
+    gradients: list[Tensor],
+    means: list[Tensor],
+    mean_squares: list[Tensor],
+    updates: list[int],
     *,
     shrink: float,
     rate: float,
@@ -224,37 +225,36 @@ def split_adamw_(
     beta2: float,
     eps: float,
     weight_decay: float,
-    updates: int,
 ) -> None:
-    """An update of AdamW, in place, of weights as `workhorse.train.masters` splits them.
+    """An update of AdamW, in place, in one pass over memory; all tensors contiguous.
 
     Args:
-        weight: bfloat16.
-        remainder: int16.
-        gradient: bfloat16 or float32; multiplied by `shrink`.
-        mean: likewise.
-        mean_square: float32.
-        shrink: see gradient.
+        weights: float32; or bfloat16, with remainders.
+        remainders: int16, as `workhorse.train.masters` splits weights; or none.
+        gradients: bfloat16 or float32; multiplied by `shrink`.
+        means: likewise.
+        mean_squares: float32.
+        updates: of each weight so far, this one included.
+        shrink: see gradients.
         rate: of learning.
         beta1: see AdamW.
         beta2: see AdamW.
         eps: see AdamW.
         weight_decay: see AdamW.
-        updates: so far, this one included.
     """
-    torch.ops.workhorse.split_adamw_.default(
-        weight,
-        remainder,
-        gradient,
-        mean,
-        mean_square,
+    torch.ops.workhorse.adamw_.default(
+        weights,
+        remainders,
+        gradients,
+        means,
+        mean_squares,
+        updates,
         shrink,
         rate,
         beta1,
         beta2,
         eps,
         weight_decay,
-        updates,
     )
 
 

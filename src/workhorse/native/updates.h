@@ -1,4 +1,4 @@
-// Updates of weights that are float32 in two parts, a bfloat16 and an int16 remainder
+// Updates of weights that are float32, or float32 in two parts, a bfloat16 and an int16 remainder
 // (train/masters.py), each a pass over memory.
 #pragma once
 
@@ -45,8 +45,8 @@ struct Wide {  // float32
 struct AdamW {
   float shrink, kept, first, second, step, root, eps;
 
-  template <class Gradient, class Mean>
-  void operator()(SplitWeights weight, Gradient gradient, Mean mean, float* mean_square, int64_t begin,
+  template <class Weight, class Gradient, class Mean>
+  void operator()(Weight weight, Gradient gradient, Mean mean, float* mean_square, int64_t begin,
                   int64_t end) const {
     for (int64_t i = begin; i < end; ++i) {
       const float g = gradient.read(i) * shrink;

@@ -62,59 +62,68 @@ class AdamW:
     @torch.no_grad()
     def step(self, schedule: float, shrink: float = 1.0) -> None:
         """One update; `schedule` multiplies the learning rate and `shrink` the gradient."""
-        states = zip(
+        loaded = training.loaded()
+        native: dict[bool, list[tuple[Tensor, ...]]] = {False: [], True: []}
+        whole: list[tuple[Tensor, ...]] = []
+        for state in zip(
             self.parameters.values(),
             gradients_of(self.parameters, self.masters),
             self.mean,
             self.mean_square,
             self.updates,
             strict=True,
-        )
-        whole: list[tuple[Tensor, ...]] = []
-        for state in states:
-            weight, _, mean, _, updates = state
-            if weight not in self.masters.remainders and mean.dtype == torch.float32:
+        ):
+            weight, _, mean, *_ = state
+            remainder = self.masters.remainders.get(weight)
+            split_or_float = remainder is not None or weight.dtype == torch.float32
+            if loaded and weight.device.type == "cpu" and split_or_float and weight.is_contiguous():
+                native[remainder is not None].append(state)
+            elif remainder is None and mean.dtype == torch.float32:
                 whole.append(state)
-                continue
-            updates.add_(1)
-            self._update_narrow(*state, schedule=schedule, shrink=shrink)
+            else:
+                self._update_in_pieces(state, remainder, schedule, shrink)
+        for states in filter(None, native.values()):
+            self._update_natively(states, schedule, shrink)
         if whole and shrink != 1:
             torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
                 [gradient for _, gradient, *_ in whole], shrink
             )
         self._update(whole, schedule)
 
-    def _update_narrow(
+    def _update_natively(
+        self, states: list[tuple[Tensor, ...]], schedule: float, shrink: float
+    ) -> None:
+        """In one pass; either all weights have a remainder or none has."""
+        weights, gradients, means, mean_squares, updates = map(list, zip(*states, strict=True))
+        remainders = self.masters.remainders
+        torch._foreach_add_(updates, 1)  # pyright: ignore[reportPrivateImportUsage]
+        training.adamw_(
+            [weight.detach() for weight in weights],
+            [remainders[weight] for weight in weights if weight in remainders],
+            [gradient.contiguous() for gradient in gradients],
+            means,
+            mean_squares,
+            [int(count) for count in updates],
+            shrink=shrink,
+            rate=self.config.learning_rate * schedule,
+            beta1=self.config.beta1,
+            beta2=self.config.beta2,
+            eps=self.config.eps,
+            weight_decay=self.weight_decay,
+        )
+
+    def _update_in_pieces(
         self,
-        weight: nn.Parameter,
-        gradient: Tensor,
-        mean: Tensor,
-        mean_square: Tensor,
-        updates: Tensor,
-        *,
+        state: tuple[Tensor, ...],
+        remainder: Tensor | None,
         schedule: float,
         shrink: float,
     ) -> None:
-        """Where not all is float32: in one pass, or piece by piece, made wide and narrow again."""
-        remainder = self.masters.remainders.get(weight)
-        if remainder is not None and weight.device.type == "cpu" and training.loaded():
-            training.split_adamw_(
-                weight.detach(),
-                remainder,
-                gradient.contiguous(),
-                mean,
-                mean_square,
-                shrink=shrink,
-                rate=self.config.learning_rate * schedule,
-                beta1=self.config.beta1,
-                beta2=self.config.beta2,
-                eps=self.config.eps,
-                weight_decay=self.weight_decay,
-                updates=int(updates),
-            )
-            return
+        """Where not all is float32: piece by piece, made wide and narrow again."""
+        *numbers, updates = state
+        updates.add_(1)
         rest = () if remainder is None else (remainder,)
-        for parts in pieces(weight, gradient, mean, mean_square, *rest):
+        for parts in pieces(*numbers, *rest):
             rounded, part, narrow, square, *lower = parts
             master, wide = join(rounded, *lower) if lower else rounded, narrow.float()
             self._update([(master, part.float() * shrink, wide, square, updates - 1)], schedule)

@@ -118,10 +118,13 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx, gradient: Tensor) -> tuple[None, None, None]:
         (tokens,) = ctx.saved_tensors
         weight: nn.Parameter = ctx.table.weight
+        if weight.grad is None:
+            weight.grad = torch.zeros_like(weight)
+        if weight.dtype == torch.float32:
+            weight.grad.index_add_(0, tokens.flatten(), gradient.flatten(0, -2))
+            return None, None, None
         used, place = tokens.unique(return_inverse=True)
         rows = gradient.new_zeros(len(used), weight.shape[1], dtype=torch.float32)
         rows.index_add_(0, place.flatten(), gradient.flatten(0, -2).float())
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
         weight.grad[used] = (weight.grad[used] + rows).to(weight.dtype)
         return None, None, None

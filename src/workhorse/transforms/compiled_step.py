@@ -198,10 +198,14 @@ def compile_step(decoder: Decoder, kind: Kind, tokens: Tensor, tensors: CacheTen
         for dim in varying:
             torch._dynamo.mark_dynamic(tensor, dim)
     try:
-        # Numbers of the config are constants. Traced as variables they make the compiler begin
-        # anew, which it does by an exception that `aot_compile` lets through (PyTorch 2.13).
-        # There is an `aot_compile` by default from 2.12 on.
-        with torch._dynamo.config.patch(specialize_float=True, enable_aot_compile=True):
+        with torch._dynamo.config.patch(
+            # Numbers of the config are constants. Traced as variables they make the compiler begin
+            # anew, which it does by an exception that `aot_compile` lets through (PyTorch 2.13).
+            specialize_float=True,
+            # So are sizes of the model, though this code may have seen another model's before.
+            automatic_dynamic_shapes=False,
+            enable_aot_compile=True,  # the default from PyTorch 2.12 on
+        ):
             options: dict[str, Any] = {**OPTIONS, "post_grad_custom_pre_pass": JoinProducts()}
             program = torch.compile(step, fullgraph=True, options=options)
             return program.aot_compile(((tokens, tensors), {}))

@@ -71,6 +71,18 @@ def ensure(name: str = "operators", *, wait: bool) -> Path:
     raise Unavailable(f"did not compile; see {failure}")
 
 
+def load(library: Path) -> None:
+    """Let PyTorch know a library's operators.
+
+    Raises:
+        Unavailable: it cannot be loaded.
+    """
+    try:
+        torch.ops.load_library(library)
+    except OSError as error:
+        raise Unavailable(f"cannot load {library}: {error}".splitlines()[0]) from None
+
+
 def _compiler() -> str:
     named = os.environ.get("CXX")
     compiler = shutil.which(named) if named else shutil.which("g++") or shutil.which("clang++")

@@ -33,9 +33,10 @@ def load(*, wait: bool = False) -> bool:
 def why_not(*, wait: bool = False) -> str | None:
     """Why the operators cannot be called, in one line, or None if they can; see `load`."""
     try:
-        return _load(build.ensure(wait=wait))
+        _load(build.ensure(wait=wait))
     except build.Unavailable as reason:
         return str(reason)
+    return None
 
 
 def packs() -> bool:
@@ -136,18 +137,14 @@ def likeliest(logits: Float[Tensor, "batch vocab"]) -> Int64[Tensor, " batch"]:
 
 
 @functools.cache
-def _load(library: Path) -> str | None:
-    """Load it and tell the compiler the shapes; or what is wrong."""
-    try:
-        torch.ops.load_library(library)
-    except OSError as error:
-        return f"cannot load {library}: {error}".splitlines()[0]
+def _load(library: Path) -> None:
+    """And tell the compiler the shapes."""
+    build.load(library)
     torch.library.register_fake("workhorse::linear", _linear_shape)
     torch.library.register_fake("workhorse::linear_each", _linear_each_shapes)
     torch.library.register_fake("workhorse::attend", _attend_shape)
     if packs():
         torch.library.register_fake("workhorse::packed_linear", _packed_linear_shape)
-    return None
 
 
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

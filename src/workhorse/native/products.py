@@ -24,9 +24,10 @@ def why_not(*, wait: bool) -> str | None:
     if not cpu_has("amx_bf16"):
         return "the CPU has no matrix unit for bfloat16"
     try:
-        return _load(build.ensure("products", wait=wait))
+        _load(build.ensure("products", wait=wait))
     except build.Unavailable as reason:
         return str(reason)
+    return None
 
 
 def multiply(
@@ -65,15 +66,11 @@ def rows(x: Tensor) -> Tensor:
 
 
 @functools.cache
-def _load(library: Path) -> str | None:
-    try:
-        torch.ops.load_library(library)
-    except OSError as error:
-        return f"cannot load {library}: {error}".splitlines()[0]
+def _load(library: Path) -> None:
+    build.load(library)
     if not hasattr(torch.ops.workhorse, "multiply"):
-        return "the system gives no process the matrix unit"
+        raise build.Unavailable("the system gives no process the matrix unit")
     torch.library.register_fake("workhorse::multiply", _shape)
-    return None
 
 
 def _shape(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

@@ -295,11 +295,9 @@ def split_move_(
 @cache
 def _load() -> str | None:
     try:
-        torch.ops.load_library(build.ensure("training", wait=True))
+        build.load(build.ensure("training", wait=True))
     except build.Unavailable as reason:
         return str(reason)
-    except OSError as error:
-        return f"cannot load training.so: {error}".splitlines()[0]
     for name, shapes in _SHAPES.items():
         torch.library.register_fake(f"workhorse::{name}", shapes)
     return None

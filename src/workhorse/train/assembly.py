@@ -5,13 +5,13 @@ from collections.abc import Callable
 import torch
 
 from workhorse import __version__
-from workhorse.checkpoints import RunDirectory, empty_decoder, load_weights, weights_of
+from workhorse.checkpoints import Checkpoint, RunDirectory, empty_decoder, load_weights, weights_of
 from workhorse.checkpoints.stored import open_stored
 from workhorse.data import Batch, Batches, Dataset, prepare, prepare_tokenizer
 from workhorse.devices import name_of, training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.native import products, training
-from workhorse.nn import Decoder
+from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.head_loss import product
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.allocator import give_back_freed_memory, keep_freed_memory
@@ -78,13 +78,7 @@ def assemble(
         check_same_run(checkpoint, constants)
     run.save_config(decoder_config)
     seed_everything(config.seed)
-    if checkpoint is not None:
-        decoder = empty_decoder(decoder_config, config.kernel, device, torch.float32)
-        load_weights(decoder, checkpoint.model)
-    else:
-        decoder = decoder_config.build(config.kernel, device=device)
-        if recipe.init is not None:
-            _start_from(recipe.init, decoder)
+    decoder = _decoder(recipe, decoder_config, device, checkpoint)
     size = config.micro_batch_size
     if size == "auto" and checkpoint is not None:
         size = checkpoint.state.get("micro_batch_size", size)
@@ -92,9 +86,6 @@ def assemble(
         decoder, config.model_copy(update={"micro_batch_size": size}), device, batches[0]
     )
     constants["micro_batch_size"] = step.micro_batch_size
-    with step.precision.products():
-        multiply = _unit(device, config.matmul_precision) or product
-        peak = peak_flops(device, training_dtype(config.dtype, device), multiply)
     loop = Loop(
         config=config,
         step=step,
@@ -107,7 +98,7 @@ def assemble(
         on_event=listener,
         constants=constants,
         flops_per_token=flops_per_token(decoder, config.seq_len),
-        peak_flops=peak,
+        peak_flops=_peak_flops(config, step),
     )
     if checkpoint is not None:
         loop.restore(checkpoint)
@@ -128,6 +119,28 @@ def assemble(
         versions=constants["versions"],
     )
     return loop
+
+
+def _decoder(
+    recipe: Recipe, config: DecoderConfig, device: torch.device, checkpoint: Checkpoint | None
+) -> Decoder:
+    """With the weights of a checkpoint, of the model that the recipe starts from, or fresh ones."""
+    kernel = recipe.train.kernel
+    if checkpoint is not None:
+        decoder = empty_decoder(config, kernel, device, torch.float32)
+        load_weights(decoder, checkpoint.model)
+        return decoder
+    decoder = config.build(kernel, device=device)
+    if recipe.init is not None:
+        _start_from(recipe.init, decoder)
+    return decoder
+
+
+def _peak_flops(config: TrainConfig, step: TrainingStep) -> float:
+    """A second, by the products that the steps multiply with."""
+    multiply = _unit(step.device, config.matmul_precision) or product
+    with step.precision.products():
+        return peak_flops(step.device, training_dtype(config.dtype, step.device), multiply)
 
 
 def _start_from(init: str, decoder: Decoder) -> None:

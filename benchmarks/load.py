@@ -1,4 +1,4 @@
-"""Loading a model of 664 MiB in bfloat16: seconds beside peers, and peak memory.
+"""Loading models in bfloat16: seconds beside peers, and peak memory.
 
     python -m benchmarks.load
 
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 
 from benchmarks.command import main, parser, with_models
 from benchmarks.contest import Case, Limit
-from benchmarks.shapes import STORED
+from benchmarks.shapes import STORED, Shape
 from benchmarks.worker import Contestant, MissingError, Round
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 PAGE = 4096
 
 
-def workhorse(models: str, cached: bool, threads: int) -> Round:
+def workhorse(shape: str, models: str, cached: bool, threads: int) -> Round:
     """Rounds of `workhorse.load`."""
     from workhorse import load
 
@@ -33,40 +33,44 @@ def workhorse(models: str, cached: bool, threads: int) -> Round:
         model = load(folder, dtype="bfloat16", tell=lambda _line: None)
         return model.decoder.parameters()
 
-    return _rounds(weights, models, cached, threads)
+    return _rounds(weights, shape, models, cached, threads)
 
 
-def transformers(models: str, cached: bool, threads: int) -> Round:
+def transformers(shape: str, models: str, cached: bool, threads: int) -> Round:
     """Rounds of `from_pretrained`."""
     import torch
-    from transformers import LlamaForCausalLM
+    from transformers import AutoModelForCausalLM
 
     def weights(folder: Path) -> Iterable["Tensor"]:
-        model = LlamaForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
         return model.parameters()
 
-    return _rounds(weights, models, cached, threads)
+    return _rounds(weights, shape, models, cached, threads)
 
 
-def safetensors(models: str, cached: bool, threads: int) -> Round:
+def safetensors(shape: str, models: str, cached: bool, threads: int) -> Round:
     """Rounds of `load_file`, which gives tensors and no model."""
     from safetensors.torch import load_file
 
     def weights(folder: Path) -> Iterable["Tensor"]:
         return load_file(folder / "model.safetensors").values()
 
-    return _rounds(weights, models, cached, threads)
+    return _rounds(weights, shape, models, cached, threads)
 
 
 def _rounds(
-    weights: Callable[[Path], Iterable["Tensor"]], models: str, cached: bool, threads: int
+    weights: Callable[[Path], Iterable["Tensor"]],
+    shape: str,
+    models: str,
+    cached: bool,
+    threads: int,
 ) -> Round:
     import torch
 
     from benchmarks.models import huggingface_folder
 
     torch.set_num_threads(threads)
-    folder = huggingface_folder(STORED.name, models)
+    folder = huggingface_folder(shape, models)
     files = list(folder.glob("*.safetensors"))
 
     def take() -> dict[str, float]:
@@ -97,12 +101,12 @@ def _drop(file: Path) -> None:
         os.close(descriptor)
 
 
-def copied(models: str, cached: bool, threads: int) -> Round:
+def copied(shape: str, models: str, cached: bool, threads: int) -> Round:
     """The limit, `gbytes`: reading the file into memory that is there already, as GB/s."""
     from benchmarks.models import huggingface_folder
 
     del threads
-    files = list(huggingface_folder(STORED.name, models).glob("*.safetensors"))
+    files = list(huggingface_folder(shape, models).glob("*.safetensors"))
     room = bytearray(max(file.stat().st_size for file in files))
 
     def take() -> dict[str, float]:
@@ -119,26 +123,29 @@ def copied(models: str, cached: bool, threads: int) -> Round:
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """With the file in the page cache, and without."""
-    for name, cached in (("cached", True), ("dropped", False)):
-        same = {"models": str(options.models), "cached": cached}
-        contestants = (
-            Contestant("Workhorse", "benchmarks.load:workhorse", same),
-            Contestant("transformers", "benchmarks.load:transformers", same),
-            Contestant("safetensors", "benchmarks.load:safetensors", same, "tensors, no model"),
-        )
-        limit = Limit(
-            "reading the file",
-            "GB/s",
-            Contestant("reading the file", "benchmarks.load:copied", same),
-            measure="gbytes",
-            work=_weights() * 2 / 1e9,
-        )
-        yield Case(f"{STORED.name} {name}", "seconds", "s", contestants, limit, fresh=True)
+    """With the file in the page cache for every shape, and without for one."""
+    for shape in STORED.values():
+        yield _case(shape, options, cached=True)
+    yield _case(STORED["350m"], options, cached=False)
 
 
-def _weights() -> int:
-    return STORED.product_weights + STORED.vocab_size * STORED.d_model
+def _case(shape: Shape, options: argparse.Namespace, *, cached: bool) -> Case:
+    same = {"shape": shape.name, "models": str(options.models), "cached": cached}
+    contestants = (
+        Contestant("Workhorse", "benchmarks.load:workhorse", same),
+        Contestant("transformers", "benchmarks.load:transformers", same),
+        Contestant("safetensors", "benchmarks.load:safetensors", same, "tensors, no model"),
+    )
+    weights = shape.product_weights + shape.vocab_size * shape.d_model * shape.gated  # or tied
+    limit = Limit(
+        "reading the file",
+        "GB/s",
+        Contestant("reading the file", "benchmarks.load:copied", same),
+        measure="gbytes",
+        work=weights * 2 / 1e9,
+    )
+    name = f"{shape.name} {'cached' if cached else 'dropped'}"
+    return Case(name, "seconds", "s", contestants, limit, fresh=True)
 
 
 def options() -> argparse.ArgumentParser:

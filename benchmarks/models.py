@@ -4,10 +4,14 @@ import ctypes
 import subprocess
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from benchmarks.shapes import DECODING, STORED, Shape
 
-SHAPES = DECODING | {STORED.name: STORED}
+SHAPES = DECODING | STORED
+if TYPE_CHECKING:
+    from workhorse.nn import DecoderConfig
+
 GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16"}
 
 
@@ -46,19 +50,25 @@ def _write_huggingface(shape: Shape, path: Path) -> None:
     import torch
 
     from workhorse.checkpoints.export import write_huggingface
-    from workhorse.models.llama import llama
 
     torch.manual_seed(0)
-    config = llama(
-        d_model=shape.d_model,
-        n_layers=shape.n_layers,
-        n_heads=shape.n_heads,
-        n_kv_heads=shape.n_kv_heads,
-        d_ff=shape.d_ff,
-        vocab_size=shape.vocab_size,
-        max_seq_len=shape.context,
-    )
-    write_huggingface(path, config.build(dtype=torch.bfloat16))
+    write_huggingface(path, _config(shape).build(dtype=torch.bfloat16))
+
+
+def _config(shape: Shape) -> "DecoderConfig":
+    from workhorse.models.gpt2 import gpt2
+    from workhorse.models.llama import llama
+
+    sizes = {
+        "d_model": shape.d_model,
+        "n_layers": shape.n_layers,
+        "n_heads": shape.n_heads,
+        "vocab_size": shape.vocab_size,
+        "max_seq_len": shape.context,
+    }
+    if not shape.gated:
+        return gpt2(**sizes)
+    return llama(**sizes, n_kv_heads=shape.n_kv_heads, d_ff=shape.d_ff)
 
 
 def _write_gguf(folder: Path, precision: str, path: Path) -> None:

@@ -9,7 +9,12 @@ from typing import Any, Literal
 
 import torch
 
-from workhorse.checkpoints import Places, RunDirectory, weights_in_large_pages, weights_of
+from workhorse.checkpoints import (
+    Places,
+    RunDirectory,
+    mapped_weights,
+    weights_in_large_pages,
+)
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.stored import StoredModel, is_hub_id, open_stored
 from workhorse.config import nearest
@@ -230,7 +235,7 @@ def load(
     if path.is_file():
         raise WorkhorseError(f"{path} is a file; give the folder of the model it is part of")
     if path.is_dir() or is_hub_id(name):
-        places: Places = weights_of if as_stored else weights_in_large_pages
+        places: Places = weights_in_large_pages if compile else mapped_weights
         if quantize != "none":
             places = partial(place_codes, format=quantize)
         stored = open_stored(model, tell)

@@ -9,6 +9,7 @@ from workhorse.checkpoints.tensors import (
     copy_tensors,
     empty_decoder,
     load_weights,
+    mapped_weights,
     weights_in_large_pages,
     weights_of,
 )
@@ -24,6 +25,7 @@ __all__ = [
     "copy_tensors",
     "empty_decoder",
     "load_weights",
+    "mapped_weights",
     "weights_in_large_pages",
     "weights_of",
     "write_atomically",

@@ -10,7 +10,8 @@ from torch import Tensor
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family
 from workhorse.models.huggingface.names import Move, Shape, TensorSource, check, plan
-from workhorse.nn import DecoderConfig
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.kernels import KernelName
 
 EMBEDDING, HEAD = "embedding.tokens.weight", "head.proj.weight"
 
@@ -67,11 +68,15 @@ class Renamed:
         return self._new + name.removeprefix(self._old)
 
 
-def shapes_of(config: DecoderConfig, n_tensors: int) -> dict[str, Shape]:
-    """Every parameter's shape. Allocates nothing.
+def meta_decoder(
+    config: DecoderConfig, kernel: KernelName, dtype: torch.dtype, *, n_tensors: int
+) -> Decoder:
+    """The decoder of a stranger's config, on the meta device: nothing is allocated.
 
     Args:
         config: the decoder's.
+        kernel: how attention is computed.
+        dtype: of the weights.
         n_tensors: how many tensors are stored, against configs of a billion layers.
 
     Raises:
@@ -83,10 +88,14 @@ def shapes_of(config: DecoderConfig, n_tensors: int) -> dict[str, Shape]:
             "they are not of one model"
         )
     try:
-        decoder = config.build(device="meta")
+        return config.build(kernel, device="meta", dtype=dtype)
     except (RuntimeError, OverflowError, MemoryError) as error:
         reason = str(error).splitlines()[0]
         raise WorkhorseError(f"config.json makes no model that can be: {reason}") from None
+
+
+def shapes_of(decoder: Decoder) -> dict[str, Shape]:
+    """Every parameter's shape."""
     return {name: tuple(weight.shape) for name, weight in decoder.named_parameters()}
 
 

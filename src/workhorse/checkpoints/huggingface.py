@@ -5,7 +5,7 @@
     generation_config.json     what ends its texts
     tokenizer.json, …
 
-Weights are copied out of the mapped files straight into the decoder. No code of a directory is ever
+Weights go from the mapped files straight into the decoder. No code of a directory is ever
 run, and nothing outside it is read.
 """
 
@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import torch
 
-from workhorse.checkpoints.accounting import account, shapes_of
+from workhorse.checkpoints.accounting import account, meta_decoder, shapes_of
 from workhorse.checkpoints.quantized import dequantized
 from workhorse.checkpoints.tensor_folder import TensorFolder
-from workhorse.checkpoints.tensors import Places, empty_decoder, weights_of
+from workhorse.checkpoints.tensors import Places, allocate, weights_of
 from workhorse.config import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family, Fields, family
@@ -117,7 +117,8 @@ class HuggingFaceDirectory:
         stored = TensorFolder(self.path)
         try:
             source = dequantized(stored, self.values.get("quantization_config"), dtype)
-            shapes = shapes_of(self.config, len(source.shapes))
+            decoder = meta_decoder(self.config, kernel, dtype, n_tensors=len(source.shapes))
+            shapes = shapes_of(decoder)
             found = account(self.family, self.config, shapes, source, wrapped=self.wrapped)
         except WorkhorseError as error:
             raise WorkhorseError(f"{self.path}: {error}") from None
@@ -125,8 +126,7 @@ class HuggingFaceDirectory:
             self.remarks.append(
                 f"{found.left_out} tensors belong to other parts of the model and are left out"
             )
-        decoder = empty_decoder(self.config, kernel, device, dtype)
-        read_tensors(found.moves, places(decoder), found.source)
+        read_tensors(found.moves, places(allocate(decoder, device)), found.source)
         return decoder.eval()
 
     @property

@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workhorse.checkpoints.accounting import shapes_of
+from workhorse.checkpoints.accounting import meta_decoder, shapes_of
 from workhorse.checkpoints.disk import Disk
 from workhorse.checkpoints.tensor_folder import TensorFolder, write_tensors
-from workhorse.checkpoints.tensors import Places, empty_decoder, weights_of
+from workhorse.checkpoints.tensors import Places, allocate, weights_of
 from workhorse.config import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface.names import (
@@ -90,14 +90,14 @@ class ModelFolder:
             WorkhorseError: a tensor is missing, extra or misshapen, or a file is damaged.
         """
         source = TensorFolder(self.path)
-        shapes = shapes_of(self.config, len(source.shapes))
+        dtype = dtype or source.dtypes.get("embedding.tokens.weight", torch.float32)
+        decoder = meta_decoder(self.config, kernel, dtype, n_tensors=len(source.shapes))
+        shapes = shapes_of(decoder)
         moves = _same_names(shapes, self.config)
         check(moves, shapes, source)
         if extra := sorted(source.shapes.keys() - shapes.keys()):
             raise WorkhorseError(f"{self.path}: tensor {extra[0]!r} has no place in its config")
-        stored = source.dtypes["embedding.tokens.weight"]
-        decoder = empty_decoder(self.config, kernel, device, dtype or stored)
-        read_tensors(moves, places(decoder), source)
+        read_tensors(moves, places(allocate(decoder, device)), source)
         return decoder.eval()
 
     def tokenizer(self) -> "Tokenizer":

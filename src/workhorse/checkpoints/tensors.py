@@ -3,7 +3,7 @@
 from collections.abc import Callable, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface.names import Destination
@@ -20,7 +20,11 @@ def empty_decoder(
     config: DecoderConfig, kernel: KernelName, device: torch.device | str, dtype: torch.dtype
 ) -> Decoder:
     """A decoder whose weights are allocated and hold nothing yet."""
-    decoder = config.build(kernel, device="meta", dtype=dtype)
+    return allocate(config.build(kernel, device="meta", dtype=dtype), device)
+
+
+def allocate(decoder: Decoder, device: torch.device | str) -> Decoder:
+    """Move a decoder from the meta device to memory that holds nothing yet, in place."""
     # As `to_empty`, but that asks for strides and imports PyTorch's compiler for it: half a second.
     decoder._apply(lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device=device))
     decoder.tie_weights()  # moving from meta parts what was shared
@@ -50,6 +54,50 @@ def weights_in_large_pages(decoder: Decoder) -> dict[str, Tensor]:
         for weight, room in zip(here, in_large_pages([w.shape for w in here], dtype), strict=True):
             weight.data = room
     return weights_of(decoder)
+
+
+def mapped_weights(decoder: Decoder) -> dict[str, Destination]:
+    """As `weights_in_large_pages`, but a weight that lies in a file as it is used is not copied.
+
+    It is the mapped file itself: there at once, fetched from the disk when it is first looked at,
+    and copied by the system where something writes to it, so that nothing reaches the file.
+    """
+    weights_in_large_pages(decoder)
+    mapped: set[int] = set()
+    return {name: _MappedWeight(weight, mapped) for name, weight in decoder.named_parameters()}
+
+
+class _MappedWeight:
+    """Takes over the memory of what is copied to it, where it is of the same type and order.
+
+    Args:
+        weight: holds nothing yet.
+        mapped: addresses that belong to a weight already; no two weights share memory.
+    """
+
+    def __init__(self, weight: nn.Parameter, mapped: set[int]) -> None:
+        self.weight = weight
+        self.mapped = mapped
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.nbytes
+
+    def copy_(self, source: Tensor) -> None:
+        if (
+            source.dtype == self.weight.dtype
+            and source.device == self.weight.device
+            and source.is_contiguous()
+            and source.data_ptr() not in self.mapped
+        ):
+            self.mapped.add(source.data_ptr())
+            self.weight.data = source
+        else:
+            self.weight.copy_(source)
 
 
 @torch.no_grad()

@@ -73,6 +73,7 @@ class FolderConfig(HeldOut):
 
     kind: Literal["folder"] = "folder"
     path: Path
+    """The folder."""
     glob: str = "**/*"
     """Which files, as a pattern of `pathlib.Path.glob`."""
     errors: Literal["strict", "replace"] = "strict"

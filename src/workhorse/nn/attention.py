@@ -34,6 +34,7 @@ class QKNormConfig(Config):
     """Norms on queries and keys (2302.05442 §2.2), which keep the scores bounded."""
 
     norm: PresentNormConfig
+    """Which norm; queries and keys have weights of their own."""
     over: Literal["head", "each_head", "full"] = "head"
     """`head` normalises each head with one weight for all; `each_head` gives every head a weight
     of its own (Cohere, StableLM); `full` normalises all heads together (OLMo 2)."""
@@ -48,8 +49,11 @@ class QueryScalingConfig(Config):
     """
 
     scale: float
+    """How much a query grows with the logarithm."""
     length: int = Field(gt=0)
+    """Tokens in a stretch of one factor."""
     offset: int = Field(default=0, ge=0)
+    """Added to every position, in tokens."""
 
 
 class AttentionConfig(SelfAttentionConfig):
@@ -63,14 +67,19 @@ class AttentionConfig(SelfAttentionConfig):
     value_dim: int | None = Field(default=None, gt=0)
     """Width of a value; left out: as the keys."""
     position: AttentionPositionConfig = NoPositionConfig()
+    """How attention knows where a token stands: `rope`, `alibi` or `none`."""
     scale: float | None = Field(default=None, gt=0)
     """Multiplies the scores; left out: `1/sqrt(head_dim)`, which keeps their variance near 1."""
     scale_by_layer: bool = False
     """Divide the scale by the layer's number, counted from 1 (an option of GPT-2)."""
     query_scaling: QueryScalingConfig | None = None
+    """Let queries grow with their position; left out: they do not."""
     qkv_bias: bool = False
+    """Biases on the projections to queries, keys and values."""
     out_bias: bool = False
+    """A bias on the projection of the heads' outputs."""
     qk_norm: QKNormConfig | None = None
+    """Norms on queries and keys; left out: none."""
     clip: float | None = Field(default=None, gt=0)
     """Hold every number of q, k and v within plus and minus this (MPT, OLMo)."""
     softcap: float | None = Field(default=None, gt=0)

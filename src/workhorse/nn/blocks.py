@@ -41,8 +41,11 @@ class WiringConfig(Config):
     """What every wiring has: two sub-layers, a kind of norm, and what a sub-layer may add."""
 
     attention: AnyAttentionConfig
+    """What mixes positions; without a `kind` it is `attention`."""
     feed_forward: FeedForwardConfig
+    """What works on each position by itself."""
     norm: NormConfig
+    """Every norm of the block; each has weights of its own."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """On each sub-layer's output, before it is added."""
     residual_multiplier: float = 1.0
@@ -187,6 +190,7 @@ class ParallelConfig(WiringConfig):
 
     kind: Literal["parallel"] = "parallel"
     norms: Literal[1, 2] = 1
+    """One norm that both sub-layers share (GPT-J, PaLM), or one each (GPT-NeoX)."""
 
     def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> Block:
         block = Parallel if self.norms == 1 else ParallelTwoNorms

@@ -27,17 +27,27 @@ class DecoderConfig(Config):
     """
 
     vocab_size: int = Field(gt=0)
+    """Kinds of token, and so the number of logits."""
     d_model: int = Field(gt=0)
+    """Width of the residual stream."""
     n_layers: int = Field(gt=0, le=100_000)
+    """Depth: how many blocks follow one another."""
     max_seq_len: int = Field(gt=0)
     """Longest text, in tokens: the size of a learned position table, and what training and
     generation keep to."""
     embedding: EmbeddingConfig = EmbeddingConfig()
+    """How tokens become vectors."""
     blocks: dict[str, BlockConfig]
+    """The kinds of layer, each under a name of your choice."""
     pattern: tuple[str, ...] = ()
+    """Names of blocks, tiled over the layers: `[local, local, global]` is layers 0, 1 and 2, then
+    3, 4 and 5, and so on. May be left out where there is one block."""
     final_norm: NormConfig = NoNormConfig()
+    """On the residual stream before the head."""
     head: HeadConfig = HeadConfig()
+    """How vectors become logits."""
     init: InitConfig = NormalInitConfig()
+    """How fresh weights are drawn."""
 
     def model_post_init(self, _context: object) -> None:
         if not self.blocks:

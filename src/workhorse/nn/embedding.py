@@ -14,6 +14,8 @@ class EmbeddingConfig(Config):
     """`dropout(norm(multiplier · project(table[token])) + position)`."""
 
     position: EmbeddingPositionConfig = NoPositionConfig()
+    """Positions that are added to the tokens' vectors; rotations and ALiBi belong to the
+    attention."""
     width: int | None = Field(default=None, gt=0)
     """Of the table, where it is narrower than d_model; a projection widens it (OPT-350m)."""
     multiplier: float = 1.0
@@ -21,6 +23,7 @@ class EmbeddingConfig(Config):
     norm: NormConfig = NoNormConfig()
     """On the token's vector (BLOOM)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
+    """On the sum of token and position."""
 
     def build(self, vocab_size: int, d_model: int, max_seq_len: int) -> "Embedding":
         return Embedding(self, vocab_size, d_model, max_seq_len)

@@ -22,8 +22,11 @@ class MlpConfig(Config):
 
     kind: Literal["mlp"] = "mlp"
     d_ff: int = Field(gt=0)
+    """Width inside."""
     activation: ActivationName = "gelu"
+    """Between the two projections."""
     bias: bool = False
+    """Biases on both projections."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """On the hidden activations."""
 
@@ -59,7 +62,9 @@ class GatedConfig(Config):
     """`down(combine(gate(x), up(x)))`: what every gated feed-forward has."""
 
     d_ff: int = Field(gt=0)
+    """Width of both branches."""
     bias: bool = False
+    """Biases on the three projections."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """On the gated hidden activations."""
 
@@ -81,6 +86,7 @@ class GatedMlpConfig(GatedConfig):
 
     kind: Literal["gated_mlp"] = "gated_mlp"
     activation: ActivationName = "silu"
+    """On the gate; its product with the other branch goes on."""
 
     def combine(self) -> nn.Module:
         return Gated(self.activation)
@@ -92,6 +98,7 @@ class ClampedSwigluConfig(Config):
     limit: float = Field(default=7.0, gt=0)
     """The gate is held below it, the other branch within plus and minus it."""
     alpha: float = 1.702
+    """Steepness of the gate's sigmoid."""
 
     def combine(self) -> nn.Module:
         return ClampedSwiglu(self.limit, self.alpha)
@@ -102,6 +109,7 @@ class ClampedGatedMlpConfig(ClampedSwigluConfig, GatedConfig):
 
     kind: Literal["clamped_gated_mlp"] = "clamped_gated_mlp"
     bias: bool = True
+    """Biases on the three projections."""
 
 
 class GatedMlp(nn.Module):

@@ -14,8 +14,11 @@ class HeadTransformConfig(Config):
     """A dense layer, an activation and a norm before the logits (ModernBERT-decoder)."""
 
     activation: ActivationName = "gelu"
+    """After the dense layer."""
     bias: bool = False
+    """A bias on the dense layer."""
     norm: NormConfig
+    """After the activation."""
 
     def build(self, d_model: int) -> nn.Sequential:
         return nn.Sequential(
@@ -31,11 +34,13 @@ class HeadConfig(Config):
     tied: bool = False
     """Share the embedding's matrix."""
     bias: bool = False
+    """A learned number added to each logit."""
     multiplier: float = 1.0
     """On the logits (PaLM: 1/sqrt(d_model))."""
     cap: float | None = Field(default=None, gt=0)
     """Bend logits into plus and minus this: `cap · tanh(logits / cap)` (Gemma 2)."""
     transform: HeadTransformConfig | None = None
+    """A dense layer, an activation and a norm before the logits; left out: nothing."""
 
     def build(self, vocab_size: int, d_model: int, width: int) -> "Head":
         return Head(self, vocab_size, d_model, width)

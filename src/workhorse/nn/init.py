@@ -60,6 +60,7 @@ class NormalInitConfig(SchemeConfig):
 
     kind: Literal["normal"] = "normal"
     std: float = Field(default=0.02, gt=0)
+    """Standard deviation of every matrix."""
 
     def draw(self, weight: Tensor, generator: torch.Generator | None) -> None:
         nn.init.normal_(weight, std=self.std, generator=generator)
@@ -70,6 +71,7 @@ class FanInInitConfig(SchemeConfig):
 
     kind: Literal["fan_in"] = "fan_in"
     gain: float = Field(default=1.0, gt=0)
+    """Multiplies the standard deviation `1/sqrt(fan_in)`."""
 
     def draw(self, weight: Tensor, generator: torch.Generator | None) -> None:
         nn.init.normal_(weight, std=self.gain / math.sqrt(weight.shape[1]), generator=generator)

@@ -39,10 +39,15 @@ class LatentAttentionConfig(SelfAttentionConfig):
     q_rank: int | None = Field(default=None, gt=0)
     """Width of a latent that queries come from; left out: they come from the input."""
     kv_rank: int = Field(gt=0)
+    """Width of the latent that keys and values come from, which is what a cache holds."""
     nope_dim: int = Field(gt=0)
+    """Width of the part of a query and key that knows no position."""
     rope_dim: int = Field(gt=0)
+    """Width of the part of a query and key that turns."""
     value_dim: int = Field(gt=0)
+    """Width of a value."""
     position: RopeConfig = RopeConfig()
+    """The rotation of `rope_dim`."""
     norm: RMSNormConfig = RMSNormConfig()
     """On the latents."""
     scale: float | None = Field(default=None, gt=0)
@@ -51,6 +56,7 @@ class LatentAttentionConfig(SelfAttentionConfig):
     qkv_bias: bool = False
     """On the projections to the latents and to the rotary key; those from the latents have none."""
     out_bias: bool = False
+    """A bias on the projection of the heads' outputs."""
 
     @property
     def n_kv_heads(self) -> int:

@@ -33,12 +33,15 @@ class MoEConfig(GatedConfig):
 
     kind: Literal["moe"] = "moe"
     n_experts: int = Field(gt=0)
+    """Experts of which each token is worked on by `top_k`."""
     top_k: int = Field(gt=0)
     """Experts that work on a token."""
     activation: ActivationName = "silu"
+    """On an expert's gate."""
     clamped: ClampedSwigluConfig | None = None
     """gpt-oss's clamped SwiGLU, in the place of the activation."""
     router: RouterConfig = RouterConfig()
+    """How the experts of a token are chosen and weighed."""
     weigh: Literal["output", "input"] = "output"
     """What the router's weight multiplies: an expert's output, or (Llama 4) its input."""
     shared: GatedMlpConfig | None = None

@@ -21,7 +21,9 @@ class LayerNormConfig(Config):
     eps: float = Field(default=1e-5, gt=0)
     """Added to the variance, inside the root."""
     weight: bool = True
+    """A learned factor for each feature."""
     bias: bool = True
+    """A learned number for each feature, added last."""
     offset: bool = False
     """Store the weight as its difference from 1 (Nemotron), so that weight decay pulls it to 1."""
     precision: Literal["native", "float32", "low"] = "native"
@@ -109,6 +111,7 @@ class RMSNormConfig(Config):
     eps: float = Field(default=1e-6, gt=0)
     """Added to the mean square, inside the root."""
     weight: bool = True
+    """A learned factor for each feature."""
     offset: bool = False
     """Store the weight as its difference from 1 (Gemma)."""
     multiply: Literal["after_cast", "before_cast"] = "after_cast"

@@ -56,6 +56,7 @@ class SinusoidalPositionConfig(Config):
 
     kind: Literal["sinusoidal"] = "sinusoidal"
     theta: float = Field(default=10_000.0, gt=0)
+    """How much slower the slowest wave is than the fastest, about."""
     layout: Literal["interleaved", "halves"] = "interleaved"
     """`interleaved` alternates sines and cosines (the paper); `halves` puts all sines first
     (CTRL, XGLM)."""

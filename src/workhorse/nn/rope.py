@@ -40,6 +40,7 @@ class LinearScalingConfig(ScalingConfig):
 
     kind: Literal["linear"] = "linear"
     factor: float = Field(gt=0)
+    """How many times longer texts become."""
 
     def frequencies(
         self, rope: "RopeConfig", rotary_dim: int, length: int, device: torch.device
@@ -57,7 +58,9 @@ class DynamicNtkScalingConfig(ScalingConfig):
 
     kind: Literal["dynamic_ntk"] = "dynamic_ntk"
     factor: float = Field(ge=1)
+    """How fast theta grows with the length."""
     original_max_seq_len: int = Field(gt=0)
+    """The longest text, in tokens, whose angles stay as they were trained."""
 
     def frequencies(
         self, rope: "RopeConfig", rotary_dim: int, length: int, device: torch.device
@@ -73,12 +76,15 @@ class YarnScalingConfig(ScalingConfig):
 
     kind: Literal["yarn"] = "yarn"
     factor: float = Field(ge=1)
+    """How many times longer texts become."""
     original_max_seq_len: int = Field(gt=0)
+    """The longest text of the first training, in tokens."""
     beta_fast: float = Field(default=32.0, gt=0)
     """Pairs that turn more often than this over the original length are left alone."""
     beta_slow: float = Field(default=1.0, gt=0)
     """Pairs that turn less often than this are fully interpolated."""
     mscale: float = 1.0
+    """Multiplies the logarithm in the factor on cosines and sines; only beside `mscale_all_dim`."""
     mscale_all_dim: float | None = None
     """DeepSeek divides by the factor of this one, and multiplies its square into the softmax."""
     attention_factor: float | None = None
@@ -130,9 +136,13 @@ class Llama3ScalingConfig(ScalingConfig):
 
     kind: Literal["llama3"] = "llama3"
     factor: float = Field(ge=1)
+    """How many times slower the long waves turn."""
     low_freq_factor: float = Field(gt=0)
+    """Pairs that turn fewer times over the original length are slowed by the whole factor."""
     high_freq_factor: float = Field(gt=0)
+    """Pairs that turn more often over the original length are left alone."""
     original_max_seq_len: int = Field(gt=0)
+    """The longest text of the first training, in tokens."""
 
     def frequencies(
         self, rope: "RopeConfig", rotary_dim: int, length: int, device: torch.device
@@ -161,11 +171,15 @@ class LongRopeScalingConfig(ScalingConfig):
 
     kind: Literal["longrope"] = "longrope"
     short_factor: tuple[float, ...]
+    """Each pair's divisor in texts up to the original length."""
     long_factor: tuple[float, ...]
+    """Each pair's divisor in longer texts."""
     original_max_seq_len: int = Field(gt=1)
+    """The longest text of the first training, in tokens."""
     factor: float = Field(ge=1)
     """How far the context was extended; sets the amplitude unless `attention_factor` does."""
     attention_factor: float | None = None
+    """Multiplies cosines and sines; left out: `sqrt(1 + ln(factor) / ln(original_max_seq_len))`."""
 
     def frequencies(
         self, rope: "RopeConfig", rotary_dim: int, length: int, device: torch.device
@@ -199,6 +213,7 @@ class RopeConfig(Config):
 
     kind: Literal["rope"] = "rope"
     theta: float = Field(default=10_000.0, gt=1)
+    """Base of the angles: the slowest pair turns once in about `2π · theta` tokens."""
     fraction: float = Field(default=1.0, gt=0, le=1)
     """The part of the head's width that turns; the rest passes unchanged."""
     pairing: Literal["half", "interleaved"] = "half"
@@ -207,6 +222,7 @@ class RopeConfig(Config):
     reverse: bool = False
     """Turn the other way (nanochat)."""
     scaling: RopeScalingConfig | None = None
+    """How the rotation is stretched past the length it was trained for; left out: not at all."""
 
     def rotary_dim(self, head_dim: int) -> int:
         """How many features of a head turn.

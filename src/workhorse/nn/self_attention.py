@@ -19,6 +19,7 @@ class SelfAttentionConfig(Config):
     """Heads, and which positions they see."""
 
     n_heads: int = Field(gt=0)
+    """Heads of queries."""
     causal: bool = True
     """False lets every position see every other, as in an encoder."""
     window: int | None = Field(default=None, gt=0)

@@ -64,7 +64,9 @@ class _TrainedConfig(Config):
     """What all algorithms that learn a vocabulary have in common."""
 
     vocab_size: VocabSize
+    """Tokens in all: special tokens, bytes, characters and what is learned."""
     special: SpecialTokensConfig = SpecialTokensConfig()
+    """The tokens that typed text never becomes."""
 
     @property
     def fixed_tokens(self) -> tuple[str, ...]:
@@ -123,6 +125,7 @@ class ByteFallbackBpeConfig(_SentencePieceConfig):
 
     kind: Literal["byte_fallback_bpe"] = "byte_fallback_bpe"
     special: SpecialTokensConfig = SpecialTokensConfig(bos="<s>", eos="</s>")
+    """The tokens that typed text never becomes."""
     min_frequency: int = Field(default=2, ge=1)
     """A pair seen less often is not merged."""
 
@@ -136,7 +139,9 @@ class UnigramConfig(_SentencePieceConfig):
 
     kind: Literal["unigram"] = "unigram"
     special: SpecialTokensConfig = SpecialTokensConfig(bos="<s>", eos="</s>")
+    """The tokens that typed text never becomes."""
     unk: str = "<unk>"
+    """The token of what has no token."""
     byte_fallback: bool = True
     """Spell characters without a token in bytes, so that none is unknown."""
 
@@ -153,7 +158,9 @@ class WordPieceConfig(_TrainedConfig):
 
     kind: Literal["wordpiece"] = "wordpiece"
     unk: str = "[UNK]"
+    """The token of a word that cannot be put together from pieces."""
     lowercase: bool = False
+    """Make every text lower-case first."""
     character_coverage: float = Field(default=0.9999, gt=0, le=1)
     """Share of the corpus's characters that words may hold and still be known."""
 
@@ -170,6 +177,7 @@ class BytesConfig(Config):
 
     kind: Literal["bytes"] = "bytes"
     special: SpecialTokensConfig = Field(default_factory=few_special_tokens)
+    """The tokens that typed text never becomes."""
 
 
 class CharactersConfig(Config):
@@ -179,7 +187,9 @@ class CharactersConfig(Config):
     vocab_size: int | None = Field(default=None, ge=2, le=MAX_VOCAB_SIZE)
     """At most so many tokens: the rarest characters become unknown. None: a token for each."""
     unk: str = "<|unk|>"
+    """The token of a character that has none."""
     special: SpecialTokensConfig = Field(default_factory=few_special_tokens)
+    """The tokens that typed text never becomes."""
 
     @model_validator(mode="after")
     def _check_room(self) -> Self:

@@ -20,8 +20,11 @@ class AdamWConfig(Config):
     learning_rate: float = Field(default=1e-3, gt=0)
     """At the schedule's peak."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
+    """Share of the running mean of gradients that a step keeps."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
+    """Share of the running mean of squared gradients that a step keeps."""
     eps: float = Field(default=1e-8, gt=0)
+    """Added to the root of the mean of squares, by which an update is divided."""
     weight_decay: float = Field(default=0.1, ge=0)
     """A matrix shrinks by `learning_rate · weight_decay` of itself at each step."""
     mean_dtype: Literal["float32", "bfloat16"] = "float32"

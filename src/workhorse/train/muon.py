@@ -30,7 +30,9 @@ class MuonConfig(Config):
     learning_rate: float = Field(default=1e-3, gt=0)
     """Of the hidden matrices, at the schedule's peak."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
+    """Share of the running sum of gradients that a step keeps."""
     nesterov: bool = True
+    """Look one step of the momentum ahead."""
     iterations: int = Field(default=5, ge=1)
     """Newton–Schulz iterations; fewer are faster and less orthogonal."""
     scale: Literal["match_adamw", "spectral"] = "match_adamw"
@@ -38,6 +40,7 @@ class MuonConfig(Config):
     of AdamW's updates, so AdamW's learning rates carry over (2502.16982). `spectral` multiplies by
     `sqrt(max(1, rows / columns))`, for learning rates about 0.02 (Keller Jordan)."""
     weight_decay: float = Field(default=0.1, ge=0)
+    """A hidden matrix shrinks by `learning_rate · weight_decay` of itself at each step."""
     adamw: AdamWConfig = AdamWConfig()
     """For embeddings, head, norms and biases."""
 

@@ -27,8 +27,11 @@ class SamplesConfig(Config):
     prompts: tuple[str, ...] = ("",)
     """One text for each; an empty prompt begins a document."""
     max_new_tokens: Count = 100
+    """Tokens of a text at most."""
     temperature: float = Field(default=0.8, ge=0)
+    """Below 1 sharper, above 1 more varied, 0 always the likeliest token."""
     seed: int = Field(default=0, ge=0)
+    """Decides what is drawn, so that the samples of two steps can be compared."""
 
 
 class TrainConfig(Config):
@@ -48,7 +51,9 @@ class TrainConfig(Config):
     """Decides the weights at the start, the order of the data and dropout."""
 
     optimizer: OptimizerConfig = MuonConfig()
+    """What a step does with the gradient."""
     schedule: ScheduleConfig = CosineConfig()
+    """What multiplies every learning rate from step to step."""
     grad_clip: float | None = Field(default=1.0, gt=0)
     """Longest gradient, as the norm over all parameters; longer ones are shortened. None: any."""
     z_loss: float = Field(default=0.0, ge=0)
@@ -142,8 +147,11 @@ class Recipe(Config):
     """The fields of a `DecoderConfig`, or `preset: NAME` and the fields that differ from it.
     `vocab_size` and `max_seq_len`, where left out, come from the tokenizer and `train.seq_len`."""
     tokenizer: TokenizerConfig
+    """How text becomes tokens: trained on the recipe's own corpus, or read from a folder."""
     data: DataConfig
+    """Where the text is and how it becomes rows of tokens."""
     train: TrainConfig
+    """How the weights are trained."""
 
     @model_validator(mode="before")
     @classmethod

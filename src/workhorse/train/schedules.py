@@ -50,6 +50,7 @@ class LinearConfig(WarmupConfig):
 
     kind: Literal["linear"] = "linear"
     final: Fraction = 0.0
+    """What multiplies the learning rates after the last step."""
 
     def after_warmup(self, progress: float) -> float:
         return 1 - (1 - self.final) * progress
@@ -60,6 +61,7 @@ class CosineConfig(WarmupConfig):
 
     kind: Literal["cosine"] = "cosine"
     final: Fraction = 0.1
+    """What multiplies the learning rates after the last step."""
 
     def after_warmup(self, progress: float) -> float:
         return self.final + (1 - self.final) * (1 + math.cos(math.pi * progress)) / 2
@@ -72,6 +74,7 @@ class WsdConfig(WarmupConfig):
     decay: float = Field(default=0.2, gt=0, le=1)
     """Share of the steps after warm-up in which the rate falls."""
     final: Fraction = 0.0
+    """What multiplies the learning rates after the last step."""
 
     def after_warmup(self, progress: float) -> float:
         return 1 - (1 - self.final) * max(0.0, progress - (1 - self.decay)) / self.decay

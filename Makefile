@@ -19,7 +19,7 @@ PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
 CAMPAIGNS := $(addprefix campaign-,faults mutations flex fast hostile gguf harness)
 
-.PHONY: help install demo test lint format bench families clean campaigns $(CAMPAIGNS)
+.PHONY: help install demo test lint format bench reference families clean campaigns $(CAMPAIGNS)
 help:
 	@sed -n 's/^#  *make/make/p' Makefile
 	@echo "make lint, format, bench, campaigns, clean: see CONTRIBUTING.md"
@@ -57,6 +57,9 @@ format: $(INSTALLED)
 
 bench: $(INSTALLED)
 	.venv/bin/python -m benchmarks --quick $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(DATA),--data $(DATA))
+
+reference: $(INSTALLED)
+	$(WORKHORSE) recipe --markdown > docs/recipe.md
 
 families: $(INSTALLED)
 	OMP_NUM_THREADS=1 .venv/bin/python -m tests.parity.table --out docs/families.md

@@ -263,7 +263,7 @@ def _is_plain_union(config: type[Config], path: list[str]) -> bool:
     if field is None or get_origin(field.annotation) not in (Union, UnionType):
         return False
     arms = [arm for arm in get_args(field.annotation) if arm is not NoneType]
-    return len(arms) > 1 and not _configs_in(field.annotation)
+    return len(arms) > 1 and not configs_in(field.annotation)
 
 
 def _without_tag(config: type[Config], path: list[str]) -> list[str]:
@@ -275,12 +275,13 @@ def _without_tag(config: type[Config], path: list[str]) -> list[str]:
         config.model_fields[path[0]].annotation if path and path[0] in config.model_fields else None
     )
     depth = 2 if get_origin(annotation) in (dict, list, tuple) else 1
-    kinds = [arm.model_fields.get("kind") for arm in _configs_in(annotation)]
+    kinds = [arm.model_fields.get("kind") for arm in configs_in(annotation)]
     tagged = len(path) == depth + 1 and path[-1] in {kind.default for kind in kinds if kind}
     return path[:-1] if tagged else path
 
 
-def _configs_in(annotation: Any) -> list[type[Config]]:
+def configs_in(annotation: Any) -> list[type[Config]]:
+    """The configs that a field of that type may hold, inside lists and mappings too."""
     kinds = _alternatives(annotation)
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)]
 

@@ -51,6 +51,7 @@ VERBS = {
     "chat": "Talk with a model in the terminal.",
     "evaluate": "Measure a model over text, or score it on tasks.",
     "data": "Prepare a recipe's data, or look at what a model will see.",
+    "recipe": "Tell what a recipe may say, key by key.",
     "tokenizer": "Train a tokenizer, or measure one.",
     "models": "List the presets, or show one.",
     "convert": "Write a model in another format: Hugging Face, GGUF, our own.",

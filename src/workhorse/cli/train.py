@@ -30,7 +30,7 @@ def command(
     threads: int,
     as_json: bool,
 ) -> None:
-    """Train a model as RECIPE says, a YAML file.
+    """Train a model as RECIPE says, a YAML file; `workhorse recipe` tells what it may say.
 
     Settings after it replace the recipe's, as in `train.steps=500 model.d_model=256`; --device,
     --dtype and --threads, where given, replace those of its `train` section. An interrupt or

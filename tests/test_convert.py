@@ -98,3 +98,38 @@ def test_what_cannot_be_written_is_refused_before_any_weight_is_made(tmp_path: P
     with pytest.raises(WorkhorseError, match="nothing does not exist"):
         convert("nothing", tmp_path / "hf", "hf")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_decoder_trained_by_hand_is_saved_and_loaded(run_folder: Path, tmp_path: Path) -> None:
+    model = workhorse.load(run_folder, as_stored=True)
+    with torch.no_grad():
+        model.decoder.final_norm.weight.add_(0.5)  # the training
+    folder = workhorse.save(model.decoder, tmp_path / "mine", tokenizer=model.tokenizer)
+    again = workhorse.load(folder)
+    tokens = torch.tensor([model.encode(TEXT)])
+    with torch.no_grad():
+        expected = model.decoder.eval()(tokens)
+        torch.testing.assert_close(again.decoder(tokens), expected, atol=1e-5, rtol=1e-5)
+    assert again.encode(TEXT) == model.encode(TEXT)
+    assert not torch.equal(logits(folder), logits(run_folder))
+
+
+def test_saving_loses_nothing(run_folder: Path, tmp_path: Path) -> None:
+    model = workhorse.load(run_folder)
+    folder = workhorse.save(model.decoder, tmp_path / "mine")
+    before = {path: path.read_bytes() for path in folder.iterdir()}
+    with pytest.raises(WorkhorseError, match="mine exists and is not empty; choose another folder"):
+        workhorse.save(model.decoder, folder)
+    assert {path: path.read_bytes() for path in folder.iterdir()} == before
+    with pytest.raises(WorkhorseError, match=r"takes a Decoder, not a Model; give its \.decoder"):
+        workhorse.save(model, tmp_path / "other")  # pyright: ignore[reportArgumentType]
+
+    class Broken:
+        def save(self, folder: Path) -> None:
+            raise OSError("the disk is gone")
+
+    with pytest.raises(OSError, match="the disk is gone"):
+        workhorse.save(model.decoder, tmp_path / "other", tokenizer=Broken())  # pyright: ignore[reportArgumentType]
+    assert [path.name for path in tmp_path.iterdir() if path.name not in ("texts", "run")] == [
+        "mine"
+    ]

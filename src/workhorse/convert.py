@@ -1,7 +1,7 @@
-"""`convert`: a model from one format into another."""
+"""`convert`: a model from one format into another; `save`: a decoder that you have trained."""
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -16,6 +16,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.load_model import Model, load
 from workhorse.models import preset, preset_names
 from workhorse.models.huggingface import Family
+from workhorse.nn import Decoder
 from workhorse.tokenizers import Tokenizer
 
 Format = Literal["hf", "workhorse", "gguf"]
@@ -101,6 +102,34 @@ def convert(
         _write_gguf(target, model, family, name, tell)
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     return Converted(target, to, family.architecture if family else None, name, parameters)
+
+
+def save(
+    decoder: Decoder,
+    folder: str | Path,
+    *,
+    tokenizer: Tokenizer | None = None,
+    stop_tokens: Sequence[int] = (),
+) -> Path:
+    """Write a decoder in our own format, for `load`: one that a loop of your own trained.
+
+    Args:
+        decoder: what to write, in the type of its weights.
+        folder: new or empty; it appears whole or not at all.
+        tokenizer: its tokenizer; None: the model gives and takes token ids.
+        stop_tokens: what ends a text, where that is not the tokenizer's eos.
+
+    Raises:
+        WorkhorseError: the folder is taken or cannot be written, or weights are quantised.
+    """
+    if not isinstance(decoder, Decoder):
+        raise WorkhorseError(
+            f"save takes a Decoder, not a {type(decoder).__name__}; give its .decoder, or convert "
+            "the model"
+        )
+    folder = Path(folder)
+    write_model(folder, decoder, tokenizer=tokenizer, stop_tokens=tuple(stop_tokens))
+    return folder
 
 
 def _write_gguf(

@@ -15,7 +15,7 @@ from torch import nn
 from workhorse.config import Config, ConfigError
 from workhorse.nn.alibi import AlibiConfig
 from workhorse.nn.cache import KeyValueEntry
-from workhorse.nn.context import Context
+from workhorse.nn.context import Context, context_alone
 from workhorse.nn.elementwise import Clip, Unchanged
 from workhorse.nn.kernels import Kernel, KernelName, Scoring, make_kernel
 from workhorse.nn.masks import AttentionPattern
@@ -168,6 +168,8 @@ class AttentionConfig(SelfAttentionConfig):
 class Attention(SelfAttention):
     """Causal self-attention over `(batch, seq, d_model)`.
 
+    `AttentionConfig` checks what is given and knows more options; this takes built parts.
+
     Args:
         d_model: width of the input and output.
         n_heads: heads of queries.
@@ -175,7 +177,7 @@ class Attention(SelfAttention):
         head_dim: width of a query and key; `d_model // n_heads` where not given.
         value_dim: width of a value; `head_dim` where not given.
         pattern: what a query may see.
-        kernel: how attention is computed; PyTorch's fused one where not given.
+        kernel: how attention is computed: a name, or a built kernel with its scale and options.
         rope: the rotation of queries and keys, or None.
         qk_norm: norms on queries and keys, or None.
         query_scaling: growth of queries with position, or None.
@@ -194,7 +196,7 @@ class Attention(SelfAttention):
         head_dim: int | None = None,
         value_dim: int | None = None,
         pattern: AttentionPattern | None = None,
-        kernel: Kernel | None = None,
+        kernel: Kernel | KernelName = "auto",
         rope: RopeConfig | None = None,
         qk_norm: QKNormConfig | None = None,
         query_scaling: QueryScalingConfig | None = None,
@@ -209,8 +211,10 @@ class Attention(SelfAttention):
         self.head_dim = head_dim or d_model // n_heads
         self.value_dim = value_dim or self.head_dim
         self.pattern = pattern or AttentionPattern()
-        scoring = Scoring(scale=1 / math.sqrt(self.head_dim))
-        self.kernel = kernel or make_kernel("auto", self.pattern, scoring, n_heads)
+        if isinstance(kernel, str):
+            scoring = Scoring(scale=1 / math.sqrt(self.head_dim))
+            kernel = make_kernel(kernel, self.pattern, scoring, n_heads)
+        self.kernel = kernel
 
         width_out = n_heads * self.value_dim
         self.q_proj = nn.Linear(d_model, n_heads * self.head_dim, bias=qkv_bias)
@@ -224,7 +228,10 @@ class Attention(SelfAttention):
         self.gate = OutputGate(d_model, width_out) if output_gate else Unchanged()
         self.out_proj = nn.Linear(width_out, d_model, bias=out_bias)
 
-    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+    def forward(
+        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+    ) -> Hidden:
+        context = context or context_alone(x, cache)
         q = split_heads(self.clip(self.q_proj(x)), self.n_heads)  # (batch, heads, seq, head_dim)
         k = split_heads(self.clip(self.k_proj(x)), self.n_kv_heads)  # (batch, kv_heads, …)
         v = split_heads(self.clip(self.v_proj(x)), self.n_kv_heads)

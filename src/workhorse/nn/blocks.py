@@ -75,7 +75,9 @@ class Block(nn.Module, ABC):
         self.branch = make_branch(config.dropout, config.residual_multiplier)
 
     @abstractmethod
-    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+    def forward(
+        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+    ) -> Hidden:
         """The residual stream after this layer."""
 
 
@@ -107,7 +109,9 @@ class PreNorm(Block):
         self.attention_norm = config.norm.build(d_model)
         self.feed_forward_norm = config.norm.build(d_model)
 
-    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+    def forward(
+        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+    ) -> Hidden:
         x = x + self.branch(self.attention(self.attention_norm(x), context, cache))
         return x + self.branch(self.feed_forward(self.feed_forward_norm(x)))
 
@@ -115,7 +119,9 @@ class PreNorm(Block):
 class NormedResidual(PreNorm):
     """`norm(x) + attention(norm(x))`, then the same with the feed-forward."""
 
-    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+    def forward(
+        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+    ) -> Hidden:
         x = self.attention_norm(x)
         x = x + self.branch(self.attention(x, context, cache))
         x = self.feed_forward_norm(x)
@@ -134,7 +140,9 @@ class PostNormConfig(WiringConfig):
 class PostNorm(PreNorm):
     """`norm(x + attention(x))`, then `norm(x + feed_forward(x))`."""
 
-    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+    def forward(
+        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+    ) -> Hidden:
         x = self.attention_norm(x + self.branch(self.attention(x, context, cache)))
         return self.feed_forward_norm(x + self.branch(self.feed_forward(x)))
 
@@ -151,7 +159,9 @@ class ReorderedNormConfig(WiringConfig):
 class ReorderedNorm(PreNorm):
     """`x + norm(attention(x))`, then `x + norm(feed_forward(x))`."""
 
-    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+    def forward(
+        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+    ) -> Hidden:
         x = x + self.branch(self.attention_norm(self.attention(x, context, cache)))
         return x + self.branch(self.feed_forward_norm(self.feed_forward(x)))
 
@@ -175,7 +185,9 @@ class SandwichNorm(PreNorm):
         self.attention_output_norm = config.norm.build(d_model)
         self.feed_forward_output_norm = config.norm.build(d_model)
 
-    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+    def forward(
+        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+    ) -> Hidden:
         y = self.attention(self.attention_norm(x), context, cache)
         x = x + self.branch(self.attention_output_norm(y))
         y = self.feed_forward(self.feed_forward_norm(x))
@@ -206,7 +218,9 @@ class Parallel(Block):
         super().__init__(config, d_model, layer, kernel)
         self.norm = config.norm.build(d_model)
 
-    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+    def forward(
+        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+    ) -> Hidden:
         y = self.norm(x)
         y = self.branch(self.attention(y, context, cache)) + self.branch(self.feed_forward(y))
         return x + y
@@ -215,7 +229,9 @@ class Parallel(Block):
 class ParallelTwoNorms(PreNorm):
     """`x + attention(norm₁(x)) + feed_forward(norm₂(x))`."""
 
-    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+    def forward(
+        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+    ) -> Hidden:
         y = self.branch(self.attention(self.attention_norm(x), context, cache))
         return x + (y + self.branch(self.feed_forward(self.feed_forward_norm(x))))
 

@@ -10,11 +10,11 @@ from typing import Any, NamedTuple
 import torch
 
 from workhorse.errors import WorkhorseError
-from workhorse.nn.cache import Cache
+from workhorse.nn.cache import Cache, KeyValueEntry
 from workhorse.nn.kernels import Kernel
 from workhorse.nn.masks import AttentionPattern, Placement
 from workhorse.nn.rope import RopeConfig
-from workhorse.nn.shapes import Angles, Positions, Tokens
+from workhorse.nn.shapes import Angles, Hidden, Positions, Tokens
 
 
 class Context:
@@ -107,6 +107,20 @@ class Context:
             raise WorkhorseError(
                 f"a text of {used} tokens does not fit max_seq_len={limit} positions; shorten it"
             )
+
+
+def context_alone(x: Hidden, entry: KeyValueEntry | None = None) -> Context:
+    """The context of a layer that is called by itself, as in a notebook.
+
+    Raises:
+        WorkhorseError: with an entry of a cache, whose context alone knows what the cache holds.
+    """
+    if entry is not None:
+        raise WorkhorseError(
+            "an entry of a cache needs the cache's context; give Context(batch, seq, device, "
+            "cache=cache) too"
+        )
+    return Context(x.shape[0], x.shape[1], x.device)
 
 
 def _check(

@@ -13,7 +13,7 @@ from pydantic import Field
 from torch import nn
 
 from workhorse.nn.cache import KeyValueEntry
-from workhorse.nn.context import Context
+from workhorse.nn.context import Context, context_alone
 from workhorse.nn.kernels import Kernel, KernelName, Scoring, make_kernel
 from workhorse.nn.norms import RMSNormConfig
 from workhorse.nn.rope import RopeConfig
@@ -116,7 +116,10 @@ class LatentAttention(SelfAttention):
     def queries(self, x: Hidden) -> HeadOutputs:
         """The queries of all heads side by side."""
 
-    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
+    def forward(
+        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+    ) -> Hidden:
+        context = context or context_alone(x, cache)
         q = split_heads(self.queries(x), self.n_heads)
         q, q_rope = q[..., : self.nope_dim], q[..., self.nope_dim :]  # (batch, heads, seq, …)
         q_rope = self.rotate(q_rope, context)

@@ -64,8 +64,16 @@ class SelfAttention(nn.Module, ABC):
     kernel: Kernel
 
     @abstractmethod
-    def forward(self, x: Hidden, context: Context, cache: KeyValueEntry | None = None) -> Hidden:
-        """What each position takes from those it sees."""
+    def forward(
+        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+    ) -> Hidden:
+        """What each position takes from those it sees.
+
+        Args:
+            x: the input.
+            context: what layers share during a call; left out, `x` is a whole text of its own.
+            cache: keys and values of earlier tokens, with their context.
+        """
 
     def cache_entry(self, cache: Cache) -> KeyValueEntry:
         """Room for this layer in a cache.

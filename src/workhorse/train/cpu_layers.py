@@ -131,7 +131,7 @@ def _norm_gradients(ctx: Any, above: Tensor, other: Tensor | None) -> tuple[Tens
 
 
 def _pre_norm(
-    block: PreNorm, x: Tensor, context: Context, cache: KeyValueEntry | None = None
+    block: PreNorm, x: Tensor, context: Context | None = None, cache: KeyValueEntry | None = None
 ) -> Tensor:
     norms = (block.attention_norm, block.feed_forward_norm)
     if (

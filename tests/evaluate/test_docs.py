@@ -30,7 +30,7 @@ def test_the_local_task(run_folder, tmp_path, monkeypatch, capsys):
         for line in text.splitlines()
         if not kind and line.startswith("workhorse") and "--include-path" in line
     )
-    arguments = command.replace("runs/demo", str(run_folder)).split()[1:]
+    arguments = command.replace("runs/first", str(run_folder)).split()[1:]
     assert main([*arguments, "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     assert set(result["results"]["capitals"]) >= {"acc,none", "acc_norm,none"}

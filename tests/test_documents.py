@@ -1,0 +1,239 @@
+"""Every command and block of the README and docs/ does what a reader expects of it.
+
+Each page is gone through from top to bottom in a folder of its own, where a reader has the recipes,
+some texts and a model of somebody else; after the README there are the runs that it makes too.
+`documents.yaml` says what is written smaller than on the page, what is not run, and why. A block of
+no known kind fails.
+"""
+
+import io
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import click
+import pytest
+import torch
+import yaml
+
+import workhorse
+from workhorse.cli.main import command, main
+from workhorse.config import apply_overrides, parse_yaml, read_yaml
+from workhorse.convert import convert
+from workhorse.nn import DecoderConfig
+from workhorse.tokenizers import SpecialTokensConfig, train_tokenizer
+from workhorse.tokenizers.config import BpeConfig
+from workhorse.train import Recipe
+from workhorse.train.reference import NAME, recipe_configs
+
+ROOT = Path(__file__).parent.parent
+PLAN: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "documents.yaml").read_text("utf-8"))
+PAGES: list[str] = PLAN["pages"]
+MESSAGES = "Hello\n/exit\n"
+"""What a reader types into `chat`."""
+
+
+class Block(NamedTuple):
+    """A fenced block."""
+
+    language: str
+    text: str
+    where: str
+
+
+def blocks(page: str) -> Iterator[Block]:
+    text = (ROOT / page).read_text("utf-8")
+    for found in re.finditer(r"^```(\w*)\n(.*?)^```", text, re.MULTILINE | re.DOTALL):
+        line = text[: found.start()].count("\n") + 1
+        yield Block(found[1], in_small(found[2], page), f"{page}:{line}")
+
+
+def in_small(text: str, page: str) -> str:
+    """What the test writes in the place of a page's text."""
+    for table in (page, "everywhere"):
+        for old, new in PLAN["instead"].get(table, {}).items():
+            text = text.replace(old, new)
+    return text
+
+
+def entry(table: str, text: str) -> str | None:
+    """What the plan's table says about a line or block that begins so."""
+    return next((said for start, said in PLAN[table].items() if text.startswith(start)), None)
+
+
+class Reader:
+    """Someone who does what a page says, block by block."""
+
+    def __init__(self, page: str, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.page = page
+        self.monkeypatch = monkeypatch
+        self.names: dict[str, object] = {"__name__": "page"}
+
+    def follow(self, block: Block) -> None:
+        if (file := entry("files", block.text)) is not None:
+            self.write(file, block.text)
+        elif entry("shown", block.text) is not None:
+            return
+        elif block.language == "python":
+            exec(compile(block.text, block.where, "exec"), self.names)
+        elif block.language == "yaml":
+            self.read_yaml(block)
+        elif not block.language:
+            for line in block.text.replace("\\\n", " ").splitlines():
+                self.run(line.strip(), block.where)
+        else:
+            pytest.fail(f"{block.where}: a block of {block.language}; what is to be done with it?")
+
+    def run(self, line: str, where: str) -> None:
+        if not line or line.startswith("#") or entry("not_run", line) is not None:
+            return
+        words = shlex.split(line, comments=True)
+        assert words[0] == "workhorse", f"{where}: what is to be done with {line!r}?"
+        self.monkeypatch.setattr("sys.stdin", io.StringIO(MESSAGES))
+        errors = io.StringIO()
+        self.monkeypatch.setattr("sys.stderr", errors)
+        assert main(words[1:]) == 0, f"{where}: {line}\n{errors.getvalue()}"
+
+    def read_yaml(self, block: Block) -> None:
+        """A file, a place of a recipe with what stands there, a recipe, or a part of one."""
+        fields = parse_yaml(block.text)
+        title = re.match(r"# (\S+)\n", block.text)
+        if title and title[1].endswith(".yaml"):
+            self.write(title[1], block.text)
+        elif title:
+            config_at(title[1], fields.get("kind")).from_dict(fields)
+        elif "train" in fields:
+            Recipe.from_dict(fields)
+        else:
+            for place, inner in fields.items():
+                config_at(place, inner.get("kind")).from_dict(inner)
+
+    def write(self, file: str, text: str) -> None:
+        Path(file).parent.mkdir(parents=True, exist_ok=True)
+        Path(file).write_text(text, "utf-8")
+
+
+def config_at(place: str, kind: str | None) -> Any:
+    """The config of that kind at a place of a recipe."""
+    found = [
+        config
+        for config, places in recipe_configs()[1].items()
+        if place in places
+        and ("kind" not in config.model_fields or config.model_fields["kind"].default == kind)
+    ]
+    assert len(found) == 1, f"{place} has no kind {kind}"
+    return found[0]
+
+
+@pytest.fixture(scope="module")
+def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a reader has before the first page."""
+    folder = tmp_path_factory.mktemp("before")
+    (folder / "recipes").mkdir()
+    for file in sorted((ROOT / "recipes").glob("*.yaml")):
+        small = apply_overrides(read_yaml(file), PLAN["recipes"])
+        (folder / "recipes" / file.name).write_text(yaml.safe_dump(small, sort_keys=False))
+    for name in ("texts", "other-texts"):
+        (folder / name).mkdir()
+        for number in range(24):
+            text = "".join(f"def f{number}(x):\n    return {name!r}, {n}\n\n" for n in range(12))
+            (folder / name / f"{number}.txt").write_text(text)
+    (folder / "book.txt").write_text("One text alone, long enough for a line or two. " * 9)
+    _somebody_elses_model(folder / "their-model", folder)
+    return folder
+
+
+def _somebody_elses_model(target: Path, folder: Path) -> None:
+    texts = [path.read_text() for path in sorted((folder / "texts").iterdir())]
+    special = SpecialTokensConfig(bos=None, eos="</s>", pad=None, chat=())
+    tokenizer = train_tokenizer(BpeConfig(vocab_size=300, special=special), texts)
+    config = DecoderConfig.from_dict({**PLAN["their_model"], "vocab_size": tokenizer.vocab_size})
+    ours = workhorse.save(config.build(), folder / "their-model-in-our-format", tokenizer=tokenizer)
+    convert(ours, target, "hf")
+    shutil.rmtree(ours)
+
+
+@pytest.fixture(scope="module")
+def after_readme(before: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What a reader has after the README: its recipe's run, under all names that pages give it."""
+    folder = tmp_path_factory.mktemp("after") / "folder"
+    shutil.copytree(before, folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        assert main(["train", "recipes/stdlib-small.yaml", "--out", "runs/first"]) == 0
+    for name in PLAN["runs"]:
+        shutil.copytree(folder / "runs" / "first", folder / "runs" / name)
+    return folder
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_a_page_does_what_it_says(
+    page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+):
+    start: Path = request.getfixturevalue("before" if page == "README.md" else "after_readme")
+    folder = tmp_path / "folder"
+    shutil.copytree(start, folder)
+    monkeypatch.chdir(folder)
+    torch.manual_seed(0)
+    reader = Reader(page, monkeypatch)
+    for block in blocks(page):
+        reader.follow(block)
+
+
+def test_every_page_is_gone_through():
+    there = {"README.md", *(f"docs/{path.name}" for path in (ROOT / "docs").glob("*.md"))}
+    assert set(PAGES) == there
+
+
+def test_the_plan_has_nothing_that_no_page_needs():
+    texts = {page: (ROOT / page).read_text("utf-8") for page in PAGES}
+    everything = "".join(texts.values())
+    everything += in_small(everything, "everywhere")  # some words come from another replacement
+    for page, table in PLAN["instead"].items():
+        assert [old for old in table if old not in texts.get(page, everything)] == [], page
+    for table in ("files", "shown", "not_run"):
+        assert [start for start in PLAN[table] if start not in everything] == [], table
+
+
+def inline_commands(page: str) -> Iterator[str]:
+    """Commands in the middle of a sentence."""
+    text = re.sub(r"^```.*?^```", "", (ROOT / page).read_text("utf-8"), flags=re.M | re.S)
+    yield from re.findall(r"`workhorse ([a-z][^`]*)`", text)
+
+
+@pytest.mark.parametrize("page", [*PAGES, "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_verbs_and_options_in_sentences_exist(page: str):
+    for line in inline_commands(page):
+        words = " ".join(line.split()).split()
+        with click.Context(command) as context:
+            found: click.Command | None = command
+            while isinstance(found, click.Group) and words:
+                found = found.get_command(context, words.pop(0))
+            assert found is not None, line
+            known = {name for option in found.params for name in option.opts}
+        options = {word.strip("[]()").partition("=")[0] for word in words if "--" in word[:3]}
+        assert options <= known | {"--help"}, f"{page}: workhorse {line}"
+
+
+@pytest.mark.parametrize("page", [*PAGES, "ARCHITECTURE.md", "CONTRIBUTING.md"])
+def test_links_lead_somewhere(page: str):
+    for target in re.findall(r"\]\((?!https?:)([^)\s]+)\)", (ROOT / page).read_text("utf-8")):
+        file, _, anchor = target.partition("#")
+        there = (ROOT / page).parent / file if file else ROOT / page
+        assert there.exists(), f"{page}: {target}"
+        if anchor:
+            assert anchor in anchors(there), f"{page}: {target}"
+
+
+def anchors(file: Path) -> set[str]:
+    headings = re.findall(r"^#+ (.+)$", file.read_text("utf-8"), flags=re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
+
+
+def test_a_recipes_places_are_known():
+    assert config_at(f"model.blocks.{NAME}.feed_forward", "moe").__name__ == "MoEConfig"

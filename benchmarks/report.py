@@ -164,7 +164,7 @@ def plot(results: dict[str, list[Result]], path: Path) -> bool:
         import matplotlib as mpl
         from matplotlib.figure import Figure
     except ImportError:
-        print("no plot: pip install 'workhorse[plot]' for matplotlib")
+        print("no plot: pip install matplotlib")
         return False
     mpl.rcParams["svg.hashsalt"] = "workhorse"  # the same picture, byte for byte
     figure = Figure(figsize=(8, 0.6 + 0.3 * len(rows)), layout="constrained")

@@ -206,3 +206,21 @@ def test_progress_on_a_terminal_is_a_bar_on_stderr(
     out, err = capsys.readouterr()
     assert out == ""
     assert "50%" in err
+
+
+@pytest.mark.parametrize("verb", ["generate", "chat", "evaluate"])
+def test_help_tells_every_kind_of_model(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([verb, "--help"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    for kind in ("run directory", "Hugging Face directory or hub id", "folder that", "preset"):
+        assert kind in told
+
+
+def test_generates_flags_have_the_names_of_the_options() -> None:
+    from workhorse.cli.generate import command
+    from workhorse.generate import GenerationConfig
+
+    flags = {name for option in command.params for name in option.opts}
+    elsewhere = {"stop_tokens"}  # --ignore-eos
+    for name in set(GenerationConfig.model_fields) - elsewhere:
+        assert f"--{name.replace('_', '-')}" in flags

@@ -29,7 +29,7 @@ from workhorse.cli.output import print_result, warn
 def command(source: str, target: Path, to: str, dtype: str, as_json: bool) -> None:
     """Write the model SRC as DST, in another format.
 
-    SRC is a run directory, a Hugging Face directory or hub id, or what this verb wrote before. A
+    SRC is a run directory, a Hugging Face directory or hub id, or a folder that this verb wrote. A
     Hugging Face directory is of a class that transformers has; a model that none can hold is
     refused with what stands in the way (`workhorse models show` tells beforehand).
     """

@@ -32,7 +32,9 @@ SHOWN_PROMPT = 40
 @sampling_options
 @draft_options
 @compile_option
-@click.option("--samples", "n_samples", type=int, help="Texts per prompt.  [default: 1]")
+@click.option(
+    "--n-samples", "--samples", "n_samples", type=int, help="Texts per prompt.  [default: 1]"
+)
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end of a text.")
 @click.option("--logprobs", type=int, help="With --json: of each token and the n likeliest.")
 @click.option("--beams", type=int, help="Search for the likeliest text with so many hypotheses.")
@@ -56,14 +58,18 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Continue a prompt with MODEL: a run directory, or a preset's name (random weights).
+    """Continue a prompt with MODEL.
 
-    The new text goes to stdout without the prompt, and how it ended to stderr.
+    MODEL is a run directory, a Hugging Face directory or hub id, a folder that `convert` wrote, or
+    a preset's name (random weights). The new text goes to stdout without the prompt, and how it
+    ended to stderr.
     """
     if options["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs are part of the --json result; add --json")
     if as_stream and (as_json or len(prompts) > 1 or options["n_samples"] is not None):
-        raise click.UsageError("--stream shows one text; leave out --json, --samples, more prompts")
+        raise click.UsageError(
+            "--stream shows one text; leave out --json, --n-samples, more prompts"
+        )
     config = generation_config(**options, stop_tokens=() if ignore_eos else None)
     texts = _read(prompts)
     loaded = open_model(model, running, compiled=compiled)

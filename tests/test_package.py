@@ -1,0 +1,28 @@
+"""What pyproject.toml promises."""
+
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parent.parent
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
+EXTRAS = {
+    name: [re.split(r"[<>=\[]", requirement)[0] for requirement in requirements]
+    for name, requirements in PROJECT["optional-dependencies"].items()
+    if name != "dev"
+}
+SOURCE = "".join(path.read_text("utf-8") for path in sorted((ROOT / "src").rglob("*.py")))
+
+
+@pytest.mark.parametrize("name", EXTRAS)
+def test_the_package_uses_what_an_extra_installs(name: str):
+    """By import, or by a name that is imported when asked for (trackers)."""
+    for package in EXTRAS[name]:
+        module = package.replace("-", "_")
+        assert re.search(rf'import {module}\b|from {module}\b|"{module}["\.]', SOURCE), package
+
+
+def test_every_extra_that_a_message_names_exists():
+    assert set(re.findall(r"workhorse\[(\w+)\]", SOURCE)) <= set(EXTRAS)

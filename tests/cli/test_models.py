@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from workhorse.cli.main import main
-from workhorse.models import find_preset, preset, preset_names
+from workhorse.models import FAMILIES, find_preset, preset, preset_names
 from workhorse.nn import DecoderConfig
 
 
@@ -18,12 +18,23 @@ def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 
 
 def test_list_is_a_line_for_each_preset(capsys: pytest.CaptureFixture[str]) -> None:
-    lines = printed(capsys, "list").splitlines()
+    lines = [line for line in printed(capsys, "list").splitlines() if line]
     assert [line.split()[0] for line in lines] == ["name", *preset_names()]
     rows = {line.split()[0]: line.split()[1:] for line in lines}
     assert rows["gpt2"] == ["124M", "12", "768", "12", "3072", "50257", "1024"]
     assert rows["llama-2-70b"] == ["69.0B", "80", "8192", "64/8", "28672", "32000", "4096"]
+    assert rows["mixtral-8x7b"][0] == "46.7B/12.9B"
     assert len({len(line) for line in lines}) == 1  # columns are aligned
+
+
+def test_list_of_some_family_by_family(capsys: pytest.CaptureFixture[str]) -> None:
+    blocks = printed(capsys, "list", "Qwen3").split("\n\n")
+    names = [[line.split()[0] for line in block.splitlines()] for block in blocks]
+    assert names == [["name"], [name for name in FAMILIES["released.qwen"] if "qwen3" in name]]
+    blocks = printed(capsys, "list", "mi").split("\n\n")[1:]
+    assert [block.split()[0] for block in blocks] == ["mistral-7b-v0.1", "phi-3-mini-4k"]
+    assert main(["models", "list", "gpt-5"]) == 2
+    assert "no preset has 'gpt-5' in its name" in capsys.readouterr().err
 
 
 def test_list_on_a_terminal_cuts_nothing_at_80_columns(
@@ -35,7 +46,7 @@ def test_list_on_a_terminal_cuts_nothing_at_80_columns(
     monkeypatch.setenv("TERM", "dumb")
     table = printed(capsys, "list")
     assert "…" not in table
-    assert all(f" {name} " in table for name in preset_names())
+    assert [line.split()[0] for line in table.splitlines() if line.strip()][1:] == preset_names()
 
 
 def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
@@ -44,6 +55,7 @@ def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert rows[preset_names().index("gemma-2b")] == {
         "name": "gemma-2b",
         "parameters": 2_506_172_416,
+        "active_parameters": 2_506_172_416,
         "printed": "2B",
         "n_layers": 18,
         "d_model": 2048,

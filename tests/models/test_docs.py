@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from workhorse.models import Preset, presets
-from workhorse.models.describe import summary
+from workhorse.models.describe import short_count, summary
 from workhorse.models.huggingface import MODEL_TYPES, family
 
 ROOT = Path(__file__).parents[2]
@@ -13,10 +13,12 @@ PAGE = ROOT / "docs" / "models.md"
 def row(found: Preset) -> str:
     shape = summary(found)
     heads, kv_heads = shape["n_heads"], shape["n_kv_heads"]
+    active = shape["active_parameters"]
     verdict = {True: "", False: " ≠", None: "—"}[found.agrees]
     cells = (
         f"`{found.name}`",
         f"{found.parameters:,}",
+        short_count(active) if active != found.parameters else "",
         f"{found.printed}{verdict}",
         found.exactness,
         shape["n_layers"],

@@ -9,7 +9,7 @@ import pytest
 
 from workhorse.errors import WorkhorseError
 from workhorse.models import FAMILIES, Preset, find_preset, preset, preset_names, presets
-from workhorse.models.parameters import count_parameters
+from workhorse.models.parameters import active_parameters, count_parameters
 from workhorse.models.preset import rounding
 from workhorse.nn import DecoderConfig
 
@@ -24,14 +24,32 @@ CONTRADICTIONS = {
     "gpt3-13b": "12.85B",
     "llama-65b": "65.2B",
     "llama-2-70b": "70B",
+    "llama-3-70b": "70B",
+    "llama-3.1-70b": "70B",
+    "llama-3.1-405b": "405B",
+    "llama-3.3-70b": "70B",
+    "qwen2.5-7b": "7.61B",
+    "qwen2.5-14b": "14.7B",
+    "qwen2.5-32b": "32.5B",
     "olmo-65b": "65B",
+    "olmo-2-13b": "13B",
     "falcon-40b": "40B",
     "falcon-180b": "180B",
     "gemma-2b": "2B",
     "gemma-7b": "7B",
+    "gemma-2-2b": "2B",
+    "gemma-3-270m": "270M",
+    "phi-1.5": "1.3B",
+    "phi-2": "2.7B",
+    "phi-4": "14B",
+    "smollm2-360m": "360M",
     "palm-540b": "540.35B",
     "mpt-7b": "6.7B",
     "mpt-30b": "29.95B",
+    "pythia-160m": "160M",
+    "pythia-410m": "410M",
+    "gpt-neox-20b": "20B",
+    "opt-350m": "350M",
 }
 """Presets whose shape holds another number than their source prints."""
 
@@ -176,3 +194,48 @@ def test_the_2017_decoder_with_its_encoder(name: str, d: int, d_ff: int, whole: 
 def test_falcon_files_hold_the_head_twice(name: str, stored: int) -> None:
     assert count_parameters(preset(name).replace(head={"tied": False}))["total"] == stored
     assert any(f"{stored:,}" in note for note in find_preset(name).notes)
+
+
+@pytest.mark.parametrize(
+    ("name", "embedding", "others"),
+    [
+        ("gemma-2-9b", "918M", "8324M"),
+        ("gemma-2-27b", "1180M", "26047M"),
+        ("gemma-3-1b", "302M", "698M"),
+    ],
+)
+def test_newer_gemmas_by_their_reports_tables(name: str, embedding: str, others: str) -> None:
+    counts = count_parameters(preset(name))
+    low, high = rounding(embedding)
+    assert low <= counts["embedding"] <= high
+    low, high = rounding(others)
+    assert low <= counts["total"] - counts["embedding"] <= high
+
+
+# Mixtures: what works on a token.
+
+
+@pytest.mark.parametrize(
+    ("name", "printed"),
+    [
+        ("mixtral-8x7b", "12.9B"),
+        ("mixtral-8x22b", "39B"),
+        ("deepseek-v2", "21B"),
+        ("qwen3-235b-a22b", "22B"),
+        ("olmoe-1b-7b", "1.3B"),
+    ],
+)
+def test_active_parameters_round_to_the_printed_ones(name: str, printed: str) -> None:
+    low, high = rounding(printed)
+    assert low <= active_parameters(preset(name)) <= high
+
+
+@pytest.mark.parametrize(("name", "printed"), [("gpt-oss-20b", "3.61B"), ("gpt-oss-120b", "5.13B")])
+def test_active_parameters_of_gpt_oss_without_its_embedding(name: str, printed: str) -> None:
+    low, high = rounding(printed)
+    config = preset(name)
+    assert low <= active_parameters(config) - config.vocab_size * config.d_model <= high
+
+
+def test_all_parameters_of_a_dense_model_are_active() -> None:
+    assert active_parameters(preset("gpt2")) == find_preset("gpt2").parameters

@@ -12,6 +12,8 @@ import pytest
 import torch
 from torch import nn
 from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
     FalconConfig,
     FalconForCausalLM,
     GemmaConfig,
@@ -28,7 +30,8 @@ from transformers import (
     OpenAIGPTLMHeadModel,
 )
 
-from workhorse.models import find_preset, preset_names
+from tests.parity.reference import quiet
+from workhorse.models import find_preset, preset_names, presets
 from workhorse.models.huggingface import Fields, family
 from workhorse.models.huggingface.family import differences, plain
 from workhorse.nn import DecoderConfig
@@ -116,10 +119,42 @@ RELEASED: dict[str, tuple[type[nn.Module], Any]] = {
 }
 
 
+FILES = {name: found.released for name, found in presets().items() if found.released}
+"""The fields of `config.json` that presets are read out of."""
+
+
 def test_every_released_family_has_a_reference() -> None:
     unreleased = {"gpt3", "palm", "transformer"}
     missing = {name for name in preset_names() if name.split("-")[0] in unreleased}
-    assert set(preset_names()) - set(RELEASED) == missing | {"olmo-65b"}
+    assert set(preset_names()) - set(RELEASED) - set(FILES) == missing | {"olmo-65b"}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_parameters_equal_transformers_of_the_same_file(name: str) -> None:
+    """Their whole depth would take longer: from some layer on each adds as many."""
+    depth_key = "n_layer" if "n_layer" in FILES[name] else "num_hidden_layers"
+    depth: int = FILES[name][depth_key]
+    fewer, more = (reference_count({**FILES[name], depth_key: n}) for n in (4, 5))
+    assert find_preset(name).parameters == fewer + (depth - 4) * (more - fewer)
+
+
+def reference_count(fields: dict[str, Any]) -> int:
+    """Learned numbers of transformers' class; a bias of the choice of experts is one."""
+    with torch.device("meta"), quiet():
+        reference = AutoModelForCausalLM.from_config(AutoConfig.for_model(**fields))
+    reference.tie_weights()
+    buffers = dict(reference.named_buffers())
+    biases = [one for name, one in buffers.items() if name.endswith("e_score_correction_bias")]
+    return sum(tensor.numel() for tensor in (*reference.parameters(), *biases))
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_transformers_understands_the_same_by_a_file(name: str) -> None:
+    """What it makes of the fields, under its newer keys and with its defaults, is the preset."""
+    with quiet():
+        understood = AutoConfig.for_model(**FILES[name]).to_dict()
+    read = family(understood["model_type"]).read(Fields(understood))
+    assert list(differences(plain(find_preset(name).config), plain(read))) == []
 
 
 @pytest.mark.parametrize("name", RELEASED)

@@ -9,7 +9,8 @@ import click
 from workhorse.cli.options import json_option
 from workhorse.cli.output import print_result
 
-COLUMNS = ("name", "params", "layers", "d_model", "heads", "d_ff", "vocab", "context")
+Rows = list[dict[str, Any]]
+COLUMNS = ("name", "params", "layers", "d_model", "heads", "d_ff", "vocab", "length")
 
 
 @click.group("models")
@@ -18,20 +19,24 @@ def command() -> None:
 
 
 @command.command("list")
+@click.argument("text", default="")
 @json_option
-def list_presets(as_json: bool) -> None:
-    """List the presets with their parameter counts and shapes.
+def list_presets(text: str, as_json: bool) -> None:
+    """List the presets with TEXT in their names, or all, with parameter counts and shapes.
 
-    Heads are those of queries and, after a slash where they differ, of keys and values.
+    Parameters are those in all and, after a slash where they differ, those at work on one token:
+    a mixture of experts has more than it uses at a time. Heads are those of queries and, after a
+    slash where they differ, of keys and values; length is that of the longest text, in tokens.
     """
-    from workhorse.models import presets
+    from workhorse.models import find_preset, search
     from workhorse.models.describe import summary
 
-    rows = [summary(preset) for preset in presets().values()]
-    if sys.stdout.isatty() and not as_json:
-        _print_table(rows)
+    families = [[summary(find_preset(name)) for name in names] for names in search(text)]
+    if as_json or not sys.stdout.isatty():
+        rows = [row for rows in families for row in rows]
+        print_result({"presets": rows}, as_json, text=_plain_table(families))
     else:
-        print_result({"presets": rows}, as_json, text=_plain_table(rows))
+        _print_table(families)
 
 
 @command.command("show")
@@ -55,40 +60,47 @@ def show_preset(name: str, as_json: bool) -> None:
 def _cells(row: Mapping[str, Any]) -> list[str]:
     from workhorse.models.describe import short_count
 
-    grouped = row["n_kv_heads"] != row["n_heads"]
     return [
         row["name"],
-        short_count(row["parameters"]),
+        _both(short_count(row["parameters"]), short_count(row["active_parameters"])),
         str(row["n_layers"]),
         str(row["d_model"]),
-        f"{row['n_heads']}/{row['n_kv_heads']}" if grouped else str(row["n_heads"]),
+        _both(str(row["n_heads"]), str(row["n_kv_heads"])),
         str(row["d_ff"]),
         str(row["vocab_size"]),
         str(row["max_seq_len"]),
     ]
 
 
-def _plain_table(rows: list[dict[str, Any]]) -> str:
-    table = [list(COLUMNS), *(_cells(row) for row in rows)]
-    widths = [max(len(line[column]) for line in table) for column in range(len(COLUMNS))]
-    return "\n".join(
-        "  ".join(
-            cell.rjust(width) if column else cell.ljust(width)
-            for column, (cell, width) in enumerate(zip(line, widths, strict=True))
-        )
-        for line in table
-    )
+def _both(first: str, second: str) -> str:
+    return first if first == second else f"{first}/{second}"
 
 
-def _print_table(rows: list[dict[str, Any]]) -> None:
+def _plain_table(families: list[Rows]) -> str:
+    blocks = [[list(COLUMNS)], *([_cells(row) for row in rows] for rows in families)]
+    lines = [line for block in blocks for line in block]
+    widths = [max(len(line[column]) for line in lines) for column in range(len(COLUMNS))]
+    return "\n\n".join("\n".join(_line(cells, widths) for cells in block) for block in blocks)
+
+
+def _line(cells: list[str], widths: list[int]) -> str:
+    name, *others = cells
+    columns = zip(others, widths[1:], strict=True)
+    return "  ".join([name.ljust(widths[0]), *(cell.rjust(width) for cell, width in columns)])
+
+
+def _print_table(families: list[Rows]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    table = Table(box=None, header_style="bold")
+    table = Table(box=None, header_style="bold", pad_edge=False)
     for column in COLUMNS:
         first = column == COLUMNS[0]
         style = "cyan" if first else None
         table.add_column(column, justify="left" if first else "right", style=style, no_wrap=True)
-    for row in rows:
-        table.add_row(*_cells(row))
+    for rows in families:
+        if table.rows:
+            table.add_row()
+        for row in rows:
+            table.add_row(*_cells(row))
     Console().print(table)

@@ -4,7 +4,7 @@ import textwrap
 from typing import Any
 
 from workhorse.models.huggingface import native_class
-from workhorse.models.parameters import count_parameters
+from workhorse.models.parameters import active_parameters, count_parameters
 from workhorse.models.preset import UNITS, Preset
 from workhorse.nn import DecoderConfig
 
@@ -12,13 +12,20 @@ WIDTH = 96
 
 
 def summary(preset: Preset) -> dict[str, Any]:
-    """The shape of a preset in plain data; heads and widths are those of its first layer."""
-    config = preset.config
-    block = config.blocks[config.layer_names()[0]]
+    """A preset as a row of a table, in plain data."""
     return {
         "name": preset.name,
         "parameters": preset.parameters,
+        "active_parameters": active_parameters(preset.config),
         "printed": preset.printed or None,
+        **shape(preset.config),
+    }
+
+
+def shape(config: DecoderConfig) -> dict[str, int]:
+    """The sizes of a model; heads and widths are those of its first layer."""
+    block = config.blocks[config.layer_names()[0]]
+    return {
         "n_layers": config.n_layers,
         "d_model": config.d_model,
         "n_heads": block.attention.n_heads,

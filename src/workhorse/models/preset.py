@@ -1,9 +1,9 @@
 """What a preset says about a published model."""
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 if TYPE_CHECKING:
     from workhorse.nn import DecoderConfig
@@ -25,6 +25,7 @@ class Preset:
         printed: the count as the source prints it ("6.7B"), empty where it prints none.
         source: paper and table, or released config, that the shape was taken from.
         notes: where sources contradict each other, and what was chosen where they are silent.
+        released: the fields of `config.json` that the config is read out of, where it is.
     """
 
     name: str
@@ -34,6 +35,7 @@ class Preset:
     source: str
     printed: str = ""
     notes: tuple[str, ...] = ()
+    released: Mapping[str, Any] | None = field(default=None, compare=False, repr=False)
 
     @cached_property
     def config(self) -> "DecoderConfig":

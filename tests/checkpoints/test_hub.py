@@ -19,13 +19,14 @@ HUB = runpy.run_path(str(Path(__file__).with_name("hub_server.py")))
 serve, COMMIT = HUB["serve"], HUB["COMMIT"]
 NAME = "org/tiny-model"
 SCRIPT = """
-import sys
+import os, sys
 from workhorse.checkpoints.hub import resolve_model
 from workhorse.errors import WorkhorseError
 for name in sys.argv[1:]:
     name, _, revision = name.partition(" ")
     try:
-        print(resolve_model(name, revision=revision or None, tell=print))
+        weights = "NO_WEIGHTS" not in os.environ
+        print(resolve_model(name, revision=revision or None, weights=weights, tell=print))
     except WorkhorseError as error:
         print("refused:", error)
 """
@@ -104,7 +105,11 @@ def test_data_is_fetched_and_code_is_not_asked_for(resolve):
         "onnx/config.json",
     )
     with serve(NAME, data | dict.fromkeys(others, b""), token="hf_secret") as (address, asked):
+        *_, bare = resolve(NAME, HF_ENDPOINT=address, HF_TOKEN="hf_secret", NO_WEIGHTS="1")
+        asked_first, there_first = list(asked), {path.name for path in Path(bare).iterdir()}
         *_, folder = resolve(NAME, HF_ENDPOINT=address, HF_TOKEN="hf_secret")
+    assert not [path for path, _ in asked_first if path.endswith(".safetensors")]
+    assert there_first == {name for name in data if not name.endswith(".safetensors")}
     found = {path.name: path.read_bytes() for path in Path(folder).iterdir()}
     assert found == data
     assert {token for path, token in asked if NAME in path} == {"hf_secret"}

@@ -1,11 +1,16 @@
 """`workhorse models`: what it prints, as a table, as a config file, and as JSON."""
 
 import json
+import shutil
 import sys
+from pathlib import Path
 
 import pytest
 
+from workhorse.checkpoints import RunDirectory
 from workhorse.cli.main import main
+from workhorse.convert import convert
+from workhorse.describe_model import describe_model
 from workhorse.models import FAMILIES, find_preset, preset, preset_names
 from workhorse.nn import DecoderConfig
 
@@ -63,6 +68,9 @@ def test_list_as_json(capsys: pytest.CaptureFixture[str]) -> None:
         "n_kv_heads": 1,
         "head_dim": 256,
         "d_ff": 16384,
+        "n_experts": None,
+        "top_k": None,
+        "expert_d_ff": None,
         "vocab_size": 256_000,
         "max_seq_len": 8192,
     }
@@ -92,6 +100,52 @@ def test_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:
     assert DecoderConfig.from_dict(result["config"]) == preset("llama-2-7b")
 
 
-def test_show_of_an_unknown_preset(capsys: pytest.CaptureFixture[str]) -> None:
+def test_show_of_a_mixture_says_what_works_on_a_token(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "show", "deepseek-v3")
+    assert "# At work on a token: 37,552,297,472 parameters.\n" in out
+    assert "feed-forward 18432, 8 of 256 experts of 2048" in " ".join(out.replace("#", " ").split())
+
+
+def test_show_of_a_run(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "show", str(run_folder))
+    assert DecoderConfig.from_yaml(out) == RunDirectory(run_folder).config
+    assert f"# {run_folder}: 10,928 parameters\n" in out
+    assert "# Stored as: run directory, step 1.\n# Weights: 0.0 MiB in float32.\n" in out
+    assert "# Tokenizer: 260 tokens, 4 of them special, without a chat template, " in out
+    assert "# Exports as: LlamaForCausalLM.\n" in out
+    shutil.rmtree(run_folder / "checkpoints")
+    assert "# Weights: none here.\n" in printed(capsys, "show", str(run_folder))
+
+
+def test_show_of_what_convert_wrote(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(run_folder, tmp_path / "hf", "hf", dtype="bfloat16")
+    convert(run_folder, tmp_path / "ours", "workhorse")
+    found = json.loads(printed(capsys, "show", str(tmp_path / "hf"), "--json"))
+    assert found["kind"] == "Hugging Face directory, model type llama"
+    total = found["parameters"]["total"]
+    assert found["weights"] == {"bytes": 2 * total, "types": {"bfloat16": 2 * total}}
+    assert found["tokenizer"]["vocab_size"] == 260
+    ours = json.loads(printed(capsys, "show", str(tmp_path / "ours"), "--json"))
+    assert ours["weights"] == {"bytes": 4 * total, "types": {"float32": 4 * total}}
+    assert DecoderConfig.from_dict(ours["config"]) == RunDirectory(run_folder).config
+    (tmp_path / "hf" / "tokenizer.json").write_text("{")
+    assert "# Tokenizer: cannot be read: " in printed(capsys, "show", str(tmp_path / "hf"))
+
+
+def test_show_reads_no_weights(run_folder: Path, tmp_path: Path) -> None:
+    """Of a model on the hub they are not even there."""
+    convert(run_folder, tmp_path / "hf", "hf")
+    (tmp_path / "hf" / "model.safetensors").unlink()
+    found = describe_model(tmp_path / "hf")
+    assert found["weights"] is None
+    assert found["shape"]["n_layers"] == 1
+
+
+def test_show_of_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["models", "show", "gpt-2"]) == 2
-    assert capsys.readouterr().err == "workhorse: no preset 'gpt-2'; did you mean 'gpt2'?\n"
+    line = "workhorse: there is no folder, hub id or preset 'gpt-2'; did you mean 'gpt2'?\n"
+    assert capsys.readouterr().err == line
+    assert main(["models", "show", str(tmp_path)]) == 2
+    assert "is not a run directory: it has no recipe.yaml" in capsys.readouterr().err

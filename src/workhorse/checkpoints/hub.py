@@ -5,13 +5,14 @@ is), `HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_ENDPOINT`.
 """
 
 import re
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from workhorse.errors import WorkhorseError
 
+WEIGHTS = "*.safetensors"
 ALLOWED = (
-    "*.safetensors",
+    WEIGHTS,
     "*.json",
     "*.jinja",
     "tokenizer.model",
@@ -30,6 +31,7 @@ def resolve_model(
     name: str,
     *,
     revision: str | None = None,
+    weights: bool = True,
     tell: Callable[[str], object] = lambda line: None,
 ) -> Path:
     """The local folder of a model on the hub, downloaded if need be.
@@ -38,6 +40,7 @@ def resolve_model(
         name: `org/name` or `org/name@revision`.
         revision: a branch, a tag or a commit; `main` where neither says one. Only a commit gives
             the same files for ever.
+        weights: whether they are wanted; what else a model has is small.
         tell: called with the commit that a revision stands for now.
 
     Raises:
@@ -50,14 +53,14 @@ def resolve_model(
     if revision and parts["revision"] not in {None, revision}:
         raise WorkhorseError(f"{name!r} and revision={revision!r} disagree; give one of them")
     wanted = str(revision or parts["revision"] or "main")
-    folder = _snapshot(parts["name"], wanted)
+    folder = _snapshot(parts["name"], wanted, ALLOWED if weights else ALLOWED[1:])
     if not _COMMIT.fullmatch(wanted):
         commit = folder.name
         tell(f"{parts['name']} at {wanted} is commit {commit}; pin it by @{commit}")
     return folder
 
 
-def _snapshot(name: str, revision: str) -> Path:
+def _snapshot(name: str, revision: str, allowed: Sequence[str]) -> Path:
     from huggingface_hub import constants, errors, snapshot_download
 
     # The base of its errors is the base of all errors of the HTTP library below, which has changed.
@@ -65,7 +68,7 @@ def _snapshot(name: str, revision: str) -> Path:
     hub = constants.ENDPOINT
     try:
         folder = snapshot_download(
-            name, revision=revision, allow_patterns=list(ALLOWED), ignore_patterns=list(IGNORED)
+            name, revision=revision, allow_patterns=list(allowed), ignore_patterns=list(IGNORED)
         )
     except errors.HFValidationError as error:
         reason = str(error).splitlines()[0]

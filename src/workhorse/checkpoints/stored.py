@@ -63,7 +63,10 @@ class StoredModel(Protocol):
 
 
 def open_stored(
-    model: str | Path, tell: Callable[[str], object] = lambda line: None
+    model: str | Path,
+    tell: Callable[[str], object] = lambda line: None,
+    *,
+    weights: bool = True,
 ) -> StoredModel:
     """A model by its folder, or by its id on the Hugging Face hub.
 
@@ -71,6 +74,7 @@ def open_stored(
         model: a run directory, a folder that `workhorse convert` wrote, a Hugging Face directory,
             or `ORG/NAME` or `ORG/NAME@REVISION` of the hub, which is fetched if need be.
         tell: called with the commit that a name on the hub stands for.
+        weights: whether those of a model on the hub are fetched.
 
     Raises:
         WorkhorseError: there is no such model, or it cannot be read.
@@ -80,7 +84,7 @@ def open_stored(
         from workhorse.checkpoints.hub import resolve_model
 
         try:
-            path = resolve_model(str(model), tell=tell)
+            path = resolve_model(str(model), weights=weights, tell=tell)
         except WorkhorseError as error:
             raise WorkhorseError(f"there is no folder {model}; as a hub id: {error}") from None
     if not path.is_dir():

@@ -53,7 +53,7 @@ VERBS = {
     "data": "Prepare a recipe's data, or look at what a model will see.",
     "recipe": "Tell what a recipe may say, key by key.",
     "tokenizer": "Train a tokenizer, or measure one.",
-    "models": "List the presets, or show one.",
+    "models": "List the presets, or show what a model is.",
     "convert": "Write a model in another format: Hugging Face, GGUF, our own.",
 }
 """The verbs in the order of `--help`; `workhorse.cli.<verb>` is imported when its verb is used."""

@@ -1,4 +1,4 @@
-"""`workhorse models`: the presets, published models that can be built by name."""
+"""`workhorse models`: the presets, published models that can be built by name; what a model is."""
 
 import sys
 from collections.abc import Mapping
@@ -7,7 +7,7 @@ from typing import Any
 import click
 
 from workhorse.cli.options import json_option
-from workhorse.cli.output import print_result
+from workhorse.cli.output import print_result, warn
 
 Rows = list[dict[str, Any]]
 COLUMNS = ("name", "params", "layers", "d_model", "heads", "d_ff", "vocab", "length")
@@ -15,7 +15,7 @@ COLUMNS = ("name", "params", "layers", "d_model", "heads", "d_ff", "vocab", "len
 
 @click.group("models")
 def command() -> None:
-    """List the presets (published models that can be built by name), or show one."""
+    """List the presets (published models that can be built by name), or show what a model is."""
 
 
 @command.command("list")
@@ -40,21 +40,22 @@ def list_presets(text: str, as_json: bool) -> None:
 
 
 @command.command("show")
-@click.argument("name")
+@click.argument("model")
 @json_option
-def show_preset(name: str, as_json: bool) -> None:
-    """Show a preset: its config as YAML, parameters by component, source and notes.
+def show_model(model: str, as_json: bool) -> None:
+    """Show MODEL: its config as YAML, parameters by component, where it is from, its tokenizer.
 
+    MODEL is a preset, a run directory, a Hugging Face directory or hub id, or what convert wrote.
     Everything but the config is a comment, so that the output is a config file.
     """
-    from workhorse.models import find_preset
-    from workhorse.models.describe import details, page
+    from workhorse.describe_model import describe_model
+    from workhorse.models.describe import page
 
-    preset = find_preset(name)
+    found = describe_model(model, tell=warn)
     if as_json:
-        print_result(details(preset), as_json, text="")
+        print_result(found, as_json, text="")
     else:
-        click.echo(page(preset), nl=False)
+        click.echo(page(found), nl=False)
 
 
 def _cells(row: Mapping[str, Any]) -> list[str]:

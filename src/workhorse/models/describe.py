@@ -1,12 +1,14 @@
-"""A preset as a row of a table, and as a page of its own."""
+"""A preset as a row of a table, and any model as a page of its own."""
 
 import textwrap
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from workhorse.models.huggingface import native_class
 from workhorse.models.parameters import active_parameters, count_parameters
 from workhorse.models.preset import UNITS, Preset
 from workhorse.nn import DecoderConfig
+from workhorse.nn.moe import MoEConfig
 
 WIDTH = 96
 
@@ -22,9 +24,14 @@ def summary(preset: Preset) -> dict[str, Any]:
     }
 
 
-def shape(config: DecoderConfig) -> dict[str, int]:
-    """The sizes of a model; heads and widths are those of its first layer."""
-    block = config.blocks[config.layer_names()[0]]
+def shape(config: DecoderConfig) -> dict[str, int | None]:
+    """The sizes of a model; heads and widths are those of its first layer.
+
+    Those of a mixture are of the first one, None where there is none.
+    """
+    block, *_ = blocks = [config.blocks[name] for name in config.layer_names()]
+    parts = (block.feed_forward for block in blocks)
+    mixture = next((part for part in parts if isinstance(part, MoEConfig)), None)
     return {
         "n_layers": config.n_layers,
         "d_model": config.d_model,
@@ -32,41 +39,85 @@ def shape(config: DecoderConfig) -> dict[str, int]:
         "n_kv_heads": block.attention.n_kv_heads or block.attention.n_heads,
         "head_dim": block.attention.key_dim(config.d_model),
         "d_ff": block.feed_forward.d_ff,
+        "n_experts": mixture and mixture.n_experts,
+        "top_k": mixture and mixture.top_k,
+        "expert_d_ff": mixture and mixture.d_ff,
         "vocab_size": config.vocab_size,
         "max_seq_len": config.max_seq_len,
     }
 
 
 def details(preset: Preset) -> dict[str, Any]:
-    """Everything about a preset in plain data; `parameters` holds each component and the total."""
+    """Everything about a preset in plain data."""
     return {
-        "name": preset.name,
-        "parameters": count_parameters(preset.config),
+        **facts(preset.name, "preset", preset.config),
         "exactness": preset.exactness,
         "printed": preset.printed or None,
         "agrees": preset.agrees,
-        "exports_as": exports_as(preset.config),
         "source": preset.source,
         "notes": list(preset.notes),
         "config": preset.config.to_dict(),
     }
 
 
-def page(preset: Preset) -> str:
-    """The config as YAML under comments that say the rest; `DecoderConfig.from_yaml` reads it."""
-    counts = count_parameters(preset.config)
-    lines = [f"{preset.name}: {counts['total']:,} parameters ({preset.exactness})"]
+def facts(name: str, kind: str, config: DecoderConfig) -> dict[str, Any]:
+    """What a config tells of a model; `parameters` holds each component and the total.
+
+    Args:
+        name: of the model.
+        kind: of what holds it.
+        config: the decoder's.
+    """
+    return {
+        "name": name,
+        "kind": kind,
+        "parameters": count_parameters(config),
+        "active_parameters": active_parameters(config),
+        "shape": shape(config),
+        "exports_as": exports_as(config),
+    }
+
+
+def page(found: Mapping[str, Any]) -> str:
+    """What `details` or `describe_model` found, as comments over the config in YAML.
+
+    `DecoderConfig.from_yaml` reads it.
+    """
+    counts, active = found["parameters"], found["active_parameters"]
+    exactness = f" ({found['exactness']})" if "exactness" in found else ""
+    lines = [f"{found['name']}: {counts['total']:,} parameters{exactness}"]
     lines += [f"  {part:<14}{counts[part]:>19,}" for part in counts if part != "total"]
-    if preset.printed:
-        verdict = "agrees" if preset.agrees else "does not agree; see the notes"
-        lines.append(f"Printed: {preset.printed}, which {verdict}.")
-    lines += textwrap.wrap(
-        f"Exports as: {exports_as(preset.config)}.", WIDTH, subsequent_indent="  "
+    if active != counts["total"]:
+        lines.append(f"At work on a token: {active:,} parameters.")
+    for sentence in _sentences(found):
+        lines += textwrap.wrap(sentence, WIDTH, subsequent_indent="  ")
+    comments = "\n".join(f"# {line}" for line in lines)
+    return f"{comments}\n{DecoderConfig.from_dict(found['config']).to_yaml()}"
+
+
+def _sentences(found: Mapping[str, Any]) -> Iterator[str]:
+    """Everything but the counts, a line each."""
+    if found.get("printed"):
+        verdict = "agrees" if found["agrees"] else "does not agree; see the notes"
+        yield f"Printed: {found['printed']}, which {verdict}."
+    yield f"Shape: {_shape(found['shape'])}."
+    yield from found.get("stored", ())
+    yield f"Exports as: {found['exports_as']}."
+    if "source" in found:
+        yield f"Source: {found['source']}."
+    yield from (f"- {note}" for note in found["notes"])
+
+
+def _shape(sizes: Mapping[str, Any]) -> str:
+    grouped = sizes["n_kv_heads"] != sizes["n_heads"]
+    shared = f" over {sizes['n_kv_heads']} of keys and values" if grouped else ""
+    experts = f"{sizes['top_k']} of {sizes['n_experts']} experts of {sizes['expert_d_ff']}, "
+    return (
+        f"{sizes['n_layers']} layers of width {sizes['d_model']}, {sizes['n_heads']} heads of "
+        f"{sizes['head_dim']}{shared}, feed-forward {sizes['d_ff']}, "
+        f"{experts if sizes['n_experts'] else ''}vocabulary {sizes['vocab_size']:,}, "
+        f"texts of up to {sizes['max_seq_len']:,} tokens"
     )
-    lines += textwrap.wrap(f"Source: {preset.source}.", WIDTH, subsequent_indent="  ")
-    for note in preset.notes:
-        lines += textwrap.wrap(f"- {note}", WIDTH, subsequent_indent="  ")
-    return "\n".join(f"# {line}" for line in lines) + "\n" + preset.config.to_yaml()
 
 
 def exports_as(config: DecoderConfig) -> str:

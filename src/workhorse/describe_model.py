@@ -1,0 +1,119 @@
+"""`describe_model`: what a model is, from what is written about it. No weights are read."""
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from workhorse.checkpoints import RunDirectory
+from workhorse.checkpoints.huggingface import HuggingFaceDirectory
+from workhorse.checkpoints.stored import StoredModel, is_hub_id, open_stored
+from workhorse.checkpoints.tensor_folder import TensorFolder
+from workhorse.config import nearest
+from workhorse.errors import WorkhorseError
+from workhorse.models import find_preset, preset_names
+from workhorse.models.describe import details, facts
+from workhorse.tokenizers import Tokenizer
+
+MIB, GIB = 2**20, 2**30
+
+
+def describe_model(
+    model: str | Path, *, tell: Callable[[str], object] = lambda line: None
+) -> dict[str, Any]:
+    """A model's shape, parameters, weights on disk, tokenizer and config, in plain data.
+
+    Args:
+        model: what `load` takes. Of a model on the hub all but the weights is fetched.
+        tell: called with the commit that a name on the hub stands for.
+
+    Returns:
+        As `workhorse.models.describe.details` for a preset. For a stored model, beside what its
+        config tells: `weights` (`bytes`, and `types`, bytes of each; None where there are none),
+        `step` (of a run's newest checkpoint), `tokenizer` (None where there is none), `notes`, and
+        `stored`, the same in sentences.
+
+    Raises:
+        WorkhorseError: there is no such model, or its files cannot be read.
+    """
+    name = str(model)
+    if not Path(model).exists() and not is_hub_id(name):
+        if name in preset_names():
+            return details(find_preset(name))
+        remedy = nearest(name, preset_names())
+        raise WorkhorseError(f"there is no folder, hub id or preset {name!r}; {remedy}")
+    stored = open_stored(model, tell, weights=False)
+    config = stored.config
+    found = facts(name, _kind(stored), config)
+    if isinstance(stored, HuggingFaceDirectory):
+        found["exports_as"] = stored.family.architecture
+    found |= {"step": None, "weights": None, "notes": list(stored.remarks)}
+    folder = stored.path
+    if isinstance(stored, RunDirectory):
+        store = stored.store()
+        found["step"] = next(iter(store.steps()), None)
+        folder = store.path(found["step"] or 0)
+    if any(folder.glob("*.safetensors")):
+        found["weights"] = _weights(folder)
+    found["tokenizer"] = _tokenizer(stored)
+    return found | {"stored": list(_sentences(found)), "config": config.to_dict()}
+
+
+def _kind(stored: StoredModel) -> str:
+    if isinstance(stored, RunDirectory):
+        return "run directory"
+    if isinstance(stored, HuggingFaceDirectory):
+        return f"Hugging Face directory, model type {stored.family.model_type}"
+    return "folder of workhorse convert"
+
+
+def _weights(folder: Path) -> dict[str, Any]:
+    tensors = TensorFolder(folder)
+    types = Counter[str]()
+    for name, dtype in tensors.dtypes.items():
+        numbers = 1
+        for size in tensors.shapes[name]:
+            numbers *= size
+        types[str(dtype).removeprefix("torch.")] += numbers * dtype.itemsize
+    return {"bytes": types.total(), "types": dict(types.most_common())}
+
+
+def _tokenizer(stored: StoredModel) -> dict[str, Any] | None:
+    if not stored.has_tokenizer:
+        return None
+    try:
+        tokenizer: Tokenizer = stored.tokenizer()
+    except WorkhorseError as error:  # the model is there all the same
+        return {"error": str(error)}
+    return {
+        "vocab_size": tokenizer.vocab_size,
+        "special_tokens": len(tokenizer.special_tokens),
+        "chat_template": bool(tokenizer.chat_template),
+        "fingerprint": tokenizer.fingerprint,
+    }
+
+
+def _sentences(found: dict[str, Any]) -> Iterator[str]:
+    step = f", step {found['step']:,}" if found["step"] is not None else ""
+    yield f"Stored as: {found['kind']}{step}."
+    if found["weights"] is None:
+        yield "Weights: none here."
+    else:
+        types = " and ".join(found["weights"]["types"])
+        yield f"Weights: {size(found['weights']['bytes'])} in {types}."
+    match found["tokenizer"]:
+        case None:
+            yield "Tokenizer: none."
+        case {"error": reason}:
+            yield f"Tokenizer: cannot be read: {reason}."
+        case tokenizer:
+            template = "with" if tokenizer["chat_template"] else "without"
+            yield (
+                f"Tokenizer: {tokenizer['vocab_size']:,} tokens, {tokenizer['special_tokens']} of "
+                f"them special, {template} a chat template, {tokenizer['fingerprint'][:16]}."
+            )
+
+
+def size(n_bytes: float) -> str:
+    """A number of bytes for people: 512.0 MiB, 13.4 GiB."""
+    return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.1f} MiB"

@@ -201,10 +201,10 @@ def test_the_loss_and_its_gradient(dtype: torch.dtype, vocab: int, shaping: Shap
     targets[::7] = -100
     exact = logits.double()
     expected = loss_into_gradient(exact, targets, shaping)
-    loss = training.loss_into_gradient_(
+    losses = training.loss_into_gradient_(
         logits, targets, multiplier=shaping.multiplier, z_loss=shaping.z_loss
     )
-    torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-5)
+    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-5)
     # An exponential is off by as much as its exponent is, which is below 64.
     error = HALF_ULP[dtype] * exact.abs() + 64 * 2.0**-24
     assert ((logits - exact).abs() <= error).all()
@@ -222,7 +222,7 @@ def test_a_logit_that_is_not_finite_shows(value: float) -> None:
     logits = torch.zeros(1, 20)
     logits[0, 3] = value
     loss = training.loss_into_gradient_(logits, torch.tensor([0]), multiplier=1, z_loss=0)
-    assert not loss.isfinite()
+    assert not loss[0].isfinite()
 
 
 @pytest.mark.skipif(

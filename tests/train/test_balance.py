@@ -13,10 +13,10 @@ from tests.train.test_step import CPU
 from workhorse.config import ConfigError
 from workhorse.data import IGNORE, Batch
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.router import Router
+from workhorse.nn.router import Router, Routing
 from workhorse.train import Recipe, train
 from workhorse.train.adamw import AdamWConfig
-from workhorse.train.balance import Balancer, imbalance, load_of
+from workhorse.train.balance import Balancer, imbalance, loads_of
 from workhorse.train.muon import MuonConfig
 from workhorse.train.optimizers import build_optimizer, parameters_by_role
 from workhorse.train.speed import flops_per_token
@@ -89,21 +89,33 @@ def learned_gradients(decoder: Decoder) -> list[torch.Tensor]:
 
 
 def test_the_imbalance_is_its_formula() -> None:
-    """1 where all are alike, n_experts where one does everything (2101.03961 §2.2)."""
+    """Of a prediction: 1 where all are alike, n_experts where one does everything."""
+
+    def of_one_row(scores: torch.Tensor, load: torch.Tensor) -> float:
+        counted = torch.ones(1, len(scores), dtype=torch.bool)
+        return imbalance(scores, load[None], counted).item() / len(scores)
+
     even = torch.full((4, 4), 0.25)
-    assert imbalance(even, torch.ones(4) * 3).item() == pytest.approx(1.0)
+    assert of_one_row(even, torch.ones(4) * 3) == pytest.approx(1.0)
     one = torch.eye(4)[[0, 0]]
-    assert imbalance(one, torch.tensor([2.0, 0, 0, 0])).item() == pytest.approx(4.0)
+    assert of_one_row(one, torch.tensor([2.0, 0, 0, 0])) == pytest.approx(4.0)
     scores = torch.tensor([[0.2, 0.6], [0.9, 0.1]])  # not yet parts of 1
     expected = 2 * (0.75 * (0.25 + 0.9) / 2 + 0.25 * (0.75 + 0.1) / 2)
-    assert imbalance(scores, torch.tensor([3.0, 1.0])).item() == pytest.approx(expected)
+    assert of_one_row(scores, torch.tensor([3.0, 1.0])) == pytest.approx(expected)
 
 
-def test_loads_count_every_choice(mixed: Decoder) -> None:
+def test_loads_count_every_choice_of_a_position_that_predicts(mixed: Decoder) -> None:
     routing = routers(mixed)[0](torch.randn(50, 16))
-    load = load_of(routing)
-    assert load.sum() == 50 * TOP_K
-    assert all(load[expert] == (routing.experts == expert).sum() for expert in range(EXPERTS))
+    counted = torch.rand(5, 10) < 0.7
+    loads = loads_of(routing, counted)
+    chosen = routing.experts.view(5, 10, TOP_K)
+    for row, load in enumerate(loads):
+        choices = chosen[row][counted[row]]
+        assert all(load[expert] == (choices == expert).sum() for expert in range(EXPERTS))
+
+
+def all_loads(routing: Routing) -> torch.Tensor:
+    return loads_of(routing, torch.ones(1, len(routing.experts), dtype=torch.bool))[0]
 
 
 COLLAPSED = torch.tensor([3.0, 3.0, 0, 0, 0, 0, 0, 0])
@@ -121,7 +133,7 @@ def busiest(decoder: Decoder, tokens: torch.Tensor) -> float:
     """The largest part of a layer's choices that falls on two experts, over layers."""
     parts = []
     hooks = [
-        router.register_forward_hook(lambda *args: parts.append(load_of(args[-1])))
+        router.register_forward_hook(lambda *args: parts.append(all_loads(args[-1])))
         for router in routers(decoder)
     ]
     with torch.no_grad():
@@ -160,38 +172,77 @@ def test_the_reported_loss_is_without_the_balance_loss(mixed: Decoder, batch: Ba
     assert not all(map(torch.equal, learned_gradients(mixed), before))
 
 
-@pytest.mark.parametrize("weight", [0.0, 0.7])
-def test_a_micro_batch_counts_as_much_as_it_has_predictions(
-    mixed: Decoder, batch: Batch, weight: float
+def balance_gradients(decoder: Decoder, batch: Batch, rows: int) -> list[torch.Tensor]:
+    """Of the balance loss alone, with a weight that lets nothing hide behind the cross-entropy."""
+    decoder.zero_grad()
+    make_step(decoder, rows=rows).backward(batch)
+    plain = learned_gradients(decoder)
+    decoder.zero_grad()
+    make_step(decoder, rows=rows, weight=100.0).backward(batch)
+    return [both - one for both, one in zip(learned_gradients(decoder), plain, strict=True)]
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_gradient_does_not_depend_on_the_micro_batches(
+    mixed: Decoder, batch: Batch, rows: int
 ) -> None:
-    """The gradient over micro-batches is the mean of those of each alone, weighed like that."""
-    make_step(mixed, rows=1, weight=weight).backward(batch)
-    together = learned_gradients(mixed)
-    expected = [torch.zeros_like(gradient) for gradient in together]
-    counts = (batch.targets != IGNORE).sum(dim=1)
-    for row, count in enumerate(counts):
-        mixed.zero_grad()
-        make_step(mixed, weight=weight).backward(batch.rows(row, row + 1))
-        for total, gradient in zip(expected, learned_gradients(mixed), strict=True):
-            total.add_(gradient * count / counts.sum())
-    for ours, theirs in zip(together, expected, strict=True):
-        torch.testing.assert_close(ours, theirs, atol=1e-6, rtol=1e-4)
+    collapse(mixed)
+    whole = torch.cat([gradient.flatten() for gradient in balance_gradients(mixed, batch, 4)])
+    split = torch.cat([gradient.flatten() for gradient in balance_gradients(mixed, batch, rows)])
+    assert whole.norm() > 0.1
+    assert (split - whole).norm() < 1e-5 * whole.norm()
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_padding_does_not_enter_the_balance(mixed: Decoder, packed: bool) -> None:
+    """Rows of five tokens give what they give with three positions of padding behind them."""
+    collapse(mixed)
+    tokens, targets = torch.randint(11, (2, 3, 5))
+    sources = torch.zeros(3, dtype=torch.int64)
+    documents = torch.zeros_like(tokens) if packed else None
+    short = Batch(tokens, targets, documents, sources)
+    longer = Batch(
+        torch.nn.functional.pad(tokens, (0, 3)),
+        torch.nn.functional.pad(targets, (0, 3), value=IGNORE),
+        None if documents is None else torch.nn.functional.pad(documents, (0, 3), value=-1),
+        sources,
+    )
+    results = []
+    for batch in (short, longer):
+        gradients = balance_gradients(mixed, batch, 3)
+        step = make_step(mixed, weight=1.0, rate=0.1)
+        result = step.update(*step.backward(batch), schedule=0.0)
+        loads = step.balancer.latest
+        assert all(load.sum() == 3 * 5 * TOP_K for load in loads)
+        results.append((torch.cat([g.flatten() for g in gradients]), result.terms, loads))
+        for router in routers(mixed):
+            router.selection_bias.data.zero_()
+    (gradient, terms, loads), (padded, padded_terms, padded_loads) = results
+    assert (padded - gradient).norm() < 1e-5 * gradient.norm()
+    assert padded_terms == {"balance_loss": pytest.approx(terms["balance_loss"], rel=1e-5)}
+    assert all(map(torch.equal, loads, padded_loads))
 
 
 @pytest.mark.parametrize("rows", [1, 3, 4])
 def test_an_update_moves_each_bias_by_the_load_of_the_whole_batch(
     mixed: Decoder, batch: Batch, rows: int
 ) -> None:
-    loads = []
-    for router in routers(mixed):
-        router.register_forward_hook(lambda *args: loads.append(load_of(args[-1])))
+    loads, counted = [], batch.targets != IGNORE
+    hooks = [
+        router.register_forward_hook(
+            lambda *args: loads.append(loads_of(args[-1], counted).sum(dim=0))
+        )
+        for router in routers(mixed)
+    ]
     with torch.no_grad():
         mixed(batch.tokens)
+    for hook in hooks:
+        hook.remove()
     step = make_step(mixed, rows=rows, rate=0.25)
     step.update(*step.backward(batch), schedule=0.0)
-    for bias, load in zip(biases(mixed), loads, strict=False):
+    for bias, load in zip(biases(mixed), loads, strict=True):
         assert torch.equal(bias, 0.25 * torch.sign(load.mean() - load))
-        assert load.sum() == batch.tokens.numel() * TOP_K
+        assert load.sum() == (batch.targets != IGNORE).sum() * TOP_K
 
 
 @pytest.mark.parametrize("options", [{"weight": 0.7}, {"rate": 0.25}, {"weight": 0.7, "rate": 0.2}])

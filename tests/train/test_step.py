@@ -127,8 +127,26 @@ def test_loss_scale_halves_on_overflow_and_doubles_after_quiet() -> None:
 def test_z_loss_is_of_training_alone(decoder: Decoder, batch: Batch) -> None:
     plain, with_z = LossOfBatch(decoder), LossOfBatch(decoder, z_loss=0.1)
     rows = (batch.tokens, batch.targets, batch.documents)
-    assert with_z(*rows)[0] > plain(*rows)[0]
-    assert with_z.eval()(*rows)[0] == plain.eval()(*rows)[0]
+    losses, _ = with_z(*rows)
+    assert losses[0] == plain(*rows)[0][0]
+    assert losses[1] > 0
+    assert torch.equal(with_z.eval()(*rows)[0], plain.eval()(*rows)[0])
+
+
+@pytest.mark.parametrize("rows", [4, 1])
+def test_the_loss_shown_is_the_cross_entropy_and_the_z_loss_stands_beside_it(
+    decoder: Decoder, batch: Batch, rows: int
+) -> None:
+    logits = decoder(batch.tokens).detach()
+    counted = batch.targets != IGNORE
+    weight = 0.3
+    step = make_step(decoder, micro_batch_size=rows)
+    step.module.z_loss = weight
+    result = step.update(*step.backward(batch), schedule=0.0)
+    total, count = next_token_loss(logits, batch.targets)
+    assert result.loss == pytest.approx(float(total / count), rel=1e-5)
+    z = (logits.logsumexp(-1).square() * counted).sum() / count
+    assert result.terms == {"z_loss": pytest.approx(weight * float(z), rel=1e-5)}
 
 
 def test_checkpointed_activations_change_no_gradient(decoder: Decoder, batch: Batch) -> None:

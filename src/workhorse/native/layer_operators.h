@@ -217,8 +217,8 @@ inline std::tuple<Tensor, Tensor> norm_backward(const Tensor& dy, const Tensor& 
   return {dx, sums.sum(0)};
 }
 
-// The summed loss of logits (tokens, vocab), which become its gradient; a negative target counts for
-// nothing.
+// The summed losses of logits (tokens, vocab), cross-entropy and z-loss; the logits become the gradient of
+// both together. A negative target counts for nothing.
 inline Tensor loss_into_gradient_(Tensor& logits, const Tensor& targets, double multiplier, double z_loss) {
   const int64_t tokens = logits.size(0), vocab = logits.size(1);
   TORCH_CHECK(logits.is_contiguous() && targets.is_contiguous() && targets.numel() == tokens &&
@@ -227,19 +227,22 @@ inline Tensor loss_into_gradient_(Tensor& logits, const Tensor& targets, double 
   const int64_t* wanted = from<int64_t>(targets);
   for (int64_t i = 0; i < tokens; i++)
     TORCH_CHECK(wanted[i] < vocab, "workhorse: target ", wanted[i], " of ", vocab, " logits");
-  const Tensor losses = at::zeros({tokens}, logits.options().dtype(at::kFloat));
+  const Tensor losses = at::zeros({2, tokens}, logits.options().dtype(at::kFloat));
   float* loss = into<float>(losses);
   by_type(logits, [&]<class T>(T) {
     T* rows = into<T>(logits);
     torch::stable::parallel_for(0, tokens, kShare / vocab + 1, [&](int64_t i, int64_t end) {
       for (; i < end; i++)
-        if (T* row = rows + i * vocab; wanted[i] < 0)
+        if (T* row = rows + i * vocab; wanted[i] < 0) {
           std::fill(row, row + vocab, T{});
-        else
-          loss[i] = loss_into_gradient(vocab, row, wanted[i], float(multiplier), float(z_loss));
+        } else {
+          const Losses of_row = loss_into_gradient(vocab, row, wanted[i], float(multiplier), float(z_loss));
+          loss[i] = of_row.cross_entropy;
+          loss[tokens + i] = of_row.z_loss;
+        }
     });
   });
-  return losses.sum();
+  return losses.sum(1);
 }
 
 // The squared length of all tensors as one vector, each of float32 or bfloat16.

@@ -9,11 +9,16 @@
 
 namespace workhorse {
 
-// The loss of a row in nats, `log(sum(e^z)) - z[target]` and `z_loss` times the square of the former term,
-// where z is `multiplier` times the logits. These become the gradient. The row is read three times and
-// stays in the cache meanwhile.
+// What a row adds to the loss, in nats.
+struct Losses {
+  float cross_entropy, z_loss;
+};
+
+// The losses of a row, `log(sum(e^z)) - z[target]` and `z_loss` times the square of the former term,
+// where z is `multiplier` times the logits. These become the gradient of both together. The row is read
+// three times and stays in the cache meanwhile.
 template <class T>
-float loss_into_gradient(int64_t vocab, T* logits, int64_t target, float multiplier, float z_loss) {
+Losses loss_into_gradient(int64_t vocab, T* logits, int64_t target, float multiplier, float z_loss) {
   F32x16 peaks = F32x16{} - INFINITY;
   float largest = -INFINITY;
   const auto raise = [](auto& peak, auto other) { peak = other > peak ? other : peak; };
@@ -33,7 +38,7 @@ float loss_into_gradient(int64_t vocab, T* logits, int64_t target, float multipl
   const float factor = multiplier * (1 + 2 * z_loss * normaliser) / total;
   each(vocab, [=]<class V>(V, int64_t i) { write(logits + i, power(read<V>(logits + i)) * factor); });
   store(logits + target, power(chosen) * factor - multiplier);
-  return normaliser - chosen * multiplier + z_loss * normaliser * normaliser;
+  return {normaliser - chosen * multiplier, z_loss * normaliser * normaliser};
 }
 
 }  // namespace workhorse

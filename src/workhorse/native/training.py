@@ -119,7 +119,7 @@ def activation_backward(
 def loss_into_gradient_(
     logits: Tensor, targets: Tensor, *, multiplier: float, z_loss: float
 ) -> Tensor:
-    """The summed loss in nats, as `workhorse.nn.head_loss.loss_into_gradient`, without a cap.
+    """The summed losses in nats, as `workhorse.nn.head_loss.loss_into_gradient`, without a cap.
 
     Args:
         logits: (tokens, vocab), float32 or bfloat16, contiguous; they become their gradient.

@@ -4,8 +4,20 @@ from workhorse.nn.attention import Attention, AttentionConfig
 from workhorse.nn.cache import Cache
 from workhorse.nn.context import Context
 from workhorse.nn.decoder import Decoder, DecoderConfig
-from workhorse.nn.head_loss import Differentiate, Multiply, is_linear, linear_head_loss
-from workhorse.nn.loss import IGNORE, chunked_next_token_loss, next_token_loss
+from workhorse.nn.head_loss import (
+    Differentiate,
+    Multiply,
+    is_linear,
+    linear_head_loss,
+    linear_head_losses,
+)
+from workhorse.nn.loss import (
+    IGNORE,
+    chunked_next_token_loss,
+    chunked_next_token_losses,
+    next_token_loss,
+    next_token_losses,
+)
 
 __all__ = [
     "IGNORE",
@@ -18,7 +30,10 @@ __all__ = [
     "Differentiate",
     "Multiply",
     "chunked_next_token_loss",
+    "chunked_next_token_losses",
     "is_linear",
     "linear_head_loss",
+    "linear_head_losses",
     "next_token_loss",
+    "next_token_losses",
 ]

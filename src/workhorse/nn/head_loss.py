@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from workhorse.nn.elementwise import Multiplier, SoftCap
 from workhorse.nn.head import Head
-from workhorse.nn.loss import IGNORE, Scalar
+from workhorse.nn.loss import IGNORE, Losses, Scalar
 from workhorse.nn.shapes import Hidden, Tokens
 
 MAX_LOGITS = 2**26
@@ -29,7 +29,7 @@ class Shaping(NamedTuple):
 
 
 Differentiate = Callable[[Tensor, Tensor, Shaping], Tensor]
-"""Logits (tokens, vocab), targets (tokens) and shaping to the summed loss; the logits change."""
+"""Logits (tokens, vocab), targets (tokens) and shaping to the summed losses; the logits change."""
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Two matrices and what is added to each row, or None, to their product."""
@@ -65,6 +65,29 @@ def linear_head_loss(
         differentiate: another way to do what `loss_into_gradient` does.
         multiply: likewise `product`.
     """
+    losses, counted = linear_head_losses(
+        x,
+        targets,
+        head,
+        z_loss=z_loss,
+        max_logits=max_logits,
+        differentiate=differentiate,
+        multiply=multiply,
+    )
+    return losses.sum(), counted
+
+
+def linear_head_losses(
+    x: Hidden,
+    targets: Tokens,
+    head: Head,
+    *,
+    z_loss: float = 0.0,
+    max_logits: int = MAX_LOGITS,
+    differentiate: Differentiate | None = None,
+    multiply: Multiply | None = None,
+) -> tuple[Losses, Int[Tensor, ""]]:
+    """As `linear_head_loss`, its two terms apart, which have one gradient: that of their sum."""
     scale, cap = head.multiply, head.cap
     shaping = Shaping(
         scale.multiplier if isinstance(scale, Multiplier) else 1.0,
@@ -74,7 +97,7 @@ def linear_head_loss(
     x = head.project(head.transform(x)).flatten(0, 1)
     weight, bias = head.proj.weight, head.proj.bias
     learn = torch.is_grad_enabled()
-    loss = cast(
+    losses = cast(
         Tensor,
         _LinearHeadLoss.apply(  # pyright: ignore[reportUnknownMemberType]
             x,
@@ -88,7 +111,7 @@ def linear_head_loss(
             multiply or product,
         ),
     )
-    return loss, (targets != IGNORE).sum()
+    return losses, (targets != IGNORE).sum()
 
 
 class _LinearHeadLoss(torch.autograd.Function):
@@ -105,7 +128,7 @@ class _LinearHeadLoss(torch.autograd.Function):
         differentiate: Differentiate,
         multiply: Multiply,
     ) -> Tensor:
-        total = torch.zeros((), device=x.device)
+        total = torch.zeros(2, device=x.device)
         rows = max(1, max_logits // len(weight))
         of_x: list[Tensor] = []
         of_weight: list[Tensor] = []
@@ -130,7 +153,8 @@ class _LinearHeadLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         gradients, ctx.gradients = ctx.gradients, None
-        scaled = [None if gradient is None else gradient.mul_(above[0]) for gradient in gradients]
+        of_sum = above[0][0]  # of both terms, which are always added up
+        scaled = [None if gradient is None else gradient.mul_(of_sum) for gradient in gradients]
         return (*scaled, *[None] * 6)
 
 
@@ -150,8 +174,8 @@ def _add(total: list[Tensor], part: Tensor) -> None:
 def loss_into_gradient(
     logits: Float[Tensor, "tokens vocab"], targets: Int[Tensor, " tokens"], shaping: Shaping
 ) -> Tensor:
-    """The summed loss; the logits become its gradient."""
-    total = torch.zeros((), device=logits.device)
+    """The summed losses, cross-entropy and z-loss; the logits become the gradient of their sum."""
+    total = torch.zeros(2, device=logits.device)
     rows = max(1, BLOCK.get(logits.device.type, LARGE_BLOCK) // logits.shape[1])
     for block, wanted in zip(torch.split(logits, rows), torch.split(targets, rows), strict=True):
         counted = (wanted != IGNORE)[:, None]
@@ -166,8 +190,8 @@ def loss_into_gradient(
         powers = (shaped - largest).exp_()
         sums = powers.sum(dim=1, keepdim=True)
         normaliser = sums.log() + largest
-        losses = normaliser - chosen + shaping.z_loss * normaliser.square()
-        total += (losses * counted).sum()
+        losses = torch.cat((normaliser - chosen, shaping.z_loss * normaliser.square()), dim=1)
+        total += (losses * counted).sum(dim=0)
         gradient = powers.mul_(counted * (1 + 2 * shaping.z_loss * normaliser) / sums)
         gradient.scatter_add_(1, expected, -counted.to(gradient.dtype))
         if shaping.cap is not None:

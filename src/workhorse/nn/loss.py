@@ -14,6 +14,8 @@ from workhorse.nn.shapes import Hidden, Logits, Tokens
 IGNORE = -100
 """The target of a position that does not count."""
 Scalar = Float[Tensor, ""]
+Losses = Float[Tensor, " terms"]
+"""Summed over targets, nats: the cross-entropy, and the z-loss, 0 where it has no weight."""
 
 
 def next_token_loss(
@@ -27,12 +29,21 @@ def next_token_loss(
         z_loss: weight of `log²(sum(exp(logits)))`, which keeps the logits from drifting
             (PaLM, 2204.02311 §5).
     """
+    losses, counted = next_token_losses(logits, targets, z_loss)
+    return losses.sum(), counted
+
+
+def next_token_losses(
+    logits: Logits, targets: Tokens, z_loss: float = 0.0
+) -> tuple[Losses, Int[Tensor, ""]]:
+    """As `next_token_loss`, its two terms apart."""
     flat, expected = logits.flatten(0, 1).float(), targets.flatten()
     loss = F.cross_entropy(flat, expected, ignore_index=IGNORE, reduction="sum")
     counted = expected != IGNORE
+    z = torch.zeros_like(loss)
     if z_loss:
-        loss = loss + z_loss * (flat.logsumexp(dim=-1).square() * counted).sum()
-    return loss, counted.sum()
+        z = z_loss * (flat.logsumexp(dim=-1).square() * counted).sum()
+    return torch.stack((loss, z)), counted.sum()
 
 
 def chunked_next_token_loss(
@@ -56,19 +67,35 @@ def chunked_next_token_loss(
         z_loss: see `next_token_loss`.
         max_logits: how many logits may exist at once; below it nothing is computed twice.
     """
+    losses, counted = chunked_next_token_losses(
+        x, targets, unembed, vocab=vocab, z_loss=z_loss, max_logits=max_logits
+    )
+    return losses.sum(), counted
+
+
+def chunked_next_token_losses(
+    x: Hidden,
+    targets: Tokens,
+    unembed: Callable[[Hidden], Logits],
+    *,
+    vocab: int,
+    z_loss: float = 0.0,
+    max_logits: int = 2**24,
+) -> tuple[Losses, Int[Tensor, ""]]:
+    """As `chunked_next_token_loss`, its two terms apart."""
     chunks = -(-targets.numel() * vocab // max_logits)
     if chunks <= 1:
-        return next_token_loss(unembed(x), targets, z_loss)
+        return next_token_losses(unembed(x), targets, z_loss)
     rows = x.flatten(0, 1)[None].chunk(chunks, dim=1)
     expected = targets.flatten()[None].chunk(chunks, dim=1)
 
-    def part(x: Hidden, targets: Tokens) -> tuple[Scalar, Int[Tensor, ""]]:
-        return next_token_loss(unembed(x), targets, z_loss)
+    def part(x: Hidden, targets: Tokens) -> tuple[Losses, Int[Tensor, ""]]:
+        return next_token_losses(unembed(x), targets, z_loss)
 
-    total, counted = x.new_zeros((), dtype=torch.float32), targets.new_zeros(())
+    total, counted = x.new_zeros(2, dtype=torch.float32), targets.new_zeros(())
     for pair in zip(rows, expected, strict=True):
-        loss, count = cast(
-            tuple[Scalar, Int[Tensor, ""]], checkpoint(part, *pair, use_reentrant=False)
+        losses, count = cast(
+            tuple[Losses, Int[Tensor, ""]], checkpoint(part, *pair, use_reentrant=False)
         )
-        total, counted = total + loss, counted + count
+        total, counted = total + losses, counted + count
     return total, counted

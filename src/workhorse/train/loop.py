@@ -180,6 +180,7 @@ class Loop:
         self.tell(
             "step",
             loss=result.loss,
+            **result.terms,
             learning_rate=self.config.optimizer.learning_rate * schedule,
             grad_norm=result.grad_norm,
             tokens=self.counters.tokens,

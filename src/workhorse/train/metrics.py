@@ -4,7 +4,8 @@ Every line has `kind` and `step` (steps done when it was written):
 
 - `start`: of a sitting: `parameters`, `steps`, `flops_per_token` and `peak_flops` (a second, of a
   large matrix product), `micro_batch_size` (in use), `device`, versions
-- `step`: `loss` (nats per token), `learning_rate` (the schedule's factor times the optimizer's),
+- `step`: `loss` (the cross-entropy, nats per token), `z_loss` and `balance_loss` (what is added to
+  it, as it is weighed, where it is), `learning_rate` (the schedule's factor times the optimizer's),
   `grad_norm`, `tokens` (predictions so far), `tokens_per_second` and `peak_fraction` (since the
   line before), `skipped_steps` (so far), `seconds` (of training so far)
 - `validation`: `loss`, `bits_per_byte` (or null), `tokens`, `whole` (the split, or a part)

@@ -57,10 +57,13 @@ class TrainConfig(Config):
     grad_clip: float | None = Field(default=1.0, gt=0)
     """Longest gradient, as the norm over all parameters; longer ones are shortened. None: any."""
     z_loss: float = Field(default=0.0, ge=0)
-    """Weight of the squared log-partition in the training loss (PaLM, 2204.02311 §5)."""
+    """Weight of the squared log-partition in what training makes less (PaLM, 2204.02311 §5). The
+    loss shown is the cross-entropy without it."""
     balance_loss: float = Field(default=0.0, ge=0)
-    """Weight of the loss that spreads a mixture's choices over its experts (Switch, 2101.03961
-    §2.2; 0.01 there), summed over its layers."""
+    """Weight of the loss that spreads the choices of each sequence over a mixture's experts
+    (DeepSeek-V3, 2412.19437 §2.1.2; 0.0001 there), summed over its layers. By sequence, so that the
+    gradient does not depend on `micro_batch_size`; a batch as a whole is balanced by
+    `balance_rate`. Padding does not count."""
     balance_rate: float = Field(default=0.0, ge=0)
     """By how much an update moves the selection bias of each expert towards an equal load (0.001 in
     2408.15664)."""

@@ -5,7 +5,7 @@ import functools
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -19,14 +19,16 @@ from workhorse.nn import (
     Decoder,
     Differentiate,
     Multiply,
-    chunked_next_token_loss,
+    chunked_next_token_losses,
     is_linear,
-    linear_head_loss,
+    linear_head_losses,
 )
 from workhorse.train.balance import Balancer
 from workhorse.train.masters import pieces
 from workhorse.train.optimizers import Optimizer
 
+TERMS = ("z_loss", "balance_loss")
+"""What may be added to the cross-entropy."""
 GROWTH_STEPS = 2000
 """Finite steps after which the float16 loss scale doubles, as in `torch.amp.GradScaler`."""
 FIRST_SCALE = 2.0**16
@@ -48,18 +50,21 @@ class LossOfBatch(nn.Module):
     def forward(
         self, tokens: Tensor, targets: Tensor, documents: Tensor | None
     ) -> tuple[Tensor, Tensor]:
-        """The summed loss in nats and how many targets count.
+        """The summed losses in nats and how many targets count.
 
         Args:
             tokens: (batch, seq).
             targets: (batch, seq), `IGNORE` where none counts.
             documents: (batch, seq) or None; see `Decoder.forward`.
+
+        Returns:
+            Cross-entropy and z-loss, (2,), whose sum is to be made less; and the count.
         """
         x = self.decoder.hidden(tokens, documents=documents)
         z_loss = self.z_loss if self.training else 0.0
         # Under autocast to float16 the loss must be scaled before its gradient is taken.
         if is_linear(self.decoder.head) and not torch.is_autocast_enabled(x.device.type):
-            return linear_head_loss(
+            return linear_head_losses(
                 x,
                 targets,
                 self.decoder.head,
@@ -67,7 +72,7 @@ class LossOfBatch(nn.Module):
                 differentiate=self.differentiate,
                 multiply=self.multiply,
             )
-        return chunked_next_token_loss(
+        return chunked_next_token_losses(
             x, targets, self.decoder.unembed, vocab=self.vocab, z_loss=z_loss
         )
 
@@ -102,11 +107,14 @@ class StepResult:
     """What a step found."""
 
     loss: float
-    """Mean over the batch's predictions, nats."""
+    """The cross-entropy, mean over the batch's predictions, nats."""
     grad_norm: float
     """Of the whole gradient, before it is shortened."""
     tokens: int
     """Predictions that counted."""
+    terms: dict[str, float] = field(default_factory=dict)
+    """What else was made less, each term as it is weighed, per prediction: `z_loss` and
+    `balance_loss` where they have a weight."""
 
     @property
     def finite(self) -> bool:
@@ -118,7 +126,8 @@ class TrainingStep:
     """Does steps, in two halves so that the next batch can be read while a device works.
 
     Args:
-        module: gives the summed loss of some rows and how many targets count.
+        module: gives the summed losses of some rows, the cross-entropy and what is added to it,
+            and how many targets count.
         optimizer: of its parameters.
         device: where the rows go.
         precision: makes the contexts that passes run in.
@@ -148,6 +157,8 @@ class TrainingStep:
         self.micro_batch_size = micro_batch_size
         self.grad_clip = grad_clip
         self.balancer = balancer or Balancer(module)
+        self._terms = torch.zeros(2, device=device)
+        """The terms beside the cross-entropy of what `backward` saw: z-loss and balance loss."""
 
     def backward(self, batch: Batch) -> tuple[Tensor, int]:
         """Leave the gradient of the batch's mean loss on the parameters.
@@ -156,26 +167,28 @@ class TrainingStep:
         gradient does not depend on how they are spread.
 
         Returns:
-            The mean loss without what balances experts, still on the device, and how many
-            predictions counted.
+            The mean cross-entropy, still on the device, and how many predictions counted.
         """
         with self.precision.products():
             return self._backward(batch)
 
     def _backward(self, batch: Batch) -> tuple[Tensor, int]:
         counted = int((batch.targets != IGNORE).sum())
-        total = torch.zeros((), device=self.device)
+        total = torch.zeros(3, device=self.device)  # cross-entropy, z-loss, balance loss
         for start in range(0, len(batch.tokens), self.micro_batch_size):
             rows = batch.rows(start, start + self.micro_batch_size)
             rows = rows.to(self.device, non_blocking=True)
             with self.precision(), self.balancer.watch():
-                loss, valid = self.module(rows.tokens, rows.targets, rows.documents)
-            total += loss.detach()
-            loss = self.balancer.add_to(loss, valid)
-            (loss * (self.scale.value / max(counted, 1))).backward()
+                losses, _ = self.module(rows.tokens, rows.targets, rows.documents)
+            balance = self.balancer.loss(rows.targets)
+            total[:2] += losses.detach()
+            total[2] += balance.detach()
+            ((losses.sum() + balance) * (self.scale.value / max(counted, 1))).backward()
             if len(batch.tokens) > self.micro_batch_size:
                 self.optimizer.masters.gather(self.optimizer.parameters)
-        return total / max(counted, 1), counted
+        loss, *_ = means = total / max(counted, 1)
+        self._terms = means[1:]
+        return loss, counted
 
     def update(self, loss: Tensor, counted: int, schedule: float) -> StepResult:
         """Update the weights with the gradient that `backward` left, if all of it is finite.
@@ -187,9 +200,11 @@ class TrainingStep:
         """
         norm = total_norm(self.optimizer.gradients())
         # The step's only wait for the device.
-        loss_value, norm_value = torch.stack([loss, norm.to(loss.dtype)]).tolist()
+        figures = torch.stack([loss, norm.to(loss.dtype), *self._terms]).tolist()
+        loss_value, norm_value, *extra = figures
         norm_value /= self.scale.value
-        result = StepResult(loss_value, norm_value, counted)
+        terms = {name: value for name, value in zip(TERMS, extra, strict=True) if value}
+        result = StepResult(loss_value, norm_value, counted, terms)
         if result.finite:
             shrink = 1 / self.scale.value
             if self.grad_clip is not None and norm_value > self.grad_clip:

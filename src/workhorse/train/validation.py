@@ -28,7 +28,8 @@ class Validator:
     """Measures the loss on a split, always on the same rows.
 
     Args:
-        module: gives the summed loss of some rows and how many targets count.
+        module: gives the summed losses of some rows, the cross-entropy first, and how many targets
+            count.
         split: held out.
         device: where the rows go.
         precision: makes the contexts that the forward pass runs in.
@@ -67,8 +68,8 @@ class Validator:
             for batch in ValidationBatches(self.split, **self._sizes, max_rows=max_rows):
                 rows = batch.to(self.device, non_blocking=True)
                 with self.precision.products(), self.precision():
-                    loss, count = self.module(rows.tokens, rows.targets, rows.documents)
-                losses.append(loss)
+                    terms, count = self.module(rows.tokens, rows.targets, rows.documents)
+                losses.append(terms[0])
                 counts.append(count)
         finally:
             self.module.train()

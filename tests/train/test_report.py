@@ -1,8 +1,12 @@
 import re
 
+import pytest
+
+from tests.train.test_balance import MIXED, recipe_of
 from workhorse.checkpoints import RunDirectory
-from workhorse.train import train
+from workhorse.train import read_metrics, train
 from workhorse.train.report import write_report
+from workhorse.train.trackers import scalars
 
 
 def test_a_report_shows_the_run_and_needs_no_network(make_recipe, tmp_path):
@@ -28,3 +32,25 @@ def test_a_report_says_what_makes_its_curves_suspect(make_recipe, tmp_path):
     page = run.report_file.read_text("utf-8")
     assert "1 steps were skipped, their loss or gradient not finite: 7" in page
     assert "the run has not finished" in page
+
+
+def test_a_report_shows_how_the_experts_are_used(make_recipe, tmp_path):
+    recipe = recipe_of(make_recipe, MIXED, balance_loss=0.01, z_loss=1e-4)
+    train(recipe, tmp_path / "run")
+    events = read_metrics(tmp_path / "run/metrics.jsonl")
+    start = next(event for event in events if event["kind"] == "start")
+    resting = 2 * 6 * (3 * 8 * 16 + 8 + 8 + 16)  # layers, experts, their matrices and biases
+    assert start["active_parameters"] == start["parameters"] - resting
+    steps = [event for event in events if event["kind"] == "step"]
+    for event in steps:
+        assert [1 <= busiest <= 8 for busiest in event["expert_load_max"]] == [True, True]
+        assert [0 < entropy <= 1 for entropy in event["expert_load_entropy"]] == [True, True]
+        assert event["z_loss"] > 0
+        assert event["balance_loss"] == pytest.approx(0.02, rel=0.5)  # two layers, about even
+    numbers = scalars(steps[0])
+    assert numbers["train/expert_load_max/1"] == steps[0]["expert_load_max"][1]
+    page = (tmp_path / "run/report.html").read_text("utf-8")
+    assert "Busiest expert" in page
+    assert "Added to the loss" in page
+    assert f"{steps[-1]['expert_load_max'][1]:.2f} × the mean" in page
+    assert "parameters that work on a token" in page

@@ -6,6 +6,8 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+TERMS = {"z_loss": "z-loss", "balance_loss": "balance loss"}
+"""What a step may add to its loss, and how that is called."""
 Event = dict[str, Any]
 Show = Callable[[Event], None]
 
@@ -84,10 +86,18 @@ class _View:
         speed = event["tokens_per_second"]
         left = (self.steps - event["step"]) * self.tokens_per_step / speed
         skipped = f", {event['skipped_steps']} skipped" if event["skipped_steps"] else ""
+        terms = "".join(
+            f", {name} {event[key]:.2g}"
+            for key, name in TERMS.items()
+            if event.get(key) is not None
+        )
+        of_peak = (
+            "warming up" if event.get("warming_up") else f"{event['peak_fraction']:.0%} of peak"
+        )
         return (
-            f"step {event['step']:,}/{self.steps:,}: loss {event['loss']:.4f}{self.validation}, "
-            f"{speed:,.0f} tokens/s ({event['peak_fraction']:.0%} of peak), "
-            f"{clock(left)} left{skipped}"
+            f"step {event['step']:,}/{self.steps:,}: "
+            f"loss {event['loss']:.4f}{terms}{self.validation}, "
+            f"{speed:,.0f} tokens/s ({of_peak}), {clock(left)} left{skipped}"
         )
 
     def line(self, event: Event) -> str:
@@ -98,9 +108,12 @@ class _View:
             case "start":
                 self.tokens_per_step = event["tokens_per_step"]
                 after = f", resuming after step {event['step']:,}" if event["step"] else ""
+                count = event.get("active_parameters", event["parameters"])
+                active = f" ({count:,} active)" if count != event["parameters"] else ""
                 return (
-                    f"{event['parameters']:,} parameters, {event['train_tokens']:,} tokens of "
-                    f"text, {event['device']} with {event['peak_flops'] / 1e9:,.0f} GFLOP/s{after}"
+                    f"{event['parameters']:,} parameters{active}, {event['train_tokens']:,} tokens "
+                    f"of text, {event['device']} with a peak of "
+                    f"{event['peak_flops'] / 1e9:,.0f} GFLOP/s in matrix products{after}"
                 )
             case "validation":
                 self.validation = f", validation {event['loss']:.4f}"

@@ -102,6 +102,7 @@ class LatentAttention(SelfAttention):
         self.n_heads = heads = config.n_heads
         self.nope_dim = config.nope_dim
         self.head_dim = config.nope_dim + config.rope_dim
+        self.value_dim = config.value_dim
         self.pattern = config.reach()
         self.kernel = kernel
         self.kv_down_proj = nn.Linear(d_model, config.kv_rank, bias=config.qkv_bias)

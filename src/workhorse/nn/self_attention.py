@@ -56,10 +56,16 @@ class SelfAttention(nn.Module, ABC):
     """Mixes positions.
 
     Attributes:
+        n_heads: heads of queries.
+        head_dim: width of a query and a key, as they are multiplied.
+        value_dim: width of a value.
         pattern: what a query may see.
         kernel: how attention is computed.
     """
 
+    n_heads: int
+    head_dim: int
+    value_dim: int
     pattern: AttentionPattern
     kernel: Kernel
 

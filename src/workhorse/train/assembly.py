@@ -1,6 +1,7 @@
 """From a recipe to a loop that stands before its next step."""
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -30,7 +31,7 @@ from workhorse.train.random_state import seed_everything
 from workhorse.train.recipe import Recipe, TrainConfig
 from workhorse.train.resume import check_same_run
 from workhorse.train.samples import Sampler
-from workhorse.train.speed import flops_per_token, peak_flops
+from workhorse.train.speed import Peak, active_parameters, flops_per_token, peak_flops
 from workhorse.train.step import (
     LossOfBatch,
     LossScale,
@@ -98,7 +99,7 @@ def assemble(
         on_event=listener,
         constants=constants,
         flops_per_token=flops_per_token(decoder, config.seq_len),
-        peak_flops=_peak_flops(config, step),
+        peak=Peak(partial(measured_peak, config, device)),
     )
     if checkpoint is not None:
         loop.restore(checkpoint)
@@ -110,12 +111,13 @@ def assemble(
         device=name_of(device),
         threads=torch.get_num_threads(),
         parameters=sum(parameter.numel() for parameter in decoder.parameters()),
+        active_parameters=active_parameters(decoder),
         steps=config.steps,
         tokens_per_step=config.tokens_per_step,
         micro_batch_size=step.micro_batch_size,
         train_tokens=dataset.train.n_tokens,
         flops_per_token=loop.flops_per_token,
-        peak_flops=loop.peak_flops,
+        peak_flops=loop.peak.flops,
         versions=constants["versions"],
     )
     return loop
@@ -136,11 +138,12 @@ def _decoder(
     return decoder
 
 
-def _peak_flops(config: TrainConfig, step: TrainingStep) -> float:
-    """A second, by the products that the steps multiply with."""
-    multiply = _unit(step.device, config.matmul_precision) or product
-    with step.precision.products():
-        return peak_flops(step.device, training_dtype(config.dtype, step.device), multiply)
+def measured_peak(config: TrainConfig, device: torch.device) -> float:
+    """Floating-point operations a second of the products that training multiplies with."""
+    dtype = training_dtype(config.dtype, device)
+    multiply = _unit(device, config.matmul_precision) or product
+    with Precision(device, dtype, config.matmul_precision).products():
+        return peak_flops(device, dtype, multiply)
 
 
 def _start_from(init: str, decoder: Decoder) -> None:

@@ -19,6 +19,7 @@ from workhorse.train.metrics import Event, MetricsFile
 from workhorse.train.random_state import random_state, set_random_state
 from workhorse.train.recipe import TrainConfig
 from workhorse.train.signals import StopSignals
+from workhorse.train.speed import Peak
 from workhorse.train.step import StepResult, TrainingStep
 from workhorse.train.validation import Validation, Validator
 
@@ -76,7 +77,7 @@ class Loop:
         on_event: is told every event too.
         constants: belong into every checkpoint beside what changes.
         flops_per_token: of training.
-        peak_flops: that the device reaches, a second.
+        peak: floating-point operations a second that the device reaches.
     """
 
     config: TrainConfig
@@ -90,7 +91,7 @@ class Loop:
     on_event: Callable[[Event], None]
     constants: dict[str, Any]
     flops_per_token: int
-    peak_flops: float
+    peak: Peak
     counters: Counters = field(default_factory=Counters)
     last: StepResult | None = None
     validation: Validation | None = None
@@ -111,6 +112,7 @@ class Loop:
         config, counters = self.config, self.counters
         started = time.perf_counter() - counters.seconds
         logged, logged_tokens = time.perf_counter(), counters.tokens
+        warming_up = True  # the first step of a sitting waits for compilers and first touches
         saved = counters.step
         batch = self._read(counters.step)
         while batch is not None and signals.received is None:
@@ -127,7 +129,10 @@ class Loop:
                 now = time.perf_counter()
                 rate = (counters.tokens - logged_tokens) / (now - logged)
                 logged, logged_tokens = now, counters.tokens
-                self._log(self.last, schedule, rate)
+                self._log(self.last, schedule, rate, warming_up)
+            elif warming_up:
+                logged, logged_tokens = time.perf_counter(), counters.tokens
+            warming_up = False
             pause = time.perf_counter()
             self._look(ended)
             if following % config.checkpoint_every == 0 and not ended:
@@ -176,16 +181,20 @@ class Loop:
                 "lower the learning rate, lengthen the warm-up, or use a wider dtype"
             )
 
-    def _log(self, result: StepResult, schedule: float, tokens_per_second: float) -> None:
+    def _log(
+        self, result: StepResult, schedule: float, tokens_per_second: float, warming_up: bool
+    ) -> None:
         self.tell(
             "step",
             loss=result.loss,
             **result.terms,
+            **self.step.balancer.figures(),
             learning_rate=self.config.optimizer.learning_rate * schedule,
             grad_norm=result.grad_norm,
             tokens=self.counters.tokens,
             tokens_per_second=tokens_per_second,
-            peak_fraction=tokens_per_second * self.flops_per_token / self.peak_flops,
+            warming_up=warming_up,
+            peak_fraction=self.peak.fraction(tokens_per_second * self.flops_per_token),
             skipped_steps=self.counters.skipped_steps,
             seconds=self.counters.seconds,
         )

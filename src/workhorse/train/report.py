@@ -1,6 +1,8 @@
 """`report.html`: a run at one look, in one file that opens without a network."""
 
+from collections.abc import Callable
 from importlib.resources import files
+from statistics import median
 from typing import Any
 
 from jinja2 import Environment, StrictUndefined
@@ -9,6 +11,7 @@ from workhorse.checkpoints import RunDirectory, write_atomically
 from workhorse.train.chart import Series, line_chart, shown
 from workhorse.train.metrics import Event, read_metrics
 
+LOAD_MAX, LOAD_ENTROPY = "expert_load_max", "expert_load_entropy"
 SAMPLED_TIMES = 4
 """Samples are shown of the first time they were made, the last, and some between."""
 
@@ -38,6 +41,7 @@ def contents(run: RunDirectory) -> dict[str, Any]:
         "description": recipe.get("description", ""),
         "figures": figures(of_kind),
         "charts": [chart for chart in charts(of_kind) if chart],
+        "experts": experts(of_kind),
         "samples": chosen(of_kind.get("samples", [])),
         "notes": notes(of_kind),
         "recipe": run.recipe_file.read_text("utf-8"),
@@ -51,6 +55,9 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
     start = of_kind["start"][-1]
     steps = of_kind.get("step", [])
     rows = [("parameters", shown(start["parameters"]))]
+    active = start.get("active_parameters", start["parameters"])  # not in runs of before
+    if active != start["parameters"]:
+        rows.append(("parameters that work on a token", shown(active)))
     if validations := of_kind.get("validation"):
         last = validations[-1]
         rows.append(("validation loss, nats per token", f"{last['loss']:.4f}"))
@@ -58,8 +65,9 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
             rows.append(("validation bits per byte", f"{last['bits_per_byte']:.4f}"))
     if steps:
         last = steps[-1]
-        speeds = sorted(event["tokens_per_second"] for event in steps)
-        peak = sorted(event["peak_fraction"] for event in steps)
+        warm = [event for event in steps if not event.get("warming_up")] or steps
+        speeds = sorted(event["tokens_per_second"] for event in warm)
+        peak = sorted(event["peak_fraction"] for event in warm)
         rows += [
             ("steps", f"{last['step']:,} of {start['steps']:,}"),
             ("tokens trained on", shown(last["tokens"])),
@@ -70,6 +78,17 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
     return rows
 
 
+def experts(of_kind: dict[str, list[Event]]) -> list[tuple[str, str, str]]:
+    """Of each mixture after the last step logged: its number, its busiest expert, its entropy."""
+    last = next(iter(of_kind.get("step", [])[-1:]), {})
+    return [
+        (str(number), f"{busiest:.2f} × the mean", f"{entropy:.1%}")
+        for number, (busiest, entropy) in enumerate(
+            zip(last.get(LOAD_MAX, []), last.get(LOAD_ENTROPY, []), strict=True), start=1
+        )
+    ]
+
+
 def charts(of_kind: dict[str, list[Event]]) -> list[str]:
     """SVG elements; empty strings for what was not measured."""
     steps, validations = of_kind.get("step", []), of_kind.get("validation", [])
@@ -78,17 +97,45 @@ def charts(of_kind: dict[str, list[Event]]) -> list[str]:
             "Loss, nats per token",
             [series("training", steps, "loss"), series("validation", validations, "loss")],
         ),
+        line_chart(
+            "Added to the loss",
+            [
+                series("z-loss", steps, "z_loss"),
+                series("balance loss", steps, "balance_loss"),
+            ],
+        ),
         line_chart("Bits per byte", [series("validation", validations, "bits_per_byte")]),
         line_chart("Learning rate", [series("", steps, "learning_rate")]),
         line_chart("Gradient norm", [series("", steps, "grad_norm")]),
         line_chart("Tokens per second", [series("", steps, "tokens_per_second")]),
+        line_chart(
+            "Busiest expert, load over the mean",
+            [
+                over_mixtures("worst mixture", steps, LOAD_MAX, max),
+                over_mixtures("median", steps, LOAD_MAX, median),
+            ],
+        ),
+        line_chart(
+            "Entropy of the experts' loads, 1 = even",
+            [
+                over_mixtures("worst mixture", steps, LOAD_ENTROPY, min),
+                over_mixtures("median", steps, LOAD_ENTROPY, median),
+            ],
+        ),
     ]
 
 
 def series(name: str, events: list[Event], key: str) -> Series:
     """A value over the steps; what was not finite stands as null and is left out."""
-    points = [(event["step"], event[key]) for event in events if event[key] is not None]
+    points = [(event["step"], event[key]) for event in events if event.get(key) is not None]
     return Series(name, points, marked=name == "validation")
+
+
+def over_mixtures(
+    name: str, events: list[Event], key: str, of: Callable[[list[float]], float]
+) -> Series:
+    """A figure of each mixture as one over the steps."""
+    return Series(name, [(event["step"], of(event[key])) for event in events if event.get(key)])
 
 
 def chosen(events: list[Event]) -> list[Event]:

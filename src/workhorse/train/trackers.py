@@ -42,14 +42,17 @@ def open_tracker(name: TrackerName, run: str, config: dict[str, Any], folder: Pa
 
 
 def scalars(event: Event) -> dict[str, float]:
-    """The numbers of an event, named `KIND/NAME`."""
+    """The numbers of an event, named `KIND/NAME`, and `KIND/NAME/0` … those of a list."""
     if event["kind"] not in ("step", "validation"):
         return {}
-    return {
-        f"{'train' if event['kind'] == 'step' else 'validation'}/{key}": value
-        for key, value in event.items()
-        if key != "step" and isinstance(value, int | float) and not isinstance(value, bool)
-    }
+    kind = "train" if event["kind"] == "step" else "validation"
+    found: dict[str, float] = {}
+    for key, value in event.items():
+        if isinstance(value, list):
+            found |= {f"{kind}/{key}/{place}": number for place, number in enumerate(value)}
+        elif key != "step" and isinstance(value, int | float) and not isinstance(value, bool):
+            found[f"{kind}/{key}"] = value
+    return found
 
 
 def _tensorboard(folder: Path) -> Tracker:

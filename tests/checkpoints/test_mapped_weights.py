@@ -1,4 +1,4 @@
-"""Weights that stay in the mapped file: the same numbers, no memory of their own, a file untouched."""
+"""Weights that stay in the mapped file: the same numbers, no memory of their own, a whole file."""
 
 import hashlib
 import subprocess

@@ -16,7 +16,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.load_model import Model, load
 from workhorse.models import preset, preset_names
 from workhorse.models.huggingface import Family
-from workhorse.nn import Decoder
+from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
 
 Format = Literal["hf", "workhorse", "gguf"]
@@ -73,7 +73,7 @@ def convert(
     if to != "gguf":
         check_new(target)
     # What cannot be written is refused before the weights are read.
-    family = None if to == "workhorse" else _family(source)
+    family = None if to == "workhorse" else _family(source, to)
     if isinstance(source, Model):
         model = source
     else:
@@ -149,20 +149,28 @@ def _write_gguf(
         tell(note)
 
 
-def _family(source: str | Path | Model) -> Family:
+def _family(source: str | Path | Model, to: Literal["hf", "gguf"]) -> Family:
     """The model type to write a model as.
 
     Raises:
         WorkhorseError: there is no such model, or no model type can say its config.
     """
+    own, config = _origin(source)
+    if to == "hf":
+        return own or find_family(config)
+    from workhorse.checkpoints.gguf import find_gguf_family
+
+    return find_gguf_family(config, own)
+
+
+def _origin(source: str | Path | Model) -> tuple[Family | None, DecoderConfig]:
+    """The model type that a model was made as, if any, and its config."""
     if isinstance(source, Model):
-        return source.family or find_family(source.config)
+        return source.family, source.config
     if str(source) in preset_names() and not Path(source).exists():
-        return find_family(preset(str(source)))
+        return None, preset(str(source))
     stored = open_stored(source)
-    if isinstance(stored, HuggingFaceDirectory):
-        return stored.family
-    return find_family(stored.config)
+    return stored.family if isinstance(stored, HuggingFaceDirectory) else None, stored.config
 
 
 def _held(dtype: DTypeName) -> str:

@@ -173,3 +173,28 @@ def test_a_failed_write_leaves_the_old_file(
 def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
     with pytest.raises(WorkhorseError, match=r"cannot write .*: No such file"):
         write_gguf(tmp_path / "no" / "model.gguf", make("llama"), model_type="llama")
+
+
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+def test_q8_0_has_no_code_for_what_is_not_finite(number: float, tmp_path: Path) -> None:
+    decoder = make("llama")
+    with torch.no_grad():
+        decoder.layers[1].feed_forward.up_proj.weight[3, 4] = number
+    path = tmp_path / "model.gguf"
+    with pytest.raises(
+        WorkhorseError, match=r"blk\.1\.ffn_up\.weight holds numbers that are not f"
+    ):
+        write_gguf(path, decoder, model_type="llama", dtype="q8_0")
+    assert list(tmp_path.iterdir()) == []
+    assert write_gguf(path, decoder, model_type="llama", dtype="f32") == []
+
+
+def test_a_write_that_numpy_says_was_cut_short(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def short(*_: object) -> None:
+        raise OSError("4096 requested and 12 written")  # as numpy does: no number of an error
+
+    monkeypatch.setattr(write, "_encoded", short)
+    with pytest.raises(WorkhorseError, match=r"gguf: the disk took only a part \(4096 requested"):
+        write_gguf(tmp_path / "model.gguf", make("llama"), model_type="llama")

@@ -279,3 +279,11 @@ def test_several_tokens_may_end_a_text(tmp_path: Path) -> None:
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
     assert HuggingFaceDirectory(folder).stop_tokens == (2, 9)
     assert relative(logits(folder), logits(folder)) == 0.0
+
+
+def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
+    name = "model.layers.1.mlp.up_proj.weight"
+    saved(tmp_path)
+    change_tensors(tmp_path, lambda tensors: tensors | {name: tensors[name].to(torch.int32)})
+    with pytest.raises(WorkhorseError, match=rf"'{name}' holds int32, which is no type of weights"):
+        HuggingFaceDirectory(tmp_path).load_decoder()

@@ -12,6 +12,7 @@ from workhorse.checkpoints.huggingface import CONFIG_FILE, GENERATION_FILE
 from workhorse.checkpoints.model_folder import make_folder
 from workhorse.checkpoints.tensor_folder import write_tensors
 from workhorse.checkpoints.tensors import weights_of
+from workhorse.checkpoints.written_out import written_out
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family, native_class
 from workhorse.models.huggingface.names import plan, written_tensors
@@ -22,14 +23,17 @@ if TYPE_CHECKING:
 
 
 def find_family(config: DecoderConfig) -> Family:
-    """The first model type that can say a config.
+    """The first model type that can say a config, or one equivalent to it.
 
     Raises:
         WorkhorseError: there is none; the nearest one's difference is named.
     """
     found = native_class(config)
     if isinstance(found, str):
-        raise WorkhorseError(f"no class of transformers holds this model; nearest is {found}")
+        raise WorkhorseError(
+            f"no class of transformers holds this model; nearest is {found}; change that in the "
+            "recipe and train, or keep the model in our own format (--to workhorse)"
+        )
     return found
 
 
@@ -59,8 +63,11 @@ def write_huggingface(
         WorkhorseError: no model type can say this config, or the folder cannot be written.
     """
     family = family or find_family(decoder.config)
-    if difference := family.difference(decoder.config):
+    equivalent = family.equivalent(decoder.config)
+    if equivalent is None:
+        difference = family.difference(decoder.config)
         raise WorkhorseError(f"this model is no {family.architecture}: {difference}")
+    decoder = written_out(decoder, equivalent)
     weights = weights_of(decoder)
     dtype = dtype or decoder.embedding.tokens.weight.dtype
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}

@@ -120,13 +120,13 @@ class HuggingFaceDirectory:
             decoder = meta_decoder(self.config, kernel, dtype, n_tensors=len(source.shapes))
             shapes = shapes_of(decoder)
             found = account(self.family, self.config, shapes, source, wrapped=self.wrapped)
+            read_tensors(found.moves, places(allocate(decoder, device)), found.source)
         except WorkhorseError as error:
             raise WorkhorseError(f"{self.path}: {error}") from None
         if found.left_out:
             self.remarks.append(
                 f"{found.left_out} tensors belong to other parts of the model and are left out"
             )
-        read_tensors(found.moves, places(allocate(decoder, device)), found.source)
         return decoder.eval()
 
     @property

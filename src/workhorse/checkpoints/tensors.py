@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from workhorse.errors import WorkhorseError
-from workhorse.models.huggingface.names import Destination
+from workhorse.models.huggingface.names import Destination, check_weight
 from workhorse.native.pages import in_large_pages
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
@@ -107,8 +107,10 @@ def load_weights(
     """Copy weights into a decoder, by name, or where else `places` says.
 
     Raises:
-        WorkhorseError: names or shapes differ.
+        WorkhorseError: names or shapes differ, or one is of no type of weights.
     """
+    for name, weight in weights.items():
+        check_weight(name, weight)
     copy_tensors(places(decoder), weights, "model")
 
 

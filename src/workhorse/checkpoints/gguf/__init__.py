@@ -1,5 +1,5 @@
 """GGUF: one file that llama.cpp and the programs built on it load."""
 
-from workhorse.checkpoints.gguf.write import GgufType, gguf_types, write_gguf
+from workhorse.checkpoints.gguf.write import GgufType, find_gguf_family, gguf_types, write_gguf
 
-__all__ = ["GgufType", "gguf_types", "write_gguf"]
+__all__ = ["GgufType", "find_gguf_family", "gguf_types", "write_gguf"]

@@ -149,8 +149,9 @@ class Architecture:
             _share_eps(one, norm)
         if self.embedding_by_width:
             expected["embedding"]["multiplier"] = math.sqrt(data["d_model"])
+        first = next(differences(data, expected), None)
         return (
-            next(differences(data, expected), None)
+            (str(first) if first else None)
             or self._uneven(layers)
             or self._not_square(data)
             or self.check(data)

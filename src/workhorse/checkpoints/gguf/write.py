@@ -14,9 +14,12 @@ from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
 from workhorse.checkpoints.gguf.metadata import model_metadata
 from workhorse.checkpoints.gguf.tensors import TensorPlan, plan_tensors
 from workhorse.checkpoints.gguf.vocabulary import NO_VOCABULARY, tokenizer_metadata
+from workhorse.checkpoints.written_out import written_out
 from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
-from workhorse.nn import Decoder
+from workhorse.models.huggingface import Family, in_recipe, native_class
+from workhorse.models.huggingface import family as family_of
+from workhorse.nn import Decoder, DecoderConfig
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -34,6 +37,40 @@ multiplies by these in float32 only. And routers: a wrong choice costs more than
 def gguf_types() -> list[str]:
     """The model types of Hugging Face that can be written, those most used first."""
     return [name for architecture in ARCHITECTURES for name in architecture.model_types]
+
+
+def find_gguf_family(config: DecoderConfig, preferred: Family | None = None) -> Family:
+    """The model type to write a config as, in a file that llama.cpp computes rightly.
+
+    Args:
+        config: of the model.
+        preferred: the one to take if it will do.
+
+    Raises:
+        WorkhorseError: there is none; what is in the way is named.
+    """
+    own = [preferred] if preferred and preferred.model_type in gguf_types() else []
+    fitting = [
+        (family, equivalent)
+        for family in (*own, *map(family_of, gguf_types()))
+        if (equivalent := family.equivalent(config)) is not None
+    ]
+    fitting.sort(key=lambda pair: pair[1] is not config)  # without parts of no effect if possible
+    reasons: list[str] = []
+    for family, equivalent in fitting:
+        architecture = _architecture(family.model_type)
+        data, _ = readable(equivalent, windows=architecture.windows)
+        reason = architecture.difference(data)
+        if reason is None:
+            return family
+        reasons.append(f"{architecture.name}: {in_recipe(reason, config)}")
+    nearest = reasons[0] if reasons else preferred or native_class(config)
+    if isinstance(nearest, Family):
+        _architecture(nearest.model_type)  # which says that there is none
+    raise WorkhorseError(
+        f"llama.cpp cannot compute this model; nearest is {nearest}; keep it as a Hugging Face "
+        "directory (--to hf) or in our own format (--to workhorse)"
+    )
 
 
 def write_gguf(
@@ -66,6 +103,9 @@ def write_gguf(
     if dtype not in FILE_TYPES:
         raise WorkhorseError(f"dtype={dtype!r} is not supported; choose {', '.join(FILE_TYPES)}")
     architecture = _architecture(model_type)
+    equivalent = family_of(model_type).equivalent(decoder.config)
+    if equivalent is not None:
+        decoder = written_out(decoder, equivalent)
     data, remarks = readable(decoder.config, windows=architecture.windows)
     if difference := architecture.difference(data):
         raise WorkhorseError(
@@ -122,7 +162,8 @@ def _write(
         disk.rename(temporary, path)
         disk.sync(path.parent)
     except OSError as error:
-        raise WorkhorseError(f"cannot write {path}: {error.strerror}") from None
+        reason = error.strerror or f"the disk took only a part ({error})"  # numpy gives no number
+        raise WorkhorseError(f"cannot write {path}: {reason}") from None
     finally:
         with suppress(OSError):
             writer.close()
@@ -145,6 +186,11 @@ def _encoded(plan: TensorPlan, kind: Any, quantize: Callable[..., Any]) -> np.nd
     """
     values = plan.make().contiguous().numpy()
     assert values.shape == plan.shape, plan.name
+    if kind.name == "Q8_0" and not np.isfinite(values).all():
+        raise WorkhorseError(
+            f"{plan.name} holds numbers that are not finite, which q8_0 has no codes for; choose "
+            "dtype bfloat16 or float32, or an earlier checkpoint"
+        )
     if kind.name == "F16" and np.abs(values).max(initial=0) > np.finfo(np.float16).max:
         raise WorkhorseError(f"{plan.name} holds numbers beyond float16; choose dtype bf16 or f32")
     return quantize(values, kind)

@@ -7,6 +7,7 @@ A model type's file is imported when it is asked for.
 """
 
 import importlib
+import re
 from collections.abc import Iterator
 from functools import cache
 
@@ -16,7 +17,7 @@ from workhorse.models.huggingface.family import IMPOSSIBLE, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.nn import DecoderConfig
 
-__all__ = ["MODEL_TYPES", "Family", "Fields", "families", "family", "native_class"]
+__all__ = ["MODEL_TYPES", "Family", "Fields", "families", "family", "in_recipe", "native_class"]
 
 MODULES: dict[str, tuple[str, ...]] = {
     "llama": ("llama",),
@@ -101,21 +102,41 @@ def families() -> Iterator[Family]:
 
 
 def native_class(config: DecoderConfig) -> Family | str:
-    """The first family that can say a config; or the nearest, and what of it that cannot say."""
-    differences: dict[str, list[str]] = {}
+    """The first family that can say a config, or one equivalent to it.
+
+    Where there is none: the nearest, and what of the config that cannot say.
+    """
+    found: dict[str, list[str]] = {}
     for one in families():
-        differences[one.architecture] = one.differences(config)
-        if not differences[one.architecture]:
+        found[one.architecture] = one.differences(config)
+        if not found[one.architecture]:
             return one
-    nearest = min(differences, key=lambda name: _distance(differences[name]))
-    return f"{nearest}: {differences[nearest][0]}"
+    for one in families():
+        if one.equivalent(config) is not None:
+            return one
+    nearest = min(found, key=lambda name: _distance(found[name]))
+    first, *others = dict.fromkeys(in_recipe(one, config) for one in found[nearest])
+    more = f" (and {len(others)} more)" if others else ""
+    return f"{nearest}: {first}{more}"
+
+
+def in_recipe(difference: str, config: DecoderConfig) -> str:
+    """A difference with its option as a recipe names it: there, blocks have names."""
+    if difference.startswith(IMPOSSIBLE):
+        return difference
+    names = config.layer_names()
+    return "model." + re.sub(
+        r"^layers\.(\d+)", lambda layer: f"blocks.{names[int(layer[1])]}", difference
+    )
 
 
 def _distance(differences: list[str]) -> tuple[bool, int]:
     """How far from a config a family is.
 
-    What breaks a family's own rules is farther than anything that it could compare, and another
-    kind of part, which hides what else differs in it, farther than another number.
+    What breaks a family's own rules is farther than anything that it could compare. A part more or
+    less is farther than another kind of part, and that farther than another number: they hide what
+    else differs.
     """
     kinds = sum(".kind is" in difference for difference in differences)
-    return differences[0].startswith(IMPOSSIBLE), len(differences) + KIND * kinds
+    parts = sum(" given" in difference for difference in differences)
+    return differences[0].startswith(IMPOSSIBLE), len(differences) + KIND * (kinds + 2 * parts)

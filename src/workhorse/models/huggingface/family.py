@@ -2,14 +2,14 @@
 
 A reader is a plain function of the config's fields. There is no writer: a table says where in our
 config the value of each of their keys stands, and what was written is read again. It is right when
-that gives the config we started from, and else the difference says why the family does not fit.
+that gives the config we started from, and else the difference says why the family does not fit. It
+fits as well where it only has parts more that weights of one or of zero make ineffective.
 """
 
 import math
-import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from workhorse.config import ConfigError
 from workhorse.models.huggingface.fields import Fields
@@ -69,14 +69,61 @@ class Family:
         A family whose own rules the config breaks says that, and nothing else.
         """
         try:
-            again = self.read(Fields(self.write(config)))
+            return [str(one) for one in differences(plain(config), plain(self._again(config)))]
         except ConfigError as error:
             return [f"{IMPOSSIBLE}{error.reason}"]
-        return list(differences(plain(config), plain(again)))
+
+    def equivalent(self, config: DecoderConfig) -> DecoderConfig | None:
+        """A config that this family can say and that computes the same, or None.
+
+        It is the same config, or one with parts that `config` leaves out and that change nothing
+        when their weights are `NEUTRAL`: a model without a bias is one whose bias is zero.
+        """
+        try:
+            again = self._again(config)
+        except ConfigError:
+            return None
+        found = list(differences(plain(config), plain(again)))
+        if not found:
+            return config
+        if not all(one.is_neutral for one in found) or self.difference(again):
+            return None
+        return again
+
+    def _again(self, config: DecoderConfig) -> DecoderConfig:
+        """A config written and read again."""
+        return self.read(Fields(self.write(config)))
 
 
 MISSING = object()
 IMPOSSIBLE = "its config cannot be: "
+NEUTRAL = {
+    "weight": 1.0,
+    "bias": 0.0,
+    "qkv_bias": 0.0,
+    "out_bias": 0.0,
+    "selection_bias": 0.0,
+}
+"""Fields that give a part weights, and the number of which these make it as if it had none."""
+
+
+class Difference(NamedTuple):
+    """One place in which two pieces of plain data differ."""
+
+    place: str
+    ours: object
+    theirs: object
+
+    @property
+    def is_neutral(self) -> bool:
+        """Whether theirs computes the same, with weights that are filled in."""
+        if self.place == "head.tied":  # the head is a copy of the embedding
+            return self.ours is True
+        field = self.place.rpartition(".")[2]
+        return self.ours is False and self.theirs is True and field in NEUTRAL
+
+    def __str__(self) -> str:
+        return f"{self.place} is {_shown(self.ours)}, not {_shown(self.theirs)}"
 
 
 def plain(config: DecoderConfig) -> Data:
@@ -154,7 +201,7 @@ def differs(place: str, value: object) -> Key:
     return write
 
 
-def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
+def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[Difference]:
     """Where two pieces of plain data differ; numbers may differ by rounding."""
     same = ours == theirs
     if isinstance(ours, dict) and isinstance(theirs, dict):
@@ -175,8 +222,13 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[str]:
     if isinstance(ours, float) and isinstance(theirs, int | float):
         same = math.isclose(ours, theirs, rel_tol=1e-9)
     if not same:
-        yield f"{path} is {_short(cast(object, ours))}, not {_short(cast(object, theirs))}"
+        yield Difference(path, ours, theirs)
 
 
-def _short(value: object) -> str:
-    return textwrap.shorten(repr(value), 40, placeholder=" …")
+def _shown(value: object) -> str:
+    """A value of a config within a line; of a part only that it is there."""
+    if isinstance(value, dict):
+        return "given"
+    if isinstance(value, list):
+        return f"a list of {len(cast(list[object], value))}"
+    return repr(value)

@@ -179,7 +179,11 @@ def check(moves: Sequence[Move], shapes: Mapping[str, Shape], source: TensorSour
 def read_tensors(
     moves: Sequence[Move], parameters: Mapping[str, Destination], source: TensorSource
 ) -> None:
-    """Copy tensors from the source into our parameters, one move at a time, the largest first."""
+    """Copy tensors from the source into our parameters, one move at a time, the largest first.
+
+    Raises:
+        WorkhorseError: one holds whole numbers or truths, which are no weights.
+    """
 
     def n_bytes(move: Move) -> int:
         return sum(parameters[name].nbytes for name in move.ours)
@@ -188,9 +192,26 @@ def read_tensors(
     # peak if it is a large tensor's turn when almost all copies are there.
     for move in sorted(moves, key=n_bytes, reverse=True):
         shapes = [tuple(parameters[name].shape) for name in move.ours]
-        taken = move.rule.take([source.read(name) for name in move.theirs], shapes, move.block)
+        stored = [source.read(name) for name in move.theirs]
+        for name, tensor in zip(move.theirs, stored, strict=True):
+            check_weight(name, tensor)
+        taken = move.rule.take(stored, shapes, move.block)
         for name, tensor in zip(move.ours, taken, strict=True):
             parameters[name].copy_(tensor)
+
+
+def check_weight(name: str, tensor: Tensor) -> None:
+    """Refuse whole numbers and truths in the place of weights.
+
+    Raises:
+        WorkhorseError: it holds some.
+    """
+    if not tensor.is_floating_point():
+        kind = str(tensor.dtype).removeprefix("torch.")
+        raise WorkhorseError(
+            f"tensor {name!r} holds {kind}, which is no type of weights; fetch the model in a "
+            "floating-point type"
+        )
 
 
 def written_tensors(

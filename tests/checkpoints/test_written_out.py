@@ -1,0 +1,117 @@
+"""A model goes where an equal one fits: parts of no effect are written out, and nothing else is."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from workhorse.checkpoints.export import write_huggingface
+from workhorse.checkpoints.gguf import find_gguf_family
+from workhorse.checkpoints.huggingface import HuggingFaceDirectory
+from workhorse.checkpoints.written_out import written_out
+from workhorse.errors import WorkhorseError
+from workhorse.models.huggingface import native_class
+from workhorse.nn import DecoderConfig
+
+RMS: dict[str, Any] = {"kind": "rms_norm"}
+WEIGHTLESS = RMS | {"weight": False}
+LAYER: dict[str, Any] = {"kind": "layer_norm"}
+BIASLESS = LAYER | {"bias": False}
+
+
+def config(
+    attention: dict[str, Any] | None = None, norm: dict[str, Any] = RMS, **changes: Any
+) -> DecoderConfig:
+    block = {
+        "kind": "pre_norm",
+        "norm": norm,
+        "attention": {"n_heads": 4, "n_kv_heads": 2, "position": {"kind": "rope"}}
+        | (attention or {}),
+        "feed_forward": changes.pop("feed_forward", {"kind": "gated_mlp", "d_ff": 48}),
+    }
+    data: dict[str, Any] = {
+        "vocab_size": 61,
+        "d_model": 32,
+        "n_layers": 2,
+        "max_seq_len": 24,
+        "blocks": {"main": block},
+        "final_norm": norm,
+    }
+    return DecoderConfig.from_dict(data | changes)
+
+
+GPT2: dict[str, Any] = {
+    "norm": BIASLESS,
+    "attention": {"n_kv_heads": 4, "position": {"kind": "none"}},
+    "feed_forward": {"kind": "mlp", "d_ff": 48, "activation": "gelu_tanh"},
+    "embedding": {"position": {"kind": "learned"}},
+    "head": {"tied": True},
+}
+EQUAL: dict[str, tuple[str, DecoderConfig]] = {
+    "norms of heads without weights": ("qwen3", config({"qk_norm": {"norm": WEIGHTLESS}})),
+    "no norm has a weight": ("qwen3", config({"qk_norm": {"norm": WEIGHTLESS}}, WEIGHTLESS)),
+    "biases on the way in alone": (
+        "qwen3",
+        config({"qkv_bias": True, "qk_norm": {"norm": WEIGHTLESS}}),
+    ),
+    "no biases": ("gpt2", config(**GPT2)),
+}
+
+
+@pytest.mark.parametrize("name", EQUAL)
+def test_the_same_logits_in_a_class_that_has_more_parts(name: str, tmp_path: Path) -> None:
+    model_type, ours = EQUAL[name]
+    decoder = ours.build("eager", dtype=torch.float64).eval()
+    for weight in decoder.parameters():
+        torch.nn.init.normal_(weight, std=0.3)
+    family = write_huggingface(tmp_path / "hf", decoder)
+    assert family.model_type == model_type
+    again = HuggingFaceDirectory(tmp_path / "hf").load_decoder(dtype=torch.float64, kernel="eager")
+    assert len(list(again.parameters())) > len(list(decoder.parameters()))
+    tokens = torch.randint(0, 61, (2, 20))
+    with torch.no_grad():
+        assert torch.equal(again(tokens), decoder(tokens))
+    if not name.startswith("biases"):  # llama.cpp's qwen3 has none on the way out
+        assert find_gguf_family(ours).model_type == model_type
+
+
+def test_a_tied_head_becomes_a_copy() -> None:
+    decoder = config(head={"tied": True}).build("eager", dtype=torch.float64)
+    untied = written_out(decoder, config())
+    tokens = torch.randint(0, 61, (2, 20))
+    with torch.no_grad():
+        assert torch.equal(untied(tokens), decoder(tokens))
+
+
+def test_a_class_that_says_it_all_is_preferred() -> None:
+    found = native_class(config({"qk_norm": {"norm": RMS}}))
+    assert not isinstance(found, str)
+    assert found.model_type == "qwen3"
+    found = native_class(config(norm=BIASLESS | {"weight": False, "precision": "float32"}))
+    assert not isinstance(found, str)
+    assert found.model_type == "olmo"  # which has norms without weights
+
+
+REFUSED = {
+    "model.blocks.main.attention.qk_norm.over is 'full', not 'head'; ": config(
+        {"qk_norm": {"norm": RMS, "over": "full"}}
+    ),
+    "model.blocks.main.attention.softcap is 9.0, not None; ": config({"softcap": 9.0}),
+    "model.blocks.main.attention.qk_norm.norm.kind is 'layer_norm', not 'rms_norm'; ": config(
+        {"qk_norm": {"norm": LAYER}}
+    ),
+}
+
+
+@pytest.mark.parametrize("words", REFUSED)
+def test_a_refusal_names_the_option_and_what_to_do(words: str, tmp_path: Path) -> None:
+    decoder = REFUSED[words].build(device="meta")
+    with pytest.raises(WorkhorseError) as caught:
+        write_huggingface(tmp_path / "hf", decoder)
+    message = str(caught.value)
+    assert message.startswith("no class of transformers holds this model; nearest is ")
+    assert words in message
+    assert message.endswith("or keep the model in our own format (--to workhorse)")
+    with pytest.raises(WorkhorseError, match=r"^llama\.cpp cannot compute this model; nearest is "):
+        find_gguf_family(REFUSED[words])

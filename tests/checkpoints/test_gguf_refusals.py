@@ -40,6 +40,11 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         lambda b: b["attention"]["position"].update(fraction=0.5),
         "position.fraction is 0.5",
     ),
+    "odd rotation": (
+        "gpt_neox",
+        lambda b: b["attention"]["position"].update(fraction=0.3),
+        "turns 9 features, an odd number",
+    ),
     "dynamic rotation": (
         "llama",
         lambda b: b["attention"]["position"].update(

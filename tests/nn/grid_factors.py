@@ -17,7 +17,7 @@ def scaling(kind: str, **fields: Any) -> Variant:
 
 LLAMA3 = {"low_freq_factor": 1.0, "high_freq_factor": 4.0}
 ROTATIONS = {
-    "half": [rope(), rope(theta=500.0)],
+    "half": [rope(), rope(theta=500.0), rope(precision="float32")],
     "interleaved": [
         rope(pairing="interleaved"),
         rope(pairing="interleaved", fraction=0.5),
@@ -177,7 +177,7 @@ FACTORS: dict[str, dict[str, list[Variant]]] = {
     },
     "embedding": {
         "plain": [{}],
-        "multiplied": [{"multiplier": 2.0}],
+        "multiplied": [{"multiplier": 2.0}, {"multiplier": 5.1, "round_multiplier": True}],
         "normed": [{"norm": LAYER, "dropout": 0.1}],
         "narrow": [{"width": 6}],
     },

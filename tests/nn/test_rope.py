@@ -188,6 +188,11 @@ LONGROPE = {"kind": "longrope", "factor": 4.0, "original_max_seq_len": 32}
         ({}, 5, "fraction=1.0 of head_dim=5 turns 5 features, which cannot be paired; choose a"),
         ({"fraction": 0.1}, 8, "fraction=0.1 of head_dim=8 turns 0 features, which cannot be"),
         (
+            {"scaling": {**LONGROPE, "kind": "yarn"}, "fraction": 0.65},
+            8,
+            "fraction=0.65 of head_dim=8 turns 5 features, which cannot be paired; choose a",
+        ),
+        (
             {"scaling": {**LONGROPE, "short_factor": [1, 1], "long_factor": [1]}},
             4,
             "longrope has 2 short and 1 long factors for 2 pairs; give one factor a pair",

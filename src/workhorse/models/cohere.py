@@ -33,7 +33,7 @@ def read(hf: Fields) -> DecoderConfig:
         norm=norm,
         attention=attention(
             hf,
-            position=read_rope(hf, theta=5e5, pairing="interleaved"),
+            position=read_rope(hf, theta=5e5, pairing="interleaved", precision="float32"),
             qk_norm=QKNormConfig(norm=norm, over="each_head")
             if hf.get("use_qk_norm", False)
             else None,
@@ -49,7 +49,7 @@ def read_cohere2(hf: Fields) -> DecoderConfig:
     """Command R7B: windows in three layers of four, and no positions in the fourth."""
     hf.ignore("head_dim", *DESCRIPTIONS)
     norm, bias = _norm(hf), hf.get("attention_bias", False)
-    rope = read_rope(hf, pairing="interleaved")
+    rope = read_rope(hf, pairing="interleaved", precision="float32")
     last = every(hf, "sliding_window_pattern", 4)
     types = layer_types(hf, [FULL if one else SLIDING for one in last])
     window = hf.get("sliding_window", 4096)

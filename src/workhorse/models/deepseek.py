@@ -56,7 +56,8 @@ def read_v2(hf: Fields) -> DecoderConfig:
     )
     dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", 11008), bias=bias)
     kinds = dense_first(hf, hf.get("first_k_dense_replace", 0))
-    return _decoder(hf, latent_attention(hf, neighbours=True), kinds, mixture, dense)
+    attention = latent_attention(hf, neighbours=True, precision="float32")
+    return _decoder(hf, attention, kinds, mixture, dense)
 
 
 def _v2_groups(hf: Fields) -> Mapping[str, Any]:

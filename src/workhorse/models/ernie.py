@@ -77,7 +77,7 @@ def read_mixture(hf: Fields) -> DecoderConfig:
 
 def _heads(hf: Fields, **changes: Any) -> AttentionConfig:
     bias = hf.get("use_bias", False)
-    rope = read_rope(hf, theta=500_000.0, pairing="interleaved")
+    rope = read_rope(hf, theta=500_000.0, pairing="interleaved", precision="float32")
     return attention(hf, position=rope, qkv_bias=bias, out_bias=bias, **changes)
 
 

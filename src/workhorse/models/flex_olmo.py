@@ -29,7 +29,7 @@ def read(hf: Fields) -> DecoderConfig:
         norm=norm,
         attention=attention(
             hf,
-            position=read_rope(hf, theta=5e5),
+            position=read_rope(hf, theta=5e5, precision="float32"),
             qk_norm=QKNormConfig(norm=norm, over="full"),
             qkv_bias=bias,
             out_bias=bias,

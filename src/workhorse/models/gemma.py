@@ -72,7 +72,7 @@ def gemma(
         d_model=d_model,
         n_layers=n_layers,
         max_seq_len=max_seq_len,
-        embedding=EmbeddingConfig(multiplier=math.sqrt(d_model)),
+        embedding=EmbeddingConfig(multiplier=math.sqrt(d_model), round_multiplier=True),
         blocks={"main": block},
         final_norm=norm,
         head=HeadConfig(tied=True),
@@ -244,7 +244,7 @@ def _shared(hf: Fields) -> tuple[RMSNormConfig, int, bool]:
 
 def _scaled(hf: Fields) -> EmbeddingConfig:
     width = max(hf.need("hidden_size", int), 0)  # the decoder's own check refuses what is below
-    return EmbeddingConfig(multiplier=math.sqrt(width))
+    return EmbeddingConfig(multiplier=math.sqrt(width), round_multiplier=width != 1)
 
 
 def query_scalar(data: Data) -> int:

@@ -95,7 +95,7 @@ def _turning(hf: Fields, eps: float) -> Mapping[str, Any]:
     """Of layers with positions: a rotation, and then a norm without weight."""
     norm = QKNormConfig(norm=RMSNormConfig(eps=eps, weight=False), after_rope=True)
     return {
-        "position": read_rope(hf, theta=500_000.0, pairing="interleaved"),
+        "position": read_rope(hf, theta=500_000.0, pairing="interleaved", precision="float32"),
         "qk_norm": norm if hf.get("use_qk_norm", True) else None,
     }
 

@@ -50,7 +50,9 @@ def read(hf: Fields) -> DecoderConfig:
             norm_attention=n > 0,
             attention=attention(
                 hf,
-                position=read_rope(hf, theta=hf.get(key, theta), layer_type=kind),
+                position=read_rope(
+                    hf, theta=hf.get(key, theta), layer_type=kind, precision="float32"
+                ),
                 window=window if kind == SLIDING else None,
                 qkv_bias=bias,
                 out_bias=bias,

@@ -60,7 +60,9 @@ def olmo(
     norm = LayerNormConfig(eps=1e-5, weight=False, bias=False, precision="float32")
     block = PreNormConfig(
         norm=norm,
-        attention=AttentionConfig(n_heads=n_heads, position=RopeConfig(theta=10_000.0)),
+        attention=AttentionConfig(
+            n_heads=n_heads, position=RopeConfig(theta=10_000.0, precision="float32")
+        ),
         feed_forward=GatedMlpConfig(d_ff=d_ff, activation="silu"),
     )
     return DecoderConfig(
@@ -123,7 +125,11 @@ def read(hf: Fields) -> DecoderConfig:
     norm = LayerNormConfig(eps=1e-5, weight=False, bias=False, precision="float32")
     block = PreNormConfig(
         norm=norm,
-        attention=_attention(hf, clip=hf.optional("clip_qkv", float)),
+        attention=_attention(
+            hf,
+            position=read_rope(hf, precision="float32"),
+            clip=hf.optional("clip_qkv", float),
+        ),
         feed_forward=gated_mlp(hf),
     )
     return decoder(hf, block, norm)
@@ -133,7 +139,9 @@ def read_olmo2(hf: Fields) -> DecoderConfig:
     """OLMo 2 (2501.00656 §2.1): norms on each sub-layer's output, and on queries and keys."""
     norm = rms_norm(hf, eps=1e-5, multiply="before_cast")
     block = ReorderedNormConfig(
-        norm=norm, attention=_normed_attention(hf, norm), feed_forward=gated_mlp(hf)
+        norm=norm,
+        attention=_normed_attention(hf, norm, position=read_rope(hf, precision="float32")),
+        feed_forward=gated_mlp(hf),
     )
     return decoder(hf, block, norm)
 
@@ -149,7 +157,13 @@ def read_olmo3(hf: Fields) -> DecoderConfig:
     for_each = hf.values.get("rope_parameters") is not None
 
     def block(kind: str) -> ReorderedNormConfig:
-        rope = read_rope(hf, theta=5e5, layer_type=kind, scaled=for_each or kind == FULL)
+        rope = read_rope(
+            hf,
+            theta=5e5,
+            layer_type=kind,
+            scaled=for_each or kind == FULL,
+            precision="float32",
+        )
         return ReorderedNormConfig(
             norm=norm,
             attention=_normed_attention(

@@ -22,7 +22,12 @@ from workhorse.nn.masks import AttentionPattern
 from workhorse.nn.norms import NormConfig, PresentNormConfig
 from workhorse.nn.positions import NoPositionConfig
 from workhorse.nn.rope import RopeConfig
-from workhorse.nn.self_attention import Rotation, SelfAttention, SelfAttentionConfig, split_heads
+from workhorse.nn.self_attention import (
+    SelfAttention,
+    SelfAttentionConfig,
+    make_rotation,
+    split_heads,
+)
 from workhorse.nn.shapes import HeadOutputs, Hidden, NewKeys, Queries
 
 AttentionPositionConfig = Annotated[
@@ -223,7 +228,7 @@ class Attention(SelfAttention):
         self.clip = Clip(clip) if clip else nn.Identity()
         self.q_norm = make_head_norm(qk_norm, n_heads, self.head_dim)
         self.k_norm = make_head_norm(qk_norm, self.n_kv_heads, self.head_dim)
-        self.rotate = Rotation(rope, self.head_dim) if rope else Unchanged()
+        self.rotate = make_rotation(rope, self.head_dim) if rope else Unchanged()
         self.scale_queries = QueryScaling(query_scaling) if query_scaling else Unchanged()
         self.gate = OutputGate(d_model, width_out) if output_gate else Unchanged()
         self.out_proj = nn.Linear(width_out, d_model, bias=out_bias)

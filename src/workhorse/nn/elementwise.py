@@ -25,6 +25,13 @@ class Multiplier(nn.Module):
         return x * self.multiplier
 
 
+class RoundedMultiplier(Multiplier):
+    """`x · multiplier`, the multiplier rounded to the type of `x` first."""
+
+    def forward(self, x: Numbers) -> Numbers:
+        return x * torch.full((), self.multiplier, dtype=x.dtype, device=x.device)
+
+
 class Product(nn.Module):
     """`x · y`."""
 

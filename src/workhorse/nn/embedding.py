@@ -3,8 +3,8 @@
 from pydantic import Field
 from torch import nn
 
-from workhorse.config import Config
-from workhorse.nn.elementwise import Multiplier
+from workhorse.config import Config, ConfigError
+from workhorse.nn.elementwise import Multiplier, RoundedMultiplier
 from workhorse.nn.norms import NoNormConfig, NormConfig
 from workhorse.nn.positions import EmbeddingPositionConfig, NoPositionConfig
 from workhorse.nn.shapes import Hidden, Positions, Tokens
@@ -20,10 +20,23 @@ class EmbeddingConfig(Config):
     """Of the table, where it is narrower than d_model; a projection widens it (OPT-350m)."""
     multiplier: float = 1.0
     """On the token's vector (Gemma and the 2017 transformer: sqrt(d_model))."""
+    round_multiplier: bool = False
+    """Round the multiplier to the table's type first (Gemma): in bfloat16 sqrt(3072) is 55.5."""
     norm: NormConfig = NoNormConfig()
     """On the token's vector (BLOOM)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """On the sum of token and position."""
+
+    def model_post_init(self, _context: object) -> None:
+        if self.round_multiplier and self.multiplier == 1:
+            raise ConfigError("round_multiplier=true needs a multiplier; give one, or leave it out")
+
+    def multiply(self) -> nn.Module:
+        """A fresh module."""
+        if self.multiplier == 1:
+            return nn.Identity()
+        kind = RoundedMultiplier if self.round_multiplier else Multiplier
+        return kind(self.multiplier)
 
     def build(self, vocab_size: int, d_model: int, max_seq_len: int) -> "Embedding":
         return Embedding(self, vocab_size, d_model, max_seq_len)
@@ -44,7 +57,7 @@ class Embedding(nn.Module):
         narrow = self.width != d_model
         self.tokens = nn.Embedding(vocab_size, self.width)
         self.project = nn.Linear(self.width, d_model, bias=False) if narrow else nn.Identity()
-        self.multiply = Multiplier(config.multiplier) if config.multiplier != 1 else nn.Identity()
+        self.multiply = config.multiply()
         self.norm = config.norm.build(d_model)
         self.positions = config.position.build(max_seq_len, d_model)
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()

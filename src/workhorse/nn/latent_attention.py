@@ -17,7 +17,12 @@ from workhorse.nn.context import Context, context_alone
 from workhorse.nn.kernels import Kernel, KernelName, Scoring, make_kernel
 from workhorse.nn.norms import RMSNormConfig
 from workhorse.nn.rope import RopeConfig
-from workhorse.nn.self_attention import Rotation, SelfAttention, SelfAttentionConfig, split_heads
+from workhorse.nn.self_attention import (
+    SelfAttention,
+    SelfAttentionConfig,
+    make_rotation,
+    split_heads,
+)
 from workhorse.nn.shapes import (
     AttentionOutput,
     HeadOutputs,
@@ -108,7 +113,7 @@ class LatentAttention(SelfAttention):
         self.kv_down_proj = nn.Linear(d_model, config.kv_rank, bias=config.qkv_bias)
         self.kv_norm = config.norm.build(config.kv_rank)
         self.k_rope_proj = nn.Linear(d_model, config.rope_dim, bias=config.qkv_bias)
-        self.rotate = Rotation(config.position, config.rope_dim)
+        self.rotate = make_rotation(config.position, config.rope_dim)
         self.k_up_proj = nn.Linear(config.kv_rank, heads * config.nope_dim, bias=False)
         self.v_up_proj = nn.Linear(config.kv_rank, heads * config.value_dim, bias=False)
         self.out_proj = nn.Linear(heads * config.value_dim, d_model, bias=config.out_bias)

@@ -215,35 +215,41 @@ class RopeConfig(Config):
     theta: float = Field(default=10_000.0, gt=1)
     """Base of the angles: the slowest pair turns once in about `2π · theta` tokens."""
     fraction: float = Field(default=1.0, gt=0, le=1)
-    """The part of the head's width that turns; the rest passes unchanged."""
+    """The part of the head's width that turns; the rest passes unchanged. Of an odd number of
+    features the last turns with the one after it, as in transformers."""
     pairing: Literal["half", "interleaved"] = "half"
     """Feature i turns with i + rotary_dim/2 (`half`) or with its neighbour (`interleaved`). A
     checkpoint is right with one of them only, and plausible with the other."""
     reverse: bool = False
     """Turn the other way (nanochat)."""
+    precision: Literal["native", "float32"] = "native"
+    """`float32` turns queries and keys in float32 whatever their type (OLMo, Cohere)."""
     scaling: RopeScalingConfig | None = None
     """How the rotation is stretched past the length it was trained for; left out: not at all."""
 
     def rotary_dim(self, head_dim: int) -> int:
-        """How many features of a head turn.
+        """The width that the frequencies are spread over: as many features of a head turn, or one
+        more if it is odd.
 
         Raises:
-            ConfigError: the number is not even, or a scaling has divisors for another width.
+            ConfigError: there is no such pair, or a scaling has divisors for another width.
         """
         rotary_dim = int(head_dim * self.fraction)
-        if rotary_dim % 2 or rotary_dim == 0:
+        pairs = (rotary_dim + 1) // 2
+        odd_ramp = rotary_dim % 2 and isinstance(self.scaling, YarnScalingConfig)
+        if rotary_dim == 0 or 2 * pairs > head_dim or odd_ramp:
             raise ConfigError(
                 f"fraction={self.fraction} of head_dim={head_dim} turns {rotary_dim} features, "
                 "which cannot be paired; choose a fraction that gives an even number"
             )
         match self.scaling:
             case LongRopeScalingConfig(short_factor=short, long_factor=long):
-                if {len(short), len(long)} != {rotary_dim // 2}:
+                if {len(short), len(long)} != {pairs}:
                     raise ConfigError(
                         f"longrope has {len(short)} short and {len(long)} long factors for "
-                        f"{rotary_dim // 2} pairs; give one factor a pair"
+                        f"{pairs} pairs; give one factor a pair"
                     )
-            case DynamicNtkScalingConfig() if rotary_dim == 2:  # noqa: PLR2004
+            case DynamicNtkScalingConfig() if rotary_dim <= 2:  # noqa: PLR2004
                 raise ConfigError("dynamic_ntk needs at least two pairs; choose a wider head_dim")
             case _:
                 pass
@@ -255,7 +261,7 @@ class RopeConfig(Config):
         return isinstance(self.scaling, DynamicNtkScalingConfig | LongRopeScalingConfig)
 
     def angles(self, positions: Positions, head_dim: int, length: int) -> tuple[Angles, Angles]:
-        """Cosines and sines in float32, `(batch or 1, 1, seq, rotary_dim / 2)` each.
+        """Cosines and sines in float32, `(batch or 1, 1, seq, pairs)` each.
 
         Args:
             positions: where each token stands; padding may hold anything.
@@ -280,11 +286,11 @@ def inverse_powers(theta: float, rotary_dim: int, device: torch.device) -> Frequ
 
 
 def rotate_half(x: Tensor, cos: Angles, sin: Angles) -> Tensor:
-    """Turn the pairs (i, i + rotary_dim/2) of the first `rotary_dim` features.
+    """Turn the pairs (i, i + pairs) of the first `2 · pairs` features.
 
     Args:
         x: (batch, heads, seq, head_dim).
-        cos: (batch or 1, 1, seq, rotary_dim / 2), in the type of `x`.
+        cos: (batch or 1, 1, seq, pairs), in the type of `x`.
         sin: as `cos`.
     """
     half = cos.shape[-1]
@@ -293,8 +299,8 @@ def rotate_half(x: Tensor, cos: Angles, sin: Angles) -> Tensor:
 
 
 def rotate_interleaved(x: Tensor, cos: Angles, sin: Angles) -> Tensor:
-    """Turn the pairs (2i, 2i + 1) of the first `rotary_dim` features; see `rotate_half`."""
-    rotary_dim = 2 * cos.shape[-1]
-    a, b, rest = x[..., 0:rotary_dim:2], x[..., 1:rotary_dim:2], x[..., rotary_dim:]
+    """Turn the pairs (2i, 2i + 1) of the first `2 · pairs` features; see `rotate_half`."""
+    turning = 2 * cos.shape[-1]
+    a, b, rest = x[..., 0:turning:2], x[..., 1:turning:2], x[..., turning:]
     turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)
     return torch.cat((turned, rest), dim=-1)

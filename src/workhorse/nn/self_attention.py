@@ -102,6 +102,12 @@ def split_heads(x: Hidden, heads: int) -> Queries:
     return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
 
 
+def make_rotation(rope: RopeConfig, head_dim: int) -> "Rotation":
+    """What turns queries or keys of that width."""
+    kind = Rotation if rope.precision == "native" else Float32Rotation
+    return kind(rope, head_dim)
+
+
 class Rotation(nn.Module):
     """Turns queries or keys by their positions."""
 
@@ -115,3 +121,10 @@ class Rotation(nn.Module):
     def forward(self, x: Queries, context: Context) -> Queries:
         cos, sin = context.rotation(self.name, self.rope, self.head_dim, x.dtype)
         return self.turn(x, cos, sin)
+
+
+class Float32Rotation(Rotation):
+    """A rotation computed in float32 and cast back."""
+
+    def forward(self, x: Queries, context: Context) -> Queries:
+        return super().forward(x.float(), context).to(x.dtype)

@@ -14,6 +14,7 @@ from functools import cached_property
 from typing import Any, Literal
 
 from workhorse.checkpoints.gguf.places import (
+    FRACTION,
     MISSING,
     SCALING,
     THETA,
@@ -48,6 +49,8 @@ MEANINGLESS = (
     "norm.precision",
     "norm.offset",
     "attention.position.pairing",
+    "attention.position.precision",
+    "embedding.round_multiplier",
     "attention.qk_norm.norm.multiply",
     "attention.qk_norm.norm.precision",
     "attention.qk_norm.norm.offset",
@@ -154,6 +157,7 @@ class Architecture:
             (str(first) if first else None)
             or self._uneven(layers)
             or self._not_square(data)
+            or _odd_rotation(layers)
             or self.check(data)
         )
 
@@ -230,6 +234,17 @@ class Architecture:
         if not self.square or attention["n_heads"] * attention["head_dim"] == data["d_model"]:
             return None
         return f"n_heads · head_dim is not d_model={data['d_model']}"
+
+
+def _odd_rotation(layers: list[Data]) -> str | None:
+    """llama.cpp turns as many features as it spreads frequencies over."""
+    for layer in layers:
+        fraction = look_up(layer, FRACTION)
+        if isinstance(fraction, float) and "head_dim" in layer["attention"]:
+            turning = int(layer["attention"]["head_dim"] * fraction)
+            if turning % 2:
+                return f"attention.position turns {turning} features, an odd number"
+    return None
 
 
 def _group(layer: Data) -> tuple[bool, str]:

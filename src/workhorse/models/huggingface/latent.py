@@ -1,6 +1,7 @@
 """What DeepSeek's descendants share: latent attention, its keys and the names of its tensors."""
 
 import math
+from typing import Literal
 
 from workhorse.models.huggingface.family import Key, equals
 from workhorse.models.huggingface.fields import Fields
@@ -12,18 +13,21 @@ from workhorse.nn.norms import RMSNormConfig
 from workhorse.nn.rope import YarnScalingConfig
 
 
-def latent_attention(hf: Fields, *, neighbours: bool) -> LatentAttentionConfig:
+def latent_attention(
+    hf: Fields, *, neighbours: bool, precision: Literal["native", "float32"] = "native"
+) -> LatentAttentionConfig:
     """Latent attention of a config.
 
     Args:
         hf: the config.
         neighbours: whether features turn with their neighbours, or in halves.
+        precision: of the rotation.
     """
     # every head has keys of its own; the widths are made of the other keys, whatever they say
     hf.ignore("num_key_value_heads", "head_dim", "qk_head_dim")
     bias = hf.get("attention_bias", False)
     nope_dim, rope_dim = hf.get("qk_nope_head_dim", 128), hf.get("qk_rope_head_dim", 64)
-    position = read_rope(hf, pairing="interleaved" if neighbours else "half")
+    position = read_rope(hf, pairing="interleaved" if neighbours else "half", precision=precision)
     yarn, scale = position.scaling, None
     if isinstance(yarn, YarnScalingConfig) and yarn.mscale_all_dim:
         scale = yarn.growth(yarn.mscale_all_dim) ** 2 / math.sqrt(nope_dim + rope_dim)

@@ -4,11 +4,12 @@ A set of alternatives is a tagged union: each alternative is a `Config` with a l
 the union is written `Annotated[A | B, Field(discriminator="kind")]`.
 """
 
+import copy
 import difflib
 import json
 import re
 import textwrap
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Self, Union, cast, get_args, get_origin
@@ -16,7 +17,16 @@ from typing import Any, Self, Union, cast, get_args, get_origin
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
+from workhorse import untrusted
 from workhorse.errors import WorkhorseError
+from workhorse.untrusted import shown
+
+LARGEST = 2**63 - 1
+"""Of a whole number; no size, count or seed is larger."""
+MAX_BYTES = 1_000_000
+"""Of a file in YAML."""
+MAX_DEPTH = 64
+"""Names in the path of a setting."""
 
 
 class ConfigError(WorkhorseError):
@@ -47,15 +57,27 @@ class Config(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_truth_for_numbers(cls, fields: Any) -> Any:
-        """Pydantic would read `n_layers: true` as 1."""
-        given = cast(dict[str, Any], fields) if isinstance(fields, dict) else {}
+    def _read_as_meant(cls, fields: Any) -> Any:
+        """What pydantic would misread: `n_layers: true` as 1, and `position: rope` not at all."""
+        if not isinstance(fields, dict):
+            return fields
+        given = cast(dict[str, Any], fields)
         for name, value in given.items():
-            if isinstance(value, bool) and name in cls.model_fields:
+            if name in cls.model_fields:
                 annotation = cls.model_fields[name].annotation
-                if not {bool, Any, object} & set(_alternatives(annotation)):
+                if isinstance(value, bool) and not {bool, Any, object} & set(
+                    _alternatives(annotation)
+                ):
                     raise ConfigError(f"{value} is true or false; give another value", name)
-        return cast(Any, fields)
+                if isinstance(value, str) and "\0" in value and Path in _alternatives(annotation):
+                    raise ConfigError(f"{value!r} cannot name a file", name)
+                _check_numbers(value, name)
+        return {
+            name: _with_kind(cls.model_fields[name].annotation, value)
+            if name in cls.model_fields
+            else value
+            for name, value in given.items()
+        }
 
     @classmethod
     def from_dict(cls, fields: Any) -> Self:
@@ -72,10 +94,9 @@ class Config(BaseModel):
     @classmethod
     def from_json(cls, text: str) -> Self:
         try:
-            data = json.loads(text)
-        except json.JSONDecodeError as error:
-            where = f"line {error.lineno}, column {error.colno}"
-            raise ConfigError(f"not valid JSON at {where}: {error.msg}") from None
+            data = untrusted.parse_json(text.encode("utf-8", "surrogatepass"), "the text")
+        except WorkhorseError as error:
+            raise ConfigError(str(error)) from None
         return cls.from_dict(data)
 
     def to_json(self) -> str:
@@ -95,65 +116,16 @@ class Config(BaseModel):
         )
 
 
-class _Yaml12Loader(yaml.SafeLoader):
-    """PyYAML reads `3e-4` as a string and `on` as true (YAML 1.1); YAML 1.2 does not.
-
-    A key given twice is an error here, not the last one's win.
-    """
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        seen: set[Any] = set()
-        for key_node, _ in node.value:
-            construct = cast(Callable[..., Any], self.construct_object)
-            key = construct(key_node, deep=True)
-            if not isinstance(key, Hashable):
-                raise yaml.MarkedYAMLError(
-                    problem="a key must be a plain word or number", problem_mark=key_node.start_mark
-                )
-            if key in seen:
-                raise yaml.MarkedYAMLError(
-                    problem=f"key {key!r} is given twice; keep one",
-                    problem_mark=key_node.start_mark,
-                )
-            seen.add(key)
-        return super().construct_mapping(node, deep)
-
-
-_YAML_1_2 = {
-    "bool": (r"(?:true|True|TRUE|false|False|FALSE)$", "tTfF"),
-    "int": (r"[-+]?(?:0|[1-9]\d*)$", "-+0123456789"),
-    "float": (
-        r"[-+]?(?:\d+\.\d*|\.\d+|\d+(?=[eE]))(?:[eE][-+]?\d+)?$"
-        r"|[-+]?\.(?:inf|Inf|INF)$|\.(?:nan|NaN|NAN)$",
-        "-+0123456789.",
-    ),
-}
-"""How plain scalars of each type are written, and the characters they begin with. Dates, numbers to
-base 60 and the like stay text."""
-
-_Yaml12Loader.yaml_implicit_resolvers = {
-    first: [(tag, rule) for tag, rule in rules if tag.rpartition(":")[2] in ("null", "merge")]
-    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
-}
-for _kind, (_rule, _first) in _YAML_1_2.items():
-    _Yaml12Loader.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
-        f"tag:yaml.org,2002:{_kind}", re.compile(_rule), list(_first)
-    )
-
-
 def parse_yaml(text: str) -> Any:
     """The plain data of a YAML text.
 
     Raises:
-        ConfigError: the text is not YAML, with line and column.
+        ConfigError: the text is not YAML or not plain data, with line and column.
     """
     try:
-        return yaml.load(text, Loader=_Yaml12Loader)
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        where = f" at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
-        problem = str(getattr(error, "problem", error)).splitlines()[0]
-        raise ConfigError(f"not valid YAML{where}: {problem}") from None
+        return untrusted.parse_yaml(text)
+    except untrusted.BadYaml as error:
+        raise ConfigError(str(error)) from None
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:
@@ -163,15 +135,11 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ConfigError: the file is missing, unreadable, not YAML, or not a mapping.
     """
     try:
-        text = Path(path).read_text(encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"cannot read {path}: {error.strerror}") from None
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} is not UTF-8 text: bad byte at offset {error.start}") from None
-    try:
-        data = parse_yaml(text)
+        data = parse_yaml(untrusted.read_text(Path(path), limit=MAX_BYTES))
     except ConfigError as error:
         raise ConfigError(f"{path}: {error.reason}") from None
+    except WorkhorseError as error:
+        raise ConfigError(str(error)) from None
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of settings, got {_show(data)}")
     return cast(dict[str, Any], data)
@@ -183,12 +151,12 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
     Raises:
         ConfigError: a setting without `=`, or a path through something that is not a mapping.
     """
-    result = json.loads(json.dumps(data))
+    result = copy.deepcopy(dict(data))
     for setting in overrides:
         path, equals, value = setting.partition("=")
-        if not equals or not path:
-            raise ConfigError(f"{setting!r} is not a setting; write section.key=value")
         *sections, key = path.split(".")
+        if not equals or not all((*sections, key)) or len(sections) > MAX_DEPTH:
+            raise ConfigError(f"{shown(setting)} is not a setting; write section.key=value")
         target: dict[str, Any] = result
         for depth, section in enumerate(sections):
             inside: Any = target.get(section)
@@ -196,12 +164,27 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
                 inside = target[section] = {}
             if not isinstance(inside, dict):
                 where = ".".join(sections[: depth + 1])
-                raise ConfigError(f"{where} holds {_show(inside)}, not settings; check {setting!r}")
+                holds = f"{where} holds {_show(inside)}, not settings"
+                raise ConfigError(f"{holds}; check {shown(setting)}")
             target = cast(dict[str, Any], inside)
-        target[key] = parse_yaml(value)
+        target[key] = _value_of(path, value)
     return result
 
 
+def _value_of(path: str, text: str) -> Any:
+    """The value of a setting, which is YAML; a lone dash is the standard input and no list."""
+    if text == "-":
+        return text
+    try:
+        return parse_yaml(text)
+    except ConfigError as error:
+        quoted = f"{path}='{text}'" if len(text) <= LONGEST_QUOTED else f"{path}='...'"
+        remedy = f"""if it is a text, quote it: "{quoted}\""""
+        raise ConfigError(f"{shown(f'{path}={text}')} is {error.reason}; {remedy}") from None
+
+
+LONGEST_QUOTED = 60
+"""Characters of a value that an error repeats."""
 LISTED_NAMES = 24
 """How many known names an error lists at most."""
 
@@ -229,7 +212,7 @@ def _first_problem(config: type[Config], error: ValidationError) -> ConfigError:
     match problem["type"]:
         case "extra_forbidden":
             *path, key = path
-            reason = f"unknown key {key!r}; {nearest(key, config.model_fields)}"
+            reason = f"unknown key {shown(key)}; {nearest(key, config.model_fields)}"
         case "missing":
             *path, key = path
             reason = f"{key!r} is missing; give it a value"
@@ -240,6 +223,8 @@ def _first_problem(config: type[Config], error: ValidationError) -> ConfigError:
             reason = f"{_show(value)} has no 'kind'; give it one"
         case "value_error":
             reason = str(cause)
+        case kind if kind in _WRONG_TYPES:
+            reason = _wrong_type(kind, value, _annotation_at(config, path))
         case _:
             messages = [problem["msg"]]
             if _is_plain_union(config, path):  # one finding for each arm, whose name is last
@@ -249,6 +234,62 @@ def _first_problem(config: type[Config], error: ValidationError) -> ConfigError:
             message = ", or ".join(messages)
             reason = f"{_show(value)} is not allowed: {message[0].lower()}{message[1:]}"
     return ConfigError(reason, ".".join(_without_tag(config, path)))
+
+
+_WRONG_TYPES = {"tuple_type", "list_type", "path_type"} | {
+    "dict_type",
+    "model_type",
+    "model_attributes_type",
+}
+
+
+def _wrong_type(problem: str, value: Any, annotation: Any) -> str:
+    """Why a value that is no list, no path or no settings cannot stand where one is expected."""
+    if problem in ("tuple_type", "list_type"):
+        what = f"is one text; write [{shown(value)}]" if isinstance(value, str) else "is none"
+        return f"a list is needed, and {_show(value)} {what}"
+    if problem == "path_type":
+        return f"{_show(value)} is not a path; give the name of a file or folder"
+    if isinstance(value, str) and (kinds := _kinds(annotation)):
+        return f"unknown kind {shown(value)}; {nearest(value, kinds)}"
+    return f"{_show(value)} is not settings; write them as key: value, or {{key: value}}"
+
+
+def _annotation_at(config: type[Config], path: list[str]) -> Any:
+    """What may stand in a field of a config, or under a key of such a field."""
+    field = config.model_fields.get(path[0]) if path else None
+    return field.annotation if field else None
+
+
+def _check_numbers(value: Any, name: str) -> None:
+    """Refuse a whole number that no size, count or seed can be, however deep it lies."""
+    if isinstance(value, int) and abs(value) > LARGEST:
+        raise ConfigError("a whole number is 2^63 - 1 at most; choose a smaller one", name)
+    if isinstance(value, dict):
+        for key, item in cast(dict[Any, Any], value).items():
+            _check_numbers(key, name)
+            _check_numbers(item, f"{name}.{key}")
+    elif isinstance(value, list | tuple):
+        for item in cast(list[Any], value):
+            _check_numbers(item, name)
+
+
+def _with_kind(annotation: Any, value: Any) -> Any:
+    """A plain word spelled out where a config of that kind may stand: `rope`, `{kind: rope}`."""
+    if isinstance(value, str):
+        return {"kind": value} if value in _kinds(annotation) else value
+    if get_origin(annotation) is dict and isinstance(value, dict):
+        inside = get_args(annotation)[1]
+        items = cast(dict[Any, Any], value).items()
+        return {key: _with_kind(inside, item) for key, item in items}
+    return value
+
+
+def _kinds(annotation: Any) -> set[str]:
+    """The kinds of config that a field may hold; none where it may be a text as well."""
+    kinds = [config.model_fields.get("kind") for config in _configs_in(annotation)]
+    plain = str in _alternatives(annotation)
+    return set() if plain else {kind.default for kind in kinds if kind}
 
 
 def _alternatives(annotation: Any) -> list[Any]:

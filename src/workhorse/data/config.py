@@ -198,6 +198,13 @@ class DataConfig(Config):
     def _shorthand(cls, corpus: Any) -> Any:
         return _spelled_out(corpus)
 
+    def kept_in(self, folder: Path) -> Path:
+        """Where token shards are kept: `cache_dir`, or `folder` where it is not set."""
+        try:
+            return (self.cache_dir or folder).expanduser()
+        except RuntimeError:
+            raise ConfigError(f"there is no home of {self.cache_dir}", "data.cache_dir") from None
+
     @property
     def sources(self) -> dict[str, SourceConfig]:
         """The sources by name; a lone one is called `corpus`."""

@@ -1,14 +1,26 @@
 """Files that strangers made, read within limits: soon, in little memory, or refused in one line."""
 
-from workhorse.untrusted.files import decoded, open_contained, read_bytes, shown
+from workhorse.untrusted.files import (
+    decoded,
+    open_contained,
+    open_plain,
+    read_bytes,
+    read_text,
+    shown,
+)
 from workhorse.untrusted.json_file import collector_paused, parse_json, read_json
+from workhorse.untrusted.yaml_text import BadYaml, parse_yaml
 
 __all__ = [
+    "BadYaml",
     "collector_paused",
     "decoded",
     "open_contained",
+    "open_plain",
     "parse_json",
+    "parse_yaml",
     "read_bytes",
     "read_json",
+    "read_text",
     "shown",
 ]

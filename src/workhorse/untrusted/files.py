@@ -1,5 +1,6 @@
 """Files of a folder that a stranger made: opened only where they are plain files inside it."""
 
+import io
 import os
 import re
 import stat
@@ -70,6 +71,40 @@ def read_bytes(path: Path, *, limit: int, root: Path | None = None) -> bytes:
     if len(raw) > limit:
         raise WorkhorseError(f"{path} is larger than {limit} bytes; it is not a model's")
     return raw
+
+
+def open_plain(path: Path) -> io.BufferedReader:
+    """Open a file that the user named, for reading bytes, wherever its links lead.
+
+    Raises:
+        WorkhorseError: there is no file that can be read, or it is a folder, pipe or device.
+    """
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a pipe's writer
+    except OSError as error:
+        raise WorkhorseError(f"cannot read {path}: {error.strerror}") from None
+    mode = os.fstat(descriptor).st_mode
+    if not stat.S_ISREG(mode):
+        os.close(descriptor)
+        kind = "a folder" if stat.S_ISDIR(mode) else "a pipe or device"
+        raise WorkhorseError(f"cannot read {path}: it is {kind}; name a plain file")
+    return io.BufferedReader(io.FileIO(descriptor))
+
+
+def read_text(path: Path, *, limit: int) -> str:
+    """The UTF-8 text of a file that the user named, of at most so many bytes.
+
+    Raises:
+        WorkhorseError: as `open_plain`; or the file is larger, or no UTF-8.
+    """
+    with open_plain(path) as file:
+        try:
+            raw = file.read(limit + 1)
+        except OSError as error:
+            raise WorkhorseError(f"cannot read {path}: {error.strerror}") from None
+    if len(raw) > limit:
+        raise WorkhorseError(f"{path} is larger than {limit} bytes; is it the right file?")
+    return decoded(raw, str(path))
 
 
 def decoded(raw: bytes, what: str) -> str:

@@ -42,7 +42,7 @@ from collections.abc import Sequence
 import click
 
 import workhorse
-from workhorse.cli.output import ExitCode
+from workhorse.cli.output import ExitCode, one_line, settle_streams
 from workhorse.errors import WorkhorseError
 
 VERBS = {
@@ -63,10 +63,13 @@ REFUSED_BY_SYSTEM = {
     errno.EDQUOT,
     errno.EEXIST,
     errno.EISDIR,
+    errno.ELOOP,
     errno.ENAMETOOLONG,
     errno.ENOENT,
     errno.ENOSPC,
     errno.ENOTDIR,
+    errno.ENOTEMPTY,
+    errno.ENXIO,
     errno.EPERM,
     errno.EROFS,
 }
@@ -148,13 +151,24 @@ def mistake(error: Exception) -> str:
         case OSError() if error.errno in REFUSED_BY_SYSTEM:
             subject = f"{error.filename}: " if error.filename is not None else ""
             reason = f"{subject}{error.strerror}"
+        case _ if out_of_memory(error):
+            reason = "there is not enough memory for this; choose smaller sizes, or fewer at once"
         case _:
             return ""
-    return f"{where}: {' '.join(part.strip() for part in reason.splitlines())}"
+    return one_line(f"{where}: {reason}")
+
+
+def out_of_memory(error: Exception) -> bool:
+    """Whether Python or torch was refused memory, by whichever of the errors they have for it."""
+    if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
+        return True
+    said = ("can't allocate memory", "std::bad_alloc", "Storage size calculation overflowed")
+    return isinstance(error, RuntimeError) and any(text in str(error) for text in said)
 
 
 def run() -> None:
     """The console script: `main` over the process's arguments."""
+    settle_streams()
     if "_WORKHORSE_COMPLETE" in os.environ:  # a shell asks for completions
         command.main(prog_name="workhorse")
     sys.exit(main(sys.argv[1:]))

@@ -1,7 +1,9 @@
 """What every verb says and where: the result on stdout, progress on stderr, an exit code."""
 
 import enum
+import io
 import json
+import os
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -26,17 +28,48 @@ class ExitCode(enum.IntEnum):
     """Stopped by SIGTERM, after saving."""
 
 
+def settle_streams() -> None:
+    """Make the three standard streams such that printing neither fails nor goes astray.
+
+    A stream that was closed would lend its number to the next file that is opened, and what a
+    library prints would end up in there: its place is taken by nothing. A character that a stream's
+    encoding lacks is written as its escape.
+    """
+    for number, name in enumerate(("stdin", "stdout", "stderr")):
+        try:
+            os.fstat(number)
+        except OSError:
+            os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
+        if getattr(sys, name) is None:
+            setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")
+
+
+def one_line(text: str) -> str:
+    """A message as one line of bounded length that a terminal shows and does not obey."""
+    line = " ".join(part.strip() for part in text.splitlines())
+    line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
+    return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
+
+
+LONGEST = 600
+"""Characters of an error; its remedy stands at the end, so what is left out is in the middle."""
+
+
 def print_result(result: Mapping[str, Any], as_json: bool, text: str) -> None:
     """Print a verb's result on stdout: `result` as one line of JSON, or `text` for a person.
 
     Paths become strings; a number that JSON has no word for (an infinite loss) becomes null.
     """
-    print(json.dumps(_plain(result), ensure_ascii=False) if as_json else text)
+    exact = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
+    print(json.dumps(_plain(result), ensure_ascii=not exact) if as_json else text)
 
 
 def warn(note: str) -> None:
     """Say on stderr what must not go unnoticed."""
-    print(f"warning: {note}", file=sys.stderr)
+    print(f"warning: {one_line(note)}", file=sys.stderr)
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """`workhorse.load`: a model by the name of what holds it, with its tokenizer."""
 
+import operator
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -17,7 +18,7 @@ from workhorse.checkpoints import (
 )
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.stored import StoredModel, is_hub_id, open_stored
-from workhorse.config import nearest
+from workhorse.config import ConfigError, nearest
 from workhorse.data import DataConfig
 from workhorse.devices import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError
@@ -31,6 +32,7 @@ from workhorse.transforms.codes import FormatName
 from workhorse.transforms.inference import prepare_for_inference
 from workhorse.transforms.quantize import place_codes
 from workhorse.transforms.quantize import quantize as quantize_weights
+from workhorse.untrusted import shown
 
 Quantization = Literal["none"] | FormatName
 
@@ -136,6 +138,8 @@ class Model:
         **options: Any,
     ) -> list[Completion]:
         """Continue several prompts, see `workhorse.generate.generate`."""
+        if isinstance(prompts, str):
+            raise WorkhorseError(f"{shown(prompts)} is one prompt; give a list, or use generate")
         return generate(
             self.decoder,
             [self._tokens(prompt) for prompt in prompts],
@@ -191,7 +195,15 @@ class Model:
         return config
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        return self.encode(prompt) if isinstance(prompt, str) else list(prompt)
+        if isinstance(prompt, str):
+            return self.encode(prompt)
+        try:
+            return [operator.index(token) for token in prompt]
+        except TypeError:
+            raise WorkhorseError(
+                f"a prompt is a text or a sequence of token ids, not {shown(prompt)}; "
+                "give several texts to generate_batch"
+            ) from None
 
 
 def load(
@@ -265,11 +277,20 @@ def _with_text(stored: StoredModel, decoder: Decoder, tell: Callable[[str], obje
         decoder,
         tokenizer,
         trained=True,
-        data=DataConfig.from_dict(stored.recipe()["data"]) if is_run else None,
+        data=_data_of(stored) if is_run else None,
         stop_tokens=stored.stop_tokens,
         trained_to_chat=not is_run and tokenizer is not None and bool(tokenizer.chat_template),
         family=stored.family if isinstance(stored, HuggingFaceDirectory) else None,
     )
+
+
+def _data_of(run: RunDirectory) -> DataConfig:
+    """What a run was trained on."""
+    try:
+        return DataConfig.from_dict(run.recipe().get("data"))
+    except ConfigError as error:
+        where = f"{run.recipe_file}: " if str(run.recipe_file) not in str(error) else ""
+        raise WorkhorseError(f"{where}{error}; put the run's own recipe back") from None
 
 
 def _random(

@@ -40,9 +40,7 @@ SHOWN_PROMPT = 40
 @click.option("--beams", type=int, help="Search for the likeliest text with so many hypotheses.")
 @click.option("--length-penalty", type=float, help="With --beams: more favours longer texts.")
 @click.option("--early-stopping", is_flag=True, default=None, help="With --beams: end sooner.")
-@click.option(
-    "--batch-size", type=click.IntRange(min=1), default=32, show_default=True, help="Rows at once."
-)
+@click.option("--batch-size", type=click.IntRange(min=1), help="Rows at once.  [default: 32]")
 @click.option("--stream", "as_stream", is_flag=True, help="Show the text as it comes.")
 @json_option
 def command(
@@ -53,7 +51,7 @@ def command(
     prompts: tuple[str, ...],
     draft: str | None,
     ignore_eos: bool,
-    batch_size: int,
+    batch_size: int | None,
     as_stream: bool,
     as_json: bool,
     **options: Any,
@@ -66,9 +64,10 @@ def command(
     """
     if options["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs are part of the --json result; add --json")
-    if as_stream and (as_json or len(prompts) > 1 or options["n_samples"] is not None):
+    several = (options["n_samples"], batch_size)
+    if as_stream and (as_json or len(prompts) > 1 or several != (None, None)):
         raise click.UsageError(
-            "--stream shows one text; leave out --json, --n-samples, more prompts"
+            "--stream shows one text; leave out --json, --n-samples, --batch-size, more prompts"
         )
     config = generation_config(**options, stop_tokens=() if ignore_eos else None)
     texts = _read(prompts)
@@ -80,7 +79,7 @@ def command(
         _stream(loaded, texts[0], config, guesser)
         return
     started = time.perf_counter()
-    completions = loaded.generate_batch(texts, config, draft=guesser, batch_size=batch_size)
+    completions = loaded.generate_batch(texts, config, draft=guesser, batch_size=batch_size or 32)
     seconds = time.perf_counter() - started
     _explain([(c.finish_reason, len(c.tokens)) for c in completions], seconds, config)
     result = _result(completions, texts, seconds, config)

@@ -11,6 +11,10 @@ json_option = click.option(
 """Every verb has it; the parameter is `as_json`."""
 
 
+MOST_THREADS = 1024
+"""More than any machine has cores; each takes memory."""
+
+
 def runtime_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     """`--device`, `--dtype` and `--threads`, for every verb that runs a model.
 
@@ -19,7 +23,7 @@ def runtime_options(verb: Callable[..., Any]) -> Callable[..., Any]:
     for option in (
         click.option(
             "--threads",
-            type=click.IntRange(min=0),
+            type=click.IntRange(0, MOST_THREADS),
             default=0,
             help="CPU threads; 0 lets torch decide.  [default: 0]",
         ),

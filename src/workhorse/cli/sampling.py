@@ -11,13 +11,16 @@ if TYPE_CHECKING:
 
 def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> Any:
     """`ID=VALUE` settings as a mapping; None where there is none."""
-    biases = {}
+    biases: dict[int, float] = {}
     for setting in given:
-        token, _, value = setting.partition("=")
+        name, _, value = setting.partition("=")
         try:
-            biases[int(token)] = float(value)
+            token, bias = int(name), float(value)
         except ValueError:
             raise click.BadParameter(f"{setting!r} is no bias; write ID=VALUE") from None
+        if token in biases:
+            raise click.BadParameter(f"token {token} is given twice; keep one")
+        biases[token] = bias
     return biases or None
 
 

@@ -6,6 +6,14 @@ from pydantic import Field, model_validator
 
 from workhorse.config import Config, ConfigError
 
+COLDEST = 1e-6
+MOST_TIMES = 1e6
+LARGEST_SHIFT = 1e9
+LARGEST_POWER = 10.0
+"""Bounds within which whatever is done to finite logits, all of it together, stays finite."""
+MOST_ROWS = 4096
+"""Texts of one prompt that are made side by side."""
+
 
 class GenerationConfig(Config):
     """How text is chosen and where it ends.
@@ -18,7 +26,7 @@ class GenerationConfig(Config):
     max_new_tokens: int = 128
     """Tokens to add at most, 1 or more."""
     temperature: float = 1.0
-    """Divides the logits; 0 takes the likeliest token (greedy)."""
+    """Divides the logits, by 1e-6 or more; 0 takes the likeliest token (greedy)."""
     top_k: int | None = None
     """Sample among the k likeliest tokens only."""
     top_p: float = 1.0
@@ -26,17 +34,18 @@ class GenerationConfig(Config):
     min_p: float = 0.0
     """Sample among tokens with at least this fraction of the likeliest token's probability."""
     repetition_penalty: float = 1.0
-    """Above 1 makes tokens seen in the prompt or the new text less likely."""
+    """Above 1 makes tokens seen in the prompt or the new text less likely; 1e-6 to 1e6."""
     presence_penalty: float = 0.0
-    """Subtracted once from the logit of every token already in the new text."""
+    """Subtracted once from the logit of every token already in the new text; -1e9 to 1e9."""
     frequency_penalty: float = 0.0
-    """Subtracted from a token's logit for each time it is in the new text."""
+    """Subtracted from a token's logit for each time it is in the new text; -1e9 to 1e9."""
     logit_bias: dict[int, float] = Field(default_factory=dict)
-    """Added to the logit of a token id."""
+    """Added to the logit of a token id; -1e9 to 1e9."""
     seed: int | None = None
     """Starts the request's own generator, 0 to 2^63 - 1; None draws a fresh seed."""
     n_samples: int = 1
-    """Texts per prompt; sample j is what `seed + j` gives by itself."""
+    """Texts per prompt, made side by side, 4096 at most; sample j is what `seed + j` gives by
+    itself."""
     stop: tuple[str, ...] = ()
     """Texts that end the result; neither they nor anything after them is part of it."""
     stop_tokens: tuple[int, ...] | None = None
@@ -50,9 +59,9 @@ class GenerationConfig(Config):
     """Tokens guessed at a time, by a draft model or from the text itself, for one pass of the model
     to check; it changes the speed. 0 guesses none."""
     beams: int = 1
-    """Hypotheses kept by beam search; 1 is no search."""
+    """Hypotheses kept by beam search, 4096 at most; 1 is no search."""
     length_penalty: float = 1.0
-    """Beam search divides the summed log-probability by `length ** length_penalty`."""
+    """Beam search divides the summed log-probability by `length ** length_penalty`; -10 to 10."""
     early_stopping: bool = False
     """Beam search ends with the first `beams` finished texts, though a better one may follow."""
 
@@ -65,6 +74,11 @@ class GenerationConfig(Config):
         _require(
             self.temperature >= 0,
             f"temperature={self.temperature:g} is negative; choose 0 (greedy) or more",
+        )
+        _require(
+            self.temperature == 0 or self.temperature >= COLDEST,
+            f"temperature={self.temperature:g} is too small to divide by; choose 0 (greedy), or "
+            f"{COLDEST:g} or more",
         )
         _require(
             self.top_k is None or self.top_k >= 1,
@@ -80,6 +94,12 @@ class GenerationConfig(Config):
             self.repetition_penalty > 0,
             f"repetition_penalty={self.repetition_penalty:g} divides nothing; choose more than 0",
         )
+        _within("repetition_penalty", self.repetition_penalty, 1 / MOST_TIMES, MOST_TIMES)
+        for name in ("presence_penalty", "frequency_penalty"):
+            _within(name, getattr(self, name), -LARGEST_SHIFT, LARGEST_SHIFT)
+        for token, bias in self.logit_bias.items():
+            _within(f"logit_bias of token {token}", bias, -LARGEST_SHIFT, LARGEST_SHIFT)
+        _within("length_penalty", self.length_penalty, -LARGEST_POWER, LARGEST_POWER)
         _require(
             self.seed is None or 0 <= self.seed < 2**63,
             f"seed={self.seed} is out of range; choose 0 to 2^63 - 1",
@@ -87,6 +107,7 @@ class GenerationConfig(Config):
         _require(
             self.n_samples >= 1, f"n_samples={self.n_samples} asks for no text; choose 1 or more"
         )
+        _within("n_samples", self.n_samples, 1, MOST_ROWS)
         _require(all(self.stop), "stop holds an empty text, which ends everything; leave it out")
         _require(
             self.logprobs is None or self.logprobs >= 0,
@@ -99,6 +120,7 @@ class GenerationConfig(Config):
         _require(
             self.beams >= 1, f"beams={self.beams} searches nothing; choose 1 (no search) or more"
         )
+        _within("beams", self.beams, 1, MOST_ROWS)
         return self
 
     @model_validator(mode="after")
@@ -139,6 +161,7 @@ _NOT_IN_BEAM_SEARCH = (
     "n_samples",
     "stop",
     "logprobs",
+    "seed",
     "speculate",
 )
 
@@ -146,3 +169,10 @@ _NOT_IN_BEAM_SEARCH = (
 def _require(holds: bool, otherwise: str) -> None:
     if not holds:
         raise ConfigError(otherwise)
+
+
+def _within(name: str, value: float, least: float, most: float) -> None:
+    _require(
+        least <= value <= most,
+        f"{name}={value:g} is out of range; choose {least:g} to {most:g}",
+    )

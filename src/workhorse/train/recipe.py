@@ -83,7 +83,7 @@ class TrainConfig(Config):
     leaves no float32 products."""
     kernel: Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"] = "auto"
     """How attention is computed."""
-    threads: int = Field(default=0, ge=0)
+    threads: int = Field(default=0, ge=0, le=1024)
     """CPU threads; 0 lets PyTorch decide. Another number gives other roundings."""
     compile: bool = False
     """Compile the layers (`torch.compile`), those that are alike together: slower to start. On

@@ -89,6 +89,18 @@ def cpu_has(instructions: str) -> bool:
 
 
 def cache_folder() -> Path:
-    """Where is kept what was made for this machine and can be made again: compiled programs."""
+    """Where is kept what was made for this machine and can be made again: compiled programs.
+
+    Raises:
+        WorkhorseError: the account has no home directory, and XDG_CACHE_HOME is not set.
+    """
     base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "workhorse"
+    if base:
+        return Path(base) / "workhorse"
+    try:
+        home = Path.home()
+    except RuntimeError:  # an account without one; a folder for all might hold others' programs
+        raise WorkhorseError(
+            "this account has no home directory to keep compiled programs in; set XDG_CACHE_HOME"
+        ) from None
+    return home / ".cache" / "workhorse"

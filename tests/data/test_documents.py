@@ -223,7 +223,10 @@ def test_texts_of_a_mixture_come_source_after_source(tmp_path: Path) -> None:
     [
         (b'{"text": "a"}\n{"text": ', r"a\.jsonl:2 is not JSON: .*; mend or remove the line"),
         (b"[1]\n", r"a\.jsonl:1 is not a JSON object"),
-        (b'{"txt": "a"}\n', "has no field 'text'; set text_field; did you mean 'txt'?"),
+        (
+            b'{"txt": "a"}\n',
+            "has no field 'text'; a recipe's text_field names another; did you mean 'txt'?",
+        ),
         (b'{"text": 5}\n', "'text' is a int, not a text"),
         (b'{"text": "ok"}\n{"text": "\xff"}\n', "byte 0xff at offset 25 is not UTF-8"),
         (b'{"text": "\\ud800"}\n', r"holds a lone surrogate \\ud800"),
@@ -250,7 +253,7 @@ def test_a_missing_path_is_named(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("corpus", "line"),
     [
-        ({"kind": "text", "path": "."}, "is a folder; use kind: folder"),
+        ({"kind": "text", "path": "."}, "is a folder; name a file in it"),
         ({"kind": "folder", "path": "a.txt"}, "is not a folder; use kind: text for one file"),
         ({"kind": "folder", "path": ".", "glob": ""}, "glob='' is not a pattern"),
         ({"kind": "jsonl", "path": "."}, "holds no .jsonl or .* file; name another folder"),

@@ -13,10 +13,11 @@ from workhorse.checkpoints.disk import write_atomically
 from workhorse.checkpoints.lock import FolderLock
 from workhorse.checkpoints.store import CheckpointStore, DamagedCheckpoint
 from workhorse.checkpoints.tensors import Places, empty_decoder, load_weights, weights_of
-from workhorse.config import ConfigError, parse_yaml
+from workhorse.config import ConfigError, read_yaml
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
+from workhorse.untrusted import read_json
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -133,7 +134,7 @@ class RunDirectory:
     def recipe(self) -> dict[str, Any]:
         """The recipe's plain data."""
         self._check_is_run()
-        return parse_yaml(self.recipe_file.read_text(encoding="utf-8"))
+        return read_yaml(self.recipe_file)
 
     @property
     def config(self) -> DecoderConfig:
@@ -143,13 +144,13 @@ class RunDirectory:
             WorkhorseError: this is no run directory, or the file is damaged.
         """
         self._check_is_run()
-        try:
-            return DecoderConfig.from_json(self.config_file.read_text(encoding="utf-8"))
-        except FileNotFoundError:
+        if not self.config_file.exists():
             raise WorkhorseError(
                 f"{self.path} stopped before its model was built; train it with --resume"
-            ) from None
-        except (ConfigError, ValueError) as error:
+            )
+        try:
+            return DecoderConfig.from_dict(read_json(self.config_file))
+        except ConfigError as error:
             raise WorkhorseError(f"{self.config_file} is damaged: {error}") from None
 
     def save_tokenizer(self, tokenizer: "Tokenizer") -> None:

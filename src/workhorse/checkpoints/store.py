@@ -24,6 +24,7 @@ from torch import Tensor
 
 from workhorse.checkpoints.disk import Disk
 from workhorse.errors import WorkhorseError
+from workhorse.untrusted import read_text
 
 FORMAT = 1
 MODEL = "model.safetensors"
@@ -31,6 +32,8 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 TEMPORARY = ".tmp-"
+MANIFEST_BYTES = 10_000
+"""More than any manifest has."""
 
 
 class DamagedCheckpoint(WorkhorseError):
@@ -202,16 +205,14 @@ class CheckpointStore:
         """What the manifest lists, if it is byte for byte as `save` writes it."""
         path = self.path(step)
         try:
-            text = (path / MANIFEST).read_bytes().decode()
+            text = read_text(path / MANIFEST, limit=MANIFEST_BYTES)
             manifest = json.loads(text)
             written_format, written = manifest["format"], manifest["files"]
             files = {
                 name: {"bytes": written[name]["bytes"], "sha256": written[name]["sha256"]}
                 for name in (MODEL, OPTIMIZER, STATE)
             }
-        except OSError as error:
-            raise DamagedCheckpoint(path, f"{MANIFEST}: {error.strerror}") from None
-        except (ValueError, KeyError, TypeError):
+        except (ValueError, KeyError, TypeError, RecursionError):
             raise DamagedCheckpoint(path, f"{MANIFEST} cannot be read") from None
         if isinstance(written_format, int) and written_format > FORMAT:
             raise DamagedCheckpoint(path, f"its format {written_format} is newer than {FORMAT}")

@@ -155,12 +155,15 @@ def _read_jsonl(path: Path, source: JsonlConfig) -> Iterator[tuple[str, str]]:
 def _text_of(line: str, source: JsonlConfig, where: str) -> str:
     try:
         record = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise WorkhorseError(f"{where} is not JSON: {error}; mend or remove the line") from None
+    except RecursionError:
+        raise WorkhorseError(f"{where} is nested too deep; mend or remove the line") from None
+    except ValueError as error:
+        reason = str(error).partition(";")[0]  # Python's own advice is for programmers
+        raise WorkhorseError(f"{where} is not JSON: {reason}; mend or remove the line") from None
     if not isinstance(record, dict):
         raise WorkhorseError(f"{where} is not a JSON object; write one object to a line")
     if source.text_field not in record:
-        remedy = f"set text_field; {nearest(source.text_field, record)}"
+        remedy = f"a recipe's text_field names another; {nearest(source.text_field, record)}"
         raise WorkhorseError(f"{where} has no field {source.text_field!r}; {remedy}")
     text = record[source.text_field]
     if text is not None and not isinstance(text, str):
@@ -171,7 +174,7 @@ def _text_of(line: str, source: JsonlConfig, where: str) -> str:
         return text.encode("utf-8", source.errors).decode()
     except UnicodeEncodeError as error:
         lone = f"\\u{ord(error.object[error.start]):04x}"
-        remedy = "mend the line or set errors: replace"
+        remedy = "mend the line, or let a recipe say errors: replace"
         raise WorkhorseError(f"{where} holds a lone surrogate {lone}; {remedy}") from None
 
 
@@ -187,7 +190,8 @@ def _read_parquet(path: Path, source: ParquetConfig) -> Iterator[tuple[str, str]
         with parquet.ParquetFile(path) as file:
             schema = file.schema_arrow
             if source.text_field not in schema.names:
-                remedy = f"set text_field; {nearest(source.text_field, schema.names)}"
+                known = nearest(source.text_field, schema.names)
+                remedy = f"a recipe's text_field names another; {known}"
                 raise WorkhorseError(f"{path} has no column {source.text_field!r}; {remedy}")
             kind = schema.field(source.text_field).type
             if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):

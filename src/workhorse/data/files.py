@@ -16,6 +16,7 @@ from typing import IO, BinaryIO
 
 from workhorse.data.config import STDIN
 from workhorse.errors import WorkhorseError
+from workhorse.untrusted import open_plain, shown
 
 BLOCK_BYTES = 1 << 20
 """Bytes read at a time."""
@@ -48,8 +49,8 @@ def visible_files(folder: Path, glob: str) -> list[Path]:
         raise WorkhorseError(f"{folder} is not a folder; {remedy}")
     try:
         matches = list(folder.glob(glob))
-    except (ValueError, NotImplementedError) as error:
-        raise WorkhorseError(f"glob={glob!r} is not a pattern: {error}") from None
+    except (ValueError, IndexError, NotImplementedError, RecursionError) as error:
+        raise WorkhorseError(f"glob={shown(glob)} is not a pattern: {error}") from None
     relative = sorted((match.relative_to(folder).as_posix(), match) for match in matches)
     return [
         file
@@ -61,9 +62,13 @@ def visible_files(folder: Path, glob: str) -> list[Path]:
 def existing_file(path: Path) -> Path:
     """The same path, or the line that says what is wrong with it."""
     if path.is_dir():
-        raise WorkhorseError(f"{path} is a folder; use kind: folder, or name a file in it")
+        raise WorkhorseError(
+            f"{path} is a folder; name a file in it, or let a recipe say kind: folder"
+        )
     if not path.exists():
         raise WorkhorseError(f"cannot read {path}: no such file; check the path")
+    if not path.is_file():
+        raise WorkhorseError(f"{path} is a pipe or device; name a file, or - for stdin")
     return path
 
 
@@ -91,7 +96,7 @@ def open_bytes(path: Path) -> Iterator[BinaryIO]:
         WorkhorseError: the file cannot be read, or its compression is damaged.
     """
     try:
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             magic = file.peek(len(ZSTD_MAGIC))
             if magic.startswith(GZIP_MAGIC):
                 with gzip.open(file) as stream:
@@ -149,5 +154,5 @@ def bad_byte(path: Path, error: UnicodeDecodeError, offset: int) -> WorkhorseErr
     """The line for a byte that is not UTF-8; `offset` is where the decoded bytes began."""
     return WorkhorseError(
         f"{path}: byte 0x{error.object[error.start]:02x} at offset {offset + error.start} is not "
-        "UTF-8; mend the file or set errors: replace"
+        "UTF-8; mend the file, or let a recipe say errors: replace"
     )

@@ -10,10 +10,13 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from workhorse.config import Config, ConfigError
+from workhorse.config import Config
 from workhorse.errors import WorkhorseError
+from workhorse.untrusted import read_text
 
 MANIFEST = "manifest.json"
+MANIFEST_BYTES = 100_000_000
+"""More than any manifest has; a shard takes four hundred."""
 
 
 class ShardConfig(Config):
@@ -95,13 +98,11 @@ def read_manifest(folder: Path) -> ManifestConfig:
         WorkhorseError: there is none, or it is damaged.
     """
     path = folder / MANIFEST
+    if not path.exists():
+        raise WorkhorseError(f"{folder} holds no prepared data; run workhorse data prepare")
     try:
-        return ManifestConfig.from_json(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise WorkhorseError(
-            f"{folder} holds no prepared data; run workhorse data prepare"
-        ) from None
-    except (ConfigError, json.JSONDecodeError, UnicodeDecodeError) as error:
+        return ManifestConfig.from_json(read_text(path, limit=MANIFEST_BYTES))
+    except WorkhorseError as error:
         raise WorkhorseError(
             f"{path} is damaged ({error}); delete {folder} and prepare it again"
         ) from None

@@ -70,7 +70,7 @@ def prepare(
             tokenizer lacks a token.
     """
     fresh = _fresh_manifest(config, tokenizer)
-    home = (config.cache_dir or folder).expanduser() / _key(fresh)
+    home = config.kept_in(folder) / _key(fresh)
     home.mkdir(parents=True, exist_ok=True)
     with _only_one_builder(home):
         manifest = _what_stands(home, fresh, verify)

@@ -41,7 +41,7 @@ def prepare_tokenizer(
     sources = describe_sources(data_config)
     decides = [tokenizer_config.to_dict(), sources]
     key = hashlib.sha256(json.dumps(decides, sort_keys=True).encode()).hexdigest()[:16]
-    root = (data_config.cache_dir or folder).expanduser()
+    root = data_config.kept_in(folder)
     home = root / f"tokenizer-{key}"
     if not home.exists():
         texts = _watched(iterate_texts(data_config), text_bytes(sources), progress)

@@ -20,6 +20,7 @@ import torch
 from torch.utils import cpp_extension
 
 from workhorse.devices import cache_folder
+from workhorse.errors import WorkhorseError
 
 SWITCH = "WORKHORSE_NATIVE"
 """Set this environment variable to 0 and nothing native is built or loaded."""
@@ -47,7 +48,10 @@ def ensure(name: str = "operators", *, wait: bool) -> Path:
     if os.environ.get(SWITCH) == "0":
         raise Unavailable(f"{SWITCH}=0")
     compiler = _compiler()
-    folder = _folder(compiler)
+    try:
+        folder = _folder(compiler)
+    except WorkhorseError as error:  # no place to keep it
+        raise Unavailable(str(error)) from None
     library, failure = folder / f"{name}.so", folder / f"{name}-failure.txt"
     if library.exists():
         return library

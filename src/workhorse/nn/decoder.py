@@ -10,7 +10,7 @@ from workhorse.config import Config, ConfigError, nearest
 from workhorse.nn.blocks import Block, BlockConfig
 from workhorse.nn.cache import Cache
 from workhorse.nn.context import Context
-from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.embedding import EmbeddingConfig, batch_and_seq
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import InitConfig, NormalInitConfig, initialize, undrawn
 from workhorse.nn.kernels import KernelName
@@ -146,7 +146,7 @@ class Decoder(nn.Module):
         cache: Cache | None = None,
     ) -> Hidden:
         """What the head reads: the residual stream after the final norm."""
-        batch, seq = tokens.shape
+        batch, seq = batch_and_seq(tokens)
         context = Context(
             batch,
             seq,

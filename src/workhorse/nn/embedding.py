@@ -4,6 +4,7 @@ from pydantic import Field
 from torch import nn
 
 from workhorse.config import Config, ConfigError
+from workhorse.errors import WorkhorseError
 from workhorse.nn.elementwise import Multiplier, RoundedMultiplier
 from workhorse.nn.norms import NoNormConfig, NormConfig
 from workhorse.nn.positions import EmbeddingPositionConfig, NoPositionConfig
@@ -42,6 +43,31 @@ class EmbeddingConfig(Config):
         return Embedding(self, vocab_size, d_model, max_seq_len)
 
 
+def batch_and_seq(tokens: Tokens) -> tuple[int, int]:
+    """The sizes of a batch of tokens.
+
+    Raises:
+        WorkhorseError: it has another number of dimensions.
+    """
+    if tokens.dim() != 2:  # noqa: PLR2004
+        raise WorkhorseError(
+            f"tokens have the shape {tuple(tokens.shape)}; give (batch, seq), "
+            "a single text as tokens[None]"
+        )
+    return tokens.shape[0], tokens.shape[1]
+
+
+def look_up(table: nn.Embedding, tokens: Tokens) -> Hidden:
+    """The tokens' rows; where PyTorch finds an id that has none, the error says which ids have."""
+    try:
+        return table(tokens)
+    except IndexError:
+        raise WorkhorseError(
+            f"token ids go from {int(tokens.min())} to {int(tokens.max())}; "
+            f"the vocabulary of {table.num_embeddings} has 0 to {table.num_embeddings - 1}"
+        ) from None
+
+
 class Embedding(nn.Module):
     """`(batch, seq)` tokens to `(batch, seq, d_model)`.
 
@@ -63,5 +89,5 @@ class Embedding(nn.Module):
         self.dropout = nn.Dropout(config.dropout) if config.dropout else nn.Identity()
 
     def forward(self, tokens: Tokens, positions: Positions) -> Hidden:
-        x = self.norm(self.multiply(self.project(self.tokens(tokens))))
+        x = self.norm(self.multiply(self.project(look_up(self.tokens, tokens))))
         return self.dropout(self.positions(x, positions))

@@ -27,6 +27,8 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.checkpoints import write_atomically
+from workhorse.errors import WorkhorseError
+from workhorse.untrusted import open_plain, parse_json
 
 Event = dict[str, Any]
 """One line of the file."""
@@ -42,7 +44,7 @@ class MetricsFile:
     """
 
     def __init__(self, path: Path, step: int = 0) -> None:
-        kept = "".join(line for line in _lines(path) if json.loads(line)["step"] <= step)
+        kept = "".join(line for line, event in _events(path) if event["step"] <= step)
         write_atomically(path, kept)
         self._file = path.open("a", encoding="utf-8", newline="\n")
 
@@ -61,13 +63,34 @@ class MetricsFile:
 
 def read_metrics(path: Path) -> list[Event]:
     """The whole lines of a metrics file, in order."""
-    return [json.loads(line) for line in _lines(path)]
+    return [event for _, event in _events(path)]
 
 
-def _lines(path: Path) -> list[str]:
+def _events(path: Path) -> list[tuple[str, Event]]:
+    """Each whole line with what it says; the last line may be cut short.
+
+    Raises:
+        WorkhorseError: the file cannot be read, or holds what no run wrote.
+    """
     if not path.exists():
         return []
-    return [line for line in path.read_text("utf-8").splitlines(keepends=True) if line[-1] == "\n"]
+    found = []
+    with open_plain(path) as file:
+        for number, raw in enumerate(file, start=1):
+            if raw.endswith(b"\n"):
+                found.append((raw.decode("utf-8", "replace"), _event(raw, f"{path}:{number}")))
+    return found
+
+
+def _event(line: bytes, where: str) -> Event:
+    remedy = f"it is damaged; remove the line, or put the file back ({where.rpartition(':')[0]})"
+    try:
+        event = parse_json(line, where)
+    except WorkhorseError as error:
+        raise WorkhorseError(f"{error}; {remedy}") from None
+    if not isinstance(event.get("step"), int) or not isinstance(event.get("kind"), str):
+        raise WorkhorseError(f"{where} has no kind and step; {remedy}")
+    return event
 
 
 def _finite(value: Any) -> Any:

@@ -94,7 +94,7 @@ def train(
             run.begin(recipe.to_yaml())
         try:
             loop = assemble(recipe, run, device, on_event, store or run.store(recipe.train.keep))
-        except WorkhorseError:
+        except Exception:  # also for want of memory: a model of no step is nothing to keep
             if not resume:
                 run.undo()
             raise

@@ -1,6 +1,8 @@
 """`workhorse tokenizer`: results, and one line for each mistake."""
 
+import io
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,7 +11,12 @@ import pytest
 from workhorse.cli.main import main
 from workhorse.data import Document
 from workhorse.data.config import StdlibConfig
-from workhorse.tokenizers import load_tokenizer
+from workhorse.tokenizers import (
+    BpeConfig,
+    SpecialTokensConfig,
+    load_tokenizer,
+    train_tokenizer,
+)
 
 TEXT = "The lazy dog jumps over the quick fox.\n" * 50
 
@@ -59,6 +66,86 @@ def test_every_algorithm_and_its_settings(
     assert result["special_tokens"]["</end>"] == loaded.eos_id
 
 
+def test_a_vocabulary_that_stays_smaller_is_told(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = str(tmp_path / "out")
+    train = ["tokenizer", "train", str(corpus), "--json", "--out", out, "--vocab-size"]
+    assert main([*train, "4096"]) == 0
+    printed = capsys.readouterr()
+    result = json.loads(printed.out)
+    assert result["missing_tokens"] == 4096 - result["vocab_size"] > 0
+    assert f"{result['missing_tokens']:,} fewer than asked for" in printed.err
+    assert main([*train, "300"]) == 0
+    printed = capsys.readouterr()
+    assert json.loads(printed.out)["missing_tokens"] == 0
+    assert printed.err == ""
+
+
+@pytest.fixture
+def small(tmp_path: Path) -> Path:
+    special = SpecialTokensConfig(bos=None, eos="<|eos|>", pad=None, chat=())
+    tokenizer = train_tokenizer(BpeConfig(vocab_size=260, special=special), ["the the the"])
+    tokenizer.save(tmp_path / "small")
+    return tmp_path / "small"
+
+
+def test_encode_shows_each_piece_and_decode_takes_the_ids(
+    small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tokenizer", "encode", str(small), "the é\x1b<|eos|>", "--allow-special"]) == 0
+    lines = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()]
+    expected = ["'the'", "' '", r"'\xc3'", r"'\xa9'", r"'\x1b'", "* '<|eos|>'"]
+    assert lines == [*expected, "tokens, 7 bytes"]
+    assert main(["tokenizer", "encode", str(small), "the é <|eos|>", "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    tokenizer = load_tokenizer(small)
+    assert result["ids"] == tokenizer.encode("the é <|eos|>")
+    assert not any(piece["special"] for piece in result["pieces"])
+    assert bytes.fromhex("".join(piece["bytes"] for piece in result["pieces"])).decode() == (
+        "the é <|eos|>"
+    )
+    ids = [str(number) for number in result["ids"]]
+    assert main(["tokenizer", "decode", str(small), *ids]) == 0
+    assert capsys.readouterr().out == "the é <|eos|>\n"
+
+
+def test_encode_and_decode_read_stdin(
+    small: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def run(verb: str, stdin: bytes, *options: str) -> tuple[int, str, str]:
+        monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(stdin)))
+        return (main(["tokenizer", verb, str(small), *options]), *capsys.readouterr())
+
+    code, out, _ = run("encode", b"the\n", "--json")
+    ids = json.loads(out)["ids"]
+    assert (code, load_tokenizer(small).decode(ids)) == (0, "the\n")
+    eos = load_tokenizer(small).eos_id
+    assert run("decode", f"[{ids[0]}, {eos}]".encode())[1] == "the<|eos|>\n"
+    assert run("decode", f"{ids[0]} {eos}".encode(), "--skip-special")[1] == "the\n"
+    escape = load_tokenizer(small).encode("\x1b[2J")
+    assert run("decode", str(escape).encode())[1] == "\x1b[2J\n"
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert run("decode", str(escape).encode())[1] == "\\x1b[2J\n"
+    for verb, stdin, line in (
+        ("encode", b"caf\xe9", "stdin is not UTF-8 at byte 3"),
+        ("decode", b"1 two", "'two' is not a token id"),
+        ("decode", b"1" * 5000, "is in no vocabulary"),
+        ("decode", b"9999", "token id 9999 is not in the vocabulary of 260"),
+    ):
+        code, out, err = run(verb, stdin)
+        assert (code, out, line in err, err.count("\n")) == (2, "", True, 1)
+
+
+def test_a_run_and_a_model_folder_stand_for_their_tokenizer(
+    run_folder: Path, small: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["tokenizer", "encode", str(run_folder), "ab", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["ids"] == [97, 98]
+    (small / "tokenizer").mkdir()  # what lies there besides is not what is asked for
+    assert load_tokenizer(small).vocab_size == 260
+
+
 def test_a_tokenizer_is_replaced_and_nothing_else_is(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -80,6 +167,8 @@ def test_a_tokenizer_is_replaced_and_nothing_else_is(
         (["CORPUS", "--vocab-size", "260"], "vocab_size=260 has no room"),
         (["CORPUS", "--vocab-size", "300", "--set", "digit=1"], "did you mean 'digits'?"),
         (["CORPUS", "--vocab-size", "300", "--set", "digits"], "'digits' is not a setting"),
+        (["CORPUS", "--vocab-size", "300", "--set", "kind=unigram"], "use --algorithm"),
+        (["CORPUS", "--vocab-size", "300", "--set", "vocab_size=400"], "use --vocab-size"),
         (["CORPUS", "--vocab-size", "many"], "'many' is not a valid integer"),
         (["nowhere.txt", "--vocab-size", "300"], "nowhere.txt"),
         (["CORPUS/empty", "--vocab-size", "300"], "the corpus holds no text"),

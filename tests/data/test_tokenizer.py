@@ -35,6 +35,20 @@ def test_a_tokenizer_is_trained_once(
     assert again.fingerprint == first.fingerprint
 
 
+def test_a_vocabulary_that_stays_smaller_is_told_every_time(
+    config: DataConfig, tmp_path: Path
+) -> None:
+    said: list[str] = []
+    for size in (4096, 4096, 270):
+        made = prepare_tokenizer(
+            BpeConfig(vocab_size=size), config, tmp_path / "data", tell=said.append
+        )
+        if size == 4096:
+            missing = 4096 - made.vocab_size
+            assert said[-1].startswith(f"the tokenizer has {made.vocab_size} tokens, {missing:,} ")
+    assert len(said) == 2
+
+
 @pytest.mark.parametrize("change", ["corpus", "config"])
 def test_a_change_trains_anew(
     config: DataConfig, tmp_path: Path, trainings: list[int], change: str

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from workhorse.cli.options import json_option
-from workhorse.cli.output import print_result, progress
+from workhorse.cli.output import print_result, progress, warn
 
 if TYPE_CHECKING:
     from workhorse.data import Batch, Dataset, RowView
@@ -122,7 +122,9 @@ def _prepared(
     recipe = Recipe.from_dict(apply_overrides(read_yaml(path), overrides))
     folder = RunDirectory(out or Path("runs") / recipe.name).data_folder
     with progress("training the tokenizer", unit="bytes") as report:
-        tokenizer = prepare_tokenizer(recipe.tokenizer, recipe.data, folder, progress=report)
+        tokenizer = prepare_tokenizer(
+            recipe.tokenizer, recipe.data, folder, progress=report, tell=warn
+        )
     with progress("preparing data", unit="bytes") as report:
         dataset = prepare(recipe.data, tokenizer, folder, progress=report, verify=verify)
     return recipe, tokenizer, dataset

@@ -52,7 +52,7 @@ VERBS = {
     "evaluate": "Measure a model over text, or score it on tasks.",
     "data": "Prepare a recipe's data, or look at what a model will see.",
     "recipe": "Tell what a recipe may say, key by key.",
-    "tokenizer": "Train a tokenizer, or measure one.",
+    "tokenizer": "Train a tokenizer, measure one, see how it splits a text.",
     "models": "List the presets, or show what a model is.",
     "convert": "Write a model in another format: Hugging Face, GGUF, our own.",
 }

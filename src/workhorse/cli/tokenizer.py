@@ -1,5 +1,6 @@
-"""`workhorse tokenizer`: train a tokenizer, or measure one."""
+"""`workhorse tokenizer`: train a tokenizer, measure one, see how it splits a text."""
 
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -7,19 +8,25 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from workhorse.cli.options import json_option
-from workhorse.cli.output import print_result, progress
+from workhorse.cli.output import print_result, progress, warn
 
 if TYPE_CHECKING:
     from workhorse.data.documents import SplitName
-    from workhorse.tokenizers import TokenizerConfig
+    from workhorse.tokenizers import Tokenizer, TokenizerConfig
+
+FLAGS = {"kind": "--algorithm", "vocab_size": "--vocab-size"}
+"""Keys of a tokenizer's config that have an option of their own."""
+MAX_DIGITS = 18
+"""Of a token id; more would not fit 64 bits."""
 
 files_argument = click.argument("files", nargs=-1, type=click.Path(path_type=Path))
 
 
 @click.group("tokenizer")
 def command() -> None:
-    """Train a tokenizer, or measure one.
+    """Train a tokenizer, measure one, or see how it splits a text.
 
+    DIR is a folder with a tokenizer: what train wrote, a run directory, a Hugging Face directory.
     FILES are texts, .jsonl(.gz, .zst) or .parquet files, folders of texts, - for stdin, or stdlib,
     the built-in corpus: train reads its training part, report the held-out part.
     """
@@ -64,7 +71,7 @@ def train_command(
 ) -> None:
     """Train a tokenizer on FILES."""
     from workhorse.errors import WorkhorseError
-    from workhorse.tokenizers import check_output_folder, train_tokenizer
+    from workhorse.tokenizers import check_output_folder, missing_tokens, train_tokenizer
 
     config = _config(algorithm, vocab_size, settings)
     if not files and algorithm != "bytes":
@@ -73,10 +80,16 @@ def train_command(
     with progress("reading", unit="bytes") as report:
         tokenizer = train_tokenizer(config, _texts(files, "train"), progress=report)
     tokenizer.save(out)
+    if missing := missing_tokens(config, tokenizer):
+        warn(
+            f"{tokenizer.vocab_size:,} tokens, {missing:,} fewer than asked for: "
+            "the texts hold too little to fill more"
+        )
     result = {
         "out": out,
         "algorithm": algorithm,
         "vocab_size": tokenizer.vocab_size,
+        "missing_tokens": missing,
         "special_tokens": tokenizer.special_tokens,
         "fingerprint": tokenizer.fingerprint,
     }
@@ -101,11 +114,104 @@ def report_command(tokenizer: Path, files: tuple[Path, ...], as_json: bool) -> N
     print_result(result, as_json, text=_page(result))
 
 
+@command.command("encode")
+@click.argument("tokenizer", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("text", default="-")
+@click.option("--allow-special", is_flag=True, help="Let names of special tokens in TEXT be them.")
+@click.option("--whole", is_flag=True, help="Begin and end it as the model's texts, by its tokens.")
+@json_option
+def encode_command(
+    *, tokenizer: Path, text: str, allow_special: bool, whole: bool, as_json: bool
+) -> None:
+    """Show the tokens of TEXT, or of stdin: the id of each and the piece that it stands for.
+
+    Special tokens are marked with a star. A piece inside a character is shown as its bytes.
+    """
+    from workhorse.tokenizers import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer)
+    text = _stdin() if text == "-" else text
+    encode = loaded.encode_text if whole else loaded.encode
+    _print_pieces(loaded, encode(text, allow_special=allow_special), as_json)
+
+
+@command.command("decode")
+@click.argument("tokenizer", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("ids", nargs=-1, type=int)
+@click.option("--skip-special", is_flag=True, help="Leave special tokens out.")
+@click.option("--pieces", is_flag=True, help="Show each token, as encode does.")
+@json_option
+def decode_command(
+    *, tokenizer: Path, ids: tuple[int, ...], skip_special: bool, pieces: bool, as_json: bool
+) -> None:
+    """Print the text of IDS, or of the numbers on stdin."""
+    from workhorse.tokenizers import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer)
+    found = list(ids) or _numbers(_stdin())
+    if skip_special:
+        special = set(loaded.special_tokens.values())
+        found = [number for number in found if number not in special]
+    if pieces or as_json:
+        _print_pieces(loaded, found, as_json)
+    else:
+        text = loaded.decode(found)
+        print(_harmless(text) if sys.stdout.isatty() else text)
+
+
+def _print_pieces(tokenizer: "Tokenizer", ids: list[int], as_json: bool) -> None:
+    pieces = tokenizer.pieces(ids)
+    result = {
+        "ids": ids,
+        "text": tokenizer.decode(ids),
+        "pieces": [
+            {"id": one.id, "text": one.text, "bytes": one.data.hex(), "special": one.special}
+            for one in pieces
+        ],
+    }
+    width = max((len(str(number)) for number in ids), default=0)
+    lines = [
+        f"{one.id:>{width}} {'*' if one.special else ' '} "
+        f"{repr(one.data)[1:] if one.text is None else repr(one.text)}"
+        for one in pieces
+    ]
+    n_bytes = sum(len(one.data) for one in pieces if not one.special)
+    print_result(result, as_json, text="\n".join([*lines, f"{len(ids)} tokens, {n_bytes} bytes"]))
+
+
+def _harmless(text: str) -> str:
+    """A text whose control characters a terminal shows and does not obey."""
+    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
+
+
+def _stdin() -> str:
+    from workhorse.errors import WorkhorseError
+
+    try:
+        return sys.stdin.buffer.read().decode()
+    except UnicodeDecodeError as error:
+        raise WorkhorseError(f"stdin is not UTF-8 at byte {error.start}; convert it") from None
+
+
+def _numbers(text: str) -> list[int]:
+    from workhorse.errors import WorkhorseError
+
+    words = text.replace(",", " ").strip(" \n[]").split()
+    if wrong := [word for word in words if not (word.isascii() and word.isdigit())]:
+        raise WorkhorseError(f"{wrong[0][:40]!r} is not a token id; give whole numbers")
+    if too_long := [word for word in words if len(word) > MAX_DIGITS]:
+        raise WorkhorseError(f"{too_long[0][:40]}… is in no vocabulary; give smaller ids")
+    return [int(word) for word in words]
+
+
 def _config(algorithm: str, vocab_size: int | None, settings: tuple[str, ...]) -> "TokenizerConfig":
     from workhorse.config import apply_overrides
     from workhorse.errors import WorkhorseError
     from workhorse.tokenizers import tokenizer_config
 
+    for setting in settings:
+        if (key := setting.partition("=")[0]) in FLAGS:
+            raise WorkhorseError(f"--set {key}= would say {FLAGS[key]} again; use {FLAGS[key]}")
     fields: dict[str, Any] = {"kind": algorithm}
     if vocab_size is not None:
         if algorithm == "bytes":

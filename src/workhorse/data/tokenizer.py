@@ -4,7 +4,7 @@ import contextlib
 import hashlib
 import json
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +22,7 @@ def prepare_tokenizer(
     folder: Path,
     *,
     progress: Progress | None = None,
+    tell: Callable[[str], object] = lambda line: None,
 ) -> "Tokenizer":
     """Train a tokenizer on the training texts of a corpus, or load it if nothing changed.
 
@@ -30,11 +31,12 @@ def prepare_tokenizer(
         data_config: the texts; its `cache_dir`, where set, takes the place of `folder`.
         folder: where tokenizers are kept, each in a folder named after what decides it.
         progress: told how much of the text the training has read.
+        tell: called with what must not go unnoticed: that it has fewer tokens than it should.
 
     Raises:
         WorkhorseError: a source cannot be read, or the tokenizer cannot be trained on it.
     """
-    from workhorse.tokenizers import load_tokenizer, train_tokenizer
+    from workhorse.tokenizers import load_tokenizer, missing_tokens, train_tokenizer
 
     if tokenizer_config.kind == "file":
         return train_tokenizer(tokenizer_config, ())
@@ -51,7 +53,13 @@ def prepare_tokenizer(
             tokenizer.save(Path(temporary) / "new")
             with contextlib.suppress(OSError):  # another process was faster, with the same
                 (Path(temporary) / "new").rename(home)
-    return load_tokenizer(home)
+    tokenizer = load_tokenizer(home)
+    if missing := missing_tokens(tokenizer_config, tokenizer):
+        tell(
+            f"the tokenizer has {tokenizer.vocab_size:,} tokens, {missing:,} fewer than "
+            "tokenizer.vocab_size: the corpus holds too little to fill more"
+        )
+    return tokenizer
 
 
 def _watched(texts: Iterable[str], total: int | None, progress: Progress | None) -> Iterator[str]:

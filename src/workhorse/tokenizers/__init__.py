@@ -20,8 +20,8 @@ from workhorse.tokenizers.config import (
 from workhorse.tokenizers.files import check_output_folder, load_tokenizer
 from workhorse.tokenizers.pieces import StreamDecoder
 from workhorse.tokenizers.report import TokenizerReport, tokenizer_report
-from workhorse.tokenizers.tokenizer import Tokenizer
-from workhorse.tokenizers.train import train_tokenizer
+from workhorse.tokenizers.tokenizer import Piece, Tokenizer
+from workhorse.tokenizers.train import missing_tokens, train_tokenizer
 
 __all__ = [
     "BpeConfig",
@@ -30,6 +30,7 @@ __all__ = [
     "CharactersConfig",
     "ChatTemplate",
     "FileConfig",
+    "Piece",
     "SpecialTokensConfig",
     "StreamDecoder",
     "Tokenizer",
@@ -39,6 +40,7 @@ __all__ = [
     "WordPieceConfig",
     "check_output_folder",
     "load_tokenizer",
+    "missing_tokens",
     "tokenizer_config",
     "tokenizer_report",
     "train_tokenizer",

@@ -42,6 +42,8 @@ _ALL_FILES = (
     TEMPLATE,
 )
 """What may lie in a folder and be read as part of its tokenizer."""
+INSIDE = "tokenizer"
+"""Where a run directory, and a folder in our own format, keeps its tokenizer."""
 
 
 def load_tokenizer(path: str | Path) -> "Tokenizer":
@@ -49,7 +51,8 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
 
     Args:
         path: a folder as `Tokenizer.save` or transformers write it, a `tokenizer.json`, or a
-            SentencePiece `.model`. Settings (bos, eos, chat template) are read from beside it.
+            SentencePiece `.model`. Settings (bos, eos, chat template) are read from beside it. A
+            folder with such a one under the name of `tokenizer`, as a run directory, stands for it.
 
     Raises:
         WorkhorseError: there is none, or it is damaged, beyond the limits for such files, or of a
@@ -60,6 +63,8 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     path = Path(path)
     if not path.exists():
         raise WorkhorseError(f"no tokenizer at {path}: there is no such file or folder")
+    if path.is_dir() and (path / INSIDE).is_dir() and not _has_tokenizer(path):
+        path /= INSIDE
     folder = TokenizerFolder(path if path.is_dir() else path.parent)
     settings = read_settings(folder)
     source = None
@@ -77,6 +82,10 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
         return Tokenizer(reading.definition, roles, settings.templates, source)
     except WorkhorseError as error:
         raise WorkhorseError(f"{path}: {error}") from None
+
+
+def _has_tokenizer(folder: Path) -> bool:
+    return any((folder / name).exists() for name in (DEFINITION, SENTENCEPIECE, VOCABULARY))
 
 
 def folder_texts(

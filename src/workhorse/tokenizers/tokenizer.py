@@ -22,6 +22,24 @@ ROLES = ("bos", "eos", "pad", "unk")
 
 
 @dataclass(frozen=True)
+class Piece:
+    """One token of a text."""
+
+    id: int
+    data: bytes
+    """What it adds to the text; of a character that several tokens spell, its part."""
+    special: bool
+
+    @property
+    def text(self) -> str | None:
+        """The same as text; None where it is a part of a character."""
+        try:
+            return self.data.decode()
+        except UnicodeDecodeError:
+            return None
+
+
+@dataclass(frozen=True)
 class Source:
     """The files that a tokenizer was read from."""
 
@@ -155,15 +173,27 @@ class Tokenizer:
 
     def decode_bytes(self, ids: Sequence[int], *, skip_special: bool = False) -> bytes:
         """The bytes of some ids, UTF-8 or not."""
+        pieces = self.pieces(ids)
+        kept = [piece.id for piece in pieces if not (skip_special and piece.special)]
+        pieces = pieces if len(kept) == len(pieces) else self.pieces(kept)
+        return b"".join(piece.data for piece in pieces)
+
+    def pieces(self, ids: Sequence[int]) -> list[Piece]:
+        """How the text of some ids is made of them: the bytes of each, as `decode_bytes` has them.
+
+        Raises:
+            WorkhorseError: an id outside the vocabulary.
+        """
         self._check_ids(ids)
-        table = self._pieces
-        kept = [token for token in ids if not (skip_special and token in self._special_ids)]
-        pieces = [piece for token in kept if (piece := table[token]) is not None]
-        if pieces:
-            first = next(token for token in kept if table[token] is not None)
-            pieces[0] = self._first_piece(first) or b""
-        text = b"".join(pieces)
-        return text.removeprefix(b" ") if self._decoding.strip_start else text
+        pieces: list[Piece] = []
+        begun, bare = False, self._decoding.strip_start
+        for token in ids:
+            data = self._pieces[token] if begun else self._first_piece(token)
+            begun = begun or data is not None
+            if data and bare:
+                data, bare = data.removeprefix(b" "), False
+            pieces.append(Piece(token, data or b"", token in self._special_ids))
+        return pieces
 
     def stream(self, *, skip_special: bool = False, after: Sequence[int] = ()) -> StreamDecoder:
         """A decoder of ids that come one by one.

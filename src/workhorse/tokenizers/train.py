@@ -43,7 +43,8 @@ def train_tokenizer(
     or the number of threads: exactly so for all kinds but Unigram, whose scores the library sums in
     random order. They are rounded far above that noise; see docs/tokenizers.md for what was seen.
 
-    The vocabulary is smaller than asked for where the texts hold too little to fill it.
+    The vocabulary is smaller than asked for where the texts hold too little to fill it;
+    `missing_tokens` tells.
 
     Args:
         config: which algorithm, how many tokens. A `FileConfig` loads, a `BytesConfig` learns
@@ -59,6 +60,13 @@ def train_tokenizer(
     if isinstance(config, BytesConfig):
         return _bytes(config)
     return _TRAINING[type(config)](config, pieces_of_texts(texts, progress))
+
+
+def missing_tokens(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
+    """How many tokens a trained tokenizer has fewer than were asked for; `characters` asks none."""
+    if isinstance(config, FileConfig | BytesConfig | CharactersConfig):
+        return 0
+    return config.vocab_size - tokenizer.vocab_size
 
 
 def _bpe(config: BpeConfig, pieces: Iterable[str]) -> Tokenizer:

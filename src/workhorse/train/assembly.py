@@ -53,7 +53,7 @@ def assemble(
     if config.threads:
         torch.set_num_threads(config.threads)
     listener = _with_trackers(recipe, run, on_event)
-    tokenizer = _tokenizer(recipe, run)
+    tokenizer = _tokenizer(recipe, run, on_event)
     dataset = prepare(
         recipe.data,
         tokenizer,
@@ -155,10 +155,16 @@ def _start_from(init: str, decoder: Decoder) -> None:
         raise WorkhorseError(f"init={init} has other weights than model makes: {error}") from None
 
 
-def _tokenizer(recipe: Recipe, run: RunDirectory) -> Tokenizer:
+def _tokenizer(recipe: Recipe, run: RunDirectory, on_event: Listener) -> Tokenizer:
     """The run's tokenizer, made on the recipe's training text if it is not there yet."""
     if not run.tokenizer_folder.exists():
-        run.save_tokenizer(prepare_tokenizer(recipe.tokenizer, recipe.data, run.data_folder))
+        made = prepare_tokenizer(
+            recipe.tokenizer,
+            recipe.data,
+            run.data_folder,
+            tell=lambda line: on_event({"kind": "notice", "message": line}),
+        )
+        run.save_tokenizer(made)
     return run.tokenizer()
 
 

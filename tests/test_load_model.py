@@ -1,5 +1,6 @@
 """`workhorse.load` and the model it gives."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -57,6 +58,19 @@ def test_a_text_begins_as_training_began_it(model):
     assert with_eos.encode("") == [ids["eos"]]
     assert with_none.encode("") == []
     assert (with_bos.start, with_eos.start, with_none.start) == (ids["bos"], ids["eos"], None)
+
+
+def test_a_text_of_a_model_from_elsewhere_begins_at_bos_or_else_at_eos(model):
+    """Where its tokenizer adds nothing, as transformers and the lm-evaluation-harness have it."""
+    loaded = replace(model(), data=None)
+    assert loaded.start == 256
+    assert loaded.encode("a") == [97]
+    assert loaded.encode("") == [256]
+    few = train_tokenizer(BytesConfig(), [])
+    assert replace(loaded, tokenizer=few).start == few.eos_id
+    begun = replace(loaded, tokenizer=loaded.text.beginning_with("<|eos|>"))
+    assert (begun.start, begun.encode("a")) == (257, [257, 97])
+    assert replace(loaded, trained=False).start is None
 
 
 def test_generate_from_a_text_or_from_tokens(model):

@@ -179,9 +179,16 @@ def _held(dtype: DTypeName) -> str:
 
 
 def _whole_tokenizer(model: Model) -> Tokenizer | None:
-    """The tokenizer, which begins texts as the model's training did wherever it goes."""
+    """The tokenizer, which begins texts as the model's training did wherever it goes.
+
+    Others take bos, where there is one, for what stands before a text; so it is named bos.
+    """
     tokenizer = model.tokenizer
-    if tokenizer is None or tuple(tokenizer.prefix_ids) == model.prefix:
+    if tokenizer is None or model.data is None:
         return tokenizer
     names = {index: token for token, index in tokenizer.special_tokens.items()}
-    return tokenizer.beginning_with(*(names[index] for index in model.prefix))
+    if tuple(tokenizer.prefix_ids) != model.prefix:
+        tokenizer = tokenizer.beginning_with(*(names[index] for index in model.prefix))
+    if model.start is None or model.start == tokenizer.bos_id:
+        return tokenizer
+    return tokenizer.with_role("bos", names[model.start])

@@ -19,7 +19,7 @@ from workhorse.checkpoints import (
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.stored import StoredModel, is_hub_id, open_stored
 from workhorse.config import ConfigError, nearest
-from workhorse.data import DataConfig
+from workhorse.data import Beginning, DataConfig, beginning
 from workhorse.devices import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.generate import Completion, Delta, GenerationConfig, PrefixCache, generate, stream
@@ -75,23 +75,21 @@ class Model:
     @property
     def prefix(self) -> tuple[int, ...]:
         """The tokens that began every text of the training."""
-        if self.tokenizer is None:
-            return ()
-        if self.data is None:
-            return tuple(self.tokenizer.prefix_ids)
-        bos = self.tokenizer.bos_id if self.data.bos else None
-        return () if bos is None else (bos,)
+        return () if self.tokenizer is None else self._beginning.prefix
 
     @property
     def start(self) -> int | None:
-        """The token that training put before a text.
+        """The token before a text: the last of `prefix`, or what ended the text before.
 
-        The last of `prefix`, or the eos of the text before it.
+        Of a model from elsewhere that has no prefix, bos or else eos; of one that was never
+        trained, none. See `workhorse.data.beginning`.
         """
-        if self.prefix:
-            return self.prefix[-1]
-        separated = self.data is None or self.data.eos
-        return self.text.eos_id if separated and self.trained else None
+        return self._beginning.start
+
+    @property
+    def _beginning(self) -> Beginning:
+        found = beginning(self.text, self.data)
+        return found if self.trained or found.prefix else Beginning((), None)
 
     def encode(self, prompt: str) -> list[int]:
         """A prompt's tokens as training would have begun them.
@@ -99,8 +97,7 @@ class Model:
         A text begins with `prefix`. An empty prompt asks for a text from its beginning, which
         after training without a prefix is the eos of the one before.
         """
-        tokens = [*self.prefix, *self.text.encode(prompt)]
-        return tokens or ([] if self.start is None else [self.start])
+        return self._beginning.encode(self.text, prompt)
 
     def generate(
         self,

@@ -3,7 +3,7 @@ from typing import Any
 import pytest
 
 from workhorse.config import ConfigError
-from workhorse.train import Recipe
+from workhorse.train import Recipe, TrainConfig
 
 FIELDS: dict[str, Any] = {
     "name": "small",
@@ -82,3 +82,24 @@ def test_mistakes_are_one_line(changes: dict[str, Any], message: str) -> None:
 def test_name_must_name_a_folder(name: str) -> None:
     with pytest.raises(ConfigError, match="cannot name a folder"):
         Recipe.from_dict({**FIELDS, "name": name})
+
+
+@pytest.mark.parametrize("steps", [1, 9, 30, 100, 640, 5000, 10**6])
+def test_validations_by_default_cost_a_few_percent(steps: int) -> None:
+    """A row forwards takes a third of a row of a step; the one after the last step is left out."""
+    config = TrainConfig(steps=steps, batch_size=4, seq_len=8)
+    every, rows = config.steps_between_validations, config.rows_in_validation
+    assert every is not None
+    assert rows is not None
+    times = (steps - 1) // every
+    assert times <= 9
+    assert times * rows / 3 <= 0.034 * steps * 4
+    assert times >= min(9, steps // 20)
+
+
+def test_validations_that_were_asked_for_stay() -> None:
+    config = TrainConfig(steps=100, batch_size=4, seq_len=8, eval_every=7, eval_batches=None)
+    assert (config.steps_between_validations, config.rows_in_validation) == (7, None)
+    assert TrainConfig(steps=200, batch_size=4, seq_len=8, eval_batches=3).rows_in_validation == 12
+    whole = TrainConfig(steps=200, batch_size=4, seq_len=8, eval_every=None)
+    assert whole.steps_between_validations is None

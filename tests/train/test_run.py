@@ -95,6 +95,20 @@ def test_validation_and_samples_change_nothing(make_recipe, tmp_path: Path) -> N
     assert whole == [False] * 11 + [True]
 
 
+def test_a_run_is_validated_along_the_way_unless_told_otherwise(
+    make_recipe, tmp_path: Path
+) -> None:
+    def validated(name: str, **train_config: Any) -> list[tuple[int, int, bool]]:
+        train(make_recipe(steps=25, batch_size=2, **train_config), tmp_path / name)
+        events = read_metrics(tmp_path / name / "metrics.jsonl")
+        found = [event for event in events if event["kind"] == "validation"]
+        return [(event["step"], event["tokens"], event["whole"]) for event in found]
+
+    ((_, whole, _),) = validated("never", eval_every=None)
+    assert whole > 10 * 2 * 16
+    assert validated("by itself") == [(10, 32, False), (20, 32, False), (25, whole, True)]
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_was(
     make_recipe, tmp_path: Path, number: signal.Signals

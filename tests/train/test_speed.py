@@ -67,8 +67,10 @@ def test_a_steps_arithmetic_is_what_pytorch_counts(attention: dict[str, Any]) ->
 
 @pytest.mark.parametrize("reach", [{"window": 8}, {"chunk": 8}])
 def test_what_a_window_hides_does_not_count(reach: dict[str, int]) -> None:
-    """PyTorch counts the square that `eager` writes: here 32 keys for each query, of which 8 are
-    seen, at 2 heads of 8 numbers, scores and outputs, three products each, in two layers."""
+    """PyTorch counts the square that `eager` writes: 32 keys for each query, of which 8 are seen.
+
+    Each costs 2 heads of 8 numbers for scores and as many for outputs, in two layers.
+    """
     decoder = build({"kind": "attention", "n_heads": 2, **reach})
     hidden = (SEQ - 8) * 2 * (8 + 8) * 6 * 2 * ROWS * SEQ
     ours = flops_per_token(decoder, SEQ) * ROWS * SEQ

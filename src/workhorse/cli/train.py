@@ -83,18 +83,23 @@ def _dry_run(settings: Any, as_json: bool) -> None:
 
     found = estimate(settings)
     parameters, memory = found["parameters"], found["memory"]
-    roles = ", ".join(f"{name} {count:,}" for name, count in parameters.items() if name != "total")
+    roles = ", ".join(
+        f"{name} {count:,}"
+        for name, count in parameters.items()
+        if name not in ("total", "active") or (name == "active" and count != parameters["total"])
+    )
     parts = ", ".join(f"{name} {_mib(size)}" for name, size in memory.items() if name != "total")
     basis = {
         "steps": "from a few steps on random tokens; validation and samples come on top",
-        "matrix product": "at the rate of a large matrix product, so at least that",
+        "matrix product": "at the rate of the quickest matrix product, so at least that",
     }[found["seconds_from"]]
     text = "\n".join(
         [
             settings.to_yaml().rstrip(),
             "",
             f"parameters  {parameters['total']:,} ({roles})",
-            f"memory      {_mib(memory['total'])} ({parts}), and the activations",
+            f"memory      {_mib(memory['total'])} ({parts}); "
+            "activations, logits and what an update needs for a moment come on top",
             f"tokens      {found['tokens']:,}",
             f"export      {found['exports_as']}",
             f"time        {clock(found['seconds'])} on {found['device']}, {basis}",

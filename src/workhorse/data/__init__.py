@@ -6,12 +6,15 @@ batch = batches[step]
 """
 
 from workhorse.data.batches import Batch, Batches, ValidationBatches
+from workhorse.data.beginning import Beginning, beginning
 from workhorse.data.config import DataConfig, SourceConfig, source_of
 from workhorse.data.dataset import Dataset, Split, open_dataset
 from workhorse.data.documents import Document, iterate_texts, read_documents
+from workhorse.data.encode import stream_of
 from workhorse.data.inspection import RowView, describe, view_rows
-from workhorse.data.preparation import prepare
+from workhorse.data.preparation import check_separators, prepare
 from workhorse.data.sampling import IGNORE
+from workhorse.data.sources import check_sources
 from workhorse.data.stream import TokenStream
 from workhorse.data.tokenizer import prepare_tokenizer
 
@@ -19,6 +22,7 @@ __all__ = [
     "IGNORE",
     "Batch",
     "Batches",
+    "Beginning",
     "DataConfig",
     "Dataset",
     "Document",
@@ -27,6 +31,9 @@ __all__ = [
     "Split",
     "TokenStream",
     "ValidationBatches",
+    "beginning",
+    "check_separators",
+    "check_sources",
     "describe",
     "iterate_texts",
     "open_dataset",
@@ -34,5 +41,6 @@ __all__ = [
     "prepare_tokenizer",
     "read_documents",
     "source_of",
+    "stream_of",
     "view_rows",
 ]

@@ -13,7 +13,9 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
+from workhorse.data.config import DataConfig
 from workhorse.data.documents import Document
+from workhorse.data.stream import TokenStream
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -71,6 +73,22 @@ def encoded(
         finally:
             for _, arrays in waiting:
                 arrays.cancel()
+
+
+def stream_of(
+    name: str, documents: Iterable[Document], tokenizer: "Tokenizer", config: DataConfig
+) -> TokenStream:
+    """A few documents as a stream in memory, with the tokens that a data set of them would have."""
+    tokens, ends, size = [np.zeros(0, np.int64)], [], 0
+    pairs = ((name, document) for document in documents)
+    for _, document, ids in encoded(
+        pairs, tokenizer, bos=config.bos, eos=config.eos, dtype="int64"
+    ):
+        tokens.append(ids)
+        size += len(document.text.encode())
+        if document.ends:
+            ends.append(sum(map(len, tokens)))
+    return TokenStream(name, [np.concatenate(tokens)], np.array(ends, dtype=np.int64), size)
 
 
 def _blocks(

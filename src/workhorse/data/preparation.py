@@ -28,14 +28,11 @@ from workhorse.data.manifest import (
     read_manifest,
     write_array,
 )
-from workhorse.data.sources import Progress, describe_sources, text_bytes, why_empty
+from workhorse.data.sources import SPLITS, Progress, describe_sources, text_bytes, why_empty
 from workhorse.errors import WorkhorseError
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
-
-SPLITS: tuple[SplitName, ...] = ("validation", "train")
-"""The small one first: if it is empty, the long work need not be done to find out."""
 
 StreamKey = tuple[SplitName, str]
 """A split of a source, by the names of both."""
@@ -206,14 +203,7 @@ class _ShardBuffer:
 
 def _fresh_manifest(config: DataConfig, tokenizer: "Tokenizer") -> ManifestConfig:
     """The manifest of a data set of which nothing is written: what decides its tokens."""
-    for wanted, name, token in (
-        (config.bos, "bos", tokenizer.bos_id),
-        (config.eos, "eos", tokenizer.eos_id),
-    ):
-        if wanted and token is None:
-            raise WorkhorseError(
-                f"data.{name} is true but the tokenizer has no {name} token; set data.{name}: false"
-            )
+    check_separators(config, bos=tokenizer.bos_id is not None, eos=tokenizer.eos_id is not None)
     return ManifestConfig(
         tokenizer=tokenizer.fingerprint,
         vocab_size=tokenizer.vocab_size,
@@ -222,6 +212,21 @@ def _fresh_manifest(config: DataConfig, tokenizer: "Tokenizer") -> ManifestConfi
         eos=config.eos,
         sources=describe_sources(config),
     )
+
+
+def check_separators(config: DataConfig, *, bos: bool, eos: bool) -> None:
+    """Refuse to put tokens between texts that the tokenizer has not.
+
+    Args:
+        config: says which.
+        bos: whether the tokenizer has a bos token.
+        eos: whether it has an eos token.
+    """
+    for wanted, name, there in ((config.bos, "bos", bos), (config.eos, "eos", eos)):
+        if wanted and not there:
+            raise WorkhorseError(
+                f"data.{name} is true but the tokenizer has no {name} token; set data.{name}: false"
+            )
 
 
 def _key(manifest: ManifestConfig) -> str:

@@ -8,9 +8,13 @@ from typing import Any
 
 from workhorse.data.config import STDIN, DataConfig, SourceConfig, StdlibConfig
 from workhorse.data.documents import SplitName, data_files, read_documents
+from workhorse.errors import WorkhorseError
 
 Progress = Callable[[int, int | None], None]
 """Told the UTF-8 bytes of text done, and about how many there are; None where unknown."""
+
+SPLITS: tuple[SplitName, ...] = ("validation", "train")
+"""The small one first: if it is empty, the long work need not be done to find out."""
 
 SIZE_IS_TEXT = {"text", "folder", "stdlib"}
 """The kinds of source whose files hold the text as it is."""
@@ -55,6 +59,19 @@ def why_empty(source: SourceConfig, split: SplitName) -> str:
             "give it more documents, or set validation_fraction"
         )
     return f"{where} is empty: no text for the {split} split; give it some"
+
+
+def check_sources(config: DataConfig) -> None:
+    """Read the first document of each split of each source.
+
+    Raises:
+        WorkhorseError: it cannot be read, or there is none.
+    """
+    for source in config.sources.values():
+        for split in SPLITS:
+            wanted = split == "train" or source.has_validation
+            if wanted and next(read_documents(source, split), None) is None:
+                raise WorkhorseError(why_empty(source, split))
 
 
 def _state(path: Path, source: SourceConfig) -> tuple[str, int, int | str]:

@@ -228,8 +228,9 @@ class RopeConfig(Config):
     """How the rotation is stretched past the length it was trained for; left out: not at all."""
 
     def rotary_dim(self, head_dim: int) -> int:
-        """The width that the frequencies are spread over: as many features of a head turn, or one
-        more if it is odd.
+        """The width that the frequencies are spread over.
+
+        As many features of a head turn, or one more if it is odd.
 
         Raises:
             ConfigError: there is no such pair, or a scaling has divisors for another width.

@@ -276,6 +276,15 @@ class Tokenizer:
         set_affixes(backend, before=tokens)
         return Tokenizer(backend.to_str(), self.roles, self.chat_templates)
 
+    def with_role(self, role: str, token: str) -> "Tokenizer":
+        """This tokenizer, but the token of this name plays a role, `bos` for one.
+
+        Raises:
+            WorkhorseError: there is no such token.
+        """
+        self.token_id(token)
+        return Tokenizer(self.definition, {**self.roles, role: token}, self.chat_templates)
+
     @property
     def vocabulary(self) -> dict[str, int]:
         """The id of every token."""

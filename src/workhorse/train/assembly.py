@@ -6,17 +6,17 @@ from functools import partial
 import torch
 
 from workhorse import __version__
-from workhorse.checkpoints import Checkpoint, RunDirectory, empty_decoder, load_weights, weights_of
+from workhorse.checkpoints import Checkpoint, RunDirectory, empty_decoder, load_weights
 from workhorse.checkpoints.stored import open_stored
-from workhorse.data import Batch, Batches, Dataset, prepare, prepare_tokenizer
+from workhorse.data import Batch, Batches, Dataset, beginning, prepare, prepare_tokenizer
 from workhorse.devices import name_of, training_dtype
-from workhorse.errors import WorkhorseError
 from workhorse.native import products, training
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.head_loss import product
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.allocator import give_back_freed_memory, keep_freed_memory
 from workhorse.train.balance import Balancer
+from workhorse.train.check import start_from
 from workhorse.train.cpu_attention import speed_up_attention
 from workhorse.train.cpu_layers import speed_up_layers
 from workhorse.train.cpu_linear import Products, speed_up_linear
@@ -93,7 +93,9 @@ def assemble(
         weights=lambda: step.optimizer.masters.weights(decoder),
         batches=batches,
         validator=_validator(recipe, step, dataset),
-        sample=Sampler(decoder, tokenizer, config.samples) if config.samples else None,
+        sample=Sampler(decoder, tokenizer, config.samples, beginning(tokenizer, recipe.data))
+        if config.samples
+        else None,
         store=store,
         metrics=MetricsFile(run.metrics_file, checkpoint.step if checkpoint else 0),
         on_event=listener,
@@ -134,7 +136,8 @@ def _decoder(
         return decoder
     decoder = config.build(kernel, device=device)
     if recipe.init is not None:
-        _start_from(recipe.init, decoder)
+        trained = open_stored(recipe.init).load_decoder(dtype=torch.float32)
+        start_from(recipe.init, decoder, trained)
     return decoder
 
 
@@ -144,15 +147,6 @@ def measured_peak(config: TrainConfig, device: torch.device) -> float:
     multiply = _unit(device, config.matmul_precision) or product
     with Precision(device, dtype, config.matmul_precision).products():
         return peak_flops(device, dtype, multiply)
-
-
-def _start_from(init: str, decoder: Decoder) -> None:
-    """Give a decoder the weights of a trained one."""
-    trained = open_stored(init).load_decoder(dtype=torch.float32)
-    try:
-        load_weights(decoder, weights_of(trained))
-    except WorkhorseError as error:
-        raise WorkhorseError(f"init={init} has other weights than model makes: {error}") from None
 
 
 def _tokenizer(recipe: Recipe, run: RunDirectory, on_event: Listener) -> Tokenizer:

@@ -8,21 +8,23 @@ import torch
 from torch import Tensor
 
 from workhorse.data import Batch, iterate_texts
-from workhorse.devices import resolve_device, training_dtype
+from workhorse.devices import training_dtype
 from workhorse.models.describe import exports_as
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import train_tokenizer
-from workhorse.train.assembly import build_step
+from workhorse.train.assembly import build_step, measured_peak
+from workhorse.train.check import check_length, check_recipe
 from workhorse.train.masters import Masters
 from workhorse.train.optimizers import build_optimizer, parameters_by_role
 from workhorse.train.recipe import Recipe
-from workhorse.train.speed import flops_per_token, peak_flops
+from workhorse.train.speed import active_parameters, flops_per_token
 
 TIMED_BYTES = 2**28
 TIMED_SECONDS = 1.0
 """Steps are timed where weights, gradients and optimizer fit into so many bytes, and a step's
 arithmetic into so many seconds at the rate of a large matrix product."""
 TIMED_STEPS = 3
+MATRIX_PRODUCT = "matrix product"
 
 
 def estimate(recipe: Recipe) -> dict[str, Any]:
@@ -30,49 +32,55 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
 
     Returns:
         `config` (of the decoder, in full), `exports_as` (the class of transformers that can hold
-        it, or what is in the way of the nearest), `parameters` (`total` and by role), `memory`
-        (bytes of `weights`, `gradients` and `optimizer`, exact; activations are not in it),
-        `tokens` of the whole run, `flops_per_token`, `seconds`, and `seconds_from`: `"steps"`,
-        timed on random tokens and text generation and validation left out, or, for a large
-        model, `"matrix product"`: what the arithmetic takes at the rate of a large matrix product,
-        which no training reaches.
+        it, or what is in the way of the nearest), `parameters` (`total`, `active` on a token, and
+        by role), `memory` (bytes, see below), `tokens` of the whole run, `flops_per_token`,
+        `seconds`, and `seconds_from`: `"steps"`, timed on random tokens and text generation and
+        validation left out, or, for a large model, `"matrix product"`: what the arithmetic takes at
+        the rate of the quickest matrix product, which no training reaches.
+
+        Of `memory` these are exact: `weights`; `gradients` at their most, the float32 sums over
+        several micro-batches of bfloat16 included (also where `micro_batch_size` is `auto` and
+        nothing was timed that would have chosen it); and `optimizer`, what it keeps from step to
+        step. Not in it: activations, logits, and what an update needs for a moment, which are most
+        of the memory of a small model.
 
     Raises:
-        WorkhorseError: a recipe that cannot be run here.
+        WorkhorseError: a recipe that `train` would refuse before its first step.
     """
     config = recipe.train
-    device = resolve_device(config.device)
+    device = check_recipe(recipe)
+    check_length(recipe)
     if config.threads:
         torch.set_num_threads(config.threads)
     decoder_config = recipe.decoder_config(_vocab_size(recipe))
     decoder = decoder_config.build(config.kernel, device="meta")
+    active = active_parameters(decoder)
+    flops = flops_per_token(decoder, config.seq_len)
     narrow = training_dtype(config.dtype, device) == torch.bfloat16
     masters = Masters(decoder if narrow else None)
     optimizer = build_optimizer(decoder, config.optimizer, masters)
-    weights = _bytes(decoder.parameters())
+    learning = [weight for weight in decoder.parameters() if weight.requires_grad]
     memory = {
-        "weights": weights,
-        "gradients": weights,
+        "weights": _bytes(decoder.parameters()),
+        "gradients": _bytes(learning),
         "optimizer": _bytes([*optimizer.tensors().values(), *masters.remainders.values()]),
     }
     roles = {
         role: sum(parameter.numel() for parameter in parameters.values())
         for role, parameters in parameters_by_role(decoder).items()
     }
-    flops = flops_per_token(decoder, config.seq_len)
     tokens = config.steps * config.tokens_per_step
-    at_peak = (
-        flops * config.tokens_per_step / peak_flops(device, training_dtype(config.dtype, device))
-    )
-    if sum(memory.values()) <= TIMED_BYTES and at_peak <= TIMED_SECONDS:
-        seconds, source = _seconds_per_step(recipe, decoder_config, device), "steps"
-    else:
-        seconds, source = at_peak, "matrix product"
+    seconds, source = flops * config.tokens_per_step / measured_peak(config, device), MATRIX_PRODUCT
+    rows = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
+    if sum(memory.values()) <= TIMED_BYTES and seconds <= TIMED_SECONDS:
+        (seconds, rows), source = _time_steps(recipe, decoder_config, device), "steps"
+    if rows is not None and rows < config.batch_size:
+        memory["gradients"] += 4 * sum(weight.numel() for weight in masters.remainders)
     return {
         "recipe": recipe.to_dict(),
         "config": decoder_config.to_dict(),
         "exports_as": exports_as(decoder_config),
-        "parameters": {"total": sum(roles.values()), **roles},
+        "parameters": {"total": sum(roles.values()), "active": active, **roles},
         "memory": memory | {"total": sum(memory.values())},
         "tokens": tokens,
         "flops_per_token": flops,
@@ -93,8 +101,13 @@ def _vocab_size(recipe: Recipe) -> int:
     return train_tokenizer(recipe.tokenizer, iterate_texts(recipe.data)).vocab_size
 
 
-def _seconds_per_step(recipe: Recipe, config: DecoderConfig, device: torch.device) -> float:
-    """The fastest of a few steps on random tokens, in seconds; the first is left out."""
+def _time_steps(
+    recipe: Recipe, config: DecoderConfig, device: torch.device
+) -> tuple[float, int | None]:
+    """The fastest of a few steps on random tokens, in seconds, and the rows of a micro-batch.
+
+    The first step is left out.
+    """
     train = recipe.train
     tokens = torch.randint(config.vocab_size, (train.batch_size, train.seq_len))
     batch = Batch(tokens, tokens, None, torch.zeros(train.batch_size, dtype=torch.int64))
@@ -104,7 +117,7 @@ def _seconds_per_step(recipe: Recipe, config: DecoderConfig, device: torch.devic
         start = time.perf_counter()
         step.update(*step.backward(batch), schedule=1.0)
         times.append(time.perf_counter() - start)
-    return min(times[1:])
+    return min(times[1:]), step.micro_batch_size
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -202,11 +202,9 @@ class Loop:
     def _look(self, ended: bool) -> None:
         """Validate and write samples, where it is time to."""
         config, step = self.config, self.counters.step
-        every = config.eval_every
+        every = config.steps_between_validations
         if self.validator is not None and (ended or (every and step % every == 0)):
-            rows = None
-            if config.eval_batches is not None and not ended:
-                rows = config.eval_batches * config.batch_size
+            rows = None if ended else config.rows_in_validation
             self.validation = self.validator(rows)
             self.tell("validation", **asdict(self.validation), whole=rows is None)
         samples = config.samples

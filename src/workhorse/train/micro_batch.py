@@ -27,16 +27,23 @@ def fit_micro_batch(step: TrainingStep, batch: Batch) -> None:
     Raises:
         WorkhorseError: no room for one row, or nobody can tell on this device.
     """
-    if step.device.type not in _FINDERS:
-        raise WorkhorseError(
-            f"micro_batch_size=auto works on CUDA and on a CPU, and device is {step.device}; "
-            "give a number"
-        )
+    check_fitting(step.device)
     before = random_state()
     try:
         step.micro_batch_size = _FINDERS[step.device.type](step, batch)
     finally:
         set_random_state(before)
+
+
+def check_fitting(device: torch.device) -> None:
+    """Raise WorkhorseError if nobody can tell what fits on this device."""
+    if device.type not in _FINDERS:
+        raise WorkhorseError(
+            f"micro_batch_size=auto works on CUDA and on a CPU, and device is {device}; "
+            "give a number"
+        )
+    if device.type == "cpu":
+        free_memory()
 
 
 def _downwards(step: TrainingStep, batch: Batch) -> int:

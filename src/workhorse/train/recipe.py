@@ -1,5 +1,6 @@
 """A recipe: everything that decides a training run, in one file."""
 
+import math
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -17,6 +18,9 @@ from workhorse.train.schedules import CosineConfig, ScheduleConfig
 from workhorse.train.trackers import TrackerName
 
 Count = Annotated[int, Field(ge=1)]
+VALIDATIONS, FEWEST_STEPS, VALIDATION_COST = 10, 10, 0.03
+"""Of a run by default: how often it is validated, after how many steps at least, and what part of
+the steps' time that may take."""
 
 
 class SamplesConfig(Config):
@@ -96,11 +100,13 @@ class TrainConfig(Config):
 
     log_every: Count = 10
     """Steps between lines of metrics."""
-    eval_every: Count | None = None
-    """Steps between validations; None: after the last step only."""
-    eval_batches: Count | None = None
-    """Batches in a validation, evenly spread over the split; None: all of it. After the last step
-    it is always all of it."""
+    eval_every: Count | Literal["auto"] | None = "auto"
+    """Steps between validations. `auto`: ten times a run, or every ten steps where it is short.
+    None: after the last step only."""
+    eval_batches: Count | Literal["auto"] | None = "auto"
+    """Batches in a validation, evenly spread over the split. `auto`: as many as take about 3 % of
+    the training's time, at least one. None: all of the split. After the last step it is always
+    all of it."""
     samples: SamplesConfig | None = None
     """Texts generated along the way; None: no texts."""
     checkpoint_every: Count = 1000
@@ -133,6 +139,22 @@ class TrainConfig(Config):
     @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.seq_len
+
+    @property
+    def steps_between_validations(self) -> int | None:
+        """None: there is one after the last step only."""
+        if self.eval_every == "auto":
+            return max(FEWEST_STEPS, math.ceil(self.steps / VALIDATIONS))
+        return self.eval_every
+
+    @property
+    def rows_in_validation(self) -> int | None:
+        """Before the last step; None: all."""
+        batches = self.eval_batches
+        if batches == "auto":
+            # Forward is a third of a step.
+            batches = max(1, int(VALIDATION_COST * 3 * (self.steps_between_validations or 1)))
+        return None if batches is None else batches * self.batch_size
 
 
 class Recipe(Config):

@@ -6,16 +6,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-
 from workhorse.checkpoints import RunDirectory
-from workhorse.devices import resolve_device, training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.train.assembly import assemble
-from workhorse.train.float8 import check_float8
+from workhorse.train.check import check_recipe
 from workhorse.train.loop import Loop, Store
 from workhorse.train.metrics import Event, read_metrics
-from workhorse.train.recipe import Recipe, TrainConfig
+from workhorse.train.recipe import Recipe
 from workhorse.train.report import write_report
 from workhorse.train.resume import check_changes
 from workhorse.train.signals import StopSignals
@@ -81,8 +78,7 @@ def train(
     run = RunDirectory(out)
     if resume and not run.exists:
         raise WorkhorseError(f"{run.path} holds no run to resume; leave out --resume to begin one")
-    device = resolve_device(recipe.train.device)
-    _check_device(recipe.train, device)
+    device = check_recipe(recipe, resume=resume)
     if not resume:
         run.check_free()  # before the lock, which would leave its file in somebody's folder
     with run.lock():
@@ -111,18 +107,6 @@ def train(
             loop.metrics.close()
         write_report(run)
         return _result(loop, run, signals)
-
-
-def _check_device(config: TrainConfig, device: torch.device) -> None:
-    """Raise WorkhorseError for what the recipe asks and the device cannot do."""
-    if config.dtype == "float16" and device.type != "cuda":
-        raise WorkhorseError(
-            f"dtype float16 needs CUDA, and this is {device.type}; choose bfloat16 or float32"
-        )
-    if config.fp8:
-        check_float8(device, training_dtype(config.dtype, device), config.seq_len)
-    if config.kernel.startswith("flex") and device.type == "cpu":
-        raise WorkhorseError("kernel=flex has no backward on a CPU; train with sdpa or eager")
 
 
 def _result(loop: Loop, run: RunDirectory, signals: StopSignals) -> TrainResult:

@@ -1,5 +1,7 @@
 """Texts generated while training."""
 
+from workhorse.data import Beginning, DataConfig
+from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import Decoder
 from workhorse.tokenizers import Tokenizer
@@ -10,16 +12,26 @@ class Sampler:
     """Continues the recipe's prompts, with the same random numbers each time.
 
     It draws from generators of its own, so training goes on as if it had not run.
+
+    Args:
+        decoder: what writes.
+        tokenizer: its tokenizer.
+        config: the prompts.
+        begin: how texts begin in training.
+
+    Raises:
+        WorkhorseError: an empty prompt, and nothing stood before the texts of the training.
     """
 
-    def __init__(self, decoder: Decoder, tokenizer: Tokenizer, config: SamplesConfig) -> None:
+    def __init__(
+        self, decoder: Decoder, tokenizer: Tokenizer, config: SamplesConfig, begin: Beginning
+    ) -> None:
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.prompts = config.prompts
-        start = tokenizer.bos_id if tokenizer.bos_id is not None else tokenizer.eos_id
-        self.tokens = [
-            tokenizer.encode(prompt) or [0 if start is None else start] for prompt in config.prompts
-        ]
+        self.tokens = [begin.encode(tokenizer, prompt) for prompt in config.prompts]
+        if not all(self.tokens):
+            raise _no_beginning()
         self.generation = GenerationConfig(
             max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed
         )
@@ -31,3 +43,20 @@ class Sampler:
             {"prompt": prompt, "text": completion.text}
             for prompt, completion in zip(self.prompts, completions, strict=True)
         ]
+
+
+def check_samples(config: SamplesConfig | None, data: DataConfig) -> None:
+    """Refuse an empty prompt where nothing stands before a text, as far as the recipe tells.
+
+    Raises:
+        WorkhorseError: there is one.
+    """
+    if config is not None and "" in config.prompts and not (data.bos or data.eos):
+        raise _no_beginning()
+
+
+def _no_beginning() -> WorkhorseError:
+    return WorkhorseError(
+        "train.samples has an empty prompt, which begins a text, and the training puts neither bos "
+        "nor eos between texts; write a prompt, or set data.eos=true"
+    )

@@ -10,6 +10,17 @@ from workhorse.train.metrics import Event
 
 TrackerName = Literal["tensorboard", "wandb", "trackio"]
 Tracker = Callable[[Event], None]
+PACKAGES: dict[TrackerName, tuple[str, str]] = {
+    "tensorboard": ("torch.utils.tensorboard", "tensorboard"),
+    "wandb": ("wandb", "wandb"),
+    "trackio": ("trackio", "trackio"),
+}
+"""The module to import, and the package that it belongs to."""
+
+
+def check_tracker(name: TrackerName) -> None:
+    """Raise WorkhorseError if the package of a tracker is not installed."""
+    _module(*PACKAGES[name])
 
 
 def open_tracker(name: TrackerName, run: str, config: dict[str, Any], folder: Path) -> Tracker:
@@ -26,7 +37,7 @@ def open_tracker(name: TrackerName, run: str, config: dict[str, Any], folder: Pa
     """
     if name == "tensorboard":
         return _tensorboard(folder)
-    module = _module(name, name)
+    module = _module(*PACKAGES[name])
     # Both take these calls; trackio's are modelled on wandb's.
     place = {"dir": str(folder)} if name == "wandb" else {}
     module.init(project="workhorse", name=run, config=config, **place)
@@ -56,7 +67,7 @@ def scalars(event: Event) -> dict[str, float]:
 
 
 def _tensorboard(folder: Path) -> Tracker:
-    writer = _module("torch.utils.tensorboard", "tensorboard").SummaryWriter(folder / "tensorboard")
+    writer = _module(*PACKAGES["tensorboard"]).SummaryWriter(folder / "tensorboard")
 
     def track(event: Event) -> None:
         for tag, value in scalars(event).items():

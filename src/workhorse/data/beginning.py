@@ -1,0 +1,47 @@
+"""What stood before a text when a model was trained, and so what it must be given again."""
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from workhorse.data.config import DataConfig
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
+
+
+@dataclass(frozen=True)
+class Beginning:
+    """How texts begin for a model."""
+
+    prefix: tuple[int, ...]
+    """The tokens that began every text."""
+    start: int | None
+    """The token before a text's own first one: the last of `prefix`, or what ended the text before.
+    None: there was none."""
+
+    def encode(self, tokenizer: "Tokenizer", prompt: str) -> list[int]:
+        """A prompt's tokens; an empty prompt asks for a text from its beginning.
+
+        Empty where nothing stood before a text.
+        """
+        tokens = [*self.prefix, *tokenizer.encode(prompt)]
+        return tokens or ([] if self.start is None else [self.start])
+
+
+def beginning(tokenizer: "Tokenizer", data: DataConfig | None) -> Beginning:
+    """How texts begin for a model.
+
+    Args:
+        tokenizer: the model's.
+        data: what the model was trained on; None for a model from elsewhere, whose training nobody
+            knows. Its texts begin as its tokenizer says; where that adds nothing, the token before
+            a text is bos or else eos, as transformers and the lm-evaluation-harness have it.
+    """
+    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    if data is None:
+        prefix = tuple(tokenizer.prefix_ids)
+        before = eos if bos is None else bos
+    else:
+        prefix = (bos,) if data.bos and bos is not None else ()
+        before = eos if data.eos else None
+    return Beginning(prefix, prefix[-1] if prefix else before)

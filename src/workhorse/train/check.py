@@ -1,0 +1,139 @@
+"""What keeps a recipe from its first step, said before anything is made."""
+
+import torch
+
+from workhorse.checkpoints import load_weights, weights_of
+from workhorse.checkpoints.stored import open_stored
+from workhorse.data import (
+    Batches,
+    Document,
+    Split,
+    check_separators,
+    check_sources,
+    iterate_texts,
+    read_documents,
+    stream_of,
+)
+from workhorse.devices import resolve_device, training_dtype
+from workhorse.errors import WorkhorseError
+from workhorse.nn import Decoder
+from workhorse.tokenizers import load_tokenizer, train_tokenizer
+from workhorse.tokenizers.config import FileConfig
+from workhorse.train.float8 import check_float8
+from workhorse.train.micro_batch import check_fitting
+from workhorse.train.recipe import Recipe, TrainConfig
+from workhorse.train.samples import check_samples
+from workhorse.train.trackers import check_tracker
+
+BYTES_OF_A_TOKEN = 64
+"""No tokenizer makes fewer tokens of a text than one for so many bytes."""
+
+
+def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
+    """Refuse a recipe that cannot be trained here; of its text only the beginning is read.
+
+    Args:
+        recipe: to be trained.
+        resume: go on with a run, which has its tokenizer, its text and its weights already.
+
+    Returns:
+        The device it is trained on.
+
+    Raises:
+        WorkhorseError: the device or what it should do there is not to be had, a tracker is not
+            installed, text or a tokenizer cannot be read, or other weights stand in `init`.
+    """
+    config = recipe.train
+    device = resolve_device(config.device)
+    _check_device(config, device)
+    for name in config.trackers:
+        check_tracker(name)
+    check_samples(config.samples, recipe.data)
+    if not resume:
+        _check_tokenizer(recipe)
+        check_sources(recipe.data)
+        _check_model(recipe)
+    return device
+
+
+def check_length(recipe: Recipe) -> None:
+    """Refuse a source too short for one row, as `train` does once it has its tokens.
+
+    Of a source with more than `BYTES_OF_A_TOKEN` times `seq_len` nothing is looked for.
+
+    Raises:
+        WorkhorseError: there is one.
+    """
+    enough = BYTES_OF_A_TOKEN * recipe.train.seq_len
+    short: dict[str, list[Document]] = {}
+    for name, source in recipe.data.sources.items():
+        documents, size = [], 0
+        for document in read_documents(source, "train"):
+            documents.append(document)
+            size += len(document.text.encode())
+            if size > enough:
+                break
+        else:
+            short[name] = documents
+    if not short:
+        return
+    tokenizer = train_tokenizer(recipe.tokenizer, iterate_texts(recipe.data))
+    for name, documents in short.items():
+        stream = stream_of(name, documents, tokenizer, recipe.data)
+        Batches(
+            Split("train", (stream,), (1.0,)),
+            seq_len=recipe.train.seq_len,
+            batch_size=recipe.train.batch_size,
+            packing=recipe.data.packing,
+        )
+
+
+def _check_device(config: TrainConfig, device: torch.device) -> None:
+    """Raise WorkhorseError for what the recipe asks and the device cannot do."""
+    if config.dtype == "float16" and device.type != "cuda":
+        raise WorkhorseError(
+            f"dtype float16 needs CUDA, and this is {device.type}; choose bfloat16 or float32"
+        )
+    if config.fp8:
+        check_float8(device, training_dtype(config.dtype, device), config.seq_len)
+    if config.kernel.startswith("flex") and device.type == "cpu":
+        raise WorkhorseError("kernel=flex has no backward on a CPU; train with sdpa or eager")
+    if config.micro_batch_size == "auto":
+        check_fitting(device)
+
+
+def _check_tokenizer(recipe: Recipe) -> None:
+    """Raise WorkhorseError for a file that is none, or without the tokens that part texts."""
+    if isinstance(recipe.tokenizer, FileConfig):
+        tokenizer = load_tokenizer(recipe.tokenizer.path)
+        bos, eos = tokenizer.bos_id is not None, tokenizer.eos_id is not None
+    else:
+        special = recipe.tokenizer.special
+        bos, eos = special.bos is not None, special.eos is not None
+    check_separators(recipe.data, bos=bos, eos=eos)
+
+
+def _check_model(recipe: Recipe) -> None:
+    """Raise WorkhorseError for attention that the kernel cannot compute, or another's weights."""
+    given = recipe.model.get("vocab_size")
+    config = recipe.decoder_config(given if isinstance(given, int) else 1)
+    decoder = config.build(recipe.train.kernel, device="meta")
+    if recipe.init is not None:
+        start_from(recipe.init, decoder, open_stored(recipe.init).config.build(device="meta"))
+
+
+def start_from(init: str, decoder: Decoder, trained: Decoder) -> None:
+    """Give a decoder the weights of a trained one, or on `meta` see that it could have them.
+
+    Args:
+        init: where `trained` comes from, for the message.
+        decoder: takes the weights.
+        trained: gives them.
+
+    Raises:
+        WorkhorseError: names or shapes differ.
+    """
+    try:
+        load_weights(decoder, weights_of(trained))
+    except WorkhorseError as error:
+        raise WorkhorseError(f"init={init} has other weights than model makes: {error}") from None

@@ -1,0 +1,113 @@
+"""What a dry run says: what training would take, and what it would refuse."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.train.test_balance import MIXED, recipe_of
+from workhorse.data import Batch
+from workhorse.errors import WorkhorseError
+from workhorse.train import Recipe, estimate, train
+from workhorse.train.assembly import build_step
+
+SPECIAL = {"bos": None, "eos": None, "pad": None, "chat": []}
+
+
+def changed(recipe: Recipe, section: str, **fields: Any) -> Recipe:
+    settings = recipe.to_dict()
+    kept = {} if "kind" in fields else settings[section]
+    return Recipe.from_dict({**settings, section: {**kept, **fields}})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (("train", {"dtype": "float16"}), "dtype float16 needs CUDA"),
+        (("train", {"kernel": "flex"}), "kernel=flex has no backward on a CPU"),
+        (("train", {"fp8": True}), "train.fp8=true needs CUDA"),
+        (("train", {"device": "cuda:7"}), "device=cuda:7 is not there"),
+        (("train", {"trackers": ["wandb"]}), "the tracker wandb is not installed"),
+        (("train", {"seq_len": 10**6}), "fewer than one window of seq_len"),
+        (("data", {"corpus": {"kind": "folder", "path": "nowhere"}}), "nowhere is not a folder"),
+        (("data", {"corpus": {"kind": "text", "path": "nothing"}}), "cannot read nothing"),
+        (("data", {"bos": True}), "the tokenizer has no bos token"),
+        (("tokenizer", {"special": SPECIAL}), "the tokenizer has no eos token"),
+        (("tokenizer", {"kind": "file", "path": "nowhere"}), "nowhere"),
+    ],
+)
+def test_a_dry_run_refuses_what_training_refuses(
+    make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, change, message: str
+) -> None:
+    monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+    monkeypatch.setitem(sys.modules, "wandb", None)
+    recipe = changed(make_recipe(), change[0], **change[1])
+    said = []
+    for attempt in (lambda: estimate(recipe), lambda: train(recipe, tmp_path / "run")):
+        with pytest.raises(WorkhorseError, match=message) as caught:
+            attempt()
+        said.append(str(caught.value))
+    assert said[0] == said[1]
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_empty_sample_where_nothing_begins_a_text_is_refused(
+    make_recipe, tmp_path: Path
+) -> None:
+    recipe = changed(make_recipe(samples={"every": 1}), "data", eos=False)
+    for attempt in (lambda: estimate(recipe), lambda: train(recipe, tmp_path / "run")):
+        with pytest.raises(WorkhorseError, match="empty prompt, which begins a text"):
+            attempt()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_dry_run_knows_whether_weights_to_start_from_fit(make_recipe, tmp_path: Path) -> None:
+    train(make_recipe(steps=2), tmp_path / "first")
+    fields = make_recipe().to_dict() | {"init": str(tmp_path / "first"), "model": {}}
+    assert estimate(Recipe.from_dict(fields))["parameters"]["total"] > 0
+    fields["model"] = {"n_layers": 3}
+    with pytest.raises(WorkhorseError, match="has other weights than model makes"):
+        estimate(Recipe.from_dict(fields))
+
+
+def held(step: Any) -> int:
+    """Bytes of all gradients and sums of gradients."""
+    masters, parameters = step.optimizer.masters, step.optimizer.parameters
+    tensors = [*masters.sums.values(), *(p.grad for p in parameters if p.grad is not None)]
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("rows", [None, 2])
+def test_the_memory_of_a_dry_run_is_what_a_step_holds(
+    make_recipe, monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int | None
+) -> None:
+    """Weights, gradients at their most and the optimizer, measured while a step is done."""
+    recipe = recipe_of(make_recipe, MIXED, dtype=dtype, micro_batch_size=rows, device="cpu")
+    told = estimate(recipe)["memory"]
+    tokens = torch.randint(257, (4, 16))
+    batch = Batch(tokens, tokens, None, torch.zeros(4, dtype=torch.int64))
+    decoder = recipe.decoder_config(257).build()
+    step = build_step(decoder, recipe.train, torch.device("cpu"), batch)
+    most = []
+    gather = step.optimizer.masters.gather
+    monkeypatch.setattr(
+        step.optimizer.masters, "gather", lambda p: (most.append(held(step)), gather(p))
+    )
+    loss, counted = step.backward(batch)
+    most.append(held(step))
+    step.update(loss, counted, schedule=1.0)
+    assert told["gradients"] == max(most)
+    assert told["weights"] == sum(p.numel() * p.element_size() for p in decoder.parameters())
+    kept = [*step.optimizer.tensors().values(), *step.optimizer.masters.remainders.values()]
+    assert told["optimizer"] == sum(t.numel() * t.element_size() for t in kept)
+
+
+def test_active_parameters_are_told(make_recipe) -> None:
+    parameters = estimate(recipe_of(make_recipe, MIXED))["parameters"]
+    resting = 2 * 6 * (3 * 8 * 16 + 8 + 8 + 16)  # layers, experts, their matrices and biases
+    assert parameters["active"] == parameters["total"] - resting
+    dense = estimate(make_recipe())["parameters"]
+    assert dense["active"] == dense["total"]

@@ -1,0 +1,44 @@
+"""Texts written while training begin as the training's texts did."""
+
+import pytest
+
+from workhorse.data import DataConfig, beginning
+from workhorse.errors import WorkhorseError
+from workhorse.nn import Decoder
+from workhorse.tokenizers import BytesConfig, Tokenizer, train_tokenizer
+from workhorse.tokenizers.config import SpecialTokensConfig
+from workhorse.train.recipe import SamplesConfig
+from workhorse.train.samples import Sampler
+
+BOS, EOS = 256, 257
+
+
+@pytest.fixture
+def tokenizer() -> Tokenizer:
+    return train_tokenizer(BytesConfig(special=SpecialTokensConfig(pad=None, chat=())), [])
+
+
+@pytest.mark.parametrize(
+    ("bos", "eos", "empty", "text"),
+    [
+        (False, True, [EOS], [97]),  # the eos of the text before, though there is a bos
+        (True, True, [BOS], [BOS, 97]),
+        (True, False, [BOS], [BOS, 97]),
+    ],
+)
+def test_a_sample_begins_as_training_did(  # noqa: PLR0917
+    decoder: Decoder, tokenizer: Tokenizer, bos: bool, eos: bool, empty: list[int], text: list[int]
+) -> None:
+    data = DataConfig(corpus="stdlib", bos=bos, eos=eos)
+    config = SamplesConfig(prompts=("", "a"))
+    sampler = Sampler(decoder, tokenizer, config, beginning(tokenizer, data))
+    assert sampler.tokens == [empty, text]
+
+
+def test_where_nothing_begins_a_text_an_empty_prompt_is_refused(
+    decoder: Decoder, tokenizer: Tokenizer
+) -> None:
+    begin = beginning(tokenizer, DataConfig(corpus="stdlib", eos=False))
+    with pytest.raises(WorkhorseError, match="empty prompt, which begins a text"):
+        Sampler(decoder, tokenizer, SamplesConfig(prompts=("a", "")), begin)
+    assert Sampler(decoder, tokenizer, SamplesConfig(prompts=("a",)), begin).tokens == [[97]]

@@ -287,7 +287,7 @@ def _with_kind(annotation: Any, value: Any) -> Any:
 
 def _kinds(annotation: Any) -> set[str]:
     """The kinds of config that a field may hold; none where it may be a text as well."""
-    kinds = [config.model_fields.get("kind") for config in _configs_in(annotation)]
+    kinds = [config.model_fields.get("kind") for config in configs_in(annotation)]
     plain = str in _alternatives(annotation)
     return set() if plain else {kind.default for kind in kinds if kind}
 

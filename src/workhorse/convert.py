@@ -9,6 +9,7 @@ from typing import Any, Literal
 import torch
 
 from workhorse.checkpoints.export import find_family, write_huggingface
+from workhorse.checkpoints.gguf import GgufFile
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.model_folder import check_new, write_model
 from workhorse.checkpoints.stored import open_stored
@@ -170,7 +171,8 @@ def _origin(source: str | Path | Model) -> tuple[Family | None, DecoderConfig]:
     if str(source) in preset_names() and not Path(source).exists():
         return None, preset(str(source))
     stored = open_stored(source)
-    return stored.family if isinstance(stored, HuggingFaceDirectory) else None, stored.config
+    made_as = stored.family if isinstance(stored, HuggingFaceDirectory | GgufFile) else None
+    return made_as, stored.config
 
 
 def _held(dtype: DTypeName) -> str:

@@ -16,6 +16,7 @@ from workhorse.checkpoints import (
     mapped_weights,
     weights_in_large_pages,
 )
+from workhorse.checkpoints.gguf import GgufFile
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.stored import StoredModel, is_hub_id, open_stored
 from workhorse.config import ConfigError, nearest
@@ -55,7 +56,7 @@ class Model:
     trained_to_chat: bool = False
     """Whether it knows its tokenizer's chat template; what was trained on plain text does not."""
     family: Family | None = None
-    """The model type of the Hugging Face directory it was loaded from."""
+    """The model type of the Hugging Face directory or GGUF file it was loaded from."""
 
     @property
     def config(self) -> DecoderConfig:
@@ -220,8 +221,8 @@ def load(
     has them, and the environment variable WORKHORSE_NATIVE=0 does without.
 
     Args:
-        model: a run directory, a folder that `workhorse convert` wrote, a Hugging Face directory,
-            an id of the hub (`ORG/NAME` or `ORG/NAME@REVISION`), or a preset's name.
+        model: a run directory, what `workhorse convert` wrote, a Hugging Face directory, a GGUF
+            file, an id of the hub (`ORG/NAME` or `ORG/NAME@REVISION`), or a preset's name.
         device: a PyTorch device; `auto` is CUDA where there is a device and else the CPU.
         dtype: a PyTorch floating-point type; `auto` is float32, and for a directory or id of
             Hugging Face the type that it was saved in.
@@ -241,9 +242,7 @@ def load(
         raise WorkhorseError(f"quantize={quantize} changes what as_stored keeps; leave one out")
     where, type_of_weights = resolve_device(device), resolve_dtype(dtype)
     path, name = Path(model), str(model)
-    if path.is_file():
-        raise WorkhorseError(f"{path} is a file; give the folder of the model it is part of")
-    if path.is_dir() or is_hub_id(name):
+    if path.exists() or is_hub_id(name):
         places: Places = weights_in_large_pages if compile else mapped_weights
         if quantize != "none":
             places = partial(place_codes, format=quantize)
@@ -277,7 +276,7 @@ def _with_text(stored: StoredModel, decoder: Decoder, tell: Callable[[str], obje
         data=_data_of(stored) if is_run else None,
         stop_tokens=stored.stop_tokens,
         trained_to_chat=not is_run and tokenizer is not None and bool(tokenizer.chat_template),
-        family=stored.family if isinstance(stored, HuggingFaceDirectory) else None,
+        family=stored.family if isinstance(stored, HuggingFaceDirectory | GgufFile) else None,
     )
 
 

@@ -3,6 +3,7 @@
 Whether llama.cpp computes the same is for the campaign: `tests/campaigns/test_gguf.py`.
 """
 
+import json
 import math
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,9 @@ from torch import Tensor
 from tests.checkpoints.gguf_cases import CASES, EACH, make
 from workhorse.checkpoints import weights_of
 from workhorse.checkpoints.gguf import GgufType, gguf_types, write_gguf
+from workhorse.checkpoints.gguf.metadata import OWN_CONFIG
 from workhorse.checkpoints.gguf.rotation import paired
-from workhorse.nn import Decoder
+from workhorse.nn import Decoder, DecoderConfig
 
 gguf = pytest.importorskip("gguf")
 
@@ -83,7 +85,9 @@ def _is_offset(decoder: Decoder, name: str) -> bool:
 
 
 def test_metadata_of_a_llama(tmp_path: Path) -> None:
-    file = written(make("llama", 1), "llama", tmp_path, "f16", name="A small one")
+    decoder = make("llama", 1)
+    file = written(decoder, "llama", tmp_path, "f16", name="A small one")
+    assert DecoderConfig.from_dict(json.loads(file.keys.pop(OWN_CONFIG))) == decoder.config
     assert file.keys == {
         "general.architecture": "llama",
         "general.name": "A small one",

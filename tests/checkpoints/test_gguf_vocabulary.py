@@ -1,6 +1,8 @@
 """Tokenizers as metadata of GGUF files; what llama.cpp makes of them is for the campaign."""
 
+import itertools
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -9,10 +11,12 @@ import pytest
 from tests.checkpoints.gguf_cases import make
 from tests.tokenizers.conftest import CONFIGS, CORPUS
 from workhorse.checkpoints.gguf import vocabulary, write_gguf
+from workhorse.checkpoints.gguf.read_vocabulary import read_vocabulary
 from workhorse.checkpoints.gguf.splitting import LLAMA3, QWEN2, splitting_rule
 from workhorse.checkpoints.gguf.vocabulary import tokenizer_metadata
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import Tokenizer, tokenizer_config, train_tokenizer
+from workhorse.tokenizers.pieces import BYTE_ALPHABET
 
 gguf = pytest.importorskip("gguf")
 
@@ -67,6 +71,88 @@ def test_single_bytes() -> None:
     assert remarks == []
 
 
+def as_llama_cpp(text: str, keys: Mapping[str, Any]) -> list[int]:
+    """The ids of a word by ranks of merges, whose parts need be no tokens; others are left out."""
+    ranks = {tuple(merge.split(" ")): n for n, merge in enumerate(keys["tokenizer.ggml.merges"])}
+    parts = [BYTE_ALPHABET[value] for value in text.encode()]
+    while pairs := [pair for pair in itertools.pairwise(parts) if pair in ranks]:
+        at = list(itertools.pairwise(parts)).index(min(pairs, key=ranks.__getitem__))
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+    return [
+        keys["tokenizer.ggml.tokens"].index(p) for p in parts if p in keys["tokenizer.ggml.tokens"]
+    ]
+
+
+def test_characters_are_merged_from_their_bytes() -> None:
+    tokenizer = trained("characters")
+    keys, remarks = tokenizer_metadata(tokenizer, tokenizer.vocab_size)
+    assert keys["tokenizer.ggml.model"] == "gpt2"
+    assert vocabulary.LEFT_OUT in remarks
+    text = "".join(sorted(set("".join(CORPUS)) & set(tokenizer.vocabulary)))
+    assert {len(character.encode()) for character in text} == {1, 2, 3, 4}
+    assert as_llama_cpp(text, keys) == tokenizer.encode(text)
+    assert as_llama_cpp("a\u00f8b", keys) == tokenizer.encode("ab")  # no token has the one between
+
+
+KINDS = ("bpe", "bytes", "byte_fallback_bpe", "byte_fallback_bpe without prefix", "characters")
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_a_tokenizer_comes_back(name: str) -> None:
+    plain = trained(name)
+    template = {"default": "{{ messages[0].content }}"}
+    tokenizer = Tokenizer(plain.definition, plain.roles, template)
+    keys, _ = tokenizer_metadata(tokenizer, tokenizer.vocab_size + 3)
+    again = read_vocabulary(keys, tokenizer.vocab_size + 3)
+    assert again.definition == tokenizer.definition
+    assert again.chat_templates == template
+    assert again.roles.items() >= tokenizer.roles.items()
+
+
+@pytest.mark.parametrize("name", KINDS[:-1])
+def test_the_tokenizer_of_keys_alone(name: str) -> None:
+    """Files of other programs hold no `tokenizer.json`."""
+    tokenizer = trained(name)
+    first = [token for token in ("<|bos|>", "<s>") if token in tokenizer.vocabulary]
+    tokenizer = tokenizer.beginning_with(*first)
+    keys, remarks = tokenizer_metadata(tokenizer, tokenizer.vocab_size + 3)
+    others = read_vocabulary({**keys, vocabulary.WHOLE: None}, tokenizer.vocab_size + 3)
+    assert others.vocabulary == tokenizer.vocabulary
+    assert others.special_tokens == tokenizer.special_tokens
+    assert others.prefix_ids == tokenizer.prefix_ids
+    for text in ("Hello world, it's 12345!", " two  lines\n\nof text\t", "naïve Zoë 中文 <|eos|>"):
+        ids = tokenizer.encode_text(text)
+        assert others.decode(ids) == tokenizer.decode(ids)
+        if vocabulary.RUNS_OF_SPACES not in remarks:
+            assert others.encode_text(text) == ids
+
+
+def test_a_tokenizer_json_of_another_vocabulary_is_passed_over() -> None:
+    tokenizer = trained("bpe")
+    keys, _ = tokenizer_metadata(tokenizer, tokenizer.vocab_size)
+    other, _ = tokenizer_metadata(trained("bytes"), tokenizer.vocab_size)
+    again = read_vocabulary({**keys, vocabulary.WHOLE: other[vocabulary.WHOLE]}, 400)
+    assert again.vocabulary == tokenizer.vocabulary
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"tokenizer.ggml.model": "t5"}, "of kind 't5', and read are gpt2, llama"),
+        ({"tokenizer.ggml.pre": "mine"}, "rule 'mine' for splitting words is not read"),
+        ({"tokenizer.ggml.merges": [1, 2]}, "its tokenizer is damaged"),
+        ({"tokenizer.ggml.merges": ["Q"]}, "its tokenizer is damaged"),
+        ({"tokenizer.ggml.tokens": 3}, "its tokenizer is damaged"),
+        ({"tokenizer.ggml.token_type": [1]}, "its tokenizer is damaged"),
+        ({"tokenizer.ggml.bos_token_id": 10**9}, "its tokenizer is damaged"),
+    ],
+)
+def test_a_damaged_tokenizer(changes: dict[str, Any], words: str) -> None:
+    keys, _ = tokenizer_metadata(trained("bpe").beginning_with("<|bos|>"), 400)
+    with pytest.raises(WorkhorseError, match=words):
+        read_vocabulary({**keys, vocabulary.WHOLE: None, **changes}, 400)
+
+
 def test_no_eos_is_said() -> None:
     tokenizer = trained("bpe")
     without = Tokenizer(tokenizer.definition, {"pad": "<|pad|>"})
@@ -106,7 +192,7 @@ def test_the_chat_template_goes_along(tmp_path: Path) -> None:
     assert field.contents() == template
 
 
-@pytest.mark.parametrize("name", ["wordpiece", "unigram", "characters"])
+@pytest.mark.parametrize("name", ["wordpiece", "unigram"])
 def test_tokenizers_that_llama_cpp_has_not(name: str, tmp_path: Path) -> None:
     path = tmp_path / "model.gguf"
     with pytest.raises(WorkhorseError, match=r"llama\.cpp has no tokenizer like this one"):

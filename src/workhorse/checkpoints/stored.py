@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Protocol
 
 import torch
 
+from workhorse.checkpoints.gguf.read import GgufFile
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.model_folder import ModelFolder
 from workhorse.checkpoints.run_directory import RunDirectory
@@ -68,11 +69,11 @@ def open_stored(
     *,
     weights: bool = True,
 ) -> StoredModel:
-    """A model by its folder, or by its id on the Hugging Face hub.
+    """A model by its folder or file, or by its id on the Hugging Face hub.
 
     Args:
-        model: a run directory, a folder that `workhorse convert` wrote, a Hugging Face directory,
-            or `ORG/NAME` or `ORG/NAME@REVISION` of the hub, which is fetched if need be.
+        model: a run directory, what `workhorse convert` wrote, a Hugging Face directory, a GGUF
+            file, or `ORG/NAME` or `ORG/NAME@REVISION` of the hub, which is fetched if need be.
         tell: called with the commit that a name on the hub stands for.
         weights: whether those of a model on the hub are fetched.
 
@@ -87,8 +88,10 @@ def open_stored(
             path = resolve_model(str(model), weights=weights, tell=tell)
         except WorkhorseError as error:
             raise WorkhorseError(f"there is no folder {model}; as a hub id: {error}") from None
+    if GgufFile.is_one(path):
+        return GgufFile(path)
     if not path.is_dir():
-        found = "is a file; give the folder it lies in" if path.exists() else "does not exist"
+        found = "is a file; give the folder of its model" if path.exists() else "does not exist"
         raise WorkhorseError(f"{path} {found}")
     for kind in (ModelFolder, HuggingFaceDirectory):
         if kind.is_one(path):

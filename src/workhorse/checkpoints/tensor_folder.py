@@ -55,9 +55,9 @@ class TensorFolder:
         self.path = path
         if not path.is_dir():
             raise WorkhorseError(f"{path} is not a folder; give the folder of a model")
-        self._shards: list[_Shard] = []
+        self._shards: list[MappedFile] = []
         self._stored: dict[str, Stored] = {}
-        self._shard_of: dict[str, _Shard] = {}
+        self._shard_of: dict[str, MappedFile] = {}
         if os.path.lexists(path / SINGLE):
             self._add(SINGLE)
         elif os.path.lexists(path / INDEX):
@@ -91,7 +91,7 @@ class TensorFolder:
         path = self.path / name
         with open_contained(self.path, name) as file:
             tensors = read_header(file, path)
-            shard = _Shard(file, path)
+            shard = MappedFile(file, path)
         if twice := self._stored.keys() & tensors.keys():
             raise WorkhorseError(
                 f"{path}: tensor {shown(min(twice))} is in another shard too; fetch it again"
@@ -117,7 +117,7 @@ class TensorFolder:
                 )
 
 
-class _Shard:
+class MappedFile:
     """One file in memory, as far as it is looked at."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:

@@ -48,6 +48,35 @@ def convert(data: bytes) -> tuple[str, dict[str, str]]:
             "it holds words, characters, unused pieces or spaces as suffixes; only BPE and "
             "Unigram models can be read"
         )
+    roles = {
+        role: pieces[number][0]
+        for role, number in proto["roles"].items()
+        if 0 <= number < len(pieces)
+    }
+    return _definition(proto), roles
+
+
+def convert_pieces(
+    pieces: list[tuple[str, float, int]], model_type: int, *, dummy_prefix: bool
+) -> str:
+    """The text of a `tokenizer.json` of pieces, scores and kinds that another file holds.
+
+    Args:
+        pieces: in the order of their ids.
+        model_type: `UNIGRAM` or `BPE`.
+        dummy_prefix: begin a text with a space.
+
+    Raises:
+        ValueError: a piece that is too long to find merges in.
+    """
+    if any(len(text) > MAX_PIECE for text, _, _ in pieces):
+        raise ValueError(f"a token of more than {MAX_PIECE} characters")
+    plain = {"charsmap": b"", "remove_extra_spaces": False, "dummy_prefix": dummy_prefix}
+    return _definition({"pieces": pieces, "model_type": model_type, **plain})
+
+
+def _definition(proto: dict[str, Any]) -> str:
+    pieces: list[tuple[str, float, int]] = proto["pieces"]
     backend = Tokenizer(_bpe(proto) if proto["model_type"] == BPE else _unigram(proto))
     backend.normalizer = _normalizer(proto)
     backend.pre_tokenizer = _pre_tokenizer(pieces)  # pyright: ignore[reportAttributeAccessIssue]
@@ -57,12 +86,7 @@ def convert(data: bytes) -> tuple[str, dict[str, str]]:
             backend.add_special_tokens([AddedToken(text, special=True, normalized=False)])
         elif kind == USER_DEFINED:
             backend.add_tokens([AddedToken(text, special=False, normalized=False)])
-    roles = {
-        role: pieces[number][0]
-        for role, number in proto["roles"].items()
-        if 0 <= number < len(pieces)
-    }
-    return backend.to_str(), roles
+    return backend.to_str()
 
 
 def _checked_model(data: bytes) -> dict[str, Any]:

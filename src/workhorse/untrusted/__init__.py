@@ -8,11 +8,14 @@ from workhorse.untrusted.files import (
     read_text,
     shown,
 )
+from workhorse.untrusted.gguf_file import GgufHeader, StoredTensor, read_gguf_header
 from workhorse.untrusted.json_file import collector_paused, parse_json, read_json
 from workhorse.untrusted.yaml_text import BadYaml, parse_yaml
 
 __all__ = [
     "BadYaml",
+    "GgufHeader",
+    "StoredTensor",
     "collector_paused",
     "decoded",
     "open_contained",
@@ -20,6 +23,7 @@ __all__ = [
     "parse_json",
     "parse_yaml",
     "read_bytes",
+    "read_gguf_header",
     "read_json",
     "read_text",
     "shown",

@@ -1,5 +1,6 @@
 """GGUF: one file that llama.cpp and the programs built on it load."""
 
+from workhorse.checkpoints.gguf.read import GgufFile
 from workhorse.checkpoints.gguf.write import GgufType, find_gguf_family, gguf_types, write_gguf
 
-__all__ = ["GgufType", "find_gguf_family", "gguf_types", "write_gguf"]
+__all__ = ["GgufFile", "GgufType", "find_gguf_family", "gguf_types", "write_gguf"]

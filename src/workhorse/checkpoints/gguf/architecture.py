@@ -114,6 +114,11 @@ class Architecture:
         copied_head: a tied head is written all the same.
         square: heads together must be as wide as the model.
         check: what no field can say alone; returns the reason why a config does not fit.
+        may_be: to read a file: whether a kind of layer stands at a number in a model of these keys,
+            where tensors and window do not tell.
+        solved: to read a file: what its keys make of fields that `keys` has a function for.
+        window_every: to read a file that does not list them: all layers but every such have the
+            window.
     """
 
     name: str
@@ -135,6 +140,9 @@ class Architecture:
     copied_head: bool = False
     square: bool = False
     check: Callable[[Data], str | None] = lambda _: None
+    may_be: Callable[[BlockConfig, int, Data], bool] = lambda block, number, keys: True
+    solved: Callable[[Data], Data] = lambda keys: {}
+    window_every: int = 1
 
     def difference(self, data: Data) -> str | None:
         """What of a plain config this architecture cannot compute, or None.

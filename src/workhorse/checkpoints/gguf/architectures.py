@@ -28,10 +28,12 @@ from workhorse.checkpoints.gguf.parts import (
     SWIGLU,
     TIE,
     TIED,
+    divided_logits,
     fewer_than_64_layers,
     local_layers_unscaled,
     no_position_every_fourth,
     some_window,
+    turns,
     windows_at_64_layers,
 )
 from workhorse.checkpoints.gguf.places import FRACTION, SCALING, THETA, WINDOW, Data
@@ -115,6 +117,7 @@ DENSE: tuple[Architecture, ...] = (
         optional=(),
         embedding_by_width=True,
         scale=lambda data: _gemma_scale(data, 46),
+        window_every=2,
         keys={
             "attn_logit_softcapping": "block.attention.softcap",
             "final_logit_softcapping": "head.cap",
@@ -134,6 +137,7 @@ DENSE: tuple[Architecture, ...] = (
         scalings=("linear",),
         embedding_by_width=True,
         scale=lambda data: _gemma_scale(data, 62),
+        window_every=6,
         keys={"final_logit_softcapping": "head.cap"},
         check=local_layers_unscaled,
     ),
@@ -185,6 +189,7 @@ DENSE: tuple[Architecture, ...] = (
         copied_head=True,
         square=True,
         check=local_layers_unscaled,
+        window_every=4,
     ),
     Architecture(
         "stablelm",
@@ -217,6 +222,9 @@ DENSE: tuple[Architecture, ...] = (
         ),
         carried=(FRACTION,),
         keys={"use_parallel_residual": lambda data: data["block"]["kind"] == "parallel"},
+        may_be=lambda block, _, keys: (
+            (block.kind == "parallel") == keys.get("use_parallel_residual", True)
+        ),
         fused={"attn_qkv": QKV},
         copied_head=True,
         square=True,
@@ -274,6 +282,7 @@ DENSE: tuple[Architecture, ...] = (
         keys={"logit_scale": "head.multiplier"},
         square=True,
         check=some_window,
+        window_every=4,
     ),
     Architecture(
         "smollm3",
@@ -282,6 +291,7 @@ DENSE: tuple[Architecture, ...] = (
         optional=(TIE, "attention.qkv_bias"),
         pairing="interleaved",
         check=no_position_every_fourth,
+        may_be=lambda block, number, _: turns(block) == bool((number + 1) % 4),
     ),
     Architecture(
         "granite",
@@ -304,6 +314,7 @@ DENSE: tuple[Architecture, ...] = (
             "embedding_scale": "embedding.multiplier",
             "attention.scale": "block.attention.scale",
         },
+        solved=divided_logits,
     ),
     Architecture(
         "nemotron",
@@ -331,6 +342,10 @@ DENSE: tuple[Architecture, ...] = (
         names=REORDERED,
         square=True,
         check=windows_at_64_layers,
+        may_be=lambda block, _, keys: (
+            turns(block) == (keys["block_count"] != 64 or block.attention.window is not None)  # noqa: PLR2004
+        ),
+        window_every=4,
     ),
     Architecture(
         "glm4",

@@ -21,6 +21,8 @@ EVERYWHERE: dict[str, Place] = {
     "expert_count": "mixture.feed_forward.n_experts",
     "expert_used_count": "mixture.feed_forward.top_k",
 }
+OWN_CONFIG = "workhorse.config"
+"""Our config as JSON: what llama.cpp computes is in the other keys, which this must agree with."""
 EPSILON = {
     "rms_norm": "attention.layer_norm_rms_epsilon",
     "layer_norm": "attention.layer_norm_epsilon",

@@ -13,6 +13,7 @@ from workhorse.checkpoints.gguf.parts import (
     ROTARY,
     SWIGLU,
     TIE,
+    divided_logits,
     equal_heads,
     some_window,
 )
@@ -75,6 +76,16 @@ DEEPSEEK_KEYS = {
 }
 
 
+def solve_deepseek(keys: Data) -> Data:
+    """What of the experts the keys say otherwise than in a field."""
+    width = keys["expert_shared_count"] * keys["expert_feed_forward_length"]
+    scores = {number: score for score, number in GATING.items()}
+    return {
+        "mixture.feed_forward.shared.d_ff": width,
+        "mixture.feed_forward.router.score": scores[keys.get("expert_gating_func", 1)],
+    }
+
+
 def mixtures_follow_dense(data: Data) -> str | None:
     """Dense layers come first, and the shared expert is some routed ones wide."""
     kinds = [layer["feed_forward"]["kind"] for layer in data["layers"]]
@@ -128,6 +139,26 @@ def _yarn_log_multiplier(data: Data) -> float:
     return 0.1 * data["block"]["attention"]["position"]["scaling"]["mscale_all_dim"]
 
 
+def solve_latent(keys: Data) -> Data:
+    """Sizes of the latent vector, and the scale that YaRN makes."""
+    turning = keys["rope.dimension_count"]
+    found = solve_deepseek(keys) | {
+        "block.attention.q_rank": keys.get("attention.q_lora_rank") or None,
+        "block.attention.rope_dim": turning,
+        "block.attention.nope_dim": keys["attention.key_length_mla"] - turning,
+        "block.attention.value_dim": keys["attention.value_length_mla"],
+    }
+    if keys.get("expert_group_count", 1) > 1:
+        found["mixture.feed_forward.router.group_score"] = "top2_sum"
+    if keys.get("rope.scaling.type") == "yarn":
+        mscale = round(keys["rope.scaling.yarn_log_multiplier"] / 0.1, 6)
+        found["block.attention.position.scaling.mscale"] = mscale
+        found["block.attention.position.scaling.mscale_all_dim"] = mscale
+        growth = 0.1 * mscale * math.log(keys["rope.scaling.factor"]) + 1
+        found["block.attention.scale"] = growth**2 / math.sqrt(keys["attention.key_length_mla"])
+    return found
+
+
 MIXTURES: tuple[Architecture, ...] = (
     Architecture(
         "qwen3moe",
@@ -162,6 +193,7 @@ MIXTURES: tuple[Architecture, ...] = (
         keys=EXPERT_WIDTH,
         copied_head=True,
         check=some_window,
+        window_every=2,
     ),
     Architecture(
         "olmoe",
@@ -195,6 +227,7 @@ MIXTURES: tuple[Architecture, ...] = (
             "embedding_scale": "embedding.multiplier",
             "attention.scale": "block.attention.scale",
         },
+        solved=divided_logits,
     ),
     Architecture(
         "hunyuan-moe",
@@ -219,6 +252,7 @@ MIXTURES: tuple[Architecture, ...] = (
         optional=(TIE, "attention.qkv_bias", "feed_forward.router.selection_bias"),
         varying=("feed_forward.d_ff",),
         keys=DEEPSEEK_KEYS,
+        solved=solve_deepseek,
         copied_head=True,
         check=lambda data: equal_heads(data) or mixtures_follow_dense(data),
     ),
@@ -238,6 +272,7 @@ MIXTURES: tuple[Architecture, ...] = (
         varying=("feed_forward.d_ff",),
         names={"feed_forward_norm": "post_attention_norm"},
         keys=DEEPSEEK_KEYS,
+        solved=solve_deepseek,
         check=mixtures_follow_dense,
     ),
     Architecture(
@@ -274,5 +309,6 @@ MIXTURES: tuple[Architecture, ...] = (
             "rope.scaling.yarn_log_multiplier": _yarn_log_multiplier,
         },
         check=deepseek,
+        solved=solve_latent,
     ),
 )

@@ -3,7 +3,7 @@
 from workhorse.checkpoints.gguf.places import Data
 from workhorse.nn import AttentionConfig
 from workhorse.nn.attention import QKNormConfig
-from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.blocks import BlockConfig, PreNormConfig
 from workhorse.nn.feedforward import GatedMlpConfig, MlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.norms import LayerNormConfig, RMSNormConfig
@@ -34,6 +34,16 @@ GATE_UP = ("ffn_gate", "ffn_up")
 REORDERED = {"attention_norm": "post_attention_norm", "feed_forward_norm": "post_ffw_norm"}
 
 TIE, ATTENTION_BIASES = "head.tied", ("attention.qkv_bias", "attention.out_bias")
+
+
+def turns(block: BlockConfig) -> bool:
+    """Whether a layer has rotary positions."""
+    return isinstance(getattr(block.attention, "position", None), RopeConfig)
+
+
+def divided_logits(keys: Data) -> Data:
+    """Granite: the file divides the logits by what ours multiplies them with."""
+    return {"head.multiplier": 1 / keys["logit_scale"]}
 
 
 def local_layers_unscaled(data: Data) -> str | None:

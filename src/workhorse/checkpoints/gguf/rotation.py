@@ -1,7 +1,9 @@
 """Rotations in a GGUF file: their metadata, factors that are tensors, and the order of rows."""
 
+import math
+import struct
 from collections.abc import Mapping
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -15,6 +17,8 @@ from workhorse.nn.rope import (
     inverse_powers,
 )
 
+FREQUENCIES = "rope_freqs.weight"
+Data = dict[str, Any]
 Pairing = Literal["half", "interleaved"]
 
 
@@ -48,13 +52,93 @@ def rope_metadata(rope: RopeConfig, head_dim: int) -> Mapping[str, object]:
     return keys
 
 
+def shortest(number: float) -> float:
+    """The shortest decimal that a float32 of the file stands for: 1e-06, not 9.9999999e-07."""
+    try:
+        (stored,) = struct.unpack("f", struct.pack("f", number))
+    except OverflowError:
+        return number
+    for digits in range(6, 10):
+        short = float(f"{number:.{digits}g}")
+        if struct.unpack("f", struct.pack("f", short)) == (stored,):
+            return short
+    return number
+
+
+def read_scaling(
+    keys: Mapping[str, Any], factors: Mapping[str, Tensor], rope: Data, width: int, length: int
+) -> Data | None:
+    """The scaling of a rotation, as `rope_metadata` and `rope_tensors` write it.
+
+    Args:
+        keys: of the architecture's section.
+        factors: the tensors of divisors.
+        rope: the rotation without it.
+        width: features that turn.
+        length: of the context.
+
+    Raises:
+        ValueError: a kind that is not known, or divisors that no rule makes.
+        KeyError: a number of it is missing.
+    """
+    original: Any = keys.get("rope.scaling.original_context_length")
+    stretch = keys.get("rope.scaling.attn_factor", 1.0)
+    match keys.get("rope.scaling.type", "none"):
+        case "linear":
+            return {"kind": "linear", "factor": keys["rope.scaling.factor"]}
+        case "yarn":
+            given = {"factor": keys["rope.scaling.factor"], "original_max_seq_len": original}
+            yarn = YarnScalingConfig.from_dict({"kind": "yarn", **given})
+            own = {} if stretch == 1 else {"attention_factor": shortest(stretch * yarn.growth(1.0))}
+            return yarn.to_dict() | own
+        case "longrope":
+            names = {"short": "rope_factors_short.weight", "long": "rope_factors_long.weight"}
+            lists = {
+                f"{key}_factor": [shortest(one) for one in factors[name].tolist()]
+                for key, name in names.items()
+            }
+            extent = {"original_max_seq_len": original, "factor": max(length / original, 1.0)}
+            return {"kind": "longrope", **lists, **extent, "attention_factor": stretch}
+        case "none":
+            pass
+        case other:
+            raise ValueError(f"rope.scaling.type {other!r} is unknown")
+    if FREQUENCIES not in factors:
+        return None
+    return _llama3(factors[FREQUENCIES], rope, width)
+
+
+def _llama3(divisors: Tensor, rope: Data, width: int) -> Data:
+    """Llama 3's scaling that makes these divisors, with the ends of its ramp at 1 and 4.
+
+    Between the ends a pair is kept to the part `(waves - 1) / 3`, and its divisor d is
+    `1 / ((1 - kept) / factor + kept)`: one such pair gives the original length.
+    """
+    plain = inverse_powers(rope["theta"], width, torch.device("cpu"))
+    factor = round(float(divisors.max()), 4)
+    kept = (1 / divisors - 1 / factor) / (1 - 1 / factor)
+    between = (kept > 0.01) & (kept < 0.99)  # noqa: PLR2004
+    lengths = ((1 + 3 * kept) * 2 * math.pi / plain)[between]
+    for original in {round(float(one)) for one in lengths} or {8192}:
+        scaling = Llama3ScalingConfig(
+            factor=factor,
+            low_freq_factor=1.0,
+            high_freq_factor=4.0,
+            original_max_seq_len=original,
+        )
+        made = RopeConfig.from_dict(rope | {"scaling": scaling.to_dict()})
+        if torch.allclose(rope_tensors(made, width)[FREQUENCIES], divisors, rtol=1e-5):
+            return scaling.to_dict()
+    raise ValueError(f"{FREQUENCIES} holds divisors that are not of Llama 3's rule")
+
+
 def rope_tensors(rope: RopeConfig, head_dim: int) -> dict[str, Tensor]:
     """Divisors of the frequencies, `(rotary_dim / 2,)` each, where a scaling needs them."""
     match rope.scaling:
         case Llama3ScalingConfig() as llama3:
             width, cpu = rope.rotary_dim(head_dim), torch.device("cpu")
             plain = inverse_powers(rope.theta, width, cpu)
-            return {"rope_freqs.weight": plain / llama3.frequencies(rope, width, 0, cpu)}
+            return {FREQUENCIES: plain / llama3.frequencies(rope, width, 0, cpu)}
         case LongRopeScalingConfig(short_factor=short, long_factor=long):
             return {
                 "rope_factors_short.weight": torch.tensor(short),

@@ -7,6 +7,7 @@ never by a name.
 from collections.abc import Iterator
 from typing import Any
 
+from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
 
 Data = dict[str, Any]
@@ -76,6 +77,10 @@ NEAR: dict[tuple[Rule, bool], tuple[str, str]] = {
 """Rules that llama.cpp has not quite, the nearest that it has, and what to tell the user."""
 
 
+OWN = {key: NEAR[key] for key in (((GPT4O,), False), ((TEKKEN,), True))}
+"""Rules that have llama.cpp's names, which it does not quite keep to itself."""
+
+
 def splitting_rule(definition: Data) -> tuple[str, list[str]]:
     """llama.cpp's name of a `tokenizer.json`'s rule, and how the two differ if they do.
 
@@ -105,6 +110,36 @@ def splitting_rule(definition: Data) -> tuple[str, list[str]]:
         f"llama.cpp has no rule that splits words like this tokenizer ({' then '.join(key[0])}); "
         "write the model without the tokenizer"
     )
+
+
+def pre_tokenizer(name: str) -> tuple[Data, bool]:
+    """The pre-tokenizer of a rule of llama.cpp, and whether words that are tokens are taken whole.
+
+    Raises:
+        WorkhorseError: the rule is not known.
+    """
+    names = {name: key for key, name in RULES.items()} | {
+        near: key for key, (near, _) in OWN.items()
+    }
+    names["default"] = names[GPT2_RULE]
+    if name not in names:
+        raise WorkhorseError(
+            f"llama.cpp's rule {name[:60]!r} for splitting words is not read; "
+            f"{nearest(name[:60], names)}"
+        )
+    steps, ignore_merges = names[name]
+    as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    pre_tokenizers: list[Data] = []
+    for step in steps:
+        if step == DIGITS:
+            pre_tokenizers.append({"type": "Digits", "individual_digits": True})
+        elif step != GPT2:
+            pattern = {"Regex": step}
+            pre_tokenizers.append(
+                {"type": "Split", "pattern": pattern, "behavior": "Isolated", "invert": False}
+            )
+    pre_tokenizers.append(as_bytes | {"use_regex": GPT2 in steps})
+    return {"type": "Sequence", "pretokenizers": pre_tokenizers}, ignore_merges
 
 
 def _steps(step: Data | None) -> Iterator[str]:

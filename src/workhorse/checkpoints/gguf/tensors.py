@@ -1,4 +1,4 @@
-"""Our weights under llama.cpp's names, each made when it is asked for."""
+"""Our weights under llama.cpp's names, each made when it is asked for; and the way back."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -68,14 +68,21 @@ LAYER_PARAMETERS = {
 TURNING = ("attn_q", "attn_k", "attn_q_norm", "attn_k_norm")
 """Whose rows follow the pairing of the rotation."""
 
-SHAPED: dict[str, Callable[[Tensor, int], Tensor]] = {
-    "ffn_gate_inp_shexp": lambda rows, _: rows.flatten(),
-    "attn_k_b": lambda rows, heads: rows.unflatten(0, (heads, -1)).mT,
-    "attn_v_b": lambda rows, heads: rows.unflatten(0, (heads, -1)),
+SHAPED: dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor], Tensor]]] = {
+    "ffn_gate_inp_shexp": (lambda rows, _: rows.flatten(), lambda theirs: theirs.unsqueeze(0)),
+    "attn_k_b": (
+        lambda rows, heads: rows.unflatten(0, (heads, -1)).mT,
+        lambda theirs: theirs.mT.flatten(0, 1),
+    ),
+    "attn_v_b": (
+        lambda rows, heads: rows.unflatten(0, (heads, -1)),
+        lambda theirs: theirs.flatten(0, 1),
+    ),
 }
-"""What has another shape there, made of ours and the number of heads."""
+"""What has another shape there: made of ours and the number of heads, and ours made of it."""
 
 Make = Callable[[], Tensor]
+Change = Callable[[Tensor], Tensor]
 
 
 @dataclass(frozen=True)
@@ -88,14 +95,17 @@ class TensorPlan:
 
 
 @dataclass(frozen=True)
-class _Part:
+class Part:
     """One of our weights: a tensor of the file, or some of its rows."""
 
+    ours: str
     tensor: str
     order: int
     """Among the parts of that tensor."""
     shape: tuple[int, ...]
     make: Make
+    take: Change
+    """Our weight of those rows."""
 
 
 def plan_tensors(architecture: Architecture, decoder: Decoder) -> list[TensorPlan]:
@@ -104,9 +114,7 @@ def plan_tensors(architecture: Architecture, decoder: Decoder) -> list[TensorPla
     Raises:
         WorkhorseError: a weight has no name there.
     """
-    parts: dict[str, list[_Part]] = {}
-    for part in _parts(architecture, decoder):
-        parts.setdefault(part.tensor, []).append(part)
+    parts = tensor_parts(architecture, decoder)
     plans = [_joined(name, some) for name, some in parts.items()]
     if architecture.copied_head and HEAD not in parts:
         tied = parts[EMBEDDING][0]
@@ -116,7 +124,23 @@ def plan_tensors(architecture: Architecture, decoder: Decoder) -> list[TensorPla
     return plans
 
 
-def _parts(architecture: Architecture, decoder: Decoder) -> Iterator[_Part]:
+def tensor_parts(architecture: Architecture, decoder: Decoder) -> dict[str, list[Part]]:
+    """The parts of every tensor of the file that holds some of our weights, in their order.
+
+    Args:
+        architecture: whose names they have.
+        decoder: any, also one without values.
+
+    Raises:
+        WorkhorseError: a weight has no name there.
+    """
+    parts: dict[str, list[Part]] = {}
+    for part in _parts(architecture, decoder):
+        parts.setdefault(part.tensor, []).append(part)
+    return {name: sorted(some, key=lambda part: part.order) for name, some in parts.items()}
+
+
+def _parts(architecture: Architecture, decoder: Decoder) -> Iterator[Part]:
     fused = {
         one: (whole, order)
         for whole, several in architecture.fused.items()
@@ -126,19 +150,20 @@ def _parts(architecture: Architecture, decoder: Decoder) -> Iterator[_Part]:
     offsets = _offset_weights(decoder)
     for name, weight in weights_of(decoder).items():
         layer, theirs, kind, head = _their_name(name, architecture)
-        make = partial(_values, weight, float(name in offsets))
+        offset = float(name in offsets)
+        make, take = partial(_values, weight, offset), partial(_less, offset)
         shape = tuple(weight.shape)
         if layer is not None and theirs in TURNING:
-            make = _turned(make, blocks[layer].attention, decoder, architecture)
+            make, take = _turned(make, take, blocks[layer].attention, decoder, architecture)
         if head is not None:
-            make, shape = partial(_as_row, make), (1, *shape)
+            make, take, shape = partial(_as_row, make), partial(_as_vector, take), (1, *shape)
         if layer is not None and theirs in SHAPED:
-            change, heads = SHAPED[theirs], blocks[layer].attention.n_heads
+            (change, take), heads = SHAPED[theirs], blocks[layer].attention.n_heads
             shape = tuple(change(torch.empty(shape, device="meta"), heads).shape)
             make = partial(_changed, make, change, heads)
         whole, order = fused.get(theirs, (theirs, head or 0))
         prefix = "" if layer is None else f"blk.{layer}."
-        yield _Part(f"{prefix}{whole}.{kind}", order, shape, make)
+        yield Part(name, f"{prefix}{whole}.{kind}", order, shape, make, take)
 
 
 def _their_name(name: str, architecture: Architecture) -> tuple[int | None, str, str, int | None]:
@@ -166,26 +191,33 @@ def _their_name(name: str, architecture: Architecture) -> tuple[int | None, str,
 
 
 def _turned(
-    make: Make, attention: SelfAttentionConfig, decoder: Decoder, architecture: Architecture
-) -> Make:
-    """The rows in the order of the architecture's rotation."""
+    make: Make,
+    take: Change,
+    attention: SelfAttentionConfig,
+    decoder: Decoder,
+    architecture: Architecture,
+) -> tuple[Make, Change]:
+    """The rows in the order of the architecture's rotation, and back in ours."""
     if not isinstance(attention, AttentionConfig) or not isinstance(attention.position, RopeConfig):
-        return make
-    head_dim = attention.key_dim(decoder.config.d_model)
+        return make, take
     rope = attention.position
-    rotary_dim = rope.rotary_dim(head_dim)
-    return lambda: paired(make(), head_dim, rotary_dim, rope.pairing, architecture.pairing)
+    head_dim = attention.key_dim(decoder.config.d_model)
+    order = partial(paired, head_dim=head_dim, rotary_dim=rope.rotary_dim(head_dim))
+    ours, theirs = rope.pairing, architecture.pairing
+    return (
+        lambda: order(make(), ours=ours, theirs=theirs),
+        lambda rows: take(order(rows, ours=theirs, theirs=ours)),
+    )
 
 
-def _joined(name: str, parts: list[_Part]) -> TensorPlan:
-    parts = sorted(parts, key=lambda part: part.order)
+def _joined(name: str, parts: list[Part]) -> TensorPlan:
     if len(parts) == 1:
         return TensorPlan(name, parts[0].shape, parts[0].make)
     rows = sum(part.shape[0] for part in parts)
     return TensorPlan(name, (rows, *parts[0].shape[1:]), partial(_concatenated, parts))
 
 
-def _concatenated(parts: list[_Part]) -> Tensor:
+def _concatenated(parts: list[Part]) -> Tensor:
     return torch.cat([part.make() for part in parts])
 
 
@@ -199,6 +231,14 @@ def _changed(make: Make, change: Callable[[Tensor, int], Tensor], heads: int) ->
 
 def _values(weight: Tensor, offset: float) -> Tensor:
     return weight.float().cpu() + offset if offset else weight.float().cpu()
+
+
+def _less(offset: float, values: Tensor) -> Tensor:
+    return values - offset if offset else values
+
+
+def _as_vector(take: Change, row: Tensor) -> Tensor:
+    return take(row.squeeze(0))
 
 
 def _offset_weights(decoder: Decoder) -> set[str]:

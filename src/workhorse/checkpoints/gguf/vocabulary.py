@@ -1,7 +1,9 @@
 """A tokenizer as metadata of a GGUF file.
 
 llama.cpp knows two kinds that concern us: byte-level BPE, which it calls gpt2, and SentencePiece's
-BPE over characters with bytes for the rest, which it calls llama.
+BPE over characters with bytes for the rest, which it calls llama. A vocabulary of characters is a
+byte-level one whose merges make each character of its bytes. The whole `tokenizer.json` lies beside
+it: llama.cpp passes it over, and who reads it has the very same tokenizer.
 """
 
 import json
@@ -12,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from workhorse.checkpoints.gguf.splitting import splitting_rule
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers.config import BYTE_TOKENS
+from workhorse.tokenizers.pieces import BYTE_ALPHABET
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -32,6 +35,8 @@ RUNS_OF_SPACES = (
     "llama.cpp merges across the words that this tokenizer keeps apart; runs of spaces get other "
     "tokens"
 )
+LEFT_OUT = "llama.cpp leaves out characters that the tokenizer has no token for"
+WHOLE = "tokenizer.huggingface.json"
 ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 
 
@@ -47,7 +52,9 @@ def tokenizer_metadata(
     Raises:
         WorkhorseError: llama.cpp has no such tokenizer, or it has more tokens than the embedding.
     """
-    definition: Data = json.loads(tokenizer.definition)
+    whole: Data = json.loads(tokenizer.definition)
+    of_characters = _is_of_characters(whole)
+    definition = _in_bytes(whole) if of_characters else whole
     model = definition["model"]
     if tokenizer.vocab_size > vocab_size:
         raise WorkhorseError(
@@ -64,6 +71,9 @@ def tokenizer_metadata(
     words = _words(tokenizer, definition, vocab_size)
     keys, remarks = (_byte_level if byte_level else _characters)(definition, words)
     special, more = _special(tokenizer)
+    if of_characters:
+        more.append(LEFT_OUT)
+    special[WHOLE] = json.dumps(whole, ensure_ascii=False, separators=(",", ":"))
     common = {"tokenizer.ggml.tokens": words.texts, "tokenizer.ggml.token_type": words.types}
     return {**keys, **common, **special}, remarks + more
 
@@ -90,6 +100,37 @@ def _words(tokenizer: "Tokenizer", definition: Data, vocab_size: int) -> _Words:
     if unknown is not None:
         types[unknown] = UNKNOWN
     return _Words(texts, types)
+
+
+def _is_of_characters(definition: Data) -> bool:
+    """Whether each token is a character, and a text the tokens of its characters."""
+    model, added = definition["model"], {token["content"] for token in definition["added_tokens"]}
+    return (
+        model["type"] == "BPE"
+        and not model["merges"]
+        and not model.get("byte_fallback")
+        and (definition["decoder"] or {}).get("type") == "Fuse"
+        and definition["normalizer"] is None
+        and definition["pre_tokenizer"] is None
+        and all(len(text) == 1 or text in added for text in model["vocab"])
+    )
+
+
+def _in_bytes(definition: Data) -> Data:
+    """The same vocabulary over bytes: a character of several is merged from its first byte on."""
+    model, added = definition["model"], {token["content"] for token in definition["added_tokens"]}
+    merges: dict[tuple[str, str], None] = {}
+    vocab: dict[str, int] = {}
+    for text, number in model["vocab"].items():
+        if text in added:
+            vocab[text] = number
+            continue
+        spelled = "".join(BYTE_ALPHABET[value] for value in text.encode())
+        vocab[spelled] = number
+        merges |= {(spelled[:cut], spelled[cut]): None for cut in range(1, len(spelled))}
+    learned = {"vocab": vocab, "merges": [list(pair) for pair in merges]}
+    gpt2 = {"type": "ByteLevel", "add_prefix_space": False, "use_regex": True}
+    return definition | {"model": model | learned, "pre_tokenizer": gpt2, "decoder": gpt2}
 
 
 def _byte_level(definition: Data, words: _Words) -> tuple[Data, list[str]]:

@@ -1,5 +1,6 @@
 """A decoder and its tokenizer as one GGUF file, which llama.cpp and its kin load."""
 
+import json
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -11,7 +12,7 @@ import numpy as np
 from workhorse.checkpoints.disk import Disk
 from workhorse.checkpoints.gguf.architecture import Architecture, readable
 from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
-from workhorse.checkpoints.gguf.metadata import model_metadata
+from workhorse.checkpoints.gguf.metadata import OWN_CONFIG, model_metadata
 from workhorse.checkpoints.gguf.tensors import TensorPlan, plan_tensors
 from workhorse.checkpoints.gguf.vocabulary import NO_VOCABULARY, tokenizer_metadata
 from workhorse.checkpoints.written_out import written_out
@@ -117,6 +118,7 @@ def write_gguf(
     if tokenizer is not None:
         words, more = tokenizer_metadata(tokenizer, decoder.config.vocab_size)
     general = {"general.name": name} if name else {}
+    general[OWN_CONFIG] = json.dumps(decoder.config.to_dict(), separators=(",", ":"))
     general |= {"general.file_type": FILE_TYPES[dtype], "general.quantization_version": 2}
     plans = plan_tensors(architecture, decoder)
     _write(path, architecture, {**general, **keys, **words}, plans, dtype)

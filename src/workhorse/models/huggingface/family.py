@@ -69,7 +69,7 @@ class Family:
         A family whose own rules the config breaks says that, and nothing else.
         """
         try:
-            return [str(one) for one in differences(plain(config), plain(self._again(config)))]
+            return [str(one) for one in differences(plain(config), plain(self.again(config)))]
         except ConfigError as error:
             return [f"{IMPOSSIBLE}{error.reason}"]
 
@@ -80,7 +80,7 @@ class Family:
         when their weights are `NEUTRAL`: a model without a bias is one whose bias is zero.
         """
         try:
-            again = self._again(config)
+            again = self.again(config)
         except ConfigError:
             return None
         found = list(differences(plain(config), plain(again)))
@@ -90,8 +90,8 @@ class Family:
             return None
         return again
 
-    def _again(self, config: DecoderConfig) -> DecoderConfig:
-        """A config written and read again."""
+    def again(self, config: DecoderConfig) -> DecoderConfig:
+        """A config written and read again; raises ConfigError where that cannot be."""
         return self.read(Fields(self.write(config)))
 
 

@@ -1,0 +1,229 @@
+"""A GGUF file as a model: its config, weights and tokenizer.
+
+Of the architectures and types that we write, whoever wrote the file. The weights stay mapped and
+are read one at a time; Q8_0 becomes float32.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from workhorse.checkpoints.gguf.architecture import Architecture
+from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
+from workhorse.checkpoints.gguf.metadata import OWN_CONFIG
+from workhorse.checkpoints.gguf.read_config import FileOfArchitecture
+from workhorse.checkpoints.gguf.read_vocabulary import has_vocabulary, read_vocabulary
+from workhorse.checkpoints.gguf.rotation import shortest
+from workhorse.checkpoints.gguf.tensors import EMBEDDING, HEAD, Part, tensor_parts
+from workhorse.checkpoints.safetensors_header import Stored
+from workhorse.checkpoints.tensor_folder import MappedFile
+from workhorse.checkpoints.tensors import Places, empty_decoder, weights_of
+from workhorse.config import nearest
+from workhorse.errors import WorkhorseError
+from workhorse.models.huggingface import Family
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.kernels import KernelName
+from workhorse.untrusted import open_contained, read_gguf_header, shown
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
+
+SUFFIX = ".gguf"
+DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+CODES, SCALE_BYTES = 32, 2
+"""Of a block of Q8_0: numbers of 8 bits, after a float16 that multiplies them."""
+FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
+
+
+class GgufFile:
+    """A model in one GGUF file.
+
+    Args:
+        path: the file; its header is read at once, its weights when they are asked for.
+
+    Attributes:
+        config: ours.
+        family: the model type of Hugging Face that says the same, if any does.
+        remarks: what must not go unnoticed, one line each.
+
+    Raises:
+        WorkhorseError: it is no whole GGUF file, or of an architecture or type that is not read.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        with open_contained(self.path.parent, self.path.name) as file:
+            self._header = read_gguf_header(file, self.path)
+            self._mapped = MappedFile(file, self.path)
+        try:
+            self._architecture = _architecture(self._header.keys)
+            said = self._said()
+            self.config: DecoderConfig
+            self.family: Family | None
+            self.config, self.family = said.config()
+        except WorkhorseError as error:
+            raise WorkhorseError(f"{self.path}: {error}") from None
+        self.remarks: list[str] = []
+        if said.unread:
+            self.remarks.append(f"it has keys that nothing here reads: {', '.join(said.unread)}")
+
+    @staticmethod
+    def is_one(path: Path) -> bool:
+        """Whether a path looks like one."""
+        return path.is_file() and path.suffix == SUFFIX
+
+    def _said(self) -> FileOfArchitecture:
+        start = f"{self._architecture.name}."
+        keys = {
+            key.removeprefix(start): _number(value)
+            for key, value in self._header.keys.items()
+            if key.startswith(start)
+        }
+        shapes = {name: stored.shape for name, stored in self._header.tensors.items()}
+        for name in (EMBEDDING, *FACTORS):
+            if len(shapes.get(name, ())) != (2 if name == EMBEDDING else 1) and (
+                name in shapes or name == EMBEDDING
+            ):
+                raise WorkhorseError(f"tensor {name!r} is missing or has a shape of its own")
+        factors = {name: self._read(name).float() for name in FACTORS if name in shapes}
+        if self._architecture.copied_head and HEAD in shapes and self._is_copied():
+            del shapes[HEAD]
+        own = self._header.keys.get(OWN_CONFIG)
+        return FileOfArchitecture(self._architecture, keys, shapes, factors, own)
+
+    def _is_copied(self) -> bool:
+        """Whether the head is the embedding once more."""
+        head, embedding = self._header.tensors[HEAD], self._header.tensors[EMBEDDING]
+        if (head.kind, head.shape) != (embedding.kind, embedding.shape):
+            return False
+        return torch.equal(self._bytes(HEAD), self._bytes(EMBEDDING))
+
+    def load_decoder(
+        self,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        kernel: KernelName = "auto",
+        places: Places = weights_of,
+    ) -> Decoder:
+        """The decoder with its weights, in evaluation mode.
+
+        Args:
+            device: where the weights go.
+            dtype: of the weights; the embedding's where not given, float32 for Q8_0.
+            kernel: how attention is computed.
+            places: where the weights are copied to.
+
+        Raises:
+            WorkhorseError: a tensor is missing, extra or misshapen.
+        """
+        try:
+            plain = self.config.build("eager", device="meta")
+        except (RuntimeError, OverflowError, MemoryError) as error:
+            reason = shown(str(error).splitlines()[0])
+            raise WorkhorseError(
+                f"{self.path}: its keys make no model that can be: {reason}"
+            ) from None
+        parts = tensor_parts(self._architecture, plain)
+        self._account(parts)
+        decoder = empty_decoder(
+            self.config, kernel, device, dtype or DTYPES.get(self._kind(EMBEDDING), torch.float32)
+        )
+        into = places(decoder)
+        with torch.no_grad():
+            for name, some in parts.items():
+                rows = torch.split(self._read(name), [part.shape[0] for part in some])
+                for part, values in zip(some, rows, strict=True):
+                    into[part.ours].copy_(part.take(values))
+        return decoder.eval()
+
+    def _account(self, parts: Mapping[str, list[Part]]) -> None:
+        """Every tensor has its use, and each of our weights its source."""
+        tensors = self._header.tensors
+        copied = self._architecture.copied_head and self.config.head.tied
+        aside = {*FACTORS, HEAD} if copied else {*FACTORS}
+        for name in sorted((tensors.keys() - aside) ^ parts.keys()):
+            state = "is missing" if name in parts else "has no place in it"
+            raise WorkhorseError(f"{self.path}: tensor {shown(name)} {state}; fetch the file again")
+        for name, some in parts.items():
+            rows = sum(part.shape[0] for part in some)
+            fits = (rows, *some[0].shape[1:])
+            if tensors[name].shape != fits:
+                raise WorkhorseError(
+                    f"{self.path}: tensor {shown(name)} has shape {tensors[name].shape} where the "
+                    f"keys make {fits}; they are not of one model"
+                )
+
+    def _kind(self, name: str) -> str:
+        return self._header.tensors[name].kind
+
+    def _bytes(self, name: str) -> Tensor:
+        stored = self._header.tensors[name]
+        size = stored.end - stored.begin
+        return self._mapped.view(Stored(torch.uint8, (size,), stored.begin, stored.end))
+
+    def _read(self, name: str) -> Tensor:
+        """One tensor's values, to be copied away."""
+        stored = self._header.tensors[name]
+        if stored.kind in DTYPES:
+            at = Stored(DTYPES[stored.kind], stored.shape, stored.begin, stored.end)
+            return self._mapped.view(at)
+        blocks = self._bytes(name).view(-1, SCALE_BYTES + CODES)
+        scales = blocks[:, :SCALE_BYTES].contiguous().view(torch.float16).float()
+        codes = blocks[:, SCALE_BYTES:].contiguous().view(torch.int8).float()
+        return (codes * scales).view(stored.shape)
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return has_vocabulary(self._header.keys)
+
+    @property
+    def tokenizer_folder(self) -> Path:
+        """There is no folder.
+
+        Raises:
+            WorkhorseError: always; it says how to get one.
+        """
+        raise WorkhorseError(
+            f"{self.path} has its tokenizer inside; to train on from it, write it as a folder: "
+            f"workhorse convert {self.path} FOLDER --to workhorse"
+        )
+
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer in the file.
+
+        Raises:
+            WorkhorseError: it is damaged, or of a kind that is not read.
+        """
+        try:
+            return read_vocabulary(self._header.keys, self.config.vocab_size)
+        except WorkhorseError as error:
+            raise WorkhorseError(f"{self.path}: {error}") from None
+
+    @property
+    def stop_tokens(self) -> tuple[int, ...]:
+        """None beside the tokenizer's eos."""
+        return ()
+
+
+def _architecture(keys: Mapping[str, Any]) -> Architecture:
+    if keys.get("split.count", 1) != 1:
+        raise WorkhorseError("it is one of several parts; join them with llama.cpp's gguf-split")
+    name = keys.get("general.architecture")
+    known = {one.name: one for one in ARCHITECTURES}
+    if not isinstance(name, str) or name not in known:
+        words = nearest(name[:60], known) if isinstance(name, str) else "it is of no model"
+        raise WorkhorseError(
+            f"llama.cpp's architecture {shown(name)} is not read from GGUF ({words}); fetch the "
+            "model's safetensors files"
+        )
+    return known[name]
+
+
+def _number(value: Any) -> Any:
+    """A value as it was meant before it became a float32."""
+    if isinstance(value, list):
+        return [_number(one) for one in value]
+    return shortest(value) if isinstance(value, float) else value

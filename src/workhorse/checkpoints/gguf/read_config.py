@@ -1,0 +1,371 @@
+"""A config out of what a GGUF file says: the tables of writing, the other way.
+
+The architecture's kinds of layer are filled with what the keys carry; which of them a layer is, its
+tensors' names tell. There is no second table: what was read is written again, and it is right if
+that gives the keys of the file. Where the file has our own config, and that passes, it is taken.
+"""
+
+import copy
+import itertools
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from functools import cached_property
+from typing import Any
+
+from workhorse.checkpoints.gguf.architecture import (
+    MEANINGLESS,
+    Architecture,
+    readable,
+)
+from workhorse.checkpoints.gguf.metadata import EPSILON, EVERYWHERE, OWN_CONFIG, model_metadata
+from workhorse.checkpoints.gguf.places import (
+    FRACTION,
+    MISSING,
+    SCALING,
+    THETA,
+    WINDOW,
+    Data,
+    differences,
+    look_up,
+    plain,
+    put,
+)
+from workhorse.checkpoints.gguf.rotation import read_scaling, shortest
+from workhorse.checkpoints.gguf.tensors import EMBEDDING, HEAD, tensor_parts
+from workhorse.config import Config, ConfigError
+from workhorse.errors import WorkhorseError
+from workhorse.models.huggingface import Family, family
+from workhorse.models.huggingface.llama_like import pattern_of
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import BlockConfig
+from workhorse.untrusted import parse_json, shown
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+MAX_LAYERS = 10_000
+SWITCHES = (
+    "attention.qkv_bias",
+    "attention.out_bias",
+    "feed_forward.bias",
+    "feed_forward.router.selection_bias",
+)
+"""Fields that only tensors tell of."""
+PATTERN = "attention.sliding_window_pattern"
+USUAL = (*EVERYWHERE, PATTERN)
+"""Keys that a file may leave out."""
+
+
+READ_KEYS = (
+    PATTERN,
+    "attention.sliding_window",
+    "rope.dimension_count",
+    "rope.freq_base",
+    "rope.freq_base_swa",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+    "rope.scaling.attn_factor",
+    "rope.scaling.finetuned",
+)
+"""Keys that are read without a table; the last says nothing of what is computed."""
+
+
+class _Holder(Config):
+    """What reads one block of any kind."""
+
+    block: BlockConfig
+
+
+class FileOfArchitecture:
+    """What a GGUF file says of its model.
+
+    Args:
+        architecture: whose file it is.
+        keys: of the architecture's own section, without its name; numbers as `shortest`.
+        shapes: of the tensors.
+        factors: values of the tensors that scale a rotation, where there are some.
+        own: our config as JSON, where the file has it.
+    """
+
+    def __init__(
+        self,
+        architecture: Architecture,
+        keys: Data,
+        shapes: Shapes,
+        factors: Mapping[str, Any],
+        own: object = None,
+    ) -> None:
+        self.architecture = architecture
+        self.keys = keys
+        self.shapes = shapes
+        self.factors = factors
+        self.own = own
+
+    def config(self) -> tuple[DecoderConfig, Family | None]:
+        """Our config, and the model type of Hugging Face that says the same, if any does.
+
+        Raises:
+            WorkhorseError: the keys and tensors make no model, or none that we can compute.
+        """
+        if (config := self._own_config()) is not None:
+            types = map(family, self.architecture.model_types)
+            return config, next((one for one in types if not one.difference(config)), None)
+        try:
+            config, found = self._as_family(self._config())
+            self._check(config)
+        except KeyError as error:
+            raise WorkhorseError(f"it has no key {self._named(error.args[0])}") from None
+        except ConfigError as error:
+            raise WorkhorseError(f"its keys make no model: {error}") from None
+        except (TypeError, ValueError, ArithmeticError, LookupError) as error:
+            raise WorkhorseError(f"its keys make no model: {shown(str(error))}") from None
+        return config, found
+
+    def _own_config(self) -> DecoderConfig | None:
+        """The config in the file, if the file says of it what we would write."""
+        if not isinstance(self.own, str):
+            return None
+        try:
+            config = DecoderConfig.from_dict(parse_json(self.own.encode(), OWN_CONFIG))
+            self._check(config)
+        except (WorkhorseError, TypeError, ValueError, ArithmeticError, LookupError):
+            return None  # of another version of ours, or changed by others
+        return config
+
+    def _config(self) -> DecoderConfig:
+        keys = self.keys
+        if not 0 < (n_layers := keys["block_count"]) <= MAX_LAYERS:
+            raise ValueError(f"block_count={n_layers}")
+        top: Data = {
+            "vocab_size": keys.get("vocab_size", self.shapes[EMBEDDING][0]),
+            "d_model": keys["embedding_length"],
+            "n_layers": n_layers,
+            "max_seq_len": keys["context_length"],
+            "embedding": self.architecture.embedding.to_dict(),
+            "head": self.architecture.head.to_dict(),
+        }
+        if HEAD in self.shapes:
+            top["head"]["tied"] = False
+        elif "head.tied" in self.architecture.optional:
+            top["head"]["tied"] = True
+        if "head.bias" in self.architecture.optional:
+            top["head"]["bias"] = "output.bias" in self.shapes
+        if self.architecture.embedding_by_width:
+            top["embedding"]["multiplier"] = math.sqrt(top["d_model"])
+        for place, value in self._carried():
+            put(top, place, value)
+        layers = [self._layer(number, top) for number in range(n_layers)]
+        final = self.architecture.final_norm or self.architecture.layers[0].norm
+        top["final_norm"] = final.to_dict()
+        for norm in (top["final_norm"], top["embedding"]["norm"]):
+            self._set_eps(norm)
+        blocks = [_block(layer) for layer in layers]
+        top |= pattern_of(self._block_names(layers), blocks)
+        top["blocks"] = {name: block.to_dict() for name, block in top["blocks"].items()}
+        config = DecoderConfig.from_dict(top)
+        return self._scaled(config)
+
+    def _carried(self) -> Iterator[tuple[str, Any]]:
+        """Places in the config, and what the keys say of them."""
+        for key, place in {**EVERYWHERE, **self.architecture.keys}.items():
+            if isinstance(place, str) and key in self.keys:
+                yield place, self.keys[key]
+        yield from self.architecture.solved(self.keys).items()
+
+    def _layer(self, number: int, top: Data) -> Data:
+        """One layer's block, filled in."""
+        prefix = f"blk.{number}."
+        names = frozenset(name.removeprefix(prefix) for name in self._by_layer.get(number, ()))
+        local = self._has_window(number)
+        for kind, expected in self._kinds:
+            window = look_up(kind.to_dict(), WINDOW)
+            if self.architecture.windows and (window not in (None, MISSING)) != local:
+                continue
+            if names == expected and self.architecture.may_be(kind, number, self.keys):
+                return self._filled(kind.to_dict(), number, top)
+        closest = min(self._kinds, key=lambda one: len(one[1] ^ names))[1]
+        name = min(closest ^ names, default=None)
+        state = "missing" if name in closest else "of no use"
+        raise WorkhorseError(
+            f"tensor {prefix}{name} is {state} in llama.cpp's {self.architecture.name}"
+        )
+
+    @cached_property
+    def _by_layer(self) -> dict[int, list[str]]:
+        found: dict[int, list[str]] = {}
+        for name in self.shapes:
+            first, _, rest = name.partition(".")
+            number = rest.partition(".")[0]
+            if first == "blk" and number.isascii() and number.isdigit() and len(number) < 6:  # noqa: PLR2004
+                found.setdefault(int(number), []).append(name)
+        return found
+
+    @cached_property
+    def _kinds(self) -> list[tuple[BlockConfig, frozenset[str]]]:
+        """Every kind of layer with every choice of what is optional, and its tensors' names."""
+        found: list[tuple[BlockConfig, frozenset[str]]] = []
+        choices = [place for place in SWITCHES if place in self.architecture.optional]
+        solved = {place: value for place, value in self._carried() if place.endswith("q_rank")}
+        for kind in self.architecture.layers:
+            for switches in itertools.product((False, True), repeat=len(choices)):
+                data = kind.to_dict()
+                for place, switch in zip(choices, switches, strict=True):
+                    put(data, place, switch)
+                for place, value in solved.items():
+                    put(data, place.removeprefix("block."), value and 1)
+                block = _block(data)
+                if not any(block == other for other, _ in found):
+                    found.append((block, self._tensors(block)))
+        return found
+
+    def _tensors(self, block: BlockConfig) -> frozenset[str]:
+        tiny = DecoderConfig(
+            vocab_size=1,
+            d_model=2,
+            n_layers=1,
+            max_seq_len=1,
+            blocks={"main": block},
+            final_norm=block.norm,
+        )
+        names = tensor_parts(self.architecture, tiny.build("eager", device="meta"))
+        return frozenset(name.removeprefix("blk.0.") for name in names if name.startswith("blk."))
+
+    def _has_window(self, number: int) -> bool:
+        if "attention.sliding_window" not in self.keys:
+            return False
+        pattern = self.keys.get(PATTERN)
+        if isinstance(pattern, list):
+            return bool(pattern[number])
+        every = pattern if isinstance(pattern, int) else self.architecture.window_every
+        return every == 1 or number % every < every - 1
+
+    def _filled(self, block: Data, number: int, top: Data) -> Data:
+        """A kind of layer with its sizes, rotation and epsilon."""
+        for start in ("block.", "mixture."):
+            if start == "mixture." and block["feed_forward"]["kind"] != "moe":
+                continue
+            for place, value in self._carried():
+                own = value[number] if isinstance(value, list) else value
+                if place.startswith(start):
+                    put(block, place.removeprefix(start), own)
+        attention = block["attention"]
+        local = look_up(block, WINDOW) not in (None, MISSING)
+        if local:
+            attention["window"] = self.keys["attention.sliding_window"]
+        if (look_up(attention, "position.kind")) == "rope":
+            self._set_rotation(block, local, top)
+        for norm in (block["norm"], attention.get("norm"), look_up(attention, "qk_norm.norm")):
+            if isinstance(norm, dict):
+                self._set_eps(norm)
+        return block
+
+    def _set_rotation(self, block: Data, local: bool, top: Data) -> None:
+        attention, keys = block["attention"], self.keys
+        theta = keys.get("rope.freq_base", 10_000.0)
+        put(block, THETA, keys.get("rope.freq_base_swa", theta) if local else theta)
+        width = attention.get("head_dim") or top["d_model"] // attention["n_heads"]
+        turning = keys.get("rope.dimension_count", width)
+        if FRACTION in self.architecture.carried:
+            put(block, FRACTION, shortest(turning / width))
+        if local and SCALING in self.architecture.varying:
+            return
+        rope = dict(attention["position"])
+        length = keys["context_length"]
+        put(block, SCALING, read_scaling(keys, self.factors, rope, turning, length))
+        for place, value in self.architecture.solved(keys).items():
+            if SCALING in place:
+                put(block, place.removeprefix("block."), value)
+
+    def _set_eps(self, norm: Data) -> None:
+        if norm["kind"] in EPSILON:
+            norm["eps"] = self.keys[EPSILON[norm["kind"]]]
+
+    def _block_names(self, layers: list[Data]) -> list[str]:
+        """What each kind of layer is called in our config."""
+        kinds: list[Data] = []
+        for layer in layers:
+            if layer not in kinds:
+                kinds.append(layer)
+        words = [_described(kind, kinds) for kind in kinds]
+        names = [
+            word if words.count(word) == 1 else f"{word}_{n}" for n, word in enumerate(words, 1)
+        ]
+        return [names[kinds.index(layer)] for layer in layers]
+
+    def _scaled(self, config: DecoderConfig) -> DecoderConfig:
+        """Scores scaled as the architecture does it, where no key says how."""
+        data = plain(config)
+        attention = data["layers"][0]["attention"]
+        if "attention.scale" in (*self.architecture.carried, *self.architecture.optional):
+            return config
+        scale = self.architecture.scale(data)
+        if attention["kind"] != "attention" or math.isclose(scale, attention["scale"]):
+            return config
+        whole = config.to_dict()
+        for block in whole["blocks"].values():
+            block["attention"]["scale"] = scale
+        return DecoderConfig.from_dict(whole)
+
+    def _as_family(self, config: DecoderConfig) -> tuple[DecoderConfig, Family | None]:
+        """What the file leaves open as a model type has it: the order of rows, 1 + w."""
+        for model_type in self.architecture.model_types:
+            one = family(model_type)
+            try:
+                again = one.again(config)
+            except ConfigError:
+                continue
+            found = differences(plain(config), plain(again))
+            if all(_left_open(one.place) for one in found):
+                return again, one
+        return config, None
+
+    def _check(self, config: DecoderConfig) -> None:
+        """Write it again."""
+        data, _ = readable(config, windows=self.architecture.windows)
+        if reason := self.architecture.difference(copy.deepcopy(data)):
+            raise ValueError(reason)
+        for key, value in model_metadata(self.architecture, data).items():
+            short = key.removeprefix(f"{self.architecture.name}.")
+            if short not in self.keys:
+                if short in USUAL or short.startswith("rope.") or value in (0, 1):
+                    continue
+                raise KeyError(short)
+            if not _agree(self.keys[short], value):
+                raise ValueError(f"{key} is {shown(self.keys[short])}, not {shown(value)}")
+
+    @property
+    def unread(self) -> list[str]:
+        """Keys that nothing here looks at and that might mean something."""
+        known = {*EVERYWHERE, *EPSILON.values(), *self.architecture.keys, *READ_KEYS}
+        return sorted(self._named(key) for key in self.keys.keys() - known)
+
+    def _named(self, key: str) -> str:
+        return f"{self.architecture.name}.{key}"
+
+
+def _block(data: Data) -> BlockConfig:
+    return _Holder.from_dict({"block": data}).block
+
+
+def _described(block: Data, kinds: Iterable[Data]) -> str:
+    """`local` or `global`, with `_dense` beside mixtures; `main` where all are alike."""
+    kinds = list(kinds)
+    if len(kinds) == 1:
+        return "main"
+    windowed = look_up(block, WINDOW) not in (None, MISSING)
+    mixed = any(kind["feed_forward"]["kind"] == "moe" for kind in kinds)
+    dense = mixed and block["feed_forward"]["kind"] != "moe"
+    return ("local" if windowed else "global") + ("_dense" if dense else "")
+
+
+def _left_open(place: str) -> bool:
+    """Whether a GGUF file says nothing of what differs at a place."""
+    return place.endswith((*MEANINGLESS, "final_norm.offset", "final_norm.multiply"))
+
+
+def _agree(stored: object, written: object) -> bool:
+    if isinstance(stored, list) and not isinstance(written, list):  # one number a layer
+        return all(_agree(one, written) for one in stored)
+    if isinstance(stored, int | float) and isinstance(written, int | float):
+        return math.isclose(stored, written, rel_tol=1e-6)
+    return stored == written

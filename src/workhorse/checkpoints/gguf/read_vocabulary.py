@@ -1,0 +1,169 @@
+"""The tokenizer of a GGUF file: the keys of `vocabulary.py`, the other way."""
+
+import json
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from workhorse.checkpoints.gguf.splitting import pre_tokenizer
+from workhorse.checkpoints.gguf.vocabulary import (
+    CONTROL,
+    ROLES,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    WHOLE,
+    tokenizer_metadata,
+)
+from workhorse.errors import WorkhorseError
+from workhorse.untrusted import parse_json, shown
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
+
+START = "tokenizer.ggml."
+BYTE_LEVEL, CHARACTERS = "gpt2", "llama"
+KINDS = (BYTE_LEVEL, CHARACTERS)
+SAYS = ("tokens", "token_type", "merges", "pre", "scores", "add_space_prefix")
+"""Keys in which a `tokenizer.json` beside them must agree."""
+
+
+def has_vocabulary(keys: Mapping[str, Any]) -> bool:
+    """Whether a file's keys hold any tokenizer."""
+    return keys.get(f"{START}model", "none") != "none"
+
+
+def read_vocabulary(keys: Mapping[str, Any], vocab_size: int) -> "Tokenizer":
+    """The tokenizer: the `tokenizer.json` in the file if it is that of the keys, else theirs.
+
+    Raises:
+        WorkhorseError: it is of a kind that is not read, or damaged.
+    """
+    kind = keys[f"{START}model"]
+    if kind not in KINDS:
+        raise WorkhorseError(
+            f"its tokenizer is of kind {shown(kind)}, and read are {', '.join(KINDS)}; fetch the "
+            "model as a Hugging Face directory"
+        )
+    try:
+        given = {key.removeprefix(START): value for key, value in keys.items()}
+        if (whole := _whole(given, vocab_size)) is not None:
+            return whole
+        definition = _byte_level(given) if kind == BYTE_LEVEL else _characters(given)
+        return _tokenizer(definition, given)
+    except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
+        raise WorkhorseError(
+            f"its tokenizer is damaged ({shown(str(error))}); fetch the file again"
+        ) from None
+
+
+def _whole(given: Mapping[str, Any], vocab_size: int) -> "Tokenizer | None":
+    """The tokenizer of the `tokenizer.json` in the file, if writing it gives the file's keys."""
+    from workhorse.tokenizers.folder import MAX_VALUES
+
+    text = given.get(WHOLE)
+    if not isinstance(text, str):
+        return None
+    try:
+        parse_json(text.encode(), WHOLE, max_values=MAX_VALUES)
+        tokenizer = _tokenizer(text, given)
+        written, _ = tokenizer_metadata(tokenizer, vocab_size)
+    except WorkhorseError:
+        return None
+    same = all(written.get(START + key) == given.get(key) for key in SAYS if key != "scores")
+    return tokenizer if same else None
+
+
+def _tokenizer(definition: str, given: Mapping[str, Any]) -> "Tokenizer":
+    """A tokenizer with the roles and the chat template that the keys say."""
+    from workhorse.tokenizers import Tokenizer
+
+    tokens, types = given["tokens"], _types(given)
+    roles: dict[str, str] = {}
+    for role, name in ROLES.items():
+        number = given.get(f"{name}_token_id")
+        # A file must name some token that ends a text; an ordinary one is a stopgap.
+        if type(number) is int and 0 <= number < len(tokens) and types[number] in _SPECIAL:
+            roles[role] = tokens[number]
+    return Tokenizer(definition, roles, given.get("tokenizer.chat_template"))
+
+
+_SPECIAL = (CONTROL, UNKNOWN, USER_DEFINED)
+
+
+def _types(given: Mapping[str, Any]) -> list[int]:
+    return given.get("token_type") or [1] * len(given["tokens"])
+
+
+def _byte_level(given: Mapping[str, Any]) -> str:
+    tokens: list[str] = given["tokens"]
+    types = _types(given)
+    splitting, ignore_merges = pre_tokenizer(given.get("pre", "default"))
+    definition = {
+        "version": "1.0",
+        "truncation": None,
+        "padding": None,
+        "added_tokens": _added(tokens, types),
+        "normalizer": None,
+        "pre_tokenizer": splitting,
+        "post_processor": None,
+        "decoder": {
+            "type": "ByteLevel",
+            "add_prefix_space": False,
+            "trim_offsets": True,
+            "use_regex": True,
+        },
+        "model": {
+            "type": "BPE",
+            "dropout": None,
+            "unk_token": None,
+            "continuing_subword_prefix": None,
+            "end_of_word_suffix": None,
+            "fuse_unk": False,
+            "byte_fallback": False,
+            "ignore_merges": ignore_merges,
+            "vocab": {text: n for n, text in enumerate(tokens) if types[n] != UNUSED},
+            "merges": _merges(given["merges"], set(tokens)),
+        },
+    }
+    return _with_affixes(json.dumps(definition), given, begins=False)
+
+
+def _merges(merges: list[str], known: set[str]) -> list[list[str]]:
+    """The pairs, of which a merge of what no text holds is none."""
+    pairs = [merge.split(" ", 1) for merge in merges]
+    return [[left, right] for left, right in pairs if {left, right, left + right} <= known]
+
+
+def _characters(given: Mapping[str, Any]) -> str:
+    from workhorse.tokenizers.sentencepiece import BPE, convert_pieces
+
+    pieces = list(zip(given["tokens"], given["scores"], _types(given), strict=True))
+    while pieces and pieces[-1][2] == UNUSED:  # rows of the embedding that no token has
+        pieces.pop()
+    definition = convert_pieces(pieces, BPE, dummy_prefix=given.get("add_space_prefix", True))
+    return _with_affixes(definition, given, begins=True)
+
+
+def _added(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
+    flags = {"single_word": False, "lstrip": False, "rstrip": False, "normalized": False}
+    return [
+        {"id": n, "content": text, **flags, "special": types[n] != USER_DEFINED}
+        for n, text in enumerate(tokens)
+        if types[n] in _SPECIAL
+    ]
+
+
+def _with_affixes(definition: str, given: Mapping[str, Any], *, begins: bool) -> str:
+    """What stands before and after a text; `begins` is the kind's usual answer for bos."""
+    from workhorse.tokenizers.affixes import set_affixes
+    from workhorse.tokenizers.backend import library_tokenizer
+
+    ends: dict[str, list[str]] = {}
+    for role, usual in (("bos", begins), ("eos", False)):
+        wanted = given.get(f"add_{role}_token", usual) and f"{role}_token_id" in given
+        ends[role] = [given["tokens"][given[f"{role}_token_id"]]] if wanted else []
+    if not any(ends.values()):
+        return definition
+    backend = library_tokenizer(definition)
+    set_affixes(backend, ends["bos"], ends["eos"])
+    return backend.to_str()

@@ -1,0 +1,214 @@
+"""The header of a GGUF file that a stranger made: its keys, and where each tensor lies.
+
+    "GGUF", version, number of tensors, number of keys
+    for each key: its name, a type, a value
+    for each tensor: its name, its shape (fastest axis first), a type, where its bytes begin
+
+Numbers are little-endian; a text is its length in 64 bits and UTF-8. The bytes of tensors begin at
+the next multiple of the alignment. Format: ggml-org/ggml, docs/gguf.md.
+"""
+
+import math
+import os
+import struct
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
+
+from workhorse.errors import WorkhorseError
+from workhorse.untrusted.files import shown
+from workhorse.untrusted.json_file import collector_paused
+
+MAGIC = b"GGUF"
+VERSIONS = (2, 3)
+MAX_HEADER_BYTES = 128 * 2**20
+"""The largest vocabularies take a quarter of it, with a `tokenizer.json` beside them a half."""
+MAX_KEYS = 10_000
+MAX_TENSORS = 100_000
+MAX_VALUES = 3_000_000
+"""Entries of all lists together; the largest vocabularies have half as many."""
+MAX_NAME = 256
+MAX_RANK = 4
+ALIGNMENT = "general.alignment"
+ALIGNMENTS = tuple(1 << power for power in range(3, 21))
+
+NUMBERS = {
+    0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"
+}  # fmt: skip
+"""Types of values, as `struct` writes them."""
+TEXT, LIST = 8, 9
+
+BLOCKS = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34)}
+"""Of the types that are read: numbers that are stored together, and their bytes."""
+TYPES = {
+    0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
+    10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS",
+    17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
+    23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16",
+    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+}  # fmt: skip
+"""Names of ggml's types of tensors."""
+
+
+class StoredTensor(NamedTuple):
+    """Where one tensor lies: bytes `begin` to `end` of the file."""
+
+    kind: str
+    """One of `BLOCKS`."""
+    shape: tuple[int, ...]
+    """The fastest axis last, as PyTorch has it."""
+    begin: int
+    end: int
+
+
+class GgufHeader(NamedTuple):
+    """What a file says before its tensors' bytes."""
+
+    keys: dict[str, Any]
+    tensors: dict[str, StoredTensor]
+
+
+def read_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
+    """All keys and tensors of a file; no tensor is read.
+
+    Args:
+        file: opened for reading, at its start, without a buffer.
+        path: its name in errors.
+
+    Raises:
+        WorkhorseError: it is no such file or not whole, says what cannot be, or holds tensors of a
+            type that is not in `BLOCKS`.
+    """
+    size = os.fstat(file.fileno()).st_size
+    try:
+        head = file.read(min(size, MAX_HEADER_BYTES)) or b""
+    except OSError as error:
+        raise WorkhorseError(f"cannot read {path}: {error.strerror}") from None
+    if head[: len(MAGIC)] != MAGIC:
+        raise WorkhorseError(f"{path} is no GGUF file; give one, or the folder of a model")
+    try:
+        with collector_paused():
+            return _parsed(_Reader(head), size)
+    except _TooShort:
+        reason = "has a larger header than a model's" if size > len(head) else "is cut short"
+        raise WorkhorseError(f"{path} {reason}; fetch it again") from None
+    except ValueError as error:
+        raise WorkhorseError(f"{path}: {error}") from None
+
+
+class _TooShort(Exception):
+    """The header goes on past what was read."""
+
+
+class _Reader:
+    """Values one after the other out of some bytes."""
+
+    def __init__(self, data: bytes) -> None:
+        self.data = data
+        self.at = 0
+        self.values = 0
+
+    def bytes_(self, count: int) -> bytes:
+        begin, self.at = self.at, self.at + count
+        if self.at > len(self.data):
+            raise _TooShort
+        return self.data[begin : self.at]
+
+    def numbers(self, code: str, count: int) -> tuple[Any, ...]:
+        layout = f"<{count}{code}"
+        return struct.unpack(layout, self.bytes_(struct.calcsize(layout)))
+
+    def number(self, code: str) -> Any:
+        return self.numbers(code, 1)[0]
+
+    def text(self) -> str:
+        return self.bytes_(self.number("Q")).decode()
+
+    def name(self) -> str:
+        length = self.number("Q")
+        if not 0 < length <= MAX_NAME:
+            raise ValueError(f"a name of {length} bytes is none")
+        name = self.bytes_(length).decode()
+        if not name.isprintable():
+            raise ValueError(f"{shown(name)} is no name")
+        return name
+
+    def value(self) -> Any:
+        kind = self.number("I")
+        if kind == TEXT:
+            return self.text()
+        return self.items() if kind == LIST else self.number(_code(kind))
+
+    def items(self) -> list[Any]:
+        kind, count = self.number("I"), self.number("Q")
+        self.values += count
+        if self.values > MAX_VALUES:
+            raise ValueError(f"more than {MAX_VALUES} values are not a model's")
+        if kind == TEXT:
+            return [self.text() for _ in range(count)]
+        return list(self.numbers(_code(kind), count))
+
+
+def _code(kind: int) -> str:
+    if kind not in NUMBERS:
+        raise ValueError(f"a value of type {kind} is unknown, or a list within a list")
+    return NUMBERS[kind]
+
+
+def _parsed(reader: _Reader, size: int) -> GgufHeader:
+    reader.bytes_(len(MAGIC))
+    version = reader.number("I")
+    if version not in VERSIONS:
+        raise ValueError(f"GGUF of version {version} is not read; {VERSIONS[-1]} is the usual one")
+    n_tensors, n_keys = reader.numbers("Q", 2)
+    if n_tensors > MAX_TENSORS or n_keys > MAX_KEYS:
+        raise ValueError(f"{n_tensors} tensors and {n_keys} keys are not a model's")
+    keys: dict[str, Any] = _without_repeats((reader.name(), reader.value()) for _ in range(n_keys))
+    entries = _without_repeats((reader.name(), _entry(reader)) for _ in range(n_tensors))
+    alignment = keys.get(ALIGNMENT, 32)
+    if type(alignment) is not int or alignment not in ALIGNMENTS:
+        raise ValueError(f"{ALIGNMENT}={shown(alignment)} is no power of two from 8 to 2^20")
+    data = reader.at + -reader.at % alignment
+    return GgufHeader(keys, _placed(entries, data, alignment, size))
+
+
+def _without_repeats(pairs: Iterable[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ValueError(f"{shown(name)} stands twice")
+        found[name] = value
+    return found
+
+
+def _entry(reader: _Reader) -> tuple[tuple[int, ...], int, int]:
+    """Shape, type and offset of one tensor."""
+    rank = reader.number("I")
+    if not 0 < rank <= MAX_RANK:
+        raise ValueError(f"a tensor of {rank} axes is none")
+    shape = tuple(reversed(reader.numbers("Q", rank)))
+    return shape, reader.number("I"), reader.number("Q")
+
+
+def _placed(
+    entries: dict[str, tuple[tuple[int, ...], int, int]], data: int, alignment: int, size: int
+) -> dict[str, StoredTensor]:
+    """The tensors in the order of their bytes, each within the file and past the one before."""
+    at, found = data, dict[str, StoredTensor]()
+    for name, (shape, number, offset) in sorted(entries.items(), key=lambda one: one[1][2]):
+        kind = TYPES.get(number, f"type {number}")
+        if kind not in BLOCKS:
+            raise ValueError(
+                f"tensor {shown(name)} is {kind}, which is not read; fetch the same model as F32, "
+                "F16, BF16 or Q8_0, or its safetensors files"
+            )
+        block, block_bytes = BLOCKS[kind]
+        begin = data + offset
+        end = begin + math.prod(shape) // block * block_bytes
+        if shape[-1] % block or offset % alignment or begin < at:
+            raise ValueError(f"tensor {shown(name)} of shape {shape} cannot lie at {offset}")
+        if end > size:
+            raise ValueError(f"cut short: tensor {shown(name)} ends at {end} of {size} bytes")
+        found[name] = StoredTensor(kind, shape, begin, end)
+        at = end
+    return found

@@ -1,6 +1,5 @@
 """What a name of a device or a number format stands for on this machine, and where its cache is."""
 
-import functools
 import os
 from pathlib import Path
 
@@ -8,6 +7,7 @@ import torch
 
 from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
+from workhorse.instructions import cpu_has
 
 DTYPES = {
     "auto": None,
@@ -73,34 +73,19 @@ def multiplies_bfloat16(device: torch.device) -> bool:
     """Whether the device has instructions for products of bfloat16 matrices."""
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
-    return device.type == "cpu" and _cpu_multiplies_bfloat16()
-
-
-@functools.cache
-def _cpu_multiplies_bfloat16() -> bool:
-    return cpu_has("avx512_bf16") or cpu_has("amx_bf16")
-
-
-def cpu_has(instructions: str) -> bool:
-    """Whether the CPU has some instructions, by PyTorch's name of them."""
-    if not hasattr(torch.cpu, "get_capabilities"):  # newer than the oldest PyTorch we run on
-        return False
-    return bool(torch.cpu.get_capabilities().get(instructions))
+    return device.type == "cpu" and (cpu_has("avx512_bf16") or cpu_has("amx_bf16"))
 
 
 def cache_folder() -> Path:
     """Where is kept what was made for this machine and can be made again: compiled programs.
 
     Raises:
-        WorkhorseError: the account has no home directory, and XDG_CACHE_HOME is not set.
+        WorkhorseError: the user has no home directory.
     """
     base = os.environ.get("XDG_CACHE_HOME")
-    if base:
-        return Path(base) / "workhorse"
     try:
-        home = Path.home()
-    except RuntimeError:  # an account without one; a folder for all might hold others' programs
+        return (Path(base) if base else Path.home() / ".cache") / "workhorse"
+    except RuntimeError:  # HOME is not set, and the system does not know the user
         raise WorkhorseError(
-            "this account has no home directory to keep compiled programs in; set XDG_CACHE_HOME"
+            "there is no home directory to keep compiled code in; set HOME or XDG_CACHE_HOME"
         ) from None
-    return home / ".cache" / "workhorse"

@@ -1,12 +1,16 @@
 """Compiling in the user's cache: once, whole, and never in the way."""
 
+import os
 import subprocess
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+import torch
 
 from workhorse import native
+from workhorse.instructions import levels_here
 from workhorse.native import build
 
 WORKS = """#!/bin/sh
@@ -93,9 +97,61 @@ def test_start_does_not_wait(cache: Path, tmp_path: Path, monkeypatch: pytest.Mo
 
 def test_broken_library(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler(tmp_path, monkeypatch, WORKS)
+    monkeypatch.setattr(torch.ops, "loaded_libraries", set())
     reason = native.why_not(wait=True)
     assert reason is not None
     assert reason.startswith("cannot load")
+
+
+def test_a_second_library_of_the_same_operators_is_refused(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """PyTorch would end the process."""
+    compiler(tmp_path, monkeypatch, WORKS)
+    monkeypatch.setattr(torch.ops, "loaded_libraries", {"/elsewhere/operators-0123456789abcdef.so"})
+    reason = native.why_not(wait=True)
+    assert reason is not None
+    assert "this process has loaded /elsewhere/operators" in reason
+
+
+@pytest.mark.parametrize("damage", [lambda whole: whole[:5], lambda whole: b"H" + whole[1:]])
+def test_a_library_that_was_cut_or_changed_is_made_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
+) -> None:
+    runs = compiler(tmp_path, monkeypatch, WORKS)
+    library = build.ensure(wait=True)
+    library.write_bytes(damage(library.read_bytes()))
+    assert build.ensure(wait=True).read_text() == "half and half"
+    assert runs.read_text() == "run\nrun\n"
+    assert [path.name for path in library.parent.iterdir()] == [library.name]
+
+
+def test_what_a_killed_compiler_left_is_removed(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(tmp_path, monkeypatch, WORKS)
+    library = build.ensure(wait=True)
+    library.unlink()
+    old, recent = library.parent / "building-old", library.parent / "building-now"
+    for folder in (old, recent):
+        folder.mkdir()
+        (folder / "operators.so").write_text("half")
+    os.utime(old, (0, 0))
+    assert build.ensure(wait=True) == library
+    assert set(library.parent.iterdir()) == {library, recent}
+
+
+def test_each_level_has_a_library_of_its_own(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not levels_here():
+        pytest.skip("this CPU has no level")
+    runs = compiler(tmp_path, monkeypatch, WORKS)
+    libraries = {build.ensure(wait=True)}
+    for level in levels_here():
+        monkeypatch.setenv(build.SWITCH, level)
+        libraries.add(build.ensure(wait=True))
+    assert len(libraries) == len(runs.read_text().split()) == 1 + len(levels_here())
 
 
 def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,9 +165,26 @@ def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_no_place_to_write(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler(tmp_path, monkeypatch, WORKS)
     cache.write_text("a file")
+    monkeypatch.setattr(subprocess, "Popen", None)  # nor is another process asked to try
+    for wait in (True, False):
+        reason = native.why_not(wait=wait)
+        assert reason is not None
+        assert reason.startswith(f"cannot compile into {cache}")
+
+
+def test_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler(tmp_path, monkeypatch, WORKS)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv(build.SWITCH, raising=False)
+
+    def unknown() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.setattr(Path, "home", unknown)
     reason = native.why_not(wait=True)
     assert reason is not None
-    assert reason.startswith(f"cannot compile into {cache}")
+    assert reason.startswith("there is no home directory")
+    assert reason.endswith("set HOME or XDG_CACHE_HOME")
 
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:

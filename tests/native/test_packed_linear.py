@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workhorse import native
-from workhorse.devices import cpu_has
+from workhorse.instructions import cpu_has
 from workhorse.nn.grouped_linear import GroupedLinear, group_sorted
 from workhorse.transforms.codes import FormatName
 from workhorse.transforms.quantized_linear import QuantizedGroupedLinear, QuantizedLinear

@@ -37,7 +37,8 @@ MIXTURE: dict[str, Any] = {
     "kind": "pre_norm",
     "norm": {"kind": "rms_norm", "multiply": "before_cast"},
     "attention": {"n_heads": 2},
-    "feed_forward": {"kind": "moe", "n_experts": 4, "top_k": 2, "d_ff": 16},
+    # All of the experts: two roundings may part at a router's near tie.
+    "feed_forward": {"kind": "moe", "n_experts": 4, "top_k": 4, "d_ff": 16},
 }
 NORMS: dict[str, Callable[[], nn.Module]] = {
     "layer": lambda: LayerNorm(24),

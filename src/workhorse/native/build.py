@@ -1,8 +1,10 @@
 """Compile the operators of this package once per machine.
 
 `torch.compile` needs a C++ compiler on a CPU; this uses the same one. The library goes to
-`native/KEY/` in the user's cache folder, the key standing for the sources, the compiler, PyTorch
-and the CPU, so that a shared home directory serves several machines.
+`native/KEY/NAME-DIGEST.so` in the user's cache folder, the key standing for the sources, the
+compiler, PyTorch, the CPU and what is used of it, so that a shared home directory serves several
+machines. The digest is the library's own: one that was cut off would end the process that loads it,
+and is made again instead.
 """
 
 import functools
@@ -14,6 +16,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,12 +25,11 @@ from torch.utils import cpp_extension
 
 from workhorse.devices import cache_folder
 from workhorse.errors import WorkhorseError
+from workhorse.instructions import SWITCH, compiler_flags, switched_off
 
-SWITCH = "WORKHORSE_NATIVE"
-"""Set this environment variable to 0 and nothing native is built or loaded."""
-
-_FLAGS = ("-O3", "-march=native", "-fno-math-errno", "-std=c++20", "-fPIC", "-shared")
+_FLAGS = ("-O3", "-fno-math-errno", "-std=c++20", "-fPIC", "-shared")
 _SECONDS = 300
+_SCRATCH = "building-"
 
 
 class Unavailable(Exception):
@@ -44,30 +47,29 @@ def ensure(name: str = "operators", *, wait: bool) -> Path:
     Raises:
         Unavailable: switched off, no compiler, no place to write, it does not compile or, without
             `wait`, is not there yet. A failure is remembered and not tried again.
+        WorkhorseError: instructions are asked for that this CPU has not.
     """
-    if os.environ.get(SWITCH) == "0":
+    if switched_off():
         raise Unavailable(f"{SWITCH}=0")
     compiler = _compiler()
-    try:
-        folder = _folder(compiler)
-    except WorkhorseError as error:  # no place to keep it
-        raise Unavailable(str(error)) from None
-    library, failure = folder / f"{name}.so", folder / f"{name}-failure.txt"
-    if library.exists():
+    folder = _folder(compiler)
+    failure = folder / f"{name}-failure.txt"
+    if library := _whole(folder, name):
         return library
     if failure.exists():
         raise Unavailable(f"did not compile before; see {failure}, remove it to try again")
-    if not wait:
-        _build_in_background(name)
-        raise Unavailable("being compiled for the next start")
     try:
         folder.mkdir(parents=True, exist_ok=True)
+        _sweep(folder)
         # Two processes at once each make their own, and one stays.
-        with tempfile.TemporaryDirectory(dir=folder) as scratch:
-            made, report = Path(scratch) / library.name, Path(scratch) / failure.name
-            problem = _run([compiler, *_FLAGS, *_paths(name), "-o", str(made)])
+        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder) as scratch:
+            if not wait:
+                _build_in_background(name)
+                raise Unavailable("being compiled for the next start")
+            made, report = Path(scratch) / f"{name}.so", Path(scratch) / failure.name
+            problem = _run([compiler, *_flags(), *_paths(name), "-o", str(made)])
             if problem is None:
-                return made.replace(library)
+                return made.replace(folder / f"{name}-{_digest(made)}.so")
             report.write_text(problem, encoding="utf-8")
             report.replace(failure)
     except OSError as error:
@@ -79,12 +81,42 @@ def load(library: Path) -> None:
     """Let PyTorch know a library's operators.
 
     Raises:
-        Unavailable: it cannot be loaded.
+        Unavailable: it cannot be loaded, or another of the same operators was.
     """
+    operators = library.name.partition("-")[0]
+    for other in map(Path, torch.ops.loaded_libraries):
+        if other.name.partition("-")[0] == operators:
+            if other.name == library.name:
+                return
+            raise Unavailable(f"cannot load {library}: this process has loaded {other}")
     try:
         torch.ops.load_library(library)
     except OSError as error:
         raise Unavailable(f"cannot load {library}: {error}".splitlines()[0]) from None
+
+
+def _whole(folder: Path, name: str) -> Path | None:
+    """A library that holds what was written; others are removed where they can be."""
+    for library in sorted(folder.glob(f"{name}-*.so")):
+        try:
+            if library.name == f"{name}-{_digest(library)}.so":
+                return library
+            library.unlink()
+        except OSError:  # it cannot be read, or another process removed it
+            continue
+    return None
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
+
+
+def _sweep(folder: Path) -> None:
+    """Remove what compilations that were killed left behind."""
+    for scratch in folder.glob(f"{_SCRATCH}*"):
+        with suppress(OSError):  # another process is quicker
+            if time.time() - scratch.stat().st_mtime > 2 * _SECONDS:
+                shutil.rmtree(scratch)
 
 
 def _compiler() -> str:
@@ -97,18 +129,33 @@ def _compiler() -> str:
 
 def _folder(compiler: str) -> Path:
     """Where the library of these sources for this machine belongs."""
-    parts = (torch.__version__, compiler, *_FLAGS, platform.platform(), _cpu())
-    digest = hashlib.sha256("\n".join(parts).encode())
+    parts = (torch.__version__, compiler, *_flags(), platform.platform(), _cpu(), _code())
+    key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
+    try:
+        return cache_folder() / "native" / key
+    except WorkhorseError as error:
+        raise Unavailable(str(error)) from None
+
+
+def _flags() -> tuple[str, ...]:
+    return *_FLAGS, *compiler_flags()
+
+
+@functools.cache
+def _code() -> str:
+    """What stands for the sources, which stay as they are while a process runs."""
+    digest = hashlib.sha256()
     for source in sorted(_sources().iterdir()):
         if source.suffix in (".h", ".cpp"):
             digest.update(source.read_bytes())
-    return cache_folder() / "native" / digest.hexdigest()[:16]
+    return digest.hexdigest()
 
 
 def _sources() -> Path:
     return Path(str(importlib.resources.files("workhorse.native")))
 
 
+@functools.cache
 def _cpu() -> str:
     """The instructions this CPU has: `-march=native` compiles for them."""
     try:

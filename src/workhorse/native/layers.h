@@ -33,13 +33,7 @@ inline V read(const BFloat16* from) {
 inline void write(float* to, F32x16 v) { std::memcpy(to, &v, sizeof v); }
 
 inline void write(BFloat16* to, F32x16 v) {
-#ifdef __AVX512BF16__
-  const __m256bh narrow = _mm512_cvtneps_pbh((__m512)v);
-#else
-  const U32x16 bits = (U32x16)v;
-  const U32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  const U16x16 narrow = __builtin_convertvector(v == v ? rounded : rounded * 0 + 0x7fc0, U16x16);
-#endif
+  const U16x16 narrow = round(v);
   std::memcpy(to, &narrow, sizeof narrow);
 }
 

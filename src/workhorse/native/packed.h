@@ -38,7 +38,7 @@ inline F32x16 widen(const float* from, __mmask16 mask) {
   return (F32x16)_mm512_maskz_loadu_ps(mask, from);
 }
 inline void store(BFloat16* to, F32x16 v, __mmask16 mask) {
-  _mm256_mask_storeu_epi16(to, mask, round(v));
+  _mm256_mask_storeu_epi16(to, mask, (__m256i)round(v));
 }
 inline void store(float* to, F32x16 v, __mmask16 mask) {
   _mm512_mask_storeu_ps(to, mask, (__m512)v);

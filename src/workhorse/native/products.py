@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from workhorse.devices import cpu_has
+from workhorse.instructions import cpu_has
 from workhorse.native import build
 
 

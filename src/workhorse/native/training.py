@@ -4,15 +4,15 @@ They are compiled apart from those of decoding: a run needs them from its first 
 would depend on when they were there.
 """
 
-import os
 from collections.abc import Callable
 from functools import cache
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-from workhorse.devices import cpu_has
+from workhorse.instructions import cpu_has
 from workhorse.native import build
 
 
@@ -21,9 +21,11 @@ def why_not() -> str | None:
 
     They are compiled if that was never done on this machine, which takes some seconds.
     """
-    if os.environ.get(build.SWITCH) == "0":
-        return f"{build.SWITCH}=0"
-    return _load()
+    try:
+        _load(build.ensure("training", wait=True))
+    except build.Unavailable as reason:
+        return str(reason)
+    return None
 
 
 def loaded() -> bool:
@@ -293,14 +295,10 @@ def split_move_(
 
 
 @cache
-def _load() -> str | None:
-    try:
-        build.load(build.ensure("training", wait=True))
-    except build.Unavailable as reason:
-        return str(reason)
+def _load(library: Path) -> None:
+    build.load(library)
     for name, shapes in _SHAPES.items():
         torch.library.register_fake(f"workhorse::{name}", shapes)
-    return None
 
 
 def _gradient_shapes(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:

@@ -45,7 +45,7 @@ inline float to_float(BFloat16 value) {
   return load<float>(&bits);
 }
 
-// To nearest, ties to even, as PyTorch rounds.
+// To nearest, ties to even, as PyTorch rounds; what is not a number stays so.
 inline void store(BFloat16* to, float value) {
   uint32_t bits = load<uint32_t>(&value);
   bool nan = (bits & 0x7fffffff) > 0x7f800000;
@@ -54,16 +54,15 @@ inline void store(BFloat16* to, float value) {
 
 inline void store(float* to, float value) { *to = value; }
 
-#ifdef __AVX512F__
-inline __m256i round(F32x16 v) {
+inline U16x16 round(F32x16 v) {
 #ifdef __AVX512BF16__
-  return (__m256i)_mm512_cvtneps_pbh((__m512)v);
+  return (U16x16)_mm512_cvtneps_pbh((__m512)v);
 #else
   const U32x16 bits = (U32x16)v;
-  return (__m256i)__builtin_convertvector((bits + 0x7fff + ((bits >> 16) & 1)) >> 16, U16x16);
+  const U32x16 rounded = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return __builtin_convertvector(v == v ? rounded : rounded * 0 + 0x7fc0, U16x16);
 #endif
 }
-#endif
 
 // Ask for a line that is read a block of rows later. Into the second cache: the first is small, and
 // rows a power of two apart would push each other out of it. Past the end it does nothing.

@@ -22,6 +22,7 @@ import workhorse.nn
 import workhorse.transforms
 from workhorse.devices import cache_folder, name_of
 from workhorse.errors import WorkhorseError
+from workhorse.instructions import used
 from workhorse.nn import Cache, Decoder
 from workhorse.nn.fixed_cache import CacheTensors, FixedCache, Layout, layout_of, tensors_of
 from workhorse.nn.moe import MixtureOfExperts
@@ -161,6 +162,7 @@ class CompiledSteps:
             [(name, str(t.dtype), str(t.device), tuple(t.shape)) for name, t in state],
             (kind, torch.get_num_threads(), torch.__version__),
             (torch.backends.cpu.get_cpu_capability(), name_of(state[0][1].device)),
+            (workhorse.native.load(), used()),
             [source.read_text() for source in _sources()],
         )
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

@@ -1,0 +1,116 @@
+"""Which of the CPU's instructions our operators use: all it has, or those of a lower level.
+
+The environment variable `WORKHORSE_NATIVE` says so, and is read here alone. PyTorch's own operators
+choose theirs by `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`.
+"""
+
+import functools
+import os
+from typing import NamedTuple
+
+import torch
+
+from workhorse.config import nearest
+from workhorse.errors import WorkhorseError
+
+SWITCH = "WORKHORSE_NATIVE"
+"""0: no native operators; a name in `LEVELS`: with its instructions alone; unset, empty or 1: with
+all that the CPU has."""
+NATIVE = ("-march=native",)
+
+
+class Level(NamedTuple):
+    """A set of instructions, with those of the levels before it."""
+
+    flags: tuple[str, ...]
+    """That the compiler understands."""
+    adds: frozenset[str]
+    """To the level before, by PyTorch's names."""
+
+
+_V4 = "-march=x86-64-v4"
+_VNNI = (_V4, "-mavx512vnni")
+_BF16 = (*_VNNI, "-mavx512bf16")
+LEVELS: dict[str, Level] = {
+    "x86-64-v2": Level(("-march=x86-64-v2",), frozenset({"ssse3", "sse4_1", "sse4_2", "popcnt"})),
+    "x86-64-v3": Level(("-march=x86-64-v3",), frozenset({"avx", "avx2", "bmi2", "f16c", "fma3"})),
+    "x86-64-v4": Level(
+        (_V4,), frozenset({"avx512_f", "avx512_bw", "avx512_cd", "avx512_dq", "avx512_vl"})
+    ),
+    "avx512-vnni": Level(_VNNI, frozenset({"avx512_vnni"})),
+    "avx512-bf16": Level(_BF16, frozenset({"avx512_bf16"})),
+    "amx": Level(
+        (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
+        frozenset({"amx_tile", "amx_bf16", "amx_int8"}),
+    ),
+}
+"""From the lowest to the highest."""
+
+
+def switched_off() -> bool:
+    """Whether native operators are to be left alone."""
+    return os.environ.get(SWITCH) == "0"
+
+
+def compiler_flags() -> tuple[str, ...]:
+    """For the instructions that are used.
+
+    Raises:
+        WorkhorseError: see `cpu_has`.
+    """
+    level = _level()
+    return NATIVE if level is None else LEVELS[level].flags
+
+
+def cpu_has(instructions: str) -> bool:
+    """Whether the CPU has some instructions, by PyTorch's name of them, and they may be used.
+
+    Raises:
+        WorkhorseError: the environment variable names no level, or one above this CPU's.
+    """
+    level = _level()
+    return instructions in _on_this_cpu() and (level is None or instructions in _upto(level))
+
+
+def used() -> list[str]:
+    """What `cpu_has` says of every instruction that a level names.
+
+    Raises:
+        WorkhorseError: see `cpu_has`.
+    """
+    return [name for level in LEVELS.values() for name in sorted(level.adds) if cpu_has(name)]
+
+
+def levels_here() -> list[str]:
+    """The levels that this CPU has, from the lowest."""
+    return [name for name in LEVELS if _upto(name) <= _on_this_cpu()]
+
+
+def _level() -> str | None:
+    """The level that was asked for."""
+    asked = os.environ.get(SWITCH, "")
+    return None if asked in ("", "0", "1") else _checked(asked)
+
+
+@functools.cache
+def _checked(name: str) -> str:
+    if name not in LEVELS:
+        raise WorkhorseError(f"{SWITCH}={name} is not a level; {nearest(name, ['0', *LEVELS])}")
+    if name not in levels_here():
+        highest = ", ".join(levels_here()) or "none of the levels; leave it out"
+        raise WorkhorseError(f"{SWITCH}={name} is above this CPU, which has {highest}")
+    return name
+
+
+@functools.cache
+def _upto(level: str) -> frozenset[str]:
+    """The instructions of a level and those before it."""
+    names = list(LEVELS)
+    return frozenset().union(*(LEVELS[name].adds for name in names[: names.index(level) + 1]))
+
+
+@functools.cache
+def _on_this_cpu() -> frozenset[str]:
+    if not hasattr(torch.cpu, "get_capabilities"):  # newer than the oldest PyTorch we run on
+        return frozenset()
+    return frozenset(name for name, there in torch.cpu.get_capabilities().items() if there is True)

@@ -1,0 +1,84 @@
+"""Campaign: what computes is right on lesser CPUs, and without a compiler.
+
+    make campaign-cpus    or    python -m pytest -m campaign -s tests/campaigns/test_cpus.py
+
+The tests of operators, training, transforms, generation and loading run once for each level of
+instructions (`workhorse/instructions.py`), each time in a process of its own whose operators are
+compiled for that level and whose PyTorch is held to it: a test that passes by how one CPU rounds
+fails on another. Then without native operators, and without a compiler for them or for PyTorch. A
+level that this CPU lacks is skipped. A table of what ran is printed.
+"""
+
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+from workhorse.instructions import LEVELS, SWITCH, levels_here
+
+pytestmark = pytest.mark.campaign
+ROOT = Path(__file__).parents[2]
+TESTS = ["native", "train", "transforms", "generate", "test_load_model.py"]
+OPTIONS = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
+
+
+def _level(name: str, aten: str, onednn: str, mkl: str) -> dict[str, str]:
+    return {
+        SWITCH: name,
+        "ATEN_CPU_CAPABILITY": aten,
+        "ONEDNN_MAX_CPU_ISA": onednn,
+        "MKL_ENABLE_INSTRUCTIONS": mkl,
+    }
+
+
+WAYS: dict[str, dict[str, str]] = {
+    "x86-64-v2": _level("x86-64-v2", "default", "SSE41", "SSE4_2"),
+    "x86-64-v3": _level("x86-64-v3", "avx2", "AVX2", "AVX2"),
+    "x86-64-v4": _level("x86-64-v4", "avx512", "AVX512_CORE", "AVX512"),
+    "avx512-vnni": _level("avx512-vnni", "avx512", "AVX512_CORE_VNNI", "AVX512"),
+    "avx512-bf16": _level("avx512-bf16", "avx512", "AVX512_CORE_BF16", "AVX512"),
+    "amx": _level("amx", "avx512", "AVX512_CORE_AMX", "AVX512"),
+    "as it is": {},
+    "WORKHORSE_NATIVE=0": {SWITCH: "0"},
+    "no compiler": {"CXX": "no-such-compiler"},
+}
+"""By what the table calls it, what the environment says."""
+
+
+def test_every_level_is_tried() -> None:
+    assert [name for name in WAYS if name in LEVELS] == list(LEVELS)
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_tests_pass(way: str, tmp_path: Path) -> None:
+    if way in LEVELS and way not in levels_here():
+        pytest.skip(f"this CPU has only {', '.join(levels_here())}")
+    results = tmp_path / "results.xml"
+    environment = {name: value for name, value in os.environ.items() if name != SWITCH}
+    # Of its own, so that what PyTorch compiled for another level is not found.
+    environment["TORCHINDUCTOR_CACHE_DIR"] = str(tmp_path / "inductor")
+    started = time.monotonic()
+    done = subprocess.run(
+        [
+            *(sys.executable, "-m", "pytest", *OPTIONS, f"--junitxml={results}"),
+            *(f"tests/{name}" for name in TESTS),
+        ],
+        env=environment | WAYS[way],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    seconds = time.monotonic() - started
+    assert results.exists(), done.stdout[-3000:] + done.stderr[-3000:]
+    (suite,) = ElementTree.parse(results).getroot()
+    run, skipped, failed = (int(suite.get(count, 0)) for count in ("tests", "skipped", "failures"))
+    print(
+        f"\n{way:20}{run - skipped - failed:6} passed{skipped:6} skipped{failed:4} failed"
+        f"{seconds:6.0f} s"
+    )
+    assert done.returncode == 0, done.stdout[-6000:]

@@ -99,6 +99,13 @@ ERRORS = [
         "columns: 'three' is not allowed: input should be a valid integer, unable to parse string "
         "as an integer, or 'auto'",
     ),
+    (
+        {"width": 10**30},
+        "width: a whole number is 2^63 - 1 at most; choose a smaller one",
+    ),
+    ({"width": 3, "shape": "rond"}, "shape: unknown kind 'rond'; did you mean 'round'?"),
+    ({"width": 3, "grid": 7}, "grid: 7 is not settings; write them as key: value, or {key: "),
+    ({"width": 3, "order": {"a": 1}}, "order: a list is needed, and {'a': 1} is none"),
     ({"width": 2.5}, "width: 2.5 is not allowed: input should be a valid integer"),
     ({"width": True}, "width: True is true or false; give another value"),
     ({"width": None}, "width: None is not allowed: input should be a valid integer"),
@@ -264,6 +271,8 @@ def test_overrides() -> None:
         ("=3", "'=3' is not a setting; write section.key=value"),
         ("name.first=x", "name holds 'x', not settings; check 'name.first=x'"),
         ("train.lr.a=1", "train.lr holds 0.1, not settings; check 'train.lr.a=1'"),
+        ("train..lr=1", "'train..lr=1' is not a setting; write section.key=value"),
+        ("a." * 999 + "b=1", "'a.a.a.a."),
         ("train.lr=[1", "'train.lr=[1' is not valid YAML at line 1, column 3: "),
     ],
 )
@@ -277,3 +286,23 @@ def test_the_nearest_name() -> None:
     assert nearest("n_heds", ["n_heads", "d_model"]) == "did you mean 'n_heads'?"
     assert nearest("zzz", ["b", "a"]) == "known: a, b"
     assert nearest("zzz", []) == "known: none"
+
+
+@pytest.mark.parametrize(
+    ("setting", "value"), [("shape=round", "round"), ("named.a=square", "square")]
+)
+def test_a_word_stands_for_its_kind(setting: str, value: str) -> None:
+    drawing = DrawingConfig.from_dict(apply_overrides(DRAWING.to_dict(), [setting]))
+    assert value in {drawing.shape.kind, drawing.named.get("a", drawing.shape).kind}
+
+
+def test_an_override_is_named_with_its_remedy() -> None:
+    with pytest.raises(ConfigError) as caught:
+        apply_overrides({}, ["data.glob=**/*"])
+    assert str(caught.value).startswith("'data.glob=**/*' is not valid YAML at line 1, column 2: ")
+    assert str(caught.value).endswith("""; if it is a text, quote it: "data.glob='**/*'\"""")
+    assert apply_overrides({}, ["data.glob='**/*'"]) == {"data": {"glob": "**/*"}}
+
+
+def test_a_lone_dash_is_the_standard_input() -> None:
+    assert apply_overrides({}, ["data.path=-"]) == {"data": {"path": "-"}}

@@ -170,3 +170,21 @@ def test_quantised_and_as_stored_exclude_each_other(run_folder: Path) -> None:
         WorkhorseError, match="quantize=int8 changes what as_stored keeps; leave one out"
     ):
         workhorse.load(run_folder, quantize="int8", as_stored=True)
+
+
+def test_what_is_no_prompt(model) -> None:
+    loaded = model()
+    with pytest.raises(
+        WorkhorseError, match=r"^a prompt is a text or a sequence of token ids, not"
+    ):
+        loaded.generate(["one", "two"])
+    with pytest.raises(
+        WorkhorseError, match=r"^'one' is one prompt; give a list, or use generate$"
+    ):
+        loaded.generate_batch("one")
+
+
+def test_a_run_whose_recipe_says_nothing_of_data(run_folder: Path) -> None:
+    (run_folder / "recipe.yaml").write_text("name: tiny\n")
+    with pytest.raises(WorkhorseError, match=r"recipe\.yaml: .*; put the run's own recipe back$"):
+        workhorse.load(run_folder)

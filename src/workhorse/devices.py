@@ -80,12 +80,14 @@ def cache_folder() -> Path:
     """Where is kept what was made for this machine and can be made again: compiled programs.
 
     Raises:
-        WorkhorseError: the user has no home directory.
+        WorkhorseError: the account has no home directory, and XDG_CACHE_HOME is not set.
     """
     base = os.environ.get("XDG_CACHE_HOME")
-    try:
-        return (Path(base) if base else Path.home() / ".cache") / "workhorse"
-    except RuntimeError:  # HOME is not set, and the system does not know the user
+    if base:
+        return Path(base) / "workhorse"
+    home = Path(os.path.expanduser("~"))  # stays `~` in an account without
+    if not home.is_absolute():  # a folder that everybody writes to might hold others' programs
         raise WorkhorseError(
-            "there is no home directory to keep compiled code in; set HOME or XDG_CACHE_HOME"
-        ) from None
+            "this account has no home directory to keep compiled programs in; set XDG_CACHE_HOME"
+        )
+    return home / ".cache" / "workhorse"

@@ -121,6 +121,14 @@ def test_a_preset_says_that_its_weights_are_random(capsys, monkeypatch):
         (["--prompt", "-", "--prompt", "-"], "stdin can be read once only"),
         (["--prompt", "a", "--logprobs", "2"], "--logprobs are part of the --json result"),
         (["--prompt", "a", "--stream", "--json"], "--stream shows one text"),
+        (
+            ["--prompt", "a", "--stream", "--batch-size", "2"],
+            "leave out --json, --samples, --batch",
+        ),
+        (
+            ["--prompt", "a", "--logit-bias", "5=1", "--logit-bias", "5=2"],
+            "token 5 is given twice; keep one",
+        ),
         (["--prompt", "a", "--draft", "."], "a draft guesses nothing with speculate=0"),
     ],
 )

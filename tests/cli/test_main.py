@@ -224,3 +224,84 @@ def test_generates_flags_have_the_names_of_the_options() -> None:
     elsewhere = {"stop_tokens"}  # --ignore-eos
     for name in set(GenerationConfig.model_fields) - elsewhere:
         assert f"--{name.replace('_', '-')}" in flags
+
+
+def test_an_error_is_short_and_obeyed_by_no_terminal(
+    probe: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    probe(raising(WorkhorseError(f"\x1b[31m\u202e{'x' * 9000}; choose another")))
+    assert main(["probe"]) == ExitCode.USAGE
+    line = one_line(capsys)
+    assert line.startswith("workhorse: \\x1b[31m\\u202exxx")
+    assert line.endswith("; choose another")
+    assert len(line) < 700
+
+
+@pytest.mark.parametrize(
+    "error",
+    [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried 9 bytes")],
+)
+def test_want_of_memory_is_one_line(
+    probe: Callable, capsys: pytest.CaptureFixture, error: Exception
+) -> None:
+    probe(raising(error))
+    assert main(["probe"]) == ExitCode.USAGE
+    assert "not enough memory" in one_line(capsys)
+
+
+NO_STREAM = """
+import os, sys
+from workhorse.cli.main import run
+sys.argv = ["workhorse", "nonsense"]
+try:
+    run()
+finally:
+    assert os.open("/", os.O_RDONLY) > 2
+"""
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+@pytest.mark.parametrize("streams", ["<&-", ">&-", "2>&-", "<&- >&- 2>&-", "2>/dev/full"])
+def test_closed_and_full_streams(streams: str) -> None:
+    """The next file that is opened never gets a stream's number."""
+    command = f'exec "$0" -c "$1" {streams}'
+    done = subprocess.run(
+        ["bash", "-c", command, sys.executable, NO_STREAM],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert done.returncode == ExitCode.USAGE, done.stderr
+    assert ("unknown verb" in done.stderr) == ("2>" not in streams)
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
+def test_a_full_disk_under_stdout_is_one_line() -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [*PYTHON, "-m", "workhorse", "--version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+            check=False,
+        )
+    assert (done.returncode, done.stderr) == (2, "workhorse: No space left on device\n")
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "latin-1"])
+def test_what_an_encoding_lacks_is_escaped(encoding: str) -> None:
+    code = """
+from workhorse.cli.output import print_result, settle_streams
+settle_streams()
+print_result({"text": "\\xe9\\u20ac\\U0001f600"}, True, "")
+print_result({}, False, "\\u20ac")
+"""
+    done = subprocess.run(
+        [*PYTHON, "-c", code],
+        capture_output=True,
+        env={**os.environ, "PYTHONIOENCODING": encoding},
+        check=True,
+    )
+    as_json, text = done.stdout.decode("ascii").splitlines()
+    assert json.loads(as_json) == {"text": "\xe9\u20ac\U0001f600"}
+    assert text == r"\u20ac"

@@ -222,6 +222,11 @@ def test_texts_of_a_mixture_come_source_after_source(tmp_path: Path) -> None:
     ("content", "line"),
     [
         (b'{"text": "a"}\n{"text": ', r"a\.jsonl:2 is not JSON: .*; mend or remove the line"),
+        (b'{"text": ' + b"[" * 5000, r"a\.jsonl:1 is nested too deep; mend or remove the line"),
+        (
+            b'{"n": ' + b"9" * 5000 + b"}",
+            r"a\.jsonl:1 is not JSON: Exceeds the limit .* conversion",
+        ),
         (b"[1]\n", r"a\.jsonl:1 is not a JSON object"),
         (
             b'{"txt": "a"}\n',
@@ -253,6 +258,7 @@ def test_a_missing_path_is_named(tmp_path: Path, kind: str) -> None:
 @pytest.mark.parametrize(
     ("corpus", "line"),
     [
+        ({"kind": "text", "path": "/dev/zero"}, "is a pipe or device; name a file, or - for stdin"),
         ({"kind": "text", "path": "."}, "is a folder; name a file in it"),
         ({"kind": "folder", "path": "a.txt"}, "is not a folder; use kind: text for one file"),
         ({"kind": "folder", "path": ".", "glob": ""}, "glob='' is not a pattern"),

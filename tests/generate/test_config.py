@@ -32,6 +32,35 @@ def test_round_trip():
         ("stop", ("",), "stop holds an empty text, which ends everything; leave it out"),
         ("logprobs", -1, "logprobs=-1 is negative; choose 0 or more, or leave it out"),
         ("speculate", -1, "speculate=-1 is negative; choose 0 (guess nothing) or more"),
+        (
+            "temperature",
+            1e-40,
+            "temperature=1e-40 is too small to divide by; choose 0 (greedy), or 1e-06 or more",
+        ),
+        (
+            "repetition_penalty",
+            1e39,
+            "repetition_penalty=1e+39 is out of range; choose 1e-06 to 1e+06",
+        ),
+        (
+            "presence_penalty",
+            -1e39,
+            "presence_penalty=-1e+39 is out of range; choose -1e+09 to 1e+09",
+        ),
+        (
+            "frequency_penalty",
+            1e39,
+            "frequency_penalty=1e+39 is out of range; choose -1e+09 to 1e+09",
+        ),
+        (
+            "logit_bias",
+            {5: 1e39},
+            "logit_bias of token 5=1e+39 is out of range; choose -1e+09 to 1e+09",
+        ),
+        ("length_penalty", 1000, "length_penalty=1000 is out of range; choose -10 to 10"),
+        ("n_samples", 2**40, "n_samples=1.09951e+12 is out of range; choose 1 to 4096"),
+        ("beams", 2**40, "beams=1.09951e+12 is out of range; choose 1 to 4096"),
+        ("stop", "x", "stop: a list is needed, and 'x' is one text; write ['x']"),
         ("top_q", 1, "unknown key 'top_q'; did you mean 'top_p'?"),
     ],
 )
@@ -55,6 +84,7 @@ def test_temperature_must_be_finite(value):
         {"beams": 2, "stop": ("x",)},
         {"beams": 2, "repetition_penalty": 1.2},
         {"beams": 2, "n_samples": 2},
+        {"beams": 2, "seed": 1},
         {"beams": 2, "speculate": 2},
         {"temperature": 0, "top_k": 5},
         {"temperature": 0, "n_samples": 2},

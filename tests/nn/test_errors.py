@@ -214,3 +214,16 @@ def test_a_context_without_tokens_leaves_the_cache_alone() -> None:
     with pytest.raises(WorkhorseError, match="there are no tokens"):
         Context(1, 0, torch.device("cpu"), cache=cache)
     assert cache.length == 0
+
+
+def test_tokens_of_another_shape() -> None:
+    decoder = DecoderConfig.from_dict(DATA).build()
+    with pytest.raises(WorkhorseError, match=r"^tokens have the shape \(3,\); give \(batch, seq\)"):
+        decoder(torch.tensor([1, 2, 3]))
+
+
+@pytest.mark.parametrize("token", [-1, 11])
+def test_tokens_that_the_vocabulary_lacks(token: int) -> None:
+    decoder = DecoderConfig.from_dict(DATA).build()
+    with pytest.raises(WorkhorseError, match=r"; the vocabulary of 11 has 0 to 10$"):
+        decoder(torch.tensor([[1, token]]))

@@ -1,6 +1,9 @@
 import math
 from pathlib import Path
 
+import pytest
+
+from workhorse.errors import WorkhorseError
 from workhorse.train.metrics import MetricsFile, read_metrics
 
 
@@ -40,3 +43,14 @@ def test_infinite_numbers_are_null(tmp_path: Path) -> None:
     metrics.close()
     (event,) = read_metrics(tmp_path / "metrics.jsonl")
     assert (event["loss"], event["grad_norm"]) == (None, None)
+
+
+@pytest.mark.parametrize("line", ["[1]", "{}", '{"step": "x"}', "[" * 5000, "9" * 5000, "\0"])
+def test_a_file_that_no_run_wrote(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text(f'{{"kind": "step", "step": 1}}\n{line}\n')
+    with pytest.raises(
+        WorkhorseError, match=r"metrics\.jsonl:2 .*; it is damaged; remove the line"
+    ):
+        MetricsFile(path, step=1)
+    assert path.read_text().endswith(f"{line}\n")  # nothing of it is lost

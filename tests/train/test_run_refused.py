@@ -112,3 +112,15 @@ def test_a_refused_run_touches_nothing_of_others_and_leaves_no_folder(
             train(make_recipe(), out)
     assert not (tmp_path / "runs").exists()
     assert not any((tmp_path / "mine").iterdir())
+
+
+def test_a_model_that_memory_cannot_hold_leaves_nothing(
+    make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("workhorse.train.run.assemble", refuse)
+    with pytest.raises(MemoryError):
+        train(make_recipe(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

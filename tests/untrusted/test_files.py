@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from workhorse.errors import WorkhorseError
-from workhorse.untrusted import open_contained, read_bytes, shown
+from workhorse.untrusted import open_contained, read_bytes, read_text, shown
 
 
 def content(folder: Path, name: str = "it", root: Path | None = None) -> bytes:
@@ -142,3 +142,18 @@ def test_an_unreadable_file(tmp_path: Path) -> None:
 def test_a_strangers_text_is_shown_in_one_short_line() -> None:
     assert shown("a\nb") == r"'a\nb'"
     assert len(shown("x" * 10_000)) < 100
+
+
+def test_a_file_that_the_user_named(tmp_path: Path) -> None:
+    """Links lead where they lead; what would wait or never end is refused."""
+    (tmp_path / "it").write_text("text")
+    (tmp_path / "link").symlink_to("it")
+    assert read_text(tmp_path / "link", limit=4) == "text"
+    with pytest.raises(WorkhorseError, match=r"it is larger than 3 bytes; is it the right file\?$"):
+        read_text(tmp_path / "it", limit=3)
+    os.mkfifo(tmp_path / "pipe")
+    for path in (tmp_path / "pipe", Path("/dev/zero")):
+        with pytest.raises(WorkhorseError, match=r"it is a pipe or device; name a plain file$"):
+            read_text(path, limit=4)
+    with pytest.raises(WorkhorseError, match=r"it is a folder; name a plain file$"):
+        read_text(tmp_path, limit=4)

@@ -42,7 +42,7 @@ from collections.abc import Sequence
 import click
 
 import workhorse
-from workhorse.cli.output import ExitCode, one_line, settle_streams
+from workhorse.cli.output import ExitCode, give_up_stdout, one_line, settle_streams
 from workhorse.errors import WorkhorseError
 
 VERBS = {
@@ -62,8 +62,10 @@ REFUSED_BY_SYSTEM = {
     errno.EACCES,
     errno.EDQUOT,
     errno.EEXIST,
+    errno.EFBIG,
     errno.EISDIR,
     errno.ELOOP,
+    errno.EMFILE,
     errno.ENAMETOOLONG,
     errno.ENOENT,
     errno.ENOSPC,
@@ -124,11 +126,11 @@ def main(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         print("workhorse: interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:
-        # The reader of our output has seen enough. Python would complain when it flushes at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of our output has seen enough
+        give_up_stdout()
         return ExitCode.DONE
     except Exception as error:
+        give_up_stdout()
         line = mistake(error)
         print(line or traceback.format_exc().rstrip(), file=sys.stderr)
         return ExitCode.USAGE if line else ExitCode.FAILURE

@@ -1,5 +1,6 @@
 """What every verb says and where: the result on stdout, progress on stderr, an exit code."""
 
+import contextlib
 import enum
 import io
 import json
@@ -8,7 +9,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, TextIO
 
 PLAIN_INTERVAL = 10.0
 """Seconds between two lines of progress where there is no terminal."""
@@ -33,7 +34,8 @@ def settle_streams() -> None:
 
     A stream that was closed would lend its number to the next file that is opened, and what a
     library prints would end up in there: its place is taken by nothing. A character that a stream's
-    encoding lacks is written as its escape.
+    encoding lacks is written as its escape. What cannot be said on stderr, because its reader went
+    or its disk is full, ends no training.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -42,9 +44,36 @@ def settle_streams() -> None:
             os.open(os.devnull, os.O_RDWR)  # gets the lowest free number
         if getattr(sys, name) is None:
             setattr(sys, name, open(number, "w" if number else "r", closefd=False))  # noqa: SIM115
-    for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper):
-            stream.reconfigure(errors="backslashreplace")
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
+    told, encoding = sys.stderr.buffer, sys.stderr.encoding
+    _replaced.append(sys.stderr)
+    sys.stderr = _Forgiving(told, encoding, "backslashreplace", line_buffering=True)
+
+
+_replaced: list[TextIO] = []
+"""Kept, because a stream that Python forgets closes what it wrote to."""
+
+
+class _Forgiving(io.TextIOWrapper):
+    """A stream whose reader may have gone."""
+
+    def write(self, text: str, /) -> int:
+        with contextlib.suppress(OSError):
+            return super().write(text)
+        return len(text)
+
+    def flush(self) -> None:
+        with contextlib.suppress(OSError):
+            super().flush()
+
+
+def give_up_stdout() -> None:
+    """Print what is left to print; where nobody takes it, see that Python does not try at exit."""
+    try:
+        sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def one_line(text: str) -> str:

@@ -118,7 +118,7 @@ def command() -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code (see `ExitCode`); never raises."""
     try:
-        with command.make_context("workhorse", list(arguments)) as context:
+        with command.make_context("workhorse", as_text(arguments)) as context:
             command.invoke(context)
         sys.stdout.flush()
     except click.exceptions.Exit as ended:
@@ -137,6 +137,21 @@ def main(arguments: Sequence[str]) -> int:
     return ExitCode.DONE
 
 
+def as_text(arguments: Sequence[str]) -> list[str]:
+    """The arguments read as UTF-8, whatever the locale says.
+
+    Raises:
+        WorkhorseError: one that is not.
+    """
+    texts = []
+    for argument in arguments:
+        try:
+            texts.append(argument if argument.isascii() else os.fsencode(argument).decode())
+        except ValueError:
+            raise WorkhorseError(f"{argument!r} is not UTF-8; write or name it in UTF-8") from None
+    return texts
+
+
 def mistake(error: Exception) -> str:
     """The line for an error that the user can mend; empty for a bug of ours."""
     where = "workhorse"
@@ -153,6 +168,10 @@ def mistake(error: Exception) -> str:
         case OSError() if error.errno in REFUSED_BY_SYSTEM:
             subject = f"{error.filename}: " if error.filename is not None else ""
             reason = f"{subject}{error.strerror}"
+        case UnicodeDecodeError():  # of stdin; files say where they are wrong
+            reason = f"the input is not {error.encoding}: bad byte at offset {error.start}"
+        case UnicodeEncodeError():  # a path
+            reason = f"the locale's {error.encoding} cannot name this file; set PYTHONUTF8=1"
         case _ if out_of_memory(error):
             reason = "there is not enough memory for this; choose smaller sizes, or fewer at once"
         case _:

@@ -10,7 +10,17 @@ from tests.campaigns.inputs.workplace import SOUND
 from workhorse.cli.main import VERBS, command
 
 LONG = "x" * 100_000
-TEXTS = ("", " ", "-", "--", "abc", "\u202e\U0001f600e\u0301\ufeff", "a\nb\tc\x1b[31m", LONG)
+TEXTS = (
+    "",
+    " ",
+    "-",
+    "--",
+    "abc",
+    "\u202e\U0001f600e\u0301\ufeff",
+    "a\nb\tc\x1b[31m",
+    "a\udcff",
+    LONG,
+)
 NUMBERS = (
     *("-1", "0", "1", "-0", "2.5", "1e3", "0x10", "\u0661", "1_000", "+3"),
     *("1e400", "1e39", "-1e39", "1e-40", "1e-320", "-1000", "1000", "nan", "inf", "-inf"),
@@ -51,8 +61,9 @@ LINES = {
     "tokenizer report": [{"tokenizer": "bpe", "files": "text.txt"}],
     "tokenizer encode": [{"tokenizer": "bpe", "text": "some"}],
     "tokenizer decode": [{"tokenizer": "bpe", "ids": "5"}],
-    "models list": [{}],
-    "models show": [{"name": "gpt2"}],
+    "models list": [{}, {"text": "llama"}],
+    "models show": [{"model": "gpt2"}, {"model": "run"}],
+    "recipe": [{"key": "train"}],
     "convert": [
         {"source": "run", "target": "out", "--to": "hf"},
         {"source": "run", "target": "out", "--to": "workhorse"},

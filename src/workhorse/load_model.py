@@ -18,6 +18,7 @@ from workhorse.checkpoints import (
 )
 from workhorse.checkpoints.gguf import GgufFile
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
+from workhorse.checkpoints.room import check_random, check_stored
 from workhorse.checkpoints.stored import StoredModel, is_hub_id, open_stored
 from workhorse.config import ConfigError, nearest
 from workhorse.data import Beginning, DataConfig, beginning
@@ -29,7 +30,7 @@ from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
 from workhorse.tokenizers import BytesConfig, Tokenizer, train_tokenizer
-from workhorse.transforms.codes import FormatName
+from workhorse.transforms.codes import FORMATS, FormatName
 from workhorse.transforms.inference import prepare_for_inference
 from workhorse.transforms.quantize import place_codes
 from workhorse.transforms.quantize import quantize as quantize_weights
@@ -236,7 +237,7 @@ def load(
 
     Raises:
         WorkhorseError: there is no such model, it cannot be read, or the device or type is not
-            there; or `quantize` with `as_stored`.
+            there; its weights do not fit into memory; or `quantize` with `as_stored`.
     """
     if as_stored and quantize != "none":
         raise WorkhorseError(f"quantize={quantize} changes what as_stored keeps; leave one out")
@@ -247,6 +248,13 @@ def load(
         if quantize != "none":
             places = partial(place_codes, format=quantize)
         stored = open_stored(model, tell)
+        check_stored(
+            stored,
+            where,
+            type_of_weights,
+            mapped=not compile,
+            codes_per_byte=None if quantize == "none" else FORMATS[quantize].per_byte,
+        )
         decoder = stored.load_decoder(where, type_of_weights, kernel, places)
         loaded = _with_text(stored, decoder, tell)
     elif name in preset_names():
@@ -297,6 +305,7 @@ def _random(
     quantize: Quantization,
 ) -> Model:
     config = preset(name)
+    check_random(name, config, device, dtype)
     with torch.random.fork_rng():  # the same "random" weights every time, and nobody else's draws
         torch.manual_seed(0)
         decoder = config.build(kernel=kernel, device=device, dtype=dtype)

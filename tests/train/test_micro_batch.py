@@ -12,10 +12,10 @@ from tests.train.test_run import assert_same_run
 from workhorse.config import ConfigError
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
+from workhorse.memory import most_resident, resident
 from workhorse.nn import Decoder
 from workhorse.train import Recipe, estimate, micro_batch, read_metrics, train
 from workhorse.train.assembly import build_step
-from workhorse.train.free_memory import most_resident, resident
 from workhorse.train.micro_batch import MARGIN, fit_micro_batch, shares
 from workhorse.train.random_state import random_state
 from workhorse.train.recipe import TrainConfig

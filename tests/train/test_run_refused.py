@@ -42,6 +42,16 @@ def test_a_run_that_cannot_begin_leaves_nothing(make_recipe, corpus: Path, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+def test_a_training_that_does_not_fit_is_refused_and_leaves_nothing(
+    make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("workhorse.memory.free_memory", lambda *_, **__: 1000)
+    line = r"the model with its gradients and optimizer needs .* GiB are free on cpu; take a"
+    with pytest.raises(WorkhorseError, match=line):
+        train(make_recipe(), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_run_in_use_is_not_trained_twice(make_recipe, tmp_path: Path) -> None:
     def again(event: dict[str, Any]) -> None:
         if event["kind"] == "step":

@@ -30,6 +30,7 @@ from workhorse.train.optimizers import build_optimizer
 from workhorse.train.random_state import seed_everything
 from workhorse.train.recipe import Recipe, TrainConfig
 from workhorse.train.resume import check_same_run
+from workhorse.train.room import check_training
 from workhorse.train.samples import Sampler
 from workhorse.train.speed import Peak, active_parameters, flops_per_token, peak_flops
 from workhorse.train.step import (
@@ -79,6 +80,7 @@ def assemble(
         check_same_run(checkpoint, constants)
     run.save_config(decoder_config)
     seed_everything(config.seed)
+    check_training(decoder_config, config, device)
     decoder = _decoder(recipe, decoder_config, device, checkpoint)
     size = config.micro_batch_size
     if size == "auto" and checkpoint is not None:

@@ -1,22 +1,19 @@
 """What a recipe will take, before it is run."""
 
 import time
-from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from workhorse.data import Batch, iterate_texts
-from workhorse.devices import training_dtype
 from workhorse.models.describe import exports_as
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import train_tokenizer
 from workhorse.train.assembly import build_step, measured_peak
 from workhorse.train.check import check_length, check_recipe
-from workhorse.train.masters import Masters
-from workhorse.train.optimizers import build_optimizer, parameters_by_role
+from workhorse.train.optimizers import parameters_by_role
 from workhorse.train.recipe import Recipe
+from workhorse.train.room import held_memory
 from workhorse.train.speed import active_parameters, flops_per_token
 
 TIMED_BYTES = 2**28
@@ -56,15 +53,8 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     decoder = decoder_config.build(config.kernel, device="meta")
     active = active_parameters(decoder)
     flops = flops_per_token(decoder, config.seq_len)
-    narrow = training_dtype(config.dtype, device) == torch.bfloat16
-    masters = Masters(decoder if narrow else None)
-    optimizer = build_optimizer(decoder, config.optimizer, masters)
-    learning = [weight for weight in decoder.parameters() if weight.requires_grad]
-    memory = {
-        "weights": _bytes(decoder.parameters()),
-        "gradients": _bytes(learning),
-        "optimizer": _bytes([*optimizer.tensors().values(), *masters.remainders.values()]),
-    }
+    memory = held_memory(decoder, config, device)
+    sums = memory.pop("sums")
     roles = {
         role: sum(parameter.numel() for parameter in parameters.values())
         for role, parameters in parameters_by_role(decoder).items()
@@ -75,7 +65,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     if sum(memory.values()) <= TIMED_BYTES and seconds <= TIMED_SECONDS:
         (seconds, rows), source = _time_steps(recipe, decoder_config, device), "steps"
     if rows is not None and rows < config.batch_size:
-        memory["gradients"] += 4 * sum(weight.numel() for weight in masters.remainders)
+        memory["gradients"] += sums
     return {
         "recipe": recipe.to_dict(),
         "config": decoder_config.to_dict(),
@@ -118,7 +108,3 @@ def _time_steps(
         step.update(*step.backward(batch), schedule=1.0)
         times.append(time.perf_counter() - start)
     return min(times[1:]), step.micro_batch_size
-
-
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

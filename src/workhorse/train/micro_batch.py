@@ -1,12 +1,13 @@
 """`micro_batch_size: auto`: all of a batch, half of it, a quarter …: what memory has room for."""
 
 import math
+import sys
 
 import torch
 
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
-from workhorse.train.free_memory import free_memory, most_resident, resident
+from workhorse.memory import free_memory, most_resident, resident
 from workhorse.train.random_state import random_state, set_random_state
 from workhorse.train.step import TrainingStep
 
@@ -42,8 +43,11 @@ def check_fitting(device: torch.device) -> None:
             f"micro_batch_size=auto works on CUDA and on a CPU, and device is {device}; "
             "give a number"
         )
-    if device.type == "cpu":
-        free_memory()
+    if device.type == "cpu" and free_memory() is None:
+        raise WorkhorseError(
+            f"micro_batch_size=auto cannot tell how much memory is free on {sys.platform}; "
+            "give a number"
+        )
 
 
 def _downwards(step: TrainingStep, batch: Batch) -> int:
@@ -65,6 +69,7 @@ def _downwards(step: TrainingStep, batch: Batch) -> int:
 def _upwards(step: TrainingStep, batch: Batch) -> int:
     """On a CPU, where a process that takes too much is ended: as long as the next size will fit."""
     free, start = free_memory(), resident()
+    assert free is not None  # `check_fitting` refused
     budget = int(free * (1 - MARGIN))
     # The gradient of earlier micro-batches, in float32, is the same for any size.
     held = 4 * sum(weight.numel() for weight in step.optimizer.parameters)

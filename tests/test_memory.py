@@ -3,9 +3,10 @@
 from pathlib import Path
 
 import pytest
+import torch
 
 from workhorse.errors import WorkhorseError
-from workhorse.train.free_memory import free_memory
+from workhorse.memory import check_fits, free_memory
 
 GIB = 2**30
 
@@ -53,6 +54,17 @@ def test_the_first_version_of_control_groups(tmp_path: Path) -> None:
     assert free_memory(machine(tmp_path, files)) == 2 * GIB
 
 
-def test_other_systems_are_told_to_give_a_number(tmp_path: Path) -> None:
-    with pytest.raises(WorkhorseError, match=r"cannot tell how much memory is free on .*; give a"):
-        free_memory(tmp_path)
+def test_other_systems_do_not_say(tmp_path: Path) -> None:
+    assert free_memory(tmp_path) is None
+    check_fits(10**15, torch.device("cpu"), "it", "wait", root=tmp_path)
+
+
+def test_what_does_not_fit_is_refused_and_swap_counts(tmp_path: Path) -> None:
+    meminfo = "MemAvailable: 8388608 kB\nSwapFree: 1048576 kB\n"
+    root = machine(tmp_path, {"proc/meminfo": meminfo})
+    check_fits(9 * GIB, torch.device("cpu"), "it", "wait", root=root)
+    with pytest.raises(
+        WorkhorseError, match=r"it needs 9\.1 GiB and 9\.0 GiB are free on cpu; wait"
+    ):
+        check_fits(9 * GIB + GIB // 10, torch.device("cpu"), "it", "wait", root=root)
+    check_fits(10**15, torch.device("mps"), "it", "wait", root=root)

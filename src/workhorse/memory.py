@@ -1,31 +1,65 @@
-"""How much memory this process has, and may still take, on Linux."""
+"""How much memory this process has and may still take, and refusing what does not fit."""
 
 import contextlib
-import sys
 from collections.abc import Iterator
 from pathlib import Path
+
+import torch
 
 from workhorse.errors import WorkhorseError
 
 ROOT = Path("/")
+GIB = 2**30
 STATUS, CLEAR = ROOT / "proc/self/status", ROOT / "proc/self/clear_refs"
 
 
-def free_memory(root: Path = ROOT) -> int:
+def check_fits(
+    n_bytes: int, device: torch.device, what: str, remedy: str, root: Path = ROOT
+) -> None:
+    """Refuse what a device has no memory for, where the system would end the process.
+
+    Where the system does not say how much there is, nothing is refused.
+
+    Args:
+        n_bytes: that are surely needed.
+        device: where.
+        what: begins the message: "llama-7b needs 25.1 GiB …".
+        remedy: ends it.
+        root: see `free_memory`.
+
+    Raises:
+        WorkhorseError: there are fewer, swap included.
+    """
+    free = available(device, root)
+    if free is not None and n_bytes > free:
+        raise WorkhorseError(
+            f"{what} needs {n_bytes / GIB:,.1f} GiB and {free / GIB:,.1f} GiB are free "
+            f"on {device.type}; {remedy}"
+        )
+
+
+def available(device: torch.device, root: Path = ROOT) -> int | None:
+    """Bytes that a device has left, swap included; None where the system does not say."""
+    if device.type == "cuda":
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
+    return free_memory(root, swap=True) if device.type == "cpu" else None
+
+
+def free_memory(root: Path = ROOT, *, swap: bool = False) -> int | None:
     """Bytes that the machine has left, or that are left of a limit on this process's group.
+
+    None where the system does not say (it is not Linux).
 
     Args:
         root: below which `/proc` and `/sys` are.
-
-    Raises:
-        WorkhorseError: the system does not say (it is not Linux).
+        swap: count the machine's free swap too.
     """
-    free = _field(root / "proc/meminfo", "MemAvailable:")
+    meminfo = root / "proc/meminfo"
+    free = _field(meminfo, "MemAvailable:")
     if free is None:
-        raise WorkhorseError(
-            f"micro_batch_size=auto cannot tell how much memory is free on {sys.platform}; "
-            "give a number"
-        )
+        return None
+    free += (_field(meminfo, "SwapFree:") or 0) if swap else 0
     return max(0, min([free * 1024, *_left_of_limits(root)]))
 
 

@@ -1,0 +1,75 @@
+"""Whether a model's weights fit into memory, before they are read."""
+
+import math
+
+import torch
+
+from workhorse.checkpoints.run_directory import RunDirectory
+from workhorse.checkpoints.stored import StoredModel
+from workhorse.checkpoints.tensor_folder import TensorFolder
+from workhorse.memory import available, check_fits
+from workhorse.models.parameters import count_parameters
+from workhorse.nn import DecoderConfig
+
+NARROWEST = 8
+"""A float32 takes at most so many times what it was read from: 4 bits."""
+NARROWER = "choose a narrower dtype (bfloat16), quantize (int8, int4), or a smaller model"
+
+
+def check_random(
+    name: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype
+) -> None:
+    """Refuse a model whose weights, drawn at random, do not fit.
+
+    Raises:
+        WorkhorseError: they do not.
+    """
+    total = count_parameters(config)["total"] * dtype.itemsize
+    what = f"{name} with its weights in {_name(dtype)}"
+    check_fits(total, device, what, "choose a narrower dtype (bfloat16), or a smaller model")
+
+
+def check_stored(
+    stored: StoredModel,
+    device: torch.device,
+    dtype: torch.dtype | None,
+    *,
+    mapped: bool,
+    codes_per_byte: int | None,
+) -> None:
+    """Refuse a stored model whose weights do not fit.
+
+    Args:
+        stored: the model.
+        device: where its weights go.
+        dtype: of the weights; None: as they are stored.
+        mapped: whether what is stored as it is used stays in its file, which takes no memory.
+        codes_per_byte: of weights that are quantised as they are read; None: they are not.
+
+    Raises:
+        WorkhorseError: they do not.
+    """
+    folder = stored.path
+    if isinstance(stored, RunDirectory):
+        store = stored.store()
+        folder, mapped = store.path(next(iter(store.steps()), 0)), False
+    on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    free = available(device)
+    if free is None or NARROWEST * on_disk <= free:  # most are so small that nothing is counted
+        return
+    tensors = TensorFolder(folder)
+    numbers = {name: math.prod(shape) for name, shape in tensors.shapes.items()}
+    largest = max(numbers, key=lambda name: numbers[name])
+    dtype = dtype or tensors.dtypes[largest]
+    total = count_parameters(stored.config)["total"]
+    if codes_per_byte:
+        check_fits(total // codes_per_byte, device, f"{stored.path}, quantised,", NARROWER)
+        return
+    if mapped and device.type == "cpu":
+        total -= sum(n for name, n in numbers.items() if tensors.dtypes[name] == dtype)
+    what = f"{stored.path} with its weights in {_name(dtype)}"
+    check_fits(max(total, 0) * dtype.itemsize, device, what, NARROWER)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

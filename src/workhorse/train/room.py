@@ -1,0 +1,52 @@
+"""Whether a training fits into memory, before anything of it is made."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor
+
+from workhorse.devices import training_dtype
+from workhorse.memory import check_fits
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.train.masters import Masters
+from workhorse.train.optimizers import build_optimizer
+from workhorse.train.recipe import TrainConfig
+
+
+def held_memory(decoder: Decoder, train: TrainConfig, device: torch.device) -> dict[str, int]:
+    """Bytes of `weights`, `gradients` and `optimizer` while a decoder is trained.
+
+    And of `sums`: float32 ones of the gradients, where a batch has several micro-batches.
+
+    Args:
+        decoder: on the meta device; its weights become as narrow as they are trained in.
+        train: how it is trained.
+        device: where.
+    """
+    narrow = training_dtype(train.dtype, device) == torch.bfloat16
+    masters = Masters(decoder if narrow else None)
+    optimizer = build_optimizer(decoder, train.optimizer, masters)
+    learning = [weight for weight in decoder.parameters() if weight.requires_grad]
+    return {
+        "weights": _bytes(decoder.parameters()),
+        "gradients": _bytes(learning),
+        "optimizer": _bytes([*optimizer.tensors().values(), *masters.remainders.values()]),
+        "sums": 4 * sum(weight.numel() for weight in masters.remainders),
+    }
+
+
+def check_training(config: DecoderConfig, train: TrainConfig, device: torch.device) -> None:
+    """Refuse a training whose weights, gradients and optimizer alone do not fit.
+
+    Raises:
+        WorkhorseError: they do not.
+    """
+    needed = held_memory(config.build(train.kernel, device="meta"), train, device)
+    del needed["sums"]
+    what = "the model with its gradients and optimizer"
+    remedy = "take a smaller model, or a device with more memory"
+    check_fits(sum(needed.values()), device, what, remedy)
+
+
+def _bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)

@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,6 +19,7 @@ from workhorse.models import preset, preset_names
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
+from workhorse.transforms.grouped_heads import group_heads, grouped
 
 Format = Literal["hf", "workhorse", "gguf"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16", "q8_0"]
@@ -51,6 +52,7 @@ def convert(
     to: Format,
     *,
     dtype: DTypeName = "auto",
+    n_kv_heads: int | None = None,
     tell: Callable[[str], object] = warnings.warn,
 ) -> Converted:
     """Write a model in another format.
@@ -60,11 +62,13 @@ def convert(
         target: a new folder; a new file for `gguf`.
         to: `hf` (a Hugging Face directory), `workhorse` (our own, for any config) or `gguf`.
         dtype: of the written weights; `auto` is that of the source. `q8_0` is for `gguf` alone.
+        n_kv_heads: merge the heads of keys and values of every layer into so many, see
+            `workhorse.transforms.grouped_heads`.
         tell: see `load`.
 
     Raises:
         WorkhorseError: the source cannot be read, no class or architecture of the format can hold
-            the model, or the target is taken.
+            the model, its heads cannot be merged so, or the target is taken.
     """
     target = Path(target)
     if dtype == "q8_0" and to != "gguf":
@@ -74,11 +78,13 @@ def convert(
     if to != "gguf":
         check_new(target)
     # What cannot be written is refused before the weights are read.
-    family = None if to == "workhorse" else _family(source, to)
+    family = None if to == "workhorse" else _family(source, to, n_kv_heads)
     if isinstance(source, Model):
         model = source
     else:
         model = load(source, device="cpu", dtype=_held(dtype), as_stored=True, tell=tell)
+    if n_kv_heads is not None:
+        model = replace(model, decoder=group_heads(model.decoder, n_kv_heads), family=family)
     decoder = model.decoder
     held = str(decoder.embedding.tokens.weight.dtype).removeprefix("torch.")
     name = held if dtype == "auto" else dtype
@@ -150,13 +156,18 @@ def _write_gguf(
         tell(note)
 
 
-def _family(source: str | Path | Model, to: Literal["hf", "gguf"]) -> Family:
+def _family(
+    source: str | Path | Model, to: Literal["hf", "gguf"], n_kv_heads: int | None
+) -> Family:
     """The model type to write a model as.
 
     Raises:
         WorkhorseError: there is no such model, or no model type can say its config.
     """
     own, config = _origin(source)
+    if n_kv_heads is not None:
+        config = grouped(config, n_kv_heads)
+        own = own if own and own.difference(config) is None else None
     if to == "hf":
         return own or find_family(config)
     from workhorse.checkpoints.gguf import find_gguf_family

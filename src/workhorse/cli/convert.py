@@ -25,8 +25,16 @@ from workhorse.cli.output import print_result, warn
     show_default=True,
     help="Of the written weights; q8_0 is for GGUF.",
 )
+@click.option(
+    "--n-kv-heads",
+    type=click.IntRange(min=1),
+    help="Merge heads of keys and values into so many, each the mean of its group. The result is"
+    " another model, to be trained on.",
+)
 @json_option
-def command(source: str, target: Path, to: str, dtype: str, as_json: bool) -> None:
+def command(
+    *, source: str, target: Path, to: str, dtype: str, n_kv_heads: int | None, as_json: bool
+) -> None:
     """Write the model SRC as DST, in another format.
 
     SRC is a run directory, a Hugging Face directory or hub id, or a folder that this verb wrote. A
@@ -35,7 +43,14 @@ def command(source: str, target: Path, to: str, dtype: str, as_json: bool) -> No
     """
     from workhorse.convert import convert
 
-    result = convert(source, target, to, dtype=dtype, tell=warn)  # pyright: ignore[reportArgumentType]
+    result = convert(
+        source,
+        target,
+        to,  # pyright: ignore[reportArgumentType]
+        dtype=dtype,  # pyright: ignore[reportArgumentType]
+        n_kv_heads=n_kv_heads,
+        tell=warn,
+    )
     what = f" as {result.architecture}" if result.architecture else ""
     text = f"{result.path}: {result.parameters:,} parameters{what}, {result.dtype}"
     print_result(result.to_dict(), as_json, text=text)

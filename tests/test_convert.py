@@ -1,6 +1,7 @@
 """From a run to transformers, to our own format and back: the same model everywhere."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import get_args
 
@@ -13,6 +14,7 @@ from tests.parity.reference import quiet
 from workhorse.cli.main import main
 from workhorse.convert import Format, convert
 from workhorse.errors import WorkhorseError
+from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
 
 TEXT = "Every model of a run can go to other people's programs, and come back."
 
@@ -49,6 +51,24 @@ def test_transformers_reads_what_a_run_became(run_folder: Path, tmp_path: Path) 
     with torch.no_grad():
         found = theirs(torch.tensor([ours.encode(TEXT)])).logits
     torch.testing.assert_close(found, logits(run_folder), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("to", ["hf", "workhorse"])
+def test_others_begin_a_text_where_training_did(
+    to: Format, run_folder: Path, tmp_path: Path
+) -> None:
+    """After the eos of the text before, though the tokenizer has a bos that nobody trained."""
+    special = SpecialTokensConfig(pad=None, chat=("<|user|>", "<|end|>"))
+    tokenizer = train_tokenizer(BytesConfig(special=special), [])
+    run = replace(workhorse.load(run_folder, as_stored=True), tokenizer=tokenizer)
+    convert(run, tmp_path / "out", to)
+    written = workhorse.load(tmp_path / "out")
+    assert written.start == run.start == tokenizer.eos_id == 257
+    assert written.encode("") == run.encode("")
+    assert written.encode(TEXT) == run.encode(TEXT)
+    if to == "hf":
+        with quiet():
+            assert hf.AutoTokenizer.from_pretrained(tmp_path / "out").bos_token_id == run.start
 
 
 @pytest.mark.parametrize("to", ["hf", "workhorse"])

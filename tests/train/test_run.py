@@ -1,6 +1,7 @@
 """What a run does from its first step to its last."""
 
 import json
+import math
 import signal
 import threading
 from pathlib import Path
@@ -9,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+import workhorse
 from tests.train.runs import assert_same_run, step_losses, weights
 from workhorse.checkpoints import CheckpointStore, RunDirectory
-from workhorse.data import Batch
+from workhorse.data import Batch, Document
 from workhorse.errors import WorkhorseError
+from workhorse.evaluate import evaluate
 from workhorse.train import Recipe, read_metrics, train
 from workhorse.train.loop import Loop
 from workhorse.train.step import LossOfBatch
@@ -192,3 +195,31 @@ def test_tensorboard_gets_the_curves(make_recipe, tmp_path: Path) -> None:
     content = file.read_bytes()
     assert b"train/loss" in content
     assert b"validation/loss" in content
+
+
+@pytest.mark.parametrize("eos", [False, True])
+def test_validation_and_evaluation_differ_by_the_ends_of_documents(
+    make_recipe, tmp_path: Path, eos: bool
+) -> None:
+    """On one document in windows of the context, where nothing else differs: docs/evaluation.md."""
+    fields = make_recipe().to_dict()
+    fields["data"]["eos"] = eos
+    result = train(Recipe.from_dict(fields), tmp_path / "run")
+    model = workhorse.load(tmp_path / "run", as_stored=True)
+    text = (tmp_path / "corpus.txt").read_text()
+    held_out = text[int(0.9 * len(text)) :]
+    found = evaluate(model.decoder, model.text, [Document("text", held_out)], start=None)
+    nats = found.loss * found.tokens
+    tokens = found.tokens
+    if eos:
+        last = model.text.encode(held_out)[found.tokens // 16 * 16 :]
+        with torch.no_grad():
+            logits = model.decoder(torch.tensor([last]))[0, -1]
+        nats -= float(logits.log_softmax(-1)[model.text.eos_id])
+        tokens += 1
+    assert result.validation_loss == pytest.approx(nats / tokens, abs=1e-5)
+    size = len(held_out.encode())
+    bits = result.validation_loss / math.log(2) * (tokens + 1) / size  # the first is not predicted
+    assert result.bits_per_byte == pytest.approx(bits)
+    charged = found.loss * found.tokens + math.log(model.config.vocab_size)
+    assert found.bits_per_byte == pytest.approx(charged / math.log(2) / size)

@@ -37,7 +37,8 @@ class Evaluation:
     """`exp(loss)`; inf where that is beyond a float."""
     bits_per_byte: float
     """Bits that coding the documents with the model takes, per byte of their UTF-8; comparable
-    between tokenizers."""
+    between tokenizers. Where a document ends is not coded, while the figure of a validation during
+    training counts it; see docs/evaluation.md."""
     tokens: int
     """Predicted tokens."""
     bytes: int

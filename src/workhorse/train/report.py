@@ -62,7 +62,12 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
         last = validations[-1]
         rows.append(("validation loss, nats per token", f"{last['loss']:.4f}"))
         if last["bits_per_byte"] is not None:
-            rows.append(("validation bits per byte", f"{last['bits_per_byte']:.4f}"))
+            rows.append(
+                (
+                    "validation bits per byte, ends of documents included",
+                    f"{last['bits_per_byte']:.4f}",
+                )
+            )
     if steps:
         last = steps[-1]
         warm = [event for event in steps if not event.get("warming_up")] or steps

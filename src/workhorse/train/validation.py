@@ -19,7 +19,9 @@ class Validation:
     loss: float
     """Mean over predictions, nats."""
     bits_per_byte: float | None
-    """Bits the model takes per byte of the text; None where the bytes are not known."""
+    """`loss` in bits, times the tokens of the text over its bytes; None where the bytes are not
+    known. Tokens are all that training sees: eos and bos count, predicted or not, and no bytes
+    stand against them. `workhorse.evaluate` leaves them out; see docs/evaluation.md."""
     tokens: int
     """Predictions."""
 
@@ -78,7 +80,7 @@ class Validator:
         return Validation(mean, self._bits_per_byte(mean), tokens)
 
     def _bits_per_byte(self, loss: float) -> float | None:
-        """The split's tokens at this mean loss, over its bytes."""
+        """The split's tokens, those between documents included, at this mean loss."""
         if not self.split.n_bytes:
             return None
         return loss / math.log(2) * self.split.n_tokens / self.split.n_bytes

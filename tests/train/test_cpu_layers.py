@@ -46,6 +46,14 @@ NORMS: dict[str, Callable[[], nn.Module]] = {
     "rms": lambda: RMSNorm(24),
     "offset": lambda: RMSNormMultipliedFirst(24, offset=True),
 }
+KINDS_OF_NORM: dict[str, dict[str, Any]] = {
+    f"{kind} {option}": {"kind": f"{kind}_norm", field: option}
+    for kind, field, options in (
+        ("layer", "precision", ("native", "float32", "low")),
+        ("rms", "multiply", ("after_cast", "before_cast")),
+    )
+    for option in options
+}
 FEED_FORWARDS: dict[str, Callable[[], nn.Module]] = {
     "mlp": lambda: Mlp(24, 37, bias=True),
     "gated": lambda: GatedMlp(24, 37, activation=Gated("relu2"), bias=True),
@@ -100,6 +108,54 @@ def test_parts(name: str, layout: str, dtype: torch.dtype) -> None:
         layout, x[..., ::2]
     )
     assert_as_good(module, x)
+
+
+class Half(nn.Module):
+    """Stands for attention and feed-forward; exact in any type."""
+
+    def forward(self, x: Tensor, *_: object) -> Tensor:
+        return x * 0.5
+
+
+def equal_share(one: Tensor, other: Tensor) -> float:
+    return (one == other).double().mean().item()
+
+
+@pytest.mark.parametrize("offset", [False, True])
+@pytest.mark.parametrize("name", KINDS_OF_NORM)
+@pytest.mark.usefixtures("_operators")
+def test_a_norm_rounds_where_its_options_say(name: str, offset: bool) -> None:
+    """Float32 sums of another order tip one rounding in thousands, another option one in five."""
+    norm = {**KINDS_OF_NORM[name], "offset": offset}
+    block: dict[str, Any] = {**GPT, "norm": norm}
+    made = build(block).layers[0]
+    made.attention = made.feed_forward = Half()
+    for parameter in made.parameters():
+        nn.init.normal_(parameter, mean=1.0, std=0.3)
+    made.bfloat16()
+    x = torch.randn(64, 8, made.attention_norm.weight.numel()).bfloat16()
+    plain = made.attention_norm(x), made(x, None)
+    speed_up_layers(made)
+    for ours, expected in zip((made.attention_norm(x), made(x, None)), plain, strict=True):
+        assert equal_share(ours, expected) > 0.99
+    if name.startswith("rms"):
+        other = copy.deepcopy(norm)
+        other["multiply"] = "before_cast" if "after" in name else "after_cast"
+        changed = build({**GPT, "norm": other}).bfloat16().layers[0]
+        changed.attention_norm.load_state_dict(made.attention_norm.state_dict())
+        assert equal_share(changed.attention_norm(x), plain[0]) < 0.9
+
+
+@pytest.mark.usefixtures("_operators")
+def test_a_norm_of_somebody_else_is_left_alone() -> None:
+    class Doubled(RMSNorm):
+        def forward(self, x: Tensor) -> Tensor:
+            return 2 * super().forward(x)
+
+    module, x = Doubled(8), torch.randn(3, 8)
+    expected = module(x)
+    speed_up_layers(module)
+    assert torch.equal(module(x), expected)
 
 
 @pytest.mark.parametrize("block", [GPT, QWEN, MIXTURE], ids=["gpt", "qwen", "mixture"])

@@ -141,12 +141,14 @@ void by_type(const Tensor& x, F f) {
 }
 
 // Rows of x or, where there is one, of x + branch; their norm over the last axis; and the mean and scale
-// of each. LayerNorm if centred, else RMSNorm.
+// of each. LayerNorm if centred, else RMSNorm, which may be rounded before it is multiplied.
 inline std::tuple<Tensor, Tensor, Tensor> norm_of_sum(const Tensor& x,
                                                       const std::optional<Tensor>& branch,
                                                       const std::optional<Tensor>& weight,
                                                       const std::optional<Tensor>& bias,
-                                                      double offset, double eps, bool centred) {
+                                                      double offset, double eps, bool centred,
+                                                      bool rounded) {
+  TORCH_CHECK(!(centred && rounded), "workhorse: a centred norm is rounded at its end only");
   const Rows rows(x, weight, offset);
   check_like(x, branch);
   const std::vector<float> shift = in_float32(bias, rows.width, 0);
@@ -154,7 +156,9 @@ inline std::tuple<Tensor, Tensor, Tensor> norm_of_sum(const Tensor& x,
   const Tensor y = at::empty_like(x);
   const Tensor moments = at::empty({rows.count, 2}, x.options().dtype(at::kFloat));
   by_type(x, [&]<class T>(T) {
-    const auto run = centred ? norm_row<true, T> : norm_row<false, T>;
+    const auto run = centred   ? norm_row<true, false, T>
+                     : rounded ? norm_row<false, true, T>
+                               : norm_row<false, false, T>;
     const T *in = from<T>(x), *other = branch ? from<T>(*branch) : nullptr, *total = from<T>(sum);
     T *out = into<T>(y), *added = branch ? into<T>(sum) : nullptr;
     Moments* found = into<Moments>(moments);
@@ -172,16 +176,16 @@ inline std::tuple<Tensor, Tensor, Tensor> norm_of_sum(const Tensor& x,
 
 inline std::tuple<Tensor, Tensor> norm(const Tensor& x, const std::optional<Tensor>& weight,
                                        const std::optional<Tensor>& bias, double offset, double eps,
-                                       bool centred) {
-  const auto [sum, y, moments] = norm_of_sum(x, {}, weight, bias, offset, eps, centred);
+                                       bool centred, bool rounded) {
+  const auto [sum, y, moments] = norm_of_sum(x, {}, weight, bias, offset, eps, centred, rounded);
   return {y, moments};
 }
 
 inline std::tuple<Tensor, Tensor, Tensor> add_norm(const Tensor& x, const Tensor& branch,
                                                    const std::optional<Tensor>& weight,
                                                    const std::optional<Tensor>& bias, double offset,
-                                                   double eps, bool centred) {
-  return norm_of_sum(x, branch, weight, bias, offset, eps, centred);
+                                                   double eps, bool centred, bool rounded) {
+  return norm_of_sum(x, branch, weight, bias, offset, eps, centred, rounded);
 }
 
 // The gradients of x, added to `other` where there is one; and in float32 those of weight and bias, the

@@ -60,8 +60,18 @@ struct Moments {
   float mean, scale;
 };
 
+// A number as T has it.
+template <class T, class V>
+inline V held_by(V value) {
+  if constexpr (std::is_same_v<T, float>) return value;
+  T kept[kCount<V>];
+  write(kept, value);
+  return read<V>(kept);
+}
+
 // y = (x - mean) · scale · gain + shift for one row. LayerNorm is Centred, RMSNorm keeps the mean at 0.
-template <bool Centred, class T>
+// One that is Rounded multiplies by the gain what T has of the rest.
+template <bool Centred, bool Rounded, class T>
 Moments norm_row(int64_t width, const T* x, const float* gain, const float* shift, float eps, T* y) {
   float mean = 0;
   if constexpr (Centred) {
@@ -76,7 +86,8 @@ Moments norm_row(int64_t width, const T* x, const float* gain, const float* shif
   });
   const float scale = 1.0f / std::sqrt(squares / width + eps);
   each(width, [=]<class V>(V, int64_t i) {
-    const V normal = (read<V>(x + i) - mean) * scale;
+    V normal = (read<V>(x + i) - mean) * scale;
+    if constexpr (Rounded) normal = held_by<T>(normal);
     write(y + i, normal * read<V>(gain + i) + read<V>(shift + i));
   });
   return {mean, scale};

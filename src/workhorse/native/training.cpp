@@ -232,11 +232,11 @@ TORCH_LIBRARY_FRAGMENT(workhorse, library) {
       "Tensor");
   library.def("squared_length(Tensor[] tensors) -> Tensor");
   library.def(
-      "norm(Tensor x, Tensor? weight, Tensor? bias, float offset, float eps, bool centred) -> "
-      "(Tensor, Tensor)");
+      "norm(Tensor x, Tensor? weight, Tensor? bias, float offset, float eps, bool centred, "
+      "bool rounded) -> (Tensor, Tensor)");
   library.def(
       "add_norm(Tensor x, Tensor branch, Tensor? weight, Tensor? bias, float offset, float eps, bool "
-      "centred) -> (Tensor, Tensor, Tensor)");
+      "centred, bool rounded) -> (Tensor, Tensor, Tensor)");
   library.def(
       "norm_backward(Tensor dy, Tensor x, Tensor moments, Tensor? weight, Tensor? other, float offset, "
       "bool centred) -> (Tensor, Tensor)");

@@ -141,6 +141,7 @@ def norm(
     offset: float,
     eps: float,
     centred: bool,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor]:
     """`(x - mean) / sqrt(var + eps) · (offset + weight) + bias` over the last axis, in float32.
 
@@ -151,11 +152,12 @@ def norm(
         offset: added to a weight.
         eps: added to the variance.
         centred: False takes 0 for the mean, as RMSNorm does.
+        rounded: round to the type of x before the multiplication too; not with `centred`.
 
     Returns:
         The normed rows, and (rows, 2) each row's mean and what it was scaled by, float32.
     """
-    return torch.ops.workhorse.norm.default(x, weight, bias, offset, eps, centred)
+    return torch.ops.workhorse.norm.default(x, weight, bias, offset, eps, centred, rounded)
 
 
 def add_norm(
@@ -167,9 +169,11 @@ def add_norm(
     offset: float,
     eps: float,
     centred: bool,
+    rounded: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """`x + branch`, and of that what `norm` gives."""
-    return torch.ops.workhorse.add_norm.default(x, branch, weight, bias, offset, eps, centred)
+    operator = torch.ops.workhorse.add_norm.default
+    return operator(x, branch, weight, bias, offset, eps, centred, rounded)
 
 
 def norm_backward(

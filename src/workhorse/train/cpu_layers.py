@@ -8,7 +8,7 @@ to PyTorch.
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -19,10 +19,17 @@ from workhorse.nn.cache import KeyValueEntry
 from workhorse.nn.context import Context
 from workhorse.nn.feedforward import Gated, GatedMlp, Mlp, ReluSquared
 from workhorse.nn.head_loss import Multiply, product
-from workhorse.nn.norms import LayerNorm, RMSNorm
+from workhorse.nn.norms import (
+    Float32LayerNorm,
+    LayerNorm,
+    LowPrecisionLayerNorm,
+    RMSNorm,
+    RMSNormMultipliedFirst,
+)
 from workhorse.train.masters import look_up
 
 _TYPES = (torch.bfloat16, torch.float32)
+_NORMS = (LayerNorm, Float32LayerNorm, LowPrecisionLayerNorm, RMSNorm, RMSNormMultipliedFirst)
 
 
 def speed_up_layers(module: nn.Module, multiply: Multiply = product) -> None:
@@ -33,10 +40,8 @@ def speed_up_layers(module: nn.Module, multiply: Multiply = product) -> None:
         multiply: two matrices.
     """
     for part in module.modules():
-        if isinstance(part, LayerNorm):
-            _replace(part, _layer_norm)
-        elif isinstance(part, RMSNorm):
-            _replace(part, _rms_norm)
+        if type(part) in _NORMS:
+            _replace(part, _norm)
         elif type(part) is PreNorm:
             _replace(part, _pre_norm)
         elif isinstance(part, nn.Embedding):
@@ -86,33 +91,51 @@ def _table_of(activation: nn.Module) -> Tensor:
     return halves.view(torch.int32).flatten()
 
 
-def _layer_norm(module: LayerNorm, x: Tensor) -> Tensor:
-    if x.dtype not in _TYPES:
-        return _plain(module, x)
-    return _Norm.apply(x, module.weight, module.bias, module.offset, module.eps, True)
+class _NormOptions(NamedTuple):
+    """What the operators are told of a norm beside its weights."""
+
+    offset: float
+    eps: float
+    centred: bool
+    rounded: bool
 
 
-def _rms_norm(module: RMSNorm, x: Tensor) -> Tensor:
-    if x.dtype not in _TYPES:
+def _norm(module: LayerNorm | RMSNorm, x: Tensor) -> Tensor:
+    if not _takes(x):
         return _plain(module, x)
-    return _Norm.apply(x, module.weight, None, module.offset, module.eps, False)
+    return _Norm.apply(x, *_parts(module))
+
+
+def _takes(x: Tensor) -> bool:
+    return x.dtype in _TYPES and not torch.is_autocast_enabled(x.device.type)
+
+
+def _parts(norm: LayerNorm | RMSNorm) -> tuple[Tensor | None, Tensor | None, _NormOptions]:
+    """Weight, bias and options of a norm, rounded where its own forward rounds.
+
+    A LayerNorm of any precision sums in float32 and rounds its result, as PyTorch's kernels do.
+    """
+    bias = norm.bias if isinstance(norm, LayerNorm) else None
+    weight, offset = norm.weight, norm.offset
+    if weight is not None and offset and type(norm) is not RMSNormMultipliedFirst:
+        weight, offset = weight + offset, 0.0
+    centred, rounded = isinstance(norm, LayerNorm), type(norm) is RMSNorm
+    return weight, bias, _NormOptions(offset, norm.eps, centred, rounded)
 
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(  # noqa: PLR0917 - autograd passes by position
+    def forward(
         ctx: Any,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
-        offset: float,
-        eps: float,
-        centred: bool,
+        options: _NormOptions,
     ) -> Tensor:
         x = x.contiguous()
-        y, moments = training.norm(x, weight, bias, offset=offset, eps=eps, centred=centred)
+        y, moments = training.norm(x, weight, bias, **options._asdict())
         ctx.save_for_backward(x, moments, weight, bias)
-        ctx.offset, ctx.centred = offset, centred
+        ctx.offset, ctx.centred = options.offset, options.centred
         return y
 
     @staticmethod
@@ -127,7 +150,7 @@ def _norm_gradients(ctx: Any, above: Tensor, other: Tensor | None) -> tuple[Tens
     )
     of_weight = None if weight is None else sums[0].to(weight.dtype)
     of_bias = None if bias is None else sums[1].to(bias.dtype)
-    return dx, of_weight, of_bias, None, None, None
+    return dx, of_weight, of_bias, None
 
 
 def _pre_norm(
@@ -135,9 +158,9 @@ def _pre_norm(
 ) -> Tensor:
     norms = (block.attention_norm, block.feed_forward_norm)
     if (
-        x.dtype not in _TYPES
+        not _takes(x)
         or not isinstance(block.branch, nn.Identity)
-        or not all(isinstance(norm, LayerNorm | RMSNorm) for norm in norms)
+        or not all(type(norm) in _NORMS for norm in norms)
     ):
         return PreNorm.forward(block, x, context, cache)
     x, y = _add_norm(norms[0], x, None)
@@ -147,9 +170,7 @@ def _pre_norm(
 
 def _add_norm(norm: nn.Module, x: Tensor, branch: Tensor | None) -> tuple[Tensor, Tensor]:
     assert isinstance(norm, LayerNorm | RMSNorm)
-    centred = isinstance(norm, LayerNorm)
-    bias = norm.bias if isinstance(norm, LayerNorm) else None
-    return _AddNorm.apply(x, branch, norm.weight, bias, norm.offset, norm.eps, centred)
+    return _AddNorm.apply(x, branch, *_parts(norm))
 
 
 class _AddNorm(torch.autograd.Function):
@@ -162,20 +183,15 @@ class _AddNorm(torch.autograd.Function):
         branch: Tensor | None,
         weight: Tensor | None,
         bias: Tensor | None,
-        offset: float,
-        eps: float,
-        centred: bool,
+        options: _NormOptions,
     ) -> tuple[Tensor, Tensor]:
-        options = {"offset": offset, "eps": eps, "centred": centred}
-        total = x.contiguous()
+        total, told = x.contiguous(), options._asdict()
         if branch is None:
-            y, moments = training.norm(total, weight, bias, **options)
+            y, moments = training.norm(total, weight, bias, **told)
         else:
-            total, y, moments = training.add_norm(
-                total, branch.contiguous(), weight, bias, **options
-            )
+            total, y, moments = training.add_norm(total, branch.contiguous(), weight, bias, **told)
         ctx.save_for_backward(total, moments, weight, bias)
-        ctx.offset, ctx.centred, ctx.joins = offset, centred, branch is not None
+        ctx.offset, ctx.centred, ctx.joins = options.offset, options.centred, branch is not None
         return total, y
 
     @staticmethod

@@ -36,11 +36,12 @@ def loaded() -> bool:
 def attention_types() -> frozenset[torch.dtype]:
     """Of which types this CPU makes attention faster than PyTorch does.
 
-    The products are oneDNN's: of bfloat16 on a matrix unit, of float32 in vectors.
+    The products are oneDNN's: of bfloat16 where there are instructions for them, of float32 in
+    vectors of 64 bytes.
     """
     if not torch.backends.mkldnn.is_available():
         return frozenset()
-    needed = {torch.bfloat16: "amx_bf16", torch.float32: "avx512_f"}
+    needed = {torch.bfloat16: "avx512_bf16", torch.float32: "avx512_f"}
     return frozenset(dtype for dtype, what in needed.items() if cpu_has(what))
 
 

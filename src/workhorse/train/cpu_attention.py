@@ -34,7 +34,8 @@ class TrainingSdpa(Sdpa):
             and not self.scoring.dropout
             and q.dtype == k.dtype == v.dtype
             and q.dtype in self.types
-            and q.shape == k.shape == v.shape
+            and k.shape == v.shape
+            and q.shape[2:] == k.shape[2:]
             and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
             and (q.dtype == torch.float32 or q.shape[2] % 2 == q.shape[3] % 2 == 0)
         )
@@ -44,11 +45,14 @@ class TrainingSdpa(Sdpa):
 
 
 class _Attention(torch.autograd.Function):
+    """Keeps the keys and values that query heads share once, and the operator gets one for each."""
+
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position
         ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
     ) -> Tensor:
-        y, normaliser = training.attention(q, k, v, scale=scale, causal=causal)
+        every_k, every_v = _of_each_head(k, q.shape[1]), _of_each_head(v, q.shape[1])
+        y, normaliser = training.attention(q, every_k, every_v, scale=scale, causal=causal)
         ctx.save_for_backward(q, k, v, y, normaliser)
         ctx.scale, ctx.causal = scale, causal
         return y
@@ -59,7 +63,25 @@ class _Attention(torch.autograd.Function):
         (gradient,) = above
         if gradient.stride(-1) != 1:  # as of a sum, which expands one number
             gradient = gradient.contiguous()
-        gradients = training.attention_backward(
-            q, k, v, y, gradient, normaliser, scale=ctx.scale, causal=ctx.causal
+        dq, dk, dv = training.attention_backward(
+            q,
+            _of_each_head(k, q.shape[1]),
+            _of_each_head(v, q.shape[1]),
+            y,
+            gradient,
+            normaliser,
+            scale=ctx.scale,
+            causal=ctx.causal,
         )
-        return *gradients, None, None
+        return dq, _of_shared_heads(dk, k), _of_shared_heads(dv, v), None, None
+
+
+def _of_each_head(x: Tensor, heads: int) -> Tensor:
+    """Keys or values of every query head, `heads` in number."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _of_shared_heads(gradient: Tensor, x: Tensor) -> Tensor:
+    """The gradient of x from those of what `_of_each_head` made of it."""
+    shared = x.shape[1]
+    return gradient if gradient.shape[1] == shared else gradient.unflatten(1, (shared, -1)).sum(2)

@@ -10,6 +10,7 @@ does not name is a failure.
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections import Counter
@@ -50,18 +51,14 @@ class Answer(NamedTuple):
 def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]:
     """All answers by group."""
     root = tmp_path_factory.mktemp("inputs")
-    build(root / "sound")
-    attempts = [
-        *options.attempts(),
-        *recipe_keys.attempts(),
-        *stored_files.attempts(root / "sound"),
-    ]
+    places = [_place(root, f"driver{number}") for number in range(WORKERS)]
+    sound = places[0].with_suffix(".sound")
+    attempts = [*options.attempts(), *recipe_keys.attempts(), *stored_files.attempts(sound)]
     shares = [attempts[number::WORKERS] for number in range(WORKERS)]
     lines = list(processes.processes())
     with ThreadPoolExecutor(WORKERS) as pool:
-        places = [_place(root, f"driver{number}") for number in range(WORKERS)]
         found = [answer for part in pool.map(_drive, places, shares) for answer in part]
-        found += pool.map(lambda line: _process(root, *line), enumerate(lines))
+        found += pool.map(lambda line: _process(sound, root, *line), enumerate(lines))
     grouped = {group: [a for a in found if a.name.split("/")[0] == group] for group in GROUPS}
     assert sum(map(len, grouped.values())) == len(found) == len(attempts) + len(lines)
     _show(grouped)
@@ -116,11 +113,14 @@ def test_what_is_wrong_is_seen() -> None:
 
 
 def _place(root: Path, name: str) -> Path:
-    """A workplace of its own, and the sound copy beside it that it is restored from."""
+    """A workplace of its own, and the sound copy beside it that it is restored from.
+
+    It is built where it is used: prepared data knows the paths of what it was made of.
+    """
     (root / name).mkdir()
     place = root / name / "place"
-    copy(root / "sound", place)
-    copy(root / "sound", place.with_suffix(".sound"))
+    build(place)
+    copy(place, place.with_suffix(".sound"))
     return place
 
 
@@ -142,12 +142,12 @@ def _drive(place: Path, attempts: Sequence[Attempt]) -> list[Answer]:
     return [_answer(*pair) for pair in zip(attempts, results, strict=True)]
 
 
-def _process(root: Path, number: int, process: processes.Process) -> Answer:
+def _process(sound: Path, root: Path, number: int, process: processes.Process) -> Answer:
     place = root / f"process{number}"
-    copy(root / "sound", place)
+    copy(sound, place)
     result = processes.run(process, place)
-    attempt = Attempt(process.name, [], writes=("out", "home/.cache"))
-    return _answer(attempt, result, told=process.told)
+    shutil.rmtree(place)
+    return _answer(Attempt(process.name, []), result, told=process.told)
 
 
 def _answer(attempt: Attempt, result: dict[str, Any], told: bool = True) -> Answer:

@@ -50,7 +50,6 @@ NO_HOME = {
     "HOME nowhere": "HOME=/proc/nothing",
     "HOME a file": "HOME=$PWD/text.txt",
     "HOME relative": "HOME=home",
-    "an account without": "setpriv --reuid=54321 --clear-groups env -u HOME",
 }
 OTHERS = {
     "a prompt that is not UTF-8": "workhorse generate run --max-new-tokens 3 --prompt $'\\xff'",
@@ -67,7 +66,6 @@ OTHERS = {
     "a chat with binary": "workhorse chat run --max-new-tokens 3 <binary",
     "data from binary": "workhorse evaluate run --data - <binary",
     "data from nothing": "workhorse evaluate run --data - </dev/null",
-    "data from a folder": "workhorse evaluate run --data - <folder",
     "text from stdin twice": "workhorse tokenizer train - - --vocab-size 280 --out out <text.txt",
     "a corpus from stdin": "workhorse train recipe.yaml data.corpus=stdin --out out <text.txt",
     "a corpus from closed stdin": "workhorse train recipe.yaml data.corpus=stdin --out out <&-",
@@ -106,8 +104,9 @@ def processes() -> Iterator[Process]:
     for verb in ("generate", "train", "convert", "tokenizer", "presets"):
         for name, setting in NO_HOME.items():
             line = VERBS[verb].replace("workhorse", f"{sys.executable} -m workhorse")
-            allowed = "chmod -R a+rwX . 2>/dev/null; " if "account" in name else ""
-            yield Process(f"home/{verb}/{name}", f"{allowed}{setting} CXX=false {line}")
+            # With a compiler that fails at once: the operators are not compiled anew for each.
+            script = f"unset XDG_CACHE_HOME; {setting} CXX=false {line}"
+            yield Process(f"home/{verb}/{name}", script)
     for name, line in OTHERS.items():
         yield Process(f"others/{name}", line)
 
@@ -123,6 +122,7 @@ def run(process: Process, place: Path) -> dict[str, Any]:
         "HF_HUB_OFFLINE": "1",
         "PYTHONDONTWRITEBYTECODE": "1",
         "PYTHON": sys.executable,
+        "XDG_CACHE_HOME": os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache"),
     }
     environment.pop("LC_ALL", None)
     script = f'workhorse() {{ "$PYTHON" -m workhorse "$@"; }}\n{process.script}\n'

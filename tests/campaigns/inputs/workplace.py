@@ -26,7 +26,7 @@ data:
 train:
   steps: 2
   batch_size: 2
-  seq_len: 16
+  seq_len: 64
   optimizer: {kind: adamw, learning_rate: 0.001}
   schedule: {kind: constant, warmup_steps: 0}
   threads: 1

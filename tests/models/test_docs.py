@@ -51,3 +51,4 @@ def test_every_model_type_is_measured() -> None:
     assert measured == [[f"| `{name}`", family(name).architecture] for name in MODEL_TYPES]
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     assert f"{len(MODEL_TYPES)} model types, each measured beside transformers" in readme
+    assert f"| presets, their parameter counts tested | {len(presets())} |" in readme

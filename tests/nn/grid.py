@@ -55,6 +55,9 @@ def assemble(choice: Choice) -> DecoderConfig:
         blocks = {"local": block, "global": {**block, "attention": attention}}
         full_length = choice["wiring"][0] in ("pre_norm", "parallel")
         pattern = ("local", "local", "global") if full_length else ("local", "global")
+    head, init = parts["head"], parts["init"]
+    if head.get("tied"):
+        init = {**init, "head": "plain"}
     return DecoderConfig.from_dict(
         {
             "vocab_size": 31 if odd else 29,
@@ -65,8 +68,8 @@ def assemble(choice: Choice) -> DecoderConfig:
             "blocks": blocks,
             "pattern": pattern,
             "final_norm": parts["final_norm"],
-            "head": parts["head"],
-            "init": parts["init"],
+            "head": head,
+            "init": init,
         }
     )
 

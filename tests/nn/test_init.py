@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from tests.nn.grid import COVERING, name
+from workhorse.config import ConfigError
 from workhorse.nn import Decoder, DecoderConfig
 
 D_MODEL, D_FF, N_LAYERS, VOCAB = 128, 256, 3, 500
@@ -119,9 +120,11 @@ def test_the_shape_of_the_distribution(kind: str, normal: bool) -> None:
 
 
 def test_a_tied_head_is_drawn_as_the_embedding() -> None:
-    decoder = build({"kind": "normal", "embedding_std": 0.3, "head": "zero"}, head={"tied": True})
+    decoder = build({"kind": "normal", "embedding_std": 0.3}, head={"tied": True})
     assert decoder.head.proj.weight is decoder.embedding.tokens.weight
     assert spread(decoder.head.proj.weight) == pytest.approx(0.3, rel=0.05)
+    with pytest.raises(ConfigError, match=r"init.head: zero would be the start of .* untie it"):
+        build({"kind": "normal", "head": "zero"}, head={"tied": True})
 
 
 def test_a_zero_head_gives_equal_odds_to_every_token() -> None:

@@ -220,6 +220,14 @@ ROUTER_ERRORS: list[tuple[dict[str, object], str]] = [
         "group_score=top2_sum needs two experts a group; choose fewer groups, or max",
     ),
     (
+        {"group_score": "top2_sum"},
+        "group_score=top2_sum chooses nothing where every group is kept; take fewer top_groups",
+    ),
+    (
+        {"n_groups": 3, "top_groups": 3, "group_score": "top2_sum"},
+        "group_score=top2_sum chooses nothing where every group is kept; take fewer top_groups",
+    ),
+    (
         {"score": "sparsemixer"},
         "jitter=None does not go with score=sparsemixer; give jitter with sparsemixer, and with",
     ),

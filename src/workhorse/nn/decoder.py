@@ -63,6 +63,11 @@ class DecoderConfig(Config):
         for name in self.pattern:
             if name not in self.blocks:
                 raise ConfigError(f"no block {name!r}; {nearest(name, self.blocks)}", "pattern")
+        if self.head.tied and self.init.head == "zero":
+            raise ConfigError(
+                "zero would be the start of the embedding that the head is tied to; untie it",
+                "init.head",
+            )
         for name, block in self.blocks.items():
             if name not in self.layer_names():
                 raise ConfigError("no layer uses this block; leave it out", f"blocks.{name}")

@@ -36,7 +36,7 @@ class SchemeConfig(Config):
     by `1/sqrt(2 n_layers)`, so that the stream's variance does not grow with depth (GPT-2); `zero`
     lets each layer start as nothing."""
     head: Literal["plain", "zero"] = "plain"
-    """The head, where it is not tied: as the scheme says, or zero."""
+    """The head: as the scheme says, or, where it is not tied, zero."""
 
     @abstractmethod
     def draw(self, weight: Tensor, generator: torch.Generator | None) -> None:

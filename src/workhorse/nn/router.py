@@ -51,7 +51,8 @@ class RouterConfig(Config):
     """Choose among the experts of the best `top_groups` groups only (DeepSeek-V2, 2405.04434
     §2.2.2)."""
     group_score: Literal["max", "top2_sum"] = "max"
-    """What makes a group good: its best expert (DeepSeek-V2) or the sum of its best two (V3)."""
+    """What makes a group good: its best expert (DeepSeek-V2) or the sum of its best two (V3). For
+    groups that are not all kept."""
     selection_bias: bool = False
     """A number for each expert that is added to its score for the choice and not in the weight. No
     gradient trains it; it is for balancing loads (2408.15664)."""
@@ -73,6 +74,11 @@ class RouterConfig(Config):
             raise ConfigError(
                 f"top_groups={self.top_groups} is more than n_groups={self.n_groups}; "
                 "choose at most that"
+            )
+        if self.top_groups == self.n_groups and self.group_score != "max":
+            raise ConfigError(
+                f"group_score={self.group_score} chooses nothing where every group is kept; "
+                "take fewer top_groups, or leave it out"
             )
 
     def _check_sparsemixer(self) -> None:

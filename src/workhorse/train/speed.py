@@ -12,8 +12,8 @@ from workhorse.nn.head_loss import Multiply, product
 from workhorse.nn.moe import MixtureOfExperts
 from workhorse.nn.self_attention import SelfAttention
 
-PROBE_SECONDS = 0.05
-"""How long the probe multiplies matrices of one size, after a warm-up of one product."""
+PROBE_SECONDS = 0.02
+"""How long the probe multiplies matrices of one size; the first product of all is left out."""
 PROBE_SIZES = {"cpu": (256, 512, 1024)}
 """Small products fit between two interruptions by other work, large ones fill the cores."""
 LARGE_SIZES = (4096, 8192)
@@ -97,9 +97,10 @@ def peak_flops(device: torch.device, dtype: torch.dtype, multiply: Multiply = pr
             torch.rand(size, size, device=device, dtype=dtype, generator=generator)
             for _ in range(2)
         )
-        float(multiply(left, right.t(), None)[0, 0])  # reading a number waits for the device
+        if not best:
+            float(multiply(left, right.t(), None)[0, 0])  # the first product loads a library
         begin = time.perf_counter()
         while (start := time.perf_counter()) - begin < PROBE_SECONDS:
-            float(multiply(left, right.t(), None)[0, 0])
+            float(multiply(left, right.t(), None)[0, 0])  # reading a number waits for the device
             best = max(best, 2 * size**3 / (time.perf_counter() - start))
     return best

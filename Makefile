@@ -1,5 +1,6 @@
 # Works on a machine that has Python 3.11 or newer and nothing else:
-#   make demo    train a small model on real text, evaluate it, generate with it
+#   make demo    train a small model on real text, evaluate it, generate with it, and write it as a
+#                directory that transformers loads
 #   make test    lint and the default tests
 # Variables:
 #   PYTHON=python3.12        the interpreter that makes .venv
@@ -40,7 +41,9 @@ demo: $(INSTALLED)
 	$(WORKHORSE) train recipes/stdlib-small.yaml --out $(DEMO) $(if $(wildcard $(DEMO)/recipe.yaml),--resume)
 	$(WORKHORSE) evaluate $(DEMO) --compare-gzip
 	$(WORKHORSE) generate $(DEMO) --prompt "def " --prompt "class " --prompt "import " --seed 1
-	@echo "The whole run in one page: $(DEMO)/report.html"
+	rm -rf $(DEMO)-hf
+	$(WORKHORSE) convert $(DEMO) $(DEMO)-hf --to hf
+	@echo "The whole run in one page: $(DEMO)/report.html; for transformers: $(DEMO)-hf"
 
 test: lint
 	$(PYTEST) --numprocesses $(WORKERS) --dist worksteal

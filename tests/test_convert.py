@@ -1,6 +1,7 @@
 """From a run to transformers, to our own format and back: the same model everywhere."""
 
 import json
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import get_args
@@ -12,10 +13,13 @@ import transformers as hf
 import workhorse
 from tests.parity.reference import quiet
 from workhorse.cli.main import main
+from workhorse.config import read_yaml
 from workhorse.convert import Format, convert
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
+from workhorse.train import Recipe, train
 
+RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 TEXT = "Every model of a run can go to other people's programs, and come back."
 
 
@@ -153,3 +157,94 @@ def test_saving_loses_nothing(run_folder: Path, tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir() if path.name not in ("texts", "run")] == [
         "mine"
     ]
+
+
+def quick(recipe: Path, texts: Path, **train_changes: object) -> Recipe:
+    """A recipe that is shipped, on a small model and a few lines of text."""
+    fields = read_yaml(recipe)
+    assert isinstance(fields, dict)
+    (block,) = fields["model"]["blocks"].values()
+    block["attention"] |= {"n_heads": 4} | ({"n_kv_heads": 2} if "stdlib" in recipe.stem else {})
+    block["feed_forward"]["d_ff"] = 48
+    fields["model"] |= {"d_model": 32, "n_layers": 2}
+    fields["data"]["corpus"] = {"kind": "text", "path": str(texts)}
+    fields["tokenizer"] |= {"vocab_size": 300} if "stdlib" in recipe.stem else {}
+    sizes = {"steps": 6, "batch_size": 2, "seq_len": 16, "samples": None, "eval_every": None}
+    fields["train"] |= {"schedule": {"kind": "constant"}} | sizes | train_changes
+    return Recipe.from_dict(fields)
+
+
+@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_what_a_shipped_recipe_trains_can_leave(dtype: str, file: Path, tmp_path: Path) -> None:
+    """To transformers and to GGUF, from an unfinished run too, and back: the same model."""
+    texts = tmp_path / "texts.txt"
+    texts.write_text("".join(f"def f_{n}(x):\n    return x + {n * 7}\n" for n in range(300)))
+    run = tmp_path / "run"
+    train(quick(file, texts, dtype=dtype, checkpoint_every=3), run)
+    shutil.rmtree(run / "checkpoints" / "step-00000006")  # as if it had been ended on the way
+    ours = workhorse.load(run, kernel="eager")
+    text = "def f_12(x):\n    return"
+    tokens = torch.tensor([ours.encode(text)])
+    with torch.no_grad():
+        expected = ours.decoder(tokens)
+
+    assert convert(run, tmp_path / "hf", "hf").architecture == "Qwen3ForCausalLM"
+    with quiet():
+        theirs, info = hf.AutoModelForCausalLM.from_pretrained(
+            tmp_path / "hf", output_loading_info=True
+        )
+        tokenizer = hf.AutoTokenizer.from_pretrained(tmp_path / "hf")
+    assert not info["missing_keys"]
+    assert not info["unexpected_keys"]
+    assert tokenizer(text)["input_ids"] == tokens[0].tolist()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, expected, atol=1e-5, rtol=1e-5)
+
+    convert(run, tmp_path / "m.gguf", "gguf", tell=lambda _: None)
+    convert(tmp_path / "m.gguf", tmp_path / "again", "hf", tell=lambda _: None)
+    for copy in ("hf", "m.gguf", "again"):
+        again = workhorse.load(tmp_path / copy, kernel="eager")
+        assert again.encode(text) == ours.encode(text)
+        with torch.no_grad():
+            assert torch.equal(again.decoder(tokens), expected), copy
+        assert again.text.decode(tokens[0].tolist()) == text
+
+
+def test_a_gguf_file_is_a_model_everywhere(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "m.gguf"
+    convert(run_folder, file, "gguf", tell=lambda _: None)
+    assert torch.equal(logits(file), logits(run_folder))
+    assert workhorse.load(file, quantize="int8").decoder is not None
+    assert main(["generate", str(file), "--prompt", "a", "--max-new-tokens", "2", "--json"]) == 0
+    data = str(tmp_path / "texts")
+    assert main(["evaluate", str(file), "--data", data, "--json"]) == 0
+    for to in ("hf", "workhorse"):
+        assert main(["convert", str(file), str(tmp_path / to), "--to", to]) == 0
+        assert torch.equal(logits(tmp_path / to), logits(run_folder))
+    assert main(["convert", str(file), str(tmp_path / "n.gguf"), "--to", "gguf"]) == 0
+    assert torch.equal(logits(tmp_path / "n.gguf"), logits(run_folder))
+    capsys.readouterr()
+    with pytest.raises(
+        WorkhorseError, match="has its tokenizer inside; to train on from it, write"
+    ):
+        Recipe.from_dict(
+            {
+                "name": "tuned",
+                "init": str(file),
+                "model": {},
+                "data": {"corpus": {"kind": "folder", "path": data}},
+                "train": {"steps": 1, "batch_size": 1, "seq_len": 8},
+            }
+        )
+
+
+def test_a_file_that_is_no_model(run_folder: Path) -> None:
+    with pytest.raises(WorkhorseError, match="is a file; give the folder of its model"):
+        workhorse.load(run_folder / "recipe.yaml")
+    bad = run_folder / "x.gguf"
+    bad.write_bytes(b"GGUF\x03")
+    with pytest.raises(WorkhorseError, match=r"x\.gguf is cut short; fetch it again"):
+        workhorse.load(bad)

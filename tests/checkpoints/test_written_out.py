@@ -88,7 +88,9 @@ def test_a_class_that_says_it_all_is_preferred() -> None:
     found = native_class(config({"qk_norm": {"norm": RMS}}))
     assert not isinstance(found, str)
     assert found.model_type == "qwen3"
-    found = native_class(config(norm=BIASLESS | {"weight": False, "precision": "float32"}))
+    position = {"kind": "rope", "precision": "float32"}
+    alone = BIASLESS | {"weight": False, "precision": "float32"}
+    found = native_class(config({"position": position}, alone))
     assert not isinstance(found, str)
     assert found.model_type == "olmo"  # which has norms without weights
 

@@ -38,7 +38,7 @@ def command(
     """Talk with MODEL: one line is one message, /reset begins anew, /exit or the end of input ends.
 
     With --json each reply is a line of JSON. MODEL is a run directory, a Hugging Face directory or
-    hub id, a folder that `convert` wrote, or a preset's name (random weights).
+    hub id, a GGUF file, what else `convert` wrote, or a preset's name (random weights).
     """
     from workhorse.generate.conversation import Conversation
 

@@ -37,9 +37,9 @@ def command(
 ) -> None:
     """Write the model SRC as DST, in another format.
 
-    SRC is a run directory, a Hugging Face directory or hub id, or a folder that this verb wrote. A
-    Hugging Face directory is of a class that transformers has; a model that none can hold is
-    refused with what stands in the way (`workhorse models show` tells beforehand).
+    SRC is a run directory, a Hugging Face directory or hub id, a GGUF file, or a folder that this
+    verb wrote. A Hugging Face directory is of a class that transformers has; a model that none can
+    hold is refused with what stands in the way (`workhorse models show` tells beforehand).
     """
     from workhorse.convert import convert
 

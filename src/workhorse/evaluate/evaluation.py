@@ -15,8 +15,10 @@ from workhorse.evaluate.windows import Window, batches, windows
 from workhorse.generate.engine import evaluation_mode
 from workhorse.nn import Decoder, chunked_next_token_loss
 
-TOKENS_AT_ONCE = {"cpu": 4096, "cuda": 32768}
+TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
 """Tokens of a forward pass that fill a device: a CPU's caches, or the many cores of a GPU."""
+LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**24}
+"""Likewise, logits whose loss is taken together."""
 
 
 class TokensOfText(Protocol):
@@ -90,7 +92,7 @@ def evaluate(
     device = decoder.embedding.tokens.weight.device
     stride = context if stride is None else stride
     if batch_size is None:
-        batch_size = max(1, TOKENS_AT_ONCE.get(device.type, TOKENS_AT_ONCE["cuda"]) // context)
+        batch_size = max(1, _fitting(device, TOKENS_AT_ONCE) // context)
     _check(decoder, stride, batch_size)
     tally = _Tally()
     with evaluation_mode(decoder), torch.no_grad():
@@ -200,11 +202,19 @@ def _windows(
             yield window
 
 
+def _fitting(device: torch.device, sizes: dict[str, int]) -> int:
+    return sizes.get(device.type, sizes["cuda"])
+
+
 def _nats(decoder: Decoder, inputs: torch.Tensor, targets: torch.Tensor) -> float:
     """The summed loss of the targets that count; only their logits are computed."""
     counted = targets >= 0
     x = decoder.hidden(inputs)[counted]
     loss, _ = chunked_next_token_loss(
-        x[None], targets[counted][None], decoder.unembed, vocab=decoder.config.vocab_size
+        x[None],
+        targets[counted][None],
+        decoder.unembed,
+        vocab=decoder.config.vocab_size,
+        max_logits=_fitting(x.device, LOGITS_AT_ONCE),
     )
     return loss.item()

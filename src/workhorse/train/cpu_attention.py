@@ -29,8 +29,7 @@ class TrainingSdpa(Sdpa):
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor | None, bool]) -> Tensor:
         hidden, causal = mask
         can = (
-            torch.is_grad_enabled()
-            and hidden is None
+            hidden is None
             and not self.scoring.dropout
             and q.dtype == k.dtype == v.dtype
             and q.dtype in self.types

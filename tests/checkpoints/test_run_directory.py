@@ -1,4 +1,5 @@
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -9,6 +10,7 @@ import torch
 from workhorse.checkpoints import FolderLock, RunDirectory, load_weights, weights_of
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.tokenizers import BytesConfig, train_tokenizer
 
 CONFIG = DecoderConfig.from_dict(
     {
@@ -60,10 +62,12 @@ def test_weights_come_in_the_type_asked_for(run: RunDirectory) -> None:
     assert {weight.dtype for weight in loaded.parameters()} == {torch.bfloat16}
 
 
-def test_a_damaged_checkpoint_is_passed_over_with_a_warning(run: RunDirectory) -> None:
+def test_a_damaged_checkpoint_is_passed_over_with_a_remark(run: RunDirectory) -> None:
     os.truncate(run.store().path(2) / "model.safetensors", 100)
-    with pytest.warns(UserWarning, match="skipping .*step-00000002: model.safetensors has 100 byt"):
-        loaded = run.load_decoder()
+    loaded = run.load_decoder()
+    (remark,) = run.remarks
+    assert "skipping" in remark
+    assert "step-00000002: model.safetensors has 100 bytes" in remark
     assert torch.equal(loaded(TOKENS), run.load_decoder(step=1)(TOKENS))
     with pytest.raises(WorkhorseError, match="is damaged"):
         run.load_decoder(step=2)
@@ -122,6 +126,39 @@ def test_undo_leaves_other_peoples_files(tmp_path: Path) -> None:
         run.store().save(1, {}, {}, {})
         run.undo()
     assert [path.name for path in run.path.iterdir()] == [".gitignore"]
+
+
+def test_a_recipe_that_is_none_is_named(run: RunDirectory) -> None:
+    for content in (b"", b"\xff\xfe", b"[1, 2]", b"a: 1"):
+        run.recipe_file.write_bytes(content)
+        with pytest.raises(WorkhorseError, match=r"recipe.yaml.*; put back the recipe"):
+            run.recipe()
+
+
+def test_a_tokenizer_changed_in_a_run_is_noticed(run: RunDirectory) -> None:
+    bytes_of, other = (
+        train_tokenizer(BytesConfig(special={"eos": name}), []) for name in ("<a>", "<b>")
+    )
+    run.save_tokenizer(bytes_of)
+    state = {"config": CONFIG.to_dict(), "tokenizer": bytes_of.fingerprint}
+    run.store().save(3, weights_of(CONFIG.build()), {}, state)
+    assert run.tokenizer().fingerprint == bytes_of.fingerprint
+    shutil.rmtree(run.tokenizer_folder)
+    run.save_tokenizer(other)
+    with pytest.raises(WorkhorseError, match="is not the tokenizer that the checkpoints in"):
+        run.tokenizer()
+
+
+def test_a_lock_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    for link in (Path.symlink_to, Path.hardlink_to):
+        folder = tmp_path / link.__name__
+        folder.mkdir()
+        link(folder / ".lock", mine)
+        with pytest.raises(WorkhorseError, match=r"\.lock is a link or no plain file; remove it"):
+            FolderLock(folder)
+    assert mine.read_text() == "mine"
 
 
 HOLD = """

@@ -140,19 +140,81 @@ def test_weights_alone_do_not_need_the_optimizer(store: CheckpointStore) -> None
     assert state == contents(30)["state"]
 
 
-def test_leftovers_of_a_killed_save_are_removed(store: CheckpointStore) -> None:
+def test_leftovers_of_a_killed_save_are_removed(store: CheckpointStore, tmp_path: Path) -> None:
     leftover = store.folder / ".tmp-step-00000040"
     leftover.mkdir()
     (leftover / "model.safetensors").write_bytes(b"half")
+    (store.folder / ".tmp-step-00000050").symlink_to(tmp_path)
     assert store.steps() == [30, 20, 10]
     assert store.newest().step == 30
-    assert not leftover.exists()
+    assert leftover.exists()  # looking changes nothing
+    store.clean()
+    assert not list(store.folder.glob(".*"))
+    assert tmp_path.exists()
 
 
 def test_a_damaged_checkpoint_is_replaced_when_its_step_comes_again(store: CheckpointStore) -> None:
     remove(store.path(30) / "state.json", random.Random())
     store.save(**contents(30))
     assert store.newest().step == 30
+
+
+def test_whole_weights_are_found_without_their_optimizer(store: CheckpointStore) -> None:
+    (store.path(30) / "optimizer.safetensors").unlink()
+    assert store.newest_weights() == 30
+    assert store.newest_state() == (20, contents(20)["state"])
+
+
+def test_a_damaged_newer_checkpoint_displaces_no_whole_one(store: CheckpointStore) -> None:
+    """A run that goes back behind it with `keep` lowered would else lose all it has."""
+    (store.path(30) / "optimizer.safetensors").unlink()
+    store.keep = 1
+    store.save(**contents(25))
+    assert store.steps() == [30, 25]
+    assert store.newest().step == 25
+    store.save(**contents(30))
+    assert store.steps() == [30]
+    assert store.newest().step == 30
+
+
+def test_a_checkpoint_moved_away_and_linked_is_pruned_as_a_link(
+    store: CheckpointStore, tmp_path: Path
+) -> None:
+    store.path(10).rename(tmp_path / "elsewhere")
+    store.path(10).symlink_to(tmp_path / "elsewhere")
+    store.save(**contents(40))
+    assert store.steps() == [40, 30, 20]
+    assert (tmp_path / "elsewhere/model.safetensors").exists()
+    assert not list(store.folder.glob(".*"))
+
+
+def test_a_link_by_the_name_of_a_temporary_file_is_not_followed(tmp_path: Path) -> None:
+    mine = tmp_path / "mine"
+    mine.write_text("mine")
+    (tmp_path / ".tmp-recipe.yaml").symlink_to(mine)
+    write_atomically(tmp_path / "recipe.yaml", "new")
+    assert (tmp_path / "recipe.yaml").read_text() == "new"
+    assert not (tmp_path / "recipe.yaml").is_symlink()
+    assert mine.read_text() == "mine"
+
+
+@pytest.mark.parametrize(
+    "content",
+    [b"", b"\xff\x00", b"[1, 2]", b"{}", b"[" * 100_000],
+    ids=lambda content: repr(content[:9]),
+)
+def test_a_manifest_of_anything_else_is_damage(store: CheckpointStore, content: bytes) -> None:
+    (store.path(30) / "manifest.json").write_bytes(content)
+    with pytest.raises(DamagedCheckpoint, match=r"manifest.json cannot be read"):
+        store.check(30)
+
+
+@pytest.mark.parametrize("name", ["manifest.json", "state.json"])
+def test_a_pipe_in_place_of_a_file_is_not_waited_for(store: CheckpointStore, name: str) -> None:
+    (store.path(30) / name).unlink()
+    os.mkfifo(store.path(30) / name)
+    with pytest.raises(DamagedCheckpoint, match=rf"{name} is no file"):
+        store.check(30)
 
 
 class RecordingDisk(Disk):

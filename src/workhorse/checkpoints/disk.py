@@ -13,7 +13,9 @@ class Disk:
     """The real file system."""
 
     def make_folder(self, path: Path) -> None:
-        path.mkdir(parents=True, exist_ok=True)
+        """Make a new folder, and those above it as need be."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.mkdir()
 
     def write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         path.touch()
@@ -22,7 +24,10 @@ class Disk:
         path.chmod(mode)  # safetensors makes a file that only its owner may read
 
     def write_text(self, path: Path, text: str) -> None:
-        path.write_text(text, encoding="utf-8", newline="\n")
+        """Write a new file. What bears its name is removed first: a link is not followed."""
+        path.unlink(missing_ok=True)
+        with path.open("x", encoding="utf-8", newline="\n") as file:
+            file.write(text)
 
     def sync(self, path: Path) -> None:
         """Wait until a file's content, or a folder's list of names, is on the disk."""
@@ -37,8 +42,12 @@ class Disk:
     def rename(self, source: Path, target: Path) -> None:
         source.replace(target)
 
-    def remove(self, folder: Path) -> None:
-        shutil.rmtree(folder)
+    def remove(self, path: Path) -> None:
+        """Remove a folder with all in it; of a link, the link alone."""
+        if path.is_symlink() or not path.is_dir():
+            path.unlink()
+        else:
+            shutil.rmtree(path)
 
 
 def write_atomically(path: Path, text: str, disk: Disk | None = None) -> None:

@@ -2,14 +2,12 @@
 
 import contextlib
 import errno
-import shutil
-import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workhorse.checkpoints.disk import write_atomically
+from workhorse.checkpoints.disk import Disk, write_atomically
 from workhorse.checkpoints.lock import FolderLock
 from workhorse.checkpoints.store import CheckpointStore, DamagedCheckpoint
 from workhorse.checkpoints.tensors import Places, empty_decoder, load_weights, weights_of
@@ -21,6 +19,9 @@ from workhorse.untrusted import read_json
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
+
+
+DAMAGED_RECIPE = "put back the recipe that the run was begun with"
 
 
 class RunDirectory:
@@ -39,8 +40,6 @@ class RunDirectory:
     """
 
     has_tokenizer = True
-    remarks: tuple[str, ...] = ()
-    """What must not go unnoticed when it is loaded."""
     stop_tokens: tuple[int, ...] = ()
     """What ends a text beside the tokenizer's eos."""
 
@@ -53,6 +52,8 @@ class RunDirectory:
         self.metrics_file = self.path / "metrics.jsonl"
         self.checkpoints_folder = self.path / "checkpoints"
         self.report_file = self.path / "report.html"
+        self.remarks: list[str] = []
+        """What must not go unnoticed when it is loaded; loading adds to it."""
         self._made: list[Path] = []
         self._found_data = False
 
@@ -120,7 +121,7 @@ class RunDirectory:
                 continue
             if path.name.startswith(".") and path.name != ".lock" and ".tmp-" not in path.name:
                 continue
-            shutil.rmtree(path) if path.is_dir() else path.unlink()
+            Disk().remove(path)
         with contextlib.suppress(OSError):  # something else is in it, or somebody stands on it
             for folder in self._made:
                 folder.rmdir()
@@ -132,9 +133,19 @@ class RunDirectory:
         return CheckpointStore(self.checkpoints_folder, keep)
 
     def recipe(self) -> dict[str, Any]:
-        """The recipe's plain data."""
+        """The recipe's plain data.
+
+        Raises:
+            WorkhorseError: this is no run directory, or the file is no recipe.
+        """
         self._check_is_run()
-        return read_yaml(self.recipe_file)
+        try:
+            recipe = read_yaml(self.recipe_file)
+        except ConfigError as error:
+            raise WorkhorseError(f"{error}; {DAMAGED_RECIPE}") from None
+        if not isinstance(recipe.get("data"), dict):
+            raise WorkhorseError(f"{self.recipe_file} has no section 'data'; {DAMAGED_RECIPE}")
+        return recipe
 
     @property
     def config(self) -> DecoderConfig:
@@ -150,14 +161,16 @@ class RunDirectory:
             )
         try:
             return DecoderConfig.from_dict(read_json(self.config_file))
-        except ConfigError as error:
-            raise WorkhorseError(f"{self.config_file} is damaged: {error}") from None
+        except WorkhorseError as error:
+            raise WorkhorseError(
+                f"{self.config_file} is damaged: {error}; --resume writes it anew"
+            ) from None
 
     def save_tokenizer(self, tokenizer: "Tokenizer") -> None:
         """Put the tokenizer's files in place, all or none."""
         temporary = self.path / ".tmp-tokenizer"
-        if temporary.exists():
-            shutil.rmtree(temporary)
+        if temporary.exists() or temporary.is_symlink():
+            Disk().remove(temporary)
         tokenizer.save(temporary)
         temporary.rename(self.tokenizer_folder)
 
@@ -165,11 +178,30 @@ class RunDirectory:
         write_atomically(self.config_file, config.to_json() + "\n")
 
     def tokenizer(self) -> "Tokenizer":
-        """The tokenizer that the model was trained with."""
+        """The tokenizer that the model was trained with.
+
+        Raises:
+            WorkhorseError: no run, no tokenizer in it, or another than the newest checkpoint's.
+        """
         from workhorse.tokenizers import load_tokenizer
 
         self._check_is_run()
-        return load_tokenizer(self.tokenizer_folder)
+        tokenizer = load_tokenizer(self.tokenizer_folder)
+        expected = self._newest_state().get("tokenizer")
+        if expected is not None and tokenizer.fingerprint != expected:
+            raise WorkhorseError(
+                f"{self.tokenizer_folder} is not the tokenizer that the checkpoints in "
+                f"{self.path} were trained with; put back the one that was there"
+            )
+        return tokenizer
+
+    def _newest_state(self) -> dict[str, Any]:
+        """The state of the newest checkpoint in which it is whole; empty where there is none."""
+        store = self.store()
+        for step in store.steps():
+            with contextlib.suppress(DamagedCheckpoint):
+                return store.state(step)
+        return {}
 
     def load_decoder(
         self,
@@ -187,7 +219,7 @@ class RunDirectory:
             dtype: of its weights; float32 where not given.
             kernel: how attention is computed.
             places: where the weights are copied to.
-            step: of which checkpoint; None: the newest whole one, with a warning for each damaged.
+            step: of which checkpoint; None: the newest whole one, with a remark for each damaged.
 
         Raises:
             WorkhorseError: no run, no checkpoint, or one of another config.
@@ -209,11 +241,14 @@ class RunDirectory:
             if step not in store.steps():
                 raise WorkhorseError(f"no checkpoint of step {step}; there are {store.steps()}")
             return store.load_model(step)
-        for found in store.steps():
-            try:
-                return store.load_model(found)
-            except DamagedCheckpoint as damaged:
-                warnings.warn(f"skipping {damaged.path}: {damaged.reason}", stacklevel=3)
+        if (found := store.newest_model(self.remarks.append)) is not None:
+            return found
+        if steps := store.steps():
+            reason = "; ".join(self.remarks)
+            raise WorkhorseError(
+                f"{self.path} has no whole checkpoint of {len(steps)} ({reason}); "
+                "put their files back from a copy"
+            )
         raise WorkhorseError(f"{self.path} has no whole checkpoint; train it with --resume")
 
     def _check_is_run(self) -> None:

@@ -13,10 +13,11 @@ was whole when it was written, and the manifest tells whether it still is.
 import hashlib
 import json
 import re
+import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -34,6 +35,8 @@ MANIFEST = "manifest.json"
 TEMPORARY = ".tmp-"
 MANIFEST_BYTES = 10_000
 """More than any manifest has."""
+
+Found = TypeVar("Found")
 
 
 class DamagedCheckpoint(WorkhorseError):
@@ -89,6 +92,10 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint, then remove the oldest beyond `keep`.
 
+        This one and older ones are counted. Newer ones, which a run that went back left behind
+        because they were damaged, stay until their step comes again: what is whole in them is not
+        lost, and they displace nothing.
+
         Args:
             step: training steps done.
             model: weights by parameter name; a shared one once.
@@ -111,22 +118,52 @@ class CheckpointStore:
         except (OSError, SafetensorError) as error:
             self._give_up(temporary)
             raise WorkhorseError(self._failure(final, error)) from error
-        for old in self.steps()[self.keep :]:
+        for old in [found for found in self.steps() if found <= step][self.keep :]:
             self._discard(self.path(old))
         return final
 
     def newest(self, on_skip: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
         """The newest whole checkpoint, for a run that goes on; None if there is none.
 
-        Also removes what an interrupted save left.
-
         Args:
             on_skip: told, in one line each, which newer ones are damaged and how.
         """
-        self.clean()
+        return self._newest(self.load, on_skip)
+
+    def newest_state(
+        self, on_skip: Callable[[str], None] = lambda line: None
+    ) -> tuple[int, dict[str, Any]] | None:
+        """The step and the state of the newest whole checkpoint, its tensors checked but not read.
+
+        Args:
+            on_skip: as in `newest`.
+        """
+
+        def state(step: int) -> tuple[int, dict[str, Any]]:
+            self.check(step)
+            return step, self._state(step)
+
+        return self._newest(state, on_skip)
+
+    def newest_model(
+        self, on_skip: Callable[[str], None] = lambda line: None
+    ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The newest whole weights and their state, see `load_model`; None if there are none."""
+        return self._newest(self.load_model, on_skip)
+
+    def newest_weights(self) -> int | None:
+        """The newest step whose weights are whole, whatever became of its optimizer."""
+
+        def checked(step: int) -> int:
+            self.check(step, (MODEL, STATE))
+            return step
+
+        return self._newest(checked, lambda line: None)
+
+    def _newest(self, read: Callable[[int], Found], on_skip: Callable[[str], None]) -> Found | None:
         for step in self.steps():
             try:
-                return self.load(step)
+                return read(step)
             except DamagedCheckpoint as damaged:
                 on_skip(f"skipping {damaged.path}: {damaged.reason}")
         return None
@@ -143,7 +180,7 @@ class CheckpointStore:
             step=step,
             model=load_file(path / MODEL),
             optimizer=load_file(path / OPTIMIZER),
-            state=json.loads((path / STATE).read_text(encoding="utf-8")),
+            state=self._state(step),
         )
 
     def load_model(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
@@ -153,8 +190,19 @@ class CheckpointStore:
             DamagedCheckpoint: a missing, shortened or changed file.
         """
         self.check(step, (MODEL, STATE))
-        path = self.path(step)
-        return load_file(path / MODEL), json.loads((path / STATE).read_text(encoding="utf-8"))
+        return load_file(self.path(step) / MODEL), self._state(step)
+
+    def state(self, step: int) -> dict[str, Any]:
+        """Read and check the state of one checkpoint.
+
+        Raises:
+            DamagedCheckpoint: a missing, shortened or changed file.
+        """
+        self.check(step, (STATE,))
+        return self._state(step)
+
+    def _state(self, step: int) -> dict[str, Any]:
+        return json.loads((self.path(step) / STATE).read_text(encoding="utf-8"))
 
     def check(self, step: int, names: tuple[str, ...] = (MODEL, OPTIMIZER, STATE)) -> None:
         """Compare the named files with the manifest, byte for byte.
@@ -167,6 +215,8 @@ class CheckpointStore:
         for name in names:
             file, expected = path / name, listed[name]
             try:
+                if not stat.S_ISREG(file.stat().st_mode):
+                    raise DamagedCheckpoint(path, f"{name} is no file")
                 if file.stat().st_size != expected["bytes"]:
                     reason = f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}"
                     raise DamagedCheckpoint(path, reason)
@@ -204,6 +254,8 @@ class CheckpointStore:
     def _manifest(self, step: int) -> dict[str, Any]:
         """What the manifest lists, if it is byte for byte as `save` writes it."""
         path = self.path(step)
+        if (path / MANIFEST).exists() and not (path / MANIFEST).is_file():
+            raise DamagedCheckpoint(path, f"{MANIFEST} is no file")
         try:
             text = read_text(path / MANIFEST, limit=MANIFEST_BYTES)
             manifest = json.loads(text)

@@ -5,6 +5,7 @@ import codecs
 import functools
 import gzip
 import io
+import os
 import shutil
 import sys
 import tempfile
@@ -43,12 +44,23 @@ def source_files(path: Path, suffixes: tuple[str, ...]) -> list[Path]:
 
 
 def visible_files(folder: Path, glob: str) -> list[Path]:
-    """The files of a folder that match a pattern, in the order of their paths, none hidden."""
+    """The files of a folder that match a pattern, in the order of their paths, none hidden.
+
+    Raises:
+        WorkhorseError: no folder, no pattern, or a folder on the way that cannot be read: the
+            pattern would pass over what is in it.
+    """
     if not folder.is_dir():
         remedy = "use kind: text for one file" if folder.exists() else "check the path"
         raise WorkhorseError(f"{folder} is not a folder; {remedy}")
     try:
         matches = list(folder.glob(glob))
+        for searched in _searched(folder, glob):
+            if not os.access(searched, os.R_OK | os.X_OK):
+                raise WorkhorseError(
+                    f"cannot read the folder {searched}; give yourself the right to, or leave it "
+                    "out by the pattern (glob)"
+                )
     except (ValueError, IndexError, NotImplementedError, RecursionError) as error:
         raise WorkhorseError(f"glob={shown(glob)} is not a pattern: {error}") from None
     relative = sorted((match.relative_to(folder).as_posix(), match) for match in matches)
@@ -57,6 +69,17 @@ def visible_files(folder: Path, glob: str) -> list[Path]:
         for name, file in relative
         if file.is_file() and not any(part.startswith(".") for part in name.split("/"))
     ]
+
+
+def _searched(folder: Path, glob: str) -> Iterator[Path]:
+    """The visible folders whose files a pattern asks for: each of its beginnings matches some."""
+    yield folder
+    parts = glob.split("/")
+    for depth in range(1, len(parts)):
+        for match in folder.glob("/".join(parts[:depth])):
+            hidden = any(part.startswith(".") for part in match.relative_to(folder).parts)
+            if match.is_dir() and not match.is_symlink() and not hidden:
+                yield match
 
 
 def existing_file(path: Path) -> Path:

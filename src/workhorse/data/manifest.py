@@ -119,7 +119,8 @@ def write_array(path: Path, array: np.ndarray) -> str:
 def write_atomically(path: Path, content: bytes | memoryview) -> None:
     """Write a file under another name, sync it, rename it: it is whole or it is not there."""
     temporary = path.with_name(path.name + ".tmp")
-    with temporary.open("wb") as file:
+    temporary.unlink(missing_ok=True)  # a link by that name is not followed
+    with temporary.open("xb") as file:
         file.write(content)
         file.flush()
         os.fsync(file.fileno())

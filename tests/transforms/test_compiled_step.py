@@ -43,6 +43,17 @@ LOCAL_AND_GLOBAL = DecoderConfig.from_dict(
 
 
 @pytest.fixture(scope="module")
+def _compiler() -> None:
+    """What PyTorch itself compiles with."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Programs of this module, compiled once."""
     return tmp_path_factory.mktemp("programs")
@@ -87,6 +98,7 @@ def logits_along(decoder: Decoder, tokens: Tensor) -> list[Tensor]:
     return logits
 
 
+@pytest.mark.usefixtures("_compiler")
 def test_one_program_serves_all_lengths_capacities_and_weights(
     folder: Path, compilations: list[int]
 ) -> None:
@@ -100,6 +112,7 @@ def test_one_program_serves_all_lengths_capacities_and_weights(
     assert len(compilations) <= 1
 
 
+@pytest.mark.usefixtures("_compiler")
 def test_greedy_texts_of_any_number_of_rows_are_the_same(
     folder: Path, compilations: list[int]
 ) -> None:
@@ -110,6 +123,7 @@ def test_greedy_texts_of_any_number_of_rows_are_the_same(
     assert len(compilations) <= 1
 
 
+@pytest.mark.usefixtures("_compiler")
 def test_guesses_are_checked_by_one_program_whatever_their_number(
     folder: Path, compilations: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -128,6 +142,7 @@ def test_guesses_are_checked_by_one_program_whatever_their_number(
     assert len(compilations) <= 2  # and one for a single token
 
 
+@pytest.mark.usefixtures("_compiler")
 def test_a_kept_program_is_read_and_a_damaged_one_is_made_again(
     folder: Path, compilations: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -149,6 +164,7 @@ def test_a_kept_program_is_read_and_a_damaged_one_is_made_again(
     assert "is made again" in caplog.text
 
 
+@pytest.mark.usefixtures("_compiler")
 def test_a_folder_that_cannot_be_written_costs_only_the_keeping(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

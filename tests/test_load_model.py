@@ -1,5 +1,6 @@
 """`workhorse.load` and the model it gives."""
 
+import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -231,3 +232,19 @@ def test_what_is_copied_of_a_directory_must_fit_and_what_is_mapped_need_not(
         check_stored(stored, torch.device("cpu"), None, mapped=True, codes_per_byte=2)
     with pytest.raises(WorkhorseError, match="half with its weights in bfloat16 needs"):
         check_stored(stored, torch.device("cpu"), None, mapped=False, codes_per_byte=None)
+
+
+def test_a_run_that_began_with_a_chat_model_knows_how_to_chat(run_folder: Path) -> None:
+    (run_folder / "tokenizer" / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    assert not workhorse.load(run_folder).trained_to_chat  # its tokenizer is somebody else's
+    recipe = run_folder / "recipe.yaml"
+    recipe.write_text(recipe.read_text() + "init: some/chat-model\n")
+    assert workhorse.load(run_folder).trained_to_chat
+
+
+def test_a_chat_stops_where_the_model_does(run_folder: Path) -> None:
+    loaded = workhorse.load(run_folder)
+    free = next(iter(loaded.chat(seed=1, max_new_tokens=5).reply("a")))
+    stopping = dataclasses.replace(loaded, stop_tokens=(free.token,))
+    deltas = list(stopping.chat(seed=1, max_new_tokens=5).reply("a"))
+    assert [delta.finish_reason for delta in deltas] == ["eos"]

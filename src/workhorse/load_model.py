@@ -25,11 +25,17 @@ from workhorse.data import Beginning, DataConfig, beginning
 from workhorse.devices import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.generate import Completion, Delta, GenerationConfig, PrefixCache, generate, stream
+from workhorse.generate.conversation import (
+    ChatFormat,
+    Conversation,
+    TemplateFormat,
+    TranscriptFormat,
+)
 from workhorse.models import preset, preset_names
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
-from workhorse.tokenizers import BytesConfig, Tokenizer, train_tokenizer
+from workhorse.tokenizers import BytesConfig, ChatTemplate, Tokenizer, train_tokenizer
 from workhorse.transforms.codes import FORMATS, FormatName
 from workhorse.transforms.inference import prepare_for_inference
 from workhorse.transforms.quantize import place_codes
@@ -55,7 +61,8 @@ class Model:
     stop_tokens: tuple[int, ...] = ()
     """What ends a text; empty: the tokenizer's eos."""
     trained_to_chat: bool = False
-    """Whether it knows its tokenizer's chat template; what was trained on plain text does not."""
+    """Whether it knows its tokenizer's chat template: a run does if it began with a model whose
+    tokenizer has one, and does not if it began with fresh weights."""
     family: Family | None = None
     """The model type of the Hugging Face directory or GGUF file it was loaded from."""
 
@@ -165,6 +172,39 @@ class Model:
             tokenizer=self.tokenizer,
             draft=self.guesser(draft),
             prefix=prefix,
+        )
+
+    def chat(
+        self,
+        config: GenerationConfig | None = None,
+        *,
+        system: str = "",
+        draft: "Model | None" = None,
+        **options: Any,
+    ) -> Conversation:
+        """A conversation, in the form of its chat template if it was trained to chat.
+
+        One that was not continues a written dialogue.
+
+        Args:
+            config: how replies are chosen; or give `options`.
+            system: what the model is told beforehand.
+            draft: see `generate`.
+            options: the fields of `GenerationConfig`.
+
+        Raises:
+            WorkhorseError: there is no tokenizer, or its template cannot be used.
+        """
+        form: ChatFormat = TranscriptFormat(self.text, self.prefix)
+        if self.trained_to_chat:
+            form = TemplateFormat(ChatTemplate.of(self.text), self.text)
+        return Conversation(
+            self.decoder,
+            self.text,
+            form,
+            self._config(config, options),
+            system=system,
+            draft=self.guesser(draft),
         )
 
     def guesser(self, draft: "Model | None") -> Decoder | None:
@@ -283,7 +323,9 @@ def _with_text(stored: StoredModel, decoder: Decoder, tell: Callable[[str], obje
         trained=True,
         data=_data_of(stored) if is_run else None,
         stop_tokens=stored.stop_tokens,
-        trained_to_chat=not is_run and tokenizer is not None and bool(tokenizer.chat_template),
+        trained_to_chat=tokenizer is not None
+        and bool(tokenizer.chat_template)
+        and (not is_run or stored.recipe().get("init") is not None),
         family=stored.family if isinstance(stored, HuggingFaceDirectory | GgufFile) else None,
     )
 

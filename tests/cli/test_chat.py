@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from workhorse.cli.main import main
+from workhorse.cli.output import for_terminal
 
 
 @pytest.fixture
@@ -26,7 +27,7 @@ def test_each_line_gets_a_reply(run_folder, capsys, piped):
     replies = [json.loads(line) for line in out.splitlines()]
     assert len(replies) == 2
     assert all(0 < reply["tokens"] <= 5 for reply in replies)
-    assert err.count("was never trained to chat") == err.count("\n") == 1
+    assert err.count("was never trained to chat") == 1
     piped("ab\nc\n")
     out, _ = chat(capsys, str(run_folder), "--seed", "1", "--max-new-tokens", "5")
     assert out == "".join(reply["text"] + "\n" for reply in replies)
@@ -52,3 +53,74 @@ def test_a_message_that_does_not_fit_is_one_line(run_folder, capsys, piped):
     assert main(["chat", str(run_folder)]) == 2
     _, err = capsys.readouterr()
     assert "tokens and the context is 32" in err.splitlines()[-1]
+
+
+@pytest.fixture
+def typed(monkeypatch):
+    """A terminal at which somebody types these lines; an exception is raised in its turn."""
+
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    def type_lines(*lines: str | BaseException) -> None:
+        turns = iter((*lines, EOFError()))
+
+        def answer(_prompt: str = "") -> str:
+            turn = next(turns)
+            if isinstance(turn, BaseException):
+                raise turn
+            return turn
+
+        monkeypatch.setattr(sys, "stdin", Terminal())
+        monkeypatch.setattr("builtins.input", answer)
+
+    return type_lines
+
+
+def test_help_tells_the_commands_and_quit_ends(run_folder, capsys, piped):
+    piped("/help\n/quit\nnever read\n")
+    out, err = chat(capsys, str(run_folder))
+    assert out == ""
+    assert all(word in err for word in ("/reset", "/help", "/quit", "Ctrl-C"))
+
+
+def test_an_interrupt_ends_the_reply_and_not_the_chat(run_folder, capsys, typed, monkeypatch):
+    from workhorse.nn import Decoder
+
+    hidden, passes = Decoder.hidden, []
+
+    def interrupted(self, *arguments, **named):
+        passes.append(1)
+        if len(passes) == 3:
+            raise KeyboardInterrupt
+        return hidden(self, *arguments, **named)
+
+    monkeypatch.setattr(Decoder, "hidden", interrupted)
+    typed("ab", KeyboardInterrupt(), "c")
+    out, err = chat(capsys, str(run_folder), "--seed", "1", "--max-new-tokens", "5", "--json")
+    first, second = (json.loads(line) for line in out.splitlines())
+    assert first["finish_reason"] == "interrupted"
+    assert 0 < first["tokens"] < 5
+    assert second["tokens"] == 5
+    assert "/quit or Ctrl-D ends the chat" in err
+
+
+def test_a_message_too_long_does_not_end_a_chat_at_a_terminal(run_folder, capsys, typed):
+    typed("x" * 50, "ab")
+    out, err = chat(capsys, str(run_folder), "--seed", "1", "--max-new-tokens", "5", "--json")
+    assert len(out.splitlines()) == 1
+    assert "tokens and the context is 32" in err
+
+
+def test_what_the_model_no_longer_sees_is_told(run_folder, capsys, piped):
+    piped("one\ntwo\n")
+    _, err = chat(capsys, str(run_folder), "--seed", "1", "--max-new-tokens", "8")
+    assert "the context is full; the model no longer sees the first 2 messages" in err
+
+
+def test_control_characters_reach_no_terminal(capsys, monkeypatch):
+    text = "a\x1b[2Jb\n\tc\x07\x7f\x9b"
+    assert for_terminal(text) == text  # through a pipe
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    assert for_terminal(text) == "a␛[2Jb\n\tc␇␡�"

@@ -123,7 +123,7 @@ def test_a_preset_says_that_its_weights_are_random(capsys, monkeypatch):
         (["--prompt", "a", "--stream", "--json"], "--stream shows one text"),
         (
             ["--prompt", "a", "--stream", "--batch-size", "2"],
-            "leave out --json, --samples, --batch",
+            "leave out --json, --n-samples, --batch",
         ),
         (
             ["--prompt", "a", "--logit-bias", "5=1", "--logit-bias", "5=2"],
@@ -146,7 +146,7 @@ def test_wrong_usage_is_one_line(run_folder, capsys, arguments, message):
     [
         ("gpt3", "there is no folder, hub id or preset 'gpt3'; did you mean 'gpt"),
         (".", "is not a run directory"),
-        ("texts/a.txt", "texts/a.txt is a file; give the folder of the model"),
+        ("texts/a.txt", "texts/a.txt is a file; give the folder of its model"),
     ],
 )
 def test_a_wrong_model_is_one_line(run_folder, capsys, monkeypatch, model, message):

@@ -167,3 +167,71 @@ def test_a_dialogue_s_reply_ends_where_the_user_would_speak(decoder, tokenizer):
     sooner = TranscriptFormat(tokenizer, stop=(free[3:5],))
     reply, _ = say(Conversation(decoder, tokenizer, sooner, config), "hi")
     assert reply == free[: free.index(free[3:5])]
+
+
+def test_tokens_that_the_model_stops_at_end_a_reply_too(decoder, tokenizer):
+    form = TemplateFormat(ChatTemplate(), tokenizer)
+    whole = Conversation(decoder, tokenizer, form, CONFIG)
+    _, tokens = say(whole, "hello")
+    config = CONFIG.replace(stop_tokens=(tokens[3],))
+    _, cut = say(Conversation(decoder, tokenizer, form, config), "hello")
+    assert cut == tokens[: tokens.index(tokens[3]) + 1]
+    # And the template's own still do.
+    bias = dict.fromkeys(range(tokenizer.vocab_size), -100.0)
+    config = config.replace(logit_bias=bias | {form.stop_tokens[0]: 100.0})
+    assert len(say(Conversation(decoder, tokenizer, form, config), "hello")[1]) == 1
+
+
+def test_a_short_context_still_remembers(decoder, tokenizer):
+    """Replies of up to 128 tokens in a context of 128."""
+    form = TemplateFormat(ChatTemplate(), tokenizer)
+    config = GenerationConfig(seed=1, max_new_tokens=128, stop_tokens=tuple(range(128)))
+    conversation = Conversation(decoder, tokenizer, form, config)
+    for message, forgotten in (("first", 0), ("second", 0), ("x" * 60, 0), ("y" * 60, 6)):
+        say(conversation, message)
+        assert conversation.forgotten == forgotten, message
+
+
+@pytest.mark.parametrize("leave", ["close", "interrupt"])
+def test_a_reply_that_is_cut_short_is_remembered_as_far_as_it_went(
+    decoder, tokenizer, monkeypatch, leave
+):
+    form = TemplateFormat(ChatTemplate(), tokenizer)
+    plain = {token: -100.0 for token in range(tokenizer.vocab_size) if not 32 <= token < 127}
+    config = CONFIG.replace(logit_bias=plain)
+    conversation = Conversation(decoder, tokenizer, form, config)
+    reply = conversation.reply("hello")
+    said = next(reply).text + next(reply).text
+    if leave == "close":
+        reply.close()
+    else:
+
+        def interrupted(*_, **__):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patched:
+            patched.setattr(decoder, "hidden", interrupted)
+            with pytest.raises(KeyboardInterrupt):
+                next(reply)
+    asked = {"role": "user", "content": "hello"}
+    assert conversation.messages == [asked, {"role": "assistant", "content": said}]
+    second, _ = say(conversation, "again")
+    prompt = form.encode(conversation.messages[:-1])
+    expected = generate(
+        decoder, [prompt], config.replace(stop_tokens=form.stop_tokens), tokenizer=tokenizer
+    )[0]
+    assert second == expected.text
+
+
+def test_an_interrupt_before_the_first_token_leaves_the_conversation_as_it_was(
+    decoder, tokenizer, monkeypatch
+):
+    conversation = Conversation(decoder, tokenizer, TranscriptFormat(tokenizer), CONFIG)
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decoder, "hidden", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        say(conversation, "hello")
+    assert conversation.messages == []

@@ -8,6 +8,7 @@ from torch.testing import assert_close
 
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, PrefixCache, generate, samplers, stream
+from workhorse.generate.batch import to_choose_from
 
 PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [10, 11, 12, 13, 14, 15, 16]]
 
@@ -335,3 +336,17 @@ def test_the_text_goes_on_from_its_prompt(make_decoder, letters):
     beams = GenerationConfig(beams=2, max_new_tokens=1)
     generate(make_decoder(), [[5, 1]], beams, tokenizer=tokenizer)
     assert tokenizer.after == (5, 1)
+
+
+def test_tokens_are_chosen_on_the_cpu_where_the_device_has_no_float64():
+    class OnMps(torch.Tensor):
+        device = torch.device("mps")
+
+        def cpu(self):
+            return self.as_subclass(torch.Tensor)
+
+    logits = torch.rand(2, 3)
+    assert to_choose_from(logits) is logits
+    moved = to_choose_from(logits.as_subclass(OnMps))
+    assert moved.device.type == "cpu"
+    assert torch.equal(moved, logits)

@@ -1,5 +1,6 @@
 """`workhorse chat`: talk with a model, in the terminal or through a pipe."""
 
+import contextlib
 import sys
 import time
 from collections.abc import Iterator
@@ -9,13 +10,18 @@ import click
 
 from workhorse.cli.loading import Running, compile_option, model_options, open_model
 from workhorse.cli.options import json_option
-from workhorse.cli.output import print_result
+from workhorse.cli.output import for_terminal, print_result, warn
 from workhorse.cli.sampling import draft_options, generation_config, sampling_options
 from workhorse.errors import WorkhorseError
 
 if TYPE_CHECKING:
-    from workhorse.generate.conversation import ChatFormat, Conversation
-    from workhorse.load_model import Model
+    from workhorse.generate.conversation import Conversation
+
+HELP = """\
+/reset     begin a new conversation
+/help      show this
+/quit      end (so does /exit, or Ctrl-D)
+Ctrl-C ends a reply. Anything else is a message to the model."""
 
 
 @click.command("chat")
@@ -35,77 +41,82 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Talk with MODEL: one line is one message, /reset begins anew, /exit or the end of input ends.
+    """Talk with MODEL: one line is one message, /help tells the commands, end of input ends.
 
     With --json each reply is a line of JSON. MODEL is a run directory, a Hugging Face directory or
-    hub id, a GGUF file, what else `convert` wrote, or a preset's name (random weights).
+    hub id, a GGUF file, what `convert` wrote, or a preset's name (random weights).
     """
-    from workhorse.generate.conversation import Conversation
-
     config = generation_config(**options)
     loaded = open_model(model, running, compiled=compiled)
-    guesser = None
-    if draft is not None:
-        guesser = loaded.guesser(open_model(draft, running, compiled=compiled))
-    form = _format(loaded)
-
-    def begin() -> Conversation:
-        return Conversation(loaded.decoder, loaded.text, form, config, system=system, draft=guesser)
-
-    conversation = begin()
-    for line in _lines():
-        if line == "/exit":
+    guesser = None if draft is None else open_model(draft, running, compiled=compiled)
+    conversation = loaded.chat(config, system=system, draft=guesser)
+    if not loaded.trained_to_chat:
+        warn(
+            f"{loaded.name} was never trained to chat; it continues a written dialogue of 'User:' "
+            "and 'Assistant:'"
+        )
+    for line in _lines(as_json):
+        if line in ("/quit", "/exit"):
             break
         if line == "/reset":
-            conversation = begin()
+            conversation = loaded.chat(config, system=system, draft=guesser)
+        elif line == "/help":
+            print(HELP, file=sys.stderr)
         elif line:
-            try:
-                _reply(conversation, line, as_json)
-            except WorkhorseError as error:
-                if not sys.stdin.isatty():
-                    raise
-                print(f"workhorse: {error}", file=sys.stderr)  # the next message may fit
+            _answer(conversation, line, as_json)
 
 
-def _format(model: "Model") -> "ChatFormat":
-    from workhorse.generate.conversation import TemplateFormat, TranscriptFormat
-    from workhorse.tokenizers import ChatTemplate
-
-    if model.trained_to_chat:
-        return TemplateFormat(ChatTemplate.of(model.text), model.text)
-    print(
-        f"warning: {model.name} was never trained to chat; it continues a written dialogue of "
-        "'User:' and 'Assistant:'",
-        file=sys.stderr,
-    )
-    return TranscriptFormat(model.text, model.prefix)
-
-
-def _lines() -> Iterator[str]:
+def _lines(as_json: bool) -> Iterator[str]:
     """What the user types, or what comes through the pipe."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin)
         return
+    with contextlib.suppress(ImportError):  # where there is one: history, and editing of the line
+        import readline  # noqa: F401
     while True:
         try:
-            yield input("> ").strip()
+            yield input("" if as_json else "> ").strip()
+        except KeyboardInterrupt:
+            print("\n(/quit or Ctrl-D ends the chat)", file=sys.stderr)
         except EOFError:
-            print()
+            print(file=sys.stderr)
             return
 
 
+def _answer(conversation: "Conversation", line: str, as_json: bool) -> None:
+    """Reply to a line. What goes wrong with one message ends no conversation at a terminal."""
+    known = conversation.forgotten
+    try:
+        _reply(conversation, line, as_json)
+    except WorkhorseError as error:
+        if not sys.stdin.isatty():
+            raise
+        print(f"workhorse: {error}", file=sys.stderr)  # the next message may fit
+    if conversation.forgotten > known:
+        warn(
+            f"the context is full; the model no longer sees the first {conversation.forgotten} "
+            "messages"
+        )
+
+
 def _reply(conversation: "Conversation", line: str, as_json: bool) -> None:
-    """Show the reply as it comes, or as one line of JSON."""
+    """Show the reply as it comes, or as one line of JSON; an interrupt at a terminal ends it."""
     started = time.perf_counter()
-    deltas = []
-    for delta in conversation.reply(line):
-        deltas.append(delta)
-        if not as_json:
-            print(delta.text, end="", flush=True)
+    deltas, reason = [], None
+    try:
+        for delta in conversation.reply(line):
+            deltas.append(delta)
+            if not as_json:
+                print(for_terminal(delta.text), end="", flush=True)
+        reason = deltas[-1].finish_reason
+    except KeyboardInterrupt:
+        if not sys.stdin.isatty():
+            raise
+        reason = "interrupted"
     result = {
         "text": "".join(delta.text for delta in deltas),
         "tokens": len(deltas),
-        "finish_reason": deltas[-1].finish_reason,
+        "finish_reason": reason,
         "tokens_per_second": len(deltas) / (time.perf_counter() - started),
     }
     print_result(result, as_json, text="")

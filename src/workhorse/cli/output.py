@@ -96,6 +96,22 @@ def print_result(result: Mapping[str, Any], as_json: bool, text: str) -> None:
     print(json.dumps(_plain(result), ensure_ascii=not exact) if as_json else text)
 
 
+def for_terminal(text: str) -> str:
+    """A model's text as it can be printed: on a terminal its control characters are made visible.
+
+    Printed as they are they would move the cursor, change colours or the window's title. Through a
+    pipe every character goes as it is.
+    """
+    if not sys.stdout.isatty():
+        return text
+    return text.translate(_VISIBLE)
+
+
+_VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
+_VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
+"""The pictures that Unicode has of C0 and of DEL; C1 has none."""
+
+
 def warn(note: str) -> None:
     """Say on stderr what must not go unnoticed."""
     print(f"warning: {one_line(note)}", file=sys.stderr)

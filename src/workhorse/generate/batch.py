@@ -67,6 +67,11 @@ class PrefixCache:
         self._cache, self._tokens = cache, tuple(tokens)
 
 
+def to_choose_from(logits: Tensor) -> Tensor:
+    """Logits on the device where tokens are chosen: not on MPS, which has no float64."""
+    return logits.cpu() if logits.device.type == "mps" else logits
+
+
 class RowBatch:
     """Rows of tokens, the cache that has consumed them, and the logits after them.
 
@@ -145,7 +150,7 @@ class RowBatch:
         self._room = [self._room[row] for row in index]
         where = torch.tensor(index, device=self._device)
         self.cache.select_rows(where)
-        self.logits = self.logits[where]
+        self.logits = self.logits[where.to(self.logits.device)]
         self._leave_no_gap()
 
     @torch.no_grad()
@@ -173,12 +178,14 @@ class RowBatch:
     def _consume(self, tokens: Tensor, positions: Tensor | None, last: int) -> Tensor:
         """Logits of the last columns, `(batch, last, vocab)`."""
         if last == 1:
-            self.logits = self._decoder.next_logits(tokens, positions=positions, cache=self.cache)
+            logits = self._decoder.next_logits(tokens, positions=positions, cache=self.cache)
+            self.logits = to_choose_from(logits)
             return self.logits[:, None]
         if last == tokens.shape[1]:
             logits = self._decoder(tokens, positions=positions, cache=self.cache)
         else:
             x = self._decoder.hidden(tokens, positions=positions, cache=self.cache)
             logits = self._decoder.unembed(x[:, -last:])
+        logits = to_choose_from(logits)
         self.logits = logits[:, -1]
         return logits

@@ -13,6 +13,8 @@ from workhorse.tokenizers import ChatTemplate, Tokenizer
 
 Message = dict[str, str]
 """`role` (system, user or assistant) and `content`."""
+REPLY_SHARE = 4
+"""A reply is sure of `max_new_tokens`, but of no more than the context divided by this."""
 
 
 class ChatFormat(Protocol):
@@ -76,19 +78,19 @@ class Conversation:
     A turn reads only what follows the tokens it shares with the turn before: where a template shows
     earlier replies otherwise, or their text encodes to other tokens than were generated, it reads
     from there on. When the context is full, the oldest exchanges are forgotten; the system message
-    stays.
+    stays. A reply that is interrupted or closed is remembered as far as it went.
 
     Args:
         decoder: the model.
         tokenizer: its own.
         format: how messages become prompts.
-        config: how replies are chosen; its `stop` is added to the format's, and its `stop_tokens`,
-            if given, replace the format's.
+        config: how replies are chosen; its `stop` and `stop_tokens` are added to the format's.
         system: the system message, if any.
         draft: guesses tokens, see `workhorse.generate.generate`.
 
     Attributes:
         messages: all of them so far, also those the model no longer sees.
+        forgotten: how many of them the last reply was made without.
     """
 
     def __init__(
@@ -105,10 +107,13 @@ class Conversation:
         self._draft = draft
         self._tokenizer = tokenizer
         self._format = format
-        stop_tokens = format.stop_tokens if config.stop_tokens is None else config.stop_tokens
-        self._config = config.replace(stop=config.stop + format.stop, stop_tokens=stop_tokens)
+        stop_tokens = dict.fromkeys((*format.stop_tokens, *(config.stop_tokens or ())))
+        self._config = config.replace(
+            stop=config.stop + format.stop, stop_tokens=tuple(stop_tokens)
+        )
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self.messages = list(self._system)
+        self.forgotten = 0
         self._prefix = PrefixCache()
 
     def reply(self, text: str) -> Iterator[Delta]:
@@ -128,17 +133,27 @@ class Conversation:
             prefix=self._prefix,
         )
         answer = ""
-        for delta in deltas:
-            answer += delta.text
-            yield delta
+        try:
+            for delta in deltas:
+                answer += delta.text
+                yield delta
+        except (KeyboardInterrupt, GeneratorExit):
+            if answer:
+                self._remember(asked, answer)
+            raise
+        self._remember(asked, answer)
+
+    def _remember(self, asked: Message, answer: str) -> None:
         self.messages += [asked, {"role": "assistant", "content": answer}]
 
     def _prompt(self, messages: Sequence[Message]) -> list[int]:
         """The newest messages that leave room for a reply; at least the last one."""
         recent = list(messages[len(self._system) :])
-        room = self._decoder.max_seq_len + 1 - self._config.max_new_tokens
+        context = self._decoder.max_seq_len
+        room = context + 1 - min(self._config.max_new_tokens, context // REPLY_SHARE)
         tokens = self._format.encode([*self._system, *recent])
         while len(tokens) > room and len(recent) > 1:
             recent = recent[2:]
             tokens = self._format.encode([*self._system, *recent])
+        self.forgotten = len(messages) - len(self._system) - len(recent)
         return tokens

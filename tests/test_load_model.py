@@ -221,6 +221,7 @@ def test_what_is_copied_of_a_directory_must_fit_and_what_is_mapped_need_not(
     run_folder: Path, tmp_path: Path, free
 ) -> None:
     convert(run_folder, tmp_path / "half", "hf", dtype="bfloat16")
+    convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="bfloat16", tell=list)
     free(0)
     with pytest.raises(WorkhorseError, match="run with its weights in float32 needs"):
         workhorse.load(run_folder, device="cpu")
@@ -232,6 +233,8 @@ def test_what_is_copied_of_a_directory_must_fit_and_what_is_mapped_need_not(
         check_stored(stored, torch.device("cpu"), None, mapped=True, codes_per_byte=2)
     with pytest.raises(WorkhorseError, match="half with its weights in bfloat16 needs"):
         check_stored(stored, torch.device("cpu"), None, mapped=False, codes_per_byte=None)
+    with pytest.raises(WorkhorseError, match=r"m\.gguf with its weights in float32 needs"):
+        workhorse.load(tmp_path / "m.gguf", device="cpu", dtype="float32")
 
 
 def test_a_run_that_began_with_a_chat_model_knows_how_to_chat(run_folder: Path) -> None:

@@ -1,14 +1,14 @@
 """`describe_model`: what a model is, from what is written about it. No weights are read."""
 
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 from workhorse.checkpoints import RunDirectory
+from workhorse.checkpoints.gguf.read import GgufFile
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
+from workhorse.checkpoints.on_disk import weight_files, weights_on_disk
 from workhorse.checkpoints.stored import StoredModel, is_hub_id, open_stored
-from workhorse.checkpoints.tensor_folder import TensorFolder
 from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
 from workhorse.models import find_preset, preset_names
@@ -48,13 +48,11 @@ def describe_model(
     if isinstance(stored, HuggingFaceDirectory):
         found["exports_as"] = stored.family.architecture
     found |= {"step": None, "weights": None, "notes": list(stored.remarks)}
-    folder = stored.path
     if isinstance(stored, RunDirectory):
-        store = stored.store()
-        found["step"] = next(iter(store.steps()), None)
-        folder = store.path(found["step"] or 0)
-    if any(folder.glob("*.safetensors")):
-        found["weights"] = _weights(folder)
+        found["step"] = next(iter(stored.store().steps()), None)
+    if weight_files(stored):
+        types = {name: held.bytes for name, held in weights_on_disk(stored).items()}
+        found["weights"] = {"bytes": sum(types.values()), "types": types}
     found["tokenizer"] = _tokenizer(stored)
     return found | {"stored": list(_sentences(found)), "config": config.to_dict()}
 
@@ -64,18 +62,7 @@ def _kind(stored: StoredModel) -> str:
         return "run directory"
     if isinstance(stored, HuggingFaceDirectory):
         return f"Hugging Face directory, model type {stored.family.model_type}"
-    return "folder of workhorse convert"
-
-
-def _weights(folder: Path) -> dict[str, Any]:
-    tensors = TensorFolder(folder)
-    types = Counter[str]()
-    for name, dtype in tensors.dtypes.items():
-        numbers = 1
-        for size in tensors.shapes[name]:
-            numbers *= size
-        types[str(dtype).removeprefix("torch.")] += numbers * dtype.itemsize
-    return {"bytes": types.total(), "types": dict(types.most_common())}
+    return "GGUF file" if isinstance(stored, GgufFile) else "folder of workhorse convert"
 
 
 def _tokenizer(stored: StoredModel) -> dict[str, Any] | None:

@@ -134,6 +134,16 @@ def test_show_of_what_convert_wrote(
     assert "# Tokenizer: cannot be read: " in printed(capsys, "show", str(tmp_path / "hf"))
 
 
+def test_show_of_a_gguf_file(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="float16", tell=list)
+    out = printed(capsys, "show", str(tmp_path / "m.gguf"))
+    assert "# Stored as: GGUF file.\n# Weights: 0.0 MiB in float16 and float32.\n" in out
+    assert "# Tokenizer: 260 tokens" in out
+    assert DecoderConfig.from_yaml(out).n_layers == 1
+
+
 def test_show_reads_no_weights(run_folder: Path, tmp_path: Path) -> None:
     """Of a model on the hub they are not even there."""
     convert(run_folder, tmp_path / "hf", "hf")

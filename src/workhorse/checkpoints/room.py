@@ -1,12 +1,10 @@
 """Whether a model's weights fit into memory, before they are read."""
 
-import math
-
 import torch
 
+from workhorse.checkpoints.on_disk import Held, usual_dtype, weight_files, weights_on_disk
 from workhorse.checkpoints.run_directory import RunDirectory
 from workhorse.checkpoints.stored import StoredModel
-from workhorse.checkpoints.tensor_folder import TensorFolder
 from workhorse.memory import available, check_fits
 from workhorse.models.parameters import count_parameters
 from workhorse.nn import DecoderConfig
@@ -49,24 +47,17 @@ def check_stored(
     Raises:
         WorkhorseError: they do not.
     """
-    folder = stored.path
-    if isinstance(stored, RunDirectory):
-        store = stored.store()
-        folder, mapped = store.path(next(iter(store.steps()), 0)), False
-    on_disk = sum(file.stat().st_size for file in folder.glob("*.safetensors"))
+    size = sum(file.stat().st_size for file in weight_files(stored))
     free = available(device)
-    if free is None or NARROWEST * on_disk <= free:  # most are so small that nothing is counted
+    if free is None or NARROWEST * size <= free:  # most are so small that nothing is counted
         return
-    tensors = TensorFolder(folder)
-    numbers = {name: math.prod(shape) for name, shape in tensors.shapes.items()}
-    largest = max(numbers, key=lambda name: numbers[name])
-    dtype = dtype or tensors.dtypes[largest]
+    dtype = dtype or usual_dtype(stored)
     total = count_parameters(stored.config)["total"]
     if codes_per_byte:
         check_fits(total // codes_per_byte, device, f"{stored.path}, quantised,", NARROWER)
         return
-    if mapped and device.type == "cpu":
-        total -= sum(n for name, n in numbers.items() if tensors.dtypes[name] == dtype)
+    if mapped and device.type == "cpu" and not isinstance(stored, RunDirectory):
+        total -= weights_on_disk(stored).get(_name(dtype), Held(0, 0)).numbers
     what = f"{stored.path} with its weights in {_name(dtype)}"
     check_fits(max(total, 0) * dtype.itemsize, device, what, NARROWER)
 

@@ -45,7 +45,8 @@ def list_presets(text: str, as_json: bool) -> None:
 def show_model(model: str, as_json: bool) -> None:
     """Show MODEL: its config as YAML, parameters by component, where it is from, its tokenizer.
 
-    MODEL is a preset, a run directory, a Hugging Face directory or hub id, or what convert wrote.
+    MODEL is a preset, a run directory, a Hugging Face directory or hub id, a GGUF file, or a folder
+    that convert wrote.
     Everything but the config is a comment, so that the output is a config file.
     """
     from workhorse.describe_model import describe_model

@@ -4,7 +4,7 @@ Of the architectures and types that we write, whoever wrote the file. The weight
 are read one at a time; Q8_0 becomes float32.
 """
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +27,7 @@ from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
 from workhorse.untrusted import open_contained, read_gguf_header, shown
+from workhorse.untrusted.gguf_file import StoredTensor
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -74,6 +75,11 @@ class GgufFile:
     def is_one(path: Path) -> bool:
         """Whether a path looks like one."""
         return path.is_file() and path.suffix == SUFFIX
+
+    @property
+    def tensors(self) -> Collection[StoredTensor]:
+        """Where each tensor lies, and what of."""
+        return self._header.tensors.values()
 
     def _said(self) -> FileOfArchitecture:
         start = f"{self._architecture.name}."

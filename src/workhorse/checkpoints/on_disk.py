@@ -1,0 +1,71 @@
+"""What the weights of a stored model are in its files, by type, from the files' headers."""
+
+import math
+from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from workhorse.checkpoints.gguf.read import GgufFile
+from workhorse.checkpoints.huggingface import HuggingFaceDirectory
+from workhorse.checkpoints.run_directory import RunDirectory
+from workhorse.checkpoints.stored import StoredModel
+from workhorse.checkpoints.tensor_folder import TensorFolder
+
+GGUF_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "q8_0"}
+
+
+class Held(NamedTuple):
+    """What is stored of one type."""
+
+    numbers: int
+    bytes: int
+
+
+def weight_files(stored: StoredModel) -> list[Path]:
+    """The files with the weights; of a run, those of its newest checkpoint. None may be there."""
+    if isinstance(stored, GgufFile):
+        return [stored.path]
+    return sorted(_folder(stored).glob("*.safetensors"))
+
+
+def weights_on_disk(stored: StoredModel) -> dict[str, Held]:
+    """Numbers and bytes of each type, by its name, the most bytes first.
+
+    Raises:
+        WorkhorseError: a header is damaged.
+    """
+    found: dict[str, Held] = defaultdict(lambda: Held(0, 0))
+    for kind, numbers, size in _tensors(stored):
+        found[kind] = Held(found[kind].numbers + numbers, found[kind].bytes + size)
+    return dict(sorted(found.items(), key=lambda item: -item[1].bytes))
+
+
+def usual_dtype(stored: StoredModel) -> torch.dtype:
+    """The type that a model's weights get where none is asked for."""
+    if isinstance(stored, HuggingFaceDirectory):
+        return stored.dtype
+    first = next(iter(weights_on_disk(stored)), "float32")
+    return torch.float32 if first == "q8_0" else getattr(torch, first)
+
+
+def _tensors(stored: StoredModel) -> list[tuple[str, int, int]]:
+    if isinstance(stored, GgufFile):
+        return [
+            (GGUF_NAMES[one.kind], math.prod(one.shape), one.end - one.begin)
+            for one in stored.tensors
+        ]
+    folder = TensorFolder(_folder(stored))
+    found: list[tuple[str, int, int]] = []
+    for name, dtype in folder.dtypes.items():
+        numbers = math.prod(folder.shapes[name])
+        found.append((str(dtype).removeprefix("torch."), numbers, numbers * dtype.itemsize))
+    return found
+
+
+def _folder(stored: StoredModel) -> Path:
+    if not isinstance(stored, RunDirectory):
+        return stored.path
+    store = stored.store()
+    return store.path(next(iter(store.steps()), 0))

@@ -251,3 +251,10 @@ def test_a_chat_stops_where_the_model_does(run_folder: Path) -> None:
     stopping = dataclasses.replace(loaded, stop_tokens=(free.token,))
     deltas = list(stopping.chat(seed=1, max_new_tokens=5).reply("a"))
     assert [delta.finish_reason for delta in deltas] == ["eos"]
+
+
+def test_a_gguf_file_must_fit(run_folder: Path, tmp_path: Path, free) -> None:
+    convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="q8_0", tell=list)
+    free(0)
+    with pytest.raises(WorkhorseError, match=r"m\.gguf with its weights in float32 needs"):
+        workhorse.load(tmp_path / "m.gguf", device="cpu")

@@ -88,7 +88,7 @@ class GgufFile:
             for key, value in self._header.keys.items()
             if key.startswith(start)
         }
-        shapes = {name: stored.shape for name, stored in self._header.tensors.items()}
+        shapes = dict(self.shapes)
         for name in (EMBEDDING, *FACTORS):
             if len(shapes.get(name, ())) != (2 if name == EMBEDDING else 1) and (
                 name in shapes or name == EMBEDDING
@@ -134,9 +134,7 @@ class GgufFile:
             ) from None
         parts = tensor_parts(self._architecture, plain)
         self._account(parts)
-        decoder = empty_decoder(
-            self.config, kernel, device, dtype or DTYPES.get(self._kind(EMBEDDING), torch.float32)
-        )
+        decoder = empty_decoder(self.config, kernel, device, dtype or self.dtypes[EMBEDDING])
         into = places(decoder)
         with torch.no_grad():
             for name, some in parts.items():
@@ -161,9 +159,6 @@ class GgufFile:
                     f"{self.path}: tensor {shown(name)} has shape {tensors[name].shape} where the "
                     f"keys make {fits}; they are not of one model"
                 )
-
-    def _kind(self, name: str) -> str:
-        return self._header.tensors[name].kind
 
     def _bytes(self, name: str) -> Tensor:
         stored = self._header.tensors[name]

@@ -203,7 +203,7 @@ def write_tensors(
     sized = [(math.prod(tensor[1]) * tensor[2].itemsize, tensor) for tensor in tensors]
     shards = _shards(sized, max_shard_bytes)
     try:
-        Disk().make_folder(folder)
+        folder.mkdir(parents=True, exist_ok=True)
         if others := [entry.name for entry in folder.iterdir() if ".safetensors" in entry.name]:
             raise WorkhorseError(f"{folder} holds {min(others)!r} already; choose another folder")
         if len(shards) == 1:

@@ -60,9 +60,11 @@ def test_what_is_chosen_by_the_cpu_follows_the_level(monkeypatch: pytest.MonkeyP
     assert training_dtype("auto", CPU) == torch.float32
     assert not training.attention_types()
     assert products.why_not(wait=False) == "the CPU has no matrix unit for bfloat16"
+    monkeypatch.setenv(SWITCH, "x86-64-v4")
+    assert training.attention_types() == {torch.float32}
     monkeypatch.setenv(SWITCH, "avx512-bf16")
     assert training_dtype("auto", CPU) == torch.bfloat16
-    assert training.attention_types() == {torch.float32}
+    assert training.attention_types() == {torch.float32, torch.bfloat16}
 
 
 @pytest.mark.parametrize(

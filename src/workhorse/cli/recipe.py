@@ -26,7 +26,8 @@ is a name of your choice. Any key can be set on the command line as well:
 `train.steps=500 model.blocks.main.attention.window=128`. `null`, where it is allowed, is what a
 meaning calls None. A default of `{}` stands for the defaults of the section that is linked. Where
 a place has several kinds, `kind` chooses among them; to choose another than the file does, give
-the whole mapping: `'train.optimizer={kind: adamw, learning_rate: 6e-4}'`.
+the whole mapping: `'train.optimizer={kind: adamw, learning_rate: 6e-4}'`. A kind whose other keys
+keep their defaults can be written as a word: `position: rope` is `position: {kind: rope}`.
 """
 
 

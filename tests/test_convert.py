@@ -147,8 +147,13 @@ def test_saving_loses_nothing(run_folder: Path, tmp_path: Path) -> None:
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
     with pytest.raises(WorkhorseError, match=r"takes a Decoder, not a Model; give its \.decoder"):
         workhorse.save(model, tmp_path / "other")  # pyright: ignore[reportArgumentType]
+    small = model.config.replace(vocab_size=200).build()
+    with pytest.raises(WorkhorseError, match="has 260 tokens and the decoder logits for 200"):
+        workhorse.save(small, tmp_path / "other", tokenizer=model.tokenizer)
 
     class Broken:
+        vocab_size = 1
+
         def save(self, folder: Path) -> None:
             raise OSError("the disk is gone")
 

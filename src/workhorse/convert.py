@@ -127,12 +127,19 @@ def save(
         stop_tokens: what ends a text, where that is not the tokenizer's eos.
 
     Raises:
-        WorkhorseError: the folder is taken or cannot be written, or weights are quantised.
+        WorkhorseError: the folder is taken or cannot be written, weights are quantised, or the
+            tokenizer has more tokens than the decoder.
     """
     if not isinstance(decoder, Decoder):
         raise WorkhorseError(
             f"save takes a Decoder, not a {type(decoder).__name__}; give its .decoder, or convert "
             "the model"
+        )
+    vocabulary = decoder.config.vocab_size
+    if tokenizer is not None and tokenizer.vocab_size > vocabulary:
+        raise WorkhorseError(
+            f"the tokenizer has {tokenizer.vocab_size} tokens and the decoder logits for "
+            f"{vocabulary}; give the tokenizer that it was trained with"
         )
     folder = Path(folder)
     write_model(folder, decoder, tokenizer=tokenizer, stop_tokens=tuple(stop_tokens))

@@ -172,6 +172,13 @@ def test_the_reported_loss_is_without_the_balance_loss(mixed: Decoder, batch: Ba
     assert not all(map(torch.equal, learned_gradients(mixed), before))
 
 
+def decide(decoder: Decoder) -> None:
+    """Every token chooses by itself, and not by a hair."""
+    with torch.no_grad():
+        for router in routers(decoder):
+            router.proj.weight.normal_()
+
+
 def balance_gradients(decoder: Decoder, batch: Batch, rows: int) -> list[torch.Tensor]:
     """Of the balance loss alone, with a weight that lets nothing hide behind the cross-entropy."""
     decoder.zero_grad()
@@ -186,7 +193,7 @@ def balance_gradients(decoder: Decoder, batch: Batch, rows: int) -> list[torch.T
 def test_the_gradient_does_not_depend_on_the_micro_batches(
     mixed: Decoder, batch: Batch, rows: int
 ) -> None:
-    collapse(mixed)
+    decide(mixed)
     whole = torch.cat([gradient.flatten() for gradient in balance_gradients(mixed, batch, 4)])
     split = torch.cat([gradient.flatten() for gradient in balance_gradients(mixed, batch, rows)])
     assert whole.norm() > 0.1
@@ -196,7 +203,7 @@ def test_the_gradient_does_not_depend_on_the_micro_batches(
 @pytest.mark.parametrize("packed", [False, True])
 def test_padding_does_not_enter_the_balance(mixed: Decoder, packed: bool) -> None:
     """Rows of five tokens give what they give with three positions of padding behind them."""
-    collapse(mixed)
+    decide(mixed)
     tokens, targets = torch.randint(11, (2, 3, 5))
     sources = torch.zeros(3, dtype=torch.int64)
     documents = torch.zeros_like(tokens) if packed else None

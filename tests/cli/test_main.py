@@ -212,7 +212,7 @@ def test_progress_on_a_terminal_is_a_bar_on_stderr(
 def test_help_tells_every_kind_of_model(verb: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main([verb, "--help"]) == 0
     told = " ".join(capsys.readouterr().out.split())
-    for kind in ("run directory", "Hugging Face directory or hub id", "folder that", "preset"):
+    for kind in ("run directory", "Hugging Face directory or hub id", "GGUF file", "preset"):
         assert kind in told
 
 

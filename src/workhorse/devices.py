@@ -86,7 +86,9 @@ def cache_folder() -> Path:
     if base:
         return Path(base) / "workhorse"
     home = Path(os.path.expanduser("~"))  # stays `~` in an account without
-    if not home.is_absolute():  # a folder that everybody writes to might hold others' programs
+    if not (
+        home.is_absolute() and os.environ.get("HOME", "unset")
+    ):  # a folder that everybody writes to might hold others' programs
         raise WorkhorseError(
             "this account has no home directory to keep compiled programs in; set XDG_CACHE_HOME"
         )

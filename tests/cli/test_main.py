@@ -14,7 +14,7 @@ import click
 import pytest
 
 import workhorse
-from workhorse.cli.main import VERBS, main
+from workhorse.cli.main import VERBS, as_text, main
 from workhorse.cli.options import json_option, runtime_options
 from workhorse.cli.output import ExitCode, print_result, progress
 from workhorse.errors import WorkhorseError
@@ -305,3 +305,30 @@ print_result({}, False, "\\u20ac")
     as_json, text = done.stdout.decode("ascii").splitlines()
     assert json.loads(as_json) == {"text": "\xe9\u20ac\U0001f600"}
     assert text == r"\u20ac"
+
+
+def test_arguments_are_utf_8_whatever_the_locale(
+    probe: Callable, capsys: pytest.CaptureFixture
+) -> None:
+    probe(raising(AssertionError("must not run")))
+    assert main(["probe", "a\udcff"]) == ExitCode.USAGE
+    assert r"'a\udcff' is not UTF-8" in one_line(capsys)
+    assert as_text(["é", os.fsdecode("é".encode())]) == ["é", "é"]
+
+
+@pytest.mark.parametrize(
+    ("error", "said"),
+    [
+        (UnicodeDecodeError("utf-8", b"a\xff", 1, 2, "invalid"), "not utf-8: bad byte at offset 1"),
+        (
+            UnicodeEncodeError("ascii", "é", 0, 1, "range"),
+            "ascii cannot name this file; set PYTHON",
+        ),
+    ],
+)
+def test_other_encodings_are_told(
+    probe: Callable, capsys: pytest.CaptureFixture, error: Exception, said: str
+) -> None:
+    probe(raising(error))
+    assert main(["probe"]) == ExitCode.USAGE
+    assert said in one_line(capsys)

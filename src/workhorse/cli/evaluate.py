@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from workhorse.cli.loading import Running, model_options, open_model
-from workhorse.cli.options import json_option
+from workhorse.cli.options import MOST_ROWS, json_option
 from workhorse.cli.output import print_result, progress
 
 if TYPE_CHECKING:
@@ -68,7 +68,7 @@ PER_TASK = ("versions", "n-shot")
 )
 @click.option(
     "--batch-size",
-    type=click.IntRange(min=1),
+    type=click.IntRange(1, MOST_ROWS),
     help="Windows or questions at once.  [default: as suits the device]",
 )
 @json_option

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from workhorse.cli.loading import Running, compile_option, model_options, open_model
-from workhorse.cli.options import json_option
+from workhorse.cli.options import MOST_ROWS, json_option
 from workhorse.cli.output import for_terminal, print_result
 from workhorse.cli.sampling import draft_options, generation_config, sampling_options
 
@@ -40,7 +40,9 @@ SHOWN_PROMPT = 40
 @click.option("--beams", type=int, help="Search for the likeliest text with so many hypotheses.")
 @click.option("--length-penalty", type=float, help="With --beams: more favours longer texts.")
 @click.option("--early-stopping", is_flag=True, default=None, help="With --beams: end sooner.")
-@click.option("--batch-size", type=click.IntRange(min=1), help="Rows at once.  [default: 32]")
+@click.option(
+    "--batch-size", type=click.IntRange(1, MOST_ROWS), help="Rows at once.  [default: 32]"
+)
 @click.option("--stream", "as_stream", is_flag=True, help="Show the text as it comes.")
 @json_option
 def command(

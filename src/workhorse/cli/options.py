@@ -13,6 +13,8 @@ json_option = click.option(
 
 MOST_THREADS = 1024
 """More than any machine has cores; each takes memory."""
+MOST_ROWS = 65_536
+"""More than any machine has memory to work on at once."""
 
 
 def runtime_options(verb: Callable[..., Any]) -> Callable[..., Any]:

@@ -62,7 +62,7 @@ USES: dict[str, dict[str, list[str]]] = {
     "run/*": OF_RUN,
     "run/checkpoints/*/*": OF_RUN,
     "run/tokenizer/*": OF_RUN,
-    "run/data/*/*": {name: OF_RUN[name] for name in ("generate", "resume")},
+    "run/data/*/*": {"resume": OF_RUN["resume"]},
     "hf/*": {
         "generate": ["generate", "hf", *GENERATE],
         "evaluate": ["evaluate", "hf", "--data", "text.txt"],
@@ -179,7 +179,7 @@ def _fields(name: str, data: Any, uses: dict[str, list[str]], turn: int) -> Iter
     places = list(_places(data))
     # The first use is the one that reads the most; a large file's values are sampled evenly.
     first = dict([next(iter(uses.items()))])
-    for index, (path, put) in enumerate(places[:: max(1, len(places) // 40)]):
+    for index, (path, put) in enumerate(places[:: max(1, len(places) // 24)]):
         for shift, wrong in enumerate(turned(WRONG, OF_EACH_FIELD, turn + index)):
             text = put(wrong).replace('"DEEP"', DEEP)
             shown = str(wrong)[:20] if wrong != 10**5000 else "huge"

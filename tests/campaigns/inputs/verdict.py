@@ -9,8 +9,8 @@ BYTES = 1 << 30
 """Of memory, with the 0.6 GB of what is imported."""
 SIGNAL = 128
 """A shell adds it to the signal that ended a command."""
-STOPPED = "not finite"
-"""What a training says that began and could not go on."""
+STOPPED = re.compile("not finite|No space left")
+"""What a training says that could not go on, or a verb whose result nobody took."""
 LONGEST = 700
 """Characters of an error's line."""
 
@@ -56,7 +56,7 @@ def _wrong_end(result: dict[str, Any], lines: list[str]) -> str:
 def _wrong_files(attempt: Attempt, result: dict[str, Any]) -> str:
     """What was changed that the command does not name, or left half-written."""
     code, changed = result["code"], result["changed"]
-    if code and STOPPED in result["stderr"]:
+    if code and STOPPED.search(result["stderr"]):
         code = 0  # it began, and what it made before is kept
     allowed = attempt.writes if code == 0 else ("home/.cache", "run/.lock")
     outside = [path for path in changed if not _under(path, allowed)]

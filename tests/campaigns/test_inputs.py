@@ -52,15 +52,14 @@ def answers(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[Answer]]
     """All answers by group."""
     root = tmp_path_factory.mktemp("inputs")
     places = [_place(root, f"driver{number}") for number in range(WORKERS)]
+    shares = [_attempts(place)[number::WORKERS] for number, place in enumerate(places)]
     sound = places[0].with_suffix(".sound")
-    attempts = [*options.attempts(), *recipe_keys.attempts(), *stored_files.attempts(sound)]
-    shares = [attempts[number::WORKERS] for number in range(WORKERS)]
     lines = list(processes.processes())
     with ThreadPoolExecutor(WORKERS) as pool:
         found = [answer for part in pool.map(_drive, places, shares) for answer in part]
         found += pool.map(lambda line: _process(sound, root, *line), enumerate(lines))
     grouped = {group: [a for a in found if a.name.split("/")[0] == group] for group in GROUPS}
-    assert sum(map(len, grouped.values())) == len(found) == len(attempts) + len(lines)
+    assert sum(map(len, grouped.values())) == len(found) == sum(map(len, shares)) + len(lines)
     _show(grouped)
     return grouped
 
@@ -110,6 +109,12 @@ def test_what_is_wrong_is_seen() -> None:
         ({"stderr": "workhorse: a\x1b[31m\n"}, "not printable"),
     ):
         assert said in wrong_with(attempt, {**fine, **change})
+
+
+def _attempts(place: Path) -> list[Attempt]:
+    """All of them in a workplace, whose data folders are named after where it lies."""
+    sound = place.with_suffix(".sound")
+    return [*options.attempts(), *recipe_keys.attempts(), *stored_files.attempts(sound)]
 
 
 def _place(root: Path, name: str) -> Path:

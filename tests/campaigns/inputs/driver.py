@@ -42,6 +42,7 @@ def warm_up(place: Path) -> None:
         "convert",
         "data",
         "evaluate",
+        "evaluate.harness_model",
         "generate",
         "load_model",
         "models.describe",
@@ -50,7 +51,10 @@ def warm_up(place: Path) -> None:
         "train.samples",
     ):
         importlib.import_module(f"workhorse.{name}")
-    for name in ("gguf", "pyarrow.parquet", "rich.console", "torch._dynamo", "transformers"):
+    for name in (
+        *("gguf", "pyarrow.parquet", "rich.console", "rich.progress", "torch._dynamo"),
+        *("transformers", "datasets", "lm_eval.tasks", "lm_eval.evaluator"),
+    ):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
     from workhorse.models import presets

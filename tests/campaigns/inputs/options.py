@@ -127,7 +127,7 @@ def _takers(one: click.Command) -> list[str]:
     return found
 
 
-OF_EACH, OF_LATER = 20, 6
+OF_EACH, OF_LATER = 14, 4
 """Values that an option is given in the first line of a verb, and in each later one."""
 
 

@@ -15,17 +15,13 @@ SECONDS = 120.0
 GENERATE = "workhorse generate run --prompt ab --max-new-tokens 9 --seed 1"
 VERBS = {
     "generate": GENERATE,
-    "stream": f"{GENERATE} --stream",
     "json": f"{GENERATE} --json",
     "chat": "workhorse chat run --max-new-tokens 9 --seed 1",
     "evaluate": "workhorse evaluate run",
     "train": "workhorse train recipe.yaml --out out",
-    "data": "workhorse data inspect recipe.yaml --out out",
     "tokenizer": "workhorse tokenizer train text.txt --vocab-size 280 --out out",
     "presets": "workhorse models list",
-    "preset": "workhorse models show gpt2",
     "convert": "workhorse convert run out --to hf",
-    "help": "workhorse --help",
     "mistake": "workhorse nonsense",
 }
 STREAMS = {

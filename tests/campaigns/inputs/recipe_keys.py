@@ -148,7 +148,7 @@ OVERRIDES = (
 
 ENDLESS = ("train.steps=99999999999",)
 """Settings that are in order, and take for ever."""
-OF_EACH = 4
+OF_EACH = 3
 """Values that a key is given."""
 
 

@@ -64,7 +64,7 @@ RMS, LAYER = {"kind": "rms_norm"}, {"kind": "layer_norm"}
 LATENT = {"kind": "latent_attention", "kv_rank": 10, "nope_dim": 6, "rope_dim": 4, "value_dim": 5}
 LATENTS = [
     {**LATENT, "n_heads": 4},
-    {**LATENT, "n_heads": 3, "q_rank": 7, "kv_rank": 6, "norm": {"eps": 1e-3}},
+    {**LATENT, "n_heads": 3, "q_rank": 7, "kv_rank": 6, "norm": {"eps": 1e-3}, "out_bias": True},
     {**LATENT, "n_heads": 2, "q_rank": 12, "nope_dim": 3, "rope_dim": 8, "value_dim": 8},
 ]
 ROUTERS = [
@@ -93,6 +93,7 @@ MIXTURES = [
     {**MIXTURE, "n_experts": 5, "top_k": 5, "shared": {"d_ff": 8}, "shared_gate": True},
     {**MIXTURE, "bias": True, "dropout": 0.1, "clamped": {}, "router": ROUTERS[1]},
     {**MIXTURE, "top_k": 1, "clamped": {"limit": 0.5, "alpha": 1.0}},
+    {**MIXTURE, "shared": {"d_ff": 6}, "multiplier": 0.5},
 ]
 
 FACTORS: dict[str, dict[str, list[Variant]]] = {

@@ -80,7 +80,7 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
     """Weights large enough for every part to matter, norms and biases away from 1 and 0."""
     generator = torch.Generator().manual_seed(seed)
     model.eval()
-    for name, tensor in (*model.named_parameters(), *_float_buffers(model)):
+    for name, tensor in (*model.named_parameters(), *float_buffers(model)):
         noise = torch.randn(tensor.shape, generator=generator)
         if tensor.ndim < 2 or "norm" in name:
             tensor.add_(0.2 * noise)
@@ -89,7 +89,7 @@ def randomised(model: nn.Module, seed: int = 0) -> nn.Module:
     return model
 
 
-def _float_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def float_buffers(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Buffers that a checkpoint holds: biases of routers."""
     saved = model.state_dict()
     for name, buffer in model.named_buffers():

@@ -28,7 +28,7 @@ from workhorse.nn.positions import NoPositionConfig
 def read(hf: Fields) -> DecoderConfig:
     """Attention and feed-forward side by side, neighbours turn together, logits are scaled."""
     hf.ignore("model_max_length")
-    norm, bias = _norm(hf), hf.get("attention_bias", False)
+    norm, bias = layer_norm(hf), hf.get("attention_bias", False)
     block = ParallelConfig(
         norm=norm,
         attention=attention(
@@ -42,13 +42,13 @@ def read(hf: Fields) -> DecoderConfig:
         ),
         feed_forward=gated_mlp(hf),
     )
-    return decoder(hf, block, norm, tied=True, head=_scaled(hf))
+    return decoder(hf, block, norm, tied=True, head=scaled(hf))
 
 
 def read_cohere2(hf: Fields) -> DecoderConfig:
     """Command R7B: windows in three layers of four, and no positions in the fourth."""
     hf.ignore("head_dim", *DESCRIPTIONS)
-    norm, bias = _norm(hf), hf.get("attention_bias", False)
+    norm, bias = layer_norm(hf), hf.get("attention_bias", False)
     rope = read_rope(hf, pairing="interleaved", precision="float32")
     last = every(hf, "sliding_window_pattern", 4)
     types = layer_types(hf, [FULL if one else SLIDING for one in last])
@@ -75,7 +75,7 @@ def read_cohere2(hf: Fields) -> DecoderConfig:
         norm,
         names=[SHORT_NAMES[kind] for kind in types],
         tied=True,
-        head=_scaled(hf),
+        head=scaled(hf),
     )
 
 
@@ -92,11 +92,13 @@ DESCRIPTIONS = (
 """Keys of Command R7B's file that say in words what every model of this type does."""
 
 
-def _norm(hf: Fields) -> LayerNormConfig:
+def layer_norm(hf: Fields) -> LayerNormConfig:
+    """The norm of a config."""
     return LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5), bias=False, precision="float32")
 
 
-def _scaled(hf: Fields) -> Data:
+def scaled(hf: Fields) -> Data:
+    """Fields of the head."""
     return {"multiplier": hf.get("logit_scale", 0.0625)}
 
 

@@ -1,4 +1,4 @@
-"""GPT-NeoX-20B (2204.06745) and Pythia (2304.01373)."""
+"""GPT-NeoX-20B (2204.06745), Pythia (2304.01373) and GPT-NeoX-Japanese (ABEJA, 2022)."""
 
 from workhorse.models.huggingface.family import Data, Family, equals
 from workhorse.models.huggingface.fields import Fields
@@ -36,6 +36,41 @@ def read(hf: Fields) -> DecoderConfig:
     return decoder(hf, block, norm, embedding=EmbeddingConfig(dropout=dropout))
 
 
+def read_japanese(hf: Fields) -> DecoderConfig:
+    """One sub-layer after the other; the only bias is that of the last layer's attention."""
+    hf.ignore("is_decoder")
+    norm, depth = (
+        LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5)),
+        hf.need("num_hidden_layers", int),
+    )
+    rope = read_rope(hf, theta=hf.get("rotary_emb_base", 1e4), fraction=hf.get("rotary_pct", 1.0))
+    width = hf.need("hidden_size", int) * hf.positive("intermediate_multiple_size", 4)
+
+    def block(out_bias: bool) -> PreNormConfig:
+        return PreNormConfig(
+            norm=norm,
+            attention=attention(hf, dropout=0.1, position=rope, out_bias=out_bias),
+            feed_forward=mlp(hf, "gelu", d_ff=width, bias=False),
+            dropout=hf.get("hidden_dropout", 0.0),
+        )
+
+    last = [n == depth - 1 for n in range(depth)]
+    names = ["last" if one else "main" for one in last]
+    return decoder(hf, [block(one) for one in last], norm, names=names, tied=True)
+
+
+def intermediate_multiple(data: Data) -> int:
+    """How many times as wide as the model the feed-forward is.
+
+    Raises:
+        KeyError: not a whole number of times.
+    """
+    if data["block"]["feed_forward"]["d_ff"] % data["d_model"]:
+        raise KeyError("intermediate_multiple_size")
+    return data["block"]["feed_forward"]["d_ff"] // data["d_model"]
+
+
+JAPANESE = "gpt_neox_japanese.layers.{i}."
 HUGGING_FACE = (
     Family(
         model_type="gpt_neox",
@@ -63,5 +98,30 @@ HUGGING_FACE = (
             same("head.proj", "lm_head"),
         ),
         ignored=(r".*\.attention\.(bias|masked_bias|rotary_emb\.inv_freq)",),
+    ),
+    Family(
+        model_type="gpt_neox_japanese",
+        architecture="GPTNeoXJapaneseForCausalLM",
+        read=read_japanese,
+        keys={key: place for key, place in written().items() if key != "intermediate_size"}
+        | ROPE_KEYS
+        | {
+            "rotary_emb_base": "block.attention.position.theta",
+            "rotary_pct": "block.attention.position.fraction",
+            "intermediate_multiple_size": intermediate_multiple,
+            "layer_norm_eps": "final_norm.eps",
+        },
+        rules=(
+            same("embedding.tokens", "gpt_neox_japanese.embed_in"),
+            fused_qkv(JAPANESE + "attention.query_key_value"),
+            same("layers.{i}.attention.out_proj.bias", JAPANESE + "attention.dense_bias"),
+            same("layers.{i}.attention.out_proj", JAPANESE + "attention.dense"),
+            same("layers.{i}.feed_forward.up_proj", JAPANESE + "mlp.dense_h_to_4h"),
+            same("layers.{i}.feed_forward.down_proj", JAPANESE + "mlp.dense_4h_to_h"),
+            same("layers.{i}.attention_norm", JAPANESE + "input_layernorm"),
+            same("layers.{i}.feed_forward_norm", JAPANESE + "post_attention_layernorm"),
+            same("final_norm", "gpt_neox_japanese.final_layer_norm"),
+            same("head.proj", "embed_out"),
+        ),
     ),
 )

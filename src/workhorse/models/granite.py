@@ -3,6 +3,7 @@
 A LLaMA whose embedding, scores, sub-layers and logits each have a multiplier (muP, 2203.03466).
 """
 
+from collections.abc import Sequence
 from typing import Any
 
 from workhorse.models.huggingface.family import Data, Family, Key
@@ -20,55 +21,78 @@ from workhorse.models.huggingface.names import instead, joined, same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.feedforward import GatedMlpConfig
 from workhorse.nn.moe import MoEConfig
 from workhorse.nn.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
     """The dense model."""
-    return _read(hf, gated_mlp(hf, bias=hf.get("mlp_bias", False)))
+    return multiplied(hf, block(hf, gated_mlp(hf, bias=hf.get("mlp_bias", False))))
 
 
 def read_mixture(hf: Fields) -> DecoderConfig:
     """A softmax over the chosen experts."""
-    return _read(hf, _mixture(hf))
+    return multiplied(hf, block(hf, mixture(hf)))
 
 
 def read_shared(hf: Fields) -> DecoderConfig:
     """The same with an expert that works on every token, unless its width is 0."""
-    width = hf.get("shared_intermediate_size", 0)
-    shared = gated_mlp(hf, d_ff=width) if width else None
-    return _read(hf, _mixture(hf, shared=shared))
+    return multiplied(hf, block(hf, mixture(hf, shared=shared_expert(hf))))
 
 
-def _mixture(hf: Fields, **more: Any) -> MoEConfig:
+def mixture(hf: Fields, *, shared: GatedMlpConfig | None = None) -> MoEConfig:
+    """The routed experts, and a shared one."""
     return MoEConfig(
         n_experts=hf.get("num_local_experts", 8),
         top_k=hf.get("num_experts_per_tok", 2),
         d_ff=hf.need("intermediate_size", int),
         activation=activation(hf),
         router=RouterConfig(score="softmax", normalize=True),
-        **more,
+        shared=shared,
     )
 
 
-def _read(hf: Fields, feed_forward: FeedForwardConfig) -> DecoderConfig:
-    norm = rms_norm(hf)
+def shared_expert(hf: Fields) -> GatedMlpConfig | None:
+    """The expert that works on every token, None where its width is 0."""
+    width = hf.get("shared_intermediate_size", 0)
+    return gated_mlp(hf, d_ff=width) if width else None
+
+
+def block(
+    hf: Fields, feed_forward: FeedForwardConfig, *, eps: float = 1e-6, **heads: Any
+) -> PreNormConfig:
+    """A layer.
+
+    Args:
+        hf: the config.
+        feed_forward: of the layer.
+        eps: the family's default.
+        heads: fields of `AttentionConfig`.
+    """
     bias = hf.get("attention_bias", False)
-    block = PreNormConfig(
-        norm=norm,
+    return PreNormConfig(
+        norm=rms_norm(hf, eps=eps),
         attention=attention(
-            hf, scale=hf.get("attention_multiplier", 1.0), qkv_bias=bias, out_bias=bias
+            hf, scale=hf.get("attention_multiplier", 1.0), qkv_bias=bias, out_bias=bias, **heads
         ),
         feed_forward=feed_forward,
         residual_multiplier=hf.get("residual_multiplier", 1.0),
     )
+
+
+def multiplied(
+    hf: Fields, layers: PreNormConfig | Sequence[PreNormConfig], **more: Any
+) -> DecoderConfig:
+    """Layers between an embedding and logits with multipliers; `more` as of `decoder`."""
+    first = layers[0] if isinstance(layers, Sequence) else layers
     return decoder(
         hf,
-        block,
-        norm,
+        layers,
+        first.norm,
         embedding=EmbeddingConfig(multiplier=hf.get("embedding_multiplier", 1.0)),
         head={"multiplier": 1 / hf.get("logits_scaling", 1.0)},
+        **more,
     )
 
 

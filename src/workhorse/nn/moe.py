@@ -12,7 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from workhorse.config import ConfigError
-from workhorse.nn.elementwise import Product, Unchanged
+from workhorse.nn.elementwise import Multiplier, Product, Unchanged
 from workhorse.nn.feedforward import (
     ActivationName,
     ClampedSwigluConfig,
@@ -48,6 +48,8 @@ class MoEConfig(GatedConfig):
     """An expert that works on every token. Several of them side by side are one as wide as all."""
     shared_gate: bool = False
     """Multiply the shared expert's output by the sigmoid of a map to one number (Qwen2-MoE)."""
+    multiplier: float = Field(default=1.0, gt=0)
+    """On the sum of all experts. Half of it is the mean of the routed and the shared (Cohere)."""
 
     def model_post_init(self, _context: object) -> None:
         self.router.check(self.n_experts, self.top_k)
@@ -83,8 +85,13 @@ class MixtureOfExperts(nn.Module):
             dropout=config.dropout,
             weigh=config.weigh,
         )
+        self.multiply = Multiplier(config.multiplier) if config.multiplier != 1 else nn.Identity()
 
     def forward(self, x: Hidden) -> Hidden:
+        return self.multiply(self.mix(x))
+
+    def mix(self, x: Hidden) -> Hidden:
+        """What the experts add up to."""
         tokens = x.flatten(0, 1)  # (batch · seq, d_model)
         return self.experts(tokens, self.router(tokens)).view_as(x)
 
@@ -96,8 +103,8 @@ class SharedMixture(MixtureOfExperts):
         super().__init__(d_model, config)
         self.shared = shared.build(d_model)
 
-    def forward(self, x: Hidden) -> Hidden:
-        return super().forward(x) + self.share(x)
+    def mix(self, x: Hidden) -> Hidden:
+        return super().mix(x) + self.share(x)
 
     def share(self, x: Hidden) -> Hidden:
         """What the shared expert adds."""

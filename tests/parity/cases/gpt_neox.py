@@ -2,6 +2,7 @@
 
 from tests.parity.cases.llama import SMALL
 
+JAPANESE = {key: value for key, value in SMALL.items() if key != "intermediate_size"}
 CASES = {
     "gpt_neox": [
         SMALL | {"hidden_size": 64},
@@ -19,6 +20,18 @@ CASES = {
                 "rope_theta": 600.0,
                 "partial_rotary_factor": 0.5,
             },
+        },
+    ],
+    "gpt_neox_japanese": [
+        JAPANESE,
+        JAPANESE | {"num_hidden_layers": 1, "rotary_pct": 0.5, "tie_word_embeddings": True},
+        JAPANESE
+        | {
+            "num_hidden_layers": 3,
+            "intermediate_multiple_size": 2,
+            "rotary_emb_base": 500,
+            "hidden_act": "relu",
+            "layer_norm_eps": 1e-3,
         },
     ],
 }

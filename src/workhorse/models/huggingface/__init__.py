@@ -31,7 +31,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "olmo": ("olmo", "olmo2", "olmo3", "olmoe"),
     "llama4": ("llama4_text",),
     "smollm3": ("smollm3",),
-    "gpt_neox": ("gpt_neox",),
+    "gpt_neox": ("gpt_neox", "gpt_neox_japanese"),
     "gpt_j": ("gptj", "codegen"),
     "gpt_neo": ("gpt_neo",),
     "falcon": ("falcon",),
@@ -73,6 +73,11 @@ MODULES: dict[str, tuple[str, ...]] = {
     "flex_olmo": ("flex_olmo",),
     "glm4_moe_lite": ("glm4_moe_lite",),
     "mellum": ("mellum",),
+    "granite_swa": ("granite_swa", "granitemoe_swa"),
+    "hyperclovax": ("hyperclovax",),
+    "minicpm3": ("minicpm3",),
+    "flint": ("flint",),
+    "cohere2_moe": ("cohere2_moe",),
 }
 """The model types in each module of `workhorse.models`, those most used first."""
 

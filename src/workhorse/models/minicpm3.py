@@ -1,0 +1,70 @@
+"""MiniCPM3 (OpenBMB, 2024; the multipliers are MiniCPM's, 2404.06395 §3)."""
+
+import math
+
+from workhorse.models.huggingface.family import Data, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.latent import LATENT_KEYS, LATENT_RULES, latent_attention
+from workhorse.models.huggingface.llama_like import KEYS, RULES, decoder, gated_mlp, rms_norm
+from workhorse.models.huggingface.names import instead
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.embedding import EmbeddingConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """DeepSeek's attention turning halves, in a LLaMA with multipliers.
+
+    Each sub-layer is scaled by the root of the depth, the logits by the width.
+    """
+    width, depth = hf.need("hidden_size", int), hf.need("num_hidden_layers", int)
+    n_heads, scaled = hf.need("num_attention_heads", int), hf.get("scale_emb", 12.0)
+    attention = latent_attention(hf, neighbours=False).replace(
+        q_rank=hf.optional("q_lora_rank", int, 768),
+        kv_rank=hf.get("kv_lora_rank", 256),
+        nope_dim=hf.get("qk_nope_head_dim", 64),
+        rope_dim=hf.get("qk_rope_head_dim", 32),
+        value_dim=hf.get("v_head_dim", width // n_heads),
+    )
+    block = PreNormConfig(
+        norm=rms_norm(hf, eps=1e-5),
+        attention=attention,
+        feed_forward=gated_mlp(hf, bias=hf.get("mlp_bias", False)),
+        residual_multiplier=(hf.optional("scale_depth", float, 1.4) or depth**0.5) / depth**0.5,
+    )
+    return decoder(
+        hf,
+        block,
+        block.norm,
+        tied=True,
+        embedding=EmbeddingConfig(multiplier=scaled, round_multiplier=scaled != 1),
+        head={"multiplier": (hf.optional("dim_model_base", int, 256) or width) / width},
+    )
+
+
+def scale_depth(data: Data) -> float:
+    """What the sub-layers of all layers together are scaled by."""
+    return data["block"]["residual_multiplier"] * math.sqrt(data["n_layers"])
+
+
+def dim_model_base(data: Data) -> int:
+    """The width at which logits are not scaled."""
+    return round(data["head"]["multiplier"] * data["d_model"])
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="minicpm3",
+        architecture="MiniCPM3ForCausalLM",
+        read=read,
+        keys=KEYS
+        | LATENT_KEYS
+        | {
+            "mlp_bias": "block.feed_forward.bias",
+            "scale_emb": "embedding.multiplier",
+            "scale_depth": scale_depth,
+            "dim_model_base": dim_model_base,
+        },
+        rules=instead(*LATENT_RULES, base=RULES),
+    ),
+)

@@ -88,7 +88,7 @@ class GgufFile:
             for key, value in self._header.keys.items()
             if key.startswith(start)
         }
-        shapes = dict(self.shapes)
+        shapes = {name: tensor.shape for name, tensor in self._header.tensors.items()}
         for name in (EMBEDDING, *FACTORS):
             if len(shapes.get(name, ())) != (2 if name == EMBEDDING else 1) and (
                 name in shapes or name == EMBEDDING
@@ -134,7 +134,8 @@ class GgufFile:
             ) from None
         parts = tensor_parts(self._architecture, plain)
         self._account(parts)
-        decoder = empty_decoder(self.config, kernel, device, dtype or self.dtypes[EMBEDDING])
+        stored = DTYPES.get(self._header.tensors[EMBEDDING].kind, torch.float32)
+        decoder = empty_decoder(self.config, kernel, device, dtype or stored)
         into = places(decoder)
         with torch.no_grad():
             for name, some in parts.items():

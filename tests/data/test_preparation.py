@@ -207,7 +207,7 @@ def test_an_unfinished_data_set_is_not_opened(
         open_dataset(folder)
 
 
-@pytest.mark.parametrize("damage", ["missing", "cut", "longer", "other dtype", "manifest"])
+@pytest.mark.parametrize("damage", ["missing", "cut", "longer", "other dtype", "manifest", "pipe"])
 def test_damage_in_size_is_found_at_once_and_mended_by_preparing(
     config: DataConfig, tokenizer, tmp_path: Path, damage: str
 ) -> None:
@@ -225,6 +225,9 @@ def test_damage_in_size_is_found_at_once_and_mended_by_preparing(
             np.save(shard, np.load(shard).astype(np.int64)[:-1])
         case "manifest":
             (dataset.folder / "manifest.json").write_text("{")
+        case "pipe":
+            shard.unlink()
+            os.mkfifo(shard)
     with pytest.raises(WorkhorseError, match=r"is damaged.*prepare"):
         open_dataset(dataset.folder)
     prepare(config, tokenizer, tmp_path / "data")

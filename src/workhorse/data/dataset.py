@@ -10,6 +10,7 @@ import numpy as np
 from workhorse.data.manifest import ManifestConfig, ShardConfig, StreamConfig, read_manifest
 from workhorse.data.stream import TokenStream
 from workhorse.errors import WorkhorseError
+from workhorse.untrusted import open_plain
 
 TOKENS = ".tokens.npy"
 ENDS = ".ends.npy"
@@ -104,7 +105,7 @@ def check_sums(folder: Path, shard: ShardConfig) -> None:
     """Raises WorkhorseError if a file of the shard is not, byte for byte, what was written."""
     for suffix, expected in ((TOKENS, shard.tokens_sha256), (ENDS, shard.ends_sha256)):
         path = folder / (shard.name + suffix)
-        with path.open("rb") as file:
+        with open_plain(path) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != expected:
                 raise _damaged(path, "its checksum differs")
 
@@ -120,6 +121,8 @@ def _open_stream(folder: Path, source: str, stream: StreamConfig) -> TokenStream
 
 
 def _open_array(path: Path, length: int) -> np.ndarray:
+    if path.exists() and not path.is_file():
+        raise _damaged(path, "it is not a plain file")
     try:
         array = np.load(path, mmap_mode="r" if length else None, allow_pickle=False)
     except FileNotFoundError:

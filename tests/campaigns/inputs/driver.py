@@ -27,7 +27,7 @@ from tests.campaigns.inputs.attempt import Attempt
 from tests.campaigns.inputs.workplace import state
 from workhorse.cli.main import VERBS, run
 
-SECONDS = 20.0
+SECONDS = 60.0
 """After so long it hangs. A busy machine is slow."""
 ADDRESSES = 6 << 30
 """Bytes of address space beyond those of the driver."""

@@ -148,11 +148,15 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
 def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
     """Plain data with `section.key=value` settings written into it; values are read as YAML.
 
+    `section.kind=value` of another kind than the section's replaces the section: the settings of
+    the one alternative mean nothing to the other. It comes before other settings of the section,
+    wherever it stands among them.
+
     Raises:
         ConfigError: a setting without `=`, or a path through something that is not a mapping.
     """
     result = copy.deepcopy(dict(data))
-    for setting in overrides:
+    for setting in sorted(overrides, key=lambda setting: not _KIND.match(setting)):
         path, equals, value = setting.partition("=")
         *sections, key = path.split(".")
         if not equals or not all((*sections, key)) or len(sections) > MAX_DEPTH:
@@ -167,7 +171,10 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
                 holds = f"{where} holds {_show(inside)}, not settings"
                 raise ConfigError(f"{holds}; check {shown(setting)}")
             target = cast(dict[str, Any], inside)
-        target[key] = _value_of(path, value)
+        given = _value_of(path, value)
+        if key == "kind" and target.get("kind", given) != given:
+            target.clear()
+        target[key] = given
     return result
 
 
@@ -185,6 +192,9 @@ def _value_of(path: str, text: str) -> Any:
 
 LONGEST_QUOTED = 60
 """Characters of a value that an error repeats."""
+
+_KIND = re.compile(r"[^=]*\.kind=")
+
 LISTED_NAMES = 24
 """How many known names an error lists at most."""
 

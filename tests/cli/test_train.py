@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from workhorse.checkpoints import RunDirectory
 from workhorse.cli.main import main
 from workhorse.cli.train_progress import clock, show_training
 from workhorse.train import read_metrics
@@ -81,6 +82,89 @@ def test_resume_goes_on(recipe: str, capsys: pytest.CaptureFixture[str]) -> None
     assert [e["step"] for e in events if e["kind"] == "step"] == [2, 4, 6, 8]
 
 
+def test_a_run_directory_is_its_own_recipe(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", recipe, "train.log_every=3", "--out", "run"]) == 0
+    assert main(["train", "run"]) == 2
+    assert "run is a run; go on with it by --resume, or begin another" in capsys.readouterr().err
+    assert main(["train", "run", "train.steps=9", "--resume"]) == 0
+    assert main(["train", "run", "--out", "other"]) == 0
+    for out in ("run", "other"):
+        steps = [e["step"] for e in read_metrics(Path(out, "metrics.jsonl")) if e["kind"] == "step"]
+        assert steps == [3, 6, 9]
+
+
+def test_flags_given_with_their_default_replace_the_recipes(recipe: str) -> None:
+    settings = ["train.threads=1", "train.dtype=bfloat16", "train.device=cpu"]
+    flags = ["--threads", "0", "--dtype", "auto", "--device", "auto"]
+    assert main(["train", recipe, *settings, *flags, "--out", "run"]) == 0
+    saved = Path("run/recipe.yaml").read_text()
+    assert "threads: 0" in saved
+    assert "dtype: auto" in saved
+    assert "device: auto" in saved
+
+
+def test_fewer_steps_shorten_the_warmup_of_the_file(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    warm = RECIPE.replace("log_every: 2", "log_every: 2, schedule: {kind: wsd, warmup_steps: 4}")
+    Path(recipe).write_text(warm)
+    assert main(["train", recipe, "train.steps=3", "--out", "run"]) == 0
+    said = capsys.readouterr().err
+    assert (
+        "train.schedule.warmup_steps is 2, in proportion to train.steps=3: the recipe's 4" in said
+    )
+    assert "warmup_steps: 2" in Path("run/recipe.yaml").read_text()
+    assert main(["train", recipe, "train.steps=3", "train.schedule.warmup_steps=3"]) == 2
+
+
+def test_another_kind_replaces_the_settings_of_the_first(recipe: str) -> None:
+    muon = "log_every: 2, optimizer: {kind: muon, momentum: 0.9, learning_rate: 0.02}"
+    Path(recipe).write_text(RECIPE.replace("log_every: 2", muon))
+    settings = ["train.optimizer.eps=1e-7", "train.optimizer.kind=adamw"]
+    assert main(["train", recipe, *settings, "--out", "run"]) == 0
+    optimizer = RunDirectory("run").recipe()["train"]["optimizer"]
+    assert (optimizer["kind"], optimizer["eps"]) == ("adamw", 1e-7)
+    assert optimizer["learning_rate"] == 1e-3
+
+
+def test_a_section_without_kind_is_of_the_default_kind(recipe: str) -> None:
+    assert main(["train", recipe, "train.optimizer.learning_rate=0.5", "--out", "run"]) == 0
+    optimizer = RunDirectory("run").recipe()["train"]["optimizer"]
+    assert (optimizer["kind"], optimizer["learning_rate"]) == ("muon", 0.5)
+
+
+def test_dry_run_says_what_a_resume_would_change_and_writes_nothing(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", recipe, "--out", "run"]) == 0
+    before = {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")}
+    capsys.readouterr()
+    arguments = ["train", "run", "train.steps=9", "train.batch_size=3", "--resume", "--dry-run"]
+    assert main([*arguments, "--json"]) == 0
+    said = capsys.readouterr()
+    found = json.loads(said.out)
+    assert found["step"] == 6
+    assert found["changes"] == [
+        "train.steps changes from 6 to 9",
+        "train.batch_size changes from 2 to 3",
+    ]
+    assert "run: would go on after step 6" in said.err
+    assert main([*arguments, "train.seed=4"]) == 2
+    assert main(["train", recipe, "--out", "run", "--dry-run"]) == 2
+    assert main(["train", recipe, "--out", "new", "--dry-run"]) == 0
+    assert "new is free" in capsys.readouterr().err
+    assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
+    assert not Path("new").exists()
+
+
+def test_a_reader_that_has_seen_enough_ends_nothing(recipe: str) -> None:
+    train = f"'{sys.executable}' -m workhorse train {recipe} train.log_every=1 --out run"
+    shell = f"({train} 2>&1; echo $? > code) | head -n 1"
+    subprocess.run(shell, shell=True, check=False, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert Path("code").read_text() == "0\n"
+    assert RunDirectory("run").store().newest().step == 6
+
+
 def test_dry_run_tells_and_writes_nothing(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     before = sorted(Path().iterdir())
     assert main(["train", recipe, "--dry-run", "--json"]) == 0
@@ -109,6 +193,8 @@ def test_dry_run_tells_and_writes_nothing(recipe: str, capsys: pytest.CaptureFix
         (["tiny.yaml", "steps"], "'steps' is not a setting; write section.key=value"),
         (["tiny.yaml", "data.corpus.path=gone.txt"], "gone.txt"),
         (["tiny.yaml", "--out", "corpus.txt"], "it is a file"),
+        (["."], ". is a folder and no run: it has no recipe.yaml; give a recipe file"),
+        (["tiny.yaml", "train.schedule.warmup_steps=9"], "as by train.schedule.warmup_steps=0"),
         (["tiny.yaml", "--resume"], "holds no run to resume"),
         (["tiny.yaml", "--device", "gpu"], "device=gpu is not a device"),
         (["tiny.yaml", "train.seq_len=100000"], "seq_len + 1 = 100001"),
@@ -126,7 +212,9 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert [path for path in sorted(Path().rglob("*")) if path.name != "runs"] == before
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(
+    ("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)]
+)
 def test_signals_have_their_exit_codes(recipe: str, number: signal.Signals, code: int) -> None:
     arguments = ["train", recipe, "train.steps=100000", "train.log_every=1", "--out", "run"]
     with subprocess.Popen(

@@ -9,6 +9,7 @@ from workhorse.train.metrics import MetricsFile, read_metrics
 
 def write_some(path: Path) -> None:
     metrics = MetricsFile(path)
+    metrics.open()
     for step in (1, 2, 3):
         metrics.write({"kind": "step", "step": step, "loss": step / 3})
         metrics.write({"kind": "validation", "step": step, "loss": 0.1})
@@ -25,7 +26,10 @@ def test_a_resume_drops_what_will_be_done_again(tmp_path: Path) -> None:
     write_some(path)
     with path.open("a") as file:
         file.write('{"kind": "step", "step": 4, "lo')  # the process died here
+    before = path.read_bytes()
     again = MetricsFile(path, step=2)
+    assert path.read_bytes() == before  # a resume may still be refused
+    again.open()
     again.write({"kind": "step", "step": 3, "loss": 1.0})
     again.close()
     assert [event["step"] for event in read_metrics(path)] == [1, 1, 2, 2, 3]
@@ -33,12 +37,15 @@ def test_a_resume_drops_what_will_be_done_again(tmp_path: Path) -> None:
 
 def test_a_fresh_run_begins_with_an_empty_file(tmp_path: Path) -> None:
     write_some(tmp_path / "metrics.jsonl")
-    MetricsFile(tmp_path / "metrics.jsonl").close()
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.open()
+    metrics.close()
     assert read_metrics(tmp_path / "metrics.jsonl") == []
 
 
 def test_infinite_numbers_are_null(tmp_path: Path) -> None:
     metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.open()
     metrics.write({"kind": "skipped_step", "step": 1, "loss": math.nan, "grad_norm": math.inf})
     metrics.close()
     (event,) = read_metrics(tmp_path / "metrics.jsonl")
@@ -54,3 +61,16 @@ def test_a_file_that_no_run_wrote(tmp_path: Path, line: str) -> None:
     ):
         MetricsFile(path, step=1)
     assert path.read_text().endswith(f"{line}\n")  # nothing of it is lost
+
+
+def test_a_change_that_no_checkpoint_has_is_found_anew(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    metrics = MetricsFile(path)
+    metrics.open()
+    for step in (2, 4):
+        metrics.write({"kind": "change", "step": step, "setting": "train.steps"})
+    metrics.close()
+    again = MetricsFile(path, step=4)
+    again.open()
+    again.close()
+    assert [event["step"] for event in read_metrics(path)] == [2]

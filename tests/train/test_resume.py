@@ -98,7 +98,7 @@ def test_more_steps_go_on_from_the_end(make_recipe, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "key", "value", "named"),
     [
-        ("train", "batch_size", 8, "train.batch_size changes from 4 to 8"),
+        ("train", "seq_len", 8, "train.seq_len changes from 16 to 8"),
         ("train", "seed", 3, "train.seed changes from 0 to 3"),
         ("train", "optimizer", {"kind": "adamw"}, "train.optimizer.kind changes from 'muon'"),
         ("model", "n_layers", 3, "model.n_layers changes from 2 to 3"),

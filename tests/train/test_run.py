@@ -18,7 +18,8 @@ from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
 from workhorse.train import Recipe, read_metrics, train
 from workhorse.train.loop import Loop
-from workhorse.train.step import LossOfBatch
+from workhorse.train.step import LossOfBatch, TrainingStep
+from workhorse.train.validation import Validator
 
 
 def test_a_run_learns_and_leaves_what_it_says(make_recipe, tmp_path: Path) -> None:
@@ -173,6 +174,75 @@ def test_a_loss_that_stays_infinite_stops_the_run(
     state = json.loads((tmp_path / "run/checkpoints/step-00000004/state.json").read_text())
     assert state["counters"]["skipped_steps"] == 1
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "run", 8).values())
+
+
+def test_what_was_done_is_saved_when_something_else_fails(
+    make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(make_recipe(eval_every=6), tmp_path / "whole")
+    with monkeypatch.context() as patched:
+        patched.setattr(Validator, "__call__", lambda *_: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            train(make_recipe(eval_every=6), tmp_path / "run")
+    assert CheckpointStore(tmp_path / "run/checkpoints").steps() == [6, 4]
+    train(make_recipe(eval_every=6), tmp_path / "run", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_what_fails_inside_an_update_is_not_saved(
+    make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    update, calls = TrainingStep.update, []
+
+    def failing(step: TrainingStep, *arguments: Any) -> Any:
+        calls.append(step)
+        return update(step, *arguments) if len(calls) < 7 else 1 / 0
+
+    monkeypatch.setattr(TrainingStep, "update", failing)
+    with pytest.raises(ZeroDivisionError):
+        train(make_recipe(), tmp_path / "run")
+    assert CheckpointStore(tmp_path / "run/checkpoints").steps() == [4]
+
+
+def test_a_tracker_that_fails_is_left_out(
+    make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[int] = []
+
+    def track(event: dict[str, Any]) -> None:
+        seen.append(event["step"])
+        raise OSError("the network is down")
+
+    monkeypatch.setattr("workhorse.train.assembly.open_tracker", lambda *_: track)
+    monkeypatch.setattr("workhorse.train.check.check_tracker", lambda name: None)
+    told: list[dict[str, Any]] = []
+    result = train(make_recipe(trackers=["wandb"]), tmp_path / "run", on_event=told.append)
+    assert result.step == 12
+    assert len(seen) == 1
+    (notice,) = [event["message"] for event in told if event["kind"] == "notice"]
+    assert notice.startswith("the tracker wandb failed and is left out: OSError('the network")
+
+
+def test_a_run_that_never_was_finite_ends_with_its_report(make_recipe, tmp_path: Path) -> None:
+    optimizer = {"kind": "adamw", "learning_rate": 1e38}
+    result = train(make_recipe(optimizer=optimizer, steps=8), tmp_path / "run")
+    assert result.skipped_steps > 0
+    assert result.validation_loss is None
+    assert "not finite" in (tmp_path / "run/report.html").read_text()
+
+
+def test_a_hang_up_saves_unless_it_is_ignored(make_recipe, tmp_path: Path) -> None:
+    def hang_up(event: dict[str, Any]) -> None:
+        if event["kind"] == "step" and event["step"] == 6:
+            signal.raise_signal(signal.SIGHUP)
+
+    result = train(make_recipe(), tmp_path / "run", on_event=hang_up)
+    assert (result.stopped_by, result.step) == ("SIGHUP", 6)
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
+    try:
+        assert train(make_recipe(), tmp_path / "other", on_event=hang_up).step == 12
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_documents_are_kept_apart(make_recipe, tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """What cannot be run is refused in one line, and nothing of anybody's is touched."""
 
 import os
+import shutil
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,11 @@ import pytest
 from workhorse.data import prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.train import train
+
+
+def times(out: Path) -> dict[Path, int]:
+    """When each file of a run was written; the lock's is the last process's."""
+    return {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.name != ".lock"}
 
 
 def test_an_existing_run_is_not_overwritten(make_recipe, tmp_path: Path) -> None:
@@ -96,6 +102,46 @@ def test_prepared_shards_are_used_and_survive_a_run_that_cannot_begin(
         train(make_recipe(seq_len=10**6), tmp_path / "run")
     train(recipe, tmp_path / "run")
     assert before == {path: path.stat().st_mtime_ns for path in data.rglob("*.npy")}
+
+
+def test_a_sample_prompt_longer_than_the_context_is_refused_at_once(
+    make_recipe, tmp_path: Path
+) -> None:
+    samples = {"every": 1000, "prompts": ["short", "much longer than sixteen bytes"]}
+    with pytest.raises(WorkhorseError, match="has 30 tokens and the context is 16; shorten it in"):
+        train(make_recipe(samples=samples), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("lost", ["optimizer.safetensors", "model.safetensors"])
+def test_a_run_whose_checkpoints_are_all_damaged_does_not_begin_anew(
+    make_recipe, tmp_path: Path, lost: str
+) -> None:
+    train(make_recipe(), tmp_path / "run")
+    for file in (tmp_path / "run/checkpoints").glob(f"*/{lost}"):
+        file.unlink()
+    before = times(tmp_path / "run")
+    remedy = "begin anew with another --out"
+    if lost.startswith("optimizer"):
+        remedy = "start a run from the weights of step 12, which are whole: workhorse train "
+    with pytest.raises(WorkhorseError, match=f"is whole .*{lost}: No such .*{remedy}"):
+        train(make_recipe(), tmp_path / "run", resume=True)
+    assert times(tmp_path / "run") == before
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    with pytest.raises(WorkhorseError, match=r"tells of a checkpoint of step 12, and .* has none"):
+        train(make_recipe(), tmp_path / "run", resume=True)
+
+
+def test_links_in_a_run_directory_are_not_written_through(make_recipe, tmp_path: Path) -> None:
+    out, mine = tmp_path / "run", tmp_path / "mine"
+    out.mkdir()
+    mine.write_text("mine")
+    for name in (".tmp-recipe.yaml", ".tmp-report.html", ".tmp-metrics.jsonl", ".tmp-config.json"):
+        (out / name).symlink_to(mine)
+    (out / ".tmp-tokenizer").symlink_to(tmp_path)
+    train(make_recipe(), out)
+    assert mine.read_text() == "mine"
+    assert not (tmp_path / "tokenizer.json").exists()
 
 
 def test_a_kernel_that_cannot_train_here_is_refused_before_anything_is_made(

@@ -23,6 +23,8 @@ class ExitCode(enum.IntEnum):
     """A bug of ours; the traceback is on stderr."""
     USAGE = 2
     """Wrong usage or input; one line on stderr says which and what to do."""
+    HUNG_UP = 129
+    """Stopped by SIGHUP, the terminal being gone, after saving."""
     INTERRUPTED = 130
     """Stopped by SIGINT."""
     STOPPED = 143

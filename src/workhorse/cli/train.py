@@ -1,10 +1,12 @@
 """`workhorse train`: a recipe in, a run directory out."""
 
-import signal
+import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 from workhorse.cli.options import json_option, runtime_options
 from workhorse.cli.output import ExitCode, print_result
@@ -15,7 +17,11 @@ from workhorse.cli.output import ExitCode, print_result
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--out", type=click.Path(path_type=Path), help="Run directory.  [default: runs/NAME]")
 @click.option("--resume", is_flag=True, help="Go on from the newest whole checkpoint.")
-@click.option("--dry-run", is_flag=True, help="Show size, memory and time; write nothing.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Show size, memory and time, and what --resume would change; write nothing.",
+)
 @runtime_options
 @json_option
 def command(
@@ -30,36 +36,94 @@ def command(
     threads: int,
     as_json: bool,
 ) -> None:
-    """Train a model as RECIPE says, a YAML file; `workhorse recipe` tells what it may say.
+    """Train a model as RECIPE says: a YAML file, or a run directory, whose own recipe it is then.
+
+    `workhorse recipe` tells what a recipe may say.
 
     Settings after it replace the recipe's, as in `train.steps=500 model.d_model=256`; --device,
-    --dtype and --threads, where given, replace those of its `train` section. An interrupt or
-    SIGTERM ends the run after the step under way, with a checkpoint; --resume goes on.
+    --dtype and --threads, where given, replace those of its `train` section. An interrupt, SIGTERM
+    or SIGHUP ends the run after the step under way, with a checkpoint; --resume goes on, and may
+    change what does not make it another run.
     """
-    from workhorse.config import apply_overrides, read_yaml
-    from workhorse.train import Recipe
-
-    flags = [f"train.device={device}"] if device != "auto" else []
-    flags += [f"train.dtype={dtype}"] if dtype != "auto" else []
-    flags += [f"train.threads={threads}"] if threads else []
-    settings = Recipe.from_dict(apply_overrides(read_yaml(recipe), [*overrides, *flags]))
+    flags = [
+        f"train.{name}={value}"
+        for name, value in {"device": device, "dtype": dtype, "threads": threads}.items()
+        if _is_given(name)
+    ]
+    if recipe.is_dir():
+        recipe, out = _own_recipe(recipe, out, resume)
+    notices: list[str] = []
+    settings = _read(recipe, [*overrides, *flags], out, resume, notices.append)
     if dry_run:
-        _dry_run(settings, as_json)
+        _dry_run(settings, out, resume, as_json, notices)
     else:
-        _train(settings, out or Path("runs") / settings.name, resume, as_json)
+        _train(settings, out or _default(settings.name), resume, as_json, notices)
 
 
-def _train(settings: Any, out: Path, resume: bool, as_json: bool) -> None:
+def _is_given(name: str) -> bool:
+    """Whether a flag is on the command line, if only with its default."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is ParameterSource.COMMANDLINE
+
+
+def _own_recipe(folder: Path, out: Path | None, resume: bool) -> tuple[Path, Path]:
+    """The recipe of a run directory, and where to train by it."""
+    from workhorse.checkpoints import RunDirectory
+    from workhorse.errors import WorkhorseError
+
+    run = RunDirectory(folder)
+    if not run.exists:
+        raise WorkhorseError(
+            f"{folder} is a folder and no run: it has no {run.recipe_file.name}; give a recipe file"
+        )
+    if not resume and out is None:
+        raise WorkhorseError(
+            f"{folder} is a run; go on with it by --resume, or begin another by its recipe with "
+            "--out"
+        )
+    return run.recipe_file, out or folder
+
+
+def _read(
+    file: Path,
+    overrides: list[str],
+    out: Path | None,
+    resume: bool,
+    tell: Callable[[str], object],
+) -> Any:
+    """A recipe with overrides; that of a run to be resumed needs no model it started from."""
+    from workhorse.checkpoints import RunDirectory
+    from workhorse.config import apply_overrides, read_yaml
+    from workhorse.train import Recipe, fit_warmup, resumed_recipe
+
+    written = read_yaml(file)
+    fields = apply_overrides(written, overrides)
+    fields = fit_warmup(written, fields, tell)
+    if resume and (run := RunDirectory(out or _default(fields.get("name")))).exists:
+        fields = resumed_recipe(fields, run)
+    return Recipe.from_dict(fields)
+
+
+def _default(name: object) -> Path:
+    return Path("runs") / str(name)
+
+
+def _train(settings: Any, out: Path, resume: bool, as_json: bool, notices: list[str]) -> None:
     from workhorse.cli.train_progress import show_training
     from workhorse.train import train
 
     with show_training(settings.train.steps) as show:
+        for line in notices:
+            show({"kind": "notice", "message": line})
         result = train(settings, out, resume=resume, on_event=show)
     print_result(result.to_dict(), as_json, text=_summary(result))
     if result.stopped_by is not None:
-        stopped = result.stopped_by == signal.SIGTERM.name
-        code = ExitCode.STOPPED if stopped else ExitCode.INTERRUPTED
-        click.get_current_context().exit(code)
+        codes = {
+            "SIGINT": ExitCode.INTERRUPTED,
+            "SIGTERM": ExitCode.STOPPED,
+            "SIGHUP": ExitCode.HUNG_UP,
+        }
+        click.get_current_context().exit(codes[result.stopped_by])
 
 
 def _summary(result: Any) -> str:
@@ -77,11 +141,24 @@ def _summary(result: Any) -> str:
     return "\n".join(lines)
 
 
-def _dry_run(settings: Any, as_json: bool) -> None:
+def _dry_run(
+    settings: Any, out: Path | None, resume: bool, as_json: bool, notices: list[str]
+) -> None:
     from workhorse.cli.train_progress import clock
-    from workhorse.train import estimate
+    from workhorse.train import estimate, rehearse
 
-    found = estimate(settings)
+    place: dict[str, Any] = {}
+    if resume or out is not None:
+        where = out or _default(settings.name)
+        at = rehearse(settings, where, resume=resume)
+        place = {"run_directory": where, "step": at.step, "changes": [str(c) for c in at.changes]}
+        notices += at.notices
+        notices.append(
+            f"{where}: would go on after step {at.step:,}" if resume else f"{where} is free"
+        )
+    for line in notices:
+        print(line, file=sys.stderr)
+    found = estimate(settings) | place
     parameters, memory = found["parameters"], found["memory"]
     roles = ", ".join(
         f"{name} {count:,}"

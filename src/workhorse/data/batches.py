@@ -1,7 +1,8 @@
 """Batches of rows by the number of the step: random access, no state, no position to save.
 
-`batches[step]` depends on the seed, the step and the global batch size alone. So the step is the
-exact position for a resume, and micro-batches and processes are slices of the same global batch.
+`batches[step]` depends on the seed, the step and the global batch size alone (and on the offset
+of a run that changed it). So the step is the exact position for a resume, and micro-batches and
+processes are slices of the same global batch.
 """
 
 import math
@@ -67,6 +68,9 @@ class Batches:
         batch_size: rows of the global batch of one step, over all processes and micro-batches.
         seed: decides the order; the same seed gives the same tokens everywhere.
         packing: how rows are cut (see `workhorse.data.sampling`).
+        offset: added to the number of every row, counted from the start of the run. A run whose
+            batch size changes after some steps goes on with the row that comes next by
+            `offset = rows read - steps done * batch_size`; steps before those have no batch then.
 
     Raises:
         WorkhorseError: a size below 1, a source shorter than one window, a weight too small.
@@ -80,9 +84,10 @@ class Batches:
         batch_size: int,
         seed: int = 0,
         packing: Packing = "windows",
+        offset: int = 0,
     ) -> None:
         _check_sizes(seq_len, batch_size)
-        self.seq_len, self.batch_size = seq_len, batch_size
+        self.seq_len, self.batch_size, self.offset = seq_len, batch_size, offset
         self.packing: Packing = packing
         self.source_names = tuple(stream.name for stream in split.streams)
         self._samplers = [
@@ -102,9 +107,9 @@ class Batches:
 
     def rows(self, step: int, start: int, stop: int) -> Batch:
         """The rows `start` to `stop` of the global batch of a step."""
-        assert step >= 0
+        first = self.offset + step * self.batch_size
+        assert first >= 0
         assert 0 <= start <= stop <= self.batch_size
-        first = step * self.batch_size
         sources, numbers = self._mixture.locate(np.arange(first + start, first + stop))
         parts = []
         for source in np.unique(sources).tolist():

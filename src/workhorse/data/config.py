@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field, field_validator, model_validator
 
 from workhorse.config import Config, ConfigError
+from workhorse.on_resume import OnResume
 
 STDIN = Path("-")
 """A path of `-` is the standard input."""
@@ -27,7 +28,7 @@ Packing = Literal["windows", "random_windows", "documents"]
 class HeldOut(Config):
     """What every source says about its validation split: a part of itself, or another path."""
 
-    validation: Path | None = None
+    validation: Annotated[Path | None, OnResume.SAME_TEXT] = None
     """A path of its own for the validation split, read as `path` is; then all of `path` trains."""
     validation_fraction: Fraction | None = None
     """Share held out, 0 for none. None: a tenth, or nothing where `validation` names a path."""
@@ -59,9 +60,9 @@ class TextConfig(HeldOut):
     """
 
     kind: Literal["text"] = "text"
-    path: Path
+    path: Annotated[Path, OnResume.SAME_TEXT]
     """A file, plain or compressed with gzip or zstd; `-` is the standard input."""
-    errors: Literal["strict", "replace"] = "strict"
+    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_TEXT] = "strict"
     """What bytes that are not UTF-8 do: stop with a message, or become U+FFFD."""
 
 
@@ -72,11 +73,11 @@ class FolderConfig(HeldOut):
     """
 
     kind: Literal["folder"] = "folder"
-    path: Path
+    path: Annotated[Path, OnResume.SAME_TEXT]
     """The folder."""
-    glob: str = "**/*"
+    glob: Annotated[str, OnResume.SAME_TEXT] = "**/*"
     """Which files, as a pattern of `pathlib.Path.glob`."""
-    errors: Literal["strict", "replace"] = "strict"
+    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_TEXT] = "strict"
     """What bytes that are not UTF-8 do: stop with a message, or become U+FFFD."""
 
 
@@ -84,12 +85,12 @@ class JsonlConfig(HeldOut):
     """JSON lines, each an object with a text: a document, held out by a hash of the text."""
 
     kind: Literal["jsonl"] = "jsonl"
-    path: Path
+    path: Annotated[Path, OnResume.SAME_TEXT]
     """A file, plain or compressed with gzip or zstd, or a folder of `.jsonl[.gz|.zst]` files; `-`
     is the standard input."""
     text_field: str = "text"
     """The key of the text. Lines where it is null or empty are left out."""
-    errors: Literal["strict", "replace"] = "strict"
+    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_TEXT] = "strict"
     """What bytes that are not UTF-8 do: stop with a message, or become U+FFFD."""
 
 
@@ -97,7 +98,7 @@ class ParquetConfig(HeldOut):
     """Parquet files (needs pyarrow): each row a document, held out by a hash of the text."""
 
     kind: Literal["parquet"] = "parquet"
-    path: Path
+    path: Annotated[Path, OnResume.SAME_TEXT]
     """A file, or a folder of `.parquet` files."""
     text_field: str = "text"
     """The column of the text. Rows where it is null or empty are left out."""
@@ -190,7 +191,7 @@ class DataConfig(Config):
     """Begin every document with the tokenizer's bos token."""
     eos: bool = True
     """End every document with the tokenizer's eos token."""
-    cache_dir: Path | None = None
+    cache_dir: Annotated[Path | None, OnResume.TAKEN] = None
     """Where token shards are kept, for runs to share; None: inside the run directory."""
 
     @field_validator("corpus", mode="before")

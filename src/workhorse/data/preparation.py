@@ -21,6 +21,7 @@ from workhorse.data.config import DataConfig
 from workhorse.data.dataset import ENDS, TOKENS, Dataset, check_sums, open_dataset, open_shard
 from workhorse.data.documents import Document, SplitName, read_documents
 from workhorse.data.encode import encoded
+from workhorse.data.file_changes import save_file_list
 from workhorse.data.manifest import (
     ManifestConfig,
     ShardConfig,
@@ -116,6 +117,7 @@ class _Build:
             self._finish(*key)
         if describe_sources(self.config) != self.manifest.sources:
             raise WorkhorseError("a source changed while it was read; prepare it again")
+        save_file_list(self.config, self.home)
         self.manifest = self.manifest.replace(complete=True)
         self.manifest.save(self.home)
         self.progress(self.done, self.done)

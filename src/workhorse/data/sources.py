@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from workhorse.data import stdlib
 from workhorse.data.config import STDIN, DataConfig, SourceConfig, StdlibConfig
 from workhorse.data.documents import SplitName, data_files, read_documents
 from workhorse.errors import WorkhorseError
@@ -15,6 +16,8 @@ Progress = Callable[[int, int | None], None]
 
 SPLITS: tuple[SplitName, ...] = ("validation", "train")
 """The small one first: if it is empty, the long work need not be done to find out."""
+FileState = tuple[int, int]
+"""Bytes and time of change, in nanoseconds."""
 
 SIZE_IS_TEXT = {"text", "folder", "stdlib"}
 """The kinds of source whose files hold the text as it is."""
@@ -39,6 +42,34 @@ def describe_sources(config: DataConfig) -> dict[str, dict[str, Any]]:
             "state": hashlib.sha256(json.dumps(states).encode()).hexdigest(),
         }
     return described
+
+
+def list_files(config: DataConfig) -> dict[str, dict[str, FileState]]:
+    """The files of each source by their path in it; none of the standard input."""
+    listed: dict[str, dict[str, FileState]] = {}
+    for name, source in config.sources.items():
+        files = listed[name] = {}
+        if isinstance(source, StdlibConfig):
+            files |= {module.name: _size_and_time(module.path) for module in stdlib.candidates()}
+            continue
+        roots: dict[SplitName, Path | None] = {
+            "train": source.path,
+            "validation": source.validation,
+        }
+        for split, root in roots.items():
+            if root is None or root == STDIN:
+                continue
+            for path in data_files(source, split):
+                inside = path.relative_to(root).as_posix()  # "." for the file that a path names
+                files[inside if split == "train" else f"validation: {inside}"] = _size_and_time(
+                    path
+                )
+    return listed
+
+
+def _size_and_time(path: Path) -> FileState:
+    status = path.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def text_bytes(described: dict[str, dict[str, Any]]) -> int | None:

@@ -2,7 +2,21 @@
 
 from workhorse.train.estimate import estimate
 from workhorse.train.metrics import Event, read_metrics
-from workhorse.train.recipe import Recipe, TrainConfig
-from workhorse.train.run import TrainResult, train
+from workhorse.train.recipe import Recipe, TrainConfig, fit_warmup
+from workhorse.train.resume import Change, Resumption, resumed_recipe
+from workhorse.train.run import TrainResult, rehearse, train
 
-__all__ = ["Event", "Recipe", "TrainConfig", "TrainResult", "estimate", "read_metrics", "train"]
+__all__ = [
+    "Change",
+    "Event",
+    "Recipe",
+    "Resumption",
+    "TrainConfig",
+    "TrainResult",
+    "estimate",
+    "fit_warmup",
+    "read_metrics",
+    "rehearse",
+    "resumed_recipe",
+    "train",
+]

@@ -1,7 +1,7 @@
 """AdamW: Adam with decoupled weight decay (1711.05101)."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -10,13 +10,14 @@ from torch.optim.adamw import adamw
 
 from workhorse.config import Config
 from workhorse.native import training
+from workhorse.on_resume import OnResume
 from workhorse.train.masters import Masters, join, pieces, split
 
 
 class AdamWConfig(Config):
     """AdamW. Weight decay goes to matrices only: never to norms, biases and other vectors."""
 
-    kind: Literal["adamw"] = "adamw"
+    kind: Annotated[Literal["adamw"], OnResume.NEW_RUN] = "adamw"
     learning_rate: float = Field(default=1e-3, gt=0)
     """At the schedule's peak."""
     beta1: float = Field(default=0.9, ge=0, lt=1)

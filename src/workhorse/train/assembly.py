@@ -10,6 +10,7 @@ from workhorse.checkpoints import Checkpoint, RunDirectory, empty_decoder, load_
 from workhorse.checkpoints.stored import open_stored
 from workhorse.data import Batch, Batches, Dataset, beginning, prepare, prepare_tokenizer
 from workhorse.devices import name_of, training_dtype
+from workhorse.errors import WorkhorseError
 from workhorse.native import products, training
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.head_loss import product
@@ -29,7 +30,7 @@ from workhorse.train.micro_batch import fit_micro_batch
 from workhorse.train.optimizers import build_optimizer
 from workhorse.train.random_state import seed_everything
 from workhorse.train.recipe import Recipe, TrainConfig
-from workhorse.train.resume import check_same_run
+from workhorse.train.resume import Resumption, check_same_run
 from workhorse.train.room import check_training
 from workhorse.train.samples import Sampler
 from workhorse.train.speed import Peak, active_parameters, flops_per_token, peak_flops
@@ -44,13 +45,28 @@ from workhorse.train.trackers import open_tracker
 from workhorse.train.validation import Validator
 
 Listener = Callable[[Event], None]
+FROM_THE_START = Resumption(), None
 
 
 def assemble(
-    recipe: Recipe, run: RunDirectory, device: torch.device, on_event: Listener, store: Store
+    recipe: Recipe,
+    run: RunDirectory,
+    device: torch.device,
+    on_event: Listener,
+    store: Store,
+    *,
+    resumed: tuple[Resumption, Checkpoint | None] = FROM_THE_START,
 ) -> Loop:
-    """Tokenizer, data, model and optimizer, fresh or from the newest whole checkpoint."""
+    """Tokenizer, data, model and optimizer, fresh or from a checkpoint.
+
+    The run directory is written into once all of it is accepted; only what a fresh run makes of
+    its text, tokenizer and shards, is there before.
+    """
     config = recipe.train
+
+    def tell(line: str) -> None:
+        on_event({"kind": "notice", "message": line})
+
     if config.threads:
         torch.set_num_threads(config.threads)
     listener = _with_trackers(recipe, run, on_event)
@@ -61,12 +77,14 @@ def assemble(
         run.data_folder,
         progress=lambda done, total: on_event({"kind": "data", "done": done, "total": total}),
     )
+    at, checkpoint = resumed
     batches = Batches(
         dataset.train,
         seq_len=config.seq_len,
         batch_size=config.batch_size,
         seed=config.seed,
         packing=recipe.data.packing,
+        offset=at.rows - at.step * config.batch_size,
     )
     decoder_config = recipe.decoder_config(tokenizer.vocab_size)
     constants = {
@@ -74,20 +92,21 @@ def assemble(
         "tokenizer": tokenizer.fingerprint,
         "data": dataset.fingerprint,
         "versions": {"workhorse": __version__, "torch": torch.__version__},
+        "recipe": recipe.to_dict(),
     }
-    checkpoint = store.newest(lambda line: on_event({"kind": "notice", "message": line}))
     if checkpoint is not None:
-        check_same_run(checkpoint, constants)
-    run.save_config(decoder_config)
+        check_same_run(run, recipe, at, constants)
     seed_everything(config.seed)
     check_training(decoder_config, config, device)
-    decoder = _decoder(recipe, decoder_config, device, checkpoint)
+    decoder = _decoder(recipe, decoder_config, device, checkpoint, tell)
     size = config.micro_batch_size
     if size == "auto" and checkpoint is not None:
-        size = checkpoint.state.get("micro_batch_size", size)
+        size = at.micro_batch_size(config.batch_size)
     step = build_step(
-        decoder, config.model_copy(update={"micro_batch_size": size}), device, batches[0]
+        decoder, config.model_copy(update={"micro_batch_size": size}), device, batches[at.step]
     )
+    if recipe.init_optimizer and checkpoint is None:
+        _start_optimizer_from(str(recipe.init), step)
     constants["micro_batch_size"] = step.micro_batch_size
     loop = Loop(
         config=config,
@@ -99,16 +118,21 @@ def assemble(
         if config.samples
         else None,
         store=store,
-        metrics=MetricsFile(run.metrics_file, checkpoint.step if checkpoint else 0),
+        metrics=MetricsFile(run.metrics_file, at.step),
         on_event=listener,
         constants=constants,
         flops_per_token=flops_per_token(decoder, config.seq_len),
         peak=Peak(partial(measured_peak, config, device)),
     )
     if checkpoint is not None:
-        loop.restore(checkpoint)
+        loop.restore(checkpoint, at.rows)
+    run.rewrite_recipe(recipe.to_yaml())
+    run.save_config(decoder_config)
+    loop.metrics.open()
+    for change in at.changes:
+        loop.tell("change", setting=change.setting, before=change.before, now=change.now)
     if device.type == "cpu" and (reason := training.why_not()):
-        on_event({"kind": "notice", "message": f"no native operators, so slower: {reason}"})
+        tell(f"no native operators, so slower: {reason}")
     loop.tell(
         "start",
         name=recipe.name,
@@ -128,7 +152,11 @@ def assemble(
 
 
 def _decoder(
-    recipe: Recipe, config: DecoderConfig, device: torch.device, checkpoint: Checkpoint | None
+    recipe: Recipe,
+    config: DecoderConfig,
+    device: torch.device,
+    checkpoint: Checkpoint | None,
+    tell: Callable[[str], None],
 ) -> Decoder:
     """With the weights of a checkpoint, of the model that the recipe starts from, or fresh ones."""
     kernel = recipe.train.kernel
@@ -138,7 +166,10 @@ def _decoder(
         return decoder
     decoder = config.build(kernel, device=device)
     if recipe.init is not None:
-        trained = open_stored(recipe.init).load_decoder(dtype=torch.float32)
+        stored = open_stored(recipe.init)
+        trained = stored.load_decoder(dtype=torch.float32)
+        for remark in stored.remarks:
+            tell(remark)
         start_from(recipe.init, decoder, trained)
     return decoder
 
@@ -149,6 +180,23 @@ def measured_peak(config: TrainConfig, device: torch.device) -> float:
     multiply = _unit(device, config.matmul_precision) or product
     with Precision(device, dtype, config.matmul_precision).products():
         return peak_flops(device, dtype, multiply)
+
+
+def _start_optimizer_from(init: str, step: TrainingStep) -> None:
+    """Give an optimizer the state of the one of another run."""
+    run = RunDirectory(init)
+    checkpoint = run.store().newest() if run.exists else None
+    if checkpoint is None:
+        raise WorkhorseError(
+            f"init={init} is no run with a whole checkpoint, so it has no optimizer's state; "
+            "set init_optimizer=false"
+        )
+    try:
+        step.optimizer.load(checkpoint.optimizer)
+    except WorkhorseError as error:
+        raise WorkhorseError(
+            f"the optimizer of init={init} is another ({error}); set init_optimizer=false"
+        ) from None
 
 
 def _tokenizer(recipe: Recipe, run: RunDirectory, on_event: Listener) -> Tokenizer:
@@ -249,14 +297,23 @@ def _validator(recipe: Recipe, step: TrainingStep, dataset: Dataset) -> Validato
 
 
 def _with_trackers(recipe: Recipe, run: RunDirectory, on_event: Listener) -> Listener:
-    trackers = [
-        open_tracker(name, recipe.name, recipe.to_dict(), run.path)
+    trackers = {
+        name: open_tracker(name, recipe.name, recipe.to_dict(), run.path)
         for name in recipe.train.trackers
-    ]
+    }
 
     def tell_all(event: Event) -> None:
         on_event(event)
-        for track in trackers:
-            track(event)
+        for name, track in list(trackers.items()):
+            try:
+                track(event)
+            except Exception as error:  # of a service or its package: no reason to lose a step
+                del trackers[name]
+                on_event(
+                    {
+                        "kind": "notice",
+                        "message": f"the tracker {name} failed and is left out: {error!r}",
+                    }
+                )
 
     return tell_all

@@ -116,10 +116,12 @@ def _check_tokenizer(recipe: Recipe) -> None:
 def _check_model(recipe: Recipe) -> None:
     """Raise WorkhorseError for attention that the kernel cannot compute, or another's weights."""
     given = recipe.model.get("vocab_size")
-    config = recipe.decoder_config(given if isinstance(given, int) else 1)
+    trained = open_stored(recipe.init).config if recipe.init is not None else None
+    of_tokenizer = trained.vocab_size if trained else 1  # not known yet, and that of the weights
+    config = recipe.decoder_config(given if isinstance(given, int) else of_tokenizer)
     decoder = config.build(recipe.train.kernel, device="meta")
-    if recipe.init is not None:
-        start_from(recipe.init, decoder, open_stored(recipe.init).config.build(device="meta"))
+    if trained is not None:
+        start_from(str(recipe.init), decoder, trained.build(device="meta"))
 
 
 def start_from(init: str, decoder: Decoder, trained: Decoder) -> None:

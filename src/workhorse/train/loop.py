@@ -5,6 +5,7 @@ be sharded, the batches may be some of the global batch's rows, the store may wr
 Nothing here looks at a parameter.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
@@ -48,10 +49,12 @@ class Store(Protocol):
 
 @dataclass
 class Counters:
-    """How far a run is. The data's position is `step`, since a batch is a function of it."""
+    """How far a run is. `rows` is the position in the data: steps times an unchanged batch size."""
 
     step: int = 0
     """Steps done, skipped ones included."""
+    rows: int = 0
+    """Rows of the data read."""
     tokens: int = 0
     """Predictions trained on."""
     skipped_steps: int = 0
@@ -95,34 +98,60 @@ class Loop:
     counters: Counters = field(default_factory=Counters)
     last: StepResult | None = None
     validation: Validation | None = None
+    saved: int = 0
+    """Steps done when the newest checkpoint was written."""
+    _whole: bool = True
+    """Whether weights, optimizer and counters are of one step: not in the midst of an update."""
 
-    def restore(self, checkpoint: Checkpoint) -> None:
-        """Take over everything but the weights: the next step is what it would have been."""
+    def restore(self, checkpoint: Checkpoint, rows: int) -> None:
+        """Take over everything but the weights: the next step is what it would have been.
+
+        Args:
+            checkpoint: where to go on.
+            rows: of the data that were read until then.
+        """
         self.step.optimizer.load(checkpoint.optimizer)
         self.step.scale.load(checkpoint.state["loss_scale"])
-        self.counters = Counters(**checkpoint.state["counters"])
+        self.counters = Counters(**{**checkpoint.state["counters"], "rows": rows})
+        if self.counters.bad_in_a_row >= self.config.max_bad_steps:
+            self.counters.bad_in_a_row = 0  # it ended for them, and shall have another chance
         set_random_state(checkpoint.state["random"])
 
     def run(self, signals: StopSignals) -> None:
         """Train until the last step or a signal; either way the last step done is saved.
 
+        It is saved too when something else than the step fails: validation, samples, a listener.
+
         Raises:
             WorkhorseError: too many steps in a row were not finite, or the disk refuses.
         """
+        self.saved = self.counters.step
+        try:
+            self._train(signals)
+        except Exception:
+            if self._whole and self.saved != self.counters.step:
+                with contextlib.suppress(Exception):  # the first failure is the one to tell
+                    self.save()
+            raise
+        self.tell("end", reason=signals.received.name if signals.received else "finished")
+
+    def _train(self, signals: StopSignals) -> None:
         config, counters = self.config, self.counters
         started = time.perf_counter() - counters.seconds
         logged, logged_tokens = time.perf_counter(), counters.tokens
         warming_up = True  # the first step of a sitting waits for compilers and first touches
-        saved = counters.step
         batch = self._read(counters.step)
         while batch is not None and signals.received is None:
             loss, counted = self.step.backward(batch)
             following = counters.step + 1
             batch = self._read(following)  # while a GPU works; `update` waits for it
             schedule = config.schedule.factor(counters.step, config.steps)
+            self._whole = False
             self.last = self.step.update(loss, counted, schedule)
             counters.step = following
+            counters.rows += config.batch_size
             self._count(self.last)
+            self._whole = True
             counters.seconds = time.perf_counter() - started
             ended = batch is None
             if following % config.log_every == 0 or ended:
@@ -137,15 +166,14 @@ class Loop:
             self._look(ended)
             if following % config.checkpoint_every == 0 and not ended:
                 self.save()
-                saved = following
             logged += time.perf_counter() - pause  # speed is of training alone
             counters.seconds = time.perf_counter() - started
-        if saved != counters.step:
+        if self.saved != counters.step:
             self.save()
-        self.tell("end", reason=signals.received.name if signals.received else "finished")
 
     def save(self) -> None:
         """Write a checkpoint; lines of metrics up to it are on the disk before it is."""
+        self.saved = self.counters.step  # or tried: what fails is not tried again
         self.metrics.sync()
         state = {
             **self.constants,
@@ -178,7 +206,8 @@ class Loop:
             raise WorkhorseError(
                 f"loss or gradient was not finite for {counters.bad_in_a_row} steps in a row, up "
                 f"to step {counters.step} (loss {result.loss:g}, gradient {result.grad_norm:g}); "
-                "lower the learning rate, lengthen the warm-up, or use a wider dtype"
+                "go on from the last checkpoint by --resume with a lower learning rate, or begin "
+                "anew with a longer warm-up or a wider dtype"
             )
 
     def _log(

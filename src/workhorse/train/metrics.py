@@ -6,6 +6,7 @@ Every line has `kind` and `step` (steps done when it was written):
   `flops_per_token` and `peak_flops` (a second, of the quickest matrix product in the training's
   type; where training is quicker, `peak_fraction` is of its own best), `micro_batch_size` (in use),
   `device`, versions
+- `change`: of a setting, when the run was resumed: `setting` (its name), `before`, `now`
 - `step`: `loss` (the cross-entropy, nats per token), `z_loss` and `balance_loss` (what is added to
   it, as it is weighed, where it is), `learning_rate` (the schedule's factor times the optimizer's),
   `grad_norm`, `tokens` (predictions so far), `tokens_per_second` and `peak_fraction` (since the
@@ -25,7 +26,7 @@ import json
 import math
 import os
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from workhorse.checkpoints import write_atomically
 from workhorse.errors import WorkhorseError
@@ -41,25 +42,41 @@ class MetricsFile:
     Args:
         path: of the file.
         step: keep the lines up to this step, of a run that goes on after it. Later lines, and one
-            cut short, were written by a process that died, and their steps will be done again.
+            cut short, were written by a process that died, and their steps will be done again. So
+            were changes at the step itself: they are in no checkpoint yet.
+
+    Raises:
+        WorkhorseError: the file is not one of metrics.
     """
 
     def __init__(self, path: Path, step: int = 0) -> None:
-        kept = "".join(line for line, event in _events(path) if event["step"] <= step)
-        write_atomically(path, kept)
-        self._file = path.open("a", encoding="utf-8", newline="\n")
+        self._path = path
+        self._kept = [
+            line
+            for line, event in _events(path)
+            if event["step"] < step + (event["kind"] != "change")
+        ]
+        self._file: IO[str] | None = None
+
+    def open(self) -> None:
+        """Put the file in order, to be written from now on; until then it is as it was."""
+        write_atomically(self._path, "".join(self._kept))
+        self._file = self._path.open("a", encoding="utf-8", newline="\n")
 
     def write(self, event: Event) -> None:
         """Append a line."""
+        assert self._file is not None, "open comes first"
         self._file.write(json.dumps({key: _finite(value) for key, value in event.items()}) + "\n")
         self._file.flush()
 
     def sync(self) -> None:
         """Wait until the lines are on the disk."""
+        assert self._file is not None, "open comes first"
         os.fsync(self._file.fileno())
 
     def close(self) -> None:
-        self._file.close()
+        if self._file is not None:
+            self._file.close()
 
 
 def read_metrics(path: Path) -> list[Event]:

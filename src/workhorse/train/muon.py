@@ -6,7 +6,7 @@ lets it share AdamW's learning rate and weight decay is Moonshot's (2502.16982 Â
 
 import math
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from workhorse.config import Config
 from workhorse.devices import multiplies_bfloat16
 from workhorse.native import training
+from workhorse.on_resume import OnResume
 from workhorse.train.adamw import AdamWConfig, gradients_of
 from workhorse.train.masters import Masters
 
@@ -26,7 +27,7 @@ values within about 0.7 to 1.2 (Keller Jordan)."""
 class MuonConfig(Config):
     """Muon for the matrices inside the layers, AdamW for everything else."""
 
-    kind: Literal["muon"] = "muon"
+    kind: Annotated[Literal["muon"], OnResume.NEW_RUN] = "muon"
     learning_rate: float = Field(default=1e-3, gt=0)
     """Of the hidden matrices, at the schedule's peak."""
     momentum: float = Field(default=0.95, ge=0, lt=1)

@@ -1,6 +1,7 @@
 """A recipe: everything that decides a training run, in one file."""
 
 import math
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -10,6 +11,7 @@ from workhorse.data import DataConfig
 from workhorse.errors import WorkhorseError
 from workhorse.models import preset
 from workhorse.nn import DecoderConfig
+from workhorse.on_resume import OnResume
 from workhorse.tokenizers import TokenizerConfig
 from workhorse.train.balance import check_balance
 from workhorse.train.muon import MuonConfig
@@ -41,87 +43,106 @@ class SamplesConfig(Config):
 class TrainConfig(Config):
     """How a model is trained. Sizes are of the whole run, on however many devices."""
 
-    steps: Count
+    steps: Annotated[Count, OnResume.GOES_ON]
     """Updates of the weights."""
-    batch_size: Count
+    batch_size: Annotated[Count, OnResume.GOES_ON]
     """Sequences in a step."""
     seq_len: Count
     """Predictions in a sequence."""
-    micro_batch_size: Count | Literal["auto"] | None = None
+    micro_batch_size: Annotated[Count | Literal["auto"] | None, OnResume.ROUNDED] = None
     """Sequences that pass through the model at once; None: the whole batch. Smaller needs less
     memory and gives the same gradient to rounding. `auto` finds the largest equal share of the
     batch that fits when a run begins; a resumed run keeps it."""
     seed: int = Field(default=0, ge=0, lt=2**63)
     """Decides the weights at the start, the order of the data and dropout."""
 
-    optimizer: OptimizerConfig = MuonConfig()
+    optimizer: Annotated[OptimizerConfig, OnResume.GOES_ON] = MuonConfig()
     """What a step does with the gradient."""
-    schedule: ScheduleConfig = CosineConfig()
+    schedule: Annotated[ScheduleConfig, OnResume.GOES_ON] = CosineConfig()
     """What multiplies every learning rate from step to step."""
-    grad_clip: float | None = Field(default=1.0, gt=0)
+    grad_clip: Annotated[float | None, OnResume.GOES_ON] = Field(default=1.0, gt=0)
     """Longest gradient, as the norm over all parameters; longer ones are shortened. None: any."""
-    z_loss: float = Field(default=0.0, ge=0)
+    z_loss: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
     """Weight of the squared log-partition in what training makes less (PaLM, 2204.02311 §5). The
     loss shown is the cross-entropy without it."""
-    balance_loss: float = Field(default=0.0, ge=0)
+    balance_loss: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
     """Weight of the loss that spreads the choices of each sequence over a mixture's experts
     (DeepSeek-V3, 2412.19437 §2.1.2; 0.0001 there), summed over its layers. By sequence, so that the
     gradient does not depend on `micro_batch_size`; a batch as a whole is balanced by
     `balance_rate`. Padding does not count."""
-    balance_rate: float = Field(default=0.0, ge=0)
+    balance_rate: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
     """By how much an update moves the selection bias of each expert towards an equal load (0.001 in
     2408.15664)."""
-    max_bad_steps: Count = 10
+    max_bad_steps: Annotated[Count, OnResume.TAKEN] = 10
     """Stop after so many steps in a row whose loss or gradient was not finite."""
 
-    device: str = "auto"
+    device: Annotated[str, OnResume.ROUNDED] = "auto"
     """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:N` or `mps`."""
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = "float32"
+    dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], OnResume.ROUNDED] = (
+        "float32"
+    )
     """Of the arithmetic; what the optimizer updates and checkpoints hold is float32 always. `auto`
     is bfloat16 where the device multiplies it natively; `float16` needs CUDA and scales the loss so
     that small gradients survive."""
-    matmul_precision: Literal["highest", "high"] = "highest"
+    matmul_precision: Annotated[Literal["highest", "high"], OnResume.ROUNDED] = "highest"
     """Of float32 products, with PyTorch's meaning: `high` lets each number be the sum of two of
     bfloat16, or TensorFloat32, where that is faster. Linear layers do the former on a CPU with a
     matrix unit, everything the latter on CUDA. On other devices nothing changes, nor where `dtype`
     leaves no float32 products."""
-    kernel: Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"] = "auto"
+    kernel: Annotated[
+        Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"], OnResume.ROUNDED
+    ] = "auto"
     """How attention is computed."""
-    threads: int = Field(default=0, ge=0, le=1024)
+    threads: Annotated[int, OnResume.ROUNDED] = Field(default=0, ge=0, le=1024)
     """CPU threads; 0 lets PyTorch decide. Another number gives other roundings."""
-    compile: bool = False
+    compile: Annotated[bool, OnResume.ROUNDED] = False
     """Compile the layers (`torch.compile`), those that are alike together: slower to start. On
     a CPU it was seen to gain nothing."""
-    fp8: bool = False
+    fp8: Annotated[bool, OnResume.ROUNDED] = False
     """Multiply in float8 inside the layers (torchao): CUDA from compute capability 8.9 on, with
     `dtype: bfloat16`; worth it with `compile: true` and wide layers."""
-    activation_checkpointing: bool = False
+    activation_checkpointing: Annotated[bool, OnResume.ROUNDED] = False
     """Keep one activation a layer and compute the rest again in the backward pass."""
 
-    log_every: Count = 10
+    log_every: Annotated[Count, OnResume.TAKEN] = 10
     """Steps between lines of metrics."""
-    eval_every: Count | Literal["auto"] | None = "auto"
+    eval_every: Annotated[Count | Literal["auto"] | None, OnResume.TAKEN] = "auto"
     """Steps between validations. `auto`: ten times a run, or every ten steps where it is short.
     None: after the last step only."""
-    eval_batches: Count | Literal["auto"] | None = "auto"
+    eval_batches: Annotated[Count | Literal["auto"] | None, OnResume.TAKEN] = "auto"
     """Batches in a validation, evenly spread over the split. `auto`: as many as take about 3 % of
     the training's time, at least one. None: all of the split. After the last step it is always
     all of it."""
-    samples: SamplesConfig | None = None
+    samples: Annotated[SamplesConfig | None, OnResume.TAKEN] = None
     """Texts generated along the way; None: no texts."""
-    checkpoint_every: Count = 1000
+    checkpoint_every: Annotated[Count, OnResume.TAKEN] = 1000
     """Steps between checkpoints; there is one after the last step too."""
-    keep: Count = 2
+    keep: Annotated[Count, OnResume.TAKEN] = 2
     """Checkpoints kept, the newest ones."""
-    trackers: tuple[TrackerName, ...] = ()
+    trackers: Annotated[tuple[TrackerName, ...], OnResume.TAKEN] = ()
     """Where metrics go besides `metrics.jsonl`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_kinds(cls, fields: Any) -> Any:
+        """`optimizer: {learning_rate: 3e-4}` alone changes the optimizer that there is without."""
+        if not isinstance(fields, dict):
+            return fields
+        kinds = {name: cls.model_fields[name].default.kind for name in ("optimizer", "schedule")}
+        return {
+            name: {"kind": kinds[name], **value}
+            if name in kinds and isinstance(value, dict)
+            else value
+            for name, value in fields.items()
+        }
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
         if self.schedule.warmup_steps >= self.steps:
             raise ConfigError(
                 f"warmup_steps={self.schedule.warmup_steps} does not end within "
-                f"steps={self.steps}; shorten the warm-up",
+                f"steps={self.steps}; shorten the warm-up, as by "
+                f"train.schedule.warmup_steps={self.steps // 10}",
                 "schedule",
             )
         if isinstance(self.micro_batch_size, int) and self.micro_batch_size > self.batch_size:
@@ -160,14 +181,17 @@ class TrainConfig(Config):
 class Recipe(Config):
     """One training run, from raw text to a model."""
 
-    name: str
+    name: Annotated[str, OnResume.TAKEN]
     """Of the run; its folder is `runs/NAME` where none is given."""
-    description: str = ""
+    description: Annotated[str, OnResume.TAKEN] = ""
     """For people: the hardware it was written for, the time it takes, what it reached."""
     init: str | None = None
     """A trained model to start from: a run directory, a Hugging Face directory or a hub id. It
     gives the architecture (`model` holds what differs, dropout for one) and, where none is named,
     the tokenizer; both are written out in the run's own recipe."""
+    init_optimizer: bool = False
+    """Take over the optimizer's state too, of a run directory that `init` names. What the run
+    learns from then goes on where that one stood, with the schedule begun anew."""
     model: dict[str, Any]
     """The fields of a `DecoderConfig`, or `preset: NAME` and the fields that differ from it.
     `vocab_size` and `max_seq_len`, where left out, come from the tokenizer and `train.seq_len`."""
@@ -184,6 +208,12 @@ class Recipe(Config):
         if isinstance(fields, dict) and isinstance(fields.get("init"), str):
             return _with_init(fields["init"], fields)
         return fields
+
+    @model_validator(mode="after")
+    def _optimizer_of_something(self) -> Self:
+        if self.init_optimizer and self.init is None:
+            raise ConfigError("init names no run to take it from; name one", "init_optimizer")
+        return self
 
     @field_validator("name")
     @classmethod
@@ -234,6 +264,38 @@ class Recipe(Config):
         return config
 
 
+def fit_warmup(
+    written: Mapping[str, Any], fields: dict[str, Any], tell: Callable[[str], object]
+) -> dict[str, Any]:
+    """The fields of a recipe whose warm-up is shortened with the run.
+
+    A file whose steps are overridden by so few that its warm-up does not end within them (a quick
+    try) gets one in proportion. A warm-up that was itself overridden stays.
+
+    Args:
+        written: what the file says.
+        fields: the same with overrides.
+        tell: told in one line what is shortened.
+    """
+    try:
+        before, now = written["train"], fields["train"]
+        warmup, steps = now["schedule"]["warmup_steps"], now["steps"]
+        if (
+            before["schedule"]["warmup_steps"] != warmup
+            or not 0 < steps <= warmup < before["steps"]
+        ):
+            return fields
+        short = warmup * steps // before["steps"]
+    except (KeyError, TypeError):  # not written out, or wrong, which is told elsewhere
+        return fields
+    tell(
+        f"train.schedule.warmup_steps is {short}, in proportion to train.steps={steps}: the "
+        f"recipe's {warmup} are for {before['steps']} steps"
+    )
+    schedule = {**now["schedule"], "warmup_steps": short}
+    return {**fields, "train": {**now, "schedule": schedule}}
+
+
 def _with_init(init: str, fields: dict[str, Any]) -> dict[str, Any]:
     """A recipe's fields with the architecture and the tokenizer of the model it starts from."""
     from workhorse.checkpoints.stored import open_stored
@@ -245,7 +307,7 @@ def _with_init(init: str, fields: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"init={init} already says the architecture; leave preset out", "model")
     try:
         stored = open_stored(init)
-        model = _merged(stored.config.to_dict(), changes)
+        model = merged(stored.config.to_dict(), changes)
     except WorkhorseError as error:
         raise ConfigError(str(error), "init") from None
     tokenizer = {"kind": "file", "path": str(stored.tokenizer_folder)}
@@ -261,10 +323,10 @@ def _preset_with(name: str, changes: dict[str, Any]) -> dict[str, Any]:
     except WorkhorseError as error:
         raise ConfigError(str(error), "model.preset") from None
     del fields["vocab_size"]
-    return _merged(fields, changes)
+    return merged(fields, changes)
 
 
-def _merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
+def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
     """`changes` written over `fields`, mapping by mapping; another `kind` replaces the whole."""
     result = dict(fields)
     for key, value in changes.items():
@@ -274,5 +336,5 @@ def _merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
             and isinstance(value, dict)
             and value.get("kind", old.get("kind")) == old.get("kind")
         )
-        result[key] = _merged(old or {}, value) if same_kind else value
+        result[key] = merged(old or {}, value) if same_kind else value
     return result

@@ -1,5 +1,6 @@
 """`report.html`: a run at one look, in one file that opens without a network."""
 
+import json
 from collections.abc import Callable
 from importlib.resources import files
 from statistics import median
@@ -60,7 +61,8 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
         rows.append(("parameters that work on a token", shown(active)))
     if validations := of_kind.get("validation"):
         last = validations[-1]
-        rows.append(("validation loss, nats per token", f"{last['loss']:.4f}"))
+        loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
+        rows.append(("validation loss, nats per token", loss))
         if last["bits_per_byte"] is not None:
             rows.append(
                 (
@@ -162,6 +164,11 @@ def notes(of_kind: dict[str, list[Event]]) -> list[str]:
     if len(sittings := of_kind["start"]) > 1:
         resumed = ", ".join(str(event["step"]) for event in sittings[1:])
         lines.append(f"resumed after step {resumed}")
+    lines += [
+        f"from step {event['step'] + 1:,} on, {event['setting']} is "
+        f"{json.dumps(event['now'])} instead of {json.dumps(event['before'])}"
+        for event in of_kind.get("change", [])
+    ]
     ends = of_kind.get("end", [])
     if not ends or ends[-1]["reason"] != "finished":
         lines.append("the run has not finished")

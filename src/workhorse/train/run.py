@@ -8,13 +8,13 @@ from typing import Any
 
 from workhorse.checkpoints import RunDirectory
 from workhorse.errors import WorkhorseError
-from workhorse.train.assembly import assemble
+from workhorse.train.assembly import FROM_THE_START, assemble
 from workhorse.train.check import check_recipe
 from workhorse.train.loop import Loop, Store
 from workhorse.train.metrics import Event, read_metrics
 from workhorse.train.recipe import Recipe
 from workhorse.train.report import write_report
-from workhorse.train.resume import check_changes
+from workhorse.train.resume import Resumption, plan_resumption
 from workhorse.train.signals import StopSignals
 
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
@@ -59,13 +59,14 @@ def train(
 ) -> TrainResult:
     """Train a recipe's model, or go on training it.
 
-    In the main thread, a first SIGINT or SIGTERM ends the run after the step under way, with a
-    checkpoint; the result says so. A second one acts at once.
+    In the main thread, a first SIGINT, SIGTERM or SIGHUP ends the run after the step under way,
+    with a checkpoint; the result says so. A second one acts at once.
 
     Args:
         recipe: everything that decides the run.
         out: the run directory, new or empty.
-        resume: go on with the run in `out`, from its newest whole checkpoint.
+        resume: go on with the run in `out`, from its newest whole checkpoint. What changed in the
+            recipe since is recorded in `metrics.jsonl`, or refused, see `workhorse.on_resume`.
         on_event: told every line of `metrics.jsonl` (see `workhorse.train.metrics`), and also
             `notice` (`message`) and `data` (`done` and `total` bytes, total None while unknown).
         store: takes checkpoints; None for the run directory's own.
@@ -73,23 +74,23 @@ def train(
     Raises:
         WorkhorseError: a recipe that cannot be run here, text that cannot be read, a run directory
             that is taken, a resume that does not fit the run, a full disk, or a loss that stays
-            not finite. A run that fails before its first step leaves nothing behind.
+            not finite. A run that fails before its first step leaves nothing behind, and a resume
+            that is refused changes nothing.
     """
     run = RunDirectory(out)
-    if resume and not run.exists:
-        raise WorkhorseError(f"{run.path} holds no run to resume; leave out --resume to begin one")
+    _check_place(run, resume)  # before the lock, which would leave its file in somebody's folder
     device = check_recipe(recipe, resume=resume)
-    if not resume:
-        run.check_free()  # before the lock, which would leave its file in somebody's folder
     with run.lock():
+        into = store or run.store(recipe.train.keep)
         if resume:
-            for line in check_changes(Recipe.from_dict(run.recipe()), recipe):
+            resumed = plan_resumption(run, recipe, into.newest)
+            for line in resumed[0].notices:
                 on_event({"kind": "notice", "message": line})
-            run.rewrite_recipe(recipe.to_yaml())
         else:
+            resumed = FROM_THE_START
             run.begin(recipe.to_yaml())
         try:
-            loop = assemble(recipe, run, device, on_event, store or run.store(recipe.train.keep))
+            loop = assemble(recipe, run, device, on_event, into, resumed=resumed)
         except Exception:  # also for want of memory: a model of no step is nothing to keep
             if not resume:
                 run.undo()
@@ -107,6 +108,29 @@ def train(
             loop.metrics.close()
         write_report(run)
         return _result(loop, run, signals)
+
+
+def rehearse(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resumption:
+    """What `train` would do with a run directory before it trains. Writes nothing.
+
+    Returns:
+        Where the run would go on, and with which changes; at step 0 and without any where it would
+        begin.
+
+    Raises:
+        WorkhorseError: the run directory is taken, or the resume would be refused.
+    """
+    run = RunDirectory(out)
+    _check_place(run, resume)
+    check_recipe(recipe, resume=resume)
+    return plan_resumption(run, recipe)[0] if resume else FROM_THE_START[0]
+
+
+def _check_place(run: RunDirectory, resume: bool) -> None:
+    if not resume:
+        run.check_free()
+    elif not run.exists:
+        raise WorkhorseError(f"{run.path} holds no run to resume; leave out --resume to begin one")
 
 
 def _result(loop: Loop, run: RunDirectory, signals: StopSignals) -> TrainResult:

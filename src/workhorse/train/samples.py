@@ -1,5 +1,7 @@
 """Texts generated while training."""
 
+from textwrap import shorten
+
 from workhorse.data import Beginning, DataConfig
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, generate
@@ -35,6 +37,12 @@ class Sampler:
         self.generation = GenerationConfig(
             max_new_tokens=config.max_new_tokens, temperature=config.temperature, seed=config.seed
         )
+        for prompt, tokens in zip(self.prompts, self.tokens, strict=True):
+            if len(tokens) > decoder.max_seq_len:  # now, and not hours later
+                raise WorkhorseError(
+                    f"the sample prompt {shorten(prompt, 40)!r} has {len(tokens)} tokens and the "
+                    f"context is {decoder.max_seq_len}; shorten it in train.samples.prompts"
+                )
 
     def __call__(self) -> list[dict[str, str]]:
         """A `prompt` and the `text` that follows it, for each prompt."""

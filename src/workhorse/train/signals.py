@@ -1,16 +1,20 @@
-"""Stopping in order: a first SIGINT or SIGTERM asks, a second one insists."""
+"""Stopping in order: a first SIGINT, SIGTERM or SIGHUP asks, a second one insists."""
 
 import signal
 import threading
 from types import FrameType
 from typing import Any, Self
 
+STOPPING = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+"""Windows has no SIGHUP."""
+
 
 class StopSignals:
-    """While open, notes the first SIGINT or SIGTERM instead of dying of it.
+    """While open, notes the first SIGINT, SIGTERM or SIGHUP instead of dying of it.
 
-    After the first one the handlers of before are back, so a second one acts at once. Outside the
-    main thread, where Python delivers no signals, nothing is noted.
+    SIGHUP says that the terminal is gone; it stays ignored where `nohup` had it ignored. After the
+    first one the handlers of before are back, so a second one acts at once. Outside the main
+    thread, where Python delivers no signals, nothing is noted.
     """
 
     def __init__(self) -> None:
@@ -19,7 +23,9 @@ class StopSignals:
 
     def __enter__(self) -> Self:
         if threading.current_thread() is threading.main_thread():
-            for number in (signal.SIGINT, signal.SIGTERM):
+            for number in STOPPING:
+                if number.name == "SIGHUP" and signal.getsignal(number) == signal.SIG_IGN:
+                    continue
                 self._before[number] = signal.signal(number, self._note)
         return self
 

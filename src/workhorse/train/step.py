@@ -96,10 +96,12 @@ class LossScale:
             self.value, self.good_steps = self.value * 2, 0
 
     def state(self) -> dict[str, Any]:
-        return {"value": self.value, "good_steps": self.good_steps}
+        return {"enabled": self.enabled, "value": self.value, "good_steps": self.good_steps}
 
     def load(self, state: dict[str, Any]) -> None:
-        self.value, self.good_steps = state["value"], state["good_steps"]
+        """Go on from a state; one of another dtype, which scaled or did not, says nothing."""
+        if state.get("enabled", self.enabled) == self.enabled:
+            self.value, self.good_steps = state["value"], state["good_steps"]
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,6 @@
 """What is done to the disk, one method for each operation, so that tests can fail or end any."""
 
+import errno
 import os
 import shutil
 from collections.abc import Mapping
@@ -13,9 +14,10 @@ class Disk:
     """The real file system."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a new folder, and those above it as need be."""
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.mkdir()
+        """Make a folder, and those above it as need be; a link in its place is not followed."""
+        if path.is_symlink():
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        path.mkdir(parents=True, exist_ok=True)
 
     def write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         path.touch()

@@ -173,7 +173,7 @@ def test_a_refused_run_touches_nothing_of_others_and_leaves_no_folder(
 def test_a_model_that_memory_cannot_hold_leaves_nothing(
     make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def refuse(*_: object) -> None:
+    def refuse(*_: object, **__: object) -> None:
         raise MemoryError
 
     monkeypatch.setattr("workhorse.train.run.assemble", refuse)

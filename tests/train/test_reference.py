@@ -9,6 +9,7 @@ import pytest
 from workhorse.config import Config, parse_yaml
 from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
+from workhorse.on_resume import OnResume
 from workhorse.train import Recipe
 from workhorse.train.reference import Group, examples, recipe_configs, sections, sections_at
 
@@ -78,7 +79,7 @@ def test_every_key_has_a_meaning():
 
 
 def test_every_config_of_a_recipe_is_there():
-    assert GROUPS[0] == Group("", (Recipe,))
+    assert GROUPS[0] == Group("", (Recipe,), OnResume.NEW_RUN)
     assert {"MoEConfig", "YarnScalingConfig", "MixtureConfig", "HeInitConfig"} <= {
         config.__name__ for config in CONFIGS
     }
@@ -114,6 +115,16 @@ def test_types_and_defaults_are_the_configs_own():
     assert by_name["grad_clip"].type == "number > 0 or null"
     assert by_name["optimizer"].default == "{kind: muon}"
     assert by_name["dtype"].type == "`auto`, `float32`, `bfloat16`, `float16`"
+
+
+def test_what_may_change_on_resuming_is_told():
+    def rule(key: str) -> str:
+        (section,) = sections_at(key)
+        return (section.shared or section.kinds[0].keys)[0].on_resume
+
+    assert rule("train.steps") == OnResume.GOES_ON.value
+    assert rule("train.schedule.warmup_steps") == OnResume.GOES_ON.value  # as all inside a mark
+    assert rule("train.seq_len") == rule("model.d_model") == OnResume.NEW_RUN.value
 
 
 def test_the_page_is_as_the_generator_writes_it(capsys):

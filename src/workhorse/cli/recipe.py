@@ -15,6 +15,8 @@ if TYPE_CHECKING:
 REFERENCE = re.compile(r"@([\w.]*)")
 """How a type says that another section tells more."""
 WIDTH = 96
+NEW_RUN = "needs a new run"
+"""What most keys do on `--resume`; tables of such keys alone do not repeat it."""
 INTRODUCTION = """\
 # Every key of a recipe
 
@@ -27,7 +29,9 @@ is a name of your choice. Any key can be set on the command line as well:
 meaning calls None. A default of `{}` stands for the defaults of the section that is linked. Where
 a place has several kinds, `kind` chooses among them; to choose another than the file does, give
 the whole mapping: `'train.optimizer={kind: adamw, learning_rate: 6e-4}'`. A kind whose other keys
-keep their defaults can be written as a word: `position: rope` is `position: {kind: rope}`.
+keep their defaults can be written as a word: `position: rope` is `position: {kind: rope}`. What a
+resumed run does with another value is the last column; where there is none, another value needs a
+new run.
 """
 
 
@@ -70,6 +74,8 @@ def _plain_keys(keys: "tuple[Key, ...]") -> list[str]:
         default = "must be given" if key.default is None else f"default {key.default}"
         kind = REFERENCE.sub(r"see \1", key.type).replace("`", "")
         lines += [f"    {key.name}: {kind}; {default}", *_wrapped(key.meaning, 8)]
+        if key.on_resume != NEW_RUN:
+            lines.append(f"        On --resume it {key.on_resume}.")
     return lines
 
 
@@ -113,12 +119,15 @@ def _other_places(section: "Section") -> str:
 def _table(keys: "tuple[Key, ...]") -> str:
     if not keys:
         return ""
-    rows = ["\n| key | holds | default | meaning |\n|---|---|---|---|\n"]
+    telling = any(key.on_resume != NEW_RUN for key in keys)
+    heading = ["key", "holds", "default", "meaning", *(["on `--resume`"] if telling else [])]
+    rows = [heading, ["---"] * len(heading)]
     for key in keys:
         holds = REFERENCE.sub(_link, key.type)
         default = "required" if key.default is None else f"`{key.default}`"
-        rows.append(f"| `{key.name}` | {holds} | {default} | {_cell(key.meaning)} |\n")
-    return "".join(rows)
+        cells = [f"`{key.name}`", holds, default, _cell(key.meaning)]
+        rows.append([*cells, *([key.on_resume] if telling else [])])
+    return "\n" + "".join(f"| {' | '.join(row)} |\n" for row in rows)
 
 
 def _cell(text: str) -> str:

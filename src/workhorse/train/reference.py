@@ -18,6 +18,7 @@ from pydantic.fields import FieldInfo
 from workhorse.config import Config, configs_in, nearest, parse_yaml
 from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
+from workhorse.on_resume import OnResume, marked
 from workhorse.train.recipe import Recipe
 
 NAME = "NAME"
@@ -44,6 +45,8 @@ class Key:
     default: str | None
     """As it is written in YAML; None: the key must be given."""
     meaning: str
+    on_resume: str
+    """What a resumed run does with another value."""
 
 
 @dataclass(frozen=True)
@@ -89,6 +92,8 @@ class Group(NamedTuple):
 
     title: str
     configs: tuple[type[Config], ...]
+    rule: OnResume
+    """For keys without a mark of their own."""
 
 
 @cache
@@ -118,10 +123,10 @@ def recipe_configs() -> tuple[list[Group], dict[type[Config], list[str]]]:
     places: dict[type[Config], list[str]] = {}
     groups: list[Group] = []
 
-    def visit(configs: tuple[type[Config], ...], place: str) -> None:
+    def visit(configs: tuple[type[Config], ...], place: str, rule: OnResume) -> None:
         new = tuple(config for config in configs if config not in places)
         if new:
-            groups.append(Group(place, new))
+            groups.append(Group(place, new, rule))
         for config in configs:
             known = places.setdefault(config, [])
             known += [] if place in known else [place]
@@ -129,10 +134,11 @@ def recipe_configs() -> tuple[list[Group], dict[type[Config], list[str]]]:
             for name, field in config.model_fields.items():
                 inside = tuple(dict.fromkeys(configs_in(field.annotation)))
                 named = f".{NAME}" if "dict" in str(field.annotation) else ""
-                visit(inside, f"{place}.{name}{named}".lstrip("."))
+                below = marked(field.metadata) or rule
+                visit(inside, f"{place}.{name}{named}".lstrip("."), below)
 
-    visit((Recipe,), "")
-    visit((DecoderConfig,), "model")
+    visit((Recipe,), "", OnResume.NEW_RUN)
+    visit((DecoderConfig,), "model", OnResume.NEW_RUN)
     return groups, places
 
 
@@ -145,7 +151,7 @@ def examples() -> dict[str, tuple[str, ...]]:
 
 def _section(group: Group) -> Section:
     places = recipe_configs()[1]
-    keys = {config: _keys(config) for config in group.configs}
+    keys = {config: _keys(config, group.rule) for config in group.configs}
     first, *others = keys.values()
     shared = [key for key in first if others and all(key in other for other in others)]
     kinds = (
@@ -165,13 +171,14 @@ def _kind(config: type[Config]) -> str:
     return str(config.model_fields["kind"].default) if "kind" in config.model_fields else ""
 
 
-def _keys(config: type[Config]) -> list[Key]:
+def _keys(config: type[Config], rule: OnResume) -> list[Key]:
     return [
         Key(
             name,
             "@model" if (config, name) == (Recipe, "model") else _type(part),
             _default(config.model_fields[name]),
             " ".join(part.get("description", "").split()),
+            (marked(config.model_fields[name].metadata) or rule).value,
         )
         for name, part in config.model_json_schema()["properties"].items()
         if name != "kind"
@@ -194,7 +201,7 @@ def _arms(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
 def _references(found: Iterable[str]) -> Iterator[str]:
     """The sections of configs, with their kinds where not all of a section's may stand there."""
     names = {name.rpartition("/")[2] for name in found}
-    for title, configs in recipe_configs()[0]:
+    for title, configs, _ in recipe_configs()[0]:
         fitting = [f"`{_kind(config)}`" for config in configs if config.__name__ in names]
         if len(fitting) == len(configs):
             yield f"@{title}"

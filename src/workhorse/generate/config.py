@@ -11,7 +11,7 @@ MOST_TIMES = 1e6
 LARGEST_SHIFT = 1e9
 LARGEST_POWER = 10.0
 """Bounds within which whatever is done to finite logits, all of it together, stays finite."""
-MOST_ROWS = 4096
+MOST_ROWS = 8192
 """Texts of one prompt that are made side by side."""
 
 
@@ -44,7 +44,7 @@ class GenerationConfig(Config):
     seed: int | None = None
     """Starts the request's own generator, 0 to 2^63 - 1; None draws a fresh seed."""
     n_samples: int = 1
-    """Texts per prompt, made side by side, 4096 at most; sample j is what `seed + j` gives by
+    """Texts per prompt, made side by side, 8192 at most; sample j is what `seed + j` gives by
     itself."""
     stop: tuple[str, ...] = ()
     """Texts that end the result; neither they nor anything after them is part of it."""
@@ -59,7 +59,7 @@ class GenerationConfig(Config):
     """Tokens guessed at a time, by a draft model or from the text itself, for one pass of the model
     to check; it changes the speed. 0 guesses none."""
     beams: int = 1
-    """Hypotheses kept by beam search, 4096 at most; 1 is no search."""
+    """Hypotheses kept by beam search, 8192 at most; 1 is no search."""
     length_penalty: float = 1.0
     """Beam search divides the summed log-probability by `length ** length_penalty`; -10 to 10."""
     early_stopping: bool = False

@@ -1,9 +1,9 @@
 """Train a recipe in a process of its own, to be killed: from outside, or at a point inside a save.
 
-    python fault_driver.py RECIPE.yaml RUN_DIRECTORY [POINT SAVE]
+    python fault_driver.py RECIPE.yaml RUN_DIRECTORY [POINT SAVE] [SECTION.KEY=VALUE]...
 
-Goes on with the run where there is one. Prints the number of every step. With a point of `POINTS`
-and the number of a save (from 1), the process kills itself there.
+Goes on with the run where there is one, with these settings. Prints the number of every step. With
+a point of `POINTS` and the number of a save (from 1), the process kills itself there.
 """
 
 import os
@@ -15,7 +15,7 @@ from pathlib import Path
 from torch import Tensor
 
 from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
-from workhorse.config import read_yaml
+from workhorse.config import apply_overrides, read_yaml
 from workhorse.train import Recipe, train
 
 POINTS = (
@@ -91,8 +91,10 @@ class KillingDisk(Disk):
         self.reach("after the removal of the oldest")
 
 
-def main(recipe_file: str, out: str, point: str = "", save: str = "0") -> None:
-    recipe = Recipe.from_dict(read_yaml(recipe_file))
+def main(recipe_file: str, out: str, *words: str) -> None:
+    settings = [word for word in words if "=" in word]
+    point, save = [word for word in words if word not in settings] or ("", "0")
+    recipe = Recipe.from_dict(apply_overrides(read_yaml(recipe_file), settings))
     run = RunDirectory(out)
     disk: Disk = KillingDisk(point, int(save)) if point else Disk()
     train(

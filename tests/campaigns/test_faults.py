@@ -44,24 +44,24 @@ class Runs:
         self.recipe.write_text(RECIPE.read_text().replace("CORPUS", str(folder / "corpus.txt")))
         self.steps = read_yaml(self.recipe)["train"]["steps"]
 
-    def start(self, out: Path, *point: str) -> subprocess.Popen[str]:
-        """A process that trains in `out` and says a line for each step."""
+    def start(self, out: Path, *words: str) -> subprocess.Popen[str]:
+        """A process that trains in `out` and says a line for each step; see `fault_driver`."""
         return subprocess.Popen(
-            [sys.executable, DRIVER, self.recipe, out, *point],
+            [sys.executable, DRIVER, self.recipe, out, *words],
             stdout=subprocess.PIPE,
             text=True,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
 
-    def finish(self, out: Path, *point: str) -> int:
+    def finish(self, out: Path, *words: str) -> int:
         """Train until the process ends; its exit status."""
-        with self.start(out, *point) as process:
+        with self.start(out, *words) as process:
             process.communicate()
         return process.returncode
 
-    def kill(self, out: Path, steps: int, seconds: float) -> int:
+    def kill(self, out: Path, steps: int, seconds: float, *words: str) -> int:
         """Train, and kill the process so many seconds after so many steps; its exit status."""
-        with self.start(out) as process:
+        with self.start(out, *words) as process:
             assert process.stdout is not None
             for _ in range(steps):
                 process.stdout.readline()
@@ -126,6 +126,36 @@ def test_kills_at_random_moments(runs: Runs, whole: Path) -> None:
         f"and optimizer bit-identical; a kill lost {lost_steps / kills:.1f} steps on average; "
         f"{time.perf_counter() - began:.0f} s"
     )
+
+
+def test_kills_while_a_run_goes_on_with_changes(runs: Runs, tmp_path: Path) -> None:
+    """Twice other settings, each with kills before and after its first checkpoint."""
+    first = ("train.steps=20",)
+    more_steps = ("train.batch_size=6", "train.optimizer.learning_rate=0.01")
+    second = ("train.steps=41", *more_steps)
+    third = (*more_steps[:1], "train.grad_clip=0.5", "train.schedule.kind=cosine")
+    whole = tmp_path / "whole"
+    for settings in (first, second, third):
+        assert runs.finish(whole, *settings) == 0
+    chance = random.Random(3)
+    killed = tmp_path / "killed"
+    assert runs.finish(killed, *first) == 0
+    kills = 0
+    for settings in (second, third):
+        for _ in range(6):
+            status = runs.kill(killed, chance.randrange(8), chance.uniform(0, 0.02), *settings)
+            assert status in (0, -signal.SIGKILL)
+            kills += status != 0
+        assert runs.finish(killed, *settings) == 0
+    assert_same(runs, killed, whole)
+    assert changes(killed) == changes(whole)
+    print(f"\n{kills} kills of a run that goes on with changes: {len(changes(whole))} are recorded")
+
+
+def changes(out: Path) -> list[dict[str, object]]:
+    """Every change that a run's metrics tell of."""
+    events = read_metrics(out / "metrics.jsonl")
+    return [event for event in events if event["kind"] == "change"]
 
 
 @pytest.mark.parametrize("point", POINTS)

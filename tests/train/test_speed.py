@@ -7,9 +7,10 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.train.conftest import MODEL
+from workhorse.models.parameters import active_parameters
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.train import read_metrics, speed, train
-from workhorse.train.speed import Peak, active_parameters, flops_per_token, peak_flops
+from workhorse.train.speed import Peak, flops_per_token, peak_flops
 from workhorse.train.step import LossOfBatch
 
 SEQ, VOCAB = 32, 24
@@ -86,10 +87,10 @@ def test_a_mixture_counts_the_experts_that_work(monkeypatch: pytest.MonkeyPatch)
     assert flops_per_token(decoder, SEQ) * ROWS * SEQ == counted_by_pytorch(decoder)
     resting = 2 * 2 * 3 * 8 * 16  # layers, experts, matrices of 8 x 16
     total = sum(parameter.numel() for parameter in decoder.parameters())
-    assert active_parameters(decoder) == total - resting
-    assert active_parameters(build({"kind": "attention", "n_heads": 2})) == sum(
-        parameter.numel() for parameter in build({"kind": "attention", "n_heads": 2}).parameters()
-    )
+    assert active_parameters(decoder.config) == total - resting
+    dense = build({"kind": "attention", "n_heads": 2})
+    everything = sum(parameter.numel() for parameter in dense.parameters())
+    assert active_parameters(dense.config) == everything
 
 
 def test_no_fraction_of_the_peak_passes_one() -> None:

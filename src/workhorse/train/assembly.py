@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from functools import partial
+from typing import Any
 
 import torch
 
@@ -11,6 +12,7 @@ from workhorse.checkpoints.stored import open_stored
 from workhorse.data import Batch, Batches, Dataset, beginning, prepare, prepare_tokenizer
 from workhorse.devices import name_of, training_dtype
 from workhorse.errors import WorkhorseError
+from workhorse.models.parameters import active_parameters
 from workhorse.native import products, training
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.head_loss import product
@@ -33,7 +35,7 @@ from workhorse.train.recipe import Recipe, TrainConfig
 from workhorse.train.resume import Resumption, check_same_run
 from workhorse.train.room import check_training
 from workhorse.train.samples import Sampler
-from workhorse.train.speed import Peak, active_parameters, flops_per_token, peak_flops
+from workhorse.train.speed import Peak, flops_per_token, peak_flops
 from workhorse.train.step import (
     LossOfBatch,
     LossScale,
@@ -59,25 +61,22 @@ def assemble(
 ) -> Loop:
     """Tokenizer, data, model and optimizer, fresh or from a checkpoint.
 
-    The run directory is written into once all of it is accepted; only what a fresh run makes of
-    its text, tokenizer and shards, is there before.
+    Nothing is written into the run directory before all of it is accepted, but what a fresh run
+    makes of its text: tokenizer and shards.
     """
     config = recipe.train
-
-    def tell(line: str) -> None:
-        on_event({"kind": "notice", "message": line})
-
+    at, checkpoint = resumed
+    tell = partial(_tell, on_event)
     if config.threads:
         torch.set_num_threads(config.threads)
     listener = _with_trackers(recipe, run, on_event)
-    tokenizer = _tokenizer(recipe, run, on_event)
+    tokenizer = _tokenizer(recipe, run, tell)
     dataset = prepare(
         recipe.data,
         tokenizer,
         run.data_folder,
         progress=lambda done, total: on_event({"kind": "data", "done": done, "total": total}),
     )
-    at, checkpoint = resumed
     batches = Batches(
         dataset.train,
         seq_len=config.seq_len,
@@ -87,26 +86,13 @@ def assemble(
         offset=at.rows - at.step * config.batch_size,
     )
     decoder_config = recipe.decoder_config(tokenizer.vocab_size)
-    constants = {
-        "config": decoder_config.to_dict(),
-        "tokenizer": tokenizer.fingerprint,
-        "data": dataset.fingerprint,
-        "versions": {"workhorse": __version__, "torch": torch.__version__},
-        "recipe": recipe.to_dict(),
-    }
+    constants = _constants(recipe, decoder_config, tokenizer, dataset)
     if checkpoint is not None:
         check_same_run(run, recipe, at, constants)
     seed_everything(config.seed)
     check_training(decoder_config, config, device)
     decoder = _decoder(recipe, decoder_config, device, checkpoint, tell)
-    size = config.micro_batch_size
-    if size == "auto" and checkpoint is not None:
-        size = at.micro_batch_size(config.batch_size)
-    step = build_step(
-        decoder, config.model_copy(update={"micro_batch_size": size}), device, batches[at.step]
-    )
-    if recipe.init_optimizer and checkpoint is None:
-        _start_optimizer_from(str(recipe.init), step)
+    step = _step(recipe, decoder, device, batches[at.step], resumed)
     constants["micro_batch_size"] = step.micro_batch_size
     loop = Loop(
         config=config,
@@ -114,9 +100,8 @@ def assemble(
         weights=lambda: step.optimizer.masters.weights(decoder),
         batches=batches,
         validator=_validator(recipe, step, dataset),
-        sample=Sampler(decoder, tokenizer, config.samples, beginning(tokenizer, recipe.data))
-        if config.samples
-        else None,
+        sample=config.samples
+        and Sampler(decoder, tokenizer, config.samples, beginning(tokenizer, recipe.data)),
         store=store,
         metrics=MetricsFile(run.metrics_file, at.step),
         on_event=listener,
@@ -133,22 +118,43 @@ def assemble(
         loop.tell("change", setting=change.setting, before=change.before, now=change.now)
     if device.type == "cpu" and (reason := training.why_not()):
         tell(f"no native operators, so slower: {reason}")
+    _tell_start(loop, recipe, decoder, dataset.train.n_tokens)
+    return loop
+
+
+def _constants(
+    recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, dataset: Dataset
+) -> dict[str, Any]:
+    """What every checkpoint says of the run."""
+    return {
+        "config": config.to_dict(),
+        "tokenizer": tokenizer.fingerprint,
+        "data": dataset.fingerprint,
+        "versions": {"workhorse": __version__, "torch": torch.__version__},
+        "recipe": recipe.to_dict(),
+    }
+
+
+def _tell_start(loop: Loop, recipe: Recipe, decoder: Decoder, train_tokens: int) -> None:
     loop.tell(
         "start",
         name=recipe.name,
-        device=name_of(device),
+        device=name_of(loop.step.device),
         threads=torch.get_num_threads(),
         parameters=sum(parameter.numel() for parameter in decoder.parameters()),
-        active_parameters=active_parameters(decoder),
-        steps=config.steps,
-        tokens_per_step=config.tokens_per_step,
-        micro_batch_size=step.micro_batch_size,
-        train_tokens=dataset.train.n_tokens,
+        active_parameters=active_parameters(decoder.config),
+        steps=loop.config.steps,
+        tokens_per_step=loop.config.tokens_per_step,
+        micro_batch_size=loop.step.micro_batch_size,
+        train_tokens=train_tokens,
         flops_per_token=loop.flops_per_token,
         peak_flops=loop.peak.flops,
-        versions=constants["versions"],
+        versions=loop.constants["versions"],
     )
-    return loop
+
+
+def _tell(on_event: Listener, line: str) -> None:
+    on_event({"kind": "notice", "message": line})
 
 
 def _decoder(
@@ -174,6 +180,25 @@ def _decoder(
     return decoder
 
 
+def _step(
+    recipe: Recipe,
+    decoder: Decoder,
+    device: torch.device,
+    batch: Batch,
+    resumed: tuple[Resumption, Checkpoint | None],
+) -> TrainingStep:
+    """The step, with the micro-batch found before, and with another run's optimizer if asked."""
+    config = recipe.train
+    at, checkpoint = resumed
+    size = config.micro_batch_size
+    if size == "auto" and checkpoint is not None:
+        size = at.micro_batch_size(config.batch_size)
+    step = build_step(decoder, config.replace(micro_batch_size=size), device, batch)
+    if recipe.init_optimizer and checkpoint is None:
+        _start_optimizer_from(str(recipe.init), step)
+    return step
+
+
 def measured_peak(config: TrainConfig, device: torch.device) -> float:
     """Floating-point operations a second of the products that training multiplies with."""
     dtype = training_dtype(config.dtype, device)
@@ -183,7 +208,7 @@ def measured_peak(config: TrainConfig, device: torch.device) -> float:
 
 
 def _start_optimizer_from(init: str, step: TrainingStep) -> None:
-    """Give an optimizer the state of the one of another run."""
+    """Give the optimizer the state of another run's."""
     run = RunDirectory(init)
     checkpoint = run.store().newest() if run.exists else None
     if checkpoint is None:
@@ -199,15 +224,10 @@ def _start_optimizer_from(init: str, step: TrainingStep) -> None:
         ) from None
 
 
-def _tokenizer(recipe: Recipe, run: RunDirectory, on_event: Listener) -> Tokenizer:
+def _tokenizer(recipe: Recipe, run: RunDirectory, tell: Callable[[str], None]) -> Tokenizer:
     """The run's tokenizer, made on the recipe's training text if it is not there yet."""
     if not run.tokenizer_folder.exists():
-        made = prepare_tokenizer(
-            recipe.tokenizer,
-            recipe.data,
-            run.data_folder,
-            tell=lambda line: on_event({"kind": "notice", "message": line}),
-        )
+        made = prepare_tokenizer(recipe.tokenizer, recipe.data, run.data_folder, tell=tell)
         run.save_tokenizer(made)
     return run.tokenizer()
 
@@ -309,11 +329,6 @@ def _with_trackers(recipe: Recipe, run: RunDirectory, on_event: Listener) -> Lis
                 track(event)
             except Exception as error:  # of a service or its package: no reason to lose a step
                 del trackers[name]
-                on_event(
-                    {
-                        "kind": "notice",
-                        "message": f"the tracker {name} failed and is left out: {error!r}",
-                    }
-                )
+                _tell(on_event, f"the tracker {name} failed and is left out: {error!r}")
 
     return tell_all

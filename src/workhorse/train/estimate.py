@@ -7,6 +7,7 @@ import torch
 
 from workhorse.data import Batch, iterate_texts
 from workhorse.models.describe import exports_as
+from workhorse.models.parameters import active_parameters
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import train_tokenizer
 from workhorse.train.assembly import build_step, measured_peak
@@ -14,7 +15,7 @@ from workhorse.train.check import check_length, check_recipe
 from workhorse.train.optimizers import parameters_by_role
 from workhorse.train.recipe import Recipe
 from workhorse.train.room import held_memory
-from workhorse.train.speed import active_parameters, flops_per_token
+from workhorse.train.speed import flops_per_token
 
 TIMED_BYTES = 2**28
 TIMED_SECONDS = 1.0
@@ -51,7 +52,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         torch.set_num_threads(config.threads)
     decoder_config = recipe.decoder_config(_vocab_size(recipe))
     decoder = decoder_config.build(config.kernel, device="meta")
-    active = active_parameters(decoder)
+    active = active_parameters(decoder_config)
     flops = flops_per_token(decoder, config.seq_len)
     memory = held_memory(decoder, config, device)
     sums = memory.pop("sums")

@@ -41,16 +41,6 @@ def flops_per_token(decoder: Decoder, seq_len: int) -> int:
     return flops
 
 
-def active_parameters(decoder: Decoder) -> int:
-    """Parameters that work on a token: all but the experts that a mixture does not choose."""
-    total = sum(parameter.numel() for parameter in decoder.parameters())
-    for module in decoder.modules():
-        if isinstance(module, MixtureOfExperts):
-            experts = sum(parameter.numel() for parameter in module.experts.parameters())
-            total -= experts - experts * module.router.top_k // module.router.n_experts
-    return total
-
-
 def _multiplied(mixture: MixtureOfExperts) -> int:
     """Weights of a mixture's experts that multiply one token."""
     stacks = [part for part in mixture.experts.modules() if isinstance(part, GroupedLinear)]

@@ -1,4 +1,4 @@
-"""`describe_model`: what a model is, from what is written about it. No weights are read."""
+"""`describe_model`: what a model is, by its config and the headers of its files."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path

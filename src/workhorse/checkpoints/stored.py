@@ -72,7 +72,7 @@ def open_stored(
     """A model by its folder or file, or by its id on the Hugging Face hub.
 
     Args:
-        model: a run directory, what `workhorse convert` wrote, a Hugging Face directory, a GGUF
+        model: a run directory, a folder that `convert` wrote, a Hugging Face directory, a GGUF
             file, or `ORG/NAME` or `ORG/NAME@REVISION` of the hub, which is fetched if need be.
         tell: called with the commit that a name on the hub stands for.
         weights: whether those of a model on the hub are fetched.

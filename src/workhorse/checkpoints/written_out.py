@@ -1,4 +1,4 @@
-"""A model with every part written out that a file's format wants and that changes nothing."""
+"""A model with the parts that a file's format demands, where they change nothing."""
 
 import torch
 

@@ -41,10 +41,10 @@ def command(
     as_json: bool,
     **options: Any,
 ) -> None:
-    """Talk with MODEL: one line is one message, /help tells the commands, end of input ends.
+    """Talk with MODEL: one line is one message, /help lists the commands, Ctrl-D ends.
 
     With --json each reply is a line of JSON. MODEL is a run directory, a Hugging Face directory or
-    hub id, a GGUF file, what `convert` wrote, or a preset's name (random weights).
+    hub id, a GGUF file, a folder that `convert` wrote, or a preset's name (random weights).
     """
     config = generation_config(**options)
     loaded = open_model(model, running, compiled=compiled)

@@ -83,9 +83,9 @@ def command(
 ) -> None:
     """Measure how well MODEL predicts text, or score it on tasks.
 
-    MODEL is a run directory, a Hugging Face directory or hub id, a GGUF file, what else `convert`
-    wrote, or a preset's name (random weights). Of text it gives loss, perplexity and bits per byte,
-    every token predicted once.
+    MODEL is a run directory, a Hugging Face directory or hub id, a GGUF file, a folder that
+    `convert` wrote, or a preset's name (random weights). Of text it gives loss, perplexity and bits
+    per byte, every token predicted once.
     """
     _check_pairs(options, tasks is not None)
     opened = partial(open_model, model, running)

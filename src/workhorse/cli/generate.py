@@ -60,9 +60,9 @@ def command(
 ) -> None:
     """Continue a prompt with MODEL.
 
-    MODEL is a run directory, a Hugging Face directory or hub id, a GGUF file, what else `convert`
-    wrote, or a preset's name (random weights). The new text goes to stdout without the prompt, and
-    how it ended to stderr.
+    MODEL is a run directory, a Hugging Face directory or hub id, a GGUF file, a folder that
+    `convert` wrote, or a preset's name (random weights). The new text goes to stdout without the
+    prompt, and how it ended to stderr.
     """
     if options["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs are part of the --json result; add --json")

@@ -46,8 +46,7 @@ def show_model(model: str, as_json: bool) -> None:
     """Show MODEL: its config as YAML, parameters by component, where it is from, its tokenizer.
 
     MODEL is a preset, a run directory, a Hugging Face directory or hub id, a GGUF file, or a folder
-    that convert wrote.
-    Everything but the config is a comment, so that the output is a config file.
+    that `convert` wrote. Everything but the config is a comment: the output is a config file.
     """
     from workhorse.describe_model import describe_model
     from workhorse.models.describe import page

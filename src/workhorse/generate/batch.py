@@ -68,7 +68,7 @@ class PrefixCache:
 
 
 def to_choose_from(logits: Tensor) -> Tensor:
-    """Logits on the device where tokens are chosen: not on MPS, which has no float64."""
+    """The logits where tokens are chosen: on the CPU instead of MPS, which has no float64."""
     return logits.cpu() if logits.device.type == "mps" else logits
 
 

@@ -1,4 +1,4 @@
-"""The command that begins another run, for who asked of a run what only another one can do."""
+"""The command that begins another run, for changes that a run itself cannot make."""
 
 import shlex
 from collections.abc import Sequence
@@ -20,7 +20,7 @@ FROM_THE_BEGINNING = ("train.seed", "tokenizer", "init")
 
 
 def fresh(run: RunDirectory, recipe: Recipe, changed: Sequence[str]) -> bool:
-    """Whether a recipe with these settings changed cannot go on from the run's weights."""
+    """Whether a recipe with these changes cannot start from the run's weights."""
     if any(name.startswith(FROM_THE_BEGINNING) for name in changed):
         return True
     if not any(name.startswith("model") for name in changed):
@@ -49,7 +49,7 @@ def command(run: RunDirectory, settings: Settings) -> str:
 
 
 def spare(recipe: Recipe, name: str, value: Any) -> Any:
-    """A setting's value without what is a default anyway, where it is a section."""
+    """A setting's value; of a section only what is not a default."""
     section: Any = recipe
     for part in name.split("."):
         section = getattr(section, part, None)

@@ -1,4 +1,4 @@
-"""What keeps a recipe from its first step, said before anything is made."""
+"""What would keep a recipe from its first step, found before anything is made."""
 
 import torch
 
@@ -40,8 +40,8 @@ def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
         The device it is trained on.
 
     Raises:
-        WorkhorseError: the device or what it should do there is not to be had, a tracker is not
-            installed, text or a tokenizer cannot be read, or other weights stand in `init`.
+        WorkhorseError: the device is missing or cannot do what is asked, a tracker is not
+            installed, text or a tokenizer cannot be read, or the weights of `init` do not fit.
     """
     config = recipe.train
     device = resolve_device(config.device)
@@ -57,9 +57,9 @@ def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
 
 
 def check_length(recipe: Recipe) -> None:
-    """Refuse a source too short for one row, as `train` does once it has its tokens.
+    """Refuse a source too short for one row, as `train` would once it has the tokens.
 
-    Of a source with more than `BYTES_OF_A_TOKEN` times `seq_len` nothing is looked for.
+    A source of more than `BYTES_OF_A_TOKEN` times `seq_len` bytes is not looked into.
 
     Raises:
         WorkhorseError: there is one.
@@ -103,7 +103,7 @@ def _check_device(config: TrainConfig, device: torch.device) -> None:
 
 
 def _check_tokenizer(recipe: Recipe) -> None:
-    """Raise WorkhorseError for a file that is none, or without the tokens that part texts."""
+    """Raise WorkhorseError for a file that is no tokenizer, or lacks what separates texts."""
     if isinstance(recipe.tokenizer, FileConfig):
         tokenizer = load_tokenizer(recipe.tokenizer.path)
         bos, eos = tokenizer.bos_id is not None, tokenizer.eos_id is not None
@@ -114,7 +114,7 @@ def _check_tokenizer(recipe: Recipe) -> None:
 
 
 def _check_model(recipe: Recipe) -> None:
-    """Raise WorkhorseError for attention that the kernel cannot compute, or another's weights."""
+    """Raise WorkhorseError for attention that the kernel cannot compute, or an unfit `init`."""
     given = recipe.model.get("vocab_size")
     trained = open_stored(recipe.init).config if recipe.init is not None else None
     of_tokenizer = trained.vocab_size if trained else 1  # not known yet, and that of the weights
@@ -125,7 +125,7 @@ def _check_model(recipe: Recipe) -> None:
 
 
 def start_from(init: str, decoder: Decoder, trained: Decoder) -> None:
-    """Give a decoder the weights of a trained one, or on `meta` see that it could have them.
+    """Give a decoder the weights of a trained one; on `meta`, only check that they fit.
 
     Args:
         init: where `trained` comes from, for the message.

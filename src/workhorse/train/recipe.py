@@ -63,7 +63,7 @@ class TrainConfig(Config):
     grad_clip: Annotated[float | None, OnResume.GOES_ON] = Field(default=1.0, gt=0)
     """Longest gradient, as the norm over all parameters; longer ones are shortened. None: any."""
     z_loss: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
-    """Weight of the squared log-partition in what training makes less (PaLM, 2204.02311 §5). The
+    """Weight of the squared log-partition in what training minimises (PaLM, 2204.02311 §5). The
     loss shown is the cross-entropy without it."""
     balance_loss: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
     """Weight of the loss that spreads the choices of each sequence over a mixture's experts

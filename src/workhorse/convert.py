@@ -3,6 +3,7 @@
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +14,7 @@ from workhorse.checkpoints.gguf import GgufFile
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.model_folder import check_new, write_model
 from workhorse.checkpoints.stored import open_stored
+from workhorse.devices import dtype_name
 from workhorse.errors import WorkhorseError
 from workhorse.load_model import Model, load
 from workhorse.models import preset, preset_names
@@ -86,27 +88,19 @@ def convert(
     if n_kv_heads is not None:
         model = replace(model, decoder=group_heads(model.decoder, n_kv_heads), family=family)
     decoder = model.decoder
-    held = str(decoder.embedding.tokens.weight.dtype).removeprefix("torch.")
+    held = dtype_name(decoder.embedding.tokens.weight.dtype)
     name = held if dtype == "auto" else dtype
-    if family is None:
-        write_model(
-            target,
-            decoder,
-            tokenizer=_whole_tokenizer(model),
-            dtype=getattr(torch, name),
-            stop_tokens=model.stop_tokens,
-        )
-    elif to == "hf":
-        write_huggingface(
-            target,
-            decoder,
-            family=family,
-            tokenizer=_whole_tokenizer(model),
-            dtype=getattr(torch, name),
-            stop_tokens=model.stop_tokens,
-        )
-    else:
+    if family is not None and to == "gguf":
         _write_gguf(target, model, family, name, tell)
+    else:
+        write = write_model if family is None else partial(write_huggingface, family=family)
+        write(
+            target,
+            decoder,
+            tokenizer=_whole_tokenizer(model),
+            dtype=getattr(torch, name),
+            stop_tokens=model.stop_tokens,
+        )
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     return Converted(target, to, family.architecture if family else None, name, parameters)
 

@@ -52,6 +52,11 @@ def resolve_dtype(name: str) -> torch.dtype | None:
     return DTYPES[name]
 
 
+def dtype_name(dtype: torch.dtype) -> str:
+    """As it is written in recipes and on the command line: `bfloat16`."""
+    return str(dtype).removeprefix("torch.")
+
+
 def name_of(device: torch.device) -> str:
     """The GPU's name, or the kind of device."""
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type

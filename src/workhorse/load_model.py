@@ -19,6 +19,7 @@ from workhorse.checkpoints import (
 from workhorse.checkpoints.gguf import GgufFile
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.room import check_random, check_stored
+from workhorse.checkpoints.run_directory import DAMAGED_RECIPE
 from workhorse.checkpoints.stored import StoredModel, is_hub_id, open_stored
 from workhorse.config import ConfigError, nearest
 from workhorse.data import Beginning, DataConfig, beginning
@@ -62,7 +63,7 @@ class Model:
     """What ends a text; empty: the tokenizer's eos."""
     trained_to_chat: bool = False
     """Whether it knows its tokenizer's chat template: a run does if it began with a model whose
-    tokenizer has one, and does not if it began with fresh weights."""
+    tokenizer has one, not if it began with fresh weights."""
     family: Family | None = None
     """The model type of the Hugging Face directory or GGUF file it was loaded from."""
 
@@ -262,7 +263,7 @@ def load(
     has them, and the environment variable WORKHORSE_NATIVE=0 does without.
 
     Args:
-        model: a run directory, what `workhorse convert` wrote, a Hugging Face directory, a GGUF
+        model: a run directory, a folder that `convert` wrote, a Hugging Face directory, a GGUF
             file, an id of the hub (`ORG/NAME` or `ORG/NAME@REVISION`), or a preset's name.
         device: a PyTorch device; `auto` is CUDA where there is a device and else the CPU.
         dtype: a PyTorch floating-point type; `auto` is float32, and for a directory or id of
@@ -332,11 +333,11 @@ def _with_text(stored: StoredModel, decoder: Decoder, tell: Callable[[str], obje
 
 def _data_of(run: RunDirectory) -> DataConfig:
     """What a run was trained on."""
+    fields = run.recipe()["data"]
     try:
-        return DataConfig.from_dict(run.recipe().get("data"))
+        return DataConfig.from_dict(fields)
     except ConfigError as error:
-        where = f"{run.recipe_file}: " if str(run.recipe_file) not in str(error) else ""
-        raise WorkhorseError(f"{where}{error}; put the run's own recipe back") from None
+        raise WorkhorseError(f"{run.recipe_file}: {error}; {DAMAGED_RECIPE}") from None
 
 
 def _random(

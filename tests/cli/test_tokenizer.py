@@ -126,9 +126,9 @@ def test_encode_and_decode_read_stdin(
     escape = load_tokenizer(small).encode("\x1b[2J")
     assert run("decode", str(escape).encode())[1] == "\x1b[2J\n"
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert run("decode", str(escape).encode())[1] == "\\x1b[2J\n"
+    assert run("decode", str(escape).encode())[1] == "␛[2J\n"
     for verb, stdin, line in (
-        ("encode", b"caf\xe9", "stdin is not UTF-8 at byte 3"),
+        ("encode", b"caf\xe9", "stdin is not UTF-8: bad byte at offset 3"),
         ("decode", b"1 two", "'two' is not a token id"),
         ("decode", b"1" * 5000, "is in no vocabulary"),
         ("decode", b"9999", "token id 9999 is not in the vocabulary of 260"),

@@ -69,7 +69,12 @@ class Renamed:
 
 
 def meta_decoder(
-    config: DecoderConfig, kernel: KernelName, dtype: torch.dtype, *, n_tensors: int
+    config: DecoderConfig,
+    kernel: KernelName,
+    dtype: torch.dtype,
+    *,
+    n_tensors: int,
+    source: str = "config.json",
 ) -> Decoder:
     """The decoder of a stranger's config, on the meta device: nothing is allocated.
 
@@ -78,20 +83,21 @@ def meta_decoder(
         kernel: how attention is computed.
         dtype: of the weights.
         n_tensors: how many tensors are stored, against configs of a billion layers.
+        source: the file that the config comes from, for errors.
 
     Raises:
         WorkhorseError: no such model can be.
     """
     if config.n_layers > n_tensors:
         raise WorkhorseError(
-            f"config.json has {config.n_layers} layers for {n_tensors} tensors; "
+            f"{source} has {config.n_layers} layers for {n_tensors} tensors; "
             "they are not of one model"
         )
     try:
         return config.build(kernel, device="meta", dtype=dtype)
     except (RuntimeError, OverflowError, MemoryError) as error:
         reason = str(error).splitlines()[0]
-        raise WorkhorseError(f"config.json makes no model that can be: {reason}") from None
+        raise WorkhorseError(f"{source} makes no model that can be: {reason}") from None
 
 
 def shapes_of(decoder: Decoder) -> dict[str, Shape]:

@@ -13,6 +13,7 @@ from workhorse.checkpoints.model_folder import make_folder
 from workhorse.checkpoints.tensor_folder import write_tensors
 from workhorse.checkpoints.tensors import weights_of
 from workhorse.checkpoints.written_out import written_out
+from workhorse.devices import dtype_name
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family, native_class
 from workhorse.models.huggingface.names import plan, written_tensors
@@ -73,7 +74,7 @@ def write_huggingface(
     shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
     tensors = written_tensors(plan(family.rules, shapes, decoder.config), weights, dtype)
     ids = _special_ids(tokenizer, stop_tokens)
-    config = family.write(decoder.config) | ids | {"dtype": str(dtype).removeprefix("torch.")}
+    config = family.write(decoder.config) | ids | {"dtype": dtype_name(dtype)}
 
     def fill(temporary: Path) -> None:
         _write_json(temporary / CONFIG_FILE, config)

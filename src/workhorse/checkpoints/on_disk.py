@@ -1,4 +1,4 @@
-"""What the weights of a stored model are in its files, by type, from the files' headers."""
+"""How much of each type the weight files of a stored model hold, by their headers."""
 
 import math
 from collections import defaultdict
@@ -7,13 +7,12 @@ from typing import NamedTuple
 
 import torch
 
-from workhorse.checkpoints.gguf.read import GgufFile
+from workhorse.checkpoints.gguf.read import DTYPES, GgufFile
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.run_directory import RunDirectory
 from workhorse.checkpoints.stored import StoredModel
 from workhorse.checkpoints.tensor_folder import TensorFolder
-
-GGUF_NAMES = {"F32": "float32", "F16": "float16", "BF16": "bfloat16", "Q8_0": "q8_0"}
+from workhorse.devices import dtype_name
 
 
 class Held(NamedTuple):
@@ -24,7 +23,7 @@ class Held(NamedTuple):
 
 
 def weight_files(stored: StoredModel) -> list[Path]:
-    """The files with the weights; of a run, those of its newest checkpoint. None may be there."""
+    """The files with the weights; of a run, those of its newest checkpoint. There may be none."""
     if isinstance(stored, GgufFile):
         return [stored.path]
     return sorted(_folder(stored).glob("*.safetensors"))
@@ -53,15 +52,19 @@ def usual_dtype(stored: StoredModel) -> torch.dtype:
 def _tensors(stored: StoredModel) -> list[tuple[str, int, int]]:
     if isinstance(stored, GgufFile):
         return [
-            (GGUF_NAMES[one.kind], math.prod(one.shape), one.end - one.begin)
+            (_gguf_name(one.kind), math.prod(one.shape), one.end - one.begin)
             for one in stored.tensors
         ]
     folder = TensorFolder(_folder(stored))
     found: list[tuple[str, int, int]] = []
     for name, dtype in folder.dtypes.items():
         numbers = math.prod(folder.shapes[name])
-        found.append((str(dtype).removeprefix("torch."), numbers, numbers * dtype.itemsize))
+        found.append((dtype_name(dtype), numbers, numbers * dtype.itemsize))
     return found
+
+
+def _gguf_name(kind: str) -> str:
+    return dtype_name(DTYPES[kind]) if kind in DTYPES else kind.lower()
 
 
 def _folder(stored: StoredModel) -> Path:

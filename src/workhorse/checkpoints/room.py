@@ -5,6 +5,7 @@ import torch
 from workhorse.checkpoints.on_disk import Held, usual_dtype, weight_files, weights_on_disk
 from workhorse.checkpoints.run_directory import RunDirectory
 from workhorse.checkpoints.stored import StoredModel
+from workhorse.devices import dtype_name
 from workhorse.memory import available, check_fits
 from workhorse.models.parameters import count_parameters
 from workhorse.nn import DecoderConfig
@@ -23,7 +24,7 @@ def check_random(
         WorkhorseError: they do not.
     """
     total = count_parameters(config)["total"] * dtype.itemsize
-    what = f"{name} with its weights in {_name(dtype)}"
+    what = f"{name} with its weights in {dtype_name(dtype)}"
     check_fits(total, device, what, "choose a narrower dtype (bfloat16), or a smaller model")
 
 
@@ -57,10 +58,6 @@ def check_stored(
         check_fits(total // codes_per_byte, device, f"{stored.path}, quantised,", NARROWER)
         return
     if mapped and device.type == "cpu" and not isinstance(stored, RunDirectory):
-        total -= weights_on_disk(stored).get(_name(dtype), Held(0, 0)).numbers
-    what = f"{stored.path} with its weights in {_name(dtype)}"
+        total -= weights_on_disk(stored).get(dtype_name(dtype), Held(0, 0)).numbers
+    what = f"{stored.path} with its weights in {dtype_name(dtype)}"
     check_fits(max(total, 0) * dtype.itemsize, device, what, NARROWER)
-
-
-def _name(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from workhorse.cli.options import json_option
-from workhorse.cli.output import print_result, progress, warn
+from workhorse.cli.output import for_terminal, print_result, progress, warn
 
 if TYPE_CHECKING:
     from workhorse.data.documents import SplitName
@@ -155,8 +155,7 @@ def decode_command(
     if pieces or as_json:
         _print_pieces(loaded, found, as_json)
     else:
-        text = loaded.decode(found)
-        print(_harmless(text) if sys.stdout.isatty() else text)
+        print(for_terminal(loaded.decode(found)))
 
 
 def _print_pieces(tokenizer: "Tokenizer", ids: list[int], as_json: bool) -> None:
@@ -179,18 +178,10 @@ def _print_pieces(tokenizer: "Tokenizer", ids: list[int], as_json: bool) -> None
     print_result(result, as_json, text="\n".join([*lines, f"{len(ids)} tokens, {n_bytes} bytes"]))
 
 
-def _harmless(text: str) -> str:
-    """A text whose control characters a terminal shows and does not obey."""
-    return "".join(c if c.isprintable() or c in "\n\t" else repr(c)[1:-1] for c in text)
-
-
 def _stdin() -> str:
-    from workhorse.errors import WorkhorseError
+    from workhorse.untrusted import decoded
 
-    try:
-        return sys.stdin.buffer.read().decode()
-    except UnicodeDecodeError as error:
-        raise WorkhorseError(f"stdin is not UTF-8 at byte {error.start}; convert it") from None
+    return decoded(sys.stdin.buffer.read(), "stdin")
 
 
 def _numbers(text: str) -> list[int]:

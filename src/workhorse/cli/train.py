@@ -91,7 +91,7 @@ def _read(
     resume: bool,
     tell: Callable[[str], object],
 ) -> Any:
-    """A recipe with overrides; that of a run to be resumed needs no model it started from."""
+    """A recipe with overrides; to resume a run, the model that it started from is not needed."""
     from workhorse.checkpoints import RunDirectory
     from workhorse.config import apply_overrides, read_yaml
     from workhorse.train import Recipe, fit_warmup, resumed_recipe

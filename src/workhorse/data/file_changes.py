@@ -1,4 +1,4 @@
-"""Which files of a corpus are others than when a data set was made of it."""
+"""Which files of a corpus have changed since a data set was made from it."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -20,7 +20,7 @@ NAMED = 3
 
 @dataclass(frozen=True)
 class FileChanges:
-    """What is with a corpus that was not when its data set was made, as names of files."""
+    """What changed in a corpus since its data set was made, as names of files."""
 
     added: list[str]
     missing: list[str]
@@ -30,7 +30,7 @@ class FileChanges:
 
     @property
     def text_changed(self) -> bool:
-        """Whether the text is another for certain."""
+        """Whether the text is certainly another."""
         return bool(self.added or self.missing or self.resized)
 
     def __str__(self) -> str:
@@ -46,7 +46,7 @@ def save_file_list(config: DataConfig, home: Path) -> None:
 
 
 def file_changes(config: DataConfig, folder: Path, fingerprint: str) -> FileChanges | None:
-    """Compare a corpus with what a data set was made of.
+    """Compare a corpus with what a data set was made from.
 
     Args:
         config: where the corpus is now.
@@ -59,7 +59,7 @@ def file_changes(config: DataConfig, folder: Path, fingerprint: str) -> FileChan
     Raises:
         WorkhorseError: the corpus cannot be read.
     """
-    before = _listed_in(_home((config.cache_dir or folder).expanduser(), fingerprint))
+    before = _listed_in(_home(config.kept_in(folder), fingerprint))
     if before is None:
         return None
     now = {

@@ -217,7 +217,7 @@ def _fresh_manifest(config: DataConfig, tokenizer: "Tokenizer") -> ManifestConfi
 
 
 def check_separators(config: DataConfig, *, bos: bool, eos: bool) -> None:
-    """Refuse to put tokens between texts that the tokenizer has not.
+    """Refuse to put tokens between texts that the tokenizer does not have.
 
     Args:
         config: says which.

@@ -1,4 +1,4 @@
-"""What tells whether the sources of a data set changed, and why one has no text."""
+"""How to tell whether the sources of a data set changed, and why one has no text."""
 
 import hashlib
 import json
@@ -106,8 +106,7 @@ def check_sources(config: DataConfig) -> None:
 
 
 def _state(path: Path, source: SourceConfig) -> tuple[str, int, int | str]:
-    status = path.stat()
     if not isinstance(source, StdlibConfig) and source.path == STDIN:
         with path.open("rb") as file:
-            return str(STDIN), status.st_size, hashlib.file_digest(file, "sha256").hexdigest()
-    return str(path.resolve()), status.st_size, status.st_mtime_ns
+            return str(STDIN), path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest()
+    return str(path.resolve()), *_size_and_time(path)

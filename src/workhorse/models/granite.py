@@ -119,6 +119,13 @@ MIXED = MULTIPLIED | {
     "num_experts_per_tok": "block.feed_forward.top_k",
 }
 FEED_FORWARD, MIXTURE = "layers.{i}.feed_forward.", "model.layers.{i}.block_sparse_moe."
+SHARED_RULES = (
+    joined(
+        (FEED_FORWARD + "shared.gate_proj", FEED_FORWARD + "shared.up_proj"),
+        "model.layers.{i}.shared_mlp.input_linear",
+    ),
+    same(FEED_FORWARD + "shared.down_proj", "model.layers.{i}.shared_mlp.output_linear"),
+)
 MIXTURE_RULES = instead(
     same(FEED_FORWARD + "router.proj", MIXTURE + "router.layer"),
     joined(
@@ -127,11 +134,7 @@ MIXTURE_RULES = instead(
         dim=1,
     ),
     same(FEED_FORWARD + "experts.down_proj", MIXTURE + "output_linear"),
-    joined(
-        (FEED_FORWARD + "shared.gate_proj", FEED_FORWARD + "shared.up_proj"),
-        "model.layers.{i}.shared_mlp.input_linear",
-    ),
-    same(FEED_FORWARD + "shared.down_proj", "model.layers.{i}.shared_mlp.output_linear"),
+    *SHARED_RULES,
     base=RULES,
 )
 

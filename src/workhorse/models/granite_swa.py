@@ -8,8 +8,11 @@ from collections.abc import Mapping
 
 from workhorse.config import ConfigError
 from workhorse.models.granite import (
+    FEED_FORWARD,
     MIXED,
+    MIXTURE,
     MULTIPLIED,
+    SHARED_RULES,
     block,
     mixture,
     multiplied,
@@ -103,7 +106,6 @@ WINDOWED: dict[str, Key] = {
     "layer_rope_theta": layer_thetas,
 }
 SINKS = same("layers.{i}.attention.kernel.sinks", "model.layers.{i}.self_attn.sinks")
-FEED_FORWARD, MIXTURE = "layers.{i}.feed_forward.", "model.layers.{i}.block_sparse_moe."
 
 HUGGING_FACE = (
     Family(
@@ -130,11 +132,7 @@ HUGGING_FACE = (
                 dim=1,
             ),
             same(FEED_FORWARD + "experts.down_proj.weight", MIXTURE + "experts.down_proj"),
-            joined(
-                (FEED_FORWARD + "shared.gate_proj", FEED_FORWARD + "shared.up_proj"),
-                "model.layers.{i}.shared_mlp.input_linear",
-            ),
-            same(FEED_FORWARD + "shared.down_proj", "model.layers.{i}.shared_mlp.output_linear"),
+            *SHARED_RULES,
             base=RULES,
         ),
     ),

@@ -33,7 +33,7 @@ class MoEConfig(GatedConfig):
 
     kind: Literal["moe"] = "moe"
     n_experts: int = Field(gt=0)
-    """Experts of which each token is worked on by `top_k`."""
+    """Experts, of which `top_k` work on each token."""
     top_k: int = Field(gt=0)
     """Experts that work on a token."""
     activation: ActivationName = "silu"
@@ -41,7 +41,7 @@ class MoEConfig(GatedConfig):
     clamped: ClampedSwigluConfig | None = None
     """gpt-oss's clamped SwiGLU, in the place of the activation."""
     router: RouterConfig = RouterConfig()
-    """How the experts of a token are chosen and weighed."""
+    """How the experts of a token are chosen and weighted."""
     weigh: Literal["output", "input"] = "output"
     """What the router's weight multiplies: an expert's output, or (Llama 4) its input."""
     shared: GatedMlpConfig | None = None

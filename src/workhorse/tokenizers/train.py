@@ -63,7 +63,7 @@ def train_tokenizer(
 
 
 def missing_tokens(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
-    """How many tokens a trained tokenizer has fewer than were asked for; `characters` asks none."""
+    """How many tokens a trained tokenizer lacks of those asked for; `characters` asks for none."""
     if isinstance(config, FileConfig | BytesConfig | CharactersConfig):
         return 0
     return config.vocab_size - tokenizer.vocab_size

@@ -64,7 +64,7 @@ class Balancer:
             self.watching = False
 
     def loss(self, targets: Tensor) -> Tensor:
-        """The balance loss of the rows that have just passed, weighed; their loads are counted.
+        """The weighted balance loss of the rows that have just passed; their loads are counted.
 
         Args:
             targets: (rows, seq), what the rows predict, or `IGNORE`.

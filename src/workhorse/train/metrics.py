@@ -8,7 +8,7 @@ Every line has `kind` and `step` (steps done when it was written):
   `device`, versions
 - `change`: of a setting, when the run was resumed: `setting` (its name), `before`, `now`
 - `step`: `loss` (the cross-entropy, nats per token), `z_loss` and `balance_loss` (what is added to
-  it, as it is weighed, where it is), `learning_rate` (the schedule's factor times the optimizer's),
+  it, weighted, where it is), `learning_rate` (the schedule's factor times the optimizer's),
   `grad_norm`, `tokens` (predictions so far), `tokens_per_second` and `peak_fraction` (since the
   line before; `warming_up` is true where that is the sitting's first step alone, which waits for
   compilers; a longer first interval leaves that step out), `skipped_steps` (so far), `seconds` (of

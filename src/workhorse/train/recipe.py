@@ -190,7 +190,7 @@ class Recipe(Config):
     gives the architecture (`model` holds what differs, dropout for one) and, where none is named,
     the tokenizer; both are written out in the run's own recipe."""
     init_optimizer: bool = False
-    """Take over the optimizer's state too, of a run directory that `init` names. What the run
+    """Take over the optimizer's state too, from the run directory that `init` names. What the run
     learns from then goes on where that one stood, with the schedule begun anew."""
     model: dict[str, Any]
     """The fields of a `DecoderConfig`, or `preset: NAME` and the fields that differ from it.

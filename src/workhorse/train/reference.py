@@ -22,7 +22,7 @@ from workhorse.on_resume import OnResume, marked
 from workhorse.train.recipe import Recipe
 
 NAME = "NAME"
-"""Stands in a place for a name of the writer's choice, as that of a block."""
+"""In a place, stands for a name of the writer's choice, such as a block's."""
 EXAMPLES = "recipe_examples.yaml"
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 WORDS = {

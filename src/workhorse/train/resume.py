@@ -23,7 +23,7 @@ SHOWN = 40
 
 @dataclass(frozen=True)
 class Change:
-    """A setting of which a run goes on with another value."""
+    """A setting that has another value from now on."""
 
     setting: str
     """Dotted name: of a section, where it is of another kind."""
@@ -55,7 +55,7 @@ class Resumption:
     notices: list[str] = field(default_factory=list)
 
     def micro_batch_size(self, batch_size: int) -> int | Literal["auto"]:
-        """The size that was found by trying, unless the batch is another now."""
+        """The size that trying found, unless the batch size has changed since."""
         tried_on = self.state.get("recipe", {}).get("train", {}).get("batch_size", batch_size)
         return self.state["micro_batch_size"] if tried_on == batch_size else "auto"
 
@@ -200,7 +200,7 @@ def _begin(run: RunDirectory, recipe: Recipe, refused: list[str]) -> str:
 
 
 def _check_files(run: RunDirectory, recipe: Recipe, step: int, fingerprint: str) -> None:
-    """Raise WorkhorseError where files tell that the text is another, before it is read."""
+    """Raise WorkhorseError where the files show that the text is another, before it is read."""
     changed = file_changes(recipe.data, run.data_folder, fingerprint)
     if changed is not None and changed.text_changed:
         raise _other_text(run, recipe, step, str(changed))

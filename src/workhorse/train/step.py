@@ -115,7 +115,7 @@ class StepResult:
     tokens: int
     """Predictions that counted."""
     terms: dict[str, float] = field(default_factory=dict)
-    """What else was made less, each term as it is weighed, per prediction: `z_loss` and
+    """What else was minimised, each term weighted, per prediction: `z_loss` and
     `balance_loss` where they have a weight."""
 
     @property

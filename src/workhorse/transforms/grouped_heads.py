@@ -21,7 +21,7 @@ _ALL_HEADS = re.compile(r"layers\.\d+\.attention\.(k_proj|v_proj|k_norm\.norm)\.
 
 
 def grouped(config: DecoderConfig, n_kv_heads: int) -> DecoderConfig:
-    """The config with so many heads of keys and values in every layer.
+    """The config with `n_kv_heads` heads of keys and values in every layer.
 
     Raises:
         WorkhorseError: a layer's heads do not make so many groups, or it has latent attention.
@@ -49,7 +49,7 @@ def _grouped(block: BlockConfig, n_kv_heads: int) -> BlockConfig:
 
 @torch.no_grad()
 def group_heads(decoder: Decoder, n_kv_heads: int) -> Decoder:
-    """A decoder with so many heads of keys and values, each the mean of a group of neighbours.
+    """A decoder with `n_kv_heads` heads of keys and values, each the mean of a group of neighbours.
 
     Biases, and the weights of norms that a head of keys has for itself, are averaged too. Where the
     heads of a group are equal nothing changes; otherwise train on.

@@ -42,7 +42,7 @@ def turns(block: BlockConfig) -> bool:
 
 
 def divided_logits(keys: Data) -> Data:
-    """Granite: the file divides the logits by what ours multiplies them with."""
+    """Granite: the file holds what divides the logits, ours what multiplies them."""
     return {"head.multiplier": 1 / keys["logit_scale"]}
 
 

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from workhorse.checkpoints.accounting import meta_decoder
 from workhorse.checkpoints.gguf.architecture import Architecture
 from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG
@@ -20,7 +21,7 @@ from workhorse.checkpoints.gguf.rotation import shortest
 from workhorse.checkpoints.gguf.tensors import EMBEDDING, HEAD, Part, tensor_parts
 from workhorse.checkpoints.safetensors_header import Stored
 from workhorse.checkpoints.tensor_folder import MappedFile
-from workhorse.checkpoints.tensors import Places, empty_decoder, weights_of
+from workhorse.checkpoints.tensors import Places, allocate, weights_of
 from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family
@@ -125,22 +126,18 @@ class GgufFile:
         Raises:
             WorkhorseError: a tensor is missing, extra or misshapen.
         """
-        try:
-            plain = self.config.build("eager", device="meta")
-        except (RuntimeError, OverflowError, MemoryError) as error:
-            reason = shown(str(error).splitlines()[0])
-            raise WorkhorseError(
-                f"{self.path}: its keys make no model that can be: {reason}"
-            ) from None
-        parts = tensor_parts(self._architecture, plain)
+        tensors = self._header.tensors
+        dtype = dtype or DTYPES.get(tensors[EMBEDDING].kind, torch.float32)
+        decoder = meta_decoder(
+            self.config, kernel, dtype, n_tensors=len(tensors), source=str(self.path)
+        )
+        parts = tensor_parts(self._architecture, decoder)
         self._account(parts)
-        stored = DTYPES.get(self._header.tensors[EMBEDDING].kind, torch.float32)
-        decoder = empty_decoder(self.config, kernel, device, dtype or stored)
-        into = places(decoder)
+        into = places(allocate(decoder, device))
         with torch.no_grad():
-            for name, some in parts.items():
-                rows = torch.split(self._read(name), [part.shape[0] for part in some])
-                for part, values in zip(some, rows, strict=True):
+            for name, members in parts.items():
+                rows = torch.split(self._read(name), [part.shape[0] for part in members])
+                for part, values in zip(members, rows, strict=True):
                     into[part.ours].copy_(part.take(values))
         return decoder.eval()
 
@@ -152,9 +149,9 @@ class GgufFile:
         for name in sorted((tensors.keys() - aside) ^ parts.keys()):
             state = "is missing" if name in parts else "has no place in it"
             raise WorkhorseError(f"{self.path}: tensor {shown(name)} {state}; fetch the file again")
-        for name, some in parts.items():
-            rows = sum(part.shape[0] for part in some)
-            fits = (rows, *some[0].shape[1:])
+        for name, members in parts.items():
+            rows = sum(part.shape[0] for part in members)
+            fits = (rows, *members[0].shape[1:])
             if tensors[name].shape != fits:
                 raise WorkhorseError(
                     f"{self.path}: tensor {shown(name)} has shape {tensors[name].shape} where the "
@@ -167,7 +164,7 @@ class GgufFile:
         return self._mapped.view(Stored(torch.uint8, (size,), stored.begin, stored.end))
 
     def _read(self, name: str) -> Tensor:
-        """One tensor's values, to be copied away."""
+        """One tensor's values, which the caller copies."""
         stored = self._header.tensors[name]
         if stored.kind in DTYPES:
             at = Stored(DTYPES[stored.kind], stored.shape, stored.begin, stored.end)

@@ -1,4 +1,4 @@
-"""A config out of what a GGUF file says: the tables of writing, the other way.
+"""A config from what a GGUF file says: the tables of writing, read backwards.
 
 The architecture's kinds of layer are filled with what the keys carry; which of them a layer is, its
 tensors' names tell. There is no second table: what was read is written again, and it is right if

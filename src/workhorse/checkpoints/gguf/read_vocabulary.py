@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 START = "tokenizer.ggml."
 BYTE_LEVEL, CHARACTERS = "gpt2", "llama"
 KINDS = (BYTE_LEVEL, CHARACTERS)
-SAYS = ("tokens", "token_type", "merges", "pre", "scores", "add_space_prefix")
+SAYS = ("tokens", "token_type", "merges", "pre", "add_space_prefix")
 """Keys in which a `tokenizer.json` beside them must agree."""
 
 
@@ -45,59 +45,59 @@ def read_vocabulary(keys: Mapping[str, Any], vocab_size: int) -> "Tokenizer":
             "model as a Hugging Face directory"
         )
     try:
-        given = {key.removeprefix(START): value for key, value in keys.items()}
-        if (whole := _whole(given, vocab_size)) is not None:
+        fields = {key.removeprefix(START): value for key, value in keys.items()}
+        if (whole := _whole(fields, vocab_size)) is not None:
             return whole
-        definition = _byte_level(given) if kind == BYTE_LEVEL else _characters(given)
-        return _tokenizer(definition, given)
+        definition = _byte_level(fields) if kind == BYTE_LEVEL else _characters(fields)
+        return _tokenizer(definition, fields)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise WorkhorseError(
             f"its tokenizer is damaged ({shown(str(error))}); fetch the file again"
         ) from None
 
 
-def _whole(given: Mapping[str, Any], vocab_size: int) -> "Tokenizer | None":
+def _whole(fields: Mapping[str, Any], vocab_size: int) -> "Tokenizer | None":
     """The tokenizer of the `tokenizer.json` in the file, if writing it gives the file's keys."""
     from workhorse.tokenizers.folder import MAX_VALUES
 
-    text = given.get(WHOLE)
+    text = fields.get(WHOLE)
     if not isinstance(text, str):
         return None
     try:
         parse_json(text.encode(), WHOLE, max_values=MAX_VALUES)
-        tokenizer = _tokenizer(text, given)
+        tokenizer = _tokenizer(text, fields)
         written, _ = tokenizer_metadata(tokenizer, vocab_size)
     except WorkhorseError:
         return None
-    same = all(written.get(START + key) == given.get(key) for key in SAYS if key != "scores")
+    same = all(written.get(START + key) == fields.get(key) for key in SAYS)
     return tokenizer if same else None
 
 
-def _tokenizer(definition: str, given: Mapping[str, Any]) -> "Tokenizer":
+def _tokenizer(definition: str, fields: Mapping[str, Any]) -> "Tokenizer":
     """A tokenizer with the roles and the chat template that the keys say."""
     from workhorse.tokenizers import Tokenizer
 
-    tokens, types = given["tokens"], _types(given)
+    tokens, types = fields["tokens"], _types(fields)
     roles: dict[str, str] = {}
     for role, name in ROLES.items():
-        number = given.get(f"{name}_token_id")
+        number = fields.get(f"{name}_token_id")
         # A file must name some token that ends a text; an ordinary one is a stopgap.
         if type(number) is int and 0 <= number < len(tokens) and types[number] in _SPECIAL:
             roles[role] = tokens[number]
-    return Tokenizer(definition, roles, given.get("tokenizer.chat_template"))
+    return Tokenizer(definition, roles, fields.get("tokenizer.chat_template"))
 
 
 _SPECIAL = (CONTROL, UNKNOWN, USER_DEFINED)
 
 
-def _types(given: Mapping[str, Any]) -> list[int]:
-    return given.get("token_type") or [1] * len(given["tokens"])
+def _types(fields: Mapping[str, Any]) -> list[int]:
+    return fields.get("token_type") or [1] * len(fields["tokens"])
 
 
-def _byte_level(given: Mapping[str, Any]) -> str:
-    tokens: list[str] = given["tokens"]
-    types = _types(given)
-    splitting, ignore_merges = pre_tokenizer(given.get("pre", "default"))
+def _byte_level(fields: Mapping[str, Any]) -> str:
+    tokens: list[str] = fields["tokens"]
+    types = _types(fields)
+    splitting, ignore_merges = pre_tokenizer(fields.get("pre", "default"))
     definition = {
         "version": "1.0",
         "truncation": None,
@@ -122,26 +122,26 @@ def _byte_level(given: Mapping[str, Any]) -> str:
             "byte_fallback": False,
             "ignore_merges": ignore_merges,
             "vocab": {text: n for n, text in enumerate(tokens) if types[n] != UNUSED},
-            "merges": _merges(given["merges"], set(tokens)),
+            "merges": _merges(fields["merges"], set(tokens)),
         },
     }
-    return _with_affixes(json.dumps(definition), given, begins=False)
+    return _with_affixes(json.dumps(definition), fields, begins=False)
 
 
 def _merges(merges: list[str], known: set[str]) -> list[list[str]]:
-    """The pairs, of which a merge of what no text holds is none."""
+    """The pairs; a merge that needs or makes an unknown token is left out."""
     pairs = [merge.split(" ", 1) for merge in merges]
     return [[left, right] for left, right in pairs if {left, right, left + right} <= known]
 
 
-def _characters(given: Mapping[str, Any]) -> str:
+def _characters(fields: Mapping[str, Any]) -> str:
     from workhorse.tokenizers.sentencepiece import BPE, convert_pieces
 
-    pieces = list(zip(given["tokens"], given["scores"], _types(given), strict=True))
+    pieces = list(zip(fields["tokens"], fields["scores"], _types(fields), strict=True))
     while pieces and pieces[-1][2] == UNUSED:  # rows of the embedding that no token has
         pieces.pop()
-    definition = convert_pieces(pieces, BPE, dummy_prefix=given.get("add_space_prefix", True))
-    return _with_affixes(definition, given, begins=True)
+    definition = convert_pieces(pieces, BPE, dummy_prefix=fields.get("add_space_prefix", True))
+    return _with_affixes(definition, fields, begins=True)
 
 
 def _added(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
@@ -153,15 +153,15 @@ def _added(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
     ]
 
 
-def _with_affixes(definition: str, given: Mapping[str, Any], *, begins: bool) -> str:
+def _with_affixes(definition: str, fields: Mapping[str, Any], *, begins: bool) -> str:
     """What stands before and after a text; `begins` is the kind's usual answer for bos."""
     from workhorse.tokenizers.affixes import set_affixes
     from workhorse.tokenizers.backend import library_tokenizer
 
     ends: dict[str, list[str]] = {}
     for role, usual in (("bos", begins), ("eos", False)):
-        wanted = given.get(f"add_{role}_token", usual) and f"{role}_token_id" in given
-        ends[role] = [given["tokens"][given[f"{role}_token_id"]]] if wanted else []
+        wanted = fields.get(f"add_{role}_token", usual) and f"{role}_token_id" in fields
+        ends[role] = [fields["tokens"][fields[f"{role}_token_id"]]] if wanted else []
     if not any(ends.values()):
         return definition
     backend = library_tokenizer(definition)

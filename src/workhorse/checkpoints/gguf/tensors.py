@@ -115,7 +115,7 @@ def plan_tensors(architecture: Architecture, decoder: Decoder) -> list[TensorPla
         WorkhorseError: a weight has no name there.
     """
     parts = tensor_parts(architecture, decoder)
-    plans = [_joined(name, some) for name, some in parts.items()]
+    plans = [_joined(name, members) for name, members in parts.items()]
     if architecture.copied_head and HEAD not in parts:
         tied = parts[EMBEDDING][0]
         plans.append(TensorPlan(HEAD, tied.shape, tied.make))
@@ -137,7 +137,7 @@ def tensor_parts(architecture: Architecture, decoder: Decoder) -> dict[str, list
     parts: dict[str, list[Part]] = {}
     for part in _parts(architecture, decoder):
         parts.setdefault(part.tensor, []).append(part)
-    return {name: sorted(some, key=lambda part: part.order) for name, some in parts.items()}
+    return {name: sorted(members, key=lambda part: part.order) for name, members in parts.items()}
 
 
 def _parts(architecture: Architecture, decoder: Decoder) -> Iterator[Part]:

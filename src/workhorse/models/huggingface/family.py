@@ -104,7 +104,7 @@ NEUTRAL = {
     "out_bias": 0.0,
     "selection_bias": 0.0,
 }
-"""Fields that give a part weights, and the number of which these make it as if it had none."""
+"""Fields that give a part weights, and the value with which these change nothing."""
 
 
 class Difference(NamedTuple):

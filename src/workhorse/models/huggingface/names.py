@@ -18,6 +18,7 @@ from typing import Protocol, cast
 import torch
 from torch import Tensor
 
+from workhorse.devices import dtype_name
 from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import BlockConfig
@@ -182,7 +183,7 @@ def read_tensors(
     """Copy tensors from the source into our parameters, one move at a time, the largest first.
 
     Raises:
-        WorkhorseError: one holds whole numbers or truths, which are no weights.
+        WorkhorseError: one holds integers or booleans, which are no weights.
     """
 
     def n_bytes(move: Move) -> int:
@@ -201,16 +202,15 @@ def read_tensors(
 
 
 def check_weight(name: str, tensor: Tensor) -> None:
-    """Refuse whole numbers and truths in the place of weights.
+    """Refuse integers and booleans in place of weights.
 
     Raises:
-        WorkhorseError: it holds some.
+        WorkhorseError: the tensor holds them.
     """
     if not tensor.is_floating_point():
-        kind = str(tensor.dtype).removeprefix("torch.")
         raise WorkhorseError(
-            f"tensor {name!r} holds {kind}, which is no type of weights; fetch the model in a "
-            "floating-point type"
+            f"tensor {name!r} holds {dtype_name(tensor.dtype)}, which is no type of weights; "
+            "fetch the model in a floating-point type"
         )
 
 

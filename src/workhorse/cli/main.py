@@ -180,7 +180,7 @@ def mistake(error: Exception) -> str:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether Python or torch was refused memory, by whichever of the errors they have for it."""
+    """Whether Python or torch ran out of memory, whichever error says so."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     said = ("can't allocate memory", "std::bad_alloc", "Storage size calculation overflowed")

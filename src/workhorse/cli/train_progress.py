@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from typing import Any
 
 TERMS = {"z_loss": "z-loss", "balance_loss": "balance loss"}
-"""What a step may add to its loss, and how that is called."""
+"""What a step may add to its loss, and what that is called."""
 Event = dict[str, Any]
 Show = Callable[[Event], None]
 

@@ -29,7 +29,7 @@ class LayerNormConfig(Config):
     precision: Literal["native", "float32", "low"] = "native"
     """`float32` computes in float32 whatever the input (OLMo); `low` in the autocast type (MPT),
     which is faster and was seen to cost rare loss spikes. Where input and weights are bfloat16, as
-    in training in it here, all three are what `low` is: sums in float32, a result in bfloat16."""
+    in training in bfloat16, all three do what `low` does: sums in float32, a result in bfloat16."""
 
     def build(self, width: int) -> "LayerNorm":
         kinds = {"native": LayerNorm, "float32": Float32LayerNorm, "low": LowPrecisionLayerNorm}

@@ -179,7 +179,7 @@ class Tokenizer:
         return b"".join(piece.data for piece in pieces)
 
     def pieces(self, ids: Sequence[int]) -> list[Piece]:
-        """How the text of some ids is made of them: the bytes of each, as `decode_bytes` has them.
+        """How a text is composed of its ids: the bytes of each, as `decode_bytes` has them.
 
         Raises:
             WorkhorseError: an id outside the vocabulary.

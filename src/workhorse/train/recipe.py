@@ -125,7 +125,7 @@ class TrainConfig(Config):
     @model_validator(mode="before")
     @classmethod
     def _default_kinds(cls, fields: Any) -> Any:
-        """`optimizer: {learning_rate: 3e-4}` alone changes the optimizer that there is without."""
+        """`optimizer: {learning_rate: 3e-4}`, without a kind, changes the default optimizer."""
         if not isinstance(fields, dict):
             return fields
         kinds = {name: cls.model_fields[name].default.kind for name in ("optimizer", "schedule")}

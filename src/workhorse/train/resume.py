@@ -43,7 +43,7 @@ class Change:
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a run goes on, and what of its recipe is other than when that was saved."""
+    """Where a run goes on, and what has changed in its recipe since."""
 
     step: int = 0
     """Steps done; 0 where there is no checkpoint yet."""
@@ -185,7 +185,7 @@ def _check_allowed(run: RunDirectory, recipe: Recipe, changes: list[Change]) -> 
 
 
 def _begin(run: RunDirectory, recipe: Recipe, refused: list[str]) -> str:
-    """The command that does what was meant, in a new run, with what it does."""
+    """What a new run would do that does what was meant, and the command that begins it."""
     asked = [
         (change.setting, spare(recipe, change.setting, change.now))
         for change in changes_of(Recipe.from_dict(run.recipe()), recipe)
@@ -215,7 +215,7 @@ def _other_text(run: RunDirectory, recipe: Recipe, step: int, files: str) -> Wor
 
 
 def _rates(before: Recipe, now: Recipe, step: int) -> list[str]:
-    """What becomes of the learning rate at once, where it does not go on as it was going."""
+    """What the learning rate jumps to, where it does not go on as before."""
     old, new = before.train, now.train
     if step == 0 or step >= new.steps:
         return []

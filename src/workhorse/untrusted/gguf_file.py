@@ -101,7 +101,7 @@ class _TooShort(Exception):
 
 
 class _Reader:
-    """Values one after the other out of some bytes."""
+    """Reads values out of bytes, one after the other."""
 
     def __init__(self, data: bytes) -> None:
         self.data = data

@@ -77,7 +77,7 @@ DEEPSEEK_KEYS = {
 
 
 def solve_deepseek(keys: Data) -> Data:
-    """What of the experts the keys say otherwise than in a field."""
+    """What the keys say of the experts in another way than by a field."""
     width = keys["expert_shared_count"] * keys["expert_feed_forward_length"]
     scores = {number: score for score, number in GATING.items()}
     return {

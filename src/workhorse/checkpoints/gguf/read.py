@@ -79,7 +79,7 @@ class GgufFile:
 
     @property
     def tensors(self) -> Collection[StoredTensor]:
-        """Where each tensor lies, and what of."""
+        """Where each tensor lies, and its type."""
         return self._header.tensors.values()
 
     def _said(self) -> FileOfArchitecture:

@@ -320,7 +320,7 @@ class FileOfArchitecture:
         return config, None
 
     def _check(self, config: DecoderConfig) -> None:
-        """Write it again."""
+        """Write the config again; raise an error where that does not give the keys of the file."""
         data, _ = readable(config, windows=self.architecture.windows)
         if reason := self.architecture.difference(copy.deepcopy(data)):
             raise ValueError(reason)

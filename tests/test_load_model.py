@@ -190,7 +190,9 @@ def test_what_is_no_prompt(model) -> None:
 
 def test_a_run_whose_recipe_says_nothing_of_data(run_folder: Path) -> None:
     (run_folder / "recipe.yaml").write_text("name: tiny\n")
-    with pytest.raises(WorkhorseError, match=r"recipe\.yaml has no section 'data'; put back the recipe"):
+    with pytest.raises(
+        WorkhorseError, match=r"recipe\.yaml has no section 'data'; put back the recipe"
+    ):
         workhorse.load(run_folder)
 
 

@@ -145,8 +145,8 @@ def test_saving_loses_nothing(run_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(WorkhorseError, match="mine exists and is not empty; choose another folder"):
         workhorse.save(model.decoder, folder)
     assert {path: path.read_bytes() for path in folder.iterdir()} == before
-    with pytest.raises(WorkhorseError, match=r"takes a Decoder, not a Model; give its \.decoder"):
-        workhorse.save(model, tmp_path / "other")  # pyright: ignore[reportArgumentType]
+    with pytest.raises(WorkhorseError, match=r"takes a Decoder, not a ModuleList"):
+        workhorse.save(model.decoder.layers, tmp_path / "other")  # pyright: ignore[reportArgumentType]
     small = model.config.replace(vocab_size=200).build()
     with pytest.raises(WorkhorseError, match="has 260 tokens and the decoder logits for 200"):
         workhorse.save(small, tmp_path / "other", tokenizer=model.tokenizer)
@@ -253,3 +253,12 @@ def test_a_file_that_is_no_model(run_folder: Path) -> None:
     bad.write_bytes(b"GGUF\x03")
     with pytest.raises(WorkhorseError, match=r"x\.gguf is cut short; fetch it again"):
         workhorse.load(bad)
+
+
+def test_a_saved_model_begins_a_text_as_the_run_did(run_folder: Path, tmp_path: Path) -> None:
+    model = workhorse.load(run_folder)
+    again = workhorse.load(workhorse.save(model, tmp_path / "copy"))
+    assert again.encode("") == model.encode("")
+    assert again.generate("", seed=1, max_new_tokens=6) == model.generate(
+        "", seed=1, max_new_tokens=6
+    )

@@ -106,7 +106,7 @@ def convert(
 
 
 def save(
-    decoder: Decoder,
+    decoder: Decoder | Model,
     folder: str | Path,
     *,
     tokenizer: Tokenizer | None = None,
@@ -115,7 +115,8 @@ def save(
     """Write a decoder in our own format, for `load`: one that a loop of your own trained.
 
     Args:
-        decoder: what to write, in the type of its weights.
+        decoder: what to write, in the type of its weights. Of a `Model` its tokenizer and stop
+            tokens are written too, and what began its texts.
         folder: new or empty; it appears whole or not at all.
         tokenizer: its tokenizer; None: the model gives and takes token ids.
         stop_tokens: what ends a text, where that is not the tokenizer's eos.
@@ -124,6 +125,9 @@ def save(
         WorkhorseError: the folder is taken or cannot be written, weights are quantised, or the
             tokenizer has more tokens than the decoder.
     """
+    if isinstance(decoder, Model):
+        tokenizer = tokenizer or _whole_tokenizer(decoder)
+        stop_tokens, decoder = stop_tokens or decoder.stop_tokens, decoder.decoder
     if not isinstance(decoder, Decoder):
         raise WorkhorseError(
             f"save takes a Decoder, not a {type(decoder).__name__}; give its .decoder, or convert "

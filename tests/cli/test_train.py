@@ -231,7 +231,8 @@ def test_signals_have_their_exit_codes(recipe: str, number: signal.Signals, code
         process.stderr.read()
         said = process.stdout.read()
     assert process.returncode == code
-    assert f"stopped by {number.name} and saved; go on with --resume" in said
+    assert f"stopped by {number.name} and saved" in said
+    assert "go on by workhorse train run --resume" in said
     assert list(Path("run/checkpoints").glob("step-*/manifest.json"))
 
 

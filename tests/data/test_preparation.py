@@ -296,7 +296,7 @@ def test_the_manifest_says_what_was_read(config: DataConfig, tokenizer, tmp_path
     [
         ("", 0.1, "corpus.txt is empty: no text for the validation split; give it some"),
         ("", 0.0, "corpus.txt is empty: no text for the train split; give it some"),
-        ("x", 0.1, "fell into the other split, none into train"),
+        ("x", 0.1, "fell into the validation split, none into train"),
     ],
 )
 def test_a_corpus_without_text_is_refused(

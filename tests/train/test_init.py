@@ -66,6 +66,17 @@ def test_what_changes_the_weights_is_refused(run_folder: Path, tmp_path: Path) -
     assert not (tmp_path / "tuned").exists()
 
 
+def test_ids_that_stand_for_other_tokens_are_refused(source: Path, tmp_path: Path) -> None:
+    texts = {"kind": "text", "path": str(tmp_path / "texts.txt"), "validation_fraction": 0.1}
+    changed = recipe(source, tmp_path, tokenizer={"kind": "characters"}, data={"corpus": texts})
+    line = (
+        r"token \d+ is .* for init=.*; leave out tokenizer, or set 'tokenizer={kind: file, path: "
+    )
+    with pytest.raises(WorkhorseError, match=line):
+        train(Recipe.from_dict(changed), tmp_path / "tuned")
+    assert not (tmp_path / "tuned").exists()
+
+
 @pytest.mark.parametrize(
     ("changes", "message"),
     [

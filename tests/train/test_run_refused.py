@@ -8,9 +8,9 @@ from typing import Any
 
 import pytest
 
-from workhorse.data import prepare, prepare_tokenizer
+from workhorse.data import DataConfig, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
-from workhorse.train import train
+from workhorse.train import Recipe, train
 
 
 def times(out: Path) -> dict[Path, int]:
@@ -180,3 +180,30 @@ def test_a_model_that_memory_cannot_hold_leaves_nothing(
     with pytest.raises(MemoryError):
         train(make_recipe(), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_a_run_inside_its_own_corpus_is_refused(make_recipe, tmp_path: Path) -> None:
+    """Its files would be documents of the corpus, which then is another at every resume."""
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(20):
+        (texts / f"{number}.txt").write_text("some text " * 20)
+    corpus = {"kind": "folder", "path": str(texts)}
+
+    def over(corpus: dict[str, str]) -> Recipe:
+        return make_recipe().replace(data=DataConfig.from_dict({"corpus": corpus}))
+
+    inside = texts / "runs" / "mine"
+    with pytest.raises(WorkhorseError, match=r"mine lies in the corpus .*texts, .* another --out"):
+        train(over(corpus), inside)
+    assert not (texts / "runs").exists()
+    narrow = over(corpus | {"glob": "**/*.txt"})
+    train(narrow, inside)
+    train(narrow, inside, resume=True)
+
+
+def test_a_run_without_its_recipe_is_told_apart_from_no_run(make_recipe, tmp_path: Path) -> None:
+    train(make_recipe(), tmp_path / "run")
+    (tmp_path / "run/recipe.yaml").unlink()
+    with pytest.raises(WorkhorseError, match=r"put back its recipe\.yaml, which is missing"):
+        train(make_recipe(), tmp_path / "run", resume=True)

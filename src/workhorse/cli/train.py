@@ -1,5 +1,6 @@
 """`workhorse train`: a recipe in, a run directory out."""
 
+import shlex
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -129,7 +130,9 @@ def _train(settings: Any, out: Path, resume: bool, as_json: bool, notices: list[
 def _summary(result: Any) -> str:
     lines = [f"{result.run_directory}: step {result.step:,} of {result.steps:,}"]
     if result.stopped_by is not None:
-        lines[0] += f", stopped by {result.stopped_by} and saved; go on with --resume"
+        lines[0] += f", stopped by {result.stopped_by} and saved"
+        going_on = ["workhorse", "train", str(result.run_directory), "--resume"]
+        lines.append(f"go on by {shlex.join(going_on)}")
     if result.validation_loss is not None:
         held_out = f"validation loss {result.validation_loss:.4f}"
         if result.bits_per_byte is not None:

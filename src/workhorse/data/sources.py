@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.data import stdlib
-from workhorse.data.config import STDIN, DataConfig, SourceConfig, StdlibConfig
+from workhorse.data.config import STDIN, DataConfig, FolderConfig, SourceConfig, StdlibConfig
 from workhorse.data.documents import SplitName, data_files, read_documents
 from workhorse.errors import WorkhorseError
 
@@ -85,11 +85,34 @@ def why_empty(source: SourceConfig, split: SplitName) -> str:
     if not isinstance(source, StdlibConfig) and source.validation is not None:
         where = str(source.validation) if split == "validation" else where
     elif next(read_documents(source, "validation" if split == "train" else "train"), None):
+        other = "validation" if split == "train" else "train"
         return (
-            f"all of {where} fell into the other split, none into {split}; "
-            "give it more documents, or set validation_fraction"
+            f"all documents of {where} fell into the {other} split, none into {split}; give it "
+            "more documents, another validation_fraction (0 holds out nothing), or validation: PATH"
         )
     return f"{where} is empty: no text for the {split} split; give it some"
+
+
+def check_outside(config: DataConfig, run: Path) -> None:
+    """Refuse a run directory whose files would be documents of its own corpus.
+
+    Raises:
+        WorkhorseError: it lies in a folder whose pattern matches what a run writes.
+    """
+    for source in config.sources.values():
+        if not isinstance(source, FolderConfig):
+            continue
+        for folder in (source.path, source.validation):
+            if folder is None or not run.resolve().is_relative_to(folder.resolve()):
+                continue
+            inside = run.resolve().relative_to(folder.resolve()) / "recipe.yaml"
+            hidden = any(part.startswith(".") for part in inside.parts)
+            deep = "**" in source.glob or source.glob.count("/") == len(inside.parts) - 1
+            if deep and not hidden and inside.match(source.glob):
+                raise WorkhorseError(
+                    f"the run directory {run} lies in the corpus {folder}, which its files would "
+                    "become part of; choose another --out, or a narrower glob"
+                )
 
 
 def check_sources(config: DataConfig) -> None:

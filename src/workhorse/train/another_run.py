@@ -10,6 +10,7 @@ import yaml
 from workhorse.checkpoints import RunDirectory
 from workhorse.config import Config, parse_yaml
 from workhorse.errors import WorkhorseError
+from workhorse.nn import DecoderConfig
 from workhorse.train.recipe import Recipe
 
 Settings = Sequence[tuple[str, Any]]
@@ -26,9 +27,8 @@ def fresh(run: RunDirectory, recipe: Recipe, changed: Sequence[str]) -> bool:
     if not any(name.startswith("model") for name in changed):
         return False
     try:
-        own = Recipe.from_dict(run.recipe())
-        vocab_size = run.config.vocab_size
-        return _shapes(own, vocab_size) != _shapes(recipe, vocab_size)
+        trained = run.config  # the recipe beside it may have been edited since
+        return _shapes(trained) != _shapes(recipe.decoder_config(trained.vocab_size))
     except WorkhorseError:
         return True
 
@@ -59,8 +59,8 @@ def spare(recipe: Recipe, name: str, value: Any) -> Any:
     return kind | section.model_dump(mode="json", exclude_defaults=True)
 
 
-def _shapes(recipe: Recipe, vocab_size: int) -> dict[str, torch.Size]:
-    decoder = recipe.decoder_config(vocab_size).build(device="meta")
+def _shapes(config: DecoderConfig) -> dict[str, torch.Size]:
+    decoder = config.build(device="meta")
     return {name: weight.shape for name, weight in decoder.named_parameters()}
 
 

@@ -19,7 +19,7 @@ from workhorse.nn.head_loss import product
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.allocator import give_back_freed_memory, keep_freed_memory
 from workhorse.train.balance import Balancer
-from workhorse.train.check import start_from
+from workhorse.train.check import check_tokens, start_from
 from workhorse.train.cpu_attention import speed_up_attention
 from workhorse.train.cpu_layers import speed_up_layers
 from workhorse.train.cpu_linear import Products, speed_up_linear
@@ -71,6 +71,8 @@ def assemble(
         torch.set_num_threads(config.threads)
     listener = _with_trackers(recipe, run, on_event)
     tokenizer = _tokenizer(recipe, run, tell)
+    if recipe.init is not None and checkpoint is None:
+        check_tokens(recipe.init, tokenizer)
     dataset = prepare(
         recipe.data,
         tokenizer,

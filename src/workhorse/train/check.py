@@ -17,7 +17,7 @@ from workhorse.data import (
 from workhorse.devices import resolve_device, training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
-from workhorse.tokenizers import load_tokenizer, train_tokenizer
+from workhorse.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 from workhorse.tokenizers.config import FileConfig
 from workhorse.train.float8 import check_float8
 from workhorse.train.micro_batch import check_fitting
@@ -138,4 +138,28 @@ def start_from(init: str, decoder: Decoder, trained: Decoder) -> None:
     try:
         load_weights(decoder, weights_of(trained))
     except WorkhorseError as error:
-        raise WorkhorseError(f"init={init} has other weights than model makes: {error}") from None
+        raise WorkhorseError(
+            f"init={init} has other weights than model makes ({error}); leave out model, which "
+            "init brings"
+        ) from None
+
+
+def check_tokens(init: str, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer whose ids are other tokens than the weights of `init` were trained on.
+
+    It may have more tokens, or fewer of the last ones.
+
+    Raises:
+        WorkhorseError: an id stands for another token.
+    """
+    stored = open_stored(init)
+    if not stored.has_tokenizer:
+        return
+    ours = {index: token for token, index in tokenizer.vocabulary.items()}
+    for token, index in stored.tokenizer().vocabulary.items():
+        if ours.get(index, token) != token:
+            raise WorkhorseError(
+                f"token {index} is {token!r} for init={init} and {ours[index]!r} for the recipe's "
+                "tokenizer, so its weights would mean nothing; leave out tokenizer, or set "
+                f"'tokenizer={{kind: file, path: {stored.tokenizer_folder}}}'"
+            )

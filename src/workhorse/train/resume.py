@@ -4,6 +4,7 @@ What may change stands in the configs, see `workhorse.on_resume`. What may not i
 command that begins the run that was meant.
 """
 
+import shlex
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -177,9 +178,10 @@ def _check_allowed(run: RunDirectory, recipe: Recipe, changes: list[Change]) -> 
     if not refused:
         return
     names = ", ".join(change.setting for change in refused[1:])
-    others = f" (so do {names})" if names else ""
+    others = f" (and {names})" if names else ""
+    own = shlex.join(["workhorse", "train", str(run.path), "--resume"])
     raise WorkhorseError(
-        f"{refused[0]}{others}, which would make it another run; put it back, or "
+        f"{refused[0]}{others}, which would make it another run; go on as before by {own}, or "
         + _begin(run, recipe, [change.setting for change in refused])
     )
 

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.checkpoints import RunDirectory
+from workhorse.data.sources import check_outside
 from workhorse.errors import WorkhorseError
 from workhorse.train.assembly import FROM_THE_START, assemble
 from workhorse.train.check import check_recipe
@@ -80,6 +81,7 @@ def train(
     run = RunDirectory(out)
     _check_place(run, resume)  # before the lock, which would leave its file in somebody's folder
     device = check_recipe(recipe, resume=resume)
+    check_outside(recipe.data, run.path)
     with run.lock():
         into = store or run.store(recipe.train.keep)
         if resume:
@@ -123,6 +125,7 @@ def rehearse(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resump
     run = RunDirectory(out)
     _check_place(run, resume)
     check_recipe(recipe, resume=resume)
+    check_outside(recipe.data, run.path)
     return plan_resumption(run, recipe)[0] if resume else FROM_THE_START[0]
 
 
@@ -130,7 +133,10 @@ def _check_place(run: RunDirectory, resume: bool) -> None:
     if not resume:
         run.check_free()
     elif not run.exists:
-        raise WorkhorseError(f"{run.path} holds no run to resume; leave out --resume to begin one")
+        remedy = "leave out --resume to begin one"
+        if run.checkpoints_folder.exists():
+            remedy = f"put back its {run.recipe_file.name}, which is missing"
+        raise WorkhorseError(f"{run.path} holds no run to resume; {remedy}")
 
 
 def _result(loop: Loop, run: RunDirectory, signals: StopSignals) -> TrainResult:

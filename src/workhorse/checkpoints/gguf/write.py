@@ -68,9 +68,10 @@ def find_gguf_family(config: DecoderConfig, preferred: Family | None = None) -> 
     nearest = reasons[0] if reasons else preferred or native_class(config)
     if isinstance(nearest, Family):
         _architecture(nearest.model_type)  # which says that there is none
+    other = "as a Hugging Face directory (--to hf) or " if fitting else ""
     raise WorkhorseError(
-        f"llama.cpp cannot compute this model; nearest is {nearest}; keep it as a Hugging Face "
-        "directory (--to hf) or in our own format (--to workhorse)"
+        f"llama.cpp cannot compute this model; nearest is {nearest}; keep it {other}in our own "
+        "format (--to workhorse)"
     )
 
 

@@ -11,11 +11,10 @@ from workhorse.checkpoints.on_disk import weight_files, weights_on_disk
 from workhorse.checkpoints.stored import StoredModel, is_hub_id, open_stored
 from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
+from workhorse.memory import size
 from workhorse.models import find_preset, preset_names
 from workhorse.models.describe import details, facts
 from workhorse.tokenizers import Tokenizer
-
-MIB, GIB = 2**20, 2**30
 
 
 def describe_model(
@@ -99,8 +98,3 @@ def _sentences(found: dict[str, Any]) -> Iterator[str]:
                 f"Tokenizer: {tokenizer['vocab_size']:,} tokens, {tokenizer['special_tokens']} of "
                 f"them special, {template} a chat template, {tokenizer['fingerprint'][:16]}."
             )
-
-
-def size(n_bytes: float) -> str:
-    """A number of bytes for people: 512.0 MiB, 13.4 GiB."""
-    return f"{n_bytes / GIB:.1f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.1f} MiB"

@@ -9,7 +9,7 @@ import torch
 from workhorse.errors import WorkhorseError
 
 ROOT = Path("/")
-GIB = 2**30
+MIB, GIB = 2**20, 2**30
 STATUS, CLEAR = ROOT / "proc/self/status", ROOT / "proc/self/clear_refs"
 
 
@@ -33,9 +33,13 @@ def check_fits(
     free = available(device, root)
     if free is not None and n_bytes > free:
         raise WorkhorseError(
-            f"{what} needs {n_bytes / GIB:,.1f} GiB and {free / GIB:,.1f} GiB are free "
-            f"on {device.type}; {remedy}"
+            f"{what} needs {size(n_bytes)} and {size(free)} are free on {device.type}; {remedy}"
         )
+
+
+def size(n_bytes: float) -> str:
+    """A number of bytes for people: 512.0 MiB, 13.4 GiB."""
+    return f"{n_bytes / GIB:,.1f} GiB" if n_bytes >= GIB else f"{n_bytes / MIB:.1f} MiB"
 
 
 def available(device: torch.device, root: Path = ROOT) -> int | None:

@@ -148,6 +148,7 @@ def _dry_run(
     settings: Any, out: Path | None, resume: bool, as_json: bool, notices: list[str]
 ) -> None:
     from workhorse.cli.train_progress import clock
+    from workhorse.memory import size
     from workhorse.train import estimate, rehearse
 
     place: dict[str, Any] = {}
@@ -168,7 +169,9 @@ def _dry_run(
         for name, count in parameters.items()
         if name not in ("total", "active") or (name == "active" and count != parameters["total"])
     )
-    parts = ", ".join(f"{name} {_mib(size)}" for name, size in memory.items() if name != "total")
+    parts = ", ".join(
+        f"{name} {size(n_bytes)}" for name, n_bytes in memory.items() if name != "total"
+    )
     basis = {
         "steps": "from a few steps on random tokens; validation and samples come on top",
         "matrix product": "at the rate of the quickest matrix product, so at least that",
@@ -178,7 +181,7 @@ def _dry_run(
             settings.to_yaml().rstrip(),
             "",
             f"parameters  {parameters['total']:,} ({roles})",
-            f"memory      {_mib(memory['total'])} ({parts}); "
+            f"memory      {size(memory['total'])} ({parts}); "
             "activations, logits and what an update needs for a moment come on top",
             f"tokens      {found['tokens']:,}",
             f"export      {found['exports_as']}",
@@ -186,7 +189,3 @@ def _dry_run(
         ]
     )
     print_result(found, as_json, text=text)
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.1f} MiB"

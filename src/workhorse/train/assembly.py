@@ -79,14 +79,7 @@ def assemble(
         run.data_folder,
         progress=lambda done, total: on_event({"kind": "data", "done": done, "total": total}),
     )
-    batches = Batches(
-        dataset.train,
-        seq_len=config.seq_len,
-        batch_size=config.batch_size,
-        seed=config.seed,
-        packing=recipe.data.packing,
-        offset=at.rows - at.step * config.batch_size,
-    )
+    batches = _batches(recipe, dataset, at)
     decoder_config = recipe.decoder_config(tokenizer.vocab_size)
     constants = _constants(recipe, decoder_config, tokenizer, dataset)
     if checkpoint is not None:
@@ -122,6 +115,19 @@ def assemble(
         tell(f"no native operators, so slower: {reason}")
     _tell_start(loop, recipe, decoder, dataset.train.n_tokens)
     return loop
+
+
+def _batches(recipe: Recipe, dataset: Dataset, at: Resumption) -> Batches:
+    """The batches of training, which go on with the row that comes next."""
+    config = recipe.train
+    return Batches(
+        dataset.train,
+        seq_len=config.seq_len,
+        batch_size=config.batch_size,
+        seed=config.seed,
+        packing=recipe.data.packing,
+        offset=at.rows - at.step * config.batch_size,
+    )
 
 
 def _constants(

@@ -66,7 +66,9 @@ def check_draft(
 
 def _fit(prompt: list[int], context: int, vocab: int, config: GenerationConfig) -> list[int]:
     if not prompt:
-        raise WorkhorseError("the prompt holds no tokens; begin with the tokenizer's bos or eos")
+        raise WorkhorseError(
+            "the prompt holds no tokens, and nothing begins a text for this model; give some text"
+        )
     for token in (min(prompt), max(prompt)):
         _check_id(token, vocab)
     if len(prompt) > context and config.truncate == "refuse":

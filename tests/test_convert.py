@@ -4,7 +4,7 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from typing import get_args
+from typing import Any, get_args
 
 import pytest
 import torch
@@ -122,6 +122,15 @@ def test_what_cannot_be_written_is_refused_before_any_weight_is_made(tmp_path: P
     with pytest.raises(WorkhorseError, match="nothing does not exist"):
         convert("nothing", tmp_path / "hf", "hf")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("to", ["zip", None])
+def test_an_unknown_format_is_refused_and_nothing_is_written(
+    to: Any, run_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkhorseError, match="is no format; choose hf, workhorse, gguf"):
+        convert(run_folder, tmp_path / "out", to)
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_decoder_trained_by_hand_is_saved_and_loaded(run_folder: Path, tmp_path: Path) -> None:

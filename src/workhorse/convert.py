@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -73,6 +73,8 @@ def convert(
             the model, its heads cannot be merged so, or the target is taken.
     """
     target = Path(target)
+    if to not in get_args(Format):
+        raise WorkhorseError(f"to={to!r} is no format; choose {', '.join(get_args(Format))}")
     if dtype == "q8_0" and to != "gguf":
         raise WorkhorseError(f"dtype=q8_0 is for --to gguf, not {to}; choose another dtype")
     if to == "gguf" and target.exists():

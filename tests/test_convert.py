@@ -147,7 +147,9 @@ def test_a_decoder_trained_by_hand_is_saved_and_loaded(run_folder: Path, tmp_pat
     assert not torch.equal(logits(folder), logits(run_folder))
 
 
-def test_saving_loses_nothing(run_folder: Path, tmp_path: Path) -> None:
+def test_saving_loses_nothing(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     model = workhorse.load(run_folder)
     folder = workhorse.save(model.decoder, tmp_path / "mine")
     before = {path: path.read_bytes() for path in folder.iterdir()}
@@ -159,15 +161,19 @@ def test_saving_loses_nothing(run_folder: Path, tmp_path: Path) -> None:
     small = model.config.replace(vocab_size=200).build()
     with pytest.raises(WorkhorseError, match="has 260 tokens and the decoder logits for 200"):
         workhorse.save(small, tmp_path / "other", tokenizer=model.tokenizer)
+    word: Any = "x"
+    nothing: Any = None
+    with pytest.raises(WorkhorseError, match="'x' is no Tokenizer"):
+        workhorse.save(model.decoder, tmp_path / "other", tokenizer=word)
+    with pytest.raises(WorkhorseError, match="a folder is a path, not None"):
+        workhorse.save(model.decoder, nothing)
 
-    class Broken:
-        vocab_size = 1
+    def broken(*_: object, **__: object) -> None:
+        raise OSError("the disk is gone")
 
-        def save(self, folder: Path) -> None:
-            raise OSError("the disk is gone")
-
+    monkeypatch.setattr(type(model.tokenizer), "save", broken)
     with pytest.raises(OSError, match="the disk is gone"):
-        workhorse.save(model.decoder, tmp_path / "other", tokenizer=Broken())  # pyright: ignore[reportArgumentType]
+        workhorse.save(model.decoder, tmp_path / "other", tokenizer=model.tokenizer)
     assert [path.name for path in tmp_path.iterdir() if path.name not in ("texts", "run")] == [
         "mine"
     ]

@@ -153,6 +153,46 @@ def test_what_is_not_a_model(tmp_path):
         workhorse.load("gpt2", device="warp")
 
 
+@pytest.mark.parametrize("name", [None, 3, b"x"])
+def test_a_model_has_a_name(name) -> None:
+    with pytest.raises(WorkhorseError, match=r"^a model is a path, a hub id or a preset's name"):
+        workhorse.load(name)
+
+
+@pytest.mark.parametrize("name", ["a" * 300, "a/" + "b" * 300])
+def test_a_name_that_is_too_long_for_a_file(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    with pytest.raises(WorkhorseError, match="there is no folder"):
+        workhorse.load(name)
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        ("quantize", "int2"),
+        ("quantize", None),
+        ("kernel", None),
+        ("compile", "yes"),
+        ("device", None),
+        ("device", 1.5),
+        ("dtype", None),
+        ("dtype", torch.int8),
+        ("dtype", []),
+    ],
+)
+def test_an_option_of_load_that_is_none(option: str, value: object) -> None:
+    with pytest.raises(WorkhorseError, match=rf"^{option}[= ].* (is unknown|is not a device); "):
+        workhorse.load("gpt2", **{option: value})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.usefixtures("small_gpt2")
+def test_types_and_devices_of_torch():
+    loaded = workhorse.load(
+        "gpt2", dtype=torch.bfloat16, device=torch.device("cpu"), tell=lambda line: None
+    )
+    assert loaded.decoder.embedding.tokens.weight.dtype == torch.bfloat16
+
+
 @pytest.mark.parametrize("format", ["run", "hf", "workhorse"])
 @pytest.mark.parametrize("quantized", ["int8", "int4"])
 def test_quantised_while_it_is_read(
@@ -186,6 +226,18 @@ def test_what_is_no_prompt(model) -> None:
         WorkhorseError, match=r"^'one' is one prompt; give a list, or use generate$"
     ):
         loaded.generate_batch("one")
+    with pytest.raises(
+        WorkhorseError, match=r"^prompts are a list of texts or token ids, not None"
+    ):
+        loaded.generate_batch(None)
+    with pytest.raises(WorkhorseError, match=r"^a draft is a Model, as load gives it, not 3$"):
+        loaded.generate("a", draft=3)
+
+
+@pytest.mark.parametrize("prompt", [None, 3, [True, False], b"ab", {97, 98}, [97.0]])
+def test_what_holds_no_token_ids(prompt, model) -> None:
+    with pytest.raises(WorkhorseError, match=r"^a prompt is a text or a sequence of token ids, no"):
+        model().generate(prompt)
 
 
 def test_a_run_whose_recipe_says_nothing_of_data(run_folder: Path) -> None:

@@ -22,6 +22,7 @@ from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
 from workhorse.transforms.grouped_heads import group_heads, grouped
+from workhorse.untrusted import shown
 
 Format = Literal["hf", "workhorse", "gguf"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16", "q8_0"]
@@ -135,6 +136,10 @@ def save(
             f"save takes a Decoder, not a {type(decoder).__name__}; give its .decoder, or convert "
             "the model"
         )
+    if not isinstance(folder, str | Path):
+        raise WorkhorseError(f"a folder is a path, not {shown(folder)}; name a new one")
+    if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
+        raise WorkhorseError(f"{shown(tokenizer)} is no Tokenizer; give what load_tokenizer gave")
     vocabulary = decoder.config.vocab_size
     if tokenizer is not None and tokenizer.vocab_size > vocabulary:
         raise WorkhorseError(

@@ -1,5 +1,6 @@
 """`describe_model`: what a model is, by its config and the headers of its files."""
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -36,7 +37,7 @@ def describe_model(
         WorkhorseError: there is no such model, or its files cannot be read.
     """
     name = str(model)
-    if not Path(model).exists() and not is_hub_id(name):
+    if not os.path.exists(model) and not is_hub_id(name):
         if name in preset_names():
             return details(find_preset(name))
         remedy = nearest(name, preset_names())

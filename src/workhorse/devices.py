@@ -17,8 +17,8 @@ DTYPES = {
 }
 
 
-def resolve_device(name: str) -> torch.device:
-    """The device of that name; `auto` is CUDA where there is one and else the CPU.
+def resolve_device(name: str | torch.device) -> torch.device:
+    """The device, or the one of that name; `auto` is CUDA where there is one and else the CPU.
 
     Raises:
         WorkhorseError: there is no such device here.
@@ -27,7 +27,7 @@ def resolve_device(name: str) -> torch.device:
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except RuntimeError:
+    except (RuntimeError, TypeError):
         raise WorkhorseError(
             f"device={name} is not a device; choose cpu, cuda, cuda:N or mps"
         ) from None
@@ -41,14 +41,16 @@ def resolve_device(name: str) -> torch.device:
     return device
 
 
-def resolve_dtype(name: str) -> torch.dtype | None:
-    """The floating-point type of that name; None for `auto`.
+def resolve_dtype(name: str | torch.dtype) -> torch.dtype | None:
+    """The floating-point type, or the one of that name; None for `auto`.
 
     Raises:
         WorkhorseError: there is no such type.
     """
-    if name not in DTYPES:
-        raise WorkhorseError(f"dtype {name!r} is unknown; {nearest(name, DTYPES)}")
+    if isinstance(name, torch.dtype):
+        name = dtype_name(name)
+    if not isinstance(name, str) or name not in DTYPES:
+        raise WorkhorseError(f"dtype {name!r} is unknown; {nearest(str(name), DTYPES)}")
     return DTYPES[name]
 
 

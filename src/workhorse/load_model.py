@@ -1,12 +1,13 @@
 """`workhorse.load`: a model by the name of what holds it, with its tokenizer."""
 
 import operator
+import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -43,7 +44,7 @@ from workhorse.transforms.quantize import place_codes
 from workhorse.transforms.quantize import quantize as quantize_weights
 from workhorse.untrusted import shown
 
-Quantization = Literal["none"] | FormatName
+Quantization = Literal["none", FormatName]
 
 
 @dataclass(frozen=True)
@@ -147,6 +148,8 @@ class Model:
         """Continue several prompts, see `workhorse.generate.generate`."""
         if isinstance(prompts, str):
             raise WorkhorseError(f"{shown(prompts)} is one prompt; give a list, or use generate")
+        if not isinstance(prompts, Iterable):
+            raise WorkhorseError(f"prompts are a list of texts or token ids, not {shown(prompts)}")
         return generate(
             self.decoder,
             [self._tokens(prompt) for prompt in prompts],
@@ -216,6 +219,8 @@ class Model:
         """
         if draft is None:
             return None
+        if not isinstance(draft, Model):
+            raise WorkhorseError(f"a draft is a Model, as load gives it, not {shown(draft)}")
         ours, theirs = self.tokenizer, draft.tokenizer
         if ours is not None and theirs is not None and ours.vocabulary != theirs.vocabulary:
             raise WorkhorseError(
@@ -238,7 +243,12 @@ class Model:
         if isinstance(prompt, str):
             return self.encode(prompt)
         try:
-            return [operator.index(token) for token in prompt]
+            if isinstance(prompt, bytes | bytearray | set | frozenset | dict):
+                raise TypeError
+            tokens = list(prompt)
+            if any(isinstance(token, bool) for token in tokens):
+                raise TypeError
+            return [operator.index(token) for token in tokens]
         except TypeError:
             raise WorkhorseError(
                 f"a prompt is a text or a sequence of token ids, not {shown(prompt)}; "
@@ -249,8 +259,8 @@ class Model:
 def load(
     model: str | Path,
     *,
-    device: str = "auto",
-    dtype: str = "auto",
+    device: str | torch.device = "auto",
+    dtype: str | torch.dtype = "auto",
     kernel: KernelName = "auto",
     quantize: Quantization = "none",
     compile: bool = False,
@@ -280,11 +290,21 @@ def load(
         WorkhorseError: there is no such model, it cannot be read, or the device or type is not
             there; its weights do not fit into memory; or `quantize` with `as_stored`.
     """
+    if not isinstance(model, str | Path):
+        raise WorkhorseError(f"a model is a path, a hub id or a preset's name, not {shown(model)}")
+    for option, value, known in (
+        ("kernel", kernel, get_args(KernelName)),
+        ("quantize", quantize, get_args(Quantization)),
+        ("compile", compile, (True, False)),
+    ):
+        if value not in known:
+            choices = ", ".join(map(str, known))
+            raise WorkhorseError(f"{option}={shown(value)} is unknown; choose {choices}")
     if as_stored and quantize != "none":
         raise WorkhorseError(f"quantize={quantize} changes what as_stored keeps; leave one out")
     where, type_of_weights = resolve_device(device), resolve_dtype(dtype)
     path, name = Path(model), str(model)
-    if path.exists() or is_hub_id(name):
+    if os.path.exists(path) or is_hub_id(name):
         places: Places = weights_in_large_pages if compile else mapped_weights
         if quantize != "none":
             places = partial(place_codes, format=quantize)
@@ -303,7 +323,7 @@ def load(
         loaded = _random(name, where, type_of_weights or torch.float32, kernel, quantize)
     else:
         remedy = nearest(name, preset_names())
-        raise WorkhorseError(f"there is no folder, hub id or preset {name!r}; {remedy}")
+        raise WorkhorseError(f"there is no folder, hub id or preset {shown(name)}; {remedy}")
     if not as_stored:
         prepare_for_inference(loaded.decoder, compile=compile)
     return loaded

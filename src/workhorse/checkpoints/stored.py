@@ -1,5 +1,6 @@
 """Models on disk, whatever their format: what each gives, and telling them apart."""
 
+import os
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
@@ -81,7 +82,7 @@ def open_stored(
         WorkhorseError: there is no such model, or it cannot be read.
     """
     path = Path(model)
-    if not path.exists() and is_hub_id(str(model)):
+    if not os.path.exists(path) and is_hub_id(str(model)):
         from workhorse.checkpoints.hub import resolve_model
 
         try:

@@ -234,6 +234,16 @@ def test_what_is_no_prompt(model) -> None:
         loaded.generate("a", draft=3)
 
 
+@pytest.mark.parametrize("said", [None, 3])
+def test_what_is_no_message(said, model) -> None:
+    chat = model().chat()
+    with pytest.raises(WorkhorseError, match=rf"^a message is a text, not {said}$"):
+        next(chat.reply(said))
+    assert chat.messages == []
+    with pytest.raises(WorkhorseError, match=rf"^system={said} is no text; leave it out for none"):
+        model().chat(system=said)
+
+
 @pytest.mark.parametrize("prompt", [None, 3, [True, False], b"ab", {97, 98}, [97.0]])
 def test_what_holds_no_token_ids(prompt, model) -> None:
     with pytest.raises(WorkhorseError, match=r"^a prompt is a text or a sequence of token ids, no"):

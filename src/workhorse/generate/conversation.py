@@ -4,12 +4,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+from workhorse.errors import WorkhorseError
 from workhorse.generate.batch import PrefixCache
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.engine import stream
 from workhorse.generate.result import Delta
 from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate, Tokenizer
+from workhorse.untrusted import shown
 
 Message = dict[str, str]
 """`role` (system, user or assistant) and `content`."""
@@ -103,6 +105,8 @@ class Conversation:
         system: str = "",
         draft: Decoder | None = None,
     ) -> None:
+        if not isinstance(system, str):
+            raise WorkhorseError(f"system={shown(system)} is no text; leave it out for none")
         self._decoder = decoder
         self._draft = draft
         self._tokenizer = tokenizer
@@ -120,9 +124,11 @@ class Conversation:
         """Say something; yields the reply as it is generated, and then remembers both.
 
         Raises:
-            WorkhorseError: the message alone does not fit the context; see `stream`. The
-                conversation is then as it was before.
+            WorkhorseError: it is no text, or this message alone does not fit the context; see
+                `stream`. The conversation is then as it was before.
         """
+        if not isinstance(text, str):
+            raise WorkhorseError(f"a message is a text, not {shown(text)}")
         asked: Message = {"role": "user", "content": text}
         deltas = stream(
             self._decoder,

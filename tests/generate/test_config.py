@@ -96,3 +96,10 @@ def test_an_option_that_would_not_be_read_is_refused(options):
     unread = list(options)[-1]
     with pytest.raises(ConfigError, match=rf"^{unread}=.* would have no effect: .*; leave one"):
         GenerationConfig(**options)
+
+
+def test_the_seed_of_the_last_sample_is_a_seed() -> None:
+    most = 2**63 - 1
+    assert GenerationConfig(seed=most - 1, n_samples=2).seed == most - 1
+    with pytest.raises(ConfigError, match="the last sample's would be 9223372036854775808; choose"):
+        GenerationConfig(seed=most, n_samples=2)

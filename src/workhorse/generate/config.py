@@ -108,6 +108,11 @@ class GenerationConfig(Config):
             self.n_samples >= 1, f"n_samples={self.n_samples} asks for no text; choose 1 or more"
         )
         _within("n_samples", self.n_samples, 1, MOST_ROWS)
+        _require(
+            self.seed is None or self.seed + self.n_samples <= 2**63,
+            f"seed={self.seed} with n_samples={self.n_samples} is out of range: the last sample's "
+            f"would be {(self.seed or 0) + self.n_samples - 1}; choose a smaller seed",
+        )
         _require(all(self.stop), "stop holds an empty text, which ends everything; leave it out")
         _require(
             self.logprobs is None or self.logprobs >= 0,

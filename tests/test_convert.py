@@ -133,6 +133,15 @@ def test_an_unknown_format_is_refused_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("to", ["hf", "workhorse", "gguf"])
+def test_a_link_to_nothing_stays(to: Format, run_folder: Path, tmp_path: Path) -> None:
+    link = tmp_path / "link"
+    link.symlink_to("nothing")
+    with pytest.raises(WorkhorseError, match=r"link (is a link to nothing|exists); .*choose ano"):
+        convert(run_folder, link, to)
+    assert link.is_symlink()
+
+
 def test_a_decoder_trained_by_hand_is_saved_and_loaded(run_folder: Path, tmp_path: Path) -> None:
     model = workhorse.load(run_folder, as_stored=True)
     with torch.no_grad():

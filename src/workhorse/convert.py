@@ -1,5 +1,6 @@
 """`convert`: a model from one format into another; `save`: a decoder that you have trained."""
 
+import os
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -78,7 +79,7 @@ def convert(
         raise WorkhorseError(f"to={to!r} is no format; choose {', '.join(get_args(Format))}")
     if dtype == "q8_0" and to != "gguf":
         raise WorkhorseError(f"dtype=q8_0 is for --to gguf, not {to}; choose another dtype")
-    if to == "gguf" and target.exists():
+    if to == "gguf" and os.path.lexists(target):
         raise WorkhorseError(f"{target} exists; choose another file")
     if to != "gguf":
         check_new(target)

@@ -157,8 +157,10 @@ def check_new(folder: Path) -> None:
     """Refuse a place that something stands in.
 
     Raises:
-        WorkhorseError: it is a file, or a folder that is not empty.
+        WorkhorseError: it is a file, a link to nothing, or a folder that is not empty.
     """
+    if folder.is_symlink() and not folder.exists():
+        raise WorkhorseError(f"{folder} is a link to nothing; remove it or choose another folder")
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise WorkhorseError(f"{folder} exists and is not empty; choose another folder")
 

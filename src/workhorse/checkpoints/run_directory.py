@@ -75,7 +75,11 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             return FolderLock(self.path)
         except OSError as error:
-            cause = "it is a file" if error.errno == errno.EEXIST else error.strerror
+            cause = error.strerror
+            if error.errno == errno.EEXIST:
+                cause = (
+                    "it is a file" if Path(error.filename).exists() else "it is a link to nothing"
+                )
             raise WorkhorseError(
                 f"cannot write in the run directory {self.path}: {cause}; choose another --out"
             ) from None

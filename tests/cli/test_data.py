@@ -107,3 +107,14 @@ def test_mistakes_are_one_line(capsys, arguments: list[str], line: str) -> None:
     assert line in said.err
     assert said.err.count("\n") == 1
     assert said.out == ""
+
+
+def test_a_run_directory_is_a_recipe(capsys) -> None:
+    assert main(["train", "recipe.yaml", "train.steps=1", "--out", "run"]) == 0
+    capsys.readouterr()
+    for verb in ("prepare", "inspect"):
+        result = result_of(capsys, verb, "run")
+        assert Path(result["folder"]).parent == Path("run/data")
+    assert not Path("runs").exists()
+    assert main(["data", "inspect", "texts"]) == 2
+    assert "texts is a folder and no run: it has no recipe.yaml" in capsys.readouterr().err

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
+from workhorse.cli.loading import recipe_of_run
 from workhorse.cli.options import json_option
 from workhorse.cli.output import print_result, progress, warn
 
@@ -41,6 +42,7 @@ def prepare_command(
 ) -> None:
     """Train RECIPE's tokenizer and write its token shards; use again what is there.
 
+    RECIPE is a YAML file, or a run directory, whose own recipe and data it is then.
     Train then finds them. A build that was stopped goes on.
     """
     from workhorse.data import describe
@@ -88,7 +90,10 @@ def inspect_command(
     verify: bool,
     as_json: bool,
 ) -> None:
-    """Show what a model trained on RECIPE will see: counts, then rows decoded."""
+    """Show what a model trained on RECIPE will see: counts, then rows decoded.
+
+    RECIPE is a YAML file, or a run directory, whose own recipe and data it is then.
+    """
     from workhorse.data import Batches, describe, view_rows
 
     settings, tokenizer, dataset = _prepared(recipe, overrides, out, verify=verify)
@@ -119,6 +124,8 @@ def _prepared(
     from workhorse.data import prepare, prepare_tokenizer
     from workhorse.train import Recipe
 
+    if path.is_dir():
+        path, out = recipe_of_run(path), out or path
     recipe = Recipe.from_dict(apply_overrides(read_yaml(path), overrides))
     folder = RunDirectory(out or Path("runs") / recipe.name).data_folder
     with progress("training the tokenizer", unit="bytes") as report:

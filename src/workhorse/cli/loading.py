@@ -1,8 +1,9 @@
-"""How verbs take a MODEL: the argument, the flags beside it, and loading it."""
+"""How verbs take a MODEL: the argument, the flags beside it, and loading it; or a run's RECIPE."""
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -86,3 +87,20 @@ def open_model(model: str, running: Running, *, compiled: bool = False) -> "Mode
         compile=compiled,
         tell=warn,
     )
+
+
+def recipe_of_run(folder: Path) -> Path:
+    """The recipe of a run directory.
+
+    Raises:
+        WorkhorseError: the folder holds no run.
+    """
+    from workhorse.checkpoints import RunDirectory
+    from workhorse.errors import WorkhorseError
+
+    run = RunDirectory(folder)
+    if not run.exists:
+        raise WorkhorseError(
+            f"{folder} is a folder and no run: it has no {run.recipe_file.name}; give a recipe file"
+        )
+    return run.recipe_file

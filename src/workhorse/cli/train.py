@@ -9,6 +9,7 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
+from workhorse.cli.loading import recipe_of_run
 from workhorse.cli.options import json_option, runtime_options
 from workhorse.cli.output import ExitCode, print_result
 
@@ -69,20 +70,15 @@ def _is_given(name: str) -> bool:
 
 def _own_recipe(folder: Path, out: Path | None, resume: bool) -> tuple[Path, Path]:
     """The recipe of a run directory, and where to train by it."""
-    from workhorse.checkpoints import RunDirectory
     from workhorse.errors import WorkhorseError
 
-    run = RunDirectory(folder)
-    if not run.exists:
-        raise WorkhorseError(
-            f"{folder} is a folder and no run: it has no {run.recipe_file.name}; give a recipe file"
-        )
+    recipe = recipe_of_run(folder)
     if not resume and out is None:
         raise WorkhorseError(
             f"{folder} is a run; go on with it by --resume, or begin another by its recipe with "
             "--out"
         )
-    return run.recipe_file, out or folder
+    return recipe, out or folder
 
 
 def _read(

@@ -269,3 +269,16 @@ def test_a_terminal_gets_a_live_line(
 )
 def test_clock(seconds: float, shown: str) -> None:
     assert clock(seconds) == shown
+
+
+def test_help_tells_what_applies_where_a_flag_is_not_given(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert main(["train", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert said.count("[default: (the recipe's)") == len(("device", "dtype", "threads"))
+    assert "default: auto" not in said
+    assert main(["generate", "--help"]) == 0
+    said = " ".join(capsys.readouterr().out.split())
+    assert "lets torch decide. [default: 0" in said
+    assert "recipe's" not in said

@@ -17,29 +17,31 @@ MOST_ROWS = 65_536
 """More than any machine has memory to work on at once."""
 
 
-def runtime_options(verb: Callable[..., Any]) -> Callable[..., Any]:
+def runtime_options(verb: Callable[..., Any], *, default: str | bool = True) -> Callable[..., Any]:
     """`--device`, `--dtype` and `--threads`, for every verb that runs a model.
 
     The parameters are `device: str`, `dtype: str` and `threads: int` (0: as many as torch finds).
+    `default` is what the help says applies where a flag is not given; True: the value itself.
     """
     for option in (
         click.option(
             "--threads",
             type=click.IntRange(0, MOST_THREADS),
             default=0,
-            help="CPU threads; 0 lets torch decide.  [default: 0]",
+            show_default=default,
+            help="CPU threads; 0 lets torch decide.",
         ),
         click.option(
             "--dtype",
             type=click.Choice(["auto", "float32", "bfloat16", "float16"]),
             default="auto",
-            show_default=True,
+            show_default=default,
             help="Precision of the computation.",
         ),
         click.option(
             "--device",
             default="auto",
-            show_default=True,
+            show_default=default,
             help="auto, cpu, cuda, cuda:N or mps.",
         ),
     ):

@@ -3,6 +3,7 @@
 import shlex
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,7 @@ from workhorse.cli.output import ExitCode, print_result
     is_flag=True,
     help="Show size, memory and time, and what --resume would change; write nothing.",
 )
-@runtime_options
+@partial(runtime_options, default="the recipe's")
 @json_option
 def command(
     *,

@@ -13,6 +13,7 @@ from workhorse.checkpoints.room import check_stored
 from workhorse.checkpoints.stored import open_stored
 from workhorse.convert import Format, convert
 from workhorse.data import DataConfig
+from workhorse.describe_model import describe_model
 from workhorse.errors import WorkhorseError
 from workhorse.load_model import Model
 from workhorse.models import preset
@@ -157,6 +158,17 @@ def test_what_is_not_a_model(tmp_path):
 def test_a_model_has_a_name(name) -> None:
     with pytest.raises(WorkhorseError, match=r"^a model is a path, a hub id or a preset's name"):
         workhorse.load(name)
+
+
+@pytest.mark.parametrize("name", ["runs/a.gguf", "a.gguf", "runs/a", "./a", "a/b/c", "../a/b.json"])
+def test_a_path_to_nothing_is_not_looked_up_on_the_hub(
+    name: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for look in (workhorse.load, describe_model):
+        with pytest.raises(WorkhorseError) as refused:
+            look(name)
+        assert str(refused.value) == f"{name} does not exist; check the path"
 
 
 @pytest.mark.parametrize("name", ["a" * 300, "a/" + "b" * 300])

@@ -1,6 +1,5 @@
 """`describe_model`: what a model is, by its config and the headers of its files."""
 
-import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -9,7 +8,7 @@ from workhorse.checkpoints import RunDirectory
 from workhorse.checkpoints.gguf.read import GgufFile
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.on_disk import weight_files, weights_on_disk
-from workhorse.checkpoints.stored import StoredModel, is_hub_id, open_stored
+from workhorse.checkpoints.stored import StoredModel, is_stored, open_stored
 from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
 from workhorse.memory import size
@@ -37,7 +36,7 @@ def describe_model(
         WorkhorseError: there is no such model, or its files cannot be read.
     """
     name = str(model)
-    if not os.path.exists(model) and not is_hub_id(name):
+    if not is_stored(name):
         if name in preset_names():
             return details(find_preset(name))
         remedy = nearest(name, preset_names())

@@ -1,7 +1,6 @@
 """`workhorse.load`: a model by the name of what holds it, with its tokenizer."""
 
 import operator
-import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -21,7 +20,7 @@ from workhorse.checkpoints.gguf import GgufFile
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.room import check_random, check_stored
 from workhorse.checkpoints.run_directory import DAMAGED_RECIPE
-from workhorse.checkpoints.stored import StoredModel, is_hub_id, open_stored
+from workhorse.checkpoints.stored import StoredModel, is_stored, open_stored
 from workhorse.config import ConfigError, nearest
 from workhorse.data import Beginning, DataConfig, beginning
 from workhorse.devices import resolve_device, resolve_dtype
@@ -303,8 +302,8 @@ def load(
     if as_stored and quantize != "none":
         raise WorkhorseError(f"quantize={quantize} changes what as_stored keeps; leave one out")
     where, type_of_weights = resolve_device(device), resolve_dtype(dtype)
-    path, name = Path(model), str(model)
-    if os.path.exists(path) or is_hub_id(name):
+    name = str(model)
+    if is_stored(name):
         places: Places = weights_in_large_pages if compile else mapped_weights
         if quantize != "none":
             places = partial(place_codes, format=quantize)

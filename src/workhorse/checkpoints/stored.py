@@ -19,6 +19,9 @@ from workhorse.nn.kernels import KernelName
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
 
+FILES = (".gguf", ".safetensors", ".json")
+"""How the names of models' files end."""
+
 
 class StoredModel(Protocol):
     """A model on disk."""
@@ -82,7 +85,9 @@ def open_stored(
         WorkhorseError: there is no such model, or it cannot be read.
     """
     path = Path(model)
-    if not os.path.exists(path) and is_hub_id(str(model)):
+    if not os.path.exists(path):
+        if not is_hub_id(str(model)):
+            raise WorkhorseError(f"{model} does not exist; check the path")
         from workhorse.checkpoints.hub import resolve_model
 
         try:
@@ -92,15 +97,28 @@ def open_stored(
     if GgufFile.is_one(path):
         return GgufFile(path)
     if not path.is_dir():
-        found = "is a file; give the folder of its model" if path.exists() else "does not exist"
-        raise WorkhorseError(f"{path} {found}")
+        raise WorkhorseError(f"{path} is a file; give the folder of its model")
     for kind in (ModelFolder, HuggingFaceDirectory):
         if kind.is_one(path):
             return kind(path)
     return RunDirectory(path)
 
 
+def is_stored(model: str) -> bool:
+    """Whether a name is that of a model on disk or on the hub, there or not, and no preset's."""
+    return "/" in model or model.endswith(FILES) or os.path.exists(model)
+
+
 def is_hub_id(model: str) -> bool:
-    """Whether a name has the form of an id on the hub: two words with a slash between."""
-    words = model.partition("@")[0].split("/")
-    return len(words) == 2 and all(word and not word.startswith(".") for word in words)  # noqa: PLR2004
+    """Whether a name has the form of an id on the hub: two words with a slash between.
+
+    Files of models, and the folder of runs, are on disk or nowhere.
+    """
+    name = model.partition("@")[0]
+    words = name.split("/")
+    return (
+        len(words) == 2  # noqa: PLR2004
+        and all(word and not word.startswith(".") for word in words)
+        and not name.endswith(FILES)
+        and words[0] not in ("runs", "~")
+    )

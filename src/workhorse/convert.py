@@ -15,6 +15,7 @@ from workhorse.checkpoints.gguf import GgufFile
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.model_folder import check_new, write_model
 from workhorse.checkpoints.stored import open_stored
+from workhorse.checkpoints.written_out import written_out
 from workhorse.devices import dtype_name
 from workhorse.errors import WorkhorseError
 from workhorse.load_model import Model, load
@@ -105,7 +106,10 @@ def convert(
             dtype=getattr(torch, name),
             stop_tokens=model.stop_tokens,
         )
-    parameters = sum(parameter.numel() for parameter in decoder.parameters())
+    # Norms without weights, for one, are written with weights of one.
+    equivalent = family.equivalent(decoder.config) if family else None
+    whole = decoder if equivalent is None else written_out(decoder, equivalent)
+    parameters = sum(parameter.numel() for parameter in whole.parameters())
     return Converted(target, to, family.architecture if family else None, name, parameters)
 
 

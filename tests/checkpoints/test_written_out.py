@@ -10,6 +10,7 @@ from workhorse.checkpoints.export import write_huggingface
 from workhorse.checkpoints.gguf import find_gguf_family
 from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.written_out import written_out
+from workhorse.convert import convert, save
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import native_class
 from workhorse.nn import DecoderConfig
@@ -74,6 +75,14 @@ def test_the_same_logits_in_a_class_that_has_more_parts(name: str, tmp_path: Pat
         assert torch.equal(again(tokens), decoder(tokens))
     if not name.startswith("biases"):  # llama.cpp's qwen3 has none on the way out
         assert find_gguf_family(ours).model_type == model_type
+
+
+def test_convert_counts_what_it_wrote(tmp_path: Path) -> None:
+    save(EQUAL["no biases"][1].build("eager"), tmp_path / "ours")
+    with pytest.warns(UserWarning, match="no tokenizer"):
+        found = convert(tmp_path / "ours", tmp_path / "hf", "hf")
+    again = HuggingFaceDirectory(tmp_path / "hf").load_decoder()
+    assert found.parameters == sum(weight.numel() for weight in again.parameters())
 
 
 def test_a_tied_head_becomes_a_copy() -> None:

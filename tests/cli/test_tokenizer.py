@@ -13,6 +13,7 @@ from workhorse.data import Document
 from workhorse.data.config import StdlibConfig
 from workhorse.tokenizers import (
     BpeConfig,
+    CharactersConfig,
     SpecialTokensConfig,
     load_tokenizer,
     train_tokenizer,
@@ -96,7 +97,7 @@ def test_encode_shows_each_piece_and_decode_takes_the_ids(
     assert main(["tokenizer", "encode", str(small), "the é\x1b<|eos|>", "--allow-special"]) == 0
     lines = [line.split(maxsplit=1)[1] for line in capsys.readouterr().out.splitlines()]
     expected = ["'the'", "' '", r"'\xc3'", r"'\xa9'", r"'\x1b'", "* '<|eos|>'"]
-    assert lines == [*expected, "tokens, 7 bytes"]
+    assert lines == [*expected, "tokens, 14 bytes"]
     assert main(["tokenizer", "encode", str(small), "the é <|eos|>", "--json"]) == 0
     result = json.loads(capsys.readouterr().out)
     tokenizer = load_tokenizer(small)
@@ -108,6 +109,16 @@ def test_encode_shows_each_piece_and_decode_takes_the_ids(
     ids = [str(number) for number in result["ids"]]
     assert main(["tokenizer", "decode", str(small), *ids]) == 0
     assert capsys.readouterr().out == "the é <|eos|>\n"
+
+
+def test_encode_counts_the_bytes_of_unknown_characters(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    train_tokenizer(CharactersConfig(), ["To be Zo"]).save(tmp_path)
+    assert main(["tokenizer", "encode", str(tmp_path), "To be Zoë"]) == 0
+    assert capsys.readouterr().out.endswith("9 tokens, 10 bytes\n")
+    assert main(["tokenizer", "encode", str(tmp_path), "\udcff"]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
 
 
 def test_encode_and_decode_read_stdin(

@@ -132,7 +132,8 @@ def encode_command(
     loaded = load_tokenizer(tokenizer)
     text = _stdin() if text == "-" else text
     encode = loaded.encode_text if whole else loaded.encode
-    _print_pieces(loaded, encode(text, allow_special=allow_special), as_json)
+    ids = encode(text, allow_special=allow_special)
+    _print_pieces(loaded, ids, as_json, n_bytes=len(text.encode()))
 
 
 @command.command("decode")
@@ -158,7 +159,10 @@ def decode_command(
         print(for_terminal(loaded.decode(found)))
 
 
-def _print_pieces(tokenizer: "Tokenizer", ids: list[int], as_json: bool) -> None:
+def _print_pieces(
+    tokenizer: "Tokenizer", ids: list[int], as_json: bool, n_bytes: int | None = None
+) -> None:
+    """The tokens, and how many bytes they stand for, where that is not known from a text."""
     pieces = tokenizer.pieces(ids)
     result = {
         "ids": ids,
@@ -174,7 +178,8 @@ def _print_pieces(tokenizer: "Tokenizer", ids: list[int], as_json: bool) -> None
         f"{repr(one.data)[1:] if one.text is None else repr(one.text)}"
         for one in pieces
     ]
-    n_bytes = sum(len(one.data) for one in pieces if not one.special)
+    if n_bytes is None:
+        n_bytes = sum(len(one.data) for one in pieces if not one.special)
     print_result(result, as_json, text="\n".join([*lines, f"{len(ids)} tokens, {n_bytes} bytes"]))
 
 

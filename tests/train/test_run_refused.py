@@ -52,7 +52,7 @@ def test_a_training_that_does_not_fit_is_refused_and_leaves_nothing(
     make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("workhorse.memory.free_memory", lambda *_, **__: 1000)
-    line = r"the model with its gradients and optimizer needs .* GiB are free on cpu; take a"
+    line = r"the model with its gradients and optimizer needs .* MiB are free on cpu; take a"
     with pytest.raises(WorkhorseError, match=line):
         train(make_recipe(), tmp_path / "run")
     assert not (tmp_path / "run").exists()

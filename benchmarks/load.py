@@ -39,10 +39,13 @@ def workhorse(shape: str, models: str, cached: bool, threads: int) -> Round:
 def transformers(shape: str, models: str, cached: bool, threads: int) -> Round:
     """Rounds of `from_pretrained`."""
     import torch
-    from transformers import AutoModelForCausalLM
+    from transformers import GPT2LMHeadModel, LlamaForCausalLM
+
+    # By name, so that it is imported by now: the Auto class imports a model when it loads one.
+    kind = LlamaForCausalLM if STORED[shape].gated else GPT2LMHeadModel
 
     def weights(folder: Path) -> Iterable["Tensor"]:
-        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
+        model = kind.from_pretrained(folder, dtype=torch.bfloat16)
         return model.parameters()
 
     return _rounds(weights, shape, models, cached, threads)

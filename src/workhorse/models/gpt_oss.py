@@ -2,8 +2,6 @@
 
 from collections.abc import Sequence
 
-import torch
-
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import (
@@ -24,6 +22,7 @@ from workhorse.models.huggingface.names import (
     Rule,
     Shape,
     Tensors,
+    concatenated,
     instead,
     same,
     then_transposed,
@@ -90,7 +89,8 @@ def alternated(ours: tuple[str, str], theirs: str) -> Rule:
 
     def put(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del shapes, block
-        return [torch.stack(tensors, dim=2).flatten(1, 2)]
+        pairs = [tensor.unsqueeze(2) for tensor in tensors]
+        return [concatenated(pairs, 2).flatten(1, 2)]
 
     return Rule(ours, (theirs,), take, put)
 

@@ -11,16 +11,14 @@ from typing import Any, Literal, get_args
 import torch
 
 from workhorse.checkpoints.export import find_family, write_huggingface
-from workhorse.checkpoints.gguf import GgufFile
-from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.model_folder import check_new, write_model
 from workhorse.checkpoints.stored import open_stored
-from workhorse.checkpoints.written_out import written_out
 from workhorse.devices import dtype_name
 from workhorse.errors import WorkhorseError
 from workhorse.load_model import Model, load
 from workhorse.models import preset, preset_names
 from workhorse.models.huggingface import Family
+from workhorse.models.parameters import count_parameters
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
 from workhorse.transforms.grouped_heads import group_heads, grouped
@@ -108,8 +106,7 @@ def convert(
         )
     # Norms without weights, for one, are written with weights of one.
     equivalent = family.equivalent(decoder.config) if family else None
-    whole = decoder if equivalent is None else written_out(decoder, equivalent)
-    parameters = sum(parameter.numel() for parameter in whole.parameters())
+    parameters = count_parameters(equivalent or decoder.config)["total"]
     return Converted(target, to, family.architecture if family else None, name, parameters)
 
 
@@ -199,8 +196,7 @@ def _origin(source: str | Path | Model) -> tuple[Family | None, DecoderConfig]:
     if str(source) in preset_names() and not Path(source).exists():
         return None, preset(str(source))
     stored = open_stored(source)
-    made_as = stored.family if isinstance(stored, HuggingFaceDirectory | GgufFile) else None
-    return made_as, stored.config
+    return stored.family, stored.config
 
 
 def _held(dtype: DTypeName) -> str:

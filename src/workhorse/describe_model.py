@@ -5,8 +5,6 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.checkpoints import RunDirectory
-from workhorse.checkpoints.gguf.read import GgufFile
-from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.on_disk import weight_files, weights_on_disk
 from workhorse.checkpoints.stored import StoredModel, is_stored, open_stored
 from workhorse.config import nearest
@@ -43,8 +41,8 @@ def describe_model(
         raise WorkhorseError(f"there is no folder, hub id or preset {name!r}; {remedy}")
     stored = open_stored(model, tell, weights=False)
     config = stored.config
-    found = facts(name, _kind(stored), config)
-    if isinstance(stored, HuggingFaceDirectory):
+    found = facts(name, stored.kind, config)
+    if stored.family is not None:
         found["exports_as"] = stored.family.architecture
     found |= {"step": None, "weights": None, "notes": list(stored.remarks)}
     if isinstance(stored, RunDirectory):
@@ -54,14 +52,6 @@ def describe_model(
         found["weights"] = {"bytes": sum(types.values()), "types": types}
     found["tokenizer"] = _tokenizer(stored)
     return found | {"stored": list(_sentences(found)), "config": config.to_dict()}
-
-
-def _kind(stored: StoredModel) -> str:
-    if isinstance(stored, RunDirectory):
-        return "run directory"
-    if isinstance(stored, HuggingFaceDirectory):
-        return f"Hugging Face directory, model type {stored.family.model_type}"
-    return "GGUF file" if isinstance(stored, GgufFile) else "folder of workhorse convert"
 
 
 def _tokenizer(stored: StoredModel) -> dict[str, Any] | None:

@@ -23,9 +23,9 @@ class Level(NamedTuple):
     """A set of instructions, with those of the levels before it."""
 
     flags: tuple[str, ...]
-    """That the compiler understands."""
+    """Compiler flags that enable them."""
     adds: frozenset[str]
-    """To the level before, by PyTorch's names."""
+    """What it adds to the level before, by PyTorch's names."""
 
 
 _V4 = "-march=x86-64-v4"
@@ -53,7 +53,7 @@ def switched_off() -> bool:
 
 
 def compiler_flags() -> tuple[str, ...]:
-    """For the instructions that are used.
+    """Compiler flags for the instructions in use.
 
     Raises:
         WorkhorseError: see `cpu_has`.
@@ -69,11 +69,11 @@ def cpu_has(instructions: str) -> bool:
         WorkhorseError: the environment variable names no level, or one above this CPU's.
     """
     level = _level()
-    return instructions in _on_this_cpu() and (level is None or instructions in _upto(level))
+    return instructions in _on_this_cpu() and (level is None or instructions in _up_to(level))
 
 
 def used() -> list[str]:
-    """What `cpu_has` says of every instruction that a level names.
+    """The instructions, of those that the levels name, that this CPU has and that may be used.
 
     Raises:
         WorkhorseError: see `cpu_has`.
@@ -83,7 +83,7 @@ def used() -> list[str]:
 
 def levels_here() -> list[str]:
     """The levels that this CPU has, from the lowest."""
-    return [name for name in LEVELS if _upto(name) <= _on_this_cpu()]
+    return [name for name in LEVELS if _up_to(name) <= _on_this_cpu()]
 
 
 def _level() -> str | None:
@@ -103,7 +103,7 @@ def _checked(name: str) -> str:
 
 
 @functools.cache
-def _upto(level: str) -> frozenset[str]:
+def _up_to(level: str) -> frozenset[str]:
     """The instructions of a level and those before it."""
     names = list(LEVELS)
     return frozenset().union(*(LEVELS[name].adds for name in names[: names.index(level) + 1]))

@@ -16,8 +16,6 @@ from workhorse.checkpoints import (
     mapped_weights,
     weights_in_large_pages,
 )
-from workhorse.checkpoints.gguf import GgufFile
-from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.room import check_random, check_stored
 from workhorse.checkpoints.run_directory import DAMAGED_RECIPE
 from workhorse.checkpoints.stored import StoredModel, is_stored, open_stored
@@ -346,7 +344,7 @@ def _with_text(stored: StoredModel, decoder: Decoder, tell: Callable[[str], obje
         trained_to_chat=tokenizer is not None
         and bool(tokenizer.chat_template)
         and (not is_run or stored.recipe().get("init") is not None),
-        family=stored.family if isinstance(stored, HuggingFaceDirectory | GgufFile) else None,
+        family=stored.family,
     )
 
 

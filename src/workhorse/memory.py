@@ -21,7 +21,7 @@ def check_fits(
     Where the system does not say how much there is, nothing is refused.
 
     Args:
-        n_bytes: that are surely needed.
+        n_bytes: the least that will be needed.
         device: where.
         what: begins the message: "llama-7b needs 25.1 GiB …".
         remedy: ends it.
@@ -68,8 +68,8 @@ def free_memory(root: Path = ROOT, *, swap: bool = False) -> int | None:
 
 
 def resident() -> int:
-    """Bytes of this process in memory; `most_resident` forgets what was before."""
-    with contextlib.suppress(OSError):  # some containers forbid it: the peak is then an older one
+    """Bytes of this process in memory now; also resets the peak that `most_resident` gives."""
+    with contextlib.suppress(OSError):  # where forbidden, the peak stays the process's
         CLEAR.write_text("5", encoding="utf-8")
     return _kib(STATUS, "VmRSS:")
 

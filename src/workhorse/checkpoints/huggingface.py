@@ -48,6 +48,7 @@ class HuggingFaceDirectory:
         path: the directory; its config is read at once, its weights when they are asked for.
 
     Attributes:
+        kind: what it is, in words.
         family: the model type's.
         config: ours.
         remarks: what must not go unnoticed, one line each.
@@ -81,6 +82,7 @@ class HuggingFaceDirectory:
             raise WorkhorseError(
                 f"{self.path}: config.json has impossible sizes: {error}"
             ) from None
+        self.kind = f"Hugging Face directory, model type {model_type}"
         self.tokenizer_folder = self.path
         self.remarks = _remarks(whole, fields)
 

@@ -49,6 +49,9 @@ class ModelFolder:
         WorkhorseError: the description is damaged, or of a later version.
     """
 
+    kind = "folder of workhorse convert"
+    family = None
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         values = read_json(self.path / DESCRIPTION)
@@ -71,6 +74,11 @@ class ModelFolder:
         """Whether a folder looks like one."""
         return (path / DESCRIPTION).exists()
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """The embedding's."""
+        return TensorFolder(self.path).dtypes.get("embedding.tokens.weight", torch.float32)
+
     def load_decoder(
         self,
         device: torch.device | str = "cpu",
@@ -82,7 +90,7 @@ class ModelFolder:
 
         Args:
             device: where the weights go.
-            dtype: of the weights; the stored one where not given.
+            dtype: of the weights; `self.dtype` where not given.
             kernel: how attention is computed.
             places: where the weights are copied to.
 
@@ -90,7 +98,7 @@ class ModelFolder:
             WorkhorseError: a tensor is missing, extra or misshapen, or a file is damaged.
         """
         source = TensorFolder(self.path)
-        dtype = dtype or source.dtypes.get("embedding.tokens.weight", torch.float32)
+        dtype = dtype or self.dtype
         decoder = meta_decoder(self.config, kernel, dtype, n_tensors=len(source.shapes))
         shapes = shapes_of(decoder)
         moves = _same_names(shapes, self.config)

@@ -5,10 +5,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import NamedTuple
 
-import torch
-
 from workhorse.checkpoints.gguf.read import DTYPES, GgufFile
-from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.run_directory import RunDirectory
 from workhorse.checkpoints.stored import StoredModel
 from workhorse.checkpoints.tensor_folder import TensorFolder
@@ -39,14 +36,6 @@ def weights_on_disk(stored: StoredModel) -> dict[str, Held]:
     for kind, numbers, size in _tensors(stored):
         found[kind] = Held(found[kind].numbers + numbers, found[kind].bytes + size)
     return dict(sorted(found.items(), key=lambda item: -item[1].bytes))
-
-
-def usual_dtype(stored: StoredModel) -> torch.dtype:
-    """The type that a model's weights get where none is asked for."""
-    if isinstance(stored, HuggingFaceDirectory):
-        return stored.dtype
-    first = next(iter(weights_on_disk(stored)), "float32")
-    return torch.float32 if first == "q8_0" else getattr(torch, first)
 
 
 def _tensors(stored: StoredModel) -> list[tuple[str, int, int]]:

@@ -2,7 +2,7 @@
 
 import torch
 
-from workhorse.checkpoints.on_disk import Held, usual_dtype, weight_files, weights_on_disk
+from workhorse.checkpoints.on_disk import Held, weight_files, weights_on_disk
 from workhorse.checkpoints.run_directory import RunDirectory
 from workhorse.checkpoints.stored import StoredModel
 from workhorse.devices import dtype_name
@@ -10,9 +10,9 @@ from workhorse.memory import available, check_fits
 from workhorse.models.parameters import count_parameters
 from workhorse.nn import DecoderConfig
 
-NARROWEST = 8
-"""A float32 takes at most so many times what it was read from: 4 bits."""
-NARROWER = "choose a narrower dtype (bfloat16), quantize (int8, int4), or a smaller model"
+MAX_EXPANSION = 8
+"""Float32 weights take at most so many times their bytes on disk: those of 4-bit weights."""
+REMEDY = "choose a narrower dtype (bfloat16), quantize (int8, int4), or a smaller model"
 
 
 def check_random(
@@ -50,14 +50,14 @@ def check_stored(
     """
     size = sum(file.stat().st_size for file in weight_files(stored))
     free = available(device)
-    if free is None or NARROWEST * size <= free:  # most are so small that nothing is counted
+    if free is None or MAX_EXPANSION * size <= free:  # most are so small that nothing is counted
         return
-    dtype = dtype or usual_dtype(stored)
+    dtype = dtype or stored.dtype
     total = count_parameters(stored.config)["total"]
     if codes_per_byte:
-        check_fits(total // codes_per_byte, device, f"{stored.path}, quantised,", NARROWER)
+        check_fits(total // codes_per_byte, device, f"{stored.path}, quantised,", REMEDY)
         return
     if mapped and device.type == "cpu" and not isinstance(stored, RunDirectory):
         total -= weights_on_disk(stored).get(dtype_name(dtype), Held(0, 0)).numbers
     what = f"{stored.path} with its weights in {dtype_name(dtype)}"
-    check_fits(max(total, 0) * dtype.itemsize, device, what, NARROWER)
+    check_fits(max(total, 0) * dtype.itemsize, device, what, REMEDY)

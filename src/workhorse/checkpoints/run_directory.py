@@ -39,6 +39,9 @@ class RunDirectory:
         path: the folder; nothing is read or made before it is asked for.
     """
 
+    kind = "run directory"
+    family = None
+    dtype = torch.float32
     has_tokenizer = True
     stop_tokens: tuple[int, ...] = ()
     """What ends a text beside the tokenizer's eos."""
@@ -220,7 +223,7 @@ class RunDirectory:
 
         Args:
             device: where its weights go.
-            dtype: of its weights; float32 where not given.
+            dtype: of its weights; `self.dtype` where not given.
             kernel: how attention is computed.
             places: where the weights are copied to.
             step: of which checkpoint; None: the newest whole one, with a remark for each damaged.
@@ -235,7 +238,7 @@ class RunDirectory:
                 f"the checkpoints in {self.path} are of another config than its "
                 f"{self.config_file.name}; put back the one that they were trained with"
             )
-        decoder = empty_decoder(config, kernel, device, dtype or torch.float32)
+        decoder = empty_decoder(config, kernel, device, dtype or self.dtype)
         load_weights(decoder, weights, places)
         return decoder.eval()
 

@@ -13,6 +13,7 @@ from workhorse.checkpoints.model_folder import ModelFolder
 from workhorse.checkpoints.run_directory import RunDirectory
 from workhorse.checkpoints.tensors import Places, weights_of
 from workhorse.errors import WorkhorseError
+from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
 
@@ -27,6 +28,21 @@ class StoredModel(Protocol):
     """A model on disk."""
 
     path: Path
+
+    @property
+    def kind(self) -> str:
+        """What it is, in words."""
+        ...
+
+    @property
+    def family(self) -> Family | None:
+        """The model type of Hugging Face that it was written as, if any."""
+        ...
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The type that its weights get where none is asked for."""
+        ...
 
     @property
     def config(self) -> DecoderConfig: ...
@@ -48,7 +64,7 @@ class StoredModel(Protocol):
         kernel: KernelName = "auto",
         places: Places = weights_of,
     ) -> Decoder:
-        """The decoder with its weights, of the type they are stored in where none is given.
+        """The decoder with its weights, of type `self.dtype` where none is given.
 
         `places` says where they are copied to.
         """

@@ -121,7 +121,7 @@ def copy_tensors(into: Mapping[str, Destination], source: Mapping[str, Tensor], 
     Raises:
         WorkhorseError: names or shapes differ.
     """
-    for name in into.keys() ^ source.keys():
+    for name in sorted(into.keys() ^ source.keys()):
         where = "the run's config" if name in into else "the checkpoint"
         raise WorkhorseError(f"{what}: only {where} has {name!r}; they are not of one run")
     for name, tensor in into.items():

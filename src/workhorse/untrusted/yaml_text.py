@@ -23,7 +23,7 @@ class BadYaml(WorkhorseError):
 class _Yaml12Loader(yaml.SafeLoader):
     """PyYAML reads `3e-4` as a string and `on` as true (YAML 1.1); YAML 1.2 does not.
 
-    A key given twice is an error here, not the last one's win. Merges (`<<: *name`), which are of
+    A key given twice is an error; PyYAML would keep the last. Merges (`<<: *name`), which are of
     YAML 1.1 too, are read.
     """
 

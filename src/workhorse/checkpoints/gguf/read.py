@@ -15,7 +15,7 @@ from workhorse.checkpoints.accounting import meta_decoder
 from workhorse.checkpoints.gguf.architecture import Architecture
 from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG
-from workhorse.checkpoints.gguf.read_config import FileOfArchitecture
+from workhorse.checkpoints.gguf.read_config import ConfigReader
 from workhorse.checkpoints.gguf.read_vocabulary import has_vocabulary, read_vocabulary
 from workhorse.checkpoints.gguf.rotation import shortest
 from workhorse.checkpoints.gguf.tensors import EMBEDDING, HEAD, Part, tensor_parts
@@ -47,6 +47,7 @@ class GgufFile:
         path: the file; its header is read at once, its weights when they are asked for.
 
     Attributes:
+        kind: what it is, in words.
         config: ours.
         family: the model type of Hugging Face that says the same, if any does.
         remarks: what must not go unnoticed, one line each.
@@ -55,6 +56,8 @@ class GgufFile:
         WorkhorseError: it is no whole GGUF file, or of an architecture or type that is not read.
     """
 
+    kind = "GGUF file"
+
     def __init__(self, path: str | Path) -> None:
         self.path = Path(path)
         with open_contained(self.path.parent, self.path.name) as file:
@@ -62,15 +65,15 @@ class GgufFile:
             self._mapped = MappedFile(file, self.path)
         try:
             self._architecture = _architecture(self._header.keys)
-            said = self._said()
+            reader = self._config_reader()
             self.config: DecoderConfig
             self.family: Family | None
-            self.config, self.family = said.config()
+            self.config, self.family = reader.config()
         except WorkhorseError as error:
             raise WorkhorseError(f"{self.path}: {error}") from None
         self.remarks: list[str] = []
-        if said.unread:
-            self.remarks.append(f"it has keys that nothing here reads: {', '.join(said.unread)}")
+        if reader.unread:
+            self.remarks.append(f"it has keys that nothing here reads: {', '.join(reader.unread)}")
 
     @staticmethod
     def is_one(path: Path) -> bool:
@@ -82,7 +85,12 @@ class GgufFile:
         """Where each tensor lies, and its type."""
         return self._header.tensors.values()
 
-    def _said(self) -> FileOfArchitecture:
+    @property
+    def dtype(self) -> torch.dtype:
+        """The embedding's; float32 for Q8_0."""
+        return DTYPES.get(self._header.tensors[EMBEDDING].kind, torch.float32)
+
+    def _config_reader(self) -> ConfigReader:
         start = f"{self._architecture.name}."
         keys = {
             key.removeprefix(start): _number(value)
@@ -90,16 +98,17 @@ class GgufFile:
             if key.startswith(start)
         }
         shapes = {name: tensor.shape for name, tensor in self._header.tensors.items()}
-        for name in (EMBEDDING, *FACTORS):
-            if len(shapes.get(name, ())) != (2 if name == EMBEDDING else 1) and (
-                name in shapes or name == EMBEDDING
-            ):
-                raise WorkhorseError(f"tensor {name!r} is missing or has a shape of its own")
+        ranks = {EMBEDDING: 2} | {name: 1 for name in FACTORS if name in shapes}
+        for name, rank in ranks.items():
+            if len(shapes.get(name, ())) != rank:
+                raise WorkhorseError(
+                    f"tensor {name!r} is missing or has not {rank} axes; fetch the file again"
+                )
         factors = {name: self._read(name).float() for name in FACTORS if name in shapes}
         if self._architecture.copied_head and HEAD in shapes and self._is_copied():
             del shapes[HEAD]
         own = self._header.keys.get(OWN_CONFIG)
-        return FileOfArchitecture(self._architecture, keys, shapes, factors, own)
+        return ConfigReader(self._architecture, keys, shapes, factors, own)
 
     def _is_copied(self) -> bool:
         """Whether the head is the embedding once more."""
@@ -119,7 +128,7 @@ class GgufFile:
 
         Args:
             device: where the weights go.
-            dtype: of the weights; the embedding's where not given, float32 for Q8_0.
+            dtype: of the weights; `self.dtype` where not given.
             kernel: how attention is computed.
             places: where the weights are copied to.
 
@@ -127,7 +136,7 @@ class GgufFile:
             WorkhorseError: a tensor is missing, extra or misshapen.
         """
         tensors = self._header.tensors
-        dtype = dtype or DTYPES.get(tensors[EMBEDDING].kind, torch.float32)
+        dtype = dtype or self.dtype
         decoder = meta_decoder(
             self.config, kernel, dtype, n_tensors=len(tensors), source=str(self.path)
         )

@@ -76,7 +76,7 @@ class _Holder(Config):
     block: BlockConfig
 
 
-class FileOfArchitecture:
+class ConfigReader:
     """What a GGUF file says of its model.
 
     Args:

@@ -3,7 +3,7 @@
 A reader is a plain function of the config's fields. There is no writer: a table says where in our
 config the value of each of their keys stands, and what was written is read again. It is right when
 that gives the config we started from, and else the difference says why the family does not fit. It
-fits as well where it only has parts more that weights of one or of zero make ineffective.
+also fits where it only has extra parts that have no effect with weights of one or of zero.
 """
 
 import math

@@ -141,7 +141,7 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(make_recipe, tmp_path: Pat
     train(make_recipe(), tmp_path / "whole")
     store = CheckpointStore(out / "checkpoints", disk=FullDisk())
     with pytest.raises(
-        WorkhorseError, match=r"step-00000008: No space left.*step-00000004 is whole"
+        WorkhorseError, match=r"step-00000008: No space left.*newest there is step-00000004"
     ):
         train(make_recipe(), out, store=store)
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000004"]

@@ -288,9 +288,9 @@ class CheckpointStore:
     def _failure(self, final: Path, error: Exception) -> str:
         cause = error.strerror if isinstance(error, OSError) else str(error)
         steps = self.steps()
-        last = f"{self.path(steps[0]).name} is whole" if steps else "there is none yet"
+        last = f"the newest there is {self.path(steps[0]).name}" if steps else "there is none yet"
         return (
-            f"cannot write checkpoint {final}: {cause}; the last good one: {last}; "
+            f"cannot write checkpoint {final}: {cause}; {last}; "
             "make room and run again with --resume"
         )
 

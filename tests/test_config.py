@@ -282,6 +282,21 @@ def test_overrides_that_cannot_be(setting: str, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
+@pytest.mark.parametrize("text", ["{kind:rope}", "[{kind: a, d_ff:64}]", "{a: {kind:rope, b: 1}}"])
+def test_a_colon_without_a_space_is_told(text: str, tmp_path: Path) -> None:
+    message = r"YAML reads '[a-z_]+:[a-z0-9]+' as one key without a value; write a space after"
+    with pytest.raises(ConfigError, match=f"^model(.a)?: {message} the colon: '"):
+        apply_overrides({}, [f"model={text}"])
+    (tmp_path / "recipe.yaml").write_text(f"model: {text}")
+    with pytest.raises(ConfigError, match=rf"recipe.yaml: model(.a)?: {message}"):
+        read_yaml(tmp_path / "recipe.yaml")
+
+
+def test_an_override_of_an_aliased_section_leaves_the_other() -> None:
+    data = parse_yaml("a: &shape {size: 1}\nb: *shape\n")
+    assert apply_overrides(data, ["b.size=2"]) == {"a": {"size": 1}, "b": {"size": 2}}
+
+
 def test_the_nearest_name() -> None:
     assert nearest("n_heds", ["n_heads", "d_model"]) == "did you mean 'n_heads'?"
     assert nearest("zzz", ["b", "a"]) == "known: a, b"

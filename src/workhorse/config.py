@@ -4,12 +4,12 @@ A set of alternatives is a tagged union: each alternative is a `Config` with a l
 the union is written `Annotated[A | B, Field(discriminator="kind")]`.
 """
 
-import copy
 import difflib
 import json
 import re
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, Self, Union, cast, get_args, get_origin
@@ -29,13 +29,30 @@ MAX_DEPTH = 64
 """Names in the path of a setting."""
 
 
-class ConfigError(WorkhorseError):
-    """A config that cannot be: where (`path`, dotted) and why (`reason`)."""
+@dataclass(frozen=True)
+class OfItsKind:
+    """A mark of a field whose values mean something else where another kind has one of its name.
 
-    def __init__(self, reason: str, path: str = "") -> None:
+    A section that becomes of another kind does not take it over.
+    """
+
+
+class ConfigError(WorkhorseError):
+    """A config that cannot be: where (`path`, dotted) and why (`reason`).
+
+    `unknown_key` is the key that the config at `path` has not, where that is the reason.
+    """
+
+    def __init__(self, reason: str, path: str = "", unknown_key: str = "") -> None:
         self.reason = reason
         self.path = path
+        self.unknown_key = unknown_key
         super().__init__(f"{path}: {reason}" if path else reason)
+
+    def below(self, path: str) -> "ConfigError":
+        """The same of a config that stands at `path` of another."""
+        whole = ".".join(part for part in (path, self.path) if part)
+        return ConfigError(self.reason, whole, self.unknown_key)
 
 
 class Config(BaseModel):
@@ -136,8 +153,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """
     try:
         data = parse_yaml(untrusted.read_text(Path(path), limit=MAX_BYTES))
+        _check_colons(data)
     except ConfigError as error:
-        raise ConfigError(f"{path}: {error.reason}") from None
+        raise ConfigError(f"{path}: {error}") from None
     except WorkhorseError as error:
         raise ConfigError(str(error)) from None
     if not isinstance(data, dict):
@@ -145,17 +163,26 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     return cast(dict[str, Any], data)
 
 
-def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[str, Any]:
+def apply_overrides(
+    data: Mapping[str, Any],
+    overrides: Iterable[str],
+    keep: Callable[[str, dict[str, Any], Any], dict[str, Any]] | None = None,
+) -> dict[str, Any]:
     """Plain data with `section.key=value` settings written into it; values are read as YAML.
 
-    `section.kind=value` of another kind than the section's replaces the section: the settings of
-    the one alternative mean nothing to the other. It comes before other settings of the section,
-    wherever it stands among them.
+    `section.kind=value` makes the section one of that kind. It comes before other settings of the
+    section, wherever it stands among them.
+
+    Args:
+        data: left as it is.
+        overrides: the settings.
+        keep: gives what a section of another kind takes over, from its dotted place, its settings
+            and the new kind. None: nothing.
 
     Raises:
         ConfigError: a setting without `=`, or a path through something that is not a mapping.
     """
-    result = copy.deepcopy(dict(data))
+    result: dict[str, Any] = _copied(dict(data))
     for setting in sorted(overrides, key=lambda setting: not _KIND.match(setting)):
         path, equals, value = setting.partition("=")
         *sections, key = path.split(".")
@@ -172,10 +199,19 @@ def apply_overrides(data: Mapping[str, Any], overrides: Iterable[str]) -> dict[s
                 raise ConfigError(f"{holds}; check {shown(setting)}")
             target = cast(dict[str, Any], inside)
         given = _value_of(path, value)
-        if key == "kind" and target.get("kind", given) != given:
+        if key == "kind" and target.get("kind") != given:
+            kept = keep(".".join(sections), dict(target), given) if keep else {}
             target.clear()
+            target.update(kept)
         target[key] = given
     return result
+
+
+def _copied(value: Any) -> Any:
+    """Plain data of its own, also where an alias of YAML made one mapping stand at two places."""
+    if isinstance(value, dict):
+        return {key: _copied(item) for key, item in cast(dict[Any, Any], value).items()}
+    return [_copied(item) for item in cast(list[Any], value)] if isinstance(value, list) else value
 
 
 def _value_of(path: str, text: str) -> Any:
@@ -183,11 +219,30 @@ def _value_of(path: str, text: str) -> Any:
     if text == "-":
         return text
     try:
-        return parse_yaml(text)
+        value = parse_yaml(text)
     except ConfigError as error:
         quoted = f"{path}='{text}'" if len(text) <= LONGEST_QUOTED else f"{path}='...'"
         remedy = f"""if it is a text, quote it: "{quoted}\""""
         raise ConfigError(f"{shown(f'{path}={text}')} is {error.reason}; {remedy}") from None
+    _check_colons(value, path)
+    return value
+
+
+def _check_colons(value: Any, path: str = "") -> None:
+    """Refuse `{kind:rope}`, in which YAML reads a key `kind:rope` without a value."""
+    if isinstance(value, list):
+        for item in cast(list[Any], value):
+            _check_colons(item, path)
+    elif isinstance(value, dict):
+        for key, item in cast(dict[Any, Any], value).items():
+            name, colon, rest = str(key).partition(":")
+            if colon and item is None:
+                raise ConfigError(
+                    f"YAML reads {shown(str(key))} as one key without a value; write a space after "
+                    f"the colon: {shown(f'{name}: {rest}')}",
+                    path,
+                )
+            _check_colons(item, f"{path}.{key}".lstrip("."))
 
 
 LONGEST_QUOTED = 60
@@ -217,12 +272,14 @@ def _first_problem(config: type[Config], error: ValidationError) -> ConfigError:
     context = problem.get("ctx", {})
     cause = context.get("error")
     if isinstance(cause, ConfigError):  # a config inside this one, or a rule of this one
-        inner = [cause.path] if cause.path else []
-        return ConfigError(cause.reason, ".".join(_without_tag(config, path) + inner))
+        return cause.below(".".join(_without_tag(config, path)))
+    unknown_key = ""
     match problem["type"]:
         case "extra_forbidden":
-            *path, key = path
-            reason = f"unknown key {shown(key)}; {nearest(key, config.model_fields)}"
+            *path, unknown_key = path
+            reason = (
+                f"unknown key {shown(unknown_key)}; {nearest(unknown_key, config.model_fields)}"
+            )
         case "missing":
             *path, key = path
             reason = f"{key!r} is missing; give it a value"
@@ -243,7 +300,7 @@ def _first_problem(config: type[Config], error: ValidationError) -> ConfigError:
                 messages += [message.removeprefix("Input should be ") for message in found[1:]]
             message = ", or ".join(messages)
             reason = f"{_show(value)} is not allowed: {message[0].lower()}{message[1:]}"
-    return ConfigError(reason, ".".join(_without_tag(config, path)))
+    return ConfigError(reason, ".".join(_without_tag(config, path)), unknown_key)
 
 
 _WRONG_TYPES = {"tuple_type", "list_type", "path_type"} | {

@@ -127,6 +127,18 @@ def test_another_kind_replaces_the_settings_of_the_first(recipe: str) -> None:
     assert optimizer["learning_rate"] == 1e-3
 
 
+def test_another_kind_tells_what_it_leaves_out(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    muon = "log_every: 2, optimizer: {kind: muon, momentum: 0.9, learning_rate: 0.02}"
+    Path(recipe).write_text(RECIPE.replace("log_every: 2", muon))
+    assert main(["train", recipe, "train.optimizer.kind=adamw", "--dry-run"]) == 0
+    told = "train.optimizer.kind=adamw leaves out momentum=0.9, learning_rate=0.02 of kind muon\n"
+    assert told in capsys.readouterr().err
+    assert main(["data", "prepare", recipe, "train.optimizer.kind=adamw"]) == 0
+    assert told in capsys.readouterr().err
+
+
 def test_a_section_without_kind_is_of_the_default_kind(recipe: str) -> None:
     assert main(["train", recipe, "train.optimizer.learning_rate=0.5", "--out", "run"]) == 0
     optimizer = RunDirectory("run").recipe()["train"]["optimizer"]
@@ -188,6 +200,11 @@ def test_dry_run_tells_and_writes_nothing(recipe: str, capsys: pytest.CaptureFix
     [
         (["nowhere.yaml"], "cannot read nowhere.yaml: No such file or directory"),
         (["corpus.txt"], "corpus.txt: "),
+        (["tiny.yaml", "steps=3"], "unknown key 'steps'; did you mean train.steps?"),
+        (
+            ["tiny.yaml", "model.blocks.main.feed_forward={kind:mlp,d_ff:64}"],
+            "YAML reads 'kind:mlp' as one key without a value; write a space after the colon",
+        ),
         (["tiny.yaml", "train.stepps=3"], "train: unknown key 'stepps'; did you mean 'steps'?"),
         (["tiny.yaml", "train.steps=many"], "train.steps: 'many' is not allowed"),
         (["tiny.yaml", "steps"], "'steps' is not a setting; write section.key=value"),

@@ -120,13 +120,13 @@ def _prepared(
     path: Path, overrides: tuple[str, ...], out: Path | None, *, verify: bool
 ) -> "tuple[Recipe, Tokenizer, Dataset]":
     from workhorse.checkpoints import RunDirectory
-    from workhorse.config import apply_overrides, read_yaml
+    from workhorse.config import read_yaml
     from workhorse.data import prepare, prepare_tokenizer
-    from workhorse.train import Recipe
+    from workhorse.train import Recipe, override_recipe
 
     if path.is_dir():
         path, out = recipe_of_run(path), out or path
-    recipe = Recipe.from_dict(apply_overrides(read_yaml(path), overrides))
+    recipe = Recipe.from_dict(override_recipe(read_yaml(path), overrides, warn))
     folder = RunDirectory(out or Path("runs") / recipe.name).data_folder
     with progress("training the tokenizer", unit="bytes") as report:
         tokenizer = prepare_tokenizer(

@@ -91,12 +91,10 @@ def _read(
 ) -> Any:
     """A recipe with overrides; to resume a run, the model that it started from is not needed."""
     from workhorse.checkpoints import RunDirectory
-    from workhorse.config import apply_overrides, read_yaml
-    from workhorse.train import Recipe, fit_warmup, resumed_recipe
+    from workhorse.config import read_yaml
+    from workhorse.train import Recipe, override_recipe, resumed_recipe
 
-    written = read_yaml(file)
-    fields = apply_overrides(written, overrides)
-    fields = fit_warmup(written, fields, tell)
+    fields = override_recipe(read_yaml(file), overrides, tell)
     if resume and (run := RunDirectory(out or _default(fields.get("name")))).exists:
         fields = resumed_recipe(fields, run)
     return Recipe.from_dict(fields)

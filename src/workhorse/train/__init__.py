@@ -2,7 +2,8 @@
 
 from workhorse.train.estimate import estimate
 from workhorse.train.metrics import Event, read_metrics
-from workhorse.train.recipe import Recipe, TrainConfig, fit_warmup
+from workhorse.train.overrides import override_recipe
+from workhorse.train.recipe import Recipe, TrainConfig
 from workhorse.train.resume import Change, Resumption, resumed_recipe
 from workhorse.train.run import TrainResult, rehearse, train
 
@@ -14,7 +15,7 @@ __all__ = [
     "TrainConfig",
     "TrainResult",
     "estimate",
-    "fit_warmup",
+    "override_recipe",
     "read_metrics",
     "rehearse",
     "resumed_recipe",

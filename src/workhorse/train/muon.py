@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from workhorse.config import Config
+from workhorse.config import Config, OfItsKind
 from workhorse.devices import multiplies_bfloat16
 from workhorse.native import training
 from workhorse.on_resume import OnResume
@@ -28,7 +28,7 @@ class MuonConfig(Config):
     """Muon for the matrices inside the layers, AdamW for everything else."""
 
     kind: Annotated[Literal["muon"], OnResume.NEW_RUN] = "muon"
-    learning_rate: float = Field(default=1e-3, gt=0)
+    learning_rate: Annotated[float, OfItsKind()] = Field(default=1e-3, gt=0)
     """Of the hidden matrices, at the schedule's peak."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Share of the running sum of gradients that a step keeps."""
@@ -40,7 +40,7 @@ class MuonConfig(Config):
     """`match_adamw` multiplies an update by `0.2·sqrt(max(rows, columns))`, which gives it the size
     of AdamW's updates, so AdamW's learning rates carry over (2502.16982). `spectral` multiplies by
     `sqrt(max(1, rows / columns))`, for learning rates about 0.02 (Keller Jordan)."""
-    weight_decay: float = Field(default=0.1, ge=0)
+    weight_decay: Annotated[float, OfItsKind()] = Field(default=0.1, ge=0)
     """A hidden matrix shrinks by `learning_rate · weight_decay` of itself at each step."""
     adamw: AdamWConfig = AdamWConfig()
     """For embeddings, head, norms and biases."""

@@ -1,7 +1,6 @@
 """A recipe: everything that decides a training run, in one file."""
 
 import math
-from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
@@ -229,6 +228,15 @@ class Recipe(Config):
         self.decoder_config(given if isinstance(given, int) and given > 0 else 1)
         return self
 
+    @classmethod
+    def from_dict(cls, fields: Any) -> Self:
+        try:
+            return super().from_dict(fields)
+        except ConfigError as error:
+            from workhorse.train.misplaced import with_its_place  # which knows this class
+
+            raise with_its_place(error, fields) from None
+
     def decoder_config(self, vocab_size: int) -> DecoderConfig:
         """The model's config in full.
 
@@ -241,13 +249,13 @@ class Recipe(Config):
         """
         fields = dict(self.model)
         if "preset" in fields:
-            fields = _preset_with(str(fields.pop("preset")), fields)
+            fields = preset_with(str(fields.pop("preset")), fields)
         fields.setdefault("vocab_size", vocab_size)
         fields.setdefault("max_seq_len", self.train.seq_len)
         try:
             config = DecoderConfig.from_dict(fields)
         except ConfigError as error:
-            raise ConfigError(error.reason, f"model.{error.path}".rstrip(".")) from None
+            raise error.below("model") from None
         if config.vocab_size < vocab_size:
             raise ConfigError(
                 f"vocab_size={config.vocab_size} is less than the tokenizer's {vocab_size}; "
@@ -262,38 +270,6 @@ class Recipe(Config):
             )
         check_balance(config, weight=self.train.balance_loss, rate=self.train.balance_rate)
         return config
-
-
-def fit_warmup(
-    written: Mapping[str, Any], fields: dict[str, Any], tell: Callable[[str], object]
-) -> dict[str, Any]:
-    """The fields of a recipe whose warm-up is shortened with the run.
-
-    A file whose steps are overridden by so few that its warm-up does not end within them (a quick
-    try) gets one in proportion. A warm-up that was itself overridden stays.
-
-    Args:
-        written: what the file says.
-        fields: the same with overrides.
-        tell: told in one line what is shortened.
-    """
-    try:
-        before, now = written["train"], fields["train"]
-        warmup, steps = now["schedule"]["warmup_steps"], now["steps"]
-        if (
-            before["schedule"]["warmup_steps"] != warmup
-            or not 0 < steps <= warmup < before["steps"]
-        ):
-            return fields
-        short = warmup * steps // before["steps"]
-    except (KeyError, TypeError):  # not written out, or wrong, which is told elsewhere
-        return fields
-    tell(
-        f"train.schedule.warmup_steps is {short}, in proportion to train.steps={steps}: the "
-        f"recipe's {warmup} are for {before['steps']} steps"
-    )
-    schedule = {**now["schedule"], "warmup_steps": short}
-    return {**fields, "train": {**now, "schedule": schedule}}
 
 
 def _with_init(init: str, fields: dict[str, Any]) -> dict[str, Any]:
@@ -314,7 +290,7 @@ def _with_init(init: str, fields: dict[str, Any]) -> dict[str, Any]:
     return {"tokenizer": tokenizer, **fields, "model": model}
 
 
-def _preset_with(name: str, changes: dict[str, Any]) -> dict[str, Any]:
+def preset_with(name: str, changes: dict[str, Any]) -> dict[str, Any]:
     """A preset's fields with some changed; its vocabulary is the tokenizer's unless given."""
     try:
         fields = preset(name).to_dict()

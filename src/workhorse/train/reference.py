@@ -114,7 +114,7 @@ def sections_at(key: str) -> list[Section]:
     parts = [part for section in sections() if (part := _standing_at(section, above))]
     if found := [only for part in parts if (only := _with_key(part, name))]:
         return found
-    raise WorkhorseError(f"a recipe has no key {key!r}; {nearest(key, _all_keys())}")
+    raise WorkhorseError(f"a recipe has no key {key!r}; {nearest(key, all_keys())}")
 
 
 @cache
@@ -140,6 +140,20 @@ def recipe_configs() -> tuple[list[Group], dict[type[Config], list[str]]]:
     visit((Recipe,), "", OnResume.NEW_RUN)
     visit((DecoderConfig,), "model", OnResume.NEW_RUN)
     return groups, places
+
+
+def configs_at(place: str) -> dict[str, type[Config]]:
+    """The configs that may stand at a dotted place, by kind."""
+    return {
+        _kind(config): config
+        for config, places in recipe_configs()[1].items()
+        if any(_matches(known, place) for known in places)
+    }
+
+
+def names_at(place: str) -> bool:
+    """Whether a dotted place holds a mapping of names of the writer's choice."""
+    return bool(configs_at(f"{place}.{NAME}"))
 
 
 @cache
@@ -271,7 +285,9 @@ def _matches(place: str, key: str) -> bool:
     )
 
 
-def _all_keys() -> set[str]:
+@cache
+def all_keys() -> set[str]:
+    """Every dotted key of a recipe, with `NAME` for names of the writer's choice."""
     return {
         f"{place}.{key.name}".lstrip(".")
         for section in sections()

@@ -237,7 +237,7 @@ def _rates(before: Recipe, now: Recipe, step: int) -> list[str]:
     rates = [
         f"train.optimizer{part}.learning_rate={last * rate:.3g}" for part, rate in peaks.items()
     ]
-    return [f"{line}; to stay where it was: train.schedule.kind=constant {' '.join(rates)}"]
+    return [f"{line}; to stay where it was: train.schedule=constant {' '.join(rates)}"]
 
 
 def _show(value: Any) -> str:

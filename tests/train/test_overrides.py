@@ -1,0 +1,127 @@
+"""Settings over a recipe: another kind, what is removed, and keys at the wrong place."""
+
+from typing import Any
+
+import pytest
+
+from workhorse.config import ConfigError
+from workhorse.train import Recipe, override_recipe
+
+ATTENTION = {"n_heads": 2, "window": 4, "position": {"kind": "rope", "theta": 500.0}}
+BLOCK = {
+    "kind": "pre_norm",
+    "norm": {"kind": "rms_norm"},
+    "attention": ATTENTION,
+    "feed_forward": {"kind": "mlp", "d_ff": 32, "activation": "relu"},
+}
+WRITTEN = {
+    "name": "tiny",
+    "model": {
+        "d_model": 16,
+        "n_layers": 2,
+        "blocks": {"local": BLOCK, "full": BLOCK},
+        "pattern": ["local", "full"],
+    },
+    "tokenizer": {"kind": "bytes"},
+    "data": {"corpus": {"kind": "text", "path": "corpus.txt"}},
+    "train": {"steps": 6, "batch_size": 2, "seq_len": 16},
+}
+OF_PRESET = {
+    **WRITTEN,
+    "model": {"preset": "gpt2", "n_layers": 2, "blocks": {"main": {"feed_forward": {"d_ff": 80}}}},
+}
+
+
+def overridden(written: dict[str, Any], *settings: str) -> tuple[dict[str, Any], list[str]]:
+    """The blocks of the model after settings, and what was told."""
+    told: list[str] = []
+    recipe = Recipe.from_dict(override_recipe(written, settings, told.append))
+    return recipe.decoder_config(257).to_dict()["blocks"], told
+
+
+def test_another_kind_keeps_what_both_have() -> None:
+    blocks, told = overridden(WRITTEN, "model.blocks.full.kind=parallel")
+    assert blocks["full"]["kind"] == "parallel"
+    assert blocks["full"]["attention"]["position"]["theta"] == 500
+    assert blocks["full"]["attention"] == blocks["local"]["attention"]
+    assert blocks["full"]["feed_forward"] == blocks["local"]["feed_forward"]
+    assert blocks["local"]["kind"] == "pre_norm"
+    assert told == []
+
+
+def test_settings_of_the_new_kind_may_stand_before_it() -> None:
+    place = "model.blocks.full.feed_forward"
+    settings = [f"{place}.top_k=1", f"{place}.n_experts=2", f"{place}.kind=moe"]
+    blocks, told = overridden(WRITTEN, *settings, "model.blocks.full.kind=sandwich_norm")
+    experts = blocks["full"]["feed_forward"]
+    assert (experts["kind"], experts["d_ff"], experts["activation"]) == ("moe", 32, "relu")
+    assert told == []
+
+
+def test_what_the_new_kind_has_not_is_left_out_and_told() -> None:
+    blocks, told = overridden(WRITTEN, "model.blocks.full.attention.position.kind=alibi")
+    assert blocks["full"]["attention"]["position"]["kind"] == "alibi"
+    assert told == [
+        "model.blocks.full.attention.position.kind=alibi leaves out theta=500.0 of kind rope"
+    ]
+
+
+def test_another_kind_over_a_preset_keeps_what_the_preset_says() -> None:
+    before, _ = overridden(OF_PRESET)
+    blocks, told = overridden(OF_PRESET, "model.blocks.main.feed_forward.kind=gated_mlp")
+    after = blocks["main"]["feed_forward"]
+    assert (after["kind"], after["d_ff"], after["bias"]) == ("gated_mlp", 80, True)
+    assert after["activation"] == before["main"]["feed_forward"]["activation"]
+    assert blocks["main"]["attention"] == before["main"]["attention"]
+    assert told == []
+    named = [*("model.preset=gpt2", "model.blocks.main.kind=parallel")]
+    blocks, _ = overridden({**WRITTEN, "model": {}}, *named)
+    assert blocks["main"]["attention"] == before["main"]["attention"]
+
+
+def test_null_removes_a_block() -> None:
+    settings = ["model.blocks.local=null", "model.pattern=[full]"]
+    blocks, _ = overridden(WRITTEN, *settings)
+    assert list(blocks) == ["full"]
+    with pytest.raises(ConfigError, match=r"^model\.pattern: no block 'local'; known: full$"):
+        overridden(WRITTEN, "model.blocks.local.x=null", settings[0])
+    other = "model.blocks.mine={kind: parallel, attention: {n_heads: 4}, feed_forward: {d_ff: 8}}"
+    with pytest.raises(ConfigError, match="feed_forward"):  # mine is wrong, and main is gone
+        overridden(OF_PRESET, "model.blocks.main=null", other)
+    blocks, _ = overridden(WRITTEN, "model.blocks.full.attention.window=null")
+    assert blocks["full"]["attention"]["window"] is None
+
+
+@pytest.mark.parametrize(
+    ("setting", "message"),
+    [
+        ("steps=10", "unknown key 'steps'; did you mean train.steps?"),
+        ("batchsize=10", "unknown key 'batchsize'; did you mean train.batch_size?"),
+        (
+            "model.n_heads=8",
+            "model: unknown key 'n_heads'; did you mean model.blocks.full.attention.n_heads or "
+            "model.blocks.local.attention.n_heads?",
+        ),
+        (
+            "model.blocks.full.selection_bias=true",
+            "model.blocks.full: unknown key 'selection_bias'; did you mean "
+            "model.blocks.full.feed_forward.router.selection_bias?",
+        ),
+        (
+            "train.lr=1",
+            "train: unknown key 'lr'; did you mean train.optimizer.learning_rate or "
+            "train.optimizer.adamw.learning_rate?",
+        ),
+        (
+            "train.optimizer.beta1=0.5",
+            "train.optimizer: unknown key 'beta1', which belongs to kind: adamw; choose that, or "
+            "leave beta1 out",
+        ),
+        ("train.stepps=3", "train: unknown key 'stepps'; did you mean 'steps'?"),
+        ("zzz=1", "unknown key 'zzz'; known: data, "),
+    ],
+)
+def test_an_unknown_key_is_sought_in_the_whole_recipe(setting: str, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        overridden(WRITTEN, setting)
+    assert str(caught.value).startswith(message)

@@ -158,9 +158,21 @@ class TestTasks:
 
         monkeypatch.setattr("lm_eval.tasks.TaskManager", Own)
         arguments = [str(run_folder), "--include-path", str(folder)]
-        expected = "there is no task 'whihc'; did you mean 'which'?"
+        expected = "there is no task 'whihc'; did you mean 'which'"
         assert_refused(capsys, [*arguments, "--tasks", "wh*,whihc"], expected)
         assert_refused(capsys, [str(run_folder), "--tasks", "what"], "there is no task 'what'; ")
+
+    def test_a_name_that_no_file_has_is_refused_before_the_harness_is_imported(
+        self, run_folder, capsys, monkeypatch
+    ):
+        def refuse():
+            raise AssertionError("imported")
+
+        monkeypatch.setattr("workhorse.evaluate.tasks._check_installed", refuse)
+        expected = "there is no task 'helaswag'; did you mean 'hellaswag' or "
+        assert_refused(capsys, ["no-model", "--tasks", "helaswag"], expected)
+        expected = "there is no task 'nosuchtask'; lm-eval ls tasks lists them\n"
+        assert_refused(capsys, ["no-model", "--tasks", "mmlu_*,nosuchtask"], expected)
 
     def test_data_that_would_have_to_be_fetched(self, run_folder, folder, capsys):
         (folder / "far.yaml").write_text(

@@ -14,8 +14,8 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy
 import torch
 
-from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
+from workhorse.evaluate.task_names import check_names, is_file, unknown
 
 if TYPE_CHECKING:
     from lm_eval.tasks import TaskManager
@@ -102,6 +102,7 @@ def load_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise WorkhorseError(f"{include_path} is not a folder; give one that holds YAML tasks")
+    check_names(names, include_path)
     _check_installed()
     random.seed(SEEDS["random_seed"])
     numpy.random.seed(SEEDS["numpy_seed"])
@@ -135,11 +136,11 @@ def _manager(names: Sequence[str], include_path: str | Path | None) -> "TaskMana
 
 
 def _matching(manager: "TaskManager", name: str) -> list[str]:
-    if Path(name).suffix in (".yaml", ".yml") and Path(name).is_file():
+    if is_file(name):
         return [name]
     found = manager.match_tasks([name])
     if not found:
-        raise WorkhorseError(f"there is no task {name!r}; {nearest(name, manager.all_tasks)}")
+        raise unknown(name, manager.all_tasks)
     return found
 
 

@@ -133,6 +133,16 @@ def test_an_unknown_format_is_refused_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("dtype", ["zip", "int8", None, torch.float32])
+def test_an_unknown_number_format_is_refused_and_nothing_is_written(
+    run_folder: Path, tmp_path: Path, dtype: Any
+) -> None:
+    expected = "is no number format; choose auto, float32, bfloat16, float16, q8_0$"
+    with pytest.raises(WorkhorseError, match=expected):
+        convert(run_folder, tmp_path / "out", "workhorse", dtype=dtype)
+    assert not (tmp_path / "out").exists()
+
+
 @pytest.mark.parametrize("to", ["hf", "workhorse", "gguf"])
 def test_a_link_to_nothing_stays(to: Format, run_folder: Path, tmp_path: Path) -> None:
     link = tmp_path / "link"

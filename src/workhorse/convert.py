@@ -76,6 +76,9 @@ def convert(
     target = Path(target)
     if to not in get_args(Format):
         raise WorkhorseError(f"to={to!r} is no format; choose {', '.join(get_args(Format))}")
+    if dtype not in get_args(DTypeName):
+        known = ", ".join(get_args(DTypeName))
+        raise WorkhorseError(f"dtype={shown(dtype)} is no number format; choose {known}")
     if dtype == "q8_0" and to != "gguf":
         raise WorkhorseError(f"dtype=q8_0 is for --to gguf, not {to}; choose another dtype")
     if to == "gguf" and os.path.lexists(target):

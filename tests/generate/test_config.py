@@ -98,6 +98,10 @@ def test_an_option_that_would_not_be_read_is_refused(options):
         GenerationConfig(**options)
 
 
+def test_a_seed_beside_greedy_decoding_is_accepted() -> None:
+    assert GenerationConfig(temperature=0, seed=1).seed == 1
+
+
 def test_the_seed_of_the_last_sample_is_a_seed() -> None:
     most = 2**63 - 1
     assert GenerationConfig(seed=most - 1, n_samples=2).seed == most - 1

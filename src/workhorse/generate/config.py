@@ -20,7 +20,7 @@ class GenerationConfig(Config):
 
     Sampling is on when `temperature > 0` and `beams == 1`, greedy is `temperature=0`, and
     `beams > 1` searches for the likeliest text. An option that the chosen way of decoding would
-    not read is refused.
+    not read is refused, but for a seed beside `temperature=0`, which decides nothing.
     """
 
     max_new_tokens: int = 128

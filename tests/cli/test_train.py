@@ -192,7 +192,25 @@ def test_dry_run_tells_and_writes_nothing(recipe: str, capsys: pytest.CaptureFix
     assert found["tokens"] == 6 * 2 * 16
     assert found["seconds_from"] == "steps"
     assert main(["train", recipe, "--dry-run"]) == 0
-    assert f"parameters  {total:,}" in capsys.readouterr().out
+    account = capsys.readouterr().out
+    assert account.startswith(f"parameters  {total:,}")
+    assert main(["train", recipe, "--dry-run", "--show-recipe"]) == 0
+    written_out, shown = capsys.readouterr().out.split("\n\n")
+    assert "grad_clip: 1.0" in written_out
+    assert shown.splitlines()[:2] == account.splitlines()[:2]
+
+
+@pytest.mark.parametrize("out", ["to-nothing", "corpus.txt", "corpus.txt/run"])
+def test_dry_run_refuses_the_place_that_training_would(
+    recipe: str, out: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("to-nothing").symlink_to("nowhere")
+    said = []
+    for arguments in ([], ["--dry-run"]):
+        assert main(["train", recipe, "--out", out, *arguments]) == 2
+        said.append(capsys.readouterr().err)
+    assert said[0] == said[1]
+    assert said[0].startswith(f"workhorse: cannot write in the run directory {out}: ")
 
 
 @pytest.mark.parametrize(
@@ -227,6 +245,32 @@ def test_mistakes_are_one_line_and_leave_nothing(
     assert message in said.err.splitlines()[-1]
     assert said.err.count("workhorse") == 1
     assert [path for path in sorted(Path().rglob("*")) if path.name != "runs"] == before
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (
+            ["--steps", "10"],
+            "no such option --steps; write the recipe's setting train.steps=10 (see",
+        ),
+        (["--batch-size=4"], "write the recipe's setting train.batch_size=4 (see"),
+        (["--lr", "1"], "train.optimizer.learning_rate=1 or train.optimizer.adamw.learning_rate=1"),
+        (
+            ["--lr", "--resume"],
+            "write the recipe's setting train.optimizer.learning_rate=... or tr",
+        ),
+        (["--zzz"], "No such option '--zzz'"),
+        (["--show-recipe"], "--show-recipe belongs to --dry-run; leave it out"),
+    ],
+)
+def test_an_option_that_is_a_setting_is_told_as_one(
+    recipe: str, arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", recipe, *arguments]) == 2
+    said = capsys.readouterr().err
+    assert message in said
+    assert said.count("\n") == 1
 
 
 @pytest.mark.parametrize(

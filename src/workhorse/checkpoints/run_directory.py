@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import os
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,22 +79,19 @@ class RunDirectory:
             self.path.mkdir(parents=True, exist_ok=True)
             return FolderLock(self.path)
         except OSError as error:
-            cause = error.strerror
-            if error.errno == errno.EEXIST:
-                cause = (
-                    "it is a file" if Path(error.filename).exists() else "it is a link to nothing"
-                )
-            raise WorkhorseError(
-                f"cannot write in the run directory {self.path}: {cause}; choose another --out"
-            ) from None
+            raise self._unfit(error.strerror) from None
 
     def check_free(self) -> None:
         """Look whether a run can begin here, without touching anything.
 
         Raises:
-            WorkhorseError: a run is here already, or something that is no run.
+            WorkhorseError: a run is here already, or something that is no run, or no folder can
+                be made here.
         """
         if not self.path.is_dir():
+            there = self._first_above()
+            if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+                raise self._unfit(os.strerror(errno.EACCES))
             return
         if self.exists:
             raise WorkhorseError(
@@ -110,6 +108,20 @@ class RunDirectory:
                 f"{self.path} is not empty and not a run (it has {min(others)!r}); "
                 "choose another --out"
             )
+
+    def _first_above(self) -> Path:
+        """What is there of the path: itself or the nearest folder above, or what is not one."""
+        return next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
+
+    def _unfit(self, reason: str | None) -> WorkhorseError:
+        """Why no folder can be made or written at the path."""
+        there = self._first_above()
+        if not there.is_dir():
+            what = "it" if there == self.path else there
+            reason = f"{what} is {'a file' if there.exists() else 'a link to nothing'}"
+        return WorkhorseError(
+            f"cannot write in the run directory {self.path}: {reason}; choose another --out"
+        )
 
     def begin(self, recipe_yaml: str) -> None:
         """Make the folder a run by writing its recipe.

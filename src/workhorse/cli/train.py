@@ -15,7 +15,35 @@ from workhorse.cli.options import json_option, runtime_options
 from workhorse.cli.output import ExitCode, print_result
 
 
-@click.command("train")
+class _Train(click.Command):
+    """Tells of an option that it has not, but a recipe has, how the setting is written."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if not (settings := _as_settings(error.option_name, given)):
+                raise
+            raise click.UsageError(
+                f"no such option {error.option_name}; write the recipe's setting {settings}", ctx
+            ) from None
+
+
+def _as_settings(option: str, given: list[str]) -> str:
+    """`--steps 10` as `train.steps=10`; empty where a recipe has no such key."""
+    from workhorse.train.misplaced import listed, places_of
+
+    at = next((n for n, word in enumerate(given) if word.partition("=")[0] == option), len(given))
+    _, equals, value = given[at].partition("=") if at < len(given) else ("", "", "")
+    if not equals:
+        value = next(iter(given[at + 1 :]), "")
+    value = "..." if value.startswith("-") or not value else value
+    places = places_of(option.lstrip("-").replace("-", "_"))
+    return listed([f"{place}={value}" for place in places]) if places else ""
+
+
+@click.command("train", cls=_Train)
 @click.argument("recipe", type=click.Path(path_type=Path))
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--out", type=click.Path(path_type=Path), help="Run directory.  [default: runs/NAME]")
@@ -24,6 +52,9 @@ from workhorse.cli.output import ExitCode, print_result
     "--dry-run",
     is_flag=True,
     help="Show size, memory and time, and what --resume would change; write nothing.",
+)
+@click.option(
+    "--show-recipe", is_flag=True, help="With --dry-run: the recipe too, defaults written out."
 )
 @partial(runtime_options, default="the recipe's")
 @json_option
@@ -34,6 +65,7 @@ def command(
     out: Path | None,
     resume: bool,
     dry_run: bool,
+    show_recipe: bool,
     device: str,
     dtype: str,
     threads: int,
@@ -48,6 +80,8 @@ def command(
     or SIGHUP ends the run after the step under way, with a checkpoint; --resume goes on, and may
     change what does not make it another run.
     """
+    if show_recipe and not dry_run:
+        raise click.UsageError("--show-recipe belongs to --dry-run; leave it out")
     flags = [
         f"train.{name}={value}"
         for name, value in {"device": device, "dtype": dtype, "threads": threads}.items()
@@ -58,7 +92,7 @@ def command(
     notices: list[str] = []
     settings = _read(recipe, [*overrides, *flags], out, resume, notices.append)
     if dry_run:
-        _dry_run(settings, out, resume, as_json, notices)
+        _dry_run(settings, out, resume, as_json, notices, show_recipe=show_recipe)
     else:
         _train(settings, out or _default(settings.name), resume, as_json, notices)
 
@@ -140,7 +174,13 @@ def _summary(result: Any) -> str:
 
 
 def _dry_run(
-    settings: Any, out: Path | None, resume: bool, as_json: bool, notices: list[str]
+    settings: Any,
+    out: Path | None,
+    resume: bool,
+    as_json: bool,
+    notices: list[str],
+    *,
+    show_recipe: bool,
 ) -> None:
     from workhorse.cli.train_progress import clock
     from workhorse.memory import size
@@ -171,10 +211,12 @@ def _dry_run(
         "steps": "from a few steps on random tokens; validation and samples come on top",
         "matrix product": "at the rate of the quickest matrix product, so at least that",
     }[found["seconds_from"]]
+    written_out = [settings.to_yaml()] if show_recipe else []
+    if show_recipe:
+        found["recipe"] = settings.to_dict()
     text = "\n".join(
         [
-            settings.to_yaml().rstrip(),
-            "",
+            *written_out,
             f"parameters  {parameters['total']:,} ({roles})",
             f"memory      {size(memory['total'])} ({parts}); "
             "activations, logits and what an update needs for a moment come on top",

@@ -118,3 +118,17 @@ def test_a_run_directory_is_a_recipe(capsys) -> None:
     assert not Path("runs").exists()
     assert main(["data", "inspect", "texts"]) == 2
     assert "texts is a folder and no run: it has no recipe.yaml" in capsys.readouterr().err
+
+
+def test_unknown_characters_are_warned_of_and_counted(capsys) -> None:
+    few = "tokenizer={kind: characters, vocab_size: 16}"
+    result = result_of(capsys, "prepare", "recipe.yaml", few)
+    unknown = {split: result["splits"][split]["corpus"]["unknown"] for split in result["splits"]}
+    assert min(unknown.values()) > 0
+    assert main(["data", "inspect", "recipe.yaml", few]) == 0
+    said = capsys.readouterr()
+    (warning,) = (line for line in said.err.splitlines() if "are unknown characters" in line)
+    assert warning.startswith(f"warning: {sum(unknown.values())} of ")
+    head, train = said.out.splitlines()[:2]
+    assert head.split()[4:] == ["unknown", "weight"]
+    assert train.split()[-2:] == [str(unknown["train"]), "1"]

@@ -52,6 +52,18 @@ def test_trains_and_tells(recipe: str, capsys: pytest.CaptureFixture[str]) -> No
     assert Path("runs/tiny/report.html").exists()
 
 
+def test_unknown_characters_are_told_where_they_flatter(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    few = "tokenizer={kind: characters, vocab_size: 9}"
+    assert main(["train", recipe, few]) == 0
+    said = capsys.readouterr()
+    assert "are unknown characters, which the model will never learn" in said.err
+    assert "bits per byte (too low: " in said.err
+    assert "bits per byte (too low: " in said.out
+    assert "of the held-out tokens unknown" in Path("runs/tiny/report.html").read_text("utf-8")
+
+
 def test_json_is_one_line_on_stdout(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", recipe, "--out", "run", "--json"]) == 0
     said = capsys.readouterr()

@@ -24,6 +24,10 @@ class ByteTokenizer:
         self.encoded_texts += len(texts)
         return [list(text.encode()) for text in texts]
 
+    def count_unknown(self, ids: Sequence[int]) -> int:
+        """GPT-2's unk is its eos, which here too ends documents and comes of no text."""
+        return ids.count(257) + ids.count(ord("?"))
+
     def decode(self, ids: Sequence[int]) -> str:
         special = {256: b"<bos>", 257: b"<eos>"}
         return b"".join(special.get(i, bytes([i % 256])) for i in ids).decode("utf-8", "replace")

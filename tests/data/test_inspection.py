@@ -44,6 +44,7 @@ def test_counts_of_a_data_set(tokenizer, tmp_path: Path) -> None:
         "bytes": 180,
         "tokens": 181,
         "bytes_per_token": 180 / 181,
+        "unknown": 0,
         "weight": 1.0,
     }
     assert described["splits"]["validation"]["corpus"]["bytes"] == 20

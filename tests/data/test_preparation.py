@@ -75,6 +75,26 @@ def test_documents_may_begin_with_bos_and_end_with_nothing(
     assert EOS not in tokens
 
 
+def test_unknown_characters_are_counted_kept_and_told(
+    config: DataConfig, tokenizer, tmp_path: Path
+) -> None:
+    told: list[str] = []
+    known = prepare(config, tokenizer, tmp_path / "known", tell=told.append)
+    assert (known.train.unknown_rate, told) == (0, [])
+    lines = [json.dumps({"text": text.replace("é", "?")}) + "\n" for text in TEXTS]
+    config.sources["corpus"].path.write_text("".join(lines))
+    for _ in range(2):  # made, and found again
+        dataset = prepare(config, tokenizer, tmp_path / "data", tell=told.append)
+        splits = (dataset.train, dataset.validation)
+        tokens = sum(split.n_tokens for split in splits)
+        unknown = sum(stream.n_unknown for split in splits for stream in split.streams)
+        assert unknown == sum(text.count("é") for text in TEXTS)
+        assert dataset.train.unknown_rate == all_tokens(dataset.train.streams[0]).count(
+            ord("?")
+        ) / len(dataset.train.streams[0])
+        assert told.pop().startswith(f"{unknown} of {tokens:,} tokens (")
+
+
 def test_a_document_in_pieces_begins_and_ends_once(
     tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -36,10 +36,11 @@ def decoder() -> Decoder:
 class Ascii:
     """One character, one token; what is not ASCII is unknown."""
 
-    unk_id = 127
-
     def encode(self, text: str) -> list[int]:
         return [min(ord(character), 127) for character in text]
+
+    def count_unknown(self, ids: list[int]) -> int:
+        return ids.count(127)
 
 
 @pytest.fixture

@@ -133,7 +133,7 @@ def _prepared(
             recipe.tokenizer, recipe.data, folder, progress=report, tell=warn
         )
     with progress("preparing data", unit="bytes") as report:
-        dataset = prepare(recipe.data, tokenizer, folder, progress=report, verify=verify)
+        dataset = prepare(recipe.data, tokenizer, folder, progress=report, verify=verify, tell=warn)
     return recipe, tokenizer, dataset
 
 
@@ -154,13 +154,16 @@ def _validation_batch(dataset: "Dataset", index: int, sizes: dict[str, Any]) -> 
 
 def _counts(result: dict[str, Any]) -> str:
     """The data set as a table."""
-    table: list[tuple[str, ...]] = [("", "documents", "bytes", "tokens", "bytes/token", "weight")]
+    table: list[tuple[str, ...]] = [
+        ("", "documents", "bytes", "tokens", "bytes/token", "unknown", "weight")
+    ]
     for split, sources in result["splits"].items():
         for source, counts in sources.items():
             cells = (f"{counts[key]:,}" for key in ("documents", "bytes", "tokens"))
             weight = f"{counts['weight']:g}" if split == "train" else ""
             ratio = f"{counts['bytes_per_token']:.2f}"
-            table.append((f"{split} {source}", *cells, ratio, weight))
+            unknown = f"{counts['unknown']:,}"
+            table.append((f"{split} {source}", *cells, ratio, unknown, weight))
     widths = [max(len(cell) for cell in column) for column in zip(*table, strict=True)]
     lines = []
     for name, *cells in table:

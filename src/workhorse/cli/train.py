@@ -157,6 +157,8 @@ def _train(settings: Any, out: Path, resume: bool, as_json: bool, notices: list[
 
 
 def _summary(result: Any) -> str:
+    from workhorse.cli.train_progress import bits_per_byte
+
     lines = [f"{result.run_directory}: step {result.step:,} of {result.steps:,}"]
     if result.stopped_by is not None:
         lines[0] += f", stopped by {result.stopped_by} and saved"
@@ -165,7 +167,7 @@ def _summary(result: Any) -> str:
     if result.validation_loss is not None:
         held_out = f"validation loss {result.validation_loss:.4f}"
         if result.bits_per_byte is not None:
-            held_out += f", {result.bits_per_byte:.4f} bits per byte"
+            held_out += f", {bits_per_byte(result.bits_per_byte, result.unknown_rate)}"
         lines.append(held_out)
     lines.append(f"{result.tokens:,} tokens in {result.seconds:.1f} s")
     if result.skipped_steps:

@@ -134,8 +134,14 @@ def _held_out(event: Event) -> str:
     part = "" if event["whole"] else " on a part"
     line = f"validation loss {event['loss']:.4f}{part}"
     if event["bits_per_byte"] is not None:
-        line += f", {event['bits_per_byte']:.4f} bits per byte"
+        line += f", {bits_per_byte(event['bits_per_byte'], event['unknown_rate'])}"
     return line
+
+
+def bits_per_byte(bits: float, unknown_rate: float | None) -> str:
+    """The figure, and a word where it means less than it should."""
+    note = f" (too low: {unknown_rate:.2%} of the tokens are unknown)" if unknown_rate else ""
+    return f"{bits:.4f} bits per byte{note}"
 
 
 def clock(seconds: float) -> str:

@@ -37,6 +37,11 @@ class Split:
         """UTF-8 bytes of the text."""
         return sum(stream.n_bytes for stream in self.streams)
 
+    @property
+    def unknown_rate(self) -> float:
+        """Share of the tokens that stand for characters which the tokenizer does not have."""
+        return sum(stream.n_unknown for stream in self.streams) / self.n_tokens
+
 
 @dataclass(frozen=True)
 class Dataset:
@@ -62,6 +67,20 @@ class Dataset:
             for stream in split.values():
                 for shard in stream.shards:
                     check_sums(self.folder, shard)
+
+
+def unknown_text(dataset: Dataset) -> str | None:
+    """What to say where the tokenizer does not know some of the text; else None."""
+    splits = [split for split in (dataset.train, dataset.validation) if split is not None]
+    unknown = sum(stream.n_unknown for split in splits for stream in split.streams)
+    if not unknown:
+        return None
+    tokens = sum(split.n_tokens for split in splits)
+    return (
+        f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.2%}) are unknown characters, which "
+        "the model will never learn, and which make its loss and bits per byte too low; a "
+        "tokenizer that spells bytes knows all text (kind: bpe, or byte_fallback: true)"
+    )
 
 
 def open_dataset(folder: Path, weights: Mapping[str, float] | None = None) -> Dataset:
@@ -117,7 +136,7 @@ def _open_stream(folder: Path, source: str, stream: StreamConfig) -> TokenStream
         shards.append(tokens)
         ends.append(own_ends + position)
         position += shard.tokens
-    return TokenStream(source, shards, np.concatenate(ends), stream.bytes)
+    return TokenStream(source, shards, np.concatenate(ends), stream.bytes, stream.unknown)
 
 
 def _open_array(path: Path, length: int) -> np.ndarray:

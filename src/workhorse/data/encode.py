@@ -9,7 +9,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from itertools import islice
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, Generic, NamedTuple, TypeVar
 
 import numpy as np
 
@@ -29,6 +29,17 @@ BLOCKS_AT_ONCE = 2
 Stream = TypeVar("Stream")
 
 
+class Encoded(NamedTuple, Generic[Stream]):
+    """A document, or a piece of one, as tokens."""
+
+    stream: Stream
+    """What it belongs to."""
+    document: Document
+    tokens: np.ndarray
+    unknown: int
+    """How many of them stand for characters that the tokenizer does not have."""
+
+
 def encoded(
     documents: Iterable[tuple[Stream, Document]],
     tokenizer: "Tokenizer",
@@ -36,7 +47,7 @@ def encoded(
     bos: bool,
     eos: bool,
     dtype: str,
-) -> Iterator[tuple[Stream, Document, np.ndarray]]:
+) -> Iterator[Encoded[Stream]]:
     """Each document, or piece of one, with its tokens as `dtype`.
 
     Args:
@@ -49,46 +60,46 @@ def encoded(
         dtype: of NumPy, an unsigned integer.
     """
 
-    def encode(block: list[tuple[Stream, Document]]) -> list[np.ndarray]:
+    def encode(block: list[tuple[Stream, Document]]) -> list[Encoded[Stream]]:
         ids = tokenizer.encode_batch([document.text for _, document in block])
-        arrays = []
-        for (_, document), tokens in zip(block, ids, strict=True):
+        found = []
+        for (stream, document), tokens in zip(block, ids, strict=True):
             before = [tokenizer.bos_id] if bos and document.begins else []
             after = [tokenizer.eos_id] if eos and document.ends else []
-            arrays.append(np.array([*before, *tokens, *after], dtype=dtype))
-        return arrays
+            array = np.array([*before, *tokens, *after], dtype=dtype)
+            found.append(Encoded(stream, document, array, tokenizer.count_unknown(tokens)))
+        return found
 
     blocks = _blocks(documents)
     with ThreadPoolExecutor(BLOCKS_AT_ONCE, thread_name_prefix="encode") as pool:
-        waiting: deque[tuple[list[tuple[Stream, Document]], Future[list[np.ndarray]]]] = deque()
+        waiting: deque[Future[list[Encoded[Stream]]]] = deque()
         try:
             while True:
                 for block in islice(blocks, BLOCKS_AT_ONCE - len(waiting)):
-                    waiting.append((block, pool.submit(encode, block)))
+                    waiting.append(pool.submit(encode, block))
                 if not waiting:
                     return
-                block, arrays = waiting.popleft()
-                for (stream, document), tokens in zip(block, arrays.result(), strict=True):
-                    yield stream, document, tokens
+                yield from waiting.popleft().result()
         finally:
-            for _, arrays in waiting:
-                arrays.cancel()
+            for block in waiting:
+                block.cancel()
 
 
 def stream_of(
     name: str, documents: Iterable[Document], tokenizer: "Tokenizer", config: DataConfig
 ) -> TokenStream:
     """A few documents as a stream in memory, with the tokens that a data set of them would have."""
-    tokens, ends, size = [np.zeros(0, np.int64)], [], 0
+    tokens, ends, size, unknown = [np.zeros(0, np.int64)], [], 0, 0
     pairs = ((name, document) for document in documents)
-    for _, document, ids in encoded(
-        pairs, tokenizer, bos=config.bos, eos=config.eos, dtype="int64"
-    ):
-        tokens.append(ids)
-        size += len(document.text.encode())
-        if document.ends:
+    for found in encoded(pairs, tokenizer, bos=config.bos, eos=config.eos, dtype="int64"):
+        tokens.append(found.tokens)
+        size += len(found.document.text.encode())
+        unknown += found.unknown
+        if found.document.ends:
             ends.append(sum(map(len, tokens)))
-    return TokenStream(name, [np.concatenate(tokens)], np.array(ends, dtype=np.int64), size)
+    return TokenStream(
+        name, [np.concatenate(tokens)], np.array(ends, dtype=np.int64), size, unknown
+    )
 
 
 def _blocks(

@@ -84,6 +84,7 @@ def describe(dataset: Dataset) -> dict[str, Any]:
                 "bytes": stream.n_bytes,
                 "tokens": len(stream),
                 "bytes_per_token": stream.n_bytes / len(stream),
+                "unknown": stream.n_unknown,
                 "weight": weight,
             }
             for stream, weight in zip(split.streams, split.weights, strict=True)

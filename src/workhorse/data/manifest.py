@@ -33,6 +33,9 @@ class ShardConfig(Config):
     """UTF-8 bytes of the text."""
     pieces: int
     """Pieces of documents read for this shard: how far a build that goes on has to skip."""
+    unknown: int = 0
+    """Tokens that stand for characters which the tokenizer does not have. Data sets of before this
+    was counted have 0."""
     tokens_sha256: str
     ends_sha256: str
 
@@ -54,6 +57,10 @@ class StreamConfig(Config):
     @property
     def bytes(self) -> int:
         return sum(shard.bytes for shard in self.shards)
+
+    @property
+    def unknown(self) -> int:
+        return sum(shard.unknown for shard in self.shards)
 
 
 class ManifestConfig(Config):

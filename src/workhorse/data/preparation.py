@@ -10,7 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,9 +18,17 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workhorse.data.config import DataConfig
-from workhorse.data.dataset import ENDS, TOKENS, Dataset, check_sums, open_dataset, open_shard
+from workhorse.data.dataset import (
+    ENDS,
+    TOKENS,
+    Dataset,
+    check_sums,
+    open_dataset,
+    open_shard,
+    unknown_text,
+)
 from workhorse.data.documents import Document, SplitName, read_documents
-from workhorse.data.encode import encoded
+from workhorse.data.encode import Encoded, encoded
 from workhorse.data.file_changes import save_file_list
 from workhorse.data.manifest import (
     ManifestConfig,
@@ -52,6 +60,7 @@ def prepare(
     *,
     progress: Progress | None = None,
     verify: bool = False,
+    tell: Callable[[str], object] = lambda line: None,
 ) -> Dataset:
     """Make the token shards of a config, or open them if they are there already.
 
@@ -62,6 +71,7 @@ def prepare(
         progress: told how far the build is.
         verify: compare the checksums of what is there. A shard found damaged is made again; that
             its files are whole in size is always checked.
+        tell: called with what must not go unnoticed: that the tokenizer does not know all the text.
 
     Raises:
         WorkhorseError: a source cannot be read or changes meanwhile, a split is empty, the
@@ -76,7 +86,10 @@ def prepare(
             for leftover in home.glob("*.tmp"):
                 leftover.unlink()
             _Build(config, tokenizer, home, manifest, progress).run()
-    return open_dataset(home, config.weights)
+    dataset = open_dataset(home, config.weights)
+    if line := unknown_text(dataset):
+        tell(line)
+    return dataset
 
 
 class _Build:
@@ -110,7 +123,7 @@ class _Build:
             eos=self.config.eos,
             dtype=self.manifest.dtype,
         )
-        for key, documents in groupby(tokens, key=lambda item: item[0]):
+        for key, documents in groupby(tokens, key=lambda item: item.stream):
             self._fill(*key, documents)
             self._finish(*key)
         for key in wanted:  # those whose last shard was written before the build was killed
@@ -138,11 +151,11 @@ class _Build:
         self,
         split: SplitName,
         name: str,
-        documents: Iterable[tuple[StreamKey, Document, np.ndarray]],
+        documents: Iterable[Encoded[StreamKey]],
     ) -> None:
         buffer = _ShardBuffer()
-        for _, document, tokens in documents:
-            self.done += buffer.add(document, tokens)
+        for document in documents:
+            self.done += buffer.add(document)
             if self.done - self.reported >= REPORT_BYTES:
                 self.progress(self.done, self.total)
                 self.reported = self.done
@@ -179,15 +192,16 @@ class _ShardBuffer:
     def __init__(self) -> None:
         self.tokens: list[np.ndarray] = []
         self.ends: list[int] = []
-        self.n_tokens = self.n_bytes = 0
+        self.n_tokens = self.n_bytes = self.n_unknown = 0
 
-    def add(self, document: Document, tokens: np.ndarray) -> int:
+    def add(self, piece: Encoded[StreamKey]) -> int:
         """Add a document, or a piece of one; gives its UTF-8 bytes."""
-        n_bytes = len(document.text.encode())
-        self.tokens.append(tokens)
-        self.n_tokens += len(tokens)
+        n_bytes = len(piece.document.text.encode())
+        self.tokens.append(piece.tokens)
+        self.n_tokens += len(piece.tokens)
         self.n_bytes += n_bytes
-        if document.ends:
+        self.n_unknown += piece.unknown
+        if piece.document.ends:
             self.ends.append(self.n_tokens)
         return n_bytes
 
@@ -198,6 +212,7 @@ class _ShardBuffer:
             documents=len(self.ends),
             bytes=self.n_bytes,
             pieces=len(self.tokens),
+            unknown=self.n_unknown,
             tokens_sha256=write_array(home / (name + TOKENS), np.concatenate(self.tokens)),
             ends_sha256=write_array(home / (name + ENDS), np.array(self.ends, dtype=np.int64)),
         )

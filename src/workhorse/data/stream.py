@@ -16,14 +16,21 @@ class TokenStream:
         shards: the tokens, unsigned integers, in order; usually memory-mapped.
         ends: for each document the position after its last token, rising; the last is the length.
         n_bytes: UTF-8 bytes of the text that the tokens stand for.
+        n_unknown: tokens that stand for characters which the tokenizer does not have.
     """
 
     def __init__(
-        self, name: str, shards: Sequence[np.ndarray], ends: npt.NDArray[np.int64], n_bytes: int = 0
+        self,
+        name: str,
+        shards: Sequence[np.ndarray],
+        ends: npt.NDArray[np.int64],
+        n_bytes: int = 0,
+        n_unknown: int = 0,
     ) -> None:
         self.name = name
         self.ends = ends
         self.n_bytes = n_bytes
+        self.n_unknown = n_unknown
         self._shards = shards
         self._starts = [0, *accumulate(len(shard) for shard in shards)]
         assert (ends[-1] if len(ends) else 0) == len(self), "a document has no end"

@@ -24,9 +24,8 @@ LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**24}
 class TokensOfText(Protocol):
     """What evaluation asks of a tokenizer; `workhorse.tokenizers.Tokenizer` gives it."""
 
-    unk_id: int | None
-
     def encode(self, text: str, /) -> list[int]: ...
+    def count_unknown(self, ids: Sequence[int], /) -> int: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -190,8 +189,7 @@ def _windows(
             tally.documents += empty and bool(encoded)
             empty = empty and not encoded
             tally.bytes += len(piece.text.encode())
-            if tokenizer.unk_id is not None:
-                tally.unknown += encoded.count(tokenizer.unk_id)
+            tally.unknown += tokenizer.count_unknown(encoded)
             yield encoded
             if progress is not None:
                 progress(tally.bytes)

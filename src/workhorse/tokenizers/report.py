@@ -59,7 +59,7 @@ def tokenizer_report(
         n_bytes += len(text.encode())
         n_words += sum(1 for _ in _WORD.finditer(text))
         n_tokens += len(ids)
-        n_unknown += ids.count(tokenizer.unk_id) if tokenizer.unk_id is not None else 0
+        n_unknown += tokenizer.count_unknown(ids)
         used.update(ids)
         if back != text:
             n_changed += 1

@@ -125,6 +125,10 @@ class Tokenizer:
         backend = self._matching_special if allow_special else self._backend
         return ids_of(backend, texts)
 
+    def count_unknown(self, ids: Sequence[int]) -> int:
+        """How many ids of a text stand for characters that the vocabulary lacks."""
+        return 0 if self.unk_id is None else ids.count(self.unk_id)
+
     def encode_text(self, text: str, *, allow_special: bool = False) -> list[int]:
         """The ids of a whole text as its model was given them: with `prefix_ids`, `suffix_ids`.
 

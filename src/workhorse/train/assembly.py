@@ -78,6 +78,7 @@ def assemble(
         tokenizer,
         run.data_folder,
         progress=lambda done, total: on_event({"kind": "data", "done": done, "total": total}),
+        tell=tell,
     )
     batches = _batches(recipe, dataset, at)
     decoder_config = recipe.decoder_config(tokenizer.vocab_size)

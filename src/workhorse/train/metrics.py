@@ -14,8 +14,8 @@ Every line has `kind` and `step` (steps done when it was written):
   compilers; a longer first interval leaves that step out), `skipped_steps` (so far), `seconds` (of
   training so far); of a model with mixtures `expert_load_max` and `expert_load_entropy`, lists of a
   number for each mixture: how this step's batch was spread (see `Balancer.figures`)
-- `validation`: `loss`, `bits_per_byte` (or null; see `Validation`), `tokens`, `whole` (the split,
-  or a part)
+- `validation`: `loss`, `bits_per_byte` (or null; see `Validation`), `unknown_rate` (likewise),
+  `tokens`, `whole` (the split, or a part)
 - `samples`: `samples`, a list of `prompt` and `text`
 - `checkpoint`: `path`, once it is whole
 - `skipped_step`: `loss` and `grad_norm`, of which one is not finite and so null

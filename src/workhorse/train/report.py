@@ -70,6 +70,8 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
                     f"{last['bits_per_byte']:.4f}",
                 )
             )
+        if unknown := last.get("unknown_rate"):  # not in runs of before
+            rows.append(("of the held-out tokens unknown, so both too low", f"{unknown:.2%}"))
     if steps:
         last = steps[-1]
         warm = [event for event in steps if not event.get("warming_up")] or steps

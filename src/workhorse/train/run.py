@@ -37,6 +37,8 @@ class TrainResult:
     """Of the last validation, nats per token; None without held-out text."""
     bits_per_byte: float | None
     """Likewise."""
+    unknown_rate: float | None
+    """Share of the held-out tokens that are unknown characters, see `Validation`."""
     tokens: int
     """Predictions trained on."""
     skipped_steps: int
@@ -150,6 +152,7 @@ def _result(loop: Loop, run: RunDirectory, signals: StopSignals) -> TrainResult:
         loss=events.get("step", {}).get("loss"),
         validation_loss=validation.get("loss"),
         bits_per_byte=validation.get("bits_per_byte"),
+        unknown_rate=validation.get("unknown_rate"),
         tokens=loop.counters.tokens,
         skipped_steps=loop.counters.skipped_steps,
         seconds=loop.counters.seconds,

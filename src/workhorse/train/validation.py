@@ -22,6 +22,10 @@ class Validation:
     """`loss` in bits, times the tokens of the text over its bytes; None where the bytes are not
     known. Tokens are all that training sees: eos and bos count, predicted or not, and no bytes
     stand against them. `workhorse.evaluate` leaves them out; see docs/evaluation.md."""
+    unknown_rate: float
+    """Share of the text's tokens that stand for characters which the tokenizer does not have. Where
+    there are any, the other figures flatter the model: it was not asked which characters they
+    are."""
     tokens: int
     """Predictions."""
 
@@ -77,7 +81,7 @@ class Validator:
             self.module.train()
         tokens = int(torch.stack(counts).sum())
         mean = float(torch.stack(losses).cpu().double().sum()) / tokens
-        return Validation(mean, self._bits_per_byte(mean), tokens)
+        return Validation(mean, self._bits_per_byte(mean), self.split.unknown_rate, tokens)
 
     def _bits_per_byte(self, loss: float) -> float | None:
         """The split's tokens, those between documents included, at this mean loss."""

@@ -152,6 +152,46 @@ def test_what_is_not_used_is_told(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
+    ("changes", "remarks", "stops"),
+    [
+        ({"pad_token_id": -1, "eos_token_id": [2, 3]}, [], (2, 3)),
+        (
+            {"eos_token_id": [2, VOCAB], "bos_token_id": -1},
+            [
+                f"bos_token_id=-1 is not in the vocabulary of {VOCAB}, so it is passed over",
+                f"eos_token_id={VOCAB} is not in the vocabulary of {VOCAB}, so it is passed over",
+            ],
+            (2,),
+        ),
+        (
+            {"rope_theta": 5e5, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            ["rope_theta=500000.0 is not the 10000.0 of rope_parameters, which counts"],
+            (2,),
+        ),
+        ({"rope_theta": 5e5, "rope_parameters": {"rope_type": "default"}}, [], (2,)),
+    ],
+)
+def test_what_contradicts_the_rest_is_told(
+    changes: dict[str, object], remarks: list[str], stops: tuple[int, ...], tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "m")
+    (folder / "generation_config.json").unlink()
+    change_config(folder, **{"eos_token_id": 2, **changes})
+    directory = HuggingFaceDirectory(folder)
+    assert (directory.remarks, directory.stop_tokens) == (remarks, stops)
+
+
+def test_what_ends_a_text_may_stand_in_a_file_of_its_own(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m")
+    path = folder / "generation_config.json"
+    path.write_text(json.dumps({"eos_token_id": [5, 7]}))
+    assert HuggingFaceDirectory(folder).stop_tokens == (5, 7)
+    path.write_text(json.dumps({"eos_token_id": "5"}))
+    with pytest.raises(WorkhorseError, match=r"generation_config.json: eos_token_id='5' is not"):
+        HuggingFaceDirectory(folder)
+
+
+@pytest.mark.parametrize(
     ("changes", "message"),
     [
         ({"model_type": "bert"}, "model type 'bert' is not supported"),
@@ -164,6 +204,12 @@ def test_what_is_not_used_is_told(tmp_path: Path) -> None:
         ({"hidden_act": "spline"}, "hidden_act 'spline' is unknown"),
         ({"num_key_value_heads": 3}, "n_heads=4 is not divisible by n_kv_heads=3"),
         ({"rope_parameters": {"rope_type": "spiral"}}, "rope_type 'spiral' is unknown"),
+        ({"eos_token_id": "2"}, "eos_token_id='2' is not a whole number"),
+        ({"eos_token_id": [[1, 2]]}, r"eos_token_id=\[1, 2\] is not a whole number"),
+        ({"bos_token_id": True}, "bos_token_id=True is not a whole number"),
+        ({"pad_token_id": "none"}, "pad_token_id='none' is not a whole number"),
+        ({"rms_norm_eps": 1e308}, "config.json sets eps: 1e\\+308 is not allowed"),
+        ({"rms_norm_eps": -1e-5}, "config.json sets eps: -1e-05 is not allowed"),
     ],
 )
 def test_a_config_that_cannot_be_is_one_line(

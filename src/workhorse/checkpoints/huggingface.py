@@ -22,7 +22,9 @@ from workhorse.checkpoints.tensors import Places, allocate, weights_of
 from workhorse.config import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family, Fields, family
+from workhorse.models.huggingface.family import SPECIAL_IDS
 from workhorse.models.huggingface.names import read_tensors
+from workhorse.models.huggingface.rotation import contradictions
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
 from workhorse.untrusted import read_json
@@ -76,15 +78,21 @@ class HuggingFaceDirectory:
                     raise ConfigError(f"{CONFIG_FILE}: {key}={depth} is no real model's")
             self.family: Family = family(model_type)
             self.config: DecoderConfig = self.family.read(fields)
+            ids = self._special_ids(fields)
         except WorkhorseError as error:
-            raise WorkhorseError(f"{self.path}: {error}") from None
+            of_ours = isinstance(error, ConfigError) and error.path  # no key of theirs
+            where = f"{self.path}: {CONFIG_FILE} sets" if of_ours else f"{self.path}:"
+            raise WorkhorseError(f"{where} {error}") from None
         except ArithmeticError as error:  # a length of 0, a width of 10^400
             raise WorkhorseError(
                 f"{self.path}: config.json has impossible sizes: {error}"
             ) from None
         self.kind = f"Hugging Face directory, model type {model_type}"
         self.tokenizer_folder = self.path
-        self.remarks = _remarks(whole, fields)
+        size = self.config.vocab_size
+        self.stop_tokens = tuple(one for one in ids["eos_token_id"] if 0 <= one < size)
+        """What ends a text, as `generation_config.json` or else `config.json` lists it."""
+        self.remarks = [*_remarks(whole, fields), *_outside(ids, size)]
 
     @staticmethod
     def is_one(path: Path) -> bool:
@@ -146,23 +154,32 @@ class HuggingFaceDirectory:
 
         return load_tokenizer(self.path)
 
-    @property
-    def stop_tokens(self) -> tuple[int, ...]:
-        """Tokens that end a text, as `generation_config.json` or else `config.json` lists them."""
-        values: Mapping[str, Any] = {}
+    def _special_ids(self, fields: Fields) -> dict[str, list[int]]:
+        """The ids of special tokens; those that end a text may stand in a file of their own."""
+        ids = {key: fields.ids(key) for key in SPECIAL_IDS}
         if (self.path / GENERATION_FILE).exists():
-            values = read_json(self.path / GENERATION_FILE)
-        listed = values.get("eos_token_id", self.values.get("eos_token_id"))
-        ids = cast(list[Any], listed) if isinstance(listed, list) else [listed]
-        return tuple(one for one in ids if type(one) is int and 0 <= one < self.config.vocab_size)
+            generation = Fields(read_json(self.path / GENERATION_FILE), GENERATION_FILE)
+            if "eos_token_id" in generation.values:
+                ids["eos_token_id"] = generation.ids("eos_token_id")
+        return ids
 
 
 def _text_part(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
     return dict(text) | {key: whole[key] for key in OUTER_KEYS if key in whole}
 
 
+def _outside(ids: Mapping[str, list[int]], size: int) -> list[str]:
+    """What to say of ids that no text can hold. Many files have a pad of -1, which means none."""
+    return [
+        f"{key}={one} is not in the vocabulary of {size}, so it is passed over"
+        for key, listed in ids.items()
+        for one in listed
+        if not 0 <= one < size and (one, key) != (-1, "pad_token_id")
+    ]
+
+
 def _remarks(whole: Mapping[str, Any], fields: Fields) -> list[str]:
-    remarks: list[str] = []
+    remarks = contradictions(fields.values)
     if "auto_map" in whole:
         remarks.append("config.json names code of its own (auto_map), which is never run")
     if unused := fields.unused():

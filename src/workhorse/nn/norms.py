@@ -18,7 +18,7 @@ class LayerNormConfig(Config):
     """
 
     kind: Literal["layer_norm"] = "layer_norm"
-    eps: float = Field(default=1e-5, gt=0)
+    eps: float = Field(default=1e-5, gt=0, le=1)
     """Added to the variance, inside the root."""
     weight: bool = True
     """A learned factor for each feature."""
@@ -109,7 +109,7 @@ class RMSNormConfig(Config):
     """
 
     kind: Literal["rms_norm"] = "rms_norm"
-    eps: float = Field(default=1e-6, gt=0)
+    eps: float = Field(default=1e-6, gt=0, le=1)
     """Added to the mean square, inside the root."""
     weight: bool = True
     """A learned factor for each feature."""

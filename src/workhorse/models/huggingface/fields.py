@@ -123,6 +123,17 @@ class Fields:
             raise self._wrong(key, value, list)
         return [self._checked(key, item, kind) for item in cast(Sequence[Any], value)]
 
+    def ids(self, key: str) -> list[int]:
+        """The token ids of a key: a list of them, one alone, or none.
+
+        Raises:
+            ConfigError: it is anything else, as transformers refuses it too.
+        """
+        if isinstance(self.values.get(self._called(key)), list):
+            return self.sequence(key, int) or []
+        one = self.optional(key, int)
+        return [] if one is None else [one]
+
     def section(self, key: str) -> "Fields | None":
         """A mapping inside this one, None where it is missing or null."""
         key = self._called(key)

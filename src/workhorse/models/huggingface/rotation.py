@@ -5,8 +5,8 @@ transformers 5 has one mapping, `rope_parameters`, or one for each kind of layer
 are written.
 """
 
-from collections.abc import Callable
-from typing import Any, Literal
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, cast
 
 from workhorse.config import ConfigError, nearest
 from workhorse.models.huggingface.fields import Fields
@@ -54,6 +54,22 @@ def read_rope(
         scaling=_read_scaling(rope, hf, absent) if scaled else None,
         **more,
     )
+
+
+def contradictions(values: Mapping[str, Any]) -> list[str]:
+    """What a config says twice of its rotation and not alike, one line each.
+
+    What stands inside the mapping counts, here as in transformers.
+    """
+    found: list[str] = []
+    name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+    rope = values.get(name)
+    for key in ("rope_theta", "partial_rotary_factor"):
+        beside = values.get(key)
+        inside = cast(Data, rope).get(key) if isinstance(rope, Mapping) else None
+        if None not in (beside, inside) and beside != inside:
+            found.append(f"{key}={beside} is not the {inside} of {name}, which counts")
+    return found
 
 
 def _rope_fields(hf: Fields, layer_type: str) -> Fields:

@@ -12,7 +12,7 @@ from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.written_out import written_out
 from workhorse.convert import convert, save
 from workhorse.errors import WorkhorseError
-from workhorse.models.huggingface import native_class
+from workhorse.models.huggingface import family, native_class
 from workhorse.nn import DecoderConfig
 
 RMS: dict[str, Any] = {"kind": "rms_norm"}
@@ -113,6 +113,20 @@ REFUSED = {
         {"qk_norm": {"norm": LAYER}}
     ),
 }
+
+
+def test_a_refusal_names_everything_in_the_way(tmp_path: Path) -> None:
+    many = config({"softcap": 9.0, "clip": 3.0, "qk_norm": {"norm": LAYER}}).build(device="meta")
+    with pytest.raises(WorkhorseError) as caught:
+        write_huggingface(tmp_path / "hf", many)
+    message = str(caught.value)
+    attention = "model.blocks.main.attention."
+    assert f"{attention}clip is 3.0, not None; {attention}softcap is 9.0, not None; " in message
+    assert f"{attention}qk_norm" in message
+    with pytest.raises(WorkhorseError, match=r"clip is 3\.0, not None; .*softcap is 9\.0, not"):
+        write_huggingface(tmp_path / "hf", many, family=family("llama"))
+    with pytest.raises(WorkhorseError, match=r"softcap is 9\.0, not None"):
+        find_gguf_family(many.config)
 
 
 @pytest.mark.parametrize("words", REFUSED)

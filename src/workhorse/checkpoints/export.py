@@ -15,7 +15,7 @@ from workhorse.checkpoints.tensors import weights_of
 from workhorse.checkpoints.written_out import written_out
 from workhorse.devices import dtype_name
 from workhorse.errors import WorkhorseError
-from workhorse.models.huggingface import Family, native_class
+from workhorse.models.huggingface import Family, in_the_way, native_class
 from workhorse.models.huggingface.names import plan, written_tensors
 from workhorse.nn import Decoder, DecoderConfig
 
@@ -27,7 +27,7 @@ def find_family(config: DecoderConfig) -> Family:
     """The first model type that can say a config, or one equivalent to it.
 
     Raises:
-        WorkhorseError: there is none; the nearest one's difference is named.
+        WorkhorseError: there is none; the nearest one's differences are named.
     """
     found = native_class(config)
     if isinstance(found, str):
@@ -66,8 +66,8 @@ def write_huggingface(
     family = family or find_family(decoder.config)
     equivalent = family.equivalent(decoder.config)
     if equivalent is None:
-        difference = family.difference(decoder.config)
-        raise WorkhorseError(f"this model is no {family.architecture}: {difference}")
+        differences = in_the_way(family.differences(decoder.config), decoder.config)
+        raise WorkhorseError(f"this model is no {family.architecture}: {differences}")
     decoder = written_out(decoder, equivalent)
     weights = weights_of(decoder)
     dtype = dtype or decoder.embedding.tokens.weight.dtype

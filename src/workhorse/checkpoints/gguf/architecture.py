@@ -145,7 +145,11 @@ class Architecture:
     window_every: int = 1
 
     def difference(self, data: Data) -> str | None:
-        """What of a plain config this architecture cannot compute, or None.
+        """What of a plain config this architecture cannot compute, or None; see `differences`."""
+        return next(iter(self.differences(data)), None)
+
+    def differences(self, data: Data) -> list[str]:
+        """Everything of a plain config that this architecture cannot compute.
 
         Args:
             data: of `readable`.
@@ -160,14 +164,15 @@ class Architecture:
             _share_eps(one, norm)
         if self.embedding_by_width:
             expected["embedding"]["multiplier"] = math.sqrt(data["d_model"])
-        first = next(differences(data, expected), None)
-        return (
-            (str(first) if first else None)
-            or self._uneven(layers)
-            or self._not_square(data)
-            or _odd_rotation(layers)
-            or self.check(data)
+        if found := [str(one) for one in differences(data, expected)]:
+            return found  # the checks that follow are of a config that has the right parts
+        rules = (
+            self._uneven(layers),
+            self._not_square(data),
+            _odd_rotation(layers),
+            self.check(data),
         )
+        return [rule for rule in rules if rule is not None]
 
     @property
     def windows(self) -> bool:

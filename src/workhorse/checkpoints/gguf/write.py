@@ -18,7 +18,7 @@ from workhorse.checkpoints.gguf.vocabulary import NO_VOCABULARY, tokenizer_metad
 from workhorse.checkpoints.written_out import written_out
 from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
-from workhorse.models.huggingface import Family, in_recipe, native_class
+from workhorse.models.huggingface import Family, in_the_way, native_class
 from workhorse.models.huggingface import family as family_of
 from workhorse.nn import Decoder, DecoderConfig
 
@@ -61,10 +61,9 @@ def find_gguf_family(config: DecoderConfig, preferred: Family | None = None) -> 
     for family, equivalent in fitting:
         architecture = _architecture(family.model_type)
         data, _ = readable(equivalent, windows=architecture.windows)
-        reason = architecture.difference(data)
-        if reason is None:
+        if not (found := architecture.differences(data)):
             return family
-        reasons.append(f"{architecture.name}: {in_recipe(reason, config)}")
+        reasons.append(f"{architecture.name}: {in_the_way(found, config)}")
     nearest = reasons[0] if reasons else preferred or native_class(config)
     if isinstance(nearest, Family):
         _architecture(nearest.model_type)  # which says that there is none
@@ -109,10 +108,10 @@ def write_gguf(
     if equivalent is not None:
         decoder = written_out(decoder, equivalent)
     data, remarks = readable(decoder.config, windows=architecture.windows)
-    if difference := architecture.difference(data):
+    if differences := architecture.differences(data):
         raise WorkhorseError(
-            f"llama.cpp's {architecture.name} cannot compute this model: {difference}; keep it as "
-            "a Hugging Face directory"
+            f"llama.cpp's {architecture.name} cannot compute this model: "
+            f"{'; '.join(differences)}; keep it as a Hugging Face directory"
         )
     keys = model_metadata(architecture, data)
     words, more = NO_VOCABULARY, list[str]()

@@ -8,7 +8,7 @@ A model type's file is imported when it is asked for.
 
 import importlib
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 
 from workhorse.config import nearest
@@ -17,7 +17,7 @@ from workhorse.models.huggingface.family import IMPOSSIBLE, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.nn import DecoderConfig
 
-__all__ = ["MODEL_TYPES", "Family", "Fields", "families", "family", "in_recipe", "native_class"]
+__all__ = ["MODEL_TYPES", "Family", "Fields", "families", "family", "in_the_way", "native_class"]
 
 MODULES: dict[str, tuple[str, ...]] = {
     "llama": ("llama",),
@@ -83,6 +83,7 @@ MODULES: dict[str, tuple[str, ...]] = {
 
 KIND = 4
 """As many numbers are as far as one kind."""
+_WHOLE = re.compile(r"layers\.\d+\.(attention\.)?kind is")
 MODEL_TYPES = {name: module for module, names in MODULES.items() for name in names}
 
 
@@ -109,7 +110,7 @@ def families() -> Iterator[Family]:
 def native_class(config: DecoderConfig) -> Family | str:
     """The first family that can say a config, or one equivalent to it.
 
-    Where there is none: the nearest, and what of the config that cannot say.
+    Where there is none: the nearest, and everything of the config that it cannot say.
     """
     found: dict[str, list[str]] = {}
     for one in families():
@@ -120,12 +121,15 @@ def native_class(config: DecoderConfig) -> Family | str:
         if one.equivalent(config) is not None:
             return one
     nearest = min(found, key=lambda name: _distance(found[name]))
-    first, *others = dict.fromkeys(in_recipe(one, config) for one in found[nearest])
-    more = f" (and {len(others)} more)" if others else ""
-    return f"{nearest}: {first}{more}"
+    return f"{nearest}: {in_the_way(found[nearest], config)}"
 
 
-def in_recipe(difference: str, config: DecoderConfig) -> str:
+def in_the_way(differences: Iterable[str], config: DecoderConfig) -> str:
+    """Differences in one line, of layers of one block once."""
+    return "; ".join(dict.fromkeys(_in_recipe(one, config) for one in differences))
+
+
+def _in_recipe(difference: str, config: DecoderConfig) -> str:
     """A difference with its option as a recipe names it: there, blocks have names."""
     if difference.startswith(IMPOSSIBLE):
         return difference
@@ -140,8 +144,11 @@ def _distance(differences: list[str]) -> tuple[bool, int]:
 
     What breaks a family's own rules is farther than anything that it could compare. A part more or
     less is farther than another kind of part, and that farther than another number: they hide what
-    else differs.
+    else differs; another kind of block or attention hides most.
     """
     kinds = sum(".kind is" in difference for difference in differences)
     parts = sum(" given" in difference for difference in differences)
-    return differences[0].startswith(IMPOSSIBLE), len(differences) + KIND * (kinds + 2 * parts)
+    wholes = sum(bool(_WHOLE.match(difference)) for difference in differences)
+    return differences[0].startswith(IMPOSSIBLE), len(differences) + KIND * (
+        kinds + 2 * parts + 3 * wholes
+    )

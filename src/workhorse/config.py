@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, Self, Union, cast, get_args, get_origin
+from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
@@ -65,6 +65,9 @@ class Config(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, allow_inf_nan=False
     )
+
+    elsewhere: ClassVar[Mapping[str, str]] = {}
+    """What may be looked for here and stands elsewhere, `key` or `key=kind`, and where that is."""
 
     def __init__(self, **fields: Any) -> None:
         try:
@@ -277,21 +280,20 @@ def _first_problem(config: type[Config], error: ValidationError) -> ConfigError:
     match problem["type"]:
         case "extra_forbidden":
             *path, unknown_key = path
-            reason = (
-                f"unknown key {shown(unknown_key)}; {nearest(unknown_key, config.model_fields)}"
-            )
+            remedy = config.elsewhere.get(unknown_key) or nearest(unknown_key, config.model_fields)
+            reason = f"unknown key {shown(unknown_key)}; {remedy}"
         case "missing":
             *path, key = path
             reason = f"{key!r} is missing; give it a value"
         case "union_tag_invalid":
             tags = re.findall(r"'([^']*)'", context["expected_tags"])
-            reason = f"unknown kind {context['tag']!r}; {nearest(context['tag'], tags)}"
+            reason = _unknown_kind(config, path, context["tag"], tags)
         case "union_tag_not_found":
             reason = f"{_show(value)} has no 'kind'; give it one"
         case "value_error":
             reason = str(cause)
         case kind if kind in _WRONG_TYPES:
-            reason = _wrong_type(kind, value, _annotation_at(config, path))
+            reason = _wrong_type(kind, value, config, path)
         case _:
             messages = [problem["msg"]]
             if _is_plain_union(config, path):  # one finding for each arm, whose name is last
@@ -310,15 +312,20 @@ _WRONG_TYPES = {"tuple_type", "list_type", "path_type"} | {
 }
 
 
-def _wrong_type(problem: str, value: Any, annotation: Any) -> str:
+def _unknown_kind(config: type[Config], path: list[str], kind: str, known: Iterable[str]) -> str:
+    remedy = config.elsewhere.get(f"{'.'.join(path)}={kind}") or nearest(kind, known)
+    return f"unknown kind {shown(kind)}; {remedy}"
+
+
+def _wrong_type(problem: str, value: Any, config: type[Config], path: list[str]) -> str:
     """Why a value that is no list, no path or no settings cannot stand where one is expected."""
     if problem in ("tuple_type", "list_type"):
         what = f"is one text; write [{shown(value)}]" if isinstance(value, str) else "is none"
         return f"a list is needed, and {_show(value)} {what}"
     if problem == "path_type":
         return f"{_show(value)} is not a path; give the name of a file or folder"
-    if isinstance(value, str) and (kinds := _kinds(annotation)):
-        return f"unknown kind {shown(value)}; {nearest(value, kinds)}"
+    if isinstance(value, str) and (kinds := _kinds(_annotation_at(config, path))):
+        return _unknown_kind(config, path, value, kinds)
     return f"{_show(value)} is not settings; write them as key: value, or {{key: value}}"
 
 

@@ -26,6 +26,9 @@ DATA = {
 }
 
 
+LATENT = {"kv_rank": 4, "nope_dim": 4, "rope_dim": 2, "value_dim": 4}
+
+
 def attention(**options: object) -> dict[str, object]:
     return {"blocks": {"main": {**BLOCK, "attention": {"n_heads": 2, **options}}}}
 
@@ -70,6 +73,25 @@ BAD = [
     (
         attention(position={"kind": "rop"}),
         "blocks.main.attention.position: unknown kind 'rop'; did you mean 'rope'?",
+    ),
+    (
+        attention(position="learned"),
+        "blocks.main.attention.position: unknown kind 'learned'; positions of this kind stand in "
+        "model.embedding.position",
+    ),
+    (
+        attention(position={"kind": "sinusoidal"}),
+        "blocks.main.attention.position: unknown kind 'sinusoidal'; positions of this kind "
+        "stand in model.embedding.position",
+    ),
+    (
+        {"embedding": {"position": {"kind": "rope"}}},
+        "embedding.position: unknown kind 'rope'; positions of this kind stand in "
+        "model.blocks.NAME.attention.position",
+    ),
+    (
+        {"position": "learned"},
+        "unknown key 'position'; learned or sinusoidal positions stand in model.embedding.position",
     ),
     (
         {"blocks": {"main": {**BLOCK, "kind": "prenorm"}}},
@@ -220,6 +242,15 @@ def test_tokens_of_another_shape() -> None:
     decoder = DecoderConfig.from_dict(DATA).build()
     with pytest.raises(WorkhorseError, match=r"^tokens have the shape \(3,\); give \(batch, seq\)"):
         decoder(torch.tensor([1, 2, 3]))
+
+
+@pytest.mark.parametrize("options", [{}, {"kind": "latent_attention", **LATENT}])
+def test_a_layer_by_itself_given_another_shape(options: dict[str, object]) -> None:
+    block = DecoderConfig.from_dict({**DATA, **attention(**options)}).build().layers[0]
+    for shape in ((3, 8), (8,)):
+        for layer in (block, block.attention):
+            with pytest.raises(WorkhorseError, match=r"; give \(batch, seq, d_model\), a single"):
+                layer(torch.randn(shape))
 
 
 @pytest.mark.parametrize("token", [-1, 11])

@@ -20,7 +20,7 @@ from workhorse.nn.elementwise import Clip, Unchanged
 from workhorse.nn.kernels import Kernel, KernelName, Scoring, make_kernel
 from workhorse.nn.masks import AttentionPattern
 from workhorse.nn.norms import NormConfig, PresentNormConfig
-from workhorse.nn.positions import NoPositionConfig
+from workhorse.nn.positions import OF_THE_EMBEDDING, NoPositionConfig
 from workhorse.nn.rope import RopeConfig
 from workhorse.nn.self_attention import (
     SelfAttention,
@@ -64,6 +64,7 @@ class QueryScalingConfig(Config):
 class AttentionConfig(SelfAttentionConfig):
     """Multi-head, grouped-query or multi-query self-attention."""
 
+    elsewhere = OF_THE_EMBEDDING
     kind: Literal["attention"] = "attention"
     n_kv_heads: int | None = Field(default=None, gt=0)
     """Heads of keys and values; left out: `n_heads`. 1 is multi-query."""

@@ -113,8 +113,14 @@ def context_alone(x: Hidden, entry: KeyValueEntry | None = None) -> Context:
     """The context of a layer that is called by itself, as in a notebook.
 
     Raises:
-        WorkhorseError: with an entry of a cache, whose context alone knows what the cache holds.
+        WorkhorseError: `x` has another number of dimensions; or with an entry of a cache, whose
+            context alone knows what the cache holds.
     """
+    if x.dim() != 3:  # noqa: PLR2004
+        raise WorkhorseError(
+            f"x has the shape {tuple(x.shape)}; give (batch, seq, d_model), "
+            "a single text as x[None]"
+        )
     if entry is not None:
         raise WorkhorseError(
             "an entry of a cache needs the cache's context; give Context(batch, seq, device, "

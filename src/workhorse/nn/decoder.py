@@ -15,7 +15,7 @@ from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import InitConfig, NormalInitConfig, initialize, undrawn
 from workhorse.nn.kernels import KernelName
 from workhorse.nn.norms import NoNormConfig, NormConfig
-from workhorse.nn.positions import LearnedPositionConfig
+from workhorse.nn.positions import OF_PARTS, LearnedPositionConfig
 from workhorse.nn.shapes import Hidden, Logits, NextLogits, Positions, Tokens
 
 
@@ -26,6 +26,7 @@ class DecoderConfig(Config):
     given for every layer. With one kind of layer the pattern may be left out.
     """
 
+    elsewhere = OF_PARTS
     vocab_size: int = Field(gt=0)
     """Kinds of token, and so the number of logits."""
     d_model: int = Field(gt=0)

@@ -7,13 +7,14 @@ from workhorse.config import Config, ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.nn.elementwise import Multiplier, RoundedMultiplier
 from workhorse.nn.norms import NoNormConfig, NormConfig
-from workhorse.nn.positions import EmbeddingPositionConfig, NoPositionConfig
+from workhorse.nn.positions import OF_THE_ATTENTION, EmbeddingPositionConfig, NoPositionConfig
 from workhorse.nn.shapes import Hidden, Positions, Tokens
 
 
 class EmbeddingConfig(Config):
     """`dropout(norm(multiplier · project(table[token])) + position)`."""
 
+    elsewhere = OF_THE_ATTENTION
     position: EmbeddingPositionConfig = NoPositionConfig()
     """Positions that are added to the tokens' vectors; rotations and ALiBi belong to the
     attention."""

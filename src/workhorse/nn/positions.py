@@ -14,6 +14,20 @@ from workhorse.config import Config
 from workhorse.nn.elementwise import Unchanged
 from workhorse.nn.shapes import Hidden, Positions
 
+OF_THE_EMBEDDING = {
+    f"position={kind}": "positions of this kind stand in model.embedding.position"
+    for kind in ("learned", "sinusoidal")
+}
+OF_THE_ATTENTION = {
+    f"position={kind}": "positions of this kind stand in model.blocks.NAME.attention.position"
+    for kind in ("rope", "alibi")
+}
+OF_PARTS = {
+    "position": "learned or sinusoidal positions stand in model.embedding.position, rope or alibi "
+    "in model.blocks.NAME.attention.position"
+}
+"""See `Config.elsewhere`."""
+
 
 class NoPositionConfig(Config):
     """Nothing is added or turned: the causal mask alone carries order (NoPE)."""

@@ -152,7 +152,7 @@ FACTORS: dict[str, dict[str, list[Variant]]] = {
         "sinks": [{"sinks": True}],
         "scaled": [
             {"scale": 0.2},
-            {"scale_by_layer": True},
+            {"scale": 0.4, "scale_by_layer": True},
             {"query_scaling": {"scale": 0.3, "length": 4}},
             {"query_scaling": {"scale": 0.5, "length": 3, "offset": 1}},
         ],
@@ -162,13 +162,17 @@ FACTORS: dict[str, dict[str, list[Variant]]] = {
         "none": [{}],
         "biases": [{"qkv_bias": True}, {"out_bias": True}, {"qkv_bias": True, "out_bias": True}],
         "gate": [{"output_gate": True}],
+        "inner_norm": [{"inner_norm": RMS}, {"inner_norm": LAYER, "output_gate": True}],
         "dropout": [{"dropout": 0.1}],
     },
     "feed_forward": {
         "mlp": [{"kind": "mlp", "activation": name} for name in ACTIVATIONS]
-        + [{"kind": "mlp", "bias": True, "dropout": 0.1}],
+        + [{"kind": "mlp", "bias": True, "dropout": 0.1}, {"kind": "mlp", "inner_norm": LAYER}],
         "gated_mlp": [{"kind": "gated_mlp", "activation": name} for name in ACTIVATIONS]
-        + [{"kind": "gated_mlp", "bias": True, "dropout": 0.1}],
+        + [
+            {"kind": "gated_mlp", "bias": True, "dropout": 0.1},
+            {"kind": "gated_mlp", "activation": "relu2", "inner_norm": RMS},
+        ],
         "clamped_gated_mlp": [
             {"kind": "clamped_gated_mlp"},
             {"kind": "clamped_gated_mlp", "limit": 0.5, "alpha": 1.0, "bias": False},

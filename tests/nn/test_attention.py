@@ -140,6 +140,17 @@ def test_the_output_gate_is_a_sigmoid_of_the_input() -> None:
     assert torch.allclose(gated(X, context()), gate * plain(X, context()), atol=1e-5)
 
 
+def test_the_inner_norm_is_of_all_heads_and_comes_after_the_gate() -> None:
+    normed = build(output_gate=True, inner_norm={"kind": "rms_norm", "eps": 1e-3})
+    plain = build(output_gate=True)
+    normed.load_state_dict(plain.state_dict(), strict=False)
+    normed.inner_norm.weight.data.uniform_(0.5, 2.0)
+    plain.out_proj = normed.out_proj = torch.nn.Identity()
+    y = plain(X, context())
+    expected = y / (y.square().mean(-1, keepdim=True) + 1e-3).sqrt() * normed.inner_norm.weight
+    assert torch.allclose(normed(X, context()), expected, atol=1e-5)
+
+
 def test_sinks_take_weight_and_give_nothing() -> None:
     with_sinks, plain = build(sinks=True), build()
     plain.load_state_dict(with_sinks.state_dict(), strict=False)

@@ -9,6 +9,7 @@ from workhorse.nn.feedforward import (
     MlpConfig,
     make_activation,
 )
+from workhorse.nn.norms import RMSNormConfig
 
 THEIR_NAMES = {
     "relu": "relu",
@@ -83,6 +84,20 @@ def test_the_three_kinds_are_their_formulas() -> None:
     expected = g * torch.sigmoid(1.7 * g) * (u + 1)
     expected = expected @ clamped.down_proj.weight.T + clamped.down_proj.bias
     assert torch.allclose(clamped(x), expected, atol=1e-4)
+
+
+@pytest.mark.parametrize("config", [MlpConfig(d_ff=10), GatedMlpConfig(d_ff=10)])
+def test_the_inner_norm_comes_before_the_projection_down(
+    config: MlpConfig | GatedMlpConfig,
+) -> None:
+    normed = randomised(config.replace(inner_norm=RMSNormConfig(eps=1e-3)).build(6))
+    plain = config.build(6)
+    plain.load_state_dict(normed.state_dict(), strict=False)
+    plain.down_proj = normed.down_proj = torch.nn.Identity()
+    x = torch.randn(2, 3, 6)
+    y = plain(x)
+    expected = y / (y.square().mean(-1, keepdim=True) + 1e-3).sqrt() * normed.inner_norm.weight
+    assert torch.allclose(normed(x), expected, atol=1e-5)
 
 
 @pytest.mark.parametrize(

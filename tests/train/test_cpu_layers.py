@@ -14,7 +14,7 @@ from workhorse.native import training
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.feedforward import ClampedSwiglu, Gated, GatedMlp, Mlp
 from workhorse.nn.head_loss import Shaping, loss_into_gradient
-from workhorse.nn.norms import LayerNorm, RMSNorm, RMSNormMultipliedFirst
+from workhorse.nn.norms import LayerNorm, RMSNorm, RMSNormConfig, RMSNormMultipliedFirst
 from workhorse.train.assembly import build_step
 from workhorse.train.cpu_layers import speed_up_layers
 from workhorse.train.cpu_loss import differentiate_loss
@@ -197,7 +197,9 @@ def test_a_feed_forward_keeps_what_goes_into_its_activation_only() -> None:
     assert sum(x.numel() for x in kept if x.data_ptr() not in weights) == 10 * (16 + 64)
 
 
-@pytest.mark.parametrize("why", ["dropout", "learned", "another product", "float64", "clamped"])
+@pytest.mark.parametrize(
+    "why", ["dropout", "learned", "another product", "float64", "clamped", "a norm"]
+)
 @pytest.mark.usefixtures("_operators")
 def test_what_the_operators_cannot_do_pytorch_does(why: str) -> None:
     module: nn.Module = Mlp(8, 12, dropout=0.5 if why == "dropout" else 0.0)
@@ -205,9 +207,12 @@ def test_what_the_operators_cannot_do_pytorch_does(why: str) -> None:
         module = Mlp(8, 12, activation="xielu")
     if why == "clamped":
         module = GatedMlp(8, 12, activation=ClampedSwiglu())
+    if why == "a norm":
+        module = GatedMlp(8, 12, inner_norm=RMSNormConfig())
     if why == "another product":
         module.down_proj = nn.Sequential(module.down_proj)
-    module.to(torch.float64 if why == "float64" else torch.bfloat16)
+    types = {"float64": torch.float64, "a norm": torch.float32}  # whose gate is an operator's
+    module.to(types.get(why, torch.bfloat16))
     x = torch.randn(4, 8).to(next(module.parameters()).dtype)
     expected = copy.deepcopy(module)
     speed_up_layers(module)

@@ -1,7 +1,7 @@
 """Self-attention: multi-head, grouped-query (2305.13245) and multi-query (1911.02150).
 
-`y = out_proj(gate(softmax(q kᵀ · scale + mask) v))`. Every option is a part that is built or left
-out; the forward pass is the same for all of them.
+`y = out_proj(norm(gate(softmax(q kᵀ · scale + mask) v)))`. Every option is a part that is built or
+left out; the forward pass is the same for all of them.
 """
 
 import math
@@ -94,6 +94,9 @@ class AttentionConfig(SelfAttentionConfig):
     """One learned logit a head that takes weight and gives nothing (gpt-oss)."""
     output_gate: bool = False
     """Multiply the heads' outputs by a sigmoid gate of the input (AFMoE; 2505.06708)."""
+    inner_norm: PresentNormConfig | None = None
+    """A norm over all heads' outputs together, before the projection out (Magneto, 2210.06423 §2;
+    BitNet); left out: none."""
 
     def model_post_init(self, _context: object) -> None:
         super().model_post_init(_context)
@@ -168,6 +171,7 @@ class AttentionConfig(SelfAttentionConfig):
             qkv_bias=self.qkv_bias,
             out_bias=self.out_bias,
             output_gate=self.output_gate,
+            inner_norm=self.inner_norm,
         )
 
 
@@ -191,6 +195,7 @@ class Attention(SelfAttention):
         qkv_bias: biases on the three projections in.
         out_bias: a bias on the projection out.
         output_gate: a sigmoid gate on the heads' outputs.
+        inner_norm: a norm over all heads' outputs, after the gate, or None.
     """
 
     def __init__(
@@ -210,6 +215,7 @@ class Attention(SelfAttention):
         qkv_bias: bool = False,
         out_bias: bool = False,
         output_gate: bool = False,
+        inner_norm: PresentNormConfig | None = None,
     ) -> None:
         super().__init__()
         self.n_heads = n_heads
@@ -232,6 +238,7 @@ class Attention(SelfAttention):
         self.rotate = make_rotation(rope, self.head_dim) if rope else Unchanged()
         self.scale_queries = QueryScaling(query_scaling) if query_scaling else Unchanged()
         self.gate = OutputGate(d_model, width_out) if output_gate else Unchanged()
+        self.inner_norm = inner_norm.build(width_out) if inner_norm else nn.Identity()
         self.out_proj = nn.Linear(width_out, d_model, bias=out_bias)
 
     def forward(
@@ -248,7 +255,7 @@ class Attention(SelfAttention):
         mask = context.mask(self.pattern, self.kernel, q.dtype)
         y = self.kernel(q, k, v, mask)  # (batch, heads, seq, value_dim)
         y = y.transpose(1, 2).flatten(2)  # (batch, seq, heads · value_dim)
-        return self.out_proj(self.gate(y, x))
+        return self.out_proj(self.inner_norm(self.gate(y, x)))
 
     def place(self, q: Queries, k: NewKeys, context: Context) -> tuple[Queries, NewKeys]:
         """Normalise, then turn."""

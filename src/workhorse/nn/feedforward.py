@@ -12,6 +12,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from workhorse.config import Config
+from workhorse.nn.norms import PresentNormConfig
 from workhorse.nn.shapes import Hidden
 
 ActivationName = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid", "xielu"]
@@ -29,15 +30,22 @@ class MlpConfig(Config):
     """Biases on both projections."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """On the hidden activations."""
+    inner_norm: PresentNormConfig | None = None
+    """A norm before the projection down (Magneto, 2210.06423 §2); left out: none."""
 
     def build(self, d_model: int) -> "Mlp":
         return Mlp(
-            d_model, self.d_ff, activation=self.activation, bias=self.bias, dropout=self.dropout
+            d_model,
+            self.d_ff,
+            activation=self.activation,
+            bias=self.bias,
+            dropout=self.dropout,
+            inner_norm=self.inner_norm,
         )
 
 
 class Mlp(nn.Module):
-    """`down_proj(act(up_proj(x)))`, `d_model -> d_ff -> d_model`."""
+    """`down_proj(norm(act(up_proj(x))))`, `d_model -> d_ff -> d_model`; the norm may be none."""
 
     def __init__(
         self,
@@ -47,15 +55,18 @@ class Mlp(nn.Module):
         activation: ActivationName = "gelu",
         bias: bool = False,
         dropout: float = 0.0,
+        inner_norm: PresentNormConfig | None = None,
     ) -> None:
         super().__init__()
         self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
         self.activation = make_activation(activation)
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.inner_norm = inner_norm.build(d_ff) if inner_norm else nn.Identity()
         self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x: Hidden) -> Hidden:
-        return self.down_proj(self.dropout(self.activation(self.up_proj(x))))
+        hidden = self.activation(self.up_proj(x))
+        return self.down_proj(self.inner_norm(self.dropout(hidden)))
 
 
 class GatedConfig(Config):
@@ -87,9 +98,21 @@ class GatedMlpConfig(GatedConfig):
     kind: Literal["gated_mlp"] = "gated_mlp"
     activation: ActivationName = "silu"
     """On the gate; its product with the other branch goes on."""
+    inner_norm: PresentNormConfig | None = None
+    """A norm before the projection down (Magneto, 2210.06423 §2; BitNet); left out: none."""
 
     def combine(self) -> nn.Module:
         return Gated(self.activation)
+
+    def build(self, d_model: int) -> nn.Module:
+        return GatedMlp(
+            d_model,
+            self.d_ff,
+            activation=self.combine(),
+            bias=self.bias,
+            dropout=self.dropout,
+            inner_norm=self.inner_norm,
+        )
 
 
 class ClampedSwigluConfig(Config):
@@ -113,7 +136,7 @@ class ClampedGatedMlpConfig(ClampedSwigluConfig, GatedConfig):
 
 
 class GatedMlp(nn.Module):
-    """`down_proj(activation(gate_proj(x), up_proj(x)))`, `d_model -> d_ff -> d_model`.
+    """`down_proj(norm(activation(gate_proj(x), up_proj(x))))`, `d_model -> d_ff -> d_model`.
 
     Args:
         d_model: width of the input and output.
@@ -121,6 +144,7 @@ class GatedMlp(nn.Module):
         activation: combines them; SwiGLU where not given.
         bias: on the three projections.
         dropout: on the combined branches.
+        inner_norm: of what goes into the projection down, or None.
     """
 
     def __init__(
@@ -131,17 +155,19 @@ class GatedMlp(nn.Module):
         activation: nn.Module | None = None,
         bias: bool = False,
         dropout: float = 0.0,
+        inner_norm: PresentNormConfig | None = None,
     ) -> None:
         super().__init__()
         self.gate_proj = nn.Linear(d_model, d_ff, bias=bias)
         self.up_proj = nn.Linear(d_model, d_ff, bias=bias)
         self.activation = activation or Gated("silu")
         self.dropout = nn.Dropout(dropout) if dropout else nn.Identity()
+        self.inner_norm = inner_norm.build(d_ff) if inner_norm else nn.Identity()
         self.down_proj = nn.Linear(d_ff, d_model, bias=bias)
 
     def forward(self, x: Hidden) -> Hidden:
         hidden = self.activation(self.gate_proj(x), self.up_proj(x))
-        return self.down_proj(self.dropout(hidden))
+        return self.down_proj(self.inner_norm(self.dropout(hidden)))
 
 
 class Gated(nn.Module):

@@ -224,21 +224,21 @@ class _Activation(torch.autograd.Function):
 
 def _mlp(module: Mlp, act: training.Activation, multiply: Multiply, x: Tensor) -> Tensor:
     linears = (module.down_proj, module.up_proj)
-    if not _is_simple(x, module.dropout, *linears):
+    if not _is_simple(x, (module.dropout, module.inner_norm), *linears):
         return _plain(module, x)
     return _FeedForward.apply(x, act, multiply, *_weights(*linears))
 
 
 def _gated_mlp(module: GatedMlp, act: training.Activation, multiply: Multiply, x: Tensor) -> Tensor:
     linears = (module.down_proj, module.gate_proj, module.up_proj)
-    if not _is_simple(x, module.dropout, *linears):
+    if not _is_simple(x, (module.dropout, module.inner_norm), *linears):
         return _plain(module, x)
     return _FeedForward.apply(x, act, multiply, *_weights(*linears))
 
 
-def _is_simple(x: Tensor, dropout: nn.Module, *linears: nn.Module) -> bool:
+def _is_simple(x: Tensor, options: Sequence[nn.Module], *linears: nn.Module) -> bool:
     return (
-        isinstance(dropout, nn.Identity)
+        all(isinstance(option, nn.Identity) for option in options)
         and all(type(linear) is nn.Linear for linear in linears)
         and x.dtype in _TYPES
         and all(linear.weight.dtype == x.dtype for linear in linears)

@@ -159,6 +159,7 @@ WEIGHT = torch.zeros(300, 4).to(torch.float8_e4m3fn)
         ({"quant_method": "gptq"}, {}, "quantised by 'gptq'; mxfp4 and fp8 can be read"),
         ({"quant_method": ["x"]}, {}, r"quantised by \['x'\]; mxfp4"),
         ({}, {}, "quantised by None; mxfp4"),
+        ({"quant_method": "bitnet"}, {}, "by 'bitnet': its linear layers round their inputs too"),
         ("fp8", {}, "quantization_config is 'fp8', not a mapping"),
         (MXFP4, {"x_blocks": BLOCKS}, "'x_blocks' has no scales: x_scales is missing"),
         (MXFP4, {"x_scales": SCALES}, "'x_scales' scales nothing: no x_blocks"),

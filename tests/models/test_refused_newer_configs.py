@@ -37,6 +37,7 @@ REFUSED = {
     "a cap that is not used": ("gemma3_text", {"attn_logit_softcapping": 50.0}, "caps nothing"),
     "both directions": ("gemma3_text", {"use_bidirectional_attention": True}, "only causal"),
     "three experts": ("phimoe", {"num_experts_per_tok": 3}, "this router chooses two experts"),
+    "heads wider than their norm": ("bitnet", {"head_dim": 16}, "head_dim=16 is not supported"),
     "a length that is not said": (
         "phi3",
         {"rope_scaling": {"type": "longrope", **LONG}},

@@ -75,6 +75,8 @@ out of the multimodal models (`tests/parity/test_multimodal.py`).
   `attn_logit_softcapping`, `phimoe` with other than two experts a token: refused, each with its
   reason.
 - `hunyuan_v1_*`: `alpha` of its scaling is read into theta, and theta is what is written back.
+- `bitnet` with a `quantization_config`: refused. Its linear layers round weights and inputs, and
+  ours are those that are not rounded.
 - `internlm3` and `iquestcoder` are LLaMA's class in transformers; a run exports as `llama`.
 
 ## Not there
@@ -85,7 +87,6 @@ Of the other types that transformers {version} maps to a causal language model:
 |---|---|
 | nothing new; the text parts of models of images | `aria_text`, `cohere_compass_text` |
 | nothing at all: their files say another type | `gpt-sw3` (`gpt2`), `llama4` (`llama4_text`), `gemma3` (`gemma3_text`) |
-| a norm before the last projection of attention and feed-forward | `bitnet` |
 | a norm after the mixture alone | `axk1` |
 | a bias on a sigmoid router's logits | `kolibri1` |
 | a factor on the values | `mimo_v2_flash` |

@@ -83,6 +83,11 @@ def dequantized(
         return _mxfp4(source, dtype)
     if method == "fp8":
         return _fp8(source, quantization_config, dtype)
+    if method == "bitnet":  # the weights without it make another model
+        raise WorkhorseError(
+            "the model is quantised by 'bitnet': its linear layers round their inputs too, which "
+            "is not computed here; take a model without quantization_config"
+        )
     raise WorkhorseError(
         f"the weights are quantised by {shown(method)}; mxfp4 and fp8 can be read, "
         "for others take the model as it was before quantisation"

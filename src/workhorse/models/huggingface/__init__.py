@@ -78,6 +78,7 @@ MODULES: dict[str, tuple[str, ...]] = {
     "minicpm3": ("minicpm3",),
     "flint": ("flint",),
     "cohere2_moe": ("cohere2_moe",),
+    "bitnet": ("bitnet",),
 }
 """The model types in each module of `workhorse.models`, those most used first."""
 

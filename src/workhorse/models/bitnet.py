@@ -1,0 +1,56 @@
+"""BitNet b1.58 2B4T (Microsoft, 2504.12285), with the weights that its ternary ones are made of.
+
+Rounding weights to three values and activations to eight bits is a quantisation of the linear
+layers. A checkpoint says that it has it in its `quantization_config`.
+"""
+
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    KEYS,
+    RULES,
+    activation,
+    attention,
+    decoder,
+    gated_mlp,
+    rms_norm,
+)
+from workhorse.models.huggingface.names import instead, same
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import PreNormConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """LLaMA with a squared ReLU, and norms before both sub-layers' last projections."""
+    width, n_heads = hf.need("hidden_size", int), hf.need("num_attention_heads", int)
+    hf.refuse("head_dim", width // n_heads, "the norm of the heads' outputs has hidden_size")
+    norm, bias = rms_norm(hf, eps=1e-5), hf.get("attention_bias", False)
+    block = PreNormConfig(
+        norm=norm,
+        attention=attention(
+            hf,
+            n_kv_heads=hf.optional("num_key_value_heads", int, 5),
+            position=read_rope(hf, theta=5e5),
+            qkv_bias=bias,
+            out_bias=bias,
+            inner_norm=norm,
+        ),
+        feed_forward=gated_mlp(hf, activation=activation(hf, default="relu2"), inner_norm=norm),
+    )
+    return decoder(hf, block, norm)
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="bitnet",
+        architecture="BitNetForCausalLM",
+        read=read,
+        keys=KEYS | {"attention_bias": "block.attention.qkv_bias"},
+        rules=instead(
+            same("layers.{i}.attention.inner_norm", "model.layers.{i}.self_attn.attn_sub_norm"),
+            same("layers.{i}.feed_forward.inner_norm", "model.layers.{i}.mlp.ffn_sub_norm"),
+            base=RULES,
+        ),
+    ),
+)

@@ -53,6 +53,11 @@ REFUSED = {
         {"rope_scaling": {"type": "longrope", **LONG, **MSCALE}},
         "short_mscale=1.0 and long_mscale=1.2 is not supported",
     ),
+    "rotations that are not said": (
+        "cohere_compass_text",
+        {"rope_parameters": {"sliding_attention": None}},
+        "rope_parameters has no 'full_attention'",
+    ),
     "queries of unknown growth": (
         "ministral3",
         {"rope_parameters": {"rope_type": "default", "rope_theta": 500.0}},

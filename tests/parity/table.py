@@ -61,8 +61,8 @@ SEEDS = 2
 
 NOTES = """
 PaLM was never released: `tests/models/test_unreleased.py` holds it to a forward pass written
-from its paper's equations, to 1e-5. The text parts of `gemma3`, `llama4` and `mistral3` are read
-out of the multimodal models (`tests/parity/test_multimodal.py`).
+from its paper's equations, to 1e-5. The text parts of `gemma3`, `llama4`, `mistral3`, `aria` and
+`cohere_compass` are read out of the multimodal models (`tests/parity/test_multimodal.py`).
 
 ## Where transformers is not followed, or an option is refused
 
@@ -85,7 +85,6 @@ Of the other types that transformers {version} maps to a causal language model:
 
 | what it would take | types |
 |---|---|
-| nothing new; the text parts of models of images | `aria_text`, `cohere_compass_text` |
 | nothing at all: their files say another type | `gpt-sw3` (`gpt2`), `llama4` (`llama4_text`), `gemma3` (`gemma3_text`) |
 | a norm after the mixture alone | `axk1` |
 | a bias on a sigmoid router's logits | `kolibri1` |

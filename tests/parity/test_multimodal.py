@@ -45,6 +45,43 @@ MODELS = {
             | {"projector_output_dim": 16},
         )
     ),
+    "aria_text": lambda: hf.AriaForConditionalGeneration(
+        hf.AriaConfig(
+            text_config=TEXT | {"moe_num_experts": 4},
+            vision_config=VISION | {"model_type": "idefics3_vision"},
+            projector_patch_to_query_dict={4: 2},
+        )
+    ),
+    "cohere_compass_text": lambda: hf.CohereCompassForConditionalGeneration(
+        hf.CohereCompassConfig(
+            text_config=TEXT
+            | {
+                "layer_types": ["sliding_attention", "full_attention"] * 2,
+                "sliding_window": 5,
+                "rope_parameters": {
+                    "sliding_attention": {
+                        "rope_type": "default",
+                        "rope_theta": 500.0,
+                        "mrope_section": [2, 1, 1],
+                    },
+                    "full_attention": None,
+                },
+            },
+            vision_config={
+                "depth": 1,
+                "hidden_size": 16,
+                "intermediate_size": 32,
+                "num_heads": 2,
+                "out_hidden_size": 32,
+                "deepstack_visual_indexes": [0],
+                "num_position_embeddings": 4,
+                "patch_size": 14,
+            },
+            **dict.fromkeys(("image_token_id", "video_token_id"), 66),
+            vision_start_token_id=64,
+            vision_end_token_id=65,
+        )
+    ),
 }
 
 

@@ -79,6 +79,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "flint": ("flint",),
     "cohere2_moe": ("cohere2_moe",),
     "bitnet": ("bitnet",),
+    "aria": ("aria_text",),
+    "cohere_compass": ("cohere_compass_text",),
 }
 """The model types in each module of `workhorse.models`, those most used first."""
 

@@ -8,8 +8,9 @@ from typing import Annotated, Literal
 import pytest
 from pydantic import Field
 
-from workhorse.config import Config, ConfigError, apply_overrides, nearest, parse_yaml, read_yaml
+from workhorse.config import Config, ConfigError, nearest, parse_yaml, read_yaml
 from workhorse.errors import WorkhorseError
+from workhorse.overrides import apply_overrides
 
 
 class RoundConfig(Config):

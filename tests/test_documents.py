@@ -21,9 +21,10 @@ import yaml
 
 import workhorse
 from workhorse.cli.main import command, main
-from workhorse.config import apply_overrides, parse_yaml, read_yaml
+from workhorse.config import parse_yaml, read_yaml
 from workhorse.convert import convert
 from workhorse.nn import DecoderConfig
+from workhorse.overrides import apply_overrides
 from workhorse.tokenizers import SpecialTokensConfig, train_tokenizer
 from workhorse.tokenizers.config import BpeConfig
 from workhorse.train import Recipe

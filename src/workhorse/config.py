@@ -7,8 +7,7 @@ the union is written `Annotated[A | B, Field(discriminator="kind")]`.
 import difflib
 import json
 import re
-import textwrap
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
@@ -25,8 +24,6 @@ LARGEST = 2**63 - 1
 """Of a whole number; no size, count or seed is larger."""
 MAX_BYTES = 1_000_000
 """Of a file in YAML."""
-MAX_DEPTH = 64
-"""Names in the path of a setting."""
 
 
 @dataclass(frozen=True)
@@ -103,7 +100,7 @@ class Config(BaseModel):
     def from_dict(cls, fields: Any) -> Self:
         """Build from plain data, as `to_dict` gives it."""
         if not isinstance(fields, Mapping):
-            raise ConfigError(f"expected a mapping of settings, got {_show(fields)}")
+            raise ConfigError(f"expected a mapping of settings, got {shown(fields)}")
         settings = cast(Mapping[Any, Any], fields)
         return cls(**{str(key): value for key, value in settings.items()})
 
@@ -156,86 +153,21 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     """
     try:
         data = parse_yaml(untrusted.read_text(Path(path), limit=MAX_BYTES))
-        _check_colons(data)
+        check_colons(data)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None
     except WorkhorseError as error:
         raise ConfigError(str(error)) from None
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a mapping of settings, got {_show(data)}")
+        raise ConfigError(f"{path}: expected a mapping of settings, got {shown(data)}")
     return cast(dict[str, Any], data)
 
 
-def apply_overrides(
-    data: Mapping[str, Any],
-    overrides: Iterable[str],
-    keep: Callable[[str, dict[str, Any], Any], dict[str, Any]] | None = None,
-) -> dict[str, Any]:
-    """Plain data with `section.key=value` settings written into it; values are read as YAML.
-
-    `section.kind=value` makes the section one of that kind. It comes before other settings of the
-    section, wherever it stands among them.
-
-    Args:
-        data: left as it is.
-        overrides: the settings.
-        keep: gives what a section of another kind takes over, from its dotted place, its settings
-            and the new kind. None: nothing.
-
-    Raises:
-        ConfigError: a setting without `=`, or a path through something that is not a mapping.
-    """
-    result: dict[str, Any] = _copied(dict(data))
-    for setting in sorted(overrides, key=lambda setting: not _KIND.match(setting)):
-        path, equals, value = setting.partition("=")
-        *sections, key = path.split(".")
-        if not equals or not all((*sections, key)) or len(sections) > MAX_DEPTH:
-            raise ConfigError(f"{shown(setting)} is not a setting; write section.key=value")
-        target: dict[str, Any] = result
-        for depth, section in enumerate(sections):
-            inside: Any = target.get(section)
-            if inside is None:
-                inside = target[section] = {}
-            if not isinstance(inside, dict):
-                where = ".".join(sections[: depth + 1])
-                holds = f"{where} holds {_show(inside)}, not settings"
-                raise ConfigError(f"{holds}; check {shown(setting)}")
-            target = cast(dict[str, Any], inside)
-        given = _value_of(path, value)
-        if key == "kind" and target.get("kind") != given:
-            kept = keep(".".join(sections), dict(target), given) if keep else {}
-            target.clear()
-            target.update(kept)
-        target[key] = given
-    return result
-
-
-def _copied(value: Any) -> Any:
-    """Plain data of its own, also where an alias of YAML made one mapping stand at two places."""
-    if isinstance(value, dict):
-        return {key: _copied(item) for key, item in cast(dict[Any, Any], value).items()}
-    return [_copied(item) for item in cast(list[Any], value)] if isinstance(value, list) else value
-
-
-def _value_of(path: str, text: str) -> Any:
-    """The value of a setting, which is YAML; a lone dash is the standard input and no list."""
-    if text == "-":
-        return text
-    try:
-        value = parse_yaml(text)
-    except ConfigError as error:
-        quoted = f"{path}='{text}'" if len(text) <= LONGEST_QUOTED else f"{path}='...'"
-        remedy = f"""if it is a text, quote it: "{quoted}\""""
-        raise ConfigError(f"{shown(f'{path}={text}')} is {error.reason}; {remedy}") from None
-    _check_colons(value, path)
-    return value
-
-
-def _check_colons(value: Any, path: str = "") -> None:
+def check_colons(value: Any, path: str = "") -> None:
     """Refuse `{kind:rope}`, in which YAML reads a key `kind:rope` without a value."""
     if isinstance(value, list):
         for item in cast(list[Any], value):
-            _check_colons(item, path)
+            check_colons(item, path)
     elif isinstance(value, dict):
         for key, item in cast(dict[Any, Any], value).items():
             name, colon, rest = str(key).partition(":")
@@ -245,13 +177,8 @@ def _check_colons(value: Any, path: str = "") -> None:
                     f"the colon: {shown(f'{name}: {rest}')}",
                     path,
                 )
-            _check_colons(item, f"{path}.{key}".lstrip("."))
+            check_colons(item, f"{path}.{key}".lstrip("."))
 
-
-LONGEST_QUOTED = 60
-"""Characters of a value that an error repeats."""
-
-_KIND = re.compile(r"[^=]*\.kind=")
 
 LISTED_NAMES = 24
 """How many known names an error lists at most."""
@@ -289,7 +216,7 @@ def _first_problem(config: type[Config], error: ValidationError) -> ConfigError:
             tags = re.findall(r"'([^']*)'", context["expected_tags"])
             reason = _unknown_kind(config, path, context["tag"], tags)
         case "union_tag_not_found":
-            reason = f"{_show(value)} has no 'kind'; give it one"
+            reason = f"{shown(value)} has no 'kind'; give it one"
         case "value_error":
             reason = str(cause)
         case kind if kind in _WRONG_TYPES:
@@ -301,7 +228,7 @@ def _first_problem(config: type[Config], error: ValidationError) -> ConfigError:
                 found = [other["msg"] for other in problems if str(other["loc"][0]) == path[0]]
                 messages += [message.removeprefix("Input should be ") for message in found[1:]]
             message = ", or ".join(messages)
-            reason = f"{_show(value)} is not allowed: {message[0].lower()}{message[1:]}"
+            reason = f"{shown(value)} is not allowed: {message[0].lower()}{message[1:]}"
     return ConfigError(reason, ".".join(_without_tag(config, path)), unknown_key)
 
 
@@ -321,12 +248,12 @@ def _wrong_type(problem: str, value: Any, config: type[Config], path: list[str])
     """Why a value that is no list, no path or no settings cannot stand where one is expected."""
     if problem in ("tuple_type", "list_type"):
         what = f"is one text; write [{shown(value)}]" if isinstance(value, str) else "is none"
-        return f"a list is needed, and {_show(value)} {what}"
+        return f"a list is needed, and {shown(value)} {what}"
     if problem == "path_type":
-        return f"{_show(value)} is not a path; give the name of a file or folder"
+        return f"{shown(value)} is not a path; give the name of a file or folder"
     if isinstance(value, str) and (kinds := _kinds(_annotation_at(config, path))):
         return _unknown_kind(config, path, value, kinds)
-    return f"{_show(value)} is not settings; write them as key: value, or {{key: value}}"
+    return f"{shown(value)} is not settings; write them as key: value, or {{key: value}}"
 
 
 def _annotation_at(config: type[Config], path: list[str]) -> Any:
@@ -399,7 +326,3 @@ def configs_in(annotation: Any) -> list[type[Config]]:
     """The configs that a field of that type may hold, inside lists and mappings too."""
     kinds = _alternatives(annotation)
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)]
-
-
-def _show(value: Any) -> str:
-    return textwrap.shorten(repr(value), 60, placeholder=" ...")

@@ -15,7 +15,8 @@ from pathlib import Path
 from torch import Tensor
 
 from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
-from workhorse.config import apply_overrides, read_yaml
+from workhorse.config import read_yaml
+from workhorse.overrides import apply_overrides
 from workhorse.train import Recipe, train
 
 POINTS = (

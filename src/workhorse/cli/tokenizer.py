@@ -201,8 +201,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def _config(algorithm: str, vocab_size: int | None, settings: tuple[str, ...]) -> "TokenizerConfig":
-    from workhorse.config import apply_overrides
     from workhorse.errors import WorkhorseError
+    from workhorse.overrides import apply_overrides
     from workhorse.tokenizers import tokenizer_config
 
     for setting in settings:

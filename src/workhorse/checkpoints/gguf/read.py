@@ -17,7 +17,7 @@ from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG
 from workhorse.checkpoints.gguf.read_config import ConfigReader
 from workhorse.checkpoints.gguf.read_vocabulary import has_vocabulary, read_vocabulary
-from workhorse.checkpoints.gguf.rotation import shortest
+from workhorse.checkpoints.gguf.rotation import FACTORS, shortest
 from workhorse.checkpoints.gguf.tensors import EMBEDDING, HEAD, Part, tensor_parts
 from workhorse.checkpoints.safetensors_header import Stored
 from workhorse.checkpoints.tensor_folder import MappedFile
@@ -37,7 +37,6 @@ SUFFIX = ".gguf"
 DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CODES, SCALE_BYTES = 32, 2
 """Of a block of Q8_0: numbers of 8 bits, after a float16 that multiplies them."""
-FACTORS = ("rope_freqs.weight", "rope_factors_short.weight", "rope_factors_long.weight")
 
 
 class GgufFile:

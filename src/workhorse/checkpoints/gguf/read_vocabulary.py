@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 from workhorse.checkpoints.gguf.splitting import pre_tokenizer
 from workhorse.checkpoints.gguf.vocabulary import (
     CONTROL,
+    NORMAL,
     ROLES,
     UNKNOWN,
     UNUSED,
@@ -25,6 +26,7 @@ BYTE_LEVEL, CHARACTERS = "gpt2", "llama"
 KINDS = (BYTE_LEVEL, CHARACTERS)
 SAYS = ("tokens", "token_type", "merges", "pre", "add_space_prefix")
 """Keys in which a `tokenizer.json` beside them must agree."""
+SPECIAL = (CONTROL, UNKNOWN, USER_DEFINED)
 
 
 def has_vocabulary(keys: Mapping[str, Any]) -> bool:
@@ -82,16 +84,13 @@ def _tokenizer(definition: str, fields: Mapping[str, Any]) -> "Tokenizer":
     for role, name in ROLES.items():
         number = fields.get(f"{name}_token_id")
         # A file must name some token that ends a text; an ordinary one is a stopgap.
-        if type(number) is int and 0 <= number < len(tokens) and types[number] in _SPECIAL:
+        if type(number) is int and 0 <= number < len(tokens) and types[number] in SPECIAL:
             roles[role] = tokens[number]
     return Tokenizer(definition, roles, fields.get("tokenizer.chat_template"))
 
 
-_SPECIAL = (CONTROL, UNKNOWN, USER_DEFINED)
-
-
 def _types(fields: Mapping[str, Any]) -> list[int]:
-    return fields.get("token_type") or [1] * len(fields["tokens"])
+    return fields.get("token_type") or [NORMAL] * len(fields["tokens"])
 
 
 def _byte_level(fields: Mapping[str, Any]) -> str:
@@ -149,7 +148,7 @@ def _added(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
     return [
         {"id": n, "content": text, **flags, "special": types[n] != USER_DEFINED}
         for n, text in enumerate(tokens)
-        if types[n] in _SPECIAL
+        if types[n] in SPECIAL
     ]
 
 

@@ -18,6 +18,8 @@ from workhorse.nn.rope import (
 )
 
 FREQUENCIES = "rope_freqs.weight"
+SHORT_FACTORS, LONG_FACTORS = "rope_factors_short.weight", "rope_factors_long.weight"
+FACTORS = (FREQUENCIES, SHORT_FACTORS, LONG_FACTORS)
 Data = dict[str, Any]
 Pairing = Literal["half", "interleaved"]
 
@@ -92,7 +94,7 @@ def read_scaling(
             own = {} if stretch == 1 else {"attention_factor": shortest(stretch * yarn.growth(1.0))}
             return yarn.to_dict() | own
         case "longrope":
-            names = {"short": "rope_factors_short.weight", "long": "rope_factors_long.weight"}
+            names = {"short": SHORT_FACTORS, "long": LONG_FACTORS}
             lists = {
                 f"{key}_factor": [shortest(one) for one in factors[name].tolist()]
                 for key, name in names.items()
@@ -141,8 +143,8 @@ def rope_tensors(rope: RopeConfig, head_dim: int) -> dict[str, Tensor]:
             return {FREQUENCIES: plain / llama3.frequencies(rope, width, 0, cpu)}
         case LongRopeScalingConfig(short_factor=short, long_factor=long):
             return {
-                "rope_factors_short.weight": torch.tensor(short),
-                "rope_factors_long.weight": torch.tensor(long),
+                SHORT_FACTORS: torch.tensor(short),
+                LONG_FACTORS: torch.tensor(long),
             }
         case _:
             return {}

@@ -94,6 +94,22 @@ def test_resume_goes_on(recipe: str, capsys: pytest.CaptureFixture[str]) -> None
     assert [e["step"] for e in events if e["kind"] == "step"] == [2, 4, 6, 8]
 
 
+def test_the_report_says_what_a_run_changed_of_the_recipe(recipe: str) -> None:
+    Path(recipe).write_text("description: Reaches 1.5.\n" + RECIPE)
+    settings = ["train.steps=3", "data.corpus={kind: text, path: corpus.txt}"]
+    note = "Not the recipe as it was written and as it is described below: this run has "
+    assert main(["train", recipe, *settings, "--dtype", "float32", "--out", "run"]) == 0
+    page = Path("run/report.html").read_text("utf-8")
+    assert f"{note}{', '.join([*settings, 'train.dtype=float32'])}.</p>" in page
+    assert main(["train", "run", "train.log_every=1", "--resume"]) == 0
+    page = Path("run/report.html").read_text("utf-8")
+    assert f"{note}train.steps=3, " in page  # what a resume changes stands in the notes
+    assert main(["train", recipe, "--out", "whole"]) == 0
+    page = Path("whole/report.html").read_text("utf-8")
+    assert "Reaches 1.5." in page
+    assert "Not the recipe" not in page
+
+
 def test_a_run_directory_is_its_own_recipe(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", recipe, "train.log_every=3", "--out", "run"]) == 0
     assert main(["train", "run"]) == 2

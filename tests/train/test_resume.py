@@ -2,6 +2,7 @@
 
 import errno
 import os
+import re
 import shutil
 from pathlib import Path
 from typing import Any
@@ -147,3 +148,41 @@ def test_a_full_disk_leaves_the_last_checkpoint_whole(make_recipe, tmp_path: Pat
     assert [path.name for path in (out / "checkpoints").iterdir()] == ["step-00000004"]
     train(make_recipe(), out, resume=True)
     assert_same_run(tmp_path / "whole", out)
+
+
+def test_fewer_checkpoints_are_kept_from_the_resume_on(make_recipe, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    train(make_recipe(keep=3), out)
+    damaged = out / "checkpoints/step-00000012/manifest.json"
+    damaged.write_text("")
+    seen: list[list[int]] = []
+
+    def look(event: dict[str, Any]) -> None:
+        if event["kind"] == "start":  # before any step, and so before any save
+            seen.append(CheckpointStore(out / "checkpoints").steps())
+
+    train(make_recipe(keep=1), out, resume=True, on_event=look)
+    assert seen == [[12, 8]]  # 8 is the newest that is whole
+    assert CheckpointStore(out / "checkpoints").steps() == [12]
+
+
+@pytest.mark.parametrize("removed", [False, True])
+def test_a_run_folder_that_is_moved_ends_its_training(
+    make_recipe, tmp_path: Path, removed: bool
+) -> None:
+    out, now = tmp_path / "run", tmp_path / "now"
+
+    def move(event: dict[str, Any]) -> None:
+        if event["kind"] == "step" and event["step"] == 6:
+            out.rename(now)
+            if removed:
+                shutil.rmtree(now)
+
+    expected = f"{out} was moved or removed while it was trained in; "
+    if not removed:
+        expected += f"its last checkpoint is {now}/checkpoints/step-00000004: go on by workhorse t"
+    with pytest.raises(WorkhorseError, match=re.escape(expected)):
+        train(make_recipe(), out, on_event=move)
+    assert not out.exists()
+    if not removed:
+        assert train(make_recipe(), now, resume=True).step == 12

@@ -20,6 +20,8 @@ NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 class FolderLock:
     """Held while open. The system lets go of it when the process ends, however it ends.
 
+    It holds the folder, which may be moved meanwhile, and not the path.
+
     Raises:
         WorkhorseError: another process holds it, or `.lock` is a link: the file that it leads to
             is somebody's, and a lock would be written into it.
@@ -27,35 +29,61 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         file = folder / ".lock"
+        self._folder = folder
+        self._descriptors: list[int] = []
         try:
-            self._descriptor = os.open(file, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o644)
+            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o644)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise _not_ours(file) from None
             raise
-        status = os.fstat(self._descriptor)
+        self._descriptors.append(descriptor)
+        status = os.fstat(descriptor)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
-            os.close(self._descriptor)
+            self.release()
             raise _not_ours(file)
         if fcntl is None:
             return
         try:
-            fcntl.flock(self._descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(self._descriptor, 20, 0).decode(errors="replace") or "unknown"
-            os.close(self._descriptor)
+            holder = os.pread(descriptor, 20, 0).decode(errors="replace") or "unknown"
+            self.release()
             raise WorkhorseError(
                 f"{folder} is in use by another training process (pid {holder}); "
                 "wait for it, or choose another --out"
             ) from None
-        os.truncate(self._descriptor, 0)
-        os.pwrite(self._descriptor, str(os.getpid()).encode(), 0)
+        os.truncate(descriptor, 0)
+        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
+        self._descriptors.append(os.open(folder, os.O_RDONLY))
+
+    def in_place(self) -> bool:
+        """Whether the folder that is held still has its path; where folders are not held, True."""
+        if len(self._descriptors) == 1:
+            return True
+        try:
+            return os.path.samestat(os.stat(self._folder), os.fstat(self._descriptors[-1]))
+        except OSError:
+            return False
+
+    def folder_now(self) -> Path | None:
+        """Where the folder that is held is now; None: removed, or the system does not tell."""
+        try:
+            now = Path(os.readlink(f"/proc/self/fd/{self._descriptors[-1]}"))
+        except OSError:
+            return None
+        return now if now.is_dir() else None
+
+    def release(self) -> None:
+        """Let go of it."""
+        while self._descriptors:
+            os.close(self._descriptors.pop())
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        os.close(self._descriptor)
+        self.release()
 
 
 def _not_ours(file: Path) -> WorkhorseError:

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import shlex
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -80,6 +81,25 @@ class RunDirectory:
             return FolderLock(self.path)
         except OSError as error:
             raise self._unfit(error.strerror) from None
+
+    def check_place(self, lock: FolderLock) -> None:
+        """Look whether the folder is still the one that is trained in; a save would make another.
+
+        Raises:
+            WorkhorseError: it was moved or removed, with where its last checkpoint is.
+        """
+        if lock.in_place():
+            return
+        moved = f"{self.path} was moved or removed while it was trained in"
+        if (now := lock.folder_now()) is None:
+            raise WorkhorseError(
+                f"{moved}; its checkpoints went with it: go on from where they are by --resume"
+            )
+        store = RunDirectory(now).store()
+        steps = store.steps()
+        last = f"its last checkpoint is {store.path(steps[0])}" if steps else "it has no checkpoint"
+        going_on = shlex.join(["workhorse", "train", str(now), "--resume"])
+        raise WorkhorseError(f"{moved}; {last}: go on by {going_on}")
 
     def check_free(self) -> None:
         """Look whether a run can begin here, without touching anything.

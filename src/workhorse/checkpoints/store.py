@@ -118,9 +118,13 @@ class CheckpointStore:
         except (OSError, SafetensorError) as error:
             self._give_up(temporary)
             raise WorkhorseError(self._failure(final, error)) from error
+        self.prune(step)
+        return final
+
+    def prune(self, step: int) -> None:
+        """Remove the oldest beyond `keep` of the checkpoints up to a step, whose own is whole."""
         for old in [found for found in self.steps() if found <= step][self.keep :]:
             self._discard(self.path(old))
-        return final
 
     def newest(self, on_skip: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
         """The newest whole checkpoint, for a run that goes on; None if there is none.

@@ -90,11 +90,13 @@ def command(
     if recipe.is_dir():
         recipe, out = _own_recipe(recipe, out, resume)
     notices: list[str] = []
-    settings = _read(recipe, [*overrides, *flags], out, resume, notices.append)
+    changes = [*overrides, *flags]
+    settings = _read(recipe, changes, out, resume, notices.append)
     if dry_run:
         _dry_run(settings, out, resume, as_json, notices, show_recipe=show_recipe)
     else:
-        _train(settings, out or _default(settings.name), resume, as_json, notices)
+        place = out or _default(settings.name)
+        _train(settings, place, resume, as_json, notices=notices, changes=changes)
 
 
 def _is_given(name: str) -> bool:
@@ -138,14 +140,22 @@ def _default(name: object) -> Path:
     return Path("runs") / str(name)
 
 
-def _train(settings: Any, out: Path, resume: bool, as_json: bool, notices: list[str]) -> None:
+def _train(
+    settings: Any,
+    out: Path,
+    resume: bool,
+    as_json: bool,
+    *,
+    notices: list[str],
+    changes: list[str],
+) -> None:
     from workhorse.cli.train_progress import show_training
     from workhorse.train import train
 
     with show_training(settings.train.steps) as show:
         for line in notices:
             show({"kind": "notice", "message": line})
-        result = train(settings, out, resume=resume, on_event=show)
+        result = train(settings, out, resume=resume, settings=changes, on_event=show)
     print_result(result.to_dict(), as_json, text=_summary(result))
     if result.stopped_by is not None:
         codes = {

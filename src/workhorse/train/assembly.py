@@ -1,6 +1,6 @@
 """From a recipe to a loop that stands before its next step."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -58,6 +58,7 @@ def assemble(
     store: Store,
     *,
     resumed: tuple[Resumption, Checkpoint | None] = FROM_THE_START,
+    settings: Sequence[str] = (),
 ) -> Loop:
     """Tokenizer, data, model and optimizer, fresh or from a checkpoint.
 
@@ -107,6 +108,7 @@ def assemble(
     )
     if checkpoint is not None:
         loop.restore(checkpoint, at.rows)
+        store.prune(checkpoint.step)  # makes room on a full disk where fewer are kept from now on
     run.rewrite_recipe(recipe.to_yaml())
     run.save_config(decoder_config)
     loop.metrics.open()
@@ -114,7 +116,7 @@ def assemble(
         loop.tell("change", setting=change.setting, before=change.before, now=change.now)
     if device.type == "cpu" and (reason := training.why_not()):
         tell(f"no native operators, so slower: {reason}")
-    _tell_start(loop, recipe, decoder, dataset.train.n_tokens)
+    _tell_start(loop, recipe, decoder, dataset.train.n_tokens, settings)
     return loop
 
 
@@ -144,10 +146,13 @@ def _constants(
     }
 
 
-def _tell_start(loop: Loop, recipe: Recipe, decoder: Decoder, train_tokens: int) -> None:
+def _tell_start(
+    loop: Loop, recipe: Recipe, decoder: Decoder, train_tokens: int, settings: Sequence[str]
+) -> None:
     loop.tell(
         "start",
         name=recipe.name,
+        settings=list(settings),
         device=name_of(loop.step.device),
         threads=torch.get_num_threads(),
         parameters=sum(parameter.numel() for parameter in decoder.parameters()),

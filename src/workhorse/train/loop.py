@@ -46,6 +46,8 @@ class Store(Protocol):
 
     def newest(self, on_skip: Callable[[str], None]) -> Checkpoint | None: ...
 
+    def prune(self, step: int) -> None: ...
+
 
 @dataclass
 class Counters:
@@ -95,6 +97,8 @@ class Loop:
     constants: dict[str, Any]
     flops_per_token: int
     peak: Peak
+    check_place: Callable[[], None] = lambda: None
+    """Raises where a checkpoint would no longer come to lie in the run's folder."""
     counters: Counters = field(default_factory=Counters)
     last: StepResult | None = None
     validation: Validation | None = None
@@ -174,6 +178,7 @@ class Loop:
     def save(self) -> None:
         """Write a checkpoint; lines of metrics up to it are on the disk before it is."""
         self.saved = self.counters.step  # or tried: what fails is not tried again
+        self.check_place()
         self.metrics.sync()
         state = {
             **self.constants,

@@ -5,7 +5,7 @@ Every line has `kind` and `step` (steps done when it was written):
 - `start`: of a sitting: `parameters`, `active_parameters` (that work on a token), `steps`,
   `flops_per_token` and `peak_flops` (a second, of the quickest matrix product in the training's
   type; where training is quicker, `peak_fraction` is of its own best), `micro_batch_size` (in use),
-  `device`, versions
+  `device`, versions, `settings` (of the command line, over the recipe's)
 - `change`: of a setting, when the run was resumed: `setting` (its name), `before`, `now`
 - `step`: `loss` (the cross-entropy, nats per token), `z_loss` and `balance_loss` (what is added to
   it, weighted, where it is), `learning_rate` (the schedule's factor times the optimizer's),

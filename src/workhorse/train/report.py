@@ -40,6 +40,7 @@ def contents(run: RunDirectory) -> dict[str, Any]:
     return {
         "name": recipe["name"],
         "description": recipe.get("description", ""),
+        "settings": of_kind["start"][0].get("settings", []),  # not in runs of before
         "figures": figures(of_kind),
         "charts": [chart for chart in charts(of_kind) if chart],
         "experts": experts(of_kind),

@@ -1,8 +1,9 @@
 """`train`: from a recipe to a trained model in a run directory."""
 
 import errno
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -57,6 +58,7 @@ def train(
     out: str | Path,
     *,
     resume: bool = False,
+    settings: Sequence[str] = (),
     on_event: Callable[[Event], None] = lambda event: None,
     store: Store | None = None,
 ) -> TrainResult:
@@ -70,6 +72,8 @@ def train(
         out: the run directory, new or empty.
         resume: go on with the run in `out`, from its newest whole checkpoint. What changed in the
             recipe since is recorded in `metrics.jsonl`, or refused, see `workhorse.on_resume`.
+        settings: in what the recipe differs from the one that its description is of, as
+            `train.steps=50`; for the report.
         on_event: told every line of `metrics.jsonl` (see `workhorse.train.metrics`), and also
             `notice` (`message`) and `data` (`done` and `total` bytes, total None while unknown).
         store: takes checkpoints; None for the run directory's own.
@@ -84,7 +88,7 @@ def train(
     _check_place(run, resume)  # before the lock, which would leave its file in somebody's folder
     device = check_recipe(recipe, resume=resume)
     check_outside(recipe.data, run.path)
-    with run.lock():
+    with run.lock() as lock:
         into = store or run.store(recipe.train.keep)
         if resume:
             resumed = plan_resumption(run, recipe, into.newest)
@@ -94,11 +98,12 @@ def train(
             resumed = FROM_THE_START
             run.begin(recipe.to_yaml())
         try:
-            loop = assemble(recipe, run, device, on_event, into, resumed=resumed)
+            loop = assemble(recipe, run, device, on_event, into, resumed=resumed, settings=settings)
         except Exception:  # also for want of memory: a model of no step is nothing to keep
             if not resume:
                 run.undo()
             raise
+        loop.check_place = partial(run.check_place, lock)
         try:
             with StopSignals() as signals:
                 loop.run(signals)

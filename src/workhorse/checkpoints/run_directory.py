@@ -11,7 +11,7 @@ import torch
 
 from workhorse.checkpoints.disk import Disk, write_atomically
 from workhorse.checkpoints.lock import FolderLock
-from workhorse.checkpoints.store import CheckpointStore, DamagedCheckpoint
+from workhorse.checkpoints.store import CheckpointStore
 from workhorse.checkpoints.tensors import Places, empty_decoder, load_weights, weights_of
 from workhorse.config import ConfigError, read_yaml
 from workhorse.errors import WorkhorseError
@@ -226,21 +226,14 @@ class RunDirectory:
 
         self._check_is_run()
         tokenizer = load_tokenizer(self.tokenizer_folder)
-        expected = self._newest_state().get("tokenizer")
+        _, state = self.store().newest_state(alone=True) or (0, {})
+        expected = state.get("tokenizer")
         if expected is not None and tokenizer.fingerprint != expected:
             raise WorkhorseError(
                 f"{self.tokenizer_folder} is not the tokenizer that the checkpoints in "
                 f"{self.path} were trained with; put back the one that was there"
             )
         return tokenizer
-
-    def _newest_state(self) -> dict[str, Any]:
-        """The state of the newest checkpoint in which it is whole; empty where there is none."""
-        store = self.store()
-        for step in store.steps():
-            with contextlib.suppress(DamagedCheckpoint):
-                return store.state(step)
-        return {}
 
     def load_decoder(
         self,

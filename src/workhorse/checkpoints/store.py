@@ -135,16 +135,17 @@ class CheckpointStore:
         return self._newest(self.load, on_skip)
 
     def newest_state(
-        self, on_skip: Callable[[str], None] = lambda line: None
+        self, on_skip: Callable[[str], None] = lambda line: None, *, alone: bool = False
     ) -> tuple[int, dict[str, Any]] | None:
         """The step and the state of the newest whole checkpoint, its tensors checked but not read.
 
         Args:
             on_skip: as in `newest`.
+            alone: only the state need be whole; its tensors are not looked at.
         """
 
         def state(step: int) -> tuple[int, dict[str, Any]]:
-            self.check(step)
+            self.check(step, (STATE,) if alone else (MODEL, OPTIMIZER, STATE))
             return step, self._state(step)
 
         return self._newest(state, on_skip)
@@ -195,15 +196,6 @@ class CheckpointStore:
         """
         self.check(step, (MODEL, STATE))
         return load_file(self.path(step) / MODEL), self._state(step)
-
-    def state(self, step: int) -> dict[str, Any]:
-        """Read and check the state of one checkpoint.
-
-        Raises:
-            DamagedCheckpoint: a missing, shortened or changed file.
-        """
-        self.check(step, (STATE,))
-        return self._state(step)
 
     def _state(self, step: int) -> dict[str, Any]:
         return json.loads((self.path(step) / STATE).read_text(encoding="utf-8"))

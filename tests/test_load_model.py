@@ -78,6 +78,20 @@ def test_a_text_of_a_model_from_elsewhere_begins_at_bos_or_else_at_eos(model):
     assert replace(loaded, trained=False).start is None
 
 
+def test_decode_gives_the_text_back_that_was_encoded(model):
+    loaded = model(bos=True)
+    tokens = loaded.encode("aé")
+    assert loaded.decode(tokens) == loaded.decode(torch.tensor(tokens)) == "aé"
+    assert loaded.decode(tokens, skip_special=False) == "<|bos|>aé"
+    for wrong in ("a text", 5, [1.5], [True], [[97]]):
+        with pytest.raises(WorkhorseError, match="tokens are a sequence of token ids, not"):
+            loaded.decode(wrong)
+    with pytest.raises(WorkhorseError, match="258"):
+        loaded.decode([258])
+    with pytest.raises(WorkhorseError, match="tiny has no tokenizer"):
+        replace(loaded, tokenizer=None).decode(tokens)
+
+
 def test_generate_from_a_text_or_from_tokens(model):
     loaded = model()
     from_text = loaded.generate("ab", seed=1, max_new_tokens=8)

@@ -107,6 +107,25 @@ class Model:
         """
         return self._beginning.encode(self.text, prompt)
 
+    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
+        """The text of token ids: of what `encode` gives, the prompt.
+
+        Args:
+            tokens: a list, or a tensor of one dimension.
+            skip_special: leave out special tokens, such as those of `prefix`, instead of writing
+                their names.
+
+        Raises:
+            WorkhorseError: there is no tokenizer, or these are no ids of it.
+        """
+        try:
+            ids = _ids(tokens)
+        except TypeError:
+            raise WorkhorseError(
+                f"tokens are a sequence of token ids, not {shown(tokens)}; give those of one text"
+            ) from None
+        return self.text.decode(ids, skip_special=skip_special)
+
     def generate(
         self,
         prompt: str | Sequence[int],
@@ -240,17 +259,22 @@ class Model:
         if isinstance(prompt, str):
             return self.encode(prompt)
         try:
-            if isinstance(prompt, bytes | bytearray | set | frozenset | dict):
-                raise TypeError
-            tokens = list(prompt)
-            if any(isinstance(token, bool) for token in tokens):
-                raise TypeError
-            return [operator.index(token) for token in tokens]
+            return _ids(prompt)
         except TypeError:
             raise WorkhorseError(
                 f"a prompt is a text or a sequence of token ids, not {shown(prompt)}; "
                 "give several texts to generate_batch"
             ) from None
+
+
+def _ids(tokens: Sequence[int]) -> list[int]:
+    """Token ids as Python has them; raises TypeError for what is no sequence of whole numbers."""
+    if isinstance(tokens, bytes | bytearray | set | frozenset | dict):
+        raise TypeError
+    ids = list(tokens)
+    if any(isinstance(token, bool) for token in ids):
+        raise TypeError
+    return [operator.index(token) for token in ids]
 
 
 def load(

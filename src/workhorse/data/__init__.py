@@ -6,7 +6,7 @@ batch = batches[step]
 """
 
 from workhorse.data.batches import Batch, Batches, ValidationBatches
-from workhorse.data.beginning import Beginning, beginning
+from workhorse.data.beginning import Beginning, beginning, beginning_token
 from workhorse.data.config import DataConfig, SourceConfig, source_of
 from workhorse.data.dataset import Dataset, Split, open_dataset
 from workhorse.data.documents import Document, iterate_texts, read_documents
@@ -32,6 +32,7 @@ __all__ = [
     "TokenStream",
     "ValidationBatches",
     "beginning",
+    "beginning_token",
     "check_separators",
     "check_sources",
     "describe",

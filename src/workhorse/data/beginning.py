@@ -37,11 +37,16 @@ def beginning(tokenizer: "Tokenizer", data: DataConfig | None) -> Beginning:
             knows. Its texts begin as its tokenizer says; where that adds nothing, the token before
             a text is bos or else eos, as transformers and the lm-evaluation-harness have it.
     """
-    bos, eos = tokenizer.bos_id, tokenizer.eos_id
+    bos = tokenizer.bos_id
     if data is None:
         prefix = tuple(tokenizer.prefix_ids)
-        before = eos if bos is None else bos
+        before = beginning_token(tokenizer)
     else:
         prefix = (bos,) if data.bos and bos is not None else ()
-        before = eos if data.eos else None
+        before = tokenizer.eos_id if data.eos else None
     return Beginning(prefix, prefix[-1] if prefix else before)
+
+
+def beginning_token(tokenizer: "Tokenizer") -> int | None:
+    """What begins a text of a training that nobody knows: bos, or else eos."""
+    return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id

@@ -12,7 +12,7 @@ from typing import Any, Protocol
 from lm_eval.api.model import TemplateLM
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 
-from workhorse.data import DataConfig
+from workhorse.data import DataConfig, beginning_token
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate.answers import Answers, answer
 from workhorse.evaluate.evaluation import check_causal
@@ -93,11 +93,11 @@ class HarnessModel(TemplateLM):
     def prefix_token_id(self) -> int:
         """What stands before a text that has no context.
 
-        After training of ours, the token that was there; of a model from elsewhere, as the harness
-        has it, bos or else eos.
+        After training of ours, the token that was there; of a model from elsewhere bos or else eos,
+        whatever its tokenizer puts before a text: as the harness has it.
         """
-        bos, eos = self.tokenizer.bos_id, self.tokenizer.eos_id
-        found = self._model.start if self._model.data is not None else eos if bos is None else bos
+        from_elsewhere = self._model.data is None
+        found = beginning_token(self.tokenizer) if from_elsewhere else self._model.start
         if found is None:
             raise WorkhorseError(
                 f"the task has a text without a context, and {self._model.name} knows no token "

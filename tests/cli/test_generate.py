@@ -6,6 +6,7 @@ import pytest
 
 from workhorse.cli.main import main
 from workhorse.generate import GenerationConfig
+from workhorse.load_model import load
 
 
 def generate(capsys, *arguments: str) -> tuple[str, str]:
@@ -55,6 +56,9 @@ def test_logprobs_and_beams_reach_the_result(run_folder, capsys):
     entry = json.loads(generate(capsys, *arguments, "--logprobs", "2")[0])["logprobs"][0]
     assert len(entry["top"]) == 2
     assert entry["logprob"] <= entry["top"][0][1] < 0
+    tokens = load(run_folder).text
+    for token, text in [(entry["token"], entry["text"]), *((t, w) for t, _, w in entry["top"])]:
+        assert text == tokens.pieces([97, token])[1].text
     assert json.loads(generate(capsys, *arguments, "--beams", "2")[0])["score"] < 0
 
 

@@ -36,8 +36,16 @@ SHOWN_PROMPT = 40
     "--n-samples", "--samples", "n_samples", type=int, help="Texts per prompt.  [default: 1]"
 )
 @click.option("--ignore-eos", is_flag=True, help="Go on after the end of a text.")
-@click.option("--logprobs", type=int, help="With --json: of each token and the n likeliest.")
-@click.option("--beams", type=int, help="Search for the likeliest text with so many hypotheses.")
+@click.option(
+    "--logprobs",
+    type=int,
+    help="With --json: each token's, and the n likeliest's, with id and text.",
+)
+@click.option(
+    "--beams",
+    type=int,
+    help="Search for the likeliest text, the one that is given, with so many hypotheses.",
+)
 @click.option("--length-penalty", type=float, help="With --beams: more favours longer texts.")
 @click.option("--early-stopping", is_flag=True, default=None, help="With --beams: end sooner.")
 @click.option(
@@ -86,7 +94,7 @@ def command(
     completions = loaded.generate_batch(texts, config, draft=guesser, batch_size=batch_size or 32)
     seconds = time.perf_counter() - started
     _explain([(c.finish_reason, len(c.tokens)) for c in completions], seconds, config)
-    result = _result(completions, texts, seconds, config)
+    result = _result(completions, texts, seconds, config, loaded)
     print_result(result, as_json, text=for_terminal(_page(result["completions"])))
 
 
@@ -122,6 +130,7 @@ def _result(
     prompts: Sequence[str],
     seconds: float,
     config: "GenerationConfig",
+    model: "Model",
 ) -> dict[str, Any]:
     """All completions, and totals; a single completion's fields are also at the top."""
     listed = [
@@ -134,7 +143,7 @@ def _result(
             "prompt_tokens": completion.prompt_tokens,
             "seed": completion.seed,
             "score": completion.score,
-            "logprobs": _logprobs(completion),
+            "logprobs": _logprobs(completion, prompts[index // config.n_samples], model),
             **_guessed(completion),
         }
         for index, completion in enumerate(completions)
@@ -151,12 +160,21 @@ def _guessed(completion: "Completion") -> dict[str, int | None]:
     return {"proposed": completion.proposed, "accepted": completion.accepted}
 
 
-def _logprobs(completion: "Completion") -> list[dict[str, Any]] | None:
+def _logprobs(completion: "Completion", prompt: str, model: "Model") -> list[dict[str, Any]] | None:
+    """Each token's, and what it adds to a text: null where that is a part of a character."""
     if completion.logprobs is None:
         return None
+    entries, before = completion.logprobs, model.encode(prompt)
+    ids = dict.fromkeys(token for e in entries for token in (e.token, *(one for one, _ in e.top)))
+    pieces = {piece.id: piece.text for piece in model.text.pieces([*before, *ids])}
     return [
-        {"token": entry.token, "logprob": entry.logprob, "top": entry.top}
-        for entry in completion.logprobs
+        {
+            "token": entry.token,
+            "text": pieces[entry.token],
+            "logprob": entry.logprob,
+            "top": [(token, logprob, pieces[token]) for token, logprob in entry.top],
+        }
+        for entry in entries
     ]
 
 

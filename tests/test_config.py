@@ -283,6 +283,14 @@ def test_overrides_that_cannot_be(setting: str, message: str) -> None:
     assert str(caught.value).startswith(message)
 
 
+def test_another_kind_begins_a_section_afresh() -> None:
+    data = {"a": {"kind": "x", "size": 1}, "b": {"size": 1}}
+    changed = apply_overrides(data, ["a.width=3", "a.kind=y", "b.kind=y"])
+    assert changed == {"a": {"kind": "y", "width": 3}, "b": {"size": 1, "kind": "y"}}
+    kept = apply_overrides(data, ["a.kind=y"], lambda place, section, kind: {place: kind})
+    assert kept["a"] == {"a": "y", "kind": "y"}
+
+
 @pytest.mark.parametrize("text", ["{kind:rope}", "[{kind: a, d_ff:64}]", "{a: {kind:rope, b: 1}}"])
 def test_a_colon_without_a_space_is_told(text: str, tmp_path: Path) -> None:
     message = r"YAML reads '[a-z_]+:[a-z0-9]+' as one key without a value; write a space after"

@@ -8,7 +8,6 @@ import difflib
 import json
 import re
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from types import NoneType, UnionType
 from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin
@@ -24,14 +23,6 @@ LARGEST = 2**63 - 1
 """Of a whole number; no size, count or seed is larger."""
 MAX_BYTES = 1_000_000
 """Of a file in YAML."""
-
-
-@dataclass(frozen=True)
-class OfItsKind:
-    """A mark of a field whose values mean something else where another kind has one of its name.
-
-    A section that becomes of another kind does not take it over.
-    """
 
 
 class ConfigError(WorkhorseError):

@@ -4,10 +4,12 @@
 
 A mark holds for the field and all inside it, unless a field in there has a mark of its own. Without
 any mark it is `NEW_RUN`. `kind` decides for its whole section: a section of another kind is one
-change, by the mark of `kind` where it has one.
+change, by the mark of `kind` where it has one. What such a change takes over on the command line,
+`OfItsKind` says.
 """
 
 from collections.abc import Iterable
+from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
@@ -22,6 +24,14 @@ class OnResume(Enum):
     GOES_ON = "may change; training goes on with it from there"
     SAME_TEXT = "may change while the tokens stay the same"
     NEW_RUN = "needs a new run"
+
+
+@dataclass(frozen=True)
+class OfItsKind:
+    """A mark of a field whose values mean something else where another kind has one of its name.
+
+    A section that becomes of another kind does not take it over.
+    """
 
 
 def rule_of(config: Config, path: Iterable[str]) -> OnResume:

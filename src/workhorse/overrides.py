@@ -28,7 +28,7 @@ def apply_overrides(
         data: left as it is.
         overrides: the settings.
         keep: gives what a section of another kind takes over, from its dotted place, its settings
-            and the new kind. None: nothing.
+            and the new kind. None: nothing of what was said to be of another kind.
 
     Raises:
         ConfigError: a setting without `=`, or a path through something that is not a mapping.
@@ -51,7 +51,9 @@ def apply_overrides(
             target = cast(dict[str, Any], inside)
         given = _value_of(path, value)
         if key == "kind" and target.get("kind") != given:
-            kept = keep(".".join(sections), dict(target), given) if keep else {}
+            kept = {} if "kind" in target else dict(target)
+            if keep:
+                kept = keep(".".join(sections), dict(target), given)
             target.clear()
             target.update(kept)
         target[key] = given

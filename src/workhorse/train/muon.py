@@ -12,10 +12,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from workhorse.config import Config, OfItsKind
+from workhorse.config import Config
 from workhorse.devices import multiplies_bfloat16
 from workhorse.native import training
-from workhorse.on_resume import OnResume
+from workhorse.on_resume import OfItsKind, OnResume
 from workhorse.train.adamw import AdamWConfig, gradients_of
 from workhorse.train.masters import Masters
 

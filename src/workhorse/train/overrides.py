@@ -3,7 +3,8 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from workhorse.config import Config, OfItsKind
+from workhorse.config import Config
+from workhorse.on_resume import OfItsKind
 from workhorse.overrides import apply_overrides
 from workhorse.train.recipe import preset_with
 from workhorse.train.reference import NAME, configs_at, names_at

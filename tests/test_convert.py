@@ -133,6 +133,14 @@ def test_an_unknown_format_is_refused_and_nothing_is_written(
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.parametrize("place", ["checkpoints/step-00000099", "data/new", "tokenizer/x.gguf"])
+def test_nothing_is_written_among_the_files_of_a_run(run_folder: Path, place: str) -> None:
+    to: Format = "gguf" if place.endswith("gguf") else "workhorse"
+    with pytest.raises(WorkhorseError, match="lies among the files of a run; choose a place"):
+        convert(run_folder, run_folder / place, to)
+    assert not (run_folder / place).exists()
+
+
 @pytest.mark.parametrize("dtype", ["zip", "int8", None, torch.float32])
 def test_an_unknown_number_format_is_refused_and_nothing_is_written(
     run_folder: Path, tmp_path: Path, dtype: Any

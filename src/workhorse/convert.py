@@ -12,6 +12,7 @@ import torch
 
 from workhorse.checkpoints.export import find_family, write_huggingface
 from workhorse.checkpoints.model_folder import check_new, write_model
+from workhorse.checkpoints.run_directory import RunDirectory
 from workhorse.checkpoints.stored import open_stored
 from workhorse.devices import dtype_name
 from workhorse.errors import WorkhorseError
@@ -81,6 +82,8 @@ def convert(
         raise WorkhorseError(f"dtype={shown(dtype)} is no number format; choose {known}")
     if dtype == "q8_0" and to != "gguf":
         raise WorkhorseError(f"dtype=q8_0 is for --to gguf, not {to}; choose another dtype")
+    if any(RunDirectory(folder).keeps(target) for folder in target.absolute().parents):
+        raise WorkhorseError(f"{target} lies among the files of a run; choose a place outside it")
     if to == "gguf" and os.path.lexists(target):
         raise WorkhorseError(f"{target} exists; choose another file")
     if to != "gguf":

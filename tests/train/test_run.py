@@ -167,13 +167,30 @@ def test_a_loss_that_stays_infinite_stops_the_run(
         return (total * float("inf") if calls == 3 or calls > 6 else total), counted
 
     monkeypatch.setattr(LossOfBatch, "forward", sometimes_infinite)
-    with pytest.raises(WorkhorseError, match="not finite for 3 steps in a row, up to step 9"):
+    with pytest.raises(
+        WorkhorseError,
+        match=r"for 3 steps in a row, up to step 9.*go on from the last",
+    ):
         train(make_recipe(max_bad_steps=3), tmp_path / "run")
     events = read_metrics(tmp_path / "run/metrics.jsonl")
     assert [e["step"] for e in events if e["kind"] == "skipped_step"] == [3, 7, 8, 9]
     state = json.loads((tmp_path / "run/checkpoints/step-00000004/state.json").read_text())
     assert state["counters"]["skipped_steps"] == 1
     assert all(tensor.isfinite().all() for tensor in weights(tmp_path / "run", 8).values())
+
+
+def test_a_run_that_diverges_before_its_first_checkpoint_names_none(
+    make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    loss = LossOfBatch.forward
+
+    def infinite(self, *rows):
+        total, counted = loss(self, *rows)
+        return total * float("inf"), counted
+
+    monkeypatch.setattr(LossOfBatch, "forward", infinite)
+    with pytest.raises(WorkhorseError, match="there is no checkpoint yet: begin again with a low"):
+        train(make_recipe(max_bad_steps=2), tmp_path / "run")
 
 
 def test_what_was_done_is_saved_when_something_else_fails(

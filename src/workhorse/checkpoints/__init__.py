@@ -1,6 +1,6 @@
 """Run directories and the checkpoints in them: whole or absent, and checked before use."""
 
-from workhorse.checkpoints.disk import Disk, write_atomically
+from workhorse.checkpoints.disk import Disk
 from workhorse.checkpoints.lock import FolderLock
 from workhorse.checkpoints.run_directory import RunDirectory
 from workhorse.checkpoints.store import Checkpoint, CheckpointStore, DamagedCheckpoint
@@ -28,5 +28,4 @@ __all__ = [
     "mapped_weights",
     "weights_in_large_pages",
     "weights_of",
-    "write_atomically",
 ]

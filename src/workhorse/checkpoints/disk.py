@@ -9,6 +9,8 @@ from pathlib import Path
 from safetensors.torch import save_file
 from torch import Tensor
 
+from workhorse.writing import sync
+
 
 class Disk:
     """The real file system."""
@@ -33,13 +35,7 @@ class Disk:
 
     def sync(self, path: Path) -> None:
         """Wait until a file's content, or a folder's list of names, is on the disk."""
-        if path.is_dir() and os.name == "nt":
-            return  # Windows keeps folders in order by itself and cannot open them
-        descriptor = os.open(path, os.O_RDONLY)
-        try:
-            os.fsync(descriptor)
-        finally:
-            os.close(descriptor)
+        sync(path)
 
     def rename(self, source: Path, target: Path) -> None:
         source.replace(target)
@@ -50,13 +46,3 @@ class Disk:
             path.unlink()
         else:
             shutil.rmtree(path)
-
-
-def write_atomically(path: Path, text: str, disk: Disk | None = None) -> None:
-    """Put a text file in place whole, or leave what was there."""
-    disk = disk or Disk()
-    temporary = path.with_name(f".tmp-{path.name}")
-    disk.write_text(temporary, text)
-    disk.sync(temporary)
-    disk.rename(temporary, path)
-    disk.sync(path.parent)

@@ -30,6 +30,7 @@ from workhorse.models.huggingface.names import (
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
 from workhorse.untrusted import read_json
+from workhorse.writing import writing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -177,18 +178,19 @@ def make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
     """Let `fill` write into a temporary folder, and put it in place when it is whole.
 
     Raises:
-        WorkhorseError: the place is taken.
+        WorkhorseError: the place is taken, or the disk is full or refuses.
     """
     check_new(folder)
     disk = Disk()
     temporary = folder.with_name(f".tmp-{folder.name}")
     shutil.rmtree(temporary, ignore_errors=True)
     try:
-        disk.make_folder(temporary)
-        fill(temporary)
-        for path in temporary.rglob("*"):
-            disk.sync(path)
-        disk.rename(temporary, folder)
-        disk.sync(folder.parent)
+        with writing(folder):
+            disk.make_folder(temporary)
+            fill(temporary)
+            for path in temporary.rglob("*"):
+                disk.sync(path)
+            disk.rename(temporary, folder)
+            disk.sync(folder.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)

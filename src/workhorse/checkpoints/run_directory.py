@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workhorse.checkpoints.disk import Disk, write_atomically
+from workhorse.checkpoints.disk import Disk
 from workhorse.checkpoints.lock import FolderLock
 from workhorse.checkpoints.store import CheckpointStore
 from workhorse.checkpoints.tensors import Places, empty_decoder, load_weights, weights_of
@@ -18,6 +18,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
 from workhorse.untrusted import read_json
+from workhorse.writing import write_atomically
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -66,6 +67,11 @@ class RunDirectory:
     def exists(self) -> bool:
         """Whether a run began here."""
         return self.recipe_file.is_file()
+
+    def keeps(self, path: Path) -> bool:
+        """Whether a path lies in one of the run's own folders."""
+        own = (self.checkpoints_folder, self.data_folder, self.tokenizer_folder)
+        return self.exists and any(path.resolve().is_relative_to(f.resolve()) for f in own)
 
     def lock(self) -> FolderLock:
         """Make the folder if need be and keep other processes from training in it.
@@ -151,10 +157,17 @@ class RunDirectory:
         """
         self.check_free()
         self._found_data = self.data_folder.exists()
-        write_atomically(self.recipe_file, recipe_yaml)
+        try:
+            write_atomically(self.recipe_file, recipe_yaml)
+        except WorkhorseError:
+            self.undo()
+            raise
 
     def undo(self) -> None:
-        """Take back what `begin` and all after it made; what was there, and dot files, stay."""
+        """Remove what `begin` and all after it made.
+
+        Prepared data that was there before, and other people's dot files, stay.
+        """
         for path in self.path.iterdir():
             if path == self.data_folder and self._found_data:
                 continue

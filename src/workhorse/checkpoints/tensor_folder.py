@@ -15,7 +15,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from workhorse.checkpoints.disk import Disk, write_atomically
+from workhorse.checkpoints.disk import Disk
 from workhorse.checkpoints.safetensors_header import (
     MAX_HEADER_BYTES,
     Stored,
@@ -24,6 +24,7 @@ from workhorse.checkpoints.safetensors_header import (
 )
 from workhorse.errors import WorkhorseError
 from workhorse.untrusted import open_contained, read_json, shown
+from workhorse.writing import write_atomically, writing
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -202,7 +203,7 @@ def write_tensors(
     """
     sized = [(math.prod(tensor[1]) * tensor[2].itemsize, tensor) for tensor in tensors]
     shards = _shards(sized, max_shard_bytes)
-    try:
+    with writing(folder):
         folder.mkdir(parents=True, exist_ok=True)
         if others := [entry.name for entry in folder.iterdir() if ".safetensors" in entry.name]:
             raise WorkhorseError(f"{folder} holds {min(others)!r} already; choose another folder")
@@ -217,8 +218,6 @@ def write_tensors(
         total = sum(size for size, _ in sized)
         index = {"metadata": {"total_size": total}, "weight_map": weight_map}
         write_atomically(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
-    except OSError as error:
-        raise WorkhorseError(f"cannot write {folder}: {error.strerror}") from error
 
 
 def _shards(

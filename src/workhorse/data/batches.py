@@ -112,7 +112,7 @@ class Batches:
         assert 0 <= start <= stop <= self.batch_size
         sources, numbers = self._mixture.locate(np.arange(first + start, first + stop))
         parts = []
-        for source in np.unique(sources).tolist():
+        for source in sorted(set(sources.tolist())):
             places = np.flatnonzero(sources == source)
             parts.append((places, self._samplers[source].rows(numbers[places])))
         return _batch(parts, sources, self.seq_len, self.packing)
@@ -173,7 +173,7 @@ class ValidationBatches:
         sources = np.full(self.batch_size, PADDING)
         sources[: len(rows)] = np.searchsorted(self._ends, rows, side="right")
         parts = []
-        for source in np.unique(sources[: len(rows)]).tolist():
+        for source in sorted(set(sources[: len(rows)].tolist())):
             places = np.flatnonzero(sources == source)
             sampler = self._samplers[source]
             numbers = rows[places] - (self._ends[source] - sampler.rows_per_epoch)

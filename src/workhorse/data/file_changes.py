@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from workhorse.data.config import DataConfig, StdlibConfig
-from workhorse.data.manifest import MANIFEST, ManifestConfig, read_manifest, write_atomically
+from workhorse.data.manifest import MANIFEST, ManifestConfig, read_manifest
 from workhorse.data.sources import FileState, list_files
 from workhorse.errors import WorkhorseError
+from workhorse.writing import write_atomically
 
 FILES = "files.json"
 """Beside the manifest: the files that were read, by source and path in it; size and time of each.

@@ -3,7 +3,6 @@
 import hashlib
 import io
 import json
-import os
 from pathlib import Path
 from typing import Any, Literal
 
@@ -13,6 +12,7 @@ from pydantic import Field
 from workhorse.config import Config
 from workhorse.errors import WorkhorseError
 from workhorse.untrusted import read_text
+from workhorse.writing import write_atomically
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 100_000_000
@@ -121,26 +121,3 @@ def write_array(path: Path, array: np.ndarray) -> str:
     np.save(buffer, array, allow_pickle=False)
     write_atomically(path, buffer.getbuffer())
     return hashlib.sha256(buffer.getbuffer()).hexdigest()
-
-
-def write_atomically(path: Path, content: bytes | memoryview) -> None:
-    """Write a file under another name, sync it, rename it: it is whole or it is not there."""
-    temporary = path.with_name(path.name + ".tmp")
-    temporary.unlink(missing_ok=True)  # a link by that name is not followed
-    with temporary.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(path)
-    sync_folder(path.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Make a rename in the folder survive a loss of power, where the system can."""
-    if os.name != "posix":
-        return
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -44,7 +44,7 @@ class Mixture:
             return np.zeros_like(indices), indices
         blocks = indices // MIXING_BLOCK
         slots = np.empty_like(indices)
-        for block in np.unique(blocks).tolist():
+        for block in sorted(set(blocks.tolist())):
             chosen = blocks == block
             key = derive(self.seed, "mixing", block)
             slots[chosen] = permute(indices[chosen] % MIXING_BLOCK, MIXING_BLOCK, key)

@@ -39,6 +39,7 @@ from workhorse.data.manifest import (
 )
 from workhorse.data.sources import SPLITS, Progress, describe_sources, text_bytes, why_empty
 from workhorse.errors import WorkhorseError
+from workhorse.writing import writing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -79,11 +80,12 @@ def prepare(
     """
     fresh = _fresh_manifest(config, tokenizer)
     home = config.kept_in(folder) / _key(fresh)
-    home.mkdir(parents=True, exist_ok=True)
+    with writing(home):
+        home.mkdir(parents=True, exist_ok=True)
     with _only_one_builder(home):
         manifest = _what_stands(home, fresh, verify)
         if not manifest.complete:
-            for leftover in home.glob("*.tmp"):
+            for leftover in home.glob(".tmp-*"):
                 leftover.unlink()
             _Build(config, tokenizer, home, manifest, progress).run()
     dataset = open_dataset(home, config.weights)

@@ -70,7 +70,7 @@ class Windows:
     def rows(self, indices: Indices) -> Rows:
         starts = np.empty_like(indices)
         epochs = indices // self.rows_per_epoch
-        for epoch in np.unique(epochs).tolist():
+        for epoch in sorted(set(epochs.tolist())):
             chosen = epochs == epoch
             order = derive(self.seed, "order", epoch)
             phase = derive(self.seed, "phase", epoch) % self.phases
@@ -108,7 +108,7 @@ class PackedDocuments:
     def rows(self, indices: Indices) -> Rows:
         rows = np.empty_like(indices)
         epochs = indices // self.rows_per_epoch
-        for epoch in np.unique(epochs).tolist():
+        for epoch in sorted(set(epochs.tolist())):
             chosen = epochs == epoch
             order = derive(self.seed, "order", epoch)
             rows[chosen] = permute(

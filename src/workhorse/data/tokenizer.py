@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from workhorse.data.config import DataConfig
 from workhorse.data.documents import iterate_texts
 from workhorse.data.sources import Progress, describe_sources, text_bytes
+from workhorse.writing import writing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer, TokenizerConfig
@@ -48,7 +49,8 @@ def prepare_tokenizer(
     if not home.exists():
         texts = _watched(iterate_texts(data_config), text_bytes(sources), progress)
         tokenizer = train_tokenizer(tokenizer_config, texts)
-        root.mkdir(parents=True, exist_ok=True)
+        with writing(root):
+            root.mkdir(parents=True, exist_ok=True)
         with tempfile.TemporaryDirectory(prefix=".tokenizer-", dir=root) as temporary:
             tokenizer.save(Path(temporary) / "new")
             with contextlib.suppress(OSError):  # another process was faster, with the same

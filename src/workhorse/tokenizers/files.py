@@ -1,7 +1,6 @@
 """A tokenizer's files: found, read, and written whole or not at all."""
 
 import json
-import os
 import secrets
 import shutil
 from collections.abc import Mapping
@@ -27,6 +26,7 @@ from workhorse.tokenizers.settings import (
     TEMPLATES,
     read_settings,
 )
+from workhorse.writing import sync, write_atomically, writing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers.tokenizer import Tokenizer
@@ -120,48 +120,34 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
     """Write the files of a tokenizer. A new folder appears whole; in an old one, each file does.
 
     What another tokenizer left in an old folder, and would be read as part of this one, is removed.
+
+    Raises:
+        WorkhorseError: the disk is full or refuses.
     """
-    is_new = not folder.exists() or (folder.is_dir() and not any(folder.iterdir()))
-    if not is_new:
-        stale = [folder / name for name in _ALL_FILES] + list((folder / TEMPLATES).glob("*.jinja"))
-        for name, content in files.items():
-            target = folder / name
-            target.parent.mkdir(exist_ok=True)
-            temporary = target.with_name(f".tmp-{target.name}")
-            _write(temporary, content)
-            temporary.replace(target)
-        for path in stale:
-            if path.relative_to(folder).as_posix() not in files:
-                path.unlink(missing_ok=True)
-        _sync(folder)
-        return
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    stage = folder.with_name(f".tmp-{folder.name}-{secrets.token_hex(4)}")
-    stage.mkdir()
-    try:
-        for name, content in files.items():
-            (stage / name).parent.mkdir(exist_ok=True)
-            _write(stage / name, content)
-        _sync(stage)
-        stage.replace(folder)
-    except BaseException:
-        shutil.rmtree(stage, ignore_errors=True)
-        raise
-    _sync(folder.parent)
+    with writing(folder):
+        if folder.is_dir() and any(folder.iterdir()):
+            _replace_files(folder, files)
+            return
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        stage = folder.with_name(f".tmp-{folder.name}-{secrets.token_hex(4)}")
+        stage.mkdir()
+        try:
+            for name, content in files.items():
+                (stage / name).parent.mkdir(exist_ok=True)
+                write_atomically(stage / name, content)
+            stage.replace(folder)
+        except BaseException:
+            shutil.rmtree(stage, ignore_errors=True)
+            raise
+        sync(folder.parent)
 
 
-def _write(path: Path, content: bytes) -> None:
-    with path.open("wb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-
-
-def _sync(folder: Path) -> None:
-    if os.name == "nt":
-        return  # Windows keeps folders in order by itself and cannot open them
-    descriptor = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+def _replace_files(folder: Path, files: Mapping[str, bytes]) -> None:
+    stale = [folder / name for name in _ALL_FILES] + list((folder / TEMPLATES).glob("*.jinja"))
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        write_atomically(folder / name, content)
+    for path in stale:
+        if path.relative_to(folder).as_posix() not in files:
+            path.unlink(missing_ok=True)
+    sync(folder)

@@ -109,9 +109,9 @@ def assemble(
     if checkpoint is not None:
         loop.restore(checkpoint, at.rows)
         store.prune(checkpoint.step)  # makes room on a full disk where fewer are kept from now on
-    run.rewrite_recipe(recipe.to_yaml())
     run.save_config(decoder_config)
     loop.metrics.open()
+    run.rewrite_recipe(recipe.to_yaml())  # the last one, as it says that all changes were taken
     for change in at.changes:
         loop.tell("change", setting=change.setting, before=change.before, now=change.now)
     if device.type == "cpu" and (reason := training.why_not()):

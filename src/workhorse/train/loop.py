@@ -208,11 +208,15 @@ class Loop:
         counters.bad_in_a_row += 1
         self.tell("skipped_step", loss=result.loss, grad_norm=result.grad_norm)
         if counters.bad_in_a_row >= self.config.max_bad_steps:
+            go_on = (
+                "go on from the last checkpoint by --resume"
+                if self.saved
+                else "there is no checkpoint yet: begin again"
+            )
             raise WorkhorseError(
                 f"loss or gradient was not finite for {counters.bad_in_a_row} steps in a row, up "
                 f"to step {counters.step} (loss {result.loss:g}, gradient {result.grad_norm:g}); "
-                "go on from the last checkpoint by --resume with a lower learning rate, or begin "
-                "anew with a longer warm-up or a wider dtype"
+                f"{go_on} with a lower learning rate, a longer warm-up or a wider dtype"
             )
 
     def _log(

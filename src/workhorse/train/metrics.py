@@ -28,9 +28,9 @@ import os
 from pathlib import Path
 from typing import IO, Any
 
-from workhorse.checkpoints import write_atomically
 from workhorse.errors import WorkhorseError
 from workhorse.untrusted import open_plain, parse_json
+from workhorse.writing import write_atomically
 
 Event = dict[str, Any]
 """One line of the file."""

@@ -8,9 +8,10 @@ from typing import Any
 
 from jinja2 import Environment, StrictUndefined
 
-from workhorse.checkpoints import RunDirectory, write_atomically
+from workhorse.checkpoints import RunDirectory
 from workhorse.train.chart import Series, line_chart, shown
 from workhorse.train.metrics import Event, read_metrics
+from workhorse.writing import write_atomically
 
 LOAD_MAX, LOAD_ENTROPY = "expert_load_max", "expert_load_entropy"
 SAMPLED_TIMES = 4
@@ -21,7 +22,7 @@ def write_report(run: RunDirectory) -> None:
     """Write the report of a run from its metrics; one that is there already is replaced.
 
     Raises:
-        OSError: the disk refuses.
+        WorkhorseError: the disk is full or refuses.
     """
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
     template = environment.from_string(

@@ -1,6 +1,5 @@
 """`train`: from a recipe to a trained model in a run directory."""
 
-import errno
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -18,8 +17,7 @@ from workhorse.train.recipe import Recipe
 from workhorse.train.report import write_report
 from workhorse.train.resume import Resumption, plan_resumption
 from workhorse.train.signals import StopSignals
-
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+from workhorse.writing import DISK_FULL
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family, in_the_way, native_class
 from workhorse.models.huggingface import family as family_of
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.writing import writing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -148,24 +149,22 @@ def _write(
     temporary, disk = path.with_name(f".tmp-{path.name}"), Disk()
     writer = gguf.GGUFWriter(temporary, architecture.name)
     try:
-        for key, value in keys.items():
-            _add(writer, key, value)
-        for plan, kind in zip(plans, kinds, strict=True):
-            block, size = gguf.GGML_QUANT_SIZES[kind]
-            bytes_ = math.prod(plan.shape) // block * size
-            writer.add_tensor_info(plan.name, plan.shape, np.dtype(np.float32), bytes_, kind)
-        writer.write_header_to_file()
-        writer.write_kv_data_to_file()
-        writer.write_ti_data_to_file()
-        for plan, kind in zip(plans, kinds, strict=True):
-            writer.write_tensor_data(_encoded(plan, kind, gguf.quants.quantize))
-        writer.close()
-        disk.sync(temporary)
-        disk.rename(temporary, path)
-        disk.sync(path.parent)
-    except OSError as error:
-        reason = error.strerror or f"the disk took only a part ({error})"  # numpy gives no number
-        raise WorkhorseError(f"cannot write {path}: {reason}") from None
+        with writing(path):
+            for key, value in keys.items():
+                _add(writer, key, value)
+            for plan, kind in zip(plans, kinds, strict=True):
+                block, size = gguf.GGML_QUANT_SIZES[kind]
+                bytes_ = math.prod(plan.shape) // block * size
+                writer.add_tensor_info(plan.name, plan.shape, np.dtype(np.float32), bytes_, kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for plan, kind in zip(plans, kinds, strict=True):
+                writer.write_tensor_data(_encoded(plan, kind, gguf.quants.quantize))
+            writer.close()
+            disk.sync(temporary)
+            disk.rename(temporary, path)
+            disk.sync(path.parent)
     finally:
         with suppress(OSError):
             writer.close()

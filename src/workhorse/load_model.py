@@ -112,8 +112,7 @@ class Model:
 
         Args:
             tokens: a list, or a tensor of one dimension.
-            skip_special: leave out special tokens, such as those of `prefix`, instead of writing
-                their names.
+            skip_special: leave out special tokens, such as `prefix`; else their names are written.
 
         Raises:
             WorkhorseError: there is no tokenizer, or these are no ids of it.
@@ -268,7 +267,7 @@ class Model:
 
 
 def _ids(tokens: Sequence[int]) -> list[int]:
-    """Token ids as Python has them; raises TypeError for what is no sequence of whole numbers."""
+    """Token ids as Python's numbers; raises TypeError for what is no sequence of such."""
     if isinstance(tokens, bytes | bytearray | set | frozenset | dict):
         raise TypeError
     ids = list(tokens)

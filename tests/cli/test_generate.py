@@ -5,6 +5,7 @@ import sys
 import pytest
 
 from workhorse.cli.main import main
+from workhorse.cli.speed import speed
 from workhorse.generate import GenerationConfig
 from workhorse.load_model import load
 
@@ -23,7 +24,7 @@ def test_json_result(run_folder, capsys):
     assert result["tokens"] == len(result["token_ids"]) == 9
     assert isinstance(result["text"], str)
     assert result["finish_reason"] == "length"
-    assert result["tokens_per_second"] > 0
+    assert result["tokens_per_second"] > 0 < result["prompt_seconds"]
     assert (result["prompt"], result["prompt_tokens"], result["seed"]) == ("ab", 2, 3)
 
 
@@ -33,7 +34,8 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(run_folder, capsys):
     out, err = generate(capsys, *arguments)
     assert out == text + "\n"
     assert err.startswith("9 tokens, ")
-    assert err.endswith(" tokens/s, ended by length\n")
+    assert " tokens/s after 0." in err
+    assert err.endswith(" s of reading the prompt, ended by length\n")
     assert generate(capsys, *arguments, "--stream")[0] == text + "\n"
 
 
@@ -169,3 +171,20 @@ def test_the_help_tells_the_library_s_defaults(capsys):
         option = "--" + name.replace("_", "-")
         text = out[out.index(option) :]
         assert f"[default: {getattr(config, name)}]" in text[: text.index("--", 2) + 200]
+
+
+def test_the_speed_is_that_of_decoding():
+    """A prompt's reading gives the first token of its text, and counts apart."""
+    found = speed([5, 3, 1], seconds=4.0, prompt_seconds=1.0)
+    assert found == {"tokens_per_second": 2.0, "prompt_seconds": 1.0}
+    assert speed([1, 1], 2.0, 2.0)["tokens_per_second"] is None
+
+
+@pytest.mark.parametrize("way", [[], ["--beams", "2"], ["--samples", "2", "--batch-size", "2"]])
+def test_the_prompts_of_every_batch_are_timed(run_folder, capsys, way, monkeypatch):
+    ticks = iter(range(1000))
+    monkeypatch.setattr("time.perf_counter", lambda: float(next(ticks)))
+    arguments = ["--prompt", "ab", "--prompt", "c", "--max-new-tokens", "3", "--json", *way]
+    result = json.loads(generate(capsys, str(run_folder), *arguments)[0])
+    batches = 2 if "--batch-size" in way else 1
+    assert result["prompt_seconds"] == batches

@@ -12,6 +12,7 @@ from workhorse.cli.loading import Running, compile_option, model_options, open_m
 from workhorse.cli.options import json_option
 from workhorse.cli.output import for_terminal, print_result, warn
 from workhorse.cli.sampling import draft_options, generation_config, sampling_options
+from workhorse.cli.speed import prompt_seconds, speed
 from workhorse.errors import WorkhorseError
 
 if TYPE_CHECKING:
@@ -117,6 +118,6 @@ def _reply(conversation: "Conversation", line: str, as_json: bool) -> None:
         "text": "".join(delta.text for delta in deltas),
         "tokens": len(deltas),
         "finish_reason": reason,
-        "tokens_per_second": len(deltas) / (time.perf_counter() - started),
+        **speed([len(deltas)], time.perf_counter() - started, prompt_seconds(deltas)),
     }
     print_result(result, as_json, text="")

@@ -11,9 +11,10 @@ from workhorse.cli.loading import Running, compile_option, model_options, open_m
 from workhorse.cli.options import MOST_ROWS, json_option
 from workhorse.cli.output import for_terminal, print_result
 from workhorse.cli.sampling import draft_options, generation_config, sampling_options
+from workhorse.cli.speed import prompt_seconds, speed
 
 if TYPE_CHECKING:
-    from workhorse.generate import Completion, GenerationConfig
+    from workhorse.generate import Completion, Delta, GenerationConfig
     from workhorse.load_model import Model
 
 SHOWN_PROMPT = 40
@@ -93,8 +94,9 @@ def command(
     started = time.perf_counter()
     completions = loaded.generate_batch(texts, config, draft=guesser, batch_size=batch_size or 32)
     seconds = time.perf_counter() - started
-    _explain([(c.finish_reason, len(c.tokens)) for c in completions], seconds, config)
-    result = _result(completions, texts, seconds, config, loaded)
+    rates = speed([len(c.tokens) for c in completions], seconds, prompt_seconds(completions))
+    _explain([(c.finish_reason, len(c.tokens)) for c in completions], rates, config)
+    result = _result(completions, texts, rates, config, loaded)
     print_result(result, as_json, text=for_terminal(_page(result["completions"])))
 
 
@@ -108,19 +110,25 @@ def _read(prompts: tuple[str, ...]) -> list[str]:
 
 def _stream(model: "Model", prompt: str, config: "GenerationConfig", draft: "Model | None") -> None:
     started = time.perf_counter()
-    reason, tokens = "", 0
+    deltas: list[Delta] = []
     for delta in model.stream(prompt, config, draft=draft):
         print(for_terminal(delta.text), end="", flush=True)
-        reason, tokens = delta.finish_reason or "", tokens + 1
+        deltas.append(delta)
     print()
-    _explain([(reason, tokens)], time.perf_counter() - started, config)
+    rates = speed([len(deltas)], time.perf_counter() - started, prompt_seconds(deltas))
+    _explain([(deltas[-1].finish_reason or "", len(deltas))], rates, config)
 
 
-def _explain(ends: Sequence[tuple[str, int]], seconds: float, config: "GenerationConfig") -> None:
+def _explain(
+    ends: Sequence[tuple[str, int]], rates: dict[str, Any], config: "GenerationConfig"
+) -> None:
     """Tell on stderr how the texts, given by reason and number of tokens, came to their end."""
     tokens = sum(n for _, n in ends)
     reasons = ", ".join(sorted({reason for reason, _ in ends}))
-    print(f"{tokens} tokens, {tokens / seconds:.1f} tokens/s, ended by {reasons}", file=sys.stderr)
+    rate = rates["tokens_per_second"]
+    fast = "" if rate is None else f", {rate:.1f} tokens/s"
+    after = f" after {rates['prompt_seconds']:.2f} s of reading the prompt"
+    print(f"{tokens} tokens{fast}{after}, ended by {reasons}", file=sys.stderr)
     if any(reason == "length" and n < config.max_new_tokens for reason, n in ends):
         print("note: the context is full; --truncate left goes past it", file=sys.stderr)
 
@@ -128,7 +136,7 @@ def _explain(ends: Sequence[tuple[str, int]], seconds: float, config: "Generatio
 def _result(
     completions: Sequence["Completion"],
     prompts: Sequence[str],
-    seconds: float,
+    rates: dict[str, Any],
     config: "GenerationConfig",
     model: "Model",
 ) -> dict[str, Any]:
@@ -149,7 +157,7 @@ def _result(
         for index, completion in enumerate(completions)
     ]
     tokens = sum(len(completion.tokens) for completion in completions)
-    totals = {"tokens": tokens, "tokens_per_second": tokens / seconds}
+    totals = {"tokens": tokens, **rates}
     return {**(listed[0] if len(listed) == 1 else {}), **totals, "completions": listed}
 
 

@@ -1,5 +1,6 @@
 """The rows that are decoded together: their tokens, their cache, and the next logits."""
 
+import time
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -106,6 +107,11 @@ class RowBatch:
         self.rows = [list(row) for row in rows]
         self._room = [room] * len(rows)
         self._start(prefix)
+
+    def wait(self) -> float:
+        """The time, in seconds of `time.perf_counter`, when the device has computed `logits`."""
+        self.logits[:1, :1].cpu()
+        return time.perf_counter()
 
     @torch.no_grad()
     def step(self, tokens: Sequence[int]) -> None:

@@ -8,8 +8,9 @@ worst of them, which is `early_stopping="never"` there. Nothing is drawn, so the
 function of the weights.
 """
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 from torch import Tensor
@@ -55,7 +56,9 @@ def beam_search(
     limits = [min(config.max_new_tokens, decoder.max_seq_len + 1 - len(p)) for p in fitting]
     searches = [_Search(config, stops, limit) for limit in limits]
     running = list(searches)
+    started = time.perf_counter()
     batch = RowBatch(decoder, fitting, config.max_new_tokens - 1)
+    prompt_seconds = batch.wait() - started
     batch.select_rows([row for row in range(len(fitting)) for _ in range(config.beams)])
     vocab = usable_vocab(decoder, tokenizer)
     while True:
@@ -70,10 +73,12 @@ def beam_search(
             break
         batch.select_rows(parents)
         batch.step(tokens)
-    return [
+    found = [
         [_completion(hypothesis, config, tokenizer, prompt) for hypothesis in search.finished]
         for search, prompt in zip(searches, prompts, strict=True)
     ]
+    found[0][0] = replace(found[0][0], prompt_seconds=prompt_seconds)
+    return found
 
 
 @dataclass

@@ -158,6 +158,7 @@ def _completion(
         logprobs=logprobs or None,
         proposed=sum(delta.proposed for delta in deltas) if speculated else None,
         accepted=sum(delta.accepted for delta in deltas) if speculated else None,
+        prompt_seconds=sum(delta.prompt_seconds for delta in deltas),
     )
 
 

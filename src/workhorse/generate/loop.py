@@ -9,7 +9,9 @@ batches of different shapes agree to rounding only, so a choice can differ where
 that close to each other.
 """
 
+import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -74,7 +76,9 @@ def decode(
             (prompt for prompt in prompts for _ in range(config.n_samples)), start=first
         )
     ]
+    started = time.perf_counter()
     batch = RowBatch(decoder, prompts, config.max_new_tokens - 1, prefix, slack=slack_of(config))
+    prompt_seconds = batch.wait() - started
     if config.n_samples > 1:  # a prompt is consumed once for all its samples
         batch.select_rows([p for p in range(len(prompts)) for _ in range(config.n_samples)])
     history = None
@@ -89,7 +93,9 @@ def decode(
     logits = batch.logits[:, None]
     while True:
         for r, token, logprob in _taken(logits, rows, history, choose, config.logprobs):
-            yield rows[r].take(token, logprob)
+            delta = rows[r].take(token, logprob)
+            yield replace(delta, prompt_seconds=prompt_seconds) if prompt_seconds else delta
+            prompt_seconds = 0.0
         batch.forget([row.unmet for row in rows])
         going = [r for r, row in enumerate(rows) if row.finish_reason is None]
         if not going:

@@ -1,6 +1,6 @@
 """What generation gives back."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["eos", "stop", "length"]
@@ -36,6 +36,8 @@ class Delta:
     """Tokens guessed for the pass that begins with this one; see `GenerationConfig.speculate`."""
     accepted: bool = False
     """Whether the token was guessed."""
+    prompt_seconds: float = field(default=0.0, compare=False)
+    """With the first token of a batch: how long reading its prompts took."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,8 @@ class Completion:
     """Tokens guessed in speculative decoding, and `accepted` of them are in the text; None where
     nothing was to be guessed."""
     accepted: int | None = None
+    prompt_seconds: float = field(default=0.0, compare=False)
+    """With the first result of a batch: how long reading the batch's prompts took."""
 
     def __str__(self) -> str:
         return self.text

@@ -25,6 +25,7 @@ def test_each_line_gets_a_reply(run_folder, capsys, piped):
     piped("ab\n\nc\n/exit\nnever read\n")
     out, err = chat(capsys, str(run_folder), "--seed", "1", "--max-new-tokens", "5", "--json")
     replies = [json.loads(line) for line in out.splitlines()]
+    assert all(reply["tokens_per_second"] > 0 < reply["prompt_seconds"] for reply in replies)
     assert len(replies) == 2
     assert all(0 < reply["tokens"] <= 5 for reply in replies)
     assert err.count("was never trained to chat") == 1

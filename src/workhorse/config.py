@@ -61,7 +61,7 @@ class Config(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise _first_problem(type(self), error) from None
+            raise _first_problem(type(self), error, fields) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -184,7 +184,9 @@ def nearest(name: str, known: Iterable[str]) -> str:
     return f"known: {', '.join(names[:LISTED_NAMES]) or 'none'}{more}"
 
 
-def _first_problem(config: type[Config], error: ValidationError) -> ConfigError:
+def _first_problem(
+    config: type[Config], error: ValidationError, fields: Mapping[str, Any]
+) -> ConfigError:
     """The first of pydantic's findings, unknown keys before others, as one line."""
     problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
     problem = problems[0]
@@ -207,7 +209,9 @@ def _first_problem(config: type[Config], error: ValidationError) -> ConfigError:
             tags = re.findall(r"'([^']*)'", context["expected_tags"])
             reason = _unknown_kind(config, path, context["tag"], tags)
         case "union_tag_not_found":
-            reason = f"{shown(value)} has no 'kind'; give it one"
+            near = difflib.get_close_matches(path[-1], _beside(fields, path), n=1, cutoff=0.6)
+            remedy = f"did you mean {near[0]!r}?" if near else "give it one"
+            reason = f"{shown(value)} has no 'kind'; {remedy}"
         case "value_error":
             reason = str(cause)
         case kind if kind in _WRONG_TYPES:
@@ -221,6 +225,13 @@ def _first_problem(config: type[Config], error: ValidationError) -> ConfigError:
             message = ", or ".join(messages)
             reason = f"{shown(value)} is not allowed: {message[0].lower()}{message[1:]}"
     return ConfigError(reason, ".".join(_without_tag(config, path)), unknown_key)
+
+
+def _beside(fields: Mapping[str, Any], path: list[str]) -> list[str]:
+    """The other names in the mapping of names that a path leads into; none elsewhere."""
+    if len(path) != 2 or not isinstance(named := fields.get(path[0]), dict):  # noqa: PLR2004
+        return []
+    return [str(name) for name in cast(dict[Any, Any], named) if str(name) != path[1]]
 
 
 _WRONG_TYPES = {"tuple_type", "list_type", "path_type"} | {

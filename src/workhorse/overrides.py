@@ -1,7 +1,7 @@
 """Settings of the command line, `section.key=value`, written over plain data."""
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, cast
 
 from workhorse.config import ConfigError, check_colons, parse_yaml
@@ -18,6 +18,7 @@ def apply_overrides(
     data: Mapping[str, Any],
     overrides: Iterable[str],
     keep: Callable[[str, dict[str, Any], Any], dict[str, Any]] | None = None,
+    kinds: Callable[[str], Container[str]] = lambda place: (),
 ) -> dict[str, Any]:
     """Plain data with `section.key=value` settings written into it; values are read as YAML.
 
@@ -29,6 +30,8 @@ def apply_overrides(
         overrides: the settings.
         keep: gives what a section of another kind takes over, from its dotted place, its settings
             and the new kind. None: nothing of what was said to be of another kind.
+        kinds: gives the kinds that may stand at a dotted place. One of them, written as a plain
+            word (`position: rope`), is a section like any other (`{kind: rope}`).
 
     Raises:
         ConfigError: a setting without `=`, or a path through something that is not a mapping.
@@ -44,8 +47,10 @@ def apply_overrides(
             inside: Any = target.get(section)
             if inside is None:
                 inside = target[section] = {}
+            where = ".".join(sections[: depth + 1])
+            if isinstance(inside, str) and inside in kinds(where):
+                inside = target[section] = {"kind": inside}
             if not isinstance(inside, dict):
-                where = ".".join(sections[: depth + 1])
                 holds = f"{where} holds {shown(inside)}, not settings"
                 raise ConfigError(f"{holds}; check {shown(setting)}")
             target = cast(dict[str, Any], inside)

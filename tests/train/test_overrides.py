@@ -125,3 +125,29 @@ def test_an_unknown_key_is_sought_in_the_whole_recipe(setting: str, message: str
     with pytest.raises(ConfigError) as caught:
         overridden(WRITTEN, setting)
     assert str(caught.value).startswith(message)
+
+
+def test_a_kind_written_as_a_plain_word_is_a_section() -> None:
+    block = {**BLOCK, "norm": "rms_norm", "attention": {"n_heads": 2, "position": "rope"}}
+    written = {**WRITTEN, "model": {"d_model": 16, "n_layers": 2, "blocks": {"main": block}}}
+    place = "model.blocks.main"
+    settings = [f"{place}.attention.position.theta=5000", f"{place}.norm.eps=0.01"]
+    blocks, told = overridden(written, *settings)
+    assert blocks["main"]["attention"]["position"]["kind"] == "rope"
+    assert blocks["main"]["attention"]["position"]["theta"] == 5000
+    assert blocks["main"]["norm"]["kind"] == "rms_norm"
+    assert blocks["main"]["norm"]["eps"] == 0.01
+    assert told == []
+    blocks, _ = overridden(written, f"{place}.attention.position.kind=alibi")
+    assert blocks["main"]["attention"]["position"]["kind"] == "alibi"
+    with pytest.raises(ConfigError, match="name holds 'tiny', not settings"):
+        overridden(written, "name.kind=rope")
+
+
+def test_a_misspelt_block_names_the_near_one() -> None:
+    with pytest.raises(ConfigError, match=r"model\.blocks\.locla: .* did you mean 'local'\?"):
+        overridden(WRITTEN, "model.blocks.locla.attention.window=5")
+    with pytest.raises(ConfigError, match=r"model\.blocks\.mian: .* did you mean 'main'\?"):
+        overridden(OF_PRESET, "model.blocks.mian.attention.window=5")
+    with pytest.raises(ConfigError, match="has no 'kind'; give it one"):
+        overridden(WRITTEN, "model.blocks.zzz.attention.window=5")

@@ -34,7 +34,7 @@ def override_recipe(
     def keep(place: str, section: dict[str, Any], kind: Any) -> dict[str, Any]:
         return _kept(place, section, kind, tell)
 
-    fields = apply_overrides(fields, settings, keep)
+    fields = apply_overrides(fields, settings, keep, configs_at)
     for setting in settings:
         _remove_if_null(fields, setting.partition("=")[0])
     return _fit_warmup(written, fields, tell)

@@ -328,6 +328,17 @@ def test_a_corpus_without_text_is_refused(
         prepare(DataConfig(corpus=corpus), tokenizer, tmp_path / "data")
 
 
+def test_a_pattern_that_matches_no_file_is_named(tokenizer, tmp_path: Path) -> None:
+    (tmp_path / "texts/deep").mkdir(parents=True)
+    config = DataConfig(corpus={"kind": "folder", "path": tmp_path / "texts", "glob": "*.zzz"})
+    with pytest.raises(WorkhorseError, match="texts holds no file; name another folder"):
+        prepare(config, tokenizer, tmp_path / "data")
+    for name in ("a.txt", "deep/b.txt", ".hidden"):
+        (tmp_path / "texts" / name).write_text("text")
+    with pytest.raises(WorkhorseError, match=r"glob='\*\.zzz' matches none of the 2 files in .*s;"):
+        prepare(config, tokenizer, tmp_path / "data")
+
+
 def test_an_empty_corpus_leaves_nothing_behind(tokenizer, tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("")
     config = DataConfig(corpus={"kind": "text", "path": tmp_path / "corpus.txt"})

@@ -9,7 +9,9 @@ from typing import Any
 from workhorse.data import stdlib
 from workhorse.data.config import STDIN, DataConfig, FolderConfig, SourceConfig, StdlibConfig
 from workhorse.data.documents import SplitName, data_files, read_documents
+from workhorse.data.files import visible_files
 from workhorse.errors import WorkhorseError
+from workhorse.untrusted import shown
 
 Progress = Callable[[int, int | None], None]
 """Told the UTF-8 bytes of text done, and about how many there are; None where unknown."""
@@ -90,6 +92,12 @@ def why_empty(source: SourceConfig, split: SplitName) -> str:
             f"all documents of {where} fell into the {other} split, none into {split}; give it "
             "more documents, another validation_fraction (0 holds out nothing), or validation: PATH"
         )
+    if isinstance(source, FolderConfig) and not data_files(source, split):
+        there = len(visible_files(Path(where), "**/*"))
+        if there == 0:
+            return f"{where} holds no file; name another folder"
+        matched = f"glob={shown(source.glob)} matches none of the {there:,} files in {where}"
+        return f"{matched}; give another, as **/* for all of them"
     return f"{where} is empty: no text for the {split} split; give it some"
 
 

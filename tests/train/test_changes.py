@@ -120,6 +120,17 @@ def test_rows_with_an_offset_are_the_same_rows(corpus: Path, tmp_path: Path) -> 
     assert torch.equal(large[5].tokens[2:], small[6].tokens)
 
 
+def test_another_rate_of_muon_says_which_rate_stays(make_recipe, run: Path) -> None:
+    def notices(**optimizer: Any) -> list[str]:
+        recipe = make_recipe(steps=24, optimizer={"kind": "muon", **optimizer})
+        return rehearse(recipe, run, resume=True).notices
+
+    stays = "embeddings, head and norms keep train.optimizer.adamw.learning_rate="
+    assert [line for line in notices(learning_rate=0.004) if stays in line]
+    both = notices(learning_rate=0.004, adamw={"learning_rate": 0.004})
+    assert not [line for line in [*both, *notices()] if stays in line]
+
+
 def test_more_steps_say_what_becomes_of_the_rate(make_recipe, run: Path) -> None:
     at = rehearse(make_recipe(steps=24), run, resume=True)
     (line,) = [line for line in at.notices if line.startswith("the learning rate goes from")]
@@ -178,7 +189,9 @@ def test_a_run_takes_over_an_optimizer(make_recipe, run: Path, tmp_path: Path) -
     ]
     assert counts == [12, 13, 1]
     fields["train"]["optimizer"] = {"kind": "adamw"}
-    with pytest.raises(WorkhorseError, match=r"is another .*; set init_optimizer=false"):
+    with pytest.raises(
+        WorkhorseError, match=r"is muon's, not adamw's; set init_optimizer=false, or"
+    ):
         train(Recipe.from_dict(fields), tmp_path / "other")
     with pytest.raises(WorkhorseError, match="init_optimizer: init names no run"):
         Recipe.from_dict(fields | {"init": None})

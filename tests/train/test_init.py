@@ -61,7 +61,8 @@ def test_what_differs_is_merged(run_folder: Path, tmp_path: Path) -> None:
 
 def test_what_changes_the_weights_is_refused(run_folder: Path, tmp_path: Path) -> None:
     changed = recipe(run_folder, tmp_path, model={"n_layers": 2})
-    with pytest.raises(WorkhorseError, match="has other weights than model makes"):
+    differs = r"has other weights than model makes \(model\.n_layers is 2, not its 1\)"
+    with pytest.raises(WorkhorseError, match=differs):
         train(Recipe.from_dict(changed), tmp_path / "tuned")
     assert not (tmp_path / "tuned").exists()
 

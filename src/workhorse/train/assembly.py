@@ -209,7 +209,7 @@ def _step(
         size = at.micro_batch_size(config.batch_size)
     step = build_step(decoder, config.replace(micro_batch_size=size), device, batch)
     if recipe.init_optimizer and checkpoint is None:
-        _start_optimizer_from(str(recipe.init), step)
+        _start_optimizer_from(str(recipe.init), step, config.optimizer.kind)
     return step
 
 
@@ -221,14 +221,20 @@ def measured_peak(config: TrainConfig, device: torch.device) -> float:
         return peak_flops(device, dtype, multiply)
 
 
-def _start_optimizer_from(init: str, step: TrainingStep) -> None:
-    """Give the optimizer the state of another run's."""
+def _start_optimizer_from(init: str, step: TrainingStep, kind: str) -> None:
+    """Give the optimizer, which is of that kind, the state of another run's."""
     run = RunDirectory(init)
     checkpoint = run.store().newest() if run.exists else None
     if checkpoint is None:
         raise WorkhorseError(
             f"init={init} is no run with a whole checkpoint, so it has no optimizer's state; "
             "set init_optimizer=false"
+        )
+    theirs = checkpoint.state["recipe"]["train"]["optimizer"]["kind"]
+    if theirs != kind:
+        raise WorkhorseError(
+            f"the optimizer's state of init={init} is {theirs}'s, not {kind}'s; set "
+            f"init_optimizer=false, or train.optimizer.kind={theirs}"
         )
     try:
         step.optimizer.load(checkpoint.optimizer)

@@ -1,5 +1,7 @@
 """What would keep a recipe from its first step, found before anything is made."""
 
+from itertools import islice
+
 import torch
 
 from workhorse.checkpoints import load_weights, weights_of
@@ -22,11 +24,15 @@ from workhorse.tokenizers.config import FileConfig
 from workhorse.train.float8 import check_float8
 from workhorse.train.micro_batch import check_fitting
 from workhorse.train.recipe import Recipe, TrainConfig
+from workhorse.train.resume import differences
 from workhorse.train.samples import check_samples
 from workhorse.train.trackers import check_tracker
+from workhorse.untrusted import shown
 
 BYTES_OF_A_TOKEN = 64
 """No tokenizer makes fewer tokens of a text than one for so many bytes."""
+SETTINGS_SHOWN = 3
+"""Settings in which two models differ that an error names at most."""
 
 
 def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
@@ -138,9 +144,14 @@ def start_from(init: str, decoder: Decoder, trained: Decoder) -> None:
     try:
         load_weights(decoder, weights_of(trained))
     except WorkhorseError as error:
+        found = differences(trained.config.to_dict(), decoder.config.to_dict())
+        settings = [
+            f"model.{'.'.join(path)} is {shown(now)}, not its {shown(own)}"
+            for path, own, now in islice(found, SETTINGS_SHOWN)
+        ]
         raise WorkhorseError(
-            f"init={init} has other weights than model makes ({error}); leave out model, which "
-            "init brings"
+            f"init={init} has other weights than model makes ({'; '.join(settings) or error}); "
+            "leave out model, which init brings"
         ) from None
 
 

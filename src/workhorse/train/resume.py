@@ -98,6 +98,7 @@ def plan_resumption(
         _check_files(run, recipe, step, state["data"])
     rows = state.get("counters", {}).get("rows", step * before.train.batch_size)
     notices = [*skipped, *map(str, changes), *_rates(before, recipe, step)]
+    notices += _other_rate(before, recipe)
     return Resumption(step, rows, state, changes, notices), checkpoint
 
 
@@ -134,11 +135,11 @@ def check_same_run(run: RunDirectory, recipe: Recipe, at: Resumption, now: dict[
 
 def changes_of(before: Recipe, now: Recipe) -> Iterator[Change]:
     """Every setting that differs, in the order of the recipe."""
-    for path, old, new in _differences(before.to_dict(), now.to_dict()):
+    for path, old, new in differences(before.to_dict(), now.to_dict()):
         yield Change(".".join(path), old, new, rule_of(now, path))
 
 
-def _differences(
+def differences(
     before: Any, now: Any, path: tuple[str, ...] = ()
 ) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
     """Paths of the values that differ, with both values; a section of another kind as a whole."""
@@ -148,7 +149,7 @@ def _differences(
             yield path, before, now
         return
     for key in [*before, *(key for key in now if key not in before)]:
-        yield from _differences(before.get(key), now.get(key), (*path, str(key)))
+        yield from differences(before.get(key), now.get(key), (*path, str(key)))
 
 
 def _check_nothing_saved(run: RunDirectory, skipped: list[str]) -> None:
@@ -238,6 +239,20 @@ def _rates(before: Recipe, now: Recipe, step: int) -> list[str]:
         f"train.optimizer{part}.learning_rate={last * rate:.3g}" for part, rate in peaks.items()
     ]
     return [f"{line}; to stay where it was: train.schedule=constant {' '.join(rates)}"]
+
+
+def _other_rate(before: Recipe, now: Recipe) -> list[str]:
+    """That the rate of Muon is not the only one, where it alone changes."""
+    old, new = before.train.optimizer, now.train.optimizer
+    if not isinstance(old, MuonConfig) or not isinstance(new, MuonConfig):
+        return []
+    rate = new.adamw.learning_rate
+    if old.learning_rate == new.learning_rate or old.adamw.learning_rate != rate:
+        return []
+    return [
+        "train.optimizer.learning_rate is that of the matrices inside the layers; embeddings, head "
+        f"and norms keep train.optimizer.adamw.learning_rate={rate:g}"
+    ]
 
 
 def _show(value: Any) -> str:

@@ -113,7 +113,7 @@ def test_the_report_says_what_a_run_changed_of_the_recipe(recipe: str) -> None:
 def test_a_run_directory_is_its_own_recipe(recipe: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", recipe, "train.log_every=3", "--out", "run"]) == 0
     assert main(["train", "run"]) == 2
-    assert "run is a run; go on with it by --resume, or begin another" in capsys.readouterr().err
+    assert "run is a run; continue it with --resume, or start another" in capsys.readouterr().err
     assert main(["train", "run", "train.steps=9", "--resume"]) == 0
     assert main(["train", "run", "--out", "other"]) == 0
     for out in ("run", "other"):
@@ -321,7 +321,7 @@ def test_signals_have_their_exit_codes(recipe: str, number: signal.Signals, code
         said = process.stdout.read()
     assert process.returncode == code
     assert f"stopped by {number.name} and saved" in said
-    assert "go on by workhorse train run --resume" in said
+    assert "resume with workhorse train run --resume" in said
     assert list(Path("run/checkpoints").glob("step-*/manifest.json"))
 
 

@@ -21,7 +21,7 @@ def times(out: Path) -> dict[Path, int]:
 def test_an_existing_run_is_not_overwritten(make_recipe, tmp_path: Path) -> None:
     train(make_recipe(), tmp_path / "run")
     before = (tmp_path / "run/metrics.jsonl").read_bytes()
-    with pytest.raises(WorkhorseError, match="holds a run already; go on with it by --resume"):
+    with pytest.raises(WorkhorseError, match="holds a run already; resume it with --resume"):
         train(make_recipe(), tmp_path / "run")
     assert (tmp_path / "run/metrics.jsonl").read_bytes() == before
 

@@ -105,7 +105,7 @@ class RunDirectory:
         steps = store.steps()
         last = f"its last checkpoint is {store.path(steps[0])}" if steps else "it has no checkpoint"
         going_on = shlex.join(["workhorse", "train", str(now), "--resume"])
-        raise WorkhorseError(f"{moved}; {last}: go on by {going_on}")
+        raise WorkhorseError(f"{moved}; {last}: resume it by {going_on}")
 
     def check_free(self) -> None:
         """Look whether a run can begin here, without touching anything.
@@ -121,7 +121,7 @@ class RunDirectory:
             return
         if self.exists:
             raise WorkhorseError(
-                f"{self.path} holds a run already; go on with it by --resume, "
+                f"{self.path} holds a run already; resume it with --resume, "
                 "or choose another --out"
             )
         others = [

@@ -112,7 +112,7 @@ def _own_recipe(folder: Path, out: Path | None, resume: bool) -> tuple[Path, Pat
     recipe = recipe_of_run(folder)
     if not resume and out is None:
         raise WorkhorseError(
-            f"{folder} is a run; go on with it by --resume, or begin another by its recipe with "
+            f"{folder} is a run; continue it with --resume, or start another from its recipe with "
             "--out"
         )
     return recipe, out or folder
@@ -173,7 +173,7 @@ def _summary(result: Any) -> str:
     if result.stopped_by is not None:
         lines[0] += f", stopped by {result.stopped_by} and saved"
         going_on = ["workhorse", "train", str(result.run_directory), "--resume"]
-        lines.append(f"go on by {shlex.join(going_on)}")
+        lines.append(f"resume with {shlex.join(going_on)}")
     if result.validation_loss is not None:
         held_out = f"validation loss {result.validation_loss:.4f}"
         if result.bits_per_byte is not None:

@@ -1,8 +1,7 @@
 """The training loop: batches, steps, and now and then a line, a validation, a text, a checkpoint.
 
-It is written once, for one process and for many. What differs comes from outside: the module may
-be sharded, the batches may be some of the global batch's rows, the store may write in parallel.
-Nothing here looks at a parameter.
+It looks at no parameter and knows no file: the step, the batches and the store are given, so that
+each can be replaced without touching the loop.
 """
 
 import contextlib
@@ -63,7 +62,7 @@ class Counters:
     """Steps whose loss or gradient was not finite, so that the weights stayed."""
     bad_in_a_row: int = 0
     seconds: float = 0.0
-    """Spent in the loop, validation and checkpoints included, over all sittings."""
+    """Spent in the loop, validation and checkpoints included, over the first start and all resumptions."""
 
 
 @dataclass
@@ -143,7 +142,7 @@ class Loop:
         config, counters = self.config, self.counters
         started = time.perf_counter() - counters.seconds
         logged, logged_tokens = time.perf_counter(), counters.tokens
-        warming_up = True  # the first step of a sitting waits for compilers and first touches
+        warming_up = True  # the first step of a session waits for compilers and first touches
         batch = self._read(counters.step)
         while batch is not None and signals.received is None:
             loss, counted = self.step.backward(batch)

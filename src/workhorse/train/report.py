@@ -165,8 +165,8 @@ def notes(of_kind: dict[str, list[Event]]) -> list[str]:
         lines.append(
             f"{len(skipped)} steps were skipped, their loss or gradient not finite: {where}"
         )
-    if len(sittings := of_kind["start"]) > 1:
-        resumed = ", ".join(str(event["step"]) for event in sittings[1:])
+    if len(starts := of_kind["start"]) > 1:
+        resumed = ", ".join(str(event["step"]) for event in starts[1:])
         lines.append(f"resumed after step {resumed}")
     lines += [
         f"from step {event['step'] + 1:,} on, {event['setting']} is "

@@ -182,7 +182,7 @@ def _check_allowed(run: RunDirectory, recipe: Recipe, changes: list[Change]) -> 
     others = f" (and {names})" if names else ""
     own = shlex.join(["workhorse", "train", str(run.path), "--resume"])
     raise WorkhorseError(
-        f"{refused[0]}{others}, which would make it another run; go on as before by {own}, or "
+        f"{refused[0]}{others}, which would make it another run; resume it unchanged with {own}, or "
         + _begin(run, recipe, [change.setting for change in refused])
     )
 

@@ -14,9 +14,9 @@ from workhorse.train.recipe import TrainConfig
 
 
 def held_memory(decoder: Decoder, train: TrainConfig, device: torch.device) -> dict[str, int]:
-    """Bytes of `weights`, `gradients` and `optimizer` while a decoder is trained.
+    """Bytes of `weights`, `gradients` and `optimizer` while a decoder is trained, and of `sums`.
 
-    And of `sums`: float32 ones of the gradients, where a batch has several micro-batches.
+    Sums are the float32 ones of gradients over several micro-batches.
 
     Args:
         decoder: on the meta device; its weights become as narrow as they are trained in.

@@ -43,7 +43,7 @@ class TrainResult:
     skipped_steps: int
     """Steps whose loss or gradient was not finite."""
     seconds: float
-    """Of training, over all sittings."""
+    """In the training loop, validation and checkpoints included, over all its starts."""
     stopped_by: str | None
     """The signal's name; None where the run ran to its end."""
 

@@ -121,8 +121,7 @@ class RunDirectory:
             return
         if self.exists:
             raise WorkhorseError(
-                f"{self.path} holds a run already; resume it with --resume, "
-                "or choose another --out"
+                f"{self.path} holds a run already; resume it with --resume, or choose another --out"
             )
         others = [
             path.name

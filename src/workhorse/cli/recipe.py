@@ -23,17 +23,16 @@ INTRODUCTION = """\
 Written by `make reference` from the configs themselves; the tests build every example.
 `workhorse recipe KEY` shows a part of it in the terminal: `workhorse recipe train.schedule`.
 
-A recipe is a YAML file, and a section below tells what stands at one place of it. NAME stands
-for a name of your choice. Any key can be set on the command line as well:
-`train.steps=500 model.blocks.main.attention.window=128`. Where a description
-says None, write `null`. A default of `{}` stands for the defaults of the section that is linked. Where
-a place has several kinds, `kind` chooses among them. A setting such as
-`model.blocks.main.kind=parallel` keeps what the file sets and both kinds have, and tells what it
-leaves out; Muon's learning rate and weight decay stay Muon's. A whole mapping begins afresh:
-`'train.optimizer={kind: adamw, learning_rate: 6e-4}'`. A kind whose other keys keep their defaults
-can be written as a word: `position: rope` is `position: {kind: rope}`. `model.blocks.NAME=null`
-removes a block. The last column says what a resumed run does with another value; in a table
-without that column, every change needs a new run.
+A recipe is a YAML file, and a section below tells what stands at one place of it. NAME stands for a
+name of your choice. Any key can be set on the command line as well: `train.steps=500
+model.blocks.main.attention.window=128`. Where a description says None, write `null`. A default of
+`{}` stands for the defaults of the section that is linked. Where a place has several kinds, `kind`
+chooses among them. A setting such as `model.blocks.main.kind=parallel` keeps what the file sets and
+both kinds have, and tells what it leaves out; Muon's learning rate and weight decay stay Muon's. A
+whole mapping begins afresh: `'train.optimizer={kind: adamw, learning_rate: 6e-4}'`. A kind whose
+other keys keep their defaults can be written as a word: `position: rope` is `position: {kind:
+rope}`. `model.blocks.NAME=null` removes a block. The last column says what a resumed run does with
+another value; in a table without that column, every change needs a new run.
 """
 
 

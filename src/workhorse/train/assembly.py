@@ -47,7 +47,6 @@ from workhorse.train.trackers import open_tracker
 from workhorse.train.validation import Validator
 
 Listener = Callable[[Event], None]
-FROM_THE_START = Resumption(), None
 
 
 def assemble(
@@ -57,7 +56,7 @@ def assemble(
     on_event: Listener,
     store: Store,
     *,
-    resumed: tuple[Resumption, Checkpoint | None] = FROM_THE_START,
+    at: Resumption,
     settings: Sequence[str] = (),
 ) -> Loop:
     """Tokenizer, data, model and optimizer, fresh or from a checkpoint.
@@ -66,7 +65,7 @@ def assemble(
     makes of its text: tokenizer and shards.
     """
     config = recipe.train
-    at, checkpoint = resumed
+    checkpoint = at.checkpoint
     tell = partial(_tell, on_event)
     if config.threads:
         torch.set_num_threads(config.threads)
@@ -89,7 +88,7 @@ def assemble(
     seed_everything(config.seed)
     check_training(decoder_config, config, device)
     decoder = _decoder(recipe, decoder_config, device, checkpoint, tell)
-    step = _step(recipe, decoder, device, batches[at.step], resumed)
+    step = _step(recipe, decoder, device, batches[at.step], at)
     constants["micro_batch_size"] = step.micro_batch_size
     loop = Loop(
         config=config,
@@ -199,16 +198,15 @@ def _step(
     decoder: Decoder,
     device: torch.device,
     batch: Batch,
-    resumed: tuple[Resumption, Checkpoint | None],
+    at: Resumption,
 ) -> TrainingStep:
     """The step, with the micro-batch found before, and with another run's optimizer if asked."""
     config = recipe.train
-    at, checkpoint = resumed
     size = config.micro_batch_size
-    if size == "auto" and checkpoint is not None:
+    if size == "auto" and at.checkpoint is not None:
         size = at.micro_batch_size(config.batch_size)
     step = build_step(decoder, config.replace(micro_batch_size=size), device, batch)
-    if recipe.init_optimizer and checkpoint is None:
+    if recipe.init_optimizer and at.checkpoint is None:
         _start_optimizer_from(str(recipe.init), step, config.optimizer.kind)
     return step
 

@@ -62,7 +62,7 @@ class Counters:
     """Steps whose loss or gradient was not finite, so that the weights stayed."""
     bad_in_a_row: int = 0
     seconds: float = 0.0
-    """Spent in the loop, validation and checkpoints included, over the first start and all resumptions."""
+    """Spent in the loop, validation and checkpoints included, over all its starts."""
 
 
 @dataclass

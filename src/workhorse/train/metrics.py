@@ -2,18 +2,20 @@
 
 Every line has `kind` and `step` (steps done when it was written):
 
-- `start`, at the beginning and at every resumption: `parameters`, `active_parameters` (that work on a token), `steps`,
-  `flops_per_token` and `peak_flops` (a second, of the quickest matrix product in the training's
-  type; where training is quicker, `peak_fraction` is of its own best), `micro_batch_size` (in use),
-  `device`, versions, `settings` (of the command line, over the recipe's)
+- `start`, at the beginning and at every resumption: `parameters`, `active_parameters` (that work on
+  a token), `steps`, `flops_per_token` and `peak_flops` (a second, of the quickest matrix product in
+  the training's type; where training is quicker, `peak_fraction` is of its own best),
+  `micro_batch_size` (in use), `device`, versions, `settings` (of the command line, over the
+  recipe's)
 - `change`: of a setting, when the run was resumed: `setting` (its name), `before`, `now`
 - `step`: `loss` (the cross-entropy, nats per token), `z_loss` and `balance_loss` (what is added to
   it, weighted, where it is), `learning_rate` (the schedule's factor times the optimizer's),
   `grad_norm`, `tokens` (predictions so far), `tokens_per_second` and `peak_fraction` (since the
   line before; `warming_up` is true where that is the session's first step alone, which waits for
   compilers; a longer first interval leaves that step out), `skipped_steps` (so far), `seconds` (in
-  the training loop so far, validation and checkpoints included); of a model with mixtures `expert_load_max` and `expert_load_entropy`, lists of a
-  number for each mixture: how this step's batch was spread (see `Balancer.figures`)
+  the training loop so far, validation and checkpoints included); of a model with mixtures
+  `expert_load_max` and `expert_load_entropy`, lists of a number for each mixture: how this step's
+  batch was spread (see `Balancer.figures`)
 - `validation`: `loss`, `bits_per_byte` (or null; see `Validation`), `unknown_rate` (likewise),
   `tokens`, `whole` (the split, or a part)
 - `samples`: `samples`, a list of `prompt` and `text`

@@ -54,6 +54,8 @@ class Resumption:
     """Of the checkpoint; empty where there is none yet."""
     changes: list[Change] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
+    checkpoint: Checkpoint | None = None
+    """What it goes on from; None at the start, and where it was only asked about."""
 
     def micro_batch_size(self, batch_size: int) -> int | Literal["auto"]:
         """The size that trying found, unless the batch size has changed since."""
@@ -63,7 +65,7 @@ class Resumption:
 
 def plan_resumption(
     run: RunDirectory, recipe: Recipe, newest: Callable[[Callable[[str], None]], Any] | None = None
-) -> tuple[Resumption, Checkpoint | None]:
+) -> Resumption:
     """Find where a run goes on and compare its recipe with the one it is resumed with.
 
     Writes nothing.
@@ -99,7 +101,7 @@ def plan_resumption(
     rows = state.get("counters", {}).get("rows", step * before.train.batch_size)
     notices = [*skipped, *map(str, changes), *_rates(before, recipe, step)]
     notices += _other_rate(before, recipe)
-    return Resumption(step, rows, state, changes, notices), checkpoint
+    return Resumption(step, rows, state, changes, notices, checkpoint)
 
 
 def resumed_recipe(fields: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
@@ -182,7 +184,8 @@ def _check_allowed(run: RunDirectory, recipe: Recipe, changes: list[Change]) -> 
     others = f" (and {names})" if names else ""
     own = shlex.join(["workhorse", "train", str(run.path), "--resume"])
     raise WorkhorseError(
-        f"{refused[0]}{others}, which would make it another run; resume it unchanged with {own}, or "
+        f"{refused[0]}{others}, which would make it another run; resume it unchanged with {own}, "
+        "or "
         + _begin(run, recipe, [change.setting for change in refused])
     )
 

@@ -9,7 +9,7 @@ from typing import Any
 from workhorse.checkpoints import RunDirectory
 from workhorse.data.sources import check_outside
 from workhorse.errors import WorkhorseError
-from workhorse.train.assembly import FROM_THE_START, assemble
+from workhorse.train.assembly import assemble
 from workhorse.train.check import check_recipe
 from workhorse.train.loop import Loop, Store
 from workhorse.train.metrics import Event, read_metrics
@@ -90,13 +90,13 @@ def train(
         into = store or run.store(recipe.train.keep)
         if resume:
             resumed = plan_resumption(run, recipe, into.newest)
-            for line in resumed[0].notices:
+            for line in resumed.notices:
                 on_event({"kind": "notice", "message": line})
         else:
-            resumed = FROM_THE_START
+            resumed = Resumption()
             run.begin(recipe.to_yaml())
         try:
-            loop = assemble(recipe, run, device, on_event, into, resumed=resumed, settings=settings)
+            loop = assemble(recipe, run, device, on_event, into, at=resumed, settings=settings)
         except Exception:  # also for want of memory: a model of no step is nothing to keep
             if not resume:
                 run.undo()
@@ -131,7 +131,7 @@ def rehearse(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resump
     _check_place(run, resume)
     check_recipe(recipe, resume=resume)
     check_outside(recipe.data, run.path)
-    return plan_resumption(run, recipe)[0] if resume else FROM_THE_START[0]
+    return plan_resumption(run, recipe) if resume else Resumption()
 
 
 def _check_place(run: RunDirectory, resume: bool) -> None:

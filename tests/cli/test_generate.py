@@ -35,8 +35,79 @@ def test_text_goes_to_stdout_and_the_rest_to_stderr(run_folder, capsys):
     assert out == text + "\n"
     assert err.startswith("9 tokens, ")
     assert " tokens/s after 0." in err
-    assert err.endswith(" s of reading the prompt, ended by length\n")
+    assert err.endswith(" s of reading the prompt, ended by length, seed 3\n")
     assert generate(capsys, *arguments, "--stream")[0] == text + "\n"
+
+
+@pytest.mark.parametrize("more", [[], ["--stream"]])
+def test_a_seed_that_was_drawn_is_told_and_gives_the_text_again(run_folder, capsys, more):
+    arguments = [str(run_folder), "--prompt", "ab", "--max-new-tokens", "9", *more]
+    out, err = generate(capsys, *arguments)
+    seed = err.strip().rpartition(", seed ")[2]
+    assert generate(capsys, *arguments, "--seed", seed)[0] == out
+    assert "seed" not in generate(capsys, *arguments, "--temperature", "0")[1]
+
+
+def test_a_text_file_is_one_prompt(run_folder, capsys, tmp_path):
+    (tmp_path / "one.txt").write_text("ab\ncd\n")
+    arguments = [str(run_folder), "--prompt-file", str(tmp_path / "one.txt"), "--seed", "1"]
+    out, _ = generate(capsys, *arguments, "--max-new-tokens", "4", "--json")
+    assert json.loads(out)["prompt"] == "ab\ncd"
+    streamed, _ = generate(capsys, *arguments, "--max-new-tokens", "4", "--stream")
+    assert streamed == json.loads(out)["text"] + "\n"
+
+
+def test_a_file_of_json_lines_is_a_prompt_a_line(run_folder, capsys, tmp_path):
+    file = tmp_path / "many.jsonl"
+    file.write_text('{"prompt": "ab"}\n\n{"prompt": "c\\nd\u2028", "id": 7}\n')
+    arguments = [str(run_folder), "--prompt", "x", "--prompt-file", str(file)]
+    out, _ = generate(capsys, *arguments, "--max-new-tokens", "2", "--json")
+    prompts = [completion["prompt"] for completion in json.loads(out)["completions"]]
+    assert prompts == ["x", "ab", "c\nd\u2028"]
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "line"),
+    [
+        ("a.txt", b"\xff", "a.txt is not UTF-8: bad byte at offset 0"),
+        ("a.txt", b"x" * 11, "a.txt is larger than 10 bytes"),
+        ("a.txt", None, "a.txt: No such file"),
+        ("a.jsonl", b"\n", "a.jsonl is empty; write a line"),
+        ("a.jsonl", b"\n{x}", "a.jsonl:2 is not valid JSON"),
+        ("a.jsonl", b"[1]", "a.jsonl:1"),
+        ("a.jsonl", b'{"a": 1}', 'a.jsonl:1 has no text as "prompt"; mend or remove the line'),
+    ],
+)
+def test_a_broken_file_of_prompts_is_one_line(
+    run_folder, capsys, tmp_path, monkeypatch, name, content, line
+):
+    monkeypatch.setattr("workhorse.cli.prompts.LARGEST_FILE", 10)
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    assert main(["generate", str(run_folder), "--prompt-file", str(tmp_path / name)]) == 2
+    err = capsys.readouterr().err
+    assert line in err
+    assert err.count("\n") == 1
+
+
+def test_a_lone_surrogate_in_a_prompt_is_one_line(run_folder, capsys, tmp_path):
+    (tmp_path / "a.jsonl").write_text('{"prompt": "\\ud800"}')
+    assert main(["generate", str(run_folder), "--prompt-file", str(tmp_path / "a.jsonl")]) == 2
+    assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("flags", "line"),
+    [
+        (["--length-penalty", "2"], "there is no search; choose beams of 2 or more, or leave it"),
+        (["--beams", "3", "--stream"], "--beams knows its text at the end only; leave out"),
+        (["--temp", "0.5"], "--temperature"),
+        (["--kernel", "flex"], "'flex' is not one of 'auto', 'eager', 'sdpa'"),
+    ],
+)
+def test_flags_that_cannot_be_name_those_that_can(run_folder, capsys, flags, line):
+    assert main(["generate", str(run_folder), "--prompt", "a", *flags]) == 2
+    assert line in capsys.readouterr().err
 
 
 def test_several_prompts_and_samples(run_folder, capsys, monkeypatch):

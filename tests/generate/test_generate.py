@@ -188,8 +188,8 @@ def test_a_prompt_longer_than_the_context(make_decoder):
     with pytest.raises(WorkhorseError) as error:
         generate(decoder, [prompt], GenerationConfig())
     assert str(error.value) == (
-        "the prompt has 9 tokens and the context is 8; shorten it, or choose truncate=left to keep "
-        "its end"
+        "the prompt has 9 tokens and the context is 8; shorten it, or set truncate to left, "
+        "which keeps its end"
     )
     config = GenerationConfig(truncate="left", seed=1, max_new_tokens=1)
     cut = generate(decoder, [prompt], config)[0]
@@ -350,3 +350,10 @@ def test_tokens_are_chosen_on_the_cpu_where_the_device_has_no_float64():
     moved = to_choose_from(logits.as_subclass(OnMps))
     assert moved.device.type == "cpu"
     assert torch.equal(moved, logits)
+
+
+def test_a_completion_without_a_tokenizer_prints_its_tokens(make_decoder):
+    decoder = make_decoder()
+    for config in (GenerationConfig(seed=1, max_new_tokens=3), GenerationConfig(beams=2)):
+        (completion,) = generate(decoder, [[1, 2, 3]], config)
+        assert str(completion) == str(list(completion.tokens))

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from workhorse.cli.loading import Running, model_options, open_model
+from workhorse.cli.loading import DECODING, Running, model_options, open_model
 from workhorse.cli.options import MOST_ROWS, json_option
 from workhorse.cli.output import print_result, progress
 
@@ -22,7 +22,7 @@ PER_TASK = ("versions", "n-shot")
 
 
 @click.command("evaluate")
-@model_options
+@partial(model_options, kernels=(*DECODING, "flex"))
 @click.option(
     "--data",
     metavar="FILE_OR_DIR",

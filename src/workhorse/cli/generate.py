@@ -1,8 +1,10 @@
 """`workhorse generate`: continue prompts with a model."""
 
+import secrets
 import sys
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import click
@@ -10,6 +12,7 @@ import click
 from workhorse.cli.loading import Running, compile_option, model_options, open_model
 from workhorse.cli.options import MOST_ROWS, json_option
 from workhorse.cli.output import for_terminal, print_result
+from workhorse.cli.prompts import read_prompts
 from workhorse.cli.sampling import draft_options, generation_config, sampling_options
 from workhorse.cli.speed import prompt_seconds, speed
 
@@ -29,6 +32,12 @@ SHOWN_PROMPT = 40
     multiple=True,
     metavar="TEXT",
     help="What to continue; - reads it from stdin. Repeatable.",
+)
+@click.option(
+    "--prompt-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="A text file, which is one prompt; or .jsonl, an object with `prompt` a line.",
 )
 @sampling_options
 @draft_options
@@ -60,6 +69,7 @@ def command(
     running: Running,
     compiled: bool,
     prompts: tuple[str, ...],
+    prompt_file: Path | None,
     draft: str | None,
     ignore_eos: bool,
     batch_size: int | None,
@@ -75,13 +85,19 @@ def command(
     """
     if options["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs are part of the --json result; add --json")
+    texts = read_prompts(prompts, prompt_file)
     several = (options["n_samples"], batch_size)
-    if as_stream and (as_json or len(prompts) > 1 or several != (None, None)):
+    if as_stream and (as_json or len(texts) > 1 or several != (None, None)):
         raise click.UsageError(
             "--stream shows one text; leave out --json, --n-samples, --batch-size, more prompts"
         )
     config = generation_config(**options, stop_tokens=() if ignore_eos else None)
-    texts = _read(prompts)
+    if as_stream and config.beams > 1:
+        raise click.UsageError(
+            "--beams knows its text at the end only; leave out --stream, or --beams"
+        )
+    if config.samples and config.seed is None:  # one that can be told
+        config = config.replace(seed=secrets.randbits(32))
     loaded = open_model(model, running, compiled=compiled)
     guesser = None
     if draft is not None:
@@ -98,14 +114,6 @@ def command(
     _explain([(c.finish_reason, len(c.tokens)) for c in completions], rates, config)
     result = _result(completions, texts, rates, config, loaded)
     print_result(result, as_json, text=for_terminal(_page(result["completions"])))
-
-
-def _read(prompts: tuple[str, ...]) -> list[str]:
-    if not prompts:
-        raise click.UsageError("there is no prompt; give --prompt TEXT, or --prompt - for stdin")
-    if prompts.count("-") > 1:
-        raise click.UsageError("stdin can be read once only; give --prompt - once")
-    return [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in prompts]
 
 
 def _stream(model: "Model", prompt: str, config: "GenerationConfig", draft: "Model | None") -> None:
@@ -128,7 +136,8 @@ def _explain(
     rate = rates["tokens_per_second"]
     fast = "" if rate is None else f", {rate:.1f} tokens/s"
     after = f" after {rates['prompt_seconds']:.2f} s of reading the prompt"
-    print(f"{tokens} tokens{fast}{after}, ended by {reasons}", file=sys.stderr)
+    seed = f", seed {config.seed}" if config.samples else ""
+    print(f"{tokens} tokens{fast}{after}, ended by {reasons}{seed}", file=sys.stderr)
     if any(reason == "length" and n < config.max_new_tokens for reason, n in ends):
         print("note: the context is full; --truncate left goes past it", file=sys.stderr)
 

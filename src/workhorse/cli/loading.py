@@ -1,7 +1,7 @@
 """How verbs take a MODEL: the argument, the flags beside it, and loading it; or a run's RECIPE."""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -27,10 +27,17 @@ class Running:
     quantize: "Quantization"
 
 
-def model_options(verb: Callable[..., Any]) -> Callable[..., Any]:
+DECODING = ("auto", "eager", "sdpa")
+"""Kernels that serve a cache."""
+
+
+def model_options(
+    verb: Callable[..., Any], *, kernels: Sequence[str] = DECODING
+) -> Callable[..., Any]:
     """The argument MODEL and the flags of every verb that runs one.
 
-    The parameters are `model: str` and `running: Running`, which `open_model` takes.
+    The parameters are `model: str` and `running: Running`, which `open_model` takes. `kernels` are
+    those that the verb can use.
     """
 
     @functools.wraps(verb)
@@ -49,7 +56,7 @@ def model_options(verb: Callable[..., Any]) -> Callable[..., Any]:
         ),
         click.option(
             "--kernel",
-            type=click.Choice(["auto", "eager", "sdpa", "flex"]),
+            type=click.Choice(kernels),
             default="auto",
             show_default=True,
             help="How attention is computed.",

@@ -160,6 +160,8 @@ def mistake(error: Exception) -> str:
             return error.format_message()  # the whole help
         case click.UsageError():
             where = error.ctx.command_path if error.ctx else where
+            if isinstance(error, click.NoSuchOption):
+                error.possibilities = _begun(error) or error.possibilities
             reason = f"{error.format_message().rstrip('.')} (see {where} --help)"
         case click.ClickException():
             reason = error.format_message()
@@ -177,6 +179,13 @@ def mistake(error: Exception) -> str:
         case _:
             return ""
     return one_line(f"{where}: {reason}")
+
+
+def _begun(error: click.NoSuchOption) -> list[str]:
+    """The flags that an unknown one is the beginning of."""
+    parameters = error.ctx.command.get_params(error.ctx) if error.ctx else []
+    flags = [flag for parameter in parameters for flag in parameter.opts]
+    return [flag for flag in flags if flag.startswith(error.option_name)]
 
 
 def out_of_memory(error: Exception) -> bool:

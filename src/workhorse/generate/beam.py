@@ -185,4 +185,5 @@ def _completion(
         finish_reason="eos" if hypothesis.stopped else "length",
         prompt_tokens=len(prompt),
         score=hypothesis.score(config.length_penalty),
+        decoded=tokenizer is not None,
     )

@@ -131,20 +131,18 @@ class GenerationConfig(Config):
     @model_validator(mode="after")
     def _every_option_is_read(self) -> Self:
         if self.beams > 1:
-            how, unread = (
-                f"beams={self.beams} draws nothing and scores whole texts",
-                _NOT_IN_BEAM_SEARCH,
-            )
+            how = f"beams={self.beams} draws nothing and scores whole texts"
+            unread, remedy = _NOT_IN_BEAM_SEARCH, "leave one of the two out"
         elif self.temperature == 0:
-            how, unread = "temperature=0 always takes the likeliest token", _NOT_IN_GREEDY
+            how = "temperature=0 always takes the likeliest token"
+            unread, remedy = _NOT_IN_GREEDY, "leave one of the two out"
         else:
-            how, unread = "without beams there is no search", _ONLY_IN_BEAM_SEARCH
+            how = "without beams there is no search"
+            unread, remedy = _ONLY_IN_BEAM_SEARCH, "choose beams of 2 or more, or leave it out"
         for name in unread:
             value = getattr(self, name)
             if value != type(self).model_fields[name].default:
-                raise ConfigError(
-                    f"{name}={value!r} would have no effect: {how}; leave one of the two out"
-                )
+                raise ConfigError(f"{name}={value!r} would have no effect: {how}; {remedy}")
         return self
 
     @property

@@ -73,6 +73,7 @@ def generate(
             prompt_tokens=len(prompts[index // config.n_samples]),
             seed=seed + index % config.n_samples if config.samples else None,
             speculated=config.speculate > 0,
+            decoded=tokenizer is not None,
         )
         for index, deltas in enumerate(results)
     ]
@@ -98,7 +99,7 @@ def stream(
     config = config or GenerationConfig()
     if config.beams > 1:
         raise WorkhorseError(
-            f"beams={config.beams} knows its text at the end only; use generate, or leave beams out"
+            f"beams={config.beams} knows its text at the end only; do without streaming, or beams"
         )
     check_prompts(decoder, prompts, config, tokenizer)
     check_draft(decoder, draft, config, tokenizer)
@@ -144,7 +145,12 @@ def _deltas(
 
 
 def _completion(
-    deltas: Sequence[Delta], prompt_tokens: int, seed: int | None, speculated: bool
+    deltas: Sequence[Delta],
+    *,
+    prompt_tokens: int,
+    seed: int | None,
+    speculated: bool,
+    decoded: bool,
 ) -> Completion:
     reason = deltas[-1].finish_reason
     assert reason is not None, "the loop ends when every row has"
@@ -159,6 +165,7 @@ def _completion(
         proposed=sum(delta.proposed for delta in deltas) if speculated else None,
         accepted=sum(delta.accepted for delta in deltas) if speculated else None,
         prompt_seconds=sum(delta.prompt_seconds for delta in deltas),
+        decoded=decoded,
     )
 
 

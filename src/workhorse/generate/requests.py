@@ -74,7 +74,7 @@ def _fit(prompt: list[int], context: int, vocab: int, config: GenerationConfig) 
     if len(prompt) > context and config.truncate == "refuse":
         raise WorkhorseError(
             f"the prompt has {len(prompt)} tokens and the context is {context}; shorten it, or "
-            "choose truncate=left to keep its end"
+            "set truncate to left, which keeps its end"
         )
     if config.beams == 1:
         return prompt[-context:]

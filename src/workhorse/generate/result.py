@@ -63,6 +63,9 @@ class Completion:
     accepted: int | None = None
     prompt_seconds: float = field(default=0.0, compare=False)
     """With the first result of a batch: how long reading the batch's prompts took."""
+    decoded: bool = True
+    """Whether there was a tokenizer to make text of the tokens."""
 
     def __str__(self) -> str:
-        return self.text
+        """The text, or the ids of the tokens where nothing makes text of them."""
+        return self.text if self.decoded else str(list(self.tokens))

@@ -259,5 +259,5 @@ def _other_rate(before: Recipe, now: Recipe) -> list[str]:
 
 
 def _show(value: Any) -> str:
-    text = repr(value)
+    text = "null" if value is None else repr(value)  # as a recipe has it
     return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

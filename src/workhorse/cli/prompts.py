@@ -1,0 +1,53 @@
+"""Where `generate` has its prompts from: the command line, the standard input, a file."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import click
+
+LARGEST_FILE = 1 << 26
+"""Bytes of a file of prompts."""
+
+
+def read_prompts(given: tuple[str, ...], file: Path | None) -> list[str]:
+    """The prompts of `--prompt`, then those of `--prompt-file`; never none.
+
+    Raises:
+        UsageError: there is none, or stdin is asked for twice.
+        WorkhorseError: the file cannot be read, is too large, or holds no prompt.
+    """
+    if not given and file is None:
+        raise click.UsageError(
+            "there is no prompt; give --prompt TEXT, --prompt - for stdin, or --prompt-file FILE"
+        )
+    if given.count("-") > 1:
+        raise click.UsageError("stdin can be read once only; give --prompt - once")
+    texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in given]
+    return texts if file is None else [*texts, *_prompts_of(file)]
+
+
+def _prompts_of(file: Path) -> list[str]:
+    from workhorse.errors import WorkhorseError
+    from workhorse.untrusted import read_text
+
+    text = read_text(file, limit=LARGEST_FILE)
+    if file.suffix != ".jsonl":
+        return [text.removesuffix("\n")]
+    if not (prompts := list(_prompts_of_lines(text, file))):
+        raise WorkhorseError(f'{file} is empty; write a line {{"prompt": "..."}} for each prompt')
+    return prompts
+
+
+def _prompts_of_lines(text: str, file: Path) -> Iterator[str]:
+    from workhorse.errors import WorkhorseError
+    from workhorse.untrusted import parse_json
+
+    for number, line in enumerate(text.split("\n"), start=1):
+        if not line.strip():
+            continue
+        where = f"{file}:{number}"
+        prompt = parse_json(line.encode(), where).get("prompt")
+        if not isinstance(prompt, str):
+            raise WorkhorseError(f'{where} has no text as "prompt"; mend or remove the line')
+        yield prompt

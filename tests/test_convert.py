@@ -113,6 +113,8 @@ def test_the_verb(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (result["path"], result["format"]) == (target, "hf")
     assert main(["convert", str(run_folder), target, "--to", "hf"]) == 2
     assert "exists and is not empty; choose another folder" in capsys.readouterr().err
+    assert main(["convert", str(run_folder), str(tmp_path / "other")]) == 2
+    assert "give --to hf, workhorse or gguf" in capsys.readouterr().err
     assert main(["generate", target, "--prompt", "a", "--max-new-tokens", "2"]) == 0
 
 
@@ -271,7 +273,7 @@ def test_a_gguf_file_is_a_model_everywhere(
     for to in ("hf", "workhorse"):
         assert main(["convert", str(file), str(tmp_path / to), "--to", to]) == 0
         assert torch.equal(logits(tmp_path / to), logits(run_folder))
-    assert main(["convert", str(file), str(tmp_path / "n.gguf"), "--to", "gguf"]) == 0
+    assert main(["convert", str(file), str(tmp_path / "n.gguf")]) == 0  # --to by the suffix
     assert torch.equal(logits(tmp_path / "n.gguf"), logits(run_folder))
     capsys.readouterr()
     with pytest.raises(

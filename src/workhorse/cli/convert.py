@@ -15,8 +15,8 @@ from workhorse.cli.output import print_result, warn
     "--to",
     "to",
     type=click.Choice(["hf", "workhorse", "gguf"]),
-    required=True,
-    help="A Hugging Face directory, our own format, or a GGUF file.",
+    help="A Hugging Face directory, our own format, or a GGUF file; may be left out where DST ends"
+    " in .gguf.",
 )
 @click.option(
     "--dtype",
@@ -33,7 +33,7 @@ from workhorse.cli.output import print_result, warn
 )
 @json_option
 def command(
-    *, source: str, target: Path, to: str, dtype: str, n_kv_heads: int | None, as_json: bool
+    *, source: str, target: Path, to: str | None, dtype: str, n_kv_heads: int | None, as_json: bool
 ) -> None:
     """Write the model SRC as DST, in another format.
 
@@ -41,12 +41,15 @@ def command(
     verb wrote. A Hugging Face directory is of a class that transformers has; a model that none can
     hold is refused with what stands in the way (`workhorse models show` tells beforehand).
     """
+    if to is None and target.suffix != ".gguf":
+        raise click.UsageError("give --to hf, workhorse or gguf: the format of DST")
+
     from workhorse.convert import convert
 
     result = convert(
         source,
         target,
-        to,  # pyright: ignore[reportArgumentType]
+        to or "gguf",  # pyright: ignore[reportArgumentType]
         dtype=dtype,  # pyright: ignore[reportArgumentType]
         n_kv_heads=n_kv_heads,
         tell=warn,

@@ -5,7 +5,7 @@ import pytest
 from tests.train.test_balance import MIXED, recipe_of
 from workhorse.checkpoints import RunDirectory
 from workhorse.train import read_metrics, train
-from workhorse.train.report import write_report
+from workhorse.train.report import figures, validation_series, write_report
 from workhorse.train.trackers import scalars
 
 
@@ -20,6 +20,21 @@ def test_a_report_shows_the_run_and_needs_no_network(make_recipe, tmp_path):
     assert "&lt;1&gt; &amp; " in page  # a sample's text cannot become markup
     assert "d_model" in page
     assert not re.search(r"(src|href)=|@import|url\(|<script", page)
+
+
+def test_validations_on_a_part_stand_apart_from_those_on_all() -> None:
+    part = [{"step": n, "loss": 5.0 - n, "whole": False} for n in (1, 2)]
+    whole = {"step": 3, "loss": 2.5, "whole": True}
+    some, all_of_it = validation_series([*part, whole], "loss")
+    assert (some.name, list(some.points)) == ("validation on a part", [(1, 4.0), (2, 3.0)])
+    assert (all_of_it.name, list(all_of_it.points)) == ("on all of it", [(3, 2.5)])
+    assert some.marked
+    assert all_of_it.marked
+    (only,) = validation_series([whole, {"step": 4, "loss": 2.0}], "loss")
+    assert (only.name, len(only.points)) == ("validation", 2)
+    start = {"parameters": 1, "steps": 9}
+    named = figures({"start": [start], "validation": [{**part[0], "bits_per_byte": None}]})
+    assert ("validation loss on a part, nats per token", "4.0000") in named
 
 
 def test_a_report_says_what_makes_its_curves_suspect(make_recipe, tmp_path):

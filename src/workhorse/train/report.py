@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.resources import files
 from statistics import median
 from typing import Any
@@ -64,7 +65,8 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
     if validations := of_kind.get("validation"):
         last = validations[-1]
         loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
-        rows.append(("validation loss, nats per token", loss))
+        part = "" if _is_whole(last) else " on a part"
+        rows.append((f"validation loss{part}, nats per token", loss))
         if last["bits_per_byte"] is not None:
             rows.append(
                 (
@@ -106,7 +108,7 @@ def charts(of_kind: dict[str, list[Event]]) -> list[str]:
     return [
         line_chart(
             "Loss, nats per token",
-            [series("training", steps, "loss"), series("validation", validations, "loss")],
+            [series("training", steps, "loss"), *validation_series(validations, "loss")],
         ),
         line_chart(
             "Added to the loss",
@@ -115,7 +117,7 @@ def charts(of_kind: dict[str, list[Event]]) -> list[str]:
                 series("balance loss", steps, "balance_loss"),
             ],
         ),
-        line_chart("Bits per byte", [series("validation", validations, "bits_per_byte")]),
+        line_chart("Bits per byte", validation_series(validations, "bits_per_byte")),
         line_chart("Learning rate", [series("", steps, "learning_rate")]),
         line_chart("Gradient norm", [series("", steps, "grad_norm")]),
         line_chart("Tokens per second", [series("", steps, "tokens_per_second")]),
@@ -139,7 +141,20 @@ def charts(of_kind: dict[str, list[Event]]) -> list[str]:
 def series(name: str, events: list[Event], key: str) -> Series:
     """A value over the steps; what was not finite stands as null and is left out."""
     points = [(event["step"], event[key]) for event in events if event.get(key) is not None]
-    return Series(name, points, marked=name == "validation")
+    return Series(name, points)
+
+
+def validation_series(events: list[Event], key: str) -> list[Series]:
+    """A value of the validations; those on a part of the split apart from those on all of it."""
+    parts = [event for event in events if not _is_whole(event)]
+    whole = [event for event in events if _is_whole(event)]
+    names = ("validation on a part", "on all of it") if parts else ("", "validation")
+    lines = [series(name, some, key) for name, some in zip(names, (parts, whole), strict=True)]
+    return [replace(line, marked=True) for line in lines if line.points]
+
+
+def _is_whole(validation: Event) -> bool:
+    return validation.get("whole", True)  # not in runs of before
 
 
 def over_mixtures(

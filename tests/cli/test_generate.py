@@ -79,7 +79,7 @@ def test_a_file_of_json_lines_is_a_prompt_a_line(run_folder, capsys, tmp_path):
     ],
 )
 def test_a_broken_file_of_prompts_is_one_line(
-    run_folder, capsys, tmp_path, monkeypatch, name, content, line
+    run_folder, capsys, tmp_path, monkeypatch, *, name, content, line
 ):
     monkeypatch.setattr("workhorse.cli.prompts.LARGEST_FILE", 10)
     if content is not None:

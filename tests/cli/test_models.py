@@ -103,7 +103,9 @@ def test_show_as_json(capsys: pytest.CaptureFixture[str]) -> None:
 def test_show_of_a_mixture_says_what_works_on_a_token(capsys: pytest.CaptureFixture[str]) -> None:
     out = printed(capsys, "show", "deepseek-v3")
     assert "# At work on a token: 37,552,297,472 parameters.\n" in out
-    assert "feed-forward 18432, 8 of 256 experts of 2048" in " ".join(out.replace("#", " ").split())
+    text = " ".join(out.replace("#", " ").split())
+    assert "- 3 layers `dense`: 128 heads of 192, the whole text, position rope, feed-f" in text
+    assert "- 58 layers `sparse`: 128 heads of 192, the whole text, position rope, 8 of 256" in text
 
 
 def test_show_of_a_run(run_folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -159,3 +161,18 @@ def test_show_of_what_is_no_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     assert capsys.readouterr().err == line
     assert main(["models", "show", str(tmp_path)]) == 2
     assert "is not a run directory: it has no recipe.yaml" in capsys.readouterr().err
+
+
+def test_show_tells_of_each_kind_of_layer(capsys: pytest.CaptureFixture[str]) -> None:
+    page = printed(capsys, "show", "gemma-3-27b")
+    heads = "32 heads of 128 over 16 of keys and values"
+    lines = " ".join(page.replace("#", " ").split())
+    assert "Shape: 62 layers of width 5376, vocabulary" in lines
+    assert f"- 52 layers `local`: {heads}, window 1024, position rope, feed-forward 21504." in lines
+    assert f"- 10 layers `global`: {heads}, the whole text, position rope, feed-forward" in lines
+
+
+def test_a_recipe_is_no_model(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "mine.yaml").write_text("name: mine")
+    assert main(["models", "show", str(tmp_path / "mine.yaml")]) == 2
+    assert "mine.yaml is a recipe and no model; workhorse train" in capsys.readouterr().err

@@ -94,3 +94,8 @@ def test_wrong_input(
 ) -> None:
     with pytest.raises(ConfigError, match=message):
         Recipe.from_dict(recipe(run_folder, tmp_path, **changes))
+
+
+def test_a_preset_has_no_weights_to_start_from(run_folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(WorkhorseError, match="gpt2 is a preset, a shape without weights; give a"):
+        Recipe.from_dict(recipe(run_folder, tmp_path) | {"init": "gpt2"})

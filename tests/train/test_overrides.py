@@ -151,3 +151,12 @@ def test_a_misspelt_block_names_the_near_one() -> None:
         overridden(OF_PRESET, "model.blocks.mian.attention.window=5")
     with pytest.raises(ConfigError, match="has no 'kind'; give it one"):
         overridden(WRITTEN, "model.blocks.zzz.attention.window=5")
+
+
+def test_a_preset_does_not_go_under_a_model_that_is_written_out() -> None:
+    with pytest.raises(ConfigError, match=r"replace it whole: 'model=\{preset: gpt2\}'"):
+        overridden(WRITTEN, "model.preset=gpt2")
+    blocks, _ = overridden(WRITTEN, "model={preset: gpt2}")
+    assert list(blocks) == ["main"]
+    blocks, _ = overridden({**OF_PRESET, "model": {"preset": "gpt2"}}, "model.preset=pythia-70m")
+    assert list(blocks) == ["main"]

@@ -13,6 +13,7 @@ from workhorse.checkpoints.model_folder import ModelFolder
 from workhorse.checkpoints.run_directory import RunDirectory
 from workhorse.checkpoints.tensors import Places, weights_of
 from workhorse.errors import WorkhorseError
+from workhorse.models import preset_names
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
@@ -102,6 +103,11 @@ def open_stored(
     """
     path = Path(model)
     if not os.path.exists(path):
+        if str(model) in preset_names():
+            raise WorkhorseError(
+                f"{model} is a preset, a shape without weights; give a folder or hub id (a recipe "
+                f"trains fresh ones by 'model={{preset: {model}}}')"
+            )
         if not is_hub_id(str(model)):
             raise WorkhorseError(f"{model} does not exist; check the path")
         from workhorse.checkpoints.hub import resolve_model
@@ -113,6 +119,10 @@ def open_stored(
     if GgufFile.is_one(path):
         return GgufFile(path)
     if not path.is_dir():
+        if path.suffix in (".yaml", ".yml"):
+            raise WorkhorseError(
+                f"{path} is a recipe and no model; workhorse train {path} --dry-run tells of its"
+            )
         raise WorkhorseError(f"{path} is a file; give the folder of its model")
     for kind in (ModelFolder, HuggingFaceDirectory):
         if kind.is_one(path):

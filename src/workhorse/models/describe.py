@@ -8,6 +8,7 @@ from workhorse.models.huggingface import native_class
 from workhorse.models.parameters import active_parameters, count_parameters
 from workhorse.models.preset import UNITS, Preset
 from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import WiringConfig
 from workhorse.nn.moe import MoEConfig
 
 WIDTH = 96
@@ -89,18 +90,19 @@ def page(found: Mapping[str, Any]) -> str:
     lines += [f"  {part:<14}{counts[part]:>19,}" for part in counts if part != "total"]
     if active != counts["total"]:
         lines.append(f"At work on a token: {active:,} parameters.")
-    for sentence in _sentences(found):
-        lines += textwrap.wrap(sentence, WIDTH, subsequent_indent="  ")
+    config = DecoderConfig.from_dict(found["config"])
+    for sentence in _sentences(found, config):
+        lines += textwrap.wrap(sentence, WIDTH, subsequent_indent="  ", break_on_hyphens=False)
     comments = "\n".join(f"# {line}" for line in lines)
-    return f"{comments}\n{DecoderConfig.from_dict(found['config']).to_yaml()}"
+    return f"{comments}\n{config.to_yaml()}"
 
 
-def _sentences(found: Mapping[str, Any]) -> Iterator[str]:
+def _sentences(found: Mapping[str, Any], config: DecoderConfig) -> Iterator[str]:
     """Everything but the counts, a line each."""
     if found.get("printed"):
         verdict = "agrees" if found["agrees"] else "does not agree; see the notes"
         yield f"Printed: {found['printed']}, which {verdict}."
-    yield f"Shape: {_shape(found['shape'])}."
+    yield from _shape(config)
     yield from found.get("stored", ())
     yield f"Exports as: {found['exports_as']}."
     if "source" in found:
@@ -108,16 +110,45 @@ def _sentences(found: Mapping[str, Any]) -> Iterator[str]:
     yield from (f"- {note}" for note in found["notes"])
 
 
-def _shape(sizes: Mapping[str, Any]) -> str:
-    grouped = sizes["n_kv_heads"] != sizes["n_heads"]
-    shared = f" over {sizes['n_kv_heads']} of keys and values" if grouped else ""
-    experts = f"{sizes['top_k']} of {sizes['n_experts']} experts of {sizes['expert_d_ff']}, "
-    return (
-        f"{sizes['n_layers']} layers of width {sizes['d_model']}, {sizes['n_heads']} heads of "
-        f"{sizes['head_dim']}{shared}, feed-forward {sizes['d_ff']}, "
-        f"{experts if sizes['n_experts'] else ''}vocabulary {sizes['vocab_size']:,}, "
-        f"texts of up to {sizes['max_seq_len']:,} tokens"
-    )
+def _shape(config: DecoderConfig) -> Iterator[str]:
+    """The sizes of a model; where its layers differ, those of each kind of layer."""
+    width = f"{config.n_layers} layers of width {config.d_model}"
+    ends = f"vocabulary {config.vocab_size:,}, texts of up to {config.max_seq_len:,} tokens"
+    if len(config.blocks) == 1:
+        (block,) = config.blocks.values()
+        heads, feed_forward = _heads(block, config.d_model), _feed_forward(block)
+        yield f"Shape: {width}, {heads}, {feed_forward}, {ends}."
+        return
+    yield f"Shape: {width}, {ends}, with"
+    names = config.layer_names()
+    for name, block in config.blocks.items():
+        count = names.count(name)
+        parts = [_heads(block, config.d_model), *_sees(block), _feed_forward(block)]
+        yield f"- {count} {'layer' if count == 1 else 'layers'} `{name}`: {', '.join(parts)}."
+
+
+def _heads(block: WiringConfig, d_model: int) -> str:
+    attention = block.attention
+    shared = attention.n_kv_heads or attention.n_heads
+    grouped = f" over {shared} of keys and values" if shared != attention.n_heads else ""
+    return f"{attention.n_heads} heads of {attention.key_dim(d_model)}{grouped}"
+
+
+def _sees(block: WiringConfig) -> Iterator[str]:
+    """How far the attention of a layer sees, and how it tells positions."""
+    attention = block.attention
+    if attention.window or attention.chunk:
+        yield f"window {attention.window}" if attention.window else f"chunk {attention.chunk}"
+    else:
+        yield "the whole text"
+    yield f"position {attention.position.kind}"
+
+
+def _feed_forward(block: WiringConfig) -> str:
+    part = block.feed_forward
+    if isinstance(part, MoEConfig):
+        return f"{part.top_k} of {part.n_experts} experts of {part.d_ff}"
+    return f"feed-forward {part.d_ff}"
 
 
 def exports_as(config: DecoderConfig) -> str:

@@ -3,7 +3,7 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from workhorse.config import Config
+from workhorse.config import Config, ConfigError
 from workhorse.on_resume import OfItsKind
 from workhorse.overrides import apply_overrides
 from workhorse.train.recipe import preset_with
@@ -29,6 +29,7 @@ def override_recipe(
         ConfigError: a setting that cannot be written.
     """
     settings = list(overrides)
+    _check_preset(written.get("model"), settings)
     fields = _with_preset_if_cut(written, settings)
 
     def keep(place: str, section: dict[str, Any], kind: Any) -> dict[str, Any]:
@@ -38,6 +39,19 @@ def override_recipe(
     for setting in settings:
         _remove_if_null(fields, setting.partition("=")[0])
     return _fit_warmup(written, fields, tell)
+
+
+def _check_preset(model: Any, settings: list[str]) -> None:
+    """Refuse a preset under a model that is written out and would replace what is in it."""
+    if not isinstance(model, dict) or "blocks" not in model or "preset" in model:
+        return
+    for path, _, name in (setting.partition("=") for setting in settings):
+        if path == "model.preset":
+            raise ConfigError(
+                "the recipe's own model is written out, and would be written over the preset; "
+                f"replace it whole: 'model={{preset: {name}}}'",
+                path,
+            )
 
 
 def _with_preset_if_cut(written: Mapping[str, Any], settings: list[str]) -> Mapping[str, Any]:

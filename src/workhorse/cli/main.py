@@ -160,9 +160,10 @@ def mistake(error: Exception) -> str:
             return error.format_message()  # the whole help
         case click.UsageError():
             where = error.ctx.command_path if error.ctx else where
-            if isinstance(error, click.NoSuchOption):
-                error.possibilities = _begun(error) or error.possibilities
-            reason = f"{error.format_message().rstrip('.')} (see {where} --help)"
+            said = error.format_message().rstrip(".")
+            if isinstance(error, click.NoSuchOption) and (flags := _begun(error)):
+                said = f"no such option {error.option_name}; did you mean {' or '.join(flags)}?"
+            reason = f"{said} (see {where} --help)"
         case click.ClickException():
             reason = error.format_message()
         case WorkhorseError():

@@ -3,6 +3,7 @@
 import json
 import shutil
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
@@ -15,8 +16,14 @@ from tests.parity.reference import quiet
 from workhorse.cli.main import main
 from workhorse.config import read_yaml
 from workhorse.convert import Format, convert
+from workhorse.describe_model import describe_model
 from workhorse.errors import WorkhorseError
-from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
+from workhorse.tokenizers import (
+    BytesConfig,
+    SpecialTokensConfig,
+    load_tokenizer,
+    train_tokenizer,
+)
 from workhorse.train import Recipe, train
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
@@ -191,11 +198,8 @@ def test_saving_loses_nothing(
     with pytest.raises(WorkhorseError, match="has 260 tokens and the decoder logits for 200"):
         workhorse.save(small, tmp_path / "other", tokenizer=model.tokenizer)
     word: Any = "x"
-    nothing: Any = None
     with pytest.raises(WorkhorseError, match="'x' is no Tokenizer"):
         workhorse.save(model.decoder, tmp_path / "other", tokenizer=word)
-    with pytest.raises(WorkhorseError, match="a folder is a path, not None"):
-        workhorse.save(model.decoder, nothing)
 
     def broken(*_: object, **__: object) -> None:
         raise OSError("the disk is gone")
@@ -306,3 +310,47 @@ def test_a_saved_model_begins_a_text_as_the_run_did(run_folder: Path, tmp_path: 
     assert again.generate("", seed=1, max_new_tokens=6) == model.generate(
         "", seed=1, max_new_tokens=6
     )
+
+
+@pytest.mark.parametrize("source", [None, 5, "run\0", Path("run\0"), b"run", "\ud800"])
+def test_what_is_no_name_of_a_model(source: Any, tmp_path: Path) -> None:
+    rule = r"^a model is a path, a hub id or a preset's name, (not|and) .*; (give it|choose ano)"
+    for use in (
+        workhorse.load,
+        describe_model,
+        partial(convert, target=tmp_path / "out", to="workhorse"),
+        partial(convert, target=tmp_path / "out", to="hf"),
+    ):
+        with pytest.raises(WorkhorseError, match=rule):
+            use(source)
+
+
+@pytest.mark.parametrize("place", [None, 5, b"x", "x\0", "\0", "\ud800"])
+def test_a_place_that_is_no_path(place: Any, run_folder: Path) -> None:
+    model = workhorse.load(run_folder)
+    with pytest.raises(WorkhorseError, match=r"^a target is a path, (not|and) .*; "):
+        convert(model, place, "hf")
+    with pytest.raises(WorkhorseError, match=r"^a folder is a path, (not|and) .*; "):
+        workhorse.save(model, place)
+    with pytest.raises(WorkhorseError, match=r"^a run directory is a path, (not|and) .*; "):
+        train(Recipe.from_dict(read_yaml(RECIPES[0])), place)
+    with pytest.raises(WorkhorseError, match=r"^a YAML file is a path, (not|and) .*; "):
+        read_yaml(place)
+    with pytest.raises(WorkhorseError, match=r"^a tokenizer is a path, (not|and) .*; "):
+        load_tokenizer(place)
+
+
+@pytest.mark.parametrize("to", ["hf", "workhorse", "gguf"])
+@pytest.mark.parametrize("name", ["a" * 300, "file/below"])
+def test_a_place_that_the_system_refuses(
+    name: str, to: Format, run_folder: Path, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("x")
+    model = workhorse.load(run_folder)
+    place = tmp_path / name
+    refused = rf"^cannot write {place}: "
+    with pytest.raises(WorkhorseError, match=refused):
+        convert(model, place, to, tell=lambda line: None)
+    with pytest.raises(WorkhorseError, match=refused):
+        workhorse.save(model, place)
+    assert {path.name for path in tmp_path.iterdir()} == {"file", "texts", "run"}

@@ -17,7 +17,7 @@ from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from workhorse import untrusted
 from workhorse.errors import WorkhorseError
-from workhorse.untrusted import shown
+from workhorse.untrusted import shown, to_path
 
 LARGEST = 2**63 - 1
 """Of a whole number; no size, count or seed is larger."""
@@ -143,7 +143,9 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ConfigError: the file is missing, unreadable, not YAML, or not a mapping.
     """
     try:
-        data = parse_yaml(untrusted.read_text(Path(path), limit=MAX_BYTES))
+        data = parse_yaml(
+            untrusted.read_text(to_path(path, "a YAML file is a path"), limit=MAX_BYTES)
+        )
         check_colons(data)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None

@@ -13,7 +13,7 @@ import torch
 from workhorse.checkpoints.export import find_family, write_huggingface
 from workhorse.checkpoints.model_folder import check_new, write_model
 from workhorse.checkpoints.run_directory import RunDirectory
-from workhorse.checkpoints.stored import open_stored
+from workhorse.checkpoints.stored import is_stored, model_name, open_stored
 from workhorse.devices import dtype_name
 from workhorse.errors import WorkhorseError
 from workhorse.load_model import Model, load
@@ -23,7 +23,7 @@ from workhorse.models.parameters import count_parameters
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
 from workhorse.transforms.grouped_heads import group_heads, grouped
-from workhorse.untrusted import shown
+from workhorse.untrusted import shown, to_path
 
 Format = Literal["hf", "workhorse", "gguf"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16", "q8_0"]
@@ -74,7 +74,7 @@ def convert(
         WorkhorseError: the source cannot be read, no class or architecture of the format can hold
             the model, its heads cannot be merged so, or the target is taken.
     """
-    target = Path(target)
+    target = to_path(target, "a target is a path")
     if to not in get_args(Format):
         raise WorkhorseError(f"to={to!r} is no format; choose {', '.join(get_args(Format))}")
     if dtype not in get_args(DTypeName):
@@ -144,8 +144,7 @@ def save(
             f"save takes a Decoder, not a {type(decoder).__name__}; give its .decoder, or convert "
             "the model"
         )
-    if not isinstance(folder, str | Path):
-        raise WorkhorseError(f"a folder is a path, not {shown(folder)}; name a new one")
+    folder = to_path(folder, "a folder is a path")
     if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
         raise WorkhorseError(f"{shown(tokenizer)} is no Tokenizer; give what load_tokenizer gave")
     vocabulary = decoder.config.vocab_size
@@ -154,7 +153,6 @@ def save(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the decoder logits for "
             f"{vocabulary}; give the tokenizer that it was trained with"
         )
-    folder = Path(folder)
     write_model(folder, decoder, tokenizer=tokenizer, stop_tokens=tuple(stop_tokens))
     return folder
 
@@ -199,8 +197,9 @@ def _origin(source: str | Path | Model) -> tuple[Family | None, DecoderConfig]:
     """The model type that a model was made as, if any, and its config."""
     if isinstance(source, Model):
         return source.family, source.config
-    if str(source) in preset_names() and not Path(source).exists():
-        return None, preset(str(source))
+    name = model_name(source)
+    if not is_stored(name) and name in preset_names():
+        return None, preset(name)
     stored = open_stored(source)
     return stored.family, stored.config
 

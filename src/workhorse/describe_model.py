@@ -6,7 +6,7 @@ from typing import Any
 
 from workhorse.checkpoints import RunDirectory
 from workhorse.checkpoints.on_disk import weight_files, weights_on_disk
-from workhorse.checkpoints.stored import StoredModel, is_stored, open_stored
+from workhorse.checkpoints.stored import StoredModel, is_stored, model_name, open_stored
 from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
 from workhorse.memory import size
@@ -33,7 +33,7 @@ def describe_model(
     Raises:
         WorkhorseError: there is no such model, or its files cannot be read.
     """
-    name = str(model)
+    name = model_name(model)
     if not is_stored(name):
         if name in preset_names():
             return details(find_preset(name))

@@ -18,7 +18,7 @@ from workhorse.checkpoints import (
 )
 from workhorse.checkpoints.room import check_random, check_stored
 from workhorse.checkpoints.run_directory import DAMAGED_RECIPE
-from workhorse.checkpoints.stored import StoredModel, is_stored, open_stored
+from workhorse.checkpoints.stored import StoredModel, is_stored, model_name, open_stored
 from workhorse.config import ConfigError, nearest
 from workhorse.data import Beginning, DataConfig, beginning
 from workhorse.devices import resolve_device, resolve_dtype
@@ -310,8 +310,7 @@ def load(
         WorkhorseError: there is no such model, it cannot be read, or the device or type is not
             there; its weights do not fit into memory; or `quantize` with `as_stored`.
     """
-    if not isinstance(model, str | Path):
-        raise WorkhorseError(f"a model is a path, a hub id or a preset's name, not {shown(model)}")
+    name = model_name(model)
     for option, value, known in (
         ("kernel", kernel, get_args(KernelName)),
         ("quantize", quantize, get_args(Quantization)),
@@ -323,7 +322,6 @@ def load(
     if as_stored and quantize != "none":
         raise WorkhorseError(f"quantize={quantize} changes what as_stored keeps; leave one out")
     where, type_of_weights = resolve_device(device), resolve_dtype(dtype)
-    name = str(model)
     if is_stored(name):
         places: Places = weights_in_large_pages if compile else mapped_weights
         if quantize != "none":

@@ -4,7 +4,9 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
 from workhorse.errors import WorkhorseError
 from workhorse.untrusted import open_contained, read_bytes, read_text, shown
@@ -157,3 +159,16 @@ def test_a_file_that_the_user_named(tmp_path: Path) -> None:
             read_text(path, limit=4)
     with pytest.raises(WorkhorseError, match=r"it is a folder; name a plain file$"):
         read_text(tmp_path, limit=4)
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        ("a\nb  c", r"'a\nb  c'"),
+        (numpy.ones((2, 2), dtype=int), "array([[1, 1], [1, 1]])"),
+        (torch.nn.Sequential(torch.nn.ReLU()), "Sequential( (0): ReLU() )"),
+        ("x" * 100, f"'{'x' * 79}…"),
+    ],
+)
+def test_a_value_is_shown_in_one_line(value: object, text: str) -> None:
+    assert shown(value) == text

@@ -166,12 +166,16 @@ def check_new(folder: Path) -> None:
     """Refuse a place that something stands in.
 
     Raises:
-        WorkhorseError: it is a file, a link to nothing, or a folder that is not empty.
+        WorkhorseError: it is a file, a link to nothing, or a folder that is not empty or cannot
+            be looked into; or no folder can have that name.
     """
-    if folder.is_symlink() and not folder.exists():
-        raise WorkhorseError(f"{folder} is a link to nothing; remove it or choose another folder")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise WorkhorseError(f"{folder} exists and is not empty; choose another folder")
+    with writing(folder):
+        if folder.is_symlink() and not folder.exists():
+            raise WorkhorseError(
+                f"{folder} is a link to nothing; remove it or choose another folder"
+            )
+        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+            raise WorkhorseError(f"{folder} exists and is not empty; choose another folder")
 
 
 def make_folder(folder: Path, fill: Callable[[Path], None]) -> None:

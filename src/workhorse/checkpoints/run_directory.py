@@ -17,7 +17,7 @@ from workhorse.config import ConfigError, read_yaml
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
-from workhorse.untrusted import read_json
+from workhorse.untrusted import read_json, to_path
 from workhorse.writing import write_atomically
 
 if TYPE_CHECKING:
@@ -50,7 +50,7 @@ class RunDirectory:
     """What ends a text beside the tokenizer's eos."""
 
     def __init__(self, path: str | Path) -> None:
-        self.path = Path(path)
+        self.path = to_path(path, "a run directory is a path")
         self.recipe_file = self.path / "recipe.yaml"
         self.config_file = self.path / "config.json"
         self.tokenizer_folder = self.path / "tokenizer"

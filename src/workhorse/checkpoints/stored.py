@@ -17,6 +17,7 @@ from workhorse.models import preset_names
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
+from workhorse.untrusted import to_path
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -101,7 +102,7 @@ def open_stored(
     Raises:
         WorkhorseError: there is no such model, or it cannot be read.
     """
-    path = Path(model)
+    path = Path(model_name(model))
     if not os.path.exists(path):
         if str(model) in preset_names():
             raise WorkhorseError(
@@ -128,6 +129,16 @@ def open_stored(
         if kind.is_one(path):
             return kind(path)
     return RunDirectory(path)
+
+
+def model_name(model: object) -> str:
+    """What somebody gave for a model, as a text.
+
+    Raises:
+        WorkhorseError: it is no name.
+    """
+    to_path(model, "a model is a path, a hub id or a preset's name")
+    return str(model)  # a path would lose the dot of ./name, which says that it is a folder
 
 
 def is_stored(model: str) -> bool:

@@ -26,6 +26,7 @@ from workhorse.tokenizers.settings import (
     TEMPLATES,
     read_settings,
 )
+from workhorse.untrusted import to_path
 from workhorse.writing import sync, write_atomically, writing
 
 if TYPE_CHECKING:
@@ -60,7 +61,7 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     """
     from workhorse.tokenizers.tokenizer import Source, Tokenizer
 
-    path = Path(path)
+    path = to_path(path, "a tokenizer is a path")
     if not path.exists():
         raise WorkhorseError(f"no tokenizer at {path}: there is no such file or folder")
     if path.is_dir() and (path / INSIDE).is_dir() and not _has_tokenizer(path):

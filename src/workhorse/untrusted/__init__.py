@@ -7,6 +7,7 @@ from workhorse.untrusted.files import (
     read_bytes,
     read_text,
     shown,
+    to_path,
 )
 from workhorse.untrusted.gguf_file import GgufHeader, StoredTensor, read_gguf_header
 from workhorse.untrusted.json_file import collector_paused, parse_json, read_json
@@ -27,4 +28,5 @@ __all__ = [
     "read_json",
     "read_text",
     "shown",
+    "to_path",
 ]

@@ -16,8 +16,26 @@ _SHARED_BLOB = r"([0-9a-f]{2})/\1[0-9a-f]{62}"
 
 def shown(value: object) -> str:
     """A stranger's value within one line of bounded length."""
-    text = repr(value)
+    text = " ".join(line.strip() for line in repr(value).splitlines())  # an array has several
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+def to_path(given: object, rule: str) -> Path:
+    """The path that somebody gave for an argument.
+
+    Args:
+        given: a text or a path.
+        rule: what it must be, which begins the message: "a folder is a path".
+
+    Raises:
+        WorkhorseError: it is neither, or nothing can have that name.
+    """
+    if not isinstance(given, str | Path):
+        raise WorkhorseError(f"{rule}, not {shown(given)}; give it as a text or a Path")
+    name = str(given)
+    if "\0" in name or any("\ud800" <= letter < "\udc80" for letter in name):
+        raise WorkhorseError(f"{rule}, and {shown(name)} can be none; choose another name")
+    return Path(given)
 
 
 def open_contained(folder: Path, name: str, *, root: Path | None = None) -> BinaryIO:

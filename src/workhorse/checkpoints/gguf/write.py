@@ -168,7 +168,7 @@ def _write(
     finally:
         with suppress(OSError):
             writer.close()
-        with suppress(FileNotFoundError):
+        with suppress(OSError):
             temporary.unlink()
 
 

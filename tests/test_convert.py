@@ -15,7 +15,7 @@ import workhorse
 from tests.parity.reference import quiet
 from workhorse.cli.main import main
 from workhorse.config import read_yaml
-from workhorse.convert import Format, convert
+from workhorse.convert import DTypeName, Format, convert
 from workhorse.describe_model import describe_model
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import (
@@ -27,6 +27,7 @@ from workhorse.tokenizers import (
 from workhorse.train import Recipe, train
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+HALVES: list[tuple[Format, DTypeName]] = [("hf", "float16"), ("workhorse", "float16")]
 TEXT = "Every model of a run can go to other people's programs, and come back."
 
 
@@ -354,3 +355,37 @@ def test_a_place_that_the_system_refuses(
     with pytest.raises(WorkhorseError, match=refused):
         workhorse.save(model, place)
     assert {path.name for path in tmp_path.iterdir()} == {"file", "texts", "run"}
+
+
+@pytest.mark.parametrize(("to", "dtype"), [(to, "float32") for to in get_args(Format)] + HALVES)
+def test_weights_that_no_model_computes_with_are_not_written(
+    to: Format, dtype: DTypeName, run_folder: Path, tmp_path: Path
+) -> None:
+    model = workhorse.load(run_folder, as_stored=True)
+    weight = model.decoder.final_norm.weight
+    assert isinstance(weight, torch.Tensor)
+    with torch.no_grad():
+        weight[3] = float("nan") if dtype == "float32" else 1e5
+    refused = "NaN; write an earlier state" if dtype == "float32" else "beyond float16; choose"
+    with pytest.raises(WorkhorseError, match=rf"norm.weight holds .*{refused}"):
+        convert(model, tmp_path / "out", to, dtype=dtype, tell=lambda line: None)
+    empty = replace(model, decoder=model.config.build(device="meta"))
+    with pytest.raises(WorkhorseError, match="on the device meta, without weights; load or draw"):
+        convert(empty, tmp_path / "out", to, dtype=dtype, tell=lambda line: None)
+    assert {path.name for path in tmp_path.iterdir()} == {"texts", "run"}
+
+
+def test_a_decoder_without_numbers_is_not_saved(run_folder: Path, tmp_path: Path) -> None:
+    decoder = workhorse.load(run_folder).config.build(device="meta")
+    with pytest.raises(WorkhorseError, match="on the device meta, without weights; load or draw"):
+        workhorse.save(decoder, tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("stop", [5, "ab", ["a"], [1.5], [True], [-1], [10**6]])
+def test_what_ends_a_text_is_ids_of_the_vocabulary(
+    stop: Any, run_folder: Path, tmp_path: Path
+) -> None:
+    with pytest.raises(WorkhorseError, match=r"^stop_tokens(=| are ).*; "):
+        workhorse.save(workhorse.load(run_folder), tmp_path / "out", stop_tokens=stop)
+    assert not (tmp_path / "out").exists()

@@ -3,8 +3,10 @@
 import dataclasses
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 
@@ -199,6 +201,11 @@ def test_a_name_that_is_too_long_for_a_file(name: str, monkeypatch: pytest.Monke
         ("quantize", None),
         ("kernel", None),
         ("compile", "yes"),
+        ("as_stored", "x"),
+        ("as_stored", None),
+        ("device", "\n"),
+        ("dtype", "\n"),
+        ("dtype", numpy.ones((2, 2))),
         ("device", None),
         ("device", 1.5),
         ("dtype", None),
@@ -209,6 +216,19 @@ def test_a_name_that_is_too_long_for_a_file(name: str, monkeypatch: pytest.Monke
 def test_an_option_of_load_that_is_none(option: str, value: object) -> None:
     with pytest.raises(WorkhorseError, match=rf"^{option}[= ].* (is unknown|is not a device); "):
         workhorse.load("gpt2", **{option: value})  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("tell", [5, None, "print"])
+def test_what_cannot_be_told_anything(tell, run_folder: Path, tmp_path: Path) -> None:
+    for use in (workhorse.load, partial(convert, target=tmp_path / "out", to="hf")):
+        with pytest.raises(WorkhorseError, match=r"^tell=.* is no function; give one of a line"):
+            use(run_folder, tell=tell)
+
+
+@pytest.mark.parametrize("prompt", [None, b"ab", [97], numpy.ones((2, 2)), 5])
+def test_only_a_text_is_encoded(prompt, model) -> None:
+    with pytest.raises(WorkhorseError, match=r"^a prompt to encode is a text, not .*; give a str$"):
+        model().encode(prompt)
 
 
 @pytest.mark.usefixtures("small_gpt2")
@@ -270,10 +290,17 @@ def test_what_is_no_message(said, model) -> None:
         model().chat(system=said)
 
 
-@pytest.mark.parametrize("prompt", [None, 3, [True, False], b"ab", {97, 98}, [97.0]])
+TABLE = numpy.ones((2, 2), dtype=int)
+NOWHERE = torch.tensor([1], device="meta")
+NO_IDS = [None, 3, [True, False], b"ab", {97, 98}, [97.0], TABLE, NOWHERE]
+
+
+@pytest.mark.parametrize("prompt", NO_IDS)
 def test_what_holds_no_token_ids(prompt, model) -> None:
     with pytest.raises(WorkhorseError, match=r"^a prompt is a text or a sequence of token ids, no"):
         model().generate(prompt)
+    with pytest.raises(WorkhorseError, match=r"^tokens are a sequence of token ids, not .*; give"):
+        model().decode(prompt)
 
 
 def test_a_run_whose_recipe_says_nothing_of_data(run_folder: Path) -> None:

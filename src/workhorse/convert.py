@@ -16,6 +16,7 @@ from workhorse.checkpoints.run_directory import RunDirectory
 from workhorse.checkpoints.stored import is_stored, model_name, open_stored
 from workhorse.devices import dtype_name
 from workhorse.errors import WorkhorseError
+from workhorse.generate.requests import token_ids
 from workhorse.load_model import Model, load
 from workhorse.models import preset, preset_names
 from workhorse.models.huggingface import Family
@@ -72,7 +73,8 @@ def convert(
 
     Raises:
         WorkhorseError: the source cannot be read, no class or architecture of the format can hold
-            the model, its heads cannot be merged so, or the target is taken.
+            the model, its heads cannot be merged so, a weight is NaN or does not fit `dtype`, or
+            the target is taken.
     """
     target = to_path(target, "a target is a path")
     if to not in get_args(Format):
@@ -82,6 +84,8 @@ def convert(
         raise WorkhorseError(f"dtype={shown(dtype)} is no number format; choose {known}")
     if dtype == "q8_0" and to != "gguf":
         raise WorkhorseError(f"dtype=q8_0 is for --to gguf, not {to}; choose another dtype")
+    if not callable(tell):
+        raise WorkhorseError(f"tell={shown(tell)} is no function; give one of a line, as print")
     if any(RunDirectory(folder).keeps(target) for folder in target.absolute().parents):
         raise WorkhorseError(f"{target} lies among the files of a run; choose a place outside it")
     if to == "gguf" and os.path.lexists(target):
@@ -97,6 +101,7 @@ def convert(
     if n_kv_heads is not None:
         model = replace(model, decoder=group_heads(model.decoder, n_kv_heads), family=family)
     decoder = model.decoder
+    _check_weights(decoder)
     held = dtype_name(decoder.embedding.tokens.weight.dtype)
     name = held if dtype == "auto" else dtype
     if family is not None and to == "gguf":
@@ -133,8 +138,8 @@ def save(
         stop_tokens: what ends a text, where that is not the tokenizer's eos.
 
     Raises:
-        WorkhorseError: the folder is taken or cannot be written, weights are quantised, or the
-            tokenizer has more tokens than the decoder.
+        WorkhorseError: the folder is taken or cannot be written, weights are quantised, NaN or on
+            the device `meta`, or the tokenizer has more tokens than the decoder.
     """
     if isinstance(decoder, Model):
         tokenizer = tokenizer or _whole_tokenizer(decoder)
@@ -144,7 +149,9 @@ def save(
             f"save takes a Decoder, not a {type(decoder).__name__}; give its .decoder, or convert "
             "the model"
         )
+    _check_weights(decoder)
     folder = to_path(folder, "a folder is a path")
+    stop = token_ids(stop_tokens, "stop_tokens are a sequence of token ids", "leave them out")
     if tokenizer is not None and not isinstance(tokenizer, Tokenizer):
         raise WorkhorseError(f"{shown(tokenizer)} is no Tokenizer; give what load_tokenizer gave")
     vocabulary = decoder.config.vocab_size
@@ -153,8 +160,20 @@ def save(
             f"the tokenizer has {tokenizer.vocab_size} tokens and the decoder logits for "
             f"{vocabulary}; give the tokenizer that it was trained with"
         )
-    write_model(folder, decoder, tokenizer=tokenizer, stop_tokens=tuple(stop_tokens))
+    if strange := [token for token in stop if not 0 <= token < vocabulary]:
+        raise WorkhorseError(
+            f"stop_tokens={strange} are not in the vocabulary of {vocabulary}; leave them out"
+        )
+    write_model(folder, decoder, tokenizer=tokenizer, stop_tokens=tuple(stop))
     return folder
+
+
+def _check_weights(decoder: Decoder) -> None:
+    """Refuse a decoder of which only the shapes are there."""
+    if decoder.embedding.tokens.weight.is_meta:
+        raise WorkhorseError(
+            "the decoder is on the device meta, without weights; load or draw them"
+        )
 
 
 def _write_gguf(

@@ -8,6 +8,7 @@ import torch
 from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
 from workhorse.instructions import cpu_has
+from workhorse.untrusted import shown
 
 DTYPES = {
     "auto": None,
@@ -29,7 +30,7 @@ def resolve_device(name: str | torch.device) -> torch.device:
         device = torch.device(name)
     except (RuntimeError, TypeError):
         raise WorkhorseError(
-            f"device={name} is not a device; choose cpu, cuda, cuda:N or mps"
+            f"device={_as_given(name)} is not a device; choose cpu, cuda, cuda:N or mps"
         ) from None
     there = {
         "cpu": device.index in (None, 0),
@@ -37,8 +38,13 @@ def resolve_device(name: str | torch.device) -> torch.device:
         "mps": torch.backends.mps.is_available(),
     }
     if not there.get(device.type, False):
-        raise WorkhorseError(f"device={name} is not there; choose cpu, or auto")
+        raise WorkhorseError(f"device={_as_given(name)} is not there; choose cpu, or auto")
     return device
+
+
+def _as_given(name: object) -> str:
+    """In one line: without quotes where it is a word, as on the command line."""
+    return name if isinstance(name, str) and name.isprintable() else shown(name)
 
 
 def resolve_dtype(name: str | torch.dtype) -> torch.dtype | None:
@@ -50,7 +56,7 @@ def resolve_dtype(name: str | torch.dtype) -> torch.dtype | None:
     if isinstance(name, torch.dtype):
         name = dtype_name(name)
     if not isinstance(name, str) or name not in DTYPES:
-        raise WorkhorseError(f"dtype {name!r} is unknown; {nearest(str(name), DTYPES)}")
+        raise WorkhorseError(f"dtype {shown(name)} is unknown; {nearest(str(name), DTYPES)}")
     return DTYPES[name]
 
 

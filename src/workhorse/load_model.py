@@ -1,6 +1,5 @@
 """`workhorse.load`: a model by the name of what holds it, with its tokenizer."""
 
-import operator
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -30,6 +29,7 @@ from workhorse.generate.conversation import (
     TemplateFormat,
     TranscriptFormat,
 )
+from workhorse.generate.requests import token_ids
 from workhorse.models import preset, preset_names
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
@@ -104,7 +104,12 @@ class Model:
 
         A text begins with `prefix`. An empty prompt asks for a text from its beginning, which
         after training without a prefix is the eos of the one before.
+
+        Raises:
+            WorkhorseError: there is no tokenizer, or this is no text.
         """
+        if not isinstance(prompt, str):
+            raise WorkhorseError(f"a prompt to encode is a text, not {shown(prompt)}; give a str")
         return self._beginning.encode(self.text, prompt)
 
     def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
@@ -117,12 +122,7 @@ class Model:
         Raises:
             WorkhorseError: there is no tokenizer, or these are no ids of it.
         """
-        try:
-            ids = _ids(tokens)
-        except TypeError:
-            raise WorkhorseError(
-                f"tokens are a sequence of token ids, not {shown(tokens)}; give those of one text"
-            ) from None
+        ids = token_ids(tokens, "tokens are a sequence of token ids", "give those of one text")
         return self.text.decode(ids, skip_special=skip_special)
 
     def generate(
@@ -257,23 +257,8 @@ class Model:
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):
             return self.encode(prompt)
-        try:
-            return _ids(prompt)
-        except TypeError:
-            raise WorkhorseError(
-                f"a prompt is a text or a sequence of token ids, not {shown(prompt)}; "
-                "give several texts to generate_batch"
-            ) from None
-
-
-def _ids(tokens: Sequence[int]) -> list[int]:
-    """Token ids as Python's numbers; raises TypeError for what is no sequence of such."""
-    if isinstance(tokens, bytes | bytearray | set | frozenset | dict):
-        raise TypeError
-    ids = list(tokens)
-    if any(isinstance(token, bool) for token in ids):
-        raise TypeError
-    return [operator.index(token) for token in ids]
+        rule = "a prompt is a text or a sequence of token ids"
+        return token_ids(prompt, rule, "give several texts to generate_batch")
 
 
 def load(
@@ -315,10 +300,13 @@ def load(
         ("kernel", kernel, get_args(KernelName)),
         ("quantize", quantize, get_args(Quantization)),
         ("compile", compile, (True, False)),
+        ("as_stored", as_stored, (True, False)),
     ):
         if value not in known:
             choices = ", ".join(map(str, known))
             raise WorkhorseError(f"{option}={shown(value)} is unknown; choose {choices}")
+    if not callable(tell):
+        raise WorkhorseError(f"tell={shown(tell)} is no function; give one of a line, as print")
     if as_stored and quantize != "none":
         raise WorkhorseError(f"quantize={quantize} changes what as_stored keeps; leave one out")
     where, type_of_weights = resolve_device(device), resolve_dtype(dtype)

@@ -180,7 +180,7 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         write_gguf(tmp_path / "no" / "model.gguf", make("llama"), model_type="llama")
 
 
-@pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("number", [float("inf"), float("-inf")])
 def test_q8_0_has_no_code_for_what_is_not_finite(number: float, tmp_path: Path) -> None:
     decoder = make("llama")
     with torch.no_grad():

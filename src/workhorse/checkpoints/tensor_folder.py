@@ -199,7 +199,8 @@ def write_tensors(
         max_shard_bytes: of the tensors in a file; a larger tensor has a file of its own.
 
     Raises:
-        WorkhorseError: the folder holds weights, or the disk is full or refuses.
+        WorkhorseError: the folder holds weights, the disk is full or refuses, or a tensor holds
+            NaN, or numbers beyond the type that it is written in.
     """
     sized = [(math.prod(tensor[1]) * tensor[2].itemsize, tensor) for tensor in tensors]
     shards = _shards(sized, max_shard_bytes)
@@ -243,7 +244,7 @@ def _write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
             for name, shape, dtype, make in ordered:
                 tensor = make().detach()
                 assert tensor.shape == shape, (name, tensor.shape, shape)
-                plain = tensor.to("cpu", dtype).contiguous()
+                plain = _written(name, tensor, dtype)
                 file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
         disk = Disk()
         disk.sync(temporary)
@@ -251,3 +252,30 @@ def _write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
         disk.sync(path.parent)
     finally:
         temporary.unlink(missing_ok=True)
+
+
+def _written(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor as a file holds it.
+
+    Raises:
+        WorkhorseError: it holds NaN, or numbers beyond the type.
+    """
+    check_numbers(name, tensor)
+    written = tensor.to("cpu", dtype).contiguous()
+    narrower = dtype == torch.float16 and tensor.dtype != dtype
+    if narrower and torch.any(written.isinf() & tensor.cpu().isfinite()):
+        raise WorkhorseError(
+            f"{name} holds numbers beyond float16; choose dtype bfloat16 or float32"
+        )
+    return written
+
+
+def check_numbers(name: str, tensor: Tensor) -> None:
+    """Refuse to write weights that no model can compute with.
+
+    Raises:
+        WorkhorseError: one is NaN.
+    """
+    # The sum is far quicker than a look at each, and infinite numbers may make it NaN too.
+    if tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any():
+        raise WorkhorseError(f"{name} holds NaN; write an earlier state of the model")

@@ -1,12 +1,14 @@
 """What must hold before anything is generated, and what a request means for a model."""
 
-from collections.abc import Sequence
-from typing import Protocol
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any, Protocol, cast
 
 from workhorse.errors import WorkhorseError
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.text import TokenStream
 from workhorse.nn import Decoder
+from workhorse.untrusted import shown
 
 
 class TextOfTokens(Protocol):
@@ -36,6 +38,28 @@ def check_prompts(
     for token in (*config.logit_bias, *stop_tokens(config, tokenizer)):
         _check_id(token, size)
     return [_fit(list(prompt), decoder.max_seq_len, size, config) for prompt in prompts]
+
+
+def token_ids(tokens: object, rule: str, remedy: str) -> list[int]:
+    """Token ids as Python has them.
+
+    Args:
+        tokens: a list of whole numbers, or a tensor or array of one dimension.
+        rule: what they must be, which begins the message.
+        remedy: ends it.
+
+    Raises:
+        WorkhorseError: they are no sequence of whole numbers.
+    """
+    try:
+        if isinstance(tokens, str | bytes | bytearray | set | frozenset | dict):
+            raise TypeError
+        ids = list(cast(Iterable[Any], tokens))
+        if any(isinstance(token, bool) for token in ids):
+            raise TypeError
+        return [operator.index(token) for token in ids]
+    except (TypeError, RuntimeError):  # PyTorch's, of a tensor on the device meta
+        raise WorkhorseError(f"{rule}, not {shown(tokens)}; {remedy}") from None
 
 
 def check_draft(

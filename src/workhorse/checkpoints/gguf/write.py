@@ -15,6 +15,7 @@ from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG, model_metadata
 from workhorse.checkpoints.gguf.tensors import TensorPlan, plan_tensors
 from workhorse.checkpoints.gguf.vocabulary import NO_VOCABULARY, tokenizer_metadata
+from workhorse.checkpoints.tensor_folder import check_numbers
 from workhorse.checkpoints.written_out import written_out
 from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
@@ -183,14 +184,16 @@ def _encoded(plan: TensorPlan, kind: Any, quantize: Callable[..., Any]) -> np.nd
     """The bytes of a tensor in its type.
 
     Raises:
-        WorkhorseError: a number does not fit.
+        WorkhorseError: a number does not fit, or is none.
     """
-    values = plan.make().contiguous().numpy()
+    tensor = plan.make()
+    check_numbers(plan.name, tensor)
+    values = tensor.contiguous().numpy()
     assert values.shape == plan.shape, plan.name
     if kind.name == "Q8_0" and not np.isfinite(values).all():
         raise WorkhorseError(
             f"{plan.name} holds numbers that are not finite, which q8_0 has no codes for; choose "
-            "dtype bfloat16 or float32, or an earlier checkpoint"
+            "dtype bfloat16 or float32"
         )
     if kind.name == "F16" and np.abs(values).max(initial=0) > np.finfo(np.float16).max:
         raise WorkhorseError(f"{plan.name} holds numbers beyond float16; choose dtype bf16 or f32")

@@ -3,7 +3,7 @@
 import math
 import pickle
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import pytest
 from pydantic import Field
@@ -330,3 +330,15 @@ def test_an_override_is_named_with_its_remedy() -> None:
 
 def test_a_lone_dash_is_the_standard_input() -> None:
     assert apply_overrides({}, ["data.path=-"]) == {"data": {"path": "-"}}
+
+
+@pytest.mark.parametrize("text", [None, 5, [], {}, b"size: 1"])
+def test_yaml_and_json_are_texts(text: Any) -> None:
+    for read, language in ((DrawingConfig.from_yaml, "YAML"), (DrawingConfig.from_json, "JSON")):
+        with pytest.raises(ConfigError, match=rf"^{language} is a text, not .*; from_dict takes"):
+            read(text)
+
+
+def test_the_name_of_a_file_is_no_yaml_of_settings() -> None:
+    with pytest.raises(ConfigError, match=r"^'r\.yaml' is no settings; if it is a file, read_yaml"):
+        DrawingConfig.from_yaml("r.yaml")

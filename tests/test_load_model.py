@@ -225,6 +225,21 @@ def test_what_cannot_be_told_anything(tell, run_folder: Path, tmp_path: Path) ->
             use(run_folder, tell=tell)
 
 
+@pytest.mark.parametrize("rows", [None, "3", 0, -1, 1.5, float("nan"), True])
+def test_rows_that_cannot_be_decoded_together(rows, model) -> None:
+    for prompts in (["a", "b"], []):
+        with pytest.raises(WorkhorseError, match=r"^batch_size=.* is no number of rows; give 1"):
+            model().generate_batch(prompts, batch_size=rows)
+    assert len(model().generate_batch(["a", "b"], batch_size=numpy.int64(1), seed=1)) == 2
+
+
+@pytest.mark.parametrize("config", [5, "greedy", {"max_new_tokens": 3}])
+def test_what_is_no_config_of_generation(config, model) -> None:
+    for use in (model().generate, model().stream, partial(model().generate_batch, ["a"])):
+        with pytest.raises(WorkhorseError, match=r" is no GenerationConfig; give options by name"):
+            use(*(() if isinstance(use, partial) else ("a",)), config)
+
+
 @pytest.mark.parametrize("prompt", [None, b"ab", [97], numpy.ones((2, 2)), 5])
 def test_only_a_text_is_encoded(prompt, model) -> None:
     with pytest.raises(WorkhorseError, match=r"^a prompt to encode is a text, not .*; give a str$"):

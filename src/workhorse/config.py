@@ -101,6 +101,7 @@ class Config(BaseModel):
 
     @classmethod
     def from_json(cls, text: str) -> Self:
+        _check_text(text, "JSON")
         try:
             data = untrusted.parse_json(text.encode("utf-8", "surrogatepass"), "the text")
         except WorkhorseError as error:
@@ -112,7 +113,10 @@ class Config(BaseModel):
 
     @classmethod
     def from_yaml(cls, text: str) -> Self:
-        return cls.from_dict(parse_yaml(text))
+        data = parse_yaml(text)
+        if isinstance(data, str):
+            raise ConfigError(f"{shown(data)} is no settings; if it is a file, read_yaml reads it")
+        return cls.from_dict(data)
 
     def to_yaml(self) -> str:
         return yaml.safe_dump(self.to_dict(), sort_keys=False)
@@ -130,10 +134,16 @@ def parse_yaml(text: str) -> Any:
     Raises:
         ConfigError: the text is not YAML or not plain data, with line and column.
     """
+    _check_text(text, "YAML")
     try:
         return untrusted.parse_yaml(text)
     except untrusted.BadYaml as error:
         raise ConfigError(str(error)) from None
+
+
+def _check_text(text: object, language: str) -> None:
+    if not isinstance(text, str):
+        raise ConfigError(f"{language} is a text, not {shown(text)}; from_dict takes plain data")
 
 
 def read_yaml(path: str | Path) -> dict[str, Any]:

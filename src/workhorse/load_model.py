@@ -248,6 +248,10 @@ class Model:
         """The request in full: a model with several tokens that end a text stops at each."""
         if config is None:
             config = GenerationConfig(**options)
+        elif not isinstance(config, GenerationConfig):
+            raise WorkhorseError(
+                f"{shown(config)} is no GenerationConfig; give options by name, as max_new_tokens=9"
+            )
         elif options:
             config = config.replace(**options)
         if config.stop_tokens is None and self.stop_tokens:

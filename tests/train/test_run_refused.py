@@ -10,7 +10,7 @@ import pytest
 
 from workhorse.data import DataConfig, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
-from workhorse.train import Recipe, train
+from workhorse.train import Recipe, estimate, rehearse, train
 
 
 def times(out: Path) -> dict[Path, int]:
@@ -207,3 +207,12 @@ def test_a_run_without_its_recipe_is_told_apart_from_no_run(make_recipe, tmp_pat
     (tmp_path / "run/recipe.yaml").unlink()
     with pytest.raises(WorkhorseError, match=r"put back its recipe\.yaml, which is missing"):
         train(make_recipe(), tmp_path / "run", resume=True)
+
+
+@pytest.mark.parametrize("recipe", [None, 5, "r.yaml", [], {}, Path("r.yaml")])
+@pytest.mark.parametrize("use", [train, rehearse, estimate])
+def test_what_is_no_recipe(use: Any, recipe: Any, tmp_path: Path) -> None:
+    places = () if use is estimate else (tmp_path / "run",)
+    with pytest.raises(WorkhorseError, match=r"^a Recipe is needed, not .*; make one of a file by"):
+        use(recipe, *places)
+    assert list(tmp_path.iterdir()) == []

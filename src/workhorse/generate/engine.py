@@ -9,7 +9,7 @@ from workhorse.generate.batch import PrefixCache
 from workhorse.generate.beam import beam_search
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.loop import decode
-from workhorse.generate.requests import TextOfTokens, check_draft, check_prompts
+from workhorse.generate.requests import TextOfTokens, check_batch_size, check_draft, check_prompts
 from workhorse.generate.result import Completion, Delta
 from workhorse.nn import Decoder
 
@@ -41,9 +41,11 @@ def generate(
         The completions in the order of the prompts, the samples of a prompt side by side.
 
     Raises:
-        WorkhorseError: see `check_prompts` and `check_draft`; or logits that are not finite.
+        WorkhorseError: see `check_prompts`, `check_draft` and `check_batch_size`; or logits that
+            are not finite.
     """
     config = config or GenerationConfig()
+    check_batch_size(batch_size)
     check_draft(decoder, draft, config, tokenizer)
     if config.beams > 1:
         found: list[Completion] = []
@@ -97,6 +99,7 @@ def stream(
         WorkhorseError: as `generate`, when called; or for beam search, which has no next token.
     """
     config = config or GenerationConfig()
+    check_batch_size(batch_size)
     if config.beams > 1:
         raise WorkhorseError(
             f"beams={config.beams} knows its text at the end only; do without streaming, or beams"

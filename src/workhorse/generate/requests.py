@@ -2,6 +2,7 @@
 
 import operator
 from collections.abc import Iterable, Sequence
+from numbers import Integral
 from typing import Any, Protocol, cast
 
 from workhorse.errors import WorkhorseError
@@ -60,6 +61,12 @@ def token_ids(tokens: object, rule: str, remedy: str) -> list[int]:
         return [operator.index(token) for token in ids]
     except (TypeError, RuntimeError):  # PyTorch's, of a tensor on the device meta
         raise WorkhorseError(f"{rule}, not {shown(tokens)}; {remedy}") from None
+
+
+def check_batch_size(rows: object) -> None:
+    """Refuse what is no number of rows."""
+    if isinstance(rows, bool) or not isinstance(rows, Integral) or rows < 1:
+        raise WorkhorseError(f"batch_size={shown(rows)} is no number of rows; give 1 or more")
 
 
 def check_draft(

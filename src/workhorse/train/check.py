@@ -46,9 +46,15 @@ def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
         The device it is trained on.
 
     Raises:
-        WorkhorseError: the device is missing or cannot do what is asked, a tracker is not
-            installed, text or a tokenizer cannot be read, or the weights of `init` do not fit.
+        WorkhorseError: it is no recipe, the device is missing or cannot do what is asked, a
+            tracker is not installed, text or a tokenizer cannot be read, or the weights of `init`
+            do not fit.
     """
+    if not isinstance(recipe, Recipe):
+        raise WorkhorseError(
+            f"a Recipe is needed, not {shown(recipe)}; make one of a file by "
+            "Recipe.from_dict(workhorse.config.read_yaml(path))"
+        )
     config = recipe.train
     device = resolve_device(config.device)
     _check_device(config, device)

@@ -46,8 +46,8 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     Raises:
         WorkhorseError: a recipe that `train` would refuse before its first step.
     """
-    config = recipe.train
     device = check_recipe(recipe)
+    config = recipe.train
     check_length(recipe)
     if config.threads:
         torch.set_num_threads(config.threads)

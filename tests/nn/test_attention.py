@@ -1,6 +1,7 @@
 """The options of attention, each against its definition."""
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -9,6 +10,8 @@ from torch import Tensor
 from workhorse.config import ConfigError
 from workhorse.nn import Attention, AttentionConfig, Context
 from workhorse.nn.attention import RotateFirstAttention
+from workhorse.nn.positions import NoPositionConfig
+from workhorse.nn.rope import RopeConfig
 
 D_MODEL, SEQ = 16, 7
 X = torch.randn(2, SEQ, D_MODEL, generator=torch.Generator().manual_seed(0))
@@ -212,6 +215,32 @@ def test_heads_that_do_not_divide_the_width() -> None:
         match=r"^d_model=16 is not divisible by n_heads=3; choose a divisor, or give head_dim$",
     ):
         AttentionConfig(n_heads=3).build(16)
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        {"n_heads": 5},
+        {"n_heads": 0},
+        {"n_heads": -4},
+        {"n_heads": 4, "n_kv_heads": 3},
+        {"n_heads": 4, "n_kv_heads": 0},
+        {"n_heads": 4, "head_dim": -1},
+        {"n_heads": 4, "value_dim": 0},
+        {"n_heads": 4, "head_dim": 3, "rope": RopeConfig()},
+        {"n_heads": 4, "d_model": 0},
+        {"n_heads": 4, "d_model": -64},
+    ],
+)
+def test_a_module_refuses_the_heads_that_its_config_refuses(sizes: dict[str, Any]) -> None:
+    options = {"d_model": 64, **sizes}
+    with pytest.raises(ConfigError) as by_module:
+        Attention(**options)
+    position = options.pop("rope", NoPositionConfig())
+    d_model = options.pop("d_model")
+    with pytest.raises(ConfigError) as by_config:
+        AttentionConfig(position=position, **options).build(d_model)
+    assert str(by_module.value) == str(by_config.value)
 
 
 def test_no_cache_without_causality() -> None:

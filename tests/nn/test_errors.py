@@ -4,6 +4,8 @@ Errors of one part are beside its tests: `test_attention.py`, `test_rope.py`, `t
 `test_cache.py`, `test_documents.py`, `test_norms.py`.
 """
 
+from typing import Any
+
 import pytest
 import torch
 
@@ -251,6 +253,54 @@ def test_a_layer_by_itself_given_another_shape(options: dict[str, object]) -> No
         for layer in (block, block.attention):
             with pytest.raises(WorkhorseError, match=r"; give \(batch, seq, d_model\), a single"):
                 layer(torch.randn(shape))
+
+
+@pytest.mark.parametrize("kind", ["attention", "latent_attention"])
+def test_an_attention_by_itself_given_another_width(kind: str) -> None:
+    options = LATENT if kind == "latent_attention" else {}
+    block = DecoderConfig.from_dict({**DATA, **attention(kind=kind, **options)}).build().layers[0]
+    width = DATA["d_model"]
+    for other in (width // 2, width + 1):
+        with pytest.raises(
+            WorkhorseError,
+            match=rf"^x has the shape \(1, 3, {other}\) and the layer d_model={width}; give that",
+        ):
+            block.attention(torch.randn(1, 3, other))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "message"),
+    [
+        ([[1]], r"are a tensor \(batch, seq\), not \[\[1\]\]; give torch\.tensor\(\[ids\]\)$"),
+        (None, r"are a tensor \(batch, seq\), not None; give"),
+        (torch.rand(1, 2), r"are of torch\.float32; give ids, of torch\.int64 or int32$"),
+        (torch.ones(1, 2, dtype=torch.bool), r"are of torch\.bool; give ids"),
+        (torch.ones(1, 2, dtype=torch.uint8), r"are of torch\.uint8; give ids"),
+    ],
+)
+def test_what_is_no_tensor_of_tokens(tokens: Any, message: str) -> None:
+    decoder = DecoderConfig.from_dict(DATA).build()
+    cache = decoder.new_cache(1, 8)
+    with pytest.raises(WorkhorseError, match=rf"^tokens {message}"):
+        decoder(tokens, cache=cache)
+    assert cache.length == 0  # as it was
+    assert decoder(torch.ones(1, 2, dtype=torch.int32)).shape == (1, 2, 11)
+
+
+@pytest.mark.parametrize("name", ["batch", "capacity", "slack"])
+@pytest.mark.parametrize("size", [1.5, "4", None, -1])
+def test_sizes_of_a_cache_are_whole_numbers(name: str, size: Any) -> None:
+    decoder = DecoderConfig.from_dict(DATA).build()
+    with pytest.raises(WorkhorseError, match=rf"^{name}=.* is no whole number; give 0 or more$"):
+        decoder.new_cache(**{"batch": 1, "capacity": 4, name: size})
+
+
+@pytest.mark.parametrize("capacity", [10**15, 10**30])
+def test_a_cache_that_no_memory_holds(capacity: int) -> None:
+    decoder = DecoderConfig.from_dict(DATA).build()
+    message = rf"^a cache of 1 rows × {capacity} tokens does not fit into memory; make it smaller$"
+    with pytest.raises(WorkhorseError, match=message):
+        decoder.new_cache(1, capacity)
 
 
 @pytest.mark.parametrize("token", [-1, 11])

@@ -118,6 +118,8 @@ class AttentionConfig(SelfAttentionConfig):
         Raises:
             ConfigError: it is not a whole number, or the rotation does not fit it.
         """
+        if d_model < 1:
+            raise ConfigError(f"d_model={d_model} is no width; choose 1 or more")
         if self.head_dim is None and d_model % self.n_heads:
             raise ConfigError(
                 f"d_model={d_model} is not divisible by n_heads={self.n_heads}; "
@@ -196,6 +198,9 @@ class Attention(SelfAttention):
         out_bias: a bias on the projection out.
         output_gate: a sigmoid gate on the heads' outputs.
         inner_norm: a norm over all heads' outputs, after the gate, or None.
+
+    Raises:
+        ConfigError: `AttentionConfig` would refuse these heads and widths.
     """
 
     def __init__(
@@ -218,9 +223,17 @@ class Attention(SelfAttention):
         inner_norm: PresentNormConfig | None = None,
     ) -> None:
         super().__init__()
+        sizes = AttentionConfig(
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            position=rope or NoPositionConfig(),
+        )
+        self.d_model = d_model
         self.n_heads = n_heads
         self.n_kv_heads = n_kv_heads or n_heads
-        self.head_dim = head_dim or d_model // n_heads
+        self.head_dim = sizes.key_dim(d_model)
         self.value_dim = value_dim or self.head_dim
         self.pattern = pattern or AttentionPattern()
         if isinstance(kernel, str):
@@ -244,7 +257,7 @@ class Attention(SelfAttention):
     def forward(
         self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
     ) -> Hidden:
-        context = context or context_alone(x, cache)
+        context = context or context_alone(x, self.d_model, cache)
         q = split_heads(self.clip(self.q_proj(x)), self.n_heads)  # (batch, heads, seq, head_dim)
         k = split_heads(self.clip(self.k_proj(x)), self.n_kv_heads)  # (batch, kv_heads, …)
         v = split_heads(self.clip(self.v_proj(x)), self.n_kv_heads)

@@ -14,6 +14,7 @@ from torch import Tensor
 from workhorse.errors import WorkhorseError
 from workhorse.nn.masks import Placement
 from workhorse.nn.shapes import Keys, NewKeys, NewValues, Positions, Values
+from workhorse.untrusted import shown
 
 
 class Track:
@@ -32,7 +33,13 @@ class Track:
     def __init__(self, batch: int, capacity: int, *, rolling: bool, device: torch.device) -> None:
         self.capacity = capacity
         self.rolling = rolling
-        self.held = torch.full((batch, capacity + 1), -1, device=device)  # positions
+        try:
+            self.held = torch.full((batch, capacity + 1), -1, device=device)  # positions
+        except (RuntimeError, TypeError):  # no memory, or a number beyond PyTorch's
+            raise WorkhorseError(
+                f"a cache of {batch} rows × {capacity} tokens does not fit into memory; make it "
+                "smaller"
+            ) from None
         self.used = 0  # slots that hold something in the longest row
         self.appended = False
         self.slots = torch.empty((batch, 0), dtype=torch.int64, device=device)
@@ -125,9 +132,16 @@ class Cache:
         lengths: tokens of each row, padding not included.
         capacity: tokens a row can hold.
         slack: the newest tokens that can be taken back (`truncate`) however long the text.
+
+    Raises:
+        WorkhorseError: a size that is no number, or no room.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device, slack: int = 0) -> None:
+        sizes: dict[str, object] = {"batch": batch, "capacity": capacity, "slack": slack}
+        for name, given in sizes.items():
+            if not isinstance(given, int) or given < 0:
+                raise WorkhorseError(f"{name}={shown(given)} is no whole number; give 0 or more")
         if batch < 1 or capacity < 1:
             raise WorkhorseError(
                 f"a cache of {batch} rows × {capacity} tokens is empty; enlarge it"

@@ -109,17 +109,21 @@ class Context:
             )
 
 
-def context_alone(x: Hidden, entry: KeyValueEntry | None = None) -> Context:
+def context_alone(x: Hidden, d_model: int, entry: KeyValueEntry | None = None) -> Context:
     """The context of a layer that is called by itself, as in a notebook.
 
     Raises:
-        WorkhorseError: `x` has another number of dimensions; or with an entry of a cache, whose
-            context alone knows what the cache holds.
+        WorkhorseError: `x` has another number of dimensions or width; or with an entry of a cache,
+            whose context alone knows what the cache holds.
     """
     if x.dim() != 3:  # noqa: PLR2004
         raise WorkhorseError(
             f"x has the shape {tuple(x.shape)}; give (batch, seq, d_model), "
             "a single text as x[None]"
+        )
+    if x.shape[2] != d_model:
+        raise WorkhorseError(
+            f"x has the shape {tuple(x.shape)} and the layer d_model={d_model}; give that width"
         )
     if entry is not None:
         raise WorkhorseError(

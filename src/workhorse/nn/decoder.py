@@ -187,7 +187,8 @@ class Decoder(nn.Module):
             slack: the newest tokens that can be taken back, `Cache.truncate`.
 
         Raises:
-            WorkhorseError: an empty cache, or attention that is not causal.
+            WorkhorseError: an empty cache, one that does not fit into memory, or attention that is
+                not causal.
         """
         cache = Cache(batch, capacity, self.embedding.tokens.weight.device, slack)
         cache.entries = [layer.attention.cache_entry(cache) for layer in self._blocks()]

@@ -1,7 +1,8 @@
 """Tokens to vectors: the embedding, what is added to it, and what is done to the sum."""
 
+import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from workhorse.config import Config, ConfigError
 from workhorse.errors import WorkhorseError
@@ -9,6 +10,7 @@ from workhorse.nn.elementwise import Multiplier, RoundedMultiplier
 from workhorse.nn.norms import NoNormConfig, NormConfig
 from workhorse.nn.positions import OF_THE_ATTENTION, EmbeddingPositionConfig, NoPositionConfig
 from workhorse.nn.shapes import Hidden, Positions, Tokens
+from workhorse.untrusted import shown
 
 
 class EmbeddingConfig(Config):
@@ -44,12 +46,21 @@ class EmbeddingConfig(Config):
         return Embedding(self, vocab_size, d_model, max_seq_len)
 
 
-def batch_and_seq(tokens: Tokens) -> tuple[int, int]:
+TYPES_OF_IDS = {torch.int64, torch.int32}
+
+
+def batch_and_seq(tokens: object) -> tuple[int, int]:
     """The sizes of a batch of tokens.
 
     Raises:
-        WorkhorseError: it has another number of dimensions.
+        WorkhorseError: it is no tensor of ids, or has another number of dimensions.
     """
+    if not isinstance(tokens, Tensor):
+        raise WorkhorseError(
+            f"tokens are a tensor (batch, seq), not {shown(tokens)}; give torch.tensor([ids])"
+        )
+    if tokens.dtype not in TYPES_OF_IDS:
+        raise WorkhorseError(f"tokens are of {tokens.dtype}; give ids, of torch.int64 or int32")
     if tokens.dim() != 2:  # noqa: PLR2004
         raise WorkhorseError(
             f"tokens have the shape {tuple(tokens.shape)}; give (batch, seq), "

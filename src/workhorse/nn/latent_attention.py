@@ -104,6 +104,7 @@ class LatentAttention(SelfAttention):
 
     def __init__(self, d_model: int, config: LatentAttentionConfig, kernel: Kernel) -> None:
         super().__init__()
+        self.d_model = d_model
         self.n_heads = heads = config.n_heads
         self.nope_dim = config.nope_dim
         self.head_dim = config.nope_dim + config.rope_dim
@@ -125,7 +126,7 @@ class LatentAttention(SelfAttention):
     def forward(
         self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
     ) -> Hidden:
-        context = context or context_alone(x, cache)
+        context = context or context_alone(x, self.d_model, cache)
         q = split_heads(self.queries(x), self.n_heads)
         q, q_rope = q[..., : self.nope_dim], q[..., self.nope_dim :]  # (batch, heads, seq, …)
         q_rope = self.rotate(q_rope, context)

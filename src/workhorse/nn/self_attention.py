@@ -56,6 +56,7 @@ class SelfAttention(nn.Module, ABC):
     """Mixes positions.
 
     Attributes:
+        d_model: width of the input and output.
         n_heads: heads of queries.
         head_dim: width of a query and a key, as they are multiplied.
         value_dim: width of a value.
@@ -63,6 +64,7 @@ class SelfAttention(nn.Module, ABC):
         kernel: how attention is computed.
     """
 
+    d_model: int
     n_heads: int
     head_dim: int
     value_dim: int

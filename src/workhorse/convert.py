@@ -17,7 +17,7 @@ from workhorse.checkpoints.stored import is_stored, model_name, open_stored
 from workhorse.devices import dtype_name
 from workhorse.errors import WorkhorseError
 from workhorse.generate.requests import token_ids
-from workhorse.load_model import Model, load
+from workhorse.load_model import Model, check_tell, load
 from workhorse.models import preset, preset_names
 from workhorse.models.huggingface import Family
 from workhorse.models.parameters import count_parameters
@@ -84,8 +84,7 @@ def convert(
         raise WorkhorseError(f"dtype={shown(dtype)} is no number format; choose {known}")
     if dtype == "q8_0" and to != "gguf":
         raise WorkhorseError(f"dtype=q8_0 is for --to gguf, not {to}; choose another dtype")
-    if not callable(tell):
-        raise WorkhorseError(f"tell={shown(tell)} is no function; give one of a line, as print")
+    check_tell(tell)
     if any(RunDirectory(folder).keeps(target) for folder in target.absolute().parents):
         raise WorkhorseError(f"{target} lies among the files of a run; choose a place outside it")
     if to == "gguf" and os.path.lexists(target):

@@ -309,8 +309,7 @@ def load(
         if value not in known:
             choices = ", ".join(map(str, known))
             raise WorkhorseError(f"{option}={shown(value)} is unknown; choose {choices}")
-    if not callable(tell):
-        raise WorkhorseError(f"tell={shown(tell)} is no function; give one of a line, as print")
+    check_tell(tell)
     if as_stored and quantize != "none":
         raise WorkhorseError(f"quantize={quantize} changes what as_stored keeps; leave one out")
     where, type_of_weights = resolve_device(device), resolve_dtype(dtype)
@@ -337,6 +336,12 @@ def load(
     if not as_stored:
         prepare_for_inference(loaded.decoder, compile=compile)
     return loaded
+
+
+def check_tell(tell: object) -> None:
+    """Refuse what cannot be called with a line."""
+    if not callable(tell):
+        raise WorkhorseError(f"tell={shown(tell)} is no function; give one of a line, as print")
 
 
 def _with_text(stored: StoredModel, decoder: Decoder, tell: Callable[[str], object]) -> Model:

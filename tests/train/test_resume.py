@@ -180,7 +180,9 @@ def test_a_run_folder_that_is_moved_ends_its_training(
 
     expected = f"{out} was moved or removed while it was trained in; "
     if not removed:
-        expected += f"its last checkpoint is {now}/checkpoints/step-00000004: resume it by workhorse "
+        expected += (
+            f"its last checkpoint is {now}/checkpoints/step-00000004: resume it by workhorse "
+        )
     with pytest.raises(WorkhorseError, match=re.escape(expected)):
         train(make_recipe(), out, on_event=move)
     assert not out.exists()

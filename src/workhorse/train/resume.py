@@ -185,8 +185,7 @@ def _check_allowed(run: RunDirectory, recipe: Recipe, changes: list[Change]) -> 
     own = shlex.join(["workhorse", "train", str(run.path), "--resume"])
     raise WorkhorseError(
         f"{refused[0]}{others}, which would make it another run; resume it unchanged with {own}, "
-        "or "
-        + _begin(run, recipe, [change.setting for change in refused])
+        "or " + _begin(run, recipe, [change.setting for change in refused])
     )
 
 

@@ -13,6 +13,7 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.11 python3.12 python3.13 py
     $(shell $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 WORKERS ?= 2
 INSTALLED := .venv/.installed
+FOR_TESTS := .venv/.installed-for-tests
 PIP := .venv/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
 WORKHORSE := .venv/bin/workhorse
 # One thread a test process: the models of the tests are too small to share out.
@@ -25,7 +26,7 @@ help:
 	@sed -n 's/^#  *make/make/p' Makefile
 	@echo "make lint, format, bench, campaigns, clean: see CONTRIBUTING.md"
 
-install: $(INSTALLED)
+install: $(FOR_TESTS)
 
 $(INSTALLED): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name one: make PYTHON=..." >&2; exit 2; }
@@ -33,6 +34,11 @@ $(INSTALLED): pyproject.toml constraints.txt
 	    rm -rf .venv; echo "$(PYTHON) cannot make an environment; install its venv module" >&2; exit 2; }
 	@echo "Installing PyTorch and the rest into .venv (minutes, the first time)"
 	$(PIP) torch $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PIP) --quiet --editable . $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	@touch $@
+
+$(FOR_TESTS): $(INSTALLED)
+	@echo "Installing what the tests need"
 	$(PIP) --quiet --editable '.[dev]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	@touch $@
 
@@ -48,29 +54,29 @@ demo: $(INSTALLED)
 test: lint
 	$(PYTEST) --numprocesses $(WORKERS) --dist worksteal
 
-lint: $(INSTALLED)
+lint: $(FOR_TESTS)
 	.venv/bin/ruff format --check .
 	.venv/bin/ruff check .
 	.venv/bin/basedpyright
 	.venv/bin/lint-imports --no-logo
 
-format: $(INSTALLED)
+format: $(FOR_TESTS)
 	.venv/bin/ruff format .
 	.venv/bin/ruff check --fix .
 
-bench: $(INSTALLED)
+bench: $(FOR_TESTS)
 	.venv/bin/python -m benchmarks --quick $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(DATA),--data $(DATA))
 
 reference: $(INSTALLED)
 	$(WORKHORSE) recipe --markdown > docs/recipe.md
 
-families: $(INSTALLED)
+families: $(FOR_TESTS)
 	OMP_NUM_THREADS=1 .venv/bin/python -m tests.parity.table --out docs/families.md
 
 # The slow ones: kills and damaged checkpoints, errors put into the code, compiled kernels, lesser
 # CPUs, hostile model directories, wrong inputs, what llama.cpp and lm-eval make of our models.
 campaigns: $(CAMPAIGNS)
-$(CAMPAIGNS): campaign-%: $(INSTALLED)
+$(CAMPAIGNS): campaign-%: $(FOR_TESTS)
 	$(PYTEST) -m campaign -s tests/campaigns/test_$*.py
 
 clean:

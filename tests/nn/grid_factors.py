@@ -70,7 +70,7 @@ LATENTS = [
 ROUTERS = [
     {"score": "softmax"},
     {"score": "softmax", "normalize": True, "bias": True},
-    {"score": "sigmoid", "scale": 2.5, "selection_bias": True},
+    {"score": "sigmoid", "scale": 2.5, "selection_bias": True, "bias_on": "logit"},
     {"score": "softmax", "n_groups": 4, "top_groups": 2},
     {
         "score": "sigmoid",
@@ -93,7 +93,7 @@ MIXTURES = [
     {**MIXTURE, "n_experts": 5, "top_k": 5, "shared": {"d_ff": 8}, "shared_gate": True},
     {**MIXTURE, "bias": True, "dropout": 0.1, "clamped": {}, "router": ROUTERS[1]},
     {**MIXTURE, "top_k": 1, "clamped": {"limit": 0.5, "alpha": 1.0}},
-    {**MIXTURE, "shared": {"d_ff": 6}, "multiplier": 0.5},
+    {**MIXTURE, "shared": {"d_ff": 6}, "multiplier": 0.5, "output_norm": RMS},
 ]
 
 FACTORS: dict[str, dict[str, list[Variant]]] = {

@@ -151,6 +151,37 @@ def test_experts_are_ranked_by_their_logits_where_sigmoids_are_all_one() -> None
     assert torch.equal(routing.experts, (x @ router.proj.weight.T).topk(2).indices)
 
 
+def test_a_bias_on_logits_decides_otherwise_than_one_on_scores() -> None:
+    x = torch.randn(200, D_MODEL)
+    routers = [
+        build_router(score="sigmoid", selection_bias=True, bias_on=kind)
+        for kind in ("score", "logit")
+    ]
+    bias = torch.linspace(-0.3, 0.3, routers[0].n_experts)
+    for router in routers:
+        router.proj.weight.data = routers[0].proj.weight.data
+        router.selection_bias.data = bias
+    by_score, by_logit = (router(x) for router in routers)
+    logits = x @ routers[0].proj.weight.T
+    best = (logits + bias).topk(routers[0].top_k).indices
+    assert torch.equal(by_logit.experts, best)
+    assert not torch.equal(by_score.experts, best)
+    torch.testing.assert_close(by_logit.weights, torch.sigmoid(logits).gather(-1, best))
+
+
+def test_an_output_norm_is_of_all_experts_together() -> None:
+    shape = {"n_experts": 4, "top_k": 2, "d_ff": 6, "shared": {"d_ff": 5}, "multiplier": 0.5}
+    plain, normed = (
+        randomised(MoEConfig.from_dict(shape | more).build(D_MODEL))
+        for more in ({}, {"output_norm": {"kind": "rms_norm", "eps": 1e-3}})
+    )
+    plain.load_state_dict(normed.state_dict(), strict=False)
+    x = torch.randn(2, 5, D_MODEL)
+    y = plain(x)
+    expected = y / (y.square().mean(-1, keepdim=True) + 1e-3).sqrt() * normed.output_norm.weight
+    torch.testing.assert_close(normed(x), expected)
+
+
 def test_a_selection_bias_decides_who_and_not_how_much() -> None:
     x = torch.randn(20, D_MODEL)
     router = build_router(score="sigmoid", selection_bias=True)
@@ -231,6 +262,7 @@ ROUTER_ERRORS: list[tuple[dict[str, object], str]] = [
         {"score": "sparsemixer"},
         "jitter=None does not go with score=sparsemixer; give jitter with sparsemixer, and with",
     ),
+    ({"bias_on": "logit"}, "bias_on=logit needs selection_bias=true; add it, or leave it out"),
     ({"jitter": 0.1}, "jitter=0.1 does not go with score=softmax; give jitter with sparsemixer"),
     (
         {"score": "sparsemixer", "jitter": 0.1, "normalize": True},

@@ -21,6 +21,7 @@ from workhorse.nn.feedforward import (
     GatedMlpConfig,
 )
 from workhorse.nn.grouped_linear import GroupedLinear, group_sorted
+from workhorse.nn.norms import PresentNormConfig
 from workhorse.nn.router import RouterConfig, Routing
 from workhorse.nn.shapes import Hidden
 
@@ -50,6 +51,8 @@ class MoEConfig(GatedConfig):
     """Multiply the shared expert's output by the sigmoid of a map to one number (Qwen2-MoE)."""
     multiplier: float = Field(default=1.0, gt=0)
     """On the sum of all experts. Half of it is the mean of the routed and the shared (Cohere)."""
+    output_norm: PresentNormConfig | None = None
+    """A norm of what all experts add up to (A.X-K1); left out: none."""
 
     def model_post_init(self, _context: object) -> None:
         self.router.check(self.n_experts, self.top_k)
@@ -86,9 +89,11 @@ class MixtureOfExperts(nn.Module):
             weigh=config.weigh,
         )
         self.multiply = Multiplier(config.multiplier) if config.multiplier != 1 else nn.Identity()
+        norm = config.output_norm
+        self.output_norm = norm.build(d_model) if norm else nn.Identity()
 
     def forward(self, x: Hidden) -> Hidden:
-        return self.multiply(self.mix(x))
+        return self.output_norm(self.multiply(self.mix(x)))
 
     def mix(self, x: Hidden) -> Hidden:
         """What the experts add up to."""

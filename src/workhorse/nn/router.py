@@ -56,6 +56,8 @@ class RouterConfig(Config):
     selection_bias: bool = False
     """A number for each expert that is added to its score for the choice and not in the weight. No
     gradient trains it; it is for balancing loads (2408.15664)."""
+    bias_on: Literal["score", "logit"] = "score"
+    """What `selection_bias` is added to: an expert's score, or its logit (Kolibri)."""
     bias: bool = False
     """A bias on the logits (gpt-oss)."""
     jitter: float | None = Field(default=None, gt=0)
@@ -70,6 +72,8 @@ class RouterConfig(Config):
             )
         if self.score == "sparsemixer":
             self._check_sparsemixer()
+        if self.bias_on == "logit" and not self.selection_bias:
+            raise ConfigError("bias_on=logit needs selection_bias=true; add it, or leave it out")
         if self.top_groups > self.n_groups:
             raise ConfigError(
                 f"top_groups={self.top_groups} is more than n_groups={self.n_groups}; "
@@ -114,7 +118,8 @@ class RouterConfig(Config):
         if self.score == "sparsemixer":
             return SparseMixer(d_model, n_experts, top_k, self)
         plain = self.n_groups == 1 and not self.selection_bias
-        router = TopKRouter if plain else AdjustedRouter
+        adjusted = LogitRouter if self.bias_on == "logit" else AdjustedRouter
+        router = TopKRouter if plain else adjusted
         return router(d_model, n_experts, top_k, self)
 
 
@@ -183,6 +188,15 @@ class AdjustedRouter(TopKRouter):
         del logits
         bias = 0.0 if self.selection_bias is None else self.selection_bias
         return self.limit(scores.detach() + bias)
+
+
+class LogitRouter(AdjustedRouter):
+    """A router that chooses by logit plus bias."""
+
+    def rank(self, logits: Scores, scores: Scores) -> Scores:
+        """Logit plus bias, and -inf outside the best groups."""
+        del scores
+        return super().rank(logits, logits)
 
 
 class BestGroups(nn.Module):

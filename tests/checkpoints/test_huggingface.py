@@ -10,6 +10,8 @@ import transformers as hf
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from tests.parity import reference
+from tests.parity.cases import axk1
 from tests.parity.cases.glm import CASES
 from tests.parity.cases.llama import GROUPED
 from tests.parity.reference import TOKENS, VOCAB, quiet, randomised, relative
@@ -333,3 +335,15 @@ def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
     change_tensors(tmp_path, lambda tensors: tensors | {name: tensors[name].to(torch.int32)})
     with pytest.raises(WorkhorseError, match=rf"'{name}' holds int32, which is no type of weights"):
         HuggingFaceDirectory(tmp_path).load_decoder()
+
+
+def test_published_files_of_axk1_lack_a_bias_and_have_an_idle_norm(tmp_path: Path) -> None:
+    reference.make("axk1", axk1.CASES["axk1"][0], tmp_path)
+    bias = {f"model.layers.{n}.mlp.gate.e_score_correction_bias": torch.zeros(8) for n in (1, 2)}
+    change_tensors(tmp_path, lambda tensors: tensors | bias)
+    expected = logits(tmp_path)
+    for name in bias:
+        change_tensors(tmp_path, without(name))
+    idle = {"model.layers.0.post_mlp_layernorm.weight": torch.full((32,), 9.0)}
+    change_tensors(tmp_path, lambda tensors: tensors | idle)
+    assert torch.equal(logits(tmp_path), expected)

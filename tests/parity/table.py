@@ -86,8 +86,6 @@ Of the other types that transformers {version} maps to a causal language model:
 | what it would take | types |
 |---|---|
 | nothing at all: their files say another type | `gpt-sw3` (`gpt2`), `llama4` (`llama4_text`), `gemma3` (`gemma3_text`) |
-| a norm after the mixture alone | `axk1` |
-| a bias on a sigmoid router's logits | `kolibri1` |
 | a factor on the values | `mimo_v2_flash` |
 | a softplus gate for each head, a cap on a router's logits | `laguna` |
 | experts in attention | `jetmoe` |

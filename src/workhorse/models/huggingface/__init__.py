@@ -81,6 +81,8 @@ MODULES: dict[str, tuple[str, ...]] = {
     "bitnet": ("bitnet",),
     "aria": ("aria_text",),
     "cohere_compass": ("cohere_compass_text",),
+    "axk1": ("axk1",),
+    "kolibri1": ("kolibri1",),
 }
 """The model types in each module of `workhorse.models`, those most used first."""
 

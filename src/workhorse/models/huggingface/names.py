@@ -252,6 +252,20 @@ def same(ours: str, theirs: str, *, wiring: str | None = None) -> Rule:
     return Rule((ours,), (theirs,), unchanged, unchanged, wiring)
 
 
+def zeros(ours: str) -> Rule:
+    """Zeros, where another rule's tensor is not stored; to be put after that rule."""
+
+    def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del tensors, block
+        return [torch.zeros(shape) for shape in shapes]
+
+    def put(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
+        del tensors, shapes, block
+        return []
+
+    return Rule((ours,), (), take, put)
+
+
 def reshaped(ours: str, theirs: str, shape: Callable[[Shape], Shape]) -> Rule:
     """The same numbers in the same order under another shape, which `shape` makes of ours."""
 

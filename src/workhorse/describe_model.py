@@ -6,8 +6,13 @@ from typing import Any
 
 from workhorse.checkpoints import RunDirectory
 from workhorse.checkpoints.on_disk import weight_files, weights_on_disk
-from workhorse.checkpoints.stored import StoredModel, is_stored, model_name, open_stored
-from workhorse.config import nearest
+from workhorse.checkpoints.stored import (
+    StoredModel,
+    is_stored,
+    model_name,
+    no_such_model,
+    open_stored,
+)
 from workhorse.errors import WorkhorseError
 from workhorse.memory import size
 from workhorse.models import find_preset, preset_names
@@ -37,8 +42,7 @@ def describe_model(
     if not is_stored(name):
         if name in preset_names():
             return details(find_preset(name))
-        remedy = nearest(name, preset_names())
-        raise WorkhorseError(f"there is no folder, hub id or preset {name!r}; {remedy}")
+        raise no_such_model(name)
     stored = open_stored(model, tell, weights=False)
     config = stored.config
     found = facts(name, stored.kind, config)

@@ -17,8 +17,14 @@ from workhorse.checkpoints import (
 )
 from workhorse.checkpoints.room import check_random, check_stored
 from workhorse.checkpoints.run_directory import DAMAGED_RECIPE
-from workhorse.checkpoints.stored import StoredModel, is_stored, model_name, open_stored
-from workhorse.config import ConfigError, nearest
+from workhorse.checkpoints.stored import (
+    StoredModel,
+    is_stored,
+    model_name,
+    no_such_model,
+    open_stored,
+)
+from workhorse.config import ConfigError
 from workhorse.data import Beginning, DataConfig, beginning
 from workhorse.devices import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError
@@ -331,8 +337,7 @@ def load(
         tell(f"{name} is a preset: its weights are random and its tokens are bytes")
         loaded = _random(name, where, type_of_weights or torch.float32, kernel, quantize)
     else:
-        remedy = nearest(name, preset_names())
-        raise WorkhorseError(f"there is no folder, hub id or preset {shown(name)}; {remedy}")
+        raise no_such_model(name)
     if not as_stored:
         prepare_for_inference(loaded.decoder, compile=compile)
     return loaded

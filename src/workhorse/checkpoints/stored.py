@@ -12,12 +12,13 @@ from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.model_folder import ModelFolder
 from workhorse.checkpoints.run_directory import RunDirectory
 from workhorse.checkpoints.tensors import Places, weights_of
+from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
 from workhorse.models import preset_names
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.kernels import KernelName
-from workhorse.untrusted import to_path
+from workhorse.untrusted import shown, to_path
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -144,6 +145,12 @@ def model_name(model: object) -> str:
 def is_stored(model: str) -> bool:
     """Whether a name is that of a model on disk or on the hub, there or not, and no preset's."""
     return "/" in model or model.endswith(FILES) or os.path.exists(model)
+
+
+def no_such_model(name: str) -> WorkhorseError:
+    """That a name is neither that of a model on disk or on the hub nor a preset's."""
+    remedy = nearest(name, preset_names())
+    return WorkhorseError(f"there is no folder, hub id or preset {shown(name)}; {remedy}")
 
 
 def is_hub_id(model: str) -> bool:

@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 REFERENCE = re.compile(r"@([\w.]*)")
 """How a type says that another section tells more."""
 WIDTH = 96
-NEW_RUN = "needs a new run"
-"""What most keys do on `--resume`; tables of such keys alone do not repeat it."""
 INTRODUCTION = """\
 # Every key of a recipe
 
@@ -75,7 +73,7 @@ def _plain_keys(keys: "tuple[Key, ...]") -> list[str]:
         default = "must be given" if key.default is None else f"default {key.default}"
         kind = REFERENCE.sub(r"see \1", key.type).replace("`", "")
         lines += [f"    {key.name}: {kind}; {default}", *_wrapped(key.meaning, 8)]
-        if key.on_resume != NEW_RUN:
+        if not key.needs_new_run:
             lines.append(f"        On --resume it {key.on_resume}.")
     return lines
 
@@ -120,7 +118,7 @@ def _other_places(section: "Section") -> str:
 def _table(keys: "tuple[Key, ...]") -> str:
     if not keys:
         return ""
-    telling = any(key.on_resume != NEW_RUN for key in keys)
+    telling = not all(key.needs_new_run for key in keys)
     heading = ["key", "holds", "default", "meaning", *(["on `--resume`"] if telling else [])]
     rows = [heading, ["---"] * len(heading)]
     for key in keys:

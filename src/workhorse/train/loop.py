@@ -21,7 +21,7 @@ from workhorse.train.recipe import TrainConfig
 from workhorse.train.signals import StopSignals
 from workhorse.train.speed import Peak
 from workhorse.train.step import StepResult, TrainingStep
-from workhorse.train.validation import Validation, Validator
+from workhorse.train.validation import Validator
 
 TensorsOf = Callable[[], dict[str, Tensor]]
 
@@ -99,8 +99,6 @@ class Loop:
     check_place: Callable[[], None] = lambda: None
     """Raises where a checkpoint would no longer come to lie in the run's folder."""
     counters: Counters = field(default_factory=Counters)
-    last: StepResult | None = None
-    validation: Validation | None = None
     saved: int = 0
     """Steps done when the newest checkpoint was written."""
     _whole: bool = True
@@ -150,10 +148,10 @@ class Loop:
             batch = self._read(following)  # while a GPU works; `update` waits for it
             schedule = config.schedule.factor(counters.step, config.steps)
             self._whole = False
-            self.last = self.step.update(loss, counted, schedule)
+            result = self.step.update(loss, counted, schedule)
             counters.step = following
             counters.rows += config.batch_size
-            self._count(self.last)
+            self._count(result)
             self._whole = True
             counters.seconds = time.perf_counter() - started
             ended = batch is None
@@ -161,7 +159,7 @@ class Loop:
                 now = time.perf_counter()
                 rate = (counters.tokens - logged_tokens) / (now - logged)
                 logged, logged_tokens = now, counters.tokens
-                self._log(self.last, schedule, rate, warming_up)
+                self._log(result, schedule, rate, warming_up)
             elif warming_up:
                 logged, logged_tokens = time.perf_counter(), counters.tokens
             warming_up = False
@@ -242,8 +240,8 @@ class Loop:
         every = config.steps_between_validations
         if self.validator is not None and (ended or (every and step % every == 0)):
             rows = None if ended else config.rows_in_validation
-            self.validation = self.validator(rows)
-            self.tell("validation", **asdict(self.validation), whole=rows is None)
+            measured = self.validator(rows)
+            self.tell("validation", **asdict(measured), whole=rows is None)
         samples = config.samples
         if self.sample and samples and (ended or step % samples.every == 0):
             self.tell("samples", samples=self.sample())

@@ -48,6 +48,11 @@ class Key:
     on_resume: str
     """What a resumed run does with another value."""
 
+    @property
+    def needs_new_run(self) -> bool:
+        """Whether a resumed run refuses another value, as most keys' it does."""
+        return self.on_resume == OnResume.NEW_RUN.value
+
 
 @dataclass(frozen=True)
 class Kind:

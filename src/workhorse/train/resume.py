@@ -33,9 +33,9 @@ class Change:
     rule: OnResume
 
     def __str__(self) -> str:
-        kinds = [value.get("kind") for value in (self.before, self.now) if isinstance(value, dict)]
         name, before, now = self.setting, self.before, self.now
-        if None not in kinds and len(set(kinds)) == len((before, now)):
+        kinds = [value.get("kind") if isinstance(value, dict) else None for value in (before, now)]
+        if None not in kinds and kinds[0] != kinds[1]:
             name, (before, now) = f"{name}.kind", kinds
         line = f"{name} changes from {_show(before)} to {_show(now)}"
         rounded = self.rule is OnResume.ROUNDED

@@ -12,6 +12,7 @@ import workhorse
 from workhorse.checkpoints import mapped_weights, weights_of
 from workhorse.checkpoints.export import write_huggingface
 from workhorse.checkpoints.stored import open_stored
+from workhorse.errors import WorkhorseError
 from workhorse.models.gpt2 import gpt2
 from workhorse.models.llama import llama
 from workhorse.nn import DecoderConfig
@@ -90,3 +91,12 @@ def test_a_model_of_a_file_in_its_type_takes_no_memory_of_its_own(tmp_path: Path
     command = [sys.executable, "-c", OWN_MEMORY, str(folder)]
     assert float(subprocess.check_output([*command, "bfloat16"], text=True)) < 0.2
     assert float(subprocess.check_output([*command, "float32"], text=True)) > 0.8
+
+
+@pytest.mark.parametrize("target", ["model.safetensors", "nothing"])
+def test_weights_that_are_a_link_to_nothing_are_one_line(tmp_path: Path, target: str) -> None:
+    folder = written(tmp_path, RENAMED)
+    (folder / "model.safetensors").unlink()
+    (folder / "model.safetensors").symlink_to(target)
+    with pytest.raises(WorkhorseError, match=r"model\.safetensors"):
+        workhorse.load(folder, tell=lambda _: None)

@@ -23,7 +23,8 @@ def weight_files(stored: StoredModel) -> list[Path]:
     """The files with the weights; of a run, those of its newest checkpoint. There may be none."""
     if isinstance(stored, GgufFile):
         return [stored.path]
-    return sorted(_folder(stored).glob("*.safetensors"))
+    # A link to nothing or to itself is told by what reads it.
+    return sorted(file for file in _folder(stored).glob("*.safetensors") if file.is_file())
 
 
 def weights_on_disk(stored: StoredModel) -> dict[str, Held]:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from workhorse.devices import cache_folder
+from workhorse.devices import cache_folder, use_threads
 from workhorse.errors import WorkhorseError
 
 
@@ -27,3 +27,8 @@ def test_an_account_without_a_home(monkeypatch: pytest.MonkeyPatch, home: str) -
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
     with pytest.raises(WorkhorseError, match="no home directory"):
         cache_folder()
+
+
+def test_more_threads_than_a_machine_can_use_are_refused() -> None:
+    with pytest.raises(WorkhorseError, match=r"threads=100000 is more than 16 for each of this"):
+        use_threads(100_000)

@@ -17,6 +17,9 @@ DTYPES = {
     "float16": torch.float16,
 }
 
+MOST_THREADS = 16
+"""For each CPU."""
+
 
 def resolve_device(name: str | torch.device) -> torch.device:
     """The device, or the one of that name; `auto` is CUDA where there is one and else the CPU.
@@ -63,6 +66,21 @@ def resolve_dtype(name: str | torch.dtype) -> torch.dtype | None:
 def dtype_name(dtype: torch.dtype) -> str:
     """As it is written in recipes and on the command line: `bfloat16`."""
     return str(dtype).removeprefix("torch.")
+
+
+def use_threads(count: int) -> None:
+    """Let PyTorch compute with so many threads.
+
+    Raises:
+        WorkhorseError: so many would only wait for each other, or could not be made.
+    """
+    cpus = os.cpu_count() or 1
+    if count > MOST_THREADS * cpus:
+        raise WorkhorseError(
+            f"threads={count} is more than {MOST_THREADS} for each of this machine's {cpus} CPUs; "
+            "choose fewer, or 0 for PyTorch's own choice"
+        )
+    torch.set_num_threads(count)
 
 
 def name_of(device: torch.device) -> str:

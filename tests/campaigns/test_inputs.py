@@ -169,6 +169,7 @@ def _environment(place: Path) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "HOME": str(place / "home"),
         "TMPDIR": str(place / "tmp"),
+        "TORCHINDUCTOR_CACHE_DIR": str(place.parent / "inductor"),  # PyTorch's own, in TMPDIR else
         "XDG_CACHE_HOME": cache,
         "OMP_NUM_THREADS": "1",
         "OMP_STACKSIZE": "256k",

@@ -199,7 +199,7 @@ class TestTasks:
     def test_a_task_that_cannot_be_loaded(self, run_folder, folder, capsys):
         (folder / "which.jsonl").unlink()
         paths = [str(run_folder), "--include-path", str(folder), "--tasks", "which"]
-        assert_refused(capsys, paths, "task 'which' cannot be loaded: FileNotFoundError: ")
+        assert_refused(capsys, paths, "task 'which' cannot be loaded: Unable to find")
 
 
 def assert_refused(capsys, arguments: list[str], *messages: str) -> None:

@@ -109,6 +109,8 @@ def test_unknown_verb_names_the_nearest(probe: Callable, capsys: pytest.CaptureF
         (["probe", "--threads", "-1"], "-1"),
         (["probe", "stray"], "stray"),
         (["probe", "--count"], "--count"),
+        (["train", ""], "a path is empty; write . for the current folder"),
+        (["data", "prepare", "r.yaml", "--out", ""], "a path is empty"),
     ],
 )
 def test_wrong_usage_is_one_line(
@@ -131,6 +133,7 @@ def test_wrong_usage_is_one_line(
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.txt"), "a.txt: No such"),
         (PermissionError(errno.EACCES, "Permission denied", "/runs"), "/runs: Permission denied"),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
+        (UnicodeError("no BOM"), "the input cannot be read: no BOM; set PYTHONIOENCODING=utf-8"),
     ],
 )
 def test_what_the_user_can_mend_is_one_line_and_exit_2(
@@ -139,6 +142,17 @@ def test_what_the_user_can_mend_is_one_line_and_exit_2(
     probe(raising(error))
     assert main(["probe"]) == ExitCode.USAGE
     assert said in one_line(capsys)
+
+
+def test_a_current_folder_that_is_gone_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture
+) -> None:
+    (tmp_path / "gone").mkdir()
+    monkeypatch.chdir(tmp_path / "gone")
+    (tmp_path / "gone").rmdir()
+    assert main(["models", "list"]) == ExitCode.USAGE
+    assert one_line(capsys).endswith("the current folder is gone; change to one that exists")
+    monkeypatch.chdir(tmp_path)
 
 
 @pytest.mark.parametrize("error", [ValueError("a bug"), OSError(errno.EIO, "Input/output error")])

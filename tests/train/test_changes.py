@@ -215,6 +215,11 @@ def test_files_that_came_went_or_changed_are_named(make_recipe, tmp_path: Path) 
         train(recipe, tmp_path / "run", resume=True)
     assert contents(tmp_path / "run") == before
     assert len(list((tmp_path / "run/data").iterdir())) == shards
+    (listed,) = (tmp_path / "run/data").glob("*/files.json")
+    listed.unlink()
+    os.mkfifo(listed)  # which nobody writes to: it is not waited for
+    with pytest.raises(WorkhorseError, match="the data is not what the checkpoint of step"):
+        train(recipe, tmp_path / "run", resume=True)
 
 
 def test_a_corpus_may_lie_elsewhere_with_the_same_text(

@@ -253,10 +253,11 @@ def test_a_hang_up_saves_unless_it_is_ignored(make_recipe, tmp_path: Path) -> No
         if event["kind"] == "step" and event["step"] == 6:
             signal.raise_signal(signal.SIGHUP)
 
-    result = train(make_recipe(), tmp_path / "run", on_event=hang_up)
-    assert (result.stopped_by, result.step) == ("SIGHUP", 6)
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
     try:
+        result = train(make_recipe(), tmp_path / "run", on_event=hang_up)
+        assert (result.stopped_by, result.step) == ("SIGHUP", 6)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as `nohup` does
         assert train(make_recipe(), tmp_path / "other", on_event=hang_up).step == 12
     finally:
         signal.signal(signal.SIGHUP, before)

@@ -4,13 +4,13 @@ from pathlib import Path
 
 import click
 
-from workhorse.cli.options import json_option
+from workhorse.cli.options import PATH, json_option
 from workhorse.cli.output import print_result, warn
 
 
 @click.command("convert")
 @click.argument("source", metavar="SRC")
-@click.argument("target", metavar="DST", type=click.Path(path_type=Path))
+@click.argument("target", metavar="DST", type=PATH)
 @click.option(
     "--to",
     "to",

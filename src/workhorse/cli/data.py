@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from workhorse.cli.loading import recipe_of_run
-from workhorse.cli.options import json_option
+from workhorse.cli.options import PATH, json_option
 from workhorse.cli.output import print_result, progress, warn
 
 if TYPE_CHECKING:
@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 out_option = click.option(
     "--out",
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Run directory that keeps the data, unless the recipe's data.cache_dir does."
     "  [default: runs/NAME]",
 )
@@ -32,7 +32,7 @@ def command() -> None:
 
 
 @command.command("prepare")
-@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("recipe", type=PATH)
 @click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
 @out_option
 @verify_option
@@ -53,7 +53,7 @@ def prepare_command(
 
 
 @command.command("inspect")
-@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("recipe", type=PATH)
 @click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
 @out_option
 @click.option(

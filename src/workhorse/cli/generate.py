@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from workhorse.cli.loading import Running, compile_option, model_options, open_model
-from workhorse.cli.options import MOST_ROWS, json_option
+from workhorse.cli.options import MOST_ROWS, PATH, json_option
 from workhorse.cli.output import for_terminal, print_result
 from workhorse.cli.prompts import read_prompts
 from workhorse.cli.sampling import draft_options, generation_config, sampling_options
@@ -35,7 +35,7 @@ SHOWN_PROMPT = 40
 )
 @click.option(
     "--prompt-file",
-    type=click.Path(path_type=Path),
+    type=PATH,
     metavar="FILE",
     help="A text file, which is one prompt; or .jsonl, an object with `prompt` a line.",
 )

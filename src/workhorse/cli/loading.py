@@ -79,12 +79,11 @@ compile_option = click.option(
 
 def open_model(model: str, running: Running, *, compiled: bool = False) -> "Model":
     """Load MODEL as the flags say; random weights are announced on stderr."""
-    import torch
-
+    from workhorse.devices import use_threads
     from workhorse.load_model import load
 
     if running.threads:
-        torch.set_num_threads(running.threads)
+        use_threads(running.threads)
     return load(
         model,
         device=running.device,

@@ -10,12 +10,12 @@ waits for torch. A whole verb:
 
     import click
 
-    from workhorse.cli.options import json_option
+    from workhorse.cli.options import PATH, json_option
     from workhorse.cli.output import print_result, progress
 
 
     @click.command("count")
-    @click.argument("file", type=click.Path(path_type=Path))
+    @click.argument("file", type=PATH)
     @click.option("--limit", type=int, default=0, show_default=True, help="Stop after so many.")
     @json_option
     def command(file: Path, limit: int, as_json: bool) -> None:
@@ -118,6 +118,7 @@ def command() -> None:
 def main(arguments: Sequence[str]) -> int:
     """Run one command line and return its exit code (see `ExitCode`); never raises."""
     try:
+        check_folder()
         with command.make_context("workhorse", as_text(arguments)) as context:
             command.invoke(context)
         sys.stdout.flush()
@@ -135,6 +136,18 @@ def main(arguments: Sequence[str]) -> int:
         print(line or traceback.format_exc().rstrip(), file=sys.stderr)
         return ExitCode.USAGE if line else ExitCode.FAILURE
     return ExitCode.DONE
+
+
+def check_folder() -> None:
+    """Refuse to stand in a folder that was removed, where PyTorch's libraries end the process.
+
+    Raises:
+        WorkhorseError: it was.
+    """
+    try:
+        os.getcwd()
+    except OSError:
+        raise WorkhorseError("the current folder is gone; change to one that exists") from None
 
 
 def as_text(arguments: Sequence[str]) -> list[str]:
@@ -171,10 +184,8 @@ def mistake(error: Exception) -> str:
         case OSError() if error.errno in REFUSED_BY_SYSTEM:
             subject = f"{error.filename}: " if error.filename is not None else ""
             reason = f"{subject}{error.strerror}"
-        case UnicodeDecodeError():  # of stdin; files say where they are wrong
-            reason = f"the input is not {error.encoding}: bad byte at offset {error.start}"
-        case UnicodeEncodeError():  # a path
-            reason = f"the locale's {error.encoding} cannot name this file; set PYTHONUTF8=1"
+        case UnicodeError():
+            reason = _encoding(error)
         case _ if out_of_memory(error):
             reason = "there is not enough memory for this; choose smaller sizes, or fewer at once"
         case _:
@@ -187,6 +198,16 @@ def _begun(error: click.NoSuchOption) -> list[str]:
     parameters = error.ctx.command.get_params(error.ctx) if error.ctx else []
     flags = [flag for parameter in parameters for flag in parameter.opts]
     return [flag for flag in flags if flag.startswith(error.option_name)]
+
+
+def _encoding(error: UnicodeError) -> str:
+    match error:
+        case UnicodeDecodeError():  # of stdin; files say where they are wrong
+            return f"the input is not {error.encoding}: bad byte at offset {error.start}"
+        case UnicodeEncodeError():  # a path
+            return f"the locale's {error.encoding} cannot name this file; set PYTHONUTF8=1"
+        case _:  # of stdin, from a codec that has no bad byte to name
+            return f"the input cannot be read: {error}; set PYTHONIOENCODING=utf-8"
 
 
 def out_of_memory(error: Exception) -> bool:

@@ -1,10 +1,25 @@
 """Flags that verbs share, so that the same flag means the same thing everywhere."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import click
 
+
+class _Path(click.Path):
+    """A path. An empty one would be the current folder, which nobody meant."""
+
+    def __init__(self) -> None:
+        super().__init__(path_type=Path)
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+        if value == "":
+            self.fail("a path is empty; write . for the current folder", param, ctx)
+        return super().convert(value, param, ctx)
+
+
+PATH = _Path()
 json_option = click.option(
     "--json", "as_json", is_flag=True, help="Print the result as one line of JSON."
 )

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import click
 
-from workhorse.cli.options import json_option
+from workhorse.cli.options import PATH, json_option
 from workhorse.cli.output import for_terminal, print_result, progress, warn
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ FLAGS = {"kind": "--algorithm", "vocab_size": "--vocab-size"}
 MAX_DIGITS = 18
 """Of a token id; more would not fit 64 bits."""
 
-files_argument = click.argument("files", nargs=-1, type=click.Path(path_type=Path))
+files_argument = click.argument("files", nargs=-1, type=PATH)
 
 
 @click.group("tokenizer")
@@ -56,7 +56,7 @@ def command() -> None:
 @click.option(
     "--out",
     required=True,
-    type=click.Path(path_type=Path),
+    type=PATH,
     help="Folder for tokenizer.json; a tokenizer that is there is replaced.",
 )
 @json_option
@@ -98,7 +98,7 @@ def train_command(
 
 
 @command.command("report")
-@click.argument("tokenizer", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("tokenizer", metavar="DIR", type=PATH)
 @files_argument
 @json_option
 def report_command(tokenizer: Path, files: tuple[Path, ...], as_json: bool) -> None:
@@ -115,7 +115,7 @@ def report_command(tokenizer: Path, files: tuple[Path, ...], as_json: bool) -> N
 
 
 @command.command("encode")
-@click.argument("tokenizer", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("tokenizer", metavar="DIR", type=PATH)
 @click.argument("text", default="-")
 @click.option("--allow-special", is_flag=True, help="Let names of special tokens in TEXT be them.")
 @click.option("--whole", is_flag=True, help="Begin and end it as the model's texts, by its tokens.")
@@ -137,7 +137,7 @@ def encode_command(
 
 
 @command.command("decode")
-@click.argument("tokenizer", metavar="DIR", type=click.Path(path_type=Path))
+@click.argument("tokenizer", metavar="DIR", type=PATH)
 @click.argument("ids", nargs=-1, type=int)
 @click.option("--skip-special", is_flag=True, help="Leave special tokens out.")
 @click.option("--pieces", is_flag=True, help="Show each token, as encode does.")

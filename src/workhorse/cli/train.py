@@ -11,7 +11,7 @@ import click
 from click.core import ParameterSource
 
 from workhorse.cli.loading import recipe_of_run
-from workhorse.cli.options import json_option, runtime_options
+from workhorse.cli.options import PATH, json_option, runtime_options
 from workhorse.cli.output import ExitCode, print_result
 
 
@@ -44,9 +44,9 @@ def _as_settings(option: str, given: list[str]) -> str:
 
 
 @click.command("train", cls=_Train)
-@click.argument("recipe", type=click.Path(path_type=Path))
+@click.argument("recipe", type=PATH)
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
-@click.option("--out", type=click.Path(path_type=Path), help="Run directory.  [default: runs/NAME]")
+@click.option("--out", type=PATH, help="Run directory.  [default: runs/NAME]")
 @click.option("--resume", is_flag=True, help="Go on from the newest whole checkpoint.")
 @click.option(
     "--dry-run",

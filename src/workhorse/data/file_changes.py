@@ -9,12 +9,15 @@ from workhorse.data.config import DataConfig, StdlibConfig
 from workhorse.data.manifest import MANIFEST, ManifestConfig, read_manifest
 from workhorse.data.sources import FileState, list_files
 from workhorse.errors import WorkhorseError
+from workhorse.untrusted import read_text
 from workhorse.writing import write_atomically
 
 FILES = "files.json"
 """Beside the manifest: the files that were read, by source and path in it; size and time of each.
 
 For messages alone: a data set without it is as good."""
+LARGEST = 1 << 28
+"""Bytes of that file; a million files take a tenth."""
 NAMED = 3
 """Files that a message names of each kind."""
 
@@ -96,13 +99,13 @@ def _home(root: Path, fingerprint: str) -> Path | None:
 
 def _listed_in(home: Path | None) -> Mapping[tuple[str, str], FileState] | None:
     try:
-        listed = json.loads((home / FILES).read_bytes()) if home else None
+        listed = json.loads(read_text(home / FILES, limit=LARGEST)) if home else None
         return listed and {
             (source, name): (int(size), int(time))
             for source, files in listed.items()
             for name, (size, time) in files.items()
         }
-    except (OSError, ValueError, TypeError, AttributeError, RecursionError):
+    except (WorkhorseError, ValueError, TypeError, AttributeError, RecursionError):
         return None
 
 

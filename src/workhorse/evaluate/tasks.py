@@ -15,6 +15,7 @@ import numpy
 import torch
 
 from workhorse.errors import WorkhorseError
+from workhorse.evaluate.task_files import check_file
 from workhorse.evaluate.task_names import check_names, is_file, unknown
 
 if TYPE_CHECKING:
@@ -103,6 +104,8 @@ def load_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
     if include_path is not None and not Path(include_path).is_dir():
         raise WorkhorseError(f"{include_path} is not a folder; give one that holds YAML tasks")
     check_names(names, include_path)
+    for name in filter(is_file, names):
+        check_file(Path(name))
     _check_installed()
     random.seed(SEEDS["random_seed"])
     numpy.random.seed(SEEDS["numpy_seed"])
@@ -155,7 +158,7 @@ def _load(manager: "TaskManager", name: str) -> Mapping[str, Any]:
         ) from None
     except Exception as error:  # a task is a program: whatever it raises is its author's to mend
         raise WorkhorseError(
-            f"task {name!r} cannot be loaded: {type(error).__name__}: {_line(error)}; mend the task"
+            f"task {name!r} cannot be loaded: {_line(error)}; mend the task"
         ) from None
     for task in found["tasks"].values():
         _check(task)
@@ -175,7 +178,9 @@ def _check(task: Any) -> None:
 
 
 def _line(error: Exception) -> str:
-    return " ".join(str(error).split()) or "no reason given"
+    if isinstance(error, RecursionError):
+        return "it or its data are nested too deeply"
+    return " ".join(str(error).split()) or type(error).__name__
 
 
 @contextmanager

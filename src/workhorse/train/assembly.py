@@ -10,7 +10,7 @@ from workhorse import __version__
 from workhorse.checkpoints import Checkpoint, RunDirectory, empty_decoder, load_weights
 from workhorse.checkpoints.stored import open_stored
 from workhorse.data import Batch, Batches, Dataset, beginning, prepare, prepare_tokenizer
-from workhorse.devices import name_of, training_dtype
+from workhorse.devices import name_of, training_dtype, use_threads
 from workhorse.errors import WorkhorseError
 from workhorse.models.parameters import active_parameters
 from workhorse.native import products, training
@@ -68,7 +68,7 @@ def assemble(
     checkpoint = at.checkpoint
     tell = partial(_tell, on_event)
     if config.threads:
-        torch.set_num_threads(config.threads)
+        use_threads(config.threads)
     listener = _with_trackers(recipe, run, on_event)
     tokenizer = _tokenizer(recipe, run, tell)
     if recipe.init is not None and checkpoint is None:

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from workhorse.data import Batch, iterate_texts
+from workhorse.devices import use_threads
 from workhorse.models.describe import exports_as
 from workhorse.models.parameters import active_parameters
 from workhorse.nn import DecoderConfig
@@ -50,7 +51,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     config = recipe.train
     check_length(recipe)
     if config.threads:
-        torch.set_num_threads(config.threads)
+        use_threads(config.threads)
     decoder_config = recipe.decoder_config(_vocab_size(recipe))
     decoder = decoder_config.build(config.kernel, device="meta")
     active = active_parameters(decoder_config)

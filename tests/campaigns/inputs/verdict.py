@@ -9,7 +9,7 @@ BYTES = 1 << 30
 """Of memory, with the 0.6 GB of what is imported."""
 SIGNAL = 128
 """A shell adds it to the signal that ended a command."""
-STOPPED = re.compile("not finite|No space left")
+STOPPED = re.compile("not finite|No space left|cannot write checkpoint")
 """What a training says that could not go on, or a verb whose result nobody took."""
 LONGEST = 700
 """Characters of an error's line."""

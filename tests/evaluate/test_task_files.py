@@ -1,0 +1,46 @@
+"""A task's file that the harness's readers would not survive is refused before they see it."""
+
+from pathlib import Path
+
+import pytest
+
+from workhorse.errors import WorkhorseError
+from workhorse.evaluate.task_files import check_file
+
+TASK = "task: x\ndataset_path: json\ndataset_kwargs: {data_files: {test: QUESTIONS}}\n"
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", "is no task; write a mapping"),
+        ("[1]", "is no task; write a mapping"),
+        ("task:", "is no task; write a mapping"),
+        ("task: x", "has no dataset_path; say where"),
+        ("[" * 3000, "nested deeper than 64"),
+        ("task: " + "9" * 5000, "digits"),
+    ],
+)
+def test_what_is_no_task(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "t.yaml").write_text(text)
+    with pytest.raises(WorkhorseError, match=rf"t\.yaml.*{message}"):
+        check_file(tmp_path / "t.yaml")
+
+
+@pytest.mark.parametrize("text", ["null", '{"a": 1}\n3', "text"])
+def test_questions_that_are_no_objects(text: str, tmp_path: Path) -> None:
+    questions = tmp_path / "q.jsonl"
+    questions.write_text(text)
+    (tmp_path / "t.yaml").write_text(TASK.replace("QUESTIONS", str(questions)))
+    with pytest.raises(WorkhorseError, match=r"q\.jsonl:\d is no object of JSON"):
+        check_file(tmp_path / "t.yaml")
+
+
+@pytest.mark.parametrize(
+    "text", [TASK, "group: g\ntask: [a]", "include: other.yaml\ntask: y", TASK + "f: !function a.b"]
+)
+def test_tasks_pass(text: str, tmp_path: Path) -> None:
+    questions = tmp_path / "q.jsonl"
+    questions.write_text('{"a": 1}\n\n {"a": 2}\n')
+    (tmp_path / "t.yaml").write_text(text.replace("QUESTIONS", str(questions)))
+    check_file(tmp_path / "t.yaml")

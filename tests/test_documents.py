@@ -79,6 +79,8 @@ class Reader:
         elif entry("shown", block.text) is not None:
             return
         elif block.language == "python":
+            if entry("not_run", block.text) is not None:
+                return
             exec(compile(block.text, block.where, "exec"), self.names)
         elif block.language == "yaml":
             self.read_yaml(block)

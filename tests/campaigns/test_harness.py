@@ -1,4 +1,4 @@
-"""Both commands in processes of their own without a network, and the parity on more texts."""
+"""The command and the harness's own function without a network, and the parity on more texts."""
 
 import json
 import os
@@ -16,6 +16,17 @@ pytestmark = [
     pytest.mark.skipif(find_spec("lm_eval") is None, reason="needs lm-eval"),
 ]
 
+SIMPLE_EVALUATE = """
+import json, sys
+import lm_eval, workhorse
+from lm_eval.tasks import TaskManager
+from workhorse.evaluate.harness_model import HarnessModel
+run, tasks, *names = sys.argv[1:]
+manager = TaskManager(include_path=tasks)
+model = HarnessModel(workhorse.load(run))
+found = lm_eval.simple_evaluate(model, tasks=names, task_manager=manager)
+print(json.dumps(found["results"]))
+"""
 SENTINEL = """
 import os, socket
 def refuse(*_):
@@ -27,7 +38,7 @@ socket.socket.connect = socket.getaddrinfo = refuse
 
 
 @pytest.mark.parametrize("offline", [{}, {"HF_DATASETS_OFFLINE": "1", "HF_HUB_OFFLINE": "1"}])
-def test_both_commands_agree_and_ask_no_network(run_folder, tmp_path, offline):
+def test_the_harness_and_the_command_agree_and_ask_no_network(run_folder, tmp_path, offline):
     tasks = write_tasks(tmp_path / "tasks", n=12)
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(SENTINEL)
@@ -43,7 +54,7 @@ def test_both_commands_agree_and_ask_no_network(run_folder, tmp_path, offline):
 
     def run(*command: str, **more: str) -> str:
         done = subprocess.run(
-            [sys.executable, "-m", *command],
+            [sys.executable, *command],
             env={**environment, **more},
             cwd=tmp_path,
             capture_output=True,
@@ -54,15 +65,11 @@ def test_both_commands_agree_and_ask_no_network(run_folder, tmp_path, offline):
         return done.stdout
 
     names = "choices,continue,prose"
-    model = ["--model", "workhorse", "--model_args", f"pretrained={run_folder}"]
-    local = ["--include_path", str(tasks), "--tasks", names, "--output_path", str(tmp_path / "out")]
-    run("lm_eval", *model, *local)
-    (file,) = (tmp_path / "out").rglob("results_*.json")
-    theirs = json.loads(file.read_text())["results"]
+    theirs = json.loads(run("-c", SIMPLE_EVALUATE, str(run_folder), str(tasks), *names.split(",")))
     arguments = [str(run_folder), "--include-path", str(tasks), "--tasks", names, "--json"]
-    ours = json.loads(run("workhorse", "evaluate", *arguments, HF_UPDATE_DOWNLOAD_COUNTS="1"))[
-        "results"
-    ]
+    ours = json.loads(
+        run("-m", "workhorse", "evaluate", *arguments, HF_UPDATE_DOWNLOAD_COUNTS="1")
+    )["results"]
     assert not (tmp_path / "reached").exists()
     for task in names.split(","):
         for key, value in theirs[task].items():

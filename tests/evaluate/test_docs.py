@@ -1,9 +1,10 @@
-"""The task of `docs/evaluation.md`, as it stands there."""
+"""The task of `docs/evaluation.md`, as it stands there, by the command and from Python."""
 
 import json
 import re
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -35,3 +36,7 @@ def test_the_local_task(run_folder, tmp_path, monkeypatch, capsys):
     result = json.loads(capsys.readouterr().out)
     assert set(result["results"]["capitals"]) >= {"acc,none", "acc_norm,none"}
     assert result["n-samples"]["capitals"]["effective"] == 2
+    (program,) = (text for kind, text in blocks if kind == "python")
+    names: dict[str, Any] = {}
+    exec(program.replace("runs/first", str(run_folder)), names)
+    assert names["results"]["results"] == result["results"]

@@ -1,9 +1,7 @@
 """The lm-evaluation-harness asks us and its own `hf` model, and must hear the same."""
 
-import contextlib
 import json
 import socket
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -28,11 +26,6 @@ from workhorse.evaluate.harness_model import HarnessModel
 from workhorse.load_model import load
 
 TASKS = ("choices", "letters", "continue", "prose")
-
-
-@contextlib.contextmanager
-def silent(label: str) -> Iterator[Any]:
-    yield lambda done, total: None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -61,7 +54,7 @@ def llama(tmp_path_factory) -> Path:
 
 
 def ours(folder: Path, **options: Any) -> HarnessModel:
-    return HarnessModel(load(folder, device="cpu"), progress=silent, **options)
+    return HarnessModel(load(folder, device="cpu"), **options)
 
 
 def theirs(folder: Path, batch_size: int) -> HFLM:
@@ -231,7 +224,7 @@ def test_any_of_the_tokens_that_end_a_models_texts_ends_an_answer(llama):
     loaded = load(llama)
     tokens = loaded.generate("the cat", temperature=0, max_new_tokens=8).tokens
     assert tokens[2] not in tokens[:2]
-    model = HarnessModel(replace(loaded, stop_tokens=(tokens[2],)), progress=silent)
+    model = HarnessModel(replace(loaded, stop_tokens=(tokens[2],)))
     said = model.generate_until(requests("g", ("the cat", {"max_gen_toks": 8})))
     assert said == [model.tokenizer.decode(tokens[:2])]
 
@@ -257,7 +250,7 @@ def test_a_context_that_cannot_be(llama):
 
 def test_a_run_of_ours_begins_texts_as_it_learned_to(run_folder):
     """No bos here: a text has no beginning, and after nothing comes the eos of the one before."""
-    model = HarnessModel(load(run_folder), progress=silent)
+    model = HarnessModel(load(run_folder))
     eos = model.tokenizer.eos_id
     assert model.prefix_token_id == model.eot_token_id == eos
     assert model.tok_encode("ab") == [97, 98]

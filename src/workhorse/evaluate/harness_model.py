@@ -5,8 +5,8 @@ where an answer ends is therefore as in its `hf` model, and so are the scores.
 """
 
 import hashlib
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 from lm_eval.api.model import TemplateLM
@@ -23,6 +23,13 @@ from workhorse.tokenizers import ChatTemplate, Tokenizer
 Message = dict[str, str]
 Progress = Callable[[str], AbstractContextManager[Callable[[int, int | None], None]]]
 """`with progress(label) as report`, then `report(done, total)`, in requests."""
+
+
+@contextmanager
+def silent(label: str) -> Iterator[Callable[[int, int | None], None]]:
+    """Progress that nobody sees."""
+    del label
+    yield lambda done, total: None
 
 
 class Evaluated(Protocol):
@@ -47,6 +54,8 @@ class Evaluated(Protocol):
 class HarnessModel(TemplateLM):
     """Answers the harness's requests with a model.
 
+        lm_eval.simple_evaluate(HarnessModel(workhorse.load("runs/first")), tasks=["arc_easy"])
+
     Names of special tokens in a task's text become these tokens, as in the `hf` model: that is how
     a rendered chat comes back from the harness.
 
@@ -65,7 +74,7 @@ class HarnessModel(TemplateLM):
         self,
         model: Evaluated,
         *,
-        progress: Progress,
+        progress: Progress = silent,
         batch_size: int | None = None,
         max_length: int | None = None,
     ) -> None:

@@ -117,7 +117,7 @@ def test_the_norm_before_or_after_the_rotation() -> None:
     assert torch.allclose(inputs_of(after)[0], after.q_norm(turned), atol=1e-6)
     unturned = build()
     unturned.load_state_dict(before.state_dict(), strict=False)
-    normed = before.rotate(before.q_norm(inputs_of(unturned)[0]), context())
+    normed = before.q_rotation(before.q_norm(inputs_of(unturned)[0]), context())
     assert torch.allclose(inputs_of(before)[0], normed, atol=1e-6)
     assert (inputs_of(before)[0] - inputs_of(after)[0]).abs().max() > 0.1
 

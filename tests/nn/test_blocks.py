@@ -116,7 +116,7 @@ def test_dropout_acts_on_what_is_added_in_training_only() -> None:
     built.train()
     assert not torch.allclose(built(X, context()), built(X, context()))
     wholly = block("pre_norm", dropout=0.5).train()
-    wholly.branch = nn.Dropout(1.0)
+    wholly.attention_branch = wholly.feed_forward_branch = nn.Dropout(1.0)
     assert torch.equal(wholly(X, context()), X)  # the residual itself is never dropped
 
 

@@ -143,8 +143,8 @@ class NoResidual(PreNorm):
     """`attention(norm(x))`, then `feed_forward(norm(x))`: the stream is replaced, not added to."""
 
     def forward(self, x, context, cache=None):
-        x = self.branch(self.attention(self.attention_norm(x), context, cache))
-        return self.branch(self.feed_forward(self.feed_forward_norm(x)))
+        x = self.attention_branch(self.attention(self.attention_norm(x), context, cache))
+        return self.feed_forward_branch(self.feed_forward(self.feed_forward_norm(x)))
 
 
 def loss_after_a_short_training(*, residual: bool, n_layers: int, steps: int = 40) -> float:

@@ -245,10 +245,14 @@ class Attention(SelfAttention):
         self.q_proj = nn.Linear(d_model, n_heads * self.head_dim, bias=qkv_bias)
         self.k_proj = nn.Linear(d_model, self.n_kv_heads * self.head_dim, bias=qkv_bias)
         self.v_proj = nn.Linear(d_model, self.n_kv_heads * self.value_dim, bias=qkv_bias)
-        self.clip = Clip(clip) if clip else nn.Identity()
+        self.q_clip, self.k_clip, self.v_clip = (
+            Clip(clip) if clip else nn.Identity() for _ in range(3)
+        )
         self.q_norm = make_head_norm(qk_norm, n_heads, self.head_dim)
         self.k_norm = make_head_norm(qk_norm, self.n_kv_heads, self.head_dim)
-        self.rotate = make_rotation(rope, self.head_dim) if rope else Unchanged()
+        self.q_rotation, self.k_rotation = (
+            make_rotation(rope, self.head_dim) if rope else Unchanged() for _ in range(2)
+        )
         self.scale_queries = QueryScaling(query_scaling) if query_scaling else Unchanged()
         self.gate = OutputGate(d_model, width_out) if output_gate else Unchanged()
         self.inner_norm = inner_norm.build(width_out) if inner_norm else nn.Identity()
@@ -258,9 +262,9 @@ class Attention(SelfAttention):
         self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
     ) -> Hidden:
         context = context or context_alone(x, self.d_model, cache)
-        q = split_heads(self.clip(self.q_proj(x)), self.n_heads)  # (batch, heads, seq, head_dim)
-        k = split_heads(self.clip(self.k_proj(x)), self.n_kv_heads)  # (batch, kv_heads, …)
-        v = split_heads(self.clip(self.v_proj(x)), self.n_kv_heads)
+        q = split_heads(self.q_clip(self.q_proj(x)), self.n_heads)  # (batch, heads, seq, head_dim)
+        k = split_heads(self.k_clip(self.k_proj(x)), self.n_kv_heads)  # (batch, kv_heads, …)
+        v = split_heads(self.v_clip(self.v_proj(x)), self.n_kv_heads)
         q, k = self.place(q, k, context)
         q = self.scale_queries(q, context)
         if cache is not None:
@@ -272,14 +276,14 @@ class Attention(SelfAttention):
 
     def place(self, q: Queries, k: NewKeys, context: Context) -> tuple[Queries, NewKeys]:
         """Normalise, then turn."""
-        return self.rotate(self.q_norm(q), context), self.rotate(self.k_norm(k), context)
+        return self.q_rotation(self.q_norm(q), context), self.k_rotation(self.k_norm(k), context)
 
 
 class RotateFirstAttention(Attention):
     """Attention whose query and key norms come after the rotation."""
 
     def place(self, q: Queries, k: NewKeys, context: Context) -> tuple[Queries, NewKeys]:
-        return self.q_norm(self.rotate(q, context)), self.k_norm(self.rotate(k, context))
+        return self.q_norm(self.q_rotation(q, context)), self.k_norm(self.k_rotation(k, context))
 
 
 class QueryScaling(nn.Module):

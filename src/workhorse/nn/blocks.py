@@ -72,7 +72,8 @@ class Block(nn.Module, ABC):
         super().__init__()
         self.attention = config.attention.build(d_model, layer, kernel)
         self.feed_forward = config.feed_forward.build(d_model)
-        self.branch = make_branch(config.dropout, config.residual_multiplier)
+        self.attention_branch = make_branch(config.dropout, config.residual_multiplier)
+        self.feed_forward_branch = make_branch(config.dropout, config.residual_multiplier)
 
     @abstractmethod
     def forward(
@@ -112,8 +113,8 @@ class PreNorm(Block):
     def forward(
         self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
     ) -> Hidden:
-        x = x + self.branch(self.attention(self.attention_norm(x), context, cache))
-        return x + self.branch(self.feed_forward(self.feed_forward_norm(x)))
+        x = x + self.attention_branch(self.attention(self.attention_norm(x), context, cache))
+        return x + self.feed_forward_branch(self.feed_forward(self.feed_forward_norm(x)))
 
 
 class NormedResidual(PreNorm):
@@ -123,9 +124,9 @@ class NormedResidual(PreNorm):
         self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
     ) -> Hidden:
         x = self.attention_norm(x)
-        x = x + self.branch(self.attention(x, context, cache))
+        x = x + self.attention_branch(self.attention(x, context, cache))
         x = self.feed_forward_norm(x)
-        return x + self.branch(self.feed_forward(x))
+        return x + self.feed_forward_branch(self.feed_forward(x))
 
 
 class PostNormConfig(WiringConfig):
@@ -143,8 +144,8 @@ class PostNorm(PreNorm):
     def forward(
         self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
     ) -> Hidden:
-        x = self.attention_norm(x + self.branch(self.attention(x, context, cache)))
-        return self.feed_forward_norm(x + self.branch(self.feed_forward(x)))
+        x = self.attention_norm(x + self.attention_branch(self.attention(x, context, cache)))
+        return self.feed_forward_norm(x + self.feed_forward_branch(self.feed_forward(x)))
 
 
 class ReorderedNormConfig(WiringConfig):
@@ -162,8 +163,8 @@ class ReorderedNorm(PreNorm):
     def forward(
         self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
     ) -> Hidden:
-        x = x + self.branch(self.attention_norm(self.attention(x, context, cache)))
-        return x + self.branch(self.feed_forward_norm(self.feed_forward(x)))
+        x = x + self.attention_branch(self.attention_norm(self.attention(x, context, cache)))
+        return x + self.feed_forward_branch(self.feed_forward_norm(self.feed_forward(x)))
 
 
 class SandwichNormConfig(WiringConfig):
@@ -189,9 +190,9 @@ class SandwichNorm(PreNorm):
         self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
     ) -> Hidden:
         y = self.attention(self.attention_norm(x), context, cache)
-        x = x + self.branch(self.attention_output_norm(y))
+        x = x + self.attention_branch(self.attention_output_norm(y))
         y = self.feed_forward(self.feed_forward_norm(x))
-        return x + self.branch(self.feed_forward_output_norm(y))
+        return x + self.feed_forward_branch(self.feed_forward_output_norm(y))
 
 
 class ParallelConfig(WiringConfig):
@@ -222,8 +223,8 @@ class Parallel(Block):
         self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
     ) -> Hidden:
         y = self.norm(x)
-        y = self.branch(self.attention(y, context, cache)) + self.branch(self.feed_forward(y))
-        return x + y
+        mixed = self.attention_branch(self.attention(y, context, cache))
+        return x + (mixed + self.feed_forward_branch(self.feed_forward(y)))
 
 
 class ParallelTwoNorms(PreNorm):
@@ -232,8 +233,8 @@ class ParallelTwoNorms(PreNorm):
     def forward(
         self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
     ) -> Hidden:
-        y = self.branch(self.attention(self.attention_norm(x), context, cache))
-        return x + (y + self.branch(self.feed_forward(self.feed_forward_norm(x))))
+        y = self.attention_branch(self.attention(self.attention_norm(x), context, cache))
+        return x + (y + self.feed_forward_branch(self.feed_forward(self.feed_forward_norm(x))))
 
 
 BlockConfig = Annotated[

@@ -159,7 +159,8 @@ def _pre_norm(
     norms = (block.attention_norm, block.feed_forward_norm)
     if (
         not _takes(x)
-        or not isinstance(block.branch, nn.Identity)
+        or not isinstance(block.attention_branch, nn.Identity)
+        or not isinstance(block.feed_forward_branch, nn.Identity)
         or not all(type(norm) in _NORMS for norm in norms)
     ):
         return PreNorm.forward(block, x, context, cache)

@@ -1,6 +1,7 @@
 """What a run left behind, to be compared."""
 
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -21,3 +22,9 @@ def assert_same_run(one: Path, other: Path, step: int = 12) -> None:
     assert step_losses(one) == step_losses(other)
     first, second = weights(one, step), weights(other, step)
     assert all(torch.equal(first[name], second[name]) for name in first)
+
+
+def notices(told: list[dict[str, Any]]) -> list[str]:
+    """The notices among a run's events, but for that of a machine without native operators."""
+    messages = [event["message"] for event in told if event["kind"] == "notice"]
+    return [message for message in messages if not message.startswith("no native operators")]

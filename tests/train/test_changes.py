@@ -9,17 +9,13 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.runs import step_losses, weights
+from tests.train.runs import notices, step_losses, weights
 from workhorse.checkpoints import RunDirectory
 from workhorse.cli.main import main
 from workhorse.data import Batches, DataConfig, prepare
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import BytesConfig, train_tokenizer
 from workhorse.train import Recipe, read_metrics, rehearse, train
-
-
-def notices(told: list[dict[str, Any]]) -> list[str]:
-    return [event["message"] for event in told if event["kind"] == "notice"]
 
 
 def recorded(out: Path) -> list[tuple[int, str, Any, Any]]:
@@ -121,14 +117,14 @@ def test_rows_with_an_offset_are_the_same_rows(corpus: Path, tmp_path: Path) -> 
 
 
 def test_another_rate_of_muon_says_which_rate_stays(make_recipe, run: Path) -> None:
-    def notices(**optimizer: Any) -> list[str]:
+    def told(**optimizer: Any) -> list[str]:
         recipe = make_recipe(steps=24, optimizer={"kind": "muon", **optimizer})
         return rehearse(recipe, run, resume=True).notices
 
     stays = "embeddings, head and norms keep train.optimizer.adamw.learning_rate="
-    assert [line for line in notices(learning_rate=0.004) if stays in line]
-    both = notices(learning_rate=0.004, adamw={"learning_rate": 0.004})
-    assert not [line for line in [*both, *notices()] if stays in line]
+    assert [line for line in told(learning_rate=0.004) if stays in line]
+    both = told(learning_rate=0.004, adamw={"learning_rate": 0.004})
+    assert not [line for line in [*both, *told()] if stays in line]
 
 
 def test_more_steps_say_what_becomes_of_the_rate(make_recipe, run: Path) -> None:

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from tests.train.runs import assert_same_run, weights
+from tests.train.runs import assert_same_run, notices, weights
 from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
 from workhorse.errors import WorkhorseError
 from workhorse.train import Recipe, read_metrics, train
@@ -71,9 +71,9 @@ def test_a_damaged_checkpoint_is_named_and_the_older_one_used(make_recipe, tmp_p
     state.write_text(state.read_text().replace("0", "1", 1))
     told: list[dict[str, Any]] = []
     train(make_recipe(), tmp_path / "run", resume=True, on_event=told.append)
-    notices = [event["message"] for event in told if event["kind"] == "notice"]
-    assert len(notices) == 1
-    assert "step-00000012: state.json differs from its SHA-256" in notices[0]
+    said = notices(told)
+    assert len(said) == 1
+    assert "step-00000012: state.json differs from its SHA-256" in said[0]
     assert next(event["step"] for event in told if event["kind"] == "start") == 8
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 
@@ -85,8 +85,8 @@ def test_more_steps_go_on_from_the_end(make_recipe, tmp_path: Path) -> None:
     more = make_recipe(steps=16, schedule=schedule, log_every=2)
     result = train(more, tmp_path / "run", resume=True, on_event=told.append)
     assert result.step == 16
-    notices = [event["message"] for event in told if event["kind"] == "notice"]
-    assert notices == [
+    said = notices(told)
+    assert said == [
         "train.steps changes from 12 to 16",
         "train.log_every changes from 1 to 2",
     ]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import workhorse
-from tests.train.runs import assert_same_run, step_losses, weights
+from tests.train.runs import assert_same_run, notices, step_losses, weights
 from workhorse.checkpoints import CheckpointStore, RunDirectory
 from workhorse.data import Batch, Document
 from workhorse.errors import WorkhorseError
@@ -236,7 +236,7 @@ def test_a_tracker_that_fails_is_left_out(
     result = train(make_recipe(trackers=["wandb"]), tmp_path / "run", on_event=told.append)
     assert result.step == 12
     assert len(seen) == 1
-    (notice,) = [event["message"] for event in told if event["kind"] == "notice"]
+    (notice,) = notices(told)
     assert notice.startswith("the tracker wandb failed and is left out: OSError('the network")
 
 

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from workhorse.config import ConfigError
 from workhorse.nn import Attention, AttentionConfig, Context
-from workhorse.nn.attention import RotateFirstAttention
+from workhorse.nn.attention import QKNormConfig, RotateFirstAttention
+from workhorse.nn.norms import RMSNormConfig
 from workhorse.nn.positions import NoPositionConfig
 from workhorse.nn.rope import RopeConfig
 
@@ -250,3 +251,9 @@ def test_no_cache_without_causality() -> None:
         ConfigError, match=r"^causal=false cannot decode with a cache; run the whole"
     ):
         build(causal=False).cache_entry(Cache(1, 4, torch.device("cpu")))
+
+
+def test_a_module_refuses_norms_that_it_would_put_elsewhere() -> None:
+    norms = QKNormConfig(norm=RMSNormConfig(), after_rope=True)
+    with pytest.raises(ConfigError, match="is not what Attention computes; let AttentionConfig"):
+        Attention(64, 4, rope=RopeConfig(), qk_norm=norms)

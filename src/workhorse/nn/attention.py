@@ -203,6 +203,8 @@ class Attention(SelfAttention):
         ConfigError: `AttentionConfig` would refuse these heads and widths.
     """
 
+    rotates_first = False
+
     def __init__(
         self,
         d_model: int,
@@ -223,6 +225,11 @@ class Attention(SelfAttention):
         inner_norm: PresentNormConfig | None = None,
     ) -> None:
         super().__init__()
+        if qk_norm is not None and qk_norm.after_rope != self.rotates_first:
+            raise ConfigError(
+                f"qk_norm.after_rope={qk_norm.after_rope} is not what {type(self).__name__} "
+                "computes; let AttentionConfig build it"
+            )
         sizes = AttentionConfig(
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
@@ -281,6 +288,8 @@ class Attention(SelfAttention):
 
 class RotateFirstAttention(Attention):
     """Attention whose query and key norms come after the rotation."""
+
+    rotates_first = True
 
     def place(self, q: Queries, k: NewKeys, context: Context) -> tuple[Queries, NewKeys]:
         return self.q_norm(self.q_rotation(q, context)), self.k_norm(self.k_rotation(k, context))

@@ -29,55 +29,56 @@ class FolderLock:
 
     def __init__(self, folder: Path) -> None:
         file = folder / ".lock"
-        self._folder = folder
-        self._descriptors: list[int] = []
+        self._path = folder
+        self._folder: int | None = None
         try:
-            descriptor = os.open(file, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o644)
+            self._file: int | None = os.open(file, os.O_RDWR | os.O_CREAT | NO_FOLLOW, 0o644)
         except OSError as error:
             if error.errno == errno.ELOOP:
                 raise _not_ours(file) from None
             raise
-        self._descriptors.append(descriptor)
-        status = os.fstat(descriptor)
+        status = os.fstat(self._file)
         if not stat.S_ISREG(status.st_mode) or status.st_nlink > 1:
             self.release()
             raise _not_ours(file)
         if fcntl is None:
             return
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            holder = os.pread(descriptor, 20, 0).decode(errors="replace") or "unknown"
+            holder = os.pread(self._file, 20, 0).decode(errors="replace") or "unknown"
             self.release()
             raise WorkhorseError(
                 f"{folder} is in use by another training process (pid {holder}); "
                 "wait for it, or choose another --out"
             ) from None
-        os.truncate(descriptor, 0)
-        os.pwrite(descriptor, str(os.getpid()).encode(), 0)
-        self._descriptors.append(os.open(folder, os.O_RDONLY))
+        os.truncate(self._file, 0)
+        os.pwrite(self._file, str(os.getpid()).encode(), 0)
+        self._folder = os.open(folder, os.O_RDONLY)
 
     def in_place(self) -> bool:
         """Whether the folder that is held still has its path; where folders are not held, True."""
-        if len(self._descriptors) == 1:
+        if self._folder is None:
             return True
         try:
-            return os.path.samestat(os.stat(self._folder), os.fstat(self._descriptors[-1]))
+            return os.path.samestat(os.stat(self._path), os.fstat(self._folder))
         except OSError:
             return False
 
     def folder_now(self) -> Path | None:
         """Where the folder that is held is now; None: removed, or the system does not tell."""
         try:
-            now = Path(os.readlink(f"/proc/self/fd/{self._descriptors[-1]}"))
+            now = Path(os.readlink(f"/proc/self/fd/{self._folder}"))
         except OSError:
             return None
         return now if now.is_dir() else None
 
     def release(self) -> None:
         """Let go of it."""
-        while self._descriptors:
-            os.close(self._descriptors.pop())
+        for descriptor in (self._folder, self._file):
+            if descriptor is not None:
+                os.close(descriptor)
+        self._folder = self._file = None
 
     def __enter__(self) -> Self:
         return self

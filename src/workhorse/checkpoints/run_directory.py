@@ -62,6 +62,7 @@ class RunDirectory:
         """What must not go unnoticed when it is loaded; loading adds to it."""
         self._made: list[Path] = []
         self._found_data = False
+        self._lock: FolderLock | None = None
 
     @property
     def exists(self) -> bool:
@@ -84,20 +85,21 @@ class RunDirectory:
                 folder for folder in (self.path, *self.path.parents) if not folder.exists()
             ]
             self.path.mkdir(parents=True, exist_ok=True)
-            return FolderLock(self.path)
+            self._lock = FolderLock(self.path)
         except OSError as error:
             raise self._unfit(error.strerror) from None
+        return self._lock
 
-    def check_place(self, lock: FolderLock) -> None:
-        """Look whether the folder is still the one that is trained in; a save would make another.
+    def check_place(self) -> None:
+        """Look whether the folder is still the one that was locked; a save would make another.
 
         Raises:
             WorkhorseError: it was moved or removed, with where its last checkpoint is.
         """
-        if lock.in_place():
+        if self._lock is None or self._lock.in_place():
             return
         moved = f"{self.path} was moved or removed while it was trained in"
-        if (now := lock.folder_now()) is None:
+        if (now := self._lock.folder_now()) is None:
             raise WorkhorseError(
                 f"{moved}; its checkpoints went with it: go on from where they are by --resume"
             )

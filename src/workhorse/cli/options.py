@@ -26,8 +26,6 @@ json_option = click.option(
 """Every verb has it; the parameter is `as_json`."""
 
 
-MOST_THREADS = 1024
-"""More than any machine has cores; each takes memory."""
 MOST_ROWS = 65_536
 """More than any machine has memory to work on at once."""
 
@@ -41,7 +39,7 @@ def runtime_options(verb: Callable[..., Any], *, default: str | bool = True) -> 
     for option in (
         click.option(
             "--threads",
-            type=click.IntRange(0, MOST_THREADS),
+            type=click.IntRange(min=0),
             default=0,
             show_default=default,
             help="CPU threads; 0 lets torch decide.",

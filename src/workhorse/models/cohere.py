@@ -6,7 +6,6 @@ from workhorse.models.huggingface.llama_like import (
     FULL,
     KEYS,
     RULES,
-    SHORT_NAMES,
     SLIDING,
     attention,
     decoder,
@@ -73,7 +72,7 @@ def read_cohere2(hf: Fields) -> DecoderConfig:
         hf,
         [block(kind) for kind in types],
         norm,
-        names=[SHORT_NAMES[kind] for kind in types],
+        names=types,
         tied=True,
         head=scaled(hf),
     )

@@ -6,7 +6,6 @@ from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import (
     FULL,
-    SHORT_NAMES,
     SLIDING,
     attention,
     decoder,
@@ -51,7 +50,7 @@ def read(hf: Fields) -> DecoderConfig:
         hf,
         [block(kind) for kind in types],
         norm,
-        names=[SHORT_NAMES[kind] for kind in types],
+        names=types,
         tied=True,
         head={"multiplier": hf.get("logit_scale", 1.0)},
     )

@@ -6,7 +6,6 @@ from workhorse.models.huggingface.llama_like import (
     FULL,
     KEYS,
     RULES,
-    SHORT_NAMES,
     SLIDING,
     alternating,
     attention,
@@ -50,9 +49,7 @@ def read(hf: Fields) -> DecoderConfig:
             feed_forward=gated_mlp(hf, bias=hf.get("mlp_bias", False)),
         )
 
-    return decoder(
-        hf, [block(kind) for kind in types], norm, names=[SHORT_NAMES[kind] for kind in types]
-    )
+    return decoder(hf, [block(kind) for kind in types], norm, names=types)
 
 
 HUGGING_FACE = (

@@ -6,7 +6,6 @@ from workhorse.models.huggingface.llama_like import (
     FULL,
     KEYS,
     RULES,
-    SHORT_NAMES,
     SLIDING,
     attention,
     decoder,
@@ -49,9 +48,7 @@ def read(hf: Fields) -> DecoderConfig:
             feed_forward=gated_mlp(hf),
         )
 
-    return decoder(
-        hf, [block(kind) for kind in types], norm, names=[SHORT_NAMES[kind] for kind in types]
-    )
+    return decoder(hf, [block(kind) for kind in types], norm, names=types)
 
 
 def _types(hf: Fields, window: int | None) -> list[str]:

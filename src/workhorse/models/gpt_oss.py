@@ -8,7 +8,6 @@ from workhorse.models.huggingface.llama_like import (
     FULL,
     KEYS,
     RULES,
-    SHORT_NAMES,
     SLIDING,
     alternating,
     attention,
@@ -75,9 +74,7 @@ def read(hf: Fields) -> DecoderConfig:
             feed_forward=mixture,
         )
 
-    return decoder(
-        hf, [block(kind) for kind in types], norm, names=[SHORT_NAMES[kind] for kind in types]
-    )
+    return decoder(hf, [block(kind) for kind in types], norm, names=types)
 
 
 def alternated(ours: tuple[str, str], theirs: str) -> Rule:

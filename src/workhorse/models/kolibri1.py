@@ -6,7 +6,6 @@ from workhorse.models.huggingface.llama_like import (
     FULL,
     KEYS,
     RULES,
-    SHORT_NAMES,
     SLIDING,
     activation,
     attention,
@@ -67,9 +66,7 @@ def read(hf: Fields) -> DecoderConfig:
             feed_forward=mixture,
         )
 
-    return decoder(
-        hf, [block(kind) for kind in types], norm, names=[SHORT_NAMES[kind] for kind in types]
-    )
+    return decoder(hf, [block(kind) for kind in types], norm, names=types)
 
 
 def _every_fifth(hf: Fields) -> list[bool]:

@@ -6,7 +6,6 @@ from workhorse.models.huggingface.llama_like import (
     FULL,
     KEYS,
     RULES,
-    SHORT_NAMES,
     SLIDING,
     alternating,
     attention,
@@ -35,7 +34,7 @@ def read(hf: Fields) -> DecoderConfig:
         )
         for kind in kinds
     ]
-    return decoder(hf, layers, norm, names=[SHORT_NAMES[kind] for kind in kinds])
+    return decoder(hf, layers, norm, names=kinds)
 
 
 HUGGING_FACE = (

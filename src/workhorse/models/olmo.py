@@ -13,7 +13,6 @@ from workhorse.models.huggingface.llama_like import (
     KEYS,
     ROPE_BY_TYPE_KEYS,
     RULES,
-    SHORT_NAMES,
     SLIDING,
     activation,
     alternating,
@@ -172,9 +171,7 @@ def read_olmo3(hf: Fields) -> DecoderConfig:
             feed_forward=gated_mlp(hf),
         )
 
-    return decoder(
-        hf, [block(kind) for kind in types], norm, names=[SHORT_NAMES[kind] for kind in types]
-    )
+    return decoder(hf, [block(kind) for kind in types], norm, names=types)
 
 
 def read_olmoe(hf: Fields) -> DecoderConfig:

@@ -104,6 +104,7 @@ def assemble(
         constants=constants,
         flops_per_token=flops_per_token(decoder, config.seq_len),
         peak=Peak(partial(measured_peak, config, device)),
+        check_place=run.check_place,
     )
     if checkpoint is not None:
         loop.restore(checkpoint, at.rows)

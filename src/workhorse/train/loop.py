@@ -82,6 +82,7 @@ class Loop:
         constants: belong into every checkpoint beside what changes.
         flops_per_token: of training.
         peak: floating-point operations a second that the device reaches.
+        check_place: raises where a checkpoint would no longer come to lie in the run's folder.
     """
 
     config: TrainConfig
@@ -96,8 +97,7 @@ class Loop:
     constants: dict[str, Any]
     flops_per_token: int
     peak: Peak
-    check_place: Callable[[], None] = lambda: None
-    """Raises where a checkpoint would no longer come to lie in the run's folder."""
+    check_place: Callable[[], None]
     counters: Counters = field(default_factory=Counters)
     saved: int = 0
     """Steps done when the newest checkpoint was written."""

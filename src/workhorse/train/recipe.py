@@ -92,7 +92,7 @@ class TrainConfig(Config):
         Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"], OnResume.ROUNDED
     ] = "auto"
     """How attention is computed."""
-    threads: Annotated[int, OnResume.ROUNDED] = Field(default=0, ge=0, le=1024)
+    threads: Annotated[int, OnResume.ROUNDED] = Field(default=0, ge=0)
     """CPU threads; 0 lets PyTorch decide. Another number gives other roundings."""
     compile: Annotated[bool, OnResume.ROUNDED] = False
     """Compile the layers (`torch.compile`), those that are alike together: slower to start. On

@@ -2,7 +2,6 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -86,7 +85,7 @@ def train(
     _check_place(run, resume)  # before the lock, which would leave its file in somebody's folder
     device = check_recipe(recipe, resume=resume)
     check_outside(recipe.data, run.path)
-    with run.lock() as lock:
+    with run.lock():
         into = store or run.store(recipe.train.keep)
         if resume:
             resumed = plan_resumption(run, recipe, into.newest)
@@ -101,7 +100,6 @@ def train(
             if not resume:
                 run.undo()
             raise
-        loop.check_place = partial(run.check_place, lock)
         try:
             with StopSignals() as signals:
                 loop.run(signals)

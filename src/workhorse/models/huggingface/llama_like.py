@@ -109,7 +109,8 @@ def decoder(
         hf: the config.
         layers: the block of every layer, or one for all.
         final_norm: before the head.
-        names: what the kinds of layer are called, layer by layer, where there is more than one.
+        names: what the kinds of layer are called, layer by layer, where there is more than one;
+            those of `layer_types` get their `SHORT_NAMES`.
         tied: the family's default of `tie_word_embeddings`.
         head: fields of `HeadConfig`.
         changes: further fields of `DecoderConfig`.
@@ -126,7 +127,7 @@ def decoder(
     if "max_seq_len" not in changes:
         given["max_seq_len"] = hf.need("max_position_embeddings", int)
     if isinstance(layers, Sequence):
-        given |= pattern_of(names, layers)
+        given |= pattern_of([SHORT_NAMES.get(name, name) for name in names], layers)
     else:
         given["blocks"] = {"main": layers}
     return DecoderConfig(**{**given, **changes})

@@ -57,12 +57,13 @@ def weights_in_large_pages(decoder: Decoder) -> dict[str, Tensor]:
 
 
 def mapped_weights(decoder: Decoder) -> dict[str, Destination]:
-    """As `weights_in_large_pages`, but a weight that lies in a file as it is used is not copied.
+    """As `weights_of`, but a weight that lies in a file as it is used is not copied.
 
     It is the mapped file itself: there at once, fetched from the disk when it is first looked at,
-    and copied by the system where something writes to it, so that nothing reaches the file.
+    and copied by the system where something writes to it, so that nothing reaches the file. The
+    others are copied into usual pages: to make large ones the system may have to move others first,
+    which takes longer than the copy.
     """
-    weights_in_large_pages(decoder)
     mapped: set[int] = set()
     return {name: _MappedWeight(weight, mapped) for name, weight in decoder.named_parameters()}
 

@@ -104,6 +104,7 @@ def test_what_is_wrong_is_seen() -> None:
         ({"bytes": 1 << 40}, "GB"),
         ({"changed": ["run/config.json"]}, "changed run/config.json"),
         ({"code": 0, "changed": ["out/.tmp-x"]}, "left out/.tmp-x"),
+        ({"changed": ["tmp/torchinductor_me/x.h", "tmp/x"]}, "changed tmp/x and 0 more"),
         ({"stderr": ""}, "0 lines"),
         ({"stderr": "workhorse: 'NoneType' is not iterable\n"}, "speaks of"),
         ({"stderr": "workhorse: a\x1b[31m\n"}, "not printable"),
@@ -169,7 +170,7 @@ def _environment(place: Path) -> dict[str, str]:
         "PYTHONDONTWRITEBYTECODE": "1",
         "HOME": str(place / "home"),
         "TMPDIR": str(place / "tmp"),
-        "TORCHINDUCTOR_CACHE_DIR": str(place.parent / "inductor"),  # PyTorch's own, in TMPDIR else
+        "TORCHINDUCTOR_CACHE_DIR": str(place.parent / "inductor"),  # compiled once for all attempts
         "XDG_CACHE_HOME": cache,
         "OMP_NUM_THREADS": "1",
         "OMP_STACKSIZE": "256k",

@@ -27,7 +27,7 @@ Ctrl-C ends a reply. Anything else is a message to the model."""
 
 @click.command("chat")
 @model_options
-@click.option("--system", default="", metavar="TEXT", help="What the model is told beforehand.")
+@click.option("--system", default="", metavar="TEXT", help="A system message.")
 @sampling_options
 @draft_options
 @compile_option

@@ -23,13 +23,13 @@ from workhorse.cli.output import print_result, warn
     type=click.Choice(["auto", "float32", "bfloat16", "float16", "q8_0"]),
     default="auto",
     show_default=True,
-    help="Of the written weights; q8_0 is for GGUF.",
+    help="Type of the written weights; q8_0 is for GGUF.",
 )
 @click.option(
     "--n-kv-heads",
     type=click.IntRange(min=1),
-    help="Merge heads of keys and values into so many, each the mean of its group. The result is"
-    " another model, to be trained on.",
+    help="Merge heads of keys and values into this many, each the mean of its group. The result is"
+    " another model, which needs further training.",
 )
 @json_option
 def command(
@@ -38,8 +38,8 @@ def command(
     """Write the model SRC as DST, in another format.
 
     SRC is a run directory, a Hugging Face directory or hub id, a GGUF file, or a folder that this
-    verb wrote. A Hugging Face directory is of a class that transformers has; a model that none can
-    hold is refused with what stands in the way (`workhorse models show` tells beforehand).
+    verb wrote. `--to hf` writes the model as a class of transformers; one that no class can hold is
+    refused with what stands in the way (`workhorse models show` says so beforehand).
     """
     if to is None and target.suffix != ".gguf":
         raise click.UsageError("give --to hf, workhorse or gguf: the format of DST")

@@ -40,10 +40,10 @@ def command() -> None:
 def prepare_command(
     recipe: Path, overrides: tuple[str, ...], out: Path | None, verify: bool, as_json: bool
 ) -> None:
-    """Train RECIPE's tokenizer and write its token shards; use again what is there.
+    """Train RECIPE's tokenizer and write its token shards; reuse what is there.
 
-    RECIPE is a YAML file, or a run directory, whose own recipe and data it is then.
-    Train then finds them. A build that was stopped goes on.
+    RECIPE is a YAML file, or a run directory, whose own recipe and data are then used. `train`
+    finds what was prepared. A build that was stopped goes on.
     """
     from workhorse.data import describe
 
@@ -92,7 +92,7 @@ def inspect_command(
 ) -> None:
     """Show what a model trained on RECIPE will see: counts, then rows decoded.
 
-    RECIPE is a YAML file, or a run directory, whose own recipe and data it is then.
+    RECIPE is a YAML file, or a run directory, whose own recipe and data are then used.
     """
     from workhorse.data import Batches, describe, view_rows
 

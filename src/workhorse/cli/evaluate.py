@@ -32,8 +32,8 @@ PER_TASK = ("versions", "n-shot")
 @click.option(
     "--stride",
     type=int,
-    help="With --data: tokens predicted by each window of the context; fewer see more of what came"
-    " before, and take longer.  [default: the context]",
+    help="With --data: tokens predicted by each window of the context; with fewer, each sees more"
+    " of what came before, and it takes longer.  [default: the context]",
 )
 @click.option(
     "--compare-gzip",
@@ -59,7 +59,7 @@ PER_TASK = ("versions", "n-shot")
 @click.option(
     "--limit",
     type=float,
-    help="With --tasks: only so many questions of each; below 1, such a share of them.",
+    help="With --tasks: at most this many questions of each; below 1, that share of them.",
 )
 @click.option(
     "--apply-chat-template",

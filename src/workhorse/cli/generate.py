@@ -37,7 +37,7 @@ SHOWN_PROMPT = 40
     "--prompt-file",
     type=PATH,
     metavar="FILE",
-    help="A text file, which is one prompt; or .jsonl, an object with `prompt` a line.",
+    help="A text file, taken as one prompt; or a .jsonl file, with a `prompt` in each line.",
 )
 @sampling_options
 @draft_options
@@ -49,12 +49,12 @@ SHOWN_PROMPT = 40
 @click.option(
     "--logprobs",
     type=int,
-    help="With --json: each token's, and the n likeliest's, with id and text.",
+    help="With --json: log-probabilities of each token and of the N likeliest in its place.",
 )
 @click.option(
     "--beams",
     type=int,
-    help="Search for the likeliest text, the one that is given, with so many hypotheses.",
+    help="Search for the likeliest text with this many hypotheses, and give that one.",
 )
 @click.option("--length-penalty", type=float, help="With --beams: more favours longer texts.")
 @click.option("--early-stopping", is_flag=True, default=None, help="With --beams: end sooner.")

@@ -29,19 +29,27 @@ _FLAGS = (
     click.option(
         "--temperature",
         type=float,
-        help="Below 1 sharper, above 1 more varied, 0 always the likeliest.  [default: 1.0]",
+        help="Below 1 sharper, above 1 more varied, 0 always the likeliest token.  [default: 1.0]",
     ),
     click.option("--top-k", type=int, help="Sample among the k likeliest tokens."),
-    click.option("--top-p", type=float, help="Sample among the likeliest that hold probability p."),
-    click.option("--min-p", type=float, help="Leave out what is below p times the likeliest."),
+    click.option(
+        "--top-p", type=float, help="Sample among the likeliest that hold p of the probability."
+    ),
+    click.option(
+        "--min-p", type=float, help="Leave out what is less likely than p times the likeliest."
+    ),
     click.option(
         "--repetition-penalty", type=float, help="Above 1: tokens seen so far become less likely."
     ),
     click.option(
-        "--presence-penalty", type=float, help="Off the logit of every token in the new text."
+        "--presence-penalty",
+        type=float,
+        help="Subtracted from the logit of every token in the new text.",
     ),
     click.option(
-        "--frequency-penalty", type=float, help="Off a token's logit for each time it came up."
+        "--frequency-penalty",
+        type=float,
+        help="Subtracted from a token's logit for each time it occurred.",
     ),
     click.option(
         "--logit-bias",
@@ -57,7 +65,8 @@ _FLAGS = (
         type=int,
         metavar="N",
         help="Guess N tokens at a time from the text so far, or by --draft, and check them at once."
-        " Faster where guesses hold; the text stays what it would be.",
+        " Faster where guesses hold. The text stays the same or, sampled with --draft, its"
+        " distribution.",
     ),
     click.option(
         "--truncate",

@@ -44,7 +44,7 @@ def command() -> None:
 @click.option(
     "--vocab-size",
     type=int,
-    help="Tokens in all, special ones included; characters may go without.",
+    help="Tokens in all, special ones included; optional for characters.",
 )
 @click.option(
     "--set",
@@ -57,7 +57,7 @@ def command() -> None:
     "--out",
     required=True,
     type=PATH,
-    help="Folder for tokenizer.json; a tokenizer that is there is replaced.",
+    help="Folder for tokenizer.json; a tokenizer that is already there is replaced.",
 )
 @json_option
 def train_command(
@@ -102,7 +102,7 @@ def train_command(
 @files_argument
 @json_option
 def report_command(tokenizer: Path, files: tuple[Path, ...], as_json: bool) -> None:
-    """Measure the tokenizer in DIR on FILES, best ones that it was not trained on."""
+    """Measure the tokenizer in DIR on FILES, preferably ones that it was not trained on."""
     from workhorse.errors import WorkhorseError
     from workhorse.tokenizers import load_tokenizer, tokenizer_report
 
@@ -117,8 +117,8 @@ def report_command(tokenizer: Path, files: tuple[Path, ...], as_json: bool) -> N
 @command.command("encode")
 @click.argument("tokenizer", metavar="DIR", type=PATH)
 @click.argument("text", default="-")
-@click.option("--allow-special", is_flag=True, help="Let names of special tokens in TEXT be them.")
-@click.option("--whole", is_flag=True, help="Begin and end it as the model's texts, by its tokens.")
+@click.option("--allow-special", is_flag=True, help="Names of special tokens in TEXT become them.")
+@click.option("--whole", is_flag=True, help="Add the tokens that begin and end its model's texts.")
 @json_option
 def encode_command(
     *, tokenizer: Path, text: str, allow_special: bool, whole: bool, as_json: bool

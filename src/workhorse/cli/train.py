@@ -71,9 +71,9 @@ def command(
     threads: int,
     as_json: bool,
 ) -> None:
-    """Train a model as RECIPE says: a YAML file, or a run directory, whose own recipe it is then.
+    """Train a model as RECIPE says: a YAML file, or a run directory, whose own recipe is then used.
 
-    `workhorse recipe` tells what a recipe may say.
+    `workhorse recipe` lists what a recipe may say.
 
     Settings after it replace the recipe's, as in `train.steps=500 model.d_model=256`; --device,
     --dtype and --threads, where given, replace those of its `train` section. An interrupt, SIGTERM

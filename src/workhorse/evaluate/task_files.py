@@ -1,7 +1,7 @@
 """A task's own YAML file, looked at before the harness reads it.
 
-Its readers of YAML and JSON are recursive programs in C, which end the process over what is deep or
-is no task at all.
+The harness's parsers of YAML and JSON are recursive C code, which crashes the process on input that
+is nested deeply or is no task at all.
 """
 
 from collections.abc import Iterator

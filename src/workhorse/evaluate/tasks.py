@@ -170,8 +170,8 @@ def _check(task: Any) -> None:
     name = task.config.task
     if getattr(task, "UNSAFE_CODE", False):
         raise WorkhorseError(
-            f"task {name!r} runs code that the model wrote; in a safe place, run it with lm_eval "
-            "--model workhorse --confirm_run_unsafe_code"
+            f"task {name!r} runs code that the model wrote; in a safe place, give lm_eval's "
+            "simple_evaluate a HarnessModel and confirm_run_unsafe_code=True"
         )
     if getattr(task, "MULTIMODAL", False):
         raise WorkhorseError(f"task {name!r} has more than text; choose one of text alone")

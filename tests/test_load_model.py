@@ -221,7 +221,9 @@ def test_an_option_of_load_that_is_none(option: str, value: object) -> None:
 @pytest.mark.parametrize("tell", [5, None, "print"])
 def test_what_cannot_be_told_anything(tell, run_folder: Path, tmp_path: Path) -> None:
     for use in (workhorse.load, partial(convert, target=tmp_path / "out", to="hf")):
-        with pytest.raises(WorkhorseError, match=r"^tell=.* is no function; give one of a line"):
+        with pytest.raises(
+            WorkhorseError, match=r"^tell=.* is no function; give one that takes a line"
+        ):
             use(run_folder, tell=tell)
 
 

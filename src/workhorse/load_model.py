@@ -209,7 +209,7 @@ class Model:
     ) -> Conversation:
         """A conversation, in the form of its chat template if it was trained to chat.
 
-        One that was not continues a written dialogue.
+        A model that was not trained to chat continues a written dialogue.
 
         Args:
             config: how replies are chosen; or give `options`.
@@ -346,7 +346,9 @@ def load(
 def check_tell(tell: object) -> None:
     """Refuse what cannot be called with a line."""
     if not callable(tell):
-        raise WorkhorseError(f"tell={shown(tell)} is no function; give one of a line, as print")
+        raise WorkhorseError(
+            f"tell={shown(tell)} is no function; give one that takes a line, such as print"
+        )
 
 
 def _with_text(stored: StoredModel, decoder: Decoder, tell: Callable[[str], object]) -> Model:

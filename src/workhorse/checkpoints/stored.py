@@ -123,7 +123,7 @@ def open_stored(
     if not path.is_dir():
         if path.suffix in (".yaml", ".yml"):
             raise WorkhorseError(
-                f"{path} is a recipe and no model; workhorse train {path} --dry-run tells of its"
+                f"{path} is a recipe and no model; workhorse train {path} --dry-run shows it"
             )
         raise WorkhorseError(f"{path} is a file; give the folder of its model")
     for kind in (ModelFolder, HuggingFaceDirectory):

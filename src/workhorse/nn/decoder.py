@@ -28,7 +28,7 @@ class DecoderConfig(Config):
 
     elsewhere = OF_PARTS
     vocab_size: int = Field(gt=0)
-    """Kinds of token, and so the number of logits."""
+    """Number of different tokens, and so of logits."""
     d_model: int = Field(gt=0)
     """Width of the residual stream."""
     n_layers: int = Field(gt=0, le=100_000)

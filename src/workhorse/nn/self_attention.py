@@ -23,9 +23,9 @@ class SelfAttentionConfig(Config):
     causal: bool = True
     """False lets every position see every other, as in an encoder."""
     window: int | None = Field(default=None, gt=0)
-    """See only the last `window` positions, the own one included."""
+    """See only the last `window` positions, its own included."""
     chunk: int | None = Field(default=None, gt=0)
-    """See only the own stretch of `chunk` positions."""
+    """See only positions of its own stretch of `chunk`."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
     """On the attention weights."""
 

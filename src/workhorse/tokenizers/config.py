@@ -162,7 +162,7 @@ class WordPieceConfig(_TrainedConfig):
     lowercase: bool = False
     """Make every text lower-case first."""
     character_coverage: float = Field(default=0.9999, gt=0, le=1)
-    """Share of the corpus's characters that words may hold and still be known."""
+    """Share of the corpus's characters that are known; a word with any other becomes unknown."""
 
     @property
     def fixed_tokens(self) -> tuple[str, ...]:

@@ -36,7 +36,7 @@ class SamplesConfig(Config):
     temperature: float = Field(default=0.8, ge=0)
     """Below 1 sharper, above 1 more varied, 0 always the likeliest token."""
     seed: int = Field(default=0, ge=0)
-    """Decides what is drawn, so that the samples of two steps can be compared."""
+    """Decides what is drawn: the same at every step, so that samples can be compared."""
 
 
 class TrainConfig(Config):
@@ -60,7 +60,7 @@ class TrainConfig(Config):
     schedule: Annotated[ScheduleConfig, OnResume.GOES_ON] = CosineConfig()
     """What multiplies every learning rate from step to step."""
     grad_clip: Annotated[float | None, OnResume.GOES_ON] = Field(default=1.0, gt=0)
-    """Longest gradient, as the norm over all parameters; longer ones are shortened. None: any."""
+    """Largest norm of the gradient of all parameters; a larger one is scaled down. None: any."""
     z_loss: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
     """Weight of the squared log-partition in what training minimises (PaLM, 2204.02311 §5). The
     loss shown is the cross-entropy without it."""
@@ -80,7 +80,7 @@ class TrainConfig(Config):
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], OnResume.ROUNDED] = (
         "float32"
     )
-    """Of the arithmetic; what the optimizer updates and checkpoints hold is float32 always. `auto`
+    """Of the arithmetic; what the optimizer updates and checkpoints hold is always float32. `auto`
     is bfloat16 where the device multiplies it natively; `float16` needs CUDA and scales the loss so
     that small gradients survive."""
     matmul_precision: Annotated[Literal["highest", "high"], OnResume.ROUNDED] = "highest"
@@ -189,8 +189,8 @@ class Recipe(Config):
     gives the architecture (`model` holds what differs, dropout for one) and, where none is named,
     the tokenizer; both are written out in the run's own recipe."""
     init_optimizer: bool = False
-    """Take over the optimizer's state too, from the run directory that `init` names. What the run
-    learns from then goes on where that one stood, with the schedule begun anew."""
+    """Take over the optimizer's state too, from the run directory that `init` names; the steps and
+    the schedule begin anew."""
     model: dict[str, Any]
     """The fields of a `DecoderConfig`, or `preset: NAME` and the fields that differ from it.
     `vocab_size` and `max_seq_len`, where left out, come from the tokenizer and `train.seq_len`."""

@@ -22,7 +22,7 @@ def fit_micro_batch(step: TrainingStep, batch: Batch) -> None:
     generators are afterwards what they were. The update is left out: it needs as much for any size.
 
     Args:
-        step: before it is compiled, which rows of other numbers would spoil.
+        step: not yet compiled, since each new number of rows would be compiled anew.
         batch: of the whole size, on the CPU.
 
     Raises:

@@ -66,11 +66,11 @@ def train(
 
     Args:
         recipe: everything that decides the run.
-        out: the run directory, new or empty.
+        out: the run directory: new or empty, or the run's own with `resume`.
         resume: go on with the run in `out`, from its newest whole checkpoint. What changed in the
             recipe since is recorded in `metrics.jsonl`, or refused, see `workhorse.on_resume`.
-        settings: in what the recipe differs from the one that its description is of, as
-            `train.steps=50`; for the report.
+        settings: the command line's overrides that are in the recipe already, such as
+            `train.steps=50`; only for the report.
         on_event: told every line of `metrics.jsonl` (see `workhorse.train.metrics`), and also
             `notice` (`message`) and `data` (`done` and `total` bytes, total None while unknown).
         store: takes checkpoints; None for the run directory's own.

@@ -156,10 +156,10 @@ def layer_types(hf: Fields, default: Iterable[str], local: str = SLIDING) -> lis
     Args:
         hf: the config.
         default: of a config that does not list them.
-        local: what layers are called that see a part; the others are `FULL`.
+        local: the name of layers that see only a part; the others are `FULL`.
 
     Raises:
-        ConfigError: as many are given as there are not layers, or one is unknown.
+        ConfigError: their number is not that of the layers, or one is unknown.
     """
     n_layers = hf.need("num_hidden_layers", int)
     given = hf.sequence("layer_types", str)

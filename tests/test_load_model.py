@@ -272,11 +272,13 @@ def test_quantised_while_it_is_read(
         assert torch.equal(found[name], value), name
 
 
-def test_quantised_and_as_stored_exclude_each_other(run_folder: Path) -> None:
-    with pytest.raises(
-        WorkhorseError, match="quantize=int8 changes what as_stored keeps; leave one out"
-    ):
-        workhorse.load(run_folder, quantize="int8", as_stored=True)
+@pytest.mark.parametrize("option", [{"quantize": "int8"}, {"compile": True}])
+def test_what_changes_modules_and_as_stored_exclude_each_other(
+    run_folder: Path, option: dict[str, str | bool]
+) -> None:
+    ((name, value),) = option.items()
+    with pytest.raises(WorkhorseError, match=f"{name}={value} changes what as_stored keeps; leave"):
+        workhorse.load(run_folder, as_stored=True, **option)
 
 
 def test_what_is_no_prompt(model) -> None:

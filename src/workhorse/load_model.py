@@ -303,7 +303,7 @@ def load(
 
     Raises:
         WorkhorseError: there is no such model, it cannot be read, or the device or type is not
-            there; its weights do not fit into memory; or `quantize` with `as_stored`.
+            there; its weights do not fit into memory; or `quantize` or `compile` with `as_stored`.
     """
     name = model_name(model)
     for option, value, known in (
@@ -318,6 +318,8 @@ def load(
     check_tell(tell)
     if as_stored and quantize != "none":
         raise WorkhorseError(f"quantize={quantize} changes what as_stored keeps; leave one out")
+    if as_stored and compile:
+        raise WorkhorseError("compile=True changes what as_stored keeps; leave one out")
     where, type_of_weights = resolve_device(device), resolve_dtype(dtype)
     if is_stored(name):
         places: Places = weights_in_large_pages if compile else mapped_weights

@@ -228,6 +228,17 @@ def test_dry_run_tells_and_writes_nothing(recipe: str, capsys: pytest.CaptureFix
     assert shown.splitlines()[:2] == account.splitlines()[:2]
 
 
+def test_dry_run_tells_where_the_folder_of_the_recipes_name_is_taken(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", recipe, "--dry-run"]) == 0
+    assert " is free\n" in capsys.readouterr().err
+    assert main(["train", recipe]) == 0
+    capsys.readouterr()
+    assert main(["train", recipe, "--dry-run"]) == 0
+    assert "holds a run already; resume it with --resume" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("out", ["to-nothing", "corpus.txt", "corpus.txt/run"])
 def test_dry_run_refuses_the_place_that_training_would(
     recipe: str, out: str, capsys: pytest.CaptureFixture[str]

@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch.testing import assert_close
 
+from tests.generate.choosing import sampler
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, PrefixCache, generate, samplers, stream
 from workhorse.generate.batch import to_choose_from
@@ -16,7 +17,7 @@ PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [10, 11, 12, 13, 14, 15, 16]]
 @torch.no_grad()
 def naive(decoder, prompt, config, seed=0, vocab=None) -> list[int]:
     """No cache, no batch: as many forward passes over the whole text as there are tokens."""
-    sample = samplers.compose(config, vocab)
+    sample = sampler(config, vocab)
     generator = torch.Generator().manual_seed(seed)
     seen, new = list(prompt), []
     past = samplers.History.of([prompt], decoder.config.vocab_size, torch.device("cpu"))

@@ -6,6 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch.testing import assert_close
 
+from tests.generate.choosing import sampler
 from workhorse import native
 from workhorse.generate import GenerationConfig, samplers
 
@@ -121,7 +122,7 @@ def test_draws_follow_the_distribution(options):
     config, vocab, grid = GenerationConfig(**options), 12, 20_000
     logits = random_logits(6, batch=1, vocab=vocab)
     uniforms = (torch.arange(grid, dtype=torch.float64) + 0.5) / grid
-    drawn = samplers.compose(config)(logits.expand(grid, -1), uniforms, None)
+    drawn = sampler(config)(logits.expand(grid, -1), uniforms, None)
     expected = logits.clone()
     for token, bias in config.logit_bias.items():
         expected[:, token] += bias
@@ -154,7 +155,7 @@ def test_a_row_does_not_depend_on_its_neighbours():
     logits = random_logits(7, batch=4, vocab=3000)
     logits[2] /= 50
     uniforms = torch.rand(4, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    sample = samplers.compose(config)
+    sample = sampler(config)
     together = sample(logits, uniforms, None).tolist()
     alone = [sample(logits[r : r + 1], uniforms[r : r + 1], None).item() for r in range(4)]
     assert together == alone
@@ -177,7 +178,7 @@ def test_the_whole_chain_in_the_order_of_transformers(reference):
     grid = 5000
     uniforms = (torch.arange(grid, dtype=torch.float64) + 0.5) / grid
     past.prompt, past.counts = past.prompt.expand(grid, -1), past.counts.expand(grid, -1)
-    drawn = samplers.compose(config)(logits.expand(grid, -1), uniforms, past)
+    drawn = sampler(config)(logits.expand(grid, -1), uniforms, past)
     frequencies = drawn.bincount(minlength=50) / grid
     assert_close(frequencies, expected.softmax(-1)[0], atol=2 / grid, rtol=0)
 
@@ -186,9 +187,7 @@ def test_ids_no_text_stands_for_are_never_chosen():
     logits = torch.zeros(1, 6)
     logits[0, 5] = 50.0
     for config in (GenerationConfig(temperature=0), GenerationConfig()):
-        token = samplers.compose(config, vocab=5)(
-            logits, torch.tensor([0.999], dtype=torch.float64), None
-        )
+        token = sampler(config, vocab=5)(logits, torch.tensor([0.999], dtype=torch.float64), None)
         assert token.item() < 5
 
 

@@ -196,11 +196,13 @@ def _dry_run(
 ) -> None:
     from workhorse.cli.train_progress import clock
     from workhorse.memory import size
-    from workhorse.train import estimate, rehearse
+    from workhorse.train import estimate, rehearse, why_taken
 
     place: dict[str, Any] = {}
-    if resume or out is not None:
-        where = out or _default(settings.name)
+    where = out or _default(settings.name)
+    if taken := "" if resume or out else why_taken(where):
+        notices.append(taken)
+    else:
         at = rehearse(settings, where, resume=resume)
         place = {"run_directory": where, "step": at.step, "changes": [str(c) for c in at.changes]}
         notices += at.notices

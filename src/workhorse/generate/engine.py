@@ -59,7 +59,7 @@ def generate(
     results: list[list[Delta]] = [[] for _ in range(len(prompts) * config.n_samples)]
     deltas = _deltas(
         decoder,
-        prompts,
+        check_prompts(decoder, prompts, config, tokenizer),
         config,
         tokenizer=tokenizer,
         draft=draft,
@@ -104,11 +104,11 @@ def stream(
         raise WorkhorseError(
             f"beams={config.beams} knows its text at the end only; do without streaming, or beams"
         )
-    check_prompts(decoder, prompts, config, tokenizer)
+    checked = check_prompts(decoder, prompts, config, tokenizer)
     check_draft(decoder, draft, config, tokenizer)
     return _deltas(
         decoder,
-        prompts,
+        checked,
         config,
         tokenizer=tokenizer,
         draft=draft,
@@ -129,7 +129,6 @@ def _deltas(
     prefix: PrefixCache | None,
     seed: int,
 ) -> Iterator[Delta]:
-    prompts = check_prompts(decoder, prompts, config, tokenizer)
     assert prefix is None or len(prompts) * config.n_samples == 1, "one conversation, one row"
     first = 0
     with evaluation_mode(decoder), evaluation_mode(draft) if draft else nullcontext():

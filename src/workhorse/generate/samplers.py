@@ -174,9 +174,6 @@ class History:
 Shaper = Callable[[Tensor, History | None], Tensor]
 """`(logits (batch, vocab), history) -> logits float32 (batch, vocab)` that are drawn from."""
 
-Sampler = Callable[[Tensor, Tensor, History | None], Tensor]
-"""`(logits (batch, vocab), uniforms float64 (batch,), history) -> tokens int64 (batch,)`."""
-
 
 def has_penalties(config: GenerationConfig) -> bool:
     """Whether the sampler of `config` reads a `History`."""
@@ -188,17 +185,6 @@ def has_penalties(config: GenerationConfig) -> bool:
 def takes_likeliest(config: GenerationConfig) -> bool:
     """Whether the next token is that of the largest logit as the model gives it."""
     return not (config.samples or config.logit_bias or has_penalties(config))
-
-
-def compose(config: GenerationConfig, vocab: int | None = None) -> Sampler:
-    """One function that chooses the next tokens as `config` says, among ids below `vocab`."""
-    shape = shaping(config, vocab)
-
-    def sample(logits: Tensor, uniforms: Tensor, history: History | None) -> Tensor:
-        logits = shape(logits, history)
-        return draw(logits, uniforms) if config.samples else greedy(logits)
-
-    return sample
 
 
 def shaping(config: GenerationConfig, vocab: int | None = None) -> Shaper:

@@ -8,6 +8,7 @@ from workhorse.models.huggingface.llama_like import (
     RULES,
     SLIDING,
     activation,
+    alternating,
     attention,
     decoder,
     gated_mlp,
@@ -36,7 +37,7 @@ def read(hf: Fields) -> DecoderConfig:
     hf.ignore("intermediate_size")  # of layers that it does not have
     norm, rope = rms_norm(hf), read_rope(hf)
     window = hf.get("sliding_window", 513)
-    types = layer_types(hf, [FULL if last else SLIDING for last in _every_fifth(hf)])
+    types = layer_types(hf, alternating(hf, (SLIDING,) * 4 + (FULL,)))
     mixture = MoEConfig(
         n_experts=hf.get("num_experts", 384),
         top_k=hf.get("num_experts_per_tok", 6),
@@ -67,10 +68,6 @@ def read(hf: Fields) -> DecoderConfig:
         )
 
     return decoder(hf, [block(kind) for kind in types], norm, names=types)
-
-
-def _every_fifth(hf: Fields) -> list[bool]:
-    return [(n + 1) % 5 == 0 for n in range(hf.need("num_hidden_layers", int))]
 
 
 HUGGING_FACE = (

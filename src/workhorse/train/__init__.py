@@ -5,7 +5,7 @@ from workhorse.train.metrics import Event, read_metrics
 from workhorse.train.overrides import override_recipe
 from workhorse.train.recipe import Recipe, TrainConfig
 from workhorse.train.resume import Change, Resumption, resumed_recipe
-from workhorse.train.run import TrainResult, rehearse, train
+from workhorse.train.run import TrainResult, rehearse, train, why_taken
 
 __all__ = [
     "Change",
@@ -20,4 +20,5 @@ __all__ = [
     "rehearse",
     "resumed_recipe",
     "train",
+    "why_taken",
 ]

@@ -132,6 +132,15 @@ def rehearse(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resump
     return plan_resumption(run, recipe) if resume else Resumption()
 
 
+def why_taken(out: str | Path) -> str:
+    """Why no run can begin in a run directory, in one line; empty where one can."""
+    try:
+        RunDirectory(out).check_free()
+    except WorkhorseError as error:
+        return str(error)
+    return ""
+
+
 def _check_place(run: RunDirectory, resume: bool) -> None:
     if not resume:
         run.check_free()

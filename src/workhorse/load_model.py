@@ -2,7 +2,7 @@
 
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, Literal, get_args
@@ -341,7 +341,8 @@ def load(
     else:
         raise no_such_model(name)
     if not as_stored:
-        prepare_for_inference(loaded.decoder, compile=compile)
+        quick = prepare_for_inference(loaded.decoder, compile=compile)
+        loaded = replace(loaded, decoder=quick)
     return loaded
 
 

@@ -47,7 +47,7 @@ def quicken(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Decoder
         assert stream_weights(decoder, wait=True)
         attend_natively(decoder)
         if request.param == "native and compiled":
-            compile_steps(decoder, tmp_path)
+            decoder = compile_steps(decoder, tmp_path)
 
     return apply
 

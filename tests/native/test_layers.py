@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from workhorse.native import training
 from workhorse.nn.feedforward import ReluSquared
 from workhorse.nn.head_loss import Shaping, loss_into_gradient
-from workhorse.train.cpu_layers import activation_of
+from workhorse.transforms.native_training.feedforward import activation_of
 
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 ACTIVATIONS = {

@@ -11,9 +11,9 @@ from workhorse.native import training
 from workhorse.nn import DecoderConfig
 from workhorse.nn.kernels import Scoring, Sdpa
 from workhorse.train.adamw import AdamW, AdamWConfig
-from workhorse.train.cpu_attention import TrainingSdpa, speed_up_attention
 from workhorse.train.masters import Masters, split
 from workhorse.train.muon import Muon, MuonConfig
+from workhorse.transforms.native_training.attention import TrainingSdpa, replace_attention
 
 
 @pytest.fixture(autouse=True)
@@ -134,7 +134,7 @@ def test_kernels_are_replaced_from_outside_and_weights_stay() -> None:
     names = [name for name, _ in decoder.named_parameters()]
     tokens = torch.randint(11, (2, 8))
     before = decoder(tokens)
-    speed_up_attention(decoder)
+    replace_attention(decoder)
     assert all(type(layer.attention.kernel) is TrainingSdpa for layer in decoder.layers)
     assert [name for name, _ in decoder.named_parameters()] == names
     torch.testing.assert_close(decoder(tokens), before)

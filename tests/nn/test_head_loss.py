@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.nn.grid import COVERING, make, random_tokens
-from workhorse.nn import IGNORE, next_token_loss
+from workhorse.nn import IGNORE, head_loss, next_token_loss
 from workhorse.nn.head import HeadConfig
-from workhorse.nn.head_loss import is_linear, linear_head_loss
+from workhorse.nn.head_loss import HeadLoss, is_linear
 
 BATCH, SEQ, VOCAB, WIDTH = 3, 5, 11, 6
 
@@ -40,9 +40,8 @@ def test_loss_and_gradients_are_the_plain_ones(
         given = x.clone().requires_grad_()
         module.zero_grad()
         if fused:
-            loss, count = linear_head_loss(
-                given, targets(), module, z_loss=z_loss, max_logits=max_logits
-            )
+            losses, count = HeadLoss(max_logits)(given, targets(), module, z_loss)
+            loss = losses.sum()
         else:
             loss, count = next_token_loss(module(given), targets(), z_loss)
         (loss * 0.7).backward()
@@ -60,7 +59,8 @@ def test_it_takes_every_head(config: object) -> None:
     plain.backward()
     expected = {name: weight.grad for name, weight in decoder.named_parameters()}
     decoder.zero_grad()
-    loss, _ = linear_head_loss(decoder.hidden(tokens), tokens, decoder.head, max_logits=70)
+    loss, _ = HeadLoss(70)(decoder.hidden(tokens), tokens, decoder.head)
+    loss = loss.sum()
     loss.backward()
     assert loss.item() == pytest.approx(plain.item(), rel=1e-6)
     for name, weight in decoder.named_parameters():
@@ -70,7 +70,7 @@ def test_it_takes_every_head(config: object) -> None:
 
 def test_bfloat16_logits_never_exist_in_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     """Blocks of them do; the result is the float32 one within bfloat16's rounding."""
-    monkeypatch.setitem(linear_head_loss.__globals__["BLOCK"], "cpu", 2 * VOCAB)
+    monkeypatch.setitem(head_loss.BLOCK, "cpu", 2 * VOCAB)
     head = HeadConfig().build(VOCAB, WIDTH, WIDTH)
     torch.nn.init.normal_(head.proj.weight)
     x = torch.randn(BATCH, SEQ, WIDTH)
@@ -79,7 +79,8 @@ def test_bfloat16_logits_never_exist_in_float32(monkeypatch: pytest.MonkeyPatch)
     expected = head.proj.weight.grad
     head.zero_grad()
     head.bfloat16()
-    loss, _ = linear_head_loss(x.bfloat16(), targets(), head)
+    losses, _ = HeadLoss()(x.bfloat16(), targets(), head)
+    loss = losses.sum()
     loss.backward()
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(exact.item(), rel=0.01)
@@ -92,14 +93,54 @@ def test_without_gradients_there_is_the_loss_alone() -> None:
     torch.nn.init.normal_(head.proj.weight)
     x = torch.randn(BATCH, SEQ, WIDTH)
     with torch.no_grad():
-        loss, count = linear_head_loss(x, targets(), head, max_logits=30)
+        losses, count = HeadLoss(30)(x, targets(), head)
+        loss = losses.sum()
         expected, _ = next_token_loss(head(x), targets())
     assert not loss.requires_grad
     assert loss.item() == pytest.approx(expected.item(), rel=1e-6)
     assert count.item() == 12
 
 
-def test_a_head_somebody_replaced_is_not_linear() -> None:
-    head = HeadConfig().build(VOCAB, WIDTH, WIDTH)
-    head.proj = torch.nn.Sequential(head.proj)
+@pytest.mark.parametrize("change", ["replaced", "watched"])
+def test_a_head_that_must_be_called_is_called(change: str) -> None:
+    head = HeadConfig(multiplier=0.3).build(VOCAB, WIDTH, WIDTH)
+    torch.nn.init.normal_(head.proj.weight)
+    x = torch.randn(BATCH, SEQ, WIDTH)
+    expected, _ = HeadLoss()(x, targets(), head, 0.1)
+    called: list[object] = []
+    if change == "replaced":
+        head.proj = torch.nn.Sequential(head.proj)
+        called.append(head)
+    else:
+        head.multiply.register_forward_hook(lambda *_: called.append(head))
     assert not is_linear(head)
+    losses, count = HeadLoss()(x, targets(), head, 0.1)
+    assert called
+    assert count.item() == 12
+    torch.testing.assert_close(losses, expected)
+
+
+@pytest.mark.parametrize("frozen", ["proj.weight", "proj.bias", "x"])
+def test_what_is_frozen_costs_no_product(frozen: str) -> None:
+    head = HeadConfig(bias=True).build(VOCAB, WIDTH, WIDTH)
+    x = torch.randn(BATCH, SEQ, WIDTH, requires_grad=frozen != "x")
+    for name, parameter in head.named_parameters():
+        parameter.requires_grad_(name != frozen)
+    fused = Counted()
+    losses, _ = fused(x, targets(), head)
+    losses.sum().backward()
+    assert fused.products == (3 if frozen == "proj.bias" else 2)
+    gradients = {"x": x.grad} | {name: p.grad for name, p in head.named_parameters()}
+    assert [name for name, gradient in gradients.items() if gradient is None] == [frozen]
+
+
+class Counted(HeadLoss):
+    """Counts the products of matrices."""
+
+    products = 0
+
+    def multiply(
+        self, a: torch.Tensor, b: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        self.products += 1
+        return super().multiply(a, b, bias)

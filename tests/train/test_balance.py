@@ -25,8 +25,8 @@ from workhorse.train.step import (
     LossScale,
     Precision,
     TrainingStep,
-    checkpoint_activations,
 )
+from workhorse.transforms.checkpointing import checkpoint_activations
 
 EXPERTS, TOP_K = 8, 2
 MIXTURE = {

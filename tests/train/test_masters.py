@@ -10,10 +10,11 @@ from workhorse.data import Batch
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.train.adamw import AdamW, AdamWConfig
 from workhorse.train.assembly import build_step
-from workhorse.train.masters import Masters, join, look_up, split
+from workhorse.train.masters import Masters, join, split
 from workhorse.train.muon import Muon, MuonConfig
 from workhorse.train.recipe import TrainConfig
 from workhorse.train.step import total_norm
+from workhorse.transforms.native_training import replace_embeddings
 
 
 @pytest.fixture(autouse=True)
@@ -108,7 +109,7 @@ def test_updates_too_small_for_bfloat16_add_up() -> None:
 
 def test_a_frequent_tokens_gradient_is_a_float32_sum() -> None:
     table = nn.Embedding(5, 3)
-    Masters(table)
+    table = replace_embeddings(table.bfloat16())
     table(torch.full((10, 100), 2)).sum().backward()
     assert torch.equal(table.weight.grad[2].float(), torch.full((3,), 1000.0))
     assert torch.count_nonzero(table.weight.grad[[0, 1, 3, 4]]) == 0
@@ -119,15 +120,16 @@ def test_a_table_of_float32_has_the_gradient_of_pytorchs() -> None:
     table, plain = nn.Embedding(9, 4), nn.Embedding(9, 4)
     tokens, above = torch.randint(7, (3, 50)), torch.randn(3, 50, 4)
     plain.load_state_dict(table.state_dict())
+    table = replace_embeddings(table)
     for _ in range(2):
-        look_up(table, tokens).backward(above)
+        table(tokens).backward(above)
         plain(tokens).backward(above)
     torch.testing.assert_close(table.weight.grad, plain.weight.grad)
 
 
 def test_a_frozen_table_gets_no_gradient() -> None:
     table, after = nn.Embedding(5, 3), nn.Linear(3, 1)
-    Masters(nn.Sequential(table, after))
+    table = replace_embeddings(table)
     table.requires_grad_(requires_grad=False)
     after(table(torch.tensor([[1, 2]]))).sum().backward()
     assert table.weight.grad is None
@@ -135,8 +137,8 @@ def test_a_frozen_table_gets_no_gradient() -> None:
 
 def test_a_table_and_its_head_share_one_gradient(decoder: Decoder) -> None:
     """Rows of used tokens are added to the head's gradient, whichever comes first."""
-    masters = Masters(decoder)
-    del masters
+    Masters(decoder)
+    replace_embeddings(decoder)
     weight, tokens = decoder.embedding.tokens.weight, batch().tokens
     decoder(tokens).float().square().sum().backward()
     together = weight.grad.float()

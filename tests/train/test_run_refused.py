@@ -91,6 +91,12 @@ def test_a_device_that_is_not_there(make_recipe, tmp_path: Path, changes, messag
     assert not (tmp_path / "run").exists()
 
 
+def test_float8_on_a_cpu_is_refused(make_recipe, tmp_path) -> None:
+    with pytest.raises(WorkhorseError, match=r"train.fp8=true needs CUDA, and this is cpu; leave"):
+        train(make_recipe(fp8=True, dtype="bfloat16"), tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
 def test_prepared_shards_are_used_and_survive_a_run_that_cannot_begin(
     make_recipe, tmp_path: Path
 ) -> None:

@@ -13,8 +13,8 @@ from workhorse.train.step import (
     LossScale,
     Precision,
     TrainingStep,
-    checkpoint_activations,
 )
+from workhorse.transforms.checkpointing import checkpoint_activations
 
 CPU = torch.device("cpu")
 

@@ -103,8 +103,7 @@ def test_one_program_serves_all_lengths_capacities_and_weights(
     folder: Path, compilations: list[int]
 ) -> None:
     for seed, length in ((0, 30), (1, 300)):  # the second shows more slots on its way
-        plain, compiled = make(seed), make(seed)
-        compile_steps(compiled, folder)
+        plain, compiled = make(seed), compile_steps(make(seed), folder)
         tokens = torch.randint(0, 61, (1, length))
         pairs = zip(logits_along(plain, tokens), logits_along(compiled, tokens), strict=True)
         for expected, found in pairs:
@@ -116,8 +115,7 @@ def test_one_program_serves_all_lengths_capacities_and_weights(
 def test_greedy_texts_of_any_number_of_rows_are_the_same(
     folder: Path, compilations: list[int]
 ) -> None:
-    compiled = make()
-    compile_steps(compiled, folder)
+    compiled = compile_steps(make(), folder)
     for rows in (2, 3):
         assert texts(compiled, rows, 40) == texts(make(), rows, 40)
     assert len(compilations) <= 1
@@ -127,8 +125,7 @@ def test_greedy_texts_of_any_number_of_rows_are_the_same(
 def test_guesses_are_checked_by_one_program_whatever_their_number(
     folder: Path, compilations: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiled = make()
-    compile_steps(compiled, folder)
+    compiled = compile_steps(make(), folder)
     steps = compiled.forward
     checked: list[int] = []
 
@@ -149,8 +146,7 @@ def test_a_kept_program_is_read_and_a_damaged_one_is_made_again(
     expected = texts(make(), 1, 12)
 
     def fresh() -> list[tuple[int, ...]]:
-        decoder = make()
-        compile_steps(decoder, folder)
+        decoder = compile_steps(make(), folder)
         return texts(decoder, 1, 12)
 
     assert fresh() == expected
@@ -169,15 +165,13 @@ def test_a_folder_that_cannot_be_written_costs_only_the_keeping(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").touch()
-    decoder = make()
-    compile_steps(decoder, tmp_path / "file" / "programs")
+    decoder = compile_steps(make(), tmp_path / "file" / "programs")
     assert texts(decoder, 1, 4) == texts(make(), 1, 4)
     assert "is not kept" in caplog.text
 
 
 def test_too_many_tokens_are_refused_as_without_compilation(folder: Path) -> None:
-    decoder = make()
-    compile_steps(decoder, folder)
+    decoder = compile_steps(make(), folder)
     with torch.no_grad():
         cache = decoder.new_cache(1, 4)
         decoder.next_logits(torch.tensor([[1, 2, 3, 4]]), cache=cache)
@@ -214,7 +208,6 @@ def test_without_a_compiler_there_is_one_line(
         raise RuntimeError("No working C++ compiler found\nand a long story")
 
     monkeypatch.setattr(torch, "compile", fail)
-    decoder = make()
-    compile_steps(decoder, tmp_path)
+    decoder = compile_steps(make(), tmp_path)
     with pytest.raises(WorkhorseError, match=r"step \(No working C\+\+ compiler found\); leave"):
         texts(decoder, 1, 3)

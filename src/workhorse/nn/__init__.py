@@ -4,13 +4,7 @@ from workhorse.nn.attention import Attention, AttentionConfig
 from workhorse.nn.cache import Cache
 from workhorse.nn.context import Context
 from workhorse.nn.decoder import Decoder, DecoderConfig
-from workhorse.nn.head_loss import (
-    Differentiate,
-    Multiply,
-    is_linear,
-    linear_head_loss,
-    linear_head_losses,
-)
+from workhorse.nn.head_loss import HeadLoss
 from workhorse.nn.loss import (
     IGNORE,
     chunked_next_token_loss,
@@ -27,13 +21,9 @@ __all__ = [
     "Context",
     "Decoder",
     "DecoderConfig",
-    "Differentiate",
-    "Multiply",
+    "HeadLoss",
     "chunked_next_token_loss",
     "chunked_next_token_losses",
-    "is_linear",
-    "linear_head_loss",
-    "linear_head_losses",
     "next_token_loss",
     "next_token_losses",
 ]

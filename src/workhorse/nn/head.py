@@ -58,6 +58,7 @@ class Head(nn.Module):
 
     def __init__(self, config: HeadConfig, vocab_size: int, d_model: int, width: int) -> None:
         super().__init__()
+        self.vocab_size = vocab_size
         self.transform = config.transform.build(d_model) if config.transform else nn.Identity()
         narrow = width != d_model
         self.project = nn.Linear(d_model, width, bias=False) if narrow else nn.Identity()

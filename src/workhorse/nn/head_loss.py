@@ -10,8 +10,9 @@ from torch import Tensor, nn
 
 from workhorse.nn.elementwise import Multiplier, SoftCap
 from workhorse.nn.head import Head
-from workhorse.nn.loss import IGNORE, Losses, Scalar
+from workhorse.nn.loss import IGNORE, Losses, chunked_next_token_losses
 from workhorse.nn.shapes import Hidden, Tokens
+from workhorse.nn.watched import watched
 
 MAX_LOGITS = 2**26
 """That exist at once, in the type of the weights: 128 MiB in bfloat16."""
@@ -28,90 +29,86 @@ class Shaping(NamedTuple):
     z_loss: float = 0.0
 
 
-Differentiate = Callable[[Tensor, Tensor, Shaping], Tensor]
-"""Logits (tokens, vocab), targets (tokens) and shaping to the summed losses; the logits change."""
-
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Two matrices and what is added to each row, or None, to their product."""
 
 
-def is_linear(head: Head) -> bool:
-    """Whether `linear_head_loss` can compute it: nobody has put anything else into its place."""
-    return type(head.proj) is nn.Linear
-
-
-def linear_head_loss(
-    x: Hidden,
-    targets: Tokens,
-    head: Head,
-    *,
-    z_loss: float = 0.0,
-    max_logits: int = MAX_LOGITS,
-    differentiate: Differentiate | None = None,
-    multiply: Multiply | None = None,
-) -> tuple[Scalar, Int[Tensor, ""]]:
-    """As `next_token_loss(head(x), targets, z_loss)`.
+class HeadLoss(nn.Module):
+    """`next_token_losses(head(x), targets, z_loss)`, fused where the head is linear.
 
     The logits, in the type of x, turn into their gradient where they stand, a block at a time in
     float32, and are multiplied out at once (the idea of Liger's fused loss, 2410.10989 §3.2). There
-    is no second derivative.
+    is no second derivative. What is frozen gets no gradient and costs nothing.
 
     Args:
-        x: (batch, seq, d_model) what the head reads.
-        targets: (batch, seq) the token after each position, or `IGNORE`.
-        head: one that `is_linear`.
-        z_loss: see `next_token_loss`.
         max_logits: that may exist at once. Gradients of parts of the batch add up in float32.
-        differentiate: another way to do what `loss_into_gradient` does.
-        multiply: likewise `product`.
     """
-    losses, counted = linear_head_losses(
-        x,
-        targets,
-        head,
-        z_loss=z_loss,
-        max_logits=max_logits,
-        differentiate=differentiate,
-        multiply=multiply,
-    )
-    return losses.sum(), counted
+
+    def __init__(self, max_logits: int = MAX_LOGITS) -> None:
+        super().__init__()
+        self.max_logits = max_logits
+
+    def forward(
+        self, x: Hidden, targets: Tokens, head: Head, z_loss: float = 0.0
+    ) -> tuple[Losses, Int[Tensor, ""]]:
+        """The summed losses and how many targets count.
+
+        Args:
+            x: (batch, seq, d_model) what the head reads.
+            targets: (batch, seq) the token after each position, or `IGNORE`.
+            head: that makes logits of it.
+            z_loss: see `next_token_loss`.
+
+        Returns:
+            The two terms apart, which have one gradient, that of their sum; and the count.
+        """
+        # Under autocast to float16 the loss must be scaled before its gradient is taken.
+        if not is_linear(head) or torch.is_autocast_enabled(x.device.type):
+            return chunked_next_token_losses(x, targets, head, vocab=head.vocab_size, z_loss=z_loss)
+        x = head.project(head.transform(x)).flatten(0, 1)
+        return self.losses(x, targets.flatten(), head, z_loss), (targets != IGNORE).sum()
+
+    def losses(
+        self,
+        x: Float[Tensor, "tokens width"],
+        targets: Int[Tensor, " tokens"],
+        head: Head,
+        z_loss: float,
+    ) -> Losses:
+        """Of what the head's projection reads."""
+        scale, cap = head.multiply, head.cap
+        shaping = Shaping(
+            scale.multiplier if isinstance(scale, Multiplier) else 1.0,
+            cap.cap if isinstance(cap, SoftCap) else None,
+            z_loss,
+        )
+        weights = head.proj.weight, head.proj.bias
+        learn = torch.is_grad_enabled()
+        return cast(
+            Tensor,
+            _LinearHeadLoss.apply(  # pyright: ignore[reportUnknownMemberType]
+                x, *weights, targets, shaping, learn, self
+            ),
+        )
+
+    def multiply(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product of two matrices, as `Multiply`, without gradients."""
+        return product(a, b, bias)
+
+    def differentiate(
+        self,
+        logits: Float[Tensor, "tokens vocab"],
+        targets: Int[Tensor, " tokens"],
+        shaping: Shaping,
+    ) -> Tensor:
+        """The summed losses, cross-entropy and z-loss; the logits become their sum's gradient."""
+        return loss_into_gradient(logits, targets, shaping)
 
 
-def linear_head_losses(
-    x: Hidden,
-    targets: Tokens,
-    head: Head,
-    *,
-    z_loss: float = 0.0,
-    max_logits: int = MAX_LOGITS,
-    differentiate: Differentiate | None = None,
-    multiply: Multiply | None = None,
-) -> tuple[Losses, Int[Tensor, ""]]:
-    """As `linear_head_loss`, its two terms apart, which have one gradient: that of their sum."""
-    scale, cap = head.multiply, head.cap
-    shaping = Shaping(
-        scale.multiplier if isinstance(scale, Multiplier) else 1.0,
-        cap.cap if isinstance(cap, SoftCap) else None,
-        z_loss,
-    )
-    x = head.project(head.transform(x)).flatten(0, 1)
-    weight, bias = head.proj.weight, head.proj.bias
-    learn = torch.is_grad_enabled()
-    losses = cast(
-        Tensor,
-        _LinearHeadLoss.apply(  # pyright: ignore[reportUnknownMemberType]
-            x,
-            weight,
-            bias,
-            targets.flatten(),
-            shaping,
-            max_logits,
-            learn,
-            differentiate or loss_into_gradient,
-            multiply or product,
-        ),
-    )
-    return losses, (targets != IGNORE).sum()
+def is_linear(head: Head) -> bool:
+    """Whether a head is a product and what `Shaping` says, and nobody must be shown its parts."""
+    parts = (head, head.proj, head.multiply, head.cap)
+    return type(head.proj) is nn.Linear and not watched(*parts)
 
 
 class _LinearHeadLoss(torch.autograd.Function):
@@ -123,31 +120,30 @@ class _LinearHeadLoss(torch.autograd.Function):
         bias: Float[Tensor, " vocab"] | None,
         targets: Int[Tensor, " tokens"],
         shaping: Shaping,
-        max_logits: int,
         learn: bool,
-        differentiate: Differentiate,
-        multiply: Multiply,
+        way: HeadLoss,
     ) -> Tensor:
         total = torch.zeros(2, device=x.device)
-        rows = max(1, max_logits // len(weight))
+        for_x, for_weight, for_bias = (learn and wanted for wanted in ctx.needs_input_grad[:3])
+        rows = max(1, way.max_logits // len(weight))
         of_x: list[Tensor] = []
         of_weight: list[Tensor] = []
         of_bias: list[Tensor] = []
-        for part, wanted in zip(torch.split(x, rows), torch.split(targets, rows), strict=True):
-            logits = multiply(part, weight.t(), bias)
-            total += differentiate(logits, wanted, shaping)
-            if learn:
-                of_x.append(multiply(logits, weight, None))
-                _add(of_weight, multiply(logits.t(), part, None))
-                if bias is not None:
-                    _add(of_bias, logits.sum(dim=0, dtype=torch.float32))
+        for part, expected in zip(torch.split(x, rows), torch.split(targets, rows), strict=True):
+            logits = way.multiply(part, weight.t(), bias)
+            total += way.differentiate(logits, expected, shaping)
+            if for_x:
+                of_x.append(way.multiply(logits, weight))
+            if for_weight:
+                _add(of_weight, way.multiply(logits.t(), part))
+            if for_bias:
+                _add(of_bias, logits.sum(dim=0, dtype=torch.float32))
             del logits
-        if learn:
-            ctx.gradients = (
-                torch.cat(of_x) if len(of_x) > 1 else of_x[0],
-                of_weight[0].to(weight.dtype),
-                None if bias is None else of_bias[0].to(bias.dtype),
-            )
+        ctx.gradients = (
+            (torch.cat(of_x) if len(of_x) > 1 else of_x[0]) if of_x else None,
+            of_weight[0].to(weight.dtype) if of_weight else None,
+            of_bias[0].to(bias.dtype) if bias is not None and of_bias else None,
+        )
         return total
 
     @staticmethod
@@ -155,7 +151,7 @@ class _LinearHeadLoss(torch.autograd.Function):
         gradients, ctx.gradients = ctx.gradients, None
         of_sum = above[0][0]  # of both terms, which are always added up
         scaled = [None if gradient is None else gradient.mul_(of_sum) for gradient in gradients]
-        return (*scaled, *[None] * 6)
+        return (*scaled, *[None] * 4)
 
 
 def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

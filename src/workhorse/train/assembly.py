@@ -20,11 +20,6 @@ from workhorse.tokenizers import Tokenizer
 from workhorse.train.allocator import give_back_freed_memory, keep_freed_memory
 from workhorse.train.balance import Balancer
 from workhorse.train.check import check_tokens, start_from
-from workhorse.train.cpu_attention import speed_up_attention
-from workhorse.train.cpu_layers import speed_up_layers
-from workhorse.train.cpu_linear import Products, speed_up_linear
-from workhorse.train.cpu_loss import differentiate_loss
-from workhorse.train.float8 import multiply_in_float8
 from workhorse.train.loop import Loop, Store
 from workhorse.train.masters import Masters
 from workhorse.train.metrics import Event, MetricsFile
@@ -41,10 +36,12 @@ from workhorse.train.step import (
     LossScale,
     Precision,
     TrainingStep,
-    checkpoint_activations,
 )
 from workhorse.train.trackers import open_tracker
 from workhorse.train.validation import Validator
+from workhorse.transforms.checkpointing import checkpoint_activations
+from workhorse.transforms.float8 import multiply_in_float8
+from workhorse.transforms.native_training import Products, replace_embeddings, train_natively
 
 Listener = Callable[[Event], None]
 
@@ -271,7 +268,9 @@ def build_step(
     masters = Masters(decoder if dtype == torch.bfloat16 else None)
     module = LossOfBatch(decoder, config.z_loss).train()
     if device.type == "cpu" and dtype != torch.float16:
-        _use_native_operators(module, _unit(device, config.matmul_precision))
+        if dtype == torch.bfloat16:
+            replace_embeddings(decoder)
+        train_natively(module, _unit(device, config.matmul_precision))
     if config.fp8:
         multiply_in_float8(decoder)
     if config.activation_checkpointing:
@@ -307,17 +306,6 @@ def _unit(device: torch.device, precision: str) -> Products | None:
     """What multiplies on the CPU's matrix unit, where it has one and there is a compiler."""
     can = device.type == "cpu" and products.why_not(wait=True) is None
     return Products(precision) if can else None
-
-
-def _use_native_operators(module: LossOfBatch, multiply: Products | None) -> None:
-    """Where there is a compiler and the CPU can use them; else PyTorch's own do it, slower."""
-    if multiply is not None:
-        module.multiply = multiply
-        speed_up_linear(module.decoder, multiply)
-    if training.why_not() is None:
-        module.differentiate = differentiate_loss
-        speed_up_layers(module.decoder, module.multiply or product)
-        speed_up_attention(module.decoder)
 
 
 def _validator(recipe: Recipe, step: TrainingStep, dataset: Dataset) -> Validator | None:

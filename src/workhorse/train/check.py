@@ -21,12 +21,12 @@ from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
 from workhorse.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 from workhorse.tokenizers.config import FileConfig
-from workhorse.train.float8 import check_float8
 from workhorse.train.micro_batch import check_fitting
 from workhorse.train.recipe import Recipe, TrainConfig
 from workhorse.train.resume import differences
 from workhorse.train.samples import check_samples
 from workhorse.train.trackers import check_tracker
+from workhorse.transforms.float8 import check_float8
 from workhorse.untrusted import shown
 
 BYTES_OF_A_TOKEN = 64

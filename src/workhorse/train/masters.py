@@ -8,11 +8,9 @@ values take no memory beyond those bits:
     bits of the master = bits of the weight · 2^16 + remainder, -2^15 <= remainder < 2^15
 """
 
-import functools
 from collections.abc import Iterable
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 PIECE = 2**18
@@ -55,9 +53,6 @@ class Masters:
         for parameter in () if narrowed is None else narrowed.parameters():
             if parameter.requires_grad and parameter.dtype == torch.float32:
                 parameter.data, self.remainders[parameter] = split(parameter.data)
-        for module in () if narrowed is None else narrowed.modules():
-            if isinstance(module, nn.Embedding) and module.weight.device.type == "cpu":
-                setattr(module, "forward", functools.partial(look_up, module))  # noqa: B010
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
         """Every weight of a module once, in float32, by the first of its names."""
@@ -89,42 +84,3 @@ class Masters:
     def gradient(self, parameter: nn.Parameter) -> Tensor | None:
         """Of the whole batch, in float32 where it was gathered."""
         return self.sums.get(parameter, parameter.grad)
-
-
-def look_up(table: nn.Embedding, tokens: Tensor) -> Tensor:
-    """`table(tokens)`, the gradient summed in float32."""
-    weight = table.weight
-    learns = torch.is_grad_enabled() and weight.requires_grad
-    if weight.dtype not in (torch.bfloat16, torch.float32) or not learns:
-        return F.embedding(tokens, weight)
-    return _LookUp.apply(tokens, weight.detach().requires_grad_(), table)
-
-
-class _LookUp(torch.autograd.Function):
-    """An embedding on a CPU, where PyTorch sums a row's gradients in bfloat16 if it is bfloat16.
-
-    A frequent token's sum stops growing there: 1,000 ones make 256. The rows are added to `grad`
-    right here, since autograd would let the gradient of a head tied to the table wait for this one
-    and make two more tensors of the vocabulary's size.
-    """
-
-    @staticmethod
-    def forward(ctx, tokens: Tensor, values: Tensor, table: nn.Embedding) -> Tensor:
-        ctx.save_for_backward(tokens)
-        ctx.table = table
-        return F.embedding(tokens, values)
-
-    @staticmethod
-    def backward(ctx, gradient: Tensor) -> tuple[None, None, None]:
-        (tokens,) = ctx.saved_tensors
-        weight: nn.Parameter = ctx.table.weight
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        if weight.dtype == torch.float32:
-            weight.grad.index_add_(0, tokens.flatten(), gradient.flatten(0, -2))
-            return None, None, None
-        used, place = tokens.unique(return_inverse=True)
-        rows = gradient.new_zeros(len(used), weight.shape[1], dtype=torch.float32)
-        rows.index_add_(0, place.flatten(), gradient.flatten(0, -2).float())
-        weight.grad[used] = (weight.grad[used] + rows).to(weight.dtype)
-        return None, None, None

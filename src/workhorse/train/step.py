@@ -1,7 +1,6 @@
 """One training step: loss and gradient of a batch, then the update, unless it is not finite."""
 
 import contextlib
-import functools
 import math
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
@@ -10,19 +9,10 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from workhorse.data import Batch
 from workhorse.native import training
-from workhorse.nn import (
-    IGNORE,
-    Decoder,
-    Differentiate,
-    Multiply,
-    chunked_next_token_losses,
-    is_linear,
-    linear_head_losses,
-)
+from workhorse.nn import IGNORE, Decoder, HeadLoss
 from workhorse.train.balance import Balancer
 from workhorse.train.masters import pieces
 from workhorse.train.optimizers import Optimizer
@@ -41,11 +31,7 @@ class LossOfBatch(nn.Module):
         super().__init__()
         self.decoder = decoder
         self.z_loss = z_loss
-        self.differentiate: Differentiate | None = None
-        """How logits turn into their gradient, where the default is not the fastest."""
-        self.multiply: Multiply | None = None
-        """Likewise, how the head multiplies."""
-        self.vocab = decoder.config.vocab_size
+        self.head_loss = HeadLoss()
 
     def forward(
         self, tokens: Tensor, targets: Tensor, documents: Tensor | None
@@ -62,19 +48,7 @@ class LossOfBatch(nn.Module):
         """
         x = self.decoder.hidden(tokens, documents=documents)
         z_loss = self.z_loss if self.training else 0.0
-        # Under autocast to float16 the loss must be scaled before its gradient is taken.
-        if is_linear(self.decoder.head) and not torch.is_autocast_enabled(x.device.type):
-            return linear_head_losses(
-                x,
-                targets,
-                self.decoder.head,
-                z_loss=z_loss,
-                differentiate=self.differentiate,
-                multiply=self.multiply,
-            )
-        return chunked_next_token_losses(
-            x, targets, self.decoder.unembed, vocab=self.vocab, z_loss=z_loss
-        )
+        return self.head_loss(x, targets, self.decoder.head, z_loss)
 
 
 class LossScale:
@@ -259,12 +233,6 @@ class Precision:
         if self.dtype == torch.float32:
             return contextlib.nullcontext()
         return torch.autocast(self.device.type, self.dtype)
-
-
-def checkpoint_activations(decoder: Decoder) -> None:
-    """Let every layer compute its activations again in the backward pass, from outside."""
-    for layer in decoder.layers:
-        layer.forward = functools.partial(checkpoint, layer.forward, use_reentrant=False)
 
 
 def total_norm(gradients: list[Tensor]) -> Tensor:

@@ -27,6 +27,7 @@ from workhorse.nn import Cache, Decoder
 from workhorse.nn.fixed_cache import CacheTensors, FixedCache, Layout, layout_of, tensors_of
 from workhorse.nn.moe import MixtureOfExperts
 from workhorse.nn.self_attention import Rotation
+from workhorse.transforms.replace import become
 
 log = logging.getLogger(__name__)
 OPTIONS: dict[str, Any] = {
@@ -49,15 +50,16 @@ class Kind(NamedTuple):
     """Several tokens of each row, any number, rather than one."""
 
 
-def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledSteps":
-    """Let a decoder run compiled where it adds a token to each row of a cache.
+def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDecoder":
+    """A decoder that runs compiled where it adds a token to each row of a cache.
 
     That, and tokens that were guessed: no more than the cache can take back, which are checked in
     one pass. Prompts and everything else run as before. The first step of a kind waits for the
     compiler, or for the program to be read.
 
     Args:
-        decoder: in evaluation mode; its weights may change afterwards, its modules may not.
+        decoder: in evaluation mode; its weights may change afterwards, its modules may not. What
+            is returned takes its place.
         folder: where programs are kept; the user's cache folder where not given.
 
     Raises:
@@ -76,21 +78,18 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledStep
             "rope scaling dynamic_ntk and longrope depend on the text's length and cannot be "
             "compiled; leave compile out"
         )
-    steps = CompiledSteps(decoder, folder or cache_folder() / "programs")
-    decoder.next_logits, decoder.forward = steps.next_logits, steps.forward
-    return steps
+    folder = folder or cache_folder() / "programs"
+    return become(decoder, CompiledDecoder, folder=folder, programs={})
 
 
-class CompiledSteps:
-    """In the place of a decoder's `next_logits` and `forward`; see `compile_steps`."""
+class CompiledDecoder(Decoder):
+    """A decoder whose steps are programs; see `compile_steps`."""
 
-    def __init__(self, decoder: Decoder, folder: Path) -> None:
-        self.decoder = decoder
-        self.folder = folder
-        self.programs: dict[Kind, Any] = {}
+    folder: Path
+    programs: dict[Kind, Any]
 
     def __getstate__(self) -> dict[str, Any]:
-        """Without the programs: the compiler pickles the decoder, and this with it, for each."""
+        """Without the programs: the compiler pickles the decoder for each."""
         return vars(self) | {"programs": {}}
 
     def next_logits(
@@ -98,7 +97,7 @@ class CompiledSteps:
     ) -> Tensor:
         if tokens.shape[1] == 1 and cache is not None and positions is None and _is_step(cache, 1):
             return self._run(tokens, cache)[:, 0]
-        return Decoder.next_logits(self.decoder, tokens, positions=positions, cache=cache)
+        return super().next_logits(tokens, positions=positions, cache=cache)
 
     def forward(
         self,
@@ -111,9 +110,7 @@ class CompiledSteps:
         counted = positions is None and documents is None
         if counted and cache is not None and _is_step(cache, tokens.shape[1]):
             return self._run(tokens, cache)
-        return Decoder.forward(
-            self.decoder, tokens, positions=positions, documents=documents, cache=cache
-        )
+        return super().forward(tokens, positions=positions, documents=documents, cache=cache)
 
     def _run(self, tokens: Tensor, cache: Cache) -> Tensor:
         rows, seq = tokens.shape
@@ -136,14 +133,14 @@ class CompiledSteps:
     def _program(self, kind: Kind, tokens: Tensor, tensors: CacheTensors) -> Any:
         """From disk, or compiled and put there."""
         path = self.folder / self._fingerprint(kind)
-        known = {"decoder": self.decoder}
+        known = {"decoder": self}
         if path.exists():
             try:
                 with path.open("rb") as file:
                     return torch.compiler.load_compiled_function(file, external_data=known)
             except Exception as error:  # whatever is wrong with it, it can be made again
                 log.warning("%s cannot be used and is made again: %s", path, error)
-        program = compile_step(self.decoder, kind, tokens, tensors)
+        program = compile_step(self, kind, tokens, tensors)
         temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -155,10 +152,10 @@ class CompiledSteps:
 
     def _fingerprint(self, kind: Kind) -> str:
         """A name of everything that the program depends on."""
-        state = (*self.decoder.named_parameters(), *self.decoder.named_buffers())
+        state = (*self.named_parameters(), *self.named_buffers())
         facts = (
-            self.decoder.config.to_dict(),
-            repr(self.decoder),
+            self.config.to_dict(),
+            repr(self),
             [(name, str(t.dtype), str(t.device), tuple(t.shape)) for name, t in state],
             (kind, torch.get_num_threads(), torch.__version__),
             (torch.backends.cpu.get_cpu_capability(), name_of(state[0][1].device)),
@@ -221,4 +218,4 @@ def compile_step(decoder: Decoder, kind: Kind, tokens: Tensor, tensors: CacheTen
 def _sources() -> Iterator[Path]:
     """The code that a program is made of, and the operators it calls."""
     for package in (workhorse.native, workhorse.nn, workhorse.transforms):
-        yield from sorted(Path(str(package.__file__)).parent.glob("*.py"))
+        yield from sorted(Path(str(package.__file__)).parent.rglob("*.py"))

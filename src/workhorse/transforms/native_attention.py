@@ -3,12 +3,13 @@
 from typing import Any
 
 import torch
+from torch import nn
 
 from workhorse import native
 from workhorse.nn import Decoder
-from workhorse.nn.kernels import Scoring, Sdpa
-from workhorse.nn.self_attention import SelfAttention
+from workhorse.nn.kernels import Sdpa
 from workhorse.nn.shapes import AttentionOutput, Keys, Queries, Values
+from workhorse.transforms.replace import become, replace_modules
 
 
 def attend_natively(decoder: Decoder) -> None:
@@ -19,23 +20,20 @@ def attend_natively(decoder: Decoder) -> None:
     Args:
         decoder: on the CPU; `native.load` must have succeeded.
     """
-    for layer in decoder.modules():
-        if isinstance(layer, SelfAttention) and type(layer.kernel) is Sdpa:
-            quick = DecodingSdpa(layer.kernel.scoring, torch.get_num_threads())
-            layer.kernel = quick.train(layer.kernel.training)
+
+    def choose(module: nn.Module) -> nn.Module:
+        if type(module) is Sdpa:
+            return become(module, DecodingSdpa, threads=torch.get_num_threads())
+        return module
+
+    replace_modules(decoder, choose)
 
 
 class DecodingSdpa(Sdpa):
-    """`Sdpa`, with an operator of its own where one query a head meets a cache.
+    """`Sdpa`, with an operator of its own where one query a head meets a cache."""
 
-    Args:
-        scoring: what happens to the scores.
-        threads: that work on it, each on whole heads of keys: with fewer heads PyTorch is faster.
-    """
-
-    def __init__(self, scoring: Scoring, threads: int) -> None:
-        super().__init__(scoring, n_heads=0)  # which only sinks need to know
-        self.threads = threads
+    threads: int
+    """That work on it, each on whole heads of keys: with fewer heads PyTorch is faster."""
 
     def forward(self, q: Queries, k: Keys, v: Values, mask: Any) -> AttentionOutput:
         allowed, is_causal = mask

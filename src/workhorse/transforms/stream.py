@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from workhorse import native
 from workhorse.native import products
+from workhorse.transforms.replace import become, replace_modules
 
 FEW_ROWS = {torch.bfloat16: 128, torch.float32: 16}
 """Up to where `native.linear` was ahead of PyTorch's `linear`, by type of the weights."""
@@ -19,19 +20,11 @@ ONE_PASS = 64
 
 
 class StreamedLinear(nn.Linear):
-    """`nn.Linear`, by the native operator for few rows where no gradient is wanted.
+    """`nn.Linear`, by the native operator for few rows where no gradient is wanted."""
 
-    Args:
-        linear: whose parameters it shares, its weight being on the CPU and of a type in `FEW_ROWS`.
-        multiplies: whether `products` can be called.
-    """
-
-    def __init__(self, linear: nn.Linear, *, multiplies: bool = False) -> None:
-        nn.Module.__init__(self)
-        self.in_features, self.out_features = linear.in_features, linear.out_features
-        self.weight, self.bias = linear.weight, linear.bias
-        self.multiplies = multiplies and linear.weight.dtype == torch.bfloat16
-        self.few_rows = ONE_PASS if self.multiplies else FEW_ROWS[linear.weight.dtype]
+    multiplies: bool
+    """Whether `products` can be called."""
+    few_rows: int
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // self.in_features
@@ -61,9 +54,15 @@ def stream_weights(model: nn.Module, *, wait: bool = False) -> bool:
     if not native.load(wait=wait):
         return False
     multiplies = products.why_not(wait=wait) is None
-    for name, module in list(model.named_modules()):
-        if type(module) is nn.Linear and _streams(module):
-            model.set_submodule(name, StreamedLinear(module, multiplies=multiplies))
+
+    def choose(module: nn.Module) -> nn.Module:
+        if type(module) is not nn.Linear or not _streams(module):
+            return module
+        by_unit = multiplies and module.weight.dtype == torch.bfloat16
+        few_rows = ONE_PASS if by_unit else FEW_ROWS[module.weight.dtype]
+        return become(module, StreamedLinear, multiplies=by_unit, few_rows=few_rows)
+
+    replace_modules(model, choose)
     return True
 
 

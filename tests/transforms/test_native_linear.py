@@ -7,9 +7,14 @@ from torch import Tensor, nn
 
 from tests.train.conftest import MODEL
 from workhorse.native import products
-from workhorse.nn import DecoderConfig, linear_head_loss
-from workhorse.train.cpu_linear import Products, speed_up_linear
-from workhorse.train.step import checkpoint_activations
+from workhorse.nn import DecoderConfig, HeadLoss
+from workhorse.transforms.checkpointing import checkpoint_activations
+from workhorse.transforms.native_training.linear import (
+    NativeLinear,
+    Products,
+    replace_linear,
+)
+from workhorse.transforms.native_training.loss import replace_head_loss
 
 
 @pytest.fixture(autouse=True)
@@ -36,7 +41,7 @@ def test_gradients_are_those_of_pytorch(
     x, above = torch.randn(shape).to(dtype), torch.randn(*shape[:-1], 40).to(dtype)
     wide = nn.Linear(shape[-1], 40, bias=bias).double()
     wide.load_state_dict(layer.state_dict())
-    speed_up_linear(layer, Products("high"))
+    layer = replace_linear(layer, Products("high"))
     expected = results(wide, x.double(), above.double())
     ours = results(layer, x, above)
     for exact, value in zip(expected, ours, strict=True):
@@ -53,7 +58,7 @@ def test_gradients_of_any_order_in_memory() -> None:
         torch.randn(48, 20, 3).bfloat16().permute(2, 1, 0),
     ]
     plain = [results(layer, x, above) for above in aboves]
-    speed_up_linear(layer, Products())
+    layer = replace_linear(layer, Products())
     for above, expected in zip(aboves, plain, strict=True):
         for exact, value in zip(expected, results(layer, x, above), strict=True):
             torch.testing.assert_close(value, exact, atol=0.05, rtol=2**-7)
@@ -62,7 +67,7 @@ def test_gradients_of_any_order_in_memory() -> None:
 def test_only_what_is_wanted_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
     layer = nn.Linear(32, 32).bfloat16()
     layer.weight.requires_grad_(False)
-    speed_up_linear(layer, Products())
+    layer = replace_linear(layer, Products())
     y = layer(torch.randn(4, 32).bfloat16())
     monkeypatch.setattr(products, "multiply", None)
     y.sum().backward()
@@ -76,8 +81,8 @@ def test_plain_layers_alone_are_replaced_and_names_stay() -> None:
 
     module = nn.Sequential(nn.Linear(4, 4), Other(4, 4))
     names = list(module.state_dict())
-    speed_up_linear(module, Products())
-    assert ["forward" in vars(part) for part in module] == [True, False]
+    replace_linear(module, Products())
+    assert [type(part) for part in module] == [NativeLinear, Other]
     assert list(module.state_dict()) == names
 
 
@@ -85,7 +90,7 @@ def test_highest_precision_of_float32_is_left_to_pytorch(monkeypatch: pytest.Mon
     monkeypatch.setattr(products, "multiply", None)
     layer, x = nn.Linear(8, 4), torch.randn(3, 8)
     expected = layer(x)
-    speed_up_linear(layer, Products())
+    layer = replace_linear(layer, Products())
     assert torch.equal(layer(x), expected)
     assert torch.equal(Products()(x, layer.weight.t(), layer.bias), expected)
     assert torch.equal(Products()(x, layer.weight.t()), F.linear(x, layer.weight))
@@ -94,7 +99,7 @@ def test_highest_precision_of_float32_is_left_to_pytorch(monkeypatch: pytest.Mon
 def test_compiled_and_checkpointed_layers_have_the_same_gradients() -> None:
     config = DecoderConfig.from_dict({**MODEL, "vocab_size": 11, "max_seq_len": 8})
     decoder = config.build().bfloat16()
-    speed_up_linear(decoder, Products())
+    replace_linear(decoder, Products())
     tokens = torch.randint(11, (2, 8))
     gradients = []
     for change in (lambda: None, lambda: checkpoint_activations(decoder), compile_layers(decoder)):
@@ -123,10 +128,13 @@ def test_head_loss_multiplies_natively(dtype: torch.dtype, error: float, max_log
     head = config.build().head
     x, targets = torch.randn(2, 32, config.d_model), torch.randint(190, (2, 32))
     results = []
-    for each, given in ((torch.float32, None), (dtype, Products("high"))):
+    plain = HeadLoss(max_logits)
+    native = replace_head_loss(HeadLoss(max_logits), Products("high"))
+    for each, way in ((torch.float32, plain), (dtype, native)):
         head = head.to(each)
         y = x.to(each).requires_grad_()
-        loss, _ = linear_head_loss(y, targets, head, max_logits=max_logits, multiply=given)
+        losses, _ = way(y, targets, head)
+        loss = losses.sum()
         results.append((loss, *torch.autograd.grad(loss, (y, *head.parameters()))))
     for exact, ours in zip(*results, strict=True):
         assert (ours.float() - exact).norm() < error * exact.norm()

@@ -9,8 +9,7 @@ from torch import nn
 from tests.train.conftest import MODEL
 from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
-from workhorse.train import train
-from workhorse.train.float8 import check_float8, multiply_in_float8
+from workhorse.transforms.float8 import check_float8, multiply_in_float8
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 
@@ -18,12 +17,6 @@ CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 @pytest.fixture
 def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
-
-
-def test_a_run_on_a_cpu_is_refused(make_recipe, tmp_path) -> None:
-    with pytest.raises(WorkhorseError, match=r"train.fp8=true needs CUDA, and this is cpu; leave"):
-        train(make_recipe(fp8=True, dtype="bfloat16"), tmp_path / "run")
-    assert not (tmp_path / "run").exists()
 
 
 def test_an_older_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,13 +1,13 @@
-"""Linear layers that multiply on a CPU's matrix unit, put in from outside."""
+"""Linear layers that are trained on a CPU's matrix unit."""
 
-import functools
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workhorse.native import products
+from workhorse.nn.head import Head
+from workhorse.transforms.replace import become, replace_modules
 
 DTYPES = {"highest": (torch.bfloat16,), "high": (torch.bfloat16, torch.float32)}
 """What the matrix unit multiplies at each precision of float32 products."""
@@ -40,17 +40,31 @@ class Products:
         return a @ b if bias is None else torch.addmm(bias, a, b)
 
 
-def speed_up_linear(module: nn.Module, multiply: Products) -> None:
-    """Let every `nn.Linear` in a module that is trained multiply so."""
-    for part in module.modules():
-        if type(part) is nn.Linear:
-            setattr(part, "forward", functools.partial(_forward, part, multiply))  # noqa: B010
+class NativeLinear(nn.Linear):
+    """`nn.Linear` whose products, forwards and backwards, are those of `multiply`."""
+
+    multiply: Products
+
+    def forward(self, input: Tensor) -> Tensor:
+        if self.multiply.takes(input, self.weight):
+            return _Linear.apply(input, self.weight, self.bias)
+        return super().forward(input)
 
 
-def _forward(linear: nn.Linear, multiply: Products, x: Tensor) -> Tensor:
-    if multiply.takes(x, linear.weight):
-        return _Linear.apply(x, linear.weight, linear.bias)
-    return F.linear(x, linear.weight, linear.bias)
+def replace_linear(root: nn.Module, multiply: Products) -> nn.Module:
+    """Let every `nn.Linear` in a module multiply so, but a head's: its loss multiplies for it.
+
+    Returns:
+        The module, or what stands for it if it is one itself.
+    """
+    of_heads = {head.proj for head in root.modules() if isinstance(head, Head)}
+
+    def choose(module: nn.Module) -> nn.Module:
+        if type(module) is nn.Linear and module not in of_heads:
+            return become(module, NativeLinear, multiply=multiply)
+        return module
+
+    return replace_modules(root, choose)
 
 
 class _Linear(torch.autograd.Function):

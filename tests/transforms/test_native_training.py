@@ -13,13 +13,16 @@ from tests.train.conftest import MODEL
 from workhorse.native import training
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.feedforward import ClampedSwiglu, Gated, GatedMlp, Mlp
-from workhorse.nn.head_loss import Shaping, loss_into_gradient
+from workhorse.nn.head_loss import HeadLoss, Shaping, loss_into_gradient, product
 from workhorse.nn.norms import LayerNorm, RMSNorm, RMSNormConfig, RMSNormMultipliedFirst
 from workhorse.train.assembly import build_step
-from workhorse.train.cpu_layers import speed_up_layers
-from workhorse.train.cpu_loss import differentiate_loss
 from workhorse.train.recipe import TrainConfig
-from workhorse.train.step import checkpoint_activations
+from workhorse.transforms.checkpointing import checkpoint_activations
+from workhorse.transforms.native_training.embedding import replace_embeddings
+from workhorse.transforms.native_training.feedforward import replace_feed_forwards
+from workhorse.transforms.native_training.loss import NativeHeadLoss
+from workhorse.transforms.native_training.norms import NativeNorm, replace_norms
+from workhorse.transforms.replace import become
 
 GPT: dict[str, Any] = {
     "kind": "pre_norm",
@@ -67,6 +70,11 @@ def _operators() -> None:
         pytest.skip(reason)
 
 
+def speed_up(module: nn.Module) -> nn.Module:
+    """Everything but linear layers, attention and the loss."""
+    return replace_feed_forwards(replace_norms(replace_embeddings(module)), product)
+
+
 def build(block: dict[str, Any]) -> Decoder:
     shape = {**MODEL, "vocab_size": 11, "max_seq_len": 8, "blocks": {"main": block}}
     return DecoderConfig.from_dict(shape).build()
@@ -86,7 +94,7 @@ def results(module: nn.Module, *given: Tensor) -> list[Tensor]:
 def assert_as_good(module: nn.Module, *given: Tensor) -> None:
     """No further from float64 than twice what PyTorch is in the same type, or 1 %."""
     native, exact = copy.deepcopy(module), copy.deepcopy(module).double()
-    speed_up_layers(native)
+    native = speed_up(native)
     wide = [x.double() if x.is_floating_point() else x for x in given]
     rows = zip(results(exact, *wide), results(module, *given), results(native, *given), strict=True)
     for expected, plain, ours in rows:
@@ -135,7 +143,7 @@ def test_a_norm_rounds_where_its_options_say(name: str, offset: bool) -> None:
     made.bfloat16()
     x = torch.randn(64, 8, made.attention_norm.weight.numel()).bfloat16()
     plain = made.attention_norm(x), made(x, None)
-    speed_up_layers(made)
+    made = speed_up(made)
     for ours, expected in zip((made.attention_norm(x), made(x, None)), plain, strict=True):
         assert equal_share(ours, expected) > 0.99
     if name.startswith("rms"):
@@ -154,7 +162,7 @@ def test_a_norm_of_somebody_else_is_left_alone() -> None:
 
     module, x = Doubled(8), torch.randn(3, 8)
     expected = module(x)
-    speed_up_layers(module)
+    module = speed_up(module)
     assert torch.equal(module(x), expected)
 
 
@@ -164,7 +172,7 @@ def test_a_norm_of_somebody_else_is_left_alone() -> None:
 def test_whole_models(block: dict[str, Any], dtype: torch.dtype) -> None:
     decoder = build(block).to(dtype)
     native = copy.deepcopy(decoder)
-    speed_up_layers(native)
+    native = speed_up(native)
     assert [n for n, _ in native.named_parameters()] == [n for n, _ in decoder.named_parameters()]
     tokens = torch.randint(11, (3, 8))
     plain, ours = ([x.double() for x in results(m, tokens)] for m in (decoder, native))
@@ -180,7 +188,7 @@ def test_activations_computed_again_give_the_same_gradients() -> None:
     decoder = build(GPT).bfloat16()
     again = copy.deepcopy(decoder)
     for module in (decoder, again):
-        speed_up_layers(module)
+        speed_up(module)
     checkpoint_activations(again)
     tokens = torch.randint(11, (2, 8))
     assert all(map(torch.equal, results(decoder, tokens), results(again, tokens)))
@@ -189,7 +197,7 @@ def test_activations_computed_again_give_the_same_gradients() -> None:
 @pytest.mark.usefixtures("_operators")
 def test_a_feed_forward_keeps_what_goes_into_its_activation_only() -> None:
     module = Mlp(16, 64).bfloat16()
-    speed_up_layers(module)
+    module = speed_up(module)
     kept: list[Tensor] = []
     with saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
         module(torch.randn(10, 16).bfloat16())
@@ -215,7 +223,7 @@ def test_what_the_operators_cannot_do_pytorch_does(why: str) -> None:
     module.to(types.get(why, torch.bfloat16))
     x = torch.randn(4, 8).to(next(module.parameters()).dtype)
     expected = copy.deepcopy(module)
-    speed_up_layers(module)
+    module = speed_up(module)
     outcomes = []
     for part in (expected, module):
         torch.manual_seed(0)
@@ -228,7 +236,8 @@ def test_what_the_operators_cannot_do_pytorch_does(why: str) -> None:
 def test_a_capped_loss_is_computed_by_pytorch() -> None:
     logits, targets, capped = torch.randn(6, 9), torch.randint(9, (6,)), Shaping(cap=2.0)
     ours, plain = logits.clone(), logits.clone()
-    loss = differentiate_loss(ours, targets, capped)
+    native = become(HeadLoss(), NativeHeadLoss, multiplies=product, differentiates=True)
+    loss = native.differentiate(ours, targets, capped)
     assert torch.equal(loss, loss_into_gradient(plain, targets, capped))
     assert torch.equal(ours, plain)
 
@@ -244,5 +253,5 @@ def test_a_step_is_native_unless_it_is_switched_off(
     decoder = build(GPT)
     config = TrainConfig(steps=1, batch_size=2, seq_len=8, dtype=dtype)
     step = build_step(decoder, config, torch.device("cpu"))
-    assert ("forward" in vars(decoder.final_norm)) is native
-    assert (step.module.differentiate is differentiate_loss) is native
+    assert isinstance(decoder.final_norm, NativeNorm) is native
+    assert step.module.head_loss.differentiates is native

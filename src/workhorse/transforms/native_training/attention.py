@@ -1,4 +1,4 @@
-"""Attention on a CPU as matrix products in its cache, put in from outside."""
+"""Attention that is trained on a CPU: matrix products in its cache."""
 
 from typing import Any
 
@@ -7,16 +7,7 @@ from torch import Tensor, nn
 
 from workhorse.native import training
 from workhorse.nn.kernels import Scoring, Sdpa
-
-
-def speed_up_attention(module: nn.Module) -> None:
-    """Let every `sdpa` kernel in a module that is trained use the native operators."""
-    for parent in list(module.modules()):
-        for name, kernel in list(parent.named_children()):
-            if type(kernel) is Sdpa:
-                setattr(
-                    parent, name, TrainingSdpa(kernel.scoring, n_heads=0).train(kernel.training)
-                )
+from workhorse.transforms.replace import become, replace_modules
 
 
 class TrainingSdpa(Sdpa):
@@ -41,6 +32,21 @@ class TrainingSdpa(Sdpa):
         if not can:
             return super().forward(q, k, v, mask)
         return _Attention.apply(q, k, v, self.scoring.scale, causal)
+
+
+def replace_attention(root: nn.Module) -> nn.Module:
+    """Let every `sdpa` kernel in a module use the native operators.
+
+    Returns:
+        The module, or what stands for it if it is one itself.
+    """
+
+    def choose(module: nn.Module) -> nn.Module:
+        if type(module) is Sdpa:
+            return become(module, TrainingSdpa, types=training.attention_types())
+        return module
+
+    return replace_modules(root, choose)
 
 
 class _Attention(torch.autograd.Function):

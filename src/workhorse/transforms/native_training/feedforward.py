@@ -1,0 +1,187 @@
+"""Feed-forwards that are trained on a CPU with native operators.
+
+An activation of bfloat16 is looked up: there are 65,536 numbers. A feed-forward is one step of
+autograd, which keeps what goes into the activation and not what comes out.
+"""
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from workhorse.native import training
+from workhorse.nn.feedforward import Gated, GatedMlp, Mlp, ReluSquared
+from workhorse.nn.head_loss import Multiply
+from workhorse.nn.watched import watched
+from workhorse.transforms.native_training.linear import NativeLinear
+from workhorse.transforms.native_training.norms import TYPES
+from workhorse.transforms.replace import become, replace_modules
+
+NAMES: dict[type[nn.Module], training.ActivationName] = {
+    nn.ReLU: "relu",
+    nn.SiLU: "silu",
+    nn.Sigmoid: "sigmoid",
+    ReluSquared: "relu_squared",
+}
+
+
+def activation_of(module: nn.Module) -> training.Activation | None:
+    """As the operators know it, or None: one with weights has no fixed image of a number."""
+    name = NAMES.get(type(module))
+    if type(module) is nn.GELU:
+        name = "gelu" if module.approximate == "none" else "gelu_tanh"
+    return training.Activation(name, _table_of(module)) if name else None
+
+
+@torch.enable_grad()
+def _table_of(activation: nn.Module) -> Tensor:
+    bits = torch.arange(2**16, dtype=torch.int32).to(torch.int16)
+    x = bits.view(torch.bfloat16).double().requires_grad_()
+    value = activation(x)
+    (slope,) = torch.autograd.grad(value.sum(), x)
+    halves = torch.stack((value.detach(), slope), dim=1).to(torch.bfloat16)
+    return halves.view(torch.int32).flatten()
+
+
+class NativeGated(Gated):
+    """`Gated` by one operator."""
+
+    native: training.Activation
+
+    def forward(self, gate: Tensor, up: Tensor) -> Tensor:
+        alike = gate.dtype == up.dtype and gate.shape == up.shape
+        if not alike or gate.dtype not in TYPES or watched(self.activation):
+            return super().forward(gate, up)
+        return _Activation.apply(gate, up, self.native)
+
+
+class NativeMlp(Mlp):
+    """`Mlp` as one step of autograd."""
+
+    native: training.Activation
+    multiply: Multiply
+
+    def forward(self, x: Tensor) -> Tensor:
+        linears = self.down_proj, self.up_proj
+        between = self.dropout, self.inner_norm
+        if not _is_simple(x, linears, between) or watched(*linears, *between, self.activation):
+            return super().forward(x)
+        return _FeedForward.apply(x, self.native, self.multiply, *_weights(linears))
+
+
+class NativeGatedMlp(GatedMlp):
+    """`GatedMlp` as one step of autograd."""
+
+    multiply: Multiply
+
+    def forward(self, x: Tensor) -> Tensor:
+        linears = self.down_proj, self.gate_proj, self.up_proj
+        between = self.dropout, self.inner_norm
+        gated = self.activation
+        if (
+            not isinstance(gated, NativeGated)
+            or not _is_simple(x, linears, between)
+            or watched(*linears, *between, gated, gated.activation)
+        ):
+            return super().forward(x)
+        return _FeedForward.apply(x, gated.native, self.multiply, *_weights(linears))
+
+
+def replace_feed_forwards(root: nn.Module, multiply: Multiply) -> nn.Module:
+    """Let feed-forwards in a module use native operators, where they know the activation.
+
+    Args:
+        root: whose parts are replaced.
+        multiply: two matrices.
+
+    Returns:
+        The module, or what stands for it if it is one itself.
+    """
+
+    def choose(module: nn.Module) -> nn.Module:
+        if type(module) is GatedMlp:
+            return become(module, NativeGatedMlp, multiply=multiply)
+        if type(module) is Gated and (native := activation_of(module.activation)):
+            return become(module, NativeGated, native=native)
+        if type(module) is Mlp and (native := activation_of(module.activation)):
+            return become(module, NativeMlp, native=native, multiply=multiply)
+        return module
+
+    return replace_modules(root, choose)
+
+
+def _is_simple(x: Tensor, linears: Sequence[nn.Linear], between: Sequence[nn.Module]) -> bool:
+    """Whether it is two or three products and an activation, and nothing else."""
+    return (
+        x.dtype in TYPES
+        and all(isinstance(part, nn.Identity) for part in between)
+        and all(type(linear) in (nn.Linear, NativeLinear) for linear in linears)
+        and all(linear.weight.dtype == x.dtype for linear in linears)
+    )
+
+
+def _weights(linears: Sequence[nn.Linear]) -> list[Tensor | None]:
+    return [weight for linear in linears for weight in (linear.weight, linear.bias)]
+
+
+class _Activation(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, up: Tensor, act: training.Activation) -> Tensor:
+        x, up = x.contiguous(), up.contiguous()
+        ctx.save_for_backward(x, up)
+        ctx.act = act
+        return training.activation(x, up, act)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        x, up = ctx.saved_tensors
+        _, dx, dup = training.activation_backward(above[0].contiguous(), x, up, ctx.act)
+        return dx, dup, None
+
+
+class _FeedForward(torch.autograd.Function):
+    """`down(act(first(x)))`, or `down(act(first(x)) · second(x))`; a weight and a bias of each."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        act: training.Activation,
+        multiply: Multiply,
+        *weights: Tensor | None,
+    ) -> Tensor:
+        rows = x.reshape(-1, x.shape[-1]).contiguous()
+        (down, down_bias), *branches = _pairs(weights)
+        hidden = [multiply(rows, weight.t(), bias) for weight, bias in branches]
+        ctx.save_for_backward(rows, *weights, *hidden)
+        ctx.act, ctx.multiply = act, multiply
+        y = multiply(training.activation(*_two(hidden), act), down.t(), down_bias)
+        return y.view(x.shape)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        multiply = ctx.multiply
+        rows, *saved = ctx.saved_tensors
+        count = len(saved) // 3  # a weight and a bias of each branch and what it gave, and down's
+        (down, down_bias), *branches = _pairs(saved[:-count])
+        hidden = saved[-count:]
+        dy = above[0].reshape(rows.shape).contiguous()
+        y, *slopes = training.activation_backward(multiply(dy, down, None), *_two(hidden), ctx.act)
+        gradients = [multiply(dy.t(), y, None), None if down_bias is None else dy.sum(0)]
+        dx: list[Tensor] = []
+        for (weight, bias), slope in zip(branches, slopes, strict=True):
+            gradients += [multiply(slope.t(), rows, None), None if bias is None else slope.sum(0)]
+            dx.append(multiply(slope, weight, None))
+        total = dx[0] if len(dx) == 1 else dx[0].add_(dx[1])
+        return total.view(above[0].shape), None, None, *gradients
+
+
+def _pairs(weights: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:
+    """Each weight with its bias."""
+    pairs = zip(weights[::2], weights[1::2], strict=True)
+    return [(weight, bias) for weight, bias in pairs if weight is not None]
+
+
+def _two(hidden: list[Tensor]) -> tuple[Tensor, Tensor | None]:
+    return hidden[0], hidden[1] if len(hidden) > 1 else None

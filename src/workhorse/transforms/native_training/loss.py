@@ -1,0 +1,45 @@
+"""The loss of a head that is trained on a CPU: its gradient in one pass over a row of logits."""
+
+from torch import Tensor, nn
+
+from workhorse.native import training
+from workhorse.nn.head_loss import HeadLoss, Multiply, Shaping, product
+from workhorse.transforms.replace import become, replace_modules
+
+
+class NativeHeadLoss(HeadLoss):
+    """`HeadLoss` whose products are those of `multiplies`, and with the operator for the rest."""
+
+    multiplies: Multiply
+    differentiates: bool
+    """Whether there is the operator."""
+
+    def multiply(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        return self.multiplies(a, b, bias)
+
+    def differentiate(self, logits: Tensor, targets: Tensor, shaping: Shaping) -> Tensor:
+        if not self.differentiates or shaping.cap is not None or not logits.is_contiguous():
+            return super().differentiate(logits, targets, shaping)
+        return training.loss_into_gradient_(
+            logits, targets, multiplier=shaping.multiplier, z_loss=shaping.z_loss
+        )
+
+
+def replace_head_loss(root: nn.Module, multiply: Multiply = product) -> nn.Module:
+    """Let the losses of heads in a module use native operators, where there are any.
+
+    Args:
+        root: whose parts are replaced.
+        multiply: two matrices.
+
+    Returns:
+        The module, or what stands for it if it is one itself.
+    """
+    can = training.why_not() is None
+
+    def choose(module: nn.Module) -> nn.Module:
+        if type(module) is HeadLoss:
+            return become(module, NativeHeadLoss, multiplies=multiply, differentiates=can)
+        return module
+
+    return replace_modules(root, choose)

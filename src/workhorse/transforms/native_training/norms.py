@@ -1,0 +1,154 @@
+"""Norms that are trained on a CPU with native operators: one pass over the rows each way."""
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from workhorse.native import training
+from workhorse.nn.blocks import PreNorm
+from workhorse.nn.cache import KeyValueEntry
+from workhorse.nn.context import Context
+from workhorse.nn.norms import (
+    Float32LayerNorm,
+    LayerNorm,
+    LowPrecisionLayerNorm,
+    RMSNorm,
+    RMSNormMultipliedFirst,
+)
+from workhorse.nn.watched import watched
+from workhorse.transforms.replace import become, combined, replace_modules
+
+TYPES = (torch.bfloat16, torch.float32)
+NORMS = (LayerNorm, Float32LayerNorm, LowPrecisionLayerNorm, RMSNorm, RMSNormMultipliedFirst)
+
+
+class NormOptions(NamedTuple):
+    """What the operators are told of a norm beside its weights."""
+
+    offset: float
+    eps: float
+    centred: bool
+    rounded: bool
+
+
+class NativeNorm(nn.Module):
+    """Before one of the classes of norms: the same by the operators, where they can."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return _Norm.apply(x, *_parts(self)) if _takes(x) else super().forward(x)
+
+
+class NativePreNorm(PreNorm):
+    """`PreNorm` whose sums and norms are one pass, where nothing lies between them."""
+
+    def forward(
+        self, x: Tensor, context: Context | None = None, cache: KeyValueEntry | None = None
+    ) -> Tensor:
+        norms = self.attention_norm, self.feed_forward_norm
+        branches = self.attention_branch, self.feed_forward_branch
+        if (
+            not _takes(x)
+            or not all(isinstance(norm, NativeNorm) for norm in norms)
+            or not all(isinstance(branch, nn.Identity) for branch in branches)
+            or watched(*norms, *branches)
+        ):
+            return super().forward(x, context, cache)
+        x, y = _AddNorm.apply(x, None, *_parts(norms[0]))
+        x, y = _AddNorm.apply(x, self.attention(y, context, cache), *_parts(norms[1]))
+        return x + self.feed_forward(y)
+
+
+def replace_norms(root: nn.Module) -> nn.Module:
+    """Let the norms in a module, and the sums beside them, use native operators.
+
+    Returns:
+        The module, or what stands for it if it is one itself.
+    """
+
+    def choose(module: nn.Module) -> nn.Module:
+        if type(module) is PreNorm:
+            return become(module, NativePreNorm)
+        if type(module) in NORMS:
+            return become(module, combined("Native", NativeNorm, type(module)))
+        return module
+
+    return replace_modules(root, choose)
+
+
+def _takes(x: Tensor) -> bool:
+    return x.dtype in TYPES and not torch.is_autocast_enabled(x.device.type)
+
+
+def _parts(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, NormOptions]:
+    """Weight, bias and options of a norm, rounded where its own forward rounds.
+
+    A LayerNorm of any precision sums in float32 and rounds its result, as PyTorch's kernels do.
+    """
+    assert isinstance(norm, LayerNorm | RMSNorm)
+    centred = isinstance(norm, LayerNorm)
+    multiplied_first = isinstance(norm, RMSNormMultipliedFirst)
+    weight, offset = norm.weight, norm.offset
+    if weight is not None and offset and not multiplied_first:
+        weight, offset = weight + offset, 0.0
+    bias = norm.bias if isinstance(norm, LayerNorm) else None
+    rounded = not centred and not multiplied_first
+    return weight, bias, NormOptions(offset, norm.eps, centred, rounded)
+
+
+class _Norm(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        options: NormOptions,
+    ) -> Tensor:
+        x = x.contiguous()
+        y, moments = training.norm(x, weight, bias, **options._asdict())
+        ctx.save_for_backward(x, moments, weight, bias)
+        ctx.offset, ctx.centred = options.offset, options.centred
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        return _norm_gradients(ctx, above[0], None)
+
+
+class _AddNorm(torch.autograd.Function):
+    """`x + branch`, or x, and its norm: their gradients meet in one pass."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes by position
+        ctx: Any,
+        x: Tensor,
+        branch: Tensor | None,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        options: NormOptions,
+    ) -> tuple[Tensor, Tensor]:
+        total, told = x.contiguous(), options._asdict()
+        if branch is None:
+            y, moments = training.norm(total, weight, bias, **told)
+        else:
+            total, y, moments = training.add_norm(total, branch.contiguous(), weight, bias, **told)
+        ctx.save_for_backward(total, moments, weight, bias)
+        ctx.offset, ctx.centred, ctx.joins = options.offset, options.centred, branch is not None
+        return total, y
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        along, into_norm = above
+        dx, *others = _norm_gradients(ctx, into_norm, along.contiguous())
+        return dx, dx if ctx.joins else None, *others
+
+
+def _norm_gradients(ctx: Any, above: Tensor, other: Tensor | None) -> tuple[Tensor | None, ...]:
+    x, moments, weight, bias = ctx.saved_tensors
+    dx, sums = training.norm_backward(
+        above.contiguous(), x, moments, weight, other, offset=ctx.offset, centred=ctx.centred
+    )
+    of_weight = None if weight is None else sums[0].to(weight.dtype)
+    of_bias = None if bias is None else sums[1].to(bias.dtype)
+    return dx, of_weight, of_bias, None

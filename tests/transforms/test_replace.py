@@ -1,0 +1,118 @@
+"""A transformed model's modules are visible, have their class's forward, and are heard by hooks."""
+
+import copy
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.nn.grid import COVERING, make, name, random_tokens
+from workhorse.models.llama import llama
+from workhorse.nn import DecoderConfig
+from workhorse.train.step import LossOfBatch
+from workhorse.transforms.checkpointing import checkpoint_activations
+from workhorse.transforms.inference import prepare_for_inference
+from workhorse.transforms.native_training import train_natively
+from workhorse.transforms.native_training.embedding import replace_embeddings
+from workhorse.transforms.quantize import quantize
+from workhorse.transforms.replace import become, combined, replace_modules
+
+SOME = COVERING[:12]
+TRANSFORMS: dict[str, Callable[[nn.Module], object]] = {
+    "embeddings": replace_embeddings,
+    "trained natively": train_natively,
+    "checkpointed": checkpoint_activations,
+    "made for inference": prepare_for_inference,
+}
+
+
+class Doubled(nn.Linear):
+    """Twice what it would be."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return 2 * super().forward(input)
+
+
+class Negated(nn.Module):
+    """Minus what the class behind it gives."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        return -super().forward(input)
+
+
+def test_what_takes_a_modules_place_holds_what_it_held() -> None:
+    heard: list[str] = []
+    plain = nn.Linear(3, 2)
+    plain.register_forward_hook(lambda *_: heard.append("before"))
+    made = become(plain, Doubled, factor=3)
+    made.register_forward_hook(lambda *_: heard.append("after"))
+    assert made.weight is plain.weight
+    assert made.factor == 3
+    x = torch.randn(4, 3)
+    assert torch.equal(made(x), 2 * nn.functional.linear(x, plain.weight, plain.bias))
+    assert heard == ["before", "after"]
+
+
+def test_a_module_at_several_places_stays_one() -> None:
+    shared = nn.Linear(3, 3)
+    root = nn.Sequential(shared, nn.Sequential(shared), nn.ReLU())
+    same = replace_modules(root, lambda m: become(m, Doubled) if type(m) is nn.Linear else m)
+    assert same is root
+    assert type(root[0]) is Doubled
+    assert root[0] is root[1][0]
+
+
+def test_a_root_is_replaced_too() -> None:
+    root = nn.Linear(3, 3)
+    assert type(replace_modules(root, lambda module: become(module, Doubled))) is Doubled
+
+
+def test_a_combined_class_is_made_once_and_named_after_both() -> None:
+    kind = combined("Minus", Negated, nn.Linear)
+    assert kind is combined("Minus", Negated, nn.Linear)
+    made, x = become(nn.Linear(3, 2), kind), torch.randn(4, 3)
+    assert "MinusLinear" in repr(made)
+    assert torch.equal(made(x), -nn.functional.linear(x, made.weight, made.bias))
+
+
+def assert_nothing_set_from_outside(root: nn.Module) -> None:
+    for part in root.modules():
+        own = {key for key in vars(part) if callable(getattr(type(part), key, None))}
+        assert not own, f"{type(part).__name__} has {own} of its own"
+
+
+@pytest.mark.parametrize("how", TRANSFORMS)
+@pytest.mark.parametrize("config", SOME, ids=map(name, range(len(SOME))))
+def test_no_instance_has_a_method_of_its_own(how: str, config: DecoderConfig) -> None:
+    decoder = make(config).eval()
+    TRANSFORMS[how](decoder)
+    assert_nothing_set_from_outside(decoder)
+
+
+def test_nor_has_one_that_is_quantised_and_compiled() -> None:
+    decoder = llama(d_model=64, n_layers=1, n_heads=2, d_ff=64, vocab_size=64).build().eval()
+    quantize(decoder, "int8")
+    decoder = prepare_for_inference(decoder, compile=True)
+    assert {"CompiledDecoder", "QuantizedLinear"} <= {type(p).__name__ for p in decoder.modules()}
+    assert_nothing_set_from_outside(decoder)
+
+
+@pytest.mark.parametrize("config", SOME, ids=map(name, range(len(SOME))))
+def test_hooks_on_every_module_fire_in_native_training(config: DecoderConfig) -> None:
+    tokens = random_tokens(config, 2, 6)
+
+    def called(module: LossOfBatch) -> set[str]:
+        found: set[str] = set()
+        for path, part in module.named_modules(remove_duplicate=False):
+            part.register_forward_hook(lambda *_, path=path: found.add(path))
+        losses, _ = module(tokens, tokens, None)
+        losses.sum().backward()
+        return found
+
+    plain = LossOfBatch(make(config)).train()
+    native = copy.deepcopy(plain)
+    train_natively(native)
+    expected = called(plain)
+    assert "decoder.head.proj" in expected
+    assert called(native) == expected

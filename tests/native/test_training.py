@@ -144,16 +144,13 @@ def test_kernels_are_replaced_from_outside_and_weights_stay() -> None:
 
 @pytest.mark.parametrize("mean_dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("gathered", [False, True])
-def test_adamw_in_one_pass_is_adamw(
-    monkeypatch: pytest.MonkeyPatch, gathered: bool, mean_dtype: str
-) -> None:
+def test_adamw_in_one_pass_is_adamw(gathered: bool, mean_dtype: str) -> None:
     start, gradients = torch.randn(300, 111), torch.randn(4, 300, 111).bfloat16()
     results = []
     for native in (True, False):
-        monkeypatch.setattr(training, "loaded", lambda native=native: native)
         module = torch.nn.Linear(111, 300, bias=False)
         module.weight.data = start.clone()
-        masters = Masters(module)
+        masters = Masters(module, native=native)
         config = AdamWConfig.from_dict({"mean_dtype": mean_dtype})
         adamw = AdamW({"w": module.weight}, config, weight_decay=0.1, masters=masters)
         for gradient in gradients:
@@ -172,16 +169,15 @@ def test_adamw_in_one_pass_is_adamw(
     )
 
 
-def test_adamw_of_float32_in_one_pass_is_pytorchs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adamw_of_float32_in_one_pass_is_pytorchs() -> None:
     """Of several weights, one of more than a piece, and one that was updated before."""
     shapes = [(300, 111), (7,), (5, 3)]
     starts = [torch.randn(shape) for shape in shapes]
     gradients = [[torch.randn(shape) for shape in shapes] for _ in range(3)]
     results = []
     for native in (True, False):
-        monkeypatch.setattr(training, "loaded", lambda native=native: native)
         weights = {str(i): torch.nn.Parameter(start.clone()) for i, start in enumerate(starts)}
-        adamw = AdamW(weights, AdamWConfig(), weight_decay=0.1)
+        adamw = AdamW(weights, AdamWConfig(), weight_decay=0.1, masters=Masters(native=native))
         adamw.updates[1].fill_(4)
         for given in gradients:
             for weight, gradient in zip(weights.values(), given, strict=True):
@@ -203,9 +199,8 @@ def test_muon_in_two_passes_is_muon(
     starts, gradients = torch.randn(2, *shape), torch.randn(3, 2, *shape).bfloat16()
     results = []
     for native in (True, False):
-        monkeypatch.setattr(training, "loaded", lambda native=native: native)
         holder = torch.nn.ParameterList(list(starts.clone()))
-        masters = Masters(holder)
+        masters = Masters(holder, native=native)
         config = MuonConfig(learning_rate=0.1, nesterov=nesterov)
         muon = Muon(dict(holder.named_parameters()), config, masters=masters)
         for pair in gradients:

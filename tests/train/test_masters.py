@@ -21,7 +21,6 @@ from workhorse.transforms.native_training import replace_embeddings
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a compiler; `tests/native/test_training.py` has the rest."""
     monkeypatch.setattr("workhorse.native.training.why_not", lambda: "not here")
-    monkeypatch.setattr("workhorse.native.training.loaded", lambda: False)
 
 
 def config(dtype: str, **changes: object) -> TrainConfig:

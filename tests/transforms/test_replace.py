@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tests.nn.grid import COVERING, make, name, random_tokens
 from workhorse.models.llama import llama
+from workhorse.native import training
 from workhorse.nn import DecoderConfig
 from workhorse.train.step import LossOfBatch
 from workhorse.transforms.checkpointing import checkpoint_activations
@@ -21,7 +22,7 @@ from workhorse.transforms.replace import become, combined, replace_modules
 SOME = COVERING[:12]
 TRANSFORMS: dict[str, Callable[[nn.Module], object]] = {
     "embeddings": replace_embeddings,
-    "trained natively": train_natively,
+    "trained natively": lambda module: train_natively(module, native=not training.why_not()),
     "checkpointed": checkpoint_activations,
     "made for inference": prepare_for_inference,
 }
@@ -112,7 +113,7 @@ def test_hooks_on_every_module_fire_in_native_training(config: DecoderConfig) ->
 
     plain = LossOfBatch(make(config)).train()
     native = copy.deepcopy(plain)
-    train_natively(native)
+    train_natively(native, native=not training.why_not())
     expected = called(plain)
     assert "decoder.head.proj" in expected
     assert called(native) == expected

@@ -28,11 +28,6 @@ def why_not() -> str | None:
     return None
 
 
-def loaded() -> bool:
-    """Whether the operators can be called."""
-    return hasattr(torch.ops.workhorse, "adamw_")
-
-
 def attention_types() -> frozenset[torch.dtype]:
     """Of which types this CPU makes attention faster than PyTorch does.
 

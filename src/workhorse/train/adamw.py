@@ -66,7 +66,6 @@ class AdamW:
     @torch.no_grad()
     def step(self, schedule: float, shrink: float = 1.0) -> None:
         """One update; `schedule` multiplies the learning rate and `shrink` the gradient."""
-        loaded = training.loaded()
         native: dict[bool, list[tuple[Tensor, ...]]] = {False: [], True: []}
         whole: list[tuple[Tensor, ...]] = []
         for state in zip(
@@ -80,7 +79,8 @@ class AdamW:
             weight, _, mean, *_ = state
             remainder = self.masters.remainders.get(weight)
             split_or_float = remainder is not None or weight.dtype == torch.float32
-            if loaded and weight.device.type == "cpu" and split_or_float and weight.is_contiguous():
+            ours = self.masters.native and weight.is_contiguous()
+            if ours and weight.device.type == "cpu" and split_or_float:
                 native[remainder is not None].append(state)
             elif remainder is None and mean.dtype == torch.float32:
                 whole.append(state)

@@ -265,12 +265,13 @@ def build_step(
     dtype = training_dtype(config.dtype, device)
     if device.type == "cpu":
         keep_freed_memory()
-    masters = Masters(decoder if dtype == torch.bfloat16 else None)
+    native = device.type == "cpu" and dtype != torch.float16 and training.why_not() is None
+    masters = Masters(decoder if dtype == torch.bfloat16 else None, native=native)
     module = LossOfBatch(decoder, config.z_loss).train()
     if device.type == "cpu" and dtype != torch.float16:
         if dtype == torch.bfloat16:
             replace_embeddings(decoder)
-        train_natively(module, _unit(device, config.matmul_precision))
+        train_natively(module, native=native, multiply=_unit(device, config.matmul_precision))
     if config.fp8:
         multiply_in_float8(decoder)
     if config.activation_checkpointing:

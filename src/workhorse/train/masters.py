@@ -45,9 +45,11 @@ class Masters:
     Args:
         narrowed: what is rounded to bfloat16 from now on; None for nothing. A parameter that takes
             no gradient stays as it is: a router's bias moves in steps that bfloat16 cannot hold.
+        native: whether updates on the CPU are the native operators of training.
     """
 
-    def __init__(self, narrowed: nn.Module | None = None) -> None:
+    def __init__(self, narrowed: nn.Module | None = None, *, native: bool = False) -> None:
+        self.native = native
         self.remainders: dict[nn.Parameter, Tensor] = {}
         self.sums: dict[nn.Parameter, Tensor] = {}
         for parameter in () if narrowed is None else narrowed.parameters():

@@ -135,7 +135,7 @@ class Muon:
         )
 
     def _is_native(self, group: Mapping[str, nn.Parameter]) -> bool:
-        return training.loaded() and all(
+        return self.masters.native and all(
             weight in self.masters.remainders and weight.device.type == "cpu"
             for weight in group.values()
         )

@@ -174,7 +174,7 @@ class TrainingStep:
             counted: likewise.
             schedule: multiplies the learning rates.
         """
-        norm = total_norm(self.optimizer.gradients())
+        norm = total_norm(self.optimizer.gradients(), native=self.optimizer.masters.native)
         # The step's only wait for the device.
         figures = torch.stack([loss, norm.to(loss.dtype), *self._terms]).tolist()
         loss_value, norm_value, *extra = figures
@@ -235,9 +235,9 @@ class Precision:
         return torch.autocast(self.device.type, self.dtype)
 
 
-def total_norm(gradients: list[Tensor]) -> Tensor:
-    """The length of all gradients as one vector, in float32."""
-    if gradients and training.loaded() and all(map(training.measures, gradients)):
+def total_norm(gradients: list[Tensor], *, native: bool = False) -> Tensor:
+    """The length of all gradients as one vector, in float32; by the native operator if asked."""
+    if gradients and native and all(map(training.measures, gradients)):
         return training.squared_length(gradients).sqrt()
     wide = [gradient for gradient in gradients if gradient.dtype != torch.bfloat16]
     narrow = [gradient for gradient in gradients if gradient.dtype == torch.bfloat16]

@@ -6,7 +6,6 @@ is not what the operator takes, it computes as before.
 
 from torch import nn
 
-from workhorse.native import training
 from workhorse.nn.head_loss import product
 from workhorse.transforms.native_training.attention import replace_attention
 from workhorse.transforms.native_training.embedding import replace_embeddings
@@ -18,17 +17,18 @@ from workhorse.transforms.native_training.norms import replace_norms
 __all__ = ["Products", "replace_embeddings", "train_natively"]
 
 
-def train_natively(root: nn.Module, multiply: Products | None = None) -> None:
-    """Let a module that is trained use what operators there are, in place.
+def train_natively(root: nn.Module, *, native: bool, multiply: Products | None = None) -> None:
+    """Let a module that is trained use native operators, in place.
 
     Args:
         root: on the CPU, in float32 or bfloat16.
+        native: whether there are the operators of training, see `training.why_not`.
         multiply: the matrix unit's products; None where the CPU has none.
     """
     if multiply is not None:
         replace_linear(root, multiply)
-    replace_head_loss(root, multiply or product)
-    if training.why_not() is None:
+    replace_head_loss(root, multiply or product, native=native)
+    if native:
         replace_embeddings(root)
         replace_norms(root)
         replace_feed_forwards(root, multiply or product)

@@ -25,21 +25,23 @@ class NativeHeadLoss(HeadLoss):
         )
 
 
-def replace_head_loss(root: nn.Module, multiply: Multiply = product) -> nn.Module:
-    """Let the losses of heads in a module use native operators, where there are any.
+def replace_head_loss(
+    root: nn.Module, multiply: Multiply = product, *, native: bool = False
+) -> nn.Module:
+    """Let the losses of heads in a module use native operators.
 
     Args:
         root: whose parts are replaced.
         multiply: two matrices.
+        native: whether there are the operators of training, see `training.why_not`.
 
     Returns:
         The module, or what stands for it if it is one itself.
     """
-    can = training.why_not() is None
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is HeadLoss:
-            return become(module, NativeHeadLoss, multiplies=multiply, differentiates=can)
+            return become(module, NativeHeadLoss, multiplies=multiply, differentiates=native)
         return module
 
     return replace_modules(root, choose)

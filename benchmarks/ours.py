@@ -50,7 +50,7 @@ def train(
 ) -> Round:
     """Rounds of training steps, as `workhorse train` takes them."""
     from workhorse.train.adamw import AdamWConfig
-    from workhorse.train.assembly import build_step
+    from workhorse.train.build_step import build_step
     from workhorse.train.recipe import TrainConfig
 
     sizes = TRAINING[shape]

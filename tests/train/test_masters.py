@@ -9,7 +9,7 @@ from tests.train.test_step import CPU
 from workhorse.data import Batch
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.train.adamw import AdamW, AdamWConfig
-from workhorse.train.assembly import build_step
+from workhorse.train.build_step import build_step
 from workhorse.train.masters import Masters, join, split
 from workhorse.train.muon import Muon, MuonConfig
 from workhorse.train.recipe import TrainConfig

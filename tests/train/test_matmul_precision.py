@@ -16,7 +16,7 @@ from workhorse.data import Batch
 from workhorse.native import products
 from workhorse.nn import DecoderConfig
 from workhorse.train import train
-from workhorse.train.assembly import build_step
+from workhorse.train.build_step import build_step
 from workhorse.train.recipe import TrainConfig
 from workhorse.train.step import Precision, TrainingStep
 

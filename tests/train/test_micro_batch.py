@@ -15,7 +15,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.memory import most_resident, resident
 from workhorse.nn import Decoder
 from workhorse.train import Recipe, estimate, micro_batch, read_metrics, train
-from workhorse.train.assembly import build_step
+from workhorse.train.build_step import build_step
 from workhorse.train.micro_batch import MARGIN, fit_micro_batch, shares
 from workhorse.train.random_state import random_state
 from workhorse.train.recipe import TrainConfig

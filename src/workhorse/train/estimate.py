@@ -11,7 +11,7 @@ from workhorse.models.describe import exports_as
 from workhorse.models.parameters import active_parameters
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import train_tokenizer
-from workhorse.train.assembly import build_step, measured_peak
+from workhorse.train.build_step import build_step, measured_peak
 from workhorse.train.check import check_length, check_recipe
 from workhorse.train.optimizers import parameters_by_role
 from workhorse.train.recipe import Recipe

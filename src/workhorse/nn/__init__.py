@@ -5,6 +5,7 @@ from workhorse.nn.cache import Cache
 from workhorse.nn.context import Context
 from workhorse.nn.decoder import Decoder, DecoderConfig
 from workhorse.nn.head_loss import HeadLoss
+from workhorse.nn.logprobs import token_logprobs
 from workhorse.nn.loss import (
     IGNORE,
     chunked_next_token_loss,
@@ -26,4 +27,5 @@ __all__ = [
     "chunked_next_token_losses",
     "next_token_loss",
     "next_token_losses",
+    "token_logprobs",
 ]

@@ -76,12 +76,7 @@ class HeadLoss(nn.Module):
         z_loss: float,
     ) -> Losses:
         """Of what the head's projection reads."""
-        scale, cap = head.multiply, head.cap
-        shaping = Shaping(
-            scale.multiplier if isinstance(scale, Multiplier) else 1.0,
-            cap.cap if isinstance(cap, SoftCap) else None,
-            z_loss,
-        )
+        shaping = shaping_of(head)._replace(z_loss=z_loss)
         weights = head.proj.weight, head.proj.bias
         learn = torch.is_grad_enabled()
         return cast(
@@ -109,6 +104,38 @@ def is_linear(head: Head) -> bool:
     """Whether a head is a product and what `Shaping` says, and nobody must be shown its parts."""
     parts = (head, head.proj, head.multiply, head.cap)
     return type(head.proj) is nn.Linear and not watched(*parts)
+
+
+def shaping_of(head: Head) -> Shaping:
+    """What a head does to the logits of its projection."""
+    scale, cap = head.multiply, head.cap
+    return Shaping(
+        scale.multiplier if isinstance(scale, Multiplier) else 1.0,
+        cap.cap if isinstance(cap, SoftCap) else None,
+    )
+
+
+def shape_logits(logits: Tensor, shaping: Shaping) -> Tensor:
+    """The logits as the head gives them, in float32 at least; a new tensor."""
+    shaped = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    if shaping.multiplier != 1:
+        shaped *= shaping.multiplier
+    if shaping.cap is not None:
+        shaped = shaping.cap * torch.tanh(shaped / shaping.cap)
+    return shaped
+
+
+def unshape_gradient(gradient: Tensor, shaped: Tensor, shaping: Shaping) -> None:
+    """Turn the gradient of `shape_logits` into that of what it was given, in place."""
+    if shaping.cap is not None:
+        gradient *= 1 - (shaped / shaping.cap).square()
+    if shaping.multiplier != 1:
+        gradient *= shaping.multiplier
+
+
+def block_rows(logits: Tensor) -> int:
+    """Rows of logits that are in float32 at once."""
+    return max(1, BLOCK.get(logits.device.type, LARGE_BLOCK) // logits.shape[1])
 
 
 class _LinearHeadLoss(torch.autograd.Function):
@@ -172,15 +199,11 @@ def loss_into_gradient(
 ) -> Tensor:
     """The summed losses, cross-entropy and z-loss; the logits become the gradient of their sum."""
     total = torch.zeros(2, device=logits.device)
-    rows = max(1, BLOCK.get(logits.device.type, LARGE_BLOCK) // logits.shape[1])
+    rows = block_rows(logits)
     for block, wanted in zip(torch.split(logits, rows), torch.split(targets, rows), strict=True):
         counted = (wanted != IGNORE)[:, None]
         expected = wanted.clamp(min=0)[:, None]
-        shaped = block.float()
-        if shaping.multiplier != 1:
-            shaped = shaped * shaping.multiplier
-        if shaping.cap is not None:
-            shaped = shaping.cap * torch.tanh(shaped / shaping.cap)
+        shaped = shape_logits(block, shaping)
         chosen = shaped.gather(1, expected)
         largest = shaped.amax(dim=1, keepdim=True)
         powers = (shaped - largest).exp_()
@@ -190,9 +213,6 @@ def loss_into_gradient(
         total += (losses * counted).sum(dim=0)
         gradient = powers.mul_(counted * (1 + 2 * shaping.z_loss * normaliser) / sums)
         gradient.scatter_add_(1, expected, -counted.to(gradient.dtype))
-        if shaping.cap is not None:
-            gradient *= 1 - (shaped / shaping.cap).square()
-        if shaping.multiplier != 1:
-            gradient *= shaping.multiplier
+        unshape_gradient(gradient, shaped, shaping)
         block.copy_(gradient)
     return total

@@ -1,0 +1,134 @@
+"""Log-probabilities of given tokens, with their gradient: what every objective is made of."""
+
+from collections.abc import Callable, Iterator
+from typing import Any, cast
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
+
+from workhorse.nn.head import Head
+from workhorse.nn.head_loss import (
+    MAX_LOGITS,
+    Shaping,
+    block_rows,
+    is_linear,
+    product,
+    shape_logits,
+    shaping_of,
+    unshape_gradient,
+)
+from workhorse.nn.loss import IGNORE
+from workhorse.nn.shapes import Hidden, Tokens
+
+Logprobs = Float[Tensor, "batch seq"]
+
+
+def token_logprobs(
+    x: Hidden, targets: Tokens, head: Head, *, max_logits: int = MAX_LOGITS
+) -> Logprobs:
+    """`log_softmax(head(x))` at each target, in nats and float32; 0 where a target is `IGNORE`.
+
+    No more than `max_logits` logits exist at once, in the type of x, and blocks of them in float32:
+    they are computed again for the gradient. What is frozen gets none and costs nothing.
+
+    Args:
+        x: (batch, seq, d_model) what the head reads.
+        targets: (batch, seq) ids.
+        head: that makes logits of it.
+        max_logits: that may exist at once. Gradients of parts of the batch add up in float32.
+    """
+    expected = targets.flatten()
+    rows = max(1, max_logits // head.vocab_size)
+    if is_linear(head):
+        x = head.project(head.transform(x))
+        apply = cast(Callable[..., Tensor], _LinearTokenLogprobs.apply)
+        weights = head.proj.weight, head.proj.bias
+        found = apply(x.flatten(0, 1), *weights, expected, shaping_of(head), rows)
+        return found.view(targets.shape)
+    parts = zip(torch.split(x.flatten(0, 1), rows), torch.split(expected, rows), strict=True)
+    call = cast(Callable[..., Tensor], checkpoint)
+    each = [call(_of_any_head, head, *part, use_reentrant=False) for part in parts]
+    return torch.cat(each).view(targets.shape)
+
+
+def _of_any_head(
+    head: Head, x: Float[Tensor, "tokens d_model"], targets: Int[Tensor, " tokens"]
+) -> Float[Tensor, " tokens"]:
+    shaped = shape_logits(head(x[None])[0], Shaping())
+    chosen = shaped.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    return (chosen - shaped.logsumexp(dim=1)) * (targets != IGNORE)
+
+
+class _LinearTokenLogprobs(torch.autograd.Function):
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes by position # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        x: Float[Tensor, "tokens width"],
+        weight: Float[Tensor, "vocab width"],
+        bias: Float[Tensor, " vocab"] | None,
+        targets: Int[Tensor, " tokens"],
+        shaping: Shaping,
+        rows: int,
+    ) -> Float[Tensor, " tokens"]:
+        chosen: list[Tensor] = []
+        normalisers: list[Tensor] = []
+        for part, expected in zip(torch.split(x, rows), torch.split(targets, rows), strict=True):
+            logits = product(part, weight.t(), bias)
+            for block, wanted in _blocks(logits, expected):
+                shaped = shape_logits(block, shaping)
+                chosen.append(shaped.gather(1, wanted.clamp(min=0)[:, None])[:, 0])
+                normalisers.append(shaped.logsumexp(dim=1))
+        normaliser = torch.cat(normalisers)
+        ctx.save_for_backward(x, weight, bias, targets, normaliser)
+        ctx.shaping, ctx.rows = shaping, rows
+        return (torch.cat(chosen) - normaliser) * (targets != IGNORE)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, bias, targets, normaliser = ctx.saved_tensors
+        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
+        slopes = above[0] * (targets != IGNORE)
+        sums = slopes.dtype
+        of_x: list[Tensor] = []
+        of_weight = torch.zeros_like(weight, dtype=sums) if for_weight else None
+        of_bias = torch.zeros_like(bias, dtype=sums) if for_bias else None
+        split = (torch.split(tensor, ctx.rows) for tensor in (x, targets, normaliser, slopes))
+        for part, *of_part in zip(*split, strict=True):
+            logits = product(part, weight.t(), bias)
+            for block, *of_block in _blocks(logits, *of_part):
+                _into_gradient(block, *of_block, shaping=ctx.shaping)
+            if for_x:
+                of_x.append(product(logits, weight, None))
+            if of_weight is not None:
+                of_weight += product(logits.t(), part, None)
+            if of_bias is not None:
+                of_bias += logits.sum(dim=0, dtype=sums)
+        return (
+            torch.cat(of_x) if for_x else None,
+            None if of_weight is None else of_weight.to(weight.dtype),
+            None if of_bias is None else of_bias.to(bias.dtype),
+            *[None] * 3,
+        )
+
+
+def _blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows of logits, few enough to be in float32, with what belongs to them."""
+    size = block_rows(logits)
+    return zip(*(torch.split(tensor, size) for tensor in (logits, *others)), strict=True)
+
+
+def _into_gradient(
+    logits: Float[Tensor, "tokens vocab"],
+    targets: Int[Tensor, " tokens"],
+    normaliser: Float[Tensor, " tokens"],
+    slopes: Float[Tensor, " tokens"],
+    shaping: Shaping,
+) -> None:
+    """Logits become the gradient of the log-probabilities' sum, each weighted by its slope."""
+    shaped = shape_logits(logits, shaping)
+    gradient = (shaped - normaliser[:, None]).exp_().mul_(-slopes[:, None])
+    gradient.scatter_add_(1, targets.clamp(min=0)[:, None], slopes[:, None])
+    unshape_gradient(gradient, shaped, shaping)
+    logits.copy_(gradient)

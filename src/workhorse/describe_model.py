@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.checkpoints import RunDirectory
-from workhorse.checkpoints.on_disk import weight_files, weights_on_disk
+from workhorse.checkpoints.on_disk import weights_on_disk
 from workhorse.checkpoints.stored import (
     StoredModel,
     is_stored,
@@ -51,8 +51,8 @@ def describe_model(
     found |= {"step": None, "weights": None, "notes": list(stored.remarks)}
     if isinstance(stored, RunDirectory):
         found["step"] = next(iter(stored.store().steps()), None)
-    if weight_files(stored):
-        types = {name: held.bytes for name, held in weights_on_disk(stored).items()}
+    if held := weights_on_disk(stored):
+        types = {name: of_type.bytes for name, of_type in held.items()}
         found["weights"] = {"bytes": sum(types.values()), "types": types}
     found["tokenizer"] = _tokenizer(stored)
     return found | {"stored": list(_sentences(found)), "config": config.to_dict()}

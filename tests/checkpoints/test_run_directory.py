@@ -7,7 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from workhorse.checkpoints import FolderLock, RunDirectory, load_weights, weights_of
+from workhorse.checkpoints import (
+    CheckpointStore,
+    FolderLock,
+    RunDirectory,
+    load_weights,
+    weights_of,
+)
+from workhorse.checkpoints.on_disk import weights_on_disk
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import BytesConfig, train_tokenizer
@@ -71,6 +78,24 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_remark(run: RunDirectory) ->
     assert torch.equal(loaded(TOKENS), run.load_decoder(step=1)(TOKENS))
     with pytest.raises(WorkhorseError, match="is damaged"):
         run.load_decoder(step=2)
+
+
+def test_a_run_that_saves_meanwhile_is_described_by_its_newer_checkpoint(
+    run: RunDirectory, decoder: Decoder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = CheckpointStore.steps
+
+    def steps(store: CheckpointStore) -> list[int]:
+        listed = real(store)
+        monkeypatch.undo()
+        run.store(keep=1).save(3, weights_of(decoder), {}, {"config": CONFIG.to_dict()})
+        return listed
+
+    size = sum(weight.nbytes for weight in weights_of(decoder).values())
+    monkeypatch.setattr(CheckpointStore, "steps", steps)
+    assert {name: held.bytes for name, held in weights_on_disk(run).items()} == {"float32": size}
+    shutil.rmtree(run.checkpoints_folder)
+    assert weights_on_disk(run) == {}
 
 
 def test_a_config_of_another_model_is_refused(run: RunDirectory) -> None:

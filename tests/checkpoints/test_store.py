@@ -207,6 +207,71 @@ def test_a_pipe_in_place_of_a_file_is_not_waited_for(store: CheckpointStore, nam
         store.check(30)
 
 
+READERS: dict[str, Callable[[CheckpointStore], Any]] = {
+    "newest": lambda store: store.newest(pytest.fail),
+    "newest_state": lambda store: store.newest_state(pytest.fail),
+    "newest_state_alone": lambda store: store.newest_state(pytest.fail, alone=True),
+    "newest_model": lambda store: store.newest_model(pytest.fail),
+    "newest_weights": lambda store: store.newest_weights(),
+    "newest_folder": lambda store: store.newest_folder(
+        lambda folder: [(folder / name).read_bytes() for name in FILES]
+    ),
+}
+
+
+@pytest.mark.parametrize("reader", READERS)
+def test_a_step_removed_between_listing_and_opening_gives_way_to_the_newer_one(
+    store: CheckpointStore, reader: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    expected = CheckpointStore(store.folder.parent / "expected")
+    expected.save(**contents(40))
+    listed = store.steps()
+    training = CheckpointStore(store.folder, keep=1)
+
+    def steps() -> list[int]:
+        monkeypatch.undo()
+        training.save(**contents(40))
+        return listed
+
+    monkeypatch.setattr(store, "steps", steps)
+    # What differs is told as text, as tensors cannot be compared as a whole.
+    assert repr(READERS[reader](store)) == repr(READERS[reader](expected))
+
+
+@pytest.mark.parametrize("opened", range(1, 4))
+def test_a_step_removed_while_its_files_are_opened_is_read_whole_or_not_at_all(
+    store: CheckpointStore, opened: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    training = CheckpointStore(store.folder, keep=1)
+    files: list[object] = []
+    real = os.open
+
+    def saved_meanwhile(path: Any, *rest: Any, **names: Any) -> int:
+        file = real(path, *rest, **names)
+        if "step-00000030" in str(path) and not str(path).endswith("manifest.json"):
+            files.append(path)
+            if len(files) == opened:
+                training.save(**contents(40))
+        return file
+
+    monkeypatch.setattr(os, "open", saved_meanwhile)
+    checkpoint = store.newest(pytest.fail)
+    assert checkpoint is not None
+    expected = contents(checkpoint.step)
+    assert checkpoint.step == (30 if opened == 3 else 40)
+    assert checkpoint.state == expected["state"]
+    assert torch.equal(checkpoint.model["a"], expected["model"]["a"])
+    assert torch.equal(checkpoint.optimizer["a.mean"], expected["optimizer"]["a.mean"])
+
+
+def test_steps_removed_faster_than_they_are_read_are_told(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store, "steps", lambda: [40])
+    with pytest.raises(WorkhorseError, match=r"was removed before it was read; wait for"):
+        store.newest()
+
+
 class RecordingDisk(Disk):
     """Notes what is done; fails at one operation, if asked."""
 

@@ -2,8 +2,9 @@
 
 from workhorse.checkpoints.disk import Disk
 from workhorse.checkpoints.lock import FolderLock
+from workhorse.checkpoints.manifest import DamagedCheckpoint
 from workhorse.checkpoints.run_directory import RunDirectory
-from workhorse.checkpoints.store import Checkpoint, CheckpointStore, DamagedCheckpoint
+from workhorse.checkpoints.store import Checkpoint, CheckpointStore
 from workhorse.checkpoints.tensors import (
     Places,
     copy_tensors,

@@ -2,14 +2,17 @@
 
 import math
 from collections import defaultdict
+from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 from workhorse.checkpoints.gguf.read import DTYPES, GgufFile
 from workhorse.checkpoints.run_directory import RunDirectory
 from workhorse.checkpoints.stored import StoredModel
 from workhorse.checkpoints.tensor_folder import TensorFolder
 from workhorse.devices import dtype_name
+
+Found = TypeVar("Found")
 
 
 class Held(NamedTuple):
@@ -19,16 +22,15 @@ class Held(NamedTuple):
     bytes: int
 
 
-def weight_files(stored: StoredModel) -> list[Path]:
-    """The files with the weights; of a run, those of its newest checkpoint. There may be none."""
+def bytes_on_disk(stored: StoredModel) -> int:
+    """Of its files with weights; of a run, those of its newest checkpoint. 0: there are none."""
     if isinstance(stored, GgufFile):
-        return [stored.path]
-    # A link to nothing or to itself is told by what reads it.
-    return sorted(file for file in _folder(stored).glob("*.safetensors") if file.is_file())
+        return stored.path.stat().st_size
+    return _in_folder(stored, _bytes) or 0
 
 
 def weights_on_disk(stored: StoredModel) -> dict[str, Held]:
-    """Numbers and bytes of each type, by its name, the most bytes first.
+    """Numbers and bytes of each type, by its name, the most bytes first. Empty: there are none.
 
     Raises:
         WorkhorseError: a header is damaged.
@@ -40,12 +42,19 @@ def weights_on_disk(stored: StoredModel) -> dict[str, Held]:
 
 
 def _tensors(stored: StoredModel) -> list[tuple[str, int, int]]:
+    """Type, numbers and bytes of each tensor."""
     if isinstance(stored, GgufFile):
         return [
             (_gguf_name(one.kind), math.prod(one.shape), one.end - one.begin)
             for one in stored.tensors
         ]
-    folder = TensorFolder(_folder(stored))
+    return _in_folder(stored, _headers) or []
+
+
+def _headers(path: Path) -> list[tuple[str, int, int]]:
+    if not _files(path):
+        return []
+    folder = TensorFolder(path)
     found: list[tuple[str, int, int]] = []
     for name, dtype in folder.dtypes.items():
         numbers = math.prod(folder.shapes[name])
@@ -57,8 +66,17 @@ def _gguf_name(kind: str) -> str:
     return dtype_name(DTYPES[kind]) if kind in DTYPES else kind.lower()
 
 
-def _folder(stored: StoredModel) -> Path:
-    if not isinstance(stored, RunDirectory):
-        return stored.path
-    store = stored.store()
-    return store.path(next(iter(store.steps()), 0))
+def _bytes(folder: Path) -> int:
+    return sum(file.stat().st_size for file in _files(folder))
+
+
+def _files(folder: Path) -> list[Path]:
+    # A link to nothing or to itself is told by what reads it.
+    return [file for file in folder.glob("*.safetensors") if file.is_file()]
+
+
+def _in_folder(stored: StoredModel, read: Callable[[Path], Found]) -> Found | None:
+    """What is read from the folder with the weights; None of a run without a checkpoint."""
+    if isinstance(stored, RunDirectory):
+        return stored.store().newest_folder(read)
+    return read(stored.path)

@@ -2,7 +2,7 @@
 
 import torch
 
-from workhorse.checkpoints.on_disk import Held, weight_files, weights_on_disk
+from workhorse.checkpoints.on_disk import Held, bytes_on_disk, weights_on_disk
 from workhorse.checkpoints.run_directory import RunDirectory
 from workhorse.checkpoints.stored import StoredModel
 from workhorse.devices import dtype_name
@@ -48,7 +48,7 @@ def check_stored(
     Raises:
         WorkhorseError: they do not.
     """
-    size = sum(file.stat().st_size for file in weight_files(stored))
+    size = bytes_on_disk(stored)
     free = available(device)
     if free is None or MAX_EXPANSION * size <= free:  # most are so small that nothing is counted
         return

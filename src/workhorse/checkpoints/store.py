@@ -10,42 +10,35 @@ A checkpoint is written under a temporary name, synced, and renamed. So a folder
 was whole when it was written, and the manifest tells whether it still is.
 """
 
-import hashlib
+import contextlib
 import json
+import os
 import re
-import stat
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
 from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor
 
 from workhorse.checkpoints.disk import Disk
+from workhorse.checkpoints.manifest import (
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    DamagedCheckpoint,
+    manifest_of,
+    open_checkpoint,
+)
 from workhorse.errors import WorkhorseError
-from workhorse.untrusted import read_text
 
-FORMAT = 1
-MODEL = "model.safetensors"
-OPTIMIZER = "optimizer.safetensors"
-STATE = "state.json"
-MANIFEST = "manifest.json"
 TEMPORARY = ".tmp-"
-MANIFEST_BYTES = 10_000
-"""More than any manifest has."""
+LOOKS = 100
+"""How often the newest checkpoint is looked for, where each is removed before it is read."""
 
 Found = TypeVar("Found")
-
-
-class DamagedCheckpoint(WorkhorseError):
-    """A checkpoint that is not what was written."""
-
-    def __init__(self, path: Path, reason: str) -> None:
-        self.path = path
-        self.reason = reason
-        super().__init__(f"checkpoint {path} is damaged: {reason}; use an older one or a copy")
 
 
 @dataclass(frozen=True)
@@ -143,10 +136,11 @@ class CheckpointStore:
             on_skip: as in `newest`.
             alone: only the state need be whole; its tensors are not looked at.
         """
+        names = (STATE,) if alone else (MODEL, OPTIMIZER, STATE)
 
         def state(step: int) -> tuple[int, dict[str, Any]]:
-            self.check(step, (STATE,) if alone else (MODEL, OPTIMIZER, STATE))
-            return step, self._state(step)
+            with open_checkpoint(self.path(step), step, names) as opened:
+                return step, opened.state()
 
         return self._newest(state, on_skip)
 
@@ -163,14 +157,54 @@ class CheckpointStore:
             self.check(step, (MODEL, STATE))
             return step
 
-        return self._newest(checked, lambda line: None)
+        return self._newest(checked)
 
-    def _newest(self, read: Callable[[int], Found], on_skip: Callable[[str], None]) -> Found | None:
+    def newest_folder(self, read: Callable[[Path], Found]) -> Found | None:
+        """What is read from the folder of the newest checkpoint, whole or damaged; None without."""
+
+        def found(step: int) -> Found:
+            made = read(self.path(step))
+            if not os.path.lexists(self.path(step)):  # no file is listed of a folder that is gone
+                raise _RemovedError
+            return made
+
+        return self._newest(found)
+
+    def _newest(
+        self, read: Callable[[int], Found], on_skip: Callable[[str], None] = lambda line: None
+    ) -> Found | None:
+        """What is read of the newest step that is not damaged.
+
+        A run that trains meanwhile removes the oldest after each save. Where that is the one that
+        is read, there is a newer one, and the steps are listed again.
+
+        Raises:
+            WorkhorseError: each of many was removed before it was read; or `read` raises it.
+        """
+        for _ in range(LOOKS):
+            skipped: list[str] = []
+            with contextlib.suppress(_RemovedError):
+                found = self._first_whole(read, skipped.append)
+                for line in skipped:
+                    on_skip(line)
+                return found
+        raise WorkhorseError(
+            f"each checkpoint in {self.folder} was removed before it was read; wait for the end of "
+            "the training there, or resume it with train.keep=5"
+        )
+
+    def _first_whole(
+        self, read: Callable[[int], Found], on_skip: Callable[[str], None]
+    ) -> Found | None:
         for step in self.steps():
             try:
                 return read(step)
-            except DamagedCheckpoint as damaged:
-                on_skip(f"skipping {damaged.path}: {damaged.reason}")
+            except (WorkhorseError, OSError) as error:
+                if not os.path.lexists(self.path(step)):
+                    raise _RemovedError from error
+                if not isinstance(error, DamagedCheckpoint):
+                    raise
+                on_skip(f"skipping {error.path}: {error.reason}")
         return None
 
     def load(self, step: int) -> Checkpoint:
@@ -179,14 +213,10 @@ class CheckpointStore:
         Raises:
             DamagedCheckpoint: a missing, shortened or changed file.
         """
-        self.check(step)
-        path = self.path(step)
-        return Checkpoint(
-            step=step,
-            model=load_file(path / MODEL),
-            optimizer=load_file(path / OPTIMIZER),
-            state=self._state(step),
-        )
+        with open_checkpoint(self.path(step), step, (MODEL, OPTIMIZER, STATE)) as opened:
+            return Checkpoint(
+                step, opened.tensors(MODEL), opened.tensors(OPTIMIZER), opened.state()
+            )
 
     def load_model(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
         """Read and check the weights and the state of one checkpoint, without the optimizer.
@@ -194,11 +224,8 @@ class CheckpointStore:
         Raises:
             DamagedCheckpoint: a missing, shortened or changed file.
         """
-        self.check(step, (MODEL, STATE))
-        return load_file(self.path(step) / MODEL), self._state(step)
-
-    def _state(self, step: int) -> dict[str, Any]:
-        return json.loads((self.path(step) / STATE).read_text(encoding="utf-8"))
+        with open_checkpoint(self.path(step), step, (MODEL, STATE)) as opened:
+            return opened.tensors(MODEL), opened.state()
 
     def check(self, step: int, names: tuple[str, ...] = (MODEL, OPTIMIZER, STATE)) -> None:
         """Compare the named files with the manifest, byte for byte.
@@ -206,20 +233,8 @@ class CheckpointStore:
         Raises:
             DamagedCheckpoint: they differ, or the manifest is not as it was written.
         """
-        path = self.path(step)
-        listed = self._manifest(step)
-        for name in names:
-            file, expected = path / name, listed[name]
-            try:
-                if not stat.S_ISREG(file.stat().st_mode):
-                    raise DamagedCheckpoint(path, f"{name} is no file")
-                if file.stat().st_size != expected["bytes"]:
-                    reason = f"{name} has {file.stat().st_size} bytes, not {expected['bytes']}"
-                    raise DamagedCheckpoint(path, reason)
-                if sha256(file) != expected["sha256"]:
-                    raise DamagedCheckpoint(path, f"{name} differs from its SHA-256")
-            except OSError as error:
-                raise DamagedCheckpoint(path, f"{name}: {error.strerror}") from None
+        with open_checkpoint(self.path(step), step, names):
+            pass
 
     def clean(self) -> None:
         """Remove what an interrupted save or removal left."""
@@ -238,35 +253,11 @@ class CheckpointStore:
         self.disk.write_tensors(folder / MODEL, model)
         self.disk.write_tensors(folder / OPTIMIZER, optimizer)
         self.disk.write_text(folder / STATE, json.dumps(state, indent=1))
-        files = {}
         for name in (MODEL, OPTIMIZER, STATE):
             self.disk.sync(folder / name)
-            file = folder / name
-            files[name] = {"bytes": file.stat().st_size, "sha256": sha256(file)}
-        self.disk.write_text(folder / MANIFEST, _manifest_text(step, files))
+        self.disk.write_text(folder / MANIFEST, manifest_of(folder, step))
         self.disk.sync(folder / MANIFEST)
         self.disk.sync(folder)
-
-    def _manifest(self, step: int) -> dict[str, Any]:
-        """What the manifest lists, if it is byte for byte as `save` writes it."""
-        path = self.path(step)
-        if (path / MANIFEST).exists() and not (path / MANIFEST).is_file():
-            raise DamagedCheckpoint(path, f"{MANIFEST} is no file")
-        try:
-            text = read_text(path / MANIFEST, limit=MANIFEST_BYTES)
-            manifest = json.loads(text)
-            written_format, written = manifest["format"], manifest["files"]
-            files = {
-                name: {"bytes": written[name]["bytes"], "sha256": written[name]["sha256"]}
-                for name in (MODEL, OPTIMIZER, STATE)
-            }
-        except (ValueError, KeyError, TypeError, RecursionError):
-            raise DamagedCheckpoint(path, f"{MANIFEST} cannot be read") from None
-        if isinstance(written_format, int) and written_format > FORMAT:
-            raise DamagedCheckpoint(path, f"its format {written_format} is newer than {FORMAT}")
-        if text != _manifest_text(step, files):
-            raise DamagedCheckpoint(path, f"{MANIFEST} is not as it was written")
-        return files
 
     def _discard(self, checkpoint: Path) -> None:
         """Remove a checkpoint so that no half of it ever bears its name."""
@@ -291,11 +282,5 @@ class CheckpointStore:
         )
 
 
-def sha256(file: Path) -> str:
-    """The SHA-256 of a file's bytes, in hexadecimal."""
-    with file.open("rb") as opened:
-        return hashlib.file_digest(opened, "sha256").hexdigest()
-
-
-def _manifest_text(step: int, files: Mapping[str, Mapping[str, Any]]) -> str:
-    return json.dumps({"format": FORMAT, "step": step, "files": files}, indent=1)
+class _RemovedError(Exception):
+    """A checkpoint that was listed is no longer there."""

@@ -10,7 +10,7 @@ from workhorse.checkpoints import RunDirectory, weights_of
 from workhorse.config import ConfigError
 from workhorse.convert import convert
 from workhorse.errors import WorkhorseError
-from workhorse.train import Recipe, train
+from workhorse.train import Recipe, override_recipe, train
 
 
 def recipe(source: Path, texts: Path, **changes: Any) -> dict[str, Any]:
@@ -57,6 +57,21 @@ def test_what_differs_is_merged(run_folder: Path, tmp_path: Path) -> None:
     config = Recipe.from_dict(changed).decoder_config(1)
     assert config.embedding.dropout == 0.1
     assert config.d_model == workhorse.load(run_folder).config.d_model
+
+
+def test_what_differs_inside_a_block_is_merged(run_folder: Path, tmp_path: Path) -> None:
+    block = {"main": {"attention": {"dropout": 0.1}}}
+    changed = recipe(run_folder, tmp_path, model={"blocks": block})
+    config = Recipe.from_dict(changed).decoder_config(1)
+    assert config.blocks["main"].attention.dropout == 0.1
+    trained = workhorse.load(run_folder).config
+    attention = trained.blocks["main"].attention.replace(dropout=0.1)
+    main = trained.blocks["main"].replace(attention=attention)
+    assert config == trained.replace(blocks={"main": main})
+    overridden = override_recipe(
+        recipe(run_folder, tmp_path), ["model.blocks.main.attention.dropout=0.1"], pytest.fail
+    )
+    assert Recipe.from_dict(overridden).decoder_config(1) == config
 
 
 def test_what_changes_the_weights_is_refused(run_folder: Path, tmp_path: Path) -> None:

@@ -277,7 +277,7 @@ def _with_init(init: str, fields: dict[str, Any]) -> dict[str, Any]:
     from workhorse.checkpoints.stored import open_stored
 
     changes = fields.get("model") or {}
-    if not isinstance(changes, dict) or "blocks" in changes:  # wrong, or written out before
+    if not isinstance(changes, dict) or _is_written_out(changes, fields):
         return fields
     if "preset" in changes:
         raise ConfigError(f"init={init} already says the architecture; leave preset out", "model")
@@ -288,6 +288,14 @@ def _with_init(init: str, fields: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(str(error), "init") from None
     tokenizer = {"kind": "file", "path": str(stored.tokenizer_folder)}
     return {"tokenizer": tokenizer, **fields, "model": model}
+
+
+def _is_written_out(model: dict[str, Any], fields: dict[str, Any]) -> bool:
+    """Whether a recipe has all that `init` brings, as a run's own has: it need not be there."""
+    needed = DecoderConfig.model_fields.items()
+    return "tokenizer" in fields and all(
+        name in model for name, field in needed if field.is_required()
+    )
 
 
 def preset_with(name: str, changes: dict[str, Any]) -> dict[str, Any]:

@@ -1,10 +1,16 @@
+import os
 import re
+import signal
+from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 
+from tests.train.runs import weights
 from tests.train.test_balance import MIXED, recipe_of
 from workhorse.checkpoints import RunDirectory
 from workhorse.train import read_metrics, train
+from workhorse.train.metrics import Event
 from workhorse.train.report import figures, validation_series, write_report
 from workhorse.train.trackers import scalars
 
@@ -47,6 +53,27 @@ def test_a_report_says_what_makes_its_curves_suspect(make_recipe, tmp_path):
     page = run.report_file.read_text("utf-8")
     assert "1 steps were skipped, their loss or gradient not finite: 7" in page
     assert "the run has not finished" in page
+
+
+@pytest.mark.parametrize("emptied", [Path.unlink, lambda file: os.truncate(file, 0)])
+def test_a_run_whose_metrics_are_removed_meanwhile_ends_as_it_should(
+    make_recipe, tmp_path: Path, emptied: Callable[[Path], None]
+) -> None:
+    def stop_at_six(event: Event) -> None:
+        if event["kind"] == "step" and event["step"] == 6:
+            emptied(tmp_path / "run/metrics.jsonl")
+            signal.raise_signal(signal.SIGTERM)
+
+    result = train(make_recipe(), tmp_path / "run", on_event=stop_at_six)
+    assert (result.stopped_by, result.step) == ("SIGTERM", 6)
+    assert result.parameters == sum(
+        weight.numel() for weight in weights(tmp_path / "run", 6).values()
+    )
+    page = (tmp_path / "run/report.html").read_text("utf-8")
+    assert "has no beginning" in page
+    assert "d_model" in page
+    assert train(make_recipe(), tmp_path / "run", resume=True).step == 12
+    assert "12 of 12" in (tmp_path / "run/report.html").read_text("utf-8")
 
 
 def test_a_report_shows_how_the_experts_are_used(make_recipe, tmp_path):

@@ -33,16 +33,17 @@ def write_report(run: RunDirectory) -> None:
 
 
 def contents(run: RunDirectory) -> dict[str, Any]:
-    """What the template shows."""
+    """What the template shows; of lines of metrics that were removed, nothing."""
     events = read_metrics(run.metrics_file)
     of_kind: dict[str, list[Event]] = {}
     for event in events:
         of_kind.setdefault(event["kind"], []).append(event)
     recipe = run.recipe()
+    starts = of_kind.get("start", [{}])
     return {
         "name": recipe["name"],
         "description": recipe.get("description", ""),
-        "settings": of_kind["start"][0].get("settings", []),  # not in runs of before
+        "settings": starts[0].get("settings", []),  # not in runs of before
         "figures": figures(of_kind),
         "charts": [chart for chart in charts(of_kind) if chart],
         "experts": experts(of_kind),
@@ -50,18 +51,22 @@ def contents(run: RunDirectory) -> dict[str, Any]:
         "notes": notes(of_kind),
         "recipe": run.recipe_file.read_text("utf-8"),
         "config": run.config_file.read_text("utf-8"),
-        "environment": of_kind["start"][-1],
+        "environment": starts[-1],
     }
 
 
 def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
     """The run in a few numbers, each with what it is."""
-    start = of_kind["start"][-1]
     steps = of_kind.get("step", [])
-    rows = [("parameters", shown(start["parameters"]))]
-    active = start.get("active_parameters", start["parameters"])  # not in runs of before
-    if active != start["parameters"]:
-        rows.append(("parameters that work on a token", shown(active)))
+    rows: list[tuple[str, str]] = []
+    of_steps = ""
+    if starts := of_kind.get("start"):
+        start = starts[-1]
+        rows.append(("parameters", shown(start["parameters"])))
+        active = start.get("active_parameters", start["parameters"])  # not in runs of before
+        if active != start["parameters"]:
+            rows.append(("parameters that work on a token", shown(active)))
+        of_steps = f" of {start['steps']:,}"
     if validations := of_kind.get("validation"):
         last = validations[-1]
         loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
@@ -82,7 +87,7 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
         speeds = sorted(event["tokens_per_second"] for event in warm)
         peak = sorted(event["peak_fraction"] for event in warm)
         rows += [
-            ("steps", f"{last['step']:,} of {start['steps']:,}"),
+            ("steps", f"{last['step']:,}{of_steps}"),
             ("tokens trained on", shown(last["tokens"])),
             ("training time", clock(last["seconds"])),
             ("tokens per second, median", f"{speeds[len(speeds) // 2]:,.0f}"),
@@ -180,7 +185,10 @@ def notes(of_kind: dict[str, list[Event]]) -> list[str]:
         lines.append(
             f"{len(skipped)} steps were skipped, their loss or gradient not finite: {where}"
         )
-    if len(starts := of_kind["start"]) > 1:
+    starts = of_kind.get("start", [])
+    if not starts:
+        lines.append("its metrics.jsonl has no beginning: what was removed is missing here too")
+    if len(starts) > 1:
         resumed = ", ".join(str(event["step"]) for event in starts[1:])
         lines.append(f"resumed after step {resumed}")
     lines += [

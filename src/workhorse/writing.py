@@ -8,7 +8,9 @@ from pathlib import Path
 
 from workhorse.errors import WorkhorseError
 
-DISK_FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
+TAKES_NO_MORE = {*DISK_FULL, errno.EFBIG}
+"""What a file may meet while it grows; the last is of a limit on its own size."""
 
 
 class CannotWriteError(WorkhorseError):
@@ -33,11 +35,20 @@ def writing(path: Path) -> Iterator[None]:
     except CannotWriteError as error:
         raise CannotWriteError(path, error.reason) from error
     except OSError as error:
-        # NumPy's error of a file that took only a part has no number.
-        full = error.errno is None or error.errno in DISK_FULL
-        remedy = "make room there" if full else "choose another place, or allow writing there"
-        reason = error.strerror or f"the disk took only a part ({error})"
+        reason, remedy = refusal(error)
         raise CannotWriteError(path, f"{reason}; {remedy}") from error
+
+
+def refusal(error: OSError) -> tuple[str, str]:
+    """Why the system refused to write, and what to do."""
+    if error.errno is None:  # NumPy's error of a file that took only a part has no number
+        return f"the disk took only a part ({error})", "make room there"
+    remedy = "choose another place, or allow writing there"
+    if error.errno in DISK_FULL:
+        remedy = "make room there"
+    elif error.errno == errno.EFBIG:
+        remedy = "raise the limit on a file's size (ulimit -f), or choose another place"
+    return error.strerror or str(error), remedy
 
 
 def write_atomically(path: Path, content: str | bytes | memoryview) -> None:

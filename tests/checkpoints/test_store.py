@@ -2,6 +2,8 @@ import errno
 import json
 import os
 import random
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -330,6 +332,30 @@ def test_a_full_disk_leaves_the_others_whole(store: CheckpointStore, operation: 
     store.disk = Disk()
     store.save(**contents(40))
     assert store.newest().step == 40
+
+
+def test_a_limit_on_the_size_of_files_is_told_in_the_systems_words(tmp_path: Path) -> None:
+    """In a process of its own, as a limit stays."""
+    script = """
+import resource, sys, torch
+from pathlib import Path
+from workhorse.checkpoints import CheckpointStore
+from workhorse.errors import WorkhorseError
+resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
+try:
+    CheckpointStore(Path(sys.argv[1])).save(10, {"a": torch.zeros(5000)}, {}, {})
+except WorkhorseError as error:
+    print(error)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", script, str(tmp_path)], capture_output=True, text=True, check=True
+    )
+    assert done.stdout == (
+        f"cannot write checkpoint {tmp_path}/step-00000010: {os.strerror(errno.EFBIG)}; there is "
+        "none yet; raise the limit on a file's size (ulimit -f), or choose another place, then run "
+        "again with --resume\n"
+    )
+    assert not list(tmp_path.iterdir())
 
 
 def test_state_is_plain_json(store: CheckpointStore) -> None:

@@ -2,10 +2,12 @@
 
 import errno
 import os
+import re
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 
+from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
@@ -24,7 +26,10 @@ class Disk:
     def write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
         path.touch()
         mode = path.stat().st_mode
-        save_file(dict(tensors), path)
+        try:
+            save_file(dict(tensors), path)
+        except SafetensorError as error:
+            raise _system_error(error) from error
         path.chmod(mode)  # safetensors makes a file that only its owner may read
 
     def write_text(self, path: Path, text: str) -> None:
@@ -46,3 +51,11 @@ class Disk:
             path.unlink()
         else:
             shutil.rmtree(path)
+
+
+def _system_error(error: SafetensorError) -> OSError:
+    """The system's error that safetensors gives the number of, `… (os error 28)`."""
+    found = re.search(r"\(os error (\d+)\)", str(error))
+    if found is None:
+        return OSError(errno.EIO, str(error))
+    return OSError(int(found[1]), os.strerror(int(found[1])))

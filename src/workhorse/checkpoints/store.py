@@ -19,7 +19,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-from safetensors import SafetensorError
 from torch import Tensor
 
 from workhorse.checkpoints.disk import Disk
@@ -33,6 +32,7 @@ from workhorse.checkpoints.manifest import (
     open_checkpoint,
 )
 from workhorse.errors import WorkhorseError
+from workhorse.writing import refusal
 
 TEMPORARY = ".tmp-"
 LOOKS = 100
@@ -108,7 +108,7 @@ class CheckpointStore:
                 self._discard(final)
             self.disk.rename(temporary, final)
             self.disk.sync(self.folder)
-        except (OSError, SafetensorError) as error:
+        except OSError as error:
             self._give_up(temporary)
             raise WorkhorseError(self._failure(final, error)) from error
         self.prune(step)
@@ -272,13 +272,13 @@ class CheckpointStore:
         except OSError:
             pass  # the first failure is the one to tell; the next save cleans up
 
-    def _failure(self, final: Path, error: Exception) -> str:
-        cause = error.strerror if isinstance(error, OSError) else str(error)
+    def _failure(self, final: Path, error: OSError) -> str:
+        reason, remedy = refusal(error)
         steps = self.steps()
         last = f"the newest there is {self.path(steps[0]).name}" if steps else "there is none yet"
         return (
-            f"cannot write checkpoint {final}: {cause}; {last}; "
-            "make room and run again with --resume"
+            f"cannot write checkpoint {final}: {reason}; {last}; {remedy}, then run again with "
+            "--resume"
         )
 
 

@@ -16,7 +16,7 @@ from workhorse.train.recipe import Recipe
 from workhorse.train.report import write_report
 from workhorse.train.resume import Resumption, plan_resumption
 from workhorse.train.signals import StopSignals
-from workhorse.writing import DISK_FULL
+from workhorse.writing import TAKES_NO_MORE, refusal
 
 
 @dataclass(frozen=True)
@@ -104,10 +104,11 @@ def train(
             with StopSignals() as signals:
                 loop.run(signals)
         except OSError as error:
-            if error.errno not in DISK_FULL:
+            if error.errno not in TAKES_NO_MORE:
                 raise
+            reason, remedy = refusal(error)
             raise WorkhorseError(
-                f"cannot write in {run.path}: {error.strerror}; make room and go on with --resume"
+                f"cannot write in {run.path}: {reason}; {remedy}, then go on with --resume"
             ) from error
         finally:
             loop.metrics.close()

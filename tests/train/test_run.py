@@ -2,6 +2,7 @@
 
 import json
 import math
+import os
 import signal
 import threading
 from pathlib import Path
@@ -127,6 +128,22 @@ def test_a_signal_saves_and_the_run_goes_on_as_if_nothing_was(
     assert (result.stopped_by, result.step) == (number.name, 6)
     assert CheckpointStore(tmp_path / "run/checkpoints").steps() == [6, 4]
     assert signal.getsignal(number) == before
+    train(make_recipe(), tmp_path / "run", resume=True)
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_a_shard_cut_short_meanwhile_costs_no_step(make_recipe, tmp_path: Path) -> None:
+    def cut(event: dict[str, Any]) -> None:
+        if event["kind"] == "step" and event["step"] == 6:
+            (shard,) = (tmp_path / "run/data").glob("*/train-*.tokens.npy")
+            os.truncate(shard, shard.stat().st_size - 1)
+
+    train(make_recipe(), tmp_path / "whole")
+    with pytest.raises(
+        WorkhorseError, match=r"tokens\.npy was cut short while it was read: it has"
+    ):
+        train(make_recipe(), tmp_path / "run", on_event=cut)
+    assert CheckpointStore(tmp_path / "run/checkpoints").steps() == [6, 4]
     train(make_recipe(), tmp_path / "run", resume=True)
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 

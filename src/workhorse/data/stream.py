@@ -3,9 +3,13 @@
 from bisect import bisect_right
 from collections.abc import Sequence
 from itertools import accumulate
+from mmap import mmap
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
+
+from workhorse.errors import WorkhorseError
 
 
 class TokenStream:
@@ -44,7 +48,11 @@ class TokenStream:
         return len(self.ends)
 
     def read(self, start: int, stop: int) -> npt.NDArray[np.int64]:
-        """The tokens `start` to `stop`, which must lie inside the stream."""
+        """The tokens `start` to `stop`, which must lie inside the stream.
+
+        Raises:
+            WorkhorseError: a file that is mapped was cut short since.
+        """
         assert 0 <= start <= stop <= len(self), f"tokens {start} to {stop} of {len(self)}"
         tokens = np.empty(stop - start, dtype=np.int64)
         position = start
@@ -52,8 +60,20 @@ class TokenStream:
             index = bisect_right(self._starts, position) - 1
             first = self._starts[index]
             last = min(stop, self._starts[index + 1])
-            tokens[position - start : last - start] = self._shards[index][
-                position - first : last - first
-            ]
+            shard = self._shards[index]
+            _check_whole(shard)
+            tokens[position - start : last - start] = shard[position - first : last - first]
             position = last
         return tokens
+
+
+def _check_whole(shard: np.ndarray) -> None:
+    """Refuse a map that goes on past the end of its file: reading there would end the process."""
+    if not isinstance(shard, np.memmap):
+        return
+    mapped: Any = shard.base
+    if isinstance(mapped, mmap) and mapped.size() < len(mapped):
+        raise WorkhorseError(
+            f"{shard.filename} was cut short while it was read: it has {mapped.size()} bytes of "
+            f"{len(mapped)}; put it back, or run workhorse data prepare again"
+        )

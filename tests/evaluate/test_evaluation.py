@@ -8,6 +8,7 @@ import torch
 from workhorse.data.documents import Document
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
+from workhorse.evaluate.scoring import Question, score
 from workhorse.nn import DecoderConfig
 
 TEXTS = ["the quick brown fox", "jumps", "x", "over the lazy dog, again and again"]
@@ -118,3 +119,31 @@ def test_a_model_that_sees_the_answers_is_refused(decoder, ascii_tokenizer):
     bidirectional = DecoderConfig.from_dict(fields).build()
     with pytest.raises(WorkhorseError, match="block 'main' sees the tokens it must predict"):
         evaluate(bidirectional, ascii_tokenizer, DOCUMENTS, start=START)
+
+
+@pytest.mark.parametrize("kind", ["dynamic_ntk", "longrope"])
+def test_windows_and_questions_are_measured_alone_where_angles_depend_on_the_length(
+    decoder, ascii_tokenizer, kind
+):
+    scaling = {"kind": kind, "factor": 4.0, "original_max_seq_len": 3}
+    if kind == "longrope":
+        scaling |= {"short_factor": [1, 1.1, 1.2, 1.3], "long_factor": [4, 5, 6, 7]}
+    fields = decoder.config.to_dict()
+    fields["blocks"]["main"]["attention"]["position"] = {"kind": "rope", "scaling": scaling}
+    torch.manual_seed(0)
+    stretched = DecoderConfig.from_dict(fields).build(dtype=torch.float64)
+    alone, together = (
+        evaluate(stretched, ascii_tokenizer, DOCUMENTS, start=START, batch_size=size).loss
+        for size in (1, 16)
+    )
+    assert together == pytest.approx(alone, rel=1e-6)
+    questions = [Question([1, 2], [3]), Question([4] * 5, [5, 6]), Question([7], [8])]
+    one, all_of_them = (
+        {
+            number: s.logprob
+            for some in score(stretched, questions, batch_size=size)
+            for number, s in some
+        }
+        for size in (1, 3)
+    )
+    assert all_of_them == pytest.approx(one, rel=1e-6)

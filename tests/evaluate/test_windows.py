@@ -57,7 +57,8 @@ def test_every_token_but_the_first_is_predicted_once(length, context, data):
 
 def test_batches_pad_where_a_causal_model_does_not_look():
     pieces = [w for text in ([1, 2, 3, 4, 5], [6, 7], [8, 9, 10]) for w in windows([text], 3, 3)]
-    (inputs, targets), (rest, rest_targets) = batches(pieces, batch_size=3)
+    (inputs, targets, lengths), (rest, rest_targets, _) = batches(pieces, batch_size=3)
+    assert lengths == [3, 2, 1]
     assert inputs.tolist() == [[1, 2, 3], [8, 9, 0], [4, 0, 0]]
     assert targets.tolist() == [[2, 3, 4], [9, 10, IGNORE], [5, IGNORE, IGNORE]]
     assert (rest.tolist(), rest_targets.tolist()) == ([[6]], [[7]])

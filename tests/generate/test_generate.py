@@ -358,3 +358,30 @@ def test_a_completion_without_a_tokenizer_prints_its_tokens(make_decoder):
     for config in (GenerationConfig(seed=1, max_new_tokens=3), GenerationConfig(beams=2)):
         (completion,) = generate(decoder, [[1, 2, 3]], config)
         assert str(completion) == str(list(completion.tokens))
+
+
+BY_LENGTH = {
+    "dynamic_ntk": {"factor": 4.0},
+    "longrope": {"factor": 4.0, "short_factor": [1, 1.1, 1.2, 1.3], "long_factor": [4, 5, 6, 7]},
+}
+
+
+@pytest.mark.parametrize("kind", BY_LENGTH)
+@pytest.mark.parametrize("window", [None, 6])
+@pytest.mark.parametrize("speculate", [0, 3])
+@pytest.mark.parametrize("truncate", ["refuse", "left"])
+def test_angles_that_depend_on_the_length_depend_on_the_row_s_own(
+    make_decoder, kind, window, speculate, truncate
+):
+    """A short text beside a long one; and beside one that forgets half of its context."""
+    scaling = {"kind": kind, "original_max_seq_len": 12, **BY_LENGTH[kind]}
+    position = {"kind": "rope", "theta": 100.0, "scaling": scaling}
+    decoder = make_decoder(max_seq_len=30, position=position, window=window)
+    prompts = [[1, 2, 3], [*range(17), *range(9)], [4, 5] * 7]
+    options = {"temperature": 0, "stop_tokens": (), "max_new_tokens": 18, "logprobs": 1}
+    config = GenerationConfig(**options, speculate=speculate, truncate=truncate)
+    for result, prompt in zip(generate(decoder, prompts, config), prompts, strict=True):
+        alone = generate(decoder, [prompt], config.replace(speculate=0))[0]
+        assert result.tokens == alone.tokens
+        expected = [one.logprob for one in alone.logprobs]
+        assert [one.logprob for one in result.logprobs] == pytest.approx(expected, abs=1e-9)

@@ -80,12 +80,6 @@ def assert_same(results, expected):
             assert [token for token, _ in mine.top] == [token for token, _ in theirs.top]
 
 
-def rows_of(decoder) -> int:
-    """Rows to a batch: one where angles depend on how long a whole batch is, else all."""
-    rope = decoder.config.blocks["main"].attention.position
-    return 1 if getattr(rope, "depends_on_length", False) else len(PROMPTS)
-
-
 class Oracle:
     """Knows the plain texts, and errs in its guesses at the places of a pattern."""
 
@@ -132,9 +126,8 @@ def with_oracle(monkeypatch):
 def test_lookup_gives_the_text_of_plain_decoding(make_decoder, attention, options):
     decoder = make_decoder(max_seq_len=24, **attention)
     config = config_of(options)
-    together = rows_of(decoder)
-    plain = generate(decoder, PROMPTS, config, batch_size=together)
-    guessed = generate(decoder, PROMPTS, config.replace(speculate=3), batch_size=together)
+    plain = generate(decoder, PROMPTS, config)
+    guessed = generate(decoder, PROMPTS, config.replace(speculate=3))
     assert_same(guessed, plain)
 
 
@@ -146,10 +139,9 @@ def test_any_pattern_of_right_and_wrong_guesses(
 ):
     decoder = make_decoder(max_seq_len=24, **attention)
     config = config_of(options)
-    together = rows_of(decoder)
-    plain = generate(decoder, PROMPTS, config, batch_size=together)
+    plain = generate(decoder, PROMPTS, config)
     with_oracle(PROMPTS, plain, errors)
-    guessed = generate(decoder, PROMPTS, config.replace(speculate=5), batch_size=together)
+    guessed = generate(decoder, PROMPTS, config.replace(speculate=5))
     assert_same(guessed, plain)
     assert sum(result.accepted for result in guessed) > 0
     if errors == (False,):
@@ -166,10 +158,9 @@ def test_a_draft_gives_the_greedy_text(make_decoder, attention, options):
         for weight in draft.parameters():
             weight.add_(0.1 * torch.randn_like(weight))
     config = config_of(options, max_new_tokens=40, presence_penalty=0.3)
-    together = rows_of(decoder)
     request = config.replace(speculate=4)
-    guessed = generate(decoder, PROMPTS, request, draft=draft, batch_size=together)
-    assert_same(guessed, generate(decoder, PROMPTS, config, batch_size=together))
+    guessed = generate(decoder, PROMPTS, request, draft=draft)
+    assert_same(guessed, generate(decoder, PROMPTS, config))
     proposed, accepted = (
         sum(getattr(r, name) for r in guessed) for name in ("proposed", "accepted")
     )

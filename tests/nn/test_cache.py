@@ -96,12 +96,11 @@ def test_rows_of_a_ragged_batch_equal_each_row_alone(config: DecoderConfig) -> N
 @torch.no_grad()
 def test_padding_changes_nothing_without_a_cache(config: DecoderConfig) -> None:
     decoder = make(config)
-    seq = seq_of(config)
-    tokens = random_tokens(config, 2, seq)
-    padded, positions = left_padded(tokens, [seq, seq - 3])
+    tokens = random_tokens(config, 2, SEQ)
+    padded, positions = left_padded(tokens, [SEQ, SEQ - 3])
     logits = decoder(padded, positions=positions)
     assert error(logits[:1], decoder(tokens[:1])) <= TOLERANCE
-    assert error(logits[1:, 3:], decoder(tokens[1:, : seq - 3])) <= TOLERANCE
+    assert error(logits[1:, 3:], decoder(tokens[1:, : SEQ - 3])) <= TOLERANCE
     assert torch.isfinite(logits).all()
 
 
@@ -256,6 +255,28 @@ def test_more_tokens_than_there_is_room_for() -> None:
         decoder(torch.zeros(1, 2, dtype=torch.int64), cache=cache)
     assert cache.length == 5  # the refused tokens left nothing behind
     decoder(torch.zeros(1, 1, dtype=torch.int64), cache=cache)
+
+
+@torch.no_grad()
+def test_padding_takes_no_room() -> None:
+    """A row begins anew beside one that is nearly full."""
+    config = windowed(window=4)
+    decoder = make(config)
+    tokens = random_tokens(config, 2, 8)
+    cache = decoder.new_cache(2, 8)
+    decoder(tokens[:, :7], cache=cache)
+    cache.truncate([7, 0])
+    padded, positions = (
+        torch.zeros_like(tokens[:, :4]),
+        torch.tensor([[-1, -1, -1, 7], [0, 1, 2, 3]]),
+    )
+    padded[0, 3], padded[1] = tokens[0, 7], tokens[1, :4]
+    logits = decoder(padded, positions=positions, cache=cache)
+    assert error(logits[:1, -1:], decoder(tokens[:1])[:, -1:]) <= TOLERANCE
+    assert error(logits[1:], decoder(tokens[1:, :4])) <= TOLERANCE
+    assert (cache.length, cache.lengths.tolist()) == (8, [8, 4])
+    with pytest.raises(WorkhorseError, match=r"^8 \+ 1 tokens do not fit a cache of 8; make one"):
+        decoder(tokens[:, :1], cache=cache)
 
 
 def test_a_cache_is_of_the_type_that_attention_computes_in() -> None:

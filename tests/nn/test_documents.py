@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from tests.nn.grid import COVERING, configs, error, fixed_length, make, name, random_tokens
+from tests.nn.grid import COVERING, configs, error, make, name, random_tokens
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Context, DecoderConfig
 from workhorse.nn.context import number_runs
@@ -15,9 +15,6 @@ every_config = pytest.mark.parametrize("config", COVERING, ids=map(name, range(l
 
 
 def assert_documents_stand_alone(config: DecoderConfig) -> None:
-    if fixed_length(config) is not None:
-        # What a scaling makes of the length it makes of the whole row; keep it from mattering.
-        config = without_dependence_on_length(config)
     decoder = make(config)
     tokens = random_tokens(config, 2, SEQ)
     documents = torch.tensor(
@@ -32,15 +29,6 @@ def assert_documents_stand_alone(config: DecoderConfig) -> None:
                 alone = decoder(tokens[row : row + 1, start:end])
                 assert error(packed[row : row + 1, start:end], alone) <= 1e-5
                 start = end
-
-
-def without_dependence_on_length(config: DecoderConfig) -> DecoderConfig:
-    data = config.to_dict()
-    for block in data["blocks"].values():
-        stretch = block["attention"]["position"].get("scaling")
-        if stretch and stretch["kind"] in ("dynamic_ntk", "longrope"):
-            stretch["original_max_seq_len"] = SEQ
-    return DecoderConfig.from_dict(data)
 
 
 @every_config

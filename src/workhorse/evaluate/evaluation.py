@@ -11,7 +11,7 @@ import torch
 
 from workhorse.data.documents import Document
 from workhorse.errors import WorkhorseError
-from workhorse.evaluate.windows import Window, batches, windows
+from workhorse.evaluate.windows import Batch, Window, batches, padded_positions, windows
 from workhorse.generate.engine import evaluation_mode
 from workhorse.nn import Decoder, chunked_next_token_loss
 
@@ -104,8 +104,8 @@ def evaluate(
             tally=tally,
             progress=progress,
         )
-        for inputs, targets in batches(cut, batch_size):
-            tally.nats += _nats(decoder, inputs.to(device), targets.to(device))
+        for batch in batches(cut, batch_size):
+            tally.nats += _nats(decoder, batch, device)
     return tally.result(decoder.config.vocab_size, starts=start is not None)
 
 
@@ -204,10 +204,12 @@ def _fitting(device: torch.device, sizes: dict[str, int]) -> int:
     return sizes.get(device.type, sizes["cuda"])
 
 
-def _nats(decoder: Decoder, inputs: torch.Tensor, targets: torch.Tensor) -> float:
+def _nats(decoder: Decoder, batch: Batch, device: torch.device) -> float:
     """The summed loss of the targets that count; only their logits are computed."""
+    targets = batch.targets.to(device)
     counted = targets >= 0
-    x = decoder.hidden(inputs)[counted]
+    positions = padded_positions(decoder, batch.lengths, device)
+    x = decoder.hidden(batch.inputs.to(device), positions=positions)[counted]
     loss, _ = chunked_next_token_loss(
         x[None],
         targets[counted][None],

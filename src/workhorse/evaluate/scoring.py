@@ -8,6 +8,7 @@ from torch import Tensor
 
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate.evaluation import TOKENS_AT_ONCE
+from workhorse.evaluate.windows import padded_positions
 from workhorse.generate.engine import evaluation_mode
 from workhorse.nn import Decoder
 
@@ -128,7 +129,8 @@ def _score_batch(
     tokens = torch.zeros(len(rows), len(rows[0]), dtype=torch.int64)
     for row, inputs in enumerate(rows):
         tokens[row, : len(inputs)] = torch.tensor(inputs)
-    x = decoder.hidden(tokens.to(device))
+    positions = padded_positions(decoder, [len(inputs) for inputs in rows], device)
+    x = decoder.hidden(tokens.to(device), positions=positions)
     # Where each token of each continuation is predicted; nothing else gets logits.
     where = [
         (row, len(rows[row]) - len(continuation) + place)

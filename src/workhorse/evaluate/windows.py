@@ -3,11 +3,12 @@
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from workhorse.nn import IGNORE
+from workhorse.nn import IGNORE, Decoder
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,10 +48,19 @@ def windows(chunks: Iterable[Sequence[int]], context: int, stride: int) -> Itera
         yield Window(held[:-1], held[predicted + 1 :])
 
 
-def batches(
-    pieces: Iterable[Window], batch_size: int, ahead: int = 64
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Inputs and targets, int64 `(batch, seq)`, of windows of about equal length.
+class Batch(NamedTuple):
+    """Windows side by side."""
+
+    inputs: Tensor
+    """int64 `(batch, seq)`, padded on the right."""
+    targets: Tensor
+    """Likewise."""
+    lengths: Sequence[int]
+    """Inputs of each window."""
+
+
+def batches(pieces: Iterable[Window], batch_size: int, ahead: int = 64) -> Iterator[Batch]:
+    """Windows of about equal length together.
 
     Windows are sorted by length within `ahead` batches at a time, then padded on the right, where
     a causal model does not see the padding; targets that do not count are `IGNORE`.
@@ -62,12 +72,26 @@ def batches(
             yield _padded(some[start : start + batch_size])
 
 
-def _padded(rows: Sequence[Window]) -> tuple[Tensor, Tensor]:
-    longest = max(len(window.inputs) for window in rows)
-    inputs = torch.zeros(len(rows), longest, dtype=torch.int64)
+def padded_positions(
+    decoder: Decoder, lengths: Sequence[int], device: torch.device
+) -> Tensor | None:
+    """Where tokens stand in rows of those lengths, padded on the right; -1 is padding.
+
+    None where they need not be told: causal attention does not see the padding, so it matters only
+    where angles depend on the length of a text.
+    """
+    longest = max(lengths)
+    if longest == min(lengths) or longest <= decoder.config.steady_length():
+        return None
+    index = torch.arange(longest, device=device)
+    return torch.where(index < torch.tensor(lengths, device=device)[:, None], index, -1)
+
+
+def _padded(rows: Sequence[Window]) -> Batch:
+    lengths = [len(window.inputs) for window in rows]
+    inputs = torch.zeros(len(rows), max(lengths), dtype=torch.int64)
     targets = torch.full_like(inputs, IGNORE)
-    for row, window in enumerate(rows):
-        length = len(window.inputs)
+    for row, (window, length) in enumerate(zip(rows, lengths, strict=True)):
         inputs[row, :length] = torch.tensor(window.inputs)
         targets[row, length - len(window.targets) : length] = torch.tensor(window.targets)
-    return inputs, targets
+    return Batch(inputs, targets, lengths)

@@ -126,18 +126,19 @@ class RowBatch:
             The logits after each of them, `(batch, seq, vocab)`, ends aligned: what stands before
             the columns of a row's own tokens means nothing, nor do `logits` of a row without.
         """
-        starts = [len(row) for row in self.rows]
+        starts, to_read = [len(row) for row in self.rows], list(tokens)
         for r, (row, new) in enumerate(zip(self.rows, tokens, strict=True)):
             row.extend(new)
             self._room[r] -= len(new)
-        if all(len(row) <= self._context for row in self.rows):
-            padded, positions = left_pad(tokens, starts, self._device)
-            logits = self._consume(padded, positions, last=padded.shape[1])
-            self._leave_no_gap()
-            return logits
-        half = -max(1, self._context // 2)
-        self.rows = [row if len(row) <= self._context else row[half:] for row in self.rows]
-        return self._start(last=max(len(new) for new in tokens))
+            if len(row) > self._context:
+                del row[: -max(1, self._context // 2)]
+                starts[r], to_read[r] = 0, row
+        if 0 in starts:  # what the others hold stays as it is
+            self.cache.truncate(starts)
+        padded, positions = left_pad(to_read, starts, self._device)
+        logits = self._consume(padded, positions, last=max(len(new) for new in tokens))
+        self._leave_no_gap()
+        return logits
 
     @torch.no_grad()
     def forget(self, counts: Sequence[int]) -> None:
@@ -160,7 +161,7 @@ class RowBatch:
         self._leave_no_gap()
 
     @torch.no_grad()
-    def _start(self, prefix: PrefixCache | None = None, last: int = 1) -> Tensor:
+    def _start(self, prefix: PrefixCache | None) -> None:
         lengths = [len(row) for row in self.rows]
         to_come = zip(self._room, lengths, strict=True)
         capacity = self._slack + max(min(room + n, self._context) for room, n in to_come)
@@ -173,7 +174,7 @@ class RowBatch:
         self.cache, held = kept
         new = [row[held:] for row in self.rows]
         tokens, positions = left_pad(new, [held] * len(new), self._device)
-        return self._consume(tokens, positions, last)
+        self._consume(tokens, positions, last=1)
 
     def _leave_no_gap(self) -> None:
         """Count the columns of the longest row: not its padding, nor those of rows that left."""

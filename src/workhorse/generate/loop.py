@@ -37,7 +37,7 @@ from workhorse.generate.samplers import (
     shaping,
     takes_likeliest,
 )
-from workhorse.generate.speculate import Proposer, after_guess, slack_of, steady_length
+from workhorse.generate.speculate import Proposer, after_guess, slack_of
 from workhorse.nn import Decoder
 
 _Chooser = Callable[[Tensor, Sequence[Row], History | None], Tensor]
@@ -88,7 +88,9 @@ def decode(
     if draft is not None:
         width = decoder.config.vocab_size
         proposer = Draft(draft, config, shape, width, prefix.draft if prefix else None)
-    longest = steady_length(decoder)
+    # The tokens of one pass are turned alike, as its end asks (dynamic NTK, LongRoPE): past the
+    # original length a guess would change the logits of the tokens before it.
+    longest = decoder.config.steady_length()
     choose = partial(_choose, shape=shape, config=config, vocab=vocab)
     logits = batch.logits[:, None]
     while True:

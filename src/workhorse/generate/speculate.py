@@ -21,10 +21,6 @@ from torch import Tensor
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.row import Guess, Row
 from workhorse.generate.samplers import History
-from workhorse.nn import Decoder
-from workhorse.nn.rope import DynamicNtkScalingConfig, LongRopeScalingConfig, RopeConfig
-
-_LENGTH_DEPENDENT = DynamicNtkScalingConfig | LongRopeScalingConfig
 
 
 class Proposer(Protocol):
@@ -67,20 +63,6 @@ def after_guess(target: Tensor, token: int, draft: Tensor, uniform: float) -> Te
     excess = (target - draft).clamp(min=0)
     # Equal distributions whose sums differ by rounding leave none.
     return excess if bool(excess.any()) else target
-
-
-def steady_length(decoder: Decoder) -> int:
-    """How long a text may grow within a pass: the context, and less where angles change with it.
-
-    The tokens of one pass are turned alike, as its end asks (dynamic NTK, LongRoPE): past the
-    original length a guess would change the logits of the tokens before it.
-    """
-    limits = [decoder.max_seq_len]
-    for block in decoder.config.blocks.values():
-        rope = block.attention.position
-        if isinstance(rope, RopeConfig) and isinstance(rope.scaling, _LENGTH_DEPENDENT):
-            limits.append(rope.scaling.original_max_seq_len)
-    return min(limits)
 
 
 def slack_of(config: GenerationConfig) -> int:

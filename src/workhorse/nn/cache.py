@@ -128,7 +128,7 @@ class Cache:
 
     Attributes:
         entries: one for each layer.
-        length: columns consumed so far, padding included.
+        length: columns consumed so far, padding included; `capacity` where they are more.
         lengths: tokens of each row, padding not included.
         capacity: tokens a row can hold.
         slack: the newest tokens that can be taken back (`truncate`) however long the text.
@@ -150,7 +150,7 @@ class Cache:
         self.slack = slack
         self.length = 0
         self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        self.uniform = True
+        self.uniform: bool = True
         self.entries: list[KeyValueEntry] = []
         self.tracks: dict[int, Track] = {}
 
@@ -182,17 +182,24 @@ class Cache:
         Raises:
             WorkhorseError: more tokens than there is room for.
         """
-        seq = positions.shape[1]
-        self.check_room(seq)
-        self.uniform = self.uniform and uniform
+        seq, uniform = positions.shape[1], self.uniform and uniform
+        lengths = torch.maximum(self.lengths, positions.amax(dim=1) + 1)
+        self.check_room(seq, None if uniform else lengths)
+        self.uniform = uniform
         for track in self.tracks.values():
-            track.begin(positions, start=self.length, uniform=self.uniform)
-        self.length += seq
-        self.lengths = torch.maximum(self.lengths, positions.amax(dim=1) + 1)
+            track.begin(positions, start=self.length, uniform=uniform)
+        self.length, self.lengths = min(self.length + seq, self.capacity), lengths
 
-    def check_room(self, seq: int) -> None:
-        """Refuse more columns than there is room for."""
-        if self.length + seq > self.capacity:
+    def check_room(self, seq: int, lengths: Int[Tensor, " batch"] | None = None) -> None:
+        """Refuse more than there is room for.
+
+        Args:
+            seq: columns to come.
+            lengths: of the rows with them, where some are padding, which takes no room; looked at
+                only if all columns together are too many.
+        """
+        full = self.length + seq > self.capacity
+        if full and (lengths is None or bool((lengths > self.capacity).any())):
             raise WorkhorseError(
                 f"{self.length} + {seq} tokens do not fit a cache of {self.capacity}; "
                 "make one with more capacity"

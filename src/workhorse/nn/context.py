@@ -14,7 +14,7 @@ from workhorse.nn.cache import Cache, KeyValueEntry
 from workhorse.nn.kernels import Kernel
 from workhorse.nn.masks import AttentionPattern, Placement
 from workhorse.nn.rope import RopeConfig
-from workhorse.nn.shapes import Angles, Hidden, Positions, Tokens
+from workhorse.nn.shapes import Angles, Hidden, Lengths, Positions, Tokens
 
 
 class Context:
@@ -81,7 +81,9 @@ class Context:
         """Cosines and sines of that rotation for this pass; equal rotations have equal names."""
 
         def make() -> tuple[Angles, Angles]:
-            cos, sin = rope.angles(self.positions, head_dim, self.length)
+            alike = self.uniform or not rope.depends_on_length
+            length = self.length if alike else self._once("lengths", self._lengths)
+            cos, sin = rope.angles(self.positions, head_dim, length)
             return cos.to(dtype), sin.to(dtype)
 
         return self._once((name, head_dim, dtype), make)
@@ -100,6 +102,16 @@ class Context:
         if key not in self._made:
             self._made[key] = make()
         return self._made[key]
+
+    def _lengths(self) -> Lengths:
+        """Tokens of each row so far, or of each token's document; padding does not count."""
+        if self.cache is not None:
+            return self.cache.lengths[:, None]
+        ends, documents = self.positions + 1, self.place.documents
+        if documents is None:
+            return ends.amax(dim=1, keepdim=True)
+        longest = ends.new_zeros(ends.shape[0], ends.shape[1] + 1)  # documents count from 1
+        return longest.scatter_reduce(1, documents, ends, "amax").gather(1, documents)
 
     def _check_positions(self, limit: int) -> None:
         used = self.length if self.uniform else int(self.positions.max()) + 1

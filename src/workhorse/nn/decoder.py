@@ -16,6 +16,7 @@ from workhorse.nn.init import InitConfig, NormalInitConfig, initialize, undrawn
 from workhorse.nn.kernels import KernelName
 from workhorse.nn.norms import NoNormConfig, NormConfig
 from workhorse.nn.positions import OF_PARTS, LearnedPositionConfig
+from workhorse.nn.rope import RopeConfig
 from workhorse.nn.shapes import Hidden, Logits, NextLogits, Positions, Tokens
 
 
@@ -81,6 +82,15 @@ class DecoderConfig(Config):
         """The block's name of each layer."""
         names = self.pattern or tuple(self.blocks)
         return [names[layer % len(names)] for layer in range(self.n_layers)]
+
+    def steady_length(self) -> int:
+        """How long a text may grow, in tokens, while each token keeps the angles it has.
+
+        `max_seq_len`, or less with a rope scaling that depends on the length of the text.
+        """
+        ropes = (block.attention.position for block in self.blocks.values())
+        limits = [rope.steady_length for rope in ropes if isinstance(rope, RopeConfig)]
+        return min([self.max_seq_len, *(limit for limit in limits if limit is not None)])
 
     def build(
         self,

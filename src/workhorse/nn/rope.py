@@ -6,7 +6,7 @@ A rotation holds no state. The angles are computed once per forward for each dis
 
 import math
 from abc import abstractmethod
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import torch
 from jaxtyping import Float
@@ -14,7 +14,7 @@ from pydantic import Field
 from torch import Tensor
 
 from workhorse.config import Config, ConfigError
-from workhorse.nn.shapes import Angles, Positions
+from workhorse.nn.shapes import Angles, Lengths, Positions
 
 Frequencies = Float[Tensor, " rotary_half"]
 """Radians per position of each pair of features."""
@@ -257,27 +257,55 @@ class RopeConfig(Config):
         return rotary_dim
 
     @property
+    def steady_length(self) -> int | None:
+        """The longest text whose tokens keep their angles as it grows; None: any text's do."""
+        match self.scaling:
+            case DynamicNtkScalingConfig() | LongRopeScalingConfig() as scaling:
+                return scaling.original_max_seq_len
+            case _:
+                return None
+
+    @property
     def depends_on_length(self) -> bool:
         """Whether the angle of a token changes as the text after it grows."""
-        return isinstance(self.scaling, DynamicNtkScalingConfig | LongRopeScalingConfig)
+        return self.steady_length is not None
 
-    def angles(self, positions: Positions, head_dim: int, length: int) -> tuple[Angles, Angles]:
+    def angles(
+        self, positions: Positions, head_dim: int, length: int | Lengths
+    ) -> tuple[Angles, Angles]:
         """Cosines and sines in float32, `(batch or 1, 1, seq, pairs)` each.
 
         Args:
             positions: where each token stands; padding may hold anything.
             head_dim: width of a head.
-            length: tokens in the text so far; only scalings that depend on it look at it.
+            length: tokens in the text so far, of each row or token where they differ; only
+                scalings that depend on it look at it.
         """
         rotary_dim = self.rotary_dim(head_dim)
         device = positions.device
         frequencies, amplitude = inverse_powers(self.theta, rotary_dim, device), 1.0
         if self.scaling is not None:
-            frequencies = self.scaling.frequencies(self, rotary_dim, length, device)
+            frequencies = self._scaled_frequencies(self.scaling, rotary_dim, length, device)
             amplitude = self.scaling.amplitude
         turned = positions.unsqueeze(1).unsqueeze(-1).float() * frequencies
         direction = -1.0 if self.reverse else 1.0
         return turned.cos() * amplitude, turned.sin() * (amplitude * direction)
+
+    def _scaled_frequencies(
+        self,
+        scaling: ScalingConfig,
+        rotary_dim: int,
+        length: int | Lengths,
+        device: torch.device,
+    ) -> Float[Tensor, "*texts rotary_half"]:
+        """Of one text, `(pairs)`; of several, `(batch, 1, seq or 1, pairs)`, each as if alone."""
+        if isinstance(length, int):
+            return scaling.frequencies(self, rotary_dim, length, device)
+        lengths = length.clamp(min=self.steady_length or 0)
+        distinct = sorted(set(cast(list[int], lengths.flatten().tolist())))
+        each = [scaling.frequencies(self, rotary_dim, n, device) for n in distinct]
+        which = torch.searchsorted(torch.tensor(distinct, device=device), lengths)
+        return torch.stack(each)[which].unsqueeze(1)
 
 
 def inverse_powers(theta: float, rotary_dim: int, device: torch.device) -> Frequencies:

@@ -11,6 +11,8 @@ Tokens = Int[Tensor, "batch seq"]
 Positions = Int[Tensor, "#batch seq"]
 """Positions counted from 0; -1 marks padding. One row serves all rows of a batch alike."""
 KeyPositions = Int[Tensor, "#batch kv_seq"]
+Lengths = Int[Tensor, "#batch #seq"]
+"""Tokens of the text that each token belongs to."""
 Hidden = Float[Tensor, "batch seq d_model"]
 Logits = Float[Tensor, "batch seq vocab"]
 NextLogits = Float[Tensor, "batch vocab"]

@@ -312,3 +312,32 @@ def test_learned_positions_run_out_in_one_row_of_a_ragged_batch() -> None:
         decoder(tokens[:, :1], cache=cache)
     with pytest.raises(WorkhorseError, match="text of 9 tokens does not fit max_seq_len=8"):
         decoder(tokens[:, :1], cache=cache)
+
+
+@pytest.mark.parametrize("lengths", [[9], [-1], [3.7], [True], [3, 3], [], None, torch.tensor([3])])
+@torch.no_grad()
+def test_a_cache_keeps_no_more_than_it_holds(lengths: object) -> None:
+    config = windowed(window=4)
+    decoder = make(config)
+    tokens = random_tokens(config, 1, 8)
+    cache = decoder.new_cache(1, 8)
+    decoder(tokens[:, :6], cache=cache)
+    with pytest.raises(
+        WorkhorseError, match=r"^lengths=.* of \[6\] tokens can keep; give each row a"
+    ):
+        cache.truncate(lengths)
+    assert error(decoder(tokens[:, 6:], cache=cache), decoder(tokens)[:, 6:]) <= TOLERANCE
+
+
+@torch.no_grad()
+def test_each_row_keeps_no_more_than_it_holds_itself() -> None:
+    config = windowed(window=4)
+    decoder = make(config)
+    cache = decoder.new_cache(2, 8)
+    padded, positions = left_padded(random_tokens(config, 2, 6), [6, 3])
+    decoder(padded, positions=positions, cache=cache)
+    with pytest.raises(
+        WorkhorseError, match=r"^lengths=\[6, 4\] are not what rows of \[6, 3\] tok"
+    ):
+        cache.truncate([6, 4])
+    cache.truncate([6, 3])

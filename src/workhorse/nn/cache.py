@@ -6,6 +6,7 @@ caches need no cases of their own. A position p lives in slot `p % capacity`.
 """
 
 from collections.abc import Sequence
+from typing import cast
 
 import torch
 from jaxtyping import Int
@@ -149,7 +150,7 @@ class Cache:
         self.capacity = capacity
         self.slack = slack
         self.length = 0
-        self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.lengths: Tensor = torch.zeros(batch, dtype=torch.int64, device=device)
         self.uniform: bool = True
         self.entries: list[KeyValueEntry] = []
         self.tracks: dict[int, Track] = {}
@@ -215,10 +216,12 @@ class Cache:
         """Keep the first `lengths[r]` tokens of each row r, at most what it holds.
 
         Raises:
-            WorkhorseError: a window would see tokens that were overwritten, which needs more than
-                `slack` tokens to forget. The cache is then as it was.
+            WorkhorseError: these are no such lengths; or a window would see tokens that were
+                overwritten, which needs more than `slack` tokens to forget. The cache is then as it
+                was.
         """
-        kept = torch.tensor(lengths, device=self.lengths.device)
+        self._check_lengths(lengths)
+        kept = torch.tensor(lengths, device=self.lengths.device).minimum(self.lengths)
         for track in self.tracks.values():
             if track.rolling and not track.can_return_to(kept, track.capacity - self.slack):
                 raise WorkhorseError(
@@ -229,6 +232,24 @@ class Cache:
             track.truncate(kept, max(lengths))
         self.uniform = self.uniform and len(set(lengths)) == 1
         self.length, self.lengths = max(lengths), kept
+
+    def _check_lengths(self, lengths: Sequence[object]) -> None:
+        """Refuse what is more than the rows hold.
+
+        What rows of different lengths hold is asked of a CPU alone: another device would have to
+        be waited for at every pass. There the longest row stands for all in this check.
+        """
+        held = [self.length] * len(self.lengths)
+        if not self.uniform and self.lengths.device.type == "cpu":
+            held = cast(list[int], self.lengths.tolist())
+        fitting = isinstance(lengths, list | tuple) and len(lengths) == len(held)
+        if not fitting or not all(
+            type(n) is int and 0 <= n <= most for n, most in zip(lengths, held, strict=True)
+        ):
+            raise WorkhorseError(
+                f"lengths={shown(lengths)} are not what rows of {shown(held)} tokens can keep; "
+                "give each row a whole number from 0 to that"
+            )
 
     def select_rows(self, index: Int[Tensor, " rows"]) -> None:
         """Keep, reorder or repeat rows: row r becomes what row `index[r]` was."""

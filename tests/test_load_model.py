@@ -394,3 +394,15 @@ def test_a_gguf_file_must_fit(run_folder: Path, tmp_path: Path, free) -> None:
     free(0)
     with pytest.raises(WorkhorseError, match=r"m\.gguf with its weights in float32 needs"):
         workhorse.load(tmp_path / "m.gguf", device="cpu")
+
+
+@pytest.mark.parametrize("option", ["kernel", "quantize", "device"])
+@pytest.mark.parametrize("value", [torch.tensor([1, 2]), 10**30])
+def test_options_of_another_kind(option, value):
+    with pytest.raises(WorkhorseError, match=rf"^{option}=.*; choose "):
+        workhorse.load("gpt2", **{option: value})
+
+
+def test_a_preset_s_name_is_a_text():
+    with pytest.raises(WorkhorseError, match=r"^no preset 3; "):
+        preset(3)

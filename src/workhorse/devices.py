@@ -27,11 +27,11 @@ def resolve_device(name: str | torch.device) -> torch.device:
     Raises:
         WorkhorseError: there is no such device here.
     """
-    if name == "auto":
+    if isinstance(name, str) and name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-    except (RuntimeError, TypeError):
+    except (RuntimeError, TypeError, ValueError):  # the last: a number beyond PyTorch's
         raise WorkhorseError(
             f"device={_as_given(name)} is not a device; choose cpu, cuda, cuda:N or mps"
         ) from None

@@ -312,7 +312,7 @@ def load(
         ("compile", compile, (True, False)),
         ("as_stored", as_stored, (True, False)),
     ):
-        if value not in known:
+        if not isinstance(value, str | int) or value not in known:
             choices = ", ".join(map(str, known))
             raise WorkhorseError(f"{option}={shown(value)} is unknown; choose {choices}")
     check_tell(tell)

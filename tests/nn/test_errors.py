@@ -308,3 +308,25 @@ def test_tokens_that_the_vocabulary_lacks(token: int) -> None:
     decoder = DecoderConfig.from_dict(DATA).build()
     with pytest.raises(WorkhorseError, match=r"; the vocabulary of 11 has 0 to 10$"):
         decoder(torch.tensor([[1, token]]))
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda decoder, tokens: decoder.new_cache(True, 4), "batch=True is no whole number; give"),
+        (lambda decoder, tokens: decoder.new_cache(10**30, 4), "a cache of 10+ rows does not fit"),
+        (
+            lambda decoder, tokens: decoder(tokens, positions=0),
+            "positions=0 is no tensor; give one",
+        ),
+        (
+            lambda decoder, tokens: decoder(tokens, documents=0),
+            "documents=0 is no tensor; give one",
+        ),
+        (lambda decoder, tokens: decoder(tokens, cache=0), "cache=0 is no Cache; give what new_c"),
+        (lambda decoder, tokens: decoder.layers[0].attention(0), "x=0 is no tensor; give one of"),
+    ],
+)
+def test_things_of_another_kind(call: Any, message: str) -> None:
+    with pytest.raises(WorkhorseError, match=rf"^{message}"):
+        call(DecoderConfig.from_dict(DATA).build(), torch.zeros(1, 3, dtype=torch.int64))

@@ -149,7 +149,7 @@ def find_preset(name: str) -> Preset:
     for family, names in FAMILIES.items():
         if name in names:
             return _family(family)[name]
-    raise WorkhorseError(f"no preset {name!r}; {nearest(name, preset_names())}")
+    raise WorkhorseError(f"no preset {name!r}; {nearest(str(name), preset_names())}")
 
 
 def presets() -> dict[str, Preset]:

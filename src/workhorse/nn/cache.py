@@ -6,7 +6,6 @@ caches need no cases of their own. A position p lives in slot `p % capacity`.
 """
 
 from collections.abc import Sequence
-from typing import cast
 
 import torch
 from jaxtyping import Int
@@ -141,7 +140,7 @@ class Cache:
     def __init__(self, batch: int, capacity: int, device: torch.device, slack: int = 0) -> None:
         sizes: dict[str, object] = {"batch": batch, "capacity": capacity, "slack": slack}
         for name, given in sizes.items():
-            if not isinstance(given, int) or given < 0:
+            if type(given) is not int or given < 0:
                 raise WorkhorseError(f"{name}={shown(given)} is no whole number; give 0 or more")
         if batch < 1 or capacity < 1:
             raise WorkhorseError(
@@ -150,7 +149,13 @@ class Cache:
         self.capacity = capacity
         self.slack = slack
         self.length = 0
-        self.lengths: Tensor = torch.zeros(batch, dtype=torch.int64, device=device)
+        self.lengths: Tensor
+        try:
+            self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        except (RuntimeError, TypeError):  # as in `Track`
+            raise WorkhorseError(
+                f"a cache of {batch} rows does not fit into memory; make it smaller"
+            ) from None
         self.uniform: bool = True
         self.entries: list[KeyValueEntry] = []
         self.tracks: dict[int, Track] = {}
@@ -241,7 +246,7 @@ class Cache:
         """
         held = [self.length] * len(self.lengths)
         if not self.uniform and self.lengths.device.type == "cpu":
-            held = cast(list[int], self.lengths.tolist())
+            held = [int(length) for length in self.lengths]
         fitting = isinstance(lengths, list | tuple) and len(lengths) == len(held)
         if not fitting or not all(
             type(n) is int and 0 <= n <= most for n, most in zip(lengths, held, strict=True)

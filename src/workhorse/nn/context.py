@@ -8,6 +8,7 @@ from collections.abc import Callable, Hashable
 from typing import Any, NamedTuple
 
 import torch
+from torch import Tensor
 
 from workhorse.errors import WorkhorseError
 from workhorse.nn.cache import Cache, KeyValueEntry
@@ -15,6 +16,7 @@ from workhorse.nn.kernels import Kernel
 from workhorse.nn.masks import AttentionPattern, Placement
 from workhorse.nn.rope import RopeConfig
 from workhorse.nn.shapes import Angles, Hidden, Lengths, Positions, Tokens
+from workhorse.untrusted import shown
 
 
 class Context:
@@ -128,6 +130,7 @@ def context_alone(x: Hidden, d_model: int, entry: KeyValueEntry | None = None) -
         WorkhorseError: `x` has another number of dimensions or width; or with an entry of a cache,
             whose context alone knows what the cache holds.
     """
+    _check_tensor("x", x, "(batch, seq, d_model)")
     if x.dim() != 3:  # noqa: PLR2004
         raise WorkhorseError(
             f"x has the shape {tuple(x.shape)}; give (batch, seq, d_model), "
@@ -154,11 +157,15 @@ def _check(
     if 0 in shape:
         raise WorkhorseError("there are no tokens; give at least one")
     for name, given in (("positions", positions), ("documents", documents)):
-        if given is not None and given.shape != shape:
+        if given is None:
+            continue
+        _check_tensor(name, given, "(batch, seq)")
+        if given.shape != shape:
             raise WorkhorseError(
                 f"{name} has shape {tuple(given.shape)} for tokens of shape {shape}; "
                 "give one number for each token"
             )
+    _check_cache(cache)
     if cache is not None and len(cache.lengths) != shape[0]:
         raise WorkhorseError(
             f"the cache has {len(cache.lengths)} rows and the tokens {shape[0]}; "
@@ -166,6 +173,16 @@ def _check(
         )
     if documents is not None and cache is not None:
         raise WorkhorseError("packed documents cannot be cached; decode each in a row of its own")
+
+
+def _check_tensor(name: str, given: object, shape: str) -> None:
+    if not isinstance(given, Tensor):
+        raise WorkhorseError(f"{name}={shown(given)} is no tensor; give one of {shape}")
+
+
+def _check_cache(cache: object) -> None:
+    if cache is not None and not isinstance(cache, Cache):
+        raise WorkhorseError(f"cache={shown(cache)} is no Cache; give what new_cache made")
 
 
 class Runs(NamedTuple):

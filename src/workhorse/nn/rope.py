@@ -302,9 +302,9 @@ class RopeConfig(Config):
         if isinstance(length, int):
             return scaling.frequencies(self, rotary_dim, length, device)
         lengths = length.clamp(min=self.steady_length or 0)
-        distinct = sorted(set(cast(list[int], lengths.flatten().tolist())))
-        each = [scaling.frequencies(self, rotary_dim, n, device) for n in distinct]
-        which = torch.searchsorted(torch.tensor(distinct, device=device), lengths)
+        distinct = cast(Tensor, lengths.unique())  # pyright: ignore[reportUnknownMemberType]
+        each = [scaling.frequencies(self, rotary_dim, int(n), device) for n in distinct.cpu()]
+        which = torch.searchsorted(distinct, lengths)
         return torch.stack(each)[which].unsqueeze(1)
 
 

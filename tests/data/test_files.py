@@ -4,8 +4,9 @@ import os
 from pathlib import Path
 
 import pytest
+import zstandard
 
-from workhorse.data.files import visible_files
+from workhorse.data.files import open_bytes, visible_files
 from workhorse.errors import WorkhorseError
 
 
@@ -35,3 +36,34 @@ def test_a_hidden_folder_may_be_closed(folder: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(os, "access", lambda path, mode: ".hidden" not in str(path))
     names = [file.name for file in visible_files(folder, "**/*.txt")]
     assert names == ["deep.txt", "near.txt", "top.txt"]
+
+
+ZSTD_FRAMES = [zstandard.compress(text) for text in (b"one line\n" * 9000, b"", b"two\n")]
+
+
+def test_zstd_frames_laid_end_to_end_are_one_file(tmp_path: Path) -> None:
+    (tmp_path / "a.zst").write_bytes(b"".join(ZSTD_FRAMES))
+    with open_bytes(tmp_path / "a.zst") as file:
+        assert file.read() == b"one line\n" * 9000 + b"two\n"
+
+
+@pytest.mark.parametrize("size", [4, 10, len(ZSTD_FRAMES[0]) - 1, len(b"".join(ZSTD_FRAMES)) - 1])
+def test_a_zstd_file_cut_short_is_damaged_and_no_shorter_text(tmp_path: Path, size: int) -> None:
+    (tmp_path / "a.zst").write_bytes(b"".join(ZSTD_FRAMES)[:size])
+    with (
+        pytest.raises(
+            WorkhorseError, match=r"a\.zst is damaged: the file ends inside .*; fetch it"
+        ),
+        open_bytes(tmp_path / "a.zst") as file,
+    ):
+        file.read()
+
+
+def test_a_large_zstd_text_cut_in_the_middle_is_damaged(tmp_path: Path) -> None:
+    whole = zstandard.compress("\n".join(map(str, range(60_000))).encode())
+    (tmp_path / "a.zst").write_bytes(whole[: len(whole) // 2])
+    with (
+        pytest.raises(WorkhorseError, match="is damaged: the file ends inside a zstd frame"),
+        open_bytes(tmp_path / "a.zst") as file,
+    ):
+        file.read()

@@ -13,14 +13,20 @@ import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, BinaryIO
+from typing import IO, TYPE_CHECKING, BinaryIO
 
 from workhorse.data.config import STDIN
 from workhorse.errors import WorkhorseError
 from workhorse.untrusted import open_plain, shown
 
+if TYPE_CHECKING:
+    from zstandard import ZstdDecompressor
+
 BLOCK_BYTES = 1 << 20
 """Bytes read at a time."""
+
+ZSTD_BYTES = 1 << 10
+"""Bytes that zstd is given at a time: at worst they become 32 MiB."""
 
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -144,10 +150,52 @@ def _unzstd(file: BinaryIO, path: Path) -> Iterator[BinaryIO]:
             f"{path} is compressed with zstd; pip install 'workhorse[data]' to read it"
         ) from None
     try:
-        with zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True) as stream:
-            yield io.BufferedReader(stream, BLOCK_BYTES)  # pyright: ignore[reportArgumentType]
+        frames = _Blocks(_zstd_content(file, zstandard.ZstdDecompressor()))
+        with io.BufferedReader(frames, BLOCK_BYTES) as stream:
+            yield stream
     except zstandard.ZstdError as error:
         raise WorkhorseError(f"{path} is damaged: {error}; fetch it again") from None
+
+
+def _zstd_content(file: BinaryIO, library: "ZstdDecompressor") -> Iterator[bytes]:
+    """What zstd frames laid end to end hold.
+
+    The library's own reader takes an unfinished frame for the end of the file.
+
+    Raises:
+        EOFError: the file ends inside a frame.
+    """
+    frame, left = None, b""
+    while data := left or file.read(ZSTD_BYTES):
+        frame = frame or library.decompressobj()
+        yield frame.decompress(data)
+        left = frame.unused_data
+        if frame.eof:
+            frame = None
+    if frame is not None:
+        raise EOFError("the file ends inside a zstd frame")
+
+
+class _Blocks(io.RawIOBase):
+    """Blocks of bytes as a file."""
+
+    def __init__(self, blocks: Iterator[bytes]) -> None:
+        self._blocks = blocks
+        self._held = memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: memoryview) -> int:  # pyright: ignore[reportIncompatibleMethodOverride]
+        while not self._held:
+            block = next(self._blocks, None)
+            if block is None:
+                return 0
+            self._held = memoryview(block)
+        size = min(len(buffer), len(self._held))
+        buffer[:size] = self._held[:size]
+        self._held = self._held[size:]
+        return size
 
 
 def read_text(path: Path, errors: str) -> Iterator[str]:

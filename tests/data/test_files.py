@@ -38,6 +38,19 @@ def test_a_hidden_folder_may_be_closed(folder: Path, monkeypatch: pytest.MonkeyP
     assert names == ["deep.txt", "near.txt", "top.txt"]
 
 
+def test_folders_too_deep_to_search_are_not_blamed_on_the_pattern(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Played, for newer versions of Python search them."""
+
+    def too_deep(path: Path, pattern: str) -> list[Path]:
+        raise RecursionError("maximum recursion depth exceeded")
+
+    monkeypatch.setattr(Path, "glob", too_deep)
+    with pytest.raises(WorkhorseError, match=rf"folders in {folder} lie too deep .*; name one fur"):
+        visible_files(folder, "**/*")
+
+
 ZSTD_FRAMES = [zstandard.compress(text) for text in (b"one line\n" * 9000, b"", b"two\n")]
 
 

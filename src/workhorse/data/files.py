@@ -53,8 +53,8 @@ def visible_files(folder: Path, glob: str) -> list[Path]:
     """The files of a folder that match a pattern, in the order of their paths, none hidden.
 
     Raises:
-        WorkhorseError: no folder, no pattern, or a folder on the way that cannot be read: the
-            pattern would pass over what is in it.
+        WorkhorseError: no folder, no pattern, folders nested by the thousand, or one that cannot be
+            read: the pattern would pass over what is in it.
     """
     if not folder.is_dir():
         remedy = "use kind: text for one file" if folder.exists() else "check the path"
@@ -67,7 +67,12 @@ def visible_files(folder: Path, glob: str) -> list[Path]:
                     f"cannot read the folder {searched}; give yourself the right to, or leave it "
                     "out by the pattern (glob)"
                 )
-    except (ValueError, IndexError, NotImplementedError, RecursionError) as error:
+    except RecursionError:
+        raise WorkhorseError(
+            f"the folders in {folder} lie too deep in each other to be searched for "
+            f"{shown(glob)}; name one further down, or move the files up"
+        ) from None
+    except (ValueError, IndexError, NotImplementedError) as error:
         raise WorkhorseError(f"glob={shown(glob)} is not a pattern: {error}") from None
     relative = sorted((match.relative_to(folder).as_posix(), match) for match in matches)
     return [
@@ -221,9 +226,9 @@ def read_text(path: Path, errors: str) -> Iterator[str]:
             offset += len(block)
 
 
-def bad_byte(path: Path, error: UnicodeDecodeError, offset: int) -> WorkhorseError:
+def bad_byte(where: object, error: UnicodeDecodeError, offset: int) -> WorkhorseError:
     """The line for a byte that is not UTF-8; `offset` is where the decoded bytes began."""
     return WorkhorseError(
-        f"{path}: byte 0x{error.object[error.start]:02x} at offset {offset + error.start} is not "
+        f"{where}: byte 0x{error.object[error.start]:02x} at offset {offset + error.start} is not "
         "UTF-8; mend the file, or let a recipe say errors: replace"
     )

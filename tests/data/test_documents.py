@@ -249,6 +249,22 @@ def test_bad_records_are_mended_where_asked(tmp_path: Path) -> None:
     assert texts(**corpus, validation_fraction=0) == ["\ufffd", "?x"]
 
 
+def write_parquet(path: Path, rows: list[bytes | None]) -> None:
+    """Rows of bytes in a column of strings, as other writers leave them."""
+    column = pyarrow.array(rows, pyarrow.binary())
+    column = pyarrow.Array.from_buffers(pyarrow.string(), len(rows), column.buffers())
+    parquet.write_table(pyarrow.table({"text": column}), path)
+
+
+def test_a_parquet_row_that_is_not_utf8_is_named_or_mended(tmp_path: Path) -> None:
+    write_parquet(tmp_path / "a.parquet", ["é".encode(), None, b"ab\xffcd"])
+    corpus = {"kind": "parquet", "path": tmp_path / "a.parquet", "validation_fraction": 0}
+    line = r"a\.parquet:2: byte 0xff at offset 2 is not UTF-8; .* let a recipe say errors: replace"
+    with pytest.raises(WorkhorseError, match=line):
+        texts(**corpus)
+    assert texts(**corpus, errors="replace") == ["é", "ab\ufffdcd"]
+
+
 @pytest.mark.parametrize("kind", ["text", "folder", "jsonl", "parquet"])
 def test_a_missing_path_is_named(tmp_path: Path, kind: str) -> None:
     with pytest.raises(WorkhorseError, match=r"missing.*check the path"):
@@ -269,6 +285,7 @@ def test_a_missing_path_is_named(tmp_path: Path, kind: str) -> None:
             {"kind": "parquet", "path": "a.parquet", "text_field": "id"},
             "column 'id' is int64; choose a column of strings",
         ),
+        ({"kind": "parquet", "path": "twice.parquet"}, "twice.parquet has 2 columns 'text'; give"),
         ({"kind": "text", "path": "cut.gz"}, "cut.gz is damaged: .*; fetch it again"),
         ({"kind": "text", "path": "cut.zst"}, "cut.zst is damaged: .*; fetch it again"),
     ],
@@ -279,6 +296,8 @@ def test_wrong_files_are_one_line(
     monkeypatch.chdir(tmp_path)
     Path("a.txt").write_text("plain")
     parquet.write_table(pyarrow.table({"id": [1]}), "a.parquet")
+    twice = pyarrow.Table.from_arrays([pyarrow.array(["a"])] * 2, names=["text", "text"])
+    parquet.write_table(twice, "twice.parquet")
     Path("cut.gz").write_bytes(gzip.compress(b"text" * 1000)[:-9])
     damaged = bytearray(zstandard.compress(bytes(range(256)) * 1000))
     damaged[-20:] = b"x" * 20

@@ -102,6 +102,8 @@ class ParquetConfig(HeldOut):
     """A file, or a folder of `.parquet` files."""
     text_field: str = "text"
     """The column of the text. Rows where it is null or empty are left out."""
+    errors: Annotated[Literal["strict", "replace"], OnResume.SAME_TEXT] = "strict"
+    """What bytes that are not UTF-8 do: stop with a message, or become U+FFFD."""
 
 
 class StdlibConfig(Config):

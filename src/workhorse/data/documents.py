@@ -9,7 +9,7 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
 from workhorse.config import nearest
 from workhorse.data import stdlib
@@ -33,6 +33,9 @@ from workhorse.data.files import (
     visible_files,
 )
 from workhorse.errors import WorkhorseError
+
+if TYPE_CHECKING:
+    import pyarrow
 
 SplitName = Literal["train", "validation"]
 
@@ -188,23 +191,34 @@ def _read_parquet(path: Path, source: ParquetConfig) -> Iterator[tuple[str, str]
         ) from None
     try:
         with parquet.ParquetFile(path) as file:
-            schema = file.schema_arrow
-            if source.text_field not in schema.names:
-                known = nearest(source.text_field, schema.names)
-                remedy = f"a recipe's text_field names another; {known}"
-                raise WorkhorseError(f"{path} has no column {source.text_field!r}; {remedy}")
-            kind = schema.field(source.text_field).type
-            if not (pyarrow.types.is_string(kind) or pyarrow.types.is_large_string(kind)):
-                remedy = "choose a column of strings as text_field"
-                raise WorkhorseError(f"{path}: column {source.text_field!r} is {kind}; {remedy}")
+            _check_column(path, source.text_field, file.schema_arrow)
             number = 0
             for batch in file.iter_batches(PARQUET_ROWS, columns=[source.text_field]):
-                for text in batch.column(0).to_pylist():
-                    yield f"{path}:{number}", text or ""
+                # as bytes, for the library checks none of the strings that it is given
+                for data in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+                    where = f"{path}:{number}"
+                    try:
+                        yield where, (data or b"").decode("utf-8", source.errors)
+                    except UnicodeDecodeError as error:
+                        raise bad_byte(where, error, 0) from None
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
         raise WorkhorseError(f"cannot read {path}: {reason}; fetch it again") from None
+
+
+def _check_column(path: Path, name: str, schema: "pyarrow.Schema") -> None:
+    from pyarrow import types
+
+    if name not in schema.names:
+        remedy = f"a recipe's text_field names another; {nearest(name, schema.names)}"
+        raise WorkhorseError(f"{path} has no column {name!r}; {remedy}")
+    if (count := schema.names.count(name)) > 1:
+        raise WorkhorseError(f"{path} has {count} columns {name!r}; give each a name of its own")
+    kind = schema.field(name).type
+    if not (types.is_string(kind) or types.is_large_string(kind)):
+        remedy = "choose a column of strings as text_field"
+        raise WorkhorseError(f"{path}: column {name!r} is {kind}; {remedy}")
 
 
 def _characters(blocks: Iterable[str], first: int, last: int | None) -> Iterator[str]:

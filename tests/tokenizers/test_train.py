@@ -158,6 +158,12 @@ def test_an_empty_corpus_is_refused(texts: list[str]) -> None:
             train_tokenizer(config, texts)
 
 
+@pytest.mark.parametrize("text", ["\0\0\0", "\u200b" * 10])
+def test_a_corpus_of_nothing_to_count_is_refused_by_unigram(text: str) -> None:
+    with pytest.raises(WorkhorseError, match="holds nothing that unigram can learn from"):
+        train_tokenizer(UnigramConfig(vocab_size=300), [text])
+
+
 def test_an_error_of_the_reader_is_not_swallowed() -> None:
     def texts() -> Iterator[str]:
         yield "some text"

@@ -2,6 +2,8 @@
 
 from collections.abc import Iterable
 
+from workhorse.errors import WorkhorseError
+
 CHARACTER_STEP = 1e-4
 """The library scores the characters that it must keep in steps of this, in a random order."""
 DECIMALS = 4
@@ -9,14 +11,23 @@ DECIMALS = 4
 sums are taken in a random order; so many decimals are left."""
 
 
-def stable_vocabulary(vocab: Iterable[tuple[str, float]]) -> list[tuple[str, float]]:
+def stable_vocabulary(vocab: Iterable[tuple[str, float | None]]) -> list[tuple[str, float]]:
     """Pieces with their scores, without what differs between two runs of the library's trainer.
 
     Characters that no longer pay for themselves but must stay get `lowest, lowest + 1e-4, ...` in
     random order: they are put in code point order. Then scores are rounded, and pieces sorted by
     score and code points.
+
+    Raises:
+        WorkhorseError: pieces without a score, as all are where the library found no text to count.
     """
-    scores = dict(vocab)
+    found = dict(vocab)
+    scores = {piece: score for piece, score in found.items() if score is not None}
+    if len(scores) < len(found):
+        raise WorkhorseError(
+            "the corpus holds nothing that unigram can learn from (only NULs, or invisible "
+            "characters); give texts with words in them"
+        )
     scores.update(_reordered(_kept_characters(scores)))
     rounded = ((piece, round(score, DECIMALS)) for piece, score in scores.items())
     return sorted(rounded, key=lambda entry: (-entry[1], entry[0]))

@@ -1,13 +1,19 @@
 """The tokenizer of the `tokenizers` library that a `tokenizer.json` describes, or a refusal."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 
 import tokenizers
+from tokenizers import AddedToken
 
 from workhorse.errors import WorkhorseError
+from workhorse.untrusted import shown
 
 MAX_TOKEN_ID = 2**21
 """No vocabulary comes near; tables as long as a larger id would fill the memory."""
+
+ORIGINAL = "give its files as they were made, or use another tokenizer"
+"""What to do about a tokenizer that is not sound."""
 
 
 def library_tokenizer(definition: str) -> tokenizers.Tokenizer:
@@ -16,15 +22,8 @@ def library_tokenizer(definition: str) -> tokenizers.Tokenizer:
     Raises:
         WorkhorseError: not such a text, or ids beyond `MAX_TOKEN_ID`.
     """
-    try:
+    with library_errors("not a tokenizer.json", "give a file that the tokenizers library wrote"):
         backend = tokenizers.Tokenizer.from_str(definition)
-    except (KeyboardInterrupt, SystemExit):
-        raise
-    except BaseException as error:  # the library raises bare Exception, and worse when it panics
-        raise WorkhorseError(
-            f"not a tokenizer.json ({' '.join(str(error).split())[:200]}); give a file that the "
-            "tokenizers library wrote"
-        ) from None
     backend.no_truncation()
     backend.no_padding()
     if max(backend.get_vocab().values(), default=0) > MAX_TOKEN_ID:
@@ -32,17 +31,50 @@ def library_tokenizer(definition: str) -> tokenizers.Tokenizer:
     return backend
 
 
+def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
+    """Put tokens beside the vocabulary, each normalized where it says so.
+
+    Raises:
+        WorkhorseError: the normalizer fails at one.
+    """
+    with library_errors("the tokenizer fails at a token beside its vocabulary", ORIGINAL):
+        backend.add_tokens(list(tokens))
+
+
+@contextmanager
+def library_errors(fact: str, remedy: str) -> Iterator[None]:
+    """What the library raises as one line. It raises bare Exception, and panics with worse.
+
+    A panic (a regular expression that never comes to an end, for one) it also prints on stderr.
+    """
+    try:
+        yield
+    except (WorkhorseError, KeyboardInterrupt, SystemExit, GeneratorExit, MemoryError):
+        raise
+    except BaseException as error:
+        reason = " ".join(str(error).split())[:200]
+        raise WorkhorseError(f"{fact} ({reason}); {remedy}") from None
+
+
 def ids_of(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
     """The ids of several texts, nothing put before or after them.
 
     Raises:
-        WorkhorseError: a text holds half a surrogate pair, which no UTF-8 can say.
+        WorkhorseError: something else than texts; one that holds half a surrogate pair, which no
+            UTF-8 can say; or one that the tokenizer fails at, as without an unk token.
     """
-    try:
-        found = backend.encode_batch_fast(list(texts), add_special_tokens=False)
-    except TypeError:
-        _check_texts(texts)
-        raise
+    if isinstance(texts, str) or not isinstance(texts, Iterable):
+        raise WorkhorseError(f"texts to encode are a list of str, not {shown(texts)}")
+    texts = list(texts)
+    for text in texts:
+        if not isinstance(text, str):
+            raise WorkhorseError(f"a text to encode is a str, not {shown(text)}; give a str")
+    with library_errors("the tokenizer fails at a text", ORIGINAL):
+        try:
+            found = backend.encode_batch_fast(texts, add_special_tokens=False)
+        except TypeError:
+            _check_texts(texts)
+            raise
     return [encoding.ids for encoding in found]
 
 

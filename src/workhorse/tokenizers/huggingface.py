@@ -17,7 +17,7 @@ from tokenizers import AddedToken
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import sentencepiece
 from workhorse.tokenizers.affixes import set_affixes
-from workhorse.tokenizers.backend import library_tokenizer
+from workhorse.tokenizers.backend import add_tokens, library_tokenizer
 from workhorse.tokenizers.folder import MAX_VALUES, TokenizerFolder
 from workhorse.tokenizers.settings import NAMED, Settings, added_token
 from workhorse.tokenizers.tokenizer_classes import (
@@ -180,7 +180,7 @@ def _add_tokens(
     for token in tokens:
         token.special = token.special or token.content in names
     tokens = [token for token in tokens if not _is_same(token, before.get(token.content))]
-    backend.add_tokens(tokens)
+    add_tokens(backend, tokens)
     return bool(tokens)
 
 
@@ -202,7 +202,7 @@ def _finished(
     """What a class does last: flags of its special tokens, beginnings and endings of texts."""
     bos, eos = ([] if named.get(key) is None else [str(named[key])] for key in NAMED[:2])
     if kind is not None and kind.resets_flags:
-        backend.add_tokens([AddedToken(str(t), special=True) for t in named.values() if t])
+        add_tokens(backend, [AddedToken(str(t), special=True) for t in named.values() if t])
     if kind is not None and kind.begins_with_eos:
         set_affixes(backend, before=eos)
     elif affixes != (None, None) or (kind is not None and not kind.keeps_post_processor):

@@ -19,6 +19,7 @@ from workhorse.tokenizers import sentencepiece
 from workhorse.tokenizers.affixes import set_affixes
 from workhorse.tokenizers.backend import add_tokens, library_tokenizer
 from workhorse.tokenizers.folder import MAX_VALUES, TokenizerFolder
+from workhorse.tokenizers.growth import check_growth
 from workhorse.tokenizers.settings import NAMED, Settings, added_token
 from workhorse.tokenizers.tokenizer_classes import (
     CLASSES,
@@ -119,6 +120,7 @@ def _read_written(
 ) -> Reading:
     """The content of a `tokenizer.json`, read with a class or as it is written."""
     if kind is None or written["model"].get("type", kind.model) != kind.model:
+        check_growth(written)
         backend = library_tokenizer(text)
         is_changed = _add_tokens(backend, settings.named, settings.added, settings.extra)
         return _reading(backend.to_str() if is_changed else text, settings.named)

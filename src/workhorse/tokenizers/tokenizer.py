@@ -15,6 +15,7 @@ from workhorse.tokenizers.affixes import affixes, set_affixes
 from workhorse.tokenizers.backend import ids_of, library_tokenizer
 from workhorse.tokenizers.control import ControlEncoder
 from workhorse.tokenizers.files import folder_texts, write_folder
+from workhorse.tokenizers.growth import check_growth
 from workhorse.tokenizers.guard import guarded, reachable
 from workhorse.tokenizers.pieces import BYTE_ALPHABET, StreamDecoder, read_decoding
 
@@ -76,6 +77,7 @@ class Tokenizer:
         self._backend = library_tokenizer(definition)
         self._backend.encode_special_tokens = True  # no special tokens in typed text
         self._definition: dict[str, Any] = json.loads(self._backend.to_str())
+        check_growth(self._definition)
         names = reachable(self._definition)
         self._backend.pre_tokenizer = guarded(self._backend.pre_tokenizer, names)  # pyright: ignore
         self._decoding = read_decoding(self._definition["decoder"])

@@ -1,0 +1,117 @@
+"""How much longer the rules of a `tokenizer.json` can make a text; beyond a bound it is refused.
+
+Six rules in a row that each replace a character by ten make a million of one, and the library ends
+the whole process when the memory is full.
+"""
+
+import base64
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+from workhorse.errors import WorkhorseError
+from workhorse.tokenizers.pieces import BYTE_ALPHABET
+
+MAX_GROWTH = 256
+"""Characters that one may become. Rules in use stay far below; NFKC of U+FDFA has 18."""
+UTF8_BYTES = 4
+"""Of a character, at most."""
+
+
+def check_growth(definition: Mapping[str, Any]) -> None:
+    """Refuse a `tokenizer.json` whose rules can make more than `MAX_GROWTH` characters of one.
+
+    A regular expression counts as one that matches a character or more.
+
+    Raises:
+        WorkhorseError: it is such a one.
+    """
+    before = [*_flat(definition.get("normalizer")), *_flat(definition.get("pre_tokenizer"))]
+    _check("normalizer and pre-tokenizer", before)
+    decoder = [rule for rule in _flat(definition.get("decoder")) if rule["type"] == "Replace"]
+    _check("decoder", decoder)
+
+
+def _check(what: str, rules: list[dict[str, Any]]) -> None:
+    lengths = _Lengths()
+    for rule in reversed(rules):
+        lengths.precede(rule)
+        if lengths.most > MAX_GROWTH:
+            raise WorkhorseError(
+                f"the {what} can make more than {MAX_GROWTH} characters of one, as none in use "
+                "does; give the original file"
+            )
+
+
+def _flat(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
+    if part is None:
+        return
+    if part["type"] != "Sequence":
+        yield part
+        return
+    for key in ("normalizers", "pretokenizers", "decoders"):
+        for inner in part.get(key, ()):
+            yield from _flat(inner)
+
+
+class _Lengths:
+    """How many characters each becomes at most by some rules in a row."""
+
+    def __init__(self) -> None:
+        self._named: dict[str, float] = {}
+        self._other = 1.0
+        """Of the characters that are not named."""
+        self._least = 0.0
+        """Of any, named or not."""
+        self.most = 1.0
+        """Of any character so far, and of what is put before a text."""
+
+    def precede(self, rule: dict[str, Any]) -> None:
+        """Put a rule before the others: what it writes is as long as they make that."""
+        match rule:
+            case {"type": "Prepend", "prepend": new}:
+                self._reach(self._of(new))
+            case {"type": "Replace", "pattern": {"String": ""}, "content": new}:
+                self._insert(2 * self._of(new))  # around every character
+            case {"type": "Replace", "pattern": {"String": old}, "content": new}:
+                share = self._of(new) / len(old)
+                self._named |= {one: max(self._of(one), share) for one in old}
+                self._reach(share)
+            case {"type": "Replace", "content": new}:
+                self._least = max(self._least, self._of(new))
+                self._reach(self._least)
+            case {"type": "Precompiled", "precompiled_charsmap": table}:
+                self._least = max(self._least, *map(self._of, _written(table)))
+                self._reach(self._least)
+            case {"type": "ByteLevel"}:
+                self._spell()
+
+    def _of(self, text: str) -> float:
+        return sum(max(self._named.get(one, self._other), self._least) for one in text)
+
+    def _reach(self, length: float) -> None:
+        self.most = max(self.most, length)
+
+    def _insert(self, length: float) -> None:
+        if length:
+            self._named = {one: before + length for one, before in self._named.items()}
+            self._other += length
+            self._least += length
+            self._reach(self.most + length)
+
+    def _spell(self) -> None:
+        """Every byte becomes a character that stands for it."""
+        stand_ins = [self._of(one) for one in BYTE_ALPHABET]
+        named = {*self._named, *BYTE_ALPHABET}
+        self._named = {one: sum(stand_ins[byte] for byte in one.encode()) for one in named}
+        self._other = UTF8_BYTES * max(stand_ins)
+        self._reach(max(self._other, *self._named.values()))
+
+
+def _written(table: str) -> list[str]:
+    """What SentencePiece's compiled table of characters puts in their place.
+
+    It is the number of bytes of a trie, the trie, and texts that each end with a NUL.
+    """
+    data = base64.b64decode(table)
+    texts = data[4 + int.from_bytes(data[:4], "little") :]
+    return texts.decode("utf-8", "replace").split("\0")

@@ -150,4 +150,11 @@ def test_what_cannot_be_loaded_says_so_in_one_line(trained: Trained, tmp_path: P
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize("name", ["a" * 100_000, "a/" * 50_000])
+def test_a_name_that_is_too_long_is_one_short_line(name: str) -> None:
+    with pytest.raises(WorkhorseError, match=r"no tokenizer at .*…: File name too long") as raised:
+        load_tokenizer(name)
+    assert len(str(raised.value)) < 200
+
+
 CTC = '{"type": "CTC", "pad_token": "<pad>", "word_delimiter_token": "|", "cleanup": true}'

@@ -2,7 +2,9 @@
 
 import pickle
 from collections.abc import Callable
+from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -179,6 +181,51 @@ def test_half_a_surrogate_pair_is_refused(tokenizer: Tokenizer) -> None:
 def test_an_id_outside_the_vocabulary_is_refused(tokenizer: Tokenizer, number: int) -> None:
     with pytest.raises(WorkhorseError, match=f"token id {number} is not in the vocabulary of"):
         tokenizer.decode([number])
+
+
+@pytest.mark.parametrize("text", [5, None, b"a", ["a", "b"], ("a", "b")])
+def test_what_is_no_text_is_not_encoded(tokenizer: Tokenizer, text: Any) -> None:
+    """A pair of texts the library would take for one."""
+    line = r"a text to encode is a str, not .*; give a str"
+    for encode in (
+        tokenizer.encode,
+        tokenizer.encode_text,
+        lambda one: tokenizer.encode_batch([one]),
+    ):
+        with pytest.raises(WorkhorseError, match=line):
+            encode(text)
+
+
+@pytest.mark.parametrize("texts", ["ab", 5, None])
+def test_a_batch_of_texts_is_a_list(tokenizer: Tokenizer, texts: Any) -> None:
+    with pytest.raises(WorkhorseError, match="several texts to encode are a list, not"):
+        tokenizer.encode_batch(texts)
+
+
+def test_a_text_is_not_encoded_as_bytes(trained: Trained) -> None:
+    with pytest.raises(WorkhorseError, match="bytes to encode are bytes, not 'a'"):
+        trained("bytes").encode_bytes("a")  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.parametrize("ids", ["12", b"12", 5, None, ["1"], [1, 1.5, 2], [[1, 2]]])
+def test_what_is_no_list_of_ids_is_not_decoded(trained: Trained, ids: Any) -> None:
+    tokenizer = trained("bytes")
+    after = lambda some: tokenizer.stream(after=some)  # noqa: E731
+    for decode in (tokenizer.decode, tokenizer.decode_bytes, tokenizer.pieces, after):
+        with pytest.raises(WorkhorseError, match="token ids are whole numbers in a list, not"):
+            decode(ids)
+
+
+def test_ids_of_an_array_are_ids(trained: Trained) -> None:
+    assert trained("bytes").decode(np.array([104, 105])) == "hi"  # pyright: ignore
+
+
+@pytest.mark.parametrize("name", [5, None, b"a"])
+def test_what_is_no_name_names_no_token(trained: Trained, name: Any) -> None:
+    bpe = trained("bpe")
+    for use in (bpe.token_id, bpe.beginning_with, lambda one: bpe.with_role("bos", one)):
+        with pytest.raises(WorkhorseError, match=r"a token's name is a text, not .*; give a str"):
+            use(name)
 
 
 def test_an_unknown_token_names_the_special_ones(trained: Trained) -> None:

@@ -164,6 +164,27 @@ def test_a_corpus_of_nothing_to_count_is_refused_by_unigram(text: str) -> None:
         train_tokenizer(UnigramConfig(vocab_size=300), [text])
 
 
+@pytest.mark.parametrize("config", [BpeConfig(vocab_size=300), CharactersConfig()])
+@pytest.mark.parametrize(
+    ("texts", "line"),
+    [
+        ("hello hello hello", "'hello hello hello' is one text; give a list of texts"),
+        (b"hello", "b'hello' is one text; give a list of texts"),
+        ([b"hello"], "a text of the corpus is a str, not b'hello'"),
+        (None, "a corpus is a list of texts, not None"),
+    ],
+)
+def test_a_corpus_is_several_texts(config: Any, texts: Any, line: str) -> None:
+    with pytest.raises(WorkhorseError, match=line):
+        train_tokenizer(config, texts)
+
+
+@pytest.mark.parametrize("config", [None, "bpe", {"kind": "bpe", "vocab_size": 300}, BpeConfig])
+def test_a_tokenizer_is_trained_from_a_config(config: Any) -> None:
+    with pytest.raises(WorkhorseError, match=r"from a config such as .*, not .*; tokenizer_config"):
+        train_tokenizer(config, ["some text"])
+
+
 def test_an_error_of_the_reader_is_not_swallowed() -> None:
     def texts() -> Iterator[str]:
         yield "some text"

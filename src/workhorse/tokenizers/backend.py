@@ -1,5 +1,6 @@
-"""The tokenizer of the `tokenizers` library that a `tokenizer.json` describes, or a refusal."""
+"""The tokenizer of the `tokenizers` library that a `tokenizer.json` describes, and its errors."""
 
+import operator
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 
@@ -64,7 +65,7 @@ def ids_of(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int
             UTF-8 can say; or one that the tokenizer fails at, as without an unk token.
     """
     if isinstance(texts, str) or not isinstance(texts, Iterable):
-        raise WorkhorseError(f"texts to encode are a list of str, not {shown(texts)}")
+        raise WorkhorseError(f"several texts to encode are a list, not {shown(texts)}; give one")
     texts = list(texts)
     for text in texts:
         if not isinstance(text, str):
@@ -76,6 +77,29 @@ def ids_of(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int
             _check_texts(texts)
             raise
     return [encoding.ids for encoding in found]
+
+
+def checked_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
+    """The same ids as Python has numbers.
+
+    Raises:
+        WorkhorseError: something else than whole numbers, or one outside `[0, vocab_size)`.
+    """
+    try:
+        if isinstance(ids, bytes | bytearray):  # integers too, but of another meaning
+            raise TypeError
+        numbers = [operator.index(token) for token in ids]
+    except TypeError:
+        raise WorkhorseError(
+            f"token ids are whole numbers in a list, not {shown(ids)}; give what encode gave"
+        ) from None
+    for token in (min(numbers), max(numbers)) if numbers else ():
+        if not 0 <= token < vocab_size:
+            raise WorkhorseError(
+                f"token id {token} is not in the vocabulary of {vocab_size}; "
+                "decode with the tokenizer that made the ids"
+            )
+    return numbers
 
 
 def _check_texts(texts: Sequence[str]) -> None:

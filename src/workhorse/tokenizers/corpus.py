@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import IO
 
 from workhorse.errors import WorkhorseError
+from workhorse.untrusted import shown
 
 MAX_CHARACTERS = 2**16
 """Longer texts are cut at line ends: the library keeps about 20 bytes per character at work."""
@@ -21,10 +22,17 @@ def pieces_of_texts(texts: Iterable[str], progress: Progress | None = None) -> I
     """The texts, cut where they are long; `progress(done, None)` is told the bytes read.
 
     Raises:
-        WorkhorseError: there is no text at all, or a text that UTF-8 cannot say.
+        WorkhorseError: there is no text at all, something else than a text, or one that UTF-8
+            cannot say.
     """
+    if isinstance(texts, str | bytes):
+        raise WorkhorseError(f"{shown(texts)} is one text; give a list of texts")
+    if not isinstance(texts, Iterable):
+        raise WorkhorseError(f"a corpus is a list of texts, not {shown(texts)}; give one")
     done = 0
     for text in texts:
+        if not isinstance(text, str):
+            raise WorkhorseError(f"a text of the corpus is a str, not {shown(text)}; give a str")
         for piece in _cut(text):
             done += _utf8_bytes(piece)
             yield piece

@@ -26,7 +26,7 @@ from workhorse.tokenizers.settings import (
     TEMPLATES,
     read_settings,
 )
-from workhorse.untrusted import to_path
+from workhorse.untrusted import shown, to_path
 from workhorse.writing import sync, write_atomically, writing
 
 if TYPE_CHECKING:
@@ -62,8 +62,12 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
     from workhorse.tokenizers.tokenizer import Source, Tokenizer
 
     path = to_path(path, "a tokenizer is a path")
-    if not path.exists():
-        raise WorkhorseError(f"no tokenizer at {path}: there is no such file or folder")
+    try:
+        path.stat()
+    except (FileNotFoundError, NotADirectoryError):
+        raise WorkhorseError(f"no tokenizer at {path}: there is no such file or folder") from None
+    except OSError as error:  # a name that is too long, a folder that is closed to us
+        raise WorkhorseError(f"no tokenizer at {shown(str(path))}: {error.strerror}") from None
     if path.is_dir() and (path / INSIDE).is_dir() and not _has_tokenizer(path):
         path /= INSIDE
     folder = TokenizerFolder(path if path.is_dir() else path.parent)

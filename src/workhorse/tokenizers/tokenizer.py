@@ -12,12 +12,13 @@ import tokenizers
 
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers.affixes import affixes, set_affixes
-from workhorse.tokenizers.backend import ids_of, library_tokenizer
+from workhorse.tokenizers.backend import checked_ids, ids_of, library_tokenizer
 from workhorse.tokenizers.control import ControlEncoder
 from workhorse.tokenizers.files import folder_texts, write_folder
 from workhorse.tokenizers.growth import check_growth
 from workhorse.tokenizers.guard import guarded, reachable
 from workhorse.tokenizers.pieces import BYTE_ALPHABET, StreamDecoder, read_decoding
+from workhorse.untrusted import shown
 
 ROLES = ("bos", "eos", "pad", "unk")
 
@@ -118,7 +119,8 @@ class Tokenizer:
                 Never for text that somebody else typed.
 
         Raises:
-            WorkhorseError: the text holds half a surrogate pair, which no UTF-8 can say.
+            WorkhorseError: this is no text; it holds half a surrogate pair, which no UTF-8 can
+                say; or the tokenizer fails at it.
         """
         return self.encode_batch([text], allow_special=allow_special)[0]
 
@@ -146,8 +148,13 @@ class Tokenizer:
         Bytes that are UTF-8 are encoded as text, the others one by one.
 
         Raises:
-            WorkhorseError: bytes that are no UTF-8, and the tokenizer is not byte-level.
+            WorkhorseError: these are no bytes; or they are no UTF-8, and the tokenizer is not
+                byte-level.
         """
+        if not isinstance(data, bytes | bytearray):
+            raise WorkhorseError(
+                f"bytes to encode are bytes, not {shown(data)}; for a text: encode"
+            )
         ids: list[int] = []
         while data:
             try:
@@ -166,9 +173,9 @@ class Tokenizer:
             skip_special: leave special tokens out, instead of writing their names.
 
         Raises:
-            WorkhorseError: an id outside the vocabulary.
+            WorkhorseError: an id outside the vocabulary, or what is no id.
         """
-        self._check_ids(ids)
+        ids = checked_ids(ids, self.vocab_size)
         stream = self.stream(skip_special=skip_special)
         return "".join(map(stream.push, ids)) + stream.finish()
 
@@ -188,9 +195,9 @@ class Tokenizer:
         """How a text is composed of its ids: the bytes of each, as `decode_bytes` has them.
 
         Raises:
-            WorkhorseError: an id outside the vocabulary.
+            WorkhorseError: an id outside the vocabulary, or what is no id.
         """
-        self._check_ids(ids)
+        ids = checked_ids(ids, self.vocab_size)
         pieces: list[Piece] = []
         begun, bare = False, self._decoding.strip_start
         for token in ids:
@@ -214,14 +221,14 @@ class Tokenizer:
 
         def piece(token: int, is_first: bool) -> bytes | None:
             if not 0 <= token < vocab_size:
-                self._check_ids((token,))
+                checked_ids((token,), vocab_size)
             if token in skipped:
                 return None
             return self._first_piece(token) if is_first else pieces[token]
 
         decoding = self._decoding
         decoder = StreamDecoder(piece, decoding.strip_start, decoding.strip_end)
-        for token in after:
+        for token in checked_ids(after, vocab_size):
             decoder.push(token)
         return decoder
 
@@ -241,6 +248,8 @@ class Tokenizer:
         Raises:
             WorkhorseError: there is no such token.
         """
+        if not isinstance(token, str):
+            raise WorkhorseError(f"a token's name is a text, not {shown(token)}; give a str")
         found = self._backend.token_to_id(token)
         if found is None:
             known = ", ".join(self.special_tokens) or "none"
@@ -348,14 +357,6 @@ class Tokenizer:
                 "byte-level tokenizer (bpe or bytes)"
             )
         return ids  # pyright: ignore[reportReturnType]
-
-    def _check_ids(self, ids: Sequence[int]) -> None:
-        for token in (min(ids, default=0), max(ids, default=0)) if len(ids) else ():
-            if not 0 <= token < self.vocab_size:
-                raise WorkhorseError(
-                    f"token id {token} is not in the vocabulary of {self.vocab_size}; "
-                    "decode with the tokenizer that made the ids"
-                )
 
     def _role_id(self, role: str) -> int | None:
         name = self.roles.get(role)

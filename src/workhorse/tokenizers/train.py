@@ -13,6 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
+from workhorse.errors import WorkhorseError
 from workhorse.tokenizers.config import (
     BpeConfig,
     ByteFallbackBpeConfig,
@@ -29,6 +30,7 @@ from workhorse.tokenizers.guard import guarded
 from workhorse.tokenizers.pieces import BYTE_ALPHABET
 from workhorse.tokenizers.tokenizer import Tokenizer
 from workhorse.tokenizers.unigram import stable_vocabulary
+from workhorse.untrusted import shown
 
 SPACE = "\u2581"
 """The visible space of SentencePiece."""
@@ -53,12 +55,18 @@ def train_tokenizer(
         progress: told `(bytes read, None)` while reading.
 
     Raises:
-        WorkhorseError: no text at all, text that is not UTF-8, a file that is no tokenizer.
+        WorkhorseError: no text at all or one text instead of several, text that is not UTF-8, a
+            file that is no tokenizer, another thing than a config.
     """
     if isinstance(config, FileConfig):
         return load_tokenizer(config.path)
     if isinstance(config, BytesConfig):
         return _bytes(config)
+    if type(config) not in _TRAINING:
+        raise WorkhorseError(
+            f"a tokenizer is trained from a config such as BpeConfig(vocab_size=4096), not "
+            f"{shown(config)}; tokenizer_config makes one of a dict"
+        )
     return _TRAINING[type(config)](config, pieces_of_texts(texts, progress))
 
 

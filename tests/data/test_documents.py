@@ -1,5 +1,6 @@
 import gzip
 import io
+import itertools
 import json
 import sys
 from collections.abc import Iterator
@@ -14,6 +15,7 @@ from pyarrow import parquet
 
 from workhorse.data import DataConfig, Document, files, iterate_texts, read_documents
 from workhorse.data import documents as documents_module
+from workhorse.data.held_out import HASHES, hash_of, threshold
 from workhorse.errors import WorkhorseError
 
 
@@ -169,6 +171,49 @@ def test_held_out_files_stay_held_out_when_others_come(tmp_path: Path) -> None:
     assert held <= set(texts("validation", **corpus))
 
 
+@pytest.mark.parametrize(
+    ("names", "fraction", "held"),
+    [
+        ("bcde", 0.1, "c"),  # their hashes are 0.999, 0.31, 0.99 and 0.80 of all
+        ("abcde", 0.1, "a"),  # 0.097, within the tenth
+        ("bd", 0.999, "d"),
+        ("bd", 0.9995, "d"),  # both would be held out
+    ],
+)
+def test_of_two_documents_or_more_each_split_gets_one(
+    tmp_path: Path, names: str, fraction: float, held: str
+) -> None:
+    for name in names:
+        (tmp_path / f"{name}.txt").write_text(name)
+    (tmp_path / "1.txt").write_text("")  # 0.04, and no text
+    corpus = {"kind": "folder", "path": tmp_path, "validation_fraction": fraction}
+    assert texts("validation", **corpus) == [held]
+    assert texts(**corpus) == [name for name in names if name != held]
+
+
+@given(
+    st.lists(st.text(alphabet="abcdefgh", min_size=1, max_size=3), max_size=12),
+    st.floats(0, 0.999),
+)
+def test_the_share_asked_for_is_held_out_where_both_splits_get_some(
+    records: list[str], fraction: float
+) -> None:
+    below = threshold(fraction, ((text, [text]) for text in records))
+    asked = [text for text in records if hash_of(text) < fraction * HASHES]
+    held = [text for text in records if hash_of(text) < below]
+    if 0 < len(asked) < len(records) or fraction == 0:
+        assert held == asked
+    elif len(set(records)) > 1:
+        assert 0 < len(held) < len(records)
+        alone = set(held) if not asked else set(records) - set(held)
+        assert len(alone) == 1
+
+
+def test_no_more_is_read_to_share_out_documents_than_until_each_split_has_one() -> None:
+    endless = ((str(number), [str(number)]) for number in itertools.count())
+    assert threshold(0.1, endless) == 0.1 * HASHES
+
+
 # Records
 
 
@@ -201,6 +246,16 @@ def test_equal_records_are_held_out_together(tmp_path: Path) -> None:
     corpus = {"kind": "jsonl", "path": path, "validation_fraction": 0.3}
     assert set(texts(**corpus)).isdisjoint(texts("validation", **corpus))
     assert len(texts("validation", **corpus)) in range(20, 120)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "parquet"])
+def test_of_a_few_records_one_is_held_out(tmp_path: Path, kind: str) -> None:
+    words = ["one", "two", "", "three", "two"]  # the hash of "two" is the smallest: 0.25 of all
+    write_jsonl(tmp_path / "a.jsonl", [{"text": word} for word in words])
+    parquet.write_table(pyarrow.table({"text": words}), tmp_path / "a.parquet")
+    corpus = {"kind": kind, "path": tmp_path / f"a.{kind}"}
+    assert texts("validation", **corpus) == ["two", "two"]
+    assert texts(**corpus) == ["one", "three"]
 
 
 def test_texts_of_a_mixture_come_source_after_source(tmp_path: Path) -> None:

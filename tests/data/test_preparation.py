@@ -1,5 +1,6 @@
 import json
 import os
+import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -316,7 +317,12 @@ def test_the_manifest_says_what_was_read(config: DataConfig, tokenizer, tmp_path
     [
         ("", 0.1, "corpus.txt is empty: no text for the validation split; give it some"),
         ("", 0.0, "corpus.txt is empty: no text for the train split; give it some"),
-        ("x", 0.1, "fell into the validation split, none into train"),
+        (
+            "x",
+            0.1,
+            "corpus.txt is too short to hold out a part; give it more, or train on all of it with "
+            r"data\.corpus\.validation_fraction=0$",
+        ),
     ],
 )
 def test_a_corpus_without_text_is_refused(
@@ -339,20 +345,31 @@ def test_a_pattern_that_matches_no_file_is_named(tokenizer, tmp_path: Path) -> N
         prepare(config, tokenizer, tmp_path / "data")
 
 
+@pytest.mark.parametrize("name", ["b.txt", "a.txt"])  # by their hashes, b trains and a is held out
+def test_a_single_document_cannot_train_and_be_held_out(
+    tokenizer, tmp_path: Path, name: str
+) -> None:
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts" / name).write_text("the only text")
+    folder = {"kind": "folder", "path": tmp_path / "texts"}
+    remedy = "give it more, or train on all of it with data.corpus.validation_fraction=0"
+    with pytest.raises(
+        WorkhorseError, match=f"texts has one document, and needs two .*; {re.escape(remedy)}$"
+    ):
+        prepare(DataConfig(corpus=folder), tokenizer, tmp_path / "data")
+    mixture = {"kind": "mixture", "sources": {"notes": folder}}
+    with pytest.raises(WorkhorseError, match=r"with data\.corpus\.sources\.notes\.validation_frac"):
+        prepare(DataConfig(corpus=mixture), tokenizer, tmp_path / "data")
+    whole = DataConfig(corpus=folder | {"validation_fraction": 0})
+    assert prepare(whole, tokenizer, tmp_path / "data").validation is None
+
+
 def test_an_empty_corpus_leaves_nothing_behind(tokenizer, tmp_path: Path) -> None:
     (tmp_path / "corpus.txt").write_text("")
     config = DataConfig(corpus={"kind": "text", "path": tmp_path / "corpus.txt"})
     with pytest.raises(WorkhorseError, match="is empty"):
         prepare(config, tokenizer, tmp_path / "data")
     assert not list((tmp_path / "data").iterdir())
-
-
-def test_too_few_documents_to_hold_one_out_is_said(tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / "only.txt").write_text("some text")
-    corpus = {"kind": "folder", "path": tmp_path / "texts", "validation_fraction": 0.01}
-    with pytest.raises(WorkhorseError, match="none into validation; give it more documents"):
-        prepare(DataConfig(corpus=corpus), tokenizer, tmp_path / "data")
 
 
 @pytest.mark.parametrize("token", ["bos", "eos"])

@@ -114,6 +114,10 @@ class StdlibConfig(Config):
     """Share of the modules held out."""
 
     @property
+    def held_out(self) -> float:
+        return self.validation_fraction
+
+    @property
     def has_validation(self) -> bool:
         return self.validation_fraction > 0
 

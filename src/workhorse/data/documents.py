@@ -4,7 +4,6 @@ Nothing here holds more than one document: a long one arrives in pieces, so a te
 larger than memory.
 """
 
-import hashlib
 import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -32,6 +31,7 @@ from workhorse.data.files import (
     stdin_copy,
     visible_files,
 )
+from workhorse.data.held_out import hash_of, threshold
 from workhorse.errors import WorkhorseError
 
 if TYPE_CHECKING:
@@ -66,20 +66,17 @@ def read_documents(source: SourceConfig, split: SplitName) -> Iterator[Document]
     Raises:
         WorkhorseError: a missing or damaged file, bytes that are not UTF-8, a missing field.
     """
-    match source:
-        case TextConfig():
-            yield from _read_text_file(source, split)
-        case StdlibConfig():
-            for module in stdlib.modules():
-                if in_split(module.name, source.validation_fraction, split):
-                    yield from _in_pieces(module.name, [module.text()])
-        case FolderConfig():
-            yield from _read_folder(source, split)
-        case JsonlConfig() | ParquetConfig():
-            for path in data_files(source, split):
-                for name, text in _records(path, source):
-                    if source.validation or in_split(text, source.held_out, split):
-                        yield from _in_pieces(name, [text])
+    if isinstance(source, TextConfig):
+        yield from _read_text_file(source, split)
+        return
+    files = data_files(source, split)
+    below = None  # where each split has files of its own
+    if isinstance(source, StdlibConfig) or source.validation is None:
+        every = ((key, blocks) for key, _, blocks in _whole_documents(source, split, files))
+        below = threshold(source.held_out, every)
+    for identity, name, blocks in _whole_documents(source, split, files):
+        if below is None or (hash_of(identity) < below) == (split == "validation"):
+            yield from _in_pieces(name, blocks)
 
 
 def iterate_texts(config: DataConfig, split: SplitName = "train") -> Iterator[str]:
@@ -87,13 +84,6 @@ def iterate_texts(config: DataConfig, split: SplitName = "train") -> Iterator[st
     for source in config.sources.values():
         for document in read_documents(source, split):
             yield document.text
-
-
-def in_split(identity: str, fraction: float, split: SplitName) -> bool:
-    """Whether a document belongs to a split: by a hash, so that it never depends on the others."""
-    digest = hashlib.sha256(identity.encode("utf-8", "surrogatepass")).digest()
-    held_out = int.from_bytes(digest[:8], "big") < fraction * 2**64
-    return held_out == (split == "validation")
 
 
 def data_files(source: SourceConfig, split: SplitName) -> list[Path]:
@@ -126,12 +116,28 @@ def _read_text_file(source: TextConfig, split: SplitName) -> Iterator[Document]:
         )
 
 
-def _read_folder(source: FolderConfig, split: SplitName) -> Iterator[Document]:
-    root = source.path if split == "train" else source.validation or source.path
-    for path in data_files(source, split):
-        name = path.relative_to(root).as_posix()
-        if source.validation or in_split(name, source.held_out, split):
-            yield from _in_pieces(name, read_text(path, source.errors))
+def _whole_documents(
+    source: FolderConfig | JsonlConfig | ParquetConfig | StdlibConfig,
+    split: SplitName,
+    files: Iterable[Path],
+) -> Iterator[tuple[str, str, Iterable[str]]]:
+    """Of every document in the files of a split: what identifies it, its name, its text in blocks.
+
+    The text of a file is read when it is asked for.
+    """
+    match source:
+        case StdlibConfig():
+            for module in stdlib.modules():
+                yield module.name, module.name, map(stdlib.Module.text, [module])
+        case FolderConfig():
+            root = source.path if split == "train" else source.validation or source.path
+            for path in files:
+                name = path.relative_to(root).as_posix()
+                yield name, name, read_text(path, source.errors)
+        case JsonlConfig() | ParquetConfig():
+            for path in files:
+                for name, text in _records(path, source):
+                    yield text, name, [text]
 
 
 def _records(path: Path, source: JsonlConfig | ParquetConfig) -> Iterator[tuple[str, str]]:

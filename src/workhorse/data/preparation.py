@@ -145,7 +145,7 @@ class _Build:
             documents = islice(read_documents(source, split), done_before, None)
             first = next(documents, None)
             if first is None and not stream.tokens:  # said before the streams after it are read
-                raise WorkhorseError(why_empty(source, split))
+                raise WorkhorseError(why_empty(self.config, name, split))
             for document in chain([first] if first else [], documents):
                 yield (split, name), document
 
@@ -170,7 +170,7 @@ class _Build:
     def _finish(self, split: SplitName, name: str) -> None:
         stream = self._stream(split, name)
         if not stream.tokens:
-            raise WorkhorseError(why_empty(self.config.sources[name], split))
+            raise WorkhorseError(why_empty(self.config, name, split))
         if not stream.complete:
             self._record(split, name, stream.replace(complete=True))
 

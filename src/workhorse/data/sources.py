@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.data import stdlib
-from workhorse.data.config import STDIN, DataConfig, FolderConfig, SourceConfig, StdlibConfig
+from workhorse.data.config import (
+    STDIN,
+    DataConfig,
+    FolderConfig,
+    MixtureConfig,
+    SourceConfig,
+    StdlibConfig,
+    TextConfig,
+)
 from workhorse.data.documents import SplitName, data_files, read_documents
 from workhorse.data.files import visible_files
 from workhorse.errors import WorkhorseError
@@ -81,16 +89,18 @@ def text_bytes(described: dict[str, dict[str, Any]]) -> int | None:
     return sum(source["bytes"] for source in described.values())
 
 
-def why_empty(source: SourceConfig, split: SplitName) -> str:
+def why_empty(config: DataConfig, name: str, split: SplitName) -> str:
     """The line for a split of a source that turned out to have no text."""
+    source = config.sources[name]
     where = "the standard library" if isinstance(source, StdlibConfig) else str(source.path)
     if not isinstance(source, StdlibConfig) and source.validation is not None:
         where = str(source.validation) if split == "validation" else where
     elif next(read_documents(source, "validation" if split == "train" else "train"), None):
-        other = "validation" if split == "train" else "train"
+        in_mixture = isinstance(config.corpus, MixtureConfig)
+        key = f"data.corpus.sources.{name}" if in_mixture else "data.corpus"
         return (
-            f"all documents of {where} fell into the {other} split, none into {split}; give it "
-            "more documents, another validation_fraction (0 holds out nothing), or validation: PATH"
+            f"{where} {_why_undivided(source)}; give it more, or train on all of it with "
+            f"{key}.validation_fraction=0"
         )
     if isinstance(source, FolderConfig) and not data_files(source, split):
         there = len(visible_files(Path(where), "**/*"))
@@ -99,6 +109,17 @@ def why_empty(source: SourceConfig, split: SplitName) -> str:
         matched = f"glob={shown(source.glob)} matches none of the {there:,} files in {where}"
         return f"{matched}; give another, as **/* for all of them"
     return f"{where} is empty: no text for the {split} split; give it some"
+
+
+def _why_undivided(source: SourceConfig) -> str:
+    """What keeps a source that has text from giving some to each split."""
+    match source:
+        case TextConfig():
+            return "is too short to hold out a part"
+        case FolderConfig() | StdlibConfig():
+            return "has one document, and needs two to hold one out"
+        case _:
+            return "has no two different documents, and needs two to hold one out"
 
 
 def check_outside(config: DataConfig, run: Path) -> None:
@@ -129,11 +150,11 @@ def check_sources(config: DataConfig) -> None:
     Raises:
         WorkhorseError: it cannot be read, or there is none.
     """
-    for source in config.sources.values():
+    for name, source in config.sources.items():
         for split in SPLITS:
             wanted = split == "train" or source.has_validation
             if wanted and next(read_documents(source, split), None) is None:
-                raise WorkhorseError(why_empty(source, split))
+                raise WorkhorseError(why_empty(config, name, split))
 
 
 def _state(path: Path, source: SourceConfig) -> tuple[str, int, int | str]:

@@ -141,7 +141,7 @@ def test_the_text_part_of_a_larger_model(tmp_path: Path) -> None:
     directory = HuggingFaceDirectory(folder)
     with torch.no_grad():
         assert torch.equal(directory.load_decoder()(TEXT), expected)
-    assert directory.remarks == ["2 tensors belong to other parts of the model and are left out"]
+    assert directory.remarks == ["2 tensors belong to other parts of the model: left out"]
 
 
 def test_what_is_not_used_is_told(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.evaluate.local_tasks import write_task
 from workhorse.cli.main import main
@@ -40,6 +41,25 @@ def test_without_data_it_is_the_validation_split_of_the_run(run_folder, capsys):
     folder = str(run_folder.parent / "texts")
     expected = evaluate(capsys, str(run_folder), "--data", folder)
     assert evaluate(capsys, str(run_folder)) == expected
+
+
+def test_a_run_that_holds_nothing_out_is_told_to_name_a_text(run_folder, capsys):
+    recipe = run_folder / "recipe.yaml"
+    written = yaml.safe_load(recipe.read_text())
+    held_out = written["data"]["corpus"].pop("validation")
+    written["data"]["corpus"]["validation_fraction"] = 0
+    recipe.write_text(yaml.safe_dump(written))
+    assert_refused(
+        capsys, [str(run_folder)], f"{run_folder} holds nothing out of its data; give --data FILE"
+    )
+    assert evaluate(capsys, str(run_folder), "--data", held_out)["documents"] == 3
+
+
+def test_one_document_is_said_so(run_folder, capsys):
+    assert (
+        main(["evaluate", str(run_folder), "--data", str(run_folder.parent / "texts/a.txt")]) == 0
+    )
+    assert capsys.readouterr().out.splitlines()[-1] == "over 63 tokens, 63 bytes, 1 document"
 
 
 def test_stride_and_batch_size(run_folder, capsys):
@@ -147,7 +167,7 @@ class TestTasks:
         assert [row[0] for row in filled if row[0]] == ["what", "which"]
         (accuracy,) = (row for row in filled if row[:5] == ["which", "1.0", "0", "none", "acc"])
         assert 0 <= float(accuracy[5]) <= 1
-        assert lines[-1] == "1 requests did not fit the context and lost their beginning"
+        assert lines[-1] == "the context was too short for 1 request, cut at the start"
 
     def test_an_unknown_task(self, run_folder, folder, capsys, monkeypatch):
         from lm_eval.tasks import TaskManager

@@ -134,9 +134,9 @@ class HuggingFaceDirectory:
         except WorkhorseError as error:
             raise WorkhorseError(f"{self.path}: {error}") from None
         if found.left_out:
-            self.remarks.append(
-                f"{found.left_out} tensors belong to other parts of the model and are left out"
-            )
+            count = found.left_out
+            belong = "1 tensor belongs" if count == 1 else f"{count} tensors belong"
+            self.remarks.append(f"{belong} to other parts of the model: left out")
         return decoder.eval()
 
     @property

@@ -146,8 +146,7 @@ def _validation_batch(dataset: "Dataset", index: int, sizes: dict[str, Any]) -> 
     batches = ValidationBatches(dataset.validation, **sizes)
     if index >= len(batches):
         raise WorkhorseError(
-            f"--step {index} is past the validation's {len(batches)} batches; "
-            f"choose at most {len(batches) - 1}"
+            f"--step {index} is past the validation's last batch; choose at most {len(batches) - 1}"
         )
     return batches[index]
 

@@ -9,7 +9,7 @@ import click
 
 from workhorse.cli.loading import DECODING, Running, model_options, open_model
 from workhorse.cli.options import MOST_ROWS, json_option
-from workhorse.cli.output import print_result, progress
+from workhorse.cli.output import counted, print_result, progress
 
 if TYPE_CHECKING:
     from workhorse.data import Document
@@ -170,6 +170,11 @@ def _documents(model: "Model", data: str | None) -> Iterator["Document"]:
         return
     if model.data is None:
         raise WorkhorseError(f"{model.name} has no data of its own; give --data FILE_OR_DIR")
+    if not any(source.has_validation for source in model.data.sources.values()):
+        raise WorkhorseError(
+            f"{model.name} holds nothing out of its data; give --data FILE_OR_DIR, texts to "
+            "evaluate it on"
+        )
     for source in model.data.sources.values():
         yield from read_documents(source, "validation")
 
@@ -183,17 +188,18 @@ def _page(result: dict[str, Any]) -> str:
     for name, bits in result.get("compressors", {}).items():
         lines.append(f"  {name} -9".ljust(16) + f"{bits:.4f}")
     lines.append(
-        f"over {result['tokens']:,} tokens, {result['bytes']:,} bytes,"
-        f" {result['documents']:,} documents"
+        f"over {counted(result['tokens'], 'token')}, {counted(result['bytes'], 'byte')},"
+        f" {counted(result['documents'], 'document')}"
     )
     if result["unpredicted"]:
         lines.append(
-            f"{result['unpredicted']:,} first tokens have nothing before them: not in the loss, and"
-            " log2(vocabulary) bits each"
+            f"nothing stands before {counted(result['unpredicted'], 'first token')}: not in the"
+            " loss, and log2(vocabulary) bits each"
         )
     if result["unknown"]:
         lines.append(
-            f"{result['unknown']:,} tokens are unknown to the tokenizer, so the figures flatter it"
+            f"the tokenizer does not know {counted(result['unknown'], 'token')}, so the figures"
+            " flatter it"
         )
     return "\n".join(lines)
 
@@ -219,7 +225,7 @@ def _table(result: Mapping[str, Any]) -> str:
     Console(file=text, width=max(100, shutil.get_terminal_size().columns)).print(table)
     cut = result["config"]["shortened_requests"]
     if cut:
-        text.write(f"{cut:,} requests did not fit the context and lost their beginning\n")
+        text.write(f"the context was too short for {counted(cut, 'request')}, cut at the start\n")
     return text.getvalue().rstrip()
 
 

@@ -89,6 +89,11 @@ LONGEST = 600
 """Characters of an error; its remedy stands at the end, so what is left out is in the middle."""
 
 
+def counted(number: int, noun: str) -> str:
+    """`1 document`, `1,234 documents`."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
 def print_result(result: Mapping[str, Any], as_json: bool, text: str) -> None:
     """Print a verb's result on stdout: `result` as one line of JSON, or `text` for a person.
 

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from workhorse.cli.options import PATH, json_option
-from workhorse.cli.output import for_terminal, print_result, progress, warn
+from workhorse.cli.output import counted, for_terminal, print_result, progress, warn
 
 if TYPE_CHECKING:
     from workhorse.data.documents import SplitName
@@ -229,14 +229,14 @@ def _texts(files: tuple[Path, ...], split: "SplitName") -> Iterator[str]:
 
 
 def _page(result: dict[str, Any]) -> str:
-    changed = f"no, {result['changed_texts']:,} of {result['texts']:,} texts change"
+    changed = f"no, it changes {result['changed_texts']:,} of {counted(result['texts'], 'text')}"
     lines = [
         f"bytes per token   {result['bytes_per_token']:.3f}",
         f"tokens per word   {result['tokens_per_word']:.3f}",
         f"unknown           {result['unknown_rate']:.4%} of tokens",
         f"vocabulary used   {result['used_share']:.1%} of {result['vocab_size']:,} tokens",
         f"round trip        {changed if result['changed_texts'] else 'exact'}",
-        f"measured on       {result['bytes']:,} bytes, {result['words']:,} words",
+        f"measured on       {counted(result['bytes'], 'byte')}, {counted(result['words'], 'word')}",
     ]
     if result["first_change"]:
         lines.insert(5, f"first change      {result['first_change']}")

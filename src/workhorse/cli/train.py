@@ -12,7 +12,7 @@ from click.core import ParameterSource
 
 from workhorse.cli.loading import recipe_of_run
 from workhorse.cli.options import PATH, json_option, runtime_options
-from workhorse.cli.output import ExitCode, print_result
+from workhorse.cli.output import ExitCode, counted, print_result
 
 
 class _Train(click.Command):
@@ -181,7 +181,8 @@ def _summary(result: Any) -> str:
         lines.append(held_out)
     lines.append(f"{result.tokens:,} tokens in {result.seconds:.1f} s")
     if result.skipped_steps:
-        lines.append(f"{result.skipped_steps} steps skipped: loss or gradient was not finite")
+        skipped = counted(result.skipped_steps, "step")
+        lines.append(f"{skipped} skipped: loss or gradient was not finite")
     return "\n".join(lines)
 
 

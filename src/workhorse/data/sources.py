@@ -106,7 +106,7 @@ def why_empty(config: DataConfig, name: str, split: SplitName) -> str:
         there = len(visible_files(Path(where), "**/*"))
         if there == 0:
             return f"{where} holds no file; name another folder"
-        matched = f"glob={shown(source.glob)} matches none of the {there:,} files in {where}"
+        matched = f"glob={shown(source.glob)} matches no file in {where} (it holds {there:,})"
         return f"{matched}; give another, as **/* for all of them"
     return f"{where} is empty: no text for the {split} split; give it some"
 

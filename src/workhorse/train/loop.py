@@ -210,10 +210,12 @@ class Loop:
                 if self.saved
                 else "there is no checkpoint yet: begin again"
             )
+            often = counters.bad_in_a_row
+            when = f"for {often} steps in a row, up to" if often > 1 else "at"
             raise WorkhorseError(
-                f"loss or gradient was not finite for {counters.bad_in_a_row} steps in a row, up "
-                f"to step {counters.step} (loss {result.loss:g}, gradient {result.grad_norm:g}); "
-                f"{go_on} with a lower learning rate, a longer warm-up or a wider dtype"
+                f"loss or gradient was not finite {when} step {counters.step} "
+                f"(loss {result.loss:g}, gradient {result.grad_norm:g}); {go_on} with a lower "
+                "learning rate, a longer warm-up or a wider dtype"
             )
 
     def _log(

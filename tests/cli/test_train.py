@@ -12,7 +12,9 @@ import pytest
 from workhorse.checkpoints import RunDirectory
 from workhorse.cli.main import main
 from workhorse.cli.train_progress import clock, show_training
-from workhorse.train import read_metrics
+from workhorse.config import read_yaml
+from workhorse.nn import DecoderConfig
+from workhorse.train import Recipe, override_recipe, read_metrics
 
 RECIPE = """
 name: tiny
@@ -225,7 +227,28 @@ def test_dry_run_tells_and_writes_nothing(recipe: str, capsys: pytest.CaptureFix
     assert main(["train", recipe, "--dry-run", "--show-recipe"]) == 0
     written_out, shown = capsys.readouterr().out.split("\n\n")
     assert "grad_clip: 1.0" in written_out
-    assert shown.splitlines()[:2] == account.splitlines()[:2]
+    assert shown.splitlines()[:2] == [f"# {line}" for line in account.splitlines()[:2]]
+
+
+SMALL_GPT2 = (
+    "model={preset: gpt2, n_layers: 1, d_model: 16, blocks: {main: "
+    "{attention: {n_heads: 2}, feed_forward: {d_ff: 32}}}}"
+)
+
+
+@pytest.mark.parametrize("model", ["model.final_norm={kind: rms_norm}", SMALL_GPT2])
+def test_the_recipe_shown_is_a_recipe_of_the_same_model(
+    recipe: str, model: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", recipe, model, "--dry-run", "--show-recipe"]) == 0
+    Path("shown.yaml").write_text(capsys.readouterr().out)
+    shown = read_yaml("shown.yaml")
+    whole = set(DecoderConfig.model_fields) - {"vocab_size"}  # which is the tokenizer's
+    assert set(shown["model"]) == whole
+    as_written = Recipe.from_dict(override_recipe(read_yaml(recipe), [model], print))
+    assert Recipe.from_dict(shown).decoder_config(257) == as_written.decoder_config(257)
+    assert main(["train", recipe, f"{model}", "model.vocab_size=300", "--dry-run", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["recipe"]["model"]["vocab_size"] == 300
 
 
 def test_dry_run_tells_where_the_folder_of_the_recipes_name_is_taken(

@@ -54,7 +54,9 @@ def _as_settings(option: str, given: list[str]) -> str:
     help="Show size, memory and time, and what --resume would change; write nothing.",
 )
 @click.option(
-    "--show-recipe", is_flag=True, help="With --dry-run: the recipe too, defaults written out."
+    "--show-recipe",
+    is_flag=True,
+    help="With --dry-run: also the recipe, all defaults and the whole model written out.",
 )
 @partial(runtime_options, default="the recipe's")
 @json_option
@@ -226,18 +228,14 @@ def _dry_run(
         "steps": "from a few steps on random tokens; validation and samples come on top",
         "matrix product": "at the rate of the quickest matrix product, so at least that",
     }[found["seconds_from"]]
-    written_out = [settings.to_yaml()] if show_recipe else []
-    if show_recipe:
-        found["recipe"] = settings.to_dict()
-    text = "\n".join(
-        [
-            *written_out,
-            f"parameters  {parameters['total']:,} ({roles})",
-            f"memory      {size(memory['total'])} ({parts}); "
-            "activations, logits and what an update needs for a moment come on top",
-            f"tokens      {found['tokens']:,}",
-            f"export      {found['exports_as']}",
-            f"time        {clock(found['seconds'])} on {found['device']}, {basis}",
-        ]
-    )
-    print_result(found, as_json, text=text)
+    lines = [
+        f"parameters  {parameters['total']:,} ({roles})",
+        f"memory      {size(memory['total'])} ({parts}); "
+        "activations, logits and what an update needs for a moment come on top",
+        f"tokens      {found['tokens']:,}",
+        f"export      {found['exports_as']}",
+        f"time        {clock(found['seconds'])} on {found['device']}, {basis}",
+    ]
+    if show_recipe:  # the figures as comments, so that the whole is a recipe
+        lines = [settings.written_out().to_yaml(), *(f"# {line}" for line in lines)]
+    print_result(found, as_json, text="\n".join(lines))

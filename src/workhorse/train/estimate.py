@@ -30,13 +30,13 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     """Parameters, memory and time of a recipe. Writes nothing.
 
     Returns:
-        `recipe` (with its defaults), the `device`, `config` (of the decoder, in full), `exports_as`
-        (the class of transformers that can hold it, or what is in the way of the nearest),
-        `parameters` (`total`, `active` on a token, and by role), `memory` (bytes, see below),
-        `tokens` of the whole run, `flops_per_token`, `seconds`, and `seconds_from`: `"steps"`,
-        timed on random tokens, text generation and validation left out, or, for a large model,
-        `"matrix product"`: what the arithmetic takes at the rate of the quickest matrix product,
-        which no training reaches.
+        `recipe` (with its defaults, its model in full), the `device`, `config` (of the decoder, in
+        full), `exports_as` (the class of transformers that can hold it, or what is in the way of
+        the nearest), `parameters` (`total`, `active` on a token, and by role), `memory` (bytes, see
+        below), `tokens` of the whole run, `flops_per_token`, `seconds`, and `seconds_from`:
+        `"steps"`, timed on random tokens, text generation and validation left out, or, for a large
+        model, `"matrix product"`: what the arithmetic takes at the rate of the quickest matrix
+        product, which no training reaches.
 
         Of `memory` these are exact: `weights`; `gradients` at their most, the float32 sums over
         several micro-batches of bfloat16 included (also where `micro_batch_size` is `auto` and
@@ -70,7 +70,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     if rows is not None and rows < config.batch_size:
         memory["gradients"] += sums
     return {
-        "recipe": recipe.to_dict(),
+        "recipe": recipe.written_out().to_dict(),
         "config": decoder_config.to_dict(),
         "exports_as": exports_as(decoder_config),
         "parameters": {"total": sum(roles.values()), "active": active, **roles},

@@ -271,6 +271,17 @@ class Recipe(Config):
         check_balance(config, weight=self.train.balance_loss, rate=self.train.balance_rate)
         return config
 
+    def written_out(self) -> Self:
+        """The same recipe with every setting of its model, also those that a preset stands for.
+
+        `vocab_size` stays left out where it is: the tokenizer decides it.
+        """
+        given = self.model.get("vocab_size")
+        model = self.decoder_config(given or 1).to_dict()
+        if given is None:
+            del model["vocab_size"]
+        return self.replace(model=model)
+
 
 def _with_init(init: str, fields: dict[str, Any]) -> dict[str, Any]:
     """A recipe's fields with the architecture and the tokenizer of the model it starts from."""

@@ -251,6 +251,23 @@ def test_the_recipe_shown_is_a_recipe_of_the_same_model(
     assert json.loads(capsys.readouterr().out)["recipe"]["model"]["vocab_size"] == 300
 
 
+def test_a_preset_trained_on_less_than_its_context_is_told(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    line = "preset gpt2 keeps its context of 1,024 tokens, and train.seq_len=16 teaches the model"
+    remedy = "unless you set model.max_seq_len=16\n"
+    for arguments in (["--dry-run"], [], ["--dry-run"]):  # the last finds the folder taken
+        assert main(["train", recipe, SMALL_GPT2, *arguments]) == 0
+        said = capsys.readouterr().err
+        assert said.count(line) == 1
+        assert remedy in said
+    assert main(["train", recipe, SMALL_GPT2, "model.max_seq_len=16", "--out", "set"]) == 0
+    assert main(["train", "runs/tiny", "train.steps=7", "--resume"]) == 0
+    assert main(["train", recipe, "--out", "without-preset"]) == 0
+    assert "keeps its context" not in capsys.readouterr().err
+    assert RunDirectory("without-preset").config.max_seq_len == 16
+
+
 def test_dry_run_tells_where_the_folder_of_the_recipes_name_is_taken(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

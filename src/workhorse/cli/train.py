@@ -199,12 +199,12 @@ def _dry_run(
 ) -> None:
     from workhorse.cli.train_progress import clock
     from workhorse.memory import size
-    from workhorse.train import estimate, rehearse, why_taken
+    from workhorse.train import estimate, rehearse, remarks_on, why_taken
 
     place: dict[str, Any] = {}
     where = out or _default(settings.name)
     if taken := "" if resume or out else why_taken(where):
-        notices.append(taken)
+        notices += [taken, *remarks_on(settings)]
     else:
         at = rehearse(settings, where, resume=resume)
         place = {"run_directory": where, "step": at.step, "changes": [str(c) for c in at.changes]}

@@ -1,5 +1,6 @@
 """Training: a recipe in, a run directory out."""
 
+from workhorse.train.check import remarks_on
 from workhorse.train.estimate import estimate
 from workhorse.train.metrics import Event, read_metrics
 from workhorse.train.overrides import override_recipe
@@ -18,6 +19,7 @@ __all__ = [
     "override_recipe",
     "read_metrics",
     "rehearse",
+    "remarks_on",
     "resumed_recipe",
     "train",
     "why_taken",

@@ -68,6 +68,21 @@ def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
     return device
 
 
+def remarks_on(recipe: Recipe) -> list[str]:
+    """What a new run by a recipe may hold that nobody meant, in one line each."""
+    preset, seq_len = recipe.model.get("preset"), recipe.train.seq_len
+    if preset is None or "max_seq_len" in recipe.model:
+        return []
+    context = recipe.decoder_config(recipe.model.get("vocab_size") or 1).max_seq_len
+    if context == seq_len:
+        return []
+    return [
+        f"preset {preset} keeps its context of {context:,} tokens, and train.seq_len={seq_len} "
+        "teaches the model to read no more at once than that; evaluating and generating will go "
+        f"beyond it, unless you set model.max_seq_len={seq_len}"
+    ]
+
+
 def check_length(recipe: Recipe) -> None:
     """Refuse a source too short for one row, as `train` would once it has the tokens.
 

@@ -193,7 +193,8 @@ class Recipe(Config):
     the schedule begin anew."""
     model: dict[str, Any]
     """The fields of a `DecoderConfig`, or `preset: NAME` and the fields that differ from it.
-    `vocab_size` and `max_seq_len`, where left out, come from the tokenizer and `train.seq_len`."""
+    `vocab_size`, where left out, is the tokenizer's; `max_seq_len` the preset's, and without one
+    `train.seq_len`."""
     tokenizer: TokenizerConfig
     """How text becomes tokens: trained on the recipe's own corpus, or read from a folder."""
     data: DataConfig

@@ -9,7 +9,7 @@ from workhorse.checkpoints import RunDirectory
 from workhorse.data.sources import check_outside
 from workhorse.errors import WorkhorseError
 from workhorse.train.assembly import assemble
-from workhorse.train.check import check_recipe
+from workhorse.train.check import check_recipe, remarks_on
 from workhorse.train.loop import Loop, Store
 from workhorse.train.metrics import Event, read_metrics
 from workhorse.train.recipe import Recipe
@@ -89,10 +89,11 @@ def train(
         into = store or run.store(recipe.train.keep)
         if resume:
             resumed = plan_resumption(run, recipe, into.newest)
-            for line in resumed.notices:
-                on_event({"kind": "notice", "message": line})
         else:
-            resumed = Resumption()
+            resumed = Resumption(notices=remarks_on(recipe))
+        for line in resumed.notices:
+            on_event({"kind": "notice", "message": line})
+        if not resume:
             run.begin(recipe.to_yaml())
         try:
             loop = assemble(recipe, run, device, on_event, into, at=resumed, settings=settings)
@@ -130,7 +131,7 @@ def rehearse(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resump
     _check_place(run, resume)
     check_recipe(recipe, resume=resume)
     check_outside(recipe.data, run.path)
-    return plan_resumption(run, recipe) if resume else Resumption()
+    return plan_resumption(run, recipe) if resume else Resumption(notices=remarks_on(recipe))
 
 
 def why_taken(out: str | Path) -> str:

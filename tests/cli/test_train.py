@@ -96,6 +96,23 @@ def test_resume_goes_on(recipe: str, capsys: pytest.CaptureFixture[str]) -> None
     assert [e["step"] for e in events if e["kind"] == "step"] == [2, 4, 6, 8]
 
 
+def test_resuming_a_finished_run_says_how_to_go_on(
+    recipe: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", recipe]) == 0
+    for arguments in (["--dry-run"], []):
+        capsys.readouterr()
+        assert main(["train", recipe, "--resume", *arguments]) == 0
+        said = capsys.readouterr().err
+        line = "runs/tiny is finished: all of train.steps=6 are done; set more to go on, as by "
+        assert f"{line}train.steps=12\n" in said
+        assert "after step" not in said
+    assert main(["train", recipe, "--resume", "train.steps=12"]) == 0
+    said = capsys.readouterr()
+    assert "is finished" not in said.err
+    assert "step 12 of 12" in said.out
+
+
 def test_the_report_says_what_a_run_changed_of_the_recipe(recipe: str) -> None:
     Path(recipe).write_text("description: Reaches 1.5.\n" + RECIPE)
     settings = ["train.steps=3", "data.corpus={kind: text, path: corpus.txt}"]

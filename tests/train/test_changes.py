@@ -233,7 +233,7 @@ def test_a_corpus_may_lie_elsewhere_with_the_same_text(
 
 
 def test_fewer_steps_than_are_done_are_refused(make_recipe, run: Path) -> None:
-    with pytest.raises(WorkhorseError, match=r"has done 12 steps, and train.steps=6; give "):
+    with pytest.raises(WorkhorseError, match=r"stands after step 12, and train.steps=6; give "):
         train(make_recipe(steps=6), run, resume=True)
     assert train(make_recipe(), run, resume=True).step == 12
 

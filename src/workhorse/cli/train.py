@@ -209,9 +209,10 @@ def _dry_run(
         at = rehearse(settings, where, resume=resume)
         place = {"run_directory": where, "step": at.step, "changes": [str(c) for c in at.changes]}
         notices += at.notices
-        notices.append(
-            f"{where}: would go on after step {at.step:,}" if resume else f"{where} is free"
-        )
+        if not resume:
+            notices.append(f"{where} is free")
+        elif at.step < settings.train.steps:
+            notices.append(f"{where}: would go on after step {at.step:,}")
     for line in notices:
         print(line, file=sys.stderr)
     found = estimate(settings) | place

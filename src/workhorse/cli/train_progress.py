@@ -107,7 +107,8 @@ class _View:
                 return event["message"]
             case "start":
                 self.tokens_per_step = event["tokens_per_step"]
-                after = f", resuming after step {event['step']:,}" if event["step"] else ""
+                goes_on = 0 < event["step"] < self.steps
+                after = f", resuming after step {event['step']:,}" if goes_on else ""
                 count = event.get("active_parameters", event["parameters"])
                 active = f" ({count:,} active)" if count != event["parameters"] else ""
                 return (

@@ -93,7 +93,7 @@ def plan_resumption(
     _check_allowed(run, recipe, changes)
     if recipe.train.steps < step:
         raise WorkhorseError(
-            f"{run.path} has done {step} steps, and train.steps={recipe.train.steps}; give "
+            f"{run.path} stands after step {step}, and train.steps={recipe.train.steps}; give "
             f"train.steps={step} or more, or begin a run with another --out"
         )
     if state:
@@ -101,6 +101,11 @@ def plan_resumption(
     rows = state.get("counters", {}).get("rows", step * before.train.batch_size)
     notices = [*skipped, *map(str, changes), *_rates(before, recipe, step)]
     notices += _other_rate(before, recipe)
+    if step == recipe.train.steps:
+        notices.append(
+            f"{run.path} is finished: all of train.steps={step} are done; set more to go on, as by "
+            f"train.steps={2 * step}"
+        )
     return Resumption(step, rows, state, changes, notices, checkpoint)
 
 

@@ -68,7 +68,7 @@ def test_a_dry_run_knows_whether_weights_to_start_from_fit(make_recipe, tmp_path
     fields = make_recipe().to_dict() | {"init": str(tmp_path / "first"), "model": {}}
     assert estimate(Recipe.from_dict(fields))["parameters"]["total"] > 0
     fields["model"] = {"n_layers": 3}
-    with pytest.raises(WorkhorseError, match="has other weights than model makes"):
+    with pytest.raises(WorkhorseError, match=r"fit: model\.n_layers is 3 and there 2; leave out"):
         estimate(Recipe.from_dict(fields))
 
 

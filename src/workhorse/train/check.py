@@ -167,12 +167,12 @@ def start_from(init: str, decoder: Decoder, trained: Decoder) -> None:
     except WorkhorseError as error:
         found = differences(trained.config.to_dict(), decoder.config.to_dict())
         settings = [
-            f"model.{'.'.join(path)} is {shown(now)}, not its {shown(own)}"
+            f"model.{'.'.join(path)} is {shown(now)} and there {shown(own)}"
             for path, own, now in islice(found, SETTINGS_SHOWN)
         ]
         raise WorkhorseError(
-            f"init={init} has other weights than model makes ({'; '.join(settings) or error}); "
-            "leave out model, which init brings"
+            f"the weights of init={init} do not fit: {', '.join(settings) or error}; leave out "
+            "model to go on with theirs, or init to begin with fresh weights"
         ) from None
 
 

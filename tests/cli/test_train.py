@@ -48,6 +48,8 @@ def test_trains_and_tells(recipe: str, capsys: pytest.CaptureFixture[str]) -> No
     said = capsys.readouterr()
     assert "runs/tiny: step 6 of 6" in said.out
     assert "bits per byte" in said.out
+    last = "report runs/tiny/report.html; next: workhorse generate runs/tiny --prompt TEXT"
+    assert said.out.splitlines()[-1] == last
     lines = said.err.splitlines()
     assert any(line.startswith("step 2/6: loss 5.") for line in lines)
     assert any("left" in line and "of peak" in line for line in lines)

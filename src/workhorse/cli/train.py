@@ -171,11 +171,12 @@ def _train(
 def _summary(result: Any) -> str:
     from workhorse.cli.train_progress import bits_per_byte
 
-    lines = [f"{result.run_directory}: step {result.step:,} of {result.steps:,}"]
+    run = str(result.run_directory)
+    following = f"next: workhorse {shlex.join(['generate', run, '--prompt', 'TEXT'])}"
+    lines = [f"{run}: step {result.step:,} of {result.steps:,}"]
     if result.stopped_by is not None:
         lines[0] += f", stopped by {result.stopped_by} and saved"
-        going_on = ["workhorse", "train", str(result.run_directory), "--resume"]
-        lines.append(f"resume with {shlex.join(going_on)}")
+        following = f"resume with workhorse {shlex.join(['train', run, '--resume'])}"
     if result.validation_loss is not None:
         held_out = f"validation loss {result.validation_loss:.4f}"
         if result.bits_per_byte is not None:
@@ -185,6 +186,7 @@ def _summary(result: Any) -> str:
     if result.skipped_steps:
         skipped = counted(result.skipped_steps, "step")
         lines.append(f"{skipped} skipped: loss or gradient was not finite")
+    lines.append(f"report {result.run_directory / 'report.html'}; {following}")
     return "\n".join(lines)
 
 

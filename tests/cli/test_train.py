@@ -346,6 +346,22 @@ def test_mistakes_are_one_line_and_leave_nothing(
 
 
 @pytest.mark.parametrize(
+    ("file", "message"),
+    [("gone.yaml", "cannot read gone.yaml"), ("corpus.txt", "corpus.txt: expected a mapping")],
+)
+def test_a_file_that_is_no_recipe_does_not_wait_for_torch(file: str, message: str) -> None:
+    code = f"""
+import sys
+from workhorse.cli.main import main
+assert main(["train", "{file}"]) == 2
+assert "torch" not in sys.modules
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert message in done.stderr
+
+
+@pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (

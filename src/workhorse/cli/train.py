@@ -128,11 +128,13 @@ def _read(
     tell: Callable[[str], object],
 ) -> Any:
     """A recipe with overrides; to resume a run, the model that it started from is not needed."""
-    from workhorse.checkpoints import RunDirectory
     from workhorse.config import read_yaml
+
+    written = read_yaml(file)  # first, so that a file that is none does not wait for torch
+    from workhorse.checkpoints import RunDirectory
     from workhorse.train import Recipe, override_recipe, resumed_recipe
 
-    fields = override_recipe(read_yaml(file), overrides, tell)
+    fields = override_recipe(written, overrides, tell)
     if resume and (run := RunDirectory(out or _default(fields.get("name")))).exists:
         fields = resumed_recipe(fields, run)
     return Recipe.from_dict(fields)

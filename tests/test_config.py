@@ -39,6 +39,12 @@ class DrawingConfig(Config):
     order: tuple[str, ...] = ()
     grid: SquareConfig | None = None
     columns: int | Literal["auto"] | None = None
+    tilt: Annotated[float | None, Field(ge=-0.5, lt=1)] = None
+    copies: int = Field(default=1, gt=0, le=9)
+    seed: int = Field(default=0, ge=0, lt=2**63)
+    bold: bool = False
+    shares: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
+    page: Path | None = None
 
 
 DRAWING = DrawingConfig(
@@ -69,6 +75,12 @@ def test_every_field_is_written_out() -> None:
         "order": ["a", "b"],
         "grid": None,
         "columns": None,
+        "tilt": None,
+        "copies": 1,
+        "seed": 0,
+        "bold": False,
+        "shares": {},
+        "page": None,
     }
 
 
@@ -90,15 +102,29 @@ ERRORS = [
     ({"width": 3, "nmae": "x"}, "unknown key 'nmae'; did you mean 'name'?"),
     (
         {"width": 3, "zzz": "x"},
-        "unknown key 'zzz'; known: columns, grid, name, named, order, shape, width",
+        "unknown key 'zzz'; known: bold, columns, copies, grid, name, named, order, page, seed, "
+        "shape, shares, tilt, width",
     ),
-    ({}, "'width' is missing; give it a value"),
-    ({"width": 0}, "width: 0 is not allowed: input should be greater than 0"),
-    ({"width": "three"}, "width: 'three' is not allowed: input should be a valid integer"),
+    ({}, "'width' is missing; give a whole number of 1 or more"),
+    ({"width": 0}, "width: 0 is too small; give a whole number of 1 or more"),
+    ({"width": "three"}, "width: 'three' is no whole number; give one of 1 or more"),
     (
         {"width": 3, "columns": "three"},
-        "columns: 'three' is not allowed: input should be a valid integer, unable to parse string "
-        "as an integer, or 'auto'",
+        "columns: 'three' is not allowed; give a whole number, 'auto' or null",
+    ),
+    ({"width": 3, "columns": "Auto"}, "columns: 'Auto' is not allowed; did you mean 'auto'?"),
+    ({"width": 3, "columns": 2.5}, "columns: 2.5 is not allowed; give a whole number, 'auto' or"),
+    ({"width": 3, "name": 7}, "name: 7 is no text; give a text, as '7'"),
+    ({"width": 3, "order": [7]}, "order.0: 7 is no text; give a text, as '7'"),
+    ({"width": 3, "tilt": 1}, "tilt: 1 is too large; give a number from -0.5 to below 1 or null"),
+    ({"width": 3, "tilt": "x"}, "tilt: 'x' is no number; give one from -0.5 to below 1 or null"),
+    ({"width": 3, "copies": 0}, "copies: 0 is too small; give a whole number from 1 to 9"),
+    ({"width": 3, "seed": -1}, "seed: -1 is too small; give a whole number of 0 or more"),
+    ({"width": 3, "bold": "very"}, "bold: 'very' is not allowed; give true or false"),
+    ({"width": 3, "shares": {"a": 0}}, "shares.a: 0 is too small; give a number above 0"),
+    (
+        {"width": 3, "page": 3},
+        "page: 3 is not a path; give the name of a file or folder or null",
     ),
     (
         {"width": 10**30},
@@ -107,9 +133,9 @@ ERRORS = [
     ({"width": 3, "shape": "rond"}, "shape: unknown kind 'rond'; did you mean 'round'?"),
     ({"width": 3, "grid": 7}, "grid: 7 is not settings; write them as key: value, or {key: "),
     ({"width": 3, "order": {"a": 1}}, "order: a list is needed, and {'a': 1} is none"),
-    ({"width": 2.5}, "width: 2.5 is not allowed: input should be a valid integer"),
-    ({"width": True}, "width: True is true or false; give another value"),
-    ({"width": None}, "width: None is not allowed: input should be a valid integer"),
+    ({"width": 2.5}, "width: 2.5 is no whole number; give one of 1 or more"),
+    ({"width": True}, "width: true is not allowed; give a whole number of 1 or more"),
+    ({"width": None}, "width: null is no whole number; give one of 1 or more"),
     ({"width": 3, "order": "ab"}, "order: a list is needed, and 'ab' is one text; write ['ab']"),
     (
         {"width": 3, "shape": {"kind": "sqare"}},
@@ -124,11 +150,11 @@ ERRORS = [
     ),
     (
         {"width": 3, "shape": {"kind": "round", "radius": -1}},
-        "shape.radius: -1 is not allowed: input should be greater than 0",
+        "shape.radius: -1 is too small; give a number above 0",
     ),
     (
         {"width": 3, "shape": {"kind": "round", "radius": math.nan}},
-        "shape.radius: nan is not allowed: input should be a finite number",
+        "shape.radius: nan is no finite number; give a number above 0",
     ),
     (
         {"width": 3, "named": {"square": {"kind": "square", "sid": 1}}},
@@ -138,7 +164,7 @@ ERRORS = [
         {"width": 3, "named": {"a": {"kind": "square", "side": 11, "rotated": True}}},
         "named.a.side: side=11.0 is too wide to turn; choose at most 10",
     ),
-    ({"width": 3, "grid": {"side": "wide"}}, "grid.side: 'wide' is not allowed: input should be"),
+    ({"width": 3, "grid": {"side": "wide"}}, "grid.side: 'wide' is no number; give a number"),
 ]
 
 

@@ -4,43 +4,39 @@ A set of alternatives is a tagged union: each alternative is a `Config` with a l
 the union is written `Annotated[A | B, Field(discriminator="kind")]`.
 """
 
-import difflib
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, ClassVar, Self, Union, cast, get_args, get_origin
+from typing import Any, ClassVar, Self, cast, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from workhorse import untrusted
+from workhorse.config_errors import (
+    LARGEST,
+    ConfigError,
+    alternatives,
+    first_problem,
+    kinds_in,
+    nearest,
+    wrong_value,
+)
 from workhorse.errors import WorkhorseError
 from workhorse.untrusted import shown, to_path
 
-LARGEST = 2**63 - 1
-"""Of a whole number; no size, count or seed is larger."""
+__all__ = [
+    "Config",
+    "ConfigError",
+    "check_colons",
+    "configs_in",
+    "nearest",
+    "parse_yaml",
+    "read_yaml",
+]
+
 MAX_BYTES = 1_000_000
 """Of a file in YAML."""
-
-
-class ConfigError(WorkhorseError):
-    """A config that cannot be: where (`path`, dotted) and why (`reason`).
-
-    `unknown_key` is the key that the config at `path` has not, where that is the reason.
-    """
-
-    def __init__(self, reason: str, path: str = "", unknown_key: str = "") -> None:
-        self.reason = reason
-        self.path = path
-        self.unknown_key = unknown_key
-        super().__init__(f"{path}: {reason}" if path else reason)
-
-    def below(self, path: str) -> "ConfigError":
-        """The same of a config that stands at `path` of another."""
-        whole = ".".join(part for part in (path, self.path) if part)
-        return ConfigError(self.reason, whole, self.unknown_key)
 
 
 class Config(BaseModel):
@@ -61,7 +57,7 @@ class Config(BaseModel):
         try:
             super().__init__(**fields)
         except ValidationError as error:
-            raise _first_problem(type(self), error, fields) from None
+            raise first_problem(type(self), error, fields) from None
 
     @model_validator(mode="before")
     @classmethod
@@ -72,12 +68,13 @@ class Config(BaseModel):
         given = cast(dict[str, Any], fields)
         for name, value in given.items():
             if name in cls.model_fields:
-                annotation = cls.model_fields[name].annotation
+                field = cls.model_fields[name]
+                annotation = field.annotation
                 if isinstance(value, bool) and not {bool, Any, object} & set(
-                    _alternatives(annotation)
+                    alternatives(annotation)
                 ):
-                    raise ConfigError(f"{value} is true or false; give another value", name)
-                if isinstance(value, str) and "\0" in value and Path in _alternatives(annotation):
+                    raise ConfigError(wrong_value(value, annotation, field.metadata), name)
+                if isinstance(value, str) and "\0" in value and Path in alternatives(annotation):
                     raise ConfigError(f"{value!r} cannot name a file", name)
                 _check_numbers(value, name)
         return {
@@ -183,99 +180,6 @@ def check_colons(value: Any, path: str = "") -> None:
             check_colons(item, f"{path}.{key}".lstrip("."))
 
 
-LISTED_NAMES = 24
-"""How many known names an error lists at most."""
-
-
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A remedy for an unknown name: the nearest known one, or which there are."""
-    names = sorted(known)
-    if close := difflib.get_close_matches(name, names, n=1, cutoff=0.6):
-        return f"did you mean {close[0]!r}?"
-    more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
-    return f"known: {', '.join(names[:LISTED_NAMES]) or 'none'}{more}"
-
-
-def _first_problem(
-    config: type[Config], error: ValidationError, fields: Mapping[str, Any]
-) -> ConfigError:
-    """The first of pydantic's findings, unknown keys before others, as one line."""
-    problems = sorted(error.errors(), key=lambda problem: problem["type"] != "extra_forbidden")
-    problem = problems[0]
-    path = [str(part) for part in problem["loc"]]
-    value = problem["input"]
-    context = problem.get("ctx", {})
-    cause = context.get("error")
-    if isinstance(cause, ConfigError):  # a config inside this one, or a rule of this one
-        return cause.below(".".join(_without_tag(config, path)))
-    unknown_key = ""
-    match problem["type"]:
-        case "extra_forbidden":
-            *path, unknown_key = path
-            remedy = config.elsewhere.get(unknown_key) or nearest(unknown_key, config.model_fields)
-            reason = f"unknown key {shown(unknown_key)}; {remedy}"
-        case "missing":
-            *path, key = path
-            reason = f"{key!r} is missing; give it a value"
-        case "union_tag_invalid":
-            tags = re.findall(r"'([^']*)'", context["expected_tags"])
-            reason = _unknown_kind(config, path, context["tag"], tags)
-        case "union_tag_not_found":
-            near = difflib.get_close_matches(path[-1], _beside(fields, path), n=1, cutoff=0.6)
-            remedy = f"did you mean {near[0]!r}?" if near else "give it one"
-            reason = f"{shown(value)} has no 'kind'; {remedy}"
-        case "value_error":
-            reason = str(cause)
-        case kind if kind in _WRONG_TYPES:
-            reason = _wrong_type(kind, value, config, path)
-        case _:
-            messages = [problem["msg"]]
-            if _is_plain_union(config, path):  # one finding for each arm, whose name is last
-                path = path[:1]
-                found = [other["msg"] for other in problems if str(other["loc"][0]) == path[0]]
-                messages += [message.removeprefix("Input should be ") for message in found[1:]]
-            message = ", or ".join(messages)
-            reason = f"{shown(value)} is not allowed: {message[0].lower()}{message[1:]}"
-    return ConfigError(reason, ".".join(_without_tag(config, path)), unknown_key)
-
-
-def _beside(fields: Mapping[str, Any], path: list[str]) -> list[str]:
-    """The other names in the mapping of names that a path leads into; none elsewhere."""
-    if len(path) != 2 or not isinstance(named := fields.get(path[0]), dict):  # noqa: PLR2004
-        return []
-    return [str(name) for name in cast(dict[Any, Any], named) if str(name) != path[1]]
-
-
-_WRONG_TYPES = {"tuple_type", "list_type", "path_type"} | {
-    "dict_type",
-    "model_type",
-    "model_attributes_type",
-}
-
-
-def _unknown_kind(config: type[Config], path: list[str], kind: str, known: Iterable[str]) -> str:
-    remedy = config.elsewhere.get(f"{'.'.join(path)}={kind}") or nearest(kind, known)
-    return f"unknown kind {shown(kind)}; {remedy}"
-
-
-def _wrong_type(problem: str, value: Any, config: type[Config], path: list[str]) -> str:
-    """Why a value that is no list, no path or no settings cannot stand where one is expected."""
-    if problem in ("tuple_type", "list_type"):
-        what = f"is one text; write [{shown(value)}]" if isinstance(value, str) else "is none"
-        return f"a list is needed, and {shown(value)} {what}"
-    if problem == "path_type":
-        return f"{shown(value)} is not a path; give the name of a file or folder"
-    if isinstance(value, str) and (kinds := _kinds(_annotation_at(config, path))):
-        return _unknown_kind(config, path, value, kinds)
-    return f"{shown(value)} is not settings; write them as key: value, or {{key: value}}"
-
-
-def _annotation_at(config: type[Config], path: list[str]) -> Any:
-    """What may stand in a field of a config, or under a key of such a field."""
-    field = config.model_fields.get(path[0]) if path else None
-    return field.annotation if field else None
-
-
 def _check_numbers(value: Any, name: str) -> None:
     """Refuse a whole number that no size, count or seed can be, however deep it lies."""
     if isinstance(value, int) and abs(value) > LARGEST:
@@ -292,7 +196,7 @@ def _check_numbers(value: Any, name: str) -> None:
 def _with_kind(annotation: Any, value: Any) -> Any:
     """A plain word spelled out where a config of that kind may stand: `rope`, `{kind: rope}`."""
     if isinstance(value, str):
-        return {"kind": value} if value in _kinds(annotation) else value
+        return {"kind": value} if value in kinds_in(annotation) else value
     if get_origin(annotation) is dict and isinstance(value, dict):
         inside = get_args(annotation)[1]
         items = cast(dict[Any, Any], value).items()
@@ -300,43 +204,7 @@ def _with_kind(annotation: Any, value: Any) -> Any:
     return value
 
 
-def _kinds(annotation: Any) -> set[str]:
-    """The kinds of config that a field may hold; none where it may be a text as well."""
-    kinds = [config.model_fields.get("kind") for config in configs_in(annotation)]
-    plain = str in _alternatives(annotation)
-    return set() if plain else {kind.default for kind in kinds if kind}
-
-
-def _alternatives(annotation: Any) -> list[Any]:
-    """The types a field may have: `int | None` gives int and None."""
-    inside = get_args(annotation)
-    return [kind for part in inside for kind in _alternatives(part)] if inside else [annotation]
-
-
-def _is_plain_union(config: type[Config], path: list[str]) -> bool:
-    """Whether a path leads into a field of several plain types, as a number or a word."""
-    field = config.model_fields.get(path[0]) if path[1:] else None
-    if field is None or get_origin(field.annotation) not in (Union, UnionType):
-        return False
-    arms = [arm for arm in get_args(field.annotation) if arm is not NoneType]
-    return len(arms) > 1 and not configs_in(field.annotation)
-
-
-def _without_tag(config: type[Config], path: list[str]) -> list[str]:
-    """Drop the union tag that pydantic may put last, so that the path reads as in the file.
-
-    It stands after the field's name, or after the key or index within that field.
-    """
-    annotation = (
-        config.model_fields[path[0]].annotation if path and path[0] in config.model_fields else None
-    )
-    depth = 2 if get_origin(annotation) in (dict, list, tuple) else 1
-    kinds = [arm.model_fields.get("kind") for arm in configs_in(annotation)]
-    tagged = len(path) == depth + 1 and path[-1] in {kind.default for kind in kinds if kind}
-    return path[:-1] if tagged else path
-
-
 def configs_in(annotation: Any) -> list[type[Config]]:
     """The configs that a field of that type may hold, inside lists and mappings too."""
-    kinds = _alternatives(annotation)
+    kinds = alternatives(annotation)
     return [kind for kind in kinds if isinstance(kind, type) and issubclass(kind, Config)]

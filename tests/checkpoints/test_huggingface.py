@@ -210,8 +210,11 @@ def test_what_ends_a_text_may_stand_in_a_file_of_its_own(tmp_path: Path) -> None
         ({"eos_token_id": [[1, 2]]}, r"eos_token_id=\[1, 2\] is not a whole number"),
         ({"bos_token_id": True}, "bos_token_id=True is not a whole number"),
         ({"pad_token_id": "none"}, "pad_token_id='none' is not a whole number"),
-        ({"rms_norm_eps": 1e308}, "config.json sets eps: 1e\\+308 is not allowed"),
-        ({"rms_norm_eps": -1e-5}, "config.json sets eps: -1e-05 is not allowed"),
+        (
+            {"rms_norm_eps": 1e308},
+            "config.json sets eps: 1e\\+308 is too large; give a number above 0 and at most 1",
+        ),
+        ({"rms_norm_eps": -1e-5}, "config.json sets eps: -1e-05 is too small"),
     ],
 )
 def test_a_config_that_cannot_be_is_one_line(

@@ -174,7 +174,7 @@ def test_a_tokenizer_is_replaced_and_nothing_else_is(
     [
         (["CORPUS"], "bpe needs --vocab-size; 4096 suits a small corpus"),
         (["--vocab-size", "300"], "no FILES to train bpe on; name some, or - for stdin"),
-        (["CORPUS", "--vocab-size", "200"], "vocab_size: 200 is not allowed"),
+        (["CORPUS", "--vocab-size", "200"], "vocab_size: 200 is too small"),
         (["CORPUS", "--vocab-size", "260"], "vocab_size=260 has no room"),
         (["CORPUS", "--vocab-size", "300", "--set", "digit=1"], "did you mean 'digits'?"),
         (["CORPUS", "--vocab-size", "300", "--set", "digits"], "'digits' is not a setting"),

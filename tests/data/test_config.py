@@ -45,11 +45,11 @@ def test_sources_of_a_mixture_weigh_one_unless_told() -> None:
     ("corpus", "line"),
     [
         ("stdlb", "corpus: unknown kind 'stdlb'; did you mean 'stdlib'?"),
-        ({"kind": "text"}, "corpus: 'path' is missing; give it a value"),
+        ({"kind": "text"}, "corpus: 'path' is missing; give the name of a file or folder"),
         ({"kind": "text", "path": "a", "glob": "*"}, "corpus: unknown key 'glob'; known: "),
         (
             {"kind": "text", "path": "a", "validation_fraction": 1.0},
-            "corpus.validation_fraction: 1.0 is not allowed: input should be less than 1",
+            "corpus.validation_fraction: 1.0 is too large; give a number from 0 to below 1",
         ),
         (
             {"kind": "text", "path": "a", "validation": "b", "validation_fraction": 0.1},
@@ -65,7 +65,10 @@ def test_sources_of_a_mixture_weigh_one_unless_told() -> None:
             {"kind": "mixture", "sources": {"a": "stdlib"}, "weights": {"b": 1}},
             r"'b' is not one of the sources \(a\)",
         ),
-        ({"kind": "mixture", "sources": {"a": "stdlib"}, "weights": {"a": 0}}, "greater than 0"),
+        (
+            {"kind": "mixture", "sources": {"a": "stdlib"}, "weights": {"a": 0}},
+            "corpus.weights.a: 0 is too small; give a number above 0",
+        ),
     ],
 )
 def test_impossible_corpora_are_refused(corpus: object, line: str) -> None:

@@ -41,7 +41,7 @@ def rope(**scaling: object) -> dict[str, object]:
 
 BAD = [
     ({"vocab_sise": 3}, "unknown key 'vocab_sise'; did you mean 'vocab_size'?"),
-    ({"n_layers": 0}, "n_layers: 0 is not allowed: input should be greater than 0"),
+    ({"n_layers": 0}, "n_layers: 0 is too small; give a whole number from 1 to 100000"),
     ({"blocks": {}}, "blocks: there is no block; name at least one"),
     (
         {"blocks": {"a": BLOCK, "b": BLOCK}},
@@ -109,15 +109,15 @@ BAD = [
                 "main": {**BLOCK, "feed_forward": {"kind": "mlp", "d_ff": 8, "activation": "swish"}}
             }
         },
-        "blocks.main.feed_forward.activation: 'swish' is not allowed: input should be 'relu', ",
+        "blocks.main.feed_forward.activation: 'swish' is not allowed; give 'relu', ",
     ),
     (
         {"head": {"cap": -1}},
-        "head.cap: -1 is not allowed: input should be greater than 0",
+        "head.cap: -1 is too small; give a number above 0 or null",
     ),
     (
         {"embedding": {"dropout": 1.0}},
-        "embedding.dropout: 1.0 is not allowed: input should be less than 1",
+        "embedding.dropout: 1.0 is too large; give a number from 0 to below 1",
     ),
     (
         rope(kind="yarn", factor=2, original_max_seq_len=8, beta_fast=1, beta_slow=2),
@@ -125,7 +125,7 @@ BAD = [
     ),
     (
         rope(kind="yarn", factor=2, original_max_seq_len=8, beta_slow=0),
-        "blocks.main.attention.position.scaling.beta_slow: 0 is not allowed: input should",
+        "blocks.main.attention.position.scaling.beta_slow: 0 is too small; give a number above 0",
     ),
     (
         rope(
@@ -151,7 +151,7 @@ BAD = [
     ),
     (
         attention(kind="latent_attention", kv_rank=0, nope_dim=4, rope_dim=2, value_dim=4),
-        "blocks.main.attention.kv_rank: 0 is not allowed: input should be greater than 0",
+        "blocks.main.attention.kv_rank: 0 is too small; give a whole number of 1",
     ),
     ({"blocks": {"main": {**BLOCK, "attention": 3}}}, "blocks.main.attention: 3 has no 'kind'"),
     (

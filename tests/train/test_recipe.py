@@ -64,18 +64,42 @@ def test_larger_vocabulary_stands_and_smaller_is_refused() -> None:
         ({"model": {"preset": "gpt-2"}}, "model.preset: .*did you mean 'gpt2'"),
         ({"model": {"max_seq_len": 16}}, "max_seq_len=16 is less than train.seq_len=32"),
         ({"train": {"stepz": 3}}, "train: unknown key 'stepz'; did you mean 'steps'"),
-        ({"train": {"steps": 0}}, "train.steps: 0 is not allowed"),
+        ({"train": {"steps": 0}}, "train.steps: 0 is too small; give a whole number of 1 or more"),
         ({"train": {"schedule": {"kind": "linear", "warmup_steps": 100}}}, "does not end within"),
         ({"train": {"micro_batch_size": 5}}, "micro_batch_size=5 is more than batch_size=4"),
         ({"train": {"dtype": "float16", "device": "cpu"}}, "float16 needs CUDA"),
         ({"train": {"optimizer": {"kind": "sgd"}}}, "train.optimizer: unknown kind 'sgd'"),
-        ({"train": {"trackers": ["wandbb"]}}, "train.trackers.0: 'wandbb' is not allowed"),
+        (
+            {"train": {"trackers": ["wandbb"]}},
+            "train.trackers.0: 'wandbb' is not allowed; did you mean 'wandb'",
+        ),
     ],
 )
 def test_mistakes_are_one_line(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message) as error:
         with_changes(**changes)
     assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("key", "written"),
+    [
+        ("tokenizer", "tokenizer: {kind: bpe, vocab_size: 1024} (see workhorse recipe tokenizer)"),
+        ("train.steps", "steps: 2000 (see workhorse recipe train.steps)"),
+        ("data.corpus.path", "path: texts (see workhorse recipe data.corpus.path)"),
+    ],
+)
+def test_a_missing_key_is_shown_by_an_example(key: str, written: str) -> None:
+    fields = with_changes(data={"corpus": {"kind": "folder", "path": "a"}}).to_dict()
+    *sections, name = key.split(".")
+    inside = fields
+    for section in sections:
+        inside = inside[section]
+    del inside[name]
+    where = f"{'.'.join(sections)}: " if sections else ""
+    with pytest.raises(ConfigError) as error:
+        Recipe.from_dict(fields)
+    assert str(error.value) == f"{where}{name!r} is missing; write one such as {written}"
 
 
 @pytest.mark.parametrize("name", ["", "..", "a/b"])

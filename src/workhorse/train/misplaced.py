@@ -1,23 +1,27 @@
-"""A key that stands at the wrong place of a recipe: where it belongs."""
+"""A key that stands at the wrong place of a recipe, or at none: where it belongs, and how."""
 
 import difflib
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from workhorse.config import ConfigError
-from workhorse.train.reference import NAME, all_keys, configs_at
+import yaml
+
+from workhorse.config import ConfigError, parse_yaml
+from workhorse.train.reference import NAME, all_keys, configs_at, examples
 
 LISTED = 3
 """Places that an error names at most."""
 
 
 def with_its_place(error: ConfigError, fields: Any) -> ConfigError:
-    """An error about an unknown key that says where in the recipe there is one of that name.
+    """An error about a key that says where in the recipe it stands, or how one is written.
 
     Args:
         error: as the configs raised it; given back where there is nothing better to say.
         fields: of the recipe.
     """
+    if error.missing_key:
+        return _with_an_example(error, fields)
     key, place = error.unknown_key, error.path
     if not key:
         return error
@@ -32,6 +36,32 @@ def with_its_place(error: ConfigError, fields: Any) -> ConfigError:
     if not places:
         return error
     return ConfigError(f"unknown key {key!r}; did you mean {listed(inside or places)}?", place)
+
+
+def _with_an_example(error: ConfigError, fields: Any) -> ConfigError:
+    """An error about a missing key that shows one, from the reference's examples."""
+    key, place = error.missing_key, error.path
+    section = _section_at(place, fields)
+    kind = section.get("kind") if isinstance(section, Mapping) else None
+    configs = configs_at(place)
+    possible = [configs[kind]] if kind in configs else list(configs.values())
+    for text in (text for config in possible for text in examples().get(config.__name__, ())):
+        if key in (example := parse_yaml(text)):
+            written = yaml.safe_dump({key: example[key]}, default_flow_style=True, sort_keys=False)
+            where = f"{place}.{key}".lstrip(".")
+            return ConfigError(
+                f"{key!r} is missing; write one such as {' '.join(written.split())[1:-1]} "
+                f"(see workhorse recipe {where})",
+                place,
+            )
+    return error
+
+
+def _section_at(place: str, fields: Any) -> Any:
+    """What stands at a dotted place of a recipe; None where nothing does."""
+    for part in place.split(".") if place else ():
+        fields = fields.get(part) if isinstance(fields, Mapping) else None
+    return fields
 
 
 def places_of(key: str, fields: Any = None) -> list[str]:
@@ -74,9 +104,7 @@ def _named(parts: list[str], fields: Any) -> Iterator[str]:
         yield ".".join(parts)
         return
     at = parts.index(NAME)
-    inside: Any = fields
-    for part in parts[:at]:
-        inside = inside.get(part) if isinstance(inside, Mapping) else None
+    inside = _section_at(".".join(parts[:at]), fields)
     names = list(inside) if isinstance(inside, Mapping) else []
     for name in names or [NAME]:
         yield ".".join([*parts[:at], str(name), *parts[at + 1 :]])

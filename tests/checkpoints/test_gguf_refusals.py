@@ -30,7 +30,7 @@ def changed(decoder: Decoder, change: Change) -> Decoder:
 YARN = {"kind": "yarn", "factor": 2.0, "original_max_seq_len": 32}
 REFUSED: dict[str, tuple[str, Change, str]] = {
     "softcap": ("llama", lambda b: b["attention"].update(softcap=9.0), "attention.softcap is 9.0"),
-    "sinks": ("llama", lambda b: b["attention"].update(sinks=True), "attention.sinks is True"),
+    "sinks": ("llama", lambda b: b["attention"].update(sinks=True), "attention.sinks is true"),
     "clip": ("qwen2", lambda b: b["attention"].update(clip=1.0), "attention.clip is 1.0"),
     "scale": ("llama", lambda b: b["attention"].update(scale=0.5), "attention.scale is 0.5"),
     "chunk": ("llama", lambda b: b["attention"].update(chunk=8), "attention.chunk is 8"),
@@ -62,7 +62,7 @@ REFUSED: dict[str, tuple[str, Change, str]] = {
         lambda b: b["feed_forward"].update(activation="relu"),
         "activation is 'relu', not 'silu'",
     ),
-    "wiring": ("llama", lambda b: b.update(norm_residual=True), "norm_residual is True"),
+    "wiring": ("llama", lambda b: b.update(norm_residual=True), "norm_residual is true"),
     "eps of one norm": (
         "qwen3",
         lambda b: b["attention"]["qk_norm"]["norm"].update(eps=1e-3),

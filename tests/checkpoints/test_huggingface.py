@@ -310,7 +310,7 @@ def test_a_model_that_no_class_can_hold_is_not_written(tmp_path: Path) -> None:
         blocks={"main": block.replace(attention=block.attention.replace(softcap=3.0))}
     ).build()
     with pytest.raises(
-        WorkhorseError, match=r"no class of transformers .*softcap is 3\.0, not None"
+        WorkhorseError, match=r"no class of transformers .*softcap is 3\.0, not null"
     ):
         write_huggingface(tmp_path / "odd", odd)
     assert not (tmp_path / "odd").exists()

@@ -1,5 +1,6 @@
 """A model goes where an equal one fits: parts of no effect are written out, and nothing else is."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ from workhorse.checkpoints.huggingface import HuggingFaceDirectory
 from workhorse.checkpoints.written_out import written_out
 from workhorse.convert import convert, save
 from workhorse.errors import WorkhorseError
+from workhorse.models import preset
 from workhorse.models.huggingface import family, native_class
 from workhorse.nn import DecoderConfig
 
@@ -108,7 +110,7 @@ REFUSED = {
     "model.blocks.main.attention.qk_norm.over is 'full', not 'head'; ": config(
         {"qk_norm": {"norm": RMS, "over": "full"}}
     ),
-    "model.blocks.main.attention.softcap is 9.0, not None; ": config({"softcap": 9.0}),
+    "model.blocks.main.attention.softcap is 9.0, not null; ": config({"softcap": 9.0}),
     "model.blocks.main.attention.qk_norm.norm.kind is 'layer_norm', not 'rms_norm'; ": config(
         {"qk_norm": {"norm": LAYER}}
     ),
@@ -121,11 +123,11 @@ def test_a_refusal_names_everything_in_the_way(tmp_path: Path) -> None:
         write_huggingface(tmp_path / "hf", many)
     message = str(caught.value)
     attention = "model.blocks.main.attention."
-    assert f"{attention}clip is 3.0, not None; {attention}softcap is 9.0, not None; " in message
+    assert f"{attention}clip is 3.0, not null; {attention}softcap is 9.0, not null; " in message
     assert f"{attention}qk_norm" in message
-    with pytest.raises(WorkhorseError, match=r"clip is 3\.0, not None; .*softcap is 9\.0, not"):
+    with pytest.raises(WorkhorseError, match=r"clip is 3\.0, not null; .*softcap is 9\.0, not"):
         write_huggingface(tmp_path / "hf", many, family=family("llama"))
-    with pytest.raises(WorkhorseError, match=r"softcap is 9\.0, not None"):
+    with pytest.raises(WorkhorseError, match=r"softcap is 9\.0, not null"):
         find_gguf_family(many.config)
 
 
@@ -138,5 +140,16 @@ def test_a_refusal_names_the_option_and_what_to_do(words: str, tmp_path: Path) -
     assert message.startswith("no class of transformers holds this model; nearest is ")
     assert words in message
     assert message.endswith("or keep the model in our own format (--to workhorse)")
-    with pytest.raises(WorkhorseError, match=r"^llama\.cpp cannot compute this model; nearest is "):
+    with pytest.raises(
+        WorkhorseError, match=r"^llama\.cpp cannot compute this model; nearest is "
+    ) as caught:
         find_gguf_family(REFUSED[words])
+    assert not re.search(r"For\w+LM|LMHead|None\b", str(caught.value))
+
+
+def test_a_type_that_llama_cpp_has_not_is_told_what_else_there_is() -> None:
+    with pytest.raises(WorkhorseError) as caught:
+        find_gguf_family(preset("gpt"), family("openai-gpt"))
+    message = str(caught.value)
+    assert message.startswith("llama.cpp cannot compute this model; nearest is gpt2: model.")
+    assert "; keep it as a Hugging Face directory (--to hf) or in our own format" in message

@@ -26,6 +26,7 @@ from workhorse.checkpoints.gguf.places import (
     plain,
     put,
 )
+from workhorse.config_errors import as_written
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import BlockConfig
 from workhorse.nn.embedding import EmbeddingConfig
@@ -239,7 +240,10 @@ class Architecture:
                     continue
                 group = _group(layer) if place in self.varying else None
                 if seen.setdefault(group, value) != value:
-                    return f"layers differ in {place}: {seen[group]!r} and {value!r}"
+                    return (
+                        f"layers differ in {place}: {as_written(seen[group])} and "
+                        f"{as_written(value)}"
+                    )
         return None
 
     def _not_square(self, data: Data) -> str | None:

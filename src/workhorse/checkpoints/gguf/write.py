@@ -19,7 +19,7 @@ from workhorse.checkpoints.tensor_folder import check_numbers
 from workhorse.checkpoints.written_out import written_out
 from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
-from workhorse.models.huggingface import Family, in_the_way, native_class
+from workhorse.models.huggingface import Family, in_the_way, native_class, nearest_of
 from workhorse.models.huggingface import family as family_of
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.writing import writing
@@ -66,14 +66,21 @@ def find_gguf_family(config: DecoderConfig, preferred: Family | None = None) -> 
         if not (found := architecture.differences(data)):
             return family
         reasons.append(f"{architecture.name}: {in_the_way(found, config)}")
-    nearest = reasons[0] if reasons else preferred or native_class(config)
-    if isinstance(nearest, Family):
-        _architecture(nearest.model_type)  # which says that there is none
-    other = "as a Hugging Face directory (--to hf) or " if fitting else ""
+    closest = reasons[0] if reasons else _nearest_architecture(config)
+    sayable = fitting or isinstance(preferred or native_class(config), Family)
+    other = "as a Hugging Face directory (--to hf) or " if sayable else ""
     raise WorkhorseError(
-        f"llama.cpp cannot compute this model; nearest is {nearest}; keep it {other}in our own "
+        f"llama.cpp cannot compute this model; nearest is {closest}; keep it {other}in our own "
         "format (--to workhorse)"
     )
+
+
+def _nearest_architecture(config: DecoderConfig) -> str:
+    """The one whose model types are nearest to a config that none can say, and what differs."""
+    found = [
+        (_architecture(name).name, family_of(name).differences(config)) for name in gguf_types()
+    ]
+    return nearest_of(found, config)
 
 
 def write_gguf(

@@ -17,7 +17,16 @@ from workhorse.models.huggingface.family import IMPOSSIBLE, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.nn import DecoderConfig
 
-__all__ = ["MODEL_TYPES", "Family", "Fields", "families", "family", "in_the_way", "native_class"]
+__all__ = [
+    "MODEL_TYPES",
+    "Family",
+    "Fields",
+    "families",
+    "family",
+    "in_the_way",
+    "native_class",
+    "nearest_of",
+]
 
 MODULES: dict[str, tuple[str, ...]] = {
     "llama": ("llama",),
@@ -125,8 +134,18 @@ def native_class(config: DecoderConfig) -> Family | str:
     for one in families():
         if one.equivalent(config) is not None:
             return one
-    nearest = min(found, key=lambda name: _distance(found[name]))
-    return f"{nearest}: {in_the_way(found[nearest], config)}"
+    return nearest_of(found.items(), config)
+
+
+def nearest_of(found: Iterable[tuple[str, list[str]]], config: DecoderConfig) -> str:
+    """The nearest to a config of those that cannot say it, and everything in its way.
+
+    Args:
+        found: names, each with the differences of `Family.differences`.
+        config: what they cannot say.
+    """
+    name, differences = min(found, key=lambda one: _distance(one[1]))
+    return f"{name}: {in_the_way(differences, config)}"
 
 
 def in_the_way(differences: Iterable[str], config: DecoderConfig) -> str:

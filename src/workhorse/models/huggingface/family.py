@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
 from workhorse.config import ConfigError
+from workhorse.config_errors import as_written
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.names import Rule
 from workhorse.nn import DecoderConfig
@@ -231,4 +232,4 @@ def _shown(value: object) -> str:
         return "given"
     if isinstance(value, list):
         return f"a list of {len(cast(list[object], value))}"
-    return repr(value)
+    return as_written(value)

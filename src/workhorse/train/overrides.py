@@ -38,6 +38,7 @@ def override_recipe(
     fields = apply_overrides(fields, settings, keep, configs_at)
     for setting in settings:
         _remove_if_null(fields, setting.partition("=")[0])
+    _check_pattern(fields.get("model"), settings)
     return _fit_warmup(written, fields, tell)
 
 
@@ -115,6 +116,22 @@ def _remove_if_null(fields: dict[str, Any], path: str) -> None:
         inside = inside.get(section) if isinstance(inside, dict) else None
     if isinstance(inside, dict) and inside.get(name, NAME) is None and names_at(".".join(sections)):
         del inside[name]
+
+
+def _check_pattern(model: Any, settings: list[str]) -> None:
+    """Refuse to remove a block that the pattern still names."""
+    pattern = model.get("pattern") if isinstance(model, dict) else None
+    if not isinstance(pattern, list | tuple) or not isinstance(model.get("blocks"), dict):
+        return
+    for path in (setting.partition("=")[0] for setting in settings):
+        name = path.removeprefix("model.blocks.")
+        if name != path and name in pattern and name not in model["blocks"]:
+            left = [other for other in pattern if other in model["blocks"]]
+            left = left[:1] if len(set(left)) == 1 else left
+            as_by = f", as by 'model.pattern=[{', '.join(left)}]'" if left else ""
+            raise ConfigError(
+                f"model.pattern uses the block that null removes; set it too{as_by}", path
+            )
 
 
 def _fit_warmup(

@@ -269,7 +269,8 @@ def test_reading_a_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"recipe\.yaml is not UTF-8: bad byte at offset 6$"):
         read_yaml(path)
     with pytest.raises(
-        ConfigError, match=r"^cannot read .*missing.yaml: No such file or directory$"
+        ConfigError,
+        match=r"^cannot read .*missing.yaml: No such file or directory; check the path$",
     ):
         read_yaml(tmp_path / "missing.yaml")
     with pytest.raises(ConfigError, match=r"^cannot read .*: it is a folder; name a"):

@@ -163,7 +163,9 @@ def test_a_tokenizer_is_replaced_and_nothing_else_is(
     out = tmp_path / "out"
     train = ["tokenizer", "train", str(corpus), "--vocab-size"]
     assert main([*train, "300", "--out", str(out)]) == 0
+    assert "in place of" not in capsys.readouterr().out
     assert main([*train, "290", "--out", str(out)]) == 0
+    assert ", in place of the tokenizer that was there\n" in capsys.readouterr().out
     assert load_tokenizer(out).vocab_size == 290
     assert main([*train, "300", "--out", str(corpus)]) == 2
     assert "holds something else" in capsys.readouterr().err
@@ -214,7 +216,7 @@ def test_a_report_without_a_tokenizer_or_texts_is_one_line(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["tokenizer", "report", str(corpus), str(corpus)]) == 2
-    assert "no tokenizer in" in capsys.readouterr().err
+    assert "; give the folder of a tokenizer, or of a model with one" in capsys.readouterr().err
     main(["tokenizer", "train", "--algorithm", "bytes", "--out", str(tmp_path / "out")])
     assert main(["tokenizer", "report", str(tmp_path / "out")]) == 2
     assert "no FILES to measure on" in capsys.readouterr().err

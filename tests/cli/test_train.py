@@ -314,7 +314,7 @@ def test_dry_run_refuses_the_place_that_training_would(
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["nowhere.yaml"], "cannot read nowhere.yaml: No such file or directory"),
+        (["nowhere.yaml"], "cannot read nowhere.yaml: No such file or directory; check the path"),
         (["corpus.txt"], "corpus.txt: "),
         (["tiny.yaml", "steps=3"], "unknown key 'steps'; did you mean train.steps?"),
         (
@@ -322,7 +322,10 @@ def test_dry_run_refuses_the_place_that_training_would(
             "YAML reads 'kind:mlp' as one key without a value; write a space after the colon",
         ),
         (["tiny.yaml", "train.stepps=3"], "train: unknown key 'stepps'; did you mean 'steps'?"),
-        (["tiny.yaml", "train.steps=many"], "train.steps: 'many' is no whole number; give one of 1 or more"),
+        (
+            ["tiny.yaml", "train.steps=many"],
+            "train.steps: 'many' is no whole number; give one of 1 or more",
+        ),
         (["tiny.yaml", "steps"], "'steps' is not a setting; write section.key=value"),
         (["tiny.yaml", "data.corpus.path=gone.txt"], "gone.txt"),
         (["tiny.yaml", "--out", "corpus.txt"], "it is a file"),

@@ -33,7 +33,10 @@ def test_names_are_in_the_order_of_their_ids() -> None:
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
-        ({"kind": "bpe", "vocab_size": 255}, "vocab_size: 255 is too small; give a whole number from 256 to 300000"),
+        (
+            {"kind": "bpe", "vocab_size": 255},
+            "vocab_size: 255 is too small; give a whole number from 256 to 300000",
+        ),
         ({"kind": "bpe", "vocab_size": 300_001}, "vocab_size: 300001 is too large; give"),
         ({"kind": "bpe", "vocab_size": 256}, "vocab_size=256 .* choose at least 263"),
         ({"kind": "byte_fallback_bpe", "vocab_size": 263}, "choose at least 264"),
@@ -42,7 +45,10 @@ def test_names_are_in_the_order_of_their_ids() -> None:
         ({"kind": "bpe"}, "'vocab_size' is missing"),
         ({"kind": "bep", "vocab_size": 300}, "unknown kind 'bep'; did you mean 'bpe'"),
         ({"kind": "bpe", "vocab_size": 300, "unk": "<unk>"}, "unknown key 'unk'"),
-        ({"kind": "bpe", "vocab_size": 300, "digits": 0}, "digits: 0 is too small; give a whole number from 1 to 3"),
+        (
+            {"kind": "bpe", "vocab_size": 300, "digits": 0},
+            "digits: 0 is too small; give a whole number from 1 to 3",
+        ),
         (
             {"kind": "bpe", "vocab_size": 300, "special": {"bos": "<|eos|>"}},
             "special token '<|eos|>' is there twice",

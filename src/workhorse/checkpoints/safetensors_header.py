@@ -17,7 +17,7 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from workhorse.errors import WorkhorseError
-from workhorse.untrusted import collector_paused, parse_json, shown
+from workhorse.untrusted import collector_paused, parse_json, shown, unreadable
 
 MAX_HEADER_BYTES = 32_000_000
 """A header takes about 140 bytes a tensor, so this is over twice what `parse_json` lets
@@ -105,7 +105,7 @@ def _read(file: BinaryIO, count: int, path: Path) -> bytes:
     try:
         raw = file.read(count) or b""
     except OSError as error:
-        raise WorkhorseError(f"cannot read {path}: {error.strerror}") from None
+        raise unreadable(path, error) from None
     if len(raw) < count:
         raise WorkhorseError(f"{path} ends within its header; fetch it again")
     return raw

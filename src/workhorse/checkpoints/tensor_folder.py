@@ -23,7 +23,7 @@ from workhorse.checkpoints.safetensors_header import (
     read_header,
 )
 from workhorse.errors import WorkhorseError
-from workhorse.untrusted import open_contained, read_json, shown
+from workhorse.untrusted import open_contained, read_json, shown, unreadable
 from workhorse.writing import write_atomically, writing
 
 SINGLE = "model.safetensors"
@@ -164,7 +164,7 @@ def _no_weights(folder: Path) -> WorkhorseError:
     try:
         names = sorted(os.listdir(folder))
     except OSError as error:
-        return WorkhorseError(f"cannot read {folder}: {error.strerror}")
+        return unreadable(folder, error)
     if unsafe := [name for name in names if name.endswith(UNSAFE)]:
         return WorkhorseError(
             f"{folder} has its weights only as {shown(unsafe[0])}, of a kind that can run code "

@@ -92,7 +92,9 @@ def inspect_command(
 ) -> None:
     """Show what a model trained on RECIPE will see: counts, then rows decoded.
 
-    RECIPE is a YAML file, or a run directory, whose own recipe and data are then used.
+    RECIPE is a YAML file, or a run directory, whose own recipe and data are then used. What is not
+    prepared yet is prepared first, as by `data prepare`: the tokenizer is trained, and it and the
+    tokens are written into the run directory.
     """
     from workhorse.data import Batches, describe, view_rows
 

@@ -183,7 +183,8 @@ def mistake(error: Exception) -> str:
             reason = str(error)
         case OSError() if error.errno in REFUSED_BY_SYSTEM:
             subject = f"{error.filename}: " if error.filename is not None else ""
-            reason = f"{subject}{error.strerror}"
+            remedy = "; check the path" if error.errno == errno.ENOENT else ""
+            reason = f"{subject}{error.strerror}{remedy}"
         case UnicodeError():
             reason = _encoding(error)
         case _ if out_of_memory(error):

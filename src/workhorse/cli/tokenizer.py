@@ -77,6 +77,7 @@ def train_command(
     if not files and algorithm != "bytes":
         raise WorkhorseError(f"no FILES to train {algorithm} on; name some, or - for stdin")
     check_output_folder(out)
+    replaced = (out / "tokenizer.json").exists()
     with progress("reading", unit="bytes") as report:
         tokenizer = train_tokenizer(config, _texts(files, "train"), progress=report)
     tokenizer.save(out)
@@ -87,6 +88,7 @@ def train_command(
         )
     result = {
         "out": out,
+        "replaced": replaced,
         "algorithm": algorithm,
         "vocab_size": tokenizer.vocab_size,
         "missing_tokens": missing,
@@ -94,7 +96,8 @@ def train_command(
         "fingerprint": tokenizer.fingerprint,
     }
     text = f"{out}: {algorithm}, {tokenizer.vocab_size:,} tokens, {tokenizer.fingerprint[:16]}"
-    print_result(result, as_json, text=text)
+    instead = ", in place of the tokenizer that was there" if replaced else ""
+    print_result(result, as_json, text=f"{text}{instead}")
 
 
 @command.command("report")

@@ -62,7 +62,7 @@ def read_folder(folder: TokenizerFolder, settings: Settings) -> Reading:
         return _read_merges(folder, settings)
     raise WorkhorseError(
         f"no tokenizer in {folder.path}: it holds no {DEFINITION} or {SENTENCEPIECE}, and no "
-        f"{VOCABULARY} with {MERGES}"
+        f"{VOCABULARY} with {MERGES}; give the folder of a tokenizer, or of a model with one"
     )
 
 

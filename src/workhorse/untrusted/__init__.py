@@ -8,6 +8,7 @@ from workhorse.untrusted.files import (
     read_text,
     shown,
     to_path,
+    unreadable,
 )
 from workhorse.untrusted.gguf_file import GgufHeader, StoredTensor, read_gguf_header
 from workhorse.untrusted.json_file import collector_paused, parse_json, read_json
@@ -29,4 +30,5 @@ __all__ = [
     "read_text",
     "shown",
     "to_path",
+    "unreadable",
 ]

@@ -1,5 +1,6 @@
 """Files of a folder that a stranger made: opened only where they are plain files inside it."""
 
+import errno
 import io
 import os
 import re
@@ -10,6 +11,14 @@ from typing import BinaryIO
 from workhorse.errors import WorkhorseError
 
 _SHOWN = 80  # characters of a stranger's text in an error's line
+REMEDIES = {
+    errno.ENOENT: "check the path",
+    errno.ENOTDIR: "check the path",
+    errno.ENAMETOOLONG: "check the path",
+    errno.EACCES: "give yourself the permission",
+    errno.EPERM: "give yourself the permission",
+}
+"""What can be done where the system refuses a file, by the number of its error."""
 _GIT_BLOB = r"[0-9a-f]{40}|[0-9a-f]{64}"
 _SHARED_BLOB = r"([0-9a-f]{2})/\1[0-9a-f]{62}"
 
@@ -36,6 +45,12 @@ def to_path(given: object, rule: str) -> Path:
     if "\0" in name or any("\ud800" <= letter < "\udc80" for letter in name):
         raise WorkhorseError(f"{rule}, and {shown(name)} can be none; choose another name")
     return Path(given)
+
+
+def unreadable(path: Path, error: OSError) -> WorkhorseError:
+    """That the system refused to read a file, and what can be done."""
+    remedy = REMEDIES.get(error.errno or 0, "check the disk")
+    return WorkhorseError(f"cannot read {path}: {error.strerror or error}; {remedy}")
 
 
 def open_contained(folder: Path, name: str, *, root: Path | None = None) -> BinaryIO:
@@ -67,7 +82,7 @@ def open_contained(folder: Path, name: str, *, root: Path | None = None) -> Bina
     except FileNotFoundError:
         raise WorkhorseError(f"{path} is missing; fetch the model again") from None
     except OSError as error:
-        raise WorkhorseError(f"cannot read {path}: {error.strerror}") from None
+        raise unreadable(path, error) from None
 
 
 def read_bytes(path: Path, *, limit: int, root: Path | None = None) -> bytes:
@@ -85,7 +100,7 @@ def read_bytes(path: Path, *, limit: int, root: Path | None = None) -> bytes:
         try:
             raw = file.read(limit + 1) or b""
         except OSError as error:
-            raise WorkhorseError(f"cannot read {path}: {error.strerror}") from None
+            raise unreadable(path, error) from None
     if len(raw) > limit:
         raise WorkhorseError(f"{path} is larger than {limit} bytes; it is not a model's")
     return raw
@@ -100,7 +115,7 @@ def open_plain(path: Path) -> io.BufferedReader:
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)  # does not wait for a pipe's writer
     except OSError as error:
-        raise WorkhorseError(f"cannot read {path}: {error.strerror}") from None
+        raise unreadable(path, error) from None
     mode = os.fstat(descriptor).st_mode
     if not stat.S_ISREG(mode):
         os.close(descriptor)
@@ -119,7 +134,7 @@ def read_text(path: Path, *, limit: int) -> str:
         try:
             raw = file.read(limit + 1)
         except OSError as error:
-            raise WorkhorseError(f"cannot read {path}: {error.strerror}") from None
+            raise unreadable(path, error) from None
     if len(raw) > limit:
         raise WorkhorseError(f"{path} is larger than {limit} bytes; is it the right file?")
     return decoded(raw, str(path))

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from workhorse.errors import WorkhorseError
-from workhorse.untrusted.files import shown
+from workhorse.untrusted.files import shown, unreadable
 from workhorse.untrusted.json_file import collector_paused
 
 MAGIC = b"GGUF"
@@ -83,7 +83,7 @@ def read_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
     try:
         head = file.read(min(size, MAX_HEADER_BYTES)) or b""
     except OSError as error:
-        raise WorkhorseError(f"cannot read {path}: {error.strerror}") from None
+        raise unreadable(path, error) from None
     if head[: len(MAGIC)] != MAGIC:
         raise WorkhorseError(f"{path} is no GGUF file; give one, or the folder of a model")
     try:

@@ -121,6 +121,11 @@ def test_the_verb(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert (result["path"], result["format"]) == (target, "hf")
     assert main(["convert", str(run_folder), target, "--to", "hf"]) == 2
     assert "exists and is not empty; choose another folder" in capsys.readouterr().err
+    assert main(["convert", str(run_folder), f"{target}/config.json", "--to", "hf"]) == 2
+    assert "config.json is a file; choose another name for the folder" in capsys.readouterr().err
+    assert main(["convert", str(run_folder), str(tmp_path / "q.gguf"), "--to", "hf"]) == 2
+    assert "q.gguf names a GGUF file, and to=hf writes a folder" in capsys.readouterr().err
+    assert not (tmp_path / "q.gguf").exists()
     assert main(["convert", str(run_folder), str(tmp_path / "other")]) == 2
     assert "give --to hf, workhorse or gguf" in capsys.readouterr().err
     assert main(["generate", target, "--prompt", "a", "--max-new-tokens", "2"]) == 0
@@ -296,7 +301,10 @@ def test_a_gguf_file_is_a_model_everywhere(
 
 
 def test_a_file_that_is_no_model(run_folder: Path) -> None:
-    with pytest.raises(WorkhorseError, match=r"recipe\.yaml is a recipe and no model; workhorse"):
+    with pytest.raises(
+        WorkhorseError,
+        match=r"recipe\.yaml is a recipe and no model; workhorse train \S+ makes a run of it",
+    ):
         workhorse.load(run_folder / "recipe.yaml")
     bad = run_folder / "x.gguf"
     bad.write_bytes(b"GGUF\x03")

@@ -406,3 +406,14 @@ def test_options_of_another_kind(option, value):
 def test_a_preset_s_name_is_a_text():
     with pytest.raises(WorkhorseError, match=r"^no preset 3; "):
         preset(3)
+
+
+def test_a_warning_points_at_the_line_that_loads(run_folder, tmp_path):
+    workhorse.save(workhorse.load(run_folder, as_stored=True).decoder, tmp_path / "bare")
+    for warned in (
+        lambda: workhorse.load(tmp_path / "bare"),
+        lambda: convert(tmp_path / "bare", tmp_path / "ours", "workhorse"),
+    ):
+        with pytest.warns(UserWarning, match="no tokenizer") as caught:
+            warned()
+        assert [record.filename for record in caught] == [__file__]

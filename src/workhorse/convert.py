@@ -1,7 +1,6 @@
 """`convert`: a model from one format into another; `save`: a decoder that you have trained."""
 
 import os
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -15,7 +14,7 @@ from workhorse.checkpoints.model_folder import check_new, write_model
 from workhorse.checkpoints.run_directory import RunDirectory
 from workhorse.checkpoints.stored import is_stored, model_name, open_stored
 from workhorse.devices import dtype_name
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, warn_caller
 from workhorse.generate.requests import token_ids
 from workhorse.load_model import Model, check_tell, load
 from workhorse.models import preset, preset_names
@@ -58,7 +57,7 @@ def convert(
     *,
     dtype: DTypeName = "auto",
     n_kv_heads: int | None = None,
-    tell: Callable[[str], object] = warnings.warn,
+    tell: Callable[[str], object] = warn_caller,
 ) -> Converted:
     """Write a model in another format.
 
@@ -85,12 +84,7 @@ def convert(
     if dtype == "q8_0" and to != "gguf":
         raise WorkhorseError(f"dtype=q8_0 is for --to gguf, not {to}; choose another dtype")
     check_tell(tell)
-    if any(RunDirectory(folder).keeps(target) for folder in target.absolute().parents):
-        raise WorkhorseError(f"{target} lies among the files of a run; choose a place outside it")
-    if to == "gguf" and os.path.lexists(target):
-        raise WorkhorseError(f"{target} exists; choose another file")
-    if to != "gguf":
-        check_new(target)
+    _check_target(target, to)
     # What cannot be written is refused before the weights are read.
     family = None if to == "workhorse" else _family(source, to, n_kv_heads)
     if isinstance(source, Model):
@@ -118,6 +112,21 @@ def convert(
     equivalent = family.equivalent(decoder.config) if family else None
     parameters = count_parameters(equivalent or decoder.config)["total"]
     return Converted(target, to, family.architecture if family else None, name, parameters)
+
+
+def _check_target(target: Path, to: Format) -> None:
+    """Refuse a place that is taken, or whose name says another format."""
+    if any(RunDirectory(folder).keeps(target) for folder in target.absolute().parents):
+        raise WorkhorseError(f"{target} lies among the files of a run; choose a place outside it")
+    if to == "gguf" and os.path.lexists(target):
+        raise WorkhorseError(f"{target} exists; choose another file")
+    if to != "gguf":
+        if target.suffix == ".gguf":
+            raise WorkhorseError(
+                f"{target} names a GGUF file, and to={to} writes a folder; choose another name, or "
+                "to=gguf"
+            )
+        check_new(target)
 
 
 def save(

@@ -1,6 +1,5 @@
 """`workhorse.load`: a model by the name of what holds it, with its tokenizer."""
 
-import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -27,7 +26,7 @@ from workhorse.checkpoints.stored import (
 from workhorse.config import ConfigError
 from workhorse.data import Beginning, DataConfig, beginning
 from workhorse.devices import resolve_device, resolve_dtype
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, warn_caller
 from workhorse.generate import Completion, Delta, GenerationConfig, PrefixCache, generate, stream
 from workhorse.generate.conversation import (
     ChatFormat,
@@ -280,7 +279,7 @@ def load(
     quantize: Quantization = "none",
     compile: bool = False,
     as_stored: bool = False,
-    tell: Callable[[str], object] = warnings.warn,
+    tell: Callable[[str], object] = warn_caller,
 ) -> Model:
     """A model from disk or the Hugging Face hub, or a preset with random weights.
 

@@ -6,6 +6,7 @@ import pytest
 
 from workhorse.cli.main import main
 from workhorse.cli.speed import speed
+from workhorse.convert import save
 from workhorse.generate import GenerationConfig
 from workhorse.load_model import load
 
@@ -200,7 +201,15 @@ def test_a_preset_says_that_its_weights_are_random(capsys, monkeypatch):
         (["--prompt", "a", "--stream", "--json"], "--stream shows one text"),
         (
             ["--prompt", "a", "--stream", "--batch-size", "2"],
-            "leave out --json, --n-samples, --batch",
+            "--stream shows one text; leave out --batch-size (see",
+        ),
+        (
+            ["--prompt", "a", "--stream", "--prompt", "b", "--json", "--n-samples", "2"],
+            "leave out --json, --n-samples and give one prompt, not 2 (see",
+        ),
+        (
+            ["--prompt", "a", "--logit-bias", "5000=3"],
+            "token id 5000 of logit_bias is not in the vocabulary of 260; choose 0 to 259",
         ),
         (
             ["--prompt", "a", "--logit-bias", "5=1", "--logit-bias", "5=2"],
@@ -218,10 +227,21 @@ def test_wrong_usage_is_one_line(run_folder, capsys, arguments, message):
     assert message in err
 
 
+def test_without_a_tokenizer_the_refusal_is_all_that_is_said(run_folder, capsys, tmp_path):
+    save(load(run_folder, as_stored=True).decoder, tmp_path / "bare")
+    assert main(["generate", str(tmp_path / "bare"), "--prompt", "a"]) == 2
+    line = f"workhorse: {tmp_path}/bare has no tokenizer; put its files beside the weights\n"
+    assert capsys.readouterr().err == line
+
+
 @pytest.mark.parametrize(
     ("model", "message"),
     [
         ("gpt3", "there is no folder, hub id or preset 'gpt3'; did you mean 'gpt"),
+        (
+            "tuned-hf",
+            "preset 'tuned-hf'; check the path (workhorse models list shows the presets)\n",
+        ),
         (".", "is not a run directory"),
         ("texts/a.txt", "texts/a.txt is a file; give the folder of its model"),
     ],

@@ -174,7 +174,9 @@ def check_new(folder: Path) -> None:
             raise WorkhorseError(
                 f"{folder} is a link to nothing; remove it or choose another folder"
             )
-        if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        if folder.exists() and not folder.is_dir():
+            raise WorkhorseError(f"{folder} is a file; choose another name for the folder")
+        if folder.exists() and any(folder.iterdir()):
             raise WorkhorseError(f"{folder} exists and is not empty; choose another folder")
 
 

@@ -123,7 +123,8 @@ def open_stored(
     if not path.is_dir():
         if path.suffix in (".yaml", ".yml"):
             raise WorkhorseError(
-                f"{path} is a recipe and no model; workhorse train {path} --dry-run shows it"
+                f"{path} is a recipe and no model; workhorse train {path} makes a run of it, which "
+                "can be given here (--dry-run only shows it)"
             )
         raise WorkhorseError(f"{path} is a file; give the folder of its model")
     for kind in (ModelFolder, HuggingFaceDirectory):
@@ -150,6 +151,8 @@ def is_stored(model: str) -> bool:
 def no_such_model(name: str) -> WorkhorseError:
     """That a name is neither that of a model on disk or on the hub nor a preset's."""
     remedy = nearest(name, preset_names())
+    if not remedy.startswith("did you mean"):
+        remedy = "check the path (workhorse models list shows the presets)"
     return WorkhorseError(f"there is no folder, hub id or preset {shown(name)}; {remedy}")
 
 

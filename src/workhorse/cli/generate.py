@@ -3,7 +3,7 @@
 import secrets
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -86,10 +86,10 @@ def command(
     if options["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs are part of the --json result; add --json")
     texts = read_prompts(prompts, prompt_file)
-    several = (options["n_samples"], batch_size)
-    if as_stream and (as_json or len(texts) > 1 or several != (None, None)):
-        raise click.UsageError(
-            "--stream shows one text; leave out --json, --n-samples, --batch-size, more prompts"
+    if as_stream:
+        _check_one_text(
+            len(texts),
+            {"--json": as_json, "--n-samples": options["n_samples"], "--batch-size": batch_size},
         )
     config = generation_config(**options, stop_tokens=() if ignore_eos else None)
     if as_stream and config.beams > 1:
@@ -101,7 +101,7 @@ def command(
     loaded = open_model(model, running, compiled=compiled)
     guesser = None
     if draft is not None:
-        guesser = open_model(draft, running, compiled=compiled)
+        guesser = open_model(draft, running, compiled=compiled, with_text=False)
     if compiled:  # what takes the compiler's time is no part of the tokens a second
         loaded.generate_batch(texts[:1], config.replace(max_new_tokens=2), draft=guesser)
     if as_stream:
@@ -114,6 +114,15 @@ def command(
     _explain([(c.finish_reason, len(c.tokens)) for c in completions], rates, config)
     result = _result(completions, texts, rates, config, loaded)
     print_result(result, as_json, text=for_terminal(_page(result["completions"])))
+
+
+def _check_one_text(prompts: int, flags: Mapping[str, Any]) -> None:
+    """Refuse to stream where flags or prompts ask for more than a text."""
+    extra = [flag for flag, value in flags.items() if value not in (None, False)]
+    remedies = [f"leave out {', '.join(extra)}"] if extra else []
+    remedies += [f"give one prompt, not {prompts}"] if prompts > 1 else []
+    if remedies:
+        raise click.UsageError(f"--stream shows one text; {' and '.join(remedies)}")
 
 
 def _stream(model: "Model", prompt: str, config: "GenerationConfig", draft: "Model | None") -> None:

@@ -77,22 +77,37 @@ compile_option = click.option(
 """For verbs that decode; the parameter is `compiled`."""
 
 
-def open_model(model: str, running: Running, *, compiled: bool = False) -> "Model":
-    """Load MODEL as the flags say; random weights are announced on stderr."""
+def open_model(
+    model: str, running: Running, *, compiled: bool = False, with_text: bool = True
+) -> "Model":
+    """Load MODEL as the flags say; random weights are announced on stderr.
+
+    Args:
+        model: the argument.
+        running: how it runs.
+        compiled: decode by compiled steps.
+        with_text: refuse a model without a tokenizer; a draft needs none.
+    """
     from workhorse.devices import use_threads
     from workhorse.load_model import load
 
     if running.threads:
         use_threads(running.threads)
-    return load(
+    remarks: list[str] = []
+    loaded = load(
         model,
         device=running.device,
         dtype=running.dtype,
         kernel=running.kernel,
         quantize=running.quantize,
         compile=compiled,
-        tell=warn,
+        tell=remarks.append,
     )
+    if with_text:
+        _ = loaded.text  # which raises: that token ids will do is true in Python alone
+    for remark in remarks:
+        warn(remark)
+    return loaded
 
 
 def recipe_of_run(folder: Path) -> Path:

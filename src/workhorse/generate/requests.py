@@ -36,7 +36,11 @@ def check_prompts(
     if config.stop and tokenizer is None:
         raise WorkhorseError("stop texts need a tokenizer; pass one, or give stop_tokens instead")
     size = decoder.config.vocab_size
-    for token in (*config.logit_bias, *stop_tokens(config, tokenizer)):
+    asked_for = {"logit_bias": config.logit_bias, "stop_tokens": config.stop_tokens or ()}
+    for option, tokens in asked_for.items():
+        for token in tokens:
+            _check_id(token, size, f"of {option} ", f"choose 0 to {size - 1}")
+    for token in stop_tokens(config, tokenizer):
         _check_id(token, size)
     return [_fit(list(prompt), decoder.max_seq_len, size, config) for prompt in prompts]
 
@@ -119,10 +123,12 @@ def _fit(prompt: list[int], context: int, vocab: int, config: GenerationConfig) 
     return prompt[-keep:] if config.truncate == "left" else prompt
 
 
-def _check_id(token: int, vocab: int) -> None:
+def _check_id(
+    token: int, vocab: int, whose: str = "", remedy: str = "use the model's own tokenizer"
+) -> None:
     if not 0 <= token < vocab:
         raise WorkhorseError(
-            f"token id {token} is not in the vocabulary of {vocab}; use the model's own tokenizer"
+            f"token id {token} {whose}is not in the vocabulary of {vocab}; {remedy}"
         )
 
 

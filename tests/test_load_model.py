@@ -408,6 +408,13 @@ def test_a_preset_s_name_is_a_text():
         preset(3)
 
 
+def test_prompts_of_one_call_share_the_numbers_of_the_seed(model):
+    """docs/python.md and docs/generation.md say so."""
+    first, other, again = model().generate_batch(["ab", "c", "ab"], seed=3, max_new_tokens=8)
+    assert first == again != other
+    assert first.seed == again.seed == other.seed == 3
+
+
 def test_a_warning_points_at_the_line_that_loads(run_folder, tmp_path):
     workhorse.save(workhorse.load(run_folder, as_stored=True).decoder, tmp_path / "bare")
     for warned in (

@@ -202,10 +202,14 @@ def test_a_prompt_longer_than_the_context(make_decoder):
     ("prompt", "options", "message"),
     [
         ([], {}, "the prompt holds no tokens"),
-        ([1, 17], {}, "token id 17 is not in the vocabulary of 17"),
+        ([1, 17], {}, "token id 17 is not in the vocabulary of 17; use the model's own tokenizer"),
         ([-1], {}, "token id -1 is not in the vocabulary of 17"),
-        ([1], {"logit_bias": {17: 1.0}}, "token id 17 is not in the vocabulary of 17"),
-        ([1], {"stop_tokens": (99,)}, "token id 99 is not in the vocabulary of 17"),
+        (
+            [1],
+            {"logit_bias": {17: 1.0}},
+            "token id 17 of logit_bias is not in .* 17; choose 0 to 16",
+        ),
+        ([1], {"stop_tokens": (99,)}, "token id 99 of stop_tokens is not in .* 17; choose 0 to 16"),
         ([1], {"stop": ("x",)}, "stop texts need a tokenizer"),
         ([1], {"beams": 3, "max_new_tokens": 30, "truncate": "left"}, "max_new_tokens=30 does not"),
     ],

@@ -124,7 +124,7 @@ def test_the_verb(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["convert", str(run_folder), f"{target}/config.json", "--to", "hf"]) == 2
     assert "config.json is a file; choose another name for the folder" in capsys.readouterr().err
     assert main(["convert", str(run_folder), str(tmp_path / "q.gguf"), "--to", "hf"]) == 2
-    assert "q.gguf names a GGUF file, and to=hf writes a folder" in capsys.readouterr().err
+    assert "q.gguf names a GGUF file, and --to hf writes a folder" in capsys.readouterr().err
     assert not (tmp_path / "q.gguf").exists()
     assert main(["convert", str(run_folder), str(tmp_path / "other")]) == 2
     assert "give --to hf, workhorse or gguf" in capsys.readouterr().err

@@ -123,8 +123,8 @@ def _check_target(target: Path, to: Format) -> None:
     if to != "gguf":
         if target.suffix == ".gguf":
             raise WorkhorseError(
-                f"{target} names a GGUF file, and to={to} writes a folder; choose another name, or "
-                "to=gguf"
+                f"{target} names a GGUF file, and --to {to} writes a folder; choose another name, "
+                "or --to gguf"
             )
         check_new(target)
 

@@ -70,6 +70,11 @@ def test_inspect_shows_what_a_model_will_see(capsys) -> None:
     assert row["padding"] == row["ignored"] == 40 - sum(s["tokens"] for s in row["segments"])
 
 
+def test_the_help_of_inspect_tells_that_it_writes(capsys) -> None:
+    assert main(["data", "inspect", "--help"]) == 0
+    assert "written into the run directory" in " ".join(capsys.readouterr().out.split())
+
+
 def test_inspect_for_a_person(capsys) -> None:
     assert main(["data", "inspect", "recipe.yaml", "--split", "validation"]) == 0
     page = capsys.readouterr().out

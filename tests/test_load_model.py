@@ -17,7 +17,7 @@ from workhorse.convert import Format, convert
 from workhorse.data import DataConfig
 from workhorse.describe_model import describe_model
 from workhorse.errors import WorkhorseError
-from workhorse.load_model import Model
+from workhorse.model import Model
 from workhorse.models import preset
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer

@@ -16,7 +16,8 @@ from workhorse.checkpoints.stored import is_stored, model_name, open_stored
 from workhorse.devices import dtype_name
 from workhorse.errors import WorkhorseError, warn_caller
 from workhorse.generate.requests import token_ids
-from workhorse.load_model import Model, check_tell, load
+from workhorse.load_model import check_tell, load
+from workhorse.model import Model
 from workhorse.models import preset, preset_names
 from workhorse.models.huggingface import Family
 from workhorse.models.parameters import count_parameters

@@ -1,10 +1,10 @@
 """`workhorse.load`: a model by the name of what holds it, with its tokenizer."""
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import Literal, get_args
 
 import torch
 
@@ -24,22 +24,14 @@ from workhorse.checkpoints.stored import (
     open_stored,
 )
 from workhorse.config import ConfigError
-from workhorse.data import Beginning, DataConfig, beginning
+from workhorse.data import DataConfig
 from workhorse.devices import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError, warn_caller
-from workhorse.generate import Completion, Delta, GenerationConfig, PrefixCache, generate, stream
-from workhorse.generate.conversation import (
-    ChatFormat,
-    Conversation,
-    TemplateFormat,
-    TranscriptFormat,
-)
-from workhorse.generate.requests import token_ids
+from workhorse.model import Model
 from workhorse.models import preset, preset_names
-from workhorse.models.huggingface import Family
-from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn import Decoder
 from workhorse.nn.kernels import KernelName
-from workhorse.tokenizers import BytesConfig, ChatTemplate, Tokenizer, train_tokenizer
+from workhorse.tokenizers import BytesConfig, train_tokenizer
 from workhorse.transforms.codes import FORMATS, FormatName
 from workhorse.transforms.inference import prepare_for_inference
 from workhorse.transforms.quantize import place_codes
@@ -47,227 +39,6 @@ from workhorse.transforms.quantize import quantize as quantize_weights
 from workhorse.untrusted import shown
 
 Quantization = Literal["none", FormatName]
-
-
-@dataclass(frozen=True)
-class Model:
-    """A decoder and what is needed to use it with text."""
-
-    name: str
-    """What it was loaded from."""
-    decoder: Decoder
-    tokenizer: Tokenizer | None
-    """None where a directory holds none: such a model reads and writes token ids."""
-    trained: bool
-    """Whether the weights were learned; those of a preset are random."""
-    data: DataConfig | None = None
-    """What a run was trained on."""
-    stop_tokens: tuple[int, ...] = ()
-    """What ends a text; empty: the tokenizer's eos."""
-    trained_to_chat: bool = False
-    """Whether it knows its tokenizer's chat template: a run does if it began with a model whose
-    tokenizer has one, not if it began with fresh weights."""
-    family: Family | None = None
-    """The model type of the Hugging Face directory or GGUF file it was loaded from."""
-
-    @property
-    def config(self) -> DecoderConfig:
-        return self.decoder.config
-
-    @property
-    def text(self) -> Tokenizer:
-        """The tokenizer.
-
-        Raises:
-            WorkhorseError: there is none.
-        """
-        if self.tokenizer is None:
-            raise WorkhorseError(f"{self.name} has no tokenizer; put its files beside the weights")
-        return self.tokenizer
-
-    @property
-    def prefix(self) -> tuple[int, ...]:
-        """The tokens that began every text of the training."""
-        return () if self.tokenizer is None else self._beginning.prefix
-
-    @property
-    def start(self) -> int | None:
-        """The token before a text: the last of `prefix`, or what ended the text before.
-
-        Of a model from elsewhere that has no prefix, bos or else eos; of one that was never
-        trained, none. See `workhorse.data.beginning`.
-        """
-        return self._beginning.start
-
-    @property
-    def _beginning(self) -> Beginning:
-        found = beginning(self.text, self.data)
-        return found if self.trained or found.prefix else Beginning((), None)
-
-    def encode(self, prompt: str) -> list[int]:
-        """A prompt's tokens as training would have begun them.
-
-        A text begins with `prefix`. An empty prompt asks for a text from its beginning, which
-        after training without a prefix is the eos of the one before.
-
-        Raises:
-            WorkhorseError: there is no tokenizer, or this is no text.
-        """
-        if not isinstance(prompt, str):
-            raise WorkhorseError(f"a prompt to encode is a text, not {shown(prompt)}; give a str")
-        return self._beginning.encode(self.text, prompt)
-
-    def decode(self, tokens: Sequence[int], *, skip_special: bool = True) -> str:
-        """The text of token ids: of what `encode` gives, the prompt.
-
-        Args:
-            tokens: a list, or a tensor of one dimension.
-            skip_special: leave out special tokens, such as `prefix`; else their names are written.
-
-        Raises:
-            WorkhorseError: there is no tokenizer, or these are no ids of it.
-        """
-        ids = token_ids(tokens, "tokens are a sequence of token ids", "give those of one text")
-        return self.text.decode(ids, skip_special=skip_special)
-
-    def generate(
-        self,
-        prompt: str | Sequence[int],
-        config: GenerationConfig | None = None,
-        *,
-        draft: "Model | None" = None,
-        **options: Any,
-    ) -> Completion:
-        """Continue one prompt: a text, or token ids.
-
-        Args:
-            prompt: what to continue.
-            config: how; or give `options`, the fields of `GenerationConfig`.
-            draft: a smaller model with the same tokenizer, to guess `speculate` tokens at a time.
-            options: see `config`.
-
-        Raises:
-            WorkhorseError: as `workhorse.generate.generate`; or `n_samples` above 1.
-        """
-        config = self._config(config, options)
-        if config.n_samples > 1:
-            raise WorkhorseError(
-                f"n_samples={config.n_samples} gives several texts; use generate_batch([prompt])"
-            )
-        return self.generate_batch([prompt], config, draft=draft)[0]
-
-    def generate_batch(
-        self,
-        prompts: Sequence[str | Sequence[int]],
-        config: GenerationConfig | None = None,
-        *,
-        draft: "Model | None" = None,
-        batch_size: int = 32,
-        **options: Any,
-    ) -> list[Completion]:
-        """Continue several prompts, see `workhorse.generate.generate`."""
-        if isinstance(prompts, str):
-            raise WorkhorseError(f"{shown(prompts)} is one prompt; give a list, or use generate")
-        if not isinstance(prompts, Iterable):
-            raise WorkhorseError(f"prompts are a list of texts or token ids, not {shown(prompts)}")
-        return generate(
-            self.decoder,
-            [self._tokens(prompt) for prompt in prompts],
-            self._config(config, options),
-            tokenizer=self.tokenizer,
-            draft=self.guesser(draft),
-            batch_size=batch_size,
-        )
-
-    def stream(
-        self,
-        prompt: str | Sequence[int],
-        config: GenerationConfig | None = None,
-        *,
-        draft: "Model | None" = None,
-        prefix: PrefixCache | None = None,
-        **options: Any,
-    ) -> Iterator[Delta]:
-        """Continue one prompt, giving each token as it is chosen."""
-        return stream(
-            self.decoder,
-            [self._tokens(prompt)],
-            self._config(config, options),
-            tokenizer=self.tokenizer,
-            draft=self.guesser(draft),
-            prefix=prefix,
-        )
-
-    def chat(
-        self,
-        config: GenerationConfig | None = None,
-        *,
-        system: str = "",
-        draft: "Model | None" = None,
-        **options: Any,
-    ) -> Conversation:
-        """A conversation, in the form of its chat template if it was trained to chat.
-
-        A model that was not trained to chat continues a written dialogue.
-
-        Args:
-            config: how replies are chosen; or give `options`.
-            system: what the model is told beforehand.
-            draft: see `generate`.
-            options: the fields of `GenerationConfig`.
-
-        Raises:
-            WorkhorseError: there is no tokenizer, or its template cannot be used.
-        """
-        form: ChatFormat = TranscriptFormat(self.text, self.prefix)
-        if self.trained_to_chat:
-            form = TemplateFormat(ChatTemplate.of(self.text), self.text)
-        return Conversation(
-            self.decoder,
-            self.text,
-            form,
-            self._config(config, options),
-            system=system,
-            draft=self.guesser(draft),
-        )
-
-    def guesser(self, draft: "Model | None") -> Decoder | None:
-        """The decoder of a draft for this model.
-
-        Raises:
-            WorkhorseError: its tokenizer has another vocabulary.
-        """
-        if draft is None:
-            return None
-        if not isinstance(draft, Model):
-            raise WorkhorseError(f"a draft is a Model, as load gives it, not {shown(draft)}")
-        ours, theirs = self.tokenizer, draft.tokenizer
-        if ours is not None and theirs is not None and ours.vocabulary != theirs.vocabulary:
-            raise WorkhorseError(
-                f"the tokenizers of {draft.name} and {self.name} have different vocabularies; "
-                "choose a draft with the model's own tokenizer"
-            )
-        return draft.decoder
-
-    def _config(self, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
-        """The request in full: a model with several tokens that end a text stops at each."""
-        if config is None:
-            config = GenerationConfig(**options)
-        elif not isinstance(config, GenerationConfig):
-            raise WorkhorseError(
-                f"{shown(config)} is no GenerationConfig; give options by name, as max_new_tokens=9"
-            )
-        elif options:
-            config = config.replace(**options)
-        if config.stop_tokens is None and self.stop_tokens:
-            return config.replace(stop_tokens=self.stop_tokens)
-        return config
-
-    def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
-        if isinstance(prompt, str):
-            return self.encode(prompt)
-        rule = "a prompt is a text or a sequence of token ids"
-        return token_ids(prompt, rule, "give several texts to generate_batch")
 
 
 def load(

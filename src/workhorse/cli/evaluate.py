@@ -13,7 +13,7 @@ from workhorse.cli.output import counted, print_result, progress
 
 if TYPE_CHECKING:
     from workhorse.data import Document
-    from workhorse.load_model import Model
+    from workhorse.model import Model
 
 OF_TEXT = ("data", "stride", "compare_gzip")
 OF_TASKS = ("include_path", "fewshot", "limit", "apply_chat_template")

@@ -12,7 +12,8 @@ from workhorse.cli.options import runtime_options
 from workhorse.cli.output import warn
 
 if TYPE_CHECKING:
-    from workhorse.load_model import Model, Quantization
+    from workhorse.load_model import Quantization
+    from workhorse.model import Model
     from workhorse.nn.kernels import KernelName
 
 

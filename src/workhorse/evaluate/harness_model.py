@@ -33,7 +33,7 @@ def silent(label: str) -> Iterator[Callable[[int, int | None], None]]:
 
 
 class Evaluated(Protocol):
-    """What is asked of a model; `workhorse.load_model.Model` has it."""
+    """What is asked of a model; `workhorse.model.Model` has it."""
 
     @property
     def name(self) -> str: ...

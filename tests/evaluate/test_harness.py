@@ -151,7 +151,11 @@ def test_requests_that_read_the_same_are_read_once(llama, monkeypatch):
     model = ours(llama, batch_size=100)
     rows = []
     hidden = model._model.decoder.hidden
-    monkeypatch.setattr(model._model.decoder, "hidden", lambda x: rows.append(x.shape) or hidden(x))
+    monkeypatch.setattr(
+        model._model.decoder,
+        "hidden",
+        lambda x, **given: rows.append(x.shape) or hidden(x, **given),
+    )
     words = (" the", " a")
     assert all(len(model.tokenizer.encode(word)) == 1 for word in words)
     asked = requests("loglikelihood", *(("the cat sees", word) for word in words * 2))

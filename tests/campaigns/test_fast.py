@@ -40,24 +40,23 @@ each_config = pytest.mark.parametrize(
 
 
 @pytest.fixture(params=["native", "native and compiled"])
-def quicken(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Decoder], None]:
+def quicken(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Decoder], Decoder]:
     """The transforms."""
 
-    def apply(decoder: Decoder) -> None:
+    def apply(decoder: Decoder) -> Decoder:
         assert stream_weights(decoder, wait=True)
         attend_natively(decoder)
-        if request.param == "native and compiled":
-            decoder = compile_steps(decoder, tmp_path)
+        compiled = request.param == "native and compiled"
+        return compile_steps(decoder, tmp_path) if compiled else decoder
 
     return apply
 
 
 @each_config
 def test_the_greedy_tokens_are_the_same_in_float32(
-    config: DecoderConfig, quicken: Callable[[Decoder], None]
+    config: DecoderConfig, quicken: Callable[[Decoder], Decoder]
 ) -> None:
-    plain, quick = make(config), make(config)
-    quicken(quick)
+    plain, quick = make(config), quicken(make(config))
     prompts = [[1, 2, 3, 4, 5], [6, 7]]
     request = GenerationConfig(max_new_tokens=SEQ, temperature=0, truncate="left")
     expected = [done.tokens for done in generate(plain, prompts, request)]
@@ -67,10 +66,9 @@ def test_the_greedy_tokens_are_the_same_in_float32(
 @each_config
 @torch.no_grad()
 def test_logits_stay_within_the_bound_in_bfloat16(
-    config: DecoderConfig, quicken: Callable[[Decoder], None]
+    config: DecoderConfig, quicken: Callable[[Decoder], Decoder]
 ) -> None:
-    plain, quick = make(config).bfloat16(), make(config).bfloat16()
-    quicken(quick)
+    plain, quick = make(config).bfloat16(), quicken(make(config).bfloat16())
     length = min(SEQ, plain.max_seq_len)
     tokens = torch.randint(config.vocab_size, (2, length))
     expected, found = along(plain, tokens), along(quick, tokens)

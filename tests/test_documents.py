@@ -176,6 +176,7 @@ def after_readme(before: Path, tmp_path_factory: pytest.TempPathFactory) -> Path
 def test_a_page_does_what_it_says(
     page: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ):
+    """`Reader.follow` fails at the first block that does not."""
     start: Path = request.getfixturevalue("before" if page == "README.md" else "after_readme")
     folder = tmp_path / "folder"
     shutil.copytree(start, folder)

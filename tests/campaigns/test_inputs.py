@@ -104,12 +104,15 @@ def test_what_is_wrong_is_seen() -> None:
         ({"bytes": 1 << 40}, "GB"),
         ({"changed": ["run/config.json"]}, "changed run/config.json"),
         ({"code": 0, "changed": ["out/.tmp-x"]}, "left out/.tmp-x"),
-        ({"changed": ["tmp/torchinductor_me/x.h", "tmp/x"]}, "changed tmp/x and 0 more"),
+        ({"changed": ["tmp/torchinductor_me/x.h"]}, "changed tmp/torchinductor_me/x.h"),
         ({"stderr": ""}, "0 lines"),
         ({"stderr": "workhorse: 'NoneType' is not iterable\n"}, "speaks of"),
         ({"stderr": "workhorse: a\x1b[31m\n"}, "not printable"),
     ):
         assert said in wrong_with(attempt, {**fine, **change})
+    compiling, headers = Attempt("name", ["generate", "--compile"]), ["tmp/torchinductor_me/x.h"]
+    assert wrong_with(compiling, {**fine, "changed": headers}) == ""
+    assert "changed tmp/x and 0" in wrong_with(compiling, {**fine, "changed": [*headers, "tmp/x"]})
 
 
 def _attempts(place: Path) -> list[Attempt]:

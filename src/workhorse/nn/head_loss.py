@@ -1,6 +1,6 @@
 """The loss of a linear head with its gradient: no float32 logits, nothing computed twice."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -116,10 +116,10 @@ def shaping_of(head: Head) -> Shaping:
 
 
 def shape_logits(logits: Tensor, shaping: Shaping) -> Tensor:
-    """The logits as the head gives them, in float32 at least; a new tensor."""
-    shaped = logits.to(torch.promote_types(logits.dtype, torch.float32), copy=True)
+    """The logits as the head gives them, in float32 at least; they may be the tensor given."""
+    shaped = widened(logits)
     if shaping.multiplier != 1:
-        shaped *= shaping.multiplier
+        shaped = shaped * shaping.multiplier
     if shaping.cap is not None:
         shaped = shaping.cap * torch.tanh(shaped / shaping.cap)
     return shaped
@@ -133,9 +133,57 @@ def unshape_gradient(gradient: Tensor, shaped: Tensor, shaping: Shaping) -> None
         gradient *= shaping.multiplier
 
 
+def widened(x: Tensor) -> Tensor:
+    """In float32 at least; it may be the tensor given."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
 def block_rows(logits: Tensor) -> int:
     """Rows of logits that are in float32 at once."""
     return max(1, BLOCK.get(logits.device.type, LARGE_BLOCK) // logits.shape[1])
+
+
+class ProductGradients:
+    """Gradients of `x Wᵀ + bias`, from the gradient of the product in parts of its rows.
+
+    Args:
+        wanted: of x, the weight and the bias; of what is not, nothing is computed.
+        multiply: two matrices.
+    """
+
+    def __init__(self, wanted: Sequence[bool], multiply: Multiply) -> None:
+        self._wanted = wanted
+        self._multiply = multiply
+        self._of_x: list[Tensor] = []
+        self._of_weight: Tensor | None = None
+        self._of_bias: Tensor | None = None
+
+    def add(self, above: Tensor, x: Tensor, weight: Tensor) -> None:
+        """Take the gradient of some rows of the product, whose rows of x these are."""
+        for_x, for_weight, for_bias = self._wanted
+        if for_x:
+            self._of_x.append(self._multiply(above, weight, None))
+        if for_weight:
+            self._of_weight = _sum(self._of_weight, self._multiply(above.t(), x, None))
+        if for_bias:
+            wide = torch.promote_types(above.dtype, torch.float32)
+            self._of_bias = _sum(self._of_bias, above.sum(dim=0, dtype=wide))
+
+    def result(
+        self, weight: Tensor, bias: Tensor | None
+    ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+        """Of x, of the weight and of the bias, each in the type of its own."""
+        of_x = self._of_x
+        return (
+            (torch.cat(of_x) if len(of_x) > 1 else of_x[0]) if of_x else None,
+            None if self._of_weight is None else self._of_weight.to(weight.dtype),
+            None if self._of_bias is None or bias is None else self._of_bias.to(bias.dtype),
+        )
+
+
+def _sum(total: Tensor | None, part: Tensor) -> Tensor:
+    """In float32 at least from the second part on."""
+    return part if total is None else widened(total).add_(part)
 
 
 class _LinearHeadLoss(torch.autograd.Function):
@@ -151,26 +199,15 @@ class _LinearHeadLoss(torch.autograd.Function):
         way: HeadLoss,
     ) -> Tensor:
         total = torch.zeros(2, device=x.device)
-        for_x, for_weight, for_bias = (learn and wanted for wanted in ctx.needs_input_grad[:3])
+        wanted = [learn and one for one in ctx.needs_input_grad[:3]]
+        gradients = ProductGradients(wanted, way.multiply)
         rows = max(1, way.max_logits // len(weight))
-        of_x: list[Tensor] = []
-        of_weight: list[Tensor] = []
-        of_bias: list[Tensor] = []
         for part, expected in zip(torch.split(x, rows), torch.split(targets, rows), strict=True):
             logits = way.multiply(part, weight.t(), bias)
             total += way.differentiate(logits, expected, shaping)
-            if for_x:
-                of_x.append(way.multiply(logits, weight))
-            if for_weight:
-                _add(of_weight, way.multiply(logits.t(), part))
-            if for_bias:
-                _add(of_bias, logits.sum(dim=0, dtype=torch.float32))
+            gradients.add(logits, part, weight)
             del logits
-        ctx.gradients = (
-            (torch.cat(of_x) if len(of_x) > 1 else of_x[0]) if of_x else None,
-            of_weight[0].to(weight.dtype) if of_weight else None,
-            of_bias[0].to(bias.dtype) if bias is not None and of_bias else None,
-        )
+        ctx.gradients = gradients.result(weight, bias)
         return total
 
     @staticmethod
@@ -184,14 +221,6 @@ class _LinearHeadLoss(torch.autograd.Function):
 def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     """`a b + bias` as `nn.Linear` computes it."""
     return F.linear(a, b.t(), bias)
-
-
-def _add(total: list[Tensor], part: Tensor) -> None:
-    """Into a list of one sum, which is float32 from its second part on."""
-    if not total:
-        total.append(part)
-    else:
-        total[0] = total[0].float().add_(part)
 
 
 def loss_into_gradient(

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 from workhorse.nn.head import Head
 from workhorse.nn.head_loss import (
     MAX_LOGITS,
+    ProductGradients,
     Shaping,
     block_rows,
     is_linear,
@@ -88,29 +89,15 @@ class _LinearTokenLogprobs(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, targets, normaliser = ctx.saved_tensors
-        for_x, for_weight, for_bias, *_ = ctx.needs_input_grad
+        gradients = ProductGradients(ctx.needs_input_grad[:3], product)
         slopes = above[0] * (targets != IGNORE)
-        sums = slopes.dtype
-        of_x: list[Tensor] = []
-        of_weight = torch.zeros_like(weight, dtype=sums) if for_weight else None
-        of_bias = torch.zeros_like(bias, dtype=sums) if for_bias else None
         split = (torch.split(tensor, ctx.rows) for tensor in (x, targets, normaliser, slopes))
         for part, *of_part in zip(*split, strict=True):
             logits = product(part, weight.t(), bias)
             for block, *of_block in _blocks(logits, *of_part):
                 _into_gradient(block, *of_block, shaping=ctx.shaping)
-            if for_x:
-                of_x.append(product(logits, weight, None))
-            if of_weight is not None:
-                of_weight += product(logits.t(), part, None)
-            if of_bias is not None:
-                of_bias += logits.sum(dim=0, dtype=sums)
-        return (
-            torch.cat(of_x) if for_x else None,
-            None if of_weight is None else of_weight.to(weight.dtype),
-            None if of_bias is None else of_bias.to(bias.dtype),
-            *[None] * 3,
-        )
+            gradients.add(logits, part, weight)
+        return (*gradients.result(weight, bias), *[None] * 3)
 
 
 def _blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:

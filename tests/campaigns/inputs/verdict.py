@@ -12,7 +12,7 @@ SIGNAL = 128
 STOPPED = re.compile("not finite|No space left|cannot write checkpoint")
 """What a training says that could not go on, or a verb whose result nobody took."""
 COMPILERS = "tmp/torchinductor_"
-"""PyTorch's compiler keeps its own cache in the folder for temporary files."""
+"""Where PyTorch's compiler, if it is asked for, keeps headers, whatever its cache folder is."""
 LONGEST = 700
 """Characters of an error's line."""
 
@@ -58,7 +58,9 @@ def _wrong_end(result: dict[str, Any], lines: list[str]) -> str:
 def _wrong_files(attempt: Attempt, result: dict[str, Any]) -> str:
     """What was changed that the command does not name, or left half-written."""
     code = result["code"]
-    changed = [path for path in result["changed"] if not path.startswith(COMPILERS)]
+    changed = result["changed"]
+    if "--compile" in attempt.arguments:
+        changed = [path for path in changed if not path.startswith(COMPILERS)]
     if code and STOPPED.search(result["stderr"]):
         code = 0  # it began, and what it made before is kept
     allowed = attempt.writes if code == 0 else ("home/.cache", "run/.lock")

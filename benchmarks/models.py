@@ -49,7 +49,7 @@ def _main(shape: str, kind: str, root: str) -> None:
 def _write_huggingface(shape: Shape, path: Path) -> None:
     import torch
 
-    from workhorse.checkpoints.export import write_huggingface
+    from workhorse.checkpoints.huggingface.export import write_huggingface
 
     torch.manual_seed(0)
     write_huggingface(path, _config(shape).build(dtype=torch.bfloat16))

@@ -27,7 +27,7 @@ from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.feedforward import MlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions import LearnedPositionConfig
+from workhorse.nn.positions.absolute import LearnedPositionConfig
 
 LOAD_OPTIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -49,9 +49,9 @@ def train(
     threads: int,
 ) -> Round:
     """Rounds of training steps, as `workhorse train` takes them."""
-    from workhorse.train.adamw import AdamWConfig
-    from workhorse.train.build_step import build_step
-    from workhorse.train.recipe import TrainConfig
+    from workhorse.optim.adamw import AdamWConfig
+    from workhorse.train.recipe.recipe import TrainConfig
+    from workhorse.train.step.build import build_step
 
     sizes = TRAINING[shape]
     tokens, targets = batch(shape, device, threads)

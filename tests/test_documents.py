@@ -28,7 +28,7 @@ from workhorse.overrides import apply_overrides
 from workhorse.tokenizers import SpecialTokensConfig, train_tokenizer
 from workhorse.tokenizers.config import BpeConfig
 from workhorse.train import Recipe
-from workhorse.train.reference import NAME, recipe_configs
+from workhorse.train.recipe.reference import NAME, recipe_configs
 
 ROOT = Path(__file__).parent.parent
 PLAN: dict[str, Any] = yaml.safe_load((ROOT / "tests" / "documents.yaml").read_text("utf-8"))

@@ -9,9 +9,9 @@ from typing import Any, Literal, get_args
 
 import torch
 
-from workhorse.checkpoints.export import find_family, write_huggingface
+from workhorse.checkpoints.huggingface.export import find_family, write_huggingface
 from workhorse.checkpoints.model_folder import check_new, write_model
-from workhorse.checkpoints.run_directory import RunDirectory
+from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.stored import is_stored, model_name, open_stored
 from workhorse.devices import dtype_name
 from workhorse.errors import WorkhorseError, warn_caller

@@ -15,7 +15,7 @@ from workhorse.checkpoints import (
     weights_in_large_pages,
 )
 from workhorse.checkpoints.room import check_random, check_stored
-from workhorse.checkpoints.run_directory import DAMAGED_RECIPE
+from workhorse.checkpoints.runs.run_directory import DAMAGED_RECIPE
 from workhorse.checkpoints.stored import (
     StoredModel,
     is_stored,
@@ -30,7 +30,7 @@ from workhorse.errors import WorkhorseError, warn_caller
 from workhorse.model import Model
 from workhorse.models import preset, preset_names
 from workhorse.nn import Decoder
-from workhorse.nn.kernels import KernelName
+from workhorse.nn.attention.kernels import KernelName
 from workhorse.tokenizers import BytesConfig, train_tokenizer
 from workhorse.transforms.codes import FORMATS, FormatName
 from workhorse.transforms.inference import prepare_for_inference

@@ -34,9 +34,9 @@ from tests.tokenizers.conftest import CORPUS
 from workhorse.checkpoints.gguf import splitting, tensors, vocabulary, write, write_gguf
 from workhorse.checkpoints.gguf.metadata import model_metadata
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.grouped_linear import GroupedLinear
-from workhorse.nn.latent_attention import LatentAttention
-from workhorse.nn.router import Router
+from workhorse.nn.attention.latent import LatentAttention
+from workhorse.nn.experts.grouped_linear import GroupedLinear
+from workhorse.nn.experts.router import Router
 from workhorse.tokenizers import Tokenizer, load_tokenizer, tokenizer_config, train_tokenizer
 
 gguf = pytest.importorskip("gguf")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from workhorse.checkpoints.hub import resolve_model
+from workhorse.checkpoints.huggingface.hub import resolve_model
 from workhorse.errors import WorkhorseError
 
 HUB = runpy.run_path(str(Path(__file__).with_name("hub_server.py")))
@@ -20,7 +20,7 @@ serve, COMMIT = HUB["serve"], HUB["COMMIT"]
 NAME = "org/tiny-model"
 SCRIPT = """
 import os, sys
-from workhorse.checkpoints.hub import resolve_model
+from workhorse.checkpoints.huggingface.hub import resolve_model
 from workhorse.errors import WorkhorseError
 for name in sys.argv[1:]:
     name, _, revision = name.partition(" ")

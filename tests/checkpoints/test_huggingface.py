@@ -15,9 +15,9 @@ from tests.parity.cases import axk1
 from tests.parity.cases.glm import CASES
 from tests.parity.cases.llama import GROUPED
 from tests.parity.reference import TOKENS, VOCAB, quiet, randomised, relative
-from workhorse.checkpoints.export import write_huggingface
-from workhorse.checkpoints.huggingface import HuggingFaceDirectory
-from workhorse.checkpoints.tensor_folder import TensorFolder
+from workhorse.checkpoints.huggingface.export import write_huggingface
+from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
+from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
 from workhorse.errors import WorkhorseError
 
 TIED = GROUPED | {"tie_word_embeddings": True}

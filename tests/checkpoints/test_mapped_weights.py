@@ -10,7 +10,7 @@ import torch
 
 import workhorse
 from workhorse.checkpoints import mapped_weights, weights_of
-from workhorse.checkpoints.export import write_huggingface
+from workhorse.checkpoints.huggingface.export import write_huggingface
 from workhorse.checkpoints.stored import open_stored
 from workhorse.errors import WorkhorseError
 from workhorse.models.gpt2 import gpt2

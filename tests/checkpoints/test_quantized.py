@@ -9,8 +9,8 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import _dequantize_fp8_weight
 from transformers.integrations.mxfp4 import convert_moe_packed_tensors
 
-from workhorse.checkpoints.quantized import dequantized, from_fp8, from_mxfp4
-from workhorse.checkpoints.tensor_folder import TensorFolder
+from workhorse.checkpoints.huggingface.quantized import dequantized, from_fp8, from_mxfp4
+from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
 from workhorse.errors import WorkhorseError
 
 MXFP4 = {"quant_method": "mxfp4"}

@@ -11,9 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 
-from workhorse.checkpoints.safetensors_header import DTYPES, header_bytes
-from workhorse.checkpoints.tensor_folder import INDEX, SINGLE, TensorFolder, write_tensors
+from workhorse.checkpoints.huggingface.tensor_folder import (
+    INDEX,
+    SINGLE,
+    TensorFolder,
+    write_tensors,
+)
 from workhorse.errors import WorkhorseError
+from workhorse.tensors.safetensors_header import DTYPES, header_bytes
 
 TENSORS = {
     "a": torch.arange(6.0).reshape(2, 3),
@@ -159,7 +164,7 @@ def test_a_view_is_not_the_file(tmp_path):
 
 
 def test_views_outlive_the_folder_and_the_release_of_memory(tmp_path, monkeypatch):
-    monkeypatch.setattr("workhorse.checkpoints.tensor_folder._RESIDENT_BYTES", 0)
+    monkeypatch.setattr("workhorse.checkpoints.huggingface.tensor_folder._RESIDENT_BYTES", 0)
     write_tensors(tmp_path, makers(TENSORS), max_shard_bytes=40)
     source = TensorFolder(tmp_path)
     views = {name: source.read(name) for name in source.shapes}
@@ -293,7 +298,7 @@ def test_a_header_of_a_hundred_thousand_tensors(tmp_path):
 PEAK = """
 import resource, sys, torch
 from pathlib import Path
-from workhorse.checkpoints.tensor_folder import TensorFolder
+from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
 def peak(): return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 source = TensorFolder(Path(sys.argv[1]))
 copies = {name: torch.empty(shape) for name, shape in source.shapes.items()}

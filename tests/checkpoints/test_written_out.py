@@ -7,10 +7,10 @@ from typing import Any
 import pytest
 import torch
 
-from workhorse.checkpoints.export import write_huggingface
 from workhorse.checkpoints.gguf import find_gguf_family
-from workhorse.checkpoints.huggingface import HuggingFaceDirectory
-from workhorse.checkpoints.written_out import written_out
+from workhorse.checkpoints.huggingface.export import write_huggingface
+from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
+from workhorse.checkpoints.huggingface.written_out import written_out
 from workhorse.convert import convert, save
 from workhorse.errors import WorkhorseError
 from workhorse.models import preset

@@ -231,7 +231,7 @@ def test_help_tells_every_kind_of_model(verb: str, capsys: pytest.CaptureFixture
 
 
 def test_generates_flags_have_the_names_of_the_options() -> None:
-    from workhorse.cli.generate import command
+    from workhorse.cli.verbs.generate import command
     from workhorse.generate import GenerationConfig
 
     flags = {name for option in command.params for name in option.opts}

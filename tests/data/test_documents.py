@@ -15,7 +15,7 @@ from pyarrow import parquet
 
 from workhorse.data import DataConfig, Document, files, iterate_texts, read_documents
 from workhorse.data import documents as documents_module
-from workhorse.data.held_out import HASHES, hash_of, threshold
+from workhorse.data.corpus.held_out import HASHES, hash_of, threshold
 from workhorse.errors import WorkhorseError
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import zstandard
 
-from workhorse.data.files import open_bytes, visible_files
+from workhorse.data.corpus.files import open_bytes, visible_files
 from workhorse.errors import WorkhorseError
 
 

@@ -99,7 +99,7 @@ def test_unknown_characters_are_counted_kept_and_told(
 def test_a_document_in_pieces_begins_and_ends_once(
     tokenizer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workhorse.data.documents.PIECE_CHARS", 30)
+    monkeypatch.setattr("workhorse.data.corpus.documents.PIECE_CHARS", 30)
     text = "0123456789" * 50
     (tmp_path / "a.txt").write_text(text)
     corpus = {"kind": "text", "path": tmp_path / "a.txt", "validation_fraction": 0}

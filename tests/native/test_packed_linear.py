@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from workhorse import native
 from workhorse.instructions import cpu_has
-from workhorse.nn.grouped_linear import GroupedLinear, group_sorted
+from workhorse.nn.experts.grouped_linear import GroupedLinear, group_sorted
 from workhorse.transforms.codes import FormatName
 from workhorse.transforms.quantized_linear import QuantizedGroupedLinear, QuantizedLinear
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from workhorse.native.pages import in_large_pages
+from workhorse.tensors.pages import in_large_pages
 
 
 def test_apart_and_aligned() -> None:

@@ -9,10 +9,10 @@ import torch.nn.functional as F
 from tests.train.conftest import MODEL
 from workhorse.native import training
 from workhorse.nn import DecoderConfig
-from workhorse.nn.kernels import Scoring, Sdpa
-from workhorse.train.adamw import AdamW, AdamWConfig
-from workhorse.train.masters import Masters, split
-from workhorse.train.muon import Muon, MuonConfig
+from workhorse.nn.attention.kernels import Scoring, Sdpa
+from workhorse.optim.adamw import AdamW, AdamWConfig
+from workhorse.optim.master_weights import Masters, split
+from workhorse.optim.muon import Muon, MuonConfig
 from workhorse.transforms.native_training.attention import TrainingSdpa, replace_attention
 
 
@@ -195,7 +195,7 @@ def test_muon_in_two_passes_is_muon(
     monkeypatch: pytest.MonkeyPatch, *, shape: tuple[int, ...], nesterov: bool, gathered: bool
 ) -> None:
     """Within the rounding of directions to bfloat16."""
-    monkeypatch.setattr("workhorse.train.muon.iteration_dtype", lambda _: torch.bfloat16)
+    monkeypatch.setattr("workhorse.optim.muon.iteration_dtype", lambda _: torch.bfloat16)
     starts, gradients = torch.randn(2, *shape), torch.randn(3, 2, *shape).bfloat16()
     results = []
     for native in (True, False):

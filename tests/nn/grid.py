@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from tests.nn.grid_factors import FACTORS, Variant, rope
 from workhorse.nn import AttentionConfig, Decoder, DecoderConfig
-from workhorse.nn.latent_attention import LatentAttentionConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.rope import DynamicNtkScalingConfig, LongRopeScalingConfig, RopeConfig
+from workhorse.nn.attention.latent import LatentAttentionConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.positions.rope import DynamicNtkScalingConfig, LongRopeScalingConfig, RopeConfig
 
 Choice = dict[str, tuple[str, int]]  # factor -> (kind, which of its variants)
 

@@ -9,10 +9,10 @@ from torch import Tensor
 
 from workhorse.config import ConfigError
 from workhorse.nn import Attention, AttentionConfig, Context
-from workhorse.nn.attention import QKNormConfig, RotateFirstAttention
+from workhorse.nn.attention.grouped import QKNormConfig, RotateFirstAttention
 from workhorse.nn.norms import RMSNormConfig
-from workhorse.nn.positions import NoPositionConfig
-from workhorse.nn.rope import RopeConfig
+from workhorse.nn.positions.absolute import NoPositionConfig
+from workhorse.nn.positions.rope import RopeConfig
 
 D_MODEL, SEQ = 16, 7
 X = torch.randn(2, SEQ, D_MODEL, generator=torch.Generator().manual_seed(0))

@@ -17,9 +17,9 @@ from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import IGNORE, Attention, AttentionConfig, Context, Decoder, DecoderConfig
 from workhorse.nn.feedforward import MlpConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.train.adamw import AdamWConfig
-from workhorse.train.optimizers import build_optimizer
-from workhorse.train.step import LossOfBatch, LossScale, Precision, TrainingStep
+from workhorse.optim.adamw import AdamWConfig
+from workhorse.optim.groups import build_optimizer
+from workhorse.train.step.step import LossOfBatch, LossScale, Precision, TrainingStep
 
 D_MODEL, SEQ = 16, 8
 KERNELS = pytest.mark.parametrize("kernel", ["eager", "sdpa"])

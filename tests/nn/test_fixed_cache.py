@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tests.nn.grid import CAUSAL, COVERING, error, fixed_length, make, name, random_tokens
 from workhorse.nn import Cache, Decoder, DecoderConfig
-from workhorse.nn.fixed_cache import FixedCache, layout_of, tensors_of
+from workhorse.nn.cache.fixed import FixedCache, layout_of, tensors_of
 
 TOLERANCE = 1e-5
 every_config_of_fixed_angles = pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_guesses_are_checked_and_taken_back(config: DecoderConfig) -> None:
 
 @torch.no_grad()
 def test_more_slots_are_shown_as_the_text_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workhorse.nn.fixed_cache.SLOTS_AT_ONCE", 4)
+    monkeypatch.setattr("workhorse.nn.cache.fixed.SLOTS_AT_ONCE", 4)
     config = CAUSAL[0]
     decoder = make(config)
     tokens = random_tokens(config, 1, 11)

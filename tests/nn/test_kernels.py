@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from tests.nn.grid import COVERING, configs, error, make, name, random_tokens, refused
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.kernels import Eager, Flex, Kernel, Scoring, Sdpa, make_kernel
-from workhorse.nn.masks import AttentionPattern, Placement
+from workhorse.nn.attention.kernels import Eager, Flex, Kernel, Scoring, Sdpa, make_kernel
+from workhorse.nn.attention.masks import AttentionPattern, Placement
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 every_config = pytest.mark.parametrize("config", COVERING, ids=map(name, range(len(COVERING))))

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tests.nn.grid import error, random_tokens
 from workhorse.nn import Context, Decoder, DecoderConfig
-from workhorse.nn.latent_attention import LatentAttention, LatentAttentionConfig
+from workhorse.nn.attention.latent import LatentAttention, LatentAttentionConfig
 
 D_MODEL, HEADS, RANK, NOPE, ROPE, VALUE = 12, 3, 10, 6, 4, 5
 

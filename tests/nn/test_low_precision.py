@@ -2,10 +2,10 @@
 
 import torch
 
+from workhorse.nn.attention.self_attention import make_rotation
 from workhorse.nn.context import Context
 from workhorse.nn.embedding import EmbeddingConfig
-from workhorse.nn.rope import RopeConfig, rotate_half
-from workhorse.nn.self_attention import make_rotation
+from workhorse.nn.positions.rope import RopeConfig, rotate_half
 
 SQRT_3072 = 55.42562584220407  # 55.5 in bfloat16
 

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from workhorse.nn.masks import AttentionPattern, Placement, hides_something, visible
+from workhorse.nn.attention.masks import AttentionPattern, Placement, hides_something, visible
 
 patterns = st.builds(
     AttentionPattern,

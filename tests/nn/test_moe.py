@@ -7,11 +7,11 @@ import torch
 from torch import Tensor, nn
 
 from workhorse.config import ConfigError
-from workhorse.nn import grouped_linear
+from workhorse.nn.experts import grouped_linear
+from workhorse.nn.experts.grouped_linear import GroupedLinear, group_sorted
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import Router, RouterConfig
 from workhorse.nn.feedforward import GatedMlp
-from workhorse.nn.grouped_linear import GroupedLinear, group_sorted
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.router import Router, RouterConfig
 
 D_MODEL = 16
 

@@ -6,9 +6,9 @@ from torch import Tensor, nn
 
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Attention, AttentionConfig, Context, Decoder
+from workhorse.nn.attention.latent import LatentAttentionConfig
 from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.latent_attention import LatentAttentionConfig
-from workhorse.nn.rope import RopeConfig
+from workhorse.nn.positions.rope import RopeConfig
 
 X = torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(0))
 ATTENTIONS = [

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from workhorse.nn.alibi import AlibiConfig, alibi_slopes
-from workhorse.nn.masks import AttentionPattern, Placement, alibi_bias
-from workhorse.nn.positions import (
+from workhorse.nn.attention.masks import AttentionPattern, Placement, alibi_bias
+from workhorse.nn.positions.absolute import (
     LearnedPositionConfig,
     LearnedPositions,
     SinusoidalPositionConfig,
     SinusoidalPositions,
 )
+from workhorse.nn.positions.alibi import AlibiConfig, alibi_slopes
 
 
 def waves(d_model: int, seq: int = 40, **options: object) -> np.ndarray:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from workhorse.config import ConfigError
-from workhorse.nn.rope import RopeConfig, rotate_half, rotate_interleaved
+from workhorse.nn.positions.rope import RopeConfig, rotate_half, rotate_interleaved
 
 
 def rotated(rope: RopeConfig, x: Tensor, positions: Tensor, length: int = 1) -> Tensor:

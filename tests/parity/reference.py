@@ -17,13 +17,13 @@ import transformers as hf
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from workhorse.checkpoints.export import write_huggingface
-from workhorse.checkpoints.huggingface import HuggingFaceDirectory
+from workhorse.checkpoints.huggingface.export import write_huggingface
+from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.generate import GenerationConfig, generate
 from workhorse.models.huggingface import Fields, family
 from workhorse.models.huggingface.family import differences, plain
 from workhorse.nn import Decoder
-from workhorse.nn.rope import RopeConfig
+from workhorse.nn.positions.rope import RopeConfig
 
 VOCAB, SEQ, ROWS = 67, 21, 3
 TOKENS = {"pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}

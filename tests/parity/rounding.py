@@ -17,9 +17,9 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity.reference import VOCAB, float_buffers, quiet, randomised, their_config
-from workhorse.checkpoints.huggingface import HuggingFaceDirectory
+from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.nn import Decoder
-from workhorse.nn.rope import RopeConfig
+from workhorse.nn.positions.rope import RopeConfig
 from workhorse.transforms.inference import prepare_for_inference
 
 ROWS, PARTS = 45, (14, *[1] * 7)

@@ -8,7 +8,7 @@ import transformers as hf
 
 from tests.parity.cases.llama import GROUPED
 from tests.parity.reference import TOKENS, VOCAB, quiet, randomised, relative
-from workhorse.checkpoints.huggingface import HuggingFaceDirectory
+from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 
 TEXT = GROUPED | TOKENS | {"vocab_size": VOCAB, "head_dim": 8, "num_hidden_layers": 4}
 VISION = {

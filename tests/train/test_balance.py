@@ -13,14 +13,14 @@ from tests.train.test_step import CPU
 from workhorse.config import ConfigError
 from workhorse.data import IGNORE, Batch
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.router import Router, Routing
+from workhorse.nn.experts.router import Router, Routing
+from workhorse.optim.adamw import AdamWConfig
+from workhorse.optim.groups import build_optimizer, parameters_by_role
+from workhorse.optim.muon import MuonConfig
 from workhorse.train import Recipe, train
-from workhorse.train.adamw import AdamWConfig
-from workhorse.train.balance import Balancer, imbalance, loads_of
-from workhorse.train.muon import MuonConfig
-from workhorse.train.optimizers import build_optimizer, parameters_by_role
 from workhorse.train.speed import flops_per_token
-from workhorse.train.step import (
+from workhorse.train.step.balance import Balancer, imbalance, loads_of
+from workhorse.train.step.step import (
     LossOfBatch,
     LossScale,
     Precision,

@@ -3,7 +3,7 @@ import xml.etree.ElementTree as ET
 
 import pytest
 
-from workhorse.train.chart import MAX_POINTS, Series, line_chart, shown, thinned, ticks
+from workhorse.train.report.chart import MAX_POINTS, Series, line_chart, shown, thinned, ticks
 
 SVG = {"svg": "http://www.w3.org/2000/svg"}
 

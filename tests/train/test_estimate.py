@@ -11,7 +11,7 @@ from tests.train.test_balance import MIXED, recipe_of
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
 from workhorse.train import Recipe, estimate, train
-from workhorse.train.build_step import build_step
+from workhorse.train.step.build import build_step
 
 SPECIAL = {"bos": None, "eos": None, "pad": None, "chat": []}
 

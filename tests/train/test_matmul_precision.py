@@ -16,9 +16,9 @@ from workhorse.data import Batch
 from workhorse.native import products
 from workhorse.nn import DecoderConfig
 from workhorse.train import train
-from workhorse.train.build_step import build_step
-from workhorse.train.recipe import TrainConfig
-from workhorse.train.step import Precision, TrainingStep
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.build import build_step
+from workhorse.train.step.step import Precision, TrainingStep
 
 MLP = {
     "kind": "pre_norm",

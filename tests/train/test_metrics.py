@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 
 from workhorse.errors import WorkhorseError
-from workhorse.train.metrics import MetricsFile, read_metrics
+from workhorse.train.report.metrics import MetricsFile, read_metrics
 
 
 def write_some(path: Path) -> None:

@@ -14,12 +14,13 @@ from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
 from workhorse.memory import most_resident, resident
 from workhorse.nn import Decoder
-from workhorse.train import Recipe, estimate, micro_batch, read_metrics, train
-from workhorse.train.build_step import build_step
-from workhorse.train.micro_batch import MARGIN, fit_micro_batch, shares
-from workhorse.train.random_state import random_state
-from workhorse.train.recipe import TrainConfig
-from workhorse.train.step import TrainingStep
+from workhorse.train import Recipe, estimate, read_metrics, train
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.resume.random_state import random_state
+from workhorse.train.step import micro_batch
+from workhorse.train.step.build import build_step
+from workhorse.train.step.micro_batch import MARGIN, fit_micro_batch, shares
+from workhorse.train.step.step import TrainingStep
 
 CPU = torch.device("cpu")
 ROWS = 32
@@ -43,9 +44,9 @@ def room_for(monkeypatch: pytest.MonkeyPatch, rows: float) -> None:
     plain = TrainingStep.backward
     free = int((10_000_000 + 100_000_000 * rows) / (1 - MARGIN)) + 16
     monkeypatch.setattr(TrainingStep, "backward", backward)
-    monkeypatch.setattr("workhorse.train.micro_batch.free_memory", lambda: free)
-    monkeypatch.setattr("workhorse.train.micro_batch.resident", lambda: 7)
-    monkeypatch.setattr("workhorse.train.micro_batch.most_resident", lambda: 7 + most[0])
+    monkeypatch.setattr("workhorse.train.step.micro_batch.free_memory", lambda: free)
+    monkeypatch.setattr("workhorse.train.step.micro_batch.resident", lambda: 7)
+    monkeypatch.setattr("workhorse.train.step.micro_batch.most_resident", lambda: 7 + most[0])
 
 
 def config(batch_size: int, **changes: Any) -> TrainConfig:
@@ -91,8 +92,10 @@ def test_looking_leaves_everything_as_it_was(decoder: Decoder) -> None:
 
 
 def test_no_room_for_one_row(monkeypatch: pytest.MonkeyPatch, decoder: Decoder) -> None:
-    monkeypatch.setattr("workhorse.train.micro_batch.free_memory", lambda: 2**20)
-    monkeypatch.setattr("workhorse.train.micro_batch.most_resident", lambda: resident() + 2**30)
+    monkeypatch.setattr("workhorse.train.step.micro_batch.free_memory", lambda: 2**20)
+    monkeypatch.setattr(
+        "workhorse.train.step.micro_batch.most_resident", lambda: resident() + 2**30
+    )
     message = r"one row of 8 tokens takes 1,02\d MiB, and 1 MiB are free; shorten train.seq_len"
     with pytest.raises(WorkhorseError, match=message):
         build_step(decoder, config(8, micro_batch_size="auto"), CPU, a_batch(8))

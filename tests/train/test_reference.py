@@ -11,7 +11,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
 from workhorse.on_resume import OnResume
 from workhorse.train import Recipe
-from workhorse.train.reference import Group, examples, recipe_configs, sections, sections_at
+from workhorse.train.recipe.reference import Group, examples, recipe_configs, sections, sections_at
 
 GROUPS, PLACES = recipe_configs()
 CONFIGS = [config for group in GROUPS for config in group.configs]

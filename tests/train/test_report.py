@@ -10,9 +10,9 @@ from tests.train.runs import weights
 from tests.train.test_balance import MIXED, recipe_of
 from workhorse.checkpoints import RunDirectory
 from workhorse.train import read_metrics, train
-from workhorse.train.metrics import Event
-from workhorse.train.report import figures, validation_series, write_report
-from workhorse.train.trackers import scalars
+from workhorse.train.report.metrics import Event
+from workhorse.train.report.page import figures, validation_series, write_report
+from workhorse.train.report.trackers import scalars
 
 
 def test_a_report_shows_the_run_and_needs_no_network(make_recipe, tmp_path):

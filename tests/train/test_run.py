@@ -19,7 +19,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
 from workhorse.train import Recipe, read_metrics, train
 from workhorse.train.loop import Loop
-from workhorse.train.step import LossOfBatch, TrainingStep
+from workhorse.train.step.step import LossOfBatch, TrainingStep
 from workhorse.train.validation import Validator
 
 

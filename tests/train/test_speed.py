@@ -11,7 +11,7 @@ from workhorse.models.parameters import active_parameters
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.train import read_metrics, speed, train
 from workhorse.train.speed import Peak, flops_per_token, peak_flops
-from workhorse.train.step import LossOfBatch
+from workhorse.train.step.step import LossOfBatch
 
 SEQ, VOCAB = 32, 24
 ROWS = 2
@@ -82,7 +82,7 @@ def test_what_a_window_hides_does_not_count(reach: dict[str, int]) -> None:
 
 def test_a_mixture_counts_the_experts_that_work(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's grouped kernel is not in its count, so each expert multiplies by itself."""
-    monkeypatch.setattr("workhorse.nn.grouped_linear._kernel_takes", lambda weight: False)
+    monkeypatch.setattr("workhorse.nn.experts.grouped_linear._kernel_takes", lambda weight: False)
     decoder = build({"kind": "attention", "n_heads": 2}, MIXTURE)
     assert flops_per_token(decoder, SEQ) * ROWS * SEQ == counted_by_pytorch(decoder)
     resting = 2 * 2 * 3 * 8 * 16  # layers, experts, matrices of 8 x 16

@@ -6,9 +6,9 @@ import torch
 
 from workhorse.data import IGNORE, Batch
 from workhorse.nn import Decoder, next_token_loss
-from workhorse.train.adamw import AdamWConfig
-from workhorse.train.optimizers import build_optimizer
-from workhorse.train.step import (
+from workhorse.optim.adamw import AdamWConfig
+from workhorse.optim.groups import build_optimizer
+from workhorse.train.step.step import (
     LossOfBatch,
     LossScale,
     Precision,

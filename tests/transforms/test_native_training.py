@@ -15,8 +15,8 @@ from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.feedforward import ClampedSwiglu, Gated, GatedMlp, Mlp
 from workhorse.nn.head_loss import HeadLoss, Shaping, loss_into_gradient, product
 from workhorse.nn.norms import LayerNorm, RMSNorm, RMSNormConfig, RMSNormMultipliedFirst
-from workhorse.train.build_step import build_step
-from workhorse.train.recipe import TrainConfig
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.build import build_step
 from workhorse.transforms.checkpointing import checkpoint_activations
 from workhorse.transforms.native_training.embedding import replace_embeddings
 from workhorse.transforms.native_training.feedforward import replace_feed_forwards

@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from workhorse.nn.grouped_linear import GroupedLinear, group_sorted, grouped_product
+from workhorse.nn.experts.grouped_linear import GroupedLinear, group_sorted, grouped_product
 from workhorse.transforms.codes import FormatName
 from workhorse.transforms.quantized_linear import QuantizedGroupedLinear, QuantizedLinear
 

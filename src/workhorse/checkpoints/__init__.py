@@ -1,10 +1,10 @@
 """Run directories and the checkpoints in them: whole or absent, and checked before use."""
 
-from workhorse.checkpoints.disk import Disk
-from workhorse.checkpoints.lock import FolderLock
-from workhorse.checkpoints.manifest import DamagedCheckpoint
-from workhorse.checkpoints.run_directory import RunDirectory
-from workhorse.checkpoints.store import Checkpoint, CheckpointStore
+from workhorse.checkpoints.runs.disk import Disk
+from workhorse.checkpoints.runs.lock import FolderLock
+from workhorse.checkpoints.runs.manifest import DamagedCheckpoint
+from workhorse.checkpoints.runs.run_directory import RunDirectory
+from workhorse.checkpoints.runs.store import Checkpoint, CheckpointStore
 from workhorse.checkpoints.tensors import (
     Places,
     copy_tensors,

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from workhorse.checkpoints.accounting import meta_decoder, shapes_of
-from workhorse.checkpoints.disk import Disk
-from workhorse.checkpoints.tensor_folder import TensorFolder, write_tensors
+from workhorse.checkpoints.huggingface.accounting import meta_decoder, shapes_of
+from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder, write_tensors
+from workhorse.checkpoints.runs.disk import Disk
 from workhorse.checkpoints.tensors import Places, allocate, weights_of
 from workhorse.config import ConfigError
 from workhorse.errors import WorkhorseError
@@ -28,7 +28,7 @@ from workhorse.models.huggingface.names import (
     written_tensors,
 )
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.kernels import KernelName
+from workhorse.nn.attention.kernels import KernelName
 from workhorse.untrusted import read_json
 from workhorse.writing import writing
 

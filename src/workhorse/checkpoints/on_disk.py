@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import NamedTuple, TypeVar
 
 from workhorse.checkpoints.gguf.read import DTYPES, GgufFile
-from workhorse.checkpoints.run_directory import RunDirectory
+from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
+from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.stored import StoredModel
-from workhorse.checkpoints.tensor_folder import TensorFolder
 from workhorse.devices import dtype_name
 
 Found = TypeVar("Found")

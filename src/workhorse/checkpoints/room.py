@@ -3,7 +3,7 @@
 import torch
 
 from workhorse.checkpoints.on_disk import Held, bytes_on_disk, weights_on_disk
-from workhorse.checkpoints.run_directory import RunDirectory
+from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.stored import StoredModel
 from workhorse.devices import dtype_name
 from workhorse.memory import available, check_fits

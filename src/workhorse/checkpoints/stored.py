@@ -8,16 +8,16 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from workhorse.checkpoints.gguf.read import GgufFile
-from workhorse.checkpoints.huggingface import HuggingFaceDirectory
+from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.checkpoints.model_folder import ModelFolder
-from workhorse.checkpoints.run_directory import RunDirectory
+from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.tensors import Places, weights_of
 from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
 from workhorse.models import preset_names
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.kernels import KernelName
+from workhorse.nn.attention.kernels import KernelName
 from workhorse.untrusted import shown, to_path
 
 if TYPE_CHECKING:
@@ -112,7 +112,7 @@ def open_stored(
             )
         if not is_hub_id(str(model)):
             raise WorkhorseError(f"{model} does not exist; check the path")
-        from workhorse.checkpoints.hub import resolve_model
+        from workhorse.checkpoints.huggingface.hub import resolve_model
 
         try:
             path = resolve_model(str(model), weights=weights, tell=tell)

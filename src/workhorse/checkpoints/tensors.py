@@ -7,9 +7,9 @@ from torch import Tensor, nn
 
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface.names import Destination, check_weight
-from workhorse.native.pages import in_large_pages
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.kernels import KernelName
+from workhorse.nn.attention.kernels import KernelName
+from workhorse.tensors.pages import in_large_pages
 from workhorse.transforms.quantized_linear import QuantizedWeight
 
 Places = Callable[[Decoder], Mapping[str, Destination]]

@@ -14,7 +14,7 @@ from workhorse.cli.output import warn
 if TYPE_CHECKING:
     from workhorse.load_model import Quantization
     from workhorse.model import Model
-    from workhorse.nn.kernels import KernelName
+    from workhorse.nn.attention.kernels import KernelName
 
 
 @dataclass(frozen=True)

@@ -87,7 +87,7 @@ class VerbGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        return importlib.import_module(f"workhorse.cli.{cmd_name}").command
+        return importlib.import_module(f"workhorse.cli.verbs.{cmd_name}").command
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]

@@ -152,7 +152,7 @@ def _spelled_out(source: Any) -> Any:
 
 
 class MixtureConfig(Config):
-    """Several named sources, their rows mixed by weight (see `workhorse.data.mixing`)."""
+    """Several named sources, their rows mixed by weight (see `workhorse.data.rows.mixing`)."""
 
     kind: Literal["mixture"] = "mixture"
     sources: dict[str, SourceConfig]
@@ -192,7 +192,7 @@ class DataConfig(Config):
     ]
     """One source, or a mixture of several. `stdlib` and `stdin` may be written as a bare name."""
     packing: Packing = "windows"
-    """How training rows are cut from the tokens (see `workhorse.data.sampling`)."""
+    """How training rows are cut from the tokens (see `workhorse.data.rows.sampling`)."""
     bos: bool = False
     """Begin every document with the tokenizer's bos token."""
     eos: bool = True

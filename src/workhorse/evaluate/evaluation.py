@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from workhorse.data.documents import Document
+from workhorse.data.corpus.documents import Document
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate.windows import Batch, Window, batches, padded_positions, windows
 from workhorse.generate.engine import evaluation_mode

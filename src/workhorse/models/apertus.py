@@ -18,10 +18,10 @@ from workhorse.models.huggingface.llama_like import (
 from workhorse.models.huggingface.names import Rule, Shape, Tensors, instead, same
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.attention.grouped import QKNormConfig
 from workhorse.nn.blocks import BlockConfig, PreNormConfig
 from workhorse.nn.feedforward import XIELU, MlpConfig
-from workhorse.nn.rope import Llama3ScalingConfig
+from workhorse.nn.positions.rope import Llama3ScalingConfig
 
 STRETCH = Llama3ScalingConfig(
     factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_seq_len=8192

@@ -20,8 +20,8 @@ from workhorse.models.huggingface.mixtures import (
 from workhorse.models.huggingface.names import instead, joined, same, then_transposed, transposed
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.router import RouterConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

@@ -12,7 +12,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig, EmbeddingPositionConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions import LearnedPositionConfig
+from workhorse.nn.positions.absolute import LearnedPositionConfig
 
 NAMES = {
     "attention_dropout": "attention_probs_dropout_prob",

@@ -6,10 +6,10 @@ from workhorse.models.huggingface.gpt_like import attention, fused_qkv, mlp, wri
 from workhorse.models.huggingface.llama_like import decoder
 from workhorse.models.huggingface.names import same
 from workhorse.nn import DecoderConfig
-from workhorse.nn.alibi import AlibiConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.norms import LayerNormConfig
+from workhorse.nn.positions.alibi import AlibiConfig
 
 NAMES = {
     "hidden_size": "n_embed",

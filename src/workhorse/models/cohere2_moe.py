@@ -32,11 +32,11 @@ from workhorse.models.huggingface.names import instead
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import ParallelConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.feedforward import GatedMlpConfig
-from workhorse.nn.moe import MoEConfig
 from workhorse.nn.norms import LayerNormConfig, RMSNormConfig
-from workhorse.nn.positions import NoPositionConfig
-from workhorse.nn.router import RouterConfig
+from workhorse.nn.positions.absolute import NoPositionConfig
 
 AVERAGE, SUM = "average", "sum"
 

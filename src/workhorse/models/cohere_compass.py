@@ -17,8 +17,8 @@ from workhorse.models.huggingface.llama_like import (
 from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope, written_rope
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import ParallelConfig
-from workhorse.nn.positions import NoPositionConfig
-from workhorse.nn.rope import RopeConfig
+from workhorse.nn.positions.absolute import NoPositionConfig
+from workhorse.nn.positions.rope import RopeConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

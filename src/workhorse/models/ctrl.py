@@ -11,7 +11,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions import SinusoidalPositionConfig
+from workhorse.nn.positions.absolute import SinusoidalPositionConfig
 
 NAMES = GPT_NAMES | {"intermediate_size": "dff"}
 

@@ -13,10 +13,10 @@ from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import BlockConfig, PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.init import NormalInitConfig
-from workhorse.nn.moe import MoEConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

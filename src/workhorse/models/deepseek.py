@@ -31,11 +31,11 @@ from workhorse.models.huggingface.mixtures import (
 )
 from workhorse.models.huggingface.names import instead
 from workhorse.nn import DecoderConfig
+from workhorse.nn.attention.latent import LatentAttentionConfig
 from workhorse.nn.blocks import PreNormConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.feedforward import GatedMlpConfig
-from workhorse.nn.latent_attention import LatentAttentionConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.router import RouterConfig
 
 GREEDY, LIMITED = "greedy", "group_limited_greedy"
 

@@ -9,7 +9,7 @@ from workhorse.models.parameters import active_parameters, count_parameters
 from workhorse.models.preset import UNITS, Preset
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import WiringConfig
-from workhorse.nn.moe import MoEConfig
+from workhorse.nn.experts.mixture import MoEConfig
 
 WIDTH = 96
 

@@ -26,8 +26,8 @@ from workhorse.models.huggingface.names import instead, reshaped, same
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.router import RouterConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

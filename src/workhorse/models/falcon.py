@@ -18,13 +18,13 @@ from workhorse.models.huggingface.names import same
 from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.alibi import AlibiConfig
 from workhorse.nn.blocks import ParallelConfig, PreNormConfig
 from workhorse.nn.feedforward import MlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import NormalInitConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.rope import RopeConfig
+from workhorse.nn.positions.alibi import AlibiConfig
+from workhorse.nn.positions.rope import RopeConfig
 
 
 def falcon(

@@ -15,10 +15,10 @@ from workhorse.models.huggingface.names import instead
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.models.olmo import BIAS, QK_NORM, REORDERED
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.attention.grouped import QKNormConfig
 from workhorse.nn.blocks import ReorderedNormConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.router import RouterConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

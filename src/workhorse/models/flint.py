@@ -23,11 +23,11 @@ from workhorse.models.huggingface.names import instead, same
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.models.qwen import MIXTURE_KEYS
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.attention.grouped import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.positions import NoPositionConfig
-from workhorse.nn.router import RouterConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
+from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

@@ -33,14 +33,14 @@ from workhorse.models.huggingface.names import instead, same
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.attention.grouped import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig, SandwichNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.feedforward import GatedMlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import NormalInitConfig
 from workhorse.nn.norms import RMSNormConfig
-from workhorse.nn.rope import RopeConfig
+from workhorse.nn.positions.rope import RopeConfig
 
 
 def gemma(

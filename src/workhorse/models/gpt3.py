@@ -10,7 +10,7 @@ from workhorse.nn.feedforward import MlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import NormalInitConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions import LearnedPositionConfig
+from workhorse.nn.positions.absolute import LearnedPositionConfig
 
 BAND = 256
 """Positions that a locally banded layer sees, a choice of ours; GPT-Neo's replication took 256."""

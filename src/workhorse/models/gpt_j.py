@@ -17,7 +17,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import ParallelConfig
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.rope import RopeConfig
+from workhorse.nn.positions.rope import RopeConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

@@ -30,10 +30,10 @@ from workhorse.models.huggingface.names import (
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import BlockConfig, PreNormConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.feedforward import ClampedSwigluConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.rope import YarnScalingConfig
-from workhorse.nn.router import RouterConfig
+from workhorse.nn.positions.rope import YarnScalingConfig
 
 STRETCH = YarnScalingConfig(factor=32.0, original_max_seq_len=4096, truncate=False)
 """Of the released models; a config that says nothing of the rotation means it."""

@@ -21,9 +21,9 @@ from workhorse.models.huggingface.names import instead, joined, same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.feedforward import GatedMlpConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

@@ -36,7 +36,7 @@ from workhorse.models.huggingface.names import instead, joined, same
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import FeedForwardConfig
-from workhorse.nn.positions import NoPositionConfig
+from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

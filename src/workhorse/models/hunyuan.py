@@ -25,12 +25,12 @@ from workhorse.models.huggingface.mixtures import (
 from workhorse.models.huggingface.names import instead, same
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.attention.grouped import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.moe import MoEConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.norms import RMSNormConfig
-from workhorse.nn.rope import RopeConfig
-from workhorse.nn.router import RouterConfig
+from workhorse.nn.positions.rope import RopeConfig
 
 FIXED: dict[str, object] = {
     "group_limited_greedy": False,

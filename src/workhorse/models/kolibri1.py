@@ -21,11 +21,11 @@ from workhorse.models.huggingface.mixtures import FEED_FORWARD, MIXTURE_RULES
 from workhorse.models.huggingface.names import instead, same
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.attention.grouped import QKNormConfig
 from workhorse.nn.blocks import SandwichNormConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.positions import NoPositionConfig
-from workhorse.nn.router import RouterConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
+from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

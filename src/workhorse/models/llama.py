@@ -18,7 +18,7 @@ from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.feedforward import GatedMlpConfig
 from workhorse.nn.init import NormalInitConfig
 from workhorse.nn.norms import RMSNormConfig
-from workhorse.nn.rope import RopeConfig
+from workhorse.nn.positions.rope import RopeConfig
 
 
 def llama(

@@ -21,12 +21,12 @@ from workhorse.models.huggingface.mixtures import of_dense, of_sparse
 from workhorse.models.huggingface.names import instead, joined, same, then_transposed, transposed
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention import QKNormConfig, QueryScalingConfig
+from workhorse.nn.attention.grouped import QKNormConfig, QueryScalingConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
-from workhorse.nn.moe import MoEConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.norms import RMSNormConfig
-from workhorse.nn.positions import NoPositionConfig
-from workhorse.nn.router import RouterConfig
+from workhorse.nn.positions.absolute import NoPositionConfig
 
 CHUNKED = "chunked_attention"
 

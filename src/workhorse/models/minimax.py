@@ -13,10 +13,10 @@ from workhorse.models.huggingface.llama_like import (
 from workhorse.models.huggingface.names import instead, same, stacked
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.attention.grouped import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.router import RouterConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

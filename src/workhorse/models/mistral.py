@@ -15,11 +15,11 @@ from workhorse.models.huggingface.llama_like import (
 from workhorse.models.huggingface.names import instead, same, stacked
 from workhorse.models.huggingface.rotation import read_rope, rope_parameters, rope_scaling
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention import QueryScalingConfig
+from workhorse.nn.attention.grouped import QueryScalingConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.rope import RopeConfig, YarnScalingConfig
-from workhorse.nn.router import RouterConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
+from workhorse.nn.positions.rope import RopeConfig, YarnScalingConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

@@ -12,12 +12,12 @@ from workhorse.models.huggingface.llama_like import decoder
 from workhorse.models.huggingface.names import joined, same
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.alibi import AlibiConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.feedforward import MlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import HeInitConfig
 from workhorse.nn.norms import LayerNormConfig
+from workhorse.nn.positions.alibi import AlibiConfig
 
 
 def mpt(

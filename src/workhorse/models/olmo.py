@@ -29,15 +29,15 @@ from workhorse.models.huggingface.names import instead, same
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.attention.grouped import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig, ReorderedNormConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.feedforward import GatedMlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import FanInInitConfig
-from workhorse.nn.moe import MoEConfig
 from workhorse.nn.norms import LayerNormConfig, RMSNormConfig
-from workhorse.nn.rope import RopeConfig
-from workhorse.nn.router import RouterConfig
+from workhorse.nn.positions.rope import RopeConfig
 
 
 def olmo(

@@ -9,7 +9,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PostNormConfig, PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.norms import LayerNormConfig, NoNormConfig
-from workhorse.nn.positions import LearnedPositionConfig
+from workhorse.nn.positions.absolute import LearnedPositionConfig
 
 NAMES = {
     "intermediate_size": "ffn_dim",

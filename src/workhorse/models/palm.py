@@ -10,7 +10,7 @@ from workhorse.nn.feedforward import GatedMlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import FanInInitConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.rope import RopeConfig
+from workhorse.nn.positions.rope import RopeConfig
 
 
 def palm(

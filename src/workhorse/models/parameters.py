@@ -8,7 +8,7 @@ from torch import nn
 
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import BlockConfig
-from workhorse.nn.moe import MoEConfig
+from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.norms import LayerNorm, RMSNorm
 
 COMPONENTS = ("embedding", "attention", "feed_forward", "norms", "head")

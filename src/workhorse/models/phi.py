@@ -16,14 +16,14 @@ from workhorse.models.huggingface.llama_like import (
 from workhorse.models.huggingface.names import instead, joined, same, stacked
 from workhorse.models.huggingface.rotation import read_rope, rope_parameters, rope_scaling
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.attention.grouped import QKNormConfig
 from workhorse.nn.blocks import ParallelConfig, PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.feedforward import MlpConfig
-from workhorse.nn.moe import MoEConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.rope import LongRopeScalingConfig, RopeConfig
-from workhorse.nn.router import RouterConfig
+from workhorse.nn.positions.rope import LongRopeScalingConfig, RopeConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

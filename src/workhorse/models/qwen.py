@@ -23,11 +23,11 @@ from workhorse.models.huggingface.llama_like import (
 from workhorse.models.huggingface.mixtures import EXPERT_RULES, of_dense, of_sparse
 from workhorse.models.huggingface.names import instead, same
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.attention.grouped import QKNormConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.feedforward import GatedMlpConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.router import RouterConfig
 
 
 def read_qwen2(hf: Fields) -> DecoderConfig:

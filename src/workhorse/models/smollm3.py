@@ -23,7 +23,7 @@ from workhorse.models.huggingface.llama_like import (
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
-from workhorse.nn.positions import NoPositionConfig
+from workhorse.nn.positions.absolute import NoPositionConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

@@ -11,7 +11,7 @@ from workhorse.nn.feedforward import MlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import XavierInitConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions import SinusoidalPositionConfig
+from workhorse.nn.positions.absolute import SinusoidalPositionConfig
 
 
 def transformer2017(

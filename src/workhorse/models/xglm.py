@@ -7,7 +7,7 @@ from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.gpt_like import written
 from workhorse.models.opt import FAIRSEQ_OFFSET, decoder_rules
 from workhorse.nn import DecoderConfig
-from workhorse.nn.positions import SinusoidalPositionConfig
+from workhorse.nn.positions.absolute import SinusoidalPositionConfig
 
 NAMES = {
     "hidden_size": "d_model",

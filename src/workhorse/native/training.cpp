@@ -1,6 +1,6 @@
 // What a training step on a CPU lacks in PyTorch: norms, activations and the loss in one pass each,
 // attention as matrix products in the cache, and updates of weights, whole or split in two
-// (train/masters.py).
+// (optim/master_weights.py).
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>

@@ -232,7 +232,7 @@ def adamw_(  # noqa: PLR0917 - the tensors of one formula
 
     Args:
         weights: float32; or bfloat16, with remainders.
-        remainders: int16, as `workhorse.train.masters` splits weights; or none.
+        remainders: int16, as `workhorse.optim.master_weights` splits weights; or none.
         gradients: bfloat16 or float32; multiplied by `shrink`.
         means: likewise.
         mean_squares: float32.
@@ -282,7 +282,7 @@ def muon_directions(
 def split_move_(
     weights: list[Tensor], remainders: list[Tensor], updates: Tensor, *, kept: float, size: float
 ) -> None:
-    """`weight · kept - size · update`, in place, as `workhorse.train.masters` splits weights.
+    """`weight · kept - size · update`, in place, of weights that `optim.master_weights` splits.
 
     Args:
         weights: matrices or stacks of one shape (…, rows, columns), bfloat16.

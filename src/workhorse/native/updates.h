@@ -1,5 +1,5 @@
 // Updates of weights that are float32, or float32 in two parts, a bfloat16 and an int16 remainder
-// (train/masters.py), each a pass over memory.
+// (optim/master_weights.py), each a pass over memory.
 #pragma once
 
 #include <algorithm>

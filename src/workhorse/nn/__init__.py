@@ -1,7 +1,7 @@
 """The transformer itself. Imports only PyTorch and `config`."""
 
-from workhorse.nn.attention import Attention, AttentionConfig
-from workhorse.nn.cache import Cache
+from workhorse.nn.attention.grouped import Attention, AttentionConfig
+from workhorse.nn.cache.contiguous import Cache
 from workhorse.nn.context import Context
 from workhorse.nn.decoder import Decoder, DecoderConfig
 from workhorse.nn.head_loss import HeadLoss

@@ -8,14 +8,14 @@ from pydantic import Discriminator, Field, Tag
 from torch import nn
 
 from workhorse.config import Config
-from workhorse.nn.attention import AttentionConfig
-from workhorse.nn.cache import KeyValueEntry
+from workhorse.nn.attention.grouped import AttentionConfig
+from workhorse.nn.attention.kernels import KernelName
+from workhorse.nn.attention.latent import LatentAttentionConfig
+from workhorse.nn.cache.contiguous import KeyValueEntry
 from workhorse.nn.context import Context
 from workhorse.nn.elementwise import Multiplier
+from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.feedforward import ClampedGatedMlpConfig, GatedMlpConfig, MlpConfig
-from workhorse.nn.kernels import KernelName
-from workhorse.nn.latent_attention import LatentAttentionConfig
-from workhorse.nn.moe import MoEConfig
 from workhorse.nn.norms import NormConfig
 from workhorse.nn.shapes import Hidden
 

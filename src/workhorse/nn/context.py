@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
-from workhorse.nn.cache import Cache, KeyValueEntry
-from workhorse.nn.kernels import Kernel
-from workhorse.nn.masks import AttentionPattern, Placement
-from workhorse.nn.rope import RopeConfig
+from workhorse.nn.attention.kernels import Kernel
+from workhorse.nn.attention.masks import AttentionPattern, Placement
+from workhorse.nn.cache.contiguous import Cache, KeyValueEntry
+from workhorse.nn.positions.rope import RopeConfig
 from workhorse.nn.shapes import Angles, Hidden, Lengths, Positions, Tokens
 from workhorse.untrusted import shown
 

@@ -7,16 +7,16 @@ from pydantic import Field
 from torch import nn
 
 from workhorse.config import Config, ConfigError, nearest
+from workhorse.nn.attention.kernels import KernelName
 from workhorse.nn.blocks import Block, BlockConfig
-from workhorse.nn.cache import Cache
+from workhorse.nn.cache.contiguous import Cache
 from workhorse.nn.context import Context
 from workhorse.nn.embedding import EmbeddingConfig, batch_and_seq
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.init import InitConfig, NormalInitConfig, initialize, undrawn
-from workhorse.nn.kernels import KernelName
 from workhorse.nn.norms import NoNormConfig, NormConfig
-from workhorse.nn.positions import OF_PARTS, LearnedPositionConfig
-from workhorse.nn.rope import RopeConfig
+from workhorse.nn.positions.absolute import OF_PARTS, LearnedPositionConfig
+from workhorse.nn.positions.rope import RopeConfig
 from workhorse.nn.shapes import Hidden, Logits, NextLogits, Positions, Tokens
 
 

@@ -8,7 +8,11 @@ from workhorse.config import Config, ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.nn.elementwise import Multiplier, RoundedMultiplier
 from workhorse.nn.norms import NoNormConfig, NormConfig
-from workhorse.nn.positions import OF_THE_ATTENTION, EmbeddingPositionConfig, NoPositionConfig
+from workhorse.nn.positions.absolute import (
+    OF_THE_ATTENTION,
+    EmbeddingPositionConfig,
+    NoPositionConfig,
+)
 from workhorse.nn.shapes import Hidden, Positions, Tokens
 from workhorse.untrusted import shown
 

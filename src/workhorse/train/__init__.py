@@ -2,10 +2,10 @@
 
 from workhorse.train.check import remarks_on
 from workhorse.train.estimate import estimate
-from workhorse.train.metrics import Event, read_metrics
-from workhorse.train.overrides import override_recipe
-from workhorse.train.recipe import Recipe, TrainConfig
-from workhorse.train.resume import Change, Resumption, resumed_recipe
+from workhorse.train.recipe.overrides import override_recipe
+from workhorse.train.recipe.recipe import Recipe, TrainConfig
+from workhorse.train.report.metrics import Event, read_metrics
+from workhorse.train.resume.resume import Change, Resumption, resumed_recipe
 from workhorse.train.run import TrainResult, rehearse, train, why_taken
 
 __all__ = [

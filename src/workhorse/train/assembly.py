@@ -16,20 +16,20 @@ from workhorse.models.parameters import active_parameters
 from workhorse.native import training
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
-from workhorse.train.build_step import build_step, measured_peak
 from workhorse.train.check import check_tokens, start_from
 from workhorse.train.loop import Loop, Store
-from workhorse.train.metrics import Event, MetricsFile
-from workhorse.train.random_state import seed_everything
-from workhorse.train.recipe import Recipe
-from workhorse.train.resume import Resumption, check_same_run
+from workhorse.train.recipe.recipe import Recipe
+from workhorse.train.report.metrics import Event, MetricsFile
+from workhorse.train.report.trackers import open_tracker
+from workhorse.train.resume.random_state import seed_everything
+from workhorse.train.resume.resume import Resumption, check_same_run
 from workhorse.train.room import check_training
 from workhorse.train.samples import Sampler
 from workhorse.train.speed import Peak, flops_per_token
-from workhorse.train.step import (
+from workhorse.train.step.build import build_step, measured_peak
+from workhorse.train.step.step import (
     TrainingStep,
 )
-from workhorse.train.trackers import open_tracker
 from workhorse.train.validation import Validator
 
 Listener = Callable[[Event], None]

@@ -21,11 +21,11 @@ from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
 from workhorse.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
 from workhorse.tokenizers.config import FileConfig
-from workhorse.train.micro_batch import check_fitting
-from workhorse.train.recipe import Recipe, TrainConfig
-from workhorse.train.resume import differences
+from workhorse.train.recipe.recipe import Recipe, TrainConfig
+from workhorse.train.report.trackers import check_tracker
+from workhorse.train.resume.resume import differences
 from workhorse.train.samples import check_samples
-from workhorse.train.trackers import check_tracker
+from workhorse.train.step.micro_batch import check_fitting
 from workhorse.transforms.float8 import check_float8
 from workhorse.untrusted import shown
 

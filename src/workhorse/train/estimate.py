@@ -10,13 +10,13 @@ from workhorse.devices import use_threads
 from workhorse.models.describe import exports_as
 from workhorse.models.parameters import active_parameters
 from workhorse.nn import DecoderConfig
+from workhorse.optim.groups import parameters_by_role
 from workhorse.tokenizers import train_tokenizer
-from workhorse.train.build_step import build_step, measured_peak
 from workhorse.train.check import check_length, check_recipe
-from workhorse.train.optimizers import parameters_by_role
-from workhorse.train.recipe import Recipe
+from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.room import held_memory
 from workhorse.train.speed import flops_per_token
+from workhorse.train.step.build import build_step, measured_peak
 
 TIMED_BYTES = 2**28
 TIMED_SECONDS = 1.0

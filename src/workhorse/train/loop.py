@@ -15,12 +15,12 @@ from torch import Tensor
 from workhorse.checkpoints import Checkpoint
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
-from workhorse.train.metrics import Event, MetricsFile
-from workhorse.train.random_state import random_state, set_random_state
-from workhorse.train.recipe import TrainConfig
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.report.metrics import Event, MetricsFile
+from workhorse.train.resume.random_state import random_state, set_random_state
 from workhorse.train.signals import StopSignals
 from workhorse.train.speed import Peak
-from workhorse.train.step import StepResult, TrainingStep
+from workhorse.train.step.step import StepResult, TrainingStep
 from workhorse.train.validation import Validator
 
 TensorsOf = Callable[[], dict[str, Tensor]]

@@ -8,9 +8,9 @@ from torch import Tensor
 from workhorse.devices import training_dtype
 from workhorse.memory import check_fits
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.train.masters import Masters
-from workhorse.train.optimizers import build_optimizer
-from workhorse.train.recipe import TrainConfig
+from workhorse.optim.groups import build_optimizer
+from workhorse.optim.master_weights import Masters
+from workhorse.train.recipe.recipe import TrainConfig
 
 
 def held_memory(decoder: Decoder, train: TrainConfig, device: torch.device) -> dict[str, int]:

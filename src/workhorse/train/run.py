@@ -6,15 +6,15 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.checkpoints import RunDirectory
-from workhorse.data.sources import check_outside
+from workhorse.data.corpus.sources import check_outside
 from workhorse.errors import WorkhorseError
 from workhorse.train.assembly import assemble
 from workhorse.train.check import check_recipe, remarks_on
 from workhorse.train.loop import Loop, Store
-from workhorse.train.metrics import Event, read_metrics
-from workhorse.train.recipe import Recipe
-from workhorse.train.report import write_report
-from workhorse.train.resume import Resumption, plan_resumption
+from workhorse.train.recipe.recipe import Recipe
+from workhorse.train.report.metrics import Event, read_metrics
+from workhorse.train.report.page import write_report
+from workhorse.train.resume.resume import Resumption, plan_resumption
 from workhorse.train.signals import StopSignals
 from workhorse.writing import TAKES_NO_MORE, refusal
 
@@ -71,7 +71,7 @@ def train(
             recipe since is recorded in `metrics.jsonl`, or refused, see `workhorse.on_resume`.
         settings: the command line's overrides that are in the recipe already, such as
             `train.steps=50`; only for the report.
-        on_event: told every line of `metrics.jsonl` (see `workhorse.train.metrics`), and also
+        on_event: told every line of `metrics.jsonl` (`workhorse.train.report.metrics`), and also
             `notice` (`message`) and `data` (`done` and `total` bytes, total None while unknown).
         store: takes checkpoints; None for the run directory's own.
 

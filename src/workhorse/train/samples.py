@@ -7,7 +7,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import Decoder
 from workhorse.tokenizers import Tokenizer
-from workhorse.train.recipe import SamplesConfig
+from workhorse.train.recipe.recipe import SamplesConfig
 
 
 class Sampler:

@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 from workhorse.nn import Decoder
-from workhorse.nn.grouped_linear import GroupedLinear
+from workhorse.nn.attention.self_attention import SelfAttention
+from workhorse.nn.experts.grouped_linear import GroupedLinear
+from workhorse.nn.experts.mixture import MixtureOfExperts
 from workhorse.nn.head_loss import Multiply, product
-from workhorse.nn.moe import MixtureOfExperts
-from workhorse.nn.self_attention import SelfAttention
 
 PROBE_SECONDS = 0.02
 """How long the probe multiplies matrices of one size; the first product of all is left out."""

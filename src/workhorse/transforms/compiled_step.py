@@ -24,9 +24,9 @@ from workhorse.devices import cache_folder, name_of
 from workhorse.errors import WorkhorseError
 from workhorse.instructions import used
 from workhorse.nn import Cache, Decoder
-from workhorse.nn.fixed_cache import CacheTensors, FixedCache, Layout, layout_of, tensors_of
-from workhorse.nn.moe import MixtureOfExperts
-from workhorse.nn.self_attention import Rotation
+from workhorse.nn.attention.self_attention import Rotation
+from workhorse.nn.cache.fixed import CacheTensors, FixedCache, Layout, layout_of, tensors_of
+from workhorse.nn.experts.mixture import MixtureOfExperts
 from workhorse.transforms.replace import become
 
 log = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from torch import nn
 
 from workhorse import native
 from workhorse.nn import Decoder
-from workhorse.nn.kernels import Sdpa
+from workhorse.nn.attention.kernels import Sdpa
 from workhorse.nn.shapes import AttentionOutput, Keys, Queries, Values
 from workhorse.transforms.replace import become, replace_modules
 

@@ -11,9 +11,9 @@ from workhorse import native
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface.names import Destination
 from workhorse.native.operators import GROUP, LANES
-from workhorse.native.pages import in_large_pages
-from workhorse.nn.grouped_linear import GroupedLinear
-from workhorse.nn.latent_attention import LatentAttention
+from workhorse.nn.attention.latent import LatentAttention
+from workhorse.nn.experts.grouped_linear import GroupedLinear
+from workhorse.tensors.pages import in_large_pages
 from workhorse.transforms.codes import FORMATS, FormatName
 from workhorse.transforms.quantized_linear import (
     QuantizedGroupedLinear,

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from workhorse import native
 from workhorse.native.operators import GROUP, LANES
-from workhorse.nn.grouped_linear import GroupedLinear, Groups, grouped_product
+from workhorse.nn.experts.grouped_linear import GroupedLinear, Groups, grouped_product
 from workhorse.transforms.codes import FORMATS, FormatName, decode, encode, shape_of_codes
 
 

@@ -38,8 +38,7 @@ from workhorse.checkpoints.gguf.parts import (
 )
 from workhorse.checkpoints.gguf.places import FRACTION, SCALING, THETA, WINDOW, Data
 from workhorse.nn import AttentionConfig
-from workhorse.nn.alibi import AlibiConfig
-from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.attention.grouped import QKNormConfig
 from workhorse.nn.blocks import (
     ParallelConfig,
     PreNormConfig,
@@ -50,7 +49,8 @@ from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.feedforward import MlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions import LearnedPositionConfig
+from workhorse.nn.positions.absolute import LearnedPositionConfig
+from workhorse.nn.positions.alibi import AlibiConfig
 
 ALIBI = AttentionConfig(n_heads=1, position=AlibiConfig(max_bias=8.0))
 SANDWICH = SandwichNormConfig(norm=RMS, attention=ROTARY, feed_forward=GEGLU)

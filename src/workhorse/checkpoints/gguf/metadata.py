@@ -6,7 +6,7 @@ from typing import Any
 from workhorse.checkpoints.gguf.architecture import Architecture
 from workhorse.checkpoints.gguf.places import MISSING, Data, Place, look_up
 from workhorse.checkpoints.gguf.rotation import rope_metadata
-from workhorse.nn.rope import RopeConfig
+from workhorse.nn.positions.rope import RopeConfig
 
 EVERYWHERE: dict[str, Place] = {
     "vocab_size": "vocab_size",

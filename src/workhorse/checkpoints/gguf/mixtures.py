@@ -18,14 +18,14 @@ from workhorse.checkpoints.gguf.parts import (
     some_window,
 )
 from workhorse.checkpoints.gguf.places import FRACTION, WINDOW, Data
-from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.attention.grouped import QKNormConfig
+from workhorse.nn.attention.latent import LatentAttentionConfig
 from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.feedforward import ClampedSwigluConfig
 from workhorse.nn.head import HeadConfig
-from workhorse.nn.latent_attention import LatentAttentionConfig
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.rope import RopeConfig, YarnScalingConfig
-from workhorse.nn.router import RouterConfig
+from workhorse.nn.positions.rope import RopeConfig, YarnScalingConfig
 
 UNNORMALISED = MoEConfig(d_ff=1, n_experts=1, top_k=1)
 MIXTURE = UNNORMALISED.replace(router=RouterConfig(normalize=True))

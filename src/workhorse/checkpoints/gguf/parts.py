@@ -2,13 +2,13 @@
 
 from workhorse.checkpoints.gguf.places import Data
 from workhorse.nn import AttentionConfig
-from workhorse.nn.attention import QKNormConfig
+from workhorse.nn.attention.grouped import QKNormConfig
 from workhorse.nn.blocks import BlockConfig, PreNormConfig
 from workhorse.nn.feedforward import GatedMlpConfig, MlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.norms import LayerNormConfig, RMSNormConfig
-from workhorse.nn.positions import NoPositionConfig
-from workhorse.nn.rope import RopeConfig
+from workhorse.nn.positions.absolute import NoPositionConfig
+from workhorse.nn.positions.rope import RopeConfig
 
 RMS = RMSNormConfig()
 LAYER = LayerNormConfig()

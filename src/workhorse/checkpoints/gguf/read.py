@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from workhorse.checkpoints.accounting import meta_decoder
 from workhorse.checkpoints.gguf.architecture import Architecture
 from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG
@@ -19,14 +18,15 @@ from workhorse.checkpoints.gguf.read_config import ConfigReader
 from workhorse.checkpoints.gguf.read_vocabulary import has_vocabulary, read_vocabulary
 from workhorse.checkpoints.gguf.rotation import FACTORS, shortest
 from workhorse.checkpoints.gguf.tensors import EMBEDDING, HEAD, Part, tensor_parts
-from workhorse.checkpoints.safetensors_header import Stored
-from workhorse.checkpoints.tensor_folder import MappedFile
+from workhorse.checkpoints.huggingface.accounting import meta_decoder
+from workhorse.checkpoints.huggingface.tensor_folder import MappedFile
 from workhorse.checkpoints.tensors import Places, allocate, weights_of
 from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.kernels import KernelName
+from workhorse.nn.attention.kernels import KernelName
+from workhorse.tensors.safetensors_header import Stored
 from workhorse.untrusted import open_contained, read_gguf_header, shown
 from workhorse.untrusted.gguf_file import StoredTensor
 

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from workhorse.nn.rope import (
+from workhorse.nn.positions.rope import (
     LinearScalingConfig,
     Llama3ScalingConfig,
     LongRopeScalingConfig,

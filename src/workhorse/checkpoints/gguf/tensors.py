@@ -13,10 +13,10 @@ from workhorse.checkpoints.gguf.rotation import paired, rope_tensors
 from workhorse.checkpoints.tensors import weights_of
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
-from workhorse.nn.attention import AttentionConfig
+from workhorse.nn.attention.grouped import AttentionConfig
+from workhorse.nn.attention.self_attention import SelfAttentionConfig
 from workhorse.nn.norms import LayerNorm, RMSNorm
-from workhorse.nn.rope import RopeConfig
-from workhorse.nn.self_attention import SelfAttentionConfig
+from workhorse.nn.positions.rope import RopeConfig
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 

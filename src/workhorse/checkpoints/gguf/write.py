@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from workhorse.checkpoints.disk import Disk
 from workhorse.checkpoints.gguf.architecture import Architecture, readable
 from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG, model_metadata
 from workhorse.checkpoints.gguf.tensors import TensorPlan, plan_tensors
 from workhorse.checkpoints.gguf.vocabulary import NO_VOCABULARY, tokenizer_metadata
-from workhorse.checkpoints.tensor_folder import check_numbers
-from workhorse.checkpoints.written_out import written_out
+from workhorse.checkpoints.huggingface.tensor_folder import check_numbers
+from workhorse.checkpoints.huggingface.written_out import written_out
+from workhorse.checkpoints.runs.disk import Disk
 from workhorse.config import nearest
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family, in_the_way, native_class, nearest_of

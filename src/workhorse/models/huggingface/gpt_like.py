@@ -15,7 +15,7 @@ from workhorse.nn import AttentionConfig
 from workhorse.nn.blocks import BlockConfig
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.feedforward import MlpConfig
-from workhorse.nn.positions import LearnedPositionConfig
+from workhorse.nn.positions.absolute import LearnedPositionConfig
 
 GPT_NAMES = {
     "hidden_size": "n_embd",

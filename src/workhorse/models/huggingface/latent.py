@@ -7,10 +7,10 @@ from workhorse.models.huggingface.family import Key, equals
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.names import Rule, interleaved_by, joined, same
 from workhorse.models.huggingface.rotation import read_rope
+from workhorse.nn.attention.latent import LatentAttentionConfig
 from workhorse.nn.blocks import BlockConfig
-from workhorse.nn.latent_attention import LatentAttentionConfig
 from workhorse.nn.norms import RMSNormConfig
-from workhorse.nn.rope import YarnScalingConfig
+from workhorse.nn.positions.rope import YarnScalingConfig
 
 
 def latent_attention(

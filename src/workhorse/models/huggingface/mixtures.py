@@ -11,8 +11,8 @@ from workhorse.models.huggingface.family import Data, Key
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import activation, gated_mlp
 from workhorse.models.huggingface.names import Rule, same, stacked
-from workhorse.nn.moe import MoEConfig
-from workhorse.nn.router import RouterConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
 
 DENSE, SPARSE = "dense", "sparse"
 

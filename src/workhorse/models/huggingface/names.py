@@ -22,7 +22,7 @@ from workhorse.devices import dtype_name
 from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import BlockConfig
-from workhorse.nn.router import ALWAYS_FLOAT32
+from workhorse.nn.experts.router import ALWAYS_FLOAT32
 
 Tensors = list[Tensor]
 Shape = tuple[int, ...]

@@ -10,7 +10,7 @@ from typing import Any, Literal, cast
 
 from workhorse.config import ConfigError, nearest
 from workhorse.models.huggingface.fields import Fields
-from workhorse.nn.rope import (
+from workhorse.nn.positions.rope import (
     DynamicNtkScalingConfig,
     LinearScalingConfig,
     Llama3ScalingConfig,

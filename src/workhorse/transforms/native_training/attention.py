@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from workhorse.native import training
-from workhorse.nn.kernels import Scoring, Sdpa
+from workhorse.nn.attention.kernels import Scoring, Sdpa
 from workhorse.transforms.replace import become, replace_modules
 
 

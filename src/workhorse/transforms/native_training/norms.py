@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from workhorse.native import training
 from workhorse.nn.blocks import PreNorm
-from workhorse.nn.cache import KeyValueEntry
+from workhorse.nn.cache.contiguous import KeyValueEntry
 from workhorse.nn.context import Context
 from workhorse.nn.norms import (
     Float32LayerNorm,

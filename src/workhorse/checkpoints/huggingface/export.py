@@ -1,0 +1,106 @@
+"""A decoder written as a Hugging Face directory, or refused with what stands in the way."""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workhorse.checkpoints.huggingface.load import CONFIG_FILE, GENERATION_FILE
+from workhorse.checkpoints.huggingface.tensor_folder import write_tensors
+from workhorse.checkpoints.huggingface.written_out import written_out
+from workhorse.checkpoints.model_folder import make_folder
+from workhorse.checkpoints.runs.disk import Disk
+from workhorse.checkpoints.tensors import weights_of
+from workhorse.devices import dtype_name
+from workhorse.errors import WorkhorseError
+from workhorse.models.huggingface import Family, in_the_way, native_class
+from workhorse.models.huggingface.names import plan, written_tensors
+from workhorse.nn import Decoder, DecoderConfig
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
+
+
+def find_family(config: DecoderConfig) -> Family:
+    """The first model type that can say a config, or one equivalent to it.
+
+    Raises:
+        WorkhorseError: there is none; the nearest one's differences are named.
+    """
+    found = native_class(config)
+    if isinstance(found, str):
+        raise WorkhorseError(
+            f"no class of transformers holds this model; nearest is {found}; change that in the "
+            "recipe and train, or keep the model in our own format (--to workhorse)"
+        )
+    return found
+
+
+def write_huggingface(
+    folder: Path,
+    decoder: Decoder,
+    *,
+    family: Family | None = None,
+    tokenizer: "Tokenizer | None" = None,
+    dtype: torch.dtype | None = None,
+    stop_tokens: tuple[int, ...] = (),
+) -> Family:
+    """Write a decoder so that transformers loads it with a class of its own.
+
+    Args:
+        folder: new or empty; it appears whole or not at all.
+        decoder: what to write.
+        family: as which model type; the first that fits where not given.
+        tokenizer: to lie beside the weights.
+        dtype: of the written weights; the decoder's own where not given.
+        stop_tokens: what ends a text; the tokenizer's eos where empty.
+
+    Returns:
+        The family it was written as.
+
+    Raises:
+        WorkhorseError: no model type can say this config, or the folder cannot be written.
+    """
+    family = family or find_family(decoder.config)
+    equivalent = family.equivalent(decoder.config)
+    if equivalent is None:
+        differences = in_the_way(family.differences(decoder.config), decoder.config)
+        raise WorkhorseError(f"this model is no {family.architecture}: {differences}")
+    decoder = written_out(decoder, equivalent)
+    weights = weights_of(decoder)
+    dtype = dtype or decoder.embedding.tokens.weight.dtype
+    shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
+    tensors = written_tensors(plan(family.rules, shapes, decoder.config), weights, dtype)
+    ids = _special_ids(tokenizer, stop_tokens)
+    config = family.write(decoder.config) | ids | {"dtype": dtype_name(dtype)}
+
+    def fill(temporary: Path) -> None:
+        _write_json(temporary / CONFIG_FILE, config)
+        if ids:
+            _write_json(temporary / GENERATION_FILE, ids)
+        write_tensors(temporary, tensors)
+        if tokenizer is not None:
+            tokenizer.save(temporary, model_type=family.model_type)
+
+    make_folder(folder, fill)
+    return family
+
+
+def _special_ids(
+    tokenizer: "Tokenizer | None", stop_tokens: tuple[int, ...]
+) -> dict[str, int | list[int]]:
+    """What transformers' generation needs to know of the tokenizer."""
+    ids: dict[str, int | list[int]] = {}
+    if tokenizer is not None:
+        roles = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}
+        ids |= {f"{role}_token_id": at for role, at in roles.items() if at is not None}
+    if stop_tokens:
+        first, *others = stop_tokens
+        ids["eos_token_id"] = [first, *others] if others else first
+    return ids
+
+
+def _write_json(path: Path, values: Mapping[str, Any]) -> None:
+    Disk().write_text(path, json.dumps(values, indent=2, ensure_ascii=False) + "\n")

@@ -1,0 +1,187 @@
+"""A Hugging Face directory: what model it holds, and the decoder with its weights.
+
+    config.json                what the model is
+    model.safetensors          its weights, or an index and several such files
+    generation_config.json     what ends its texts
+    tokenizer.json, …
+
+Weights go from the mapped files straight into the decoder. No code of a directory is ever
+run, and nothing outside it is read.
+"""
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+
+from workhorse.checkpoints.huggingface.accounting import account, meta_decoder, shapes_of
+from workhorse.checkpoints.huggingface.quantized import dequantized
+from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
+from workhorse.checkpoints.tensors import Places, allocate, weights_of
+from workhorse.config import ConfigError
+from workhorse.errors import WorkhorseError
+from workhorse.models.huggingface import Family, Fields, family
+from workhorse.models.huggingface.family import SPECIAL_IDS
+from workhorse.models.huggingface.names import read_tensors
+from workhorse.models.huggingface.rotation import contradictions
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.attention.kernels import KernelName
+from workhorse.untrusted import read_json
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
+
+CONFIG_FILE = "config.json"
+GENERATION_FILE = "generation_config.json"
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
+DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
+MAX_DEPTH = 10_000
+"""Readers list their layers; a billion of them would fill the memory."""
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+OUTER_KEYS = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
+"""What a multimodal model's config says of its text part, over what that says itself."""
+
+
+class HuggingFaceDirectory:
+    """A model as transformers saves it.
+
+    Args:
+        path: the directory; its config is read at once, its weights when they are asked for.
+
+    Attributes:
+        kind: what it is, in words.
+        family: the model type's.
+        config: ours.
+        remarks: what must not go unnoticed, one line each.
+
+    Raises:
+        WorkhorseError: `config.json` cannot be read, or is of a model that is not supported.
+    """
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        whole = read_json(self.path / CONFIG_FILE)
+        text = whole.get("text_config")
+        self.wrapped = isinstance(text, Mapping)
+        """Whether the text model is one part of several."""
+        self.values = _text_part(whole, cast(Mapping[str, Any], text)) if self.wrapped else whole
+        model_type = self.values.get("model_type")
+        if not isinstance(model_type, str):
+            raise WorkhorseError(
+                f"{self.path / CONFIG_FILE} has no 'model_type'; it is of no model"
+            )
+        fields = Fields(self.values)
+        try:
+            for key in DEPTH_KEYS:
+                if (depth := Fields(self.values).get(key, 0)) > MAX_DEPTH:
+                    raise ConfigError(f"{CONFIG_FILE}: {key}={depth} is no real model's")
+            self.family: Family = family(model_type)
+            self.config: DecoderConfig = self.family.read(fields)
+            ids = self._special_ids(fields)
+        except WorkhorseError as error:
+            of_ours = isinstance(error, ConfigError) and error.path  # no key of theirs
+            where = f"{self.path}: {CONFIG_FILE} sets" if of_ours else f"{self.path}:"
+            raise WorkhorseError(f"{where} {error}") from None
+        except ArithmeticError as error:  # a length of 0, a width of 10^400
+            raise WorkhorseError(
+                f"{self.path}: config.json has impossible sizes: {error}"
+            ) from None
+        self.kind = f"Hugging Face directory, model type {model_type}"
+        self.tokenizer_folder = self.path
+        size = self.config.vocab_size
+        self.stop_tokens = tuple(one for one in ids["eos_token_id"] if 0 <= one < size)
+        """What ends a text, as `generation_config.json` or else `config.json` lists it."""
+        self.remarks = [*_remarks(whole, fields), *_outside(ids, size)]
+
+    @staticmethod
+    def is_one(path: Path) -> bool:
+        """Whether a folder looks like such a directory."""
+        return (path / CONFIG_FILE).exists() and not (path / "recipe.yaml").exists()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """What the weights were saved to be computed in; float32 where the config is silent."""
+        name = str(self.values.get("dtype") or self.values.get("torch_dtype"))
+        return DTYPES.get(name.removeprefix("torch."), torch.float32)
+
+    def load_decoder(
+        self,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        kernel: KernelName = "auto",
+        places: Places = weights_of,
+    ) -> Decoder:
+        """The decoder with its weights, in evaluation mode.
+
+        Args:
+            device: where the weights go.
+            dtype: of the weights; `self.dtype` where not given.
+            kernel: how attention is computed.
+            places: where the weights are copied to.
+
+        Raises:
+            WorkhorseError: a tensor is missing, extra or misshapen, or a file is damaged.
+        """
+        dtype = dtype or self.dtype
+        stored = TensorFolder(self.path)
+        try:
+            source = dequantized(stored, self.values.get("quantization_config"), dtype)
+            decoder = meta_decoder(self.config, kernel, dtype, n_tensors=len(source.shapes))
+            shapes = shapes_of(decoder)
+            found = account(self.family, self.config, shapes, source, wrapped=self.wrapped)
+            read_tensors(found.moves, places(allocate(decoder, device)), found.source)
+        except WorkhorseError as error:
+            raise WorkhorseError(f"{self.path}: {error}") from None
+        if found.left_out:
+            count = found.left_out
+            belong = "1 tensor belongs" if count == 1 else f"{count} tensors belong"
+            self.remarks.append(f"{belong} to other parts of the model: left out")
+        return decoder.eval()
+
+    @property
+    def has_tokenizer(self) -> bool:
+        """Whether there is a tokenizer beside the weights."""
+        return any((self.path / name).exists() for name in TOKENIZER_FILES)
+
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer that lies beside the weights.
+
+        Raises:
+            WorkhorseError: there is none, or it cannot be read.
+        """
+        from workhorse.tokenizers import load_tokenizer
+
+        return load_tokenizer(self.path)
+
+    def _special_ids(self, fields: Fields) -> dict[str, list[int]]:
+        """The ids of special tokens; those that end a text may stand in a file of their own."""
+        ids = {key: fields.ids(key) for key in SPECIAL_IDS}
+        if (self.path / GENERATION_FILE).exists():
+            generation = Fields(read_json(self.path / GENERATION_FILE), GENERATION_FILE)
+            if "eos_token_id" in generation.values:
+                ids["eos_token_id"] = generation.ids("eos_token_id")
+        return ids
+
+
+def _text_part(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:
+    return dict(text) | {key: whole[key] for key in OUTER_KEYS if key in whole}
+
+
+def _outside(ids: Mapping[str, list[int]], size: int) -> list[str]:
+    """What to say of ids that no text can hold. Many files have a pad of -1, which means none."""
+    return [
+        f"{key}={one} is not in the vocabulary of {size}, so it is passed over"
+        for key, listed in ids.items()
+        for one in listed
+        if not 0 <= one < size and (one, key) != (-1, "pad_token_id")
+    ]
+
+
+def _remarks(whole: Mapping[str, Any], fields: Fields) -> list[str]:
+    remarks = contradictions(fields.values)
+    if "auto_map" in whole:
+        remarks.append("config.json names code of its own (auto_map), which is never run")
+    if unused := fields.unused():
+        remarks.append(f"config.json has keys that nothing here reads: {', '.join(unused)}")
+    return remarks

@@ -1,0 +1,281 @@
+"""The weights of a Hugging Face directory: one safetensors file, or shards with an index.
+
+Reading maps the files into memory and trusts nothing in them. Writing puts whole files in place.
+"""
+
+import json
+import math
+import mmap
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import BinaryIO
+
+import torch
+from torch import Tensor
+
+from workhorse.checkpoints.runs.disk import Disk
+from workhorse.errors import WorkhorseError
+from workhorse.tensors.safetensors_header import (
+    MAX_HEADER_BYTES,
+    Stored,
+    header_bytes,
+    read_header,
+)
+from workhorse.untrusted import open_contained, read_json, shown, unreadable
+from workhorse.writing import write_atomically, writing
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+MAX_SHARDS = 1_000  # the largest published model has fewer than 200
+UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
+TensorToWrite = tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]
+"""A name, a shape, the type in the file, and what makes the tensor when its turn comes."""
+_RESIDENT_BYTES = 32_000_000
+# Python 3.13 knows the name. Without it, Linux may refuse to map a file larger than its memory.
+_NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
+
+
+class TensorFolder:
+    """The tensors of a directory by name. Making one reads headers only.
+
+    A tensor that is read is a view of the mapped file. What of the files is in memory is let go
+    as reading proceeds, so that copying everything away needs the copies' memory and little more.
+
+    Args:
+        path: the directory. `model.safetensors` is read where there is one, else the shards that
+            `model.safetensors.index.json` names.
+
+    Raises:
+        WorkhorseError: no weights, or only ones that could run code; files that lead out of the
+            directory, are damaged, or contradict each other.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        if not path.is_dir():
+            raise WorkhorseError(f"{path} is not a folder; give the folder of a model")
+        self._shards: list[MappedFile] = []
+        self._stored: dict[str, Stored] = {}
+        self._shard_of: dict[str, MappedFile] = {}
+        if os.path.lexists(path / SINGLE):
+            self._add(SINGLE)
+        elif os.path.lexists(path / INDEX):
+            self._add_shards(_weight_map(path))
+        else:
+            raise _no_weights(path)
+        self.shapes: Mapping[str, tuple[int, ...]] = {
+            name: stored.shape for name, stored in self._stored.items()
+        }
+        self.dtypes: Mapping[str, torch.dtype] = {
+            name: stored.dtype for name, stored in self._stored.items()
+        }
+        self._read_since_release = 0
+
+    def read(self, name: str) -> Tensor:
+        """One tensor as it is stored, on the CPU, to be copied away and not written to.
+
+        Raises:
+            KeyError: there is no tensor of this name.
+        """
+        shard, stored = self._shard_of[name], self._stored[name]
+        if self._read_since_release > _RESIDENT_BYTES:
+            for opened in self._shards:
+                opened.release()
+            self._read_since_release = 0
+        self._read_since_release += stored.end - stored.begin
+        return shard.view(stored)
+
+    def _add(self, name: str) -> set[str]:
+        """Add a file's tensors; their names."""
+        path = self.path / name
+        with open_contained(self.path, name) as file:
+            tensors = read_header(file, path)
+            shard = MappedFile(file, path)
+        if twice := self._stored.keys() & tensors.keys():
+            raise WorkhorseError(
+                f"{path}: tensor {shown(min(twice))} is in another shard too; fetch it again"
+            )
+        self._shards.append(shard)
+        self._stored.update(tensors)
+        self._shard_of.update(dict.fromkeys(tensors, shard))
+        return set(tensors)
+
+    def _add_shards(self, weight_map: Mapping[str, str]) -> None:
+        names: dict[str, set[str]] = {}
+        for tensor, shard in weight_map.items():
+            names.setdefault(shard, set()).add(tensor)
+        if len(names) > MAX_SHARDS:
+            raise WorkhorseError(f"{self.path / INDEX} names {len(names)} files; too many")
+        found = {shard: self._add(shard) for shard in names}
+        for shard, expected in names.items():
+            if different := expected ^ found[shard]:
+                name = min(different)
+                where = "the index" if name in expected else "the shard"
+                raise WorkhorseError(
+                    f"{self.path / shard}: only {where} has tensor {shown(name)}; fetch both again"
+                )
+
+
+class MappedFile:
+    """One file in memory, as far as it is looked at."""
+
+    def __init__(self, file: BinaryIO, path: Path) -> None:
+        # Private and writable, since PyTorch has no read-only tensors; nothing gets to the disk.
+        access = {"flags": mmap.MAP_PRIVATE | _NORESERVE, "prot": mmap.PROT_READ | mmap.PROT_WRITE}
+        try:
+            self._map = mmap.mmap(file.fileno(), 0, **access)
+        except OSError as error:
+            raise WorkhorseError(f"cannot map {path} into memory: {error.strerror}") from None
+
+    def view(self, stored: Stored) -> Tensor:
+        size = stored.end - stored.begin
+        if size == 0:  # PyTorch makes no view of no bytes
+            return torch.empty(stored.shape, dtype=stored.dtype)
+        page = stored.begin // mmap.PAGESIZE * mmap.PAGESIZE
+        # Fetched in one go: page after page, as they are looked at, takes a disk twice as long.
+        self._map.madvise(mmap.MADV_WILLNEED, page, stored.end - page)
+        raw = torch.frombuffer(self._map, dtype=torch.uint8, count=size, offset=stored.begin)
+        if stored.begin % stored.dtype.itemsize:  # old writers did not align
+            raw = raw.clone()
+        return raw.view(stored.dtype).view(stored.shape)
+
+    def release(self) -> None:
+        """Let go of what is in memory; a view that is looked at again is read again."""
+        self._map.madvise(mmap.MADV_DONTNEED)
+
+
+def _weight_map(folder: Path) -> dict[str, str]:
+    """Which file holds each tensor, as the index says."""
+    path = folder / INDEX
+    weight_map = read_json(path, limit=MAX_HEADER_BYTES).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise WorkhorseError(f"{path} has weight_map {shown(weight_map)}, not names of files")
+    for name, shard in weight_map.items():
+        if not isinstance(shard, str) or not shard.endswith(".safetensors"):
+            raise WorkhorseError(
+                f"{path} has tensor {shown(name)} in {shown(shard)}, which is no safetensors file"
+            )
+    return weight_map
+
+
+def _no_weights(folder: Path) -> WorkhorseError:
+    try:
+        names = sorted(os.listdir(folder))
+    except OSError as error:
+        return unreadable(folder, error)
+    if unsafe := [name for name in names if name.endswith(UNSAFE)]:
+        return WorkhorseError(
+            f"{folder} has its weights only as {shown(unsafe[0])}, of a kind that can run code "
+            "when it is read; convert it with transformers, "
+            "model.save_pretrained(folder, safe_serialization=True), where you trust it"
+        )
+    if gguf := [name for name in names if name.endswith(".gguf")]:
+        return WorkhorseError(
+            f"{folder} has its weights only as {shown(gguf[0])}; "
+            "fetch the safetensors files of the same model"
+        )
+    if parts := [name for name in names if name.endswith(".safetensors")]:
+        return WorkhorseError(
+            f"{folder} has {shown(parts[0])} and neither {SINGLE} nor {INDEX}; fetch it again"
+        )
+    return WorkhorseError(f"{folder} holds no weights: neither {SINGLE} nor {INDEX}")
+
+
+def write_tensors(
+    folder: Path,
+    tensors: Iterable[TensorToWrite],
+    *,
+    max_shard_bytes: int = 5_000_000_000,
+) -> None:
+    """Write tensors as transformers does: one file, or shards and then their index.
+
+    Holds one tensor in memory at a time. Each file appears whole or not at all.
+
+    Args:
+        folder: where; made if need be. It must not hold weights already.
+        tensors: what; shards take them in this order.
+        max_shard_bytes: of the tensors in a file; a larger tensor has a file of its own.
+
+    Raises:
+        WorkhorseError: the folder holds weights, the disk is full or refuses, or a tensor holds
+            NaN, or numbers beyond the type that it is written in.
+    """
+    sized = [(math.prod(tensor[1]) * tensor[2].itemsize, tensor) for tensor in tensors]
+    shards = _shards(sized, max_shard_bytes)
+    with writing(folder):
+        folder.mkdir(parents=True, exist_ok=True)
+        if others := [entry.name for entry in folder.iterdir() if ".safetensors" in entry.name]:
+            raise WorkhorseError(f"{folder} holds {min(others)!r} already; choose another folder")
+        if len(shards) == 1:
+            _write_file(folder / SINGLE, shards[0])
+            return
+        weight_map: dict[str, str] = {}
+        for number, shard in enumerate(shards, start=1):
+            file = f"model-{number:05d}-of-{len(shards):05d}.safetensors"
+            _write_file(folder / file, shard)
+            weight_map |= {name: file for name, *_ in shard}
+        total = sum(size for size, _ in sized)
+        index = {"metadata": {"total_size": total}, "weight_map": weight_map}
+        write_atomically(folder / INDEX, json.dumps(index, indent=2, sort_keys=True) + "\n")
+
+
+def _shards(
+    sized: Iterable[tuple[int, TensorToWrite]], max_bytes: int
+) -> list[list[TensorToWrite]]:
+    shards: list[list[TensorToWrite]] = [[]]
+    filled = 0
+    for size, tensor in sized:
+        if shards[-1] and filled + size > max_bytes:
+            shards.append([])
+            filled = 0
+        shards[-1].append(tensor)
+        filled += size
+    return shards
+
+
+def _write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
+    ordered = sorted(tensors, key=lambda tensor: tensor[0])  # as the safetensors library does
+    temporary = path.with_name(f".tmp-{path.name}")
+    try:
+        with temporary.open("wb") as file:
+            file.write(header_bytes((name, dtype, shape) for name, shape, dtype, _ in ordered))
+            for name, shape, dtype, make in ordered:
+                tensor = make().detach()
+                assert tensor.shape == shape, (name, tensor.shape, shape)
+                plain = _written(name, tensor, dtype)
+                file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
+        disk = Disk()
+        disk.sync(temporary)
+        disk.rename(temporary, path)
+        disk.sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
+
+
+def _written(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A tensor as a file holds it.
+
+    Raises:
+        WorkhorseError: it holds NaN, or numbers beyond the type.
+    """
+    check_numbers(name, tensor)
+    written = tensor.to("cpu", dtype).contiguous()
+    narrower = dtype == torch.float16 and tensor.dtype != dtype
+    if narrower and torch.any(written.isinf() & tensor.cpu().isfinite()):
+        raise WorkhorseError(
+            f"{name} holds numbers beyond float16; choose dtype bfloat16 or float32"
+        )
+    return written
+
+
+def check_numbers(name: str, tensor: Tensor) -> None:
+    """Refuse to write weights that no model can compute with.
+
+    Raises:
+        WorkhorseError: one is NaN.
+    """
+    # The sum is far quicker than a look at each, and infinite numbers may make it NaN too.
+    if tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any():
+        raise WorkhorseError(f"{name} holds NaN; write an earlier state of the model")

@@ -1,0 +1,1 @@
+"""Run directories: checkpoints that are whole or absent."""

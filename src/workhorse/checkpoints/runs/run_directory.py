@@ -1,0 +1,305 @@
+"""The folder of one training run, which is also what generation and evaluation load."""
+
+import contextlib
+import errno
+import os
+import shlex
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from workhorse.checkpoints.runs.disk import Disk
+from workhorse.checkpoints.runs.lock import FolderLock
+from workhorse.checkpoints.runs.store import CheckpointStore
+from workhorse.checkpoints.tensors import Places, empty_decoder, load_weights, weights_of
+from workhorse.config import ConfigError, read_yaml
+from workhorse.errors import WorkhorseError
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.attention.kernels import KernelName
+from workhorse.untrusted import read_json, to_path
+from workhorse.writing import write_atomically
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
+
+
+DAMAGED_RECIPE = "put back the recipe that the run was begun with"
+
+
+class RunDirectory:
+    """Where a run keeps what it is and what it made.
+
+        recipe.yaml     the recipe, with overrides and defaults written out
+        config.json     the decoder's config
+        tokenizer/
+        data/           token shards, unless the recipe keeps them elsewhere
+        metrics.jsonl
+        checkpoints/
+        report.html
+
+    Args:
+        path: the folder; nothing is read or made before it is asked for.
+    """
+
+    kind = "run directory"
+    family = None
+    dtype = torch.float32
+    has_tokenizer = True
+    stop_tokens: tuple[int, ...] = ()
+    """What ends a text beside the tokenizer's eos."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = to_path(path, "a run directory is a path")
+        self.recipe_file = self.path / "recipe.yaml"
+        self.config_file = self.path / "config.json"
+        self.tokenizer_folder = self.path / "tokenizer"
+        self.data_folder = self.path / "data"
+        self.metrics_file = self.path / "metrics.jsonl"
+        self.checkpoints_folder = self.path / "checkpoints"
+        self.report_file = self.path / "report.html"
+        self.remarks: list[str] = []
+        """What must not go unnoticed when it is loaded; loading adds to it."""
+        self._made: list[Path] = []
+        self._found_data = False
+        self._lock: FolderLock | None = None
+
+    @property
+    def exists(self) -> bool:
+        """Whether a run began here."""
+        return self.recipe_file.is_file()
+
+    def keeps(self, path: Path) -> bool:
+        """Whether a path lies in one of the run's own folders."""
+        own = (self.checkpoints_folder, self.data_folder, self.tokenizer_folder)
+        return self.exists and any(path.resolve().is_relative_to(f.resolve()) for f in own)
+
+    def lock(self) -> FolderLock:
+        """Make the folder if need be and keep other processes from training in it.
+
+        Raises:
+            WorkhorseError: another process does, or the folder cannot be made.
+        """
+        try:
+            self._made = [
+                folder for folder in (self.path, *self.path.parents) if not folder.exists()
+            ]
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._lock = FolderLock(self.path)
+        except OSError as error:
+            raise self._unfit(error.strerror) from None
+        return self._lock
+
+    def check_place(self) -> None:
+        """Look whether the folder is still the one that was locked; a save would make another.
+
+        Raises:
+            WorkhorseError: it was moved or removed, with where its last checkpoint is.
+        """
+        if self._lock is None or self._lock.in_place():
+            return
+        moved = f"{self.path} was moved or removed while it was trained in"
+        if (now := self._lock.folder_now()) is None:
+            raise WorkhorseError(
+                f"{moved}; its checkpoints went with it: go on from where they are by --resume"
+            )
+        store = RunDirectory(now).store()
+        steps = store.steps()
+        last = f"its last checkpoint is {store.path(steps[0])}" if steps else "it has no checkpoint"
+        going_on = shlex.join(["workhorse", "train", str(now), "--resume"])
+        raise WorkhorseError(f"{moved}; {last}: resume it by {going_on}")
+
+    def check_free(self) -> None:
+        """Look whether a run can begin here, without touching anything.
+
+        Raises:
+            WorkhorseError: a run is here already, or something that is no run, or no folder can
+                be made here.
+        """
+        if not self.path.is_dir():
+            there = self._first_above()
+            if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
+                raise self._unfit(os.strerror(errno.EACCES))
+            return
+        if self.exists:
+            raise WorkhorseError(
+                f"{self.path} holds a run already; resume it with --resume, or choose another --out"
+            )
+        others = [
+            path.name
+            for path in self.path.iterdir()
+            if path != self.data_folder and not path.name.startswith(".")
+        ]  # `workhorse data prepare` may have been here
+        if others:
+            raise WorkhorseError(
+                f"{self.path} is not empty and not a run (it has {min(others)!r}); "
+                "choose another --out"
+            )
+
+    def _first_above(self) -> Path:
+        """What is there of the path: itself or the nearest folder above, or what is not one."""
+        return next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
+
+    def _unfit(self, reason: str | None) -> WorkhorseError:
+        """Why no folder can be made or written at the path."""
+        there = self._first_above()
+        if not there.is_dir():
+            what = "it" if there == self.path else there
+            reason = f"{what} is {'a file' if there.exists() else 'a link to nothing'}"
+        return WorkhorseError(
+            f"cannot write in the run directory {self.path}: {reason}; choose another --out"
+        )
+
+    def begin(self, recipe_yaml: str) -> None:
+        """Make the folder a run by writing its recipe.
+
+        Raises:
+            WorkhorseError: as `check_free`.
+        """
+        self.check_free()
+        self._found_data = self.data_folder.exists()
+        try:
+            write_atomically(self.recipe_file, recipe_yaml)
+        except WorkhorseError:
+            self.undo()
+            raise
+
+    def undo(self) -> None:
+        """Remove what `begin` and all after it made.
+
+        Prepared data that was there before, and other people's dot files, stay.
+        """
+        for path in self.path.iterdir():
+            if path == self.data_folder and self._found_data:
+                continue
+            if path.name.startswith(".") and path.name != ".lock" and ".tmp-" not in path.name:
+                continue
+            Disk().remove(path)
+        with contextlib.suppress(OSError):  # something else is in it, or somebody stands on it
+            for folder in self._made:
+                folder.rmdir()
+
+    def rewrite_recipe(self, recipe_yaml: str) -> None:
+        write_atomically(self.recipe_file, recipe_yaml)
+
+    def store(self, keep: int = 2) -> CheckpointStore:
+        return CheckpointStore(self.checkpoints_folder, keep)
+
+    def recipe(self) -> dict[str, Any]:
+        """The recipe's plain data.
+
+        Raises:
+            WorkhorseError: this is no run directory, or the file is no recipe.
+        """
+        self._check_is_run()
+        try:
+            recipe = read_yaml(self.recipe_file)
+        except ConfigError as error:
+            raise WorkhorseError(f"{error}; {DAMAGED_RECIPE}") from None
+        if not isinstance(recipe.get("data"), dict):
+            raise WorkhorseError(f"{self.recipe_file} has no section 'data'; {DAMAGED_RECIPE}")
+        return recipe
+
+    @property
+    def config(self) -> DecoderConfig:
+        """The decoder's config, read anew each time.
+
+        Raises:
+            WorkhorseError: this is no run directory, or the file is damaged.
+        """
+        self._check_is_run()
+        if not self.config_file.exists():
+            raise WorkhorseError(
+                f"{self.path} stopped before its model was built; train it with --resume"
+            )
+        try:
+            return DecoderConfig.from_dict(read_json(self.config_file))
+        except WorkhorseError as error:
+            raise WorkhorseError(
+                f"{self.config_file} is damaged: {error}; --resume writes it anew"
+            ) from None
+
+    def save_tokenizer(self, tokenizer: "Tokenizer") -> None:
+        """Put the tokenizer's files in place, all or none."""
+        temporary = self.path / ".tmp-tokenizer"
+        if temporary.exists() or temporary.is_symlink():
+            Disk().remove(temporary)
+        tokenizer.save(temporary)
+        temporary.rename(self.tokenizer_folder)
+
+    def save_config(self, config: DecoderConfig) -> None:
+        write_atomically(self.config_file, config.to_json() + "\n")
+
+    def tokenizer(self) -> "Tokenizer":
+        """The tokenizer that the model was trained with.
+
+        Raises:
+            WorkhorseError: no run, no tokenizer in it, or another than the newest checkpoint's.
+        """
+        from workhorse.tokenizers import load_tokenizer
+
+        self._check_is_run()
+        tokenizer = load_tokenizer(self.tokenizer_folder)
+        _, state = self.store().newest_state(alone=True) or (0, {})
+        expected = state.get("tokenizer")
+        if expected is not None and tokenizer.fingerprint != expected:
+            raise WorkhorseError(
+                f"{self.tokenizer_folder} is not the tokenizer that the checkpoints in "
+                f"{self.path} were trained with; put back the one that was there"
+            )
+        return tokenizer
+
+    def load_decoder(
+        self,
+        device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
+        kernel: KernelName = "auto",
+        places: Places = weights_of,
+        *,
+        step: int | None = None,
+    ) -> Decoder:
+        """The trained decoder, in evaluation mode.
+
+        Args:
+            device: where its weights go.
+            dtype: of its weights; `self.dtype` where not given.
+            kernel: how attention is computed.
+            places: where the weights are copied to.
+            step: of which checkpoint; None: the newest whole one, with a remark for each damaged.
+
+        Raises:
+            WorkhorseError: no run, no checkpoint, or one of another config.
+        """
+        config = self.config
+        weights, state = self._weights(step)
+        if DecoderConfig.from_dict(state["config"]) != config:
+            raise WorkhorseError(
+                f"the checkpoints in {self.path} are of another config than its "
+                f"{self.config_file.name}; put back the one that they were trained with"
+            )
+        decoder = empty_decoder(config, kernel, device, dtype or self.dtype)
+        load_weights(decoder, weights, places)
+        return decoder.eval()
+
+    def _weights(self, step: int | None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        store = self.store()
+        if step is not None:
+            if step not in store.steps():
+                raise WorkhorseError(f"no checkpoint of step {step}; there are {store.steps()}")
+            return store.load_model(step)
+        if (found := store.newest_model(self.remarks.append)) is not None:
+            return found
+        if steps := store.steps():
+            reason = "; ".join(self.remarks)
+            raise WorkhorseError(
+                f"{self.path} has no whole checkpoint of {len(steps)} ({reason}); "
+                "put their files back from a copy"
+            )
+        raise WorkhorseError(f"{self.path} has no whole checkpoint; train it with --resume")
+
+    def _check_is_run(self) -> None:
+        if not self.exists:
+            raise WorkhorseError(
+                f"{self.path} is not a run directory: it has no {self.recipe_file.name}; "
+                "give the folder that was train's --out"
+            )

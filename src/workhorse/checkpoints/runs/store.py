@@ -1,0 +1,286 @@
+"""Checkpoints in a folder: each whole or absent, and checked before it is believed.
+
+    step-00001000/
+        model.safetensors       weights by parameter name
+        optimizer.safetensors   the optimizer's tensors
+        state.json              everything else: counters, random states, the model's config
+        manifest.json           size and SHA-256 of the others; written last
+
+A checkpoint is written under a temporary name, synced, and renamed. So a folder with its final name
+was whole when it was written, and the manifest tells whether it still is.
+"""
+
+import contextlib
+import json
+import os
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from torch import Tensor
+
+from workhorse.checkpoints.runs.disk import Disk
+from workhorse.checkpoints.runs.manifest import (
+    MANIFEST,
+    MODEL,
+    OPTIMIZER,
+    STATE,
+    DamagedCheckpoint,
+    manifest_of,
+    open_checkpoint,
+)
+from workhorse.errors import WorkhorseError
+from workhorse.writing import refusal
+
+TEMPORARY = ".tmp-"
+LOOKS = 100
+"""How often the newest checkpoint is looked for, where each is removed before it is read."""
+
+Found = TypeVar("Found")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint, its tensors on the CPU."""
+
+    step: int
+    """Training steps done."""
+    model: dict[str, Tensor]
+    optimizer: dict[str, Tensor]
+    state: dict[str, Any]
+
+
+class CheckpointStore:
+    """The checkpoints of one run.
+
+    Args:
+        folder: where; made when first needed.
+        keep: how many to keep; older ones are removed after each save.
+        disk: does the work; given by tests that fail or end it midway.
+    """
+
+    def __init__(self, folder: Path, keep: int = 2, disk: Disk | None = None) -> None:
+        self.folder = folder
+        self.keep = keep
+        self.disk = disk or Disk()
+
+    def path(self, step: int) -> Path:
+        return self.folder / f"step-{step:08d}"
+
+    def steps(self) -> list[int]:
+        """The steps that have a checkpoint, whole or damaged, newest first."""
+        if not self.folder.is_dir():
+            return []
+        names = (re.fullmatch(r"step-(\d{8,})", path.name) for path in self.folder.iterdir())
+        return sorted((int(name[1]) for name in names if name), reverse=True)
+
+    def save(
+        self,
+        step: int,
+        model: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+    ) -> Path:
+        """Write a checkpoint, then remove the oldest beyond `keep`.
+
+        This one and older ones are counted. Newer ones, which a run that went back left behind
+        because they were damaged, stay until their step comes again: what is whole in them is not
+        lost, and they displace nothing.
+
+        Args:
+            step: training steps done.
+            model: weights by parameter name; a shared one once.
+            optimizer: the optimizer's tensors.
+            state: what JSON can say.
+
+        Raises:
+            WorkhorseError: the disk is full or refuses; earlier checkpoints are untouched.
+        """
+        final = self.path(step)
+        temporary = self.folder / f"{TEMPORARY}{final.name}"
+        try:
+            self.clean()
+            self.disk.make_folder(temporary)
+            self._write(temporary, step, model, optimizer, state)
+            if final.exists():  # damaged: this run went back behind it
+                self._discard(final)
+            self.disk.rename(temporary, final)
+            self.disk.sync(self.folder)
+        except OSError as error:
+            self._give_up(temporary)
+            raise WorkhorseError(self._failure(final, error)) from error
+        self.prune(step)
+        return final
+
+    def prune(self, step: int) -> None:
+        """Remove the oldest beyond `keep` of the checkpoints up to a step, whose own is whole."""
+        for old in [found for found in self.steps() if found <= step][self.keep :]:
+            self._discard(self.path(old))
+
+    def newest(self, on_skip: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
+        """The newest whole checkpoint, for a run that goes on; None if there is none.
+
+        Args:
+            on_skip: told, in one line each, which newer ones are damaged and how.
+        """
+        return self._newest(self.load, on_skip)
+
+    def newest_state(
+        self, on_skip: Callable[[str], None] = lambda line: None, *, alone: bool = False
+    ) -> tuple[int, dict[str, Any]] | None:
+        """The step and the state of the newest whole checkpoint, its tensors checked but not read.
+
+        Args:
+            on_skip: as in `newest`.
+            alone: only the state need be whole; its tensors are not looked at.
+        """
+        names = (STATE,) if alone else (MODEL, OPTIMIZER, STATE)
+
+        def state(step: int) -> tuple[int, dict[str, Any]]:
+            with open_checkpoint(self.path(step), step, names) as opened:
+                return step, opened.state()
+
+        return self._newest(state, on_skip)
+
+    def newest_model(
+        self, on_skip: Callable[[str], None] = lambda line: None
+    ) -> tuple[dict[str, Tensor], dict[str, Any]] | None:
+        """The newest whole weights and their state, see `load_model`; None if there are none."""
+        return self._newest(self.load_model, on_skip)
+
+    def newest_weights(self) -> int | None:
+        """The newest step whose weights are whole, whatever became of its optimizer."""
+
+        def checked(step: int) -> int:
+            self.check(step, (MODEL, STATE))
+            return step
+
+        return self._newest(checked)
+
+    def newest_folder(self, read: Callable[[Path], Found]) -> Found | None:
+        """What is read from the folder of the newest checkpoint, whole or damaged; None without."""
+
+        def found(step: int) -> Found:
+            made = read(self.path(step))
+            if not os.path.lexists(self.path(step)):  # no file is listed of a folder that is gone
+                raise _RemovedError
+            return made
+
+        return self._newest(found)
+
+    def _newest(
+        self, read: Callable[[int], Found], on_skip: Callable[[str], None] = lambda line: None
+    ) -> Found | None:
+        """What is read of the newest step that is not damaged.
+
+        A run that trains meanwhile removes the oldest after each save. Where that is the one that
+        is read, there is a newer one, and the steps are listed again.
+
+        Raises:
+            WorkhorseError: each of many was removed before it was read; or `read` raises it.
+        """
+        for _ in range(LOOKS):
+            skipped: list[str] = []
+            with contextlib.suppress(_RemovedError):
+                found = self._first_whole(read, skipped.append)
+                for line in skipped:
+                    on_skip(line)
+                return found
+        raise WorkhorseError(
+            f"each checkpoint in {self.folder} was removed before it was read; wait for the end of "
+            "the training there, or resume it with train.keep=5"
+        )
+
+    def _first_whole(
+        self, read: Callable[[int], Found], on_skip: Callable[[str], None]
+    ) -> Found | None:
+        for step in self.steps():
+            try:
+                return read(step)
+            except (WorkhorseError, OSError) as error:
+                if not os.path.lexists(self.path(step)):
+                    raise _RemovedError from error
+                if not isinstance(error, DamagedCheckpoint):
+                    raise
+                on_skip(f"skipping {error.path}: {error.reason}")
+        return None
+
+    def load(self, step: int) -> Checkpoint:
+        """Read and check one checkpoint.
+
+        Raises:
+            DamagedCheckpoint: a missing, shortened or changed file.
+        """
+        with open_checkpoint(self.path(step), step, (MODEL, OPTIMIZER, STATE)) as opened:
+            return Checkpoint(
+                step, opened.tensors(MODEL), opened.tensors(OPTIMIZER), opened.state()
+            )
+
+    def load_model(self, step: int) -> tuple[dict[str, Tensor], dict[str, Any]]:
+        """Read and check the weights and the state of one checkpoint, without the optimizer.
+
+        Raises:
+            DamagedCheckpoint: a missing, shortened or changed file.
+        """
+        with open_checkpoint(self.path(step), step, (MODEL, STATE)) as opened:
+            return opened.tensors(MODEL), opened.state()
+
+    def check(self, step: int, names: tuple[str, ...] = (MODEL, OPTIMIZER, STATE)) -> None:
+        """Compare the named files with the manifest, byte for byte.
+
+        Raises:
+            DamagedCheckpoint: they differ, or the manifest is not as it was written.
+        """
+        with open_checkpoint(self.path(step), step, names):
+            pass
+
+    def clean(self) -> None:
+        """Remove what an interrupted save or removal left."""
+        if self.folder.is_dir():
+            for path in self.folder.glob(f"{TEMPORARY}*"):
+                self.disk.remove(path)
+
+    def _write(
+        self,
+        folder: Path,
+        step: int,
+        model: Mapping[str, Tensor],
+        optimizer: Mapping[str, Tensor],
+        state: Mapping[str, Any],
+    ) -> None:
+        self.disk.write_tensors(folder / MODEL, model)
+        self.disk.write_tensors(folder / OPTIMIZER, optimizer)
+        self.disk.write_text(folder / STATE, json.dumps(state, indent=1))
+        for name in (MODEL, OPTIMIZER, STATE):
+            self.disk.sync(folder / name)
+        self.disk.write_text(folder / MANIFEST, manifest_of(folder, step))
+        self.disk.sync(folder / MANIFEST)
+        self.disk.sync(folder)
+
+    def _discard(self, checkpoint: Path) -> None:
+        """Remove a checkpoint so that no half of it ever bears its name."""
+        doomed = self.folder / f"{TEMPORARY}removed-{checkpoint.name}"
+        self.disk.rename(checkpoint, doomed)
+        self.disk.remove(doomed)
+
+    def _give_up(self, temporary: Path) -> None:
+        try:
+            if temporary.exists():
+                self.disk.remove(temporary)
+        except OSError:
+            pass  # the first failure is the one to tell; the next save cleans up
+
+    def _failure(self, final: Path, error: OSError) -> str:
+        reason, remedy = refusal(error)
+        steps = self.steps()
+        last = f"the newest there is {self.path(steps[0]).name}" if steps else "there is none yet"
+        return (
+            f"cannot write checkpoint {final}: {reason}; {last}; {remedy}, then run again with "
+            "--resume"
+        )
+
+
+class _RemovedError(Exception):
+    """A checkpoint that was listed is no longer there."""

@@ -1,0 +1,246 @@
+"""`workhorse tokenizer`: train a tokenizer, measure one, see how it splits a text."""
+
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import click
+
+from workhorse.cli.options import PATH, json_option
+from workhorse.cli.output import counted, for_terminal, print_result, progress, warn
+
+if TYPE_CHECKING:
+    from workhorse.data.corpus.documents import SplitName
+    from workhorse.tokenizers import Tokenizer, TokenizerConfig
+
+FLAGS = {"kind": "--algorithm", "vocab_size": "--vocab-size"}
+"""Keys of a tokenizer's config that have an option of their own."""
+MAX_DIGITS = 18
+"""Of a token id; more would not fit 64 bits."""
+
+files_argument = click.argument("files", nargs=-1, type=PATH)
+
+
+@click.group("tokenizer")
+def command() -> None:
+    """Train a tokenizer, measure one, or see how it splits a text.
+
+    DIR is a folder with a tokenizer: what train wrote, a run directory, a Hugging Face directory.
+    FILES are texts, .jsonl(.gz, .zst) or .parquet files, folders of texts, - for stdin, or stdlib,
+    the built-in corpus: train reads its training part, report the held-out part.
+    """
+
+
+@command.command("train")
+@files_argument
+@click.option(
+    "--algorithm",
+    type=click.Choice(["bpe", "byte_fallback_bpe", "wordpiece", "unigram", "characters", "bytes"]),
+    default="bpe",
+    show_default=True,
+    help="bpe is byte-level; byte_fallback_bpe is LLaMA's; bytes needs no FILES.",
+)
+@click.option(
+    "--vocab-size",
+    type=int,
+    help="Tokens in all, special ones included; optional for characters.",
+)
+@click.option(
+    "--set",
+    "settings",
+    multiple=True,
+    metavar="KEY=VALUE",
+    help="Any other key of the algorithm's config, such as digits=1 or special.eos='</s>'.",
+)
+@click.option(
+    "--out",
+    required=True,
+    type=PATH,
+    help="Folder for tokenizer.json; a tokenizer that is already there is replaced.",
+)
+@json_option
+def train_command(
+    *,
+    files: tuple[Path, ...],
+    algorithm: str,
+    vocab_size: int | None,
+    settings: tuple[str, ...],
+    out: Path,
+    as_json: bool,
+) -> None:
+    """Train a tokenizer on FILES."""
+    from workhorse.errors import WorkhorseError
+    from workhorse.tokenizers import check_output_folder, missing_tokens, train_tokenizer
+
+    config = _config(algorithm, vocab_size, settings)
+    if not files and algorithm != "bytes":
+        raise WorkhorseError(f"no FILES to train {algorithm} on; name some, or - for stdin")
+    check_output_folder(out)
+    replaced = (out / "tokenizer.json").exists()
+    with progress("reading", unit="bytes") as report:
+        tokenizer = train_tokenizer(config, _texts(files, "train"), progress=report)
+    tokenizer.save(out)
+    if missing := missing_tokens(config, tokenizer):
+        warn(
+            f"{tokenizer.vocab_size:,} tokens, {missing:,} fewer than asked for: "
+            "the texts hold too little to fill more"
+        )
+    result = {
+        "out": out,
+        "replaced": replaced,
+        "algorithm": algorithm,
+        "vocab_size": tokenizer.vocab_size,
+        "missing_tokens": missing,
+        "special_tokens": tokenizer.special_tokens,
+        "fingerprint": tokenizer.fingerprint,
+    }
+    text = f"{out}: {algorithm}, {tokenizer.vocab_size:,} tokens, {tokenizer.fingerprint[:16]}"
+    instead = ", in place of the tokenizer that was there" if replaced else ""
+    print_result(result, as_json, text=f"{text}{instead}")
+
+
+@command.command("report")
+@click.argument("tokenizer", metavar="DIR", type=PATH)
+@files_argument
+@json_option
+def report_command(tokenizer: Path, files: tuple[Path, ...], as_json: bool) -> None:
+    """Measure the tokenizer in DIR on FILES, preferably ones that it was not trained on."""
+    from workhorse.errors import WorkhorseError
+    from workhorse.tokenizers import load_tokenizer, tokenizer_report
+
+    loaded = load_tokenizer(tokenizer)
+    if not files:
+        raise WorkhorseError("no FILES to measure on; name some, or - for stdin")
+    with progress("measuring", unit="bytes") as report:
+        result = tokenizer_report(loaded, _texts(files, "validation"), progress=report).to_dict()
+    print_result(result, as_json, text=_page(result))
+
+
+@command.command("encode")
+@click.argument("tokenizer", metavar="DIR", type=PATH)
+@click.argument("text", default="-")
+@click.option("--allow-special", is_flag=True, help="Names of special tokens in TEXT become them.")
+@click.option("--whole", is_flag=True, help="Add the tokens that begin and end its model's texts.")
+@json_option
+def encode_command(
+    *, tokenizer: Path, text: str, allow_special: bool, whole: bool, as_json: bool
+) -> None:
+    """Show the tokens of TEXT, or of stdin: the id of each and the piece that it stands for.
+
+    Special tokens are marked with a star. A piece inside a character is shown as its bytes.
+    """
+    from workhorse.tokenizers import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer)
+    text = _stdin() if text == "-" else text
+    encode = loaded.encode_text if whole else loaded.encode
+    ids = encode(text, allow_special=allow_special)
+    _print_pieces(loaded, ids, as_json, n_bytes=len(text.encode()))
+
+
+@command.command("decode")
+@click.argument("tokenizer", metavar="DIR", type=PATH)
+@click.argument("ids", nargs=-1, type=int)
+@click.option("--skip-special", is_flag=True, help="Leave special tokens out.")
+@click.option("--pieces", is_flag=True, help="Show each token, as encode does.")
+@json_option
+def decode_command(
+    *, tokenizer: Path, ids: tuple[int, ...], skip_special: bool, pieces: bool, as_json: bool
+) -> None:
+    """Print the text of IDS, or of the numbers on stdin."""
+    from workhorse.tokenizers import load_tokenizer
+
+    loaded = load_tokenizer(tokenizer)
+    found = list(ids) or _numbers(_stdin())
+    if skip_special:
+        special = set(loaded.special_tokens.values())
+        found = [number for number in found if number not in special]
+    if pieces or as_json:
+        _print_pieces(loaded, found, as_json)
+    else:
+        print(for_terminal(loaded.decode(found)))
+
+
+def _print_pieces(
+    tokenizer: "Tokenizer", ids: list[int], as_json: bool, n_bytes: int | None = None
+) -> None:
+    """The tokens, and how many bytes they stand for, where that is not known from a text."""
+    pieces = tokenizer.pieces(ids)
+    result = {
+        "ids": ids,
+        "text": tokenizer.decode(ids),
+        "pieces": [
+            {"id": one.id, "text": one.text, "bytes": one.data.hex(), "special": one.special}
+            for one in pieces
+        ],
+    }
+    width = max((len(str(number)) for number in ids), default=0)
+    lines = [
+        f"{one.id:>{width}} {'*' if one.special else ' '} "
+        f"{repr(one.data)[1:] if one.text is None else repr(one.text)}"
+        for one in pieces
+    ]
+    if n_bytes is None:
+        n_bytes = sum(len(one.data) for one in pieces if not one.special)
+    print_result(result, as_json, text="\n".join([*lines, f"{len(ids)} tokens, {n_bytes} bytes"]))
+
+
+def _stdin() -> str:
+    from workhorse.untrusted import decoded
+
+    return decoded(sys.stdin.buffer.read(), "stdin")
+
+
+def _numbers(text: str) -> list[int]:
+    from workhorse.errors import WorkhorseError
+
+    words = text.replace(",", " ").strip(" \n[]").split()
+    if wrong := [word for word in words if not (word.isascii() and word.isdigit())]:
+        raise WorkhorseError(f"{wrong[0][:40]!r} is not a token id; give whole numbers")
+    if too_long := [word for word in words if len(word) > MAX_DIGITS]:
+        raise WorkhorseError(f"{too_long[0][:40]}… is in no vocabulary; give smaller ids")
+    return [int(word) for word in words]
+
+
+def _config(algorithm: str, vocab_size: int | None, settings: tuple[str, ...]) -> "TokenizerConfig":
+    from workhorse.errors import WorkhorseError
+    from workhorse.overrides import apply_overrides
+    from workhorse.tokenizers import tokenizer_config
+
+    for setting in settings:
+        if (key := setting.partition("=")[0]) in FLAGS:
+            raise WorkhorseError(f"--set {key}= would say {FLAGS[key]} again; use {FLAGS[key]}")
+    fields: dict[str, Any] = {"kind": algorithm}
+    if vocab_size is not None:
+        if algorithm == "bytes":
+            raise WorkhorseError("--vocab-size does not go with bytes: they are 256; leave it out")
+        fields["vocab_size"] = vocab_size
+    elif algorithm not in ("bytes", "characters"):
+        raise WorkhorseError(f"{algorithm} needs --vocab-size; 4096 suits a small corpus")
+    return tokenizer_config(apply_overrides(fields, settings))
+
+
+def _texts(files: tuple[Path, ...], split: "SplitName") -> Iterator[str]:
+    """The texts of all files, one after another; of the built-in corpus, those of a split."""
+    from workhorse.data import read_documents, source_of
+
+    for path in files:
+        source = source_of(path)
+        for document in read_documents(source, split if source.has_validation else "train"):
+            yield document.text
+
+
+def _page(result: dict[str, Any]) -> str:
+    changed = f"no, it changes {result['changed_texts']:,} of {counted(result['texts'], 'text')}"
+    lines = [
+        f"bytes per token   {result['bytes_per_token']:.3f}",
+        f"tokens per word   {result['tokens_per_word']:.3f}",
+        f"unknown           {result['unknown_rate']:.4%} of tokens",
+        f"vocabulary used   {result['used_share']:.1%} of {result['vocab_size']:,} tokens",
+        f"round trip        {changed if result['changed_texts'] else 'exact'}",
+        f"measured on       {counted(result['bytes'], 'byte')}, {counted(result['words'], 'word')}",
+    ]
+    if result["first_change"]:
+        lines.insert(5, f"first change      {result['first_change']}")
+    return "\n".join(lines)

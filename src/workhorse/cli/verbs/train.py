@@ -1,0 +1,246 @@
+"""`workhorse train`: a recipe in, a run directory out."""
+
+import shlex
+import sys
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+from click.core import ParameterSource
+
+from workhorse.cli.loading import recipe_of_run
+from workhorse.cli.options import PATH, json_option, runtime_options
+from workhorse.cli.output import ExitCode, counted, print_result
+
+
+class _Train(click.Command):
+    """Tells of an option that it has not, but a recipe has, how the setting is written."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        given = list(args)
+        try:
+            return super().parse_args(ctx, args)
+        except click.NoSuchOption as error:
+            if not (settings := _as_settings(error.option_name, given)):
+                raise
+            raise click.UsageError(
+                f"no such option {error.option_name}; write the recipe's setting {settings}", ctx
+            ) from None
+
+
+def _as_settings(option: str, given: list[str]) -> str:
+    """`--steps 10` as `train.steps=10`; empty where a recipe has no such key."""
+    from workhorse.train.recipe.misplaced import listed, places_of
+
+    at = next((n for n, word in enumerate(given) if word.partition("=")[0] == option), len(given))
+    _, equals, value = given[at].partition("=") if at < len(given) else ("", "", "")
+    if not equals:
+        value = next(iter(given[at + 1 :]), "")
+    value = "..." if value.startswith("-") or not value else value
+    places = places_of(option.lstrip("-").replace("-", "_"))
+    return listed([f"{place}={value}" for place in places]) if places else ""
+
+
+@click.command("train", cls=_Train)
+@click.argument("recipe", type=PATH)
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option("--out", type=PATH, help="Run directory.  [default: runs/NAME]")
+@click.option("--resume", is_flag=True, help="Go on from the newest whole checkpoint.")
+@click.option(
+    "--dry-run",
+    is_flag=True,
+    help="Show size, memory and time, and what --resume would change; write nothing.",
+)
+@click.option(
+    "--show-recipe",
+    is_flag=True,
+    help="With --dry-run: also the recipe, all defaults and the whole model written out.",
+)
+@partial(runtime_options, default="the recipe's")
+@json_option
+def command(
+    *,
+    recipe: Path,
+    overrides: tuple[str, ...],
+    out: Path | None,
+    resume: bool,
+    dry_run: bool,
+    show_recipe: bool,
+    device: str,
+    dtype: str,
+    threads: int,
+    as_json: bool,
+) -> None:
+    """Train a model as RECIPE says: a YAML file, or a run directory, whose own recipe is then used.
+
+    `workhorse recipe` lists what a recipe may say.
+
+    Settings after it replace the recipe's, as in `train.steps=500 model.d_model=256`; --device,
+    --dtype and --threads, where given, replace those of its `train` section. An interrupt, SIGTERM
+    or SIGHUP ends the run after the step under way, with a checkpoint; --resume goes on, and may
+    change what does not make it another run.
+    """
+    if show_recipe and not dry_run:
+        raise click.UsageError("--show-recipe belongs to --dry-run; leave it out")
+    flags = [
+        f"train.{name}={value}"
+        for name, value in {"device": device, "dtype": dtype, "threads": threads}.items()
+        if _is_given(name)
+    ]
+    if recipe.is_dir():
+        recipe, out = _own_recipe(recipe, out, resume)
+    notices: list[str] = []
+    changes = [*overrides, *flags]
+    settings = _read(recipe, changes, out, resume, notices.append)
+    if dry_run:
+        _dry_run(settings, out, resume, as_json, notices, show_recipe=show_recipe)
+    else:
+        place = out or _default(settings.name)
+        _train(settings, place, resume, as_json, notices=notices, changes=changes)
+
+
+def _is_given(name: str) -> bool:
+    """Whether a flag is on the command line, if only with its default."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is ParameterSource.COMMANDLINE
+
+
+def _own_recipe(folder: Path, out: Path | None, resume: bool) -> tuple[Path, Path]:
+    """The recipe of a run directory, and where to train by it."""
+    from workhorse.errors import WorkhorseError
+
+    recipe = recipe_of_run(folder)
+    if not resume and out is None:
+        raise WorkhorseError(
+            f"{folder} is a run; continue it with --resume, or start another from its recipe with "
+            "--out"
+        )
+    return recipe, out or folder
+
+
+def _read(
+    file: Path,
+    overrides: list[str],
+    out: Path | None,
+    resume: bool,
+    tell: Callable[[str], object],
+) -> Any:
+    """A recipe with overrides; to resume a run, the model that it started from is not needed."""
+    from workhorse.config import read_yaml
+
+    written = read_yaml(file)  # first, so that a file that is none does not wait for torch
+    from workhorse.checkpoints import RunDirectory
+    from workhorse.train import Recipe, override_recipe, resumed_recipe
+
+    fields = override_recipe(written, overrides, tell)
+    if resume and (run := RunDirectory(out or _default(fields.get("name")))).exists:
+        fields = resumed_recipe(fields, run)
+    return Recipe.from_dict(fields)
+
+
+def _default(name: object) -> Path:
+    return Path("runs") / str(name)
+
+
+def _train(
+    settings: Any,
+    out: Path,
+    resume: bool,
+    as_json: bool,
+    *,
+    notices: list[str],
+    changes: list[str],
+) -> None:
+    from workhorse.cli.train_progress import show_training
+    from workhorse.train import train
+
+    with show_training(settings.train.steps) as show:
+        for line in notices:
+            show({"kind": "notice", "message": line})
+        result = train(settings, out, resume=resume, settings=changes, on_event=show)
+    print_result(result.to_dict(), as_json, text=_summary(result))
+    if result.stopped_by is not None:
+        codes = {
+            "SIGINT": ExitCode.INTERRUPTED,
+            "SIGTERM": ExitCode.STOPPED,
+            "SIGHUP": ExitCode.HUNG_UP,
+        }
+        click.get_current_context().exit(codes[result.stopped_by])
+
+
+def _summary(result: Any) -> str:
+    from workhorse.cli.train_progress import bits_per_byte
+
+    run = str(result.run_directory)
+    following = f"next: workhorse {shlex.join(['generate', run, '--prompt', 'TEXT'])}"
+    lines = [f"{run}: step {result.step:,} of {result.steps:,}"]
+    if result.stopped_by is not None:
+        lines[0] += f", stopped by {result.stopped_by} and saved"
+        following = f"resume with workhorse {shlex.join(['train', run, '--resume'])}"
+    if result.validation_loss is not None:
+        held_out = f"validation loss {result.validation_loss:.4f}"
+        if result.bits_per_byte is not None:
+            held_out += f", {bits_per_byte(result.bits_per_byte, result.unknown_rate)}"
+        lines.append(held_out)
+    lines.append(f"{result.tokens:,} tokens in {result.seconds:.1f} s")
+    if result.skipped_steps:
+        skipped = counted(result.skipped_steps, "step")
+        lines.append(f"{skipped} skipped: loss or gradient was not finite")
+    lines.append(f"report {result.run_directory / 'report.html'}; {following}")
+    return "\n".join(lines)
+
+
+def _dry_run(
+    settings: Any,
+    out: Path | None,
+    resume: bool,
+    as_json: bool,
+    notices: list[str],
+    *,
+    show_recipe: bool,
+) -> None:
+    from workhorse.cli.train_progress import clock
+    from workhorse.memory import size
+    from workhorse.train import estimate, rehearse, remarks_on, why_taken
+
+    place: dict[str, Any] = {}
+    where = out or _default(settings.name)
+    if taken := "" if resume or out else why_taken(where):
+        notices += [taken, *remarks_on(settings)]
+    else:
+        at = rehearse(settings, where, resume=resume)
+        place = {"run_directory": where, "step": at.step, "changes": [str(c) for c in at.changes]}
+        notices += at.notices
+        if not resume:
+            notices.append(f"{where} is free")
+        elif at.step < settings.train.steps:
+            notices.append(f"{where}: would go on after step {at.step:,}")
+    for line in notices:
+        print(line, file=sys.stderr)
+    found = estimate(settings) | place
+    parameters, memory = found["parameters"], found["memory"]
+    roles = ", ".join(
+        f"{name} {count:,}"
+        for name, count in parameters.items()
+        if name not in ("total", "active") or (name == "active" and count != parameters["total"])
+    )
+    parts = ", ".join(
+        f"{name} {size(n_bytes)}" for name, n_bytes in memory.items() if name != "total"
+    )
+    basis = {
+        "steps": "from a few steps on random tokens; validation and samples come on top",
+        "matrix product": "at the rate of the quickest matrix product, so at least that",
+    }[found["seconds_from"]]
+    lines = [
+        f"parameters  {parameters['total']:,} ({roles})",
+        f"memory      {size(memory['total'])} ({parts}); "
+        "activations, logits and what an update needs for a moment come on top",
+        f"tokens      {found['tokens']:,}",
+        f"export      {found['exports_as']}",
+        f"time        {clock(found['seconds'])} on {found['device']}, {basis}",
+    ]
+    if show_recipe:  # the figures as comments, so that the whole is a recipe
+        lines = [settings.written_out().to_yaml(), *(f"# {line}" for line in lines)]
+    print_result(found, as_json, text="\n".join(lines))

@@ -1,0 +1,1 @@
+"""Where text comes from: files, documents, and which of them are held out."""

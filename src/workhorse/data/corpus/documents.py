@@ -1,0 +1,259 @@
+"""Documents: what each kind of source yields, and which split a document belongs to.
+
+Nothing here holds more than one document: a long one arrives in pieces, so a text file may be
+larger than memory.
+"""
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from workhorse.config import nearest
+from workhorse.data.config import (
+    STDIN,
+    DataConfig,
+    FolderConfig,
+    JsonlConfig,
+    ParquetConfig,
+    SourceConfig,
+    StdlibConfig,
+    TextConfig,
+)
+from workhorse.data.corpus import stdlib
+from workhorse.data.corpus.files import (
+    bad_byte,
+    existing_file,
+    open_bytes,
+    read_text,
+    source_files,
+    stdin_copy,
+    visible_files,
+)
+from workhorse.data.corpus.held_out import hash_of, threshold
+from workhorse.errors import WorkhorseError
+
+if TYPE_CHECKING:
+    import pyarrow
+
+SplitName = Literal["train", "validation"]
+
+PIECE_CHARS = 1 << 18
+"""Longest text, in characters, that is held and encoded as one."""
+
+JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+PARQUET_SUFFIXES = (".parquet",)
+PARQUET_ROWS = 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """A document, or the next piece of one that is too long to hold."""
+
+    name: str
+    text: str
+    begins: bool = True
+    ends: bool = True
+
+
+def read_documents(source: SourceConfig, split: SplitName) -> Iterator[Document]:
+    """The documents of one split of a source, always in the same order; empty ones left out.
+
+    A document of more than `PIECE_CHARS` characters comes in pieces, cut at the start of a line
+    where there is one, since most tokenizers cut there too.
+
+    Raises:
+        WorkhorseError: a missing or damaged file, bytes that are not UTF-8, a missing field.
+    """
+    if isinstance(source, TextConfig):
+        yield from _read_text_file(source, split)
+        return
+    files = data_files(source, split)
+    below = None  # where each split has files of its own
+    if isinstance(source, StdlibConfig) or source.validation is None:
+        every = ((key, blocks) for key, _, blocks in _whole_documents(source, split, files))
+        below = threshold(source.held_out, every)
+    for identity, name, blocks in _whole_documents(source, split, files):
+        if below is None or (hash_of(identity) < below) == (split == "validation"):
+            yield from _in_pieces(name, blocks)
+
+
+def iterate_texts(config: DataConfig, split: SplitName = "train") -> Iterator[str]:
+    """Every text of a split, source after source, none longer than `PIECE_CHARS` characters."""
+    for source in config.sources.values():
+        for document in read_documents(source, split):
+            yield document.text
+
+
+def data_files(source: SourceConfig, split: SplitName) -> list[Path]:
+    """The files that a split of a source is read from, in order; none if it has no such split."""
+    if isinstance(source, StdlibConfig):
+        return [module.path for module in stdlib.candidates()]
+    if split == "validation" and not source.has_validation:
+        return []
+    path = source.path if split == "train" else source.validation or source.path
+    match source:
+        case TextConfig():
+            return [stdin_copy() if path == STDIN else existing_file(path)]
+        case FolderConfig():
+            return visible_files(path, source.glob)
+        case JsonlConfig():
+            return source_files(path, JSONL_SUFFIXES)
+        case ParquetConfig():
+            return source_files(path, PARQUET_SUFFIXES)
+
+
+def _read_text_file(source: TextConfig, split: SplitName) -> Iterator[Document]:
+    for path in data_files(source, split):
+        first, last = 0, None
+        if source.held_out > 0:
+            characters = sum(len(block) for block in read_text(path, source.errors))
+            cut = int((1 - source.held_out) * characters)
+            first, last = (0, cut) if split == "train" else (cut, characters)
+        yield from _in_pieces(
+            str(source.path), _characters(read_text(path, source.errors), first, last)
+        )
+
+
+def _whole_documents(
+    source: FolderConfig | JsonlConfig | ParquetConfig | StdlibConfig,
+    split: SplitName,
+    files: Iterable[Path],
+) -> Iterator[tuple[str, str, Iterable[str]]]:
+    """Of every document in the files of a split: what identifies it, its name, its text in blocks.
+
+    The text of a file is read when it is asked for.
+    """
+    match source:
+        case StdlibConfig():
+            for module in stdlib.modules():
+                yield module.name, module.name, map(stdlib.Module.text, [module])
+        case FolderConfig():
+            root = source.path if split == "train" else source.validation or source.path
+            for path in files:
+                name = path.relative_to(root).as_posix()
+                yield name, name, read_text(path, source.errors)
+        case JsonlConfig() | ParquetConfig():
+            for path in files:
+                for name, text in _records(path, source):
+                    yield text, name, [text]
+
+
+def _records(path: Path, source: JsonlConfig | ParquetConfig) -> Iterator[tuple[str, str]]:
+    """The (name, text) of each record of a file."""
+    if isinstance(source, JsonlConfig):
+        return _read_jsonl(path, source)
+    return _read_parquet(path, source)
+
+
+def _read_jsonl(path: Path, source: JsonlConfig) -> Iterator[tuple[str, str]]:
+    offset = 0
+    with open_bytes(path) as file:
+        for number, line in enumerate(file, start=1):
+            try:
+                text = line.decode("utf-8", source.errors)
+            except UnicodeDecodeError as error:
+                raise bad_byte(path, error, offset) from None
+            offset += len(line)
+            if text.strip():
+                where = f"{path}:{number}"
+                yield where, _text_of(text, source, where)
+
+
+def _text_of(line: str, source: JsonlConfig, where: str) -> str:
+    try:
+        record = json.loads(line)
+    except RecursionError:
+        raise WorkhorseError(f"{where} is nested too deep; mend or remove the line") from None
+    except ValueError as error:
+        reason = str(error).partition(";")[0]  # Python's own advice is for programmers
+        raise WorkhorseError(f"{where} is not JSON: {reason}; mend or remove the line") from None
+    if not isinstance(record, dict):
+        raise WorkhorseError(f"{where} is not a JSON object; write one object to a line")
+    if source.text_field not in record:
+        remedy = f"a recipe's text_field names another; {nearest(source.text_field, record)}"
+        raise WorkhorseError(f"{where} has no field {source.text_field!r}; {remedy}")
+    text = record[source.text_field]
+    if text is not None and not isinstance(text, str):
+        kind = type(text).__name__
+        raise WorkhorseError(f"{where}: {source.text_field!r} is a {kind}, not a text; mend it")
+    text = text or ""
+    try:
+        return text.encode("utf-8", source.errors).decode()
+    except UnicodeEncodeError as error:
+        lone = f"\\u{ord(error.object[error.start]):04x}"
+        remedy = "mend the line, or let a recipe say errors: replace"
+        raise WorkhorseError(f"{where} holds a lone surrogate {lone}; {remedy}") from None
+
+
+def _read_parquet(path: Path, source: ParquetConfig) -> Iterator[tuple[str, str]]:
+    try:
+        import pyarrow
+        from pyarrow import parquet
+    except ImportError:
+        raise WorkhorseError(
+            f"{path} is parquet; pip install 'workhorse[data]' to read it"
+        ) from None
+    try:
+        with parquet.ParquetFile(path) as file:
+            _check_column(path, source.text_field, file.schema_arrow)
+            number = 0
+            for batch in file.iter_batches(PARQUET_ROWS, columns=[source.text_field]):
+                # as bytes, for the library checks none of the strings that it is given
+                for data in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+                    where = f"{path}:{number}"
+                    try:
+                        yield where, (data or b"").decode("utf-8", source.errors)
+                    except UnicodeDecodeError as error:
+                        raise bad_byte(where, error, 0) from None
+                    number += 1
+    except (pyarrow.ArrowException, OSError) as error:
+        reason = str(error).splitlines()[0]
+        raise WorkhorseError(f"cannot read {path}: {reason}; fetch it again") from None
+
+
+def _check_column(path: Path, name: str, schema: "pyarrow.Schema") -> None:
+    from pyarrow import types
+
+    if name not in schema.names:
+        remedy = f"a recipe's text_field names another; {nearest(name, schema.names)}"
+        raise WorkhorseError(f"{path} has no column {name!r}; {remedy}")
+    if (count := schema.names.count(name)) > 1:
+        raise WorkhorseError(f"{path} has {count} columns {name!r}; give each a name of its own")
+    kind = schema.field(name).type
+    if not (types.is_string(kind) or types.is_large_string(kind)):
+        remedy = "choose a column of strings as text_field"
+        raise WorkhorseError(f"{path}: column {name!r} is {kind}; {remedy}")
+
+
+def _characters(blocks: Iterable[str], first: int, last: int | None) -> Iterator[str]:
+    """The characters `first` to `last` (None: the end) of a text given in blocks."""
+    position = 0
+    for block in blocks:
+        start = max(first - position, 0)
+        stop = len(block) if last is None else min(max(last - position, 0), len(block))
+        if start < stop:
+            yield block[start:stop]
+        position += len(block)
+
+
+def _in_pieces(name: str, blocks: Iterable[str]) -> Iterator[Document]:
+    begins, held = True, ""
+    for block in blocks:
+        held += block
+        while len(held) > PIECE_CHARS:
+            cut = _line_start(held, PIECE_CHARS)
+            yield Document(name, held[:cut], begins, ends=False)
+            begins, held = False, held[cut:]
+    if held:
+        yield Document(name, held, begins)
+
+
+def _line_start(text: str, limit: int) -> int:
+    """The last start of an unindented line up to `limit`, its newline alone; else `limit`."""
+    end = limit
+    while (end := text.rfind("\n", 0, end)) > 0:
+        if not text[end - 1].isspace() and not text[end + 1].isspace():
+            return end + 1
+    return limit

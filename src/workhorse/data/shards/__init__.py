@@ -1,0 +1,1 @@
+"""Documents made into memory-mapped tokens, once."""

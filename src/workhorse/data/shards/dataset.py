@@ -1,0 +1,159 @@
+"""A prepared data set: memory-mapped token streams, by split and source."""
+
+import hashlib
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from workhorse.data.shards.manifest import ManifestConfig, ShardConfig, StreamConfig, read_manifest
+from workhorse.data.shards.stream import TokenStream
+from workhorse.errors import WorkhorseError
+from workhorse.untrusted import open_plain
+
+TOKENS = ".tokens.npy"
+ENDS = ".ends.npy"
+
+
+@dataclass(frozen=True)
+class Split:
+    """The streams of one split, one for each source, and their weights in training."""
+
+    name: str
+    streams: tuple[TokenStream, ...]
+    weights: tuple[float, ...]
+
+    @property
+    def n_tokens(self) -> int:
+        return sum(len(stream) for stream in self.streams)
+
+    @property
+    def n_documents(self) -> int:
+        return sum(stream.n_documents for stream in self.streams)
+
+    @property
+    def n_bytes(self) -> int:
+        """UTF-8 bytes of the text."""
+        return sum(stream.n_bytes for stream in self.streams)
+
+    @property
+    def unknown_rate(self) -> float:
+        """Share of the tokens that stand for characters which the tokenizer does not have."""
+        return sum(stream.n_unknown for stream in self.streams) / self.n_tokens
+
+
+@dataclass(frozen=True)
+class Dataset:
+    """What `prepare` made: `folder` holds the shards and the manifest."""
+
+    folder: Path
+    manifest: ManifestConfig
+    train: Split
+    validation: Split | None
+
+    @property
+    def fingerprint(self) -> str:
+        """SHA-256 over all tokens: a run resumes on the same data if this is the same."""
+        return self.manifest.fingerprint
+
+    def verify(self) -> None:
+        """Read every shard and compare its SHA-256.
+
+        Raises:
+            WorkhorseError: a shard is not what was written.
+        """
+        for split in (self.manifest.train, self.manifest.validation):
+            for stream in split.values():
+                for shard in stream.shards:
+                    check_sums(self.folder, shard)
+
+
+def unknown_text(dataset: Dataset) -> str | None:
+    """What to say where the tokenizer does not know some of the text; else None."""
+    splits = [split for split in (dataset.train, dataset.validation) if split is not None]
+    unknown = sum(stream.n_unknown for split in splits for stream in split.streams)
+    if not unknown:
+        return None
+    tokens = sum(split.n_tokens for split in splits)
+    return (
+        f"{unknown:,} of {tokens:,} tokens ({unknown / tokens:.2%}) are unknown characters, which "
+        "the model will never learn, and which make its loss and bits per byte too low; a "
+        "tokenizer that spells bytes knows all text (kind: bpe, or byte_fallback: true)"
+    )
+
+
+def open_dataset(folder: Path, weights: Mapping[str, float] | None = None) -> Dataset:
+    """Open what `prepare` wrote, without looking at the sources.
+
+    Args:
+        folder: the data set's own, `Dataset.folder`.
+        weights: of the sources in training; a source left out weighs 1.
+
+    Raises:
+        WorkhorseError: nothing is there, the build was not finished, or a shard is damaged. Every
+            shard's size is checked here, its checksum by `Dataset.verify`.
+    """
+    manifest = read_manifest(folder)
+    if not manifest.complete:
+        raise WorkhorseError(f"{folder} was not prepared to the end; prepare it again to go on")
+
+    def split(name: str, streams: Mapping[str, StreamConfig]) -> Split:
+        return Split(
+            name,
+            tuple(_open_stream(folder, source, stream) for source, stream in streams.items()),
+            tuple((weights or {}).get(source, 1.0) for source in streams),
+        )
+
+    validation = split("validation", manifest.validation) if manifest.validation else None
+    return Dataset(folder, manifest, split("train", manifest.train), validation)
+
+
+def open_shard(folder: Path, shard: ShardConfig) -> tuple[np.ndarray, np.ndarray]:
+    """The tokens (memory-mapped) and the ends of documents of one shard.
+
+    Raises:
+        WorkhorseError: a file is missing, cut short, or too long.
+    """
+    tokens = _open_array(folder / (shard.name + TOKENS), shard.tokens)
+    ends = np.array(_open_array(folder / (shard.name + ENDS), shard.documents), dtype=np.int64)
+    return tokens, ends
+
+
+def check_sums(folder: Path, shard: ShardConfig) -> None:
+    """Raises WorkhorseError if a file of the shard is not, byte for byte, what was written."""
+    for suffix, expected in ((TOKENS, shard.tokens_sha256), (ENDS, shard.ends_sha256)):
+        path = folder / (shard.name + suffix)
+        with open_plain(path) as file:
+            if hashlib.file_digest(file, "sha256").hexdigest() != expected:
+                raise _damaged(path, "its checksum differs")
+
+
+def _open_stream(folder: Path, source: str, stream: StreamConfig) -> TokenStream:
+    shards, ends, position = [], [np.zeros(0, dtype=np.int64)], 0
+    for shard in stream.shards:
+        tokens, own_ends = open_shard(folder, shard)
+        shards.append(tokens)
+        ends.append(own_ends + position)
+        position += shard.tokens
+    return TokenStream(source, shards, np.concatenate(ends), stream.bytes, stream.unknown)
+
+
+def _open_array(path: Path, length: int) -> np.ndarray:
+    if path.exists() and not path.is_file():
+        raise _damaged(path, "it is not a plain file")
+    try:
+        array = np.load(path, mmap_mode="r" if length else None, allow_pickle=False)
+    except FileNotFoundError:
+        raise _damaged(path, "it is missing") from None
+    except (ValueError, EOFError) as error:
+        raise _damaged(path, str(error)) from None
+    offset = array.offset if isinstance(array, np.memmap) else None
+    whole = offset is None or path.stat().st_size == offset + array.nbytes
+    if array.shape != (length,) or not whole:
+        raise _damaged(path, f"it holds {array.size} values where {length} were written")
+    return array
+
+
+def _damaged(path: Path, reason: str) -> WorkhorseError:
+    return WorkhorseError(f"{path} is damaged: {reason}; run workhorse data prepare again")

@@ -1,0 +1,301 @@
+"""From documents to token shards: parallel, resumable, reused when nothing changed.
+
+A data set lives in a folder named after what decides its tokens: the tokenizer, the sources'
+configs, and the path, size and time of change of each file. So a change makes a new data set, and
+runs that share a folder share the work. Shards are cut after a fixed number of tokens and written
+one by one, the manifest after each; a build that was killed goes on after the last one.
+"""
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain, groupby, islice
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from workhorse.data.config import DataConfig
+from workhorse.data.corpus.documents import Document, SplitName, read_documents
+from workhorse.data.corpus.file_changes import save_file_list
+from workhorse.data.corpus.sources import SPLITS, Progress, describe_sources, text_bytes, why_empty
+from workhorse.data.shards.dataset import (
+    ENDS,
+    TOKENS,
+    Dataset,
+    check_sums,
+    open_dataset,
+    open_shard,
+    unknown_text,
+)
+from workhorse.data.shards.encode import Encoded, encoded
+from workhorse.data.shards.manifest import (
+    ManifestConfig,
+    ShardConfig,
+    StreamConfig,
+    read_manifest,
+    write_array,
+)
+from workhorse.errors import WorkhorseError
+from workhorse.writing import writing
+
+if TYPE_CHECKING:
+    from workhorse.tokenizers import Tokenizer
+
+StreamKey = tuple[SplitName, str]
+"""A split of a source, by the names of both."""
+
+SHARD_TOKENS = 1 << 25
+"""Tokens after which a shard ends: 64 MiB of 16-bit tokens."""
+
+REPORT_BYTES = 1 << 20
+"""Bytes of text between two calls of the progress callback."""
+
+
+def prepare(
+    config: DataConfig,
+    tokenizer: "Tokenizer",
+    folder: Path,
+    *,
+    progress: Progress | None = None,
+    verify: bool = False,
+    tell: Callable[[str], object] = lambda line: None,
+) -> Dataset:
+    """Make the token shards of a config, or open them if they are there already.
+
+    Args:
+        config: what to read; `config.cache_dir`, where set, takes the place of `folder`.
+        tokenizer: encodes the texts; ends (begins) documents with its eos (bos) where asked.
+        folder: where data sets are kept, usually the run directory's `data`.
+        progress: told how far the build is.
+        verify: compare the checksums of what is there. A shard found damaged is made again; that
+            its files are whole in size is always checked.
+        tell: called with what must not go unnoticed: that the tokenizer does not know all the text.
+
+    Raises:
+        WorkhorseError: a source cannot be read or changes meanwhile, a split is empty, the
+            tokenizer lacks a token.
+    """
+    fresh = _fresh_manifest(config, tokenizer)
+    home = config.kept_in(folder) / _key(fresh)
+    with writing(home):
+        home.mkdir(parents=True, exist_ok=True)
+    with _only_one_builder(home):
+        manifest = _what_stands(home, fresh, verify)
+        if not manifest.complete:
+            for leftover in home.glob(".tmp-*"):
+                leftover.unlink()
+            _Build(config, tokenizer, home, manifest, progress).run()
+    dataset = open_dataset(home, config.weights)
+    if line := unknown_text(dataset):
+        tell(line)
+    return dataset
+
+
+class _Build:
+    """One run of a build: fills the manifest, stream by stream and shard by shard."""
+
+    def __init__(
+        self,
+        config: DataConfig,
+        tokenizer: "Tokenizer",
+        home: Path,
+        manifest: ManifestConfig,
+        progress: Progress | None,
+    ) -> None:
+        self.config, self.tokenizer, self.home, self.manifest = config, tokenizer, home, manifest
+        self.progress = progress or (lambda _done, _total: None)
+        self.total = text_bytes(manifest.sources)
+        self.done = self.reported = 0
+
+    def run(self) -> None:
+        wanted: list[StreamKey] = [
+            (split, name)
+            for split in SPLITS
+            for name, source in self.config.sources.items()
+            if split == "train" or source.has_validation
+        ]
+        self.done = sum(self._stream(*key).bytes for key in wanted)
+        tokens = encoded(
+            self._documents([key for key in wanted if not self._stream(*key).complete]),
+            self.tokenizer,
+            bos=self.config.bos,
+            eos=self.config.eos,
+            dtype=self.manifest.dtype,
+        )
+        for key, documents in groupby(tokens, key=lambda item: item.stream):
+            self._fill(*key, documents)
+            self._finish(*key)
+        for key in wanted:  # those whose last shard was written before the build was killed
+            self._finish(*key)
+        if describe_sources(self.config) != self.manifest.sources:
+            raise WorkhorseError("a source changed while it was read; prepare it again")
+        save_file_list(self.config, self.home)
+        self.manifest = self.manifest.replace(complete=True)
+        self.manifest.save(self.home)
+        self.progress(self.done, self.done)
+
+    def _documents(self, wanted: Iterable[StreamKey]) -> Iterator[tuple[StreamKey, Document]]:
+        """What is still to be encoded, stream after stream."""
+        for split, name in wanted:
+            source, stream = self.config.sources[name], self._stream(split, name)
+            done_before = sum(shard.pieces for shard in stream.shards)
+            documents = islice(read_documents(source, split), done_before, None)
+            first = next(documents, None)
+            if first is None and not stream.tokens:  # said before the streams after it are read
+                raise WorkhorseError(why_empty(self.config, name, split))
+            for document in chain([first] if first else [], documents):
+                yield (split, name), document
+
+    def _fill(
+        self,
+        split: SplitName,
+        name: str,
+        documents: Iterable[Encoded[StreamKey]],
+    ) -> None:
+        buffer = _ShardBuffer()
+        for document in documents:
+            self.done += buffer.add(document)
+            if self.done - self.reported >= REPORT_BYTES:
+                self.progress(self.done, self.total)
+                self.reported = self.done
+            if buffer.n_tokens >= SHARD_TOKENS:
+                self._write(split, name, buffer)
+                buffer = _ShardBuffer()
+        if buffer.n_tokens:
+            self._write(split, name, buffer)
+
+    def _finish(self, split: SplitName, name: str) -> None:
+        stream = self._stream(split, name)
+        if not stream.tokens:
+            raise WorkhorseError(why_empty(self.config, name, split))
+        if not stream.complete:
+            self._record(split, name, stream.replace(complete=True))
+
+    def _stream(self, split: SplitName, name: str) -> StreamConfig:
+        return getattr(self.manifest, split).get(name, StreamConfig())
+
+    def _write(self, split: SplitName, name: str, buffer: "_ShardBuffer") -> None:
+        stream = self._stream(split, name)
+        shard = buffer.write(self.home, f"{split}-{name}-{len(stream.shards):05d}")
+        self._record(split, name, stream.replace(shards=[*stream.shards, shard]))
+
+    def _record(self, split: SplitName, name: str, stream: StreamConfig) -> None:
+        streams = {**getattr(self.manifest, split), name: stream}
+        self.manifest = self.manifest.replace(**{split: streams})
+        self.manifest.save(self.home)
+
+
+class _ShardBuffer:
+    """The tokens of a shard before it is written."""
+
+    def __init__(self) -> None:
+        self.tokens: list[np.ndarray] = []
+        self.ends: list[int] = []
+        self.n_tokens = self.n_bytes = self.n_unknown = 0
+
+    def add(self, piece: Encoded[StreamKey]) -> int:
+        """Add a document, or a piece of one; gives its UTF-8 bytes."""
+        n_bytes = len(piece.document.text.encode())
+        self.tokens.append(piece.tokens)
+        self.n_tokens += len(piece.tokens)
+        self.n_bytes += n_bytes
+        self.n_unknown += piece.unknown
+        if piece.document.ends:
+            self.ends.append(self.n_tokens)
+        return n_bytes
+
+    def write(self, home: Path, name: str) -> ShardConfig:
+        return ShardConfig(
+            name=name,
+            tokens=self.n_tokens,
+            documents=len(self.ends),
+            bytes=self.n_bytes,
+            pieces=len(self.tokens),
+            unknown=self.n_unknown,
+            tokens_sha256=write_array(home / (name + TOKENS), np.concatenate(self.tokens)),
+            ends_sha256=write_array(home / (name + ENDS), np.array(self.ends, dtype=np.int64)),
+        )
+
+
+def _fresh_manifest(config: DataConfig, tokenizer: "Tokenizer") -> ManifestConfig:
+    """The manifest of a data set of which nothing is written: what decides its tokens."""
+    check_separators(config, bos=tokenizer.bos_id is not None, eos=tokenizer.eos_id is not None)
+    return ManifestConfig(
+        tokenizer=tokenizer.fingerprint,
+        vocab_size=tokenizer.vocab_size,
+        dtype="uint16" if tokenizer.vocab_size <= 1 << 16 else "uint32",
+        bos=config.bos,
+        eos=config.eos,
+        sources=describe_sources(config),
+    )
+
+
+def check_separators(config: DataConfig, *, bos: bool, eos: bool) -> None:
+    """Refuse to put tokens between texts that the tokenizer does not have.
+
+    Args:
+        config: says which.
+        bos: whether the tokenizer has a bos token.
+        eos: whether it has an eos token.
+    """
+    for wanted, name, there in ((config.bos, "bos", bos), (config.eos, "eos", eos)):
+        if wanted and not there:
+            raise WorkhorseError(
+                f"data.{name} is true but the tokenizer has no {name} token; set data.{name}: false"
+            )
+
+
+def _key(manifest: ManifestConfig) -> str:
+    content = json.dumps(manifest.to_dict(), sort_keys=True).encode()
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
+def _what_stands(home: Path, fresh: ManifestConfig, verify: bool) -> ManifestConfig:
+    """The manifest in a folder less what is damaged; a build goes on from there."""
+    try:
+        manifest = read_manifest(home)
+    except WorkhorseError:
+        return fresh
+    sound = {
+        split: {name: _sound(home, stream, verify) for name, stream in streams.items()}
+        for split, streams in ((split, getattr(manifest, split)) for split in SPLITS)
+    }
+    whole = all(sound[split] == getattr(manifest, split) for split in SPLITS)
+    return manifest.replace(**sound, complete=manifest.complete and whole)
+
+
+def _sound(home: Path, stream: StreamConfig, verify: bool) -> StreamConfig:
+    """The stream up to its first damaged shard."""
+    for index, shard in enumerate(stream.shards):
+        try:
+            open_shard(home, shard)
+            if verify:
+                check_sums(home, shard)
+        except WorkhorseError:
+            return StreamConfig(shards=stream.shards[:index])
+    return stream
+
+
+@contextlib.contextmanager
+def _only_one_builder(home: Path) -> Iterator[None]:
+    """Let one process at a time build in a folder: the others wait, then find it done.
+
+    Where the system has no `flock` (Windows) two builders do the same work twice. A folder left
+    empty by a failure is removed.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    descriptor = os.open(home, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        with contextlib.suppress(OSError):
+            home.rmdir()
+        os.close(descriptor)

@@ -1,0 +1,354 @@
+"""Self-attention: multi-head, grouped-query (2305.13245) and multi-query (1911.02150).
+
+`y = out_proj(norm(gate(softmax(q kᵀ · scale + mask) v)))`. Every option is a part that is built or
+left out; the forward pass is the same for all of them.
+"""
+
+import math
+from dataclasses import replace
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from workhorse.config import Config, ConfigError
+from workhorse.nn.attention.kernels import Kernel, KernelName, Scoring, make_kernel
+from workhorse.nn.attention.masks import AttentionPattern
+from workhorse.nn.attention.self_attention import (
+    SelfAttention,
+    SelfAttentionConfig,
+    make_rotation,
+    split_heads,
+)
+from workhorse.nn.cache.contiguous import KeyValueEntry
+from workhorse.nn.context import Context, context_alone
+from workhorse.nn.elementwise import Clip, Unchanged
+from workhorse.nn.norms import NormConfig, PresentNormConfig
+from workhorse.nn.positions.absolute import OF_THE_EMBEDDING, NoPositionConfig
+from workhorse.nn.positions.alibi import AlibiConfig
+from workhorse.nn.positions.rope import RopeConfig
+from workhorse.nn.shapes import HeadOutputs, Hidden, NewKeys, Queries
+
+AttentionPositionConfig = Annotated[
+    NoPositionConfig | RopeConfig | AlibiConfig, Field(discriminator="kind")
+]
+
+
+class QKNormConfig(Config):
+    """Norms on queries and keys (2302.05442 §2.2), which keep the scores bounded."""
+
+    norm: PresentNormConfig
+    """Which norm; queries and keys have weights of their own."""
+    over: Literal["head", "each_head", "full"] = "head"
+    """`head` normalises each head with one weight for all; `each_head` gives every head a weight
+    of its own (Cohere, StableLM); `full` normalises all heads together (OLMo 2)."""
+    after_rope: bool = False
+    """Normalise after the rotation (HunYuan) rather than before."""
+
+
+class QueryScalingConfig(Config):
+    """Queries times `1 + scale · ln(1 + floor((position + offset) / length))` (Llama 4).
+
+    Growth with position keeps attention sharp over long texts.
+    """
+
+    scale: float
+    """How much a query grows with the logarithm."""
+    length: int = Field(gt=0)
+    """Tokens in a stretch of one factor."""
+    offset: int = Field(default=0, ge=0)
+    """Added to every position, in tokens."""
+
+
+class AttentionConfig(SelfAttentionConfig):
+    """Multi-head, grouped-query or multi-query self-attention."""
+
+    elsewhere = OF_THE_EMBEDDING
+    kind: Literal["attention"] = "attention"
+    n_kv_heads: int | None = Field(default=None, gt=0)
+    """Heads of keys and values; left out: `n_heads`. 1 is multi-query."""
+    head_dim: int | None = Field(default=None, gt=0)
+    """Width of a query and a key; left out: `d_model // n_heads`."""
+    value_dim: int | None = Field(default=None, gt=0)
+    """Width of a value; left out: as the keys."""
+    position: AttentionPositionConfig = NoPositionConfig()
+    """How attention knows where a token stands: `rope`, `alibi` or `none`."""
+    scale: float | None = Field(default=None, gt=0)
+    """Multiplies the scores; left out: `1/sqrt(head_dim)`, which keeps their variance near 1."""
+    scale_by_layer: bool = False
+    """Divide the scale by the layer's number, counted from 1 (an option of GPT-2)."""
+    query_scaling: QueryScalingConfig | None = None
+    """Let queries grow with their position; left out: they do not."""
+    qkv_bias: bool = False
+    """Biases on the projections to queries, keys and values."""
+    out_bias: bool = False
+    """A bias on the projection of the heads' outputs."""
+    qk_norm: QKNormConfig | None = None
+    """Norms on queries and keys; left out: none."""
+    clip: float | None = Field(default=None, gt=0)
+    """Hold every number of q, k and v within plus and minus this (MPT, OLMo)."""
+    softcap: float | None = Field(default=None, gt=0)
+    """Bend scores into plus and minus this (Gemma 2)."""
+    sinks: bool = False
+    """One learned logit a head that takes weight and gives nothing (gpt-oss)."""
+    output_gate: bool = False
+    """Multiply the heads' outputs by a sigmoid gate of the input (AFMoE; 2505.06708)."""
+    inner_norm: PresentNormConfig | None = None
+    """A norm over all heads' outputs together, before the projection out (Magneto, 2210.06423 §2;
+    BitNet); left out: none."""
+
+    def model_post_init(self, _context: object) -> None:
+        super().model_post_init(_context)
+        if self.n_kv_heads and self.n_heads % self.n_kv_heads:
+            raise ConfigError(
+                f"n_heads={self.n_heads} is not divisible by n_kv_heads={self.n_kv_heads}; "
+                "choose a divisor of n_heads"
+            )
+        if self.qk_norm and self.qk_norm.after_rope and not isinstance(self.position, RopeConfig):
+            raise ConfigError("qk_norm.after_rope=true needs a rope position; leave it out")
+        if not self.causal and isinstance(self.position, AlibiConfig) and self.position.bfloat16:
+            raise ConfigError(
+                "position.bfloat16=true needs causal=true: it biases by the key alone"
+            )
+
+    def key_dim(self, d_model: int) -> int:
+        """Width of a head's queries and keys.
+
+        Raises:
+            ConfigError: it is not a whole number, or the rotation does not fit it.
+        """
+        if d_model < 1:
+            raise ConfigError(f"d_model={d_model} is no width; choose 1 or more")
+        if self.head_dim is None and d_model % self.n_heads:
+            raise ConfigError(
+                f"d_model={d_model} is not divisible by n_heads={self.n_heads}; "
+                "choose a divisor, or give head_dim"
+            )
+        head_dim = self.head_dim or d_model // self.n_heads
+        if isinstance(self.position, RopeConfig):
+            self.position.rotary_dim(head_dim)
+        return head_dim
+
+    def pattern(self, d_model: int, layer: int) -> AttentionPattern:
+        if not isinstance(self.position, AlibiConfig):
+            return self.reach()
+        return replace(
+            self.reach(),
+            alibi_slopes=self.position.slopes(self.n_heads),
+            alibi_scale=self.score_scale(d_model, layer) if self.position.scaled else 1.0,
+            alibi_bfloat16=self.position.bfloat16,
+        )
+
+    def score_scale(self, d_model: int, layer: int) -> float:
+        scale = self.scale or 1 / math.sqrt(self.key_dim(d_model))
+        return scale / (layer + 1) if self.scale_by_layer else scale
+
+    def scoring(self, d_model: int, layer: int) -> Scoring:
+        return Scoring(
+            scale=self.score_scale(d_model, layer),
+            softcap=self.softcap,
+            sinks=self.sinks,
+            dropout=self.dropout,
+        )
+
+    def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> "Attention":
+        pattern = self.pattern(d_model, layer)
+        scoring = self.scoring(d_model, layer)
+        head_dim = self.key_dim(d_model)
+        after_rope = self.qk_norm is not None and self.qk_norm.after_rope
+        attention = RotateFirstAttention if after_rope else Attention
+        return attention(
+            d_model,
+            self.n_heads,
+            n_kv_heads=self.n_kv_heads,
+            head_dim=head_dim,
+            value_dim=self.value_dim,
+            pattern=pattern,
+            kernel=make_kernel(kernel, pattern, scoring, self.n_heads),
+            rope=self.position if isinstance(self.position, RopeConfig) else None,
+            qk_norm=self.qk_norm,
+            query_scaling=self.query_scaling,
+            clip=self.clip,
+            qkv_bias=self.qkv_bias,
+            out_bias=self.out_bias,
+            output_gate=self.output_gate,
+            inner_norm=self.inner_norm,
+        )
+
+
+class Attention(SelfAttention):
+    """Causal self-attention over `(batch, seq, d_model)`.
+
+    `AttentionConfig` checks what is given and knows more options; this takes built parts.
+
+    Args:
+        d_model: width of the input and output.
+        n_heads: heads of queries.
+        n_kv_heads: heads of keys and values, shared by `n_heads / n_kv_heads` queries each.
+        head_dim: width of a query and key; `d_model // n_heads` where not given.
+        value_dim: width of a value; `head_dim` where not given.
+        pattern: what a query may see.
+        kernel: how attention is computed: a name, or a built kernel with its scale and options.
+        rope: the rotation of queries and keys, or None.
+        qk_norm: norms on queries and keys, or None.
+        query_scaling: growth of queries with position, or None.
+        clip: bound on every number of q, k and v, or None.
+        qkv_bias: biases on the three projections in.
+        out_bias: a bias on the projection out.
+        output_gate: a sigmoid gate on the heads' outputs.
+        inner_norm: a norm over all heads' outputs, after the gate, or None.
+
+    Raises:
+        ConfigError: `AttentionConfig` would refuse these heads and widths.
+    """
+
+    rotates_first = False
+
+    def __init__(
+        self,
+        d_model: int,
+        n_heads: int,
+        *,
+        n_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        value_dim: int | None = None,
+        pattern: AttentionPattern | None = None,
+        kernel: Kernel | KernelName = "auto",
+        rope: RopeConfig | None = None,
+        qk_norm: QKNormConfig | None = None,
+        query_scaling: QueryScalingConfig | None = None,
+        clip: float | None = None,
+        qkv_bias: bool = False,
+        out_bias: bool = False,
+        output_gate: bool = False,
+        inner_norm: PresentNormConfig | None = None,
+    ) -> None:
+        super().__init__()
+        if qk_norm is not None and qk_norm.after_rope != self.rotates_first:
+            raise ConfigError(
+                f"qk_norm.after_rope={qk_norm.after_rope} is not what {type(self).__name__} "
+                "computes; let AttentionConfig build it"
+            )
+        sizes = AttentionConfig(
+            n_heads=n_heads,
+            n_kv_heads=n_kv_heads,
+            head_dim=head_dim,
+            value_dim=value_dim,
+            position=rope or NoPositionConfig(),
+        )
+        self.d_model = d_model
+        self.n_heads = n_heads
+        self.n_kv_heads = n_kv_heads or n_heads
+        self.head_dim = sizes.key_dim(d_model)
+        self.value_dim = value_dim or self.head_dim
+        self.pattern = pattern or AttentionPattern()
+        if isinstance(kernel, str):
+            scoring = Scoring(scale=1 / math.sqrt(self.head_dim))
+            kernel = make_kernel(kernel, self.pattern, scoring, n_heads)
+        self.kernel = kernel
+
+        width_out = n_heads * self.value_dim
+        self.q_proj = nn.Linear(d_model, n_heads * self.head_dim, bias=qkv_bias)
+        self.k_proj = nn.Linear(d_model, self.n_kv_heads * self.head_dim, bias=qkv_bias)
+        self.v_proj = nn.Linear(d_model, self.n_kv_heads * self.value_dim, bias=qkv_bias)
+        self.q_clip, self.k_clip, self.v_clip = (
+            Clip(clip) if clip else nn.Identity() for _ in range(3)
+        )
+        self.q_norm = make_head_norm(qk_norm, n_heads, self.head_dim)
+        self.k_norm = make_head_norm(qk_norm, self.n_kv_heads, self.head_dim)
+        self.q_rotation, self.k_rotation = (
+            make_rotation(rope, self.head_dim) if rope else Unchanged() for _ in range(2)
+        )
+        self.scale_queries = QueryScaling(query_scaling) if query_scaling else Unchanged()
+        self.gate = OutputGate(d_model, width_out) if output_gate else Unchanged()
+        self.inner_norm = inner_norm.build(width_out) if inner_norm else nn.Identity()
+        self.out_proj = nn.Linear(width_out, d_model, bias=out_bias)
+
+    def forward(
+        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+    ) -> Hidden:
+        context = context or context_alone(x, self.d_model, cache)
+        q = split_heads(self.q_clip(self.q_proj(x)), self.n_heads)  # (batch, heads, seq, head_dim)
+        k = split_heads(self.k_clip(self.k_proj(x)), self.n_kv_heads)  # (batch, kv_heads, …)
+        v = split_heads(self.v_clip(self.v_proj(x)), self.n_kv_heads)
+        q, k = self.place(q, k, context)
+        q = self.scale_queries(q, context)
+        if cache is not None:
+            k, v = cache.update(k, v)
+        mask = context.mask(self.pattern, self.kernel, q.dtype)
+        y = self.kernel(q, k, v, mask)  # (batch, heads, seq, value_dim)
+        y = y.transpose(1, 2).flatten(2)  # (batch, seq, heads · value_dim)
+        return self.out_proj(self.inner_norm(self.gate(y, x)))
+
+    def place(self, q: Queries, k: NewKeys, context: Context) -> tuple[Queries, NewKeys]:
+        """Normalise, then turn."""
+        return self.q_rotation(self.q_norm(q), context), self.k_rotation(self.k_norm(k), context)
+
+
+class RotateFirstAttention(Attention):
+    """Attention whose query and key norms come after the rotation."""
+
+    rotates_first = True
+
+    def place(self, q: Queries, k: NewKeys, context: Context) -> tuple[Queries, NewKeys]:
+        return self.q_norm(self.q_rotation(q, context)), self.k_norm(self.k_rotation(k, context))
+
+
+class QueryScaling(nn.Module):
+    """`q · (1 + scale · ln(1 + floor((p + offset) / length)))`."""
+
+    def __init__(self, config: QueryScalingConfig) -> None:
+        super().__init__()
+        self.growth = config
+
+    def forward(self, q: Queries, context: Context) -> Queries:
+        stretches = (context.positions + self.growth.offset) // self.growth.length
+        factor = 1 + self.growth.scale * torch.log1p(stretches.clamp(min=0).float())
+        return q * factor[:, None, :, None].to(q.dtype)
+
+
+class OutputGate(nn.Module):
+    """`y · sigmoid(proj(x))`."""
+
+    def __init__(self, d_model: int, width: int) -> None:
+        super().__init__()
+        self.proj = nn.Linear(d_model, width, bias=False)
+
+    def forward(self, y: HeadOutputs, x: Hidden) -> HeadOutputs:
+        return y * torch.sigmoid(self.proj(x))
+
+
+def make_head_norm(config: QKNormConfig | None, heads: int, head_dim: int) -> nn.Module:
+    """A norm for `(batch, heads, seq, head_dim)`."""
+    if config is None:
+        return nn.Identity()
+    match config.over:
+        case "head":
+            return config.norm.build(head_dim)
+        case "each_head":
+            return EachHeadNorm(config.norm, heads, head_dim)
+        case "full":
+            return AllHeadsNorm(config.norm, heads * head_dim)
+
+
+class EachHeadNorm(nn.Module):
+    """A norm over each head's width, with weights of its own for every head."""
+
+    def __init__(self, config: NormConfig, heads: int, head_dim: int) -> None:
+        super().__init__()
+        self.heads = nn.ModuleList(config.build(head_dim) for _ in range(heads))
+
+    def forward(self, x: Queries) -> Queries:
+        return torch.stack([norm(x[:, head]) for head, norm in enumerate(self.heads)], dim=1)
+
+
+class AllHeadsNorm(nn.Module):
+    """A norm over all heads' features together."""
+
+    def __init__(self, config: NormConfig, width: int) -> None:
+        super().__init__()
+        self.norm = config.build(width)
+
+    def forward(self, x: Queries) -> Queries:
+        return split_heads(self.norm(x.transpose(1, 2).flatten(2)), x.shape[1])

@@ -1,0 +1,315 @@
+"""Attention kernels: three ways to compute `softmax(q kᵀ · scale + mask) v`, with one meaning.
+
+A kernel is chosen when a model is built and is no part of its config, so a checkpoint moves between
+machines. What a kernel cannot express it refuses (`refusal`), it never approximates. A query that
+may see nothing gives zeros in every kernel.
+"""
+
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+from typing import Any, Literal, cast
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention.flex_attention import (
+    AuxRequest,
+    BlockMask,
+    create_block_mask,
+    flex_attention,
+)
+
+from workhorse.errors import WorkhorseError
+from workhorse.nn.attention.masks import (
+    AttentionPattern,
+    Placement,
+    alibi_bias,
+    hides_something,
+    sees,
+    visible,
+)
+from workhorse.nn.shapes import AttentionOutput, Keys, Mask, Queries, ScoreBias, Values
+
+KernelName = Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"]
+
+
+@dataclass(frozen=True)
+class Scoring:
+    """What happens to the scores of one attention, beyond its pattern.
+
+    Attributes:
+        scale: multiplies `q kᵀ`.
+        softcap: `cap * tanh(score / cap)` before mask and bias (Gemma 2, 2408.00118), or None.
+        sinks: each head has one more learned logit in its softmax (gpt-oss), which takes weight
+            and gives nothing.
+        dropout: on the attention weights, in training.
+    """
+
+    scale: float
+    softcap: float | None = None
+    sinks: bool = False
+    dropout: float = 0.0
+
+
+class Kernel(nn.Module, ABC):
+    """Attention itself: queries, keys and values to outputs.
+
+    Args:
+        scoring: what happens to the scores.
+        n_heads: how many heads; `sinks`, the kernel's only weight, has one entry for each.
+    """
+
+    decodes = True
+    """Whether it serves a cache, whose length grows with every token."""
+
+    def __init__(self, scoring: Scoring, n_heads: int) -> None:
+        super().__init__()
+        self.scoring = scoring
+        self.sinks = nn.Parameter(torch.empty(n_heads)) if scoring.sinks else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        if self.sinks is not None:
+            nn.init.zeros_(self.sinks)
+
+    @staticmethod
+    def refusal(pattern: AttentionPattern, scoring: Scoring) -> str | None:
+        """Why this kernel cannot compute that attention, or None."""
+        del pattern, scoring
+        return None
+
+    @staticmethod
+    @abstractmethod
+    def render(pattern: AttentionPattern, place: Placement, dtype: torch.dtype) -> Any:
+        """What layers of one pattern share: the mask in this kernel's form."""
+
+    @abstractmethod
+    def forward(self, q: Queries, k: Keys, v: Values, mask: Any) -> AttentionOutput:
+        """Attend; `mask` is what `render` gave."""
+
+
+class Eager(Kernel):
+    """Writes the attention matrix: the reference. The module `weights` outputs the weights."""
+
+    def __init__(self, scoring: Scoring, n_heads: int) -> None:
+        super().__init__(scoring, n_heads)
+        self.weights = nn.Dropout(scoring.dropout)
+
+    @staticmethod
+    def render(
+        pattern: AttentionPattern, place: Placement, dtype: torch.dtype
+    ) -> tuple[Mask | None, ScoreBias | None]:
+        del dtype
+        bias = alibi_bias(pattern, place) if pattern.alibi_slopes else None
+        everything = not pattern.causal or place.last
+        if everything and not hides_something(pattern, place):
+            return None, bias
+        return visible(pattern, place), bias
+
+    def forward(
+        self, q: Queries, k: Keys, v: Values, mask: tuple[Mask | None, ScoreBias | None]
+    ) -> AttentionOutput:
+        allowed, bias = mask
+        groups = q.shape[1] // k.shape[1]
+        k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
+        scores = (q @ k.transpose(-2, -1)).float() * self.scoring.scale  # (batch, heads, seq, kv)
+        scores = self.shape_scores(scores, allowed, bias)
+        weights = scores.softmax(dim=-1)[..., : k.shape[2]]
+        if allowed is not None:
+            weights = weights.masked_fill(~allowed, 0.0)  # a row that sees nothing: zeros
+        return self.weights(weights.to(v.dtype)) @ v
+
+    def shape_scores(self, scores: Tensor, allowed: Mask | None, bias: ScoreBias | None) -> Tensor:
+        """Cap, bias, mask, sinks.
+
+        Hidden scores get the least finite number and not -inf, whose softmax over a whole row has
+        no gradient; their weights are exactly 0 all the same.
+        """
+        if self.scoring.softcap is not None:
+            scores = self.scoring.softcap * torch.tanh(scores / self.scoring.softcap)
+        if bias is not None:
+            scores = scores + bias
+        if allowed is not None:
+            scores = scores.masked_fill(~allowed, torch.finfo(scores.dtype).min)
+        if self.sinks is not None:
+            column = self.sinks.to(scores.dtype)[None, :, None, None]
+            scores = torch.cat((scores, column.expand(*scores.shape[:-1], 1)), dim=-1)
+        return scores
+
+
+class Sdpa(Kernel):
+    """PyTorch's fused attention: FlashAttention (2205.14135) where the device has it."""
+
+    @staticmethod
+    def refusal(pattern: AttentionPattern, scoring: Scoring) -> str | None:
+        del pattern
+        if scoring.softcap is not None:
+            return "sdpa has no soft-cap on scores"
+        return "sdpa has no sink logits" if scoring.sinks else None
+
+    @staticmethod
+    def render(
+        pattern: AttentionPattern, place: Placement, dtype: torch.dtype
+    ) -> tuple[Tensor | None, bool]:
+        """The mask (bool, or float with ALiBi) and `is_causal`.
+
+        PyTorch aligns `is_causal` to the top left: right only where queries and keys are the same
+        tokens.
+        """
+        hidden = hides_something(pattern, place)
+        if pattern.alibi_slopes:
+            bias = alibi_bias(pattern, place)
+            return bias.masked_fill(~visible(pattern, place), -math.inf).to(dtype), False
+        if hidden:
+            return visible(pattern, place), False
+        return None, pattern.causal and not place.last
+
+    def forward(
+        self, q: Queries, k: Keys, v: Values, mask: tuple[Tensor | None, bool]
+    ) -> AttentionOutput:
+        attn_mask, is_causal = mask
+        return F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=attn_mask,
+            is_causal=is_causal,
+            dropout_p=self.scoring.dropout if self.training else 0.0,
+            scale=self.scoring.scale,
+            enable_gqa=bool(q.shape[1] != k.shape[1]),  # a compiler may count heads by symbols
+        )
+
+
+class Flex(Kernel):
+    """FlexAttention: windows, documents, ALiBi and caps without a full mask (2412.05496).
+
+    It has no backward on CPU. `flex` compiles the kernel at its first call; `flex-uncompiled`, for
+    tests, runs the same functions without a compiler and writes the whole matrix.
+    """
+
+    @staticmethod
+    def refusal(pattern: AttentionPattern, scoring: Scoring) -> str | None:
+        del pattern
+        return "flex has no attention dropout" if scoring.dropout else None
+
+    @staticmethod
+    def render(
+        pattern: AttentionPattern, place: Placement, dtype: torch.dtype
+    ) -> tuple[BlockMask | None, Callable[..., Tensor] | None]:
+        """A block mask and the function that adds ALiBi to a score."""
+        del dtype
+        queries, keys, documents = place.queries, place.keys, place.documents
+        rows = queries.shape[0]  # 1 where all rows of the batch are alike
+
+        def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            del h
+            seen = sees(pattern, queries[b % rows, q], keys[b % rows, k])
+            return seen if documents is None else seen & (documents[b, q] == documents[b, k])
+
+        slopes = torch.tensor(pattern.alibi_slopes, device=keys.device)
+
+        def add_alibi(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            i, j = queries[b % rows, q], keys[b % rows, k]
+            if pattern.alibi_bfloat16:
+                bias = (slopes[h].bfloat16() * j.clamp(min=0).bfloat16()).float()
+            else:
+                bias = slopes[h] * -(i - j).abs()
+            return score + bias * pattern.alibi_scale
+
+        shape = (rows if rows > 1 else None, None, queries.shape[1], keys.shape[1])
+        everything = (not pattern.causal or place.last) and not hides_something(pattern, place)
+        block_mask = None if everything else create_block_mask(mask, *shape, device=keys.device)
+        return block_mask, add_alibi if pattern.alibi_slopes else None
+
+    def forward(
+        self,
+        q: Queries,
+        k: Keys,
+        v: Values,
+        mask: tuple[BlockMask | None, Callable[..., Tensor] | None],
+    ) -> AttentionOutput:
+        if q.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad:
+            raise WorkhorseError("kernel=flex has no backward on a CPU; train with sdpa or eager")
+        block_mask, add_alibi = mask
+        result = self.attend(q.device)(
+            q,
+            k,
+            v,
+            score_mod=self.score_function(add_alibi),
+            block_mask=block_mask,
+            scale=self.scoring.scale,
+            enable_gqa=q.shape[1] != k.shape[1],
+            return_aux=None if self.sinks is None else AuxRequest(lse=True),
+        )
+        if self.sinks is None:
+            return result
+        # One more term e^sink in the softmax's denominator Z: y Z / (Z + e^sink).
+        y, aux = result
+        kept = torch.sigmoid(aux.lse - self.sinks[None, :, None])
+        return y * kept.unsqueeze(-1).to(y.dtype)
+
+    def attend(self, device: torch.device) -> Callable[..., Any]:
+        """PyTorch's function."""
+        del device
+        return flex_attention
+
+    def score_function(
+        self, add_alibi: Callable[..., Tensor] | None
+    ) -> Callable[..., Tensor] | None:
+        """Soft-cap first, bias after."""
+        cap = self.scoring.softcap
+        if cap is None:
+            return add_alibi
+
+        def capped(score: Tensor, b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            score = cap * torch.tanh(score / cap)
+            return score if add_alibi is None else add_alibi(score, b, h, q, k)
+
+        return capped
+
+
+class CompiledFlex(Flex):
+    """FlexAttention compiled into one fused kernel, anew for every length of the text."""
+
+    decodes = False
+
+    def attend(self, device: torch.device) -> Callable[..., Any]:
+        """PyTorch's function, compiled."""
+        if self.sinks is not None and device.type == "cpu":
+            raise WorkhorseError("kernel=flex cannot compute sinks on a CPU; use kernel=eager")
+        return _compiled_flex_attention()
+
+
+@cache
+def _compiled_flex_attention() -> Callable[..., Any]:
+    function = cast(Callable[..., Any], flex_attention)
+    return torch.compile(function, dynamic=False)  # pyright: ignore[reportUnknownMemberType]
+
+
+_KERNELS: dict[str, type[Kernel]] = {
+    "eager": Eager,
+    "sdpa": Sdpa,
+    "flex": CompiledFlex,
+    "flex-uncompiled": Flex,
+}
+
+
+def make_kernel(
+    name: KernelName, pattern: AttentionPattern, scoring: Scoring, n_heads: int
+) -> Kernel:
+    """The kernel of that name; `auto` is sdpa where it can express the attention, else eager.
+
+    Raises:
+        WorkhorseError: the kernel cannot express this attention.
+    """
+    if name == "auto":
+        name = "eager" if Sdpa.refusal(pattern, scoring) else "sdpa"
+    if name not in _KERNELS:
+        raise WorkhorseError(f"kernel={name!r} is unknown; choose auto, {', '.join(_KERNELS)}")
+    refusal = _KERNELS[name].refusal(pattern, scoring)
+    if refusal:
+        raise WorkhorseError(f"kernel={name} cannot run this model: {refusal}; use kernel=eager")
+    return _KERNELS[name](scoring, n_heads)

@@ -1,0 +1,189 @@
+"""Multi-head latent attention: keys and values unfolded from one small vector a position.
+
+What is cached is that vector (the latent) and one rotary key that all heads share. Paper:
+DeepSeek-V2, 2405.04434 §2.1.
+"""
+
+import math
+from abc import abstractmethod
+from typing import Any, Literal
+
+import torch
+from pydantic import Field
+from torch import nn
+
+from workhorse.nn.attention.kernels import Kernel, KernelName, Scoring, make_kernel
+from workhorse.nn.attention.self_attention import (
+    SelfAttention,
+    SelfAttentionConfig,
+    make_rotation,
+    split_heads,
+)
+from workhorse.nn.cache.contiguous import KeyValueEntry
+from workhorse.nn.context import Context, context_alone
+from workhorse.nn.norms import RMSNormConfig
+from workhorse.nn.positions.rope import RopeConfig
+from workhorse.nn.shapes import (
+    AttentionOutput,
+    HeadOutputs,
+    Hidden,
+    Latents,
+    Queries,
+    RotaryKeys,
+    RotaryQueries,
+)
+
+
+class LatentAttentionConfig(SelfAttentionConfig):
+    """Attention whose keys and values come from a latent of `kv_rank` numbers.
+
+    A head's query and key are `nope_dim` numbers that know no position and `rope_dim` that turn.
+    """
+
+    kind: Literal["latent_attention"] = "latent_attention"
+    q_rank: int | None = Field(default=None, gt=0)
+    """Width of a latent that queries come from; left out: they come from the input."""
+    kv_rank: int = Field(gt=0)
+    """Width of the latent that keys and values come from, which is what a cache holds."""
+    nope_dim: int = Field(gt=0)
+    """Width of the part of a query and key that knows no position."""
+    rope_dim: int = Field(gt=0)
+    """Width of the part of a query and key that turns."""
+    value_dim: int = Field(gt=0)
+    """Width of a value."""
+    position: RopeConfig = RopeConfig()
+    """The rotation of `rope_dim`."""
+    norm: RMSNormConfig = RMSNormConfig()
+    """On the latents."""
+    scale: float | None = Field(default=None, gt=0)
+    """Multiplies the scores; left out: `1/sqrt(nope_dim + rope_dim)`. DeepSeek multiplies it by
+    the square of YaRN's growth at `mscale_all_dim`."""
+    qkv_bias: bool = False
+    """On the projections to the latents and to the rotary key; those from the latents have none."""
+    out_bias: bool = False
+    """A bias on the projection of the heads' outputs."""
+
+    @property
+    def n_kv_heads(self) -> int:
+        """Each head has keys and values of its own, once they are unfolded."""
+        return self.n_heads
+
+    def key_dim(self, d_model: int) -> int:
+        """Width of a head's queries and keys.
+
+        Raises:
+            ConfigError: the rotation does not fit `rope_dim`.
+        """
+        del d_model
+        self.position.rotary_dim(self.rope_dim)
+        return self.nope_dim + self.rope_dim
+
+    def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> SelfAttention:
+        del layer
+        scale = self.scale or 1 / math.sqrt(self.key_dim(d_model))
+        scoring = Scoring(scale=scale, dropout=self.dropout)
+        made = make_kernel(kernel, self.reach(), scoring, self.n_heads)
+        if self.q_rank is None:
+            return DirectQueries(d_model, self, made)
+        return LatentQueries(d_model, self, made, self.q_rank)
+
+
+class LatentAttention(SelfAttention):
+    """Attention over keys and values that are unfolded from latents.
+
+    Without a cache it unfolds them. With one it keeps `kv_rank + rope_dim` numbers a token and
+    attends to those: a head's scores `q · (W_k c)` are `(W_kᵀ q) · c`, and its output `Σ a W_v c`
+    is `W_v Σ a c`, so the matrices go to the queries and outputs, and one latent serves all heads
+    (2405.04434 §2.1.2).
+
+    Args:
+        d_model: width of the input and output.
+        config: heads, widths and parts.
+        kernel: how attention is computed.
+    """
+
+    def __init__(self, d_model: int, config: LatentAttentionConfig, kernel: Kernel) -> None:
+        super().__init__()
+        self.d_model = d_model
+        self.n_heads = heads = config.n_heads
+        self.nope_dim = config.nope_dim
+        self.head_dim = config.nope_dim + config.rope_dim
+        self.value_dim = config.value_dim
+        self.pattern = config.reach()
+        self.kernel = kernel
+        self.kv_down_proj = nn.Linear(d_model, config.kv_rank, bias=config.qkv_bias)
+        self.kv_norm = config.norm.build(config.kv_rank)
+        self.k_rope_proj = nn.Linear(d_model, config.rope_dim, bias=config.qkv_bias)
+        self.q_rotation = make_rotation(config.position, config.rope_dim)
+        self.k_rotation = make_rotation(config.position, config.rope_dim)
+        self.k_up_proj = nn.Linear(config.kv_rank, heads * config.nope_dim, bias=False)
+        self.v_up_proj = nn.Linear(config.kv_rank, heads * config.value_dim, bias=False)
+        self.out_proj = nn.Linear(heads * config.value_dim, d_model, bias=config.out_bias)
+
+    @abstractmethod
+    def queries(self, x: Hidden) -> HeadOutputs:
+        """The queries of all heads side by side."""
+
+    def forward(
+        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+    ) -> Hidden:
+        context = context or context_alone(x, self.d_model, cache)
+        q = split_heads(self.queries(x), self.n_heads)
+        q, q_rope = q[..., : self.nope_dim], q[..., self.nope_dim :]  # (batch, heads, seq, …)
+        q_rope = self.q_rotation(q_rope, context)
+        latent = self.kv_norm(self.kv_down_proj(x)).unsqueeze(1)  # (batch, 1, seq, kv_rank)
+        k_rope = self.k_rope_proj(x).unsqueeze(1)  # (batch, 1, seq, rope_dim)
+        k_rope = self.k_rotation(k_rope, context)
+        mask = context.mask(self.pattern, self.kernel, q.dtype)
+        if cache is None:
+            y = self.attend(q, q_rope, latent, k_rope, mask)
+        else:
+            latent, k_rope = cache.update(latent, k_rope)
+            y = self.attend_to_latents(q, q_rope, latent, k_rope, mask)
+        return self.out_proj(y.transpose(1, 2).flatten(2))
+
+    def attend(
+        self, q: Queries, q_rope: RotaryQueries, latent: Latents, k_rope: RotaryKeys, mask: Any
+    ) -> AttentionOutput:
+        """Unfold every head's keys and values, and attend to them."""
+        k = split_heads(self.k_up_proj(latent.squeeze(1)), self.n_heads)
+        v = split_heads(self.v_up_proj(latent.squeeze(1)), self.n_heads)
+        k = torch.cat((k, k_rope.expand(-1, self.n_heads, -1, -1)), dim=-1)
+        return self.kernel(torch.cat((q, q_rope), dim=-1), k, v, mask)
+
+    def attend_to_latents(
+        self, q: Queries, q_rope: RotaryQueries, latent: Latents, k_rope: RotaryKeys, mask: Any
+    ) -> AttentionOutput:
+        """The same from the latents themselves, as keys and values that all heads share."""
+        rank = latent.shape[-1]
+        w_k = self.k_up_proj.weight.view(self.n_heads, -1, rank)  # (heads, nope_dim, kv_rank)
+        w_v = self.v_up_proj.weight.view(self.n_heads, -1, rank)  # (heads, value_dim, kv_rank)
+        q = torch.cat((q @ w_k, q_rope), dim=-1)  # (batch, heads, seq, kv_rank + rope_dim)
+        y = self.kernel(q, torch.cat((latent, k_rope), dim=-1), latent, mask)
+        return y @ w_v.mT  # (batch, heads, seq, value_dim)
+
+
+class DirectQueries(LatentAttention):
+    """Latent attention whose queries come straight from the input."""
+
+    def __init__(self, d_model: int, config: LatentAttentionConfig, kernel: Kernel) -> None:
+        super().__init__(d_model, config, kernel)
+        self.q_proj = nn.Linear(d_model, self.n_heads * self.head_dim, bias=False)
+
+    def queries(self, x: Hidden) -> HeadOutputs:
+        return self.q_proj(x)
+
+
+class LatentQueries(LatentAttention):
+    """Latent attention whose queries come from a latent too."""
+
+    def __init__(
+        self, d_model: int, config: LatentAttentionConfig, kernel: Kernel, q_rank: int
+    ) -> None:
+        super().__init__(d_model, config, kernel)
+        self.q_down_proj = nn.Linear(d_model, q_rank, bias=config.qkv_bias)
+        self.q_norm = config.norm.build(q_rank)
+        self.q_up_proj = nn.Linear(q_rank, self.n_heads * self.head_dim, bias=False)
+
+    def queries(self, x: Hidden) -> HeadOutputs:
+        return self.q_up_proj(self.q_norm(self.q_down_proj(x)))

@@ -1,0 +1,132 @@
+"""What every kind of self-attention shares: heads, what they see, and room in a cache."""
+
+from abc import ABC, abstractmethod
+
+from pydantic import Field
+from torch import nn
+
+from workhorse.config import Config, ConfigError
+from workhorse.errors import WorkhorseError
+from workhorse.nn.attention.kernels import Kernel, KernelName
+from workhorse.nn.attention.masks import AttentionPattern
+from workhorse.nn.cache.contiguous import Cache, KeyValueEntry
+from workhorse.nn.context import Context
+from workhorse.nn.positions.rope import RopeConfig, rotate_half, rotate_interleaved
+from workhorse.nn.shapes import Hidden, Queries
+
+
+class SelfAttentionConfig(Config):
+    """Heads, and which positions they see."""
+
+    n_heads: int = Field(gt=0)
+    """Heads of queries."""
+    causal: bool = True
+    """False lets every position see every other, as in an encoder."""
+    window: int | None = Field(default=None, gt=0)
+    """See only the last `window` positions, its own included."""
+    chunk: int | None = Field(default=None, gt=0)
+    """See only positions of its own stretch of `chunk`."""
+    dropout: float = Field(default=0.0, ge=0, lt=1)
+    """On the attention weights."""
+
+    def model_post_init(self, _context: object) -> None:
+        if not self.causal and (self.window or self.chunk):
+            raise ConfigError("causal=false cannot have a window or chunk; leave them out")
+        if self.window and self.chunk:
+            raise ConfigError(f"window={self.window} and chunk={self.chunk} exclude each other")
+
+    def reach(self) -> AttentionPattern:
+        """What a query may see."""
+        return AttentionPattern(causal=self.causal, window=self.window, chunk=self.chunk)
+
+    @abstractmethod
+    def key_dim(self, d_model: int) -> int:
+        """Width of a head's queries and keys.
+
+        Raises:
+            ConfigError: it is not a whole number, or the rotation does not fit it.
+        """
+
+    @abstractmethod
+    def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> "SelfAttention":
+        """The attention of layer number `layer`, from 0."""
+
+
+class SelfAttention(nn.Module, ABC):
+    """Mixes positions.
+
+    Attributes:
+        d_model: width of the input and output.
+        n_heads: heads of queries.
+        head_dim: width of a query and a key, as they are multiplied.
+        value_dim: width of a value.
+        pattern: what a query may see.
+        kernel: how attention is computed.
+    """
+
+    d_model: int
+    n_heads: int
+    head_dim: int
+    value_dim: int
+    pattern: AttentionPattern
+    kernel: Kernel
+
+    @abstractmethod
+    def forward(
+        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+    ) -> Hidden:
+        """What each position takes from those it sees.
+
+        Args:
+            x: the input.
+            context: what layers share during a call; left out, `x` is a whole text of its own.
+            cache: keys and values of earlier tokens, with their context.
+        """
+
+    def cache_entry(self, cache: Cache) -> KeyValueEntry:
+        """Room for this layer in a cache.
+
+        Raises:
+            ConfigError: attention that is not causal has no past to remember.
+            WorkhorseError: the kernel cannot decode.
+        """
+        if not self.kernel.decodes:
+            raise WorkhorseError(
+                "kernel=flex is compiled for one length; decode with kernel=sdpa or eager"
+            )
+        if not self.pattern.causal:
+            raise ConfigError("causal=false cannot decode with a cache; run the whole text")
+        return KeyValueEntry(cache.track(self.pattern.reach))
+
+
+def split_heads(x: Hidden, heads: int) -> Queries:
+    """`(batch, seq, heads · width)` to `(batch, heads, seq, width)`."""
+    return x.view(*x.shape[:2], heads, -1).transpose(1, 2)
+
+
+def make_rotation(rope: RopeConfig, head_dim: int) -> "Rotation":
+    """What turns queries or keys of that width."""
+    kind = Rotation if rope.precision == "native" else Float32Rotation
+    return kind(rope, head_dim)
+
+
+class Rotation(nn.Module):
+    """Turns queries or keys by their positions."""
+
+    def __init__(self, rope: RopeConfig, head_dim: int) -> None:
+        super().__init__()
+        self.rope = rope
+        self.name = rope.model_dump_json()
+        self.head_dim = head_dim
+        self.turn = rotate_half if rope.pairing == "half" else rotate_interleaved
+
+    def forward(self, x: Queries, context: Context) -> Queries:
+        cos, sin = context.rotation(self.name, self.rope, self.head_dim, x.dtype)
+        return self.turn(x, cos, sin)
+
+
+class Float32Rotation(Rotation):
+    """A rotation computed in float32 and cast back."""
+
+    def forward(self, x: Queries, context: Context) -> Queries:
+        return super().forward(x.float(), context).to(x.dtype)

@@ -1,0 +1,263 @@
+"""The key/value cache: what attention remembers of earlier tokens. The caller owns it.
+
+Every layer has an entry. Entries of equal capacity share a `Track`, which knows the position that
+each slot of each row holds; masks are computed from those positions, so full, rolling and ragged
+caches need no cases of their own. A position p lives in slot `p % capacity`.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Int
+from torch import Tensor
+
+from workhorse.errors import WorkhorseError
+from workhorse.nn.attention.masks import Placement
+from workhorse.nn.shapes import Keys, NewKeys, NewValues, Positions, Values
+from workhorse.untrusted import shown
+
+
+class Track:
+    """The position held by each slot of each row, shared by the layers of one capacity.
+
+    Args:
+        batch: rows.
+        capacity: slots a row.
+        rolling: whether later positions overwrite the slots of those out of reach.
+        device: where the positions live.
+
+    One more slot, the last, takes what is not kept: padding, and tokens that are overwritten
+    within the same step.
+    """
+
+    def __init__(self, batch: int, capacity: int, *, rolling: bool, device: torch.device) -> None:
+        self.capacity = capacity
+        self.rolling = rolling
+        try:
+            self.held = torch.full((batch, capacity + 1), -1, device=device)  # positions
+        except (RuntimeError, TypeError):  # no memory, or a number beyond PyTorch's
+            raise WorkhorseError(
+                f"a cache of {batch} rows × {capacity} tokens does not fit into memory; make it "
+                "smaller"
+            ) from None
+        self.used = 0  # slots that hold something in the longest row
+        self.appended = False
+        self.slots = torch.empty((batch, 0), dtype=torch.int64, device=device)
+        self.rows = torch.arange(batch, device=device)[:, None]
+        self.place = Placement(self.held[:, :0], self.held[:, :0])
+
+    def begin(self, positions: Positions, *, start: int, uniform: bool) -> None:
+        """Take in the positions of one forward pass, before the layers write their keys.
+
+        Args:
+            positions: (batch, seq) of the new tokens, -1 for padding.
+            start: columns consumed before.
+            uniform: every row holds 0, 1, 2 … without padding.
+        """
+        seq = positions.shape[1]
+        last = positions.amax(dim=1, keepdim=True)
+        kept = (positions >= 0) & (positions > last - self.capacity)
+        self.slots = torch.where(kept, positions % self.capacity, self.capacity)
+        # A rolling cache cannot take several tokens at once: the last of them would overwrite what
+        # the first may still see. They attend to what was there and to themselves, side by side.
+        self.appended = self.rolling and seq > 1
+        beside = torch.cat((self.held[:, : self.used], positions), dim=1)
+        self.held[self.rows, self.slots] = positions
+        self.held[:, self.capacity] = -1
+        self.used = min(start + seq, self.capacity)
+        self.place = Placement(
+            positions,
+            beside if self.appended else self.held[:, : self.used],
+            aligned=uniform and start == 0,
+            last=uniform and seq == 1,
+        )
+
+    def can_return_to(self, lengths: Int[Tensor, " batch"], reach: int) -> bool:
+        """Whether the next token of rows of those lengths would find all that it may see."""
+        oldest = (lengths - reach + 1).clamp(min=0)[:, None]
+        found = self.held.gather(1, oldest % self.capacity) == oldest
+        return bool((found | (oldest >= lengths[:, None])).all())
+
+    def truncate(self, lengths: Int[Tensor, " batch"], longest: int) -> None:
+        self.held.masked_fill_(self.held >= lengths[:, None], -1)
+        self.used = min(longest, self.capacity)
+
+    def select_rows(self, index: Int[Tensor, " rows"]) -> None:
+        self.held = self.held[index]
+        self.rows = torch.arange(len(index), device=self.held.device)[:, None]
+
+
+class KeyValueEntry:
+    """The keys and values of one attention layer.
+
+    Room is made at the first use, in the type that attention computes them in: under autocast that
+    is not the type of the weights.
+    """
+
+    def __init__(self, track: Track) -> None:
+        self.track = track
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def update(self, k: NewKeys, v: NewValues) -> tuple[Keys, Values]:
+        """Store the new keys and values; returns all that the new tokens may attend to."""
+        if self.k is None or self.v is None:
+            self.k, self.v = self._room_for(k), self._room_for(v)
+        return self._update(self.k, k), self._update(self.v, v)
+
+    def _room_for(self, new: Tensor) -> Tensor:
+        batch, heads, _, width = new.shape
+        return new.new_zeros(batch, heads, self.track.capacity + 1, width)
+
+    def _update(self, stored: Tensor, new: Tensor) -> Tensor:
+        track = self.track
+        visible = stored[:, :, : track.used]
+        if track.appended:
+            before = track.place.keys.shape[1] - new.shape[2]
+            visible = torch.cat((stored[:, :, :before], new), dim=2)
+        stored[track.rows, :, track.slots] = new.transpose(1, 2)
+        return visible
+
+    def select_rows(self, index: Int[Tensor, " rows"]) -> None:
+        if self.k is not None and self.v is not None:
+            self.k, self.v = self.k[index], self.v[index]
+
+
+class Cache:
+    """What a decoder remembers of a batch of texts; made by `Decoder.new_cache`.
+
+    Attributes:
+        entries: one for each layer.
+        length: columns consumed so far, padding included; `capacity` where they are more.
+        lengths: tokens of each row, padding not included.
+        capacity: tokens a row can hold.
+        slack: the newest tokens that can be taken back (`truncate`) however long the text.
+
+    Raises:
+        WorkhorseError: a size that is no number, or no room.
+    """
+
+    def __init__(self, batch: int, capacity: int, device: torch.device, slack: int = 0) -> None:
+        sizes: dict[str, object] = {"batch": batch, "capacity": capacity, "slack": slack}
+        for name, given in sizes.items():
+            if type(given) is not int or given < 0:
+                raise WorkhorseError(f"{name}={shown(given)} is no whole number; give 0 or more")
+        if batch < 1 or capacity < 1:
+            raise WorkhorseError(
+                f"a cache of {batch} rows × {capacity} tokens is empty; enlarge it"
+            )
+        self.capacity = capacity
+        self.slack = slack
+        self.length = 0
+        self.lengths: Tensor
+        try:
+            self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
+        except (RuntimeError, TypeError):  # as in `Track`
+            raise WorkhorseError(
+                f"a cache of {batch} rows does not fit into memory; make it smaller"
+            ) from None
+        self.uniform: bool = True
+        self.entries: list[KeyValueEntry] = []
+        self.tracks: dict[int, Track] = {}
+
+    def track(self, reach: int | None) -> Track:
+        """The track for layers whose queries see `reach` positions back (None: all of them)."""
+        # A window keeps `slack` tokens more than it shows, which come back into it in `truncate`.
+        capacity = self.capacity if reach is None else min(reach + self.slack, self.capacity)
+        if capacity not in self.tracks:
+            self.tracks[capacity] = Track(
+                len(self.lengths),
+                capacity,
+                rolling=capacity < self.capacity,
+                device=self.lengths.device,
+            )
+        return self.tracks[capacity]
+
+    def next_positions(self, seq: int) -> Positions:
+        """Where the next `seq` tokens of each row stand, (batch, seq)."""
+        return self.lengths[:, None] + torch.arange(seq, device=self.lengths.device)
+
+    def begin(self, positions: Positions, *, uniform: bool) -> None:
+        """Take in the positions of one forward pass, before the layers store its keys.
+
+        Args:
+            positions: (batch, seq); in each row they count on from what the row holds, and -1 is
+                padding.
+            uniform: the positions are `next_positions`, nothing padded.
+
+        Raises:
+            WorkhorseError: more tokens than there is room for.
+        """
+        seq, uniform = positions.shape[1], self.uniform and uniform
+        lengths = torch.maximum(self.lengths, positions.amax(dim=1) + 1)
+        self.check_room(seq, None if uniform else lengths)
+        self.uniform = uniform
+        for track in self.tracks.values():
+            track.begin(positions, start=self.length, uniform=uniform)
+        self.length, self.lengths = min(self.length + seq, self.capacity), lengths
+
+    def check_room(self, seq: int, lengths: Int[Tensor, " batch"] | None = None) -> None:
+        """Refuse more than there is room for.
+
+        Args:
+            seq: columns to come.
+            lengths: of the rows with them, where some are padding, which takes no room; looked at
+                only if all columns together are too many.
+        """
+        full = self.length + seq > self.capacity
+        if full and (lengths is None or bool((lengths > self.capacity).any())):
+            raise WorkhorseError(
+                f"{self.length} + {seq} tokens do not fit a cache of {self.capacity}; "
+                "make one with more capacity"
+            )
+
+    def advance(self, seq: int) -> None:
+        """Count `seq` tokens of each row that a step over a `FixedCache` has stored."""
+        self.length += seq
+        for track in self.tracks.values():
+            track.used = min(self.length, track.capacity)
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        """Keep the first `lengths[r]` tokens of each row r, at most what it holds.
+
+        Raises:
+            WorkhorseError: these are no such lengths; or a window would see tokens that were
+                overwritten, which needs more than `slack` tokens to forget. The cache is then as it
+                was.
+        """
+        self._check_lengths(lengths)
+        kept = torch.tensor(lengths, device=self.lengths.device).minimum(self.lengths)
+        for track in self.tracks.values():
+            if track.rolling and not track.can_return_to(kept, track.capacity - self.slack):
+                raise WorkhorseError(
+                    f"a window has moved past what it saw after {min(lengths)} tokens; "
+                    "read the text again, or make the cache with more slack"
+                )
+        for track in self.tracks.values():
+            track.truncate(kept, max(lengths))
+        self.uniform = self.uniform and len(set(lengths)) == 1
+        self.length, self.lengths = max(lengths), kept
+
+    def _check_lengths(self, lengths: Sequence[object]) -> None:
+        """Refuse what is more than the rows hold.
+
+        What rows of different lengths hold is asked of a CPU alone: another device would have to
+        be waited for at every pass. There the longest row stands for all in this check.
+        """
+        held = [self.length] * len(self.lengths)
+        if not self.uniform and self.lengths.device.type == "cpu":
+            held = [int(length) for length in self.lengths]
+        fitting = isinstance(lengths, list | tuple) and len(lengths) == len(held)
+        if not fitting or not all(
+            type(n) is int and 0 <= n <= most for n, most in zip(lengths, held, strict=True)
+        ):
+            raise WorkhorseError(
+                f"lengths={shown(lengths)} are not what rows of {shown(held)} tokens can keep; "
+                "give each row a whole number from 0 to that"
+            )
+
+    def select_rows(self, index: Int[Tensor, " rows"]) -> None:
+        """Keep, reorder or repeat rows: row r becomes what row `index[r]` was."""
+        self.lengths = self.lengths[index]
+        for part in (*self.tracks.values(), *self.entries):
+            part.select_rows(index)

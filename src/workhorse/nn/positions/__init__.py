@@ -1,0 +1,1 @@
+"""Where a token stands: rotations and slopes inside attention, vectors added to the embedding."""

@@ -1,0 +1,1 @@
+"""Optimizers: what updates which parameter, in which precision, at which learning rate."""

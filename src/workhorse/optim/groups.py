@@ -1,0 +1,107 @@
+"""Which parameter is updated by what, and the optimizer that results."""
+
+from collections.abc import Mapping
+from typing import Annotated, Protocol
+
+from pydantic import Field
+from torch import Tensor, nn
+
+from workhorse.checkpoints import copy_tensors
+from workhorse.nn import Decoder
+from workhorse.optim.adamw import AdamW, AdamWConfig
+from workhorse.optim.master_weights import Masters
+from workhorse.optim.muon import Muon, MuonConfig
+
+OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="kind")]
+Parameters = dict[str, nn.Parameter]
+
+
+def parameters_by_role(decoder: Decoder) -> dict[str, Parameters]:
+    """Every parameter under the role that decides how it is updated.
+
+    - `hidden`: matrices inside the layers. Muon's, where there is Muon; they decay.
+    - `embedding`: token and position tables, and with them a head that is tied. They decay only
+      where `decay_embeddings` says so.
+    - `head`: matrices outside the layers, an untied head above all. They decay.
+    - `vector`: norms, biases (of each expert too), sinks and other vectors. They never decay.
+      Among them is a router's bias on its choices, which no gradient reaches and no optimizer has.
+    """
+    tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
+    roles: dict[str, Parameters] = {"hidden": {}, "embedding": {}, "head": {}, "vector": {}}
+    for name, parameter in decoder.named_parameters():  # a tied matrix comes once, as the embedding
+        if id(parameter) in tables or name.startswith("embedding.position"):
+            role = "embedding"
+        elif parameter.ndim <= 1 or name.endswith(".bias"):
+            role = "vector"
+        else:
+            role = "hidden" if name.startswith("layers.") else "head"
+        roles[role][name] = parameter
+    return roles
+
+
+def build_optimizer(
+    decoder: Decoder, config: AdamWConfig | MuonConfig, masters: Masters | None = None
+) -> "Optimizer":
+    """The optimizer of all parameters of a decoder; `masters` has those that were narrowed."""
+    masters = masters or Masters()
+    roles = parameters_by_role(decoder)
+    parts: list[Part] = []
+    if isinstance(config, MuonConfig):
+        parts.append(Muon(roles["hidden"], config, masters=masters))
+        adamw, decaying = config.adamw, dict(roles["head"])
+    else:
+        adamw, decaying = config, roles["hidden"] | roles["head"]
+    constant = {name: weight for name, weight in roles["vector"].items() if weight.requires_grad}
+    (decaying if adamw.decay_embeddings else constant).update(roles["embedding"])
+    if decaying:
+        parts.append(AdamW(decaying, adamw, weight_decay=adamw.weight_decay, masters=masters))
+    if constant:
+        parts.append(AdamW(constant, adamw, weight_decay=0.0, masters=masters))
+    return Optimizer(list(decoder.parameters()), parts, masters)
+
+
+class Part(Protocol):
+    """The update rule of some of the parameters."""
+
+    def step(self, schedule: float, shrink: float) -> None: ...
+
+    def tensors(self) -> dict[str, Tensor]: ...
+
+
+class Optimizer:
+    """Several update rules that together cover all parameters."""
+
+    def __init__(
+        self, parameters: list[nn.Parameter], parts: list[Part], masters: Masters | None = None
+    ) -> None:
+        self.parameters = parameters
+        self.parts = parts
+        self.masters = masters or Masters()
+
+    def gradients(self) -> list[Tensor]:
+        """Of every parameter that has one."""
+        found = (self.masters.gradient(parameter) for parameter in self.parameters)
+        return [gradient for gradient in found if gradient is not None]
+
+    def step(self, schedule: float, shrink: float = 1.0) -> None:
+        """One update of every parameter.
+
+        Args:
+            schedule: multiplies every learning rate.
+            shrink: multiplies the gradient, which may be changed by it.
+        """
+        for part in self.parts:
+            part.step(schedule, shrink)
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+        self.masters.sums.clear()
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Everything the next step depends on, by parameter name; the tensors themselves."""
+        return {name: tensor for part in self.parts for name, tensor in part.tensors().items()}
+
+    def load(self, tensors: Mapping[str, Tensor]) -> None:
+        """Take over the state of another optimizer of the same parameters and config."""
+        copy_tensors(self.tensors(), tensors, "optimizer")

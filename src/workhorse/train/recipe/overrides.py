@@ -1,0 +1,166 @@
+"""Settings of the command line written over a recipe."""
+
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any
+
+from workhorse.config import Config, ConfigError
+from workhorse.on_resume import OfItsKind
+from workhorse.overrides import apply_overrides
+from workhorse.train.recipe.recipe import preset_with
+from workhorse.train.recipe.reference import NAME, configs_at, names_at
+
+Tell = Callable[[str], object]
+
+
+def override_recipe(
+    written: Mapping[str, Any], overrides: Iterable[str], tell: Tell
+) -> dict[str, Any]:
+    """The fields of a recipe with `section.key=value` settings written over them.
+
+    `section.kind=value` keeps what both kinds have; `null` for something that has a name of the
+    writer's choice, such as a block, removes it. Fewer steps shorten the warm-up of the file.
+
+    Args:
+        written: what the file says.
+        overrides: the settings.
+        tell: told in one line what is left out or shortened.
+
+    Raises:
+        ConfigError: a setting that cannot be written.
+    """
+    settings = list(overrides)
+    _check_preset(written.get("model"), settings)
+    fields = _with_preset_if_cut(written, settings)
+
+    def keep(place: str, section: dict[str, Any], kind: Any) -> dict[str, Any]:
+        return _kept(place, section, kind, tell)
+
+    fields = apply_overrides(fields, settings, keep, configs_at)
+    for setting in settings:
+        _remove_if_null(fields, setting.partition("=")[0])
+    _check_pattern(fields.get("model"), settings)
+    return _fit_warmup(written, fields, tell)
+
+
+def _check_preset(model: Any, settings: list[str]) -> None:
+    """Refuse a preset under a model that is written out and would replace what is in it."""
+    if not isinstance(model, dict) or "blocks" not in model or "preset" in model:
+        return
+    for path, _, name in (setting.partition("=") for setting in settings):
+        if path == "model.preset":
+            raise ConfigError(
+                "the recipe's own model is written out, and would be written over the preset; "
+                f"replace it whole: 'model={{preset: {name}}}'",
+                path,
+            )
+
+
+def _with_preset_if_cut(written: Mapping[str, Any], settings: list[str]) -> Mapping[str, Any]:
+    """The recipe with its preset written out where a setting takes something of it away.
+
+    What is written over a preset cannot: another kind there, in a file, begins a new section.
+    """
+    cut = any(
+        path.startswith("model.") and (path.endswith(".kind") or value == "null")
+        for path, _, value in (setting.partition("=") for setting in settings)
+    )
+    named = apply_overrides(written, [s for s in settings if s.startswith("model.preset=")])
+    model = named.get("model")
+    if not cut or not isinstance(model, dict) or "preset" not in model:
+        return written
+    changes = {key: value for key, value in model.items() if key != "preset"}
+    return {**written, "model": preset_with(str(model["preset"]), changes)}
+
+
+def _kept(place: str, section: dict[str, Any], kind: Any, tell: Tell) -> dict[str, Any]:
+    """What a section takes over when it becomes of another kind; the rest is told."""
+    configs = configs_at(place)
+    new, old = configs.get(str(kind)), configs.get(str(section.get("kind")))
+    if new is None:  # which is told elsewhere
+        return section
+    kept = {
+        name: value
+        for name, value in section.items()
+        if name in new.model_fields and name != "kind" and not _own(name, new, old)
+    }
+    left_out = [
+        f"{name}={value}" if isinstance(value, int | float | str) else name
+        for name, value in section.items()
+        if name not in (*kept, "kind") and not (old and _is_default(old, name, value))
+    ]
+    if left_out:
+        was = f" of kind {section['kind']}" if "kind" in section else ""
+        tell(f"{place}.kind={kind} leaves out {', '.join(left_out)}{was}")
+    return kept
+
+
+def _own(name: str, *configs: type[Config] | None) -> bool:
+    """Whether a setting means another thing in one of these kinds than in others."""
+    fields = [config.model_fields.get(name) for config in configs if config]
+    return any(isinstance(mark, OfItsKind) for field in fields if field for mark in field.metadata)
+
+
+def _is_default(config: type[Config], name: str, value: Any) -> bool:
+    """Whether a setting says what holds without it."""
+    if (field := config.model_fields.get(name)) is None:
+        return False
+    default = field.get_default(call_default_factory=True)
+    return (default.to_dict() if isinstance(default, Config) else default) == value
+
+
+def _remove_if_null(fields: dict[str, Any], path: str) -> None:
+    """Remove what was set to null where null is no value: under a name of the writer's choice."""
+    *sections, name = path.split(".")
+    inside: Any = fields
+    for section in sections:
+        inside = inside.get(section) if isinstance(inside, dict) else None
+    if isinstance(inside, dict) and inside.get(name, NAME) is None and names_at(".".join(sections)):
+        del inside[name]
+
+
+def _check_pattern(model: Any, settings: list[str]) -> None:
+    """Refuse to remove a block that the pattern still names."""
+    pattern = model.get("pattern") if isinstance(model, dict) else None
+    if not isinstance(pattern, list | tuple) or not isinstance(model.get("blocks"), dict):
+        return
+    for path in (setting.partition("=")[0] for setting in settings):
+        name = path.removeprefix("model.blocks.")
+        if name != path and name in pattern and name not in model["blocks"]:
+            left = [other for other in pattern if other in model["blocks"]]
+            left = left[:1] if len(set(left)) == 1 else left
+            as_by = f", as by 'model.pattern=[{', '.join(left)}]'" if left else ""
+            raise ConfigError(
+                f"model.pattern uses the block that null removes; set it too{as_by}", path
+            )
+
+
+def _fit_warmup(
+    written: Mapping[str, Any], fields: dict[str, Any], tell: Callable[[str], object]
+) -> dict[str, Any]:
+    """The fields of a recipe whose warm-up is shortened with the run.
+
+    A file whose steps are overridden by so few that its warm-up does not end within them (a quick
+    try) gets one in proportion. A warm-up that was itself overridden stays.
+
+    Args:
+        written: what the file says.
+        fields: the same with overrides.
+        tell: told in one line what is shortened.
+    """
+    try:
+        before, now = written["train"], fields["train"]
+        warmup, steps = now["schedule"]["warmup_steps"], now["steps"]
+        if (
+            before["schedule"]["warmup_steps"] != warmup
+            or not 0 < steps <= warmup < before["steps"]
+        ):
+            return fields
+        short = warmup * steps // before["steps"]
+    except (KeyError, TypeError):  # not written out, or wrong, which is told elsewhere
+        return fields
+    tell(
+        f"train.schedule.warmup_steps is {short}, in proportion to train.steps={steps}: the "
+        f"recipe's {warmup} are for {before['steps']} steps"
+    )
+    schedule = {**now["schedule"], "warmup_steps": short}
+    return {**fields, "train": {**now, "schedule": schedule}}

@@ -1,0 +1,1 @@
+"""What a training run tells: metrics, charts, a page, trackers."""

@@ -1,0 +1,209 @@
+"""`report.html`: a run at one look, in one file that opens without a network."""
+
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.resources import files
+from statistics import median
+from typing import Any
+
+from jinja2 import Environment, StrictUndefined
+
+from workhorse.checkpoints import RunDirectory
+from workhorse.train.report.chart import Series, line_chart, shown
+from workhorse.train.report.metrics import Event, read_metrics
+from workhorse.writing import write_atomically
+
+LOAD_MAX, LOAD_ENTROPY = "expert_load_max", "expert_load_entropy"
+SAMPLED_TIMES = 4
+"""Samples are shown of the first time they were made, the last, and some between."""
+
+
+def write_report(run: RunDirectory) -> None:
+    """Write the report of a run from its metrics; one that is there already is replaced.
+
+    Raises:
+        WorkhorseError: the disk is full or refuses.
+    """
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    template = environment.from_string(
+        files("workhorse.train.report").joinpath("page.html").read_text("utf-8")
+    )
+    write_atomically(run.report_file, template.render(**contents(run)))
+
+
+def contents(run: RunDirectory) -> dict[str, Any]:
+    """What the template shows; of lines of metrics that were removed, nothing."""
+    events = read_metrics(run.metrics_file)
+    of_kind: dict[str, list[Event]] = {}
+    for event in events:
+        of_kind.setdefault(event["kind"], []).append(event)
+    recipe = run.recipe()
+    starts = of_kind.get("start", [{}])
+    return {
+        "name": recipe["name"],
+        "description": recipe.get("description", ""),
+        "settings": starts[0].get("settings", []),  # not in runs of before
+        "figures": figures(of_kind),
+        "charts": [chart for chart in charts(of_kind) if chart],
+        "experts": experts(of_kind),
+        "samples": chosen(of_kind.get("samples", [])),
+        "notes": notes(of_kind),
+        "recipe": run.recipe_file.read_text("utf-8"),
+        "config": run.config_file.read_text("utf-8"),
+        "environment": starts[-1],
+    }
+
+
+def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
+    """The run in a few numbers, each with what it is."""
+    steps = of_kind.get("step", [])
+    rows: list[tuple[str, str]] = []
+    of_steps = ""
+    if starts := of_kind.get("start"):
+        start = starts[-1]
+        rows.append(("parameters", shown(start["parameters"])))
+        active = start.get("active_parameters", start["parameters"])  # not in runs of before
+        if active != start["parameters"]:
+            rows.append(("parameters that work on a token", shown(active)))
+        of_steps = f" of {start['steps']:,}"
+    if validations := of_kind.get("validation"):
+        last = validations[-1]
+        loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"
+        part = "" if _is_whole(last) else " on a part"
+        rows.append((f"validation loss{part}, nats per token", loss))
+        if last["bits_per_byte"] is not None:
+            rows.append(
+                (
+                    "validation bits per byte, ends of documents included",
+                    f"{last['bits_per_byte']:.4f}",
+                )
+            )
+        if unknown := last.get("unknown_rate"):  # not in runs of before
+            rows.append(("of the held-out tokens unknown, so both too low", f"{unknown:.2%}"))
+    if steps:
+        last = steps[-1]
+        warm = [event for event in steps if not event.get("warming_up")] or steps
+        speeds = sorted(event["tokens_per_second"] for event in warm)
+        peak = sorted(event["peak_fraction"] for event in warm)
+        rows += [
+            ("steps", f"{last['step']:,}{of_steps}"),
+            ("tokens trained on", shown(last["tokens"])),
+            ("training time", clock(last["seconds"])),
+            ("tokens per second, median", f"{speeds[len(speeds) // 2]:,.0f}"),
+            ("of the matrix-product peak, median", f"{peak[len(peak) // 2]:.0%}"),
+        ]
+    return rows
+
+
+def experts(of_kind: dict[str, list[Event]]) -> list[tuple[str, str, str]]:
+    """Of each mixture after the last step logged: its number, its busiest expert, its entropy."""
+    last = next(iter(of_kind.get("step", [])[-1:]), {})
+    return [
+        (str(number), f"{busiest:.2f} × the mean", f"{entropy:.1%}")
+        for number, (busiest, entropy) in enumerate(
+            zip(last.get(LOAD_MAX, []), last.get(LOAD_ENTROPY, []), strict=True), start=1
+        )
+    ]
+
+
+def charts(of_kind: dict[str, list[Event]]) -> list[str]:
+    """SVG elements; empty strings for what was not measured."""
+    steps, validations = of_kind.get("step", []), of_kind.get("validation", [])
+    return [
+        line_chart(
+            "Loss, nats per token",
+            [series("training", steps, "loss"), *validation_series(validations, "loss")],
+        ),
+        line_chart(
+            "Added to the loss",
+            [
+                series("z-loss", steps, "z_loss"),
+                series("balance loss", steps, "balance_loss"),
+            ],
+        ),
+        line_chart("Bits per byte", validation_series(validations, "bits_per_byte")),
+        line_chart("Learning rate", [series("", steps, "learning_rate")]),
+        line_chart("Gradient norm", [series("", steps, "grad_norm")]),
+        line_chart("Tokens per second", [series("", steps, "tokens_per_second")]),
+        line_chart(
+            "Busiest expert, load over the mean",
+            [
+                over_mixtures("worst mixture", steps, LOAD_MAX, max),
+                over_mixtures("median", steps, LOAD_MAX, median),
+            ],
+        ),
+        line_chart(
+            "Entropy of the experts' loads, 1 = even",
+            [
+                over_mixtures("worst mixture", steps, LOAD_ENTROPY, min),
+                over_mixtures("median", steps, LOAD_ENTROPY, median),
+            ],
+        ),
+    ]
+
+
+def series(name: str, events: list[Event], key: str) -> Series:
+    """A value over the steps; what was not finite stands as null and is left out."""
+    points = [(event["step"], event[key]) for event in events if event.get(key) is not None]
+    return Series(name, points)
+
+
+def validation_series(events: list[Event], key: str) -> list[Series]:
+    """A value of the validations; those on a part of the split apart from those on all of it."""
+    parts = [event for event in events if not _is_whole(event)]
+    whole = [event for event in events if _is_whole(event)]
+    names = ("validation on a part", "on all of it") if parts else ("", "validation")
+    lines = [series(name, some, key) for name, some in zip(names, (parts, whole), strict=True)]
+    return [replace(line, marked=True) for line in lines if line.points]
+
+
+def _is_whole(validation: Event) -> bool:
+    return validation.get("whole", True)  # not in runs of before
+
+
+def over_mixtures(
+    name: str, events: list[Event], key: str, of: Callable[[list[float]], float]
+) -> Series:
+    """A figure of each mixture as one over the steps."""
+    return Series(name, [(event["step"], of(event[key])) for event in events if event.get(key)])
+
+
+def chosen(events: list[Event]) -> list[Event]:
+    """A few of the times samples were made, evenly spread, the last among them."""
+    if len(events) <= SAMPLED_TIMES:
+        return events
+    last = len(events) - 1
+    return [events[round(place * last / (SAMPLED_TIMES - 1))] for place in range(SAMPLED_TIMES)]
+
+
+def notes(of_kind: dict[str, list[Event]]) -> list[str]:
+    """What a reader should know before trusting the curves."""
+    lines = []
+    if skipped := of_kind.get("skipped_step"):
+        where = ", ".join(str(event["step"]) for event in skipped[:10])
+        lines.append(
+            f"{len(skipped)} steps were skipped, their loss or gradient not finite: {where}"
+        )
+    starts = of_kind.get("start", [])
+    if not starts:
+        lines.append("its metrics.jsonl has no beginning: what was removed is missing here too")
+    if len(starts) > 1:
+        resumed = ", ".join(str(event["step"]) for event in starts[1:])
+        lines.append(f"resumed after step {resumed}")
+    lines += [
+        f"from step {event['step'] + 1:,} on, {event['setting']} is "
+        f"{json.dumps(event['now'])} instead of {json.dumps(event['before'])}"
+        for event in of_kind.get("change", [])
+    ]
+    ends = of_kind.get("end", [])
+    if not ends or ends[-1]["reason"] != "finished":
+        lines.append("the run has not finished")
+    return lines
+
+
+def clock(seconds: float) -> str:
+    """Seconds as hours, minutes and seconds."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

@@ -1,0 +1,79 @@
+"""The command that begins another run, for changes that a run itself cannot make."""
+
+import shlex
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import yaml
+
+from workhorse.checkpoints import RunDirectory
+from workhorse.config import Config, parse_yaml
+from workhorse.errors import WorkhorseError
+from workhorse.nn import DecoderConfig
+from workhorse.train.recipe.recipe import Recipe
+
+Settings = Sequence[tuple[str, Any]]
+"""Dotted names with plain values."""
+
+FROM_THE_BEGINNING = ("train.seed", "tokenizer", "init")
+"""What decides the weights at the start, or what a token is: no weights can be taken over."""
+
+
+def fresh(run: RunDirectory, recipe: Recipe, changed: Sequence[str]) -> bool:
+    """Whether a recipe with these changes cannot start from the run's weights."""
+    if any(name.startswith(FROM_THE_BEGINNING) for name in changed):
+        return True
+    if not any(name.startswith("model") for name in changed):
+        return False
+    try:
+        trained = run.config  # the recipe beside it may have been edited since
+        return _shapes(trained) != _shapes(recipe.decoder_config(trained.vocab_size))
+    except WorkhorseError:
+        return True
+
+
+def from_weights(run: RunDirectory, settings: Settings) -> Settings:
+    """The settings of a run that starts from the weights of another and has its tokenizer."""
+    tokenizer = {"kind": "file", "path": str(run.tokenizer_folder)}
+    # A preset says the architecture, and so does the model to start from.
+    model = [("model", {})] if "preset" in run.recipe()["model"] else []
+    return [*model, *settings, ("tokenizer", tokenizer), ("init", str(run.path))]
+
+
+def command(run: RunDirectory, settings: Settings) -> str:
+    """`workhorse train` on a run's own recipe with settings, into a folder that is free."""
+    words = ["workhorse", "train", str(run.path)]
+    words += [f"{name}={_yaml(value)}" for name, value in settings]
+    return shlex.join([*words, "--out", _free_name(run)])
+
+
+def spare(recipe: Recipe, name: str, value: Any) -> Any:
+    """A setting's value; of a section only what is not a default."""
+    section: Any = recipe
+    for part in name.split("."):
+        section = getattr(section, part, None)
+    if not isinstance(section, Config):
+        return value
+    kind = {"kind": value["kind"]} if "kind" in value else {}
+    return kind | section.model_dump(mode="json", exclude_defaults=True)
+
+
+def _shapes(config: DecoderConfig) -> dict[str, torch.Size]:
+    decoder = config.build(device="meta")
+    return {name: weight.shape for name, weight in decoder.named_parameters()}
+
+
+def _free_name(run: RunDirectory) -> str:
+    number = 2
+    while (path := run.path.with_name(f"{run.path.name}-{number}")).exists():
+        number += 1
+    return str(path)
+
+
+def _yaml(value: Any) -> str:
+    """A value as an override reads it back: bare where that is the same, else as YAML on a line."""
+    if isinstance(value, str) and parse_yaml(value) == value:
+        return value
+    text = yaml.safe_dump(value, default_flow_style=True, width=2**20, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("...").rstrip()

@@ -1,0 +1,267 @@
+"""Going on with a run: from which checkpoint, and with what changed.
+
+What may change stands in the configs, see `workhorse.on_resume`. What may not is refused with the
+command that begins the run that was meant.
+"""
+
+import shlex
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from workhorse.checkpoints import Checkpoint, RunDirectory
+from workhorse.data.corpus.file_changes import file_changes
+from workhorse.errors import WorkhorseError
+from workhorse.on_resume import OnResume, rule_of
+from workhorse.optim.muon import MuonConfig
+from workhorse.train.recipe.recipe import Recipe, merged
+from workhorse.train.report.metrics import read_metrics
+from workhorse.train.resume.another_run import command, fresh, from_weights, spare
+
+SHOWN = 40
+"""Characters of a value that a message shows."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A setting that has another value from now on."""
+
+    setting: str
+    """Dotted name: of a section, where it is of another kind."""
+    before: Any
+    now: Any
+    rule: OnResume
+
+    def __str__(self) -> str:
+        name, before, now = self.setting, self.before, self.now
+        kinds = [value.get("kind") if isinstance(value, dict) else None for value in (before, now)]
+        if None not in kinds and kinds[0] != kinds[1]:
+            name, (before, now) = f"{name}.kind", kinds
+        line = f"{name} changes from {_show(before)} to {_show(now)}"
+        rounded = self.rule is OnResume.ROUNDED
+        return f"{line}; results will be rounded differently" if rounded else line
+
+
+@dataclass(frozen=True)
+class Resumption:
+    """Where a run goes on, and what has changed in its recipe since."""
+
+    step: int = 0
+    """Steps done; 0 where there is no checkpoint yet."""
+    rows: int = 0
+    """Rows of the data read."""
+    state: dict[str, Any] = field(default_factory=dict)
+    """Of the checkpoint; empty where there is none yet."""
+    changes: list[Change] = field(default_factory=list)
+    notices: list[str] = field(default_factory=list)
+    checkpoint: Checkpoint | None = None
+    """What it goes on from; None at the start, and where it was only asked about."""
+
+    def micro_batch_size(self, batch_size: int) -> int | Literal["auto"]:
+        """The size that trying found, unless the batch size has changed since."""
+        tried_on = self.state.get("recipe", {}).get("train", {}).get("batch_size", batch_size)
+        return self.state["micro_batch_size"] if tried_on == batch_size else "auto"
+
+
+def plan_resumption(
+    run: RunDirectory, recipe: Recipe, newest: Callable[[Callable[[str], None]], Any] | None = None
+) -> Resumption:
+    """Find where a run goes on and compare its recipe with the one it is resumed with.
+
+    Writes nothing.
+
+    Args:
+        run: the run.
+        recipe: to go on with.
+        newest: gives the newest whole checkpoint; None: only its state is read.
+
+    Raises:
+        WorkhorseError: what was saved cannot be gone on from, a setting may not change, the text is
+            another, or more steps are done than the recipe has.
+    """
+    skipped: list[str] = []
+    checkpoint = None
+    if newest is None:
+        step, state = run.store().newest_state(skipped.append) or (0, {})
+    else:
+        checkpoint = newest(skipped.append)
+        step, state = (checkpoint.step, checkpoint.state) if checkpoint else (0, {})
+    if not state:
+        _check_nothing_saved(run, skipped)
+    before = Recipe.from_dict(state.get("recipe") or run.recipe())
+    changes = list(changes_of(before, recipe))
+    _check_allowed(run, recipe, changes)
+    if recipe.train.steps < step:
+        raise WorkhorseError(
+            f"{run.path} stands after step {step}, and train.steps={recipe.train.steps}; give "
+            f"train.steps={step} or more, or begin a run with another --out"
+        )
+    if state:
+        _check_files(run, recipe, step, state["data"])
+    rows = state.get("counters", {}).get("rows", step * before.train.batch_size)
+    notices = [*skipped, *map(str, changes), *_rates(before, recipe, step)]
+    notices += _other_rate(before, recipe)
+    if step == recipe.train.steps:
+        notices.append(
+            f"{run.path} is finished: all of train.steps={step} are done; set more to go on, as by "
+            f"train.steps={2 * step}"
+        )
+    return Resumption(step, rows, state, changes, notices, checkpoint)
+
+
+def resumed_recipe(fields: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
+    """The fields of a recipe to resume a run with, where it names a model to start from.
+
+    That model is in the run by now and need not be where it was: architecture and tokenizer come
+    from the run's own recipe, as if written into this one.
+    """
+    own = run.recipe()
+    if not isinstance(fields.get("init"), str) or fields["init"] != own.get("init"):
+        return fields
+    model = merged(own.get("model") or {}, fields.get("model") or {})
+    return {"tokenizer": own.get("tokenizer"), **fields, "model": model}
+
+
+def check_same_run(run: RunDirectory, recipe: Recipe, at: Resumption, now: dict[str, Any]) -> None:
+    """Compare what a checkpoint was trained with and what the run has now.
+
+    Raises:
+        WorkhorseError: the model's config, the tokenizer or the data are others.
+    """
+    for what in ("config", "tokenizer"):
+        if at.state[what] != now[what]:
+            thing = {"config": "model's config"}.get(what, what)
+            raise WorkhorseError(
+                f"the {thing} is not what the checkpoint of step {at.step} was trained "
+                "with; put it back, or begin a run with another --out"
+            )
+    if at.state["data"] != now["data"]:
+        changed = file_changes(recipe.data, run.data_folder, at.state["data"])
+        raise _other_text(run, recipe, at.step, str(changed or ""))
+
+
+def changes_of(before: Recipe, now: Recipe) -> Iterator[Change]:
+    """Every setting that differs, in the order of the recipe."""
+    for path, old, new in differences(before.to_dict(), now.to_dict()):
+        yield Change(".".join(path), old, new, rule_of(now, path))
+
+
+def differences(
+    before: Any, now: Any, path: tuple[str, ...] = ()
+) -> Iterator[tuple[tuple[str, ...], Any, Any]]:
+    """Paths of the values that differ, with both values; a section of another kind as a whole."""
+    sections = isinstance(before, dict) and isinstance(now, dict)
+    if not sections or before.get("kind") != now.get("kind"):
+        if before != now:
+            yield path, before, now
+        return
+    for key in [*before, *(key for key in now if key not in before)]:
+        yield from differences(before.get(key), now.get(key), (*path, str(key)))
+
+
+def _check_nothing_saved(run: RunDirectory, skipped: list[str]) -> None:
+    """Raise WorkhorseError where there is something to lose by beginning at step 0."""
+    store = run.store()
+    if skipped:
+        remedy = "begin anew with another --out"
+        if (step := store.newest_weights()) is not None:
+            line = command(run, from_weights(run, []))
+            remedy = f"start a run from the weights of step {step}, which are whole: {line}"
+        reasons = "; ".join(line.removeprefix("skipping ") for line in skipped)
+        raise WorkhorseError(
+            f"no checkpoint of {run.path} is whole ({reasons}); put the files back from a copy, "
+            f"or {remedy}"
+        )
+    events = read_metrics(run.metrics_file)
+    if saved := [event["step"] for event in events if event["kind"] == "checkpoint"]:
+        raise WorkhorseError(
+            f"{run.metrics_file} tells of a checkpoint of step {max(saved)}, and {store.folder} "
+            "has none; put them back, or begin anew with another --out"
+        )
+
+
+def _check_allowed(run: RunDirectory, recipe: Recipe, changes: list[Change]) -> None:
+    """Raise WorkhorseError for changes that need a new run, with the command that begins it."""
+    refused = [change for change in changes if change.rule is OnResume.NEW_RUN]
+    if not refused:
+        return
+    names = ", ".join(change.setting for change in refused[1:])
+    others = f" (and {names})" if names else ""
+    own = shlex.join(["workhorse", "train", str(run.path), "--resume"])
+    raise WorkhorseError(
+        f"{refused[0]}{others}, which would make it another run; resume it unchanged with {own}, "
+        "or " + _begin(run, recipe, [change.setting for change in refused])
+    )
+
+
+def _begin(run: RunDirectory, recipe: Recipe, refused: list[str]) -> str:
+    """What a new run would do that does what was meant, and the command that begins it."""
+    asked = [
+        (change.setting, spare(recipe, change.setting, change.now))
+        for change in changes_of(Recipe.from_dict(run.recipe()), recipe)
+        if change.setting not in ("init", "init_optimizer") or change.setting in refused
+    ]
+    if fresh(run, recipe, refused):
+        return f"begin that one: {command(run, asked)}"
+    line = f"go on in a new run from its weights: {command(run, from_weights(run, asked))}"
+    if "train.optimizer" in refused:
+        return line
+    return f"{line} (with init_optimizer=true, from its optimizer's state too)"
+
+
+def _check_files(run: RunDirectory, recipe: Recipe, step: int, fingerprint: str) -> None:
+    """Raise WorkhorseError where the files show that the text is another, before it is read."""
+    changed = file_changes(recipe.data, run.data_folder, fingerprint)
+    if changed is not None and changed.text_changed:
+        raise _other_text(run, recipe, step, str(changed))
+
+
+def _other_text(run: RunDirectory, recipe: Recipe, step: int, files: str) -> WorkhorseError:
+    which = f" ({files})" if files else ""
+    return WorkhorseError(
+        f"the data is not what the checkpoint of step {step} was trained with{which}; put it back, "
+        f"or {_begin(run, recipe, ['data'])}"
+    )
+
+
+def _rates(before: Recipe, now: Recipe, step: int) -> list[str]:
+    """What the learning rate jumps to, where it does not go on as before."""
+    old, new = before.train, now.train
+    if step == 0 or step >= new.steps:
+        return []
+    last = old.schedule.factor(step - 1, old.steps)
+    following = new.schedule.factor(step, new.steps)
+    peak, other_peak = old.optimizer.learning_rate, new.optimizer.learning_rate
+    was, becomes = f"{last * peak:.3g}", f"{following * other_peak:.3g}"
+    as_planned = step < old.steps and old.schedule.factor(step, old.steps) == following
+    if was == becomes or (as_planned and peak == other_peak):
+        return []
+    line = f"the learning rate goes from {was} at step {step} to {becomes} at step {step + 1}"
+    if following <= last or peak != other_peak:
+        return [line]
+    peaks = {"": peak}
+    if isinstance(old.optimizer, MuonConfig):
+        peaks[".adamw"] = old.optimizer.adamw.learning_rate
+    rates = [
+        f"train.optimizer{part}.learning_rate={last * rate:.3g}" for part, rate in peaks.items()
+    ]
+    return [f"{line}; to stay where it was: train.schedule=constant {' '.join(rates)}"]
+
+
+def _other_rate(before: Recipe, now: Recipe) -> list[str]:
+    """That the rate of Muon is not the only one, where it alone changes."""
+    old, new = before.train.optimizer, now.train.optimizer
+    if not isinstance(old, MuonConfig) or not isinstance(new, MuonConfig):
+        return []
+    rate = new.adamw.learning_rate
+    if old.learning_rate == new.learning_rate or old.adamw.learning_rate != rate:
+        return []
+    return [
+        "train.optimizer.learning_rate is that of the matrices inside the layers; embeddings, head "
+        f"and norms keep train.optimizer.adamw.learning_rate={rate:g}"
+    ]
+
+
+def _show(value: Any) -> str:
+    text = "null" if value is None else repr(value)  # as a recipe has it
+    return text if len(text) <= SHOWN else text[: SHOWN - 3] + "..."

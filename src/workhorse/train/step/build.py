@@ -1,0 +1,89 @@
+"""The step that trains a decoder: what it is made of on a device, in a precision."""
+
+import torch
+
+from workhorse.data import Batch
+from workhorse.devices import training_dtype
+from workhorse.native import products, training
+from workhorse.nn import Decoder
+from workhorse.nn.head_loss import product
+from workhorse.optim.groups import build_optimizer
+from workhorse.optim.master_weights import Masters
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.speed import peak_flops
+from workhorse.train.step.allocator import give_back_freed_memory, keep_freed_memory
+from workhorse.train.step.balance import Balancer
+from workhorse.train.step.micro_batch import fit_micro_batch
+from workhorse.train.step.step import LossOfBatch, LossScale, Precision, TrainingStep
+from workhorse.transforms.checkpointing import checkpoint_activations
+from workhorse.transforms.float8 import multiply_in_float8
+from workhorse.transforms.native_training import Products, replace_embeddings, train_natively
+
+
+def build_step(
+    decoder: Decoder, config: TrainConfig, device: torch.device, batch: Batch | None = None
+) -> TrainingStep:
+    """The step that trains a float32 decoder, whose weights it may narrow.
+
+    Args:
+        decoder: on the device, with the weights to start from.
+        config: how it is trained.
+        device: where.
+        batch: of a step, on the CPU, by which `micro_batch_size=auto` is found; else not needed.
+
+    Raises:
+        WorkhorseError: no micro-batch fits into memory.
+    """
+    dtype = training_dtype(config.dtype, device)
+    if device.type == "cpu":
+        keep_freed_memory()
+    native = device.type == "cpu" and dtype != torch.float16 and training.why_not() is None
+    masters = Masters(decoder if dtype == torch.bfloat16 else None, native=native)
+    module = LossOfBatch(decoder, config.z_loss).train()
+    if device.type == "cpu" and dtype != torch.float16:
+        if dtype == torch.bfloat16:
+            replace_embeddings(decoder)
+        train_natively(module, native=native, multiply=_unit(device, config.matmul_precision))
+    if config.fp8:
+        multiply_in_float8(decoder)
+    if config.activation_checkpointing:
+        checkpoint_activations(decoder)
+    optimizer = build_optimizer(decoder, config.optimizer, masters)
+    if device.type == "cpu":
+        give_back_freed_memory()
+    size = config.micro_batch_size
+    step = TrainingStep(
+        module,
+        optimizer,
+        device,
+        precision=Precision(
+            device,
+            torch.float16 if dtype == torch.float16 else torch.float32,
+            config.matmul_precision,
+        ),
+        scale=LossScale(enabled=dtype == torch.float16),
+        micro_batch_size=size if isinstance(size, int) else config.batch_size,
+        grad_clip=config.grad_clip,
+        balancer=Balancer(decoder, weight=config.balance_loss, rate=config.balance_rate),
+    )
+    if size == "auto":
+        assert batch is not None, "micro_batch_size=auto needs a batch to try"
+        fit_micro_batch(step, batch)
+    if config.compile:
+        for layer in decoder.layers:  # alike, they are compiled once
+            layer.compile()
+    return step
+
+
+def measured_peak(config: TrainConfig, device: torch.device) -> float:
+    """Floating-point operations a second of the products that training multiplies with."""
+    dtype = training_dtype(config.dtype, device)
+    multiply = _unit(device, config.matmul_precision) or product
+    with Precision(device, dtype, config.matmul_precision).products():
+        return peak_flops(device, dtype, multiply)
+
+
+def _unit(device: torch.device, precision: str) -> Products | None:
+    """What multiplies on the CPU's matrix unit, where it has one and there is a compiler."""
+    can = device.type == "cpu" and products.why_not(wait=True) is None
+    return Products(precision) if can else None

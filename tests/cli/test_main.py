@@ -34,9 +34,9 @@ def probe(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], object]], N
         def command(**_: object) -> None:
             action()
 
-        module = types.ModuleType("workhorse.cli.probe")
+        module = types.ModuleType("workhorse.cli.verbs.probe")
         module.__dict__["command"] = command
-        monkeypatch.setitem(sys.modules, "workhorse.cli.probe", module)
+        monkeypatch.setitem(sys.modules, "workhorse.cli.verbs.probe", module)
         monkeypatch.setitem(VERBS, "probe", "Do one thing.")
 
     return install

@@ -12,11 +12,10 @@ from workhorse.data import (
     DataConfig,
     Dataset,
     TokenStream,
-    encode,
     open_dataset,
-    preparation,
     prepare,
 )
+from workhorse.data.shards import encode, preparation
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import train_tokenizer
 from workhorse.tokenizers.config import BpeConfig

@@ -151,5 +151,7 @@ def test_a_class_without_groups_gives_way_to_one_that_has_them(tmp_path: Path) -
 
 def test_quantised_weights_have_no_mean() -> None:
     config = decoder().config.replace(d_model=64)
-    with pytest.raises(WorkhorseError, match="is quantised; load the model without quantize"):
+    with pytest.raises(
+        WorkhorseError, match="group_heads cannot follow quantize; apply group_heads"
+    ):
         group_heads(quantize(config.build().eval(), "int8"), 2)

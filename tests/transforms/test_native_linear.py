@@ -102,7 +102,11 @@ def test_compiled_and_checkpointed_layers_have_the_same_gradients() -> None:
     replace_linear(decoder, Products())
     tokens = torch.randint(11, (2, 8))
     gradients = []
-    for change in (lambda: None, lambda: checkpoint_activations(decoder), compile_layers(decoder)):
+    for change in (
+        lambda: None,
+        lambda: checkpoint_activations(decoder),
+        eagerly_compiled(decoder),
+    ):
         change()
         decoder.zero_grad()
         decoder(tokens).float().square().sum().backward()
@@ -112,7 +116,7 @@ def test_compiled_and_checkpointed_layers_have_the_same_gradients() -> None:
         assert torch.equal(plain, compiled)
 
 
-def compile_layers(decoder: nn.Module):
+def eagerly_compiled(decoder: nn.Module):
     def change() -> None:
         for layer in decoder.layers:
             layer.compile(backend="eager")

@@ -10,7 +10,7 @@ from workhorse.models.huggingface.names import Destination, check_weight
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.tensors.pages import in_large_pages
-from workhorse.transforms.quantized_linear import QuantizedWeight
+from workhorse.transforms.record import check_weights_kept
 
 Places = Callable[[Decoder], Mapping[str, Destination]]
 """Of a decoder that holds nothing yet: where each of its weights is to be copied, by name."""
@@ -37,12 +37,7 @@ def weights_of(decoder: Decoder) -> dict[str, Tensor]:
     Raises:
         WorkhorseError: some are quantised, which no format of ours holds.
     """
-    for name, part in decoder.named_modules():
-        if isinstance(part, QuantizedWeight):
-            raise WorkhorseError(
-                f"{name} is quantised to {part.format}, which cannot be written; "
-                "load the model without quantize"
-            )
+    check_weights_kept(decoder)
     return {name: weight.detach() for name, weight in decoder.named_parameters()}
 
 

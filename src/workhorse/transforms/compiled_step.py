@@ -27,6 +27,7 @@ from workhorse.nn import Cache, Decoder
 from workhorse.nn.attention.self_attention import Rotation
 from workhorse.nn.cache.fixed import CacheTensors, FixedCache, Layout, layout_of, tensors_of
 from workhorse.nn.experts.mixture import MixtureOfExperts
+from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become
 
 log = logging.getLogger(__name__)
@@ -64,9 +65,10 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDeco
 
     Raises:
         WorkhorseError: no step is like the next, because angles change as the text grows or
-            experts are given shares of the tokens. When a step runs: the compiler cannot translate
-            it.
+            experts are given shares of the tokens; or the decoder carries what this cannot follow.
+            When a step runs: the compiler cannot translate it.
     """
+    check(decoder, "compile_steps")
     if any(isinstance(part, MixtureOfExperts) for part in decoder.modules()):
         raise WorkhorseError(
             "a mixture of experts has other shapes at every token and cannot be compiled; "
@@ -79,7 +81,9 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDeco
             "compiled; leave compile out"
         )
     folder = folder or cache_folder() / "programs"
-    return become(decoder, CompiledDecoder, folder=folder, programs={})
+    compiled = become(decoder, CompiledDecoder, folder=folder, programs={})
+    record(compiled, "compile_steps")
+    return compiled
 
 
 class CompiledDecoder(Decoder):

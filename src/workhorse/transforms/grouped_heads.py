@@ -13,7 +13,7 @@ from torch import Tensor
 from workhorse.errors import WorkhorseError
 from workhorse.nn import AttentionConfig, Decoder, DecoderConfig
 from workhorse.nn.blocks import BlockConfig
-from workhorse.transforms.quantized_linear import QuantizedWeight
+from workhorse.transforms.record import check, inherit, record
 
 _EACH_HEAD = re.compile(r"(layers\.\d+\.attention\.k_norm\.heads\.)(\d+)\.(.+)")
 _ALL_HEADS = re.compile(r"layers\.\d+\.attention\.(k_proj|v_proj|k_norm\.norm)\..+")
@@ -59,20 +59,20 @@ def group_heads(decoder: Decoder, n_kv_heads: int) -> Decoder:
         n_kv_heads: a divisor of what each layer has.
 
     Raises:
-        WorkhorseError: as `grouped`; or weights are quantised.
+        WorkhorseError: as `grouped`; or the decoder carries another transform.
 
     Paper: GQA, 2305.13245 §2.1.
     """
+    check(decoder, "group_heads")
     config = grouped(decoder.config, n_kv_heads)
-    for name, part in decoder.named_modules():
-        if isinstance(part, QuantizedWeight):
-            raise WorkhorseError(f"{name} is quantised; load the model without quantize")
     fewer = config.build("auto", device="meta")
     ours = {name: weight.detach() for name, weight in decoder.named_parameters()}
     shapes = {name: weight.shape for name, weight in fewer.named_parameters()}
     held = {name: _averaged(name, shape, ours, n_kv_heads) for name, shape in shapes.items()}
     fewer.load_state_dict(held, strict=False, assign=True)
     fewer.tie_weights()
+    inherit(fewer, decoder)
+    record(fewer, "group_heads", n_kv_heads=n_kv_heads)
     return fewer.train(decoder.training)
 
 

@@ -9,6 +9,7 @@ from workhorse import native
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import Sdpa
 from workhorse.nn.shapes import AttentionOutput, Keys, Queries, Values
+from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become, replace_modules
 
 
@@ -20,13 +21,14 @@ def attend_natively(decoder: Decoder) -> None:
     Args:
         decoder: on the CPU; `native.load` must have succeeded.
     """
+    check(decoder, "attend_natively")
+    threads = torch.get_num_threads()
 
     def choose(module: nn.Module) -> nn.Module:
-        if type(module) is Sdpa:
-            return become(module, DecodingSdpa, threads=torch.get_num_threads())
-        return module
+        return become(module, DecodingSdpa, threads=threads) if type(module) is Sdpa else module
 
     replace_modules(decoder, choose)
+    record(decoder, "attend_natively", threads=threads)
 
 
 class DecodingSdpa(Sdpa):

@@ -20,6 +20,7 @@ from workhorse.transforms.quantized_linear import (
     QuantizedLinear,
     QuantizedWeight,
 )
+from workhorse.transforms.record import check, record
 from workhorse.transforms.stream import StreamedLinear
 
 
@@ -51,10 +52,12 @@ def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
         the way was never in memory as a whole.
 
     Raises:
-        WorkhorseError: there is no such format, or no layer to quantise.
+        WorkhorseError: there is no such format, or no layer to quantise; or the model carries what
+            this cannot follow.
     """
     if format not in FORMATS:
         raise WorkhorseError(f"quantize={format} is not a format; choose {' or '.join(FORMATS)}")
+    check(model, "quantize")
     names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     packed: dict[str, list[Destination]] = defaultdict(list)
     made: list[QuantizedWeight] = []
@@ -66,6 +69,7 @@ def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
     if not made:
         raise WorkhorseError(f"quantize={format} finds no linear layer; leave it out")
     _into_large_pages(made)
+    record(model, "quantize", format=format)
     kept = {name: [weight.detach()] for name, weight in model.named_parameters()}
     places = {name: [*kept.get(name, ()), *packed[name]] for name in names.values()}
     return {name: one[0] if len(one) == 1 else _Everywhere(one) for name, one in places.items()}

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from workhorse import native
 from workhorse.native import products
+from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become, replace_modules
 
 FEW_ROWS = {torch.bfloat16: 128, torch.float32: 16}
@@ -51,6 +52,7 @@ def stream_weights(model: nn.Module, *, wait: bool = False) -> bool:
     Returns:
         Whether it was done: not without the native operators, see `native.why_not`.
     """
+    check(model, "stream_weights")
     if not native.load(wait=wait):
         return False
     multiplies = products.why_not(wait=wait) is None
@@ -63,6 +65,7 @@ def stream_weights(model: nn.Module, *, wait: bool = False) -> bool:
         return become(module, StreamedLinear, multiplies=by_unit, few_rows=few_rows)
 
     replace_modules(model, choose)
+    record(model, "stream_weights")
     return True
 
 

@@ -16,6 +16,7 @@ from workhorse.train.step.balance import Balancer
 from workhorse.train.step.micro_batch import fit_micro_batch
 from workhorse.train.step.step import LossOfBatch, LossScale, Precision, TrainingStep
 from workhorse.transforms.checkpointing import checkpoint_activations
+from workhorse.transforms.compiled_layers import compile_layers
 from workhorse.transforms.float8 import multiply_in_float8
 from workhorse.transforms.native_training import Products, replace_embeddings, train_natively
 
@@ -70,8 +71,7 @@ def build_step(
         assert batch is not None, "micro_batch_size=auto needs a batch to try"
         fit_micro_batch(step, batch)
     if config.compile:
-        for layer in decoder.layers:  # alike, they are compiled once
-            layer.compile()
+        compile_layers(decoder)
     return step
 
 

@@ -13,6 +13,7 @@ from workhorse.transforms.native_training.feedforward import replace_feed_forwar
 from workhorse.transforms.native_training.linear import Products, replace_linear
 from workhorse.transforms.native_training.loss import replace_head_loss
 from workhorse.transforms.native_training.norms import replace_norms
+from workhorse.transforms.record import check, record
 
 __all__ = ["Products", "replace_embeddings", "train_natively"]
 
@@ -24,7 +25,11 @@ def train_natively(root: nn.Module, *, native: bool, multiply: Products | None =
         root: on the CPU, in float32 or bfloat16.
         native: whether there are the operators of training, see `training.why_not`.
         multiply: the matrix unit's products; None where the CPU has none.
+
+    Raises:
+        WorkhorseError: the module carries what this cannot follow.
     """
+    check(root, "train_natively")
     if multiply is not None:
         replace_linear(root, multiply)
     replace_head_loss(root, multiply or product, native=native)
@@ -33,3 +38,4 @@ def train_natively(root: nn.Module, *, native: bool, multiply: Products | None =
         replace_norms(root)
         replace_feed_forwards(root, multiply or product)
         replace_attention(root)
+    record(root, "train_natively", operators=native, matrix_unit=multiply is not None)

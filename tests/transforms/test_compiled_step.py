@@ -161,6 +161,27 @@ def test_a_kept_program_is_read_and_a_damaged_one_is_made_again(
 
 
 @pytest.mark.usefixtures("_compiler")
+@pytest.mark.parametrize("what", ["sources_digest", "used"])
+def test_a_program_of_other_operators_is_not_read(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    texts(compile_steps(make(), folder), 1, 4)
+    kept = set(folder.iterdir())
+    monkeypatch.setattr(compiled_step, what, lambda: "another")
+    asked: list[object] = []
+
+    def compile_step(*arguments: object) -> None:
+        asked.append(arguments)
+        raise WorkhorseError("not compiled in this test")
+
+    monkeypatch.setattr(compiled_step, "compile_step", compile_step)
+    with pytest.raises(WorkhorseError, match="not compiled in this test"):
+        texts(compile_steps(make(), folder), 1, 4)
+    assert len(asked) == 1
+    assert set(folder.iterdir()) == kept
+
+
+@pytest.mark.usefixtures("_compiler")
 def test_a_folder_that_cannot_be_written_costs_only_the_keeping(
     tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from workhorse import native
-from workhorse.transforms.join_products import JoinProducts
+from workhorse.transforms.join_products import join_products
 
 pytestmark = pytest.mark.skipif(
     native.why_not(wait=True) is not None, reason=f"no native operators: {native.why_not()}"
@@ -25,7 +25,7 @@ def test_products_of_one_input_become_one() -> None:
     weights = (torch.randn(wide, 16) for wide in (16, 8, 8))
     given = (torch.randn(2, 16), *weights, torch.randn(8))
     traced = make_fx(layer)(*given)
-    JoinProducts()(traced.graph)
+    join_products(traced.graph)
     traced.graph.lint()
     traced.recompile()
     targets = Counter(str(node.target) for node in traced.graph.nodes)

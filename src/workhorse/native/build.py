@@ -129,7 +129,7 @@ def _compiler() -> str:
 
 def _folder(compiler: str) -> Path:
     """Where the library of these sources for this machine belongs."""
-    parts = (torch.__version__, compiler, *_flags(), platform.platform(), _cpu(), _code())
+    parts = (torch.__version__, compiler, *_flags(), platform.platform(), _cpu(), sources_digest())
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     try:
         return cache_folder() / "native" / key
@@ -142,11 +142,12 @@ def _flags() -> tuple[str, ...]:
 
 
 @functools.cache
-def _code() -> str:
-    """What stands for the sources, which stay as they are while a process runs."""
+def sources_digest() -> str:
+    """What stands for all C++ sources, which stay as they are while a process runs."""
     digest = hashlib.sha256()
-    for source in sorted(_sources().iterdir()):
+    for source in sorted(_sources().rglob("*")):
         if source.suffix in (".h", ".cpp"):
+            digest.update(f"{source.relative_to(_sources())}\n".encode())
             digest.update(source.read_bytes())
     return digest.hexdigest()
 

@@ -9,7 +9,6 @@ on a machine, and a later process loads it.
 import hashlib
 import json
 import logging
-import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -23,22 +22,17 @@ import workhorse.transforms
 from workhorse.devices import cache_folder, name_of
 from workhorse.errors import WorkhorseError
 from workhorse.instructions import used
+from workhorse.native.build import sources_digest
 from workhorse.nn import Cache, Decoder
 from workhorse.nn.attention.self_attention import Rotation
 from workhorse.nn.cache.fixed import CacheTensors, FixedCache, Layout, layout_of, tensors_of
 from workhorse.nn.experts.mixture import MixtureOfExperts
+from workhorse.transforms.program_folder import ProgramFolder
 from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become
+from workhorse.transforms.step_compiler import Program, compile_program
 
 log = logging.getLogger(__name__)
-OPTIONS: dict[str, Any] = {
-    "size_asserts": False,
-    "alignment_asserts": False,
-    "realize_opcount_threshold": 8,
-}
-"""Of the compiler. What was compiled for these shapes need not look at them at every token. What
-takes more than so many operations is computed once for all that read it, not by each anew: angles
-and masks, which every layer reads."""
 
 
 class Kind(NamedTuple):
@@ -80,8 +74,8 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDeco
             "rope scaling dynamic_ntk and longrope depend on the text's length and cannot be "
             "compiled; leave compile out"
         )
-    folder = folder or cache_folder() / "programs"
-    compiled = become(decoder, CompiledDecoder, folder=folder, programs={})
+    kept = ProgramFolder(folder or cache_folder() / "programs")
+    compiled = become(decoder, CompiledDecoder, folder=kept, programs={})
     record(compiled, "compile_steps")
     return compiled
 
@@ -89,8 +83,8 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDeco
 class CompiledDecoder(Decoder):
     """A decoder whose steps are programs; see `compile_steps`."""
 
-    folder: Path
-    programs: dict[Kind, Any]
+    folder: ProgramFolder
+    programs: dict[Kind, Program]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the programs: the compiler pickles the decoder for each."""
@@ -122,36 +116,25 @@ class CompiledDecoder(Decoder):
         kind = Kind(layout_of(cache), batched=rows > 1, guessed=seq > 1)
         tensors = tensors_of(cache, seq)
         tokens = tokens.clone(memory_format=torch.contiguous_format)  # strides are checked
-        if kind in self.programs:
-            logits = self.programs[kind](tokens, tensors)
-        else:
-            program = self._program(kind, tokens, tensors)
-            logits = program(tokens, tensors)
-            # It fits caches of this kind, all of whose tensors are made alike; to look again at
-            # every token costs a twentieth of a small model's step.
-            program.disable_guard_check()
-            self.programs[kind] = program
+        program = self.programs.get(kind) or self._program(kind, tokens, tensors)
+        logits = program(tokens, tensors)
+        self.programs[kind] = program
         cache.advance(seq)
         return logits
 
-    def _program(self, kind: Kind, tokens: Tensor, tensors: CacheTensors) -> Any:
+    def _program(self, kind: Kind, tokens: Tensor, tensors: CacheTensors) -> Program:
         """From disk, or compiled and put there."""
-        path = self.folder / self._fingerprint(kind)
+        name = self._fingerprint(kind)
         known = {"decoder": self}
-        if path.exists():
-            try:
-                with path.open("rb") as file:
-                    return torch.compiler.load_compiled_function(file, external_data=known)
-            except Exception as error:  # whatever is wrong with it, it can be made again
-                log.warning("%s cannot be used and is made again: %s", path, error)
+        if file := self.folder.open(name):
+            with file:
+                try:
+                    return Program.read(file, known)
+                except Exception as error:  # whatever is wrong with it, it can be made again
+                    path = self.folder.path / name
+                    log.warning("%s cannot be used and is made again: %s", path, error)
         program = compile_step(self, kind, tokens, tensors)
-        temporary = path.with_name(f".tmp-{os.getpid()}-{path.name}")
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            program.save_compiled_function(temporary, external_data=known)
-            temporary.replace(path)
-        except OSError as error:
-            log.warning("the compiled step is not kept: %s", error)
+        self.folder.keep(name, lambda path: program.write(path, known))
         return program
 
     def _fingerprint(self, kind: Kind) -> str:
@@ -163,7 +146,7 @@ class CompiledDecoder(Decoder):
             [(name, str(t.dtype), str(t.device), tuple(t.shape)) for name, t in state],
             (kind, torch.get_num_threads(), torch.__version__),
             (torch.backends.cpu.get_cpu_capability(), name_of(state[0][1].device)),
-            (workhorse.native.load(), used()),
+            (workhorse.native.load(), used(), sources_digest()),
             [source.read_text() for source in _sources()],
         )
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
@@ -173,7 +156,7 @@ def _is_step(cache: Cache, seq: int) -> bool:
     return cache.length > 0 and seq <= cache.slack + 1 and not torch.is_grad_enabled()
 
 
-def compile_step(decoder: Decoder, kind: Kind, tokens: Tensor, tensors: CacheTensors) -> Any:
+def compile_step(decoder: Decoder, kind: Kind, tokens: Tensor, tensors: CacheTensors) -> Program:
     """The program for caches of any capacity, and for any number of what there are several of.
 
     Args:
@@ -181,45 +164,23 @@ def compile_step(decoder: Decoder, kind: Kind, tokens: Tensor, tensors: CacheTen
         kind: of step.
         tokens: (batch, seq), an example.
         tensors: of the cache, an example.
-
-    Raises:
-        WorkhorseError: the compiler cannot translate it.
     """
-    from workhorse.transforms.join_products import JoinProducts  # the compiler is slow to import
 
     def step(tokens: Tensor, tensors: CacheTensors) -> Tensor:
         return Decoder.forward(decoder, tokens, cache=FixedCache(kind.layout, tensors))
 
     batch = [0] if kind.batched else []
-    for tensor, varying in (
+    varying = (
         (tokens, [*batch, 1] if kind.guessed else batch),
         (tensors.lengths, batch),
         *((held, [*batch, 1]) for held in tensors.held),
         *((shown, [0]) for shown in tensors.shown),
         *((stored, [*batch, 2]) for stored in (*tensors.keys, *tensors.values)),
-    ):
-        for dim in varying:
-            torch._dynamo.mark_dynamic(tensor, dim)
-    try:
-        with torch._dynamo.config.patch(
-            # Numbers of the config are constants. Traced as variables they make the compiler begin
-            # anew, which it does by an exception that `aot_compile` lets through (PyTorch 2.13).
-            specialize_float=True,
-            # So are sizes of the model, though this code may have seen another model's before.
-            automatic_dynamic_shapes=False,
-            enable_aot_compile=True,  # the default from PyTorch 2.12 on
-        ):
-            options: dict[str, Any] = {**OPTIONS, "post_grad_custom_pre_pass": JoinProducts()}
-            program = torch.compile(step, fullgraph=True, options=options)
-            return program.aot_compile(((tokens, tensors), {}))
-    except RuntimeError as error:  # no C++ compiler above all
-        reason = str(error).strip().partition("\n")[0] or type(error).__name__
-        raise WorkhorseError(
-            f"the compiler cannot do this model's step ({reason}); leave compile out"
-        ) from error
+    )
+    return compile_program(step, (tokens, tensors), varying)
 
 
 def _sources() -> Iterator[Path]:
-    """The code that a program is made of, and the operators it calls."""
+    """The Python that a program is made of; see `sources_digest` for the operators it calls."""
     for package in (workhorse.native, workhorse.nn, workhorse.transforms):
         yield from sorted(Path(str(package.__file__)).parent.rglob("*.py"))

@@ -6,29 +6,21 @@ x, so that the threads can share out all those weights at once.
 """
 
 import operator
-from typing import cast
 
 import torch
 from torch import fx
-from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 
-class JoinProducts(CustomGraphPass):
-    """Makes one `native.linear_each` of several `native.linear` with the same x, in place."""
-
-    def __call__(self, graph: fx.Graph) -> None:
-        by_input: dict[object, list[fx.Node]] = {}
-        for node in graph.nodes:
-            # Without the native operators there is no such node, and no such name in torch.ops.
-            if str(node.target) == "workhorse.linear.default" and _is_ready(*node.args[1:]):
-                by_input.setdefault(node.args[0], []).append(node)
-        for products in by_input.values():
-            if len(products) > 1:
-                _join(graph, products)
-
-    def uuid(self) -> str:
-        """Of what it does, for the compiler's own cache."""
-        return cast(bytes, get_hash_for_files((__file__,))).hex()
+def join_products(graph: fx.Graph) -> None:
+    """Make one `native.linear_each` of several `native.linear` with the same x, in place."""
+    by_input: dict[object, list[fx.Node]] = {}
+    for node in graph.nodes:
+        # Without the native operators there is no such node, and no such name in torch.ops.
+        if str(node.target) == "workhorse.linear.default" and _is_ready(*node.args[1:]):
+            by_input.setdefault(node.args[0], []).append(node)
+    for products in by_input.values():
+        if len(products) > 1:
+            _join(graph, products)
 
 
 def _is_ready(*weight_and_bias: fx.Node | None) -> bool:

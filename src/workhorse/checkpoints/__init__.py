@@ -7,7 +7,6 @@ from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.runs.store import Checkpoint, CheckpointStore
 from workhorse.checkpoints.tensors import (
     Places,
-    copy_tensors,
     empty_decoder,
     load_weights,
     mapped_weights,
@@ -23,7 +22,6 @@ __all__ = [
     "FolderLock",
     "Places",
     "RunDirectory",
-    "copy_tensors",
     "empty_decoder",
     "load_weights",
     "mapped_weights",

@@ -6,9 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from workhorse.errors import WorkhorseError
-from workhorse.models.huggingface.names import Destination, check_weight
+from workhorse.models.huggingface.names import check_weight
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
+from workhorse.tensors.destination import Destination, copy_tensors
 from workhorse.tensors.pages import in_large_pages
 from workhorse.transforms.record import check_weights_kept
 
@@ -108,22 +109,3 @@ def load_weights(
     for name, weight in weights.items():
         check_weight(name, weight)
     copy_tensors(places(decoder), weights, "model")
-
-
-@torch.no_grad()
-def copy_tensors(into: Mapping[str, Destination], source: Mapping[str, Tensor], what: str) -> None:
-    """Copy tensor by tensor, by name.
-
-    Raises:
-        WorkhorseError: names or shapes differ.
-    """
-    for name in sorted(into.keys() ^ source.keys()):
-        where = "the run's config" if name in into else "the checkpoint"
-        raise WorkhorseError(f"{what}: only {where} has {name!r}; they are not of one run")
-    for name, tensor in into.items():
-        if tensor.shape != source[name].shape:
-            raise WorkhorseError(
-                f"{what}: {name!r} is {tuple(source[name].shape)} in the checkpoint and "
-                f"{tuple(tensor.shape)} in the run's config; they are not of one run"
-            )
-        tensor.copy_(source[name])

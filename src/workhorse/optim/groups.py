@@ -6,11 +6,11 @@ from typing import Annotated, Protocol
 from pydantic import Field
 from torch import Tensor, nn
 
-from workhorse.checkpoints import copy_tensors
 from workhorse.nn import Decoder
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.master_weights import Masters
 from workhorse.optim.muon import Muon, MuonConfig
+from workhorse.tensors.destination import copy_tensors
 
 OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="kind")]
 Parameters = dict[str, nn.Parameter]

@@ -9,10 +9,10 @@ from torch import Tensor, nn
 
 from workhorse import native
 from workhorse.errors import WorkhorseError
-from workhorse.models.huggingface.names import Destination
 from workhorse.native.operators import GROUP, LANES
 from workhorse.nn.attention.latent import LatentAttention
 from workhorse.nn.experts.grouped_linear import GroupedLinear
+from workhorse.tensors.destination import Destination
 from workhorse.tensors.pages import in_large_pages
 from workhorse.transforms.codes import FORMATS, FormatName
 from workhorse.transforms.quantized_linear import (

@@ -23,6 +23,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import BlockConfig
 from workhorse.nn.experts.router import ALWAYS_FLOAT32
+from workhorse.tensors.destination import Destination
 
 Tensors = list[Tensor]
 Shape = tuple[int, ...]
@@ -37,18 +38,6 @@ class TensorSource(Protocol):
     def shapes(self) -> Mapping[str, Shape]: ...
 
     def read(self, name: str) -> Tensor: ...
-
-
-class Destination(Protocol):
-    """Where a tensor is copied to: another tensor, or what makes something of it."""
-
-    @property
-    def shape(self) -> torch.Size: ...
-
-    @property
-    def nbytes(self) -> int: ...
-
-    def copy_(self, source: Tensor, /) -> object: ...
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,40 @@
+"""Places that take a tensor, and copying into them by name."""
+
+from collections.abc import Mapping
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from workhorse.errors import WorkhorseError
+
+
+class Destination(Protocol):
+    """Where a tensor is copied to: another tensor, or what makes something of it."""
+
+    @property
+    def shape(self) -> torch.Size: ...
+
+    @property
+    def nbytes(self) -> int: ...
+
+    def copy_(self, source: Tensor, /) -> object: ...
+
+
+@torch.no_grad()
+def copy_tensors(into: Mapping[str, Destination], source: Mapping[str, Tensor], what: str) -> None:
+    """Copy tensor by tensor, by name.
+
+    Raises:
+        WorkhorseError: names or shapes differ.
+    """
+    for name in sorted(into.keys() ^ source.keys()):
+        where = "the run's config" if name in into else "the checkpoint"
+        raise WorkhorseError(f"{what}: only {where} has {name!r}; they are not of one run")
+    for name, tensor in into.items():
+        if tensor.shape != source[name].shape:
+            raise WorkhorseError(
+                f"{what}: {name!r} is {tuple(source[name].shape)} in the checkpoint and "
+                f"{tuple(tensor.shape)} in the run's config; they are not of one run"
+            )
+        tensor.copy_(source[name])

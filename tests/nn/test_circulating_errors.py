@@ -19,7 +19,10 @@ from workhorse.nn.feedforward import MlpConfig
 from workhorse.nn.norms import LayerNormConfig
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer
-from workhorse.train.step.step import LossOfBatch, LossScale, Precision, TrainingStep
+from workhorse.train.objectives.next_token import LossOfBatch
+from workhorse.train.step.loss_scale import LossScale
+from workhorse.train.step.precision import Precision
+from workhorse.train.step.step import TrainingStep
 
 D_MODEL, SEQ = 16, 8
 KERNELS = pytest.mark.parametrize("kernel", ["eager", "sdpa"])

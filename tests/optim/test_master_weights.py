@@ -11,9 +11,9 @@ from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.master_weights import Masters, join, split
 from workhorse.optim.muon import Muon, MuonConfig
+from workhorse.optim.norm import total_norm
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
-from workhorse.train.step.step import total_norm
 from workhorse.transforms.native_training import replace_embeddings
 
 

@@ -18,14 +18,12 @@ from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer, parameters_by_role
 from workhorse.optim.muon import MuonConfig
 from workhorse.train import Recipe, train
+from workhorse.train.objectives.next_token import LossOfBatch
 from workhorse.train.speed import flops_per_token
 from workhorse.train.step.balance import Balancer, imbalance, loads_of
-from workhorse.train.step.step import (
-    LossOfBatch,
-    LossScale,
-    Precision,
-    TrainingStep,
-)
+from workhorse.train.step.loss_scale import LossScale
+from workhorse.train.step.precision import Precision
+from workhorse.train.step.step import TrainingStep
 from workhorse.transforms.checkpointing import checkpoint_activations
 
 EXPERTS, TOP_K = 8, 2

@@ -19,7 +19,8 @@ from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
 from workhorse.train import Recipe, read_metrics, train
 from workhorse.train.loop import Loop
-from workhorse.train.step.step import LossOfBatch, TrainingStep
+from workhorse.train.objectives.next_token import LossOfBatch
+from workhorse.train.step.step import TrainingStep
 from workhorse.train.validation import Validator
 
 

@@ -10,8 +10,8 @@ from tests.train.conftest import MODEL
 from workhorse.models.parameters import active_parameters
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.train import read_metrics, speed, train
+from workhorse.train.objectives.next_token import LossOfBatch
 from workhorse.train.speed import Peak, flops_per_token, peak_flops
-from workhorse.train.step.step import LossOfBatch
 
 SEQ, VOCAB = 32, 24
 ROWS = 2

@@ -8,12 +8,10 @@ from workhorse.data import IGNORE, Batch
 from workhorse.nn import Decoder, next_token_loss
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer
-from workhorse.train.step.step import (
-    LossOfBatch,
-    LossScale,
-    Precision,
-    TrainingStep,
-)
+from workhorse.train.objectives.next_token import LossOfBatch
+from workhorse.train.step.loss_scale import LossScale
+from workhorse.train.step.precision import Precision
+from workhorse.train.step.step import TrainingStep
 from workhorse.transforms.checkpointing import checkpoint_activations
 
 CPU = torch.device("cpu")

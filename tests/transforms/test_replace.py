@@ -11,7 +11,7 @@ from tests.nn.grid import COVERING, make, name, random_tokens
 from workhorse.models.llama import llama
 from workhorse.native import training
 from workhorse.nn import DecoderConfig
-from workhorse.train.step.step import LossOfBatch
+from workhorse.train.objectives.next_token import LossOfBatch
 from workhorse.transforms.checkpointing import checkpoint_activations
 from workhorse.transforms.inference import prepare_for_inference
 from workhorse.transforms.native_training import train_natively

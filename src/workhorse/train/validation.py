@@ -9,7 +9,7 @@ from torch import nn
 
 from workhorse.data import Split, ValidationBatches
 from workhorse.data.config import Packing
-from workhorse.train.step.step import Precision
+from workhorse.train.step.precision import Precision
 
 
 @dataclass(frozen=True)

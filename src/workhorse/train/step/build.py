@@ -9,12 +9,15 @@ from workhorse.nn import Decoder
 from workhorse.nn.head_loss import product
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import Masters
+from workhorse.train.objectives.next_token import LossOfBatch
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.speed import peak_flops
 from workhorse.train.step.allocator import give_back_freed_memory, keep_freed_memory
 from workhorse.train.step.balance import Balancer
+from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.micro_batch import fit_micro_batch
-from workhorse.train.step.step import LossOfBatch, LossScale, Precision, TrainingStep
+from workhorse.train.step.precision import Precision
+from workhorse.train.step.step import TrainingStep
 from workhorse.transforms.checkpointing import checkpoint_activations
 from workhorse.transforms.compiled_layers import compile_layers
 from workhorse.transforms.float8 import multiply_in_float8

@@ -1,81 +1,21 @@
 """One training step: loss and gradient of a batch, then the update, unless it is not finite."""
 
-import contextlib
 import math
-from collections.abc import Iterator
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from workhorse.data import Batch
-from workhorse.native import training
-from workhorse.nn import IGNORE, Decoder, HeadLoss
+from workhorse.nn import IGNORE
 from workhorse.optim.groups import Optimizer
-from workhorse.optim.master_weights import pieces
+from workhorse.optim.norm import total_norm
 from workhorse.train.step.balance import Balancer
+from workhorse.train.step.loss_scale import LossScale
+from workhorse.train.step.precision import Precision
 
 TERMS = ("z_loss", "balance_loss")
 """What may be added to the cross-entropy."""
-GROWTH_STEPS = 2000
-"""Finite steps after which the float16 loss scale doubles, as in `torch.amp.GradScaler`."""
-FIRST_SCALE = 2.0**16
-
-
-class LossOfBatch(nn.Module):
-    """Decoder and loss as one module, whose forward is what gets sharded."""
-
-    def __init__(self, decoder: Decoder, z_loss: float = 0.0) -> None:
-        super().__init__()
-        self.decoder = decoder
-        self.z_loss = z_loss
-        self.head_loss = HeadLoss()
-
-    def forward(
-        self, tokens: Tensor, targets: Tensor, documents: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The summed losses in nats and how many targets count.
-
-        Args:
-            tokens: (batch, seq).
-            targets: (batch, seq), `IGNORE` where none counts.
-            documents: (batch, seq) or None; see `Decoder.forward`.
-
-        Returns:
-            Cross-entropy and z-loss, (2,), whose sum is to be made less; and the count.
-        """
-        x = self.decoder.hidden(tokens, documents=documents)
-        z_loss = self.z_loss if self.training else 0.0
-        return self.head_loss(x, targets, self.decoder.head, z_loss)
-
-
-class LossScale:
-    """Multiplies the loss so that float16 gradients do not vanish (1710.03740 §3.2)."""
-
-    def __init__(self, enabled: bool) -> None:
-        self.enabled = enabled
-        self.value = FIRST_SCALE if enabled else 1.0
-        self.good_steps = 0
-
-    def update(self, finite: bool) -> None:
-        """Halve after an overflow, double after many steps without one."""
-        if not self.enabled:
-            return
-        self.good_steps = self.good_steps + 1 if finite else 0
-        if not finite:
-            self.value = max(self.value / 2, 1.0)
-        elif self.good_steps == GROWTH_STEPS:
-            self.value, self.good_steps = self.value * 2, 0
-
-    def state(self) -> dict[str, Any]:
-        return {"enabled": self.enabled, "value": self.value, "good_steps": self.good_steps}
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state; one of another dtype, which scaled or did not, says nothing."""
-        if state.get("enabled", self.enabled) == self.enabled:
-            self.value, self.good_steps = state["value"], state["good_steps"]
 
 
 @dataclass(frozen=True)
@@ -119,7 +59,7 @@ class TrainingStep:
         optimizer: Optimizer,
         device: torch.device,
         *,
-        precision: "Precision",
+        precision: Precision,
         scale: LossScale,
         micro_batch_size: int,
         grad_clip: float | None,
@@ -195,57 +135,3 @@ class TrainingStep:
         """Drop what `backward` left, without an update."""
         self.optimizer.zero_grad()
         self.balancer.forget()
-
-
-class Precision:
-    """Makes the context of a forward pass: autocast to a lower precision, or nothing.
-
-    Training uses it for float16, whose range is too small for weights; see `Masters` for bfloat16.
-
-    Args:
-        device: where the passes run.
-        dtype: float16, or float32 for no autocast.
-        matmul: precision of float32 products, `highest` or `high`.
-    """
-
-    def __init__(self, device: torch.device, dtype: torch.dtype, matmul: str = "highest") -> None:
-        self.device = device
-        self.dtype = dtype
-        self.matmul = matmul
-
-    @contextlib.contextmanager
-    def products(self) -> Iterator[None]:
-        """Around passes on CUDA: PyTorch's precision of float32 products, which is the process's.
-
-        On a CPU see `Products`; PyTorch's attention took twice as long with PyTorch's `high`.
-        """
-        if self.device.type != "cuda":
-            yield
-            return
-        before = torch.get_float32_matmul_precision()
-        torch.set_float32_matmul_precision(self.matmul)
-        try:
-            yield
-        finally:
-            torch.set_float32_matmul_precision(before)
-
-    def __call__(self) -> AbstractContextManager[Any]:
-        if self.dtype == torch.float32:
-            return contextlib.nullcontext()
-        return torch.autocast(self.device.type, self.dtype)
-
-
-def total_norm(gradients: list[Tensor], *, native: bool = False) -> Tensor:
-    """The length of all gradients as one vector, in float32; by the native operator if asked."""
-    if gradients and native and all(map(training.measures, gradients)):
-        return training.squared_length(gradients).sqrt()
-    wide = [gradient for gradient in gradients if gradient.dtype != torch.bfloat16]
-    narrow = [gradient for gradient in gradients if gradient.dtype == torch.bfloat16]
-    if not narrow:
-        return nn.utils.get_total_norm(wide)
-    # PyTorch rounds the norm of a bfloat16 tensor to bfloat16.
-    values = (piece.float() for tensor in narrow for (piece,) in pieces(tensor))
-    squares = [torch.dot(piece, piece) for piece in values]
-    if wide:
-        squares.append(nn.utils.get_total_norm(wide).square())
-    return torch.stack(squares).sum().sqrt()

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from tests.train.runs import notices, step_losses, weights
-from workhorse.checkpoints import RunDirectory
+from workhorse.checkpoints import RunDirectory, load_weights
 from workhorse.cli.main import main
 from workhorse.data import Batches, DataConfig, prepare
 from workhorse.errors import WorkhorseError
+from workhorse.nn import Decoder
 from workhorse.tokenizers import BytesConfig, train_tokenizer
 from workhorse.train import Recipe, read_metrics, rehearse, train
 
@@ -191,6 +192,33 @@ def test_a_run_takes_over_an_optimizer(make_recipe, run: Path, tmp_path: Path) -
         train(Recipe.from_dict(fields), tmp_path / "other")
     with pytest.raises(WorkhorseError, match="init_optimizer: init names no run"):
         Recipe.from_dict(fields | {"init": None})
+
+
+def test_weights_and_optimizer_are_of_one_checkpoint(
+    make_recipe, run: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a run that saves another one in between."""
+    store = RunDirectory(run).store()
+    trained = store.newest()
+
+    def load_and_save(decoder: Decoder, given: dict[str, torch.Tensor]) -> None:
+        load_weights(decoder, given)
+        if decoder.embedding.tokens.weight.is_meta:  # only whether they fit
+            return
+        weights = {name: torch.zeros_like(tensor) for name, tensor in trained.model.items()}
+        state = {name: torch.full_like(tensor, 99) for name, tensor in trained.optimizer.items()}
+        store.save(13, weights, state, trained.state)
+
+    monkeypatch.setattr("workhorse.train.init_from.load_weights", load_and_save)
+    fields = make_recipe(steps=1).to_dict() | {"init": str(run), "init_optimizer": True}
+    kind = trained.state["recipe"]["train"]["optimizer"]
+    fields["train"]["optimizer"] = kind | {"learning_rate": 1e-9, "weight_decay": 0.0}
+    train(Recipe.from_dict(fields), tmp_path / "warm")
+    assert store.newest().step == 13
+    begun = RunDirectory(tmp_path / "warm").store().newest()
+    name = "layers.0.feed_forward.down_proj.weight"
+    torch.testing.assert_close(begun.model[name], trained.model[name])
+    assert begun.optimizer["final_norm.weight.updates"].item() == 13
 
 
 def test_files_that_came_went_or_changed_are_named(make_recipe, tmp_path: Path) -> None:

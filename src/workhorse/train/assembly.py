@@ -8,15 +8,13 @@ import torch
 
 from workhorse import __version__
 from workhorse.checkpoints import Checkpoint, RunDirectory, empty_decoder, load_weights
-from workhorse.checkpoints.stored import open_stored
 from workhorse.data import Batch, Batches, Dataset, beginning, prepare, prepare_tokenizer
 from workhorse.devices import name_of, use_threads
-from workhorse.errors import WorkhorseError
 from workhorse.models.parameters import active_parameters
 from workhorse.native import training
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
-from workhorse.train.check import check_tokens, start_from
+from workhorse.train.init_from import check_tokens, start_optimizer, start_weights
 from workhorse.train.loop import Loop, Store
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.report.metrics import Event, MetricsFile
@@ -27,9 +25,7 @@ from workhorse.train.room import check_training
 from workhorse.train.samples import Sampler
 from workhorse.train.speed import Peak, flops_per_token
 from workhorse.train.step.build import build_step, measured_peak
-from workhorse.train.step.step import (
-    TrainingStep,
-)
+from workhorse.train.step.step import TrainingStep
 from workhorse.train.validation import Validator
 
 Listener = Callable[[Event], None]
@@ -73,8 +69,10 @@ def assemble(
         check_same_run(run, recipe, at, constants)
     seed_everything(config.seed)
     check_training(decoder_config, config, device)
-    decoder = _decoder(recipe, decoder_config, device, checkpoint, tell)
+    decoder, other = _decoder(recipe, decoder_config, device, checkpoint, tell)
     step = _step(recipe, decoder, device, batches[at.step], at)
+    if other is not None:
+        start_optimizer(str(recipe.init), other, step.optimizer, config.optimizer.kind)
     constants["micro_batch_size"] = step.micro_batch_size
     loop = Loop(
         config=config,
@@ -163,62 +161,32 @@ def _decoder(
     device: torch.device,
     checkpoint: Checkpoint | None,
     tell: Callable[[str], None],
-) -> Decoder:
-    """With the weights of a checkpoint, of the model that the recipe starts from, or fresh ones."""
+) -> tuple[Decoder, Checkpoint | None]:
+    """With the weights of a checkpoint, of the model that the recipe starts from, or fresh ones.
+
+    Beside it the checkpoint of which the optimizer's state is taken over, if one is.
+    """
     kernel = recipe.train.kernel
     if checkpoint is not None:
         decoder = empty_decoder(config, kernel, device, torch.float32)
         load_weights(decoder, checkpoint.model)
-        return decoder
+        return decoder, None
     decoder = config.build(kernel, device=device)
-    if recipe.init is not None:
-        stored = open_stored(recipe.init)
-        trained = stored.load_decoder(dtype=torch.float32)
-        for remark in stored.remarks:
-            tell(remark)
-        start_from(recipe.init, decoder, trained)
-    return decoder
+    if recipe.init is None:
+        return decoder, None
+    with_optimizer = recipe.init_optimizer
+    return decoder, start_weights(recipe.init, decoder, tell, with_optimizer=with_optimizer)
 
 
 def _step(
-    recipe: Recipe,
-    decoder: Decoder,
-    device: torch.device,
-    batch: Batch,
-    at: Resumption,
+    recipe: Recipe, decoder: Decoder, device: torch.device, batch: Batch, at: Resumption
 ) -> TrainingStep:
-    """The step, with the micro-batch found before, and with another run's optimizer if asked."""
+    """The step, with the micro-batch found before."""
     config = recipe.train
     size = config.micro_batch_size
     if size == "auto" and at.checkpoint is not None:
         size = at.micro_batch_size(config.batch_size)
-    step = build_step(decoder, config.replace(micro_batch_size=size), device, batch)
-    if recipe.init_optimizer and at.checkpoint is None:
-        _start_optimizer_from(str(recipe.init), step, config.optimizer.kind)
-    return step
-
-
-def _start_optimizer_from(init: str, step: TrainingStep, kind: str) -> None:
-    """Give the optimizer, which is of that kind, the state of another run's."""
-    run = RunDirectory(init)
-    checkpoint = run.store().newest() if run.exists else None
-    if checkpoint is None:
-        raise WorkhorseError(
-            f"init={init} is no run with a whole checkpoint, so it has no optimizer's state; "
-            "set init_optimizer=false"
-        )
-    theirs = checkpoint.state["recipe"]["train"]["optimizer"]["kind"]
-    if theirs != kind:
-        raise WorkhorseError(
-            f"the optimizer's state of init={init} is {theirs}'s, not {kind}'s; set "
-            f"init_optimizer=false, or train.optimizer.kind={theirs}"
-        )
-    try:
-        step.optimizer.load(checkpoint.optimizer)
-    except WorkhorseError as error:
-        raise WorkhorseError(
-            f"the optimizer of init={init} is another ({error}); set init_optimizer=false"
-        ) from None
+    return build_step(decoder, config.replace(micro_batch_size=size), device, batch)
 
 
 def _tokenizer(recipe: Recipe, run: RunDirectory, tell: Callable[[str], None]) -> Tokenizer:

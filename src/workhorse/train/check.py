@@ -1,10 +1,7 @@
 """What would keep a recipe from its first step, found before anything is made."""
 
-from itertools import islice
-
 import torch
 
-from workhorse.checkpoints import load_weights, weights_of
 from workhorse.checkpoints.stored import open_stored
 from workhorse.data import (
     Batches,
@@ -18,12 +15,11 @@ from workhorse.data import (
 )
 from workhorse.devices import resolve_device, training_dtype
 from workhorse.errors import WorkhorseError
-from workhorse.nn import Decoder
-from workhorse.tokenizers import Tokenizer, load_tokenizer, train_tokenizer
+from workhorse.tokenizers import load_tokenizer, train_tokenizer
 from workhorse.tokenizers.config import FileConfig
+from workhorse.train.init_from import check_weights
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
 from workhorse.train.report.trackers import check_tracker
-from workhorse.train.resume.resume import differences
 from workhorse.train.samples import check_samples
 from workhorse.train.step.micro_batch import check_fitting
 from workhorse.transforms.float8 import check_float8
@@ -31,8 +27,6 @@ from workhorse.untrusted import shown
 
 BYTES_OF_A_TOKEN = 64
 """No tokenizer makes fewer tokens of a text than one for so many bytes."""
-SETTINGS_SHOWN = 3
-"""Settings in which two models differ that an error names at most."""
 
 
 def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
@@ -143,55 +137,9 @@ def _check_tokenizer(recipe: Recipe) -> None:
 def _check_model(recipe: Recipe) -> None:
     """Raise WorkhorseError for attention that the kernel cannot compute, or an unfit `init`."""
     given = recipe.model.get("vocab_size")
-    trained = open_stored(recipe.init).config if recipe.init is not None else None
-    of_tokenizer = trained.vocab_size if trained else 1  # not known yet, and that of the weights
+    # The tokenizer's is not known yet, and is that of the weights.
+    of_tokenizer = 1 if recipe.init is None else open_stored(recipe.init).config.vocab_size
     config = recipe.decoder_config(given if isinstance(given, int) else of_tokenizer)
     decoder = config.build(recipe.train.kernel, device="meta")
-    if trained is not None:
-        start_from(str(recipe.init), decoder, trained.build(device="meta"))
-
-
-def start_from(init: str, decoder: Decoder, trained: Decoder) -> None:
-    """Give a decoder the weights of a trained one; on `meta`, only check that they fit.
-
-    Args:
-        init: where `trained` comes from, for the message.
-        decoder: takes the weights.
-        trained: gives them.
-
-    Raises:
-        WorkhorseError: names or shapes differ.
-    """
-    try:
-        load_weights(decoder, weights_of(trained))
-    except WorkhorseError as error:
-        found = differences(trained.config.to_dict(), decoder.config.to_dict())
-        settings = [
-            f"model.{'.'.join(path)} is {shown(now)} and there {shown(own)}"
-            for path, own, now in islice(found, SETTINGS_SHOWN)
-        ]
-        raise WorkhorseError(
-            f"the weights of init={init} do not fit: {', '.join(settings) or error}; leave out "
-            "model to go on with theirs, or init to begin with fresh weights"
-        ) from None
-
-
-def check_tokens(init: str, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer whose ids are other tokens than the weights of `init` were trained on.
-
-    It may have more tokens, or fewer of the last ones.
-
-    Raises:
-        WorkhorseError: an id stands for another token.
-    """
-    stored = open_stored(init)
-    if not stored.has_tokenizer:
-        return
-    ours = {index: token for token, index in tokenizer.vocabulary.items()}
-    for token, index in stored.tokenizer().vocabulary.items():
-        if ours.get(index, token) != token:
-            raise WorkhorseError(
-                f"token {index} is {token!r} for init={init} and {ours[index]!r} for the recipe's "
-                "tokenizer, so its weights would mean nothing; leave out tokenizer, or set "
-                f"'tokenizer={{kind: file, path: {stored.tokenizer_folder}}}'"
-            )
+    if recipe.init is not None:
+        check_weights(recipe.init, decoder)

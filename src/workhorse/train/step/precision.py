@@ -11,7 +11,8 @@ import torch
 class Precision:
     """Makes the context of a forward pass: autocast to a lower precision, or nothing.
 
-    Training uses it for float16, whose range is too small for weights; see `optim.master_weights` for bfloat16.
+    Training uses it for float16, whose range is too small for weights; bfloat16 has
+    `optim.master_weights`.
 
     Args:
         device: where the passes run.

@@ -1,0 +1,126 @@
+"""Training that starts from another model: its weights, its tokenizer, its optimizer's state."""
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from itertools import islice
+
+import torch
+from torch import Tensor
+
+from workhorse.checkpoints import Checkpoint, RunDirectory, load_weights, weights_of
+from workhorse.checkpoints.stored import open_stored
+from workhorse.errors import WorkhorseError
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.optim.groups import Optimizer
+from workhorse.tokenizers import Tokenizer
+from workhorse.train.resume.resume import differences
+from workhorse.untrusted import shown
+
+SETTINGS_SHOWN = 3
+"""Settings in which two models differ that an error names at most."""
+
+
+def start_weights(
+    init: str, decoder: Decoder, tell: Callable[[str], None], *, with_optimizer: bool = False
+) -> Checkpoint | None:
+    """Give a decoder the weights of a trained model.
+
+    Args:
+        init: the model: a folder or a hub id; with an optimizer, a run directory.
+        decoder: takes the weights.
+        tell: told in one line each what must not go unnoticed.
+        with_optimizer: whether the optimizer's state will be taken over too.
+
+    Returns:
+        If so, the checkpoint that the weights were in, without them: a run that still trains may
+        have a newer one by the time that they are read.
+
+    Raises:
+        WorkhorseError: there is no such model, or its weights do not fit.
+    """
+    if with_optimizer:
+        run = RunDirectory(init)
+        checkpoint = run.store().newest(tell) if run.exists else None
+        if checkpoint is None:
+            raise WorkhorseError(
+                f"init={init} is no run with a whole checkpoint, so it has no optimizer's state; "
+                "set init_optimizer=false"
+            )
+        config = DecoderConfig.from_dict(checkpoint.state["config"])
+        _copy_weights(init, decoder, config, checkpoint.model)
+        return replace(checkpoint, model={})
+    stored = open_stored(init)
+    trained = stored.load_decoder(dtype=torch.float32)
+    for remark in stored.remarks:
+        tell(remark)
+    _copy_weights(init, decoder, trained.config, weights_of(trained))
+    return None
+
+
+def start_optimizer(init: str, checkpoint: Checkpoint, optimizer: Optimizer, kind: str) -> None:
+    """Give an optimizer, which is of that kind, the state in a checkpoint of `init`.
+
+    Raises:
+        WorkhorseError: it is of another kind, or of another model.
+    """
+    theirs = checkpoint.state["recipe"]["train"]["optimizer"]["kind"]
+    if theirs != kind:
+        raise WorkhorseError(
+            f"the optimizer's state of init={init} is {theirs}'s, not {kind}'s; set "
+            f"init_optimizer=false, or train.optimizer.kind={theirs}"
+        )
+    try:
+        optimizer.load(checkpoint.optimizer)
+    except WorkhorseError as error:
+        raise WorkhorseError(
+            f"the optimizer of init={init} is another ({error}); set init_optimizer=false"
+        ) from None
+
+
+def check_weights(init: str, decoder: Decoder) -> None:
+    """Refuse a decoder on `meta` that the weights of `init` do not fit; they are not read.
+
+    Raises:
+        WorkhorseError: there is no such model, or names or shapes differ.
+    """
+    trained = open_stored(init).config.build(device="meta")
+    _copy_weights(init, decoder, trained.config, weights_of(trained))
+
+
+def _copy_weights(
+    init: str, decoder: Decoder, config: DecoderConfig, weights: Mapping[str, Tensor]
+) -> None:
+    """Copy the weights of a model of that config, whose difference an error tells."""
+    try:
+        load_weights(decoder, weights)
+    except WorkhorseError as error:
+        found = differences(config.to_dict(), decoder.config.to_dict())
+        settings = [
+            f"model.{'.'.join(path)} is {shown(now)} and there {shown(own)}"
+            for path, own, now in islice(found, SETTINGS_SHOWN)
+        ]
+        raise WorkhorseError(
+            f"the weights of init={init} do not fit: {', '.join(settings) or error}; leave out "
+            "model to go on with theirs, or init to begin with fresh weights"
+        ) from None
+
+
+def check_tokens(init: str, tokenizer: Tokenizer) -> None:
+    """Refuse a tokenizer whose ids are other tokens than the weights of `init` were trained on.
+
+    It may have more tokens, or fewer of the last ones.
+
+    Raises:
+        WorkhorseError: an id stands for another token.
+    """
+    stored = open_stored(init)
+    if not stored.has_tokenizer:
+        return
+    ours = {index: token for token, index in tokenizer.vocabulary.items()}
+    for token, index in stored.tokenizer().vocabulary.items():
+        if ours.get(index, token) != token:
+            raise WorkhorseError(
+                f"token {index} is {token!r} for init={init} and {ours[index]!r} for the recipe's "
+                "tokenizer, so its weights would mean nothing; leave out tokenizer, or set "
+                f"'tokenizer={{kind: file, path: {stored.tokenizer_folder}}}'"
+            )

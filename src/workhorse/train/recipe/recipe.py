@@ -295,11 +295,17 @@ def _with_init(init: str, fields: dict[str, Any]) -> dict[str, Any]:
         raise ConfigError(f"init={init} already says the architecture; leave preset out", "model")
     try:
         stored = open_stored(init)
-        model = merged(stored.config.to_dict(), changes)
+        model = stored.config.to_dict()
     except WorkhorseError as error:
         raise ConfigError(str(error), "init") from None
     tokenizer = {"kind": "file", "path": str(stored.tokenizer_folder)}
-    return {"tokenizer": tokenizer, **fields, "model": model}
+    return written_over(fields, model, tokenizer)
+
+
+def written_over(fields: dict[str, Any], model: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
+    """A recipe's fields, its model written over another and a tokenizer where it names none."""
+    changed = merged(model, fields.get("model") or {})
+    return {"tokenizer": tokenizer, **fields, "model": changed}
 
 
 def _is_written_out(model: dict[str, Any], fields: dict[str, Any]) -> bool:

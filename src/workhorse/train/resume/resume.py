@@ -14,7 +14,7 @@ from workhorse.data.corpus.file_changes import file_changes
 from workhorse.errors import WorkhorseError
 from workhorse.on_resume import OnResume, rule_of
 from workhorse.optim.muon import MuonConfig
-from workhorse.train.recipe.recipe import Recipe, merged
+from workhorse.train.recipe.recipe import Recipe, written_over
 from workhorse.train.report.metrics import read_metrics
 from workhorse.train.resume.another_run import command, fresh, from_weights, spare
 
@@ -118,8 +118,7 @@ def resumed_recipe(fields: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
     own = run.recipe()
     if not isinstance(fields.get("init"), str) or fields["init"] != own.get("init"):
         return fields
-    model = merged(own.get("model") or {}, fields.get("model") or {})
-    return {"tokenizer": own.get("tokenizer"), **fields, "model": model}
+    return written_over(fields, own.get("model") or {}, own.get("tokenizer"))
 
 
 def check_same_run(run: RunDirectory, recipe: Recipe, at: Resumption, now: dict[str, Any]) -> None:

@@ -76,7 +76,7 @@ def test_it_is_refused_before_the_tokens_beside_the_vocabulary_are_normalized(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "tokenizer.json").write_text(definition(Sequence([Replace("a", TEN)] * 6)))
-    monkeypatch.setattr("workhorse.tokenizers.huggingface.library_tokenizer", None)
+    monkeypatch.setattr("workhorse.tokenizers.huggingface.read.library_tokenizer", None)
     with pytest.raises(WorkhorseError, match=r"tokenizer\.json: .* more than 256 characters"):
         load_tokenizer(tmp_path)
 

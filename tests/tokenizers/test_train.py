@@ -22,9 +22,9 @@ from workhorse.tokenizers import (
     tokenizer_config,
     train_tokenizer,
 )
-from workhorse.tokenizers.corpus import MAX_CHARACTERS, counted, pieces_of_texts
 from workhorse.tokenizers.pieces import BYTE_ALPHABET
-from workhorse.tokenizers.unigram import stable_vocabulary
+from workhorse.tokenizers.training.corpus import MAX_CHARACTERS, counted, pieces_of_texts
+from workhorse.tokenizers.training.unigram import stable_vocabulary
 
 Trained = Callable[[str], Tokenizer]
 

@@ -4,7 +4,7 @@ tokenizer = train_tokenizer(BpeConfig(vocab_size=4096), texts)
 ids = tokenizer.encode("Hello")
 """
 
-from workhorse.tokenizers.chat import ChatTemplate
+from workhorse.tokenizers.chat.template import ChatTemplate
 from workhorse.tokenizers.config import (
     BpeConfig,
     ByteFallbackBpeConfig,
@@ -21,7 +21,7 @@ from workhorse.tokenizers.files import check_output_folder, load_tokenizer
 from workhorse.tokenizers.pieces import StreamDecoder
 from workhorse.tokenizers.report import TokenizerReport, tokenizer_report
 from workhorse.tokenizers.tokenizer import Piece, Tokenizer
-from workhorse.tokenizers.train import missing_tokens, train_tokenizer
+from workhorse.tokenizers.training.train import missing_tokens, train_tokenizer
 
 __all__ = [
     "BpeConfig",

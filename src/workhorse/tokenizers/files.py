@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workhorse.errors import WorkhorseError
-from workhorse.tokenizers.folder import TokenizerFolder
-from workhorse.tokenizers.huggingface import (
+from workhorse.tokenizers.huggingface.folder import TokenizerFolder
+from workhorse.tokenizers.huggingface.read import (
     DEFINITION,
     MERGES,
     SENTENCEPIECE,
@@ -18,7 +18,7 @@ from workhorse.tokenizers.huggingface import (
     read_json,
     read_sentencepiece,
 )
-from workhorse.tokenizers.settings import (
+from workhorse.tokenizers.huggingface.settings import (
     ADDED_TOKENS,
     SETTINGS,
     SPECIAL_TOKENS_MAP,

@@ -6,8 +6,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from workhorse.errors import WorkhorseError
-from workhorse.tokenizers.corpus import Progress, pieces_of_texts
 from workhorse.tokenizers.tokenizer import Tokenizer
+from workhorse.tokenizers.training.corpus import Progress, pieces_of_texts
 
 _WORD = re.compile(r"\S+")
 

@@ -371,7 +371,7 @@ class Tokenizer:
 
 
 def _check_readable(definition: str, model_type: str) -> None:
-    from workhorse.tokenizers.huggingface import as_read_beside
+    from workhorse.tokenizers.huggingface.read import as_read_beside
 
     if json.loads(as_read_beside(definition, model_type)) != json.loads(definition):
         raise WorkhorseError(

@@ -60,7 +60,7 @@ def read_vocabulary(keys: Mapping[str, Any], vocab_size: int) -> "Tokenizer":
 
 def _whole(fields: Mapping[str, Any], vocab_size: int) -> "Tokenizer | None":
     """The tokenizer of the `tokenizer.json` in the file, if writing it gives the file's keys."""
-    from workhorse.tokenizers.folder import MAX_VALUES
+    from workhorse.tokenizers.huggingface.folder import MAX_VALUES
 
     text = fields.get(WHOLE)
     if not isinstance(text, str):
@@ -134,7 +134,7 @@ def _merges(merges: list[str], known: set[str]) -> list[list[str]]:
 
 
 def _characters(fields: Mapping[str, Any]) -> str:
-    from workhorse.tokenizers.sentencepiece import BPE, convert_pieces
+    from workhorse.tokenizers.huggingface.sentencepiece import BPE, convert_pieces
 
     pieces = list(zip(fields["tokens"], fields["scores"], _types(fields), strict=True))
     while pieces and pieces[-1][2] == UNUSED:  # rows of the embedding that no token has

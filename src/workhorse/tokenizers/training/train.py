@@ -24,12 +24,12 @@ from workhorse.tokenizers.config import (
     UnigramConfig,
     WordPieceConfig,
 )
-from workhorse.tokenizers.corpus import CountedCorpus, Progress, counted, pieces_of_texts
 from workhorse.tokenizers.files import load_tokenizer
 from workhorse.tokenizers.guard import guarded
 from workhorse.tokenizers.pieces import BYTE_ALPHABET
 from workhorse.tokenizers.tokenizer import Tokenizer
-from workhorse.tokenizers.unigram import stable_vocabulary
+from workhorse.tokenizers.training.corpus import CountedCorpus, Progress, counted, pieces_of_texts
+from workhorse.tokenizers.training.unigram import stable_vocabulary
 from workhorse.untrusted import shown
 
 SPACE = "\u2581"

@@ -14,7 +14,7 @@ from jinja2.runtime import LoopContext
 from jinja2.sandbox import SandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, pass_environment
 
-from workhorse.tokenizers.chat_limits import (
+from workhorse.tokenizers.chat.limits import (
     ITEM_SIZE,
     MAX_ITEMS,
     MAX_TEXT,

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from workhorse.errors import WorkhorseError
-from workhorse.tokenizers.chat_limits import MAX_TEXT
+from workhorse.tokenizers.chat.limits import MAX_TEXT
 
 Message = Mapping[str, Any]
 MAX_DEPTH = 64

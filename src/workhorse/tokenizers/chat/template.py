@@ -15,10 +15,10 @@ from typing import Any
 from jinja2 import Template, TemplateError
 
 from workhorse.errors import WorkhorseError
-from workhorse.tokenizers.chat_limits import MAX_SOURCE, MAX_TEXT
-from workhorse.tokenizers.chat_messages import Message, checked, with_reasoning
-from workhorse.tokenizers.chat_sandbox import ChatEnvironment, literals
-from workhorse.tokenizers.chat_stand_ins import Chat, StandIns
+from workhorse.tokenizers.chat.limits import MAX_SOURCE, MAX_TEXT
+from workhorse.tokenizers.chat.messages import Message, checked, with_reasoning
+from workhorse.tokenizers.chat.sandbox import ChatEnvironment, literals
+from workhorse.tokenizers.chat.stand_ins import Chat, StandIns
 from workhorse.tokenizers.tokenizer import Tokenizer
 
 DEFAULT_TEMPLATE = """\

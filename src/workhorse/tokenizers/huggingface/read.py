@@ -15,18 +15,18 @@ import tokenizers
 from tokenizers import AddedToken
 
 from workhorse.errors import WorkhorseError
-from workhorse.tokenizers import sentencepiece
 from workhorse.tokenizers.affixes import set_affixes
 from workhorse.tokenizers.backend import add_tokens, library_tokenizer
-from workhorse.tokenizers.folder import MAX_VALUES, TokenizerFolder
 from workhorse.tokenizers.growth import check_growth
-from workhorse.tokenizers.settings import NAMED, Settings, added_token
-from workhorse.tokenizers.tokenizer_classes import (
+from workhorse.tokenizers.huggingface import sentencepiece
+from workhorse.tokenizers.huggingface.classes import (
     CLASSES,
     UNK_PLACE,
     TokenizerClass,
     tokenizer_class,
 )
+from workhorse.tokenizers.huggingface.folder import MAX_VALUES, TokenizerFolder
+from workhorse.tokenizers.huggingface.settings import NAMED, Settings, added_token
 from workhorse.untrusted import parse_json
 
 DEFINITION = "tokenizer.json"

@@ -12,8 +12,8 @@ from typing import Any
 from tokenizers import AddedToken
 
 from workhorse.errors import WorkhorseError
-from workhorse.tokenizers.chat_limits import MAX_SOURCE
-from workhorse.tokenizers.folder import TokenizerFolder
+from workhorse.tokenizers.chat.limits import MAX_SOURCE
+from workhorse.tokenizers.huggingface.folder import TokenizerFolder
 
 SETTINGS = "tokenizer_config.json"
 SPECIAL_TOKENS_MAP = "special_tokens_map.json"

@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
 from workhorse.errors import WorkhorseError
-from workhorse.tokenizers.chat_messages import Chat
+from workhorse.tokenizers.chat.messages import Chat
 from workhorse.tokenizers.control import ControlEncoder
 
 _CODES = range(0xF0000, 0xFFFFE)

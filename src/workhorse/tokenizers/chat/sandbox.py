@@ -18,7 +18,7 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Cycler, Joiner, Namespace
 from jinja2.visitor import NodeTransformer
 
-from workhorse.tokenizers.chat_filters import (
+from workhorse.tokenizers.chat.filters import (
     CALLABLE,
     METHODS,
     Filters,
@@ -26,7 +26,7 @@ from workhorse.tokenizers.chat_filters import (
     check_format,
     percent,
 )
-from workhorse.tokenizers.chat_limits import ITEM_SIZE, Budget, LimitError, checked_length
+from workhorse.tokenizers.chat.limits import ITEM_SIZE, Budget, LimitError, checked_length
 
 MAX_NUMBER = 2**63
 _MOST_EXPONENT = 64

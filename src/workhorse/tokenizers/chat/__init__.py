@@ -1,0 +1,1 @@
+"""Chats as text and token ids, by templates that somebody else wrote."""

@@ -1,0 +1,1 @@
+"""Tokenizers of other people, read from the files that transformers reads."""

@@ -1,0 +1,1 @@
+"""New tokenizers, trained on texts that come one by one."""

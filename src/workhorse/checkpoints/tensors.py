@@ -5,7 +5,6 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface.names import check_weight
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName

@@ -125,7 +125,7 @@ TEMPLATES = {
     ),
     "template pads": Case(template("{{ '%1000000000d' % 1 }}"), "template"),
     "template centres": Case(template("{{ 'a' | center(1000000000) }}"), "template"),
-    "template raises to a power": Case(template("{{ (10 ** 10 ** 10) | string }}"), "template"),
+    "template raises to a power": Case(template("{{ (10 ** (10 ** 10)) | string }}"), "template"),
     "template calls itself": Case(
         template("{% macro f() %}{{ f() }}{{ f() }}{% endmacro %}{{ f() }}"), "template"
     ),

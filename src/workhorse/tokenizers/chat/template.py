@@ -7,17 +7,14 @@ control tokens spelled as nobody can type them.
 """
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from datetime import datetime
 from typing import Any
 
-from jinja2 import Template, TemplateError
-
 from workhorse.errors import WorkhorseError
-from workhorse.tokenizers.chat.limits import MAX_SOURCE, MAX_TEXT
+from workhorse.tokenizers.chat.limits import MAX_SOURCE
 from workhorse.tokenizers.chat.messages import Message, checked, with_reasoning
-from workhorse.tokenizers.chat.sandbox import ChatEnvironment, literals
+from workhorse.tokenizers.chat.process import RENDERER
 from workhorse.tokenizers.chat.stand_ins import Chat, StandIns
 from workhorse.tokenizers.tokenizer import Tokenizer
 
@@ -30,19 +27,6 @@ DEFAULT_TEMPLATE = """\
 {%- endfor %}
 {% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 """Each turn begins with its role's token and ends with `<|end|>`."""
-
-TEMPLATE_FAILURES = (
-    TemplateError,
-    SyntaxError,
-    RecursionError,
-    MemoryError,
-    ArithmeticError,
-    LookupError,
-    TypeError,
-    ValueError,
-    AttributeError,
-)
-"""What code that a template was compiled to may raise: its author's mistakes, not ours."""
 
 Messages = Sequence[Message]
 _TAG = re.compile(r"[<\[{(|\uff5c].+[>\]})|\uff5c]", re.DOTALL)
@@ -58,7 +42,7 @@ class ChatTemplate:
         names: the special tokens that it may know, such as `bos_token`.
 
     Raises:
-        WorkhorseError: no jinja, or more than `MAX_SOURCE` characters of it.
+        WorkhorseError: no jinja, or more of it than can be read.
     """
 
     def __init__(
@@ -70,11 +54,7 @@ class ChatTemplate:
             )
         self.source = source
         self._names = dict(names or {})
-        with _one_line():
-            environment = ChatEnvironment()
-            tree = environment.parse(source)
-            self._literals = "\0".join(literals(tree))
-            self._code = environment.compile(tree)
+        self._literals = RENDERER.ask(source)
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, name: str = "default") -> "ChatTemplate":
@@ -174,28 +154,8 @@ class ChatTemplate:
             "documents": chat.documents,
             "add_generation_prompt": add_generation_prompt,
         }
-        with _one_line():
-            environment = ChatEnvironment(now)  # its budget is for one rendering
-            template = Template.from_code(environment, self._code, environment.globals)
-            text = template.render(variables)
-        if len(text) > MAX_TEXT:
-            raise WorkhorseError(
-                f"the chat is {len(text):,} characters long; at most {MAX_TEXT:,} can be rendered"
-            )
-        return text
+        return RENDERER.ask(self.source, variables, (now or datetime.now()).isoformat())
 
 
 def _chat(messages: Messages, tools: Any, documents: Any, variables: Mapping[str, Any]) -> Chat:
     return checked(Chat(list(messages), tools, documents, dict(variables)))
-
-
-@contextmanager
-def _one_line() -> Iterator[None]:
-    """What a template may raise, as one line for whoever brought it."""
-    try:
-        yield
-    except TEMPLATE_FAILURES as error:
-        line = " ".join(str(error).split())[:500] or type(error).__name__
-        raise WorkhorseError(
-            f"the chat template cannot be used: {line}; change the template or the messages"
-        ) from None

@@ -1,0 +1,152 @@
+"""The process that renders chat templates: started when the first one comes, ended with this one.
+
+Chat templates come with downloaded models. Jinja's sandbox keeps them from the machine, not from
+eating it: `'a' * 10**10`, nested loops, `[x, x]` doubled thirty times. So they run in a small
+process (`sandbox.py`) within limits; when it ends at one, the next template starts another.
+"""
+
+import atexit
+import json
+import os
+import socket
+import sys
+import threading
+from importlib.util import find_spec
+from multiprocessing.connection import Connection
+from pathlib import Path
+from subprocess import DEVNULL, Popen
+from typing import Any
+
+from workhorse.errors import WorkhorseError
+from workhorse.tokenizers.chat.limits import MAX_MEMORY, MAX_SECONDS, MAX_TEXT, MAX_WAIT
+
+_BOOT = """import sys
+sys.path += sys.argv[3:]
+import sandbox
+sandbox.serve(float(sys.argv[1]), int(sys.argv[2]))"""
+_MAX_ANSWER = 1 + 4 * MAX_TEXT
+"""Bytes of a status and a text."""
+_VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
+"""Of the environment; some Pythons do not start without."""
+READY = b"ready"
+
+
+class TemplateProcess:
+    """Renders templates one after the other, whichever threads ask.
+
+    Args:
+        seconds: of processor time for each.
+        memory: bytes of address space of the process.
+    """
+
+    def __init__(self, seconds: float = MAX_SECONDS, memory: int = MAX_MEMORY) -> None:
+        self._seconds = seconds
+        self._memory = memory
+        self._lock = threading.Lock()
+        self._running: tuple[Popen[bytes], Connection] | None = None
+
+    def ask(self, source: str, variables: dict[str, Any] | None = None, now: str = "") -> str:
+        """What a template renders to, at most `MAX_TEXT` characters.
+
+        Args:
+            source: of the template.
+            variables: plain data that it sees. None asks for the texts that the template itself
+                holds, a NUL between them.
+            now: the time that the template is told, in ISO format.
+
+        Raises:
+            WorkhorseError: the template is none, or refuses, or goes beyond a limit; or the process
+                cannot be started.
+        """
+        request = {"source": source, "variables": variables, "now": now}
+        try:
+            data = json.dumps(request, ensure_ascii=False).encode("utf-8", "surrogatepass")
+        except ValueError as error:  # a number of thousands of digits
+            raise refusal(str(error)) from None
+        with self._lock:
+            answer = self._answer(data)
+        status, text = answer[:1], answer[1:]
+        if status == "-":
+            raise refusal(" ".join(text.split())[:500])
+        if status != "+" or len(text) > MAX_TEXT:
+            raise refusal(
+                f"it takes more than {self._seconds:g} seconds of processor time or "
+                f"{self._memory / 2**20:.0f} MB, or makes more than {MAX_TEXT:,} characters"
+            )
+        return text
+
+    def stop(self) -> None:
+        """End the process; the next request starts another."""
+        if self._running is not None:
+            process, connection = self._running
+            self._running = None
+            connection.close()
+            process.kill()
+            process.wait()
+
+    def _answer(self, request: bytes) -> str:
+        """A status and a text; empty if the process has ended, or says what it never should."""
+        try:
+            process, connection = self._running_process()
+            deadline = threading.Timer(MAX_WAIT, process.kill)
+            deadline.start()
+            try:
+                connection.send_bytes(request)
+                return connection.recv_bytes(_MAX_ANSWER).decode("utf-8", "surrogatepass")
+            finally:
+                deadline.cancel()
+        except (OSError, EOFError, UnicodeDecodeError):
+            self.stop()
+            return ""
+        except BaseException:
+            self.stop()  # or the next request would get this one's answer
+            raise
+
+    def _running_process(self) -> tuple[Popen[bytes], Connection]:
+        if self._running is not None and self._running[0].poll() is None:  # not so in a fork
+            return self._running
+        self.stop()
+        limits = (str(self._seconds), str(self._memory))
+        command = [sys.executable or "", "-I", "-S", "-c", _BOOT, *limits, *_folders()]
+        ours, theirs = socket.socketpair()
+        connection = Connection(ours.detach())
+        try:
+            with theirs:
+                process = Popen(
+                    command,
+                    stdin=theirs.fileno(),
+                    stdout=DEVNULL,
+                    stderr=DEVNULL,
+                    cwd="/",
+                    env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
+                    start_new_session=True,  # a Ctrl-C in the terminal is not for it
+                )
+            self._running = process, connection
+            if not connection.poll(MAX_WAIT) or connection.recv_bytes() != READY:
+                raise EOFError
+        except (OSError, EOFError) as error:
+            connection.close()
+            raise WorkhorseError(
+                f"the process that renders chat templates does not start ({sys.executable}: "
+                f"{error or 'it ends'}); let this program start processes"
+            ) from None
+        return process, connection
+
+
+def refusal(line: str) -> WorkhorseError:
+    """That a template cannot be used, and what to do."""
+    return WorkhorseError(
+        f"the chat template cannot be used: {line}; change the template or the messages"
+    )
+
+
+def _folders() -> list[str]:
+    """Where the process finds `sandbox.py` and what that imports."""
+    origins = [spec.origin for name in ("jinja2", "markupsafe") if (spec := find_spec(name))]
+    packages = [Path(origin).absolute().parents[1] for origin in origins if origin]
+    return [str(Path(__file__).parent), *map(str, packages)]
+
+
+RENDERER = TemplateProcess()
+"""The one for all templates."""
+atexit.register(RENDERER.stop)

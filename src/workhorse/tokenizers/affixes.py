@@ -1,12 +1,13 @@
 """What stands before and after every whole text: bos, eos, or nothing."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tokenizers
 from tokenizers import processors
 
 from workhorse.errors import WorkhorseError
+from workhorse.tokenizers.backend import rules
 
 Ids = tuple[int, ...]
 
@@ -28,7 +29,7 @@ def affixes(post_processor: dict[str, Any] | None) -> tuple[Ids, Ids]:
 def _affixes(post_processor: dict[str, Any] | None) -> tuple[Ids, Ids]:
     before: Ids = ()
     after: Ids = ()
-    for part in _flat(post_processor):
+    for part in rules(post_processor):
         match part:
             case {"type": "TemplateProcessing", "single": single, "special_tokens": tokens}:
                 left, right = _around_text(single, tokens)
@@ -55,16 +56,6 @@ def _around_text(single: list[dict[str, Any]], tokens: dict[str, Any]) -> tuple[
     if texts != 1:
         raise WorkhorseError(f"the post-processor uses a text {texts} times; it must be once")
     return tuple(sides[0]), tuple(sides[1])
-
-
-def _flat(definition: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    if definition is None:
-        return
-    if definition["type"] == "Sequence":
-        for inner in definition["processors"]:
-            yield from _flat(inner)
-    else:
-        yield definition
 
 
 def set_affixes(

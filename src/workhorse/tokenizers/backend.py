@@ -1,8 +1,9 @@
 """The tokenizer of the `tokenizers` library that a `tokenizer.json` describes, and its errors."""
 
 import operator
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import tokenizers
 from tokenizers import AddedToken
@@ -30,6 +31,18 @@ def library_tokenizer(definition: str) -> tokenizers.Tokenizer:
     if max(backend.get_vocab().values(), default=0) > MAX_TOKEN_ID:
         raise WorkhorseError(f"token ids beyond {MAX_TOKEN_ID:,}; no vocabulary is that large")
     return backend
+
+
+def rules(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
+    """What a part of a `tokenizer.json` (its normalizer, its decoder) does, one rule at a time."""
+    if part is None:
+        return
+    if part["type"] != "Sequence":
+        yield part
+        return
+    for key in ("normalizers", "pretokenizers", "processors", "decoders"):
+        for inner in part.get(key, ()):
+            yield from rules(inner)
 
 
 def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:

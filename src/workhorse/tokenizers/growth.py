@@ -5,10 +5,11 @@ the whole process when the memory is full.
 """
 
 import base64
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from workhorse.errors import WorkhorseError
+from workhorse.tokenizers.backend import rules
 from workhorse.tokenizers.pieces import BYTE_ALPHABET
 
 MAX_GROWTH = 256
@@ -25,32 +26,21 @@ def check_growth(definition: Mapping[str, Any]) -> None:
     Raises:
         WorkhorseError: it is such a one.
     """
-    before = [*_flat(definition.get("normalizer")), *_flat(definition.get("pre_tokenizer"))]
+    before = [*rules(definition.get("normalizer")), *rules(definition.get("pre_tokenizer"))]
     _check("normalizer and pre-tokenizer", before)
-    decoder = [rule for rule in _flat(definition.get("decoder")) if rule["type"] == "Replace"]
-    _check("decoder", decoder)
+    after = [rule for rule in rules(definition.get("decoder")) if rule["type"] == "Replace"]
+    _check("decoder", after)
 
 
-def _check(what: str, rules: list[dict[str, Any]]) -> None:
+def _check(what: str, applied: Sequence[Mapping[str, Any]]) -> None:
     lengths = _Lengths()
-    for rule in reversed(rules):
+    for rule in reversed(applied):
         lengths.precede(rule)
         if lengths.most > MAX_GROWTH:
             raise WorkhorseError(
                 f"the {what} can make more than {MAX_GROWTH} characters of one, as none in use "
                 "does; give the original file"
             )
-
-
-def _flat(part: dict[str, Any] | None) -> Iterator[dict[str, Any]]:
-    if part is None:
-        return
-    if part["type"] != "Sequence":
-        yield part
-        return
-    for key in ("normalizers", "pretokenizers", "decoders"):
-        for inner in part.get(key, ()):
-            yield from _flat(inner)
 
 
 class _Lengths:
@@ -65,7 +55,7 @@ class _Lengths:
         self.most = 1.0
         """Of any character so far, and of what is put before a text."""
 
-    def precede(self, rule: dict[str, Any]) -> None:
+    def precede(self, rule: Mapping[str, Any]) -> None:
         """Put a rule before the others: what it writes is as long as they make that."""
         match rule:
             case {"type": "Prepend", "prepend": new}:

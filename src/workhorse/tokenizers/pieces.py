@@ -7,11 +7,12 @@ read that way: a table of bytes per id, and perhaps a space to drop at the very 
 
 import codecs
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 from workhorse.errors import WorkhorseError
+from workhorse.tokenizers.backend import rules
 
 
 def _byte_alphabet() -> tuple[str, ...]:
@@ -26,6 +27,9 @@ BYTE_ALPHABET = _byte_alphabet()
 """Byte value -> the character that stands for it in a byte-level vocabulary."""
 _BYTE_OF = {character: value for value, character in enumerate(BYTE_ALPHABET)}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+_WORDS = {"type": "WordPiece", "prefix": "\ue000no prefix", "cleanup": False}
+"""What no decoder comes to: tokens are words."""
 
 Step = Callable[[str | bytes], str | bytes]
 
@@ -70,7 +74,7 @@ def read_decoding(definition: dict[str, Any] | None) -> Decoding:
     steps: list[Step] = []
     first: Step | None = None
     start = end = fused = False
-    for part in _flat(definition):
+    for part in rules(definition or _WORDS):
         match part:
             case {"type": "ByteLevel"}:
                 steps.append(_from_byte_alphabet)
@@ -97,14 +101,6 @@ def read_decoding(definition: dict[str, Any] | None) -> Decoding:
                     "ByteLevel, ByteFallback, Metaspace or WordPiece decoder"
                 )
     return Decoding(tuple(steps), first, start, end)
-
-
-def _flat(definition: dict[str, Any] | None) -> Iterable[dict[str, Any]]:
-    if definition is None:  # tokens are words
-        return [{"type": "WordPiece", "prefix": "\ue000no prefix", "cleanup": False}]
-    if definition["type"] == "Sequence":
-        return [part for inner in definition["decoders"] for part in _flat(inner)]
-    return [definition]
 
 
 def _on_text(change: Callable[[str], str]) -> Step:

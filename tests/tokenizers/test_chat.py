@@ -247,7 +247,7 @@ BOMBS = {
 @pytest.fixture(scope="module")
 def strict() -> Iterator[TemplateProcess]:
     """A process with narrower limits than the usual one; they are met sooner."""
-    process = TemplateProcess(seconds=0.1, memory=100 * 2**20)
+    process = TemplateProcess(seconds=0.1, memory=200 * 2**20)
     yield process
     process.stop()
 

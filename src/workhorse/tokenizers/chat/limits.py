@@ -7,6 +7,6 @@ MAX_TEXT = 4_000_000
 MAX_SECONDS = 2.0
 """Of processor time, for one rendering; the first one compiles the template, too."""
 MAX_WAIT = 10.0
-"""Seconds after which a rendering is ended, whatever it waits for."""
+"""Seconds after which a process that does nothing is ended."""
 MAX_MEMORY = 512 * 2**20
 """Bytes of address space, with Python and jinja2 in it."""

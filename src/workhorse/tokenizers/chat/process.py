@@ -9,6 +9,7 @@ import atexit
 import json
 import os
 import socket
+import struct
 import sys
 import threading
 from importlib.util import find_spec
@@ -37,10 +38,14 @@ class TemplateProcess:
     Args:
         seconds: of processor time for each.
         memory: bytes of address space of the process.
+        wait: seconds in which it must do something.
     """
 
-    def __init__(self, seconds: float = MAX_SECONDS, memory: int = MAX_MEMORY) -> None:
+    def __init__(
+        self, seconds: float = MAX_SECONDS, memory: int = MAX_MEMORY, wait: float = MAX_WAIT
+    ) -> None:
         self._seconds = seconds
+        self._wait = struct.pack("ll", int(wait), int(wait % 1 * 1e6))
         self._memory = memory
         self._lock = threading.Lock()
         self._running: tuple[Popen[bytes], Connection] | None = None
@@ -87,14 +92,9 @@ class TemplateProcess:
     def _answer(self, request: bytes) -> str:
         """A status and a text; empty if the process has ended, or says what it never should."""
         try:
-            process, connection = self._running_process()
-            deadline = threading.Timer(MAX_WAIT, process.kill)
-            deadline.start()
-            try:
-                connection.send_bytes(request)
-                return connection.recv_bytes(_MAX_ANSWER).decode("utf-8", "surrogatepass")
-            finally:
-                deadline.cancel()
+            _, connection = self._running_process()
+            connection.send_bytes(request)
+            return connection.recv_bytes(_MAX_ANSWER).decode("utf-8", "surrogatepass")
         except (OSError, EOFError, UnicodeDecodeError):
             self.stop()
             return ""
@@ -109,6 +109,8 @@ class TemplateProcess:
         limits = (str(self._seconds), str(self._memory))
         command = [sys.executable or "", "-I", "-S", "-c", _BOOT, *limits, *_folders()]
         ours, theirs = socket.socketpair()
+        for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
+            ours.setsockopt(socket.SOL_SOCKET, option, self._wait)
         connection = Connection(ours.detach())
         try:
             with theirs:

@@ -45,7 +45,7 @@ class TemplateProcess:
         self, seconds: float = MAX_SECONDS, memory: int = MAX_MEMORY, wait: float = MAX_WAIT
     ) -> None:
         self._seconds = seconds
-        self._wait = struct.pack("ll", int(wait), int(wait % 1 * 1e6))
+        self._wait = struct.pack("ll", int(wait), int(wait % 1 * 1e6))  # a C timeval
         self._memory = memory
         self._lock = threading.Lock()
         self._running: tuple[Popen[bytes], Connection] | None = None

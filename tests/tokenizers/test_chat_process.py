@@ -25,7 +25,7 @@ ENDLESS = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% 
 
 @pytest.fixture
 def renderer() -> Iterator[TemplateProcess]:
-    process = TemplateProcess(seconds=1)
+    process = TemplateProcess()
     yield process
     process.stop()
 

@@ -4,7 +4,7 @@ MAX_SOURCE = 100_000
 """Characters of a template."""
 MAX_TEXT = 4_000_000
 """Characters of a chat, before it is rendered and after."""
-MAX_SECONDS = 2.0
+MAX_SECONDS = 1.0
 """Of processor time, for one rendering; the first one compiles the template, too."""
 MAX_WAIT = 10.0
 """Seconds after which a process that does nothing is ended."""

@@ -11,7 +11,7 @@ from workhorse.native import training
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.kernels import Scoring, Sdpa
 from workhorse.optim.adamw import AdamW, AdamWConfig
-from workhorse.optim.master_weights import Masters, split
+from workhorse.optim.master_weights import MasterWeights, round_weights, split
 from workhorse.optim.muon import Muon, MuonConfig
 from workhorse.transforms.native_training.attention import TrainingSdpa, replace_attention
 
@@ -150,16 +150,17 @@ def test_adamw_in_one_pass_is_adamw(gathered: bool, mean_dtype: str) -> None:
     for native in (True, False):
         module = torch.nn.Linear(111, 300, bias=False)
         module.weight.data = start.clone()
-        masters = Masters(module, native=native)
+        low_bits = round_weights(module)
+        masters = MasterWeights(dict(module.named_parameters()), low_bits, native=native)
         config = AdamWConfig.from_dict({"mean_dtype": mean_dtype})
-        adamw = AdamW({"w": module.weight}, config, weight_decay=0.1, masters=masters)
+        adamw = AdamW({"weight": module.weight}, config, weight_decay=0.1, masters=masters)
         for gradient in gradients:
             module.weight.grad = gradient.clone()
             if gathered:
-                masters.gather([module.weight])
+                masters.accumulate()
             adamw.step(0.9, 0.3)
-            masters.sums.clear()
-        results.append((masters.read(module.weight), *adamw.tensors().values()))
+            masters.zero_grad()
+        results.append((masters.read("weight"), *adamw.tensors().values()))
     weights, means, *others = zip(*results, strict=True)
     for ours, plain in (weights, *others):
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
@@ -177,7 +178,8 @@ def test_adamw_of_float32_in_one_pass_is_pytorchs() -> None:
     results = []
     for native in (True, False):
         weights = {str(i): torch.nn.Parameter(start.clone()) for i, start in enumerate(starts)}
-        adamw = AdamW(weights, AdamWConfig(), weight_decay=0.1, masters=Masters(native=native))
+        masters = MasterWeights(weights, native=native)
+        adamw = AdamW(weights, AdamWConfig(), weight_decay=0.1, masters=masters)
         adamw.updates[1].fill_(4)
         for given in gradients:
             for weight, gradient in zip(weights.values(), given, strict=True):
@@ -200,18 +202,21 @@ def test_muon_in_two_passes_is_muon(
     results = []
     for native in (True, False):
         holder = torch.nn.ParameterList(list(starts.clone()))
-        masters = Masters(holder, native=native)
+        low_bits = round_weights(holder)
+        weights = dict(holder.named_parameters())
+        masters = MasterWeights(weights, low_bits, native=native)
         config = MuonConfig(learning_rate=0.1, nesterov=nesterov)
-        muon = Muon(dict(holder.named_parameters()), config, masters=masters)
+        muon = Muon(weights, config, masters=masters)
         for pair in gradients:
             for weight, gradient in zip(holder, pair, strict=True):
                 weight.grad = gradient.clone()
             if gathered:
-                masters.gather(holder)
+                masters.accumulate()
             muon.step(0.9, 0.3)
-            masters.sums.clear()
-        assert all(torch.equal(w, split(masters.read(w))[0]) for w in holder)
-        results.append(([masters.read(w) for w in holder], list(muon.tensors().values())))
+            masters.zero_grad()
+        wide = [masters.read(name) for name in weights]
+        assert all(torch.equal(w, split(x)[0]) for w, x in zip(holder, wide, strict=True))
+        results.append((wide, list(muon.tensors().values())))
     (ours, our_momenta), (plain, momenta) = results
     for one, other in zip(our_momenta, momenta, strict=True):
         torch.testing.assert_close(one, other, atol=1e-6, rtol=1e-5)

@@ -166,3 +166,18 @@ def test_state_of_another_model_is_refused(decoder: Decoder) -> None:
         optimizer.load(state)
     with pytest.raises(WorkhorseError, match="not of one run"):
         optimizer.load({**state, name: tensor[None]})
+
+
+@pytest.mark.parametrize("config", [AdamWConfig(), MuonConfig()])
+def test_what_is_frozen_has_no_state_and_stays(decoder: Decoder, config) -> None:
+    """A whole layer and the embedding, as where only an adapter is trained."""
+    decoder.layers[0].requires_grad_(False)
+    decoder.embedding.requires_grad_(False)
+    before = {name: weight.detach().clone() for name, weight in decoder.named_parameters()}
+    optimizer = build_optimizer(decoder, config)
+    set_gradients(weight for weight in decoder.parameters() if weight.requires_grad)
+    optimizer.step(1.0)
+    moved = {n for n, weight in decoder.named_parameters() if not torch.equal(weight, before[n])}
+    trained = {name for name, weight in decoder.named_parameters() if weight.requires_grad}
+    assert moved == trained
+    assert {name.rpartition(".")[0] for name in optimizer.tensors()} == trained

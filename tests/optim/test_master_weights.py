@@ -9,7 +9,7 @@ from tests.train.test_step import CPU
 from workhorse.data import Batch
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.adamw import AdamW, AdamWConfig
-from workhorse.optim.master_weights import Masters, join, split
+from workhorse.optim.master_weights import MasterWeights, join, round_weights, split
 from workhorse.optim.muon import Muon, MuonConfig
 from workhorse.optim.norm import total_norm
 from workhorse.train.recipe.recipe import TrainConfig
@@ -23,6 +23,12 @@ def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("workhorse.native.training.why_not", lambda: "not here")
 
 
+def masters_of(module: nn.Module) -> MasterWeights:
+    """Of a float32 module, whose weights are rounded."""
+    low_bits = round_weights(module)
+    return MasterWeights(dict(module.named_parameters()), low_bits)
+
+
 def config(dtype: str, **changes: object) -> TrainConfig:
     return TrainConfig.from_dict(
         {"steps": 100, "batch_size": 4, "seq_len": 8, "dtype": dtype, **changes}
@@ -34,19 +40,19 @@ def batch() -> Batch:
     return Batch(tokens, targets, None, torch.zeros(4, dtype=torch.int64))
 
 
-def test_a_float32_number_is_its_rounding_and_a_remainder() -> None:
+def test_a_float32_number_is_its_rounding_and_its_low_bits() -> None:
     bits = torch.randint(-(2**31), 2**31, (100_000,), dtype=torch.int64).to(torch.int32)
     numbers = bits.view(torch.float32)
     numbers = numbers[numbers.abs() < 3e38]  # finite ones, those of bfloat16 too
-    rounded, remainder = split(numbers)
-    assert torch.equal(join(rounded, remainder).view(torch.int32), numbers.view(torch.int32))
+    rounded, low_bits = split(numbers)
+    assert torch.equal(join(rounded, low_bits).view(torch.int32), numbers.view(torch.int32))
     nearest = numbers.bfloat16().float()
     assert torch.equal((rounded.float() - numbers).abs(), (nearest - numbers).abs())
 
 
 def test_narrowing_loses_nothing_and_halves_the_weights(decoder: Decoder) -> None:
     before = {name: weight.detach().clone() for name, weight in decoder.named_parameters()}
-    masters = Masters(decoder)
+    masters = masters_of(decoder)
     assert {weight.dtype for weight in decoder.parameters()} == {torch.bfloat16}
     assert decoder.head.proj.weight is decoder.embedding.tokens.weight
     after = masters.weights(decoder)
@@ -56,8 +62,10 @@ def test_narrowing_loses_nothing_and_halves_the_weights(decoder: Decoder) -> Non
 
 def test_what_takes_no_gradient_stays_float32(decoder: Decoder) -> None:
     decoder.final_norm.weight.requires_grad_(False)
-    Masters(decoder)
+    masters = masters_of(decoder)
     assert decoder.final_norm.weight.dtype == torch.float32
+    assert "final_norm.weight" not in masters.parameters
+    assert "final_norm.weight" in masters.weights(decoder)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
@@ -66,26 +74,26 @@ def test_an_update_is_the_float32_update(kind: str, wide: bool) -> None:
     start = torch.randn(600, 500)  # more than a piece
     module = nn.Linear(500, 600, bias=False)
     module.weight.data = start.clone()
-    masters = Masters(module)
+    masters = masters_of(module)
     reference = nn.Parameter(start.clone())
     make = {
         "adamw": lambda weight, **more: AdamW(
-            {"w": weight}, AdamWConfig(), weight_decay=0.1, **more
+            {"weight": weight}, AdamWConfig(), weight_decay=0.1, **more
         ),
-        "muon": lambda weight, **more: Muon({"w": weight}, MuonConfig(), **more),
+        "muon": lambda weight, **more: Muon({"weight": weight}, MuonConfig(), **more),
     }[kind]
     ours, plain = make(module.weight, masters=masters), make(reference)
     for schedule in (1.0, 0.3, 0.1):
         gradient = torch.randn(600, 500).bfloat16()
         module.weight.grad = gradient.clone()
         if wide:
-            masters.gather([module.weight])
+            masters.accumulate()
             assert module.weight.grad is None
         reference.grad = gradient.float()
         ours.step(schedule, 0.5)
         plain.step(schedule, 0.5)
-        masters.sums.clear()
-        assert torch.equal(masters.read(module.weight), reference)
+        masters.zero_grad()
+        assert torch.equal(masters.read("weight"), reference)
         assert torch.equal(module.weight, split(reference.detach())[0])
     for name, tensor in plain.tensors().items():
         assert torch.equal(ours.tensors()[name], tensor)
@@ -94,16 +102,14 @@ def test_an_update_is_the_float32_update(kind: str, wide: bool) -> None:
 def test_updates_too_small_for_bfloat16_add_up() -> None:
     module = nn.Linear(4, 4, bias=False)
     nn.init.ones_(module.weight)
-    masters = Masters(module)
+    masters = masters_of(module)
     config = AdamWConfig(learning_rate=1e-5)
-    adamw = AdamW({"w": module.weight}, config, weight_decay=0.0, masters=masters)
+    adamw = AdamW({"weight": module.weight}, config, weight_decay=0.0, masters=masters)
     for _ in range(1000):
         module.weight.grad = torch.ones_like(module.weight)
         adamw.step(1.0)
     assert (module.weight < 1).all()  # one step of 1e-5 would round back to 1, a thousand times
-    torch.testing.assert_close(
-        masters.read(module.weight), torch.full((4, 4), 0.99), atol=1e-4, rtol=0
-    )
+    torch.testing.assert_close(masters.read("weight"), torch.full((4, 4), 0.99), atol=1e-4, rtol=0)
 
 
 def test_a_frequent_tokens_gradient_is_a_float32_sum() -> None:
@@ -136,7 +142,7 @@ def test_a_frozen_table_gets_no_gradient() -> None:
 
 def test_a_table_and_its_head_share_one_gradient(decoder: Decoder) -> None:
     """Rows of used tokens are added to the head's gradient, whichever comes first."""
-    Masters(decoder)
+    round_weights(decoder)
     replace_embeddings(decoder)
     weight, tokens = decoder.embedding.tokens.weight, batch().tokens
     decoder(tokens).float().square().sum().backward()
@@ -159,7 +165,7 @@ def test_gradients_are_those_of_float32_within_rounding(decoder: Decoder) -> Non
     exact = build_step(decoder, config("float32"), CPU)
     loss, _ = exact.backward(batch())
     expected = {name: weight.grad for name, weight in decoder.named_parameters()}
-    exact.optimizer.zero_grad()
+    exact.optimizer.masters.zero_grad()
     narrow = build_step(decoder, config("bfloat16"), CPU)
     low, _ = narrow.backward(batch())
     assert float(low) == pytest.approx(float(loss), rel=0.01)
@@ -172,7 +178,7 @@ def test_micro_batches_add_up_in_float32(decoder: Decoder) -> None:
     whole = build_step(decoder, config("bfloat16"), CPU)
     whole.backward(batch())
     expected = [gradient.float().clone() for gradient in whole.optimizer.gradients()]
-    whole.optimizer.zero_grad()
+    whole.optimizer.masters.zero_grad()
     whole.micro_batch_size = 1
     whole.backward(batch())
     gradients = whole.optimizer.gradients()

@@ -74,7 +74,8 @@ def test_a_dry_run_knows_whether_weights_to_start_from_fit(make_recipe, tmp_path
 
 def held(step: Any) -> int:
     """Bytes of all gradients and sums of gradients."""
-    masters, parameters = step.optimizer.masters, step.optimizer.parameters
+    masters = step.optimizer.masters
+    parameters = masters.parameters.values()
     tensors = [*masters.sums.values(), *(p.grad for p in parameters if p.grad is not None)]
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
 
@@ -92,16 +93,15 @@ def test_the_memory_of_a_dry_run_is_what_a_step_holds(
     decoder = recipe.decoder_config(257).build()
     step = build_step(decoder, recipe.train, torch.device("cpu"), batch)
     most = []
-    gather = step.optimizer.masters.gather
-    monkeypatch.setattr(
-        step.optimizer.masters, "gather", lambda p: (most.append(held(step)), gather(p))
-    )
+    masters = step.optimizer.masters
+    accumulate = masters.accumulate
+    monkeypatch.setattr(masters, "accumulate", lambda: (most.append(held(step)), accumulate()))
     loss, counted = step.backward(batch)
     most.append(held(step))
     step.update(loss, counted, schedule=1.0)
     assert told["gradients"] == max(most)
     assert told["weights"] == sum(p.numel() * p.element_size() for p in decoder.parameters())
-    kept = [*step.optimizer.tensors().values(), *step.optimizer.masters.remainders.values()]
+    kept = [*step.optimizer.tensors().values(), *masters.low_bits.values()]
     assert told["optimizer"] == sum(t.numel() * t.element_size() for t in kept)
 
 

@@ -1,7 +1,7 @@
 """AdamW: Adam with decoupled weight decay (1711.05101)."""
 
 from collections.abc import Mapping
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import torch
 from pydantic import Field
@@ -11,7 +11,8 @@ from torch.optim.adamw import adamw
 from workhorse.config import Config
 from workhorse.native import training
 from workhorse.on_resume import OnResume
-from workhorse.optim.master_weights import Masters, join, pieces, split
+from workhorse.optim.master_weights import MasterWeights, join, pieces, split
+from workhorse.optim.shards import local, placed_like
 
 
 class AdamWConfig(Config):
@@ -38,11 +39,23 @@ class AdamWConfig(Config):
     follows (OLMo 2, 2501.00656 §3.2)."""
 
 
+class State(NamedTuple):
+    """A weight and what its update needs: tensors of one shape, and how often it was updated."""
+
+    weight: Tensor
+    gradient: Tensor
+    mean: Tensor
+    mean_square: Tensor
+    updates: Tensor
+    low_bits: Tensor | None = None
+
+
 class AdamW:
     """AdamW over named parameters that share one weight decay.
 
     It calls PyTorch's fused kernel without `torch.optim.Optimizer`, whose first instance imports
-    the compiler and makes every start a second slower.
+    the compiler and makes every start a second slower. Of sharded parameters each process updates
+    its own part.
     """
 
     def __init__(
@@ -51,13 +64,13 @@ class AdamW:
         config: AdamWConfig,
         *,
         weight_decay: float,
-        masters: Masters | None = None,
+        masters: MasterWeights | None = None,
     ) -> None:
         self.parameters = dict(parameters)
         self.config = config
         self.weight_decay = weight_decay
-        self.masters = masters or Masters()
-        weights = list(self.parameters.values())
+        self.masters = masters or MasterWeights(parameters)
+        weights = [local(weight) for weight in self.parameters.values()]
         mean_dtype = getattr(torch, config.mean_dtype)
         self.mean = [torch.zeros_like(weight, dtype=mean_dtype) for weight in weights]
         self.mean_square = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
@@ -66,47 +79,43 @@ class AdamW:
     @torch.no_grad()
     def step(self, schedule: float, shrink: float = 1.0) -> None:
         """One update; `schedule` multiplies the learning rate and `shrink` the gradient."""
-        native: dict[bool, list[tuple[Tensor, ...]]] = {False: [], True: []}
-        whole: list[tuple[Tensor, ...]] = []
-        for state in zip(
-            self.parameters.values(),
-            gradients_of(self.parameters, self.masters),
-            self.mean,
-            self.mean_square,
-            self.updates,
-            strict=True,
-        ):
-            weight, _, mean, *_ = state
-            remainder = self.masters.remainders.get(weight)
-            split_or_float = remainder is not None or weight.dtype == torch.float32
+        native: dict[bool, list[State]] = {False: [], True: []}
+        whole: list[State] = []
+        for one in self._states():
+            has_low_bits, weight = one.low_bits is not None, one.weight
+            split_or_float = has_low_bits or weight.dtype == torch.float32
             ours = self.masters.native and weight.is_contiguous()
             if ours and weight.device.type == "cpu" and split_or_float:
-                native[remainder is not None].append(state)
-            elif remainder is None and mean.dtype == torch.float32:
-                whole.append(state)
+                native[has_low_bits].append(one)
+            elif not has_low_bits and one.mean.dtype == torch.float32:
+                whole.append(one)
             else:
-                self._update_in_pieces(state, remainder, schedule, shrink)
+                self._update_in_pieces(one, schedule, shrink)
         for states in filter(None, native.values()):
             self._update_natively(states, schedule, shrink)
         if whole and shrink != 1:
             torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
-                [gradient for _, gradient, *_ in whole], shrink
+                [one.gradient for one in whole], shrink
             )
         self._update(whole, schedule)
 
-    def _update_natively(
-        self, states: list[tuple[Tensor, ...]], schedule: float, shrink: float
-    ) -> None:
-        """In one pass; either all weights have a remainder or none has."""
-        weights, gradients, means, mean_squares, updates = map(list, zip(*states, strict=True))
-        remainders = self.masters.remainders
+    def _states(self) -> list[State]:
+        weights = [local(weight).detach() for weight in self.parameters.values()]
+        gradients = self.masters.gradients(self.parameters)
+        low_bits = map(self.masters.low_bits.get, self.parameters)
+        rows = (weights, gradients, self.mean, self.mean_square, self.updates, low_bits)
+        return [State(*row) for row in zip(*rows, strict=True)]
+
+    def _update_natively(self, states: list[State], schedule: float, shrink: float) -> None:
+        """In one pass; either all weights have low bits or none has."""
+        updates = [one.updates for one in states]
         torch._foreach_add_(updates, 1)  # pyright: ignore[reportPrivateImportUsage]
         training.adamw_(
-            [weight.detach() for weight in weights],
-            [remainders[weight] for weight in weights if weight in remainders],
-            [gradient.contiguous() for gradient in gradients],
-            means,
-            mean_squares,
+            [one.weight for one in states],
+            [one.low_bits for one in states if one.low_bits is not None],
+            [one.gradient.contiguous() for one in states],
+            [one.mean for one in states],
+            [one.mean_square for one in states],
             [int(count) for count in updates],
             shrink=shrink,
             rate=self.config.learning_rate * schedule,
@@ -116,37 +125,30 @@ class AdamW:
             weight_decay=self.weight_decay,
         )
 
-    def _update_in_pieces(
-        self,
-        state: tuple[Tensor, ...],
-        remainder: Tensor | None,
-        schedule: float,
-        shrink: float,
-    ) -> None:
+    def _update_in_pieces(self, one: State, schedule: float, shrink: float) -> None:
         """Where not all is float32: piece by piece, made wide and narrow again."""
-        *numbers, updates = state
-        updates.add_(1)
-        rest = () if remainder is None else (remainder,)
-        for parts in pieces(*numbers, *rest):
-            rounded, part, narrow, square, *lower = parts
+        updates = one.updates.add_(1)
+        numbers = one.weight, one.gradient, one.mean, one.mean_square
+        rest = () if one.low_bits is None else (one.low_bits,)
+        for rounded, part, narrow, square, *lower in pieces(*numbers, *rest):
             master, wide = join(rounded, *lower) if lower else rounded, narrow.float()
-            self._update([(master, part.float() * shrink, wide, square, updates - 1)], schedule)
+            piece = State(master, part.float() * shrink, wide, square, updates - 1)
+            self._update([piece], schedule)
             narrow.copy_(wide)
             for old, new in zip((rounded, *lower), split(master) if lower else (), strict=False):
                 old.copy_(new)
 
-    def _update(self, states: list[tuple[Tensor, ...]], schedule: float) -> None:
-        """PyTorch's kernel on float32 weights, gradients, means, mean squares and counts."""
+    def _update(self, states: list[State], schedule: float) -> None:
+        """PyTorch's kernel, where all but the counts is float32."""
         if not states:
             return
-        weights, gradients, mean, mean_square, updates = map(list, zip(*states, strict=True))
         adamw(
-            weights,
-            gradients,
-            mean,
-            mean_square,
+            [one.weight for one in states],
+            [one.gradient for one in states],
+            [one.mean for one in states],
+            [one.mean_square for one in states],
             [],
-            updates,
+            [one.updates for one in states],
             fused=True,
             amsgrad=False,
             beta1=self.config.beta1,
@@ -159,19 +161,10 @@ class AdamW:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything the next step depends on, by parameter name; the tensors themselves."""
-        state = zip(self.parameters, self.mean, self.mean_square, self.updates, strict=True)
-        return {
-            f"{name}.{part}": tensor
-            for name, mean, mean_square, updates in state
-            for part, tensor in (("mean", mean), ("mean_square", mean_square), ("updates", updates))
-        }
-
-
-def gradients_of(parameters: Mapping[str, nn.Parameter], masters: Masters) -> list[Tensor]:
-    """Every parameter's gradient; each must have one."""
-    gradients: list[Tensor] = []
-    for name, parameter in parameters.items():
-        gradient = masters.gradient(parameter)
-        assert gradient is not None, f"{name} takes no part in the loss"
-        gradients.append(gradient)
-    return gradients
+        tensors: dict[str, Tensor] = {}
+        state = zip(self.parameters.items(), self.mean, self.mean_square, self.updates, strict=True)
+        for (name, weight), mean, mean_square, updates in state:
+            tensors[f"{name}.mean"] = placed_like(mean, weight)
+            tensors[f"{name}.mean_square"] = placed_like(mean_square, weight)
+            tensors[f"{name}.updates"] = updates
+        return tensors

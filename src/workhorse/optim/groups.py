@@ -8,8 +8,9 @@ from torch import Tensor, nn
 
 from workhorse.nn import Decoder
 from workhorse.optim.adamw import AdamW, AdamWConfig
-from workhorse.optim.master_weights import Masters
+from workhorse.optim.master_weights import MasterWeights
 from workhorse.optim.muon import Muon, MuonConfig
+from workhorse.optim.shards import sharded_like
 from workhorse.tensors.destination import copy_tensors
 
 OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="kind")]
@@ -40,24 +41,38 @@ def parameters_by_role(decoder: Decoder) -> dict[str, Parameters]:
 
 
 def build_optimizer(
-    decoder: Decoder, config: AdamWConfig | MuonConfig, masters: Masters | None = None
+    decoder: Decoder,
+    config: AdamWConfig | MuonConfig,
+    low_bits: Mapping[str, Tensor] | None = None,
+    *,
+    native: bool = False,
 ) -> "Optimizer":
-    """The optimizer of all parameters of a decoder; `masters` has those that were narrowed."""
-    masters = masters or Masters()
-    roles = parameters_by_role(decoder)
+    """The optimizer of what is trained of a decoder, sharded or not.
+
+    Args:
+        decoder: with the weights to start from.
+        config: of the optimizer.
+        low_bits: of the weights that `round_weights` rounded.
+        native: whether updates on the CPU are the native operators of training.
+    """
+    masters = MasterWeights(dict(decoder.named_parameters()), low_bits, native=native)
+    roles = {
+        role: {name: weight for name, weight in parameters.items() if name in masters.parameters}
+        for role, parameters in parameters_by_role(decoder).items()
+    }
     parts: list[Part] = []
     if isinstance(config, MuonConfig):
         parts.append(Muon(roles["hidden"], config, masters=masters))
         adamw, decaying = config.adamw, dict(roles["head"])
     else:
         adamw, decaying = config, roles["hidden"] | roles["head"]
-    constant = {name: weight for name, weight in roles["vector"].items() if weight.requires_grad}
+    constant = roles["vector"]
     (decaying if adamw.decay_embeddings else constant).update(roles["embedding"])
     if decaying:
         parts.append(AdamW(decaying, adamw, weight_decay=adamw.weight_decay, masters=masters))
     if constant:
         parts.append(AdamW(constant, adamw, weight_decay=0.0, masters=masters))
-    return Optimizer(list(decoder.parameters()), parts, masters)
+    return Optimizer(masters, parts)
 
 
 class Part(Protocol):
@@ -69,18 +84,15 @@ class Part(Protocol):
 
 
 class Optimizer:
-    """Several update rules that together cover all parameters."""
+    """Several update rules that together cover all that is trained."""
 
-    def __init__(
-        self, parameters: list[nn.Parameter], parts: list[Part], masters: Masters | None = None
-    ) -> None:
-        self.parameters = parameters
+    def __init__(self, masters: MasterWeights, parts: list[Part]) -> None:
+        self.masters = masters
         self.parts = parts
-        self.masters = masters or Masters()
 
     def gradients(self) -> list[Tensor]:
         """Of every parameter that has one."""
-        found = (self.masters.gradient(parameter) for parameter in self.parameters)
+        found = map(self.masters.gradient, self.masters.parameters)
         return [gradient for gradient in found if gradient is not None]
 
     def step(self, schedule: float, shrink: float = 1.0) -> None:
@@ -93,15 +105,14 @@ class Optimizer:
         for part in self.parts:
             part.step(schedule, shrink)
 
-    def zero_grad(self) -> None:
-        for parameter in self.parameters:
-            parameter.grad = None
-        self.masters.sums.clear()
-
     def tensors(self) -> dict[str, Tensor]:
         """Everything the next step depends on, by parameter name; the tensors themselves."""
         return {name: tensor for part in self.parts for name, tensor in part.tensors().items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
         """Take over the state of another optimizer of the same parameters and config."""
-        copy_tensors(self.tensors(), tensors, "optimizer")
+        own = self.tensors()
+        placed = {
+            name: sharded_like(tensor, own.get(name, tensor)) for name, tensor in tensors.items()
+        }
+        copy_tensors(own, placed, "optimizer")

@@ -2,32 +2,34 @@
 
 Autocast keeps float32 weights and casts them, and their gradients, at every use. Here weights,
 activations and gradients are bfloat16 and nothing is cast; an update works on the float32 values
-(1710.03740 §3.1). A float32 number is its rounding to bfloat16 and sixteen bits more, so the exact
-values take no memory beyond those bits:
+(1710.03740 §3.1). A float32 number is its rounding to bfloat16 and sixteen low bits, so the exact
+values take no memory beyond those:
 
-    bits of the master = bits of the weight · 2^16 + remainder, -2^15 <= remainder < 2^15
+    bits of the master = bits of the weight · 2^16 + low bits, -2^15 <= low bits < 2^15
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
+
+from workhorse.optim.shards import is_sharded, local, placed_like, sharded_like
 
 PIECE = 2**18
 """Numbers that are updated at once on a CPU: what is in between stays in the cache."""
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
-    """A float32 tensor as its rounding to bfloat16 (half away from zero) and an int16 remainder."""
+    """A float32 tensor as its rounding to bfloat16 (half away from zero) and int16 low bits."""
     bits = master.view(torch.int32)
     upper = (bits + 2**15) >> 16
-    remainder = bits - (upper << 16)
-    return upper.to(torch.int16).view(torch.bfloat16), remainder.to(torch.int16)
+    lower = bits - (upper << 16)
+    return upper.to(torch.int16).view(torch.bfloat16), lower.to(torch.int16)
 
 
-def join(rounded: Tensor, remainder: Tensor) -> Tensor:
+def join(rounded: Tensor, low_bits: Tensor) -> Tensor:
     """The float32 tensor that `split` took apart, bit for bit."""
-    return ((rounded.view(torch.int16).to(torch.int32) << 16) + remainder).view(torch.float32)
+    return ((rounded.view(torch.int16).to(torch.int32) << 16) + low_bits).view(torch.float32)
 
 
 def pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
@@ -37,52 +39,95 @@ def pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
     return zip(*(tensor.detach().view(-1).split(size) for tensor in tensors), strict=True)
 
 
-class Masters:
-    """Float32 values and float32 gradients of parameters, whatever type these have.
+def round_weights(module: nn.Module) -> dict[str, Tensor]:
+    """Round what is trained of a module to bfloat16, in place; the low bits of each, by its name.
 
-    A parameter that was not narrowed is its own master, and nothing here costs anything.
+    A parameter that takes no gradient stays as it is: a router's bias moves in steps that bfloat16
+    cannot hold. Sharding comes after.
+    """
+    low_bits: dict[str, Tensor] = {}
+    for name, parameter in module.named_parameters():
+        if parameter.requires_grad and parameter.dtype == torch.float32:
+            assert not is_sharded(parameter), f"{name} is sharded; round it before"
+            parameter.data, low_bits[name] = split(parameter.data)
+    return low_bits
+
+
+class MasterWeights:
+    """Float32 values and float32 gradients of what is trained, by name, whatever type it has.
+
+    A float32 parameter is its own master and collects its own gradient; nothing here costs anything
+    for it. Of a sharded parameter this is the part that the process holds.
 
     Args:
-        narrowed: what is rounded to bfloat16 from now on; None for nothing. A parameter that takes
-            no gradient stays as it is: a router's bias moves in steps that bfloat16 cannot hold.
+        parameters: by name; those that take no gradient are left out.
+        low_bits: from `round_weights`, of whole parameters, also where these are sharded by now.
         native: whether updates on the CPU are the native operators of training.
     """
 
-    def __init__(self, narrowed: nn.Module | None = None, *, native: bool = False) -> None:
+    def __init__(
+        self,
+        parameters: Mapping[str, nn.Parameter],
+        low_bits: Mapping[str, Tensor] | None = None,
+        *,
+        native: bool = False,
+    ) -> None:
+        trained = {name: weight for name, weight in parameters.items() if weight.requires_grad}
+        self.parameters = trained
+        self.low_bits = {
+            name: local(sharded_like(bits, trained[name]))
+            for name, bits in (low_bits or {}).items()
+        }
         self.native = native
-        self.remainders: dict[nn.Parameter, Tensor] = {}
-        self.sums: dict[nn.Parameter, Tensor] = {}
-        for parameter in () if narrowed is None else narrowed.parameters():
-            if parameter.requires_grad and parameter.dtype == torch.float32:
-                parameter.data, self.remainders[parameter] = split(parameter.data)
+        self.sums: dict[str, Tensor] = {}
+
+    def read(self, name: str) -> Tensor:
+        """A parameter's float32 values: a copy, or the parameter itself where it is its master."""
+        weight = local(self.parameters[name]).detach()
+        return join(weight, self.low_bits[name]) if name in self.low_bits else weight
+
+    def write(self, name: str, values: Tensor) -> None:
+        """Set what `read` gave and an update changed; nothing is left to do for a master itself."""
+        if name in self.low_bits:
+            rounded, lower = split(values)
+            local(self.parameters[name]).detach().copy_(rounded)
+            self.low_bits[name].copy_(lower)
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """Every weight of a module once, in float32, by the first of its names."""
-        return {name: self.read(weight) for name, weight in module.named_parameters()}
+        """Every weight of the module, trained or not, once and in float32, by its name."""
+        return {
+            name: placed_like(self.read(name), weight) if name in self.low_bits else weight.detach()
+            for name, weight in module.named_parameters()
+        }
 
-    def read(self, parameter: nn.Parameter) -> Tensor:
-        """A parameter's float32 values: a copy, or the parameter itself where it is its master."""
-        if parameter not in self.remainders:
-            return parameter.detach()
-        return join(parameter.detach(), self.remainders[parameter])
-
-    def write(self, parameter: nn.Parameter, values: Tensor) -> None:
-        """Set what `read` gave and an update changed; nothing is left to do for a master itself."""
-        if parameter in self.remainders:
-            rounded, remainder = split(values)
-            parameter.detach().copy_(rounded)
-            self.remainders[parameter].copy_(remainder)
-
-    def gather(self, parameters: Iterable[nn.Parameter]) -> None:
+    def accumulate(self) -> None:
         """Add a micro-batch's gradients to float32 sums; many small ones would vanish."""
-        for parameter in parameters:
-            if parameter in self.remainders and parameter.grad is not None:
-                if parameter in self.sums:
-                    self.sums[parameter].add_(parameter.grad)
-                else:
-                    self.sums[parameter] = parameter.grad.float()
-                parameter.grad = None
+        for name in self.low_bits:
+            weight = self.parameters[name]
+            if weight.grad is None:
+                continue
+            gradient = local(weight.grad)
+            if name in self.sums:
+                self.sums[name].add_(gradient)
+            else:
+                self.sums[name] = gradient.float()
+            weight.grad = None
 
-    def gradient(self, parameter: nn.Parameter) -> Tensor | None:
-        """Of the whole batch, in float32 where it was gathered."""
-        return self.sums.get(parameter, parameter.grad)
+    def gradient(self, name: str) -> Tensor | None:
+        """Of the whole batch, placed as the parameter; in float32 where it was accumulated."""
+        weight = self.parameters[name]
+        return placed_like(self.sums[name], weight) if name in self.sums else weight.grad
+
+    def gradients(self, names: Iterable[str]) -> list[Tensor]:
+        """This process's parts of some gradients; each parameter must have one."""
+        gradients: list[Tensor] = []
+        for name in names:
+            gradient = self.sums.get(name, self.parameters[name].grad)
+            assert gradient is not None, f"{name} takes no part in the loss"
+            gradients.append(local(gradient))
+        return gradients
+
+    def zero_grad(self) -> None:
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        self.sums.clear()

@@ -16,8 +16,9 @@ from workhorse.config import Config
 from workhorse.devices import multiplies_bfloat16
 from workhorse.native import training
 from workhorse.on_resume import OfItsKind, OnResume
-from workhorse.optim.adamw import AdamWConfig, gradients_of
-from workhorse.optim.master_weights import Masters
+from workhorse.optim.adamw import AdamWConfig
+from workhorse.optim.master_weights import MasterWeights
+from workhorse.optim.shards import is_sharded, local, part_of_stack, placed_like, whole_stack
 
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration `X ← aX + b(XXᵀ)X + c(XXᵀ)²X`: the steepest at 0 that keep singular
@@ -50,7 +51,9 @@ class Muon:
     """Muon over named matrices, or stacks of matrices `(…, rows, columns)`.
 
     Matrices of one shape are orthogonalised together: at small sizes the number of calls costs more
-    than the arithmetic.
+    than the arithmetic. Of sharded ones each process keeps its part of the momentum. A matrix has
+    to be whole to be made orthogonal, so the directions are gathered, every process does the same
+    work on them, and each applies its own part.
     """
 
     def __init__(
@@ -58,16 +61,16 @@ class Muon:
         parameters: Mapping[str, nn.Parameter],
         config: MuonConfig,
         *,
-        masters: Masters | None = None,
+        masters: MasterWeights | None = None,
     ) -> None:
         self.config = config
-        self.masters = masters or Masters()
+        self.masters = masters or MasterWeights(parameters)
         self.groups: dict[torch.Size, dict[str, nn.Parameter]] = {}
         for name, weight in parameters.items():
             self.groups.setdefault(weight.shape, {})[name] = weight
         self.momenta = {
             shape: torch.stack(
-                [torch.zeros_like(weight, dtype=torch.float32) for weight in group.values()]
+                [torch.zeros_like(local(weight), dtype=torch.float32) for weight in group.values()]
             )
             for shape, group in self.groups.items()
         }
@@ -93,20 +96,22 @@ class Muon:
         size: float,
     ) -> None:
         """Matrices of one shape: `weight · kept - size · direction`."""
-        weights = [self.masters.read(weight) for weight in group.values()]
-        update = torch.stack(gradients_of(group, self.masters)).float()
+        weights = [self.masters.read(name) for name in group]
+        update = torch.stack(self.masters.gradients(group)).float()
         if shrink != 1:
             update *= shrink
         momentum = self.config.momentum
         momenta.lerp_(update, 1 - momentum)
         update = update.lerp_(momenta, momentum) if self.config.nesterov else momenta
-        update = orthogonalize(update, self.config.iterations).to(weights[0].dtype)
+        like = next(iter(group.values()))
+        update = orthogonalize(whole_stack(update, like), self.config.iterations)
+        update = part_of_stack(update, like).to(weights[0].dtype)
         torch._foreach_mul_(weights, kept)  # pyright: ignore[reportPrivateImportUsage]
         torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
             weights, list(update.unbind()), alpha=-size
         )
-        for weight, values in zip(group.values(), weights, strict=True):
-            self.masters.write(weight, values)
+        for name, values in zip(group, weights, strict=True):
+            self.masters.write(name, values)
 
     def _update_natively(
         self,
@@ -117,10 +122,10 @@ class Muon:
         kept: float,
         size: float,
     ) -> None:
-        """The same; what is no matrix product is a pass before them and one after."""
+        """The same of whole matrices; what is no matrix product is a pass before them and after."""
         config = self.config
         directions = training.muon_directions(
-            [gradient.contiguous() for gradient in gradients_of(group, self.masters)],
+            [gradient.contiguous() for gradient in self.masters.gradients(group)],
             momenta,
             shrink=shrink,
             momentum=config.momentum,
@@ -128,7 +133,7 @@ class Muon:
         )
         training.split_move_(
             [weight.detach() for weight in group.values()],
-            [self.masters.remainders[weight] for weight in group.values()],
+            [self.masters.low_bits[name] for name in group],
             newton_schulz(directions, config.iterations),
             kept=kept,
             size=size,
@@ -136,16 +141,18 @@ class Muon:
 
     def _is_native(self, group: Mapping[str, nn.Parameter]) -> bool:
         return self.masters.native and all(
-            weight in self.masters.remainders and weight.device.type == "cpu"
-            for weight in group.values()
+            name in self.masters.low_bits and weight.device.type == "cpu" and not is_sharded(weight)
+            for name, weight in group.items()
         )
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything the next step depends on, by parameter name; the tensors themselves."""
         return {
-            f"{name}.momentum": momentum
+            f"{name}.momentum": placed_like(momentum, weight)
             for shape, group in self.groups.items()
-            for name, momentum in zip(group, self.momenta[shape].unbind(), strict=True)
+            for (name, weight), momentum in zip(
+                group.items(), self.momenta[shape].unbind(), strict=True
+            )
         }
 
 

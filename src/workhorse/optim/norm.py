@@ -1,14 +1,36 @@
 """The length of a gradient."""
 
+from collections import defaultdict
+
 import torch
 from torch import Tensor, nn
 
 from workhorse.native import training
 from workhorse.optim.master_weights import pieces
+from workhorse.optim.shards import is_sharded, local, summed_over_shards
 
 
 def total_norm(gradients: list[Tensor], *, native: bool = False) -> Tensor:
-    """The length of all gradients as one vector, in float32; by the native operator if asked."""
+    """The length of all gradients as one vector, in float32, the same on every process.
+
+    Args:
+        gradients: sharded or not.
+        native: whether tensors on the CPU are measured by the native operator.
+    """
+    by_place: dict[object, list[Tensor]] = defaultdict(list)
+    for gradient in gradients:
+        place = (gradient.device_mesh, gradient.placements) if is_sharded(gradient) else None
+        by_place[place].append(gradient)
+    if by_place.keys() <= {None}:
+        return _length(gradients, native=native)
+    squares = [
+        summed_over_shards(_length(list(map(local, some)), native=native).square(), some[0])
+        for some in by_place.values()
+    ]
+    return torch.stack(squares).sum().sqrt()
+
+
+def _length(gradients: list[Tensor], *, native: bool) -> Tensor:
     if gradients and native and all(map(training.measures, gradients)):
         return training.squared_length(gradients).sqrt()
     wide = [gradient for gradient in gradients if gradient.dtype != torch.bfloat16]

@@ -9,7 +9,7 @@ from workhorse.devices import training_dtype
 from workhorse.memory import check_fits
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.groups import build_optimizer
-from workhorse.optim.master_weights import Masters
+from workhorse.optim.master_weights import round_weights
 from workhorse.train.recipe.recipe import TrainConfig
 
 
@@ -24,14 +24,14 @@ def held_memory(decoder: Decoder, train: TrainConfig, device: torch.device) -> d
         device: where.
     """
     narrow = training_dtype(train.dtype, device) == torch.bfloat16
-    masters = Masters(decoder if narrow else None)
-    optimizer = build_optimizer(decoder, train.optimizer, masters)
+    low_bits = round_weights(decoder) if narrow else {}
+    optimizer = build_optimizer(decoder, train.optimizer, low_bits)
     learning = [weight for weight in decoder.parameters() if weight.requires_grad]
     return {
         "weights": _bytes(decoder.parameters()),
         "gradients": _bytes(learning),
-        "optimizer": _bytes([*optimizer.tensors().values(), *masters.remainders.values()]),
-        "sums": 4 * sum(weight.numel() for weight in masters.remainders),
+        "optimizer": _bytes([*optimizer.tensors().values(), *low_bits.values()]),
+        "sums": 4 * sum(weight.numel() for weight in low_bits.values()),
     }
 
 

@@ -8,7 +8,7 @@ from workhorse.native import products, training
 from workhorse.nn import Decoder
 from workhorse.nn.head_loss import product
 from workhorse.optim.groups import build_optimizer
-from workhorse.optim.master_weights import Masters
+from workhorse.optim.master_weights import round_weights
 from workhorse.train.objectives.next_token import LossOfBatch
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.speed import peak_flops
@@ -42,7 +42,7 @@ def build_step(
     if device.type == "cpu":
         keep_freed_memory()
     native = device.type == "cpu" and dtype != torch.float16 and training.why_not() is None
-    masters = Masters(decoder if dtype == torch.bfloat16 else None, native=native)
+    low_bits = round_weights(decoder) if dtype == torch.bfloat16 else {}
     module = LossOfBatch(decoder, config.z_loss).train()
     if device.type == "cpu" and dtype != torch.float16:
         if dtype == torch.bfloat16:
@@ -52,7 +52,7 @@ def build_step(
         multiply_in_float8(decoder)
     if config.activation_checkpointing:
         checkpoint_activations(decoder)
-    optimizer = build_optimizer(decoder, config.optimizer, masters)
+    optimizer = build_optimizer(decoder, config.optimizer, low_bits, native=native)
     if device.type == "cpu":
         give_back_freed_memory()
     size = config.micro_batch_size

@@ -72,7 +72,7 @@ def _upwards(step: TrainingStep, batch: Batch) -> int:
     assert free is not None  # `check_fitting` refused
     budget = int(free * (1 - MARGIN))
     # The gradient of earlier micro-batches, in float32, is the same for any size.
-    held = 4 * sum(weight.numel() for weight in step.optimizer.parameters)
+    held = 4 * sum(weight.numel() for weight in step.optimizer.masters.parameters.values())
     fitting = took = before = 0
     for size in reversed(shares(len(batch.tokens))):
         # Twice the rows take at most twice the memory, and twice what was added last.

@@ -101,7 +101,7 @@ class TrainingStep:
             total[2] += balance.detach()
             ((losses.sum() + balance) * (self.scale.value / max(counted, 1))).backward()
             if len(batch.tokens) > self.micro_batch_size:
-                self.optimizer.masters.gather(self.optimizer.parameters)
+                self.optimizer.masters.accumulate()
         loss, *_ = means = total / max(counted, 1)
         self._terms = means[1:]
         return loss, counted
@@ -128,10 +128,10 @@ class TrainingStep:
             self.optimizer.step(schedule, shrink)
         self.balancer.update(result.finite)
         self.scale.update(result.finite)
-        self.optimizer.zero_grad()
+        self.optimizer.masters.zero_grad()
         return result
 
     def forget(self) -> None:
         """Drop what `backward` left, without an update."""
-        self.optimizer.zero_grad()
+        self.optimizer.masters.zero_grad()
         self.balancer.forget()

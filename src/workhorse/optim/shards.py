@@ -1,0 +1,92 @@
+"""Tensors of which each process holds a part (DTensors): the part, the whole, the placement.
+
+An update is of this process's part alone, so the optimizers compute with plain tensors; a tensor
+that is not sharded is its own part, and nothing here costs anything.
+"""
+
+from typing import TYPE_CHECKING, TypeGuard
+
+import torch
+from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DTensor, Placement
+
+
+def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
+    """Whether a tensor lies on several processes."""
+    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
+        return False
+    from torch.distributed.tensor import DTensor  # nearly a second, which only those wait who shard
+
+    return isinstance(tensor, DTensor)
+
+
+def local(tensor: Tensor) -> Tensor:
+    """This process's part of a tensor, in the same memory."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def placed_like(part: Tensor, other: Tensor) -> Tensor:
+    """This process's part of a tensor as the tensor, which is of the shape and place of another."""
+    if not is_sharded(other):
+        return part
+    from torch.distributed.tensor import DTensor
+
+    mesh, placements = other.device_mesh, other.placements
+    return DTensor.from_local(part, mesh, placements, shape=other.shape, stride=other.stride())
+
+
+def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
+    """A tensor that every process has whole, placed as another; nothing is sent."""
+    if not is_sharded(other) or is_sharded(tensor):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+
+    return distribute_tensor(tensor, other.device_mesh, other.placements, src_data_rank=None)
+
+
+def summed_over_shards(value: Tensor, like: Tensor) -> Tensor:
+    """The sum of a number that each process has of its part of a tensor; all must call it."""
+    if not is_sharded(like):
+        return value
+    from torch.distributed.tensor import DTensor, Partial, Replicate
+
+    placements = [Partial() if place.is_shard() else Replicate() for place in like.placements]
+    return DTensor.from_local(value, like.device_mesh, placements).full_tensor()
+
+
+def whole_stack(parts: Tensor, member: Tensor) -> Tensor:
+    """Whole tensors of one shape and place, stacked, from a stack of this process's parts.
+
+    Args:
+        parts: (tensors, …), of each the part.
+        member: one of the tensors, or another of its shape and place.
+    """
+    if not is_sharded(member):
+        return parts
+    from torch.distributed.tensor import DTensor
+
+    shape = torch.Size((len(parts), *member.shape))
+    stride = torch.empty(shape, device="meta").stride()
+    placements = _below_a_stack(member)
+    stack = DTensor.from_local(parts, member.device_mesh, placements, shape=shape, stride=stride)
+    return stack.full_tensor()
+
+
+def part_of_stack(stack: Tensor, member: Tensor) -> Tensor:
+    """This process's part of what `whole_stack` gave; nothing is sent."""
+    if not is_sharded(member):
+        return stack
+    from torch.distributed.tensor import distribute_tensor
+
+    mesh, placements = member.device_mesh, _below_a_stack(member)
+    return distribute_tensor(stack, mesh, placements, src_data_rank=None).to_local()
+
+
+def _below_a_stack(member: "DTensor") -> "list[Placement]":
+    from torch.distributed.tensor import Shard
+
+    return [
+        Shard(place.dim + 1) if isinstance(place, Shard) else place for place in member.placements
+    ]

@@ -1,0 +1,153 @@
+"""A short training by one process, or by two that share weights (`fully_shard`) and batch."""
+
+from dataclasses import dataclass
+from itertools import product, starmap
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from tests.train.conftest import MODEL
+from workhorse.data import Batch
+from workhorse.native import training
+from workhorse.nn import DecoderConfig
+from workhorse.optim.adamw import AdamWConfig
+from workhorse.optim.groups import build_optimizer
+from workhorse.optim.master_weights import round_weights
+from workhorse.optim.muon import MuonConfig
+from workhorse.optim.shards import is_sharded
+from workhorse.train.objectives.next_token import LossOfBatch
+from workhorse.train.step.loss_scale import LossScale
+from workhorse.train.step.precision import Precision
+from workhorse.train.step.step import TrainingStep
+from workhorse.transforms.native_training import train_natively
+
+CPU = torch.device("cpu")
+PROCESSES = 2
+STEPS = 5
+VOCAB = 11  # of which two processes hold 6 and 5 rows
+OPTIMIZERS = {
+    "adamw": AdamWConfig(learning_rate=3e-3, mean_dtype="bfloat16"),
+    "muon": MuonConfig(learning_rate=3e-3),
+}
+
+
+class Case(NamedTuple):
+    """What is trained how."""
+
+    optimizer: str
+    dtype: str
+    tied: bool
+    native: bool = False
+    """By native operators; else by PyTorch's."""
+
+    def __str__(self) -> str:
+        head, operators = "tied" if self.tied else "untied", "native" if self.native else "plain"
+        return " ".join((self.optimizer, self.dtype, head, operators))
+
+
+CASES = [
+    *starmap(Case, product(OPTIMIZERS, ("float32", "bfloat16"), (True, False))),
+    Case("adamw", "float32", tied=True, native=True),
+    Case("adamw", "bfloat16", tied=True, native=True),
+    Case("muon", "bfloat16", tied=False, native=True),
+]
+
+
+def possible_cases() -> list[Case]:
+    """Of this machine, which may have no native operators."""
+    return [case for case in CASES if not case.native or training.why_not() is None]
+
+
+@dataclass(frozen=True)
+class Training:
+    """What a training came to, as all processes see it."""
+
+    losses: list[float]
+    grad_norms: list[float]
+    weights: dict[str, Tensor]
+    state: dict[str, Tensor]
+    """Of the optimizer."""
+    sharded: bool
+    """Whether each weight, its gradient and its state lay on several processes."""
+
+
+def trained(case: Case, processes: int = 1, rank: int = 0) -> Training:
+    """Train on text that counts; in bfloat16 in two micro-batches, whose gradients add up."""
+    torch.manual_seed(1)
+    fields = {**MODEL, "vocab_size": VOCAB, "max_seq_len": 8, "head": {"tied": case.tied}}
+    decoder = DecoderConfig.from_dict(fields).build()
+    low_bits = round_weights(decoder) if case.dtype == "bfloat16" else None
+    module = LossOfBatch(decoder).train()
+    if case.native:
+        train_natively(module, native=True)
+    if processes > 1:
+        _shard(module)
+    optimizer = build_optimizer(decoder, OPTIMIZERS[case.optimizer], low_bits, native=case.native)
+    step = TrainingStep(
+        module,
+        optimizer,
+        CPU,
+        precision=Precision(CPU, torch.float32),
+        scale=LossScale(enabled=False),
+        micro_batch_size=2 if case.dtype == "bfloat16" else 8,
+        grad_clip=1.0,
+    )
+    losses, grad_norms, sharded = [], [], processes > 1
+    generator = torch.Generator().manual_seed(2)
+    for _ in range(STEPS):
+        loss, counted = step.backward(_batch(generator, processes, rank))
+        sharded &= all(map(is_sharded, optimizer.gradients()))
+        if processes > 1:
+            dist.all_reduce(loss)
+            loss /= processes  # each counted as many predictions
+        result = step.update(loss, counted, schedule=1.0)
+        losses.append(result.loss)
+        grad_norms.append(result.grad_norm)
+    state = optimizer.tensors()
+    sharded &= all(is_sharded(x) for name, x in state.items() if not name.endswith("updates"))
+    optimizer.load({name: _whole(tensor) for name, tensor in state.items()})
+    return Training(
+        losses,
+        grad_norms,
+        {name: _whole(x) for name, x in optimizer.masters.weights(decoder).items()},
+        {name: _whole(tensor) for name, tensor in state.items()},
+        sharded,
+    )
+
+
+def train_all(rank: int, folder: str) -> None:
+    """One process of two: every case; the first leaves the results in the folder."""
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=PROCESSES)
+    try:
+        results = {case: vars(trained(case, PROCESSES, rank)) for case in possible_cases()}
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        torch.save({str(case): result for case, result in results.items()}, Path(folder, "results"))
+
+
+def _batch(generator: torch.Generator, processes: int, rank: int) -> Batch:
+    """A process's rows of eight, which count as much as another's."""
+    starts = torch.randint(VOCAB, (8, 1), generator=generator)
+    text = ((starts + torch.arange(9) * 3) % VOCAB).chunk(processes)[rank]
+    return Batch(text[:, :-1], text[:, 1:], None, torch.zeros(len(text), dtype=torch.int64))
+
+
+def _shard(module: LossOfBatch) -> None:
+    """The blocks, then the rest: a tied table and its head are in one group."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (PROCESSES,))
+    for layer in module.decoder.layers:
+        fully_shard(layer, mesh=mesh)
+    fully_shard(module, mesh=mesh)
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    return (tensor.full_tensor() if is_sharded(tensor) else tensor).detach().clone()

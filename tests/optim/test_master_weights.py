@@ -1,20 +1,24 @@
 """Bfloat16 weights with float32 masters: exact where they say so, else within rounding."""
 
+import copy
+
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from tests.train.conftest import MODEL
 from tests.train.test_step import CPU
 from workhorse.data import Batch
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.head_loss import Multiply, product
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.master_weights import MasterWeights, join, round_weights, split
 from workhorse.optim.muon import Muon, MuonConfig
 from workhorse.optim.norm import total_norm
+from workhorse.train.objectives.next_token import LossOfBatch
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
-from workhorse.transforms.native_training import replace_embeddings
+from workhorse.transforms.native_training import replace_embeddings, train_natively
 
 
 @pytest.fixture(autouse=True)
@@ -140,18 +144,63 @@ def test_a_frozen_table_gets_no_gradient() -> None:
     assert table.weight.grad is None
 
 
-def test_a_table_and_its_head_share_one_gradient(decoder: Decoder) -> None:
-    """Rows of used tokens are added to the head's gradient, whichever comes first."""
-    round_weights(decoder)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_table_and_its_head_share_one_gradient(decoder: Decoder, dtype: torch.dtype) -> None:
+    """In place: of the vocabulary's size there is one tensor, which hooks see whole and once."""
+    decoder.to(dtype)
+    apart = copy.deepcopy(decoder)
+    apart.head.proj.weight = nn.Parameter(apart.head.proj.weight.detach().clone())
+    weight, of_the_head, seen = decoder.head.proj.weight, list[int](), list[Tensor]()
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    tokens = batch().tokens
+    for each in (decoder, apart):
+        objective = LossOfBatch(each)
+        train_natively(objective, native=False)
+        replace_embeddings(objective)
+        objective.head_loss.multiplies = noting(weight, of_the_head)
+        losses, _ = objective(tokens, tokens, None)
+        losses.sum().backward()
+    assert weight.grad.data_ptr() == of_the_head[0]
+    assert len(seen) == 1
+    assert torch.equal(seen[0], weight.grad)
+    table, head = apart.embedding.tokens.weight.grad, apart.head.proj.weight.grad
+    assert torch.count_nonzero(table)
+    unit = 2 * torch.finfo(dtype).eps  # the rows of the table are rounded, and their sum with it
+    error = (weight.grad.double() - (table.double() + head.double())).abs()
+    assert (error <= unit * (table.double().abs() + head.double().abs())).all()
+
+
+def noting(weight: nn.Parameter, places: list[int]) -> Multiply:
+    """Products of matrices; where the one of the shape of a weight lies is noted."""
+
+    def multiply(a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        result = product(a, b, bias)
+        if result.shape == weight.shape:
+            places.append(result.data_ptr())
+        return result
+
+    return multiply
+
+
+def test_micro_batches_add_to_one_gradient_of_a_tied_table(decoder: Decoder) -> None:
+    """Without another tensor of the vocabulary's size: the gradient stays where it is."""
     replace_embeddings(decoder)
     weight, tokens = decoder.embedding.tokens.weight, batch().tokens
-    decoder(tokens).float().square().sum().backward()
-    together = weight.grad.float()
-    weight.grad = None
-    decoder.head.proj.weight = nn.Parameter(weight.detach().clone())  # no longer tied
-    decoder(tokens).float().square().sum().backward()
-    apart = weight.grad.float() + decoder.head.proj.weight.grad.float()
-    torch.testing.assert_close(together, apart, atol=0.02, rtol=0.02)
+    place = None
+    for _ in range(2):
+        decoder(tokens).square().sum().backward()
+        assert place in (None, weight.grad.data_ptr())
+        place = weight.grad.data_ptr()
+
+
+def test_a_table_whose_head_takes_no_part_has_a_gradient(decoder: Decoder) -> None:
+    """As where only hidden states are compared."""
+    masters = masters_of(decoder)
+    replace_embeddings(decoder)
+    decoder.hidden(batch().tokens).float().square().sum().backward()
+    gradient = masters.gradient("embedding.tokens.weight")
+    assert not gradient.is_sparse
+    assert torch.count_nonzero(gradient)
 
 
 def test_the_norm_of_narrow_gradients_is_a_float32_number() -> None:

@@ -33,6 +33,9 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """Two matrices and what is added to each row, or None, to their product."""
 
 
+Matrix = Float[Tensor, "vocab width"]
+
+
 class HeadLoss(nn.Module):
     """`next_token_losses(head(x), targets, z_loss)`, fused where the head is linear.
 
@@ -49,7 +52,12 @@ class HeadLoss(nn.Module):
         self.max_logits = max_logits
 
     def forward(
-        self, x: Hidden, targets: Tokens, head: Head, z_loss: float = 0.0
+        self,
+        x: Hidden,
+        targets: Tokens,
+        head: Head,
+        z_loss: float = 0.0,
+        matrix: Matrix | None = None,
     ) -> tuple[Losses, Int[Tensor, ""]]:
         """The summed losses and how many targets count.
 
@@ -58,6 +66,7 @@ class HeadLoss(nn.Module):
             targets: (batch, seq) the token after each position, or `IGNORE`.
             head: that makes logits of it.
             z_loss: see `next_token_loss`.
+            matrix: what the method of that name gave before x was computed; may be left out.
 
         Returns:
             The two terms apart, which have one gradient, that of their sum; and the count.
@@ -66,18 +75,24 @@ class HeadLoss(nn.Module):
         if not is_linear(head) or torch.is_autocast_enabled(x.device.type):
             return chunked_next_token_losses(x, targets, head, vocab=head.vocab_size, z_loss=z_loss)
         x = head.project(head.transform(x)).flatten(0, 1)
-        return self.losses(x, targets.flatten(), head, z_loss), (targets != IGNORE).sum()
+        matrix = self.matrix(head) if matrix is None else matrix
+        return self.losses(x, targets.flatten(), head, matrix, z_loss), (targets != IGNORE).sum()
+
+    def matrix(self, head: Head) -> Matrix:
+        """The matrix of a head, as this loss takes it; asked for before the pass that makes x."""
+        return head.proj.weight
 
     def losses(
         self,
         x: Float[Tensor, "tokens width"],
         targets: Int[Tensor, " tokens"],
         head: Head,
+        matrix: Matrix,
         z_loss: float,
     ) -> Losses:
         """Of what the head's projection reads."""
         shaping = shaping_of(head)._replace(z_loss=z_loss)
-        weights = head.proj.weight, head.proj.bias
+        weights = matrix, head.proj.bias
         learn = torch.is_grad_enabled()
         return cast(
             Tensor,

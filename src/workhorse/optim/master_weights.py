@@ -103,26 +103,27 @@ class MasterWeights:
     def accumulate(self) -> None:
         """Add a micro-batch's gradients to float32 sums; many small ones would vanish."""
         for name in self.low_bits:
-            weight = self.parameters[name]
-            if weight.grad is None:
+            gradient = dense_gradient(self.parameters[name])
+            if gradient is None:
                 continue
-            gradient = local(weight.grad)
             if name in self.sums:
-                self.sums[name].add_(gradient)
+                self.sums[name].add_(local(gradient))
             else:
-                self.sums[name] = gradient.float()
-            weight.grad = None
+                self.sums[name] = local(gradient).float()
+            self.parameters[name].grad = None
 
     def gradient(self, name: str) -> Tensor | None:
         """Of the whole batch, placed as the parameter; in float32 where it was accumulated."""
         weight = self.parameters[name]
-        return placed_like(self.sums[name], weight) if name in self.sums else weight.grad
+        if name in self.sums:
+            return placed_like(self.sums[name], weight)
+        return dense_gradient(weight)
 
     def gradients(self, names: Iterable[str]) -> list[Tensor]:
         """This process's parts of some gradients; each parameter must have one."""
         gradients: list[Tensor] = []
         for name in names:
-            gradient = self.sums.get(name, self.parameters[name].grad)
+            gradient = self.gradient(name)
             assert gradient is not None, f"{name} takes no part in the loss"
             gradients.append(local(gradient))
         return gradients
@@ -131,3 +132,10 @@ class MasterWeights:
         for parameter in self.parameters.values():
             parameter.grad = None
         self.sums.clear()
+
+
+def dense_gradient(parameter: nn.Parameter) -> Tensor | None:
+    """A parameter's gradient; a sparse one, of a table alone, becomes dense."""
+    if parameter.grad is not None and parameter.grad.is_sparse:
+        parameter.grad = parameter.grad.to_dense()
+    return parameter.grad

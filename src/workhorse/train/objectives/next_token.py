@@ -27,6 +27,8 @@ class LossOfBatch(nn.Module):
         Returns:
             Cross-entropy and z-loss, (2,), whose sum is to be made less; and the count.
         """
+        head = self.decoder.head
+        matrix = self.head_loss.matrix(head)
         x = self.decoder.hidden(tokens, documents=documents)
         z_loss = self.z_loss if self.training else 0.0
-        return self.head_loss(x, targets, self.decoder.head, z_loss)
+        return self.head_loss(x, targets, head, z_loss, matrix)

@@ -5,18 +5,25 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workhorse.nn.head import Head
 from workhorse.transforms.replace import become, replace_modules
 
 
 class Float32SumEmbedding(nn.Embedding):
-    """`nn.Embedding`, the gradient of a row summed in float32 whatever its type."""
+    """`nn.Embedding`, the gradient of a row summed in float32 whatever its type.
+
+    Attributes:
+        tied: whether a head shares the table.
+    """
+
+    tied: bool
 
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight
         learns = torch.is_grad_enabled() and weight.requires_grad
         if weight.dtype not in (torch.bfloat16, torch.float32) or not learns:
             return super().forward(input)
-        return _LookUp.apply(input, weight.detach().requires_grad_(), self)
+        return _LookUp.apply(input, weight, self.tied)
 
 
 def replace_embeddings(root: nn.Module) -> nn.Module:
@@ -25,9 +32,12 @@ def replace_embeddings(root: nn.Module) -> nn.Module:
     Returns:
         The module, or what stands for it if it is one itself.
     """
+    of_heads = {head.proj.weight for head in root.modules() if isinstance(head, Head)}
 
     def choose(module: nn.Module) -> nn.Module:
-        return become(module, Float32SumEmbedding) if type(module) is nn.Embedding else module
+        if type(module) is not nn.Embedding:
+            return module
+        return become(module, Float32SumEmbedding, tied=module.weight in of_heads)
 
     return replace_modules(root, choose)
 
@@ -35,28 +45,34 @@ def replace_embeddings(root: nn.Module) -> nn.Module:
 class _LookUp(torch.autograd.Function):
     """An embedding on a CPU, where PyTorch sums a row's gradients in bfloat16 if it is bfloat16.
 
-    A frequent token's sum stops growing there: 1,000 ones make 256. The rows are added to `grad`
-    right here, since autograd would let the gradient of a head tied to the table wait for this one
-    and make two more tensors of the vocabulary's size.
+    A frequent token's sum stops growing there: 1,000 ones make 256. Where there is a gradient of
+    the whole table already, of a tied head or of an earlier micro-batch, this one is sparse:
+    autograd adds its rows in place, and no other tensor of the vocabulary's size is made.
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, values: Tensor, table: nn.Embedding) -> Tensor:
+    def forward(ctx: Any, tokens: Tensor, weight: nn.Parameter, tied: bool) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.table = table
-        return nn.functional.embedding(tokens, values)
+        ctx.weight, ctx.tied = weight, tied
+        return nn.functional.embedding(tokens, weight)
 
     @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[None, None, None]:
-        (tokens,), (gradient,) = ctx.saved_tensors, above
-        weight: nn.Parameter = ctx.table.weight
-        if weight.grad is None:
-            weight.grad = torch.zeros_like(weight)
-        if weight.dtype == torch.float32:
-            weight.grad.index_add_(0, tokens.flatten(), gradient.flatten(0, -2))
-            return None, None, None
-        used, place = tokens.unique(return_inverse=True)
-        rows = gradient.new_zeros(len(used), weight.shape[1], dtype=torch.float32)
-        rows.index_add_(0, place.flatten(), gradient.flatten(0, -2).float())
-        weight.grad[used] = (weight.grad[used] + rows).to(weight.dtype)
-        return None, None, None
+    def backward(ctx: Any, *above: Tensor) -> tuple[None, Tensor, None]:
+        (tokens,), weight = ctx.saved_tensors, ctx.weight
+        ids, rows = tokens.flatten(), above[0].flatten(0, -2)
+        narrow = weight.dtype != torch.float32
+        if narrow:
+            ids, rows = _summed(ids, rows)
+        if not ctx.tied and weight.grad is None:
+            return None, torch.zeros_like(weight).index_add_(0, ids, rows), None
+        sparse = torch.sparse_coo_tensor(
+            ids[None], rows, weight.shape, is_coalesced=narrow, check_invariants=False
+        )
+        return None, sparse, None
+
+
+def _summed(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+    """Each id once, and the float32 sum of its rows in their type."""
+    used, place = ids.unique(return_inverse=True)
+    sums = rows.new_zeros(len(used), rows.shape[1], dtype=torch.float32)
+    return used, sums.index_add_(0, place, rows.float()).to(rows.dtype)

@@ -1,8 +1,12 @@
 """The loss of a head that is trained on a CPU: its gradient in one pass over a row of logits."""
 
+from typing import Any
+
+import torch
 from torch import Tensor, nn
 
 from workhorse.native import training
+from workhorse.nn.head import Head
 from workhorse.nn.head_loss import HeadLoss, Multiply, Shaping, product
 from workhorse.transforms.replace import become, replace_modules
 
@@ -17,12 +21,31 @@ class NativeHeadLoss(HeadLoss):
     def multiply(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.multiplies(a, b, bias)
 
+    def matrix(self, head: Head) -> Tensor:
+        return _Late.apply(head.proj.weight)
+
     def differentiate(self, logits: Tensor, targets: Tensor, shaping: Shaping) -> Tensor:
         if not self.differentiates or shaping.cap is not None or not logits.is_contiguous():
             return super().differentiate(logits, targets, shaping)
         return training.loss_into_gradient_(
             logits, targets, multiplier=shaping.multiplier, z_loss=shaping.z_loss
         )
+
+
+class _Late(torch.autograd.Function):
+    """A tensor as it is, whose gradient goes back after those of all that is computed later.
+
+    A table that is tied to the head then has the gradient of its rows first, which is sparse, and
+    autograd adds it to the head's in place. The other way round it makes a third tensor.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> Tensor:
+        return above[0]
 
 
 def replace_head_loss(

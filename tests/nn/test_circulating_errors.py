@@ -19,7 +19,7 @@ from workhorse.nn.feedforward import MlpConfig
 from workhorse.nn.norms import LayerNormConfig
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer
-from workhorse.train.objectives.next_token import LossOfBatch
+from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
 from workhorse.train.step.step import TrainingStep
@@ -188,7 +188,7 @@ def test_10_micro_batches_give_the_full_batchs_gradient() -> None:
 def step_of(decoder: Decoder, rows: int) -> TrainingStep:
     device = torch.device("cpu")
     return TrainingStep(
-        LossOfBatch(decoder),
+        NextToken(decoder),
         build_optimizer(decoder, AdamWConfig()),
         device,
         precision=Precision(device, torch.float32),

@@ -18,7 +18,7 @@ from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import round_weights
 from workhorse.optim.muon import MuonConfig
 from workhorse.optim.shards import is_sharded
-from workhorse.train.objectives.next_token import LossOfBatch
+from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
 from workhorse.train.step.step import TrainingStep
@@ -80,14 +80,14 @@ def trained(case: Case, processes: int = 1, rank: int = 0) -> Training:
     fields = {**MODEL, "vocab_size": VOCAB, "max_seq_len": 8, "head": {"tied": case.tied}}
     decoder = DecoderConfig.from_dict(fields).build()
     low_bits = round_weights(decoder) if case.dtype == "bfloat16" else None
-    module = LossOfBatch(decoder).train()
+    objective = NextToken(decoder).train()
     if case.native:
-        train_natively(module, native=True)
+        train_natively(objective, native=True)
     if processes > 1:
-        _shard(module)
+        _shard(objective)
     optimizer = build_optimizer(decoder, OPTIMIZERS[case.optimizer], low_bits, native=case.native)
     step = TrainingStep(
-        module,
+        objective,
         optimizer,
         CPU,
         precision=Precision(CPU, torch.float32),
@@ -138,15 +138,15 @@ def _batch(generator: torch.Generator, processes: int, rank: int) -> Batch:
     return Batch(text[:, :-1], text[:, 1:], None, torch.zeros(len(text), dtype=torch.int64))
 
 
-def _shard(module: LossOfBatch) -> None:
+def _shard(objective: NextToken) -> None:
     """The blocks, then the rest: a tied table and its head are in one group."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
 
     mesh = init_device_mesh("cpu", (PROCESSES,))
-    for layer in module.decoder.layers:
+    for layer in objective.decoder.layers:
         fully_shard(layer, mesh=mesh)
-    fully_shard(module, mesh=mesh)
+    fully_shard(objective, mesh=mesh)
 
 
 def _whole(tensor: Tensor) -> Tensor:

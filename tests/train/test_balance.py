@@ -18,9 +18,9 @@ from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer, parameters_by_role
 from workhorse.optim.muon import MuonConfig
 from workhorse.train import Recipe, train
-from workhorse.train.objectives.next_token import LossOfBatch
+from workhorse.train.objectives.balance import Balanced, Balancer, imbalance, loads_of
+from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.speed import flops_per_token
-from workhorse.train.step.balance import Balancer, imbalance, loads_of
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
 from workhorse.train.step.step import TrainingStep
@@ -62,15 +62,15 @@ def batch() -> Batch:
 
 
 def make_step(decoder: Decoder, *, rows: int = 4, weight: float = 0.0, rate: float = 0.0):
+    balancer = Balancer(decoder, weight=weight, rate=rate)
     return TrainingStep(
-        LossOfBatch(decoder).train(),
+        Balanced(NextToken(decoder), balancer).train(),
         build_optimizer(decoder, AdamWConfig(learning_rate=1e-2)),
         CPU,
         precision=Precision(CPU, torch.float32),
         scale=LossScale(enabled=False),
         micro_batch_size=rows,
         grad_clip=None,
-        balancer=Balancer(decoder, weight=weight, rate=rate),
     )
 
 
@@ -217,7 +217,7 @@ def test_padding_does_not_enter_the_balance(mixed: Decoder, packed: bool) -> Non
         gradients = balance_gradients(mixed, batch, 3)
         step = make_step(mixed, weight=1.0, rate=0.1)
         result = step.update(*step.backward(batch), schedule=0.0)
-        loads = step.balancer.latest
+        loads = step.objective.balancer.latest
         assert all(load.sum() == 3 * 5 * TOP_K for load in loads)
         results.append((torch.cat([g.flatten() for g in gradients]), result.terms, loads))
         for router in routers(mixed):
@@ -264,7 +264,7 @@ def test_activations_computed_again_are_not_counted_again(
         step = make_step(mixed, rows=2, **options)
         loss, counted = step.backward(batch)
         found = learned_gradients(mixed)
-        loads = [load.clone() for load in step.balancer.loads.values()]
+        loads = [load.clone() for load in step.objective.balancer.loads.values()]
         step.update(loss, counted, schedule=1.0)
         results.append([*found, *loads, *biases(mixed)])
     assert all(map(torch.equal, *results))
@@ -275,14 +275,14 @@ def test_a_skipped_step_moves_no_bias_and_leaves_no_load(mixed: Decoder, batch: 
     loss, counted = step.backward(batch)
     assert not step.update(loss * torch.inf, counted, schedule=1.0).finite
     assert not any(bias.any() for bias in biases(mixed))
-    assert not step.balancer.loads
+    assert not step.objective.balancer.loads
 
 
 def test_validation_and_generation_are_not_watched(mixed: Decoder, batch: Batch) -> None:
     step = make_step(mixed, weight=1.0, rate=0.25)
     with torch.no_grad():
         mixed.eval()(batch.tokens)
-    assert not step.balancer.routings
+    assert not step.objective.balancer.routings
 
 
 @pytest.mark.parametrize("config", [AdamWConfig(weight_decay=0.5), MuonConfig(weight_decay=0.5)])

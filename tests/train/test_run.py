@@ -19,7 +19,8 @@ from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
 from workhorse.train import Recipe, read_metrics, train
 from workhorse.train.loop import Loop
-from workhorse.train.objectives.next_token import LossOfBatch
+from workhorse.train.objectives.next_token import NextToken
+from workhorse.train.objectives.objective import Outcome
 from workhorse.train.step.step import TrainingStep
 from workhorse.train.validation import Validator
 
@@ -172,19 +173,23 @@ def test_trains_outside_the_main_thread(make_recipe, tmp_path: Path) -> None:
     assert len(step_losses(tmp_path / "run")) == 12
 
 
+def times(outcome: Outcome, factor: float) -> Outcome:
+    figures = {name: factor * figure for name, figure in outcome.figures.items()}
+    return Outcome(factor * outcome.loss, outcome.count, figures)
+
+
 def test_a_loss_that_stays_infinite_stops_the_run(
     make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loss = LossOfBatch.forward
+    loss = NextToken.forward
     calls = 0
 
-    def sometimes_infinite(self, *rows):
+    def sometimes_infinite(self, rows):
         nonlocal calls
         calls += 1
-        total, counted = loss(self, *rows)
-        return (total * float("inf") if calls == 3 or calls > 6 else total), counted
+        return times(loss(self, rows), float("inf") if calls == 3 or calls > 6 else 1.0)
 
-    monkeypatch.setattr(LossOfBatch, "forward", sometimes_infinite)
+    monkeypatch.setattr(NextToken, "forward", sometimes_infinite)
     with pytest.raises(
         WorkhorseError,
         match=r"for 3 steps in a row, up to step 9.*go on from the last",
@@ -200,13 +205,12 @@ def test_a_loss_that_stays_infinite_stops_the_run(
 def test_a_run_that_diverges_before_its_first_checkpoint_names_none(
     make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loss = LossOfBatch.forward
+    loss = NextToken.forward
 
-    def infinite(self, *rows):
-        total, counted = loss(self, *rows)
-        return total * float("inf"), counted
+    def infinite(self, rows):
+        return times(loss(self, rows), float("inf"))
 
-    monkeypatch.setattr(LossOfBatch, "forward", infinite)
+    monkeypatch.setattr(NextToken, "forward", infinite)
     with pytest.raises(WorkhorseError, match="there is no checkpoint yet: begin again with a low"):
         train(make_recipe(max_bad_steps=2), tmp_path / "run")
 

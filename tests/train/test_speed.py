@@ -7,10 +7,11 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.train.conftest import MODEL
+from workhorse.data import Batch
 from workhorse.models.parameters import active_parameters
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.train import read_metrics, speed, train
-from workhorse.train.objectives.next_token import LossOfBatch
+from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.speed import Peak, flops_per_token, peak_flops
 
 SEQ, VOCAB = 32, 24
@@ -45,8 +46,8 @@ def counted_by_pytorch(decoder: Decoder) -> int:
     """Forward and backward of a few rows by the kernel that writes the whole square."""
     tokens = torch.randint(VOCAB, (ROWS, SEQ))
     with FlopCounterMode(display=False) as counter:
-        losses, _ = LossOfBatch(decoder).train()(tokens, tokens, None)
-        losses.sum().backward()
+        rows = Batch(tokens, tokens, None, torch.zeros(ROWS))
+        NextToken(decoder).train()(rows).loss.backward()
     return counter.get_total_flops()
 
 
@@ -117,17 +118,17 @@ def test_the_speed_of_the_first_step_stands_apart(make_recipe, tmp_path, monkeyp
         clock["now"] += 1
         return clock["now"]
 
-    real, calls = LossOfBatch.forward, 0
+    real, calls = NextToken.forward, 0
 
-    def slow_at_first(self, *rows):
+    def slow_at_first(self, rows):
         nonlocal calls
         calls += 1
         clock["now"] += 3600 if calls == 1 else 0
-        return real(self, *rows)
+        return real(self, rows)
 
     monkeypatch.setattr("workhorse.train.loop.time.perf_counter", tick)
     monkeypatch.setattr(speed, "PROBE_SIZES", {"cpu": (8,)})
-    monkeypatch.setattr(LossOfBatch, "forward", slow_at_first)
+    monkeypatch.setattr(NextToken, "forward", slow_at_first)
     for every in (5, 1):
         calls = 0
         train(make_recipe(log_every=every, steps=10), tmp_path / f"run{every}")

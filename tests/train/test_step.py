@@ -8,7 +8,7 @@ from workhorse.data import IGNORE, Batch
 from workhorse.nn import Decoder, next_token_loss
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer
-from workhorse.train.objectives.next_token import LossOfBatch
+from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
 from workhorse.train.step.step import TrainingStep
@@ -26,7 +26,7 @@ def make_step(decoder: Decoder, **changes: Any) -> TrainingStep:
         **changes,
     }
     return TrainingStep(
-        LossOfBatch(decoder).train(), build_optimizer(decoder, AdamWConfig()), CPU, **options
+        NextToken(decoder).train(), build_optimizer(decoder, AdamWConfig()), CPU, **options
     )
 
 
@@ -123,12 +123,13 @@ def test_loss_scale_halves_on_overflow_and_doubles_after_quiet() -> None:
 
 
 def test_z_loss_is_of_training_alone(decoder: Decoder, batch: Batch) -> None:
-    plain, with_z = LossOfBatch(decoder), LossOfBatch(decoder, z_loss=0.1)
-    rows = (batch.tokens, batch.targets, batch.documents)
-    losses, _ = with_z(*rows)
-    assert losses[0] == plain(*rows)[0][0]
-    assert losses[1] > 0
-    assert torch.equal(with_z.eval()(*rows)[0], plain.eval()(*rows)[0])
+    plain, with_z = NextToken(decoder), NextToken(decoder, z_loss=0.1)
+    outcome = with_z(batch)
+    assert outcome.figures["loss"] == plain(batch).loss
+    assert outcome.figures["z_loss"] > 0
+    assert outcome.loss == outcome.figures["loss"] + outcome.figures["z_loss"]
+    assert with_z.eval()(batch).loss == plain.eval()(batch).loss
+    assert set(with_z(batch).figures) == {"loss"}
 
 
 @pytest.mark.parametrize("rows", [4, 1])
@@ -139,7 +140,7 @@ def test_the_loss_shown_is_the_cross_entropy_and_the_z_loss_stands_beside_it(
     counted = batch.targets != IGNORE
     weight = 0.3
     step = make_step(decoder, micro_batch_size=rows)
-    step.module.z_loss = weight
+    step.objective.z_loss = weight
     result = step.update(*step.backward(batch), schedule=0.0)
     total, count = next_token_loss(logits, batch.targets)
     assert result.loss == pytest.approx(float(total / count), rel=1e-5)

@@ -254,4 +254,4 @@ def test_a_step_is_native_unless_it_is_switched_off(
     config = TrainConfig(steps=1, batch_size=2, seq_len=8, dtype=dtype)
     step = build_step(decoder, config, torch.device("cpu"))
     assert isinstance(decoder.final_norm, NativeNorm) is native
-    assert step.module.head_loss.differentiates is native
+    assert step.objective.head_loss.differentiates is native

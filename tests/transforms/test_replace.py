@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.nn.grid import COVERING, make, name, random_tokens
+from workhorse.data import Batch
 from workhorse.models.llama import llama
 from workhorse.native import training
 from workhorse.nn import DecoderConfig
-from workhorse.train.objectives.next_token import LossOfBatch
+from workhorse.train.objectives.next_token import NextToken
 from workhorse.transforms.checkpointing import checkpoint_activations
 from workhorse.transforms.inference import prepare_for_inference
 from workhorse.transforms.native_training import train_natively
@@ -103,15 +104,14 @@ def test_nor_has_one_that_is_quantised_and_compiled() -> None:
 def test_hooks_on_every_module_fire_in_native_training(config: DecoderConfig) -> None:
     tokens = random_tokens(config, 2, 6)
 
-    def called(module: LossOfBatch) -> set[str]:
+    def called(module: NextToken) -> set[str]:
         found: set[str] = set()
         for path, part in module.named_modules(remove_duplicate=False):
             part.register_forward_hook(lambda *_, path=path: found.add(path))
-        losses, _ = module(tokens, tokens, None)
-        losses.sum().backward()
+        module(Batch(tokens, tokens, None, torch.zeros(2))).loss.backward()
         return found
 
-    plain = LossOfBatch(make(config)).train()
+    plain = NextToken(make(config)).train()
     native = copy.deepcopy(plain)
     train_natively(native, native=not training.why_not())
     expected = called(plain)

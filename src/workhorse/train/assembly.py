@@ -202,7 +202,7 @@ def _validator(recipe: Recipe, step: TrainingStep, dataset: Dataset) -> Validato
     if dataset.validation is None:
         return None
     return Validator(
-        step.module,
+        step.objective,
         dataset.validation,
         step.device,
         precision=step.precision,

@@ -225,7 +225,7 @@ class Loop:
             "step",
             loss=result.loss,
             **result.terms,
-            **self.step.balancer.figures(),
+            **self.step.objective.state_of_update(),
             learning_rate=self.config.optimizer.learning_rate * schedule,
             grad_norm=result.grad_norm,
             tokens=self.counters.tokens,

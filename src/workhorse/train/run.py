@@ -160,7 +160,7 @@ def _result(loop: Loop, run: RunDirectory, signals: StopSignals) -> TrainResult:
         run_directory=run.path,
         step=loop.counters.step,
         steps=loop.config.steps,
-        parameters=sum(weight.numel() for weight in loop.step.module.parameters()),
+        parameters=sum(weight.numel() for weight in loop.step.objective.parameters()),
         loss=events.get("step", {}).get("loss"),
         validation_loss=validation.get("loss"),
         bits_per_byte=validation.get("bits_per_byte"),

@@ -5,10 +5,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
 
 from workhorse.data import Split, ValidationBatches
 from workhorse.data.config import Packing
+from workhorse.train.objectives.objective import Objective, Outcome
 from workhorse.train.step.precision import Precision
 
 
@@ -34,8 +34,7 @@ class Validator:
     """Measures the loss on a split, always on the same rows.
 
     Args:
-        module: gives the summed losses of some rows, the cross-entropy first, and how many targets
-            count.
+        objective: whose figure `loss` is measured.
         split: held out.
         device: where the rows go.
         precision: makes the contexts that the forward pass runs in.
@@ -46,7 +45,7 @@ class Validator:
 
     def __init__(
         self,
-        module: nn.Module,
+        objective: Objective,
         split: Split,
         device: torch.device,
         *,
@@ -55,7 +54,7 @@ class Validator:
         batch_size: int,
         packing: Packing,
     ) -> None:
-        self.module = module
+        self.objective = objective
         self.split = split
         self.device = device
         self.precision = precision
@@ -69,16 +68,16 @@ class Validator:
     def __call__(self, max_rows: int | None = None) -> Validation:
         """The loss, dropout off, over the whole split or over rows spread evenly over it."""
         losses, counts = [], []
-        self.module.eval()
+        self.objective.eval()
         try:
             for batch in ValidationBatches(self.split, **self._sizes, max_rows=max_rows):
                 rows = batch.to(self.device, non_blocking=True)
                 with self.precision.products(), self.precision():
-                    terms, count = self.module(rows.tokens, rows.targets, rows.documents)
-                losses.append(terms[0])
-                counts.append(count)
+                    outcome: Outcome = self.objective(rows)
+                losses.append(outcome.figures.get("loss", outcome.loss))
+                counts.append(outcome.count)
         finally:
-            self.module.train()
+            self.objective.train()
         tokens = int(torch.stack(counts).sum())
         mean = float(torch.stack(losses).cpu().double().sum()) / tokens
         return Validation(mean, self._bits_per_byte(mean), self.split.unknown_rate, tokens)

@@ -35,6 +35,10 @@ class Batch:
     sources: Tensor
     """`(batch,)`: the index of each row's source in `source_names`, -1 for a row of padding."""
 
+    def __len__(self) -> int:
+        """How many rows."""
+        return len(self.tokens)
+
     def rows(self, start: int, stop: int) -> "Batch":
         """The rows `start` to `stop`: a micro-batch."""
         documents = None if self.documents is None else self.documents[start:stop]

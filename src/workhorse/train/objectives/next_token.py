@@ -1,12 +1,19 @@
 """The next token's cross-entropy."""
 
-from torch import Tensor, nn
+from torch import Tensor
 
-from workhorse.nn import Decoder, HeadLoss
+from workhorse.data import Batch
+from workhorse.nn import IGNORE, Decoder, HeadLoss
+from workhorse.train.objectives.objective import Objective, Outcome
 
 
-class LossOfBatch(nn.Module):
-    """Decoder and loss as one module, whose forward is what gets sharded."""
+class NextToken(Objective):
+    """`Σ -log p(target)` over what counts, in nats, and the z-loss while it is trained.
+
+    Args:
+        decoder: what is trained.
+        z_loss: weight of the z-loss, see `next_token_loss`; a figure where there is one.
+    """
 
     def __init__(self, decoder: Decoder, z_loss: float = 0.0) -> None:
         super().__init__()
@@ -14,21 +21,15 @@ class LossOfBatch(nn.Module):
         self.z_loss = z_loss
         self.head_loss = HeadLoss()
 
-    def forward(
-        self, tokens: Tensor, targets: Tensor, documents: Tensor | None
-    ) -> tuple[Tensor, Tensor]:
-        """The summed losses in nats and how many targets count.
+    def count(self, batch: Batch) -> Tensor:
+        return (batch.targets != IGNORE).sum()
 
-        Args:
-            tokens: (batch, seq).
-            targets: (batch, seq), `IGNORE` where none counts.
-            documents: (batch, seq) or None; see `Decoder.forward`.
-
-        Returns:
-            Cross-entropy and z-loss, (2,), whose sum is to be made less; and the count.
-        """
+    def forward(self, batch: Batch) -> Outcome:
         head = self.decoder.head
         matrix = self.head_loss.matrix(head)
-        x = self.decoder.hidden(tokens, documents=documents)
+        x = self.decoder.hidden(batch.tokens, documents=batch.documents)
         z_loss = self.z_loss if self.training else 0.0
-        return self.head_loss(x, targets, head, z_loss, matrix)
+        losses, count = self.head_loss(x, batch.targets, head, z_loss, matrix)
+        cross_entropy, z = losses.detach().unbind()
+        figures = {"loss": cross_entropy} | ({"z_loss": z} if z_loss else {})
+        return Outcome(losses.sum(), count, figures)

@@ -15,8 +15,8 @@ from workhorse.optim.groups import OptimizerConfig
 from workhorse.optim.muon import MuonConfig
 from workhorse.optim.schedules import CosineConfig, ScheduleConfig
 from workhorse.tokenizers import TokenizerConfig
+from workhorse.train.objectives.balance import check_balance
 from workhorse.train.report.trackers import TrackerName
-from workhorse.train.step.balance import check_balance
 
 Count = Annotated[int, Field(ge=1)]
 VALIDATIONS, FEWEST_STEPS, VALIDATION_COST = 10, 10, 0.03

@@ -9,11 +9,12 @@ from workhorse.nn import Decoder
 from workhorse.nn.head_loss import product
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import round_weights
-from workhorse.train.objectives.next_token import LossOfBatch
+from workhorse.train.objectives.balance import Balanced, Balancer, has_mixtures
+from workhorse.train.objectives.next_token import NextToken
+from workhorse.train.objectives.objective import Objective
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.speed import peak_flops
 from workhorse.train.step.allocator import give_back_freed_memory, keep_freed_memory
-from workhorse.train.step.balance import Balancer
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.micro_batch import fit_micro_batch
 from workhorse.train.step.precision import Precision
@@ -43,11 +44,15 @@ def build_step(
         keep_freed_memory()
     native = device.type == "cpu" and dtype != torch.float16 and training.why_not() is None
     low_bits = round_weights(decoder) if dtype == torch.bfloat16 else {}
-    module = LossOfBatch(decoder, config.z_loss).train()
+    objective: Objective = NextToken(decoder, config.z_loss)
+    if has_mixtures(decoder):
+        balancer = Balancer(decoder, weight=config.balance_loss, rate=config.balance_rate)
+        objective = Balanced(objective, balancer)
+    objective.train()
     if device.type == "cpu" and dtype != torch.float16:
         if dtype == torch.bfloat16:
             replace_embeddings(decoder)
-        train_natively(module, native=native, multiply=_unit(device, config.matmul_precision))
+        train_natively(objective, native=native, multiply=_unit(device, config.matmul_precision))
     if config.fp8:
         multiply_in_float8(decoder)
     if config.activation_checkpointing:
@@ -57,7 +62,7 @@ def build_step(
         give_back_freed_memory()
     size = config.micro_batch_size
     step = TrainingStep(
-        module,
+        objective,
         optimizer,
         device,
         precision=Precision(
@@ -68,7 +73,6 @@ def build_step(
         scale=LossScale(enabled=dtype == torch.float16),
         micro_batch_size=size if isinstance(size, int) else config.batch_size,
         grad_clip=config.grad_clip,
-        balancer=Balancer(decoder, weight=config.balance_loss, rate=config.balance_rate),
     )
     if size == "auto":
         assert batch is not None, "micro_batch_size=auto needs a batch to try"

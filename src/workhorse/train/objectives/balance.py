@@ -12,6 +12,7 @@ depends on which rows are passed through together. That of a sequence does not.
 import math
 from collections.abc import Generator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +21,46 @@ from workhorse.config import ConfigError
 from workhorse.nn import IGNORE, DecoderConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import AdjustedRouter, Router, Routing
+from workhorse.train.objectives.objective import Objective, Outcome
+
+
+class Balanced(Objective):
+    """An objective of rows with targets, and the balance loss beside it while it is trained.
+
+    Args:
+        objective: of a decoder with mixtures.
+        balancer: of that decoder.
+    """
+
+    def __init__(self, objective: Objective, balancer: "Balancer") -> None:
+        super().__init__()
+        self.objective = objective
+        self.balancer = balancer
+
+    def count(self, batch: Any) -> Tensor:
+        return self.objective.count(batch)
+
+    def forward(self, batch: Any) -> Outcome:
+        if not self.training:
+            return self.objective(batch)
+        with self.balancer.watch():
+            loss, count, figures = self.objective(batch)
+        balance = self.balancer.loss(batch.targets)
+        figures = {"loss": loss.detach(), **figures}
+        if self.balancer.weight:
+            figures["balance_loss"] = balance.detach()
+        return Outcome(loss + balance, count, figures)
+
+    def after_update(self, finite: bool) -> None:
+        self.objective.after_update(finite)
+        self.balancer.update(finite)
+
+    def forget(self) -> None:
+        self.objective.forget()
+        self.balancer.forget()
+
+    def state_of_update(self) -> dict[str, Any]:
+        return self.objective.state_of_update() | self.balancer.figures()
 
 
 class Balancer:
@@ -150,6 +191,11 @@ def imbalance(scores: Tensor, loads: Tensor, counted: Tensor) -> Tensor:
     parts = (scores / scores.sum(dim=-1, keepdim=True)).view(rows, -1, n_experts)
     summed = (parts * counted.unsqueeze(-1)).sum(dim=1)  # (rows, n_experts)
     return n_experts * (loads * summed).sum(dim=1) / loads.sum(dim=1).clamp(min=1)
+
+
+def has_mixtures(decoder: nn.Module) -> bool:
+    """Whether there is anything to balance, or to count."""
+    return any(isinstance(module, Router) for module in decoder.modules())
 
 
 def check_balance(config: DecoderConfig, *, weight: float, rate: float) -> None:

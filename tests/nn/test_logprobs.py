@@ -6,6 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from workhorse.nn import IGNORE, HeadLoss, token_logprobs
 from workhorse.nn import head_loss as fused
@@ -111,3 +112,39 @@ def test_without_gradients_nothing_is_kept() -> None:
     head = HeadConfig().build(VOCAB, WIDTH, WIDTH)
     with torch.no_grad():
         assert not token_logprobs(torch.randn(BATCH, SEQ, WIDTH), targets(), head).requires_grad
+
+
+class Largest(TorchDispatchMode):
+    """Notes how many numbers the largest tensor of each type has that an operation makes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.numbers: dict[torch.dtype, int] = {}
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        for made in result if isinstance(result, tuple | list) else (result,):
+            if isinstance(made, Tensor):
+                self.numbers[made.dtype] = max(self.numbers.get(made.dtype, 0), made.numel())
+        return result
+
+
+@pytest.mark.parametrize("what", ["loss", "logprobs"])
+def test_a_batchs_logits_never_exist_at_once_and_blocks_alone_in_float32(
+    monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    """Forwards and backwards."""
+    vocab, width, tokens, block, at_once = 256, 4, 192, 8 * 256, 16 * 256
+    monkeypatch.setitem(fused.BLOCK, "cpu", block)
+    head = HeadConfig().build(vocab, width, width).bfloat16()
+    torch.nn.init.normal_(head.proj.weight)
+    x = torch.randn(2, tokens // 2, width).bfloat16().requires_grad_()
+    wanted = torch.randint(vocab, (2, tokens // 2))
+    with Largest() as largest:
+        if what == "loss":
+            losses, _ = HeadLoss(max_logits=at_once)(x, wanted, head)
+            losses.sum().backward()
+        else:
+            token_logprobs(x, wanted, head, max_logits=at_once).sum().backward()
+    assert largest.numbers[torch.bfloat16] == at_once < tokens * vocab
+    assert largest.numbers[torch.float32] == block > vocab * width  # which sums of gradients have

@@ -1,6 +1,6 @@
 """The loss of a linear head with its gradient: no float32 logits, nothing computed twice."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple, cast
 
 import torch
@@ -153,9 +153,15 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def block_rows(logits: Tensor) -> int:
-    """Rows of logits that are in float32 at once."""
-    return max(1, BLOCK.get(logits.device.type, LARGE_BLOCK) // logits.shape[1])
+def rows_at_once(max_logits: int, vocab: int) -> int:
+    """How many rows of logits are no more than so many numbers, and one at least."""
+    return max(1, max_logits // vocab)
+
+
+def blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows of logits, few enough to be in float32 at once, with what belongs to them."""
+    size = rows_at_once(BLOCK.get(logits.device.type, LARGE_BLOCK), logits.shape[1])
+    return zip(*(torch.split(tensor, size) for tensor in (logits, *others)), strict=True)
 
 
 class ProductGradients:
@@ -216,7 +222,7 @@ class _LinearHeadLoss(torch.autograd.Function):
         total = torch.zeros(2, device=x.device)
         wanted = [learn and one for one in ctx.needs_input_grad[:3]]
         gradients = ProductGradients(wanted, way.multiply)
-        rows = max(1, way.max_logits // len(weight))
+        rows = rows_at_once(way.max_logits, len(weight))
         for part, expected in zip(torch.split(x, rows), torch.split(targets, rows), strict=True):
             logits = way.multiply(part, weight.t(), bias)
             total += way.differentiate(logits, expected, shaping)
@@ -243,8 +249,7 @@ def loss_into_gradient(
 ) -> Tensor:
     """The summed losses, cross-entropy and z-loss; the logits become the gradient of their sum."""
     total = torch.zeros(2, device=logits.device)
-    rows = block_rows(logits)
-    for block, wanted in zip(torch.split(logits, rows), torch.split(targets, rows), strict=True):
+    for block, wanted in blocks(logits, targets):
         counted = (wanted != IGNORE)[:, None]
         expected = wanted.clamp(min=0)[:, None]
         shaped = shape_logits(block, shaping)

@@ -1,6 +1,6 @@
 """Log-probabilities of given tokens, with their gradient: what every objective is made of."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -13,9 +13,10 @@ from workhorse.nn.head_loss import (
     MAX_LOGITS,
     ProductGradients,
     Shaping,
-    block_rows,
+    blocks,
     is_linear,
     product,
+    rows_at_once,
     shape_logits,
     shaping_of,
     unshape_gradient,
@@ -41,7 +42,7 @@ def token_logprobs(
         max_logits: that may exist at once. Gradients of parts of the batch add up in float32.
     """
     expected = targets.flatten()
-    rows = max(1, max_logits // head.vocab_size)
+    rows = rows_at_once(max_logits, head.vocab_size)
     if is_linear(head):
         x = head.project(head.transform(x))
         apply = cast(Callable[..., Tensor], _LinearTokenLogprobs.apply)
@@ -77,7 +78,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         normalisers: list[Tensor] = []
         for part, expected in zip(torch.split(x, rows), torch.split(targets, rows), strict=True):
             logits = product(part, weight.t(), bias)
-            for block, wanted in _blocks(logits, expected):
+            for block, wanted in blocks(logits, expected):
                 shaped = shape_logits(block, shaping)
                 chosen.append(shaped.gather(1, wanted.clamp(min=0)[:, None])[:, 0])
                 normalisers.append(shaped.logsumexp(dim=1))
@@ -94,16 +95,10 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         split = (torch.split(tensor, ctx.rows) for tensor in (x, targets, normaliser, slopes))
         for part, *of_part in zip(*split, strict=True):
             logits = product(part, weight.t(), bias)
-            for block, *of_block in _blocks(logits, *of_part):
+            for block, *of_block in blocks(logits, *of_part):
                 _into_gradient(block, *of_block, shaping=ctx.shaping)
             gradients.add(logits, part, weight)
         return (*gradients.result(weight, bias), *[None] * 3)
-
-
-def _blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
-    """Rows of logits, few enough to be in float32, with what belongs to them."""
-    size = block_rows(logits)
-    return zip(*(torch.split(tensor, size) for tensor in (logits, *others)), strict=True)
 
 
 def _into_gradient(

@@ -43,8 +43,8 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Pa
 
 def test_compiled_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = compiler(tmp_path, monkeypatch, WORKS)
-    library = build.ensure(wait=True)
-    assert library == build.ensure(wait=True) == build.ensure(wait=False)
+    library = build.ensure("decoding", wait=True)
+    assert library == build.ensure("decoding", wait=True) == build.ensure("decoding", wait=False)
     assert library.is_relative_to(cache)
     assert runs.read_text() == "run\n"
 
@@ -52,7 +52,7 @@ def test_compiled_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
 def test_two_at_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler(tmp_path, monkeypatch, WORKS)
     with ThreadPoolExecutor(2) as pool:
-        first, second = pool.map(lambda _: build.ensure(wait=True), range(2))
+        first, second = pool.map(lambda _: build.ensure("decoding", wait=True), range(2))
     assert first == second
     assert first.read_text() == "half and half"
     assert [path.name for path in first.parent.iterdir()] == [first.name]
@@ -77,7 +77,7 @@ def test_another_compiler_tries_again(
     assert not native.load(wait=True)
     (tmp_path / "other").mkdir()
     compiler(tmp_path / "other", monkeypatch, WORKS)
-    assert build.ensure(wait=True).exists()
+    assert build.ensure("decoding", wait=True).exists()
 
 
 def test_start_does_not_wait(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,10 +108,10 @@ def test_a_second_library_of_the_same_operators_is_refused(
 ) -> None:
     """PyTorch would end the process."""
     compiler(tmp_path, monkeypatch, WORKS)
-    monkeypatch.setattr(torch.ops, "loaded_libraries", {"/elsewhere/operators-0123456789abcdef.so"})
+    monkeypatch.setattr(torch.ops, "loaded_libraries", {"/elsewhere/decoding-0123456789abcdef.so"})
     reason = native.why_not(wait=True)
     assert reason is not None
-    assert "this process has loaded /elsewhere/operators" in reason
+    assert "this process has loaded /elsewhere/decoding" in reason
 
 
 @pytest.mark.parametrize("damage", [lambda whole: whole[:5], lambda whole: b"H" + whole[1:]])
@@ -119,9 +119,9 @@ def test_a_library_that_was_cut_or_changed_is_made_again(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Callable[[bytes], bytes]
 ) -> None:
     runs = compiler(tmp_path, monkeypatch, WORKS)
-    library = build.ensure(wait=True)
+    library = build.ensure("decoding", wait=True)
     library.write_bytes(damage(library.read_bytes()))
-    assert build.ensure(wait=True).read_text() == "half and half"
+    assert build.ensure("decoding", wait=True).read_text() == "half and half"
     assert runs.read_text() == "run\nrun\n"
     assert [path.name for path in library.parent.iterdir()] == [library.name]
 
@@ -130,14 +130,14 @@ def test_what_a_killed_compiler_left_is_removed(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler(tmp_path, monkeypatch, WORKS)
-    library = build.ensure(wait=True)
+    library = build.ensure("decoding", wait=True)
     library.unlink()
     old, recent = library.parent / "building-old", library.parent / "building-now"
     for folder in (old, recent):
         folder.mkdir()
-        (folder / "operators.so").write_text("half")
+        (folder / "decoding.so").write_text("half")
     os.utime(old, (0, 0))
-    assert build.ensure(wait=True) == library
+    assert build.ensure("decoding", wait=True) == library
     assert set(library.parent.iterdir()) == {library, recent}
 
 
@@ -147,10 +147,10 @@ def test_each_level_has_a_library_of_its_own(
     if not levels_here():
         pytest.skip("this CPU has no level")
     runs = compiler(tmp_path, monkeypatch, WORKS)
-    libraries = {build.ensure(wait=True)}
+    libraries = {build.ensure("decoding", wait=True)}
     for level in levels_here():
         monkeypatch.setenv(build.SWITCH, level)
-        libraries.add(build.ensure(wait=True))
+        libraries.add(build.ensure("decoding", wait=True))
     assert len(libraries) == len(runs.read_text().split()) == 1 + len(levels_here())
 
 

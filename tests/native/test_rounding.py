@@ -12,7 +12,7 @@ from workhorse.instructions import LEVELS, levels_here
 from workhorse.native import build
 
 SOURCE = """
-#include "vectors.h"
+#include "simd/vectors.h"
 using namespace workhorse;
 extern "C" void by_vectors(const float* from, U16x16* to, int64_t vectors) {
   for (int64_t i = 0; i < vectors; i++) {

@@ -36,11 +36,11 @@ class Unavailable(Exception):
     """Why there are no native operators here, in one line."""
 
 
-def ensure(name: str = "operators", *, wait: bool) -> Path:
+def ensure(name: str, *, wait: bool) -> Path:
     """The compiled library, made if it is not there.
 
     Args:
-        name: of the source, `NAME.cpp` of this package.
+        name: of the source, `bindings/NAME.cpp` of this package.
         wait: compile now. Otherwise a process of its own compiles, and the next start finds the
             library.
 
@@ -169,7 +169,8 @@ def _cpu() -> str:
 def _paths(name: str) -> list[str]:
     include = [f"-I{path}" for path in cpp_extension.include_paths()]
     libraries = [f"-L{path}" for path in cpp_extension.library_paths()]
-    return [*include, str(_sources() / f"{name}.cpp"), *libraries, "-ltorch_cpu", "-lc10"]
+    source = _sources() / "bindings" / f"{name}.cpp"
+    return [f"-I{_sources()}", *include, str(source), *libraries, "-ltorch_cpu", "-lc10"]
 
 
 def _run(command: list[str]) -> str | None:

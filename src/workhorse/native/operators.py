@@ -33,7 +33,7 @@ def load(*, wait: bool = False) -> bool:
 def why_not(*, wait: bool = False) -> str | None:
     """Why the operators cannot be called, in one line, or None if they can; see `load`."""
     try:
-        _load(build.ensure(wait=wait))
+        _load(build.ensure("decoding", wait=wait))
     except build.Unavailable as reason:
         return str(reason)
     return None
@@ -86,7 +86,7 @@ def packed_linear(
     out_features: int,
     ends: Int32[Tensor, " experts"] | None = None,
 ) -> Float[Tensor, "*batch out_features"]:
-    """`x Wᵀ + b` with W of 4 or 8 bits a number, laid out as `packed.h` says.
+    """`x Wᵀ + b` with W of 4 or 8 bits a number, laid out as `ops/packed_linear.h` says.
 
     Args:
         x: bfloat16 or float32, on the CPU, as wide as the groups.

@@ -1,4 +1,4 @@
-"""Products of bfloat16 or float32 matrices on a CPU with a matrix unit; see `products.h`.
+"""Products of bfloat16 or float32 matrices on a CPU with a matrix unit; see `ops/gemm.h`.
 
 They are compiled apart from the other operators, which any CPU can use.
 """
@@ -24,7 +24,7 @@ def why_not(*, wait: bool) -> str | None:
     if not cpu_has("amx_bf16"):
         return "the CPU has no matrix unit for bfloat16"
     try:
-        _load(build.ensure("products", wait=wait))
+        _load(build.ensure("gemm", wait=wait))
     except build.Unavailable as reason:
         return str(reason)
     return None

@@ -1,4 +1,4 @@
-"""The operators of training on a CPU; see `training.cpp`.
+"""The operators of training on a CPU; see `bindings/training.cpp`.
 
 They are compiled apart from those of decoding: a run needs them from its first step on, or its end
 would depend on when they were there.

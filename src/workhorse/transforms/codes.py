@@ -1,4 +1,4 @@
-"""Weights as codes of 8 or 4 bits, in the order in which `native/packed.h` reads them.
+"""Weights as codes of 8 or 4 bits, in the order in which `native/ops/packed_linear.h` reads them.
 
 Each row of a weight is cut into groups of 32 numbers. A group has one scale in bfloat16, and a
 number a code that stands for one of a few levels:
@@ -130,7 +130,7 @@ def _look_up(table: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
 
 
 def _pack(codes: Tensor, per_byte: int) -> Tensor:
-    """(blocks, 16, groups, 32) to (blocks, groups, bytes), in the order of `packed.h`."""
+    """(blocks, 16, groups, 32) to (blocks, groups, bytes), in the order of `packed_linear.h`."""
     blocks, _, groups, _ = codes.shape
     if per_byte > 1:
         low, high = codes.view(blocks, LANES, groups, -1, 2, 4).unbind(-2)

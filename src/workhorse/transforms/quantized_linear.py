@@ -1,8 +1,8 @@
 """Linear layers with weights of 8 or 4 bits: decoding reads a half or a quarter of the memory.
 
-On a CPU that has the instructions a native operator multiplies by the codes, `native/packed.h`;
-elsewhere the weight is written out in the type of x at every call, which is right and slow. The two
-differ by rounding. No gradients are computed for the weight.
+On a CPU that has the instructions a native operator multiplies by the codes, see
+`native/ops/packed_linear.h`; elsewhere the weight is written out in the type of x at every call,
+which is right and slow. The two differ by rounding. No gradients are computed for the weight.
 """
 
 from typing import Self

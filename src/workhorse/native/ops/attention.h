@@ -12,9 +12,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "exponential.h"
-#include "layers.h"
-#include "transpose.h"
+#include "ops/norms.h"
+#include "simd/exponential.h"
+#include "simd/transpose.h"
 
 namespace workhorse {
 

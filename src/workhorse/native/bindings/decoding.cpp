@@ -13,11 +13,11 @@
 #include <optional>
 #include <vector>
 
-#include "attend.h"
-#include "likeliest.h"
-#include "packed_tiles.h"
-#include "rows.h"
-#include "tiles.h"
+#include "ops/argmax.h"
+#include "ops/attend.h"
+#include "ops/linear.h"
+#include "ops/linear_amx.h"
+#include "ops/packed_linear_amx.h"
 
 namespace workhorse {
 namespace {

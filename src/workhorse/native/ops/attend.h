@@ -12,8 +12,8 @@
 #include <utility>
 #include <vector>
 
-#include "exponential.h"
-#include "rows.h"
+#include "ops/linear.h"
+#include "simd/exponential.h"
 
 namespace workhorse {
 

@@ -3,7 +3,7 @@
 
 #include <algorithm>
 
-#include "vectors.h"
+#include "simd/vectors.h"
 
 namespace workhorse {
 

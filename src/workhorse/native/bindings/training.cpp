@@ -15,9 +15,9 @@
 #include <tuple>
 #include <vector>
 
-#include "attention.h"
-#include "layer_operators.h"
-#include "updates.h"
+#include "bindings/layers.h"
+#include "ops/attention.h"
+#include "ops/updates.h"
 
 namespace workhorse {
 namespace {

@@ -1,4 +1,4 @@
-// C = A B for matrices that do not fit a cache, of bfloat16 or of float32 in halves (halves.h), summed in
+// C = A B for matrices that do not fit a cache, of bfloat16 or of float32 in halves (simd/bf16_split.h), summed in
 // float32 on the matrix unit.
 //
 // The unit multiplies two tiles of the left side by two of the right in 64 cycles. To keep it busy:
@@ -10,7 +10,7 @@
 //              long for one block, the sums so far
 //
 // (the layers of 10.1145/1356052.1356053). Finished sums are added up, rounded and written while the
-// unit is at the next ones (sums.h).
+// unit is at the next ones (gemm_sums.h).
 #pragma once
 
 #ifdef __linux__
@@ -20,8 +20,8 @@
 #include <cstdlib>
 #include <new>
 
-#include "operands.h"
-#include "sums.h"
+#include "ops/gemm_operands.h"
+#include "ops/gemm_sums.h"
 
 namespace workhorse {
 

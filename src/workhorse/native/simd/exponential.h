@@ -1,7 +1,7 @@
 // e^x in vectors, for any CPU.
 #pragma once
 
-#include "vectors.h"
+#include "simd/vectors.h"
 
 namespace workhorse {
 

@@ -1,7 +1,7 @@
 // 16 × 16 numbers of 32 bits, rows and columns exchanged: how lanes become rows.
 #pragma once
 
-#include "vectors.h"
+#include "simd/vectors.h"
 
 namespace workhorse {
 

@@ -1,4 +1,4 @@
-// The product of `packed.h` on the matrix unit of Intel's CPUs (AMX), for many rows of x in bfloat16.
+// The product of `packed_linear.h` on the matrix unit of Intel's CPUs (AMX), for many rows of x in bfloat16.
 //
 // The codes of a block and a group lie as the unit wants its right operand: 16 outputs beside each
 // other, and in each four k. So W becomes tiles lane by lane, rounded to bfloat16, in a few
@@ -6,8 +6,8 @@
 // them. Tiles of x are copied once per call to lie one behind the other.
 #pragma once
 
-#include "packed.h"
-#include "tiles.h"
+#include "ops/linear_amx.h"
+#include "ops/packed_linear.h"
 
 namespace workhorse {
 
@@ -18,7 +18,7 @@ struct alignas(64) Tile {
   BFloat16 numbers[kTile][kDepth];
 };
 
-constexpr int kManyRows = 12;  // from where it is quicker than `packed.h`
+constexpr int kManyRows = 12;  // from where it is quicker than `packed_linear.h`
 
 template <int Bits>
 struct PackedTiles {

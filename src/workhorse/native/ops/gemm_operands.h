@@ -15,8 +15,8 @@
 //   right    16 × 16 pairs of numbers transposed    two rows woven into one
 #pragma once
 
-#include "halves.h"
-#include "tiles.h"
+#include "ops/linear_amx.h"
+#include "simd/bf16_split.h"
 
 namespace workhorse {
 
@@ -27,7 +27,7 @@ constexpr int kPanel = 2 * kTile;  // lanes that are multiplied at once: two til
 
 enum class Side { left, right };
 
-// A number is the sum of so many of bfloat16; see halves.h.
+// A number is the sum of so many of bfloat16; see bf16_split.h.
 template <class T>
 constexpr int kParts = sizeof(T) / sizeof(BFloat16);
 

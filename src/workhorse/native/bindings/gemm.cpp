@@ -1,4 +1,4 @@
-// The operator of products.h as PyTorch sees it.
+// The operator of ops/gemm.h as PyTorch sees it.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -7,7 +7,7 @@
 
 #include <optional>
 
-#include "products.h"
+#include "ops/gemm.h"
 
 #ifdef __AMX_BF16__
 

@@ -2,8 +2,8 @@
 // exchanged, a few at a time, so that it happens while the unit is at the next ones.
 #pragma once
 
-#include "operands.h"
-#include "transpose.h"
+#include "ops/gemm_operands.h"
+#include "simd/transpose.h"
 
 namespace workhorse {
 

@@ -12,7 +12,7 @@
 // NaN. The unit takes numbers below 2^-126 for 0, halves too.
 #pragma once
 
-#include "vectors.h"
+#include "simd/vectors.h"
 
 namespace workhorse {
 

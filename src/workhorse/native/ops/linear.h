@@ -7,7 +7,7 @@
 
 #include <algorithm>
 
-#include "vectors.h"
+#include "simd/vectors.h"
 
 namespace workhorse {
 

@@ -17,7 +17,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "vectors.h"
+#include "simd/vectors.h"
 
 namespace workhorse {
 

@@ -5,8 +5,8 @@
 #include <cstdint>
 #include <cstring>
 
-#include "exponential.h"
-#include "layers.h"
+#include "ops/norms.h"
+#include "simd/exponential.h"
 
 namespace workhorse {
 

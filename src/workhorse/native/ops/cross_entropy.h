@@ -4,8 +4,8 @@
 #include <cmath>
 #include <cstdint>
 
-#include "exponential.h"
-#include "layers.h"
+#include "ops/norms.h"
+#include "simd/exponential.h"
 
 namespace workhorse {
 

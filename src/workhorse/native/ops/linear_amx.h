@@ -19,9 +19,9 @@
 #include <algorithm>
 #include <memory>
 
-#include "rows.h"
-#include "transpose.h"
-#include "vectors.h"
+#include "ops/linear.h"
+#include "simd/transpose.h"
+#include "simd/vectors.h"
 
 namespace workhorse {
 

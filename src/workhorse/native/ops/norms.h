@@ -6,7 +6,7 @@
 #include <cstdint>
 #include <cstring>
 
-#include "vectors.h"
+#include "simd/vectors.h"
 
 namespace workhorse {
 

@@ -14,9 +14,9 @@
 #include <type_traits>
 #include <vector>
 
-#include "activations.h"
-#include "layers.h"
-#include "loss.h"
+#include "ops/activations.h"
+#include "ops/cross_entropy.h"
+#include "ops/norms.h"
 
 namespace workhorse {
 

@@ -161,7 +161,7 @@ def test_compiler_traces_it() -> None:
     )
     assert torch.equal(compiled(a), products.multiply(a, b, bias) * 2)
     torch.library.opcheck(
-        torch.ops.workhorse.multiply.default, (a, b, bias), test_utils="test_faketensor"
+        torch.ops.workhorse.gemm.default, (a, b, bias), test_utils="test_faketensor"
     )
 
 

@@ -1,4 +1,4 @@
-"""bfloat16 is rounded as PyTorch rounds it, with the instruction for it and without."""
+"""bfloat16 is rounded as PyTorch rounds it, with the instructions for it and without."""
 
 import ctypes
 import subprocess
@@ -7,53 +7,115 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from torch import Tensor
 
 from workhorse.instructions import LEVELS, levels_here
 from workhorse.native import build
 
 SOURCE = """
-#include "simd/vectors.h"
+#include "ops/weights.h"
+#include "simd/elementwise.h"
 using namespace workhorse;
-extern "C" void by_vectors(const float* from, U16x16* to, int64_t vectors) {
-  for (int64_t i = 0; i < vectors; i++) {
-    const U16x16 rounded = round(widen(from + 16 * i));
-    std::memcpy(to + i, &rounded, sizeof rounded);
+extern "C" void by_vectors(const float* from, U16x16* to, int64_t n) {
+  for (int64_t i = 0; i < n; i += 16) {
+    const U16x16 rounded = round(widen(from + i));
+    std::memcpy(to + i / 16, &rounded, sizeof rounded);
   }
 }
-extern "C" void one_by_one(const float* from, BFloat16* to, int64_t vectors) {
-  for (int64_t i = 0; i < 16 * vectors; i++) store(to + i, from[i]);
+extern "C" void by_pairs(const float* from, uint16_t* to, int64_t n) {
+#ifdef __AVX512BF16__
+  for (int64_t i = 0; i < n; i += 32)
+    _mm512_storeu_si512(to + i, round(widen(from + i), widen(from + i + 16)));
+#else
+  for (int64_t i = 0; i < n; i += 32)
+    for (int j = 0; j < 32; j += 16) {
+      const U16x16 rounded = round(widen(from + i + j));
+      std::memcpy(to + i + j, &rounded, sizeof rounded);
+    }
+#endif
+}
+extern "C" void one_by_one(const float* from, BFloat16* to, int64_t n) {
+  for (int64_t i = 0; i < n; i++) store(to + i, from[i]);
+}
+extern "C" void as_weights(const float* from, uint16_t* to, int64_t n) {
+  for (int64_t i = 0; i < n; i++) weights::Narrow{to}.write(i, from[i]);
+}
+extern "C" void split(const float* from, uint16_t* upper, int16_t* low_bits, int64_t n) {
+  for (int64_t i = 0; i < n; i++) weights::Split{upper, low_bits}.write(i, from[i]);
+}
+extern "C" void join(uint16_t* upper, int16_t* low_bits, float* to, int64_t n) {
+  for (int64_t i = 0; i < n; i++) to[i] = weights::Split{upper, low_bits}.read(i);
 }
 """
+BY_INSTRUCTION = {"by_vectors", "by_pairs"}
 
 
-@pytest.mark.parametrize("level", sorted({*levels_here()[:1], *levels_here()[-1:]}))
-def test_every_number_is_rounded_as_pytorch_rounds_it(level: str, tmp_path: Path) -> None:
-    """Every upper half with lower halves about a tie; NaN above all, whose sum would carry over."""
+def numbers() -> np.ndarray:
+    """Every upper half with lower halves about a tie: among them each NaN, infinity and subnormal.
+
+    The sum that rounds would carry some NaNs over into zeros.
+    """
+    upper = np.arange(2**16, dtype=np.uint32) << 16
+    lows = (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF, 0x1234)
+    made = np.stack([upper + low for low in lows]).flatten()
+    return np.resize(made, (len(made) + 31) // 32 * 32)
+
+
+@pytest.fixture(scope="module", params=levels_here())
+def level(request: pytest.FixtureRequest) -> str:
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def rounding(level: str, tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
+    """The functions above, compiled for a level of instructions."""
     try:
         compiler = build._compiler()
     except build.Unavailable as reason:
         pytest.skip(str(reason))
-    source, library = tmp_path / "rounding.cpp", tmp_path / "rounding.so"
+    folder = tmp_path_factory.mktemp("rounding")
+    source, library = folder / "rounding.cpp", folder / "rounding.so"
     source.write_text(SOURCE)
-    flags = ("-O1", "-std=c++20", "-fPIC", "-shared", *LEVELS[level].flags)
+    flags = ("-O3", "-fno-math-errno", "-std=c++20", "-fPIC", "-shared", "-Wno-psabi")
     include = f"-I{Path(build.__file__).parent}"
-    subprocess.run([compiler, *flags, include, source, "-o", library], check=True)
-    rounding = ctypes.CDLL(str(library))
+    command = [compiler, *flags, *LEVELS[level].flags, include, source, "-o", library]
+    subprocess.run(command, check=True)
+    return ctypes.CDLL(str(library))
 
-    upper = np.arange(2**16, dtype=np.uint32) << 16
-    numbers = np.stack([upper + low for low in (0, 1, 0x7FFF, 0x8000, 0x8001, 0xFFFF)])
-    magnitude = numbers & 0x7FFFFFFF
-    numbers = numbers[(magnitude == 0) | (magnitude >= 2**23)]  # the instruction drops denormals
-    numbers = np.resize(numbers, len(numbers) // 16 * 16 + 16)
-    expected = torch.from_numpy(numbers.view(np.float32)).bfloat16()
-    for function in (rounding.by_vectors, rounding.one_by_one):
-        found = np.empty(len(numbers), np.int16)
-        function(
-            ctypes.c_void_p(numbers.ctypes.data),
-            ctypes.c_void_p(found.ctypes.data),
-            ctypes.c_int64(len(numbers) // 16),
-        )
-        rounded = torch.from_numpy(found).view(torch.bfloat16)
-        assert torch.equal(rounded.isnan(), expected.isnan())
-        numeric = ~expected.isnan()
-        assert torch.equal(rounded[numeric].view(torch.int16), expected[numeric].view(torch.int16))
+
+def address(array: np.ndarray) -> ctypes.c_void_p:
+    return ctypes.c_void_p(array.ctypes.data)
+
+
+@pytest.mark.parametrize("function", ["by_vectors", "by_pairs", "one_by_one", "as_weights"])
+def test_every_number_is_rounded_as_pytorch_rounds_it(
+    rounding: ctypes.CDLL, level: str, function: str
+) -> None:
+    given = numbers()
+    found = np.empty(len(given), np.int16)
+    getattr(rounding, function)(address(given), address(found), ctypes.c_int64(len(given)))
+    expected = torch.from_numpy(given.view(np.float32)).bfloat16()
+    if LEVELS[level].adds & {"avx512_bf16"} and function in BY_INSTRUCTION:
+        subnormal = torch.from_numpy((given & 0x7FFFFFFF) < 2**23)
+        expected = torch.where(subnormal, torch.zeros_like(expected).copysign(expected), expected)
+    assert_same(torch.from_numpy(found).view(torch.bfloat16), expected)
+
+
+def test_splitting_a_number_and_joining_its_parts_gives_the_number(rounding: ctypes.CDLL) -> None:
+    given = numbers()
+    upper, low_bits = np.empty(len(given), np.uint16), np.empty(len(given), np.int16)
+    joined, count = np.empty(len(given), np.float32), ctypes.c_int64(len(given))
+    rounding.split(address(given), address(upper), address(low_bits), count)
+    rounding.join(address(upper), address(low_bits), address(joined), count)
+    exact = torch.from_numpy(given.view(np.float32))
+    assert_same(torch.from_numpy(joined), exact)
+    nan = torch.from_numpy(upper.view(np.int16)).view(torch.bfloat16).isnan()
+    assert torch.equal(nan, exact.isnan())  # in the part that the model holds too
+
+
+def assert_same(found: Tensor, expected: Tensor) -> None:
+    """To the bit, but for what a NaN looks like."""
+    bits = torch.int16 if found.dtype == torch.bfloat16 else torch.int32
+    assert torch.equal(found.isnan(), expected.isnan())
+    numeric = ~expected.isnan()
+    assert torch.equal(found[numeric].view(bits), expected[numeric].view(bits))

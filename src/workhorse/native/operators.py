@@ -124,7 +124,7 @@ def attend(
 
 def finds_likeliest() -> bool:
     """Whether `likeliest` can be called: the operators were loaded."""
-    return hasattr(torch.ops.workhorse, "likeliest")
+    return hasattr(torch.ops.workhorse, "argmax")
 
 
 def likeliest(logits: Float[Tensor, "batch vocab"]) -> Int64[Tensor, " batch"]:
@@ -133,7 +133,7 @@ def likeliest(logits: Float[Tensor, "batch vocab"]) -> Int64[Tensor, " batch"]:
     Args:
         logits: bfloat16 or float32, on the CPU, those of a row side by side.
     """
-    return torch.ops.workhorse.likeliest.default(logits)
+    return torch.ops.workhorse.argmax.default(logits)
 
 
 @functools.cache

@@ -47,7 +47,7 @@ def multiply(
         b: likewise.
         bias: for each column, likewise.
     """
-    return torch.ops.workhorse.multiply.default(a, b, bias)
+    return torch.ops.workhorse.gemm.default(a, b, bias)
 
 
 def linear(
@@ -68,9 +68,9 @@ def rows(x: Tensor) -> Tensor:
 @functools.cache
 def _load(library: Path) -> None:
     build.load(library)
-    if not hasattr(torch.ops.workhorse, "multiply"):
+    if not hasattr(torch.ops.workhorse, "gemm"):
         raise build.Unavailable("the system gives no process the matrix unit")
-    torch.library.register_fake("workhorse::multiply", _shape)
+    torch.library.register_fake("workhorse::gemm", _shape)
 
 
 def _shape(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:

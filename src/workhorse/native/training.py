@@ -215,7 +215,7 @@ def squared_length(tensors: list[Tensor]) -> Tensor:
 
 def adamw_(  # noqa: PLR0917 - the tensors of one formula
     weights: list[Tensor],
-    remainders: list[Tensor],
+    low_bits: list[Tensor],
     gradients: list[Tensor],
     means: list[Tensor],
     mean_squares: list[Tensor],
@@ -231,8 +231,8 @@ def adamw_(  # noqa: PLR0917 - the tensors of one formula
     """An update of AdamW, in place, in one pass over memory; all tensors contiguous.
 
     Args:
-        weights: float32; or bfloat16, with remainders.
-        remainders: int16, as `workhorse.optim.master_weights` splits weights; or none.
+        weights: float32; or bfloat16, with low bits.
+        low_bits: int16, as `workhorse.optim.master_weights` splits weights; or none.
         gradients: bfloat16 or float32; multiplied by `shrink`.
         means: likewise.
         mean_squares: float32.
@@ -246,7 +246,7 @@ def adamw_(  # noqa: PLR0917 - the tensors of one formula
     """
     torch.ops.workhorse.adamw_.default(
         weights,
-        remainders,
+        low_bits,
         gradients,
         means,
         mean_squares,
@@ -280,18 +280,18 @@ def muon_directions(
 
 
 def split_move_(
-    weights: list[Tensor], remainders: list[Tensor], updates: Tensor, *, kept: float, size: float
+    weights: list[Tensor], low_bits: list[Tensor], updates: Tensor, *, kept: float, size: float
 ) -> None:
     """`weight · kept - size · update`, in place, of weights that `optim.master_weights` splits.
 
     Args:
         weights: matrices or stacks of one shape (…, rows, columns), bfloat16.
-        remainders: of them, int16.
+        low_bits: of them, int16.
         updates: (matrices, shorter side, longer side), bfloat16.
         kept: multiplies the weights.
         size: of the updates.
     """
-    torch.ops.workhorse.split_move_.default(weights, remainders, updates, kept, size)
+    torch.ops.workhorse.split_move_.default(weights, low_bits, updates, kept, size)
 
 
 @cache

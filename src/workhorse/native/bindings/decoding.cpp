@@ -19,7 +19,7 @@
 #include "ops/linear_amx.h"
 #include "ops/packed_linear_amx.h"
 
-namespace workhorse {
+namespace workhorse::bindings {
 namespace {
 
 using torch::headeronly::ScalarType;
@@ -71,13 +71,13 @@ struct Given {
 
 // Work on blocks of `size` outputs of all the layers, shared out as if they were one.
 template <class T, class F>
-void in_blocks(const std::vector<Layer<T>>& layers, int64_t size, int64_t bytes_each,
+void in_blocks(const std::vector<linear::Layer<T>>& layers, int64_t size, int64_t bytes_each,
                const F& work) {
-  auto blocks = [size](const Layer<T>& layer) { return (layer.out + size - 1) / size; };
+  auto blocks = [size](const linear::Layer<T>& layer) { return (layer.out + size - 1) / size; };
   int64_t total = 0;
-  for (const Layer<T>& layer : layers) total += blocks(layer);
+  for (const linear::Layer<T>& layer : layers) total += blocks(layer);
   in_threads(total, bytes_each, [&](int64_t from, int64_t to) {
-    for (const Layer<T>& layer : layers) {
+    for (const linear::Layer<T>& layer : layers) {
       const int64_t count = blocks(layer);
       if (from < count && to > 0)
         work(layer, std::max<int64_t>(from, 0) * size, std::min(to * size, layer.out));
@@ -88,32 +88,32 @@ void in_blocks(const std::vector<Layer<T>>& layers, int64_t size, int64_t bytes_
 }
 
 template <class T>
-void multiply(const Given& given, const std::vector<Layer<T>>& layers) {
+void multiply(const Given& given, const std::vector<linear::Layer<T>>& layers) {
   const int64_t in = given.in, rows = given.rows;
   const T* x = data<T>(given.x);
 #ifdef __AMX_BF16__
   if constexpr (std::is_same_v<T, BFloat16>)
     if (rows > 1 && tiles_allowed()) {
-      TiledRows tiled{x, rows, in};
+      linear::TiledRows tiled{x, rows, in};
       in_threads(tiled.columns, in * kTile * 2,
                  [&](int64_t from, int64_t to) { tiled.pack(from, to); });
       in_blocks(layers, kTile, in * kTile * 2,
-                [&](const Layer<T>& layer, int64_t begin, int64_t end) {
+                [&](const linear::Layer<T>& layer, int64_t begin, int64_t end) {
                   const Tiles tiles;
                   tiled.run(layer, begin, end);
                 });
       return;
     }
 #endif
-  const Rows<T> all{x, rows, in};
-  in_blocks(layers, kOut, in * kOut * sizeof(T),
-            [&](const Layer<T>& layer, int64_t begin, int64_t end) { all.run(layer, begin, end); });
+  const linear::Rows<T> all{x, rows, in};
+  in_blocks(layers, linear::kOut, in * linear::kOut * sizeof(T),
+            [&](const linear::Layer<T>& layer, int64_t begin, int64_t end) { all.run(layer, begin, end); });
 }
 
 template <class T>
 void multiply(const Given& given, const std::vector<Tensor>& weights,
               const std::vector<std::optional<Tensor>>& biases, const std::vector<Tensor>& ys) {
-  std::vector<Layer<T>> layers;
+  std::vector<linear::Layer<T>> layers;
   for (size_t n = 0; n < weights.size(); n++)
     layers.push_back({data<T>(weights[n]), data<T>(biases[n]),
                       static_cast<T*>(ys[n].mutable_data_ptr()), weights[n].size(0)});
@@ -147,7 +147,7 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 }
 
 template <class T>
-Heads<T> heads_of(const Tensor& tensor) {
+attend::Heads<T> heads_of(const Tensor& tensor) {
   STD_TORCH_CHECK(tensor.is_cpu() && tensor.stride(3) == 1,
                   "workhorse: q, k and v must be on the CPU, their last axis side by side");
   return {static_cast<const T*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1),
@@ -159,11 +159,11 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const std::opt
                double scale, const Tensor& y) {
   const int64_t kv_heads = k.size(1), slots = k.size(2), width = q.size(3), value_width = v.size(3);
   const int64_t mask_stride = mask && mask->size(0) > 1 ? mask->stride(0) : 0;
-  const Attend<T> attend{heads_of<T>(q), heads_of<T>(k), heads_of<T>(v), data<bool>(mask),
+  const attend::Attend<T> work{heads_of<T>(q), heads_of<T>(k), heads_of<T>(v), data<bool>(mask),
                          mask_stride,    static_cast<T*>(y.mutable_data_ptr()),
                          q.size(1),      kv_heads,       slots, width, value_width, float(scale)};
   in_threads(q.size(0) * kv_heads, slots * (width + value_width) * sizeof(T),
-             [&](int64_t from, int64_t to) { attend.run(from, to); });
+             [&](int64_t from, int64_t to) { work.run(from, to); });
 }
 
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask,
@@ -191,24 +191,24 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const std::opti
 }
 
 template <class T>
-void likeliest_of(const Tensor& logits, int64_t* tokens) {
+void argmax_of(const Tensor& logits, int64_t* tokens) {
   const int64_t count = logits.size(1), stride = logits.stride(0);
   const T* rows = static_cast<const T*>(logits.const_data_ptr());
   in_threads(logits.size(0), count * sizeof(T), [&](int64_t from, int64_t to) {
-    for (int64_t r = from; r < to; r++) tokens[r] = largest_at(rows + r * stride, count);
+    for (int64_t r = from; r < to; r++) tokens[r] = argmax::argmax(rows + r * stride, count);
   });
 }
 
-Tensor likeliest(const Tensor& logits) {
+Tensor argmax(const Tensor& logits) {
   const ScalarType type = logits.scalar_type();
   STD_TORCH_CHECK(logits.is_cpu() && logits.dim() == 2 && logits.size(1) > 0 && logits.stride(1) == 1,
                   "workhorse: logits must be (batch, vocab) on the CPU, a row's side by side");
   Tensor tokens = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Long);
   int64_t* to = static_cast<int64_t*>(tokens.mutable_data_ptr());
   if (type == ScalarType::BFloat16)
-    likeliest_of<BFloat16>(logits, to);
+    argmax_of<BFloat16>(logits, to);
   else if (type == ScalarType::Float)
-    likeliest_of<float>(logits, to);
+    argmax_of<float>(logits, to);
   else
     STD_TORCH_CHECK(false, "workhorse: logits must be bfloat16 or float32");
   return tokens;
@@ -216,17 +216,17 @@ Tensor likeliest(const Tensor& logits) {
 
 #ifdef WORKHORSE_PACKS
 template <class T, int Bits>
-void multiply_packed(const T* x, const PackedWeight<Bits>& weight, const T* bias, T* y, int64_t rows,
+void multiply_packed(const T* x, const packed_linear::PackedWeight<Bits>& weight, const T* bias, T* y, int64_t rows,
               int64_t out) {
-  const int64_t row_bytes = weight.groups * kGroup * sizeof(T);
-  const int64_t block_bytes = weight.groups * weight.bytes, blocks = (out + kLanes - 1) / kLanes;
+  const int64_t row_bytes = weight.groups * packed_linear::kGroup * sizeof(T);
+  const int64_t block_bytes = weight.groups * weight.bytes, blocks = (out + packed_linear::kLanes - 1) / packed_linear::kLanes;
 #ifdef __AMX_BF16__
   if constexpr (std::is_same_v<T, BFloat16>)
-    if (rows >= kManyRows && tiles_allowed()) {
+    if (rows >= packed_linear::kManyRows && tiles_allowed()) {
       const int64_t pass = std::max<int64_t>(1, kPassBytes / row_bytes / kTile) * kTile;
       for (int64_t r = 0; r < rows; r += pass) {
-        const int64_t in = weight.groups * kGroup;
-        PackedTiles<Bits> tiled{weight, x + r * in, bias, y + r * out, std::min(pass, rows - r), out};
+        const int64_t in = weight.groups * packed_linear::kGroup;
+        packed_linear::PackedTiles<Bits> tiled{weight, x + r * in, bias, y + r * out, std::min(pass, rows - r), out};
         in_threads(tiled.tiles, row_bytes * kTile,
                    [&](int64_t from, int64_t to) { tiled.pack(from, to); });
         in_threads((blocks + 1) / 2, 2 * block_bytes,
@@ -235,9 +235,9 @@ void multiply_packed(const T* x, const PackedWeight<Bits>& weight, const T* bias
       return;
     }
 #endif
-  PackedLinear<Bits, T> linear{weight, x, bias, y, rows, out};
-  in_threads(rows, row_bytes, [&](int64_t from, int64_t to) { linear.pack(from, to); });
-  in_threads(blocks, block_bytes, [&](int64_t from, int64_t to) { linear.run(from, to); });
+  packed_linear::PackedLinear<Bits, T> product{weight, x, bias, y, rows, out};
+  in_threads(rows, row_bytes, [&](int64_t from, int64_t to) { product.pack(from, to); });
+  in_threads(blocks, block_bytes, [&](int64_t from, int64_t to) { product.run(from, to); });
 }
 
 // One weight, or one for each group of rows, which ends where `ends` says.
@@ -248,7 +248,7 @@ void packed_rows(const Given& given, const Tensor& codes, const Tensor& scales,
   const int64_t blocks = scales.size(-3), groups = scales.size(-2), out = made.size(-1);
   const T* x = data<T>(given.x);
   T* y = static_cast<T*>(made.mutable_data_ptr());
-  PackedWeight<Bits> weight{data<uint8_t>(codes), data<BFloat16>(scales), data<uint8_t>(levels),
+  packed_linear::PackedWeight<Bits> weight{data<uint8_t>(codes), data<BFloat16>(scales), data<uint8_t>(levels),
                             groups};
   const auto rows = [&](int64_t begin, int64_t end) {
     if (begin < end)
@@ -262,7 +262,7 @@ void packed_rows(const Given& given, const Tensor& codes, const Tensor& scales,
     rows(begin, end);
     begin = end;
     weight.codes += blocks * groups * weight.bytes;
-    weight.scales += blocks * groups * kLanes;
+    weight.scales += blocks * groups * packed_linear::kLanes;
   }
 }
 
@@ -272,20 +272,20 @@ Tensor packed_linear(const Tensor& x, const Tensor& codes, const Tensor& scales,
   STD_TORCH_CHECK(codes.dim() == (ends ? 4 : 3), "workhorse: codes must have ", ends ? 4 : 3, " axes");
   const Given given(x);
   const ScalarType type = x.scalar_type();
-  const int64_t blocks = (out + kLanes - 1) / kLanes, groups = codes.size(-2);
-  const int64_t bytes = levels ? PackedWeight<4>::bytes : PackedWeight<8>::bytes;
+  const int64_t blocks = (out + packed_linear::kLanes - 1) / packed_linear::kLanes, groups = codes.size(-2);
+  const int64_t bytes = levels ? packed_linear::PackedWeight<4>::bytes : packed_linear::PackedWeight<8>::bytes;
   STD_TORCH_CHECK((type == ScalarType::BFloat16 || type == ScalarType::Float) &&
-                      given.in == groups * kGroup,
+                      given.in == groups * packed_linear::kGroup,
                   "workhorse: x must be bfloat16 or float32, and as wide as the groups of codes");
   if (ends) {
     check(*ends, ScalarType::Int, {codes.size(0)}, "ends");
     check(codes, ScalarType::Byte, {codes.size(0), blocks, groups, bytes}, "codes");
-    check(scales, ScalarType::Short, {codes.size(0), blocks, groups, kLanes}, "scales");
+    check(scales, ScalarType::Short, {codes.size(0), blocks, groups, packed_linear::kLanes}, "scales");
   } else {
     check(codes, ScalarType::Byte, {blocks, groups, bytes}, "codes");
-    check(scales, ScalarType::Short, {blocks, groups, kLanes}, "scales");
+    check(scales, ScalarType::Short, {blocks, groups, packed_linear::kLanes}, "scales");
   }
-  if (levels) check(*levels, ScalarType::Byte, {kLanes}, "levels");
+  if (levels) check(*levels, ScalarType::Byte, {packed_linear::kLanes}, "levels");
   if (bias) check(*bias, type, {out}, "bias");
   const bool wide = type == ScalarType::Float;
   const auto multiply = levels ? wide ? packed_rows<float, 4> : packed_rows<BFloat16, 4>
@@ -297,13 +297,13 @@ Tensor packed_linear(const Tensor& x, const Tensor& codes, const Tensor& scales,
 #endif
 
 }  // namespace
-}  // namespace workhorse
+}  // namespace workhorse::bindings
 
 STABLE_TORCH_LIBRARY(workhorse, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("linear_each(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]");
   m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor");
-  m.def("likeliest(Tensor logits) -> Tensor");
+  m.def("argmax(Tensor logits) -> Tensor");
 #ifdef WORKHORSE_PACKS
   m.def(
       "packed_linear(Tensor x, Tensor codes, Tensor scales, Tensor? levels, Tensor? bias, "
@@ -312,11 +312,11 @@ STABLE_TORCH_LIBRARY(workhorse, m) {
 }
 
 STABLE_TORCH_LIBRARY_IMPL(workhorse, CPU, m) {
-  m.impl("linear", TORCH_BOX(&workhorse::linear));
-  m.impl("linear_each", TORCH_BOX(&workhorse::linear_each));
-  m.impl("attend", TORCH_BOX(&workhorse::attend));
-  m.impl("likeliest", TORCH_BOX(&workhorse::likeliest));
+  m.impl("linear", TORCH_BOX(&workhorse::bindings::linear));
+  m.impl("linear_each", TORCH_BOX(&workhorse::bindings::linear_each));
+  m.impl("attend", TORCH_BOX(&workhorse::bindings::attend));
+  m.impl("argmax", TORCH_BOX(&workhorse::bindings::argmax));
 #ifdef WORKHORSE_PACKS
-  m.impl("packed_linear", TORCH_BOX(&workhorse::packed_linear));
+  m.impl("packed_linear", TORCH_BOX(&workhorse::bindings::packed_linear));
 #endif
 }

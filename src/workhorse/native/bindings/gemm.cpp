@@ -1,4 +1,4 @@
-// The operator of ops/gemm.h as PyTorch sees it.
+// The product of ops/gemm.h as PyTorch sees it.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -11,7 +11,7 @@
 
 #ifdef __AMX_BF16__
 
-namespace workhorse {
+namespace workhorse::bindings {
 namespace {
 
 using torch::headeronly::ScalarType;
@@ -25,7 +25,7 @@ bool is_matrix(const Tensor& x, ScalarType type, int64_t rows, int64_t columns) 
 }
 
 template <class T>
-Operand<T> operand(const Tensor& x, int lane_axis) {
+gemm::Operand<T> operand(const Tensor& x, int lane_axis) {
   const int k_axis = 1 - lane_axis;
   const T* at = static_cast<const T*>(x.const_data_ptr());
   if (x.stride(k_axis) == 1 || x.size(k_axis) == 1) return {at, x.stride(lane_axis), true};
@@ -36,7 +36,7 @@ Operand<T> operand(const Tensor& x, int lane_axis) {
 
 // Every thread gets a part of C, in a grid whose parts need the fewest rows and columns of A and B.
 template <class T>
-void in_threads(const Product<T>& product, int64_t rows, int64_t columns) {
+void in_threads(const gemm::Product<T>& product, int64_t rows, int64_t columns) {
   const int64_t threads = torch::stable::get_num_threads();
   int64_t high = threads;  // parts that the rows are in
   for (int64_t h = 1; h <= threads; h++)
@@ -45,7 +45,7 @@ void in_threads(const Product<T>& product, int64_t rows, int64_t columns) {
       high = h;
   const int64_t wide = threads / high;
   const auto border = [](int64_t size, int64_t parts, int64_t i) {
-    return std::min(size, (size + kPanel - 1) / kPanel * i / parts * kPanel);
+    return std::min(size, (size + gemm::kPanel - 1) / gemm::kPanel * i / parts * gemm::kPanel);
   };
   torch::stable::parallel_for(0, threads, 1, [&](int64_t from, int64_t to) {
     for (int64_t t = from; t < to; t++) {
@@ -59,12 +59,12 @@ void in_threads(const Product<T>& product, int64_t rows, int64_t columns) {
 template <class T>
 void multiply_into(const Tensor& c, const Tensor& a, const Tensor& b, const Tensor* bias) {
   const int64_t rows = c.size(0), columns = c.size(1), k = a.size(1);
-  const Operand<T> left = operand<T>(a, 0), right = operand<T>(b, 1);
+  const gemm::Operand<T> left = operand<T>(a, 0), right = operand<T>(b, 1);
   T* const at = static_cast<T*>(c.mutable_data_ptr());
   const T* const added = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr;
   // Of bfloat16 the left side can be used as it lies; for few rows that should be B. Of float32 k down
   // the rows costs the left side an exchange that the right side goes without.
-  const bool turn = kParts<T> == 1 ? left.along && right.along && rows <= kFewRows && rows < columns
+  const bool turn = gemm::kParts<T> == 1 ? left.along && right.along && rows <= kFewRows && rows < columns
                                    : !left.along && !right.along && rows > columns;
   if (turn)
     in_threads<T>({right, left, {at, columns, added, true}, k}, columns, rows);
@@ -72,7 +72,7 @@ void multiply_into(const Tensor& c, const Tensor& a, const Tensor& b, const Tens
     in_threads<T>({left, right, {at, columns, added, false}, k}, rows, columns);
 }
 
-Tensor multiply(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
+Tensor gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
   STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2, "workhorse: a and b must have two axes");
   const int64_t rows = a.size(0), k = a.size(1), columns = b.size(1);
   const ScalarType type = a.scalar_type();
@@ -92,14 +92,14 @@ Tensor multiply(const Tensor& a, const Tensor& b, const std::optional<Tensor>& b
 }
 
 }  // namespace
-}  // namespace workhorse
+}  // namespace workhorse::bindings
 
 STABLE_TORCH_LIBRARY_FRAGMENT(workhorse, m) {
-  if (workhorse::tiles_allowed()) m.def("multiply(Tensor a, Tensor b, Tensor? bias) -> Tensor");
+  if (workhorse::tiles_allowed()) m.def("gemm(Tensor a, Tensor b, Tensor? bias) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(workhorse, CPU, m) {
-  if (workhorse::tiles_allowed()) m.impl("multiply", TORCH_BOX(&workhorse::multiply));
+  if (workhorse::tiles_allowed()) m.impl("gemm", TORCH_BOX(&workhorse::bindings::gemm));
 }
 
 #endif  // __AMX_BF16__

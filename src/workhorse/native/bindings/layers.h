@@ -18,7 +18,7 @@
 #include "ops/cross_entropy.h"
 #include "ops/norms.h"
 
-namespace workhorse {
+namespace workhorse::bindings {
 
 using at::Tensor;
 
@@ -51,14 +51,14 @@ void with_activation(const Tensor& x, const Tensor& table, std::string_view name
   if (x.scalar_type() == at::kBFloat16) {
     TORCH_CHECK(table.scalar_type() == at::kInt && table.numel() == 1 << 16 && table.is_contiguous(),
                 "workhorse: an activation wants a table of 65536 words");
-    return f(Table{from<uint32_t>(table)}, BFloat16{});
+    return f(activations::Table{from<uint32_t>(table)}, BFloat16{});
   }
-  if (name == "gelu") return f(Computed<Gelu>{}, float{});
-  if (name == "gelu_tanh") return f(Computed<GeluTanh>{}, float{});
-  if (name == "relu") return f(Computed<Relu>{}, float{});
-  if (name == "relu_squared") return f(Computed<ReluSquared>{}, float{});
-  if (name == "sigmoid") return f(Computed<Sigmoid>{}, float{});
-  if (name == "silu") return f(Computed<Silu>{}, float{});
+  if (name == "gelu") return f(activations::Computed<activations::Gelu>{}, float{});
+  if (name == "gelu_tanh") return f(activations::Computed<activations::GeluTanh>{}, float{});
+  if (name == "relu") return f(activations::Computed<activations::Relu>{}, float{});
+  if (name == "relu_squared") return f(activations::Computed<activations::ReluSquared>{}, float{});
+  if (name == "sigmoid") return f(activations::Computed<activations::Sigmoid>{}, float{});
+  if (name == "silu") return f(activations::Computed<activations::Silu>{}, float{});
   TORCH_CHECK(false, "workhorse: there is no activation ", name);
 }
 
@@ -78,8 +78,8 @@ inline Tensor activation(const Tensor& x, const std::optional<Tensor>& up, const
     const T *in = from<T>(x), *other = from<T>(up.value_or(x));
     T* out = into<T>(y);
     torch::stable::parallel_for(0, x.numel(), kShare, [&](int64_t i, int64_t end) {
-      if (up) activate<true>(end - i, act, in + i, other + i, out + i);
-      else activate<false>(end - i, act, in + i, other + i, out + i);
+      if (up) activations::forward<true>(end - i, act, in + i, other + i, out + i);
+      else activations::forward<false>(end - i, act, in + i, other + i, out + i);
     });
   });
   return y;
@@ -98,8 +98,8 @@ inline std::vector<Tensor> activation_backward(const Tensor& dy, const Tensor& x
     T *y = into<T>(made[0]), *dx = into<T>(made[1]), *dup = into<T>(made.back());
     torch::stable::parallel_for(0, x.numel(), kShare, [&](int64_t i, int64_t end) {
       const auto run = [&](auto gated) {
-        activate_backward<decltype(gated)::value>(end - i, act, above + i, in + i, other + i, y + i,
-                                                  dx + i, dup + i);
+        activations::backward<decltype(gated)::value>(end - i, act, above + i, in + i, other + i,
+                                                      y + i, dx + i, dup + i);
       };
       if (up) run(std::true_type{});
       else run(std::false_type{});
@@ -123,11 +123,11 @@ inline void check_like(const Tensor& x, const std::optional<Tensor>& other) {
 }
 
 // What both passes of a norm over rows share.
-struct Rows {
+struct NormRows {
   int64_t count, width;
   std::vector<float> gain;
 
-  Rows(const Tensor& x, const std::optional<Tensor>& weight, double offset)
+  NormRows(const Tensor& x, const std::optional<Tensor>& weight, double offset)
       : count(x.numel() / x.size(-1)), width(x.size(-1)), gain(in_float32(weight, width, 1)) {
     for (float& value : gain) value += weight ? float(offset) : 0;
   }
@@ -149,24 +149,24 @@ inline std::tuple<Tensor, Tensor, Tensor> norm_of_sum(const Tensor& x,
                                                       double offset, double eps, bool centred,
                                                       bool rounded) {
   TORCH_CHECK(!(centred && rounded), "workhorse: a centred norm is rounded at its end only");
-  const Rows rows(x, weight, offset);
+  const NormRows rows(x, weight, offset);
   check_like(x, branch);
   const std::vector<float> shift = in_float32(bias, rows.width, 0);
   const Tensor sum = branch ? at::empty_like(x) : x;
   const Tensor y = at::empty_like(x);
   const Tensor moments = at::empty({rows.count, 2}, x.options().dtype(at::kFloat));
   by_type(x, [&]<class T>(T) {
-    const auto run = centred   ? norm_row<true, false, T>
-                     : rounded ? norm_row<false, true, T>
-                               : norm_row<false, false, T>;
+    const auto run = centred   ? norms::forward<true, false, T>
+                     : rounded ? norms::forward<false, true, T>
+                               : norms::forward<false, false, T>;
     const T *in = from<T>(x), *other = branch ? from<T>(*branch) : nullptr, *total = from<T>(sum);
     T *out = into<T>(y), *added = branch ? into<T>(sum) : nullptr;
-    Moments* found = into<Moments>(moments);
+    norms::Moments* found = into<norms::Moments>(moments);
     const int64_t width = rows.width;
     torch::stable::parallel_for(0, rows.count, kShare / width + 1, [&](int64_t i, int64_t end) {
       for (; i < end; i++) {
         const int64_t row = i * width;
-        if (branch) add_row(width, in + row, other + row, added + row);
+        if (branch) norms::add_row(width, in + row, other + row, added + row);
         found[i] = run(width, total + row, rows.gain.data(), shift.data(), float(eps), out + row);
       }
     });
@@ -197,14 +197,14 @@ inline std::tuple<Tensor, Tensor> norm_backward(const Tensor& dy, const Tensor& 
                                                 bool centred) {
   check_like(x, dy);
   check_like(x, other);
-  const Rows rows(x, weight, offset);
+  const NormRows rows(x, weight, offset);
   const int64_t parts = (rows.count + kRows - 1) / kRows;
   const Tensor dx = at::empty_like(x);
   const Tensor sums = at::zeros({parts, 2, rows.width}, x.options().dtype(at::kFloat));
   by_type(x, [&]<class T>(T) {
-    const auto run = centred ? norm_row_backward<true, T> : norm_row_backward<false, T>;
+    const auto run = centred ? norms::backward<true, T> : norms::backward<false, T>;
     const T *above = from<T>(dy), *in = from<T>(x), *added = other ? from<T>(*other) : nullptr;
-    const Moments* found = from<Moments>(moments);
+    const norms::Moments* found = from<norms::Moments>(moments);
     T* out = into<T>(dx);
     float* sum = into<float>(sums);
     const int64_t width = rows.width;
@@ -214,7 +214,7 @@ inline std::tuple<Tensor, Tensor> norm_backward(const Tensor& dy, const Tensor& 
           const int64_t row = i * width;
           run(width, above + row, in + row, rows.gain.data(), found[i], out + row,
               sum + 2 * part * width, sum + (2 * part + 1) * width);
-          if (added) add_row(width, out + row, added + row, out + row);
+          if (added) norms::add_row(width, out + row, added + row, out + row);
         }
     });
   });
@@ -240,7 +240,7 @@ inline Tensor loss_into_gradient_(Tensor& logits, const Tensor& targets, double 
         if (T* row = rows + i * vocab; wanted[i] < 0) {
           std::fill(row, row + vocab, T{});
         } else {
-          const Losses of_row = loss_into_gradient(vocab, row, wanted[i], float(multiplier), float(z_loss));
+          const auto of_row = cross_entropy::loss_into_gradient(vocab, row, wanted[i], float(multiplier), float(z_loss));
           loss[i] = of_row.cross_entropy;
           loss[tokens + i] = of_row.z_loss;
         }
@@ -251,18 +251,18 @@ inline Tensor loss_into_gradient_(Tensor& logits, const Tensor& targets, double 
 
 // The squared length of all tensors as one vector, each of float32 or bfloat16.
 inline Tensor squared_length(const std::vector<Tensor>& tensors) {
-  struct Piece {
+  struct Part {
     const Tensor* of;
     int64_t start;
   };
-  std::vector<Piece> pieces;  // whose sums are the same whoever computes them
+  std::vector<Part> parts;  // whose sums are the same whoever computes them
   for (const Tensor& x : tensors)
-    for (int64_t start = 0; start < x.numel(); start += kShare) pieces.push_back({&x, start});
-  const Tensor sums = at::empty({int64_t(pieces.size())}, at::kFloat);
+    for (int64_t start = 0; start < x.numel(); start += kShare) parts.push_back({&x, start});
+  const Tensor sums = at::empty({int64_t(parts.size())}, at::kFloat);
   float* sum = into<float>(sums);
-  torch::stable::parallel_for(0, pieces.size(), 1, [&](int64_t i, int64_t end) {
+  torch::stable::parallel_for(0, parts.size(), 1, [&](int64_t i, int64_t end) {
     for (; i < end; i++) {
-      const auto [x, start] = pieces[i];
+      const auto [x, start] = parts[i];
       by_type(*x, [&]<class T>(T) {
         Sum squares;
         const T* at = from<T>(*x) + start;
@@ -277,4 +277,4 @@ inline Tensor squared_length(const std::vector<Tensor>& tensors) {
   return sums.sum();
 }
 
-}  // namespace workhorse
+}  // namespace workhorse::bindings

@@ -16,10 +16,11 @@
 #include <vector>
 
 #include "bindings/layers.h"
+#include "ops/adamw.h"
 #include "ops/attention.h"
-#include "ops/updates.h"
+#include "ops/muon.h"
 
-namespace workhorse {
+namespace workhorse::bindings {
 namespace {
 
 using at::Tensor;
@@ -33,7 +34,7 @@ struct Heads {
   explicit Heads(const Tensor& t)
       : at(const_cast<T*>(from<T>(t))), batch(t.stride(0)), head(t.stride(1)), row(t.stride(2)) {}
 
-  Head<T> operator()(int64_t b, int64_t h) const { return {at + b * batch + h * head, row}; }
+  attention::Head<T> operator()(int64_t b, int64_t h) const { return {at + b * batch + h * head, row}; }
 };
 
 struct Sizes {
@@ -77,9 +78,9 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
   float* sums = into<float>(lse);
   with_type(q, [&]<class T>(T) {
     const Heads<T> of_q(q), of_k(k), of_v(v), of_y(y);
-    sizes.each_head(Scratch<T>::forward, [&](Scratch<T>& scratch, int64_t b, int64_t h) {
-      attend(of_q(b, h), of_k(b, h), of_v(b, h), sizes.seq, sizes.width, float(scale), causal, scratch,
-             of_y(b, h), sums + (b * sizes.heads + h) * sizes.seq);
+    sizes.each_head(attention::Scratch<T>::forward, [&](attention::Scratch<T>& scratch, int64_t b, int64_t h) {
+      attention::forward(of_q(b, h), of_k(b, h), of_v(b, h), sizes.seq, sizes.width, float(scale),
+                         causal, scratch, of_y(b, h), sums + (b * sizes.heads + h) * sizes.seq);
     });
   });
   return {y, lse};
@@ -96,10 +97,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& q, const Ten
   const float* sums = from<float>(lse);
   with_type(q, [&]<class T>(T) {
     const Heads<T> of_q(q), of_k(k), of_v(v), of_y(y), of_dy(dy), of_dq(dq), of_dk(dk), of_dv(dv);
-    sizes.each_head(Scratch<T>::backward, [&](Scratch<T>& scratch, int64_t b, int64_t h) {
-      attend_backward(of_q(b, h), of_k(b, h), of_v(b, h), of_y(b, h), of_dy(b, h),
-                      sums + (b * sizes.heads + h) * sizes.seq, sizes.seq, sizes.width, float(scale),
-                      causal, scratch, of_dq(b, h), of_dk(b, h), of_dv(b, h));
+    sizes.each_head(attention::Scratch<T>::backward, [&](attention::Scratch<T>& scratch, int64_t b, int64_t h) {
+      attention::backward(of_q(b, h), of_k(b, h), of_v(b, h), of_y(b, h), of_dy(b, h),
+                          sums + (b * sizes.heads + h) * sizes.seq, sizes.seq, sizes.width,
+                          float(scale), causal, scratch, of_dq(b, h), of_dk(b, h), of_dv(b, h));
     });
   });
   return {dq, dk, dv};
@@ -111,13 +112,13 @@ bool is_narrow(const Tensor& x) {
   return x.scalar_type() == at::kBFloat16;
 }
 
-SplitWeights split_weights(const Tensor& weight, const Tensor& remainder) {
-  TORCH_CHECK(weight.scalar_type() == at::kBFloat16 && remainder.scalar_type() == at::kShort &&
-                  weight.is_contiguous() && remainder.is_contiguous() &&
-                  weight.numel() == remainder.numel(),
+weights::Split split_weights(const Tensor& weight, const Tensor& low_bits) {
+  TORCH_CHECK(weight.scalar_type() == at::kBFloat16 && low_bits.scalar_type() == at::kShort &&
+                  weight.is_contiguous() && low_bits.is_contiguous() &&
+                  weight.numel() == low_bits.numel(),
               "workhorse: a split weight is contiguous, bfloat16 and int16");
   return {static_cast<uint16_t*>(weight.mutable_data_ptr()),
-          static_cast<int16_t*>(remainder.mutable_data_ptr())};
+          static_cast<int16_t*>(low_bits.mutable_data_ptr())};
 }
 
 // Runs f with the numbers of a tensor, whichever type they have.
@@ -125,48 +126,48 @@ template <class F>
 void with_numbers(const Tensor& x, F f) {
   TORCH_CHECK(x.is_contiguous(), "workhorse: an update wants contiguous tensors");
   void* at = const_cast<void*>(x.const_data_ptr());
-  if (is_narrow(x)) return f(Narrow{static_cast<uint16_t*>(at)});
-  f(Wide{static_cast<float*>(at)});
+  if (is_narrow(x)) return f(weights::Narrow{static_cast<uint16_t*>(at)});
+  f(weights::Wide{static_cast<float*>(at)});
 }
 
-// All weights of one kind: float32, or, with remainders, split.
-void adamw_(at::TensorList weights, at::TensorList remainders, at::TensorList gradients,
+// All weights alike: float32, or, with low bits, split.
+void adamw_(at::TensorList weights, at::TensorList low_bits, at::TensorList gradients,
             at::TensorList means, at::TensorList mean_squares, at::IntArrayRef updates, double shrink,
             double rate, double beta1, double beta2, double eps, double weight_decay) {
-  constexpr int64_t kPiece = 1 << 14;
-  struct Piece {
+  constexpr int64_t kPart = 1 << 14;
+  struct Part {
     size_t tensor;
     int64_t begin, end;
   };
-  std::vector<Piece> pieces;
+  std::vector<Part> parts;
   for (size_t t = 0; t < weights.size(); t++) {
     const int64_t n = weights[t].numel();
     for (const Tensor& x : {gradients[t], means[t], mean_squares[t]})
       TORCH_CHECK(x.numel() == n, "workhorse: adamw_ wants tensors of one size");
-    TORCH_CHECK(is_narrow(weights[t]) != remainders.empty() && weights[t].is_contiguous(),
-                "workhorse: a weight is contiguous, float32 or bfloat16 with a remainder");
+    TORCH_CHECK(is_narrow(weights[t]) != low_bits.empty() && weights[t].is_contiguous(),
+                "workhorse: a weight is contiguous, float32 or bfloat16 with low bits");
     TORCH_CHECK(!is_narrow(mean_squares[t]) && mean_squares[t].is_contiguous(),
                 "workhorse: mean squares are float32");
-    for (int64_t i = 0; i < n; i += kPiece) pieces.push_back({t, i, std::min(i + kPiece, n)});
+    for (int64_t i = 0; i < n; i += kPart) parts.push_back({t, i, std::min(i + kPart, n)});
   }
-  torch::stable::parallel_for(0, pieces.size(), 1, [&](int64_t first, int64_t last) {
+  torch::stable::parallel_for(0, parts.size(), 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
-      const Piece& piece = pieces[i];
-      const size_t t = piece.tensor;
-      const AdamW update{float(shrink),
-                         float(1 - rate * weight_decay),
-                         float(1 - beta1),
-                         float(1 - beta2),
-                         float(rate / (1 - std::pow(beta1, updates[t]))),
-                         float(1 / std::sqrt(1 - std::pow(beta2, updates[t]))),
-                         float(eps)};
+      const Part& part = parts[i];
+      const size_t t = part.tensor;
+      const adamw::Update update{float(shrink),
+                                 float(1 - rate * weight_decay),
+                                 float(1 - beta1),
+                                 float(1 - beta2),
+                                 float(rate / (1 - std::pow(beta1, updates[t]))),
+                                 float(1 / std::sqrt(1 - std::pow(beta2, updates[t]))),
+                                 float(eps)};
       float* const squares = mean_squares[t].mutable_data_ptr<float>();
       with_numbers(gradients[t], [&](auto g) {
         with_numbers(means[t], [&](auto m) {
-          if (remainders.empty())
-            update(Wide{weights[t].mutable_data_ptr<float>()}, g, m, squares, piece.begin, piece.end);
+          if (low_bits.empty())
+            update(weights::Wide{weights[t].mutable_data_ptr<float>()}, g, m, squares, part.begin, part.end);
           else
-            update(split_weights(weights[t], remainders[t]), g, m, squares, piece.begin, piece.end);
+            update(split_weights(weights[t], low_bits[t]), g, m, squares, part.begin, part.end);
         });
       });
     }
@@ -185,12 +186,12 @@ Tensor muon_directions(at::TensorList gradients, Tensor& momenta, double shrink,
                                  std::max(rows, columns)},
                                 momenta.options().dtype(at::kBFloat16));
   float* means = momenta.mutable_data_ptr<float>();
-  const Narrow out{static_cast<uint16_t*>(made.mutable_data_ptr())};
-  const Momentum step{float(shrink), float(momentum), nesterov};
+  const weights::Narrow out{static_cast<uint16_t*>(made.mutable_data_ptr())};
+  const muon::Momentum step{float(shrink), float(momentum), nesterov};
   torch::stable::parallel_for(0, made.size(0), 1, [&](int64_t i, int64_t end) {
     for (; i < end; ++i)
       with_numbers(gradients[i / stack], [&](auto g) {
-        step(decltype(g){g.at + i % stack * size}, means + i * size, Narrow{out.at + i * size}, rows,
+        step(decltype(g){g.at + i % stack * size}, means + i * size, weights::Narrow{out.at + i * size}, rows,
              columns, rows > columns);
       });
   });
@@ -198,19 +199,19 @@ Tensor muon_directions(at::TensorList gradients, Tensor& momenta, double shrink,
 }
 
 // weight · kept - size · update for all of these weights; updates as `muon_directions` shapes them.
-void split_move_(at::TensorList weights, at::TensorList remainders, const Tensor& updates, double kept,
+void split_move_(at::TensorList weights, at::TensorList low_bits, const Tensor& updates, double kept,
                  double size) {
   const int64_t rows = weights[0].size(-2), columns = weights[0].size(-1), matrix = rows * columns;
   const int64_t stack = weights[0].numel() / matrix;
   TORCH_CHECK(is_narrow(updates) && updates.is_contiguous() &&
                   updates.numel() == int64_t(weights.size()) * stack * matrix,
               "workhorse: updates are bfloat16, one for each matrix");
-  const Narrow given{static_cast<uint16_t*>(const_cast<void*>(updates.const_data_ptr()))};
+  const weights::Narrow given{static_cast<uint16_t*>(const_cast<void*>(updates.const_data_ptr()))};
   torch::stable::parallel_for(0, updates.numel() / matrix, 1, [&](int64_t i, int64_t end) {
     for (; i < end; ++i) {
-      const SplitWeights all = split_weights(weights[i / stack], remainders[i / stack]);
+      const weights::Split all = split_weights(weights[i / stack], low_bits[i / stack]);
       const int64_t at = i % stack * matrix;
-      move({all.upper + at, all.lower + at}, Narrow{given.at + i * matrix}, rows, columns,
+      muon::move({all.upper + at, all.low_bits + at}, weights::Narrow{given.at + i * matrix}, rows, columns,
            rows > columns, float(kept), float(size));
     }
   });
@@ -241,14 +242,14 @@ TORCH_LIBRARY_FRAGMENT(workhorse, library) {
       "norm_backward(Tensor dy, Tensor x, Tensor moments, Tensor? weight, Tensor? other, float offset, "
       "bool centred) -> (Tensor, Tensor)");
   library.def(
-      "adamw_(Tensor(a!)[] weights, Tensor(b!)[] remainders, Tensor[] gradients, Tensor(c!)[] means, "
+      "adamw_(Tensor(a!)[] weights, Tensor(b!)[] low_bits, Tensor[] gradients, Tensor(c!)[] means, "
       "Tensor(d!)[] mean_squares, int[] updates, float shrink, float rate, float beta1, float beta2, "
       "float eps, float weight_decay) -> ()");
   library.def(
       "muon_directions(Tensor[] gradients, Tensor(a!) momenta, float shrink, float momentum, bool "
       "nesterov) -> Tensor");
   library.def(
-      "split_move_(Tensor(a!)[] weights, Tensor(b!)[] remainders, Tensor updates, float kept, float "
+      "split_move_(Tensor(a!)[] weights, Tensor(b!)[] low_bits, Tensor updates, float kept, float "
       "size) -> ()");
 }
 
@@ -267,4 +268,4 @@ TORCH_LIBRARY_IMPL(workhorse, CPU, library) {
   library.impl("split_move_", split_move_);
 }
 
-}  // namespace workhorse
+}  // namespace workhorse::bindings

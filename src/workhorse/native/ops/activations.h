@@ -5,10 +5,10 @@
 #include <cstdint>
 #include <cstring>
 
-#include "ops/norms.h"
+#include "simd/elementwise.h"
 #include "simd/exponential.h"
 
-namespace workhorse {
+namespace workhorse::activations {
 
 template <class V>
 struct Image {
@@ -23,22 +23,22 @@ struct Table {
   template <class V>
   Image<V> at(const BFloat16* x) const {
     if constexpr (kCount<V> == 1) {
-      return halves<V>(words[x->bits]);
+      return parts<V>(words[x->bits]);
     } else {
       const U32x16 index = __builtin_convertvector(load<U16x16>(x), U32x16);
 #ifdef __AVX512F__
-      return halves<V>((U32x16)_mm512_i32gather_epi32((__m512i)index, words, sizeof *words));
+      return parts<V>((U32x16)_mm512_i32gather_epi32((__m512i)index, words, sizeof *words));
 #else
       U32x16 found;
       for (int i = 0; i < 16; i++) found[i] = words[index[i]];
-      return halves<V>(found);
+      return parts<V>(found);
 #endif
     }
   }
 
  private:
   template <class V, class Words>
-  static Image<V> halves(Words found) {
+  static Image<V> parts(Words found) {
     const Words low = found << 16, high = found & 0xffff0000;
     return {load<V>(&low), load<V>(&high)};
   }
@@ -125,7 +125,7 @@ struct GeluTanh {
 
 // y = act(x) or, Gated, act(x) · up.
 template <bool Gated, class Activation, class T>
-void activate(int64_t n, Activation act, const T* x, const T* up, T* y) {
+void forward(int64_t n, Activation act, const T* x, const T* up, T* y) {
   each(n, [=]<class V>(V, int64_t i) {
     const V value = act.template at<V>(x + i).value;
     if constexpr (Gated) write(y + i, value * read<V>(up + i));
@@ -135,7 +135,7 @@ void activate(int64_t n, Activation act, const T* x, const T* up, T* y) {
 
 // Once more y, the gradient of x and, Gated, of up.
 template <bool Gated, class Activation, class T>
-void activate_backward(int64_t n, Activation act, const T* dy, const T* x, const T* up, T* y, T* dx,
+void backward(int64_t n, Activation act, const T* dy, const T* x, const T* up, T* y, T* dx,
                        T* dup) {
   each(n, [=]<class V>(V, int64_t i) {
     const auto [value, slope] = act.template at<V>(x + i);
@@ -152,4 +152,4 @@ void activate_backward(int64_t n, Activation act, const T* dy, const T* x, const
   });
 }
 
-}  // namespace workhorse
+}  // namespace workhorse::activations

@@ -3,13 +3,13 @@
 
 #include <algorithm>
 
-#include "simd/vectors.h"
+#include "simd/bf16.h"
 
-namespace workhorse {
+namespace workhorse::argmax {
 
-// The first place of the largest of `count` numbers; -1 if one of them is not finite.
+// Where the largest of `count` numbers is, the first of equals; -1 if one of them is not finite.
 template <class T>
-int64_t largest_at(const T* row, int64_t count) {
+int64_t argmax(const T* row, int64_t count) {
   constexpr int wide = 16;
   constexpr uint32_t magnitude = 0x7fffffff, infinite = 0x7f800000;
   F32x16 most = F32x16{} + -__builtin_inff();
@@ -25,8 +25,8 @@ int64_t largest_at(const T* row, int64_t count) {
   bool finite = true;
   float best = -__builtin_inff();
   int64_t found = 0;
-  const auto meet = [&](float value, int64_t place) {
-    if (value > best || (value == best && place < found)) best = value, found = place;
+  const auto meet = [&](float value, int64_t index) {
+    if (value > best || (value == best && index < found)) best = value, found = index;
   };
   for (int lane = 0; lane < wide; lane++) {
     finite = finite && widest[lane] < infinite;
@@ -40,4 +40,4 @@ int64_t largest_at(const T* row, int64_t count) {
   return finite ? found : -1;
 }
 
-}  // namespace workhorse
+}  // namespace workhorse::argmax

@@ -1,9 +1,9 @@
 // Attention of one query a head over a cache: y = softmax(q Kᵀ · scale) V.
 //
-// A piece of work is one row of the batch and one head of keys, with all the heads of queries that
+// A unit of work is one row of the batch and one head of keys, with all the heads of queries that
 // share it. Keys and values are each read once, front to back, a few slots at a time, so that the
 // queries of a head find them in the first cache. Memory is never left waiting: near the end of the keys
-// the values are asked for, and near theirs the next piece's keys. Sums, weights and the softmax are
+// the values are asked for, and near theirs the next unit's keys. Sums, weights and the softmax are
 // float32.
 #pragma once
 
@@ -12,10 +12,10 @@
 #include <utility>
 #include <vector>
 
-#include "ops/linear.h"
+#include "simd/dot.h"
 #include "simd/exponential.h"
 
-namespace workhorse {
+namespace workhorse::attend {
 
 constexpr int kWide = 16;  // numbers of a vector, and slots at a time
 constexpr int kSoon = 48;  // slots ahead that are asked for
@@ -64,53 +64,53 @@ struct Attend {
   int64_t heads, kv_heads, slots, width, value_width;
   float scale;
 
-  // Pieces `begin` to `end`.
+  // Units `begin` to `end`.
   void run(int64_t begin, int64_t end) const {
     const int64_t group = heads / kv_heads, padded = round_up(slots, kWide);
     // In which 16 slots from any on have room.
     const int64_t room = padded + kWide;
     std::vector<float> weights(group * room), sums(group * round_up(value_width, kWide));
     for (int64_t n = begin; n < end; n++) {
-      Piece piece{n / kv_heads, n % kv_heads, 0, slots};  // the slots outside are not read
-      const bool* seen = mask ? mask + piece.row * mask_stride : nullptr;
-      while (seen && piece.first < piece.last && !seen[piece.last - 1]) piece.last--;
-      while (seen && piece.first < piece.last && !seen[piece.first]) piece.first++;
+      Unit unit{n / kv_heads, n % kv_heads, 0, slots};  // the slots outside are not read
+      const bool* seen = mask ? mask + unit.row * mask_stride : nullptr;
+      while (seen && unit.first < unit.last && !seen[unit.last - 1]) unit.last--;
+      while (seen && unit.first < unit.last && !seen[unit.first]) unit.first++;
       std::fill(weights.begin(), weights.end(), kHidden);
-      score(piece, seen, weights.data(), room);
+      score(unit, seen, weights.data(), room);
       for (int64_t g = 0; g < group; g++) softmax(weights.data() + g * room, padded);
-      mix(piece, weights.data(), room, sums.data());
+      mix(unit, weights.data(), room, sums.data());
     }
   }
 
  private:
-  struct Piece {
+  struct Unit {
     int64_t row, head, first, last;
   };
 
   static int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
   // What is read kSoon slots after these keys: others, or values.
-  const T* after_key(const Piece& piece, int64_t slot) const {
-    const int64_t soon = slot + kSoon, over = soon - piece.last;
-    return over < 0 ? k.at(piece.row, piece.head, soon)
-                    : v.at(piece.row, piece.head, piece.first + over);
+  const T* after_key(const Unit& unit, int64_t slot) const {
+    const int64_t soon = slot + kSoon, over = soon - unit.last;
+    return over < 0 ? k.at(unit.row, unit.head, soon)
+                    : v.at(unit.row, unit.head, unit.first + over);
   }
 
-  // The same after values: others, or the next piece's keys.
-  const T* after_value(const Piece& piece, int64_t slot) const {
-    const int64_t soon = slot + kSoon, over = soon - piece.last;
-    if (over < 0) return v.at(piece.row, piece.head, soon);
-    const bool same_row = piece.head + 1 < kv_heads;
-    return k.at(piece.row + !same_row, same_row ? piece.head + 1 : 0, piece.first + over);
+  // The same after values: others, or the next unit's keys.
+  const T* after_value(const Unit& unit, int64_t slot) const {
+    const int64_t soon = slot + kSoon, over = soon - unit.last;
+    if (over < 0) return v.at(unit.row, unit.head, soon);
+    const bool same_row = unit.head + 1 < kv_heads;
+    return k.at(unit.row + !same_row, same_row ? unit.head + 1 : 0, unit.first + over);
   }
 
-  void score(const Piece& piece, const bool* seen, float* scores, int64_t room) const {
+  void score(const Unit& unit, const bool* seen, float* scores, int64_t room) const {
     const int64_t group = heads / kv_heads;
-    for (int64_t slot = piece.first; slot < piece.last; slot += kWide) {
-      const int64_t count = std::min<int64_t>(piece.last - slot, kWide);
+    for (int64_t slot = unit.first; slot < unit.last; slot += kWide) {
+      const int64_t count = std::min<int64_t>(unit.last - slot, kWide);
       const auto hidden = unseen(seen ? seen + slot : nullptr, count);
       for (int64_t g = 0; g < group; g++) {
-        const F32x16 all = dots(q.at(piece.row, piece.head * group + g), piece, slot, count);
+        const F32x16 all = dots(q.at(unit.row, unit.head * group + g), unit, slot, count);
         const F32x16 some = hidden ? F32x16{} + kHidden : all * scale;
         std::memcpy(scores + g * room + slot, &some, sizeof some);
       }
@@ -131,13 +131,13 @@ struct Attend {
   }
 
   // The products of a query with 16 keys; the last of `count` stands for those past it.
-  F32x16 dots(const T* query, const Piece& piece, int64_t slot, int64_t count) const {
+  F32x16 dots(const T* query, const Unit& unit, int64_t slot, int64_t count) const {
     constexpr int step = Dot<T>::step;
     const T *keys[kWide], *later[kWide];
     for (int n = 0; n < kWide; n++) {
       const int64_t one = slot + std::min<int64_t>(n, count - 1);
-      keys[n] = k.at(piece.row, piece.head, one);
-      later[n] = after_key(piece, one);
+      keys[n] = k.at(unit.row, unit.head, one);
+      later[n] = after_key(unit, one);
     }
     F32x16 totals[kWide] = {};
     int64_t i = 0;
@@ -174,39 +174,39 @@ struct Attend {
     for (int64_t i = 0; i < padded; i++) scores[i] *= share;
   }
 
-  void mix(const Piece& piece, const float* weights, int64_t room, float* sums) const {
+  void mix(const Unit& unit, const float* weights, int64_t room, float* sums) const {
     const int64_t group = heads / kv_heads, wide = round_up(value_width, kWide);
     std::fill(sums, sums + group * wide, 0.0f);
-    for (int64_t slot = piece.first; slot < piece.last; slot += kWide) {
-      const int64_t last = std::min(slot + kWide, piece.last);
+    for (int64_t slot = unit.first; slot < unit.last; slot += kWide) {
+      const int64_t last = std::min(slot + kWide, unit.last);
       for (int64_t g = 0; g < group; g++)
-        add(piece, weights + g * room, slot, last, sums + g * wide);
+        add(unit, weights + g * room, slot, last, sums + g * wide);
     }
     for (int64_t g = 0; g < group; g++) {
-      T* to = y + (piece.row * heads + piece.head * group + g) * value_width;
+      T* to = y + (unit.row * heads + unit.head * group + g) * value_width;
       for (int64_t i = 0; i < value_width; i++) store(to + i, sums[g * wide + i]);
     }
   }
 
   // Slots `first` to `last` onto the sums of one query.
-  void add(const Piece& piece, const float* weights, int64_t first, int64_t last,
+  void add(const Unit& unit, const float* weights, int64_t first, int64_t last,
            float* sums) const {
     int64_t i = 0;
     for (; i + 4 * kWide <= value_width; i += 4 * kWide)
-      columns<4>(piece, weights, first, last, i, sums);
-    for (; i + kWide <= value_width; i += kWide) columns<1>(piece, weights, first, last, i, sums);
+      columns<4>(unit, weights, first, last, i, sums);
+    for (; i + kWide <= value_width; i += kWide) columns<1>(unit, weights, first, last, i, sums);
     for (; i < value_width; i++)
       for (int64_t slot = first; slot < last; slot++)
-        sums[i] += weights[slot] * to_float(v.at(piece.row, piece.head, slot)[i]);
+        sums[i] += weights[slot] * to_float(v.at(unit.row, unit.head, slot)[i]);
   }
 
   template <int Vectors>
-  void columns(const Piece& piece, const float* weights, int64_t first, int64_t last, int64_t i,
+  void columns(const Unit& unit, const float* weights, int64_t first, int64_t last, int64_t i,
                float* sums) const {
     F32x16 total[Vectors];
     for (int n = 0; n < Vectors; n++) total[n] = load<F32x16>(sums + i + n * kWide);
     for (int64_t slot = first; slot < last; slot++) {
-      const T *value = v.at(piece.row, piece.head, slot) + i, *later = after_value(piece, slot) + i;
+      const T *value = v.at(unit.row, unit.head, slot) + i, *later = after_value(unit, slot) + i;
       for (int n = 0; n < Vectors; n++) {
         if (n * kWide * sizeof(T) % 64 == 0) expect(later + n * kWide);
         total[n] += weights[slot] * widen(value + n * kWide);
@@ -216,4 +216,4 @@ struct Attend {
   }
 };
 
-}  // namespace workhorse
+}  // namespace workhorse::attend

@@ -12,11 +12,11 @@
 #include <type_traits>
 #include <vector>
 
-#include "ops/norms.h"
+#include "simd/elementwise.h"
 #include "simd/exponential.h"
 #include "simd/transpose.h"
 
-namespace workhorse {
+namespace workhorse::attention {
 
 constexpr int64_t kLanes = kCount<F32x16>;
 constexpr int64_t kBlock = 64;     // queries of a softmax, or keys of a step backwards
@@ -167,7 +167,7 @@ struct Scratch {
 // One head: y, and the logarithm of each query's sum of exponentials. Transposed,
 //   Yᵀ = Vᵀ softmax(K Qᵀ · scale)
 template <class T>
-void attend(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float scale, bool causal,
+void forward(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float scale, bool causal,
             Scratch<T>& s, Head<T> y, float* lse) {
   q.turn_words(seq, width, s.q_t.data());
   v.transpose(seq, width, s.words.data(), s.turned.data());
@@ -209,7 +209,7 @@ void attend(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float s
 //   Pᵀ = exp(K Qᵀ · scale - lse),  dPᵀ = V dYᵀ,  Sᵀ = Pᵀ (dPᵀ - Σ y dy) · scale
 //   dV = Pᵀ dY,  dK = Sᵀ Q,  dQᵀ = Kᵀ Sᵀ
 template <class T>
-void attend_backward(Head<T> q, Head<T> k, Head<T> v, Head<T> y, Head<T> dy, const float* lse,
+void backward(Head<T> q, Head<T> k, Head<T> v, Head<T> y, Head<T> dy, const float* lse,
                      int64_t seq, int64_t width, float scale, bool causal, Scratch<T>& s, Head<T> dq,
                      Head<T> dk, Head<T> dv) {
   constexpr int64_t kRows = kRowsOfWord<T>;
@@ -267,4 +267,4 @@ void attend_backward(Head<T> q, Head<T> k, Head<T> v, Head<T> y, Head<T> dy, con
   dq.write_columns(seq, width, s.out.data(), seq, s.wide.data());
 }
 
-}  // namespace workhorse
+}  // namespace workhorse::attention

@@ -4,10 +4,10 @@
 #include <cmath>
 #include <cstdint>
 
-#include "ops/norms.h"
+#include "simd/elementwise.h"
 #include "simd/exponential.h"
 
-namespace workhorse {
+namespace workhorse::cross_entropy {
 
 // What a row adds to the loss, in nats.
 struct Losses {
@@ -41,4 +41,4 @@ Losses loss_into_gradient(int64_t vocab, T* logits, int64_t target, float multip
   return {normaliser - chosen * multiplier, z_loss * normaliser * normaliser};
 }
 
-}  // namespace workhorse
+}  // namespace workhorse::cross_entropy

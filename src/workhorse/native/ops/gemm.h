@@ -1,4 +1,4 @@
-// C = A B for matrices that do not fit a cache, of bfloat16 or of float32 in halves (simd/bf16_split.h), summed in
+// C = A B for matrices that do not fit a cache, of bfloat16 or of float32 split in two (simd/bf16_split.h), summed in
 // float32 on the matrix unit.
 //
 // The unit multiplies two tiles of the left side by two of the right in 64 cycles. To keep it busy:
@@ -23,14 +23,14 @@
 #include "ops/gemm_operands.h"
 #include "ops/gemm_sums.h"
 
-namespace workhorse {
+namespace workhorse::gemm {
 
 #ifdef __AMX_BF16__
 
 constexpr int64_t kWhole = 1536;        // k up to here is not cut, in numbers of bfloat16
-constexpr int64_t kCut = 512;           // k of a piece otherwise, likewise
+constexpr int64_t kCut = 512;           // k of a part otherwise, likewise
 constexpr int64_t kBlock = 3 << 18;     // bytes of a block of B
-constexpr int64_t kTotals = 1 << 18;    // sums kept between pieces of k
+constexpr int64_t kTotals = 1 << 18;    // sums kept between parts of k
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
@@ -115,7 +115,7 @@ struct Product {
         for (int64_t c = 0; c < columns; c += kPanel, total += kSums) {
           const char* with = right + c / kPanel * steps * kStepBytes<T>;
           if constexpr (kParts<T> == 2)
-            multiply_halves(from, with, steps);
+            multiply_split(from, with, steps);
           else if (ready)
             multiply(from, a.stride * 2, kTile * a.stride * 2, kDepth * 2, with, steps);
           else
@@ -157,8 +157,8 @@ struct Product {
       before.finish(kPanel);
     }
 
-    // The same of halves: of two tiles three products.
-    void multiply_halves(const char* a, const char* b, int64_t steps) {
+    // The same of split numbers: of two tiles three products.
+    void multiply_split(const char* a, const char* b, int64_t steps) {
       Sums<T>& before = sums[turn ^ 1];
       const int64_t rows = (kPanel + steps - 1) / steps;
       clear();
@@ -202,4 +202,4 @@ struct Product {
 
 #endif  // __AMX_BF16__
 
-}  // namespace workhorse
+}  // namespace workhorse::gemm

@@ -6,7 +6,7 @@
 //   left    tile[lane][k]
 //   right   tile[k / 2][lane][k % 2], pairs of k beside each other
 //
-// Of float32 there are two tiles, of upper and of lower halves.
+// Of float32 there are two tiles, of upper and of lower parts.
 //
 // In memory k runs along the rows or down them, which makes four ways into a tile:
 //
@@ -15,10 +15,12 @@
 //   right    16 × 16 pairs of numbers transposed    two rows woven into one
 #pragma once
 
-#include "ops/linear_amx.h"
+#include <algorithm>
+
+#include "simd/amx.h"
 #include "simd/bf16_split.h"
 
-namespace workhorse {
+namespace workhorse::gemm {
 
 #ifdef __AMX_BF16__
 
@@ -27,7 +29,7 @@ constexpr int kPanel = 2 * kTile;  // lanes that are multiplied at once: two til
 
 enum class Side { left, right };
 
-// A number is the sum of so many of bfloat16; see bf16_split.h.
+// How many numbers of bfloat16 add up to one; see bf16_split.h.
 template <class T>
 constexpr int kParts = sizeof(T) / sizeof(BFloat16);
 
@@ -87,14 +89,6 @@ inline void transpose_numbers(const char* from, int64_t stride, char* to) {
   }
 }
 
-// Of the numbers of one half beside each of the other's.
-inline __m512i woven(__m512i halves) {
-  alignas(64) static constexpr uint16_t order[32] = {
-      0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-  return _mm512_permutexvar_epi16(_mm512_load_si512(order), halves);
-}
-
 inline void weave(const char* from, int64_t stride, char* to) {
   for (int i = 0; i < 16; i++, from += 2 * stride) {
     const auto row = [&](int j) { return _mm256_loadu_si256((const __m256i*)(from + j * stride)); };
@@ -119,18 +113,18 @@ struct Operand {
   }
 
   // Panels from `lane` and `k` on, filled up with zeros. A panel holds all its steps of 32 k behind each
-  // other, a step two tiles, or two of upper halves and two of lower ones. The order of work is that of
+  // other, a step two tiles, or two of upper parts and two of lower ones. The order of work is that of
   // memory.
   template <Side side>
   void pack(int64_t lane, int64_t lanes, int64_t k, int64_t depth, char* to) const {
     const int64_t steps = (depth + kDepth - 1) / kDepth, columns = (lanes + kTile - 1) / kTile;
     if (columns % 2)
       for (int64_t s = 0; s < steps * kParts<T>; s++)
-        std::memset(to + place(columns, 0, steps) + s * 2 * kTileBytes, 0, kTileBytes);
+        std::memset(to + offset(columns, 0, steps) + s * 2 * kTileBytes, 0, kTileBytes);
     const auto tile = [&](int64_t c, int64_t s) {
       const int64_t l = c * kTile, d = s * kDepth;
       fill<side>(number(lane + l, k + d), std::min<int64_t>(kTile, lanes - l),
-                 std::min<int64_t>(kDepth, depth - d), to + place(c, s, steps));
+                 std::min<int64_t>(kDepth, depth - d), to + offset(c, s, steps));
     };
     if (along)
       for (int64_t c = 0; c < columns; c++)
@@ -141,11 +135,11 @@ struct Operand {
   }
 
  private:
-  static int64_t place(int64_t column, int64_t step, int64_t steps) {
+  static int64_t offset(int64_t column, int64_t step, int64_t steps) {
     return (column / 2 * steps + step) * kStepBytes<T> + column % 2 * kTileBytes;
   }
 
-  // A tile, or the two of halves.
+  // A tile, or the two of a split.
   template <Side side>
   void fill(const T* from, int64_t lanes, int64_t depth, char* to) const {
     constexpr int64_t below = 2 * kTileBytes;
@@ -156,8 +150,8 @@ struct Operand {
         put(to, i, side == Side::left ? upper : woven(upper));
         put(to + below, i, side == Side::left ? lower : woven(lower));
       };
-      if (along == (side == Side::left)) return halve(from, lanes, depth, ready);
-      halve(from, lanes, depth, [&](int i, __m512i upper, __m512i lower) {
+      if (along == (side == Side::left)) return split_tile(from, lanes, depth, ready);
+      split_tile(from, lanes, depth, [&](int i, __m512i upper, __m512i lower) {
         put(whole[0], i, upper);
         put(whole[1], i, lower);
       });
@@ -173,9 +167,9 @@ struct Operand {
     }
   }
 
-  // The halves of a tile's numbers, 32 at a time in the order of memory.
+  // The parts of a tile's numbers, 32 at a time in the order of memory.
   template <class Store>
-  void halve(const T* from, int64_t lanes, int64_t depth, const Store& store) const {
+  void split_tile(const T* from, int64_t lanes, int64_t depth, const Store& store) const {
     const int64_t step = stride;
     const __mmask16 lane = first(lanes), k[] = {first(depth), first(std::max<int64_t>(0, depth - 16))};
     const auto row = [=](int i, int h) {
@@ -200,4 +194,4 @@ struct Operand {
 
 #endif  // __AMX_BF16__
 
-}  // namespace workhorse
+}  // namespace workhorse::gemm

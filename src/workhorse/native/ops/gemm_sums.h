@@ -5,7 +5,7 @@
 #include "ops/gemm_operands.h"
 #include "simd/transpose.h"
 
-namespace workhorse {
+namespace workhorse::gemm {
 
 #ifdef __AMX_BF16__
 
@@ -34,7 +34,7 @@ inline void load_first(const float* from, int64_t count, F32x16& low, F32x16& hi
 }
 
 inline void store_first(BFloat16* to, __mmask32 mask, F32x16 low, F32x16 high) {
-  _mm512_mask_storeu_epi16(to, mask, (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low));
+  _mm512_mask_storeu_epi16(to, mask, round(low, high));
 }
 
 inline void store_first(float* to, __mmask32 mask, F32x16 low, F32x16 high) {
@@ -101,9 +101,9 @@ class Sums {
 
  private:
   // Of the left or right half of a row.
-  static int64_t place(int64_t row, int half) { return (row / 16 * 32 + half * 16 + row % 16) * 16; }
-  F32x16 sum(int64_t row, int half) const { return load<F32x16>(&sums_[0][0][0] + place(row, half)); }
-  F32x16 total(int64_t row, int half) const { return load<F32x16>(totals_ + place(row, half)); }
+  static int64_t offset(int64_t row, int half) { return (row / 16 * 32 + half * 16 + row % 16) * 16; }
+  F32x16 sum(int64_t row, int half) const { return load<F32x16>(&sums_[0][0][0] + offset(row, half)); }
+  F32x16 total(int64_t row, int half) const { return load<F32x16>(totals_ + offset(row, half)); }
 
   // Of the upper or lower half of a column that was turned.
   F32x16 column(int64_t i, int half) const {
@@ -118,7 +118,7 @@ class Sums {
     for (int64_t r = at_; r < end; r++)
       for (int h = 0; h < 2; h++) {
         const F32x16 v = total(r, h) + sum(r, h);
-        std::memcpy(totals_ + place(r, h), &v, sizeof v);
+        std::memcpy(totals_ + offset(r, h), &v, sizeof v);
       }
   }
 
@@ -146,4 +146,4 @@ class Sums {
 
 #endif  // __AMX_BF16__
 
-}  // namespace workhorse
+}  // namespace workhorse::gemm

@@ -1,44 +1,18 @@
 // y = x Wᵀ + b for few rows of x, with W as `nn.Linear` holds it: dot products of rows.
 //
 // The time is that of reading W once. Four rows of W are read side by side, and the same place of the
-// next four is asked for meanwhile; up to four rows of x are worked on while a piece of W is in
+// next four is asked for meanwhile; up to four rows of x are worked on while a part of W is in
 // registers, and further ones while the four rows of W are still in the cache.
 #pragma once
 
 #include <algorithm>
 
-#include "simd/vectors.h"
+#include "simd/dot.h"
 
-namespace workhorse {
+namespace workhorse::linear {
 
 constexpr int kOut = 4;   // rows of W side by side
 constexpr int kRows = 4;  // rows of x at a time
-
-template <class T>
-struct Dot;  // `step` numbers of a row of W times as many of x, onto a vector of partial sums
-
-template <>
-struct Dot<float> {
-  static constexpr int step = 16;
-  static F32x16 add(F32x16 acc, const float* w, const float* x) {
-    return acc + load<F32x16>(w) * load<F32x16>(x);
-  }
-};
-
-template <>
-struct Dot<BFloat16> {
-#ifdef __AVX512BF16__
-  static constexpr int step = 32;
-  static F32x16 add(F32x16 acc, const BFloat16* w, const BFloat16* x) {
-    return (F32x16)_mm512_dpbf16_ps((__m512)acc, load<__m512bh>(w), load<__m512bh>(x));
-  }
-#else
-  static constexpr int step = 16;
-  static F32x16 add(F32x16 acc, const BFloat16* w, const BFloat16* x) {
-    return acc + widen(w) * widen(x);
-  }
-#endif
-};
 
 // What x is multiplied with, and where the product goes.
 template <class T>
@@ -95,4 +69,4 @@ struct Rows {
   }
 };
 
-}  // namespace workhorse
+}  // namespace workhorse::linear

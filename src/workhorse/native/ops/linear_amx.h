@@ -1,6 +1,4 @@
-// The same product on the matrix unit of Intel's CPUs (AMX), for 2 rows of x and more.
-//
-// A tile is 16 rows of 64 bytes. The unit computes C[m][n] += Σ_k A[m][k] B[k][n] over 32 k at a time:
+// The product of linear.h on the matrix unit (simd/amx.h), for 2 rows of x and more. The unit computes C[m][n] += Σ_k A[m][k] B[k][n] over 32 k at a time:
 //
 //   A   16 outputs × 32 k of W, straight from where `nn.Linear` holds it (rows `in` numbers apart)
 //   B   32 k × 16 rows of x, in the order the unit wants: pairs of k beside each other,
@@ -11,49 +9,19 @@
 // next two tiles B find the two rows of tiles A in the second cache.
 #pragma once
 
-#ifdef __AMX_BF16__
-#include <sys/syscall.h>
-#include <unistd.h>
-#endif
-
 #include <algorithm>
 #include <memory>
 
 #include "ops/linear.h"
+#include "simd/amx.h"
 #include "simd/transpose.h"
-#include "simd/vectors.h"
 
-namespace workhorse {
+namespace workhorse::linear {
 
 #ifdef __AMX_BF16__
 
-constexpr int kTile = 16;             // rows of a tile
-constexpr int kDepth = 32;            // numbers of bfloat16 in a row of a tile
 constexpr int64_t kHigh = 2 * kTile;  // outputs at a time
 constexpr int kBeside = 2;            // tiles B at a time
-
-// Linux gives a process the tiles when it asks for them; some virtual machines refuse.
-inline bool tiles_allowed() {
-  constexpr int request_permission = 0x1023, tile_data = 18;
-  static const bool allowed = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
-  return allowed;
-}
-
-// The shapes of the tiles, for as long as it lives: all of them full.
-struct Tiles {
-  struct alignas(64) Config {
-    uint8_t palette = 1, start_row = 0, reserved[14] = {};
-    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-  } config;
-  Tiles() { _tile_loadconfig(&config); }
-  ~Tiles() { _tile_release(); }
-};
-
-// GCC does not know that loading a tile reads memory.
-inline void written() { asm volatile("" ::: "memory"); }
-
-inline __mmask16 first(int64_t count) { return count < 16 ? (1u << count) - 1 : 0xffff; }
 
 // Rows of x in the unit's order, and their products with any number of weights.
 struct TiledRows {
@@ -148,7 +116,7 @@ struct TiledRows {
         layer.bias ? (__m512)widen((U16x16)_mm256_maskz_loadu_epi16(mask, layer.bias + o)) : __m512{};
     for (int i = 0; i < std::min<int64_t>(kTile, rows - r); i++)
       _mm256_mask_storeu_epi16(layer.y + (r + i) * layer.out + o, mask,
-                               (__m256i)_mm512_cvtneps_pbh(_mm512_add_ps((__m512)v[i], add)));
+                               (__m256i)round((F32x16)_mm512_add_ps((__m512)v[i], add)));
   }
 
   // A tile A that hangs over the edge of W, filled up with zeros.
@@ -163,4 +131,4 @@ struct TiledRows {
 
 #endif  // __AMX_BF16__
 
-}  // namespace workhorse
+}  // namespace workhorse::linear

@@ -17,9 +17,9 @@
 #include <algorithm>
 #include <vector>
 
-#include "simd/vectors.h"
+#include "simd/bf16.h"
 
-namespace workhorse {
+namespace workhorse::packed_linear {
 
 #ifdef __AVX512VNNI__
 #define WORKHORSE_PACKS
@@ -27,6 +27,9 @@ namespace workhorse {
 constexpr int kLanes = 16;
 constexpr int kGroup = 32;
 constexpr int kSteps = kGroup / 4;  // vectors of four k
+
+using workhorse::store;  // beside those of the first lanes
+using workhorse::widen;
 
 // The first `count` of 16 lanes, or all.
 inline __mmask16 lanes(int64_t count) { return count < kLanes ? (1u << count) - 1 : 0xffff; }
@@ -170,4 +173,4 @@ struct PackedLinear {
 
 #endif  // __AVX512VNNI__
 
-}  // namespace workhorse
+}  // namespace workhorse::packed_linear

@@ -6,10 +6,12 @@
 // them. Tiles of x are copied once per call to lie one behind the other.
 #pragma once
 
-#include "ops/linear_amx.h"
-#include "ops/packed_linear.h"
+#include <memory>
 
-namespace workhorse {
+#include "ops/packed_linear.h"
+#include "simd/amx.h"
+
+namespace workhorse::packed_linear {
 
 #if defined(__AMX_BF16__) && defined(WORKHORSE_PACKS)
 
@@ -89,11 +91,7 @@ struct PackedTiles {
 
   // A row of a tile: two numbers of each lane beside each other.
   static void pairs(BFloat16* to, __m512 even, __m512 odd) {
-    alignas(64) static constexpr uint16_t order[32] = {
-        0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
-        8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
-    _mm512_store_si512(to, _mm512_permutexvar_epi16(load<__m512i>(order),
-                                                     (__m512i)_mm512_cvtne2ps_pbh(odd, even)));
+    _mm512_store_si512(to, woven(round((F32x16)even, (F32x16)odd)));
   }
 
   // M tiles of x by N blocks, at most two each.
@@ -140,4 +138,4 @@ struct PackedTiles {
 
 #endif
 
-}  // namespace workhorse
+}  // namespace workhorse::packed_linear

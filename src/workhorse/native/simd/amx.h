@@ -1,0 +1,49 @@
+// The matrix unit of Intel's CPUs (AMX): a tile is 16 rows of 64 bytes, of 32 numbers of bfloat16 or 16 of
+// float32.
+#pragma once
+
+#ifdef __AMX_BF16__
+#include <sys/syscall.h>
+#include <unistd.h>
+
+#include "simd/bf16.h"
+
+namespace workhorse {
+
+constexpr int kTile = 16;   // rows of a tile
+constexpr int kDepth = 32;  // numbers of bfloat16 in a row of a tile
+
+// Linux gives a process the tiles when it asks for them; some virtual machines refuse.
+inline bool tiles_allowed() {
+  constexpr int request_permission = 0x1023, tile_data = 18;
+  static const bool allowed = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
+  return allowed;
+}
+
+// The shapes of the tiles, for as long as it lives: all of them full.
+struct Tiles {
+  struct alignas(64) Config {
+    uint8_t palette = 1, start_row = 0, reserved[14] = {};
+    uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+    uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+  } config;
+  Tiles() { _tile_loadconfig(&config); }
+  ~Tiles() { _tile_release(); }
+};
+
+// GCC does not know that loading a tile reads memory.
+inline void written() { asm volatile("" ::: "memory"); }
+
+inline __mmask16 first(int64_t count) { return count < 16 ? (1u << count) - 1 : 0xffff; }
+
+// Two rows of bfloat16, one behind the other, woven into one: the numbers of each beside the other's.
+inline __m512i woven(__m512i both) {
+  alignas(64) static constexpr uint16_t order[32] = {
+      0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+      8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+  return _mm512_permutexvar_epi16(_mm512_load_si512(order), both);
+}
+
+}  // namespace workhorse
+
+#endif  // __AMX_BF16__

@@ -1,0 +1,53 @@
+// bfloat16: the upper half of a float32. The one place where numbers are rounded to it.
+#pragma once
+
+#include "simd/vectors.h"
+
+namespace workhorse {
+
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline float to_float(float value) { return value; }
+
+inline float to_float(BFloat16 value) {
+  uint32_t bits = uint32_t(value.bits) << 16;
+  return load<float>(&bits);
+}
+
+inline F32x16 widen(U16x16 bits) { return (F32x16)(__builtin_convertvector(bits, U32x16) << 16); }
+
+inline F32x16 widen(const BFloat16* from) { return widen(load<U16x16>(from)); }
+
+inline F32x16 widen(const float* from) { return load<F32x16>(from); }
+
+// To nearest, ties to even, as PyTorch rounds: of one float or of each of a vector of them, in the lower
+// half of as many bits. What is not a number stays so; its bits alone could carry over into another's.
+template <class Bits, class Float>
+inline Bits rounded(Float value) {
+  const Bits bits = load<Bits>(&value);
+  const Bits nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
+  return value == value ? nearest : nearest * 0 + 0x7fc0;
+}
+
+// The instructions round in the same way, but take numbers below 2^-126 for 0.
+inline U16x16 round(F32x16 v) {
+#ifdef __AVX512BF16__
+  return (U16x16)_mm512_cvtneps_pbh((__m512)v);
+#else
+  return __builtin_convertvector(rounded<U32x16>(v), U16x16);
+#endif
+}
+
+#ifdef __AVX512BF16__
+inline __m512i round(F32x16 low, F32x16 high) {
+  return (__m512i)_mm512_cvtne2ps_pbh((__m512)high, (__m512)low);
+}
+#endif
+
+inline void store(BFloat16* to, float value) { to->bits = uint16_t(rounded<uint32_t>(value)); }
+
+inline void store(float* to, float value) { *to = value; }
+
+}  // namespace workhorse

@@ -1,0 +1,59 @@
+// Loops over the numbers of a row, float or BFloat16 in memory and float32 in between.
+#pragma once
+
+#include <type_traits>
+
+#include "simd/bf16.h"
+
+namespace workhorse {
+
+// Loop bodies are written once for sixteen numbers, V = F32x16, and for one, V = float.
+template <class V>
+constexpr int64_t kCount = sizeof(V) / sizeof(float);
+
+template <class F>
+inline void each(int64_t n, F f) {
+  int64_t i = 0;
+  for (; i + kCount<F32x16> <= n; i += kCount<F32x16>) f(F32x16{}, i);
+  for (; i < n; i++) f(0.0f, i);
+}
+
+template <class V>
+inline V read(const float* from) { return load<V>(from); }
+
+template <class V>
+inline V read(const BFloat16* from) {
+  if constexpr (kCount<V> == 1) return to_float(*from);
+  else return widen(from);
+}
+
+inline void write(float* to, F32x16 v) { std::memcpy(to, &v, sizeof v); }
+
+inline void write(BFloat16* to, F32x16 v) {
+  const U16x16 narrow = round(v);
+  std::memcpy(to, &narrow, sizeof narrow);
+}
+
+template <class T>
+inline void write(T* to, float value) { store(to, value); }
+
+// Adds up a row: lanes apart from what is left at its end.
+struct Sum {
+  F32x16 lanes{};
+  float rest = 0;
+
+  void operator+=(F32x16 v) { lanes += v; }
+  void operator+=(float v) { rest += v; }
+  operator float() const { return sum(lanes) + rest; }
+};
+
+// A number as T has it.
+template <class T, class V>
+inline V held_by(V value) {
+  if constexpr (std::is_same_v<T, float>) return value;
+  T kept[kCount<V>];
+  write(kept, value);
+  return read<V>(kept);
+}
+
+}  // namespace workhorse

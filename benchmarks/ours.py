@@ -18,9 +18,9 @@ from benchmarks.training import (
     rounds,
 )
 from benchmarks.worker import Round
-from workhorse import native
 from workhorse.data import Batch
 from workhorse.generate import GenerationConfig, stream
+from workhorse.native import resolve
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
@@ -115,7 +115,7 @@ def generate(
 ) -> Round:
     """Rounds of greedy decoding."""
     torch.set_num_threads(threads)
-    native.load(wait=True)
+    resolve("decoding", wait=True)
     model = workhorse.load(
         huggingface_folder(shape, models),
         device=device,

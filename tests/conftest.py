@@ -11,9 +11,8 @@ import pytest
 import torch
 import yaml
 
-from workhorse import native
 from workhorse.checkpoints import RunDirectory, weights_of
-from workhorse.native import training
+from workhorse.native import resolve
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
 
@@ -28,8 +27,7 @@ def pytest_configure(config: pytest.Config) -> None:
     They would be made in the background otherwise and be there from some test on.
     """
     if not hasattr(config, "workerinput"):
-        native.load(wait=True)
-        training.why_not()
+        resolve("decoding", "training", wait=True)
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,8 @@ from workhorse import instructions
 from workhorse.devices import training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.instructions import LEVELS, NATIVE, SWITCH, compiler_flags, cpu_has, used
-from workhorse.native import products, training
+from workhorse.native import matrix_unit, training
+from workhorse.native.build import Unavailable
 
 CPU = torch.device("cpu")
 ALL = frozenset().union(*(level.adds for level in LEVELS.values()))
@@ -58,13 +59,14 @@ def test_a_level_has_what_is_below_it_and_nothing_above(
 def test_what_is_chosen_by_the_cpu_follows_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "x86-64-v3")
     assert training_dtype("auto", CPU) == torch.float32
-    assert not training.attention_types()
-    assert products.why_not(wait=False) == "the CPU has no matrix unit for bfloat16"
+    assert not training._attention_types()
+    with pytest.raises(Unavailable, match="the CPU has no matrix unit for bfloat16"):
+        matrix_unit.load(wait=False)
     monkeypatch.setenv(SWITCH, "x86-64-v4")
-    assert training.attention_types() == {torch.float32}
+    assert training._attention_types() == {torch.float32}
     monkeypatch.setenv(SWITCH, "avx512-bf16")
     assert training_dtype("auto", CPU) == torch.bfloat16
-    assert training.attention_types() == {torch.float32, torch.bfloat16}
+    assert training._attention_types() == {torch.float32, torch.bfloat16}
 
 
 @pytest.mark.parametrize(

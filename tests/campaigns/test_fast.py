@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tests.nn.grid import CAUSAL, COVERING, fixed_length, make, mixes_experts, name
 from workhorse.generate import GenerationConfig, generate
+from workhorse.native import resolve
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.transforms.compiled_step import compile_steps
 from workhorse.transforms.native_attention import attend_natively
@@ -44,8 +45,10 @@ def quicken(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Decoder
     """The transforms."""
 
     def apply(decoder: Decoder) -> Decoder:
-        assert stream_weights(decoder, wait=True)
-        attend_natively(decoder)
+        operators = resolve("decoding", "matrix_unit", wait=True)
+        assert operators.decoding is not None
+        stream_weights(decoder, operators)
+        attend_natively(decoder, operators.decoding)
         compiled = request.param == "native and compiled"
         return compile_steps(decoder, tmp_path) if compiled else decoder
 

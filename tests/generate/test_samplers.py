@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from tests.generate.choosing import sampler
-from workhorse import native
+from tests.native.machine import DECODING
 from workhorse.generate import GenerationConfig, samplers
 
 
@@ -193,12 +193,11 @@ def test_ids_no_text_stands_for_are_never_chosen():
 
 @pytest.mark.parametrize("natively", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64], ids=str)
-def test_likeliest_is_greedy_where_all_is_finite(monkeypatch, dtype, natively):
-    monkeypatch.setattr(native, "finds_likeliest", lambda: natively and native.load(wait=True))
+def test_argmax_is_greedy_where_all_is_finite(dtype, natively):
     logits = random_logits(3, vocab=200).to(dtype)
     logits[1, 7] = torch.nan
     logits[4, 199] = -torch.inf
-    found = samplers.likeliest(logits)
+    found = samplers.argmax(logits, DECODING if natively else None)
     assert found[[1, 4]].tolist() == [-1, -1]
     assert torch.equal(found[[0, 2, 3]], logits[[0, 2, 3]].argmax(dim=-1))
 

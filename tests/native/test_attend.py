@@ -1,13 +1,13 @@
-"""`native.attend` against attention in float64."""
+"""`Decoding.attend` against attention in float64."""
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from workhorse import native
+from tests.native.machine import DECODING, needs
 
-pytestmark = pytest.mark.usefixtures("operators")
+pytestmark = needs("decoding")
 SHAPES = [  # batch, heads, key heads, slots, width, width of values
     (1, 12, 12, 192, 64, 64),
     (1, 32, 4, 45, 64, 64),
@@ -41,7 +41,7 @@ def test_it_is_attention(shape: tuple[int, ...], hidden: float, dtype: torch.dty
     expected = scaled_dot_product_attention(
         q.double(), k.double(), v.double(), attn_mask=some, scale=0.3, enable_gqa=True
     )
-    found = native.attend(q, k, v, some, 0.3)
+    found = DECODING.attend(q, k, v, some, 0.3)
     assert found.dtype == dtype
     torch.testing.assert_close(found.double(), expected, atol=TOLERANCE[dtype], rtol=0)
 
@@ -50,25 +50,25 @@ def test_hidden_slots_are_not_even_read() -> None:
     q, k, v, mask = made((2, 4, 2, 40, 16, 16), torch.float32, 0.0)
     mask[:, :, :, 30:] = False
     mask[1, :, :, :7] = False
-    expected = native.attend(q, k, v, mask, 1.0)
+    expected = DECODING.attend(q, k, v, mask, 1.0)
     k[:, :, 30:], v[1, :, :7] = torch.nan, torch.inf
     v[:, :, 30:], k[1, :, :7] = torch.nan, torch.nan
-    assert torch.equal(native.attend(q, k, v, mask, 1.0), expected)
+    assert torch.equal(DECODING.attend(q, k, v, mask, 1.0), expected)
 
 
 def test_one_mask_may_serve_all_rows() -> None:
     q, k, v, mask = made((3, 2, 2, 20, 16, 16), torch.float32, 0.5)
     one = mask[:1]
     assert torch.equal(
-        native.attend(q, k, v, one, 1.0),
-        native.attend(q, k, v, one.expand(3, 1, 1, 20).contiguous(), 1.0),
+        DECODING.attend(q, k, v, one, 1.0),
+        DECODING.attend(q, k, v, one.expand(3, 1, 1, 20).contiguous(), 1.0),
     )
 
 
 def test_a_query_that_sees_nothing_gets_zeros() -> None:
     q, k, v, mask = made((2, 2, 2, 20, 16, 16), torch.float32, 0.0)
     mask[1] = False
-    found = native.attend(q, k, v, mask, 1.0)
+    found = DECODING.attend(q, k, v, mask, 1.0)
     assert not found[1].any()
     assert found[0].any()
 
@@ -77,7 +77,7 @@ def test_a_query_that_sees_nothing_gets_zeros() -> None:
 def test_numbers_that_are_not_finite_show(where: str) -> None:
     q, k, v, _ = made((1, 2, 2, 33, 32, 32), torch.float32, 0.0)
     {"q": q, "k": k, "v": v}[where][0, 1, 0, 3] = torch.nan
-    found = native.attend(q, k, v, None, 1.0)
+    found = DECODING.attend(q, k, v, None, 1.0)
     assert found[0, 0].isfinite().all()
     assert found[0, 1].isnan().any()
 
@@ -86,7 +86,7 @@ def test_large_scores_do_not_overflow() -> None:
     q, k, v, _ = made((1, 1, 1, 50, 16, 16), torch.float32, 0.0)
     expected = scaled_dot_product_attention(q.double() * 1e3, k.double(), v.double(), scale=1.0)
     torch.testing.assert_close(
-        native.attend(q * 1e3, k, v, None, 1.0).double(), expected, atol=1e-3, rtol=0
+        DECODING.attend(q * 1e3, k, v, None, 1.0).double(), expected, atol=1e-3, rtol=0
     )
 
 
@@ -112,4 +112,4 @@ def test_what_does_not_fit_is_refused(name: str, change: dict[str, Tensor]) -> N
     }
     given.update(change)
     with pytest.raises(RuntimeError, match="workhorse: "):
-        native.attend(**given, scale=1.0)  # pyright: ignore[reportArgumentType]
+        DECODING.attend(**given, scale=1.0)  # pyright: ignore[reportArgumentType]

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from workhorse import native
 from workhorse.instructions import levels_here
-from workhorse.native import build
+from workhorse.native import build, resolve
 
 WORKS = """#!/bin/sh
 echo run >> "$0.runs"
@@ -30,6 +29,10 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.delenv(build.SWITCH, raising=False)
     return tmp_path / "cache"
+
+
+def why_not(*, wait: bool) -> str | None:
+    return resolve("decoding", wait=wait).why_not.get("decoding")
 
 
 def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Path:
@@ -63,7 +66,7 @@ def test_failure_is_remembered(
 ) -> None:
     runs = compiler(tmp_path, monkeypatch, FAILS)
     for expected in ("did not compile; see", "did not compile before; see"):
-        reason = native.why_not(wait=True)
+        reason = why_not(wait=True)
         assert reason is not None
         assert reason.startswith(expected)
     assert runs.read_text() == "run\n"
@@ -74,7 +77,7 @@ def test_another_compiler_tries_again(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler(tmp_path, monkeypatch, FAILS)
-    assert not native.load(wait=True)
+    assert why_not(wait=True)
     (tmp_path / "other").mkdir()
     compiler(tmp_path / "other", monkeypatch, WORKS)
     assert build.ensure("decoding", wait=True).exists()
@@ -86,8 +89,8 @@ def test_start_does_not_wait(cache: Path, tmp_path: Path, monkeypatch: pytest.Mo
     build._build_in_background.cache_clear()
     with monkeypatch.context() as patched:
         patched.setattr(subprocess, "Popen", lambda command, **_: started.append(command))
-        assert native.why_not() == "being compiled for the next start"
-        assert native.why_not() == "being compiled for the next start"
+        assert why_not(wait=False) == "being compiled for the next start"
+        assert why_not(wait=False) == "being compiled for the next start"
     build._build_in_background.cache_clear()
     assert len(started) == 1
     assert not runs.exists()
@@ -98,7 +101,7 @@ def test_start_does_not_wait(cache: Path, tmp_path: Path, monkeypatch: pytest.Mo
 def test_broken_library(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler(tmp_path, monkeypatch, WORKS)
     monkeypatch.setattr(torch.ops, "loaded_libraries", set())
-    reason = native.why_not(wait=True)
+    reason = why_not(wait=True)
     assert reason is not None
     assert reason.startswith("cannot load")
 
@@ -109,7 +112,7 @@ def test_a_second_library_of_the_same_operators_is_refused(
     """PyTorch would end the process."""
     compiler(tmp_path, monkeypatch, WORKS)
     monkeypatch.setattr(torch.ops, "loaded_libraries", {"/elsewhere/decoding-0123456789abcdef.so"})
-    reason = native.why_not(wait=True)
+    reason = why_not(wait=True)
     assert reason is not None
     assert "this process has loaded /elsewhere/decoding" in reason
 
@@ -156,10 +159,10 @@ def test_each_level_has_a_library_of_its_own(
 
 def test_no_compiler(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("CXX", "no-such-compiler")
-    assert native.why_not(wait=True) == "no C++ compiler: no-such-compiler is not in PATH"
+    assert why_not(wait=True) == "no C++ compiler: no-such-compiler is not in PATH"
     monkeypatch.delenv("CXX")
     monkeypatch.setenv("PATH", "")
-    assert native.why_not() == "no C++ compiler: g++ or clang++ is not in PATH"
+    assert why_not(wait=False) == "no C++ compiler: g++ or clang++ is not in PATH"
 
 
 def test_no_place_to_write(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,7 +170,7 @@ def test_no_place_to_write(cache: Path, tmp_path: Path, monkeypatch: pytest.Monk
     cache.write_text("a file")
     monkeypatch.setattr(subprocess, "Popen", None)  # nor is another process asked to try
     for wait in (True, False):
-        reason = native.why_not(wait=wait)
+        reason = why_not(wait=wait)
         assert reason is not None
         assert reason.startswith(f"cannot compile into {cache}")
 
@@ -177,7 +180,7 @@ def test_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv(build.SWITCH, raising=False)
     monkeypatch.setattr(os.path, "expanduser", lambda path: path)
-    reason = native.why_not(wait=True)
+    reason = why_not(wait=True)
     assert reason is not None
     assert reason.startswith("this account has no home directory")
     assert reason.endswith("set XDG_CACHE_HOME")
@@ -185,4 +188,4 @@ def test_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(build.SWITCH, "0")
-    assert native.why_not(wait=True) == "WORKHORSE_NATIVE=0"
+    assert why_not(wait=True) == "WORKHORSE_NATIVE=0"

@@ -7,6 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from tests.native.machine import TRAINING, needs
 from workhorse.native import training
 from workhorse.nn.feedforward import ReluSquared
 from workhorse.nn.head_loss import Shaping, loss_into_gradient
@@ -23,10 +24,11 @@ ACTIVATIONS = {
 }
 
 
-@pytest.fixture(autouse=True)
-def _operators() -> None:
-    if reason := training.why_not():
-        pytest.skip(reason)
+pytestmark = needs("training")
+can_attend = pytest.mark.skipif(
+    TRAINING is None or torch.bfloat16 not in TRAINING.attention_types,
+    reason="no matrix instructions",
+)
 
 
 @pytest.fixture
@@ -78,8 +80,8 @@ def test_norms(
     bias = torch.randn(width).to(dtype) if biased else None
     above = torch.randn(130, width).to(dtype)
     options = {"offset": offset, "centred": centred}
-    y, moments = training.norm(x, weight, bias, eps=1e-3, **options)
-    dx, sums = training.norm_backward(above, x, moments, weight, None, **options)
+    y, moments = TRAINING.norm(x, weight, bias, eps=1e-3, **options)
+    dx, sums = TRAINING.norm_backward(above, x, moments, weight, None, **options)
 
     given = [t if t is None else t.double().requires_grad_() for t in (x, weight, bias)]
     expected = exact_norm(*given, eps=1e-3, **options)
@@ -101,11 +103,11 @@ def test_norms(
 def test_a_sum_is_normed_and_gradients_are_added_where_they_meet(width: int) -> None:
     x, branch, above, other = torch.randn(4, 100, width).bfloat16()
     options = {"offset": 0.0, "centred": True}
-    total, y, moments = training.add_norm(x, branch, None, None, eps=1e-5, **options)
+    total, y, moments = TRAINING.add_norm(x, branch, None, None, eps=1e-5, **options)
     assert torch.equal(total, x + branch)
-    assert torch.equal(y, training.norm(total, None, None, eps=1e-5, **options)[0])
-    alone, _ = training.norm_backward(above, total, moments, None, None, **options)
-    joined, _ = training.norm_backward(above, total, moments, None, other, **options)
+    assert torch.equal(y, TRAINING.norm(total, None, None, eps=1e-5, **options)[0])
+    alone, _ = TRAINING.norm_backward(above, total, moments, None, None, **options)
+    joined, _ = TRAINING.norm_backward(above, total, moments, None, other, **options)
     assert torch.equal(joined, alone + other)
 
 
@@ -114,9 +116,9 @@ def test_a_norms_gradient_does_not_depend_on_threads(threads: Callable[[int], No
     results = []
     for count in (1, 2, 3):
         threads(count)
-        _, moments = training.norm(x, weight, None, offset=0, eps=1e-5, centred=True)
+        _, moments = TRAINING.norm(x, weight, None, offset=0, eps=1e-5, centred=True)
         results.append(
-            training.norm_backward(above, x, moments, weight, None, offset=0, centred=True)
+            TRAINING.norm_backward(above, x, moments, weight, None, offset=0, centred=True)
         )
     for other in results[1:]:
         assert all(map(torch.equal, results[0], other))
@@ -129,8 +131,8 @@ def test_every_number_has_its_image_and_slope(name: str) -> None:
     x = numbers.double().requires_grad_()
     exact = ACTIVATIONS[name](x)
     (slope,) = torch.autograd.grad(exact.sum(), x)
-    y = training.activation(numbers, None, act)
-    again, dx = training.activation_backward(torch.ones_like(numbers), numbers, None, act)
+    y = TRAINING.activation(numbers, None, act)
+    again, dx = TRAINING.activation_backward(torch.ones_like(numbers), numbers, None, act)
     for ours, expected in ((y, exact), (again, exact), (dx, slope)):
         rounded = expected.detach().bfloat16().double()
         least = torch.finfo(torch.bfloat16).tiny  # what is smaller may become 0
@@ -143,8 +145,8 @@ def test_gated_activations(name: str, n: int) -> None:
     """Image or slope, and the product with two factors, are rounded: three times at most."""
     gate, up, above = torch.randn(3, n).bfloat16()
     act = named(name)
-    y = training.activation(gate, up, act)
-    results = [y, *training.activation_backward(above, gate, up, act)]
+    y = TRAINING.activation(gate, up, act)
+    results = [y, *TRAINING.activation_backward(above, gate, up, act)]
     g, u = (t.double().requires_grad_() for t in (gate, up))
     exact = ACTIVATIONS[name](g) * u
     expected = [exact, exact, *torch.autograd.grad(exact, (g, u), above.double())]
@@ -159,8 +161,8 @@ def test_activations_of_float32_are_exact_to_rounding(name: str) -> None:
     exact_x = x.double().requires_grad_()
     exact = ACTIVATIONS[name](exact_x)
     (slope,) = torch.autograd.grad(exact.sum(), exact_x)
-    y = training.activation(x, None, named(name))
-    again, dx = training.activation_backward(torch.ones_like(x), x, None, named(name))
+    y = TRAINING.activation(x, None, named(name))
+    again, dx = TRAINING.activation_backward(torch.ones_like(x), x, None, named(name))
     assert torch.equal(y, again)
     largest = exact.detach().abs()
     if name.startswith("gelu"):
@@ -173,8 +175,8 @@ def test_activations_of_float32_are_exact_to_rounding(name: str) -> None:
 @pytest.mark.parametrize("n", [1, 15, 16, 17, 33, 40_000])
 def test_gated_activations_of_float32(name: str, n: int) -> None:
     gate, up, above = torch.randn(3, n)
-    y = training.activation(gate, up, named(name))
-    again, dgate, dup = training.activation_backward(above, gate, up, named(name))
+    y = TRAINING.activation(gate, up, named(name))
+    again, dgate, dup = TRAINING.activation_backward(above, gate, up, named(name))
     assert torch.equal(y, again)
     g, u = (t.double().requires_grad_() for t in (gate, up))
     exact = ACTIVATIONS[name](g) * u
@@ -188,7 +190,7 @@ def test_gated_activations_of_float32(name: str, n: int) -> None:
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_what_is_not_a_number_stays_so(name: str) -> None:
     x = torch.tensor([float("nan"), 1.0] * 9)
-    y = training.activation(x, None, named(name))
+    y = TRAINING.activation(x, None, named(name))
     assert torch.equal(y.isnan(), x.isnan())
 
 
@@ -201,7 +203,7 @@ def test_the_loss_and_its_gradient(dtype: torch.dtype, vocab: int, shaping: Shap
     targets[::7] = -100
     exact = logits.double()
     expected = loss_into_gradient(exact, targets, shaping)
-    losses = training.loss_into_gradient_(
+    losses = TRAINING.loss_into_gradient_(
         logits, targets, multiplier=shaping.multiplier, z_loss=shaping.z_loss
     )
     torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-5)
@@ -212,7 +214,7 @@ def test_the_loss_and_its_gradient(dtype: torch.dtype, vocab: int, shaping: Shap
 
 def test_a_target_beyond_the_logits_is_refused() -> None:
     with pytest.raises(RuntimeError, match="target 5 of 5 logits"):
-        training.loss_into_gradient_(
+        TRAINING.loss_into_gradient_(
             torch.zeros(2, 5), torch.tensor([0, 5]), multiplier=1, z_loss=0
         )
 
@@ -221,30 +223,26 @@ def test_a_target_beyond_the_logits_is_refused() -> None:
 def test_a_logit_that_is_not_finite_shows(value: float) -> None:
     logits = torch.zeros(1, 20)
     logits[0, 3] = value
-    loss = training.loss_into_gradient_(logits, torch.tensor([0]), multiplier=1, z_loss=0)
+    loss = TRAINING.loss_into_gradient_(logits, torch.tensor([0]), multiplier=1, z_loss=0)
     assert not loss[0].isfinite()
 
 
-@pytest.mark.skipif(
-    torch.bfloat16 not in training.attention_types(), reason="no matrix instructions"
-)
+@can_attend
 @pytest.mark.parametrize("causal", [True, False])
 def test_attention_knows_its_normalisers(causal: bool) -> None:
     q, k, v = torch.randn(3, 2, 3, 70, 32).bfloat16()
-    _, normaliser = training.attention(q, k, v, scale=0.2, causal=causal)
+    _, normaliser = TRAINING.attention(q, k, v, scale=0.2, causal=causal)
     scores = q.double() @ k.double().mT * 0.2
     if causal:
         scores = scores.masked_fill(~torch.ones(70, 70, dtype=torch.bool).tril(), -torch.inf)
     torch.testing.assert_close(normaliser, scores.logsumexp(-1).float(), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.skipif(
-    torch.bfloat16 not in training.attention_types(), reason="no matrix instructions"
-)
+@can_attend
 def test_attention_reads_heads_where_the_projections_left_them() -> None:
     joined = torch.randn(2, 40, 3, 4, 16).bfloat16()  # (batch, seq, q k v, heads, head_dim)
     q, k, v = joined.permute(2, 0, 3, 1, 4)
-    y, _ = training.attention(q, k, v, scale=0.25, causal=True)
+    y, _ = TRAINING.attention(q, k, v, scale=0.25, causal=True)
     expected = F.scaled_dot_product_attention(q.float(), k.float(), v.float(), is_causal=True)
     assert (y.float() - expected).norm() < 0.01 * expected.norm()
     assert y.transpose(1, 2).is_contiguous()

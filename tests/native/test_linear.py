@@ -1,13 +1,13 @@
-"""`native.linear` against float64, to the rounding that float32 sums and the type of y allow."""
+"""`Decoding.linear` against float64, to the rounding that float32 sums and the type of y allow."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workhorse import native
+from tests.native.machine import DECODING, needs
 
-pytestmark = pytest.mark.usefixtures("operators")
+pytestmark = needs("decoding")
 
 HALF_A_STEP = {torch.bfloat16: 2**-8, torch.float32: 2**-24}
 SUM = 2e-6  # of float32, as a share of the sum of magnitudes; 2,048 numbers in any order
@@ -30,7 +30,7 @@ def test_product(dtype: torch.dtype, out: int, width: int) -> None:
     for rows in ROWS:
         x = torch.randn(rows, width).to(dtype)
         for bias in (None, torch.randn(out).to(dtype)):
-            assert_close(native.linear(x, weight, bias), x, weight, bias)
+            assert_close(DECODING.linear(x, weight, bias), x, weight, bias)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
@@ -39,9 +39,9 @@ def test_several_weights_at_once_are_each_of_them(dtype: torch.dtype, rows: int)
     x = torch.randn(rows, 96).to(dtype)
     weights = [torch.randn(out, 96).to(dtype) for out in (32, 1, 150, 37)]
     biases = [None, torch.randn(1).to(dtype), None, torch.randn(37).to(dtype)]
-    found = native.linear_each(x, weights, biases)
+    found = DECODING.linear_each(x, weights, biases)
     for y, weight, bias in zip(found, weights, biases, strict=True):
-        assert torch.equal(y, native.linear(x, weight, bias))
+        assert torch.equal(y, DECODING.linear(x, weight, bias))
     torch.library.opcheck(
         torch.ops.workhorse.linear_each.default,
         (x, weights, biases),
@@ -52,23 +52,25 @@ def test_several_weights_at_once_are_each_of_them(dtype: torch.dtype, rows: int)
 def test_each_weight_must_fit_and_have_a_bias_or_none() -> None:
     x, fits = torch.zeros(2, 4), torch.zeros(3, 4)
     with pytest.raises(RuntimeError, match="weight has another"):
-        native.linear_each(x, [fits, torch.zeros(3, 5)], [None, None])
+        DECODING.linear_each(x, [fits, torch.zeros(3, 5)], [None, None])
     with pytest.raises(RuntimeError, match="as many biases"):
-        native.linear_each(x, [fits, fits], [None])
+        DECODING.linear_each(x, [fits, fits], [None])
 
 
 def test_leading_axes_and_strides() -> None:
     weight = torch.randn(40, 32).bfloat16()
     x = torch.randn(32, 3, 5).bfloat16().permute(1, 2, 0)
     assert not x.is_contiguous()
-    assert_close(native.linear(x, weight), x, weight, None)
-    assert native.linear(x[:0], weight).shape == (0, 5, 40)
-    assert native.linear(x[0, 0], weight).shape == (40,)
+    assert_close(DECODING.linear(x, weight), x, weight, None)
+    assert DECODING.linear(x[:0], weight).shape == (0, 5, 40)
+    assert DECODING.linear(x[0, 0], weight).shape == (40,)
 
 
 def test_no_columns_give_the_bias() -> None:
     bias = torch.randn(3)
-    assert native.linear(torch.zeros(2, 0), torch.zeros(3, 0), bias).tolist() == [bias.tolist()] * 2
+    assert (
+        DECODING.linear(torch.zeros(2, 0), torch.zeros(3, 0), bias).tolist() == [bias.tolist()] * 2
+    )
 
 
 @pytest.mark.parametrize("special", [float("nan"), float("inf")])
@@ -76,7 +78,7 @@ def test_no_columns_give_the_bias() -> None:
 def test_what_is_no_number_stays_so(special: float, rows: int) -> None:
     x = torch.ones(rows, 32).bfloat16()
     x[0, 3] = special
-    y = native.linear(x, torch.ones(20, 32).bfloat16())
+    y = DECODING.linear(x, torch.ones(20, 32).bfloat16())
     assert y[0].isfinite().logical_not().all()
     assert y[1:].isfinite().all()
 
@@ -85,9 +87,9 @@ def test_compiler_traces_it() -> None:
     weight = torch.randn(40, 32).bfloat16()
     x = torch.randn(2, 32).bfloat16()
     compiled = torch.compile(
-        lambda x: native.linear(x, weight) * 2, backend="eager", fullgraph=True
+        lambda x: DECODING.linear(x, weight) * 2, backend="eager", fullgraph=True
     )
-    assert torch.equal(compiled(x), native.linear(x, weight) * 2)
+    assert torch.equal(compiled(x), DECODING.linear(x, weight) * 2)
     torch.library.opcheck(
         torch.ops.workhorse.linear.default, (x, weight, None), test_utils="test_faketensor"
     )
@@ -107,4 +109,4 @@ def test_compiler_traces_it() -> None:
 )
 def test_refused(x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
     with pytest.raises(RuntimeError, match="workhorse: "):
-        native.linear(x, weight, bias)
+        DECODING.linear(x, weight, bias)

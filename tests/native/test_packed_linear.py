@@ -1,11 +1,11 @@
-"""`native.packed_linear` against float64, x being within its fixed-point error."""
+"""`Decoding.packed_linear` against float64, x being within its fixed-point error."""
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workhorse import native
+from tests.native.machine import DECODING
 from workhorse.instructions import cpu_has
 from workhorse.nn.experts.grouped_linear import GroupedLinear, group_sorted
 from workhorse.transforms.codes import FormatName
@@ -17,10 +17,10 @@ FORMATS: list[FormatName] = ["int8", "int4"]
 SHAPES = [(64, 64), (37, 50), (16, 33), (1, 1), (130, 768)]
 
 
-@pytest.fixture(autouse=True)
-def _packs(operators: None) -> None:
-    if not native.packs():
-        pytest.skip("the CPU has no avx512_vnni")
+pytestmark = pytest.mark.skipif(
+    DECODING is None or not DECODING.packs,
+    reason="the CPU has no avx512_vnni, or there is no compiler",
+)
 
 
 def groups_largest(x: Tensor) -> Tensor:
@@ -46,7 +46,7 @@ def check(y: Tensor, x: Tensor, weight: Tensor, bias: Tensor, *, rounded: bool) 
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("out", "width"), SHAPES)
 def test_product(format: FormatName, out: int, width: int) -> None:
-    layer = QuantizedLinear.of(nn.Linear(width, out).bfloat16(), format)
+    layer = QuantizedLinear.of(nn.Linear(width, out).bfloat16(), format, DECODING)
     assert layer.bias is not None
     for rows in (1, 2, 3, 4, 7, 11, 12, 16, 17, 33, 49, 300):
         x = torch.randn(rows, width).bfloat16()
@@ -58,7 +58,7 @@ def test_product(format: FormatName, out: int, width: int) -> None:
 @pytest.mark.parametrize("format", FORMATS)
 @pytest.mark.parametrize(("out", "width"), SHAPES)
 def test_product_in_float32(format: FormatName, out: int, width: int) -> None:
-    layer = QuantizedLinear.of(nn.Linear(width, out), format)
+    layer = QuantizedLinear.of(nn.Linear(width, out), format, DECODING)
     assert layer.bias is not None
     for rows in (1, 3, 6, 40):
         x = torch.randn(rows, width)
@@ -67,7 +67,7 @@ def test_product_in_float32(format: FormatName, out: int, width: int) -> None:
 
 @torch.no_grad()
 def test_a_prompt_of_several_passes() -> None:
-    layer = QuantizedLinear.of(nn.Linear(32 * 700, 20).bfloat16(), "int8")
+    layer = QuantizedLinear.of(nn.Linear(32 * 700, 20).bfloat16(), "int8", DECODING)
     x = torch.randn(150, 32 * 700).bfloat16()
     apart = torch.cat([layer(x[:32]), layer(x[32:])])
     assert torch.equal(layer(x), apart)
@@ -80,12 +80,12 @@ def test_each_group_has_its_weight(format: FormatName, dtype: torch.dtype) -> No
     experts = GroupedLinear(5, 50, 37, bias=True)
     nn.init.normal_(experts.weight)
     nn.init.normal_(experts.bias)
-    layer = QuantizedGroupedLinear.of(experts.to(dtype), format)
+    layer = QuantizedGroupedLinear.of(experts.to(dtype), format, DECODING)
     of_row = torch.tensor([0] * 3 + [2] * 20 + [3])  # two groups are empty
     x = torch.randn(len(of_row), 50, dtype=dtype)
     y = layer(x, group_sorted(of_row, 5))
     for expert in (0, 2, 3):
-        one = QuantizedLinear.of(nn.Linear(50, 37).to(dtype), format)
+        one = QuantizedLinear.of(nn.Linear(50, 37).to(dtype), format, DECODING)
         one.codes, one.scales = layer.codes[expert], layer.scales[expert]
         one.bias = None
         here = of_row == expert
@@ -97,7 +97,7 @@ def test_zeros_and_extremes(format: FormatName) -> None:
     linear = nn.Linear(64, 16, bias=False)
     nn.init.zeros_(linear.weight)
     linear.weight.data[3, 32:] = 1e30
-    layer = QuantizedLinear.of(linear.bfloat16(), format)
+    layer = QuantizedLinear.of(linear.bfloat16(), format, DECODING)
     for rows in (2, 20):
         x = torch.zeros(rows, 64).bfloat16()
         x[1, 32:] = 1e-30
@@ -111,7 +111,7 @@ def test_zeros_and_extremes(format: FormatName) -> None:
 @pytest.mark.parametrize("rows", [2, 40])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_what_is_no_number_stays_so(special: float, rows: int, dtype: torch.dtype) -> None:
-    layer = QuantizedLinear.of(nn.Linear(64, 20, dtype=dtype), "int8")
+    layer = QuantizedLinear.of(nn.Linear(64, 20, dtype=dtype), "int8", DECODING)
     x = torch.ones(rows, 64, dtype=dtype)
     x[0, 3] = special
     with torch.no_grad():
@@ -121,7 +121,7 @@ def test_what_is_no_number_stays_so(special: float, rows: int, dtype: torch.dtyp
 
 
 def test_compiler_traces_it() -> None:
-    layer = QuantizedLinear.of(nn.Linear(64, 48).bfloat16(), "int4")
+    layer = QuantizedLinear.of(nn.Linear(64, 48).bfloat16(), "int4", DECODING)
     x = torch.randn(2, 64).bfloat16()
     compiled = torch.compile(layer, backend="eager", fullgraph=True)
     with torch.no_grad():
@@ -129,24 +129,24 @@ def test_compiler_traces_it() -> None:
 
 
 def test_refused() -> None:
-    layer = QuantizedLinear.of(nn.Linear(64, 48, bias=False).bfloat16(), "int8")
+    layer = QuantizedLinear.of(nn.Linear(64, 48, bias=False).bfloat16(), "int8", DECODING)
     packed = (layer.codes, layer.scales, None)
     x = torch.zeros(2, 64)
     with pytest.raises(RuntimeError, match="x must be bfloat16 or float32"):
-        native.packed_linear(x.double(), *packed, out_features=48)
+        DECODING.packed_linear(x.double(), *packed, out_features=48)
     with pytest.raises(RuntimeError, match="as wide as the groups"):
-        native.packed_linear(x[:, :32], *packed, out_features=48)
+        DECODING.packed_linear(x[:, :32], *packed, out_features=48)
     with pytest.raises(RuntimeError, match="codes has another"):
-        native.packed_linear(x, *packed, out_features=49)
+        DECODING.packed_linear(x, *packed, out_features=49)
     with pytest.raises(RuntimeError, match="bias has another"):
-        native.packed_linear(x, *packed, torch.zeros(48).bfloat16(), out_features=48)
+        DECODING.packed_linear(x, *packed, torch.zeros(48).bfloat16(), out_features=48)
     with pytest.raises(RuntimeError, match="codes must have 4 axes"):
-        native.packed_linear(x, *packed, ends=torch.tensor([2]).int(), out_features=48)
+        DECODING.packed_linear(x, *packed, ends=torch.tensor([2]).int(), out_features=48)
 
 
 @pytest.mark.parametrize("ends", [[1, 3], [2, 1], [-1, 2]])
 def test_groups_that_cannot_be(ends: list[int]) -> None:
-    layer = QuantizedGroupedLinear.of(GroupedLinear(2, 64, 48), "int8")
+    layer = QuantizedGroupedLinear.of(GroupedLinear(2, 64, 48), "int8", DECODING)
     x, stacked = torch.zeros(2, 64), (layer.codes, layer.scales, None)
     with pytest.raises(RuntimeError, match="ends must rise up to the rows"):
-        native.packed_linear(x, *stacked, ends=torch.tensor(ends).int(), out_features=48)
+        DECODING.packed_linear(x, *stacked, ends=torch.tensor(ends).int(), out_features=48)

@@ -6,20 +6,21 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from tests.native.machine import TRAINING, needs
 from tests.train.conftest import MODEL
-from workhorse.native import training
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.kernels import Scoring, Sdpa
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.master_weights import MasterWeights, round_weights, split
 from workhorse.optim.muon import Muon, MuonConfig
 from workhorse.transforms.native_training.attention import TrainingSdpa, replace_attention
+from workhorse.transforms.replace import become
+
+pytestmark = needs("training")
 
 
-@pytest.fixture(autouse=True)
-def _operators() -> None:
-    if reason := training.why_not():
-        pytest.skip(reason)
+def native_sdpa(scoring: Scoring) -> TrainingSdpa:
+    return become(Sdpa(scoring, 0), TrainingSdpa, operators=TRAINING)
 
 
 BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -28,7 +29,7 @@ BOTH = pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 
 @pytest.fixture
 def can_attend(dtype: torch.dtype) -> None:
-    if dtype not in training.attention_types():
+    if dtype not in TRAINING.attention_types:
         pytest.skip(f"this CPU leaves attention of {dtype} to PyTorch")
 
 
@@ -42,7 +43,7 @@ def test_attention_of_bfloat16_has_the_gradients_of_pytorchs(
     """No further from those of float32 than PyTorch's own in bfloat16, or 1 %."""
     given = [torch.randn(shape).to(dtype) for _ in range(3)]
     above = torch.randn(shape).to(dtype)
-    kernel = TrainingSdpa(Scoring(scale=1 / math.sqrt(shape[3])), n_heads=0)
+    kernel = native_sdpa(Scoring(scale=1 / math.sqrt(shape[3])))
     results = []
     for computed, native in ((torch.float32, False), (dtype, True)):
         q, k, v = (x.to(computed).requires_grad_() for x in given)
@@ -70,7 +71,7 @@ def test_attention_of_float32_is_exact_to_rounding(
     *given, above = memory.permute(2, 0, 3, 1, 4)
     scoring = Scoring(scale=1 / math.sqrt(shape[3]))
     results = []
-    for kernel, computed in ((Sdpa(scoring, 0), torch.float64), (TrainingSdpa(scoring, 0), dtype)):
+    for kernel, computed in ((Sdpa(scoring, 0), torch.float64), (native_sdpa(scoring), dtype)):
         leaves = [x.to(computed).requires_grad_() for x in given]
         y = kernel(*leaves, (None, causal))
         results.append((y, *torch.autograd.grad(y, leaves, above.to(computed))))
@@ -90,7 +91,7 @@ def test_query_heads_may_share_keys_and_values(
     memory = torch.randn(2, 40, 4 + 2 * kv_heads, 16).to(dtype).transpose(1, 2)
     given = memory.split((4, kv_heads, kv_heads), dim=1)
     above, scoring, results = torch.randn(2, 4, 40, 16).to(dtype), Scoring(scale=0.25), []
-    for computed, kernel in ((torch.float64, Sdpa(scoring, 0)), (dtype, TrainingSdpa(scoring, 0))):
+    for computed, kernel in ((torch.float64, Sdpa(scoring, 0)), (dtype, native_sdpa(scoring))):
         leaves = [x.to(computed).requires_grad_() for x in given]
         y = kernel(*leaves, (None, True))
         results.append((y, *torch.autograd.grad(y, leaves, above.to(computed))))
@@ -104,9 +105,9 @@ def test_query_heads_may_share_keys_and_values(
 @pytest.mark.usefixtures("can_attend")
 def test_a_later_token_changes_no_earlier_output(dtype: torch.dtype) -> None:
     q, k, v = torch.randn(3, 1, 2, 150, 16).to(dtype)
-    before, _ = training.attention(q, k, v, scale=0.25, causal=True)
+    before, _ = TRAINING.attention(q, k, v, scale=0.25, causal=True)
     k[:, :, 100:], v[:, :, 100:] = 50, torch.nan
-    after, _ = training.attention(q, k, v, scale=0.25, causal=True)
+    after, _ = TRAINING.attention(q, k, v, scale=0.25, causal=True)
     assert torch.equal(before[:, :, :64], after[:, :, :64])  # blocks of queries
     assert after[:, :, 100:].isnan().all()
 
@@ -121,7 +122,7 @@ def test_what_the_operator_cannot_do_pytorch_does(change: str) -> None:
     mask = torch.ones(seq, seq, dtype=torch.bool).tril() if change == "mask" else None
     scoring = Scoring(scale=0.3, dropout=0.5 if change == "dropout" else 0.0)
     results = []
-    for kernel in (Sdpa(scoring, 4), TrainingSdpa(scoring, 0)):
+    for kernel in (Sdpa(scoring, 4), native_sdpa(scoring)):
         torch.manual_seed(0)
         given = [x.detach().requires_grad_() for x in (q, k, v)]
         y = kernel(*given, (mask, mask is None))
@@ -134,7 +135,7 @@ def test_kernels_are_replaced_from_outside_and_weights_stay() -> None:
     names = [name for name, _ in decoder.named_parameters()]
     tokens = torch.randint(11, (2, 8))
     before = decoder(tokens)
-    replace_attention(decoder)
+    replace_attention(decoder, TRAINING)
     assert all(type(layer.attention.kernel) is TrainingSdpa for layer in decoder.layers)
     assert [name for name, _ in decoder.named_parameters()] == names
     torch.testing.assert_close(decoder(tokens), before)

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from tests.train.conftest import MODEL
 from tests.train.test_step import CPU
 from workhorse.data import Batch
+from workhorse.instructions import SWITCH
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.head_loss import Multiply, product
 from workhorse.optim.adamw import AdamW, AdamWConfig
@@ -24,7 +25,7 @@ from workhorse.transforms.native_training import replace_embeddings, train_nativ
 @pytest.fixture(autouse=True)
 def _plain(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a machine without a compiler; `tests/native/test_training.py` has the rest."""
-    monkeypatch.setattr("workhorse.native.training.why_not", lambda: "not here")
+    monkeypatch.setenv(SWITCH, "0")
 
 
 def masters_of(module: nn.Module) -> MasterWeights:

@@ -8,12 +8,13 @@ from typing import Any
 import pytest
 import torch
 
+from tests.native.machine import needs
 from tests.train.conftest import MODEL
 from tests.train.runs import assert_same_run, step_losses
 from tests.train.test_step import CPU
 from workhorse.checkpoints import RunDirectory
 from workhorse.data import Batch
-from workhorse.native import products
+from workhorse.instructions import SWITCH
 from workhorse.nn import DecoderConfig
 from workhorse.train import train
 from workhorse.train.recipe.recipe import TrainConfig
@@ -27,12 +28,6 @@ MLP = {
     "attention": {"kind": "attention", "n_heads": 2},
     "feed_forward": {"kind": "mlp", "d_ff": 64, "activation": "gelu"},
 }
-
-
-@pytest.fixture
-def _operator() -> None:
-    if reason := products.why_not(wait=True):
-        pytest.skip(reason)
 
 
 def step_of(precision: str, **changes: Any) -> TrainingStep:
@@ -62,7 +57,7 @@ def losses(step: TrainingStep) -> torch.Tensor:
     return torch.tensor(found)
 
 
-@pytest.mark.usefixtures("_operator")
+@needs("matrix_unit")
 @pytest.mark.parametrize("changes", [{}, {"blocks": {"main": MLP}}], ids=["gated", "mlp"])
 def test_losses_of_200_steps_are_those_of_highest(changes: dict[str, Any]) -> None:
     """0.00005 nats at any step, of losses that fall by more than 1. Seen: 0.000001."""
@@ -72,7 +67,7 @@ def test_losses_of_200_steps_are_those_of_highest(changes: dict[str, Any]) -> No
     assert (high - highest).abs().max() < 0.00005
 
 
-@pytest.mark.usefixtures("_operator")
+@needs("matrix_unit")
 def test_a_stopped_run_goes_on_as_if_nothing_was(make_recipe, tmp_path: Path) -> None:
     def stop_at_six(event: dict[str, Any]) -> None:
         if event["kind"] == "step" and event["step"] == 6:
@@ -106,5 +101,5 @@ def test_the_setting_of_the_process_holds_for_the_passes_alone(before: str) -> N
 
 
 def test_without_the_unit_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "why_not", lambda *, wait: "not here")
+    monkeypatch.setenv(SWITCH, "0")
     assert torch.equal(losses(step_of("high"))[:20], losses(step_of("highest"))[:20])

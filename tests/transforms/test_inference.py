@@ -1,17 +1,16 @@
 import pytest
 import torch
 
+from tests.native.machine import needs
 from tests.nn.grid import CAUSAL
-from workhorse import native
 from workhorse.transforms.inference import prepare_for_inference
 from workhorse.transforms.native_attention import DecodingSdpa
 from workhorse.transforms.stream import StreamedLinear
 
 
+@needs("decoding")
 @pytest.mark.parametrize("device", ["cpu", "meta"])
 def test_only_a_decoder_on_the_cpu_gets_the_operators_of_one(device: str) -> None:
-    if native.why_not(wait=True) is not None:
-        pytest.skip(f"no native operators: {native.why_not()}")
     with torch.device(device):
         decoder = CAUSAL[0].build(kernel="sdpa").eval()
     prepare_for_inference(decoder)

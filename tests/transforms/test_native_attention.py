@@ -1,16 +1,17 @@
 """Decoding with the native attention gives the same logits, for every kind of attention."""
 
+from typing import Any
+
 import pytest
 import torch
 
+from tests.native.machine import DECODING, needs
 from tests.nn.grid import CAUSAL, COVERING, error, fixed_length, make, name, random_tokens
-from workhorse import native
+from workhorse.native import Decoding
 from workhorse.nn import DecoderConfig
 from workhorse.transforms.native_attention import DecodingSdpa, attend_natively
 
-pytestmark = pytest.mark.skipif(
-    native.why_not(wait=True) is not None, reason=f"no native operators: {native.why_not()}"
-)
+pytestmark = needs("decoding")
 configs = [config for config in CAUSAL if fixed_length(config) is None]
 
 
@@ -21,7 +22,7 @@ def test_a_ragged_batch_decodes_to_the_same_logits(
 ) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # one head of keys is enough
     plain, quick = make(config), make(config)
-    attend_natively(quick)
+    attend_natively(quick, DECODING)
     tokens = random_tokens(config, 2, 12)
     positions = torch.tensor([[0, 1, 2, 3], [-1, -1, 0, 1]])
     caches = plain.new_cache(2, 12), quick.new_cache(2, 12)
@@ -35,13 +36,13 @@ def test_a_ragged_batch_decodes_to_the_same_logits(
 
 def test_the_operator_is_used_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -> None:
     used: list[torch.Size] = []
-    attend = native.attend
+    attend = Decoding.attend
 
-    def watched(q: torch.Tensor, *rest: object) -> torch.Tensor:
+    def watched(operators: Decoding, q: torch.Tensor, *rest: Any) -> torch.Tensor:
         used.append(q.shape)
-        return attend(q, *rest)  # pyright: ignore[reportArgumentType]
+        return attend(operators, q, *rest)
 
-    monkeypatch.setattr(native, "attend", watched)
+    monkeypatch.setattr(Decoding, "attend", watched)
     config = next(
         config
         for config in configs
@@ -62,5 +63,5 @@ def test_the_operator_is_used_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -
 
 def _quick(config: DecoderConfig) -> torch.nn.Module:
     decoder = make(config)
-    attend_natively(decoder)
+    attend_natively(decoder, DECODING)
     return decoder

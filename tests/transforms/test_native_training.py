@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
+from tests.native.machine import TRAINING, needs
 from tests.train.conftest import MODEL
-from workhorse.native import training
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.feedforward import ClampedSwiglu, Gated, GatedMlp, Mlp
 from workhorse.nn.head_loss import HeadLoss, Shaping, loss_into_gradient, product
@@ -64,15 +64,11 @@ FEED_FORWARDS: dict[str, Callable[[], nn.Module]] = {
 }
 
 
-@pytest.fixture
-def _operators() -> None:
-    if reason := training.why_not():
-        pytest.skip(reason)
-
-
 def speed_up(module: nn.Module) -> nn.Module:
     """Everything but linear layers, attention and the loss."""
-    return replace_feed_forwards(replace_norms(replace_embeddings(module)), product)
+    return replace_feed_forwards(
+        replace_norms(replace_embeddings(module), TRAINING), product, TRAINING
+    )
 
 
 def build(block: dict[str, Any]) -> Decoder:
@@ -106,7 +102,7 @@ def assert_as_good(module: nn.Module, *given: Tensor) -> None:
 @pytest.mark.parametrize("name", NORMS | FEED_FORWARDS)
 @pytest.mark.parametrize("layout", ["rows", "heads", "strided"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("_operators")
+@needs("training")
 def test_parts(name: str, layout: str, dtype: torch.dtype) -> None:
     module = (NORMS | FEED_FORWARDS)[name]().to(dtype)
     for parameter in module.parameters():
@@ -131,7 +127,7 @@ def equal_share(one: Tensor, other: Tensor) -> float:
 
 @pytest.mark.parametrize("offset", [False, True])
 @pytest.mark.parametrize("name", KINDS_OF_NORM)
-@pytest.mark.usefixtures("_operators")
+@needs("training")
 def test_a_norm_rounds_where_its_options_say(name: str, offset: bool) -> None:
     """Float32 sums of another order tip one rounding in thousands, another option one in five."""
     norm = {**KINDS_OF_NORM[name], "offset": offset}
@@ -154,7 +150,7 @@ def test_a_norm_rounds_where_its_options_say(name: str, offset: bool) -> None:
         assert equal_share(changed.attention_norm(x), plain[0]) < 0.9
 
 
-@pytest.mark.usefixtures("_operators")
+@needs("training")
 def test_a_norm_of_somebody_else_is_left_alone() -> None:
     class Doubled(RMSNorm):
         def forward(self, x: Tensor) -> Tensor:
@@ -168,7 +164,7 @@ def test_a_norm_of_somebody_else_is_left_alone() -> None:
 
 @pytest.mark.parametrize("block", [GPT, QWEN, MIXTURE], ids=["gpt", "qwen", "mixture"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.usefixtures("_operators")
+@needs("training")
 def test_whole_models(block: dict[str, Any], dtype: torch.dtype) -> None:
     decoder = build(block).to(dtype)
     native = copy.deepcopy(decoder)
@@ -183,7 +179,7 @@ def test_whole_models(block: dict[str, Any], dtype: torch.dtype) -> None:
     assert (gradients[1] - gradients[0]).norm() <= unit * gradients[0].norm()
 
 
-@pytest.mark.usefixtures("_operators")
+@needs("training")
 def test_activations_computed_again_give_the_same_gradients() -> None:
     decoder = build(GPT).bfloat16()
     again = copy.deepcopy(decoder)
@@ -194,7 +190,7 @@ def test_activations_computed_again_give_the_same_gradients() -> None:
     assert all(map(torch.equal, results(decoder, tokens), results(again, tokens)))
 
 
-@pytest.mark.usefixtures("_operators")
+@needs("training")
 def test_a_feed_forward_keeps_what_goes_into_its_activation_only() -> None:
     module = Mlp(16, 64).bfloat16()
     module = speed_up(module)
@@ -208,7 +204,7 @@ def test_a_feed_forward_keeps_what_goes_into_its_activation_only() -> None:
 @pytest.mark.parametrize(
     "why", ["dropout", "learned", "another product", "float64", "clamped", "a norm"]
 )
-@pytest.mark.usefixtures("_operators")
+@needs("training")
 def test_what_the_operators_cannot_do_pytorch_does(why: str) -> None:
     module: nn.Module = Mlp(8, 12, dropout=0.5 if why == "dropout" else 0.0)
     if why == "learned":
@@ -232,11 +228,11 @@ def test_what_the_operators_cannot_do_pytorch_does(why: str) -> None:
         torch.testing.assert_close(ours, plain, rtol=2**-6, atol=2**-8)
 
 
-@pytest.mark.usefixtures("_operators")
+@needs("training")
 def test_a_capped_loss_is_computed_by_pytorch() -> None:
     logits, targets, capped = torch.randn(6, 9), torch.randint(9, (6,)), Shaping(cap=2.0)
     ours, plain = logits.clone(), logits.clone()
-    native = become(HeadLoss(), NativeHeadLoss, multiplies=product, differentiates=True)
+    native = become(HeadLoss(), NativeHeadLoss, multiplies=product, operators=TRAINING)
     loss = native.differentiate(ours, targets, capped)
     assert torch.equal(loss, loss_into_gradient(plain, targets, capped))
     assert torch.equal(ours, plain)
@@ -244,7 +240,7 @@ def test_a_capped_loss_is_computed_by_pytorch() -> None:
 
 @pytest.mark.parametrize("native", [True, False])
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.usefixtures("_operators")
+@needs("training")
 def test_a_step_is_native_unless_it_is_switched_off(
     monkeypatch: pytest.MonkeyPatch, dtype: str, native: bool
 ) -> None:
@@ -254,4 +250,4 @@ def test_a_step_is_native_unless_it_is_switched_off(
     config = TrainConfig(steps=1, batch_size=2, seq_len=8, dtype=dtype)
     step = build_step(decoder, config, torch.device("cpu"))
     assert isinstance(decoder.final_norm, NativeNorm) is native
-    assert step.objective.head_loss.differentiates is native
+    assert (step.objective.head_loss.operators is not None) is native

@@ -8,8 +8,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from workhorse import native
+from tests.native.machine import DECODING
 from workhorse.errors import WorkhorseError
+from workhorse.instructions import SWITCH
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.transforms.codes import FormatName
 from workhorse.transforms.quantize import place_codes, quantize
@@ -89,9 +90,10 @@ def test_plain_and_native_agree(
 def test_experts_where_an_operator_multiplies_by_their_codes(
     packs: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if packs and not (native.load() and native.packs()):
+    if packs and not (DECODING is not None and DECODING.packs):
         pytest.skip("the CPU has no avx512_vnni, or there is no compiler")
-    monkeypatch.setattr(native, "packs", lambda: packs)
+    if not packs:
+        monkeypatch.setenv(SWITCH, "0")
     decoder = quantize(build(ATTENTION, MIXTURE), "int8")
     mixture = decoder.get_submodule("layers.0.feed_forward")
     projection = mixture.get_submodule("experts.down_proj")

@@ -2,18 +2,20 @@
 
 import copy
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
 from torch import nn
 
+from tests.native.machine import DECODING, OPERATORS, needs
 from tests.nn.grid import CAUSAL
-from workhorse import native
 from workhorse.checkpoints import weights_of
 from workhorse.errors import WorkhorseError
 from workhorse.models.llama import llama
+from workhorse.native import Operators
 from workhorse.nn import Decoder
-from workhorse.train.step.step import LossOfBatch
+from workhorse.train.objectives.next_token import LossOfBatch
 from workhorse.transforms.checkpointing import checkpoint_activations
 from workhorse.transforms.compiled_layers import compile_layers
 from workhorse.transforms.compiled_step import compile_steps
@@ -31,14 +33,14 @@ def make() -> Decoder:
 
 
 def train(root: nn.Module) -> None:
-    train_natively(root, native=False)
+    train_natively(root, Operators())
 
 
 APPLY: dict[str, Callable[[Decoder], object]] = {
     "group_heads": lambda decoder: group_heads(decoder, 1),
     "quantize": lambda decoder: quantize(decoder, "int8"),
-    "stream_weights": stream_weights,
-    "attend_natively": attend_natively,
+    "stream_weights": lambda decoder: stream_weights(decoder, Operators()),
+    "attend_natively": lambda decoder: attend_natively(decoder, DECODING),
     "compile_steps": compile_steps,
     "train_natively": train,
     "checkpoint_activations": checkpoint_activations,
@@ -55,13 +57,12 @@ def test_a_plain_model_carries_none() -> None:
     assert transforms_of(nn.Linear(2, 2)) == ()
 
 
+@needs("decoding")
 def test_transforms_of_inference_are_told_in_their_order_with_their_options() -> None:
-    if reason := native.why_not(wait=True):
-        pytest.skip(reason)
     decoder = prepare_for_inference(quantize(make(), "int4"), compile=True)
     assert transforms_of(decoder) == (
         Transform("quantize", {"format": "int4"}),
-        Transform("stream_weights"),
+        Transform("stream_weights", {"operators": replace(OPERATORS, training=None)}),
         Transform("attend_natively", {"threads": torch.get_num_threads()}),
         Transform("compile_steps"),
     )

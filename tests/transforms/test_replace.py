@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.native.machine import OPERATORS
 from tests.nn.grid import COVERING, make, name, random_tokens
 from workhorse.data import Batch
 from workhorse.models.llama import llama
-from workhorse.native import training
 from workhorse.nn import DecoderConfig
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.transforms.checkpointing import checkpoint_activations
@@ -23,7 +23,7 @@ from workhorse.transforms.replace import become, combined, replace_modules
 SOME = COVERING[:12]
 TRANSFORMS: dict[str, Callable[[nn.Module], object]] = {
     "embeddings": replace_embeddings,
-    "trained natively": lambda module: train_natively(module, native=not training.why_not()),
+    "trained natively": lambda module: train_natively(module, OPERATORS),
     "checkpointed": checkpoint_activations,
     "made for inference": prepare_for_inference,
 }
@@ -113,7 +113,7 @@ def test_hooks_on_every_module_fire_in_native_training(config: DecoderConfig) ->
 
     plain = NextToken(make(config)).train()
     native = copy.deepcopy(plain)
-    train_natively(native, native=not training.why_not())
+    train_natively(native, OPERATORS)
     expected = called(plain)
     assert "decoder.head.proj" in expected
     assert called(native) == expected

@@ -5,9 +5,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from workhorse import native
-from workhorse.native import build, products
+from tests.native.machine import OPERATORS, needs
+from workhorse.native import MatrixUnit, Operators
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.transforms.record import transforms_of
 from workhorse.transforms.stream import FEW_ROWS, ONE_PASS, StreamedLinear, stream_weights
 
 CONFIG = {
@@ -34,20 +35,13 @@ def decoder() -> Decoder:
     return DecoderConfig.from_dict(CONFIG).build().eval()
 
 
-@pytest.fixture
-def _native() -> None:
-    reason = native.why_not(wait=True)
-    if reason is not None:
-        pytest.skip(reason)
-
-
-@pytest.mark.usefixtures("_native")
+@needs("decoding")
 def test_same_model(decoder: Decoder) -> None:
     tokens = torch.arange(24).view(2, 12)
     before = {name: value.clone() for name, value in decoder.state_dict().items()}
     with torch.no_grad():
         expected = decoder(tokens[:, :4])
-        assert stream_weights(decoder)
+        stream_weights(decoder, OPERATORS)
         assert isinstance(decoder.layers[0].attention.q_proj, StreamedLinear)
         torch.testing.assert_close(decoder(tokens[:, :4]), expected, rtol=1e-4, atol=1e-4)
     after = decoder.state_dict()
@@ -56,11 +50,11 @@ def test_same_model(decoder: Decoder) -> None:
     assert decoder.head.proj.weight is decoder.embedding.tokens.weight
 
 
-@pytest.mark.usefixtures("_native")
+@needs("decoding")
 def test_many_rows_and_training_are_as_before(decoder: Decoder) -> None:
     layer = nn.Linear(32, 16)
     streamed = nn.Sequential(layer)
-    assert stream_weights(streamed)
+    stream_weights(streamed, OPERATORS)
     many = torch.randn(FEW_ROWS[torch.float32] + 1, 32)
     with torch.no_grad():
         assert torch.equal(streamed(many), layer(many))
@@ -70,32 +64,31 @@ def test_many_rows_and_training_are_as_before(decoder: Decoder) -> None:
     torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(16, 32))
 
 
-@pytest.mark.usefixtures("_native")
+@needs("decoding")
+@needs("matrix_unit")
 @pytest.mark.parametrize("rows", [ONE_PASS, ONE_PASS + 1])
 def test_many_rows_of_bfloat16_are_a_product(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    if reason := products.why_not(wait=True):
-        pytest.skip(reason)
     layer = nn.Linear(48, 80).bfloat16()
     x = torch.randn(2, rows, 48).bfloat16()[:1]
     exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
     streamed = nn.Sequential(layer)
-    assert stream_weights(streamed, wait=True)
+    stream_weights(streamed, OPERATORS)
     with torch.no_grad():
         y = streamed(x)
         assert y.shape == exact.shape
         assert ((y - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()
-        monkeypatch.setattr(products, "linear", lambda *_: "a product")
+        monkeypatch.setattr(MatrixUnit, "linear", lambda *_: "a product")
         assert (streamed(x) == "a product") is (rows > ONE_PASS)
 
 
-@pytest.mark.usefixtures("_native")
+@needs("decoding")
 def test_what_it_cannot_read_stays() -> None:
     model = nn.Sequential(nn.Linear(32, 16).double(), nn.Identity())
-    assert stream_weights(model)
+    stream_weights(model, OPERATORS)
     assert type(model[0]) is nn.Linear
 
 
-def test_without_native_operators(decoder: Decoder, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(build.SWITCH, "0")
-    assert not stream_weights(decoder)
+def test_without_native_operators(decoder: Decoder) -> None:
+    stream_weights(decoder, Operators())
     assert not any(isinstance(part, StreamedLinear) for part in decoder.modules())
+    assert not transforms_of(decoder)

@@ -29,16 +29,18 @@ from workhorse.generate.samplers import (
     History,
     Shaper,
     all_finite,
+    argmax,
     draw,
     draw_from,
     greedy,
     has_penalties,
-    likeliest,
     shaping,
     takes_likeliest,
 )
 from workhorse.generate.speculate import Proposer, after_guess, slack_of
+from workhorse.native import Decoding
 from workhorse.nn import Decoder
+from workhorse.transforms.record import decoding_operators
 
 _Chooser = Callable[[Tensor, Sequence[Row], History | None], Tensor]
 """`(logits (batch, vocab), rows, history) -> tokens int64 (batch,)`."""
@@ -91,7 +93,8 @@ def decode(
     # The tokens of one pass are turned alike, as its end asks (dynamic NTK, LongRoPE): past the
     # original length a guess would change the logits of the tokens before it.
     longest = decoder.config.steady_length()
-    choose = partial(_choose, shape=shape, config=config, vocab=vocab)
+    decoding = decoding_operators(decoder)
+    choose = partial(_choose, shape=shape, config=config, vocab=vocab, decoding=decoding)
     logits = batch.logits[:, None]
     while True:
         for r, token, logprob in _taken(logits, rows, history, choose, config.logprobs):
@@ -180,10 +183,11 @@ def _choose(
     shape: Shaper,
     config: GenerationConfig,
     vocab: int,
+    decoding: Decoding | None,
 ) -> Tensor:
     """The next token of each row, int64 `(batch,)`, an id below `vocab`."""
     if takes_likeliest(config):
-        tokens = likeliest(logits[:, :vocab])
+        tokens = argmax(logits[:, :vocab], decoding)
         _check_finite(bool((tokens >= 0).all()))
         return tokens
     _check_finite(all_finite(logits))

@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from workhorse import native
 from workhorse.generate.config import GenerationConfig
+from workhorse.native import Decoding
 
 _READ_NATIVELY = (torch.bfloat16, torch.float32)
 _NUCLEUS_FIRST_LOOK = 1024  # likeliest tokens tried before top-p sorts the whole vocabulary
@@ -96,10 +96,15 @@ def all_finite(logits: Tensor) -> bool:
     return bool(logits.sum(dtype=torch.float32).isfinite())  # far quicker than looking at each
 
 
-def likeliest(logits: Tensor) -> Tensor:
-    """`greedy` of logits as a model gives them; -1 where one of a row's is not finite."""
-    if native.finds_likeliest() and logits.is_cpu and logits.dtype in _READ_NATIVELY:
-        return native.likeliest(logits)
+def argmax(logits: Tensor, decoding: Decoding | None = None) -> Tensor:
+    """`greedy` of logits as a model gives them; -1 where one of a row's is not finite.
+
+    Args:
+        logits: `(batch, vocab)`.
+        decoding: the native operators, which read the logits once.
+    """
+    if decoding is not None and logits.is_cpu and logits.dtype in _READ_NATIVELY:
+        return decoding.argmax(logits)
     finite = logits.sum(dim=-1, dtype=torch.float32).isfinite()
     return torch.where(finite, greedy(logits), -1)
 

@@ -1,28 +1,12 @@
 """Operators in C++ that read weights at the speed of memory, where a compiler and the CPU allow.
 
-Nothing depends on them: what uses one has a plain way of its own, and asks `load` first.
+Nothing depends on them: what uses one has a plain way of its own. Whoever builds a model or a step
+asks `resolve` once for the operators that there are, and hands them to what computes.
 """
 
-from workhorse.native.operators import (
-    attend,
-    finds_likeliest,
-    likeliest,
-    linear,
-    linear_each,
-    load,
-    packed_linear,
-    packs,
-    why_not,
-)
+from workhorse.native.decoding import Decoding
+from workhorse.native.matrix_unit import MatrixUnit
+from workhorse.native.operators import Library, Operators, resolve
+from workhorse.native.training import Training
 
-__all__ = [
-    "attend",
-    "finds_likeliest",
-    "likeliest",
-    "linear",
-    "linear_each",
-    "load",
-    "packed_linear",
-    "packs",
-    "why_not",
-]
+__all__ = ["Decoding", "Library", "MatrixUnit", "Operators", "Training", "resolve"]

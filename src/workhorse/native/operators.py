@@ -1,166 +1,51 @@
-"""The compiled operators as functions of tensors, known to `torch.compile`.
+"""What this machine can run: decided once by whoever builds, and handed to what computes."""
 
-They compute no gradients.
-"""
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
-import functools
-from collections.abc import Sequence
-from pathlib import Path
-from typing import cast
+from workhorse.native import decoding, matrix_unit, training
+from workhorse.native.build import Unavailable
+from workhorse.native.decoding import Decoding
+from workhorse.native.matrix_unit import MatrixUnit
+from workhorse.native.training import Training
 
-import torch
-from jaxtyping import Bool, Float, Int16, Int32, Int64, UInt8
-from torch import Tensor
-
-from workhorse.native import build
-
-GROUP = 32
-"""Numbers of a row of packed weights that share a scale."""
-LANES = 16
-"""Rows of packed weights that stand side by side."""
+Library = Literal["decoding", "matrix_unit", "training"]
 
 
-def load(*, wait: bool = False) -> bool:
-    """Whether the operators can be called from now on.
+@dataclass(frozen=True)
+class Operators:
+    """The native operators that can be called, of those that were asked for."""
 
-    Args:
-        wait: compile them now if that was never done on this machine, which takes a few seconds.
-            Otherwise that happens in the background and this start goes without.
-    """
-    return why_not(wait=wait) is None
-
-
-def why_not(*, wait: bool = False) -> str | None:
-    """Why the operators cannot be called, in one line, or None if they can; see `load`."""
-    try:
-        _load(build.ensure("decoding", wait=wait))
-    except build.Unavailable as reason:
-        return str(reason)
-    return None
+    decoding: Decoding | None = None
+    matrix_unit: MatrixUnit | None = None
+    training: Training | None = None
+    why_not: dict[Library, str] = field(default_factory=dict, compare=False, repr=False)
+    """For each library that was asked for and is not there, the reason in one line."""
 
 
-def packs() -> bool:
-    """Whether this CPU has `packed_linear`; to be asked after `load`."""
-    return hasattr(torch.ops.workhorse, "packed_linear")
-
-
-def linear(
-    x: Float[Tensor, "*batch in_features"],
-    weight: Float[Tensor, "out_features in_features"],
-    bias: Float[Tensor, " out_features"] | None = None,
-) -> Float[Tensor, "*batch out_features"]:
-    """`x Wᵀ + b`, reading W once for up to 64 rows of x, summed in float32.
+def resolve(*libraries: Library, wait: bool) -> Operators:
+    """The operators of some libraries, as far as this machine, the compiler and the switch allow.
 
     Args:
-        x: bfloat16 or float32, on the CPU.
-        weight: of the same type, contiguous.
-        bias: likewise.
+        libraries: which.
+        wait: compile now what was never compiled on this machine, which takes some seconds each.
+            Otherwise that happens in the background and this start goes without. Those of training
+            are always waited for.
+
+    Raises:
+        WorkhorseError: instructions are asked for that this CPU has not.
     """
-    return torch.ops.workhorse.linear.default(x, weight, bias)
+    found: dict[str, Any] = {}
+    why_not: dict[Library, str] = {}
+    for library in libraries:
+        try:
+            found[library] = _load(library, wait)
+        except Unavailable as reason:
+            why_not[library] = str(reason)
+    return Operators(**found, why_not=why_not)
 
 
-def linear_each(
-    x: Float[Tensor, "*batch in_features"],
-    weights: Sequence[Tensor],
-    biases: Sequence[Tensor | None],
-) -> list[Tensor]:
-    """`linear` of the same x with each of several weights, in one go.
-
-    The threads part all the rows of all the weights among themselves and meet once.
-
-    Args:
-        x: see `linear`.
-        weights: each as in `linear`, of any number of outputs.
-        biases: one for each weight, or None.
-    """
-    return torch.ops.workhorse.linear_each.default(x, list(weights), list(biases))
-
-
-def packed_linear(
-    x: Float[Tensor, "*batch in_features"],
-    codes: UInt8[Tensor, "*experts blocks groups bytes"],
-    scales: Int16[Tensor, "*experts blocks groups 16"],
-    levels: UInt8[Tensor, " 16"] | None,
-    bias: Float[Tensor, " out_features"] | None = None,
-    *,
-    out_features: int,
-    ends: Int32[Tensor, " experts"] | None = None,
-) -> Float[Tensor, "*batch out_features"]:
-    """`x Wᵀ + b` with W of 4 or 8 bits a number, laid out as `ops/packed_linear.h` says.
-
-    Args:
-        x: bfloat16 or float32, on the CPU, as wide as the groups.
-        codes: a block is 16 outputs, a group 32 inputs, of 256 or 512 bytes together.
-        scales: the bits of a bfloat16 for each output and group.
-        levels: 128 + the whole number that each code of 4 bits stands for; None with 8 bits, whose
-            codes are that.
-        bias: of the type of x.
-        out_features: outputs; the last block may be filled up.
-        ends: where the rows of x of each of several weights end; None: there is one weight.
-    """
-    operator = torch.ops.workhorse.packed_linear.default
-    return operator(x, codes, scales, levels, bias, ends, out_features)
-
-
-def attend(
-    q: Float[Tensor, "batch heads 1 width"],
-    k: Float[Tensor, "batch kv_heads slots width"],
-    v: Float[Tensor, "batch kv_heads slots value_width"],
-    mask: Bool[Tensor, "#batch 1 1 slots"] | None,
-    scale: float,
-) -> Float[Tensor, "batch heads 1 value_width"]:
-    """`softmax(q kᵀ · scale) v` for one query a head, reading keys and values once.
-
-    Args:
-        q: bfloat16 or float32, on the CPU.
-        k: of the same type; the last axis lies side by side, the others anyhow. Query heads share
-            its heads in equal groups.
-        v: likewise.
-        mask: True where a slot is seen; a query that sees none gets zeros.
-        scale: multiplies the scores.
-    """
-    return torch.ops.workhorse.attend.default(q, k, v, mask, scale)
-
-
-def finds_likeliest() -> bool:
-    """Whether `likeliest` can be called: the operators were loaded."""
-    return hasattr(torch.ops.workhorse, "argmax")
-
-
-def likeliest(logits: Float[Tensor, "batch vocab"]) -> Int64[Tensor, " batch"]:
-    """Where the largest number of each row is, the first of equals; -1 where some is not finite.
-
-    Args:
-        logits: bfloat16 or float32, on the CPU, those of a row side by side.
-    """
-    return torch.ops.workhorse.argmax.default(logits)
-
-
-@functools.cache
-def _load(library: Path) -> None:
-    """And tell the compiler the shapes."""
-    build.load(library)
-    torch.library.register_fake("workhorse::linear", _linear_shape)
-    torch.library.register_fake("workhorse::linear_each", _linear_each_shapes)
-    torch.library.register_fake("workhorse::attend", _attend_shape)
-    if packs():
-        torch.library.register_fake("workhorse::packed_linear", _packed_linear_shape)
-
-
-def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    return x.new_empty((*x.shape[:-1], weight.shape[0]))
-
-
-def _linear_each_shapes(
-    x: Tensor, weights: list[Tensor], biases: list[Tensor | None]
-) -> list[Tensor]:
-    return [_linear_shape(x, *both) for both in zip(weights, biases, strict=True)]
-
-
-def _attend_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
-    return q.new_empty((*q.shape[:-1], v.shape[-1]))
-
-
-def _packed_linear_shape(x: Tensor, *others: object) -> Tensor:
-    out = cast(int, others[-1])
-    return x.new_empty((*x.shape[:-1], out))
+def _load(library: Library, wait: bool) -> Decoding | MatrixUnit | Training:
+    if library == "training":
+        return training.load()
+    return decoding.load(wait=wait) if library == "decoding" else matrix_unit.load(wait=wait)

@@ -5,6 +5,7 @@ would depend on when they were there.
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Literal, NamedTuple
@@ -14,74 +15,6 @@ from torch import Tensor
 
 from workhorse.instructions import cpu_has
 from workhorse.native import build
-
-
-def why_not() -> str | None:
-    """Why the operators cannot be called, in one line, or None if they can.
-
-    They are compiled if that was never done on this machine, which takes some seconds.
-    """
-    try:
-        _load(build.ensure("training", wait=True))
-    except build.Unavailable as reason:
-        return str(reason)
-    return None
-
-
-def attention_types() -> frozenset[torch.dtype]:
-    """Of which types this CPU makes attention faster than PyTorch does.
-
-    The products are oneDNN's: of bfloat16 where there are instructions for them, of float32 in
-    vectors of 64 bytes.
-    """
-    if not torch.backends.mkldnn.is_available():
-        return frozenset()
-    needed = {torch.bfloat16: "avx512_bf16", torch.float32: "avx512_f"}
-    return frozenset(dtype for dtype, what in needed.items() if cpu_has(what))
-
-
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
-) -> tuple[Tensor, Tensor]:
-    """`y = softmax(q kᵀ · scale) v`, and (batch, heads, seq) the normaliser of each query.
-
-    Args:
-        q: (batch, heads, seq, head_dim), rows contiguous; float32, or bfloat16 with seq and
-            head_dim even.
-        k: likewise.
-        v: likewise.
-        scale: multiplies the scores.
-        causal: whether a query sees no later key.
-    """
-    return torch.ops.workhorse.attention.default(q, k, v, scale, causal)
-
-
-def attention_backward(  # noqa: PLR0917 - the tensors of one formula
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    y: Tensor,
-    gradient: Tensor,
-    normaliser: Tensor,
-    *,
-    scale: float,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gradients of `y = softmax(q kᵀ · scale) v` with respect to q, k and v.
-
-    Args:
-        q: (batch, heads, seq, head_dim), see `attention`.
-        k: likewise.
-        v: likewise.
-        y: likewise.
-        gradient: of y, likewise.
-        normaliser: (batch, heads, seq) log of the sum of the exponentials, float32.
-        scale: multiplies the scores.
-        causal: whether a query sees no later key.
-    """
-    operator = torch.ops.workhorse.attention_backward.default
-    return operator(q, k, v, y, gradient, normaliser, scale, causal)
-
 
 ActivationName = Literal["gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu"]
 
@@ -95,106 +28,174 @@ class Activation(NamedTuple):
     below it the value."""
 
 
-def activation(x: Tensor, up: Tensor | None, act: Activation) -> Tensor:
-    """`act(x)`, or `act(x) · up`.
+@dataclass(frozen=True)
+class Training:
+    """The operators as functions of tensors; there is one of these where they can be called."""
 
-    Args:
-        x: float32 or bfloat16, contiguous.
-        up: like x, or None.
-        act: what is computed.
+    attention_types: frozenset[torch.dtype]
+    """Of which types this CPU makes attention faster than PyTorch does."""
+
+    def attention(
+        self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
+    ) -> tuple[Tensor, Tensor]:
+        """`y = softmax(q kᵀ · scale) v`, and (batch, heads, seq) the normaliser of each query.
+
+        Args:
+            q: (batch, heads, seq, head_dim), rows contiguous; float32, or bfloat16 with seq and
+                head_dim even.
+            k: likewise.
+            v: likewise.
+            scale: multiplies the scores.
+            causal: whether a query sees no later key.
+        """
+        return torch.ops.workhorse.attention.default(q, k, v, scale, causal)
+
+    def attention_backward(  # noqa: PLR0917 - the tensors of one formula
+        self,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        y: Tensor,
+        gradient: Tensor,
+        normaliser: Tensor,
+        *,
+        scale: float,
+        causal: bool,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Gradients of `y = softmax(q kᵀ · scale) v` with respect to q, k and v.
+
+        Args:
+            q: (batch, heads, seq, head_dim), see `attention`.
+            k: likewise.
+            v: likewise.
+            y: likewise.
+            gradient: of y, likewise.
+            normaliser: (batch, heads, seq) log of the sum of the exponentials, float32.
+            scale: multiplies the scores.
+            causal: whether a query sees no later key.
+        """
+        operator = torch.ops.workhorse.attention_backward.default
+        return operator(q, k, v, y, gradient, normaliser, scale, causal)
+
+    def activation(self, x: Tensor, up: Tensor | None, act: Activation) -> Tensor:
+        """`act(x)`, or `act(x) · up`.
+
+        Args:
+            x: float32 or bfloat16, contiguous.
+            up: like x, or None.
+            act: what is computed.
+        """
+        return torch.ops.workhorse.activation.default(x, up, act.table, act.name)
+
+    def activation_backward(
+        self, gradient: Tensor, x: Tensor, up: Tensor | None, act: Activation
+    ) -> list[Tensor]:
+        """What `activation` gave, and the gradients of x and, where there is one, of up."""
+        operator = torch.ops.workhorse.activation_backward.default
+        return operator(gradient, x, up, act.table, act.name)
+
+    def loss_into_gradient_(
+        self, logits: Tensor, targets: Tensor, *, multiplier: float, z_loss: float
+    ) -> Tensor:
+        """The summed losses in nats, as `workhorse.nn.head_loss.loss_into_gradient`, without a cap.
+
+        Args:
+            logits: (tokens, vocab), float32 or bfloat16, contiguous; they become their gradient.
+            targets: (tokens) int64; a negative one does not count.
+            multiplier: of the logits.
+            z_loss: weight of the squared normaliser.
+        """
+        operator = torch.ops.workhorse.loss_into_gradient_.default
+        return operator(logits, targets, multiplier, z_loss)
+
+    def norm(
+        self,
+        x: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        *,
+        offset: float,
+        eps: float,
+        centred: bool,
+        rounded: bool = False,
+    ) -> tuple[Tensor, Tensor]:
+        """`(x - mean) / sqrt(var + eps) · (offset + weight) + bias` over the last axis, in float32.
+
+        Args:
+            x: float32 or bfloat16, contiguous.
+            weight: float32 or bfloat16, or None for ones.
+            bias: likewise, or None for zeros.
+            offset: added to a weight.
+            eps: added to the variance.
+            centred: False takes 0 for the mean, as RMSNorm does.
+            rounded: round to the type of x before the multiplication too; not with `centred`.
+
+        Returns:
+            The normed rows, and (rows, 2) each row's mean and what it was scaled by, float32.
+        """
+        return torch.ops.workhorse.norm.default(x, weight, bias, offset, eps, centred, rounded)
+
+    def add_norm(
+        self,
+        x: Tensor,
+        branch: Tensor,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        *,
+        offset: float,
+        eps: float,
+        centred: bool,
+        rounded: bool = False,
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """`x + branch`, and of that what `norm` gives."""
+        operator = torch.ops.workhorse.add_norm.default
+        return operator(x, branch, weight, bias, offset, eps, centred, rounded)
+
+    def norm_backward(
+        self,
+        gradient: Tensor,
+        x: Tensor,
+        moments: Tensor,
+        weight: Tensor | None,
+        other: Tensor | None,
+        *,
+        offset: float,
+        centred: bool,
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient of x, plus `other`; and of weight and bias, rows of (2, width), float32.
+
+        Args:
+            gradient: of the normed rows, contiguous.
+            x: what was normed.
+            moments: from `norm`.
+            weight: likewise.
+            other: another gradient of x, contiguous, or None.
+            offset: see `norm`.
+            centred: likewise.
+        """
+        operator = torch.ops.workhorse.norm_backward.default
+        return operator(gradient, x, moments, weight, other, offset, centred)
+
+
+def load() -> Training:
+    """The operators, compiled if that was never done on this machine, which takes some seconds.
+
+    Raises:
+        build.Unavailable: why they cannot be called, in one line.
     """
-    return torch.ops.workhorse.activation.default(x, up, act.table, act.name)
+    _load(build.ensure("training", wait=True))
+    return Training(_attention_types())
 
 
-def activation_backward(
-    gradient: Tensor, x: Tensor, up: Tensor | None, act: Activation
-) -> list[Tensor]:
-    """What `activation` gave, and the gradients of x and, where there is one, of up."""
-    operator = torch.ops.workhorse.activation_backward.default
-    return operator(gradient, x, up, act.table, act.name)
+def _attention_types() -> frozenset[torch.dtype]:
+    """The products are oneDNN's.
 
-
-def loss_into_gradient_(
-    logits: Tensor, targets: Tensor, *, multiplier: float, z_loss: float
-) -> Tensor:
-    """The summed losses in nats, as `workhorse.nn.head_loss.loss_into_gradient`, without a cap.
-
-    Args:
-        logits: (tokens, vocab), float32 or bfloat16, contiguous; they become their gradient.
-        targets: (tokens) int64; a negative one does not count.
-        multiplier: of the logits.
-        z_loss: weight of the squared normaliser.
+    Of bfloat16 where there are instructions for them, of float32 in vectors of 64 bytes.
     """
-    operator = torch.ops.workhorse.loss_into_gradient_.default
-    return operator(logits, targets, multiplier, z_loss)
-
-
-def norm(
-    x: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    offset: float,
-    eps: float,
-    centred: bool,
-    rounded: bool = False,
-) -> tuple[Tensor, Tensor]:
-    """`(x - mean) / sqrt(var + eps) · (offset + weight) + bias` over the last axis, in float32.
-
-    Args:
-        x: float32 or bfloat16, contiguous.
-        weight: float32 or bfloat16, or None for ones.
-        bias: likewise, or None for zeros.
-        offset: added to a weight.
-        eps: added to the variance.
-        centred: False takes 0 for the mean, as RMSNorm does.
-        rounded: round to the type of x before the multiplication too; not with `centred`.
-
-    Returns:
-        The normed rows, and (rows, 2) each row's mean and what it was scaled by, float32.
-    """
-    return torch.ops.workhorse.norm.default(x, weight, bias, offset, eps, centred, rounded)
-
-
-def add_norm(
-    x: Tensor,
-    branch: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    *,
-    offset: float,
-    eps: float,
-    centred: bool,
-    rounded: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """`x + branch`, and of that what `norm` gives."""
-    operator = torch.ops.workhorse.add_norm.default
-    return operator(x, branch, weight, bias, offset, eps, centred, rounded)
-
-
-def norm_backward(
-    gradient: Tensor,
-    x: Tensor,
-    moments: Tensor,
-    weight: Tensor | None,
-    other: Tensor | None,
-    *,
-    offset: float,
-    centred: bool,
-) -> tuple[Tensor, Tensor]:
-    """The gradient of x, plus `other`; and of weight and bias, the rows of (2, width), in float32.
-
-    Args:
-        gradient: of the normed rows, contiguous.
-        x: what was normed.
-        moments: from `norm`.
-        weight: likewise.
-        other: another gradient of x, contiguous, or None.
-        offset: see `norm`.
-        centred: likewise.
-    """
-    operator = torch.ops.workhorse.norm_backward.default
-    return operator(gradient, x, moments, weight, other, offset, centred)
+    if not torch.backends.mkldnn.is_available():
+        return frozenset()
+    needed = {torch.bfloat16: "avx512_bf16", torch.float32: "avx512_f"}
+    return frozenset(dtype for dtype, what in needed.items() if cpu_has(what))
 
 
 def measures(x: Tensor) -> bool:

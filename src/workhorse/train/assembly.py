@@ -9,9 +9,8 @@ import torch
 from workhorse import __version__
 from workhorse.checkpoints import Checkpoint, RunDirectory, empty_decoder, load_weights
 from workhorse.data import Batch, Batches, Dataset, beginning, prepare, prepare_tokenizer
-from workhorse.devices import name_of, use_threads
+from workhorse.devices import name_of, training_dtype, use_threads
 from workhorse.models.parameters import active_parameters
-from workhorse.native import training
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.init_from import check_tokens, start_optimizer, start_weights
@@ -24,7 +23,7 @@ from workhorse.train.resume.resume import Resumption, check_same_run
 from workhorse.train.room import check_training
 from workhorse.train.samples import Sampler
 from workhorse.train.speed import Peak, flops_per_token
-from workhorse.train.step.build import build_step, measured_peak
+from workhorse.train.step.build import build_step, measured_peak, training_operators
 from workhorse.train.step.step import TrainingStep
 from workhorse.train.validation import Validator
 
@@ -98,7 +97,8 @@ def assemble(
     run.rewrite_recipe(recipe.to_yaml())  # the last one, as it says that all changes were taken
     for change in at.changes:
         loop.tell("change", setting=change.setting, before=change.before, now=change.now)
-    if device.type == "cpu" and (reason := training.why_not()):
+    operators = training_operators(device, training_dtype(config.dtype, device))
+    if reason := operators.why_not.get("training"):
         tell(f"no native operators, so slower: {reason}")
     _tell_start(loop, recipe, decoder, dataset.train.n_tokens, settings)
     return loop

@@ -22,7 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workhorse.native.operators import GROUP, LANES
+from workhorse.native.decoding import GROUP, LANES
 
 FormatName = Literal["int8", "int4"]
 

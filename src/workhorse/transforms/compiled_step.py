@@ -28,7 +28,7 @@ from workhorse.nn.attention.self_attention import Rotation
 from workhorse.nn.cache.fixed import CacheTensors, FixedCache, Layout, layout_of, tensors_of
 from workhorse.nn.experts.mixture import MixtureOfExperts
 from workhorse.transforms.program_folder import ProgramFolder
-from workhorse.transforms.record import check, record
+from workhorse.transforms.record import check, record, transforms_of
 from workhorse.transforms.replace import become
 from workhorse.transforms.step_compiler import Program, compile_program
 
@@ -146,7 +146,7 @@ class CompiledDecoder(Decoder):
             [(name, str(t.dtype), str(t.device), tuple(t.shape)) for name, t in state],
             (kind, torch.get_num_threads(), torch.__version__),
             (torch.backends.cpu.get_cpu_capability(), name_of(state[0][1].device)),
-            (workhorse.native.load(), used(), sources_digest()),
+            (used(), sources_digest(), repr(transforms_of(self))),
             [source.read_text() for source in _sources()],
         )
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]

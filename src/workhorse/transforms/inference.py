@@ -1,5 +1,6 @@
 """Everything that makes a loaded decoder quick, in its order."""
 
+from workhorse.native import Operators, resolve
 from workhorse.nn import Decoder
 from workhorse.transforms.compiled_step import compile_steps
 from workhorse.transforms.native_attention import attend_natively
@@ -22,6 +23,8 @@ def prepare_for_inference(decoder: Decoder, *, compile: bool = False) -> Decoder
         WorkhorseError: a decoder that cannot be compiled.
     """
     on_cpu = next(decoder.parameters()).device.type == "cpu"
-    if on_cpu and stream_weights(decoder, wait=compile):
-        attend_natively(decoder)
+    operators = resolve("decoding", "matrix_unit", wait=compile) if on_cpu else Operators()
+    if operators.decoding is not None:
+        stream_weights(decoder, operators)
+        attend_natively(decoder, operators.decoding)
     return compile_steps(decoder) if compile else decoder

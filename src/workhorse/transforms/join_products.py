@@ -12,7 +12,7 @@ from torch import fx
 
 
 def join_products(graph: fx.Graph) -> None:
-    """Make one `native.linear_each` of several `native.linear` with the same x, in place."""
+    """Make one `linear_each` of several `linear` with the same x, in place."""
     by_input: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
         # Without the native operators there is no such node, and no such name in torch.ops.

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workhorse import native
+from workhorse.native import Decoding
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import Sdpa
 from workhorse.nn.shapes import AttentionOutput, Keys, Queries, Values
@@ -13,19 +13,22 @@ from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become, replace_modules
 
 
-def attend_natively(decoder: Decoder) -> None:
-    """Let the layers of a decoder that use `sdpa` decode with `native.attend`.
+def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
+    """Let the layers of a decoder that use `sdpa` decode with `Decoding.attend`.
 
     Prompts, training and biased scores go on as before.
 
     Args:
-        decoder: on the CPU; `native.load` must have succeeded.
+        decoder: on the CPU.
+        decoding: the operators.
     """
     check(decoder, "attend_natively")
     threads = torch.get_num_threads()
 
     def choose(module: nn.Module) -> nn.Module:
-        return become(module, DecodingSdpa, threads=threads) if type(module) is Sdpa else module
+        if type(module) is Sdpa:
+            return become(module, DecodingSdpa, decoding=decoding, threads=threads)
+        return module
 
     replace_modules(decoder, choose)
     record(decoder, "attend_natively", threads=threads)
@@ -34,6 +37,7 @@ def attend_natively(decoder: Decoder) -> None:
 class DecodingSdpa(Sdpa):
     """`Sdpa`, with an operator of its own where one query a head meets a cache."""
 
+    decoding: Decoding
     threads: int
     """That work on it, each on whole heads of keys: with fewer heads PyTorch is faster."""
 
@@ -43,5 +47,5 @@ class DecodingSdpa(Sdpa):
         plain = allowed is None or allowed.dtype == torch.bool
         enough = k.shape[0] * k.shape[1] >= self.threads
         if one_query and plain and enough and q.dtype in (torch.bfloat16, torch.float32):
-            return native.attend(q, k, v, allowed, self.scoring.scale)
+            return self.decoding.attend(q, k, v, allowed, self.scoring.scale)
         return super().forward(q, k, v, mask)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from workhorse import native
 from workhorse.errors import WorkhorseError
-from workhorse.native.operators import GROUP, LANES
+from workhorse.native import Decoding, resolve
+from workhorse.native.decoding import GROUP, LANES
 from workhorse.nn.attention.latent import LatentAttention
 from workhorse.nn.experts.grouped_linear import GroupedLinear
 from workhorse.tensors.destination import Destination
@@ -61,8 +61,11 @@ def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
     names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     packed: dict[str, list[Destination]] = defaultdict(list)
     made: list[QuantizedWeight] = []
-    for name, layer, kind in _layers(model):
-        quantized = kind(layer.weight.shape, format, layer.bias, layer.weight.device)
+    # Waited for: without them, every product of this process would write its weight out.
+    on_cpu = any(weight.device.type == "cpu" for weight in model.parameters())
+    decoding = resolve("decoding", wait=True).decoding if on_cpu else None
+    for name, layer, kind in _layers(model, decoding):
+        quantized = kind(layer.weight.shape, format, layer.bias, layer.weight.device, decoding)
         model.set_submodule(name, quantized)
         packed[names[layer.weight]].append(quantized)
         made.append(quantized)
@@ -95,7 +98,7 @@ class _Everywhere:
 
 
 def _layers(
-    model: nn.Module,
+    model: nn.Module, decoding: Decoding | None
 ) -> list[tuple[str, nn.Linear | GroupedLinear, type[QuantizedWeight]]]:
     """What to quantise, by name, and what takes its place."""
     parts = list(model.named_modules())
@@ -105,9 +108,7 @@ def _layers(
         if isinstance(part, LatentAttention)
         for layer in (part.k_up_proj, part.v_up_proj)
     }
-    on_cpu = any(weight.device.type == "cpu" for weight in model.parameters())
-    # Waited for: without it, every product of this process would write its weight out.
-    experts = on_cpu and native.load(wait=True) and native.packs()
+    experts = decoding is not None and decoding.packs
     found: list[tuple[str, nn.Linear | GroupedLinear, type[QuantizedWeight]]] = []
     for name, part in parts:
         if isinstance(part, nn.Linear) and part not in kept and _plain(part):

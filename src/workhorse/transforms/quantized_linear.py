@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workhorse import native
-from workhorse.native.operators import GROUP, LANES
+from workhorse.native import Decoding
+from workhorse.native.decoding import GROUP, LANES
 from workhorse.nn.experts.grouped_linear import GroupedLinear, Groups, grouped_product
 from workhorse.transforms.codes import FORMATS, FormatName, decode, encode, shape_of_codes
 
@@ -25,6 +25,7 @@ class QuantizedWeight(nn.Module):
         format: of the codes.
         bias: shared with the layer it stands for.
         device: of the codes, which hold nothing until `copy_`.
+        decoding: the native operators; None to write the weight out.
     """
 
     codes: Tensor
@@ -37,6 +38,7 @@ class QuantizedWeight(nn.Module):
         format: FormatName,
         bias: nn.Parameter | None = None,
         device: torch.device | None = None,
+        decoding: Decoding | None = None,
     ) -> None:
         super().__init__()
         self.shape = shape
@@ -54,12 +56,17 @@ class QuantizedWeight(nn.Module):
             table = table.to(torch.uint8)
         self.register_buffer("table", table, persistent=False)
         self.bias = bias
-        self.native = native.load() and native.packs()
+        self.decoding = decoding if decoding is not None and decoding.packs else None
 
     @classmethod
-    def of(cls, layer: nn.Linear | GroupedLinear, format: FormatName) -> Self:
+    def of(
+        cls,
+        layer: nn.Linear | GroupedLinear,
+        format: FormatName,
+        decoding: Decoding | None = None,
+    ) -> Self:
         """The layer with its weight quantised."""
-        made = cls(layer.weight.shape, format, layer.bias, layer.weight.device)
+        made = cls(layer.weight.shape, format, layer.bias, layer.weight.device, decoding)
         return made.copy_(layer.weight.detach())
 
     @property
@@ -82,15 +89,17 @@ class QuantizedWeight(nn.Module):
         ]
         return torch.stack(made).to(dtype).view(self.shape)
 
-    def _multiplies(self, x: Tensor) -> bool:
-        """Whether the native operator takes it."""
+    def _operators_for(self, x: Tensor) -> Decoding | None:
+        """The native operators, if they take it."""
         known = x.dtype in (torch.bfloat16, torch.float32) and x.device.type == "cpu"
-        return self.native and known and not torch.is_grad_enabled()
+        return self.decoding if known and not torch.is_grad_enabled() else None
 
-    def _product(self, x: Tensor, bias: Tensor | None, ends: Tensor | None = None) -> Tensor:
+    def _product(
+        self, by: Decoding, x: Tensor, bias: Tensor | None, ends: Tensor | None = None
+    ) -> Tensor:
         x = F.pad(x, (0, -self.in_features % GROUP)) if self.in_features % GROUP else x
         packed = (self.codes, self.scales, self.table)
-        return native.packed_linear(x, *packed, bias, out_features=self.out_features, ends=ends)
+        return by.packed_linear(x, *packed, bias, out_features=self.out_features, ends=ends)
 
     def _stacks(self) -> tuple[Tensor, Tensor]:
         """Codes and scales of every matrix, one matrix being a stack of one."""
@@ -105,8 +114,8 @@ class QuantizedLinear(QuantizedWeight):
     """`x Wᵀ + b`."""
 
     def forward(self, x: Tensor) -> Tensor:
-        if self._multiplies(x):
-            return self._product(x, self.bias)
+        if by := self._operators_for(x):
+            return self._product(by, x, self.bias)
         return F.linear(x, self.dequantized(x.dtype), self.bias)
 
 
@@ -114,8 +123,8 @@ class QuantizedGroupedLinear(QuantizedWeight):
     """`x[r] @ W[g]ᵀ + b[g]` for the group g of each row r, as `GroupedLinear`."""
 
     def forward(self, x: Tensor, groups: Groups) -> Tensor:
-        if self._multiplies(x):
-            y = self._product(x, None, groups.ends)
+        if by := self._operators_for(x):
+            y = self._product(by, x, None, groups.ends)
         else:
             y = grouped_product(x, self.dequantized(x.dtype), groups.ends)
         return y if self.bias is None else y + self.bias[groups.of_row]

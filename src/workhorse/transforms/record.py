@@ -11,6 +11,7 @@ from typing import Any, Literal
 from torch import nn
 
 from workhorse.errors import WorkhorseError
+from workhorse.native import Decoding
 from workhorse.nn import Decoder
 
 TransformName = Literal[
@@ -64,6 +65,14 @@ def transforms_of(root: nn.Module) -> tuple[Transform, ...]:
     for holder in _holders(root):
         carried += vars(holder).get(_ATTRIBUTE, ())
     return tuple(carried)
+
+
+def decoding_operators(decoder: Decoder) -> Decoding | None:
+    """The native operators that a decoder was prepared with; None where there are none."""
+    for carried in transforms_of(decoder):
+        if carried.name == "stream_weights":
+            return carried.options["operators"].decoding
+    return None
 
 
 def check(root: nn.Module, name: TransformName) -> None:

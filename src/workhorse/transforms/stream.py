@@ -9,22 +9,22 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workhorse import native
-from workhorse.native import products
+from workhorse.native import Decoding, MatrixUnit, Operators
 from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become, replace_modules
 
 FEW_ROWS = {torch.bfloat16: 128, torch.float32: 16}
-"""Up to where `native.linear` was ahead of PyTorch's `linear`, by type of the weights."""
+"""Up to where `Decoding.linear` was ahead of PyTorch's `linear`, by type of the weights."""
 ONE_PASS = 64
-"""The same for bfloat16 where `products` can be called; up to 128 rows the two were equal."""
+"""The same for bfloat16 beside a matrix unit; up to 128 rows the two were equal."""
 
 
 class StreamedLinear(nn.Linear):
     """`nn.Linear`, by the native operator for few rows where no gradient is wanted."""
 
-    multiplies: bool
-    """Whether `products` can be called."""
+    decoding: Decoding
+    matrix_unit: MatrixUnit | None
+    """Multiplies many rows."""
     few_rows: int
 
     def forward(self, input: Tensor) -> Tensor:
@@ -33,12 +33,12 @@ class StreamedLinear(nn.Linear):
         if torch.is_grad_enabled() or not same:
             return F.linear(input, self.weight, self.bias)
         if rows <= self.few_rows:
-            return native.linear(input, self.weight, self.bias)
-        multiply = products.linear if self.multiplies else F.linear
+            return self.decoding.linear(input, self.weight, self.bias)
+        multiply = F.linear if self.matrix_unit is None else self.matrix_unit.linear
         return multiply(input, self.weight, self.bias)
 
 
-def stream_weights(model: nn.Module, *, wait: bool = False) -> bool:
+def stream_weights(model: nn.Module, operators: Operators) -> None:
     """Let a model's `nn.Linear` on the CPU read their weights at the speed of memory.
 
     In place; parameters keep their names, values, sharing and memory.
@@ -47,26 +47,28 @@ def stream_weights(model: nn.Module, *, wait: bool = False) -> bool:
 
     Args:
         model: whose layers are replaced.
-        wait: for the operators to be compiled, where that was never done on this machine.
+        operators: those of decoding, without which nothing is done, and of the matrix unit.
 
-    Returns:
-        Whether it was done: not without the native operators, see `native.why_not`.
+    Raises:
+        WorkhorseError: the model carries what this cannot follow.
     """
     check(model, "stream_weights")
-    if not native.load(wait=wait):
-        return False
-    multiplies = products.why_not(wait=wait) is None
+    decoding = operators.decoding
+    if decoding is None:
+        return
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is not nn.Linear or not _streams(module):
             return module
-        by_unit = multiplies and module.weight.dtype == torch.bfloat16
-        few_rows = ONE_PASS if by_unit else FEW_ROWS[module.weight.dtype]
-        return become(module, StreamedLinear, multiplies=by_unit, few_rows=few_rows)
+        dtype = module.weight.dtype
+        unit = operators.matrix_unit if dtype == torch.bfloat16 else None
+        few_rows = FEW_ROWS[dtype] if unit is None else ONE_PASS
+        return become(
+            module, StreamedLinear, decoding=decoding, matrix_unit=unit, few_rows=few_rows
+        )
 
     replace_modules(model, choose)
-    record(model, "stream_weights")
-    return True
+    record(model, "stream_weights", operators=operators)
 
 
 def _streams(linear: nn.Linear) -> bool:

@@ -4,7 +4,7 @@ import torch
 
 from workhorse.data import Batch
 from workhorse.devices import training_dtype
-from workhorse.native import products, training
+from workhorse.native import Operators, resolve
 from workhorse.nn import Decoder
 from workhorse.nn.head_loss import product
 from workhorse.optim.groups import build_optimizer
@@ -22,7 +22,7 @@ from workhorse.train.step.step import TrainingStep
 from workhorse.transforms.checkpointing import checkpoint_activations
 from workhorse.transforms.compiled_layers import compile_layers
 from workhorse.transforms.float8 import multiply_in_float8
-from workhorse.transforms.native_training import Products, replace_embeddings, train_natively
+from workhorse.transforms.native_training import Gemm, replace_embeddings, train_natively
 
 
 def build_step(
@@ -42,7 +42,7 @@ def build_step(
     dtype = training_dtype(config.dtype, device)
     if device.type == "cpu":
         keep_freed_memory()
-    native = device.type == "cpu" and dtype != torch.float16 and training.why_not() is None
+    operators = training_operators(device, dtype)
     low_bits = round_weights(decoder) if dtype == torch.bfloat16 else {}
     objective: Objective = NextToken(decoder, config.z_loss)
     if has_mixtures(decoder):
@@ -52,12 +52,14 @@ def build_step(
     if device.type == "cpu" and dtype != torch.float16:
         if dtype == torch.bfloat16:
             replace_embeddings(decoder)
-        train_natively(objective, native=native, multiply=_unit(device, config.matmul_precision))
+        train_natively(objective, operators, precision=config.matmul_precision)
     if config.fp8:
         multiply_in_float8(decoder)
     if config.activation_checkpointing:
         checkpoint_activations(decoder)
-    optimizer = build_optimizer(decoder, config.optimizer, low_bits, native=native)
+    optimizer = build_optimizer(
+        decoder, config.optimizer, low_bits, native=operators.training is not None
+    )
     if device.type == "cpu":
         give_back_freed_memory()
     size = config.micro_batch_size
@@ -85,12 +87,14 @@ def build_step(
 def measured_peak(config: TrainConfig, device: torch.device) -> float:
     """Floating-point operations a second of the products that training multiplies with."""
     dtype = training_dtype(config.dtype, device)
-    multiply = _unit(device, config.matmul_precision) or product
+    unit = training_operators(device, dtype).matrix_unit
+    multiply = product if unit is None else Gemm(unit, config.matmul_precision)
     with Precision(device, dtype, config.matmul_precision).products():
         return peak_flops(device, dtype, multiply)
 
 
-def _unit(device: torch.device, precision: str) -> Products | None:
-    """What multiplies on the CPU's matrix unit, where it has one and there is a compiler."""
-    can = device.type == "cpu" and products.why_not(wait=True) is None
-    return Products(precision) if can else None
+def training_operators(device: torch.device, dtype: torch.dtype) -> Operators:
+    """The native operators that training in a type can use there, waited for."""
+    if device.type != "cpu" or dtype == torch.float16:
+        return Operators()
+    return resolve("training", "matrix_unit", wait=True)

@@ -5,17 +5,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workhorse.native import training
-from workhorse.nn.attention.kernels import Scoring, Sdpa
+from workhorse.native import Training
+from workhorse.nn.attention.kernels import Sdpa
 from workhorse.transforms.replace import become, replace_modules
 
 
 class TrainingSdpa(Sdpa):
     """As `Sdpa`; where the operator cannot, by it."""
 
-    def __init__(self, scoring: Scoring, n_heads: int) -> None:
-        super().__init__(scoring, n_heads)
-        self.types = training.attention_types()
+    operators: Training
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor | None, bool]) -> Tensor:
         hidden, causal = mask
@@ -23,7 +21,7 @@ class TrainingSdpa(Sdpa):
             hidden is None
             and not self.scoring.dropout
             and q.dtype == k.dtype == v.dtype
-            and q.dtype in self.types
+            and q.dtype in self.operators.attention_types
             and k.shape == v.shape
             and q.shape[2:] == k.shape[2:]
             and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
@@ -31,10 +29,10 @@ class TrainingSdpa(Sdpa):
         )
         if not can:
             return super().forward(q, k, v, mask)
-        return _Attention.apply(q, k, v, self.scoring.scale, causal)
+        return _Attention.apply(q, k, v, self.scoring.scale, causal, self.operators)
 
 
-def replace_attention(root: nn.Module) -> nn.Module:
+def replace_attention(root: nn.Module, operators: Training) -> nn.Module:
     """Let every `sdpa` kernel in a module use the native operators.
 
     Returns:
@@ -43,7 +41,7 @@ def replace_attention(root: nn.Module) -> nn.Module:
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is Sdpa:
-            return become(module, TrainingSdpa, types=training.attention_types())
+            return become(module, TrainingSdpa, operators=operators)
         return module
 
     return replace_modules(root, choose)
@@ -54,12 +52,18 @@ class _Attention(torch.autograd.Function):
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, scale: float, causal: bool
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        causal: bool,
+        operators: Training,
     ) -> Tensor:
         every_k, every_v = _of_each_head(k, q.shape[1]), _of_each_head(v, q.shape[1])
-        y, normaliser = training.attention(q, every_k, every_v, scale=scale, causal=causal)
+        y, normaliser = operators.attention(q, every_k, every_v, scale=scale, causal=causal)
         ctx.save_for_backward(q, k, v, y, normaliser)
-        ctx.scale, ctx.causal = scale, causal
+        ctx.scale, ctx.causal, ctx.operators = scale, causal, operators
         return y
 
     @staticmethod
@@ -68,7 +72,7 @@ class _Attention(torch.autograd.Function):
         (gradient,) = above
         if gradient.stride(-1) != 1:  # as of a sum, which expands one number
             gradient = gradient.contiguous()
-        dq, dk, dv = training.attention_backward(
+        dq, dk, dv = ctx.operators.attention_backward(
             q,
             _of_each_head(k, q.shape[1]),
             _of_each_head(v, q.shape[1]),
@@ -78,7 +82,7 @@ class _Attention(torch.autograd.Function):
             scale=ctx.scale,
             causal=ctx.causal,
         )
-        return dq, _of_shared_heads(dk, k), _of_shared_heads(dv, v), None, None
+        return dq, _of_shared_heads(dk, k), _of_shared_heads(dv, v), None, None, None
 
 
 def _of_each_head(x: Tensor, heads: int) -> Tensor:

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workhorse.native import training
+from workhorse.native import Training, training
 from workhorse.nn.feedforward import Gated, GatedMlp, Mlp, ReluSquared
 from workhorse.nn.head_loss import Multiply
 from workhorse.nn.watched import watched
@@ -48,18 +48,20 @@ class NativeGated(Gated):
     """`Gated` by one operator."""
 
     native: training.Activation
+    operators: Training
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
         alike = gate.dtype == up.dtype and gate.shape == up.shape
         if not alike or gate.dtype not in TYPES or watched(self.activation):
             return super().forward(gate, up)
-        return _Activation.apply(gate, up, self.native)
+        return _Activation.apply(gate, up, self.native, self.operators)
 
 
 class NativeMlp(Mlp):
     """`Mlp` as one step of autograd."""
 
     native: training.Activation
+    operators: Training
     multiply: Multiply
 
     def forward(self, x: Tensor) -> Tensor:
@@ -67,7 +69,7 @@ class NativeMlp(Mlp):
         between = self.dropout, self.inner_norm
         if not _is_simple(x, linears, between) or watched(*linears, *between, self.activation):
             return super().forward(x)
-        return _FeedForward.apply(x, self.native, self.multiply, *_weights(linears))
+        return _FeedForward.apply(x, self.native, self.operators, self.multiply, *_weights(linears))
 
 
 class NativeGatedMlp(GatedMlp):
@@ -85,15 +87,18 @@ class NativeGatedMlp(GatedMlp):
             or watched(*linears, *between, gated, gated.activation)
         ):
             return super().forward(x)
-        return _FeedForward.apply(x, gated.native, self.multiply, *_weights(linears))
+        return _FeedForward.apply(
+            x, gated.native, gated.operators, self.multiply, *_weights(linears)
+        )
 
 
-def replace_feed_forwards(root: nn.Module, multiply: Multiply) -> nn.Module:
+def replace_feed_forwards(root: nn.Module, multiply: Multiply, operators: Training) -> nn.Module:
     """Let feed-forwards in a module use native operators, where they know the activation.
 
     Args:
         root: whose parts are replaced.
         multiply: two matrices.
+        operators: of training.
 
     Returns:
         The module, or what stands for it if it is one itself.
@@ -103,9 +108,9 @@ def replace_feed_forwards(root: nn.Module, multiply: Multiply) -> nn.Module:
         if type(module) is GatedMlp:
             return become(module, NativeGatedMlp, multiply=multiply)
         if type(module) is Gated and (native := activation_of(module.activation)):
-            return become(module, NativeGated, native=native)
+            return become(module, NativeGated, native=native, operators=operators)
         if type(module) is Mlp and (native := activation_of(module.activation)):
-            return become(module, NativeMlp, native=native, multiply=multiply)
+            return become(module, NativeMlp, native=native, operators=operators, multiply=multiply)
         return module
 
     return replace_modules(root, choose)
@@ -127,17 +132,19 @@ def _weights(linears: Sequence[nn.Linear]) -> list[Tensor | None]:
 
 class _Activation(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, up: Tensor, act: training.Activation) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, up: Tensor, act: training.Activation, operators: Training
+    ) -> Tensor:
         x, up = x.contiguous(), up.contiguous()
         ctx.save_for_backward(x, up)
-        ctx.act = act
-        return training.activation(x, up, act)
+        ctx.act, ctx.operators = act, operators
+        return operators.activation(x, up, act)
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         x, up = ctx.saved_tensors
-        _, dx, dup = training.activation_backward(above[0].contiguous(), x, up, ctx.act)
-        return dx, dup, None
+        _, dx, dup = ctx.operators.activation_backward(above[0].contiguous(), x, up, ctx.act)
+        return dx, dup, None, None
 
 
 class _FeedForward(torch.autograd.Function):
@@ -148,6 +155,7 @@ class _FeedForward(torch.autograd.Function):
         ctx: Any,
         x: Tensor,
         act: training.Activation,
+        operators: Training,
         multiply: Multiply,
         *weights: Tensor | None,
     ) -> Tensor:
@@ -155,8 +163,8 @@ class _FeedForward(torch.autograd.Function):
         (down, down_bias), *branches = _pairs(weights)
         hidden = [multiply(rows, weight.t(), bias) for weight, bias in branches]
         ctx.save_for_backward(rows, *weights, *hidden)
-        ctx.act, ctx.multiply = act, multiply
-        y = multiply(training.activation(*_two(hidden), act), down.t(), down_bias)
+        ctx.act, ctx.operators, ctx.multiply = act, operators, multiply
+        y = multiply(operators.activation(*_two(hidden), act), down.t(), down_bias)
         return y.view(x.shape)
 
     @staticmethod
@@ -167,14 +175,16 @@ class _FeedForward(torch.autograd.Function):
         (down, down_bias), *branches = _pairs(saved[:-count])
         hidden = saved[-count:]
         dy = above[0].reshape(rows.shape).contiguous()
-        y, *slopes = training.activation_backward(multiply(dy, down, None), *_two(hidden), ctx.act)
+        y, *slopes = ctx.operators.activation_backward(
+            multiply(dy, down, None), *_two(hidden), ctx.act
+        )
         gradients = [multiply(dy.t(), y, None), None if down_bias is None else dy.sum(0)]
         dx: list[Tensor] = []
         for (weight, bias), slope in zip(branches, slopes, strict=True):
             gradients += [multiply(slope.t(), rows, None), None if bias is None else slope.sum(0)]
             dx.append(multiply(slope, weight, None))
         total = dx[0] if len(dx) == 1 else dx[0].add_(dx[1])
-        return total.view(above[0].shape), None, None, *gradients
+        return total.view(above[0].shape), None, None, None, *gradients
 
 
 def _pairs(weights: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:

@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workhorse.native import products
+from workhorse.native import MatrixUnit
+from workhorse.native.matrix_unit import rows
 from workhorse.nn.head import Head
 from workhorse.transforms.replace import become, replace_modules
 
@@ -13,14 +14,16 @@ DTYPES = {"highest": (torch.bfloat16,), "high": (torch.bfloat16, torch.float32)}
 """What the matrix unit multiplies at each precision of float32 products."""
 
 
-class Products:
+class Gemm:
     """`a b + bias` of two matrices, without gradients: on the matrix unit, or by PyTorch.
 
     Args:
-        precision: of float32 products, `highest` or `high`; see `products.multiply`.
+        unit: of the CPU.
+        precision: of float32 products, `highest` or `high`; see `MatrixUnit.gemm`.
     """
 
-    def __init__(self, precision: str = "highest") -> None:
+    def __init__(self, unit: MatrixUnit, precision: str = "highest") -> None:
+        self.unit = unit
         self.dtypes = DTYPES[precision]
 
     def takes(self, a: Tensor, b: Tensor) -> bool:
@@ -36,22 +39,22 @@ class Products:
             bias: (columns).
         """
         if self.takes(a, b):
-            return products.multiply(a, b, bias)
+            return self.unit.gemm(a, b, bias)
         return a @ b if bias is None else torch.addmm(bias, a, b)
 
 
 class NativeLinear(nn.Linear):
     """`nn.Linear` whose products, forwards and backwards, are those of `multiply`."""
 
-    multiply: Products
+    multiply: Gemm
 
     def forward(self, input: Tensor) -> Tensor:
         if self.multiply.takes(input, self.weight):
-            return _Linear.apply(input, self.weight, self.bias)
+            return _Linear.apply(input, self.weight, self.bias, self.multiply.unit)
         return super().forward(input)
 
 
-def replace_linear(root: nn.Module, multiply: Products) -> nn.Module:
+def replace_linear(root: nn.Module, multiply: Gemm) -> nn.Module:
     """Let every `nn.Linear` in a module multiply so, but a head's: its loss multiplies for it.
 
     Returns:
@@ -69,17 +72,21 @@ def replace_linear(root: nn.Module, multiply: Products) -> nn.Module:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, unit: MatrixUnit
+    ) -> Tensor:
         ctx.save_for_backward(x, weight)
-        return products.linear(x, weight, bias)
+        ctx.unit = unit
+        return unit.linear(x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        for_x, for_weight, for_bias = ctx.needs_input_grad
-        gradient = products.rows(above[0])
+        for_x, for_weight, for_bias, _ = ctx.needs_input_grad
+        gradient, gemm = rows(above[0]), ctx.unit.gemm
         return (
-            products.multiply(gradient, weight).view(x.shape) if for_x else None,
-            products.multiply(gradient.t(), products.rows(x)) if for_weight else None,
+            gemm(gradient, weight).view(x.shape) if for_x else None,
+            gemm(gradient.t(), rows(x)) if for_weight else None,
             gradient.sum(dim=0) if for_bias else None,
+            None,
         )

@@ -5,7 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from workhorse.native import training
+from workhorse.native import Training
 from workhorse.nn.head import Head
 from workhorse.nn.head_loss import HeadLoss, Multiply, Shaping, product
 from workhorse.transforms.replace import become, replace_modules
@@ -15,8 +15,7 @@ class NativeHeadLoss(HeadLoss):
     """`HeadLoss` whose products are those of `multiplies`, and with the operator for the rest."""
 
     multiplies: Multiply
-    differentiates: bool
-    """Whether there is the operator."""
+    operators: Training | None
 
     def multiply(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         return self.multiplies(a, b, bias)
@@ -25,9 +24,9 @@ class NativeHeadLoss(HeadLoss):
         return _Late.apply(head.proj.weight)
 
     def differentiate(self, logits: Tensor, targets: Tensor, shaping: Shaping) -> Tensor:
-        if not self.differentiates or shaping.cap is not None or not logits.is_contiguous():
+        if self.operators is None or shaping.cap is not None or not logits.is_contiguous():
             return super().differentiate(logits, targets, shaping)
-        return training.loss_into_gradient_(
+        return self.operators.loss_into_gradient_(
             logits, targets, multiplier=shaping.multiplier, z_loss=shaping.z_loss
         )
 
@@ -49,14 +48,14 @@ class _Late(torch.autograd.Function):
 
 
 def replace_head_loss(
-    root: nn.Module, multiply: Multiply = product, *, native: bool = False
+    root: nn.Module, multiply: Multiply = product, operators: Training | None = None
 ) -> nn.Module:
     """Let the losses of heads in a module use native operators.
 
     Args:
         root: whose parts are replaced.
         multiply: two matrices.
-        native: whether there are the operators of training, see `training.why_not`.
+        operators: of training; None leaves the rest to PyTorch.
 
     Returns:
         The module, or what stands for it if it is one itself.
@@ -64,7 +63,7 @@ def replace_head_loss(
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is HeadLoss:
-            return become(module, NativeHeadLoss, multiplies=multiply, differentiates=native)
+            return become(module, NativeHeadLoss, multiplies=multiply, operators=operators)
         return module
 
     return replace_modules(root, choose)

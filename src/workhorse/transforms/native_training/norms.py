@@ -5,7 +5,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from workhorse.native import training
+from workhorse.native import Training
 from workhorse.nn.blocks import PreNorm
 from workhorse.nn.cache.contiguous import KeyValueEntry
 from workhorse.nn.context import Context
@@ -35,12 +35,16 @@ class NormOptions(NamedTuple):
 class NativeNorm(nn.Module):
     """Before one of the classes of norms: the same by the operators, where they can."""
 
+    operators: Training
+
     def forward(self, x: Tensor) -> Tensor:
-        return _Norm.apply(x, *_parts(self)) if _takes(x) else super().forward(x)
+        return _Norm.apply(x, *_parts(self), self.operators) if _takes(x) else super().forward(x)
 
 
 class NativePreNorm(PreNorm):
     """`PreNorm` whose sums and norms are one pass, where nothing lies between them."""
+
+    operators: Training
 
     def forward(
         self, x: Tensor, context: Context | None = None, cache: KeyValueEntry | None = None
@@ -54,12 +58,14 @@ class NativePreNorm(PreNorm):
             or watched(*norms, *branches)
         ):
             return super().forward(x, context, cache)
-        x, y = _AddNorm.apply(x, None, *_parts(norms[0]))
-        x, y = _AddNorm.apply(x, self.attention(y, context, cache), *_parts(norms[1]))
+        x, y = _AddNorm.apply(x, None, *_parts(norms[0]), self.operators)
+        x, y = _AddNorm.apply(
+            x, self.attention(y, context, cache), *_parts(norms[1]), self.operators
+        )
         return x + self.feed_forward(y)
 
 
-def replace_norms(root: nn.Module) -> nn.Module:
+def replace_norms(root: nn.Module, operators: Training) -> nn.Module:
     """Let the norms in a module, and the sums beside them, use native operators.
 
     Returns:
@@ -68,9 +74,10 @@ def replace_norms(root: nn.Module) -> nn.Module:
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is PreNorm:
-            return become(module, NativePreNorm)
+            return become(module, NativePreNorm, operators=operators)
         if type(module) in NORMS:
-            return become(module, combined("Native", NativeNorm, type(module)))
+            kind = combined("Native", NativeNorm, type(module))
+            return become(module, kind, operators=operators)
         return module
 
     return replace_modules(root, choose)
@@ -98,17 +105,18 @@ def _parts(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, NormOptions]:
 
 class _Norm(torch.autograd.Function):
     @staticmethod
-    def forward(
+    def forward(  # noqa: PLR0917 - autograd passes by position
         ctx: Any,
         x: Tensor,
         weight: Tensor | None,
         bias: Tensor | None,
         options: NormOptions,
+        operators: Training,
     ) -> Tensor:
         x = x.contiguous()
-        y, moments = training.norm(x, weight, bias, **options._asdict())
+        y, moments = operators.norm(x, weight, bias, **options._asdict())
         ctx.save_for_backward(x, moments, weight, bias)
-        ctx.offset, ctx.centred = options.offset, options.centred
+        ctx.offset, ctx.centred, ctx.operators = options.offset, options.centred, operators
         return y
 
     @staticmethod
@@ -127,14 +135,16 @@ class _AddNorm(torch.autograd.Function):
         weight: Tensor | None,
         bias: Tensor | None,
         options: NormOptions,
+        operators: Training,
     ) -> tuple[Tensor, Tensor]:
         total, told = x.contiguous(), options._asdict()
         if branch is None:
-            y, moments = training.norm(total, weight, bias, **told)
+            y, moments = operators.norm(total, weight, bias, **told)
         else:
-            total, y, moments = training.add_norm(total, branch.contiguous(), weight, bias, **told)
+            total, y, moments = operators.add_norm(total, branch.contiguous(), weight, bias, **told)
         ctx.save_for_backward(total, moments, weight, bias)
-        ctx.offset, ctx.centred, ctx.joins = options.offset, options.centred, branch is not None
+        ctx.offset, ctx.centred, ctx.operators = options.offset, options.centred, operators
+        ctx.joins = branch is not None
         return total, y
 
     @staticmethod
@@ -146,9 +156,9 @@ class _AddNorm(torch.autograd.Function):
 
 def _norm_gradients(ctx: Any, above: Tensor, other: Tensor | None) -> tuple[Tensor | None, ...]:
     x, moments, weight, bias = ctx.saved_tensors
-    dx, sums = training.norm_backward(
+    dx, sums = ctx.operators.norm_backward(
         above.contiguous(), x, moments, weight, other, offset=ctx.offset, centred=ctx.centred
     )
     of_weight = None if weight is None else sums[0].to(weight.dtype)
     of_bias = None if bias is None else sums[1].to(bias.dtype)
-    return dx, of_weight, of_bias, None
+    return dx, of_weight, of_bias, None, None

@@ -1,4 +1,4 @@
-"""`products.multiply` against float64, to the rounding that float32 sums and the type allow."""
+"""`MatrixUnit.gemm` against float64, to the rounding that float32 sums and the type allow."""
 
 import itertools
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from workhorse.native import products
+from tests.native.machine import MATRIX_UNIT, needs
+from workhorse.native import matrix_unit, resolve
 
-pytestmark = pytest.mark.usefixtures("multiply")
+pytestmark = needs("matrix_unit")
 
 NAN, INFINITY = float("nan"), float("inf")
 LARGEST = torch.finfo(torch.float32).max
@@ -18,17 +19,11 @@ SUM = 2e-6  # of float32, as a share of the sum of magnitudes; 4,000 numbers in 
 HALVES = 2**-15  # likewise, what a float32 number as the sum of two of bfloat16 costs at most
 EDGES = [1, 15, 16, 17, 33, 64, 70]
 LONG = [(40, 1537, 40), (33, 2050, 300), (64, 3000, 200), (300, 1600, 450), (600, 2048, 420)]
-"""(rows, inner, columns) of products that are cut: inner above `kWhole` in `products.h`."""
-
-
-@pytest.fixture(scope="session")
-def multiply() -> None:
-    if reason := products.why_not(wait=True):
-        pytest.skip(reason)
+"""(rows, inner, columns) of products that are cut: inner above `kWhole` in `ops/gemm.h`."""
 
 
 def assert_exact(a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
-    c = products.multiply(a, b, bias)
+    c = MATRIX_UNIT.gemm(a, b, bias)
     exact = a.double() @ b.double()
     magnitude = a.double().abs() @ b.double().abs()
     if bias is not None:
@@ -83,18 +78,18 @@ def test_float32_lies_between_its_own_products_and_those_of_tensorfloat32() -> N
     def error(c: Tensor) -> float:
         return float(((c.double() - exact).abs() / magnitude).max())
 
-    assert error(products.multiply(a, b)) < 2**-19
+    assert error(MATRIX_UNIT.gemm(a, b)) < 2**-19
     # TensorFloat32 has 11 bits.
     eleven_bits = [(x.view(torch.int32) + 2**12 & -(2**13)).view(torch.float32) for x in (a, b)]
-    assert error(products.multiply(a, b)) < error(eleven_bits[0] @ eleven_bits[1]) / 32
+    assert error(MATRIX_UNIT.gemm(a, b)) < error(eleven_bits[0] @ eleven_bits[1]) / 32
 
 
 def test_numbers_of_few_bits_are_multiplied_exactly() -> None:
     """Both halves of one side count, and nothing is lost where the other has no lower ones."""
     a = torch.randint(-(2**12), 2**12, (40, 70)).float()
     b = torch.randint(-(2**5), 2**5, (70, 50)).float()
-    assert torch.equal(products.multiply(a, b), a @ b)
-    assert torch.equal(products.multiply(b.t(), a.t()), b.t() @ a.t())
+    assert torch.equal(MATRIX_UNIT.gemm(a, b), a @ b)
+    assert torch.equal(MATRIX_UNIT.gemm(b.t(), a.t()), b.t() @ a.t())
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 4, 6])
@@ -119,8 +114,8 @@ def test_rows_apart_and_expanded(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", BOTH)
 def test_nothing_to_multiply(dtype: torch.dtype) -> None:
-    assert products.multiply(matrix(0, 5, dtype), matrix(5, 3, dtype)).shape == (0, 3)
-    assert products.multiply(matrix(2, 5, dtype), matrix(5, 0, dtype)).shape == (2, 0)
+    assert MATRIX_UNIT.gemm(matrix(0, 5, dtype), matrix(5, 3, dtype)).shape == (0, 3)
+    assert MATRIX_UNIT.gemm(matrix(2, 5, dtype), matrix(5, 0, dtype)).shape == (2, 0)
 
 
 @pytest.mark.parametrize("special", [NAN, INFINITY])
@@ -128,7 +123,7 @@ def test_nothing_to_multiply(dtype: torch.dtype) -> None:
 def test_what_is_no_number_stays_in_its_row(dtype: torch.dtype, special: float) -> None:
     a = torch.ones(20, 33, dtype=dtype)
     a[3, 32] = special
-    c = products.multiply(a, torch.ones(33, 40, dtype=dtype))
+    c = MATRIX_UNIT.gemm(a, torch.ones(33, 40, dtype=dtype))
     assert c[3].isfinite().logical_not().all()
     assert c[:3].isfinite().all()
     assert c[4:].isfinite().all()
@@ -150,16 +145,16 @@ def test_infinite_and_large_float32_give_what_they_give_in_float32(by_columns: b
         a, b = alone(numbers), alone(factors)
         for left, right in ((a, b.t()), (b, a.t())):
             torch.testing.assert_close(
-                products.multiply(left, right), left @ right, rtol=HALVES, atol=0, equal_nan=True
+                MATRIX_UNIT.gemm(left, right), left @ right, rtol=HALVES, atol=0, equal_nan=True
             )
 
 
 def test_compiler_traces_it() -> None:
     a, b, bias = matrix(40, 32), matrix(32, 20), torch.randn(20).bfloat16()
     compiled = torch.compile(
-        lambda a: products.multiply(a, b, bias) * 2, backend="eager", fullgraph=True
+        lambda a: MATRIX_UNIT.gemm(a, b, bias) * 2, backend="eager", fullgraph=True
     )
-    assert torch.equal(compiled(a), products.multiply(a, b, bias) * 2)
+    assert torch.equal(compiled(a), MATRIX_UNIT.gemm(a, b, bias) * 2)
     torch.library.opcheck(
         torch.ops.workhorse.gemm.default, (a, b, bias), test_utils="test_faketensor"
     )
@@ -181,9 +176,10 @@ def test_compiler_traces_it() -> None:
 )
 def test_refused(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     with pytest.raises(RuntimeError, match="workhorse: "):
-        products.multiply(a, b, bias)
+        MATRIX_UNIT.gemm(a, b, bias)
 
 
 def test_a_cpu_without_the_unit_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(products, "cpu_has", lambda _: False)
-    assert products.why_not(wait=True) == "the CPU has no matrix unit for bfloat16"
+    monkeypatch.setattr(matrix_unit, "cpu_has", lambda _: False)
+    reasons = resolve("matrix_unit", wait=True).why_not
+    assert reasons == {"matrix_unit": "the CPU has no matrix unit for bfloat16"}

@@ -1,11 +1,11 @@
-"""`native.likeliest` against PyTorch's argmax."""
+"""`Decoding.argmax` against PyTorch's argmax."""
 
 import pytest
 import torch
 
-from workhorse import native
+from tests.native.machine import DECODING, needs
 
-pytestmark = pytest.mark.usefixtures("operators")
+pytestmark = needs("decoding")
 TYPES = (torch.bfloat16, torch.float32)
 
 
@@ -13,7 +13,7 @@ TYPES = (torch.bfloat16, torch.float32)
 @pytest.mark.parametrize("shape", [(1, 1), (1, 15), (3, 16), (2, 33), (5, 1000), (40, 4099)])
 def test_it_finds_the_largest(shape: tuple[int, int], dtype: torch.dtype) -> None:
     logits = (torch.randn(shape) * 5).to(dtype)
-    found = native.likeliest(logits)
+    found = DECODING.argmax(logits)
     assert found.dtype == torch.int64
     assert torch.equal(logits.gather(1, found[:, None])[:, 0], logits.amax(dim=1))
 
@@ -24,7 +24,7 @@ def test_the_first_of_equals_wins(dtype: torch.dtype) -> None:
     logits[0, [49, 37, 21]] = 2  # 21 and 37 stand in the same lane of a vector, 49 in none
     logits[1] = -3
     logits[2, [18, 17]] = 1
-    assert native.likeliest(logits).tolist() == [21, 0, 17]
+    assert DECODING.argmax(logits).tolist() == [21, 0, 17]
 
 
 @pytest.mark.parametrize("dtype", TYPES, ids=str)
@@ -35,12 +35,12 @@ def test_a_row_with_what_is_no_number_has_none(
 ) -> None:
     logits = torch.randn(3, 50).to(dtype)
     logits[1, place] = value
-    assert (native.likeliest(logits) < 0).tolist() == [False, True, False]
+    assert (DECODING.argmax(logits) < 0).tolist() == [False, True, False]
 
 
 def test_part_of_each_row_is_looked_at() -> None:
     logits = torch.arange(60.0).view(2, 30)
-    assert native.likeliest(logits[:, :20]).tolist() == [19, 19]
+    assert DECODING.argmax(logits[:, :20]).tolist() == [19, 19]
 
 
 @pytest.mark.parametrize(
@@ -55,4 +55,4 @@ def test_part_of_each_row_is_looked_at() -> None:
 )
 def test_what_does_not_fit_is_refused(logits: torch.Tensor) -> None:
     with pytest.raises(RuntimeError, match="workhorse: "):
-        native.likeliest(logits)
+        DECODING.argmax(logits)

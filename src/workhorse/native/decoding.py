@@ -1,0 +1,161 @@
+"""The operators of decoding, known to `torch.compile`. They compute no gradients."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import cast
+
+import torch
+from jaxtyping import Bool, Float, Int16, Int32, Int64, UInt8
+from torch import Tensor
+
+from workhorse.native import build
+
+GROUP = 32
+"""Numbers of a row of packed weights that share a scale."""
+LANES = 16
+"""Rows of packed weights that stand side by side."""
+
+
+@dataclass(frozen=True)
+class Decoding:
+    """The operators as functions of tensors; there is one of these where they can be called."""
+
+    packs: bool
+    """Whether this CPU has the instructions of `packed_linear`."""
+
+    def linear(
+        self,
+        x: Float[Tensor, "*batch in_features"],
+        weight: Float[Tensor, "out_features in_features"],
+        bias: Float[Tensor, " out_features"] | None = None,
+    ) -> Float[Tensor, "*batch out_features"]:
+        """`x Wᵀ + b`, reading W once for up to 64 rows of x, summed in float32.
+
+        Args:
+            x: bfloat16 or float32, on the CPU.
+            weight: of the same type, contiguous.
+            bias: likewise.
+        """
+        return torch.ops.workhorse.linear.default(x, weight, bias)
+
+    def linear_each(
+        self,
+        x: Float[Tensor, "*batch in_features"],
+        weights: Sequence[Tensor],
+        biases: Sequence[Tensor | None],
+    ) -> list[Tensor]:
+        """`linear` of the same x with each of several weights, in one go.
+
+        The threads part all the rows of all the weights among themselves and meet once.
+
+        Args:
+            x: see `linear`.
+            weights: each as in `linear`, of any number of outputs.
+            biases: one for each weight, or None.
+        """
+        return torch.ops.workhorse.linear_each.default(x, list(weights), list(biases))
+
+    def packed_linear(
+        self,
+        x: Float[Tensor, "*batch in_features"],
+        codes: UInt8[Tensor, "*experts blocks groups bytes"],
+        scales: Int16[Tensor, "*experts blocks groups 16"],
+        levels: UInt8[Tensor, " 16"] | None,
+        bias: Float[Tensor, " out_features"] | None = None,
+        *,
+        out_features: int,
+        ends: Int32[Tensor, " experts"] | None = None,
+    ) -> Float[Tensor, "*batch out_features"]:
+        """`x Wᵀ + b` with W of 4 or 8 bits a number, laid out as `ops/packed_linear.h` says.
+
+        Args:
+            x: bfloat16 or float32, on the CPU, as wide as the groups.
+            codes: a block is 16 outputs, a group 32 inputs, of 256 or 512 bytes together.
+            scales: the bits of a bfloat16 for each output and group.
+            levels: 128 + the whole number that each code of 4 bits stands for; None with 8 bits,
+                whose codes are that.
+            bias: of the type of x.
+            out_features: outputs; the last block may be filled up.
+            ends: where the rows of x of each of several weights end; None: there is one weight.
+        """
+        operator = torch.ops.workhorse.packed_linear.default
+        return operator(x, codes, scales, levels, bias, ends, out_features)
+
+    def attend(
+        self,
+        q: Float[Tensor, "batch heads 1 width"],
+        k: Float[Tensor, "batch kv_heads slots width"],
+        v: Float[Tensor, "batch kv_heads slots value_width"],
+        mask: Bool[Tensor, "#batch 1 1 slots"] | None,
+        scale: float,
+    ) -> Float[Tensor, "batch heads 1 value_width"]:
+        """`softmax(q kᵀ · scale) v` for one query a head, reading keys and values once.
+
+        Args:
+            q: bfloat16 or float32, on the CPU.
+            k: of the same type; the last axis lies side by side, the others anyhow. Query heads
+                share its heads in equal groups.
+            v: likewise.
+            mask: True where a slot is seen; a query that sees none gets zeros.
+            scale: multiplies the scores.
+        """
+        return torch.ops.workhorse.attend.default(q, k, v, mask, scale)
+
+    def argmax(self, logits: Float[Tensor, "batch vocab"]) -> Int64[Tensor, " batch"]:
+        """Where each row's largest number is, the first of equals; -1 where one is not finite.
+
+        Args:
+            logits: bfloat16 or float32, on the CPU, those of a row side by side.
+        """
+        return torch.ops.workhorse.argmax.default(logits)
+
+
+def load(*, wait: bool) -> Decoding:
+    """The operators, compiled if that was never done on this machine.
+
+    Args:
+        wait: compile now, which takes a few seconds. Otherwise that happens in the background.
+
+    Raises:
+        build.Unavailable: why they cannot be called, in one line.
+    """
+    return _load(build.ensure("decoding", wait=wait))
+
+
+@functools.cache
+def _load(library: Path) -> Decoding:
+    """And tell the compiler the shapes."""
+    build.load(library)
+    torch.library.register_fake("workhorse::linear", _linear_shape)
+    torch.library.register_fake("workhorse::linear_each", _linear_each_shapes)
+    torch.library.register_fake("workhorse::attend", _attend_shape)
+    torch.library.register_fake("workhorse::argmax", _argmax_shape)
+    packs = hasattr(torch.ops.workhorse, "packed_linear")  # its instructions were compiled in
+    if packs:
+        torch.library.register_fake("workhorse::packed_linear", _packed_linear_shape)
+    return Decoding(packs)
+
+
+def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    return x.new_empty((*x.shape[:-1], weight.shape[0]))
+
+
+def _linear_each_shapes(
+    x: Tensor, weights: list[Tensor], biases: list[Tensor | None]
+) -> list[Tensor]:
+    return [_linear_shape(x, *both) for both in zip(weights, biases, strict=True)]
+
+
+def _attend_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+    return q.new_empty((*q.shape[:-1], v.shape[-1]))
+
+
+def _argmax_shape(logits: Tensor) -> Tensor:
+    return logits.new_empty(logits.shape[:1], dtype=torch.int64)
+
+
+def _packed_linear_shape(x: Tensor, *others: object) -> Tensor:
+    out = cast(int, others[-1])
+    return x.new_empty((*x.shape[:-1], out))

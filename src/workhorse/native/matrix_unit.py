@@ -1,0 +1,80 @@
+"""Products of bfloat16 or float32 matrices on a CPU with a matrix unit; see `ops/gemm.h`.
+
+They are compiled apart from the other operators, which any CPU can use.
+"""
+
+import functools
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from workhorse.instructions import cpu_has
+from workhorse.native import build
+
+
+@dataclass(frozen=True)
+class MatrixUnit:
+    """Products by the unit; there is one of these where it may be used."""
+
+    def gemm(
+        self,
+        a: Float[Tensor, "rows inner"],
+        b: Float[Tensor, "inner columns"],
+        bias: Float[Tensor, " columns"] | None = None,
+    ) -> Float[Tensor, "rows columns"]:
+        """`a b + bias`, summed in float32. It computes no gradients.
+
+        A float32 number is multiplied as the sum of two of bfloat16, which PyTorch calls "high"
+        precision of float32 products. A result is off by at most 2⁻¹⁵ of `|a| |b|`, besides what
+        float32 sums lose; of random numbers, 1,536 in a sum, by 2⁻²⁰.
+
+        Args:
+            a: bfloat16 or float32 on the CPU, its rows or its columns side by side in memory;
+                transposed views are as good.
+            b: likewise.
+            bias: for each column, likewise.
+        """
+        return torch.ops.workhorse.gemm.default(a, b, bias)
+
+    def linear(
+        self,
+        x: Float[Tensor, "*batch in_features"],
+        weight: Float[Tensor, "out_features in_features"],
+        bias: Float[Tensor, " out_features"] | None = None,
+    ) -> Float[Tensor, "*batch out_features"]:
+        """`x Wᵀ + bias`, for any order of x in memory; see `gemm`."""
+        return self.gemm(rows(x), weight.t(), bias).view(*x.shape[:-1], len(weight))
+
+
+def rows(x: Tensor) -> Tensor:
+    """The last axis of a tensor as the rows of a matrix, whose numbers lie side by side."""
+    matrix = x.reshape(-1, x.shape[-1])
+    return matrix if matrix.stride(1) == 1 else matrix.contiguous()
+
+
+def load(*, wait: bool) -> MatrixUnit:
+    """The operator, compiled if that was never done on this machine; see `decoding.load`.
+
+    Raises:
+        build.Unavailable: why it cannot be called, in one line.
+    """
+    if not cpu_has("amx_bf16"):
+        raise build.Unavailable("the CPU has no matrix unit for bfloat16")
+    return _load(build.ensure("gemm", wait=wait))
+
+
+@functools.cache
+def _load(library: Path) -> MatrixUnit:
+    build.load(library)
+    if not hasattr(torch.ops.workhorse, "gemm"):  # the library found that it may not
+        raise build.Unavailable("the system gives no process the matrix unit")
+    torch.library.register_fake("workhorse::gemm", _shape)
+    return MatrixUnit()
+
+
+def _shape(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    del bias
+    return a.new_empty((a.shape[0], b.shape[1]))

@@ -1,6 +1,6 @@
 """Workhorse itself, by its public functions."""
 
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 import torch
@@ -37,6 +37,9 @@ LOAD_OPTIONS: dict[str, dict[str, Any]] = {
 }
 """How `workhorse.load` is asked for each precision."""
 
+_PROCESS = ExitStack()
+"""What stays as it is until the process ends."""
+
 
 def train(
     *,
@@ -51,6 +54,7 @@ def train(
     """Rounds of training steps, as `workhorse train` takes them."""
     from workhorse.optim.adamw import AdamWConfig
     from workhorse.train.recipe.recipe import TrainConfig
+    from workhorse.train.step.allocator import keep_freed_memory
     from workhorse.train.step.build import build_step
 
     sizes = TRAINING[shape]
@@ -72,6 +76,7 @@ def train(
         matmul_precision=matmul_precision,
         compile=compiled,
     )
+    _PROCESS.enter_context(keep_freed_memory(torch.device(device)))  # as `train` does
     training = build_step(gpt(sizes).build(device=device), config, torch.device(device))
     given = Batch(tokens, targets, None, torch.zeros(len(tokens), dtype=torch.int64))
 

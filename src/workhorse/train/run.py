@@ -16,6 +16,7 @@ from workhorse.train.report.metrics import Event, read_metrics
 from workhorse.train.report.page import write_report
 from workhorse.train.resume.resume import Resumption, plan_resumption
 from workhorse.train.signals import StopSignals
+from workhorse.train.step.allocator import keep_freed_memory
 from workhorse.writing import TAKES_NO_MORE, refusal
 
 
@@ -85,7 +86,7 @@ def train(
     _check_place(run, resume)  # before the lock, which would leave its file in somebody's folder
     device = check_recipe(recipe, resume=resume)
     check_outside(recipe.data, run.path)
-    with run.lock():
+    with run.lock(), keep_freed_memory(device):
         into = store or run.store(recipe.train.keep)
         if resume:
             resumed = plan_resumption(run, recipe, into.newest)

@@ -2,28 +2,54 @@
 
 import contextlib
 import ctypes
-import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
 
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
-"""Options of `mallopt`, numbered as in glibc's malloc.h."""
-_GROWTH = 2**26
-"""Bytes that the heap grows by at least."""
+import torch
+
+# Options of `mallopt`, numbered as in glibc's malloc.h.
+_TRIM_THRESHOLD, _TOP_PAD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -2, -3, -4
+_KEEP = {
+    _MMAP_MAX: 0,
+    _TRIM_THRESHOLD: 2**31 - 1,
+    _TOP_PAD: 2**26,  # bytes that the heap grows by at least
+}
+_USUAL = {_MMAP_MAX: 2**16, _MMAP_THRESHOLD: 2**25, _TRIM_THRESHOLD: 2**26, _TOP_PAD: 2**17}
+"""What glibc begins with, its thresholds where they come to stand once a block of 32 MiB was freed:
+after the first `mallopt` they no longer rise by themselves."""
+
+_lock = threading.Lock()
+_users = 0
 
 
-@functools.cache
-def keep_freed_memory() -> None:
-    """Let glibc keep what is freed, for the rest of the process; elsewhere do nothing.
+@contextlib.contextmanager
+def keep_freed_memory(device: torch.device) -> Iterator[None]:
+    """While a model is trained on a CPU: let glibc keep what is freed; elsewhere do nothing.
 
     It gives every large block back to the system and fetches it anew, and the system clears each
-    page of it: 22 % of a step of GPT-2 in bfloat16 on two cores.
+    page of it: 22 % of a step of GPT-2 in bfloat16 on two cores. The options are the process's, so
+    the last to leave resets them, and gives back what was kept.
+
+    Args:
+        device: where the model is trained.
     """
-    try:
-        mallopt = ctypes.CDLL(None).mallopt
-    except (AttributeError, OSError, TypeError):  # another C library, or Windows
+    global _users  # noqa: PLW0603 - as the options are
+    if device.type != "cpu":
+        yield
         return
-    mallopt(_MMAP_MAX, 0)
-    mallopt(_TRIM_THRESHOLD, 2**31 - 1)
-    mallopt(_TOP_PAD, _GROWTH)
+    with _lock:
+        if _users == 0:
+            _set(_KEEP)
+        _users += 1
+    try:
+        yield
+    finally:
+        with _lock:
+            _users -= 1
+            if _users == 0:
+                _set(_USUAL)
+                give_back_freed_memory()
 
 
 def give_back_freed_memory() -> None:
@@ -32,5 +58,15 @@ def give_back_freed_memory() -> None:
     What building a model leaves between its tensors is too scattered for a step to use: 170 MiB of
     GPT-2 in bfloat16.
     """
-    with contextlib.suppress(AttributeError, OSError, TypeError):  # another C library, or Windows
-        ctypes.CDLL(None).malloc_trim(0)
+    _call("malloc_trim", 0)
+
+
+def _set(options: dict[int, int]) -> None:
+    for option, value in options.items():
+        _call("mallopt", option, value)
+
+
+def _call(function: str, *arguments: int) -> Any:
+    """Call a function of glibc, where the C library is that."""
+    with contextlib.suppress(AttributeError, OSError, TypeError):  # another one, or Windows
+        return getattr(ctypes.CDLL(None), function)(*arguments)

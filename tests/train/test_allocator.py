@@ -1,0 +1,55 @@
+"""What training sets in the C library is reset when it ends."""
+
+import ctypes
+
+import pytest
+import torch
+
+from workhorse.train.step.allocator import keep_freed_memory
+
+CPU = torch.device("cpu")
+BYTES = 64 * 2**20
+
+
+class MallInfo(ctypes.Structure):
+    """Of glibc's malloc.h; `hblkhd` counts the bytes of blocks that were fetched one by one."""
+
+    _fields_ = [(name, ctypes.c_size_t) for name in (*"abcd", "hblkhd", *"fghij")]
+
+
+def fetches() -> bool:
+    """Whether a large block is fetched from the system by itself, and goes back when freed."""
+    library = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        pytest.skip("no glibc, or one older than 2.33")
+    library.mallinfo2.restype = MallInfo
+    library.malloc.restype = ctypes.c_void_p
+    library.malloc.argtypes = [ctypes.c_size_t]
+    library.free.argtypes = [ctypes.c_void_p]
+    before = library.mallinfo2().hblkhd
+    block = library.malloc(BYTES)
+    assert block
+    grown = library.mallinfo2().hblkhd - before
+    library.free(block)
+    return grown >= BYTES
+
+
+def test_freed_memory_is_kept_while_training_and_no_longer() -> None:
+    assert fetches()
+    with keep_freed_memory(CPU):
+        assert not fetches()
+        with keep_freed_memory(CPU):
+            assert not fetches()
+        assert not fetches()
+    assert fetches()
+
+
+def test_a_training_that_fails_leaves_nothing_behind() -> None:
+    with pytest.raises(RuntimeError, match="no memory"), keep_freed_memory(CPU):
+        raise RuntimeError("no memory")
+    assert fetches()
+
+
+def test_other_devices_leave_the_c_library_alone() -> None:
+    with keep_freed_memory(torch.device("meta")):
+        assert fetches()

@@ -337,6 +337,13 @@ def _activation_gradient_shapes(
     return [torch.empty_like(x) for _ in range(2 if up is None else 3)]
 
 
+def _direction_shapes(gradients: list[Tensor], momenta: Tensor, *_: object) -> Tensor:
+    del gradients
+    rows, columns = momenta.shape[-2:]
+    shape = (momenta.numel() // (rows * columns), min(rows, columns), max(rows, columns))
+    return momenta.new_empty(shape, dtype=torch.bfloat16)
+
+
 _SHAPES: dict[str, Callable[..., object]] = {
     "attention": _attention_shapes,
     "attention_backward": _gradient_shapes,
@@ -345,4 +352,11 @@ _SHAPES: dict[str, Callable[..., object]] = {
     "norm": _norm_shapes,
     "add_norm": _add_norm_shapes,
     "norm_backward": _norm_gradient_shapes,
+    "loss_into_gradient_": lambda logits, *_: logits.new_empty((2,), dtype=torch.float32),
+    "squared_length": lambda tensors: tensors[0].new_empty((), dtype=torch.float32),
+    "adamw_": lambda *_: None,
+    "muon_directions": _direction_shapes,
+    "split_move_": lambda *_: None,
 }
+"""What each gives, for tracing. None has a registered formula of its gradient: a call through
+PyTorch's registry takes some 45 µs longer than an `autograd.Function` around the operators."""

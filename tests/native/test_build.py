@@ -1,6 +1,8 @@
 """Compiling in the user's cache: once, whole, and never in the way."""
 
 import os
+import re
+import shutil
 import subprocess
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -189,3 +191,31 @@ def test_no_home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(build.SWITCH, "0")
     assert why_not(wait=True) == "WORKHORSE_NATIVE=0"
+
+
+@pytest.mark.parametrize("source", ["bindings/decoding.cpp", "ops/linear.h", "simd/bf16.h"])
+def test_a_change_of_any_source_needs_another_library(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, source: str
+) -> None:
+    runs = compiler(tmp_path, monkeypatch, WORKS)
+    sources = tmp_path / "native"
+    shutil.copytree(build._sources(), sources)
+    monkeypatch.setattr(build, "_sources", lambda: sources)
+    monkeypatch.setattr(build, "sources_digest", build.sources_digest.__wrapped__)
+    before = build.ensure("decoding", wait=True)
+    assert build.ensure("decoding", wait=True) == before
+    changed = sources / source
+    changed.write_text(changed.read_text() + "// another\n")
+    assert build.ensure("decoding", wait=True).parent != before.parent
+    assert runs.read_text() == "run\nrun\n"
+
+
+def test_the_sources_of_every_library_are_there() -> None:
+    """An installed package holds them too: it is made of all files of the folder."""
+    for name in ("decoding", "gemm", "training"):
+        assert (build._sources() / "bindings" / f"{name}.cpp").is_file()
+    included = re.compile(r'^#include "(.+)"$', re.MULTILINE)
+    for source in build._sources().rglob("*.*"):
+        if source.suffix in (".h", ".cpp"):
+            for name in included.findall(source.read_text()):
+                assert (build._sources() / name).is_file(), f"{source}: {name}"

@@ -29,7 +29,7 @@ class Precision:
     def products(self) -> Iterator[None]:
         """Around passes on CUDA: PyTorch's precision of float32 products, which is the process's.
 
-        On a CPU see `Products`; PyTorch's attention took twice as long with PyTorch's `high`.
+        On a CPU see `Gemm`; PyTorch's attention took twice as long with PyTorch's `high`.
         """
         if self.device.type != "cuda":
             yield

@@ -28,6 +28,10 @@ from workhorse.transforms.record import MAY_FOLLOW, Transform, record, transform
 from workhorse.transforms.stream import stream_weights
 
 
+# PyTorch's compiler imports what PyTorch itself calls deprecated.
+pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+
+
 def make() -> Decoder:
     return llama(d_model=64, n_layers=1, n_heads=2, d_ff=64, vocab_size=64).build("sdpa").eval()
 

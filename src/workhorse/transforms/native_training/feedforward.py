@@ -40,8 +40,8 @@ def _table_of(activation: nn.Module) -> Tensor:
     x = bits.view(torch.bfloat16).double().requires_grad_()
     value = activation(x)
     (slope,) = torch.autograd.grad(value.sum(), x)
-    halves = torch.stack((value.detach(), slope), dim=1).to(torch.bfloat16)
-    return halves.view(torch.int32).flatten()
+    both = torch.stack((value.detach(), slope), dim=1).to(torch.bfloat16)
+    return both.view(torch.int32).flatten()
 
 
 class NativeGated(Gated):

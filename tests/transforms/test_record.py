@@ -15,7 +15,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.models.llama import llama
 from workhorse.native import Operators
 from workhorse.nn import Decoder
-from workhorse.train.objectives.next_token import LossOfBatch
+from workhorse.train.objectives.next_token import NextToken
 from workhorse.transforms.checkpointing import checkpoint_activations
 from workhorse.transforms.compiled_layers import compile_layers
 from workhorse.transforms.compiled_step import compile_steps
@@ -26,7 +26,6 @@ from workhorse.transforms.native_training import train_natively
 from workhorse.transforms.quantize import quantize
 from workhorse.transforms.record import MAY_FOLLOW, Transform, record, transforms_of
 from workhorse.transforms.stream import stream_weights
-
 
 # PyTorch's compiler imports what PyTorch itself calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
@@ -74,7 +73,7 @@ def test_transforms_of_inference_are_told_in_their_order_with_their_options() ->
 
 def test_the_record_stays_with_the_decoder_in_a_wrapper_and_in_a_copy() -> None:
     decoder = make()
-    module = LossOfBatch(decoder)
+    module = NextToken(decoder)
     train(module)
     checkpoint_activations(decoder)
     compile_layers(decoder)
@@ -118,7 +117,7 @@ def test_the_remedy_is_the_other_order_where_that_can_be() -> None:
     with pytest.raises(
         WorkhorseError, match=r"train_natively cannot follow .*; load the model anew"
     ):
-        train(LossOfBatch(decoder))
+        train(NextToken(decoder))
 
 
 def test_weights_that_were_replaced_cannot_be_written() -> None:

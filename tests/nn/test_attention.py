@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workhorse.config import ConfigError
 from workhorse.nn import Attention, AttentionConfig, Context
-from workhorse.nn.attention.grouped import QKNormConfig, RotateFirstAttention
+from workhorse.nn.attention.grouped import QKNormConfig
 from workhorse.nn.norms import RMSNormConfig
 from workhorse.nn.positions.absolute import NoPositionConfig
 from workhorse.nn.positions.rope import RopeConfig
@@ -110,7 +110,6 @@ def test_the_norm_before_or_after_the_rotation() -> None:
     qk_norm = {"norm": {"kind": "layer_norm"}}
     before = build(position={"kind": "rope"}, qk_norm=qk_norm)
     after = build(position={"kind": "rope"}, qk_norm={**qk_norm, "after_rope": True})
-    assert isinstance(after, RotateFirstAttention)
     after.load_state_dict(before.state_dict())
     plain = build(position={"kind": "rope"})
     plain.load_state_dict(before.state_dict(), strict=False)
@@ -253,7 +252,14 @@ def test_no_cache_without_causality() -> None:
         build(causal=False).cache_entry(Cache(1, 4, torch.device("cpu")))
 
 
-def test_a_module_refuses_norms_that_it_would_put_elsewhere() -> None:
+def test_a_module_alone_norms_after_the_rotation_too() -> None:
     norms = QKNormConfig(norm=RMSNormConfig(), after_rope=True)
-    with pytest.raises(ConfigError, match="is not what Attention computes; let AttentionConfig"):
-        Attention(64, 4, rope=RopeConfig(), qk_norm=norms)
+    rope = RopeConfig()
+    alone = Attention(16, 4, rope=rope, qk_norm=norms)
+    built = AttentionConfig(n_heads=4, position=rope, qk_norm=norms).build(16)
+    built.load_state_dict(alone.state_dict())
+    x = torch.randn(2, 5, 16)
+    assert torch.equal(alone(x), built(x))
+    assert "rotate_then_norm" in repr(alone)
+    with pytest.raises(ConfigError, match=r"^qk_norm\.after_rope=true needs a rope position"):
+        Attention(16, 4, qk_norm=norms)

@@ -28,7 +28,7 @@ from workhorse.nn.norms import NormConfig, PresentNormConfig
 from workhorse.nn.positions.absolute import OF_THE_EMBEDDING, NoPositionConfig
 from workhorse.nn.positions.alibi import AlibiConfig
 from workhorse.nn.positions.rope import RopeConfig
-from workhorse.nn.shapes import HeadOutputs, Hidden, NewKeys, Queries
+from workhorse.nn.shapes import HeadOutputs, Hidden, Queries
 
 AttentionPositionConfig = Annotated[
     NoPositionConfig | RopeConfig | AlibiConfig, Field(discriminator="kind")
@@ -156,9 +156,7 @@ class AttentionConfig(SelfAttentionConfig):
         pattern = self.pattern(d_model, layer)
         scoring = self.scoring(d_model, layer)
         head_dim = self.key_dim(d_model)
-        after_rope = self.qk_norm is not None and self.qk_norm.after_rope
-        attention = RotateFirstAttention if after_rope else Attention
-        return attention(
+        return Attention(
             d_model,
             self.n_heads,
             n_kv_heads=self.n_kv_heads,
@@ -203,8 +201,6 @@ class Attention(SelfAttention):
         ConfigError: `AttentionConfig` would refuse these heads and widths.
     """
 
-    rotates_first = False
-
     def __init__(
         self,
         d_model: int,
@@ -225,17 +221,13 @@ class Attention(SelfAttention):
         inner_norm: PresentNormConfig | None = None,
     ) -> None:
         super().__init__()
-        if qk_norm is not None and qk_norm.after_rope != self.rotates_first:
-            raise ConfigError(
-                f"qk_norm.after_rope={qk_norm.after_rope} is not what {type(self).__name__} "
-                "computes; let AttentionConfig build it"
-            )
         sizes = AttentionConfig(
             n_heads=n_heads,
             n_kv_heads=n_kv_heads,
             head_dim=head_dim,
             value_dim=value_dim,
             position=rope or NoPositionConfig(),
+            qk_norm=qk_norm,
         )
         self.d_model = d_model
         self.n_heads = n_heads
@@ -260,6 +252,8 @@ class Attention(SelfAttention):
         self.q_rotation, self.k_rotation = (
             make_rotation(rope, self.head_dim) if rope else Unchanged() for _ in range(2)
         )
+        after_rope = qk_norm is not None and qk_norm.after_rope
+        self.norm_and_rotate = rotate_then_norm if after_rope else norm_then_rotate
         self.scale_queries = QueryScaling(query_scaling) if query_scaling else Unchanged()
         self.gate = OutputGate(d_model, width_out) if output_gate else Unchanged()
         self.inner_norm = inner_norm.build(width_out) if inner_norm else nn.Identity()
@@ -272,7 +266,8 @@ class Attention(SelfAttention):
         q = split_heads(self.q_clip(self.q_proj(x)), self.n_heads)  # (batch, heads, seq, head_dim)
         k = split_heads(self.k_clip(self.k_proj(x)), self.n_kv_heads)  # (batch, kv_heads, …)
         v = split_heads(self.v_clip(self.v_proj(x)), self.n_kv_heads)
-        q, k = self.place(q, k, context)
+        q = self.norm_and_rotate(q, self.q_norm, self.q_rotation, context)
+        k = self.norm_and_rotate(k, self.k_norm, self.k_rotation, context)
         q = self.scale_queries(q, context)
         if cache is not None:
             k, v = cache.update(k, v)
@@ -281,18 +276,18 @@ class Attention(SelfAttention):
         y = y.transpose(1, 2).flatten(2)  # (batch, seq, heads · value_dim)
         return self.out_proj(self.inner_norm(self.gate(y, x)))
 
-    def place(self, q: Queries, k: NewKeys, context: Context) -> tuple[Queries, NewKeys]:
-        """Normalise, then turn."""
-        return self.q_rotation(self.q_norm(q), context), self.k_rotation(self.k_norm(k), context)
+    def extra_repr(self) -> str:
+        return self.norm_and_rotate.__name__
 
 
-class RotateFirstAttention(Attention):
-    """Attention whose query and key norms come after the rotation."""
+def norm_then_rotate(x: Queries, norm: nn.Module, rotation: nn.Module, context: Context) -> Queries:
+    """What most models do with queries, and likewise with keys."""
+    return rotation(norm(x), context)
 
-    rotates_first = True
 
-    def place(self, q: Queries, k: NewKeys, context: Context) -> tuple[Queries, NewKeys]:
-        return self.q_norm(self.q_rotation(q, context)), self.k_norm(self.k_rotation(k, context))
+def rotate_then_norm(x: Queries, norm: nn.Module, rotation: nn.Module, context: Context) -> Queries:
+    """The order of HunYuan and Llama 4."""
+    return norm(rotation(x, context))
 
 
 class QueryScaling(nn.Module):

@@ -33,7 +33,7 @@ from workhorse.models.huggingface.mixtures import (
 from workhorse.models.huggingface.names import instead, same
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.grouped import QKNormConfig
+from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import SandwichNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.experts.mixture import MoEConfig

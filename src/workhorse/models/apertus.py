@@ -18,7 +18,7 @@ from workhorse.models.huggingface.llama_like import (
 from workhorse.models.huggingface.names import Rule, Shape, Tensors, instead, same
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.grouped import QKNormConfig
+from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import BlockConfig, PreNormConfig
 from workhorse.nn.feedforward import XIELU, MlpConfig
 from workhorse.nn.positions.rope import Llama3ScalingConfig

@@ -18,7 +18,7 @@ from workhorse.models.huggingface.llama_like import (
 from workhorse.models.huggingface.names import instead, same
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.grouped import QKNormConfig
+from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import ReorderedNormConfig
 from workhorse.nn.positions.absolute import NoPositionConfig
 

@@ -15,7 +15,7 @@ from workhorse.models.huggingface.names import instead
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.models.olmo import BIAS, QK_NORM, REORDERED
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.grouped import QKNormConfig
+from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import ReorderedNormConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig

@@ -33,7 +33,7 @@ from workhorse.models.huggingface.names import instead, same
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.attention.grouped import QKNormConfig
+from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig, SandwichNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.feedforward import GatedMlpConfig

@@ -24,7 +24,7 @@ from workhorse.models.huggingface.mixtures import (
 from workhorse.models.huggingface.names import instead, joined, same
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.grouped import QKNormConfig
+from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig, SandwichNormConfig
 
 

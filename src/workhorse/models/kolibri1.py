@@ -21,7 +21,7 @@ from workhorse.models.huggingface.mixtures import FEED_FORWARD, MIXTURE_RULES
 from workhorse.models.huggingface.names import instead, same
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.grouped import QKNormConfig
+from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import SandwichNormConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig

@@ -30,7 +30,7 @@ from workhorse.models.huggingface.mixtures import (
 from workhorse.models.huggingface.names import instead
 from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.grouped import QKNormConfig
+from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig

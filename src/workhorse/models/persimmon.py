@@ -7,7 +7,7 @@ from workhorse.models.huggingface.llama_like import RULES, decoder
 from workhorse.models.huggingface.names import instead, same
 from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.grouped import QKNormConfig
+from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.norms import LayerNormConfig
 

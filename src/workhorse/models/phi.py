@@ -16,7 +16,7 @@ from workhorse.models.huggingface.llama_like import (
 from workhorse.models.huggingface.names import instead, joined, same, stacked
 from workhorse.models.huggingface.rotation import read_rope, rope_parameters, rope_scaling
 from workhorse.nn import DecoderConfig
-from workhorse.nn.attention.grouped import QKNormConfig
+from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import ParallelConfig, PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.experts.mixture import MoEConfig

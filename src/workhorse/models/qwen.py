@@ -23,7 +23,7 @@ from workhorse.models.huggingface.llama_like import (
 from workhorse.models.huggingface.mixtures import EXPERT_RULES, of_dense, of_sparse
 from workhorse.models.huggingface.names import instead, same
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.nn.attention.grouped import QKNormConfig
+from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig

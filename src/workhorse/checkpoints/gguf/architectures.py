@@ -38,7 +38,7 @@ from workhorse.checkpoints.gguf.parts import (
 )
 from workhorse.checkpoints.gguf.places import FRACTION, SCALING, THETA, WINDOW, Data
 from workhorse.nn import AttentionConfig
-from workhorse.nn.attention.grouped import QKNormConfig
+from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import (
     ParallelConfig,
     PreNormConfig,

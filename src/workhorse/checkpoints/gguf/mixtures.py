@@ -18,8 +18,8 @@ from workhorse.checkpoints.gguf.parts import (
     some_window,
 )
 from workhorse.checkpoints.gguf.places import FRACTION, WINDOW, Data
-from workhorse.nn.attention.grouped import QKNormConfig
 from workhorse.nn.attention.latent import LatentAttentionConfig
+from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig

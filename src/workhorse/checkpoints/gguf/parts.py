@@ -2,7 +2,7 @@
 
 from workhorse.checkpoints.gguf.places import Data
 from workhorse.nn import AttentionConfig
-from workhorse.nn.attention.grouped import QKNormConfig
+from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import BlockConfig, PreNormConfig
 from workhorse.nn.feedforward import GatedMlpConfig, MlpConfig
 from workhorse.nn.head import HeadConfig

@@ -22,8 +22,7 @@ from workhorse.config_errors import (
     nearest,
     wrong_value,
 )
-from workhorse.errors import WorkhorseError
-from workhorse.untrusted import shown, to_path
+from workhorse.errors import WorkhorseError, shown, to_path
 
 __all__ = [
     "Config",

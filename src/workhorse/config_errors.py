@@ -13,8 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from workhorse.errors import WorkhorseError
-from workhorse.untrusted import shown
+from workhorse.errors import WorkhorseError, shown
 
 if TYPE_CHECKING:
     from workhorse.config import Config

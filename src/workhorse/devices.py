@@ -6,9 +6,8 @@ from pathlib import Path
 import torch
 
 from workhorse.config import nearest
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.instructions import cpu_has
-from workhorse.untrusted import shown
 
 DTYPES = {
     "auto": None,

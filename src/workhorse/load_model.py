@@ -26,7 +26,7 @@ from workhorse.checkpoints.stored import (
 from workhorse.config import ConfigError
 from workhorse.data import DataConfig
 from workhorse.devices import resolve_device, resolve_dtype
-from workhorse.errors import WorkhorseError, warn_caller
+from workhorse.errors import WorkhorseError, shown, warn_caller
 from workhorse.model import Model
 from workhorse.models import preset, preset_names
 from workhorse.nn import Decoder
@@ -36,7 +36,6 @@ from workhorse.transforms.codes import FORMATS, FormatName
 from workhorse.transforms.inference import prepare_for_inference
 from workhorse.transforms.quantize import place_codes
 from workhorse.transforms.quantize import quantize as quantize_weights
-from workhorse.untrusted import shown
 
 Quantization = Literal["none", FormatName]
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from workhorse.data import Beginning, DataConfig, beginning
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.generate import Completion, Delta, GenerationConfig, PrefixCache, generate, stream
 from workhorse.generate.conversation import (
     ChatFormat,
@@ -17,7 +17,6 @@ from workhorse.generate.requests import token_ids
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import ChatTemplate, Tokenizer
-from workhorse.untrusted import shown
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, cast
 
 from workhorse.config import ConfigError, check_colons, parse_yaml
-from workhorse.untrusted import shown
+from workhorse.errors import shown
 
 MAX_DEPTH = 64
 """Names in the path of a setting."""

@@ -4,12 +4,10 @@ import os
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy
 import pytest
-import torch
 
 from workhorse.errors import WorkhorseError
-from workhorse.untrusted import open_contained, read_bytes, read_text, shown
+from workhorse.untrusted import open_contained, read_bytes, read_text
 
 
 def content(folder: Path, name: str = "it", root: Path | None = None) -> bytes:
@@ -141,11 +139,6 @@ def test_an_unreadable_file(tmp_path: Path) -> None:
         content(tmp_path)
 
 
-def test_a_strangers_text_is_shown_in_one_short_line() -> None:
-    assert shown("a\nb") == r"'a\nb'"
-    assert len(shown("x" * 10_000)) < 100
-
-
 def test_a_file_that_the_user_named(tmp_path: Path) -> None:
     """Links lead where they lead; what would wait or never end is refused."""
     (tmp_path / "it").write_text("text")
@@ -159,16 +152,3 @@ def test_a_file_that_the_user_named(tmp_path: Path) -> None:
             read_text(path, limit=4)
     with pytest.raises(WorkhorseError, match=r"it is a folder; name a plain file$"):
         read_text(tmp_path, limit=4)
-
-
-@pytest.mark.parametrize(
-    ("value", "text"),
-    [
-        ("a\nb  c", r"'a\nb  c'"),
-        (numpy.ones((2, 2), dtype=int), "array([[1, 1], [1, 1]])"),
-        (torch.nn.Sequential(torch.nn.ReLU()), "Sequential( (0): ReLU() )"),
-        ("x" * 100, f"'{'x' * 79}…"),
-    ],
-)
-def test_a_value_is_shown_in_one_line(value: object, text: str) -> None:
-    assert shown(value) == text

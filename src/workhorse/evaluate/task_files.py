@@ -8,8 +8,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from workhorse.errors import WorkhorseError
-from workhorse.untrusted import parse_yaml, read_text, shown
+from workhorse.errors import WorkhorseError, shown
+from workhorse.untrusted import parse_yaml, read_text
 
 LARGEST = 1 << 20
 """Bytes of a file that describes a task."""

@@ -10,8 +10,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from importlib.util import find_spec
 from pathlib import Path
 
-from workhorse.errors import WorkhorseError
-from workhorse.untrusted import shown
+from workhorse.errors import WorkhorseError, shown
 
 NAMED = re.compile(r"^\s*(?:task|group|tag)\s*:\s*[\"']?([\w.-]+)", re.MULTILINE)
 PATTERN = frozenset("*?[")

@@ -4,14 +4,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.generate.batch import PrefixCache
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.engine import stream
 from workhorse.generate.result import Delta
 from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate, Tokenizer
-from workhorse.untrusted import shown
 
 Message = dict[str, str]
 """`role` (system, user or assistant) and `content`."""

@@ -5,11 +5,10 @@ from collections.abc import Iterable, Sequence
 from numbers import Integral
 from typing import Any, Protocol, cast
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.text import TokenStream
 from workhorse.nn import Decoder
-from workhorse.untrusted import shown
 
 
 class TextOfTokens(Protocol):

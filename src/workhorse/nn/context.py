@@ -10,13 +10,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.nn.attention.kernels import Kernel
 from workhorse.nn.attention.masks import AttentionPattern, Placement
 from workhorse.nn.cache.contiguous import Cache, KeyValueEntry
 from workhorse.nn.positions.rope import RopeConfig
 from workhorse.nn.shapes import Angles, Hidden, Lengths, Positions, Tokens
-from workhorse.untrusted import shown
 
 
 class Context:

@@ -5,7 +5,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from workhorse.config import Config, ConfigError
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.nn.elementwise import Multiplier, RoundedMultiplier
 from workhorse.nn.norms import NoNormConfig, NormConfig
 from workhorse.nn.positions.absolute import (
@@ -14,7 +14,6 @@ from workhorse.nn.positions.absolute import (
     NoPositionConfig,
 )
 from workhorse.nn.shapes import Hidden, Positions, Tokens
-from workhorse.untrusted import shown
 
 
 class EmbeddingConfig(Config):

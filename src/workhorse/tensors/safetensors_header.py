@@ -16,8 +16,8 @@ from typing import Any, BinaryIO, NamedTuple
 
 import torch
 
-from workhorse.errors import WorkhorseError
-from workhorse.untrusted import collector_paused, parse_json, shown, unreadable
+from workhorse.errors import WorkhorseError, shown
+from workhorse.untrusted import collector_paused, parse_json, unreadable
 
 MAX_HEADER_BYTES = 32_000_000
 """A header takes about 140 bytes a tensor, so this is over twice what `parse_json` lets

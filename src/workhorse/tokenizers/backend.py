@@ -8,8 +8,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken
 
-from workhorse.errors import WorkhorseError
-from workhorse.untrusted import shown
+from workhorse.errors import WorkhorseError, shown
 
 MAX_TOKEN_ID = 2**21
 """No vocabulary comes near; tables as long as a larger id would fill the memory."""

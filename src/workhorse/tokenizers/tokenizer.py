@@ -10,7 +10,7 @@ from typing import Any
 
 import tokenizers
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.tokenizers.affixes import affixes, set_affixes
 from workhorse.tokenizers.backend import checked_ids, ids_of, library_tokenizer
 from workhorse.tokenizers.control import ControlEncoder
@@ -18,7 +18,6 @@ from workhorse.tokenizers.files import folder_texts, write_folder
 from workhorse.tokenizers.growth import check_growth
 from workhorse.tokenizers.guard import guarded, reachable
 from workhorse.tokenizers.pieces import BYTE_ALPHABET, StreamDecoder, read_decoding
-from workhorse.untrusted import shown
 
 ROLES = ("bos", "eos", "pad", "unk")
 

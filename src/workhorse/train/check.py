@@ -14,7 +14,7 @@ from workhorse.data import (
     stream_of,
 )
 from workhorse.devices import resolve_device, training_dtype
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.tokenizers import load_tokenizer, train_tokenizer
 from workhorse.tokenizers.config import FileConfig
 from workhorse.train.init_from import check_weights
@@ -23,7 +23,6 @@ from workhorse.train.report.trackers import check_tracker
 from workhorse.train.samples import check_samples
 from workhorse.train.step.micro_batch import check_fitting
 from workhorse.transforms.float8 import check_float8
-from workhorse.untrusted import shown
 
 BYTES_OF_A_TOKEN = 64
 """No tokenizer makes fewer tokens of a text than one for so many bytes."""

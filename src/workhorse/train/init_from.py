@@ -9,12 +9,11 @@ from torch import Tensor
 
 from workhorse.checkpoints import Checkpoint, RunDirectory, load_weights, weights_of
 from workhorse.checkpoints.stored import open_stored
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.groups import Optimizer
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.resume.resume import differences
-from workhorse.untrusted import shown
 
 SETTINGS_SHOWN = 3
 """Settings in which two models differ that an error names at most."""

@@ -6,8 +6,6 @@ from workhorse.untrusted.files import (
     open_plain,
     read_bytes,
     read_text,
-    shown,
-    to_path,
     unreadable,
 )
 from workhorse.untrusted.gguf_file import GgufHeader, StoredTensor, read_gguf_header
@@ -28,7 +26,5 @@ __all__ = [
     "read_gguf_header",
     "read_json",
     "read_text",
-    "shown",
-    "to_path",
     "unreadable",
 ]

@@ -8,9 +8,8 @@ import stat
 from pathlib import Path
 from typing import BinaryIO
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 
-_SHOWN = 80  # characters of a stranger's text in an error's line
 REMEDIES = {
     errno.ENOENT: "check the path",
     errno.ENOTDIR: "check the path",
@@ -21,30 +20,6 @@ REMEDIES = {
 """What can be done where the system refuses a file, by the number of its error."""
 _GIT_BLOB = r"[0-9a-f]{40}|[0-9a-f]{64}"
 _SHARED_BLOB = r"([0-9a-f]{2})/\1[0-9a-f]{62}"
-
-
-def shown(value: object) -> str:
-    """A stranger's value within one line of bounded length."""
-    text = " ".join(line.strip() for line in repr(value).splitlines())  # an array has several
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-
-
-def to_path(given: object, rule: str) -> Path:
-    """The path that somebody gave for an argument.
-
-    Args:
-        given: a text or a path.
-        rule: what it must be, which begins the message: "a folder is a path".
-
-    Raises:
-        WorkhorseError: it is neither, or nothing can have that name.
-    """
-    if not isinstance(given, str | Path):
-        raise WorkhorseError(f"{rule}, not {shown(given)}; give it as a text or a Path")
-    name = str(given)
-    if "\0" in name or any("\ud800" <= letter < "\udc80" for letter in name):
-        raise WorkhorseError(f"{rule}, and {shown(name)} can be none; choose another name")
-    return Path(given)
 
 
 def unreadable(path: Path, error: OSError) -> WorkhorseError:

@@ -15,8 +15,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
-from workhorse.errors import WorkhorseError
-from workhorse.untrusted.files import shown, unreadable
+from workhorse.errors import WorkhorseError, shown
+from workhorse.untrusted.files import unreadable
 from workhorse.untrusted.json_file import collector_paused
 
 MAGIC = b"GGUF"

@@ -8,8 +8,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, NoReturn
 
-from workhorse.errors import WorkhorseError
-from workhorse.untrusted.files import decoded, read_bytes, shown
+from workhorse.errors import WorkhorseError, shown
+from workhorse.untrusted.files import decoded, read_bytes
 
 MAX_DEPTH = 64
 MAX_VALUES = 850_000

@@ -7,8 +7,7 @@ from typing import Any, cast
 
 import yaml
 
-from workhorse.errors import WorkhorseError
-from workhorse.untrusted.files import shown
+from workhorse.errors import WorkhorseError, shown
 
 MAX_CHARACTERS = 300_000
 MAX_DEPTH = 64

@@ -22,12 +22,12 @@ from workhorse.checkpoints.huggingface.accounting import meta_decoder
 from workhorse.checkpoints.huggingface.tensor_folder import MappedFile
 from workhorse.checkpoints.tensors import Places, allocate, weights_of
 from workhorse.config import nearest
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.tensors.safetensors_header import Stored
-from workhorse.untrusted import open_contained, read_gguf_header, shown
+from workhorse.untrusted import open_contained, read_gguf_header
 from workhorse.untrusted.gguf_file import StoredTensor
 
 if TYPE_CHECKING:

@@ -33,12 +33,12 @@ from workhorse.checkpoints.gguf.places import (
 from workhorse.checkpoints.gguf.rotation import read_scaling, shortest
 from workhorse.checkpoints.gguf.tensors import EMBEDDING, HEAD, tensor_parts
 from workhorse.config import Config, ConfigError
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.models.huggingface import Family, family
 from workhorse.models.huggingface.llama_like import pattern_of
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import BlockConfig
-from workhorse.untrusted import parse_json, shown
+from workhorse.untrusted import parse_json
 
 Shapes = Mapping[str, tuple[int, ...]]
 

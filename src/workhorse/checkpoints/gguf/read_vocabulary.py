@@ -15,8 +15,8 @@ from workhorse.checkpoints.gguf.vocabulary import (
     WHOLE,
     tokenizer_metadata,
 )
-from workhorse.errors import WorkhorseError
-from workhorse.untrusted import parse_json, shown
+from workhorse.errors import WorkhorseError, shown
+from workhorse.untrusted import parse_json
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer

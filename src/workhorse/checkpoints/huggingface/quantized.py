@@ -14,9 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.models.huggingface.names import TensorSource
-from workhorse.untrusted import shown
 
 Shape = tuple[int, ...]
 Block = tuple[int, int]

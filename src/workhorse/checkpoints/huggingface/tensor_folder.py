@@ -16,14 +16,14 @@ import torch
 from torch import Tensor
 
 from workhorse.checkpoints.runs.disk import Disk
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.tensors.safetensors_header import (
     MAX_HEADER_BYTES,
     Stored,
     header_bytes,
     read_header,
 )
-from workhorse.untrusted import open_contained, read_json, shown, unreadable
+from workhorse.untrusted import open_contained, read_json, unreadable
 from workhorse.writing import write_atomically, writing
 
 SINGLE = "model.safetensors"

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
 from workhorse.data.config import STDIN
-from workhorse.errors import WorkhorseError
-from workhorse.untrusted import open_plain, shown
+from workhorse.errors import WorkhorseError, shown
+from workhorse.untrusted import open_plain
 
 if TYPE_CHECKING:
     from zstandard import ZstdDecompressor

@@ -18,8 +18,7 @@ from workhorse.data.config import (
 from workhorse.data.corpus import stdlib
 from workhorse.data.corpus.documents import SplitName, data_files, read_documents
 from workhorse.data.corpus.files import visible_files
-from workhorse.errors import WorkhorseError
-from workhorse.untrusted import shown
+from workhorse.errors import WorkhorseError, shown
 
 Progress = Callable[[int, int | None], None]
 """Told the UTF-8 bytes of text done, and about how many there are; None where unknown."""

@@ -11,10 +11,9 @@ import torch
 from jaxtyping import Int
 from torch import Tensor
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.nn.attention.masks import Placement
 from workhorse.nn.shapes import Keys, NewKeys, NewValues, Positions, Values
-from workhorse.untrusted import shown
 
 
 class Track:

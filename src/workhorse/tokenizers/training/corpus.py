@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from workhorse.errors import WorkhorseError
-from workhorse.untrusted import shown
+from workhorse.errors import WorkhorseError, shown
 
 MAX_CHARACTERS = 2**16
 """Longer texts are cut at line ends: the library keeps about 20 bytes per character at work."""

@@ -13,7 +13,7 @@ from typing import Any
 import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, trainers
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.tokenizers.config import (
     BpeConfig,
     ByteFallbackBpeConfig,
@@ -30,7 +30,6 @@ from workhorse.tokenizers.pieces import BYTE_ALPHABET
 from workhorse.tokenizers.tokenizer import Tokenizer
 from workhorse.tokenizers.training.corpus import CountedCorpus, Progress, counted, pieces_of_texts
 from workhorse.tokenizers.training.unigram import stable_vocabulary
-from workhorse.untrusted import shown
 
 SPACE = "\u2581"
 """The visible space of SentencePiece."""

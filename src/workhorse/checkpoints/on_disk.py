@@ -6,7 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple, TypeVar
 
-from workhorse.checkpoints.gguf.read import DTYPES, GgufFile
+from workhorse.checkpoints.gguf.read import UNQUANTIZED, GgufFile
 from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
 from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.stored import StoredModel
@@ -63,7 +63,7 @@ def _headers(path: Path) -> list[tuple[str, int, int]]:
 
 
 def _gguf_name(kind: str) -> str:
-    return dtype_name(DTYPES[kind]) if kind in DTYPES else kind.lower()
+    return dtype_name(UNQUANTIZED[kind]) if kind in UNQUANTIZED else kind.lower()
 
 
 def _bytes(folder: Path) -> int:

@@ -34,7 +34,7 @@ if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
 
 SUFFIX = ".gguf"
-DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+UNQUANTIZED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CODES, SCALE_BYTES = 32, 2
 """Of a block of Q8_0: numbers of 8 bits, after a float16 that multiplies them."""
 
@@ -87,7 +87,7 @@ class GgufFile:
     @property
     def dtype(self) -> torch.dtype:
         """The embedding's; float32 for Q8_0."""
-        return DTYPES.get(self._header.tensors[EMBEDDING].kind, torch.float32)
+        return UNQUANTIZED.get(self._header.tensors[EMBEDDING].kind, torch.float32)
 
     def _config_reader(self) -> ConfigReader:
         start = f"{self._architecture.name}."
@@ -174,8 +174,8 @@ class GgufFile:
     def _read(self, name: str) -> Tensor:
         """One tensor's values, which the caller copies."""
         stored = self._header.tensors[name]
-        if stored.kind in DTYPES:
-            at = Stored(DTYPES[stored.kind], stored.shape, stored.begin, stored.end)
+        if stored.kind in UNQUANTIZED:
+            at = Stored(UNQUANTIZED[stored.kind], stored.shape, stored.begin, stored.end)
             return self._mapped.view(at)
         blocks = self._bytes(name).view(-1, SCALE_BYTES + CODES)
         scales = blocks[:, :SCALE_BYTES].contiguous().view(torch.float16).float()

@@ -38,7 +38,7 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MAX_DEPTH = 10_000
 """Readers list their layers; a billion of them would fill the memory."""
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUTER_KEYS = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
 """What a multimodal model's config says of its text part, over what that says itself."""
 
@@ -103,7 +103,7 @@ class HuggingFaceDirectory:
     def dtype(self) -> torch.dtype:
         """What the weights were saved to be computed in; float32 where the config is silent."""
         name = str(self.values.get("dtype") or self.values.get("torch_dtype"))
-        return DTYPES.get(name.removeprefix("torch."), torch.float32)
+        return SAVED_DTYPES.get(name.removeprefix("torch."), torch.float32)
 
     def load_decoder(
         self,

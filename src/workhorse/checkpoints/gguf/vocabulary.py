@@ -24,8 +24,8 @@ Data = dict[str, Any]
 NO_VOCABULARY: Mapping[str, Any] = {"tokenizer.ggml.model": "none"}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Types of tokens, as SentencePiece numbers them."""
-SPACE = "\u2581"
-NO_MERGE = f"{SPACE} {SPACE}"
+METASPACE = "\u2581"
+NO_MERGE = f"{METASPACE} {METASPACE}"
 """A merge of what no byte-level text holds: llama.cpp wants at least one."""
 UNLEARNED = (
     "llama.cpp merges any two tokens that make a third, this tokenizer only pairs that it learned; "
@@ -169,7 +169,7 @@ def _characters(definition: Data, words: _Words) -> tuple[Data, list[str]]:
     }
     remarks = [UNLEARNED] if _merges_more(model["vocab"], pairs) else []
     split = [part for part in before if part["type"] == "Split"]
-    if any(part["pattern"] != {"String": SPACE} for part in split):
+    if any(part["pattern"] != {"String": METASPACE} for part in split):
         remarks.append(RUNS_OF_SPACES)
     return keys, remarks
 

@@ -20,7 +20,6 @@ from workhorse.evaluate.scoring import Question, Score, score
 from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate, Tokenizer
 
-Message = dict[str, str]
 Progress = Callable[[str], AbstractContextManager[Callable[[int, int | None], None]]]
 """`with progress(label) as report`, then `report(done, total)`, in requests."""
 
@@ -205,7 +204,7 @@ class HarnessModel(TemplateLM):
         return texts
 
     def apply_chat_template(
-        self, chat_history: list[Message], add_generation_prompt: bool = True
+        self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """The text of a chat; without a generation prompt, its last message is to be continued."""
         self.check_chat()

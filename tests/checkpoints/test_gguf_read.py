@@ -12,7 +12,7 @@ from workhorse.checkpoints.gguf import GgufFile, GgufType, read, write_gguf
 from workhorse.checkpoints.gguf.architecture import APPROXIMATIONS
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG
 from workhorse.errors import WorkhorseError
-from workhorse.models.huggingface.family import differences, plain
+from workhorse.models.huggingface.family import compare_plain, plain
 from workhorse.nn import Decoder
 
 gguf = pytest.importorskip("gguf")
@@ -72,7 +72,7 @@ def test_what_others_write_is_read(model_type: str, number: int, tmp_path: Path)
     if not remarks:
         assert torch.equal(logits(again), logits(decoder))
         assert file.family is not None
-    found = [one.place for one in differences(plain(decoder.config), plain(file.config))]
+    found = [one.place for one in compare_plain(plain(decoder.config), plain(file.config))]
     allowed = (
         *NEAR,
         "norm.precision",

@@ -33,7 +33,7 @@ from transformers import (
 from tests.parity.reference import quiet
 from workhorse.models import find_preset, preset_names, presets
 from workhorse.models.huggingface import Fields, family
-from workhorse.models.huggingface.family import differences, plain
+from workhorse.models.huggingface.family import compare_plain, plain
 from workhorse.nn import DecoderConfig
 
 
@@ -154,7 +154,7 @@ def test_transformers_understands_the_same_by_a_file(name: str) -> None:
     with quiet():
         understood = AutoConfig.for_model(**FILES[name]).to_dict()
     read = family(understood["model_type"]).read(Fields(understood))
-    assert list(differences(plain(find_preset(name).config), plain(read))) == []
+    assert list(compare_plain(plain(find_preset(name).config), plain(read))) == []
 
 
 @pytest.mark.parametrize("name", RELEASED)
@@ -172,7 +172,7 @@ def test_presets_are_what_the_released_configs_say(name: str) -> None:
     released = RELEASED[name][1].to_dict()
     read = family(released["model_type"]).read(Fields(released))
     preset = find_preset(name).config
-    assert list(differences(plain(preset), plain(read))) == []
+    assert list(compare_plain(plain(preset), plain(read))) == []
     assert dropouts(preset) == dropouts(read)
 
 

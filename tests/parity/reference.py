@@ -21,7 +21,7 @@ from workhorse.checkpoints.huggingface.export import write_huggingface
 from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.generate import GenerationConfig, generate
 from workhorse.models.huggingface import Fields, family
-from workhorse.models.huggingface.family import differences, plain
+from workhorse.models.huggingface.family import compare_plain, plain
 from workhorse.nn import Decoder
 from workhorse.nn.positions.rope import RopeConfig
 
@@ -214,5 +214,5 @@ def keys_with_wrong_defaults(model_type: str, options: dict[str, Any]) -> list[s
         except ValueError as error:
             wrong.append(f"{key}: {error}")
             continue
-        wrong += [f"{key}: {one}" for one in differences(plain(ours), plain(theirs))]
+        wrong += [f"{key}: {one}" for one in compare_plain(plain(ours), plain(theirs))]
     return wrong

@@ -16,7 +16,7 @@ from torch import nn
 
 from tests.parity.reference import quiet
 from workhorse.models.huggingface import Fields, family
-from workhorse.models.huggingface.family import differences, plain
+from workhorse.models.huggingface.family import compare_plain, plain
 
 FILES: dict[str, dict[str, Any]] = {}
 for _path in sorted(Path(__file__).with_name("older").glob("*.py")):
@@ -36,7 +36,7 @@ def test_an_older_file_means_what_transformers_reads_in_it(name: str) -> None:
     ours = reader.read(fields)
     assert fields.unused() == []
     parsed = reader.read(Fields(theirs.to_dict()))
-    assert list(differences(plain(ours), plain(parsed))) == []
+    assert list(compare_plain(plain(ours), plain(parsed))) == []
     assert (reader.difference(ours) is None) == (name not in READ_ONLY)
     assert n_parameters(ours.build(device="meta")) == n_parameters(model)
 

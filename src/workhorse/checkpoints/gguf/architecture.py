@@ -21,7 +21,7 @@ from workhorse.checkpoints.gguf.places import (
     WINDOW,
     Data,
     Place,
-    differences,
+    compare_plain,
     look_up,
     plain,
     put,
@@ -165,7 +165,7 @@ class Architecture:
             _share_eps(one, norm)
         if self.embedding_by_width:
             expected["embedding"]["multiplier"] = math.sqrt(data["d_model"])
-        if found := [str(one) for one in differences(data, expected)]:
+        if found := [str(one) for one in compare_plain(data, expected)]:
             return found  # the checks that follow are of a config that has the right parts
         rules = (
             self._uneven(layers),
@@ -200,7 +200,7 @@ class Architecture:
     def _closest(self, layer: Data, data: Data) -> Data:
         """The kind of layer that differs in the fewest fields, in none if one agrees."""
         kinds = [self._expected(kind, layer, data) for kind in self._fixed["layers"]]
-        return min(kinds, key=lambda kind: sum(1 for _ in differences(layer, kind)))
+        return min(kinds, key=lambda kind: sum(1 for _ in compare_plain(layer, kind)))
 
     def _expected(self, kind: Data, layer: Data, data: Data) -> Data:
         kind = self._filled(kind, layer)

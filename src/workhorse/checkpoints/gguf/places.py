@@ -3,9 +3,9 @@
 from collections.abc import Callable
 from typing import Any
 
-from workhorse.models.huggingface.family import MISSING, differences, look_up, plain
+from workhorse.models.huggingface.family import MISSING, compare_plain, look_up, plain
 
-__all__ = ["MISSING", "Data", "Place", "differences", "look_up", "plain", "put"]
+__all__ = ["MISSING", "Data", "Place", "compare_plain", "look_up", "plain", "put"]
 
 WINDOW = "attention.window"
 THETA = "attention.position.theta"

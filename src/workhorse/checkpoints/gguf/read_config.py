@@ -25,7 +25,7 @@ from workhorse.checkpoints.gguf.places import (
     THETA,
     WINDOW,
     Data,
-    differences,
+    compare_plain,
     look_up,
     plain,
     put,
@@ -314,7 +314,7 @@ class ConfigReader:
                 again = one.again(config)
             except ConfigError:
                 continue
-            found = differences(plain(config), plain(again))
+            found = compare_plain(plain(config), plain(again))
             if all(_left_open(one.place) for one in found):
                 return again, one
         return config, None

@@ -70,7 +70,7 @@ class Family:
         A family whose own rules the config breaks says that, and nothing else.
         """
         try:
-            return [str(one) for one in differences(plain(config), plain(self.again(config)))]
+            return [str(one) for one in compare_plain(plain(config), plain(self.again(config)))]
         except ConfigError as error:
             return [f"{IMPOSSIBLE}{error.reason}"]
 
@@ -84,7 +84,7 @@ class Family:
             again = self.again(config)
         except ConfigError:
             return None
-        found = list(differences(plain(config), plain(again)))
+        found = list(compare_plain(plain(config), plain(again)))
         if not found:
             return config
         if not all(one.is_neutral for one in found) or self.difference(again):
@@ -202,7 +202,7 @@ def differs(place: str, value: object) -> Key:
     return write
 
 
-def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[Difference]:
+def compare_plain(ours: Any, theirs: Any, path: str = "") -> Iterator[Difference]:
     """Where two pieces of plain data differ; numbers may differ by rounding."""
     same = ours == theirs
     if isinstance(ours, dict) and isinstance(theirs, dict):
@@ -212,13 +212,13 @@ def differences(ours: Any, theirs: Any, path: str = "") -> Iterator[Difference]:
             keys = ["kind"]  # which explains all else
         for key in keys:
             where = f"{path}.{key}" if path else key
-            yield from differences(mine.get(key), other.get(key), where)
+            yield from compare_plain(mine.get(key), other.get(key), where)
         return
     if isinstance(ours, list) and isinstance(theirs, list):
         first, second = cast(list[Any], ours), cast(list[Any], theirs)
         if len(first) == len(second):
             for n, pair in enumerate(zip(first, second, strict=True)):
-                yield from differences(*pair, f"{path}.{n}")
+                yield from compare_plain(*pair, f"{path}.{n}")
             return
     if isinstance(ours, float) and isinstance(theirs, int | float):
         same = math.isclose(ours, theirs, rel_tol=1e-9)

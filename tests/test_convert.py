@@ -24,7 +24,7 @@ from workhorse.tokenizers import (
     load_tokenizer,
     train_tokenizer,
 )
-from workhorse.train import Recipe, train
+from workhorse.train import Recipe, train, with_init
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 HALVES: list[tuple[Format, DTypeName]] = [("hf", "float16"), ("workhorse", "float16")]
@@ -289,7 +289,7 @@ def test_a_gguf_file_is_a_model_everywhere(
     with pytest.raises(
         WorkhorseError, match="has its tokenizer inside; to train on from it, write"
     ):
-        Recipe.from_dict(
+        with_init(
             {
                 "name": "tuned",
                 "init": str(file),

@@ -16,7 +16,7 @@ from workhorse.data import Batches, DataConfig, prepare
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
 from workhorse.tokenizers import BytesConfig, train_tokenizer
-from workhorse.train import Recipe, read_metrics, rehearse, train
+from workhorse.train import Recipe, read_metrics, rehearse, train, with_init
 
 
 def recorded(out: Path) -> list[tuple[int, str, Any, Any]]:
@@ -177,7 +177,7 @@ def test_a_run_takes_over_an_optimizer(make_recipe, run: Path, tmp_path: Path) -
     fields = make_recipe(steps=1).to_dict()
     still = {"kind": "muon", "momentum": 0.5, "learning_rate": 1e-9, "adamw": {"kind": "adamw"}}
     fields["train"]["optimizer"] = still
-    fields |= {"init": str(run), "init_optimizer": True}
+    fields = with_init(fields | {"init": str(run), "init_optimizer": True})
     train(Recipe.from_dict(fields), tmp_path / "warm")
     train(Recipe.from_dict(fields | {"init_optimizer": False}), tmp_path / "cold")
     counts = [
@@ -213,7 +213,7 @@ def test_weights_and_optimizer_are_of_one_checkpoint(
     fields = make_recipe(steps=1).to_dict() | {"init": str(run), "init_optimizer": True}
     kind = trained.state["recipe"]["train"]["optimizer"]
     fields["train"]["optimizer"] = kind | {"learning_rate": 1e-9, "weight_decay": 0.0}
-    train(Recipe.from_dict(fields), tmp_path / "warm")
+    train(Recipe.from_dict(with_init(fields)), tmp_path / "warm")
     assert store.newest().step == 13
     begun = RunDirectory(tmp_path / "warm").store().newest()
     name = "layers.0.feed_forward.down_proj.weight"

@@ -10,7 +10,7 @@ import torch
 from tests.train.test_balance import MIXED, recipe_of
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
-from workhorse.train import Recipe, estimate, train
+from workhorse.train import Recipe, estimate, train, with_init
 from workhorse.train.step.build import build_step
 
 SPECIAL = {"bos": None, "eos": None, "pad": None, "chat": []}
@@ -66,10 +66,10 @@ def test_an_empty_sample_where_nothing_begins_a_text_is_refused(
 def test_a_dry_run_knows_whether_weights_to_start_from_fit(make_recipe, tmp_path: Path) -> None:
     train(make_recipe(steps=2), tmp_path / "first")
     fields = make_recipe().to_dict() | {"init": str(tmp_path / "first"), "model": {}}
-    assert estimate(Recipe.from_dict(fields))["parameters"]["total"] > 0
+    assert estimate(Recipe.from_dict(with_init(fields)))["parameters"]["total"] > 0
     fields["model"] = {"n_layers": 3}
     with pytest.raises(WorkhorseError, match=r"fit: model\.n_layers is 3 and there 2; leave out"):
-        estimate(Recipe.from_dict(fields))
+        estimate(Recipe.from_dict(with_init(fields)))
 
 
 def held(step: Any) -> int:

@@ -10,7 +10,7 @@ from workhorse.checkpoints import RunDirectory, weights_of
 from workhorse.config import ConfigError
 from workhorse.convert import convert
 from workhorse.errors import WorkhorseError
-from workhorse.train import Recipe, override_recipe, train
+from workhorse.train import Recipe, override_recipe, train, with_init
 
 
 def recipe(source: Path, texts: Path, **changes: Any) -> dict[str, Any]:
@@ -32,7 +32,7 @@ def source(request: pytest.FixtureRequest, run_folder: Path, tmp_path: Path) -> 
 
 
 def test_it_begins_with_the_models_weights(source: Path, tmp_path: Path) -> None:
-    given = Recipe.from_dict(recipe(source, tmp_path))
+    given = Recipe.from_dict(with_init(recipe(source, tmp_path)))
     schedule = given.train.schedule.replace(warmup_steps=0)
     optimizer = given.train.optimizer.model_copy(update={"lr": 0.0})
     still = given.train.replace(schedule=schedule, optimizer=optimizer)
@@ -46,7 +46,7 @@ def test_it_begins_with_the_models_weights(source: Path, tmp_path: Path) -> None
 
 
 def test_the_runs_own_recipe_needs_the_source_no_more(source: Path, tmp_path: Path) -> None:
-    train(Recipe.from_dict(recipe(source, tmp_path)), tmp_path / "tuned")
+    train(Recipe.from_dict(with_init(recipe(source, tmp_path))), tmp_path / "tuned")
     written = RunDirectory(tmp_path / "tuned").recipe()
     assert written["model"]["blocks"]
     assert Recipe.from_dict(written | {"init": "gone/away"}).model == written["model"]
@@ -54,7 +54,7 @@ def test_the_runs_own_recipe_needs_the_source_no_more(source: Path, tmp_path: Pa
 
 def test_what_differs_is_merged(run_folder: Path, tmp_path: Path) -> None:
     changed = recipe(run_folder, tmp_path, model={"embedding": {"dropout": 0.1}})
-    config = Recipe.from_dict(changed).decoder_config(1)
+    config = Recipe.from_dict(with_init(changed)).decoder_config(1)
     assert config.embedding.dropout == 0.1
     assert config.d_model == workhorse.load(run_folder).config.d_model
 
@@ -62,7 +62,7 @@ def test_what_differs_is_merged(run_folder: Path, tmp_path: Path) -> None:
 def test_what_differs_inside_a_block_is_merged(run_folder: Path, tmp_path: Path) -> None:
     block = {"main": {"attention": {"dropout": 0.1}}}
     changed = recipe(run_folder, tmp_path, model={"blocks": block})
-    config = Recipe.from_dict(changed).decoder_config(1)
+    config = Recipe.from_dict(with_init(changed)).decoder_config(1)
     assert config.blocks["main"].attention.dropout == 0.1
     trained = workhorse.load(run_folder).config
     attention = trained.blocks["main"].attention.replace(dropout=0.1)
@@ -71,7 +71,7 @@ def test_what_differs_inside_a_block_is_merged(run_folder: Path, tmp_path: Path)
     overridden = override_recipe(
         recipe(run_folder, tmp_path), ["model.blocks.main.attention.dropout=0.1"], pytest.fail
     )
-    assert Recipe.from_dict(overridden).decoder_config(1) == config
+    assert Recipe.from_dict(with_init(overridden)).decoder_config(1) == config
 
 
 def test_what_changes_the_weights_is_refused(run_folder: Path, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_what_changes_the_weights_is_refused(run_folder: Path, tmp_path: Path) -
         r"the weights of init=.* do not fit: model\.n_layers is 2 and there 1; leave out model"
     )
     with pytest.raises(WorkhorseError, match=differs):
-        train(Recipe.from_dict(changed), tmp_path / "tuned")
+        train(Recipe.from_dict(with_init(changed)), tmp_path / "tuned")
     assert not (tmp_path / "tuned").exists()
 
 
@@ -91,7 +91,7 @@ def test_ids_that_stand_for_other_tokens_are_refused(source: Path, tmp_path: Pat
         r"token \d+ is .* for init=.*; leave out tokenizer, or set 'tokenizer={kind: file, path: "
     )
     with pytest.raises(WorkhorseError, match=line):
-        train(Recipe.from_dict(changed), tmp_path / "tuned")
+        train(Recipe.from_dict(with_init(changed)), tmp_path / "tuned")
     assert not (tmp_path / "tuned").exists()
 
 
@@ -110,9 +110,19 @@ def test_wrong_input(
     tmp_path: Path,
 ) -> None:
     with pytest.raises(ConfigError, match=message):
-        Recipe.from_dict(recipe(run_folder, tmp_path, **changes))
+        with_init(recipe(run_folder, tmp_path, **changes))
 
 
 def test_a_preset_has_no_weights_to_start_from(run_folder: Path, tmp_path: Path) -> None:
     with pytest.raises(WorkhorseError, match="gpt2 is a preset, a shape without weights; give a"):
-        Recipe.from_dict(recipe(run_folder, tmp_path) | {"init": "gpt2"})
+        with_init(recipe(run_folder, tmp_path) | {"init": "gpt2"})
+
+
+def test_parsing_looks_up_no_model(run_folder: Path, tmp_path: Path) -> None:
+    """What is parsed reads no file beside the recipe's own and asks no hub."""
+    for init in (str(run_folder), "somebody/some-model"):
+        with pytest.raises(ConfigError, match=r"^init: the model and tokenizer of .*with_init\("):
+            Recipe.from_dict(recipe(Path(init), tmp_path))
+    full = with_init(recipe(run_folder, tmp_path))
+    assert with_init(full) == full
+    assert with_init(full | {"init": "somebody/some-model"})["model"] == full["model"]

@@ -2,6 +2,7 @@
 
 from workhorse.train.check import remarks_on
 from workhorse.train.estimate import estimate
+from workhorse.train.recipe.init import with_init
 from workhorse.train.recipe.overrides import override_recipe
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
 from workhorse.train.report.metrics import Event, read_metrics
@@ -23,4 +24,5 @@ __all__ = [
     "resumed_recipe",
     "train",
     "why_taken",
+    "with_init",
 ]

@@ -132,12 +132,12 @@ def _read(
 
     written = read_yaml(file)  # first, so that a file that is none does not wait for torch
     from workhorse.checkpoints import RunDirectory
-    from workhorse.train import Recipe, override_recipe, resumed_recipe
+    from workhorse.train import Recipe, override_recipe, resumed_recipe, with_init
 
     fields = override_recipe(written, overrides, tell)
     if resume and (run := RunDirectory(out or _default(fields.get("name")))).exists:
         fields = resumed_recipe(fields, run)
-    return Recipe.from_dict(fields)
+    return Recipe.from_dict(with_init(fields))
 
 
 def _default(name: object) -> Path:

@@ -204,9 +204,14 @@ class Recipe(Config):
 
     @model_validator(mode="before")
     @classmethod
-    def _write_out_init(cls, fields: Any) -> Any:
-        if isinstance(fields, dict) and isinstance(fields.get("init"), str):
-            return _with_init(fields["init"], fields)
+    def _needs_no_other_model(cls, fields: Any) -> Any:
+        init = fields.get("init") if isinstance(fields, dict) else None
+        if isinstance(init, str) and not is_written_out(fields):
+            raise ConfigError(
+                f"the model and tokenizer of {init} are not in the recipe; "
+                "workhorse.train.with_init(fields) looks them up",
+                "init",
+            )
         return fields
 
     @model_validator(mode="after")
@@ -284,35 +289,19 @@ class Recipe(Config):
         return self.replace(model=model)
 
 
-def _with_init(init: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """A recipe's fields with the architecture and the tokenizer of the model it starts from."""
-    from workhorse.checkpoints.stored import open_stored
-
-    changes = fields.get("model") or {}
-    if not isinstance(changes, dict) or _is_written_out(changes, fields):
-        return fields
-    if "preset" in changes:
-        raise ConfigError(f"init={init} already says the architecture; leave preset out", "model")
-    try:
-        stored = open_stored(init)
-        model = stored.config.to_dict()
-    except WorkhorseError as error:
-        raise ConfigError(str(error), "init") from None
-    tokenizer = {"kind": "file", "path": str(stored.tokenizer_folder)}
-    return written_over(fields, model, tokenizer)
-
-
 def written_over(fields: dict[str, Any], model: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
     """A recipe's fields, its model written over another and a tokenizer where it names none."""
     changed = merged(model, fields.get("model") or {})
     return {"tokenizer": tokenizer, **fields, "model": changed}
 
 
-def _is_written_out(model: dict[str, Any], fields: dict[str, Any]) -> bool:
-    """Whether a recipe has all that `init` brings, as a run's own has: it need not be there."""
+def is_written_out(fields: dict[str, Any]) -> bool:
+    """Whether a recipe's fields hold all that `init` gives, as those of a run's own recipe do."""
+    model = fields.get("model") or {}
     needed = DecoderConfig.model_fields.items()
-    return "tokenizer" in fields and all(
-        name in model for name, field in needed if field.is_required()
+    return not isinstance(model, dict) or (
+        "tokenizer" in fields
+        and all(name in model for name, field in needed if field.is_required())
     )
 
 

@@ -27,7 +27,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.overrides import apply_overrides
 from workhorse.tokenizers import SpecialTokensConfig, train_tokenizer
 from workhorse.tokenizers.config import BpeConfig
-from workhorse.train import Recipe
+from workhorse.train import Recipe, with_init
 from workhorse.train.recipe.reference import NAME, recipe_configs
 
 ROOT = Path(__file__).parent.parent
@@ -109,7 +109,7 @@ class Reader:
         elif title:
             config_at(title[1], fields.get("kind")).from_dict(fields)
         elif "train" in fields:
-            Recipe.from_dict(fields)
+            Recipe.from_dict(with_init(fields))
         else:
             for place, inner in fields.items():
                 config_at(place, inner.get("kind")).from_dict(inner)

@@ -1,6 +1,7 @@
 """Training: a recipe in, a run directory out."""
 
 from workhorse.train.check import remarks_on
+from workhorse.train.dry_run import dry_run
 from workhorse.train.estimate import estimate
 from workhorse.train.recipe.init import with_init
 from workhorse.train.recipe.overrides import override_recipe
@@ -16,6 +17,7 @@ __all__ = [
     "Resumption",
     "TrainConfig",
     "TrainResult",
+    "dry_run",
     "estimate",
     "override_recipe",
     "read_metrics",

@@ -201,25 +201,23 @@ def _dry_run(
     *,
     show_recipe: bool,
 ) -> None:
+    from workhorse.train import dry_run
+
+    tell = partial(print, file=sys.stderr)
+    for line in notices:
+        tell(line)
+    found = dry_run(settings, out, resume=resume, tell=tell)
+    lines = _figures(found)
+    if show_recipe:  # the figures as comments, so that the whole is a recipe
+        lines = [settings.written_out().to_yaml(), *(f"# {line}" for line in lines)]
+    print_result(found, as_json, text="\n".join(lines))
+
+
+def _figures(found: dict[str, Any]) -> list[str]:
+    """Parameters, memory, tokens, export and time, a line each."""
     from workhorse.cli.train_progress import clock
     from workhorse.memory import size
-    from workhorse.train import estimate, rehearse, remarks_on, why_taken
 
-    place: dict[str, Any] = {}
-    where = out or _default(settings.name)
-    if taken := "" if resume or out else why_taken(where):
-        notices += [taken, *remarks_on(settings)]
-    else:
-        at = rehearse(settings, where, resume=resume)
-        place = {"run_directory": where, "step": at.step, "changes": [str(c) for c in at.changes]}
-        notices += at.notices
-        if not resume:
-            notices.append(f"{where} is free")
-        elif at.step < settings.train.steps:
-            notices.append(f"{where}: would go on after step {at.step:,}")
-    for line in notices:
-        print(line, file=sys.stderr)
-    found = estimate(settings) | place
     parameters, memory = found["parameters"], found["memory"]
     roles = ", ".join(
         f"{name} {count:,}"
@@ -233,7 +231,7 @@ def _dry_run(
         "steps": "from a few steps on random tokens; validation and samples come on top",
         "matrix product": "at the rate of the quickest matrix product, so at least that",
     }[found["seconds_from"]]
-    lines = [
+    return [
         f"parameters  {parameters['total']:,} ({roles})",
         f"memory      {size(memory['total'])} ({parts}); "
         "activations, logits and what an update needs for a moment come on top",
@@ -241,6 +239,3 @@ def _dry_run(
         f"export      {found['exports_as']}",
         f"time        {clock(found['seconds'])} on {found['device']}, {basis}",
     ]
-    if show_recipe:  # the figures as comments, so that the whole is a recipe
-        lines = [settings.written_out().to_yaml(), *(f"# {line}" for line in lines)]
-    print_result(found, as_json, text="\n".join(lines))

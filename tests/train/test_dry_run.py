@@ -1,0 +1,36 @@
+"""What a run would do and take, said before it does."""
+
+from pathlib import Path
+
+import pytest
+
+from workhorse.train import dry_run, estimate, train
+
+FIGURES = ("parameters", "memory", "tokens", "exports_as")
+
+
+def test_a_dry_run_has_the_figures_and_where_the_run_would_stand(
+    make_recipe, tmp_path: Path
+) -> None:
+    recipe, said = make_recipe(steps=3), []
+    found = dry_run(recipe, tmp_path / "run", tell=said.append)
+    assert {name: found[name] for name in FIGURES} == {
+        name: estimate(recipe)[name] for name in FIGURES
+    }
+    assert (found["run_directory"], found["step"], found["changes"]) == (tmp_path / "run", 0, [])
+    assert said == [f"{tmp_path / 'run'} is free"]
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_taken_folder_is_refused_where_given_and_else_told(
+    make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    recipe, said = make_recipe(steps=1), []
+    folder = Path("runs") / recipe.name
+    train(recipe, folder)
+    with pytest.raises(ValueError, match="holds a run already"):
+        dry_run(recipe, folder)
+    assert "run_directory" not in dry_run(recipe, tell=said.append)
+    assert said[0].startswith(f"{folder} holds a run already")
+    assert dry_run(make_recipe(steps=2), folder, resume=True)["step"] == 1

@@ -1,12 +1,10 @@
-"""Values as messages quote them, and arguments that are paths."""
-
-from pathlib import Path
+"""Values as messages quote them."""
 
 import numpy
 import pytest
 import torch
 
-from workhorse.errors import WorkhorseError, shown, to_path
+from workhorse.errors import shown
 
 
 def test_a_long_text_is_shown_in_one_short_line() -> None:
@@ -25,11 +23,3 @@ def test_a_long_text_is_shown_in_one_short_line() -> None:
 )
 def test_a_value_is_shown_in_one_line(value: object, text: str) -> None:
     assert shown(value) == text
-
-
-def test_an_argument_that_can_name_no_file() -> None:
-    assert to_path("a/b", "a folder is a path") == Path("a/b")
-    with pytest.raises(WorkhorseError, match=r"^a folder is a path, not 3; give it as a text"):
-        to_path(3, "a folder is a path")
-    with pytest.raises(WorkhorseError, match=r"^a folder is a path, and 'a\\x00' can be none; "):
-        to_path("a\0", "a folder is a path")

@@ -22,7 +22,8 @@ from workhorse.config_errors import (
     nearest,
     wrong_value,
 )
-from workhorse.errors import WorkhorseError, shown, to_path
+from workhorse.errors import WorkhorseError, shown
+from workhorse.untrusted import to_path
 
 __all__ = [
     "Config",

@@ -14,7 +14,7 @@ from workhorse.checkpoints.model_folder import check_new, write_model
 from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.stored import is_stored, model_name, open_stored
 from workhorse.devices import dtype_name
-from workhorse.errors import WorkhorseError, shown, to_path, warn_caller
+from workhorse.errors import WorkhorseError, shown, warn_caller
 from workhorse.generate.requests import token_ids
 from workhorse.load_model import check_tell, load
 from workhorse.model import Model
@@ -24,6 +24,7 @@ from workhorse.models.parameters import count_parameters
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
 from workhorse.transforms.grouped_heads import group_heads, grouped
+from workhorse.untrusted import to_path
 
 Format = Literal["hf", "workhorse", "gguf"]
 DTypeName = Literal["auto", "float32", "bfloat16", "float16", "q8_0"]

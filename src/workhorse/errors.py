@@ -2,7 +2,6 @@
 
 import sys
 import warnings
-from pathlib import Path
 
 _SHOWN = 80  # characters of a value in a message
 
@@ -18,24 +17,6 @@ def shown(value: object) -> str:
     """A value as a message quotes it: its repr on one line, of bounded length."""
     text = " ".join(line.strip() for line in repr(value).splitlines())  # an array has several
     return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
-
-
-def to_path(given: object, rule: str) -> Path:
-    """An argument that names a file or folder, as a Path.
-
-    Args:
-        given: a string or a Path.
-        rule: what it must be, which begins the message: "a folder is a path".
-
-    Raises:
-        WorkhorseError: it is neither, or no file can have that name.
-    """
-    if not isinstance(given, str | Path):
-        raise WorkhorseError(f"{rule}, not {shown(given)}; give it as a text or a Path")
-    name = str(given)
-    if "\0" in name or any("\ud800" <= letter < "\udc80" for letter in name):
-        raise WorkhorseError(f"{rule}, and {shown(name)} can be none; choose another name")
-    return Path(given)
 
 
 def warn_caller(line: str) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from workhorse.errors import WorkhorseError
-from workhorse.untrusted import open_contained, read_bytes, read_text
+from workhorse.untrusted import open_contained, read_bytes, read_text, to_path
 
 
 def content(folder: Path, name: str = "it", root: Path | None = None) -> bytes:
@@ -152,3 +152,11 @@ def test_a_file_that_the_user_named(tmp_path: Path) -> None:
             read_text(path, limit=4)
     with pytest.raises(WorkhorseError, match=r"it is a folder; name a plain file$"):
         read_text(tmp_path, limit=4)
+
+
+def test_an_argument_that_can_name_no_file() -> None:
+    assert to_path("a/b", "a folder is a path") == Path("a/b")
+    with pytest.raises(WorkhorseError, match=r"^a folder is a path, not 3; give it as a text"):
+        to_path(3, "a folder is a path")
+    with pytest.raises(WorkhorseError, match=r"^a folder is a path, and 'a\\x00' can be none; "):
+        to_path("a\0", "a folder is a path")

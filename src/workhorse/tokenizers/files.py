@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from workhorse.errors import WorkhorseError, shown, to_path
+from workhorse.errors import WorkhorseError, shown
 from workhorse.tokenizers.huggingface.folder import TokenizerFolder
 from workhorse.tokenizers.huggingface.read import (
     DEFINITION,
@@ -26,6 +26,7 @@ from workhorse.tokenizers.huggingface.settings import (
     TEMPLATES,
     read_settings,
 )
+from workhorse.untrusted import to_path
 from workhorse.writing import sync, write_atomically, writing
 
 if TYPE_CHECKING:

@@ -6,6 +6,7 @@ from workhorse.untrusted.files import (
     open_plain,
     read_bytes,
     read_text,
+    to_path,
     unreadable,
 )
 from workhorse.untrusted.gguf_file import GgufHeader, StoredTensor, read_gguf_header
@@ -26,5 +27,6 @@ __all__ = [
     "read_gguf_header",
     "read_json",
     "read_text",
+    "to_path",
     "unreadable",
 ]

@@ -22,6 +22,24 @@ _GIT_BLOB = r"[0-9a-f]{40}|[0-9a-f]{64}"
 _SHARED_BLOB = r"([0-9a-f]{2})/\1[0-9a-f]{62}"
 
 
+def to_path(given: object, rule: str) -> Path:
+    """An argument that names a file or folder, as a Path.
+
+    Args:
+        given: a string or a Path.
+        rule: what it must be, which begins the message: "a folder is a path".
+
+    Raises:
+        WorkhorseError: it is neither, or no file can have that name.
+    """
+    if not isinstance(given, str | Path):
+        raise WorkhorseError(f"{rule}, not {shown(given)}; give it as a text or a Path")
+    name = str(given)
+    if "\0" in name or any("\ud800" <= letter < "\udc80" for letter in name):
+        raise WorkhorseError(f"{rule}, and {shown(name)} can be none; choose another name")
+    return Path(given)
+
+
 def unreadable(path: Path, error: OSError) -> WorkhorseError:
     """That the system refused to read a file, and what can be done."""
     remedy = REMEDIES.get(error.errno or 0, "check the disk")

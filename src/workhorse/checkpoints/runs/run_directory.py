@@ -14,10 +14,10 @@ from workhorse.checkpoints.runs.lock import FolderLock
 from workhorse.checkpoints.runs.store import CheckpointStore
 from workhorse.checkpoints.tensors import Places, empty_decoder, load_weights, weights_of
 from workhorse.config import ConfigError, read_yaml
-from workhorse.errors import WorkhorseError, to_path
+from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
-from workhorse.untrusted import read_json
+from workhorse.untrusted import read_json, to_path
 from workhorse.writing import write_atomically
 
 if TYPE_CHECKING:

@@ -19,14 +19,8 @@ from workhorse.checkpoints.runs.disk import Disk
 from workhorse.checkpoints.tensors import Places, allocate, weights_of
 from workhorse.config import ConfigError
 from workhorse.errors import WorkhorseError
-from workhorse.models.huggingface.names import (
-    Move,
-    Shape,
-    check,
-    read_tensors,
-    same,
-    written_tensors,
-)
+from workhorse.models.huggingface.moves import Move, check, read_tensors, written_tensors
+from workhorse.models.huggingface.rules import Shape, same
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.untrusted import read_json

@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
-from workhorse.models.huggingface.names import check_weight
+from workhorse.models.huggingface.moves import check_weight
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.tensors.destination import Destination, copy_tensors

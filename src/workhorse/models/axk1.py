@@ -13,7 +13,7 @@ from workhorse.models.huggingface.mixtures import (
     sigmoid_mixture,
     written_mlp_layer_types,
 )
-from workhorse.models.huggingface.names import same, zeros
+from workhorse.models.huggingface.rules import same, zeros
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 

@@ -6,7 +6,7 @@ from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.gpt_like import attention, mlp, written
 from workhorse.models.huggingface.llama_like import decoder
-from workhorse.models.huggingface.names import instead, same
+from workhorse.models.huggingface.rules import instead, same
 from workhorse.models.opt import FAIRSEQ_OFFSET, decoder_rules
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig

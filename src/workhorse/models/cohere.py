@@ -15,8 +15,8 @@ from workhorse.models.huggingface.llama_like import (
     written_layer_types,
     written_window,
 )
-from workhorse.models.huggingface.names import instead, same, unstacked
 from workhorse.models.huggingface.rotation import read_rope
+from workhorse.models.huggingface.rules import instead, same, unstacked
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import ParallelConfig

@@ -29,7 +29,7 @@ from workhorse.models.huggingface.mixtures import (
     of_sparse,
     sigmoid_mixture,
 )
-from workhorse.models.huggingface.names import instead
+from workhorse.models.huggingface.rules import instead
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.latent import LatentAttentionConfig
 from workhorse.nn.blocks import PreNormConfig

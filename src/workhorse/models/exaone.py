@@ -15,8 +15,8 @@ from workhorse.models.huggingface.llama_like import (
     rms_norm,
     written_layer_types,
 )
-from workhorse.models.huggingface.names import instead, same
 from workhorse.models.huggingface.rotation import read_rope
+from workhorse.models.huggingface.rules import instead, same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import ReorderedNormConfig

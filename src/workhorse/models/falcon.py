@@ -14,8 +14,8 @@ from workhorse.models.huggingface.gpt_like import (
     written,
 )
 from workhorse.models.huggingface.llama_like import decoder
-from workhorse.models.huggingface.names import same
 from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope
+from workhorse.models.huggingface.rules import same
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import ParallelConfig, PreNormConfig

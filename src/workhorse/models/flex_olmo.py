@@ -11,8 +11,8 @@ from workhorse.models.huggingface.llama_like import (
     rms_norm,
 )
 from workhorse.models.huggingface.mixtures import MIXTURE_RULES
-from workhorse.models.huggingface.names import instead
 from workhorse.models.huggingface.rotation import read_rope
+from workhorse.models.huggingface.rules import instead
 from workhorse.models.olmo import BIAS, QK_NORM, REORDERED
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.qk_norm import QKNormConfig

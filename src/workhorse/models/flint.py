@@ -19,8 +19,8 @@ from workhorse.models.huggingface.llama_like import (
     written_window,
 )
 from workhorse.models.huggingface.mixtures import EXPERT_RULES, of_sparse
-from workhorse.models.huggingface.names import instead, same
 from workhorse.models.huggingface.rotation import read_rope
+from workhorse.models.huggingface.rules import instead, same
 from workhorse.models.qwen import MIXTURE_KEYS
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.qk_norm import QKNormConfig

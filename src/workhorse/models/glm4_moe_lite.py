@@ -25,7 +25,7 @@ from workhorse.models.huggingface.mixtures import (
     sigmoid_mixture,
     written_mlp_layer_types,
 )
-from workhorse.models.huggingface.names import instead
+from workhorse.models.huggingface.rules import instead
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 

@@ -14,7 +14,7 @@ from workhorse.models.huggingface.gpt_like import (
     written,
 )
 from workhorse.models.huggingface.llama_like import decoder
-from workhorse.models.huggingface.names import instead, same
+from workhorse.models.huggingface.rules import instead, same
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import PostNormConfig

@@ -5,7 +5,7 @@ from functools import partial
 from workhorse.models.huggingface.family import Family, differs
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import activation, written_activation
-from workhorse.models.huggingface.names import joined, same, then_transposed, transposed
+from workhorse.models.huggingface.rules import joined, same, then_transposed, transposed
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import PreNormConfig

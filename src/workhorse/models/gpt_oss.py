@@ -17,7 +17,8 @@ from workhorse.models.huggingface.llama_like import (
     written_layer_types,
     written_window,
 )
-from workhorse.models.huggingface.names import (
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.models.huggingface.rules import (
     Rule,
     Shape,
     Tensors,
@@ -27,13 +28,12 @@ from workhorse.models.huggingface.names import (
     then_transposed,
     transposed,
 )
-from workhorse.models.huggingface.rotation import read_rope
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import BlockConfig, PreNormConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.feedforward import ClampedSwigluConfig
-from workhorse.nn.positions.rope import YarnScalingConfig
+from workhorse.nn.positions.rope_scaling import YarnScalingConfig
 
 STRETCH = YarnScalingConfig(factor=32.0, original_max_seq_len=4096, truncate=False)
 """Of the released models; a config that says nothing of the rotation means it."""

@@ -22,8 +22,8 @@ from workhorse.models.huggingface.mixtures import (
     of_sparse,
     written_mlp_layer_types,
 )
-from workhorse.models.huggingface.names import instead, same
 from workhorse.models.huggingface.rotation import read_rope
+from workhorse.models.huggingface.rules import instead, same
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import PreNormConfig

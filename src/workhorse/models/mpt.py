@@ -9,7 +9,7 @@ from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.gpt_like import attention, written
 from workhorse.models.huggingface.llama_like import decoder
-from workhorse.models.huggingface.names import joined, same
+from workhorse.models.huggingface.rules import joined, same
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import PreNormConfig

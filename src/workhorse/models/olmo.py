@@ -25,8 +25,8 @@ from workhorse.models.huggingface.llama_like import (
     written_window,
 )
 from workhorse.models.huggingface.mixtures import MIXTURE_RULES
-from workhorse.models.huggingface.names import instead, same
 from workhorse.models.huggingface.rotation import read_rope
+from workhorse.models.huggingface.rules import instead, same
 from workhorse.models.preset import Preset
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.attention.qk_norm import QKNormConfig

@@ -13,8 +13,8 @@ from workhorse.models.huggingface.llama_like import (
     rms_norm,
     written_activation,
 )
-from workhorse.models.huggingface.names import instead, joined, same, stacked
 from workhorse.models.huggingface.rotation import read_rope, rope_parameters, rope_scaling
+from workhorse.models.huggingface.rules import instead, joined, same, stacked
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import ParallelConfig, PreNormConfig
@@ -23,7 +23,8 @@ from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.feedforward import MlpConfig
 from workhorse.nn.norms import LayerNormConfig
-from workhorse.nn.positions.rope import LongRopeScalingConfig, RopeConfig
+from workhorse.nn.positions.rope import RopeConfig
+from workhorse.nn.positions.rope_scaling import LongRopeScalingConfig
 
 
 def read(hf: Fields) -> DecoderConfig:

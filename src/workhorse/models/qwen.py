@@ -21,7 +21,7 @@ from workhorse.models.huggingface.llama_like import (
     written_window,
 )
 from workhorse.models.huggingface.mixtures import EXPERT_RULES, of_dense, of_sparse
-from workhorse.models.huggingface.names import instead, same
+from workhorse.models.huggingface.rules import instead, same
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import FeedForwardConfig, PreNormConfig

@@ -9,7 +9,7 @@ from workhorse.models.huggingface.latent import (
     latent_attention,
 )
 from workhorse.models.huggingface.llama_like import KEYS, RULES, decoder, gated_mlp, rms_norm
-from workhorse.models.huggingface.names import instead
+from workhorse.models.huggingface.rules import instead
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 

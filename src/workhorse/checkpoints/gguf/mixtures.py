@@ -25,7 +25,8 @@ from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig
 from workhorse.nn.feedforward import ClampedSwigluConfig
 from workhorse.nn.head import HeadConfig
-from workhorse.nn.positions.rope import RopeConfig, YarnScalingConfig
+from workhorse.nn.positions.rope import RopeConfig
+from workhorse.nn.positions.rope_scaling import YarnScalingConfig
 
 UNNORMALISED = MoEConfig(d_ff=1, n_experts=1, top_k=1)
 MIXTURE = UNNORMALISED.replace(router=RouterConfig(normalize=True))

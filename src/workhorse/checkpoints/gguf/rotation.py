@@ -8,11 +8,11 @@ from typing import Any, Literal
 import torch
 from torch import Tensor
 
-from workhorse.nn.positions.rope import (
+from workhorse.nn.positions.rope import RopeConfig
+from workhorse.nn.positions.rope_scaling import (
     LinearScalingConfig,
     Llama3ScalingConfig,
     LongRopeScalingConfig,
-    RopeConfig,
     YarnScalingConfig,
     inverse_powers,
 )
@@ -140,7 +140,7 @@ def rope_tensors(rope: RopeConfig, head_dim: int) -> dict[str, Tensor]:
         case Llama3ScalingConfig() as llama3:
             width, cpu = rope.rotary_dim(head_dim), torch.device("cpu")
             plain = inverse_powers(rope.theta, width, cpu)
-            return {FREQUENCIES: plain / llama3.frequencies(rope, width, 0, cpu)}
+            return {FREQUENCIES: plain / llama3.frequencies(rope.theta, width, 0, cpu)}
         case LongRopeScalingConfig(short_factor=short, long_factor=long):
             return {
                 SHORT_FACTORS: torch.tensor(short),

@@ -9,7 +9,8 @@ from torch import Tensor
 
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family
-from workhorse.models.huggingface.names import Move, Shape, TensorSource, check, plan
+from workhorse.models.huggingface.moves import Move, TensorSource, check, plan
+from workhorse.models.huggingface.rules import Shape
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 

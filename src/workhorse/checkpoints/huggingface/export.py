@@ -16,7 +16,7 @@ from workhorse.checkpoints.tensors import weights_of
 from workhorse.devices import dtype_name
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family, in_the_way, native_class
-from workhorse.models.huggingface.names import plan, written_tensors
+from workhorse.models.huggingface.moves import plan, written_tensors
 from workhorse.nn import Decoder, DecoderConfig
 
 if TYPE_CHECKING:

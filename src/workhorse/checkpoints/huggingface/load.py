@@ -23,7 +23,7 @@ from workhorse.config import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family, Fields, family
 from workhorse.models.huggingface.family import SPECIAL_IDS
-from workhorse.models.huggingface.names import read_tensors
+from workhorse.models.huggingface.moves import read_tensors
 from workhorse.models.huggingface.rotation import contradictions
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName

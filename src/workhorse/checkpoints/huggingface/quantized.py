@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError, shown
-from workhorse.models.huggingface.names import TensorSource
+from workhorse.models.huggingface.moves import TensorSource
 
 Shape = tuple[int, ...]
 Block = tuple[int, int]

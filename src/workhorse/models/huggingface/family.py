@@ -14,7 +14,7 @@ from typing import Any, NamedTuple, cast
 from workhorse.config import ConfigError
 from workhorse.config_errors import as_written
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.names import Rule
+from workhorse.models.huggingface.rules import Rule
 from workhorse.nn import DecoderConfig
 
 Data = dict[str, Any]

@@ -5,12 +5,12 @@ from typing import Literal
 
 from workhorse.models.huggingface.family import Key, equals
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.names import Rule, interleaved_by, joined, same
 from workhorse.models.huggingface.rotation import read_rope
+from workhorse.models.huggingface.rules import Rule, interleaved_by, joined, same
 from workhorse.nn.attention.latent import LatentAttentionConfig
 from workhorse.nn.blocks import BlockConfig
 from workhorse.nn.norms import RMSNormConfig
-from workhorse.nn.positions.rope import YarnScalingConfig
+from workhorse.nn.positions.rope_scaling import YarnScalingConfig
 
 
 def latent_attention(

@@ -9,13 +9,13 @@ from typing import Any, cast
 from workhorse.config import ConfigError, nearest
 from workhorse.models.huggingface.family import Data, Key
 from workhorse.models.huggingface.fields import Fields
-from workhorse.models.huggingface.names import Rule, same
 from workhorse.models.huggingface.rotation import (
     ROPE_KEYS,
     older_scaling,
     read_rope,
     written_rope,
 )
+from workhorse.models.huggingface.rules import Rule, same
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.blocks import BlockConfig
 from workhorse.nn.feedforward import ActivationName, GatedMlpConfig

@@ -10,7 +10,7 @@ from workhorse.config import ConfigError, nearest
 from workhorse.models.huggingface.family import Data, Key
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import activation, gated_mlp
-from workhorse.models.huggingface.names import Rule, same, stacked
+from workhorse.models.huggingface.rules import Rule, same, stacked
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import RouterConfig
 

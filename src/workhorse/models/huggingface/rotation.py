@@ -10,12 +10,12 @@ from typing import Any, Literal, cast
 
 from workhorse.config import ConfigError, nearest
 from workhorse.models.huggingface.fields import Fields
-from workhorse.nn.positions.rope import (
+from workhorse.nn.positions.rope import RopeConfig
+from workhorse.nn.positions.rope_scaling import (
     DynamicNtkScalingConfig,
     LinearScalingConfig,
     Llama3ScalingConfig,
     LongRopeScalingConfig,
-    RopeConfig,
     RopeScalingConfig,
     YarnScalingConfig,
 )

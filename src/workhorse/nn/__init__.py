@@ -1,4 +1,4 @@
-"""The transformer itself. Imports only PyTorch and `config`."""
+"""The transformer itself. It imports only PyTorch, `config` and `errors`."""
 
 from workhorse.nn.attention.grouped import Attention, AttentionConfig
 from workhorse.nn.cache.contiguous import Cache

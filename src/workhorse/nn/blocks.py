@@ -21,7 +21,7 @@ from workhorse.nn.shapes import Hidden
 
 
 def _kind_of_attention(given: Any) -> str | None:
-    """Attention that does not say its kind is the usual one."""
+    """Attention without a `kind` is `attention`."""
     if isinstance(given, Mapping):
         return cast(Mapping[str, str], given).get("kind", "attention")
     return getattr(given, "kind", None)
@@ -38,18 +38,18 @@ FeedForwardConfig = Annotated[
 
 
 class WiringConfig(Config):
-    """What every wiring has: two sub-layers, a kind of norm, and what a sub-layer may add."""
+    """What every wiring has: two sub-layers, a kind of norm, and what happens to their outputs."""
 
     attention: AnyAttentionConfig
-    """What mixes positions; without a `kind` it is `attention`."""
+    """The sub-layer that mixes positions; without a `kind` it is `attention`."""
     feed_forward: FeedForwardConfig
-    """What works on each position by itself."""
+    """The sub-layer that treats each position by itself."""
     norm: NormConfig
-    """Every norm of the block; each has weights of its own."""
+    """The kind of every norm in the block; each has its own weights."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """On each sub-layer's output, before it is added."""
+    """Dropout on each sub-layer's output, before it is added."""
     residual_multiplier: float = 1.0
-    """On each sub-layer's output, before it is added (Granite)."""
+    """Factor on each sub-layer's output, before it is added (Granite)."""
 
     @abstractmethod
     def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> "Block":
@@ -57,12 +57,12 @@ class WiringConfig(Config):
 
 
 class Block(nn.Module, ABC):
-    """One layer of a decoder: attention mixes positions, the feed-forward works on each by itself.
+    """One layer of a decoder: attention mixes positions, the feed-forward treats each by itself.
 
     Args:
         config: its parts.
         d_model: width of the residual stream.
-        layer: its index, from 0; some attention scales with it.
+        layer: its index, from 0, which some attention scales by.
         kernel: how attention is computed.
     """
 
@@ -87,10 +87,10 @@ class PreNormConfig(WiringConfig):
 
     kind: Literal["pre_norm"] = "pre_norm"
     norm_residual: bool = False
-    """Let the residual start from the normed input (an option of BLOOM)."""
+    """Take the residual from the normalised input (an option of BLOOM)."""
     norm_attention: bool = True
-    """False leaves out the norm before the attention: what comes from the embedding is normed
-    already in the first layer of ModernBERT-decoder."""
+    """False leaves out the norm before the attention: in the first layer of ModernBERT-decoder the
+    embedding's output is normalised already."""
 
     def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> Block:
         kind = NormedResidual if self.norm_residual else PreNorm
@@ -203,7 +203,7 @@ class ParallelConfig(WiringConfig):
 
     kind: Literal["parallel"] = "parallel"
     norms: Literal[1, 2] = 1
-    """One norm that both sub-layers share (GPT-J, PaLM), or one each (GPT-NeoX)."""
+    """1: one norm for both sub-layers (GPT-J, PaLM); 2: one for each (GPT-NeoX)."""
 
     def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> Block:
         block = Parallel if self.norms == 1 else ParallelTwoNorms

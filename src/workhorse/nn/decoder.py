@@ -23,33 +23,33 @@ from workhorse.nn.shapes import Hidden, Logits, NextLogits, Positions, Tokens
 class DecoderConfig(Config):
     """A whole decoder-only transformer.
 
-    `blocks` names the kinds of layer and `pattern` their order: names tiled over `n_layers`, or
-    given for every layer. With one kind of layer the pattern may be left out.
+    `blocks` names the kinds of layer and `pattern` gives their order: names tiled over `n_layers`,
+    or one for every layer. With one kind of layer the pattern may be left out.
     """
 
     elsewhere = OF_PARTS
     vocab_size: int = Field(gt=0)
-    """Number of different tokens, and so of logits."""
+    """Number of distinct tokens, and so of logits."""
     d_model: int = Field(gt=0)
     """Width of the residual stream."""
     n_layers: int = Field(gt=0, le=100_000)
-    """Depth: how many blocks follow one another."""
+    """Depth: the number of blocks."""
     max_seq_len: int = Field(gt=0)
-    """Longest text, in tokens: the size of a learned position table, and what training and
-    generation keep to."""
+    """Longest text, in tokens: the size of a learned position table, and the limit that training
+    and generation keep to."""
     embedding: EmbeddingConfig = EmbeddingConfig()
     """How tokens become vectors."""
     blocks: dict[str, BlockConfig]
-    """The kinds of layer, each under a name of your choice."""
+    """The kinds of layer, by names of your choice."""
     pattern: tuple[str, ...] = ()
-    """Names of blocks, tiled over the layers: `[local, local, global]` is layers 0, 1 and 2, then
-    3, 4 and 5, and so on. May be left out where there is one block."""
+    """Names of blocks, tiled over the layers: `[local, local, global]` stands for layers 0, 1 and
+    2, then for 3, 4 and 5, and so on. May be left out if there is one block."""
     final_norm: NormConfig = NoNormConfig()
-    """On the residual stream before the head."""
+    """The norm on the residual stream before the head."""
     head: HeadConfig = HeadConfig()
     """How vectors become logits."""
     init: InitConfig = NormalInitConfig()
-    """How fresh weights are drawn."""
+    """How weights are initialised."""
 
     def model_post_init(self, _context: object) -> None:
         if not self.blocks:
@@ -79,12 +79,12 @@ class DecoderConfig(Config):
                 raise ConfigError(error.reason, f"blocks.{name}.attention") from None
 
     def layer_names(self) -> list[str]:
-        """The block's name of each layer."""
+        """The name of each layer's block."""
         names = self.pattern or tuple(self.blocks)
         return [names[layer % len(names)] for layer in range(self.n_layers)]
 
     def steady_length(self) -> int:
-        """How long a text may grow, in tokens, while each token keeps the angles it has.
+        """How long a text may grow, in tokens, before the rotations of earlier tokens change.
 
         `max_seq_len`, or less with a rope scaling that depends on the length of the text.
         """
@@ -103,7 +103,7 @@ class DecoderConfig(Config):
 
         Args:
             kernel: how attention is computed, in every layer.
-            device: where; PyTorch's default device where not given. On `meta` nothing is allocated.
+            device: where; PyTorch's default device if not given. On `meta` nothing is allocated.
             dtype: of the weights.
 
         Raises:
@@ -161,7 +161,7 @@ class Decoder(nn.Module):
         documents: Tokens | None = None,
         cache: Cache | None = None,
     ) -> Hidden:
-        """What the head reads: the residual stream after the final norm."""
+        """The input of the head: the residual stream after the final norm."""
         batch, seq = batch_and_seq(tokens)
         context = Context(
             batch,
@@ -179,13 +179,13 @@ class Decoder(nn.Module):
         return self.final_norm(x)
 
     def unembed(self, x: Hidden) -> Logits:
-        """Hidden states to logits; give it only the positions whose logits are wanted."""
+        """Hidden states to logits; pass only the positions whose logits are needed."""
         return self.head(x)
 
     def next_logits(
         self, tokens: Tokens, *, positions: Positions | None = None, cache: Cache | None = None
     ) -> NextLogits:
-        """Logits of the token after the last column, `(batch, vocab)`: what a sampler reads."""
+        """Logits of the token after the last column, `(batch, vocab)`, for a sampler."""
         return self.unembed(self.hidden(tokens, positions=positions, cache=cache)[:, -1:])[:, 0]
 
     def new_cache(self, batch: int, capacity: int, slack: int = 0) -> Cache:
@@ -194,7 +194,7 @@ class Decoder(nn.Module):
         Args:
             batch: rows.
             capacity: tokens a row can hold.
-            slack: the newest tokens that can be taken back, `Cache.truncate`.
+            slack: how many of the newest tokens `Cache.truncate` can take back.
 
         Raises:
             WorkhorseError: an empty cache, one that does not fit into memory, or attention that is
@@ -205,12 +205,12 @@ class Decoder(nn.Module):
         return cache
 
     def initialize(self, generator: torch.Generator | None = None) -> "Decoder":
-        """Draw every weight anew, in place, as the config's scheme says."""
+        """Initialise every weight again, in place, by the config's scheme."""
         initialize(self, self.config.init, self.config.n_layers, generator)
         return self
 
     def tie_weights(self) -> None:
-        """Let the head share the embedding's matrix where the config says so."""
+        """Let the head share the embedding's matrix if the config says so."""
         if self.config.head.tied:
             self.head.proj.weight = self.embedding.tokens.weight
 

@@ -1,4 +1,4 @@
-"""Small parts that work on each number by itself."""
+"""Small elementwise parts."""
 
 import torch
 from jaxtyping import Float
@@ -8,7 +8,7 @@ Numbers = Float[Tensor, "*shape"]
 
 
 class Unchanged(nn.Module):
-    """An absent part that would have looked at more than its first input."""
+    """Returns its first input: the identity in place of a part that takes several."""
 
     def forward(self, x: Numbers, *_: object) -> Numbers:
         return x
@@ -26,7 +26,7 @@ class Multiplier(nn.Module):
 
 
 class RoundedMultiplier(Multiplier):
-    """`x · multiplier`, the multiplier rounded to the type of `x` first."""
+    """`x · multiplier`, the multiplier first rounded to the dtype of `x`."""
 
     def forward(self, x: Numbers) -> Numbers:
         return x * torch.full((), self.multiplier, dtype=x.dtype, device=x.device)
@@ -40,7 +40,7 @@ class Product(nn.Module):
 
 
 class Clip(nn.Module):
-    """Every number held within plus and minus `limit`."""
+    """`x` clamped to plus or minus `limit`."""
 
     def __init__(self, limit: float) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ class Clip(nn.Module):
 
 
 class SoftCap(nn.Module):
-    """`cap · tanh(x / cap)`: bent smoothly into plus and minus `cap` (Gemma 2, 2408.00118)."""
+    """`cap · tanh(x / cap)`: a smooth bound of plus and minus `cap` (Gemma 2, 2408.00118)."""
 
     def __init__(self, cap: float) -> None:
         super().__init__()

@@ -21,18 +21,18 @@ class EmbeddingConfig(Config):
 
     elsewhere = OF_THE_ATTENTION
     position: EmbeddingPositionConfig = NoPositionConfig()
-    """Positions that are added to the tokens' vectors; rotations and ALiBi belong to the
+    """Positions that are added to the token vectors; rotations and ALiBi belong to the
     attention."""
     width: int | None = Field(default=None, gt=0)
-    """Of the table, where it is narrower than d_model; a projection widens it (OPT-350m)."""
+    """Width of the table if narrower than d_model; a projection widens its rows (OPT-350m)."""
     multiplier: float = 1.0
-    """On the token's vector (Gemma and the 2017 transformer: sqrt(d_model))."""
+    """Factor on the token's vector (Gemma and the 2017 transformer: sqrt(d_model))."""
     round_multiplier: bool = False
-    """Round the multiplier to the table's type first (Gemma): in bfloat16 sqrt(3072) is 55.5."""
+    """Round the multiplier to the table's dtype first (Gemma): in bfloat16 sqrt(3072) is 55.5."""
     norm: NormConfig = NoNormConfig()
-    """On the token's vector (BLOOM)."""
+    """A norm on the token's vector (BLOOM)."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """On the sum of token and position."""
+    """Dropout on the sum of token and position."""
 
     def model_post_init(self, _context: object) -> None:
         if self.round_multiplier and self.multiplier == 1:
@@ -53,10 +53,10 @@ TYPES_OF_IDS = {torch.int64, torch.int32}
 
 
 def batch_and_seq(tokens: object) -> tuple[int, int]:
-    """The sizes of a batch of tokens.
+    """The batch size and length of a batch of tokens.
 
     Raises:
-        WorkhorseError: it is no tensor of ids, or has another number of dimensions.
+        WorkhorseError: it is not a tensor of ids, or not two-dimensional.
     """
     if not isinstance(tokens, Tensor):
         raise WorkhorseError(
@@ -73,7 +73,7 @@ def batch_and_seq(tokens: object) -> tuple[int, int]:
 
 
 def look_up(table: nn.Embedding, tokens: Tokens) -> Hidden:
-    """The tokens' rows; where PyTorch finds an id that has none, the error says which ids have."""
+    """The rows of the tokens; for an id outside the table, the error gives the valid range."""
     try:
         return table(tokens)
     except IndexError:

@@ -1,4 +1,4 @@
-"""Feed-forward sub-layers: what happens to each position by itself."""
+"""Feed-forward sub-layers, applied to each position by itself."""
 
 import math
 from abc import abstractmethod
@@ -23,15 +23,15 @@ class MlpConfig(Config):
 
     kind: Literal["mlp"] = "mlp"
     d_ff: int = Field(gt=0)
-    """Width inside."""
+    """Hidden width."""
     activation: ActivationName = "gelu"
-    """Between the two projections."""
+    """Activation between the two projections."""
     bias: bool = False
     """Biases on both projections."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """On the hidden activations."""
+    """Dropout on the hidden activations."""
     inner_norm: PresentNormConfig | None = None
-    """A norm before the projection down (Magneto, 2210.06423 §2); left out: none."""
+    """A norm before the down projection (Magneto, 2210.06423 §2); left out: none."""
 
     def build(self, d_model: int) -> "Mlp":
         return Mlp(
@@ -70,18 +70,18 @@ class Mlp(nn.Module):
 
 
 class GatedConfig(Config):
-    """`down(combine(gate(x), up(x)))`: what every gated feed-forward has."""
+    """`down(combine(gate(x), up(x)))`: the fields of every gated feed-forward."""
 
     d_ff: int = Field(gt=0)
     """Width of both branches."""
     bias: bool = False
     """Biases on the three projections."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """On the gated hidden activations."""
+    """Dropout on the gated hidden activations."""
 
     @abstractmethod
     def combine(self) -> nn.Module:
-        """A fresh module that is called with the gate and the other branch."""
+        """A new module that is called with the gate and the other branch."""
 
     def build(self, d_model: int) -> nn.Module:
         return GatedMlp(
@@ -97,9 +97,9 @@ class GatedMlpConfig(GatedConfig):
 
     kind: Literal["gated_mlp"] = "gated_mlp"
     activation: ActivationName = "silu"
-    """On the gate; its product with the other branch goes on."""
+    """Activation of the gate, which then multiplies the other branch."""
     inner_norm: PresentNormConfig | None = None
-    """A norm before the projection down (Magneto, 2210.06423 §2; BitNet); left out: none."""
+    """A norm before the down projection (Magneto, 2210.06423 §2; BitNet); left out: none."""
 
     def combine(self) -> nn.Module:
         return Gated(self.activation)
@@ -119,7 +119,7 @@ class ClampedSwigluConfig(Config):
     """`g * sigmoid(alpha g) * (u + 1)` with the gate `g` and the other branch `u` clamped."""
 
     limit: float = Field(default=7.0, gt=0)
-    """The gate is held below it, the other branch within plus and minus it."""
+    """The gate is clamped to at most this, the other branch to plus or minus this."""
     alpha: float = 1.702
     """Steepness of the gate's sigmoid."""
 
@@ -141,10 +141,10 @@ class GatedMlp(nn.Module):
     Args:
         d_model: width of the input and output.
         d_ff: width of both branches.
-        activation: combines them; SwiGLU where not given.
+        activation: combines the branches; SwiGLU by default.
         bias: on the three projections.
         dropout: on the combined branches.
-        inner_norm: of what goes into the projection down, or None.
+        inner_norm: on the input of the down projection, or None.
     """
 
     def __init__(
@@ -245,5 +245,5 @@ _ACTIVATIONS: dict[ActivationName, Callable[[], nn.Module]] = {
 
 
 def make_activation(name: ActivationName) -> nn.Module:
-    """A fresh module: some activations have weights of their own."""
+    """A new module: some activations have their own weights."""
     return _ACTIVATIONS[name]()

@@ -14,11 +14,11 @@ class HeadTransformConfig(Config):
     """A dense layer, an activation and a norm before the logits (ModernBERT-decoder)."""
 
     activation: ActivationName = "gelu"
-    """After the dense layer."""
+    """Activation after the dense layer."""
     bias: bool = False
     """A bias on the dense layer."""
     norm: NormConfig
-    """After the activation."""
+    """The norm after the activation."""
 
     def build(self, d_model: int) -> nn.Sequential:
         return nn.Sequential(
@@ -34,13 +34,13 @@ class HeadConfig(Config):
     tied: bool = False
     """Share the embedding's matrix."""
     bias: bool = False
-    """A learned number added to each logit."""
+    """A learned bias on each logit."""
     multiplier: float = 1.0
-    """On the logits (PaLM: 1/sqrt(d_model))."""
+    """Factor on the logits (PaLM: 1/sqrt(d_model))."""
     cap: float | None = Field(default=None, gt=0)
-    """Bend logits into plus and minus this: `cap · tanh(logits / cap)` (Gemma 2)."""
+    """Soft-cap the logits at plus and minus this: `cap · tanh(logits / cap)` (Gemma 2)."""
     transform: HeadTransformConfig | None = None
-    """A dense layer, an activation and a norm before the logits; left out: nothing."""
+    """A dense layer, an activation and a norm before the logits; left out: none of them."""
 
     def build(self, vocab_size: int, d_model: int, width: int) -> "Head":
         return Head(self, vocab_size, d_model, width)
@@ -53,7 +53,7 @@ class Head(nn.Module):
         config: its options.
         vocab_size: number of logits.
         d_model: width of the input.
-        width: of the embedding; where it is not d_model, the input is projected to it first.
+        width: of the embedding; if it is not d_model, the input is first projected to it.
     """
 
     def __init__(self, config: HeadConfig, vocab_size: int, d_model: int, width: int) -> None:

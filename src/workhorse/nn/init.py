@@ -1,4 +1,4 @@
-"""How fresh weights are drawn."""
+"""Weight initialisation."""
 
 import math
 from abc import abstractmethod
@@ -21,22 +21,22 @@ HEAD = "head.proj"
 
 @runtime_checkable
 class HasOwnStart(Protocol):
-    """A module whose weights start at values of its own: norms, sinks, learned activations."""
+    """A module that sets its own initial weights: norms, sinks, learned activations."""
 
     def reset_parameters(self) -> None: ...
 
 
 class SchemeConfig(Config):
-    """What the schemes share: embeddings are normal, biases start at 0, norms at 1."""
+    """What all schemes share: embeddings are normal, biases start at 0, norms at 1."""
 
     embedding_std: float = Field(default=0.02, ge=0)
-    """Of token vectors and learned positions."""
+    """Standard deviation of token vectors and learned positions."""
     residual: Literal["plain", "scaled", "zero"] = "scaled"
-    """Projections onto the residual stream: `plain` draws them like the others; `scaled` multiplies
-    by `1/sqrt(2 n_layers)`, so that the stream's variance does not grow with depth (GPT-2); `zero`
-    lets each layer start as nothing."""
+    """Projections into the residual stream: `plain` treats them like the others; `scaled`
+    multiplies them by `1/sqrt(2 n_layers)`, so that the stream's variance does not grow with depth
+    (GPT-2); `zero` makes every layer start as the identity."""
     head: Literal["plain", "zero"] = "plain"
-    """The head: as the scheme says, or, where it is not tied, zero."""
+    """The head: by the scheme or, if it is not tied, zero."""
 
     @abstractmethod
     def draw(self, weight: Tensor, generator: torch.Generator | None) -> None:
@@ -56,7 +56,7 @@ class SchemeConfig(Config):
 
 
 class NormalInitConfig(SchemeConfig):
-    """Every matrix from a normal distribution of one width (GPT-2)."""
+    """Every matrix from one normal distribution (GPT-2)."""
 
     kind: Literal["normal"] = "normal"
     std: float = Field(default=0.02, gt=0)
@@ -71,7 +71,7 @@ class FanInInitConfig(SchemeConfig):
 
     kind: Literal["fan_in"] = "fan_in"
     gain: float = Field(default=1.0, gt=0)
-    """Multiplies the standard deviation `1/sqrt(fan_in)`."""
+    """Factor on the standard deviation `1/sqrt(fan_in)`."""
 
     def draw(self, weight: Tensor, generator: torch.Generator | None) -> None:
         nn.init.normal_(weight, std=self.gain / math.sqrt(weight.shape[1]), generator=generator)
@@ -103,7 +103,7 @@ InitConfig = Annotated[
 
 @contextmanager
 def undrawn(dtype: torch.dtype) -> Generator[None]:
-    """Make modules whose weights are of that type and not drawn: PyTorch's own start is skipped."""
+    """Make modules with uninitialised weights of that dtype: PyTorch's own init is skipped."""
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
@@ -114,7 +114,7 @@ def undrawn(dtype: torch.dtype) -> Generator[None]:
 
 
 ON_META = (nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_)
-"""What draws nothing on meta tensors, and would import PyTorch's compiler to do so."""
+"""Drawing on meta tensors does nothing, but imports PyTorch's compiler: it is skipped."""
 
 
 class _SkipDraws(TorchFunctionMode):
@@ -138,13 +138,13 @@ def initialize(
     n_layers: int,
     generator: torch.Generator | None = None,
 ) -> None:
-    """Draw every weight of a decoder, in the order of its modules.
+    """Initialise every weight of a decoder, in the order of its modules.
 
     Args:
-        decoder: what to fill, in place.
-        scheme: how.
+        decoder: initialised in place.
+        scheme: how weights are drawn.
         n_layers: depth, which sets the scale of residual projections.
-        generator: of random numbers, on the weights' device; the global one where not given.
+        generator: random numbers, on the weights' device; the global generator by default.
     """
     drawn: set[Tensor] = set()  # a tied matrix is drawn once, as the embedding
     modules = cast(Iterable[tuple[str, nn.Module]], decoder.named_modules())

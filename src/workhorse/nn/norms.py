@@ -19,17 +19,17 @@ class LayerNormConfig(Config):
 
     kind: Literal["layer_norm"] = "layer_norm"
     eps: float = Field(default=1e-5, gt=0, le=1)
-    """Added to the variance, inside the root."""
+    """Added to the variance, inside the square root."""
     weight: bool = True
-    """A learned factor for each feature."""
+    """A learned factor per feature."""
     bias: bool = True
-    """A learned number for each feature, added last."""
+    """A learned bias per feature, added last."""
     offset: bool = False
     """Store the weight as its difference from 1 (Nemotron), so that weight decay pulls it to 1."""
     precision: Literal["native", "float32", "low"] = "native"
-    """`float32` computes in float32 whatever the input (OLMo); `low` in the autocast type (MPT),
-    which is faster and was seen to cost rare loss spikes. Where input and weights are bfloat16, as
-    in training in bfloat16, all three do what `low` does: sums in float32, a result in bfloat16."""
+    """`float32` computes in float32 whatever the input (OLMo); `low` in the autocast dtype (MPT),
+    which is faster and was seen to cause rare loss spikes. Where input and weights are bfloat16, as
+    in bfloat16 training, all three do what `low` does: sums in float32, a result in bfloat16."""
 
     def build(self, width: int) -> "LayerNorm":
         kinds = {"native": LayerNorm, "float32": Float32LayerNorm, "low": LowPrecisionLayerNorm}
@@ -86,7 +86,7 @@ class Float32LayerNorm(LayerNorm):
 
 
 class LowPrecisionLayerNorm(LayerNorm):
-    """LayerNorm in the autocast type rather than in float32, as MPT has it."""
+    """LayerNorm in the autocast dtype rather than in float32 (MPT)."""
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         device = x.device.type
@@ -110,14 +110,14 @@ class RMSNormConfig(Config):
 
     kind: Literal["rms_norm"] = "rms_norm"
     eps: float = Field(default=1e-6, gt=0, le=1)
-    """Added to the mean square, inside the root."""
+    """Added to the mean square, inside the square root."""
     weight: bool = True
-    """A learned factor for each feature."""
+    """A learned factor per feature."""
     offset: bool = False
     """Store the weight as its difference from 1 (Gemma)."""
     multiply: Literal["after_cast", "before_cast"] = "after_cast"
-    """Multiply by the weight after the cast back from float32 (LLaMA) or before (OLMo 2, Gemma).
-    The two differ in bfloat16 only."""
+    """Multiply by the weight after the cast back from float32 (LLaMA) or before it (OLMo 2, Gemma).
+    The two differ only in bfloat16."""
 
     def build(self, width: int) -> "RMSNorm":
         norm = RMSNorm if self.multiply == "after_cast" else RMSNormMultipliedFirst

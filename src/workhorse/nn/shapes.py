@@ -1,6 +1,6 @@
-"""The shapes that appear in the signatures of `nn`, by name.
+"""Named shapes for the signatures of `nn`.
 
-They are documentation that can be checked: the tests run all of `nn` under jaxtyping and beartype.
+They are documentation that is checked: the tests run all of `nn` under jaxtyping and beartype.
 """
 
 from jaxtyping import Bool, Float, Int
@@ -9,23 +9,23 @@ from torch import Tensor
 Tokens = Int[Tensor, "batch seq"]
 """Token ids, or targets, or document numbers."""
 Positions = Int[Tensor, "#batch seq"]
-"""Positions counted from 0; -1 marks padding. One row serves all rows of a batch alike."""
+"""Positions counted from 0; -1 marks padding. A single row applies to all rows of the batch."""
 KeyPositions = Int[Tensor, "#batch kv_seq"]
 Lengths = Int[Tensor, "#batch #seq"]
-"""Tokens of the text that each token belongs to."""
+"""Length, in tokens, of the text that each token belongs to."""
 Hidden = Float[Tensor, "batch seq d_model"]
 Logits = Float[Tensor, "batch seq vocab"]
 NextLogits = Float[Tensor, "batch vocab"]
 Queries = Float[Tensor, "batch heads seq head_dim"]
 NewKeys = Float[Tensor, "batch kv_heads seq head_dim"]
-"""Of this call's tokens; `Keys` are all that may be attended to, earlier ones included."""
+"""Keys of this call's tokens; `Keys` are all that may be attended to, earlier ones included."""
 NewValues = Float[Tensor, "batch kv_heads seq value_dim"]
 Keys = Float[Tensor, "batch kv_heads kv_seq head_dim"]
 Values = Float[Tensor, "batch kv_heads kv_seq value_dim"]
 RotaryQueries = Float[Tensor, "batch heads seq rope_dim"]
-"""The part of queries that turns, where it is kept apart."""
+"""The rotated part of queries, where it is kept apart."""
 Latents = Float[Tensor, "batch 1 kv_seq kv_rank"]
-"""What keys and values are unfolded from, one vector for all heads."""
+"""What keys and values are projected up from: one vector for all heads."""
 RotaryKeys = Float[Tensor, "batch 1 kv_seq rope_dim"]
 HeadOutputs = Float[Tensor, "batch seq width"]
 """All heads' outputs side by side."""

@@ -1,4 +1,4 @@
-"""Whether somebody listens to a module, so that it must be called for what it computes."""
+"""Whether a module has hooks, so that it must be called for what it computes."""
 
 # PyTorch has no public question for it.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
@@ -8,9 +8,9 @@ from torch.nn.modules import module as modules
 
 
 def watched(*parts: nn.Module) -> bool:
-    """Whether one of some modules has a hook, or all modules have one.
+    """Whether any of these modules has a hook, or there is a global one.
 
-    Code that computes several modules at once, and so calls none of them, asks first.
+    Code that computes several modules at once, and so calls none of them, asks this first.
     """
     if modules._has_any_global_hook():
         return True

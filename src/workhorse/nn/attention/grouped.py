@@ -1,6 +1,6 @@
 """Self-attention: multi-head, grouped-query (2305.13245) and multi-query (1911.02150).
 
-`y = out_proj(norm(gate(softmax(q kᵀ · scale + mask) v)))`. Every option is a part that is built or
+`y = out_proj(norm(gate(softmax(q kᵀ · scale + mask) v)))`. Each option is a part that is built or
 left out; the forward pass is the same for all of them.
 """
 
@@ -44,13 +44,13 @@ AttentionPositionConfig = Annotated[
 class QueryScalingConfig(Config):
     """Queries times `1 + scale · ln(1 + floor((position + offset) / length))` (Llama 4).
 
-    Growth with position keeps attention sharp over long texts.
+    The growth with position keeps attention sharp in long texts.
     """
 
     scale: float
-    """How much a query grows with the logarithm."""
+    """The factor on the logarithm."""
     length: int = Field(gt=0)
-    """Tokens in a stretch of one factor."""
+    """Tokens per step of the factor: `length` neighbouring positions share one."""
     offset: int = Field(default=0, ge=0)
     """Added to every position, in tokens."""
 
@@ -65,32 +65,32 @@ class AttentionConfig(SelfAttentionConfig):
     head_dim: int | None = Field(default=None, gt=0)
     """Width of a query and a key; left out: `d_model // n_heads`."""
     value_dim: int | None = Field(default=None, gt=0)
-    """Width of a value; left out: as the keys."""
+    """Width of a value; left out: that of a key."""
     position: AttentionPositionConfig = NoPositionConfig()
-    """How attention knows where a token stands: `rope`, `alibi` or `none`."""
+    """How attention knows a token's position: `rope`, `alibi` or `none`."""
     scale: float | None = Field(default=None, gt=0)
-    """Multiplies the scores; left out: `1/sqrt(head_dim)`, which keeps their variance near 1."""
+    """Factor on the scores; left out: `1/sqrt(head_dim)`, which keeps their variance near 1."""
     scale_by_layer: bool = False
     """Divide the scale by the layer's number, counted from 1 (an option of GPT-2)."""
     query_scaling: QueryScalingConfig | None = None
-    """Let queries grow with their position; left out: they do not."""
+    """Scale queries by their position; left out: not at all."""
     qkv_bias: bool = False
     """Biases on the projections to queries, keys and values."""
     out_bias: bool = False
-    """A bias on the projection of the heads' outputs."""
+    """A bias on the output projection."""
     qk_norm: QKNormConfig | None = None
     """Norms on queries and keys; left out: none."""
     clip: float | None = Field(default=None, gt=0)
-    """Hold every number of q, k and v within plus and minus this (MPT, OLMo)."""
+    """Clamp queries, keys and values to plus or minus this (MPT, OLMo)."""
     softcap: float | None = Field(default=None, gt=0)
-    """Bend scores into plus and minus this (Gemma 2)."""
+    """Soft-cap the scores at plus and minus this: `softcap · tanh(score / softcap)` (Gemma 2)."""
     sinks: bool = False
-    """One learned logit a head that takes weight and gives nothing (gpt-oss)."""
+    """Attention sinks: one learned logit per head that takes weight and has no value (gpt-oss)."""
     output_gate: bool = False
     """Multiply the heads' outputs by a sigmoid gate of the input (AFMoE; 2505.06708)."""
     inner_norm: PresentNormConfig | None = None
-    """A norm over all heads' outputs together, before the projection out (Magneto, 2210.06423 §2;
-    BitNet); left out: none."""
+    """A norm over the outputs of all heads together, before the output projection (Magneto,
+    2210.06423 §2; BitNet); left out: none."""
 
     def model_post_init(self, _context: object) -> None:
         super().model_post_init(_context)
@@ -113,7 +113,7 @@ class AttentionConfig(SelfAttentionConfig):
             ConfigError: it is not a whole number, or the rotation does not fit it.
         """
         if d_model < 1:
-            raise ConfigError(f"d_model={d_model} is no width; choose 1 or more")
+            raise ConfigError(f"d_model={d_model} is not a width; choose 1 or more")
         if self.head_dim is None and d_model % self.n_heads:
             raise ConfigError(
                 f"d_model={d_model} is not divisible by n_heads={self.n_heads}; "
@@ -172,24 +172,24 @@ class AttentionConfig(SelfAttentionConfig):
 class Attention(SelfAttention):
     """Causal self-attention over `(batch, seq, d_model)`.
 
-    `AttentionConfig` checks what is given and knows more options; this takes built parts.
+    `AttentionConfig` validates its fields and has more options; this class takes built parts.
 
     Args:
         d_model: width of the input and output.
         n_heads: heads of queries.
         n_kv_heads: heads of keys and values, shared by `n_heads / n_kv_heads` queries each.
-        head_dim: width of a query and key; `d_model // n_heads` where not given.
-        value_dim: width of a value; `head_dim` where not given.
+        head_dim: width of a query and a key; `d_model // n_heads` by default.
+        value_dim: width of a value; `head_dim` by default.
         pattern: what a query may see.
         kernel: how attention is computed: a name, or a built kernel with its scale and options.
         rope: the rotation of queries and keys, or None.
         qk_norm: norms on queries and keys, or None.
-        query_scaling: growth of queries with position, or None.
-        clip: bound on every number of q, k and v, or None.
-        qkv_bias: biases on the three projections in.
-        out_bias: a bias on the projection out.
+        query_scaling: scaling of queries by position, or None.
+        clip: bound that q, k and v are clamped to, or None.
+        qkv_bias: biases on the projections to q, k and v.
+        out_bias: a bias on the output projection.
         output_gate: a sigmoid gate on the heads' outputs.
-        inner_norm: a norm over all heads' outputs, after the gate, or None.
+        inner_norm: a norm over the outputs of all heads, after the gate, or None.
 
     Raises:
         ConfigError: `AttentionConfig` would refuse these heads and widths.

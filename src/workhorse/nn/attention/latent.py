@@ -1,7 +1,7 @@
-"""Multi-head latent attention: keys and values unfolded from one small vector a position.
+"""Multi-head latent attention: keys and values projected up from one small vector per position.
 
-What is cached is that vector (the latent) and one rotary key that all heads share. Paper:
-DeepSeek-V2, 2405.04434 §2.1.
+The cache holds that vector (the latent) and one rotary key shared by all heads. Paper: DeepSeek-V2,
+2405.04434 §2.1.
 """
 
 import math
@@ -37,18 +37,18 @@ from workhorse.nn.shapes import (
 class LatentAttentionConfig(SelfAttentionConfig):
     """Attention whose keys and values come from a latent of `kv_rank` numbers.
 
-    A head's query and key are `nope_dim` numbers that know no position and `rope_dim` that turn.
+    A head's query and key are `nope_dim` features without position and `rope_dim` that are rotated.
     """
 
     kind: Literal["latent_attention"] = "latent_attention"
     q_rank: int | None = Field(default=None, gt=0)
-    """Width of a latent that queries come from; left out: they come from the input."""
+    """Width of the latent that queries are projected from; left out: they come from the input."""
     kv_rank: int = Field(gt=0)
-    """Width of the latent that keys and values come from, which is what a cache holds."""
+    """Width of the latent that keys and values are projected from; it is what the cache holds."""
     nope_dim: int = Field(gt=0)
-    """Width of the part of a query and key that knows no position."""
+    """Width of the part of a query and a key that has no position."""
     rope_dim: int = Field(gt=0)
-    """Width of the part of a query and key that turns."""
+    """Width of the part of a query and a key that is rotated."""
     value_dim: int = Field(gt=0)
     """Width of a value."""
     position: RopeConfig = RopeConfig()
@@ -56,16 +56,17 @@ class LatentAttentionConfig(SelfAttentionConfig):
     norm: RMSNormConfig = RMSNormConfig()
     """On the latents."""
     scale: float | None = Field(default=None, gt=0)
-    """Multiplies the scores; left out: `1/sqrt(nope_dim + rope_dim)`. DeepSeek multiplies it by
-    the square of YaRN's growth at `mscale_all_dim`."""
+    """Factor on the scores; left out: `1/sqrt(nope_dim + rope_dim)`. DeepSeek multiplies that by
+    the square of YaRN's factor at `mscale_all_dim`."""
     qkv_bias: bool = False
-    """On the projections to the latents and to the rotary key; those from the latents have none."""
+    """Biases on the projections to the latents and to the rotary key; those from the latents have
+    none."""
     out_bias: bool = False
-    """A bias on the projection of the heads' outputs."""
+    """A bias on the output projection."""
 
     @property
     def n_kv_heads(self) -> int:
-        """Each head has keys and values of its own, once they are unfolded."""
+        """Once projected up, every head has its own keys and values."""
         return self.n_heads
 
     def key_dim(self, d_model: int) -> int:
@@ -89,12 +90,12 @@ class LatentAttentionConfig(SelfAttentionConfig):
 
 
 class LatentAttention(SelfAttention):
-    """Attention over keys and values that are unfolded from latents.
+    """Attention over keys and values that are projected up from latents.
 
-    Without a cache it unfolds them. With one it keeps `kv_rank + rope_dim` numbers a token and
-    attends to those: a head's scores `q · (W_k c)` are `(W_kᵀ q) · c`, and its output `Σ a W_v c`
-    is `W_v Σ a c`, so the matrices go to the queries and outputs, and one latent serves all heads
-    (2405.04434 §2.1.2).
+    Without a cache it computes the keys and values. With one it stores `kv_rank + rope_dim` numbers
+    per token and attends to those: a head's scores `q · (W_k c)` are `(W_kᵀ q) · c`, and its output
+    `Σ a W_v c` is `W_v Σ a c`, so the matrices are absorbed into the queries and the outputs, and
+    all heads share one latent (2405.04434 §2.1.2).
 
     Args:
         d_model: width of the input and output.
@@ -145,7 +146,7 @@ class LatentAttention(SelfAttention):
     def attend(
         self, q: Queries, q_rope: RotaryQueries, latent: Latents, k_rope: RotaryKeys, mask: Any
     ) -> AttentionOutput:
-        """Unfold every head's keys and values, and attend to them."""
+        """Project up every head's keys and values, and attend to them."""
         k = split_heads(self.k_up_proj(latent.squeeze(1)), self.n_heads)
         v = split_heads(self.v_up_proj(latent.squeeze(1)), self.n_heads)
         k = torch.cat((k, k_rope.expand(-1, self.n_heads, -1, -1)), dim=-1)
@@ -154,7 +155,7 @@ class LatentAttention(SelfAttention):
     def attend_to_latents(
         self, q: Queries, q_rope: RotaryQueries, latent: Latents, k_rope: RotaryKeys, mask: Any
     ) -> AttentionOutput:
-        """The same from the latents themselves, as keys and values that all heads share."""
+        """The same with the latents themselves as keys and values shared by all heads."""
         rank = latent.shape[-1]
         w_k = self.k_up_proj.weight.view(self.n_heads, -1, rank)  # (heads, nope_dim, kv_rank)
         w_v = self.v_up_proj.weight.view(self.n_heads, -1, rank)  # (heads, value_dim, kv_rank)
@@ -164,7 +165,7 @@ class LatentAttention(SelfAttention):
 
 
 class DirectQueries(LatentAttention):
-    """Latent attention whose queries come straight from the input."""
+    """Latent attention whose queries are projected from the input."""
 
     def __init__(self, d_model: int, config: LatentAttentionConfig, kernel: Kernel) -> None:
         super().__init__(d_model, config, kernel)
@@ -175,7 +176,7 @@ class DirectQueries(LatentAttention):
 
 
 class LatentQueries(LatentAttention):
-    """Latent attention whose queries come from a latent too."""
+    """Latent attention whose queries are projected from a latent too."""
 
     def __init__(
         self, d_model: int, config: LatentAttentionConfig, kernel: Kernel, q_rank: int

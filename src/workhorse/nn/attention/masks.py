@@ -1,4 +1,4 @@
-"""What a query may see, said once (`AttentionPattern`) and rendered as each kernel wants it."""
+"""What a query may see: stated once (`AttentionPattern`), rendered for each kernel."""
 
 from dataclasses import dataclass, replace
 
@@ -11,14 +11,14 @@ from workhorse.nn.shapes import KeyPositions, Mask, Positions, ScoreBias, Tokens
 
 @dataclass(frozen=True)
 class AttentionPattern:
-    """Which keys a query at position i may see, and what distance costs.
+    """Which keys a query at position i may see, and how distance lowers their scores.
 
     Attributes:
         causal: only keys at j <= i.
         window: only keys at j > i - window.
-        chunk: only keys of the same stretch of `chunk` positions (Llama 4).
-        alibi_slopes: one for each head; a score loses `slope * |i - j|`. Empty for none.
-        alibi_scale: multiplies those biases.
+        chunk: only keys in the same chunk of `chunk` positions (Llama 4).
+        alibi_slopes: one per head; a score is lowered by `slope * |i - j|`. Empty for none.
+        alibi_scale: factor on those biases.
         alibi_bfloat16: Falcon's rounding; see `AlibiConfig`.
     """
 
@@ -31,7 +31,7 @@ class AttentionPattern:
 
     @property
     def reach(self) -> int | None:
-        """How many of the latest positions a query can still see, itself included; None: all."""
+        """How many of the latest positions a query can see, its own included; None: all."""
         limits = [limit for limit in (self.window, self.chunk) if limit is not None]
         return min(limits) if limits else None
 
@@ -44,15 +44,15 @@ class AttentionPattern:
 
 @dataclass(frozen=True)
 class Placement:
-    """Where the queries and keys of one attention stand.
+    """The positions of the queries and keys of one attention.
 
     Attributes:
         queries: positions; -1 is padding.
         keys: positions of the keys, -1 for padding and empty slots.
-        documents: number of the document each token belongs to (queries and keys are the same
-            tokens then), or None.
+        documents: number of the document that each token belongs to (queries and keys are then
+            the same tokens), or None.
         aligned: queries and keys are the same tokens, at 0, 1, 2 … in every row, nothing padded.
-        last: one query a row, which stands after every key, and no key is padding.
+        last: each row has one query, at or after every key, and no key is padding.
     """
 
     queries: Positions
@@ -63,7 +63,7 @@ class Placement:
 
 
 def visible(pattern: AttentionPattern, place: Placement) -> Mask:
-    """The pattern as a bool mask, True = attend. Padding sees nothing and is seen by nothing."""
+    """The pattern as a bool mask, True = attend. Padding neither attends nor is attended to."""
     i = place.queries[:, None, :, None]
     j = place.keys[:, None, None, :]
     mask = sees(pattern, i, j)
@@ -97,8 +97,8 @@ def hides_something(pattern: AttentionPattern, place: Placement) -> bool:
 def alibi_bias(pattern: AttentionPattern, place: Placement) -> ScoreBias:
     """ALiBi's biases in float32: `-slope * |i - j|`.
 
-    With Falcon's rounding `slope * j`, which differs by a constant in each row (nothing after a
-    softmax) but rounds as the checkpoint was trained.
+    With Falcon's rounding it is `slope * j`: a constant apart in each row, which the softmax
+    removes, but rounded as it was when the checkpoint was trained.
     """
     slopes = alibi_slope_column(pattern, place.keys.device)
     i = place.queries[:, None, :, None]

@@ -16,16 +16,16 @@ class QKNormConfig(Config):
     """Norms on queries and keys (2302.05442 §2.2), which keep the scores bounded."""
 
     norm: PresentNormConfig
-    """Which norm; queries and keys have weights of their own."""
+    """The kind of norm; queries and keys have separate weights."""
     over: Literal["head", "each_head", "full"] = "head"
-    """`head` normalises each head with one weight for all; `each_head` gives every head a weight
-    of its own (Cohere, StableLM); `full` normalises all heads together (OLMo 2)."""
+    """`head` normalises each head, with one weight shared by all heads; `each_head` gives every
+    head its own weight (Cohere, StableLM); `full` normalises all heads together (OLMo 2)."""
     after_rope: bool = False
     """Normalise after the rotation (HunYuan) rather than before."""
 
 
 def norm_then_rotate(x: Queries, norm: nn.Module, rotation: nn.Module, context: Context) -> Queries:
-    """What most models do with queries, and likewise with keys."""
+    """The usual order, for queries and for keys alike."""
     return rotation(norm(x), context)
 
 
@@ -48,7 +48,7 @@ def make_head_norm(config: QKNormConfig | None, heads: int, head_dim: int) -> nn
 
 
 class EachHeadNorm(nn.Module):
-    """A norm over each head's width, with weights of its own for every head."""
+    """A norm over each head's width, every head with its own weights."""
 
     def __init__(self, config: NormConfig, heads: int, head_dim: int) -> None:
         super().__init__()

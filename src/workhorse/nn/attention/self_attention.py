@@ -1,4 +1,4 @@
-"""What every kind of self-attention shares: heads, what they see, and room in a cache."""
+"""What every kind of self-attention shares: heads, what they may see, and a cache entry."""
 
 from abc import ABC, abstractmethod
 
@@ -16,18 +16,18 @@ from workhorse.nn.shapes import Hidden, Queries
 
 
 class SelfAttentionConfig(Config):
-    """Heads, and which positions they see."""
+    """The heads and the positions they see."""
 
     n_heads: int = Field(gt=0)
     """Heads of queries."""
     causal: bool = True
     """False lets every position see every other, as in an encoder."""
     window: int | None = Field(default=None, gt=0)
-    """See only the last `window` positions, its own included."""
+    """A query sees only the last `window` positions, its own included."""
     chunk: int | None = Field(default=None, gt=0)
-    """See only positions of its own stretch of `chunk`."""
+    """A query sees only its own chunk of `chunk` positions."""
     dropout: float = Field(default=0.0, ge=0, lt=1)
-    """On the attention weights."""
+    """Dropout on the attention weights."""
 
     def model_post_init(self, _context: object) -> None:
         if not self.causal and (self.window or self.chunk):
@@ -53,12 +53,12 @@ class SelfAttentionConfig(Config):
 
 
 class SelfAttention(nn.Module, ABC):
-    """Mixes positions.
+    """A layer that mixes positions.
 
     Attributes:
         d_model: width of the input and output.
         n_heads: heads of queries.
-        head_dim: width of a query and a key, as they are multiplied.
+        head_dim: width of a query and a key when they are multiplied.
         value_dim: width of a value.
         pattern: what a query may see.
         kernel: how attention is computed.
@@ -75,19 +75,19 @@ class SelfAttention(nn.Module, ABC):
     def forward(
         self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
     ) -> Hidden:
-        """What each position takes from those it sees.
+        """What each position gathers from those it sees.
 
         Args:
             x: the input.
-            context: what layers share during a call; left out, `x` is a whole text of its own.
+            context: what layers share during a call; left out: `x` is a whole text.
             cache: keys and values of earlier tokens, with their context.
         """
 
     def cache_entry(self, cache: Cache) -> KeyValueEntry:
-        """Room for this layer in a cache.
+        """This layer's entry in a cache.
 
         Raises:
-            ConfigError: attention that is not causal has no past to remember.
+            ConfigError: attention that is not causal cannot be cached.
             WorkhorseError: the kernel cannot decode.
         """
         if not self.kernel.decodes:
@@ -105,13 +105,13 @@ def split_heads(x: Hidden, heads: int) -> Queries:
 
 
 def make_rotation(rope: RopeConfig, head_dim: int) -> "Rotation":
-    """What turns queries or keys of that width."""
+    """A rotation for queries or keys of that width."""
     kind = Rotation if rope.precision == "native" else Float32Rotation
     return kind(rope, head_dim)
 
 
 class Rotation(nn.Module):
-    """Turns queries or keys by their positions."""
+    """Rotates queries or keys by their positions."""
 
     def __init__(self, rope: RopeConfig, head_dim: int) -> None:
         super().__init__()

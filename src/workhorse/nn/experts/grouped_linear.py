@@ -1,4 +1,4 @@
-"""A linear map of its own for each group of rows: how the experts of a mixture multiply."""
+"""A separate linear map for each group of rows: the matrix products of a mixture's experts."""
 
 from typing import NamedTuple, cast
 
@@ -9,20 +9,20 @@ from torch import Tensor, nn
 
 KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNEL_ALIGNMENT = 16
-"""Bytes that a row of anything the grouped kernel reads or writes must be a multiple of."""
+"""The size in bytes of every row that the grouped kernel reads or writes is a multiple of this."""
 
 
 class Groups(NamedTuple):
-    """Rows that stand sorted by group."""
+    """Rows sorted by group."""
 
     of_row: Int[Tensor, " rows"]
-    """The group of each row, rising."""
+    """The group of each row, in ascending order."""
     ends: Int[Tensor, " groups"]
     """Where each group ends; an empty one ends where it begins. int32."""
 
 
 def group_sorted(of_row: Int[Tensor, " rows"], groups: int) -> Groups:
-    """The groups of rows whose group numbers rise; nothing waits for the device."""
+    """The groups of rows whose group numbers ascend; without waiting for the device."""
     every = torch.arange(groups, device=of_row.device)
     return Groups(of_row, torch.searchsorted(of_row, every, right=True, out_int32=True))
 
@@ -63,11 +63,11 @@ def grouped_product(
 ) -> Float[Tensor, "rows out_features"]:
     """`x[r] @ weight[g]ᵀ`, group g being the rows up to `ends[g]`.
 
-    PyTorch's grouped kernel where it takes these shapes, else a product for each group. In bfloat16
-    on Hopper and Blackwell the kernel does not wait for the device; on one CPU thread in float32 it
-    took 0.4 to 1.1 times as long as the products, the less the fewer rows a group has (0.5 to
-    1,024). Its backward fails on a gradient that is expanded and not written out, as that of a
-    plain sum is.
+    It uses PyTorch's grouped kernel where that takes these shapes, otherwise one product per group.
+    In bfloat16 on Hopper and Blackwell the kernel does not wait for the device. On one CPU thread
+    in float32 it took 0.4 to 1.1 times as long as separate products, with 0.5 to 1,024 rows per
+    group: the fewer, the less. Its backward fails on an expanded gradient that was not
+    materialised, such as that of a plain sum.
     """
     if _kernel_takes(weight):
         return F.grouped_mm(x, weight.mT, offs=ends)

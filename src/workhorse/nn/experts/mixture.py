@@ -1,6 +1,6 @@
 """A mixture of experts: many gated feed-forwards, of which a router chooses a few for each token.
 
-No token is dropped, whatever the load of an expert. Papers: 1701.06538; with shared experts
+No token is dropped, however loaded an expert is. Papers: 1701.06538; with shared experts,
 DeepSeekMoE, 2401.06066.
 """
 
@@ -27,32 +27,32 @@ from workhorse.nn.shapes import Hidden
 
 
 class MoEConfig(GatedConfig):
-    """`Σ weight_e · expert_e(x)` over the chosen experts, and a shared one beside them.
+    """`Σ weight_e · expert_e(x)` over the chosen experts, plus a shared expert if there is one.
 
-    `d_ff`, `activation`, `bias` and `dropout` are those of every routed expert.
+    `d_ff`, `activation`, `bias` and `dropout` apply to every routed expert.
     """
 
     kind: Literal["moe"] = "moe"
     n_experts: int = Field(gt=0)
-    """Experts, of which `top_k` work on each token."""
+    """Number of routed experts."""
     top_k: int = Field(gt=0)
-    """Experts that work on a token."""
+    """Routed experts that each token is sent to."""
     activation: ActivationName = "silu"
-    """On an expert's gate."""
+    """Activation of an expert's gate."""
     clamped: ClampedSwigluConfig | None = None
-    """gpt-oss's clamped SwiGLU, in the place of the activation."""
+    """gpt-oss's clamped SwiGLU, in place of the activation."""
     router: RouterConfig = RouterConfig()
     """How the experts of a token are chosen and weighted."""
     weigh: Literal["output", "input"] = "output"
     """What the router's weight multiplies: an expert's output, or (Llama 4) its input."""
     shared: GatedMlpConfig | None = None
-    """An expert that works on every token. Several of them side by side are one as wide as all."""
+    """An expert applied to every token. Several are written as one of their total width."""
     shared_gate: bool = False
-    """Multiply the shared expert's output by the sigmoid of a map to one number (Qwen2-MoE)."""
+    """Multiply the shared expert's output by a sigmoid gate, one number per token (Qwen2-MoE)."""
     multiplier: float = Field(default=1.0, gt=0)
-    """On the sum of all experts. Half of it is the mean of the routed and the shared (Cohere)."""
+    """Factor on the sum of all experts; 0.5 averages the routed and the shared (Cohere)."""
     output_norm: PresentNormConfig | None = None
-    """A norm of what all experts add up to (A.X-K1); left out: none."""
+    """A norm on the sum of all experts (A.X-K1); left out: none."""
 
     def model_post_init(self, _context: object) -> None:
         self.router.check(self.n_experts, self.top_k)
@@ -96,13 +96,13 @@ class MixtureOfExperts(nn.Module):
         return self.output_norm(self.multiply(self.mix(x)))
 
     def mix(self, x: Hidden) -> Hidden:
-        """What the experts add up to."""
+        """The sum of the experts' outputs."""
         tokens = x.flatten(0, 1)  # (batch · seq, d_model)
         return self.experts(tokens, self.router(tokens)).view_as(x)
 
 
 class SharedMixture(MixtureOfExperts):
-    """A mixture, and an expert that works on every token."""
+    """A mixture plus an expert that is applied to every token."""
 
     def __init__(self, d_model: int, config: MoEConfig, shared: GatedMlpConfig) -> None:
         super().__init__(d_model, config)
@@ -112,12 +112,12 @@ class SharedMixture(MixtureOfExperts):
         return super().mix(x) + self.share(x)
 
     def share(self, x: Hidden) -> Hidden:
-        """What the shared expert adds."""
+        """The shared expert's contribution."""
         return self.shared(x)
 
 
 class GatedSharedMixture(SharedMixture):
-    """A mixture, and `sigmoid(shared_gate(x)) · shared(x)`."""
+    """A mixture plus `sigmoid(shared_gate(x)) · shared(x)`."""
 
     def __init__(self, d_model: int, config: MoEConfig, shared: GatedMlpConfig) -> None:
         super().__init__(d_model, config, shared)
@@ -128,19 +128,19 @@ class GatedSharedMixture(SharedMixture):
 
 
 class Experts(nn.Module):
-    """Gated feed-forwards with stacked weights, each at work on the tokens routed to it.
+    """Gated feed-forwards with stacked weights, each applied to the tokens routed to it.
 
-    The token-expert pairs are sorted by expert, so each projection is one grouped product. The ways
-    there and back add nothing up in an order that could change: the result is the same every time.
+    The token-expert pairs are sorted by expert, so that each projection is one grouped product.
+    Gathering and scattering sum nothing in an order that could vary: the result is deterministic.
 
     Args:
         d_model: width of a token's vector.
         d_ff: hidden width of an expert.
-        n_experts: how many.
-        activation: is called with the gate and the other branch.
+        n_experts: number of experts.
+        activation: called with the gate and the other branch.
         bias: on the three projections of each expert.
         dropout: on the combined branches.
-        weigh: what the routing's weights multiply.
+        weigh: what the router's weights multiply.
     """
 
     def __init__(

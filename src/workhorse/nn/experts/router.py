@@ -1,4 +1,4 @@
-"""Routers: which experts of a mixture work on a token, and how much each of them counts."""
+"""Routers: which experts of a mixture a token is sent to, and the weight of each."""
 
 import math
 from abc import ABC, abstractmethod
@@ -14,7 +14,7 @@ from workhorse.config import Config, ConfigError
 
 TOP2 = 2
 ALWAYS_FLOAT32 = "selection_bias"
-"""Ends the name of what is float32 in a decoder of any type."""
+"""Ending of the names of parameters that are float32 whatever the decoder's dtype."""
 Scores = Float[Tensor, "tokens n_experts"]
 
 
@@ -24,38 +24,38 @@ class Routing(NamedTuple):
     experts: Int[Tensor, "tokens top_k"]
     """The experts of each token."""
     weights: Float[Tensor, "tokens top_k"]
-    """How much each of them counts, float32."""
+    """The weight of each, float32."""
     scores: Scores
-    """Of every expert, float32: what balances a mixture looks at."""
+    """The scores of all experts, float32, for balancing the load."""
 
 
 class RouterConfig(Config):
-    """A linear map to a score for each expert, of which the best `top_k` are chosen.
+    """A linear map to one score per expert; the `top_k` best are chosen.
 
     A softmax over the chosen logits alone (Mixtral, gpt-oss, Granite) is `score: softmax` with
-    `normalize`. Noise on inputs or logits, which some families train with, is not there.
+    `normalize`. The noise on inputs or logits that some families train with is not implemented.
     """
 
     score: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
     """`softmax` over all experts, or `sigmoid` of each by itself (DeepSeek-V3, 2412.19437 §2.1.2).
     `sparsemixer` (PhiMoE; 2409.12136) weighs the best expert by a softmax over those whose logits
-    come near it, then the second best in the same way without the best, and so on. In training too
-    the best are chosen, where the paper draws them at random."""
+    are close to its own, then the second best in the same way without the best, and so on. The best
+    are chosen in training too, where the paper samples."""
     normalize: bool = False
-    """Divide the weights of the chosen by their sum."""
+    """Divide the weights of the chosen experts by their sum."""
     scale: float = Field(default=1.0, gt=0)
-    """Multiplies the weights (DeepSeek's `routed_scaling_factor`)."""
+    """Factor on the weights (DeepSeek's `routed_scaling_factor`)."""
     n_groups: int = Field(default=1, gt=0)
     """Groups of neighbouring experts."""
     top_groups: int = Field(default=1, gt=0)
-    """Choose among the experts of the best `top_groups` groups only (DeepSeek-V2, 2405.04434
+    """Choose only among the experts of the `top_groups` best groups (DeepSeek-V2, 2405.04434
     §2.2.2)."""
     group_score: Literal["max", "top2_sum"] = "max"
-    """What makes a group good: its best expert (DeepSeek-V2) or the sum of its best two (V3). For
-    groups that are not all kept."""
+    """A group's score: that of its best expert (DeepSeek-V2) or the sum of its best two (V3). Only
+    where some groups are dropped."""
     selection_bias: bool = False
-    """A number for each expert that is added to its score for the choice and not in the weight. No
-    gradient trains it; it is for balancing loads (2408.15664)."""
+    """A bias per expert that is added to its score for the choice but not in the weight. It has no
+    gradient and serves to balance the load (2408.15664)."""
     bias_on: Literal["score", "logit"] = "score"
     """What `selection_bias` is added to: an expert's score, or its logit (Kolibri)."""
     bias: bool = False
@@ -91,10 +91,10 @@ class RouterConfig(Config):
                 raise ConfigError(f"{field} does not go with score=sparsemixer; leave it out")
 
     def check(self, n_experts: int, top_k: int) -> None:
-        """Refuse what cannot be grouped or chosen.
+        """Refuse numbers of experts that cannot be grouped or chosen.
 
         Raises:
-            ConfigError: more experts are chosen than there are, or groups are not alike.
+            ConfigError: more experts are chosen than there are, or groups differ in size.
         """
         if top_k > n_experts:
             raise ConfigError(f"top_k={top_k} is more than n_experts={n_experts}; lower it")
@@ -128,9 +128,9 @@ class Router(nn.Module, ABC):
 
     Args:
         d_model: width of a token's vector.
-        n_experts: how many there are.
-        top_k: how many of them work on a token.
-        config: how they are scored, chosen and weighed.
+        n_experts: number of experts.
+        top_k: experts per token.
+        config: how they are scored, chosen and weighted.
     """
 
     def __init__(self, d_model: int, n_experts: int, top_k: int, config: RouterConfig) -> None:
@@ -141,7 +141,7 @@ class Router(nn.Module, ABC):
 
     @abstractmethod
     def forward(self, x: Float[Tensor, "tokens d_model"]) -> Routing:
-        """Who works on each token."""
+        """The experts of each token and their weights."""
 
 
 class TopKRouter(Router):
@@ -161,7 +161,7 @@ class TopKRouter(Router):
         return Routing(experts, weights, scores)
 
     def rank(self, logits: Scores, scores: Scores) -> Scores:
-        """What the choice goes by: the logits, whose order a saturated sigmoid loses."""
+        """The numbers that decide: logits, because a saturated sigmoid loses their order."""
         del scores
         return logits
 
@@ -217,9 +217,9 @@ class BestGroups(nn.Module):
 
 
 class SparseMixer(Router):
-    """PhiMoE's router: one expert after the other, each weighed among its near rivals.
+    """PhiMoE's router: one expert after another, each weighted among those with close logits.
 
-    Paper: GRIN, 2409.12136 §2; the choice is that of evaluation, in training too.
+    Paper: GRIN, 2409.12136 §2; the choice made in evaluation is used in training too.
     """
 
     def __init__(self, d_model: int, n_experts: int, top_k: int, config: RouterConfig) -> None:
@@ -254,7 +254,7 @@ class Float32Linear(nn.Linear):
 
 
 class SumToOne(nn.Module):
-    """`x / sum(x)` over the last axis; all zeros stay so."""
+    """`x / sum(x)` over the last axis; all zeros stay zero."""
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
         return x / x.sum(dim=-1, keepdim=True).clamp(min=torch.finfo(x.dtype).tiny)

@@ -1,1 +1,1 @@
-"""Where a token stands: rotations and slopes inside attention, vectors added to the embedding."""
+"""Positions: rotations and linear biases inside attention, vectors added to the embedding."""

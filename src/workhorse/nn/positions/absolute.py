@@ -1,6 +1,6 @@
 """Absolute positions, added to the token embedding: learned, sinusoidal, or none.
 
-Positions that act inside attention are elsewhere: rotations in `rope`, linear biases in `alibi`.
+Positions that act inside attention have their own files: rotations in `rope`, biases in `alibi`.
 """
 
 from typing import Annotated, Literal
@@ -30,7 +30,7 @@ OF_PARTS = {
 
 
 class NoPositionConfig(Config):
-    """Nothing is added or turned: the causal mask alone carries order (NoPE)."""
+    """No position is added and nothing is rotated: the causal mask alone gives order (NoPE)."""
 
     kind: Literal["none"] = "none"
 
@@ -51,7 +51,7 @@ class LearnedPositionConfig(Config):
 
 
 class LearnedPositions(nn.Module):
-    """Adds row `offset + s` of a table to the token at position `s`; padding gets position 0's."""
+    """Adds row `offset + s` of a table to the token at position `s`; padding gets that of 0."""
 
     def __init__(self, max_seq_len: int, d_model: int, *, offset: int = 0) -> None:
         super().__init__()
@@ -70,13 +70,13 @@ class SinusoidalPositionConfig(Config):
 
     kind: Literal["sinusoidal"] = "sinusoidal"
     theta: float = Field(default=10_000.0, gt=0)
-    """How much slower the slowest wave is than the fastest, about."""
+    """About how many times slower the slowest wave is than the fastest."""
     layout: Literal["interleaved", "halves"] = "interleaved"
     """`interleaved` alternates sines and cosines (the paper); `halves` puts all sines first
     (CTRL, XGLM)."""
     spacing: Literal["half", "half_minus_one"] = "half"
-    """What divides the exponent: d_model/2, or d_model/2 - 1 so that the slowest wave is exactly
-    theta (XGLM)."""
+    """The divisor in the exponent: d_model/2, or d_model/2 - 1, which makes the slowest wave
+    exactly theta times slower (XGLM)."""
     offset: int = Field(default=0, ge=0)
     """Added to every position (XGLM: 2)."""
 
@@ -86,7 +86,7 @@ class SinusoidalPositionConfig(Config):
 
 
 class SinusoidalPositions(nn.Module):
-    """Adds waves, computed on the fly for any position."""
+    """Adds sinusoids, computed for any position when needed."""
 
     def __init__(self, d_model: int, config: SinusoidalPositionConfig | None = None) -> None:
         super().__init__()
@@ -97,7 +97,7 @@ class SinusoidalPositions(nn.Module):
         return x + self.vectors(positions).to(x.dtype)
 
     def vectors(self, positions: Positions) -> Float[Tensor, "#batch seq d_model"]:
-        """The waves themselves, in float32."""
+        """The sinusoids, in float32."""
         half = (self.d_model + 1) // 2
         divisor = self.d_model / 2 if self.wave.spacing == "half" else max(half - 1, 1)
         exponents = torch.arange(half, device=positions.device, dtype=torch.float32) / divisor

@@ -1,4 +1,4 @@
-"""Linear position biases: a score loses `slope_h` for each token between query and key."""
+"""Linear position biases: a score is lowered by `slope_h` for each token of distance."""
 
 import math
 from typing import Literal

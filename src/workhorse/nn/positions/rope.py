@@ -1,7 +1,7 @@
-"""Rotary positions: pairs of query and key features turned by an angle that grows with position.
+"""Rotary positions: pairs of query and key features rotated by an angle proportional to position.
 
 A rotation holds no state. The angles are computed once per forward for each distinct `RopeConfig`
-(see `context`), in float32, so neither a cast nor a move of the model can spoil them.
+(see `context`), in float32, so that neither casting nor moving the model can degrade them.
 """
 
 from typing import Literal, cast
@@ -24,34 +24,34 @@ from workhorse.nn.shapes import Angles, Lengths, Positions
 
 
 class RopeConfig(Config):
-    """Turn pair `i` of queries and keys by `position * theta^(-2i/rotary_dim)`.
+    """Rotate pair `i` of queries and keys by `position * theta^(-2i/rotary_dim)`.
 
     Paper: RoFormer, 2104.09864.
     """
 
     kind: Literal["rope"] = "rope"
     theta: float = Field(default=10_000.0, gt=1)
-    """Base of the angles: the slowest pair turns once in about `2π · theta` tokens."""
+    """Base of the angles: the slowest pair makes a full turn in about `2π · theta` tokens."""
     fraction: float = Field(default=1.0, gt=0, le=1)
-    """The part of the head's width that turns; the rest passes unchanged. Of an odd number of
-    features the last turns with the one after it, as in transformers."""
+    """The fraction of the head's width that is rotated; the rest stays unchanged. With an odd
+    number of features, the last is paired with the one after it, as in transformers."""
     pairing: Literal["half", "interleaved"] = "half"
-    """Feature i turns with i + rotary_dim/2 (`half`) or with its neighbour (`interleaved`). A
-    checkpoint is right with one of them only, and plausible with the other."""
+    """Feature i is paired with i + rotary_dim/2 (`half`) or with its neighbour (`interleaved`). A
+    checkpoint is right with only one of them, and looks plausible with the other."""
     reverse: bool = False
-    """Turn the other way (nanochat)."""
+    """Rotate in the opposite direction (nanochat)."""
     precision: Literal["native", "float32"] = "native"
-    """`float32` turns queries and keys in float32 whatever their type (OLMo, Cohere)."""
+    """`float32` rotates queries and keys in float32 whatever their dtype (OLMo, Cohere)."""
     scaling: RopeScalingConfig | None = None
     """How the rotation is stretched past the length it was trained for; left out: not at all."""
 
     def rotary_dim(self, head_dim: int) -> int:
         """The width that the frequencies are spread over.
 
-        As many features of a head turn, or one more if it is odd.
+        That many features of a head are rotated, or one more if the number is odd.
 
         Raises:
-            ConfigError: there is no such pair, or a scaling has divisors for another width.
+            ConfigError: the features cannot be paired, or a scaling has divisors for another width.
         """
         rotary_dim = int(head_dim * self.fraction)
         pairs = (rotary_dim + 1) // 2
@@ -76,7 +76,7 @@ class RopeConfig(Config):
 
     @property
     def steady_length(self) -> int | None:
-        """The longest text whose tokens keep their angles as it grows; None: any text's do."""
+        """The longest text whose tokens keep their angles as it grows; None: there is no limit."""
         match self.scaling:
             case DynamicNtkScalingConfig() | LongRopeScalingConfig() as scaling:
                 return scaling.original_max_seq_len
@@ -94,10 +94,10 @@ class RopeConfig(Config):
         """Cosines and sines in float32, `(batch or 1, 1, seq, pairs)` each.
 
         Args:
-            positions: where each token stands; padding may hold anything.
+            positions: the position of each token; padding may hold anything.
             head_dim: width of a head.
-            length: tokens in the text so far, of each row or token where they differ; only
-                scalings that depend on it look at it.
+            length: tokens in the text so far, per row or per token where they differ; used only by
+                scalings that depend on it.
         """
         rotary_dim = self.rotary_dim(head_dim)
         device = positions.device
@@ -116,7 +116,7 @@ class RopeConfig(Config):
         length: int | Lengths,
         device: torch.device,
     ) -> Float[Tensor, "*texts rotary_half"]:
-        """Of one text, `(pairs)`; of several, `(batch, 1, seq or 1, pairs)`, each as if alone."""
+        """For one text `(pairs)`; for several `(batch, 1, seq or 1, pairs)`, each as if alone."""
         if isinstance(length, int):
             return scaling.frequencies(self.theta, rotary_dim, length, device)
         lengths = length.clamp(min=self.steady_length or 0)
@@ -127,12 +127,12 @@ class RopeConfig(Config):
 
 
 def rotate_half(x: Tensor, cos: Angles, sin: Angles) -> Tensor:
-    """Turn the pairs (i, i + pairs) of the first `2 · pairs` features.
+    """Rotate the pairs (i, i + pairs) of the first `2 · pairs` features.
 
     Args:
         x: (batch, heads, seq, head_dim).
-        cos: (batch or 1, 1, seq, pairs), in the type of `x`.
-        sin: as `cos`.
+        cos: (batch or 1, 1, seq, pairs), in the dtype of `x`.
+        sin: like `cos`.
     """
     half = cos.shape[-1]
     a, b, rest = x[..., :half], x[..., half : 2 * half], x[..., 2 * half :]
@@ -140,7 +140,7 @@ def rotate_half(x: Tensor, cos: Angles, sin: Angles) -> Tensor:
 
 
 def rotate_interleaved(x: Tensor, cos: Angles, sin: Angles) -> Tensor:
-    """Turn the pairs (2i, 2i + 1) of the first `2 · pairs` features; see `rotate_half`."""
+    """Rotate the pairs (2i, 2i + 1) of the first `2 · pairs` features; see `rotate_half`."""
     turning = 2 * cos.shape[-1]
     a, b, rest = x[..., 0:turning:2], x[..., 1:turning:2], x[..., turning:]
     turned = torch.stack((a * cos - b * sin, b * cos + a * sin), dim=-1).flatten(-2)

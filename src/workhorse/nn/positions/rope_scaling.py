@@ -1,4 +1,4 @@
-"""Rotations stretched past the length they were trained for: slower angles, and their amplitude."""
+"""Rotations scaled to texts longer than those of training: slower angles, and an amplitude."""
 
 import math
 from abc import abstractmethod
@@ -12,7 +12,7 @@ from torch import Tensor
 from workhorse.config import Config, ConfigError
 
 Frequencies = Float[Tensor, " rotary_half"]
-"""Radians per position of each pair of features."""
+"""Radians per position, for each pair of features."""
 
 
 class ScalingConfig(Config):
@@ -22,11 +22,11 @@ class ScalingConfig(Config):
     def frequencies(
         self, theta: float, rotary_dim: int, length: int, device: torch.device
     ) -> Frequencies:
-        """Radians per position of each pair, for a text of `length` tokens."""
+        """Radians per position, for each pair, in a text of `length` tokens."""
 
     @property
     def amplitude(self) -> float:
-        """Multiplies cosines and sines."""
+        """Factor on cosines and sines."""
         return 1.0
 
 
@@ -35,7 +35,7 @@ class LinearScalingConfig(ScalingConfig):
 
     kind: Literal["linear"] = "linear"
     factor: float = Field(gt=0)
-    """How many times longer texts become."""
+    """How many times longer texts may be."""
 
     def frequencies(
         self, theta: float, rotary_dim: int, length: int, device: torch.device
@@ -48,14 +48,14 @@ class DynamicNtkScalingConfig(ScalingConfig):
     """Past the original length, a larger theta that depends on the length of the text so far.
 
     The angles of early tokens change as the text grows, so decoding with a cache cannot equal the
-    full forward; like the reference, cached keys keep the angles they were stored with.
+    full forward; as in the reference, cached keys keep the angles they were stored with.
     """
 
     kind: Literal["dynamic_ntk"] = "dynamic_ntk"
     factor: float = Field(ge=1)
     """How fast theta grows with the length."""
     original_max_seq_len: int = Field(gt=0)
-    """The longest text, in tokens, whose angles stay as they were trained."""
+    """The longest text, in tokens, whose angles stay as they were in training."""
 
     def frequencies(
         self, theta: float, rotary_dim: int, length: int, device: torch.device
@@ -71,19 +71,19 @@ class YarnScalingConfig(ScalingConfig):
 
     kind: Literal["yarn"] = "yarn"
     factor: float = Field(ge=1)
-    """How many times longer texts become."""
+    """How many times longer texts may be."""
     original_max_seq_len: int = Field(gt=0)
-    """The longest text of the first training, in tokens."""
+    """The longest text of the original training, in tokens."""
     beta_fast: float = Field(default=32.0, gt=0)
     """Pairs that turn more often than this over the original length are left alone."""
     beta_slow: float = Field(default=1.0, gt=0)
     """Pairs that turn less often than this are fully interpolated."""
     mscale: float = 1.0
-    """Multiplies the logarithm in the factor on cosines and sines; only beside `mscale_all_dim`."""
+    """Factor on the logarithm in the amplitude; used only with `mscale_all_dim`."""
     mscale_all_dim: float | None = None
-    """DeepSeek divides by the factor of this one, and multiplies its square into the softmax."""
+    """DeepSeek divides by this one's amplitude and multiplies the softmax scale by its square."""
     attention_factor: float | None = None
-    """Multiplies cosines and sines; the paper's `0.1 ln(factor) + 1` where not given."""
+    """Amplitude: the factor on cosines and sines; the paper's `0.1 ln(factor) + 1` by default."""
     truncate: bool = True
     """Round the ends of the ramp to whole pairs (gpt-oss does not)."""
 
@@ -127,7 +127,7 @@ class YarnScalingConfig(ScalingConfig):
 
 
 class Llama3ScalingConfig(ScalingConfig):
-    """Long waves interpolated, short ones left alone, a blend between (Llama 3.1, 2407.21783)."""
+    """Long waves interpolated, short ones left alone, blended between (Llama 3.1, 2407.21783)."""
 
     kind: Literal["llama3"] = "llama3"
     factor: float = Field(ge=1)
@@ -137,7 +137,7 @@ class Llama3ScalingConfig(ScalingConfig):
     high_freq_factor: float = Field(gt=0)
     """Pairs that turn more often over the original length are left alone."""
     original_max_seq_len: int = Field(gt=0)
-    """The longest text of the first training, in tokens."""
+    """The longest text of the original training, in tokens."""
 
     def frequencies(
         self, theta: float, rotary_dim: int, length: int, device: torch.device
@@ -158,7 +158,7 @@ class Llama3ScalingConfig(ScalingConfig):
 
 
 class LongRopeScalingConfig(ScalingConfig):
-    """A searched divisor for each pair, one list within the original length and one past it.
+    """A divisor per pair found by search: one list up to the original length, another beyond it.
 
     Like dynamic NTK it depends on the length of the text: crossing the original length changes all
     angles at once, and cached keys keep theirs. Paper: LongRoPE, 2402.13753.
@@ -166,15 +166,15 @@ class LongRopeScalingConfig(ScalingConfig):
 
     kind: Literal["longrope"] = "longrope"
     short_factor: tuple[float, ...]
-    """Each pair's divisor in texts up to the original length."""
+    """The divisor of each pair in texts up to the original length."""
     long_factor: tuple[float, ...]
-    """Each pair's divisor in longer texts."""
+    """The divisor of each pair in longer texts."""
     original_max_seq_len: int = Field(gt=1)
-    """The longest text of the first training, in tokens."""
+    """The longest text of the original training, in tokens."""
     factor: float = Field(ge=1)
-    """How far the context was extended; sets the amplitude unless `attention_factor` does."""
+    """How far the context was extended; gives the amplitude unless `attention_factor` does."""
     attention_factor: float | None = None
-    """Multiplies cosines and sines; left out: `sqrt(1 + ln(factor) / ln(original_max_seq_len))`."""
+    """Amplitude; left out: `sqrt(1 + ln(factor) / ln(original_max_seq_len))`."""
 
     def frequencies(
         self, theta: float, rotary_dim: int, length: int, device: torch.device

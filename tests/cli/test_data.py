@@ -122,7 +122,7 @@ def test_a_run_directory_is_a_recipe(capsys) -> None:
         assert Path(result["folder"]).parent == Path("run/data")
     assert not Path("runs").exists()
     assert main(["data", "inspect", "texts"]) == 2
-    assert "texts is a folder and no run: it has no recipe.yaml" in capsys.readouterr().err
+    assert "texts is not a run: it has no recipe.yaml" in capsys.readouterr().err
 
 
 def test_unknown_characters_are_warned_of_and_counted(capsys) -> None:

@@ -50,7 +50,7 @@ def test_a_run_that_holds_nothing_out_is_told_to_name_a_text(run_folder, capsys)
     written["data"]["corpus"]["validation_fraction"] = 0
     recipe.write_text(yaml.safe_dump(written))
     assert_refused(
-        capsys, [str(run_folder)], f"{run_folder} holds nothing out of its data; give --data FILE"
+        capsys, [str(run_folder)], f"{run_folder} has no validation split; give --data FILE"
     )
     assert evaluate(capsys, str(run_folder), "--data", held_out)["documents"] == 3
 
@@ -208,7 +208,7 @@ class TestTasks:
         [
             (["--include-path", "nowhere"], "nowhere is not a folder; give one that holds YAML"),
             (["--limit", "0"], "limit=0 leaves nothing; choose more than 0"),
-            (["--fewshot", "-1"], "fewshot=-1 is no number of examples; choose 0 or more"),
+            (["--fewshot", "-1"], "fewshot=-1 is negative; choose 0 or more examples"),
             (["--apply-chat-template"], "has no chat template; evaluate it on the plain text"),
         ],
     )

@@ -76,7 +76,7 @@ def test_a_file_of_json_lines_is_a_prompt_a_line(run_folder, capsys, tmp_path):
         ("a.jsonl", b"\n", "a.jsonl is empty; write a line"),
         ("a.jsonl", b"\n{x}", "a.jsonl:2 is not valid JSON"),
         ("a.jsonl", b"[1]", "a.jsonl:1"),
-        ("a.jsonl", b'{"a": 1}', 'a.jsonl:1 has no text as "prompt"; mend or remove the line'),
+        ("a.jsonl", b'{"a": 1}', 'a.jsonl:1 has no text as "prompt"; correct or remove the line'),
     ],
 )
 def test_a_broken_file_of_prompts_is_one_line(
@@ -101,7 +101,7 @@ def test_a_lone_surrogate_in_a_prompt_is_one_line(run_folder, capsys, tmp_path):
     ("flags", "line"),
     [
         (["--length-penalty", "2"], "there is no search; choose beams of 2 or more, or leave it"),
-        (["--beams", "3", "--stream"], "--beams knows its text at the end only; leave out"),
+        (["--beams", "3", "--stream"], "--beams knows its text only at the end; leave out"),
         (["--temp", "0.5"], "--temperature"),
         (["--kernel", "flex"], "'flex' is not one of 'auto', 'eager', 'sdpa'"),
     ],
@@ -193,10 +193,10 @@ def test_a_preset_says_that_its_weights_are_random(capsys, monkeypatch):
             "temperature=0.5 would have no",
         ),
         (["--prompt", "x" * 33], "the prompt has 33 tokens and the context is 32; shorten it"),
-        (["--prompt", "a", "--logit-bias", "x=1"], "'x=1' is no bias; write ID=VALUE"),
+        (["--prompt", "a", "--logit-bias", "x=1"], "'x=1' is not a bias; write ID=VALUE"),
         (["--prompt", "a", "--device", "warp"], "device=warp is not a device"),
         ([], "there is no prompt; give --prompt TEXT"),
-        (["--prompt", "-", "--prompt", "-"], "stdin can be read once only"),
+        (["--prompt", "-", "--prompt", "-"], "stdin can be read only once"),
         (["--prompt", "a", "--logprobs", "2"], "--logprobs are part of the --json result"),
         (["--prompt", "a", "--stream", "--json"], "--stream shows one text"),
         (

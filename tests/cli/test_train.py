@@ -329,7 +329,7 @@ def test_dry_run_refuses_the_place_that_training_would(
         (["tiny.yaml", "steps"], "'steps' is not a setting; write section.key=value"),
         (["tiny.yaml", "data.corpus.path=gone.txt"], "gone.txt"),
         (["tiny.yaml", "--out", "corpus.txt"], "it is a file"),
-        (["."], ". is a folder and no run: it has no recipe.yaml; give a recipe file"),
+        (["."], ". is not a run: it has no recipe.yaml; give a recipe file"),
         (["tiny.yaml", "train.schedule.warmup_steps=9"], "as by train.schedule.warmup_steps=0"),
         (["tiny.yaml", "--resume"], "holds no run to resume"),
         (["tiny.yaml", "--device", "gpu"], "device=gpu is not a device"),

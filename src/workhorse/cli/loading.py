@@ -1,4 +1,4 @@
-"""How verbs take a MODEL: the argument, the flags beside it, and loading it; or a run's RECIPE."""
+"""How verbs take a MODEL: the argument, its flags, and loading it; or a run's RECIPE."""
 
 import functools
 from collections.abc import Callable, Sequence
@@ -29,7 +29,7 @@ class Running:
 
 
 DECODING = ("auto", "eager", "sdpa")
-"""Kernels that serve a cache."""
+"""Kernels that can decode with a cache."""
 
 
 def model_options(
@@ -37,8 +37,8 @@ def model_options(
 ) -> Callable[..., Any]:
     """The argument MODEL and the flags of every verb that runs one.
 
-    The parameters are `model: str` and `running: Running`, which `open_model` takes. `kernels` are
-    those that the verb can use.
+    The parameters are `model: str` and `running: Running`, which `open_model` takes. `kernels`
+    lists those that the verb can use.
     """
 
     @functools.wraps(verb)
@@ -72,8 +72,8 @@ compile_option = click.option(
     "--compile",
     "compiled",
     is_flag=True,
-    help="Decode by compiled steps. The first time on a machine waits for the compiler (tens of"
-    " seconds), later ones for the program to be read (seconds).",
+    help="Decode with compiled steps. The first time on a machine waits for the compiler (tens of"
+    " seconds); later ones read the compiled program (seconds).",
 )
 """For verbs that decode; the parameter is `compiled`."""
 
@@ -81,12 +81,12 @@ compile_option = click.option(
 def open_model(
     model: str, running: Running, *, compiled: bool = False, with_text: bool = True
 ) -> "Model":
-    """Load MODEL as the flags say; random weights are announced on stderr.
+    """Load MODEL according to the flags; random weights are announced on stderr.
 
     Args:
         model: the argument.
         running: how it runs.
-        compiled: decode by compiled steps.
+        compiled: decode with compiled steps.
         with_text: refuse a model without a tokenizer; a draft needs none.
     """
     from workhorse.devices import use_threads
@@ -123,6 +123,6 @@ def recipe_of_run(folder: Path) -> Path:
     run = RunDirectory(folder)
     if not run.exists:
         raise WorkhorseError(
-            f"{folder} is a folder and no run: it has no {run.recipe_file.name}; give a recipe file"
+            f"{folder} is not a run: it has no {run.recipe_file.name}; give a recipe file"
         )
     return run.recipe_file

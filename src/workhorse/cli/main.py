@@ -27,9 +27,9 @@ waits for torch. A whole verb:
         print_result(result, as_json, text=f"{result['tokens']:,} tokens")  # to stdout
 
 A verb with subcommands makes `command` a `click.Group` (`@click.group("data")`, then
-`@command.command("prepare")`). What a user can mend, the library raises as `WorkhorseError`; a verb
-neither catches it nor prints errors. A verb that ends early but in order (a signal, after saving)
-prints its result and then calls `click.get_current_context().exit(ExitCode.STOPPED)`.
+`@command.command("prepare")`). The library raises `WorkhorseError` for mistakes that a user can
+correct; a verb neither catches it nor prints errors. A verb that ends early but cleanly (a signal,
+after saving) prints its result and then calls `click.get_current_context().exit(ExitCode.STOPPED)`.
 '''
 
 import errno
@@ -75,11 +75,11 @@ REFUSED_BY_SYSTEM = {
     errno.EPERM,
     errno.EROFS,
 }
-"""What the user can mend: an OSError of these kinds is one line and not a traceback."""
+"""Errors that a user can correct: an OSError of these kinds is one line, not a traceback."""
 
 
 class VerbGroup(click.Group):
-    """The verbs of `VERBS`, each imported when it is used and not before."""
+    """The verbs of `VERBS`, each imported only when it is used."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(VERBS)
@@ -127,7 +127,7 @@ def main(arguments: Sequence[str]) -> int:
     except (KeyboardInterrupt, click.Abort):
         print("workhorse: interrupted", file=sys.stderr)
         return ExitCode.INTERRUPTED
-    except BrokenPipeError:  # the reader of our output has seen enough
+    except BrokenPipeError:  # the reader of our output has closed it
         give_up_stdout()
         return ExitCode.DONE
     except Exception as error:
@@ -139,10 +139,10 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def check_folder() -> None:
-    """Refuse to stand in a folder that was removed, where PyTorch's libraries end the process.
+    """Refuse to run in a folder that was removed: PyTorch's libraries would abort the process.
 
     Raises:
-        WorkhorseError: it was.
+        WorkhorseError: the current folder does not exist.
     """
     try:
         os.getcwd()
@@ -151,10 +151,10 @@ def check_folder() -> None:
 
 
 def as_text(arguments: Sequence[str]) -> list[str]:
-    """The arguments read as UTF-8, whatever the locale says.
+    """The arguments decoded as UTF-8, whatever the locale.
 
     Raises:
-        WorkhorseError: one that is not.
+        WorkhorseError: one of them is not UTF-8.
     """
     texts = []
     for argument in arguments:
@@ -166,7 +166,7 @@ def as_text(arguments: Sequence[str]) -> list[str]:
 
 
 def mistake(error: Exception) -> str:
-    """The line for an error that the user can mend; empty for a bug of ours."""
+    """The line for an error that the user can correct; empty for a bug of ours."""
     where = "workhorse"
     match error:
         case click.exceptions.NoArgsIsHelpError():
@@ -195,7 +195,7 @@ def mistake(error: Exception) -> str:
 
 
 def _begun(error: click.NoSuchOption) -> list[str]:
-    """The flags that an unknown one is the beginning of."""
+    """The flags that begin with an unknown one."""
     parameters = error.ctx.command.get_params(error.ctx) if error.ctx else []
     flags = [flag for parameter in parameters for flag in parameter.opts]
     return [flag for flag in flags if flag.startswith(error.option_name)]
@@ -212,7 +212,7 @@ def _encoding(error: UnicodeError) -> str:
 
 
 def out_of_memory(error: Exception) -> bool:
-    """Whether Python or torch ran out of memory, whichever error says so."""
+    """Whether the error means that Python or torch ran out of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
     said = ("can't allocate memory", "std::bad_alloc", "Storage size calculation overflowed")

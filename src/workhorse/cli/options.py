@@ -1,4 +1,4 @@
-"""Flags that verbs share, so that the same flag means the same thing everywhere."""
+"""Flags that verbs share, so that each means the same everywhere."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -8,7 +8,7 @@ import click
 
 
 class _Path(click.Path):
-    """A path. An empty one would be the current folder, which nobody meant."""
+    """A path; an empty one is refused, for it would stand for the current folder."""
 
     def __init__(self) -> None:
         super().__init__(path_type=Path)
@@ -27,14 +27,14 @@ json_option = click.option(
 
 
 MOST_ROWS = 65_536
-"""More than any machine has memory to work on at once."""
+"""More than fits into the memory of any machine at once."""
 
 
 def runtime_options(verb: Callable[..., Any], *, default: str | bool = True) -> Callable[..., Any]:
     """`--device`, `--dtype` and `--threads`, for every verb that runs a model.
 
     The parameters are `device: str`, `dtype: str` and `threads: int` (0: as many as torch finds).
-    `default` is what the help says applies where a flag is not given; True: the value itself.
+    `default` is shown in the help as what applies if a flag is not given; True: the value itself.
     """
     for option in (
         click.option(

@@ -1,4 +1,4 @@
-"""What every verb says and where: the result on stdout, progress on stderr, an exit code."""
+"""What every verb prints and where: the result on stdout, progress on stderr; and exit codes."""
 
 import contextlib
 import enum
@@ -12,19 +12,19 @@ from contextlib import contextmanager
 from typing import Any, TextIO
 
 PLAIN_INTERVAL = 10.0
-"""Seconds between two lines of progress where there is no terminal."""
+"""Seconds between two lines of progress when stderr is not a terminal."""
 
 
 class ExitCode(enum.IntEnum):
-    """What the process tells the shell."""
+    """The exit codes of the command."""
 
     DONE = 0
     FAILURE = 1
     """A bug of ours; the traceback is on stderr."""
     USAGE = 2
-    """Wrong usage or input; one line on stderr says which and what to do."""
+    """Wrong usage or input; one line on stderr says what is wrong and what to do."""
     HUNG_UP = 129
-    """Stopped by SIGHUP, the terminal being gone, after saving."""
+    """Stopped by SIGHUP (the terminal has gone), after saving."""
     INTERRUPTED = 130
     """Stopped by SIGINT."""
     STOPPED = 143
@@ -32,12 +32,12 @@ class ExitCode(enum.IntEnum):
 
 
 def settle_streams() -> None:
-    """Make the three standard streams such that printing neither fails nor goes astray.
+    """Set up the three standard streams so that printing neither fails nor goes astray.
 
-    A stream that was closed would lend its number to the next file that is opened, and what a
-    library prints would end up in there: its place is taken by nothing. A character that a stream's
-    encoding lacks is written as its escape. What cannot be said on stderr, because its reader went
-    or its disk is full, ends no training.
+    If a stream was closed, the next file opened would get its number, and a library's output would
+    end up in that file: /dev/null takes its place. A character that a stream's encoding lacks is
+    written as an escape. A failure to write to stderr, whose reader may have gone or whose disk may
+    be full, does not end a training.
     """
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         try:
@@ -54,11 +54,11 @@ def settle_streams() -> None:
 
 
 _replaced: list[TextIO] = []
-"""Kept, because a stream that Python forgets closes what it wrote to."""
+"""References to replaced streams: a stream that is garbage-collected closes its file."""
 
 
 class _Forgiving(io.TextIOWrapper):
-    """A stream whose reader may have gone."""
+    """A stream whose reader may go away."""
 
     def write(self, text: str, /) -> int:
         with contextlib.suppress(OSError):
@@ -71,7 +71,7 @@ class _Forgiving(io.TextIOWrapper):
 
 
 def give_up_stdout() -> None:
-    """Print what is left to print; where nobody takes it, see that Python does not try at exit."""
+    """Flush stdout; if its reader has gone, keep Python from trying again at exit."""
     try:
         sys.stdout.flush()
     except OSError:
@@ -79,14 +79,14 @@ def give_up_stdout() -> None:
 
 
 def one_line(text: str) -> str:
-    """A message as one line of bounded length that a terminal shows and does not obey."""
+    """A message as one line of bounded length, without a terminal's control characters."""
     line = " ".join(part.strip() for part in text.splitlines())
     line = "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in line)
     return line if len(line) <= LONGEST else f"{line[: LONGEST // 2]} … {line[-LONGEST // 2 :]}"
 
 
 LONGEST = 600
-"""Characters of an error; its remedy stands at the end, so what is left out is in the middle."""
+"""Characters of an error at most; the middle is left out, because the remedy stands at the end."""
 
 
 def counted(number: int, noun: str) -> str:
@@ -97,17 +97,17 @@ def counted(number: int, noun: str) -> str:
 def print_result(result: Mapping[str, Any], as_json: bool, text: str) -> None:
     """Print a verb's result on stdout: `result` as one line of JSON, or `text` for a person.
 
-    Paths become strings; a number that JSON has no word for (an infinite loss) becomes null.
+    Paths become strings; a number that JSON cannot express (an infinite loss) becomes null.
     """
     exact = (sys.stdout.encoding or "").lower().replace("-", "") == "utf8"
     print(json.dumps(_plain(result), ensure_ascii=not exact) if as_json else text)
 
 
 def for_terminal(text: str) -> str:
-    """A model's text as it can be printed: on a terminal its control characters are made visible.
+    """A model's text for printing: on a terminal its control characters are made visible.
 
-    Printed as they are they would move the cursor, change colours or the window's title. Through a
-    pipe every character goes as it is.
+    Printed unchanged they would move the cursor or change colours or the window's title. Through a
+    pipe every character passes unchanged.
     """
     if not sys.stdout.isatty():
         return text
@@ -116,17 +116,17 @@ def for_terminal(text: str) -> str:
 
 _VISIBLE = {code: 0x2400 + code for code in range(0x20) if chr(code) not in "\n\t"}
 _VISIBLE |= {0x7F: 0x2421} | dict.fromkeys(range(0x80, 0xA0), 0xFFFD)
-"""The pictures that Unicode has of C0 and of DEL; C1 has none."""
+"""Unicode's control pictures for C0 and DEL; C1 has none."""
 
 
 def warn(note: str) -> None:
-    """Say on stderr what must not go unnoticed."""
+    """Print a warning on stderr."""
     print(f"warning: {one_line(note)}", file=sys.stderr)
 
 
 @contextmanager
 def progress(label: str, unit: str = "") -> Iterator[Callable[[int, int | None], None]]:
-    """Show progress on stderr: a bar on a terminal, elsewhere a line every ten seconds.
+    """Show progress on stderr: a bar on a terminal, otherwise a line every ten seconds.
 
     Gives `report(done, total)`, both in `unit`; `total` is None while it is not known.
     """
@@ -178,7 +178,7 @@ def _lines(label: str, unit: str) -> Iterator[Callable[[int, int | None], None]]
 
 
 def _plain(value: Any) -> Any:
-    """The same data in what JSON can say."""
+    """The same data in types that JSON can express."""
     if isinstance(value, Mapping):
         return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, list | tuple):

@@ -1,4 +1,4 @@
-"""Where `generate` has its prompts from: the command line, the standard input, a file."""
+"""Where the prompts of `generate` come from: the command line, standard input, a file."""
 
 import sys
 from collections.abc import Iterator
@@ -7,14 +7,14 @@ from pathlib import Path
 import click
 
 LARGEST_FILE = 1 << 26
-"""Bytes of a file of prompts."""
+"""Most bytes of a file of prompts."""
 
 
 def read_prompts(given: tuple[str, ...], file: Path | None) -> list[str]:
-    """The prompts of `--prompt`, then those of `--prompt-file`; never none.
+    """The prompts of `--prompt`, then those of `--prompt-file`; at least one.
 
     Raises:
-        UsageError: there is none, or stdin is asked for twice.
+        UsageError: there is none, or stdin is named twice.
         WorkhorseError: the file cannot be read, is too large, or holds no prompt.
     """
     if not given and file is None:
@@ -22,7 +22,7 @@ def read_prompts(given: tuple[str, ...], file: Path | None) -> list[str]:
             "there is no prompt; give --prompt TEXT, --prompt - for stdin, or --prompt-file FILE"
         )
     if given.count("-") > 1:
-        raise click.UsageError("stdin can be read once only; give --prompt - once")
+        raise click.UsageError("stdin can be read only once; give --prompt - once")
     texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in given]
     return texts if file is None else [*texts, *_prompts_of(file)]
 
@@ -49,5 +49,5 @@ def _prompts_of_lines(text: str, file: Path) -> Iterator[str]:
         where = f"{file}:{number}"
         prompt = parse_json(line.encode(), where).get("prompt")
         if not isinstance(prompt, str):
-            raise WorkhorseError(f'{where} has no text as "prompt"; mend or remove the line')
+            raise WorkhorseError(f'{where} has no text as "prompt"; correct or remove the line')
         yield prompt

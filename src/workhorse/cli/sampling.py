@@ -10,14 +10,14 @@ if TYPE_CHECKING:
 
 
 def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> Any:
-    """`ID=VALUE` settings as a mapping; None where there is none."""
+    """`ID=VALUE` settings as a mapping; None if there are none."""
     biases: dict[int, float] = {}
     for setting in given:
         name, _, value = setting.partition("=")
         try:
             token, bias = int(name), float(value)
         except ValueError:
-            raise click.BadParameter(f"{setting!r} is no bias; write ID=VALUE") from None
+            raise click.BadParameter(f"{setting!r} is not a bias; write ID=VALUE") from None
         if token in biases:
             raise click.BadParameter(f"token {token} is given twice; keep one")
         biases[token] = bias
@@ -25,7 +25,7 @@ def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str,
 
 
 _FLAGS = (
-    click.option("--max-new-tokens", type=int, help="Tokens to add at most.  [default: 128]"),
+    click.option("--max-new-tokens", type=int, help="Most tokens to add.  [default: 128]"),
     click.option(
         "--temperature",
         type=float,
@@ -33,10 +33,12 @@ _FLAGS = (
     ),
     click.option("--top-k", type=int, help="Sample among the k likeliest tokens."),
     click.option(
-        "--top-p", type=float, help="Sample among the likeliest that hold p of the probability."
+        "--top-p",
+        type=float,
+        help="Sample among the likeliest tokens that together have probability p.",
     ),
     click.option(
-        "--min-p", type=float, help="Leave out what is less likely than p times the likeliest."
+        "--min-p", type=float, help="Leave out tokens less likely than p times the likeliest."
     ),
     click.option(
         "--repetition-penalty", type=float, help="Above 1: tokens seen so far become less likely."
@@ -44,7 +46,7 @@ _FLAGS = (
     click.option(
         "--presence-penalty",
         type=float,
-        help="Subtracted from the logit of every token in the new text.",
+        help="Subtracted from the logit of every token that is in the new text.",
     ),
     click.option(
         "--frequency-penalty",
@@ -64,9 +66,9 @@ _FLAGS = (
         "--speculate",
         type=int,
         metavar="N",
-        help="Guess N tokens at a time from the text so far, or by --draft, and check them at once."
-        " Faster where guesses hold. The text stays the same or, sampled with --draft, its"
-        " distribution.",
+        help="Guess N tokens at a time, from the text so far or by --draft, and check them in one"
+        " pass. Faster where guesses are right. The text stays the same or, sampled with --draft,"
+        " its distribution does.",
     ),
     click.option(
         "--truncate",
@@ -78,7 +80,7 @@ _FLAGS = (
 
 
 def sampling_options(verb: Callable[..., Any]) -> Callable[..., Any]:
-    """Adds the flags; their parameters are fields of `GenerationConfig`, None where not given."""
+    """Adds the flags; their parameters are fields of `GenerationConfig`, None if not given."""
     for option in reversed(_FLAGS):
         verb = option(verb)
     return verb
@@ -94,7 +96,7 @@ def draft_options(verb: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def generation_config(**options: Any) -> "GenerationConfig":
-    """The config of the flags that were given; the others keep the library's defaults."""
+    """A config from the flags that were given; the other fields keep the library's defaults."""
     from workhorse.generate import GenerationConfig
 
     given = {name: value for name, value in options.items() if value is not None}

@@ -1,4 +1,4 @@
-"""A training run as it goes, on stderr: a live line on a terminal, plain lines elsewhere."""
+"""The progress of a training run on stderr: a live line on a terminal, otherwise plain lines."""
 
 import math
 import sys
@@ -7,14 +7,14 @@ from contextlib import contextmanager
 from typing import Any
 
 TERMS = {"z_loss": "z-loss", "balance_loss": "balance loss"}
-"""What a step may add to its loss, and what that is called."""
+"""Terms that a step may add to its loss, and their names."""
 Event = dict[str, Any]
 Show = Callable[[Event], None]
 
 
 @contextmanager
 def show_training(steps: int) -> Iterator[Show]:
-    """Gives a function that shows the events of a run of so many steps."""
+    """Gives a function that shows the events of a run of `steps` steps."""
     with _live(steps) if sys.stderr.isatty() else _plain(steps) as show:
         yield show
 
@@ -73,7 +73,7 @@ class _View:
     """Turns events into lines.
 
     Args:
-        steps: of the whole run.
+        steps: steps of the whole run.
     """
 
     def __init__(self, steps: int) -> None:
@@ -82,7 +82,7 @@ class _View:
         self.validation = ""
 
     def step_line(self, event: Event) -> str:
-        """Where the run is, how it learns, how fast, and how long it will take."""
+        """The step, the loss, the speed and the time left."""
         speed = event["tokens_per_second"]
         left = (self.steps - event["step"]) * self.tokens_per_step / speed
         skipped = f", {event['skipped_steps']} skipped" if event["skipped_steps"] else ""
@@ -101,7 +101,7 @@ class _View:
         )
 
     def line(self, event: Event) -> str:
-        """What is worth a line of its own; empty for what is not."""
+        """The line for an event; empty for one that is not shown."""
         match event["kind"]:
             case "notice":
                 return event["message"]
@@ -140,7 +140,7 @@ def _held_out(event: Event) -> str:
 
 
 def bits_per_byte(bits: float, unknown_rate: float | None) -> str:
-    """The figure, and a word where it means less than it should."""
+    """The figure, with a note where unknown characters make it too low."""
     note = f" (too low: {unknown_rate:.2%} of the tokens are unknown)" if unknown_rate else ""
     return f"{bits:.4f} bits per byte{note}"
 

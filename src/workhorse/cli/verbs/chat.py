@@ -68,7 +68,7 @@ def command(
 
 
 def _lines(as_json: bool) -> Iterator[str]:
-    """What the user types, or what comes through the pipe."""
+    """The lines that the user types or that come through a pipe."""
     if not sys.stdin.isatty():
         yield from (line.strip() for line in sys.stdin)
         return
@@ -85,7 +85,7 @@ def _lines(as_json: bool) -> Iterator[str]:
 
 
 def _answer(conversation: "Conversation", line: str, as_json: bool) -> None:
-    """Reply to a line. What goes wrong with one message ends no conversation at a terminal."""
+    """Reply to a line. At a terminal, an error with one message does not end the conversation."""
     known = conversation.forgotten
     try:
         _reply(conversation, line, as_json)
@@ -101,7 +101,7 @@ def _answer(conversation: "Conversation", line: str, as_json: bool) -> None:
 
 
 def _reply(conversation: "Conversation", line: str, as_json: bool) -> None:
-    """Show the reply as it comes, or as one line of JSON; an interrupt at a terminal ends it."""
+    """Show the reply as it is generated, or as a line of JSON; at a terminal ^C ends the reply."""
     started = time.perf_counter()
     deltas, reason = [], None
     try:

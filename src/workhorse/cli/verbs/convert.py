@@ -15,7 +15,7 @@ from workhorse.cli.output import print_result, warn
     "--to",
     "to",
     type=click.Choice(["hf", "workhorse", "gguf"]),
-    help="A Hugging Face directory, our own format, or a GGUF file; may be left out where DST ends"
+    help="A Hugging Face directory, our own format, or a GGUF file; may be left out if DST ends"
     " in .gguf.",
 )
 @click.option(
@@ -28,8 +28,8 @@ from workhorse.cli.output import print_result, warn
 @click.option(
     "--n-kv-heads",
     type=click.IntRange(min=1),
-    help="Merge heads of keys and values into this many, each the mean of its group. The result is"
-    " another model, which needs further training.",
+    help="Merge the heads of keys and values into this many, each the mean of its group. The result"
+    " is another model, which needs further training.",
 )
 @json_option
 def command(
@@ -39,7 +39,7 @@ def command(
 
     SRC is a run directory, a Hugging Face directory or hub id, a GGUF file, or a folder that this
     verb wrote. `--to hf` writes the model as a class of transformers; one that no class can hold is
-    refused with what stands in the way (`workhorse models show` says so beforehand).
+    refused with the reason (`workhorse models show` tells it beforehand).
     """
     if to is None and target.suffix != ".gguf":
         raise click.UsageError("give --to hf, workhorse or gguf: the format of DST")

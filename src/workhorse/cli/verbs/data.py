@@ -18,11 +18,11 @@ if TYPE_CHECKING:
 out_option = click.option(
     "--out",
     type=PATH,
-    help="Run directory that keeps the data, unless the recipe's data.cache_dir does."
+    help="Run directory that keeps the data, unless the recipe has data.cache_dir."
     "  [default: runs/NAME]",
 )
 verify_option = click.option(
-    "--verify", is_flag=True, help="Compare the checksums of what is there already."
+    "--verify", is_flag=True, help="Verify the checksums of data that is there already."
 )
 
 
@@ -40,10 +40,10 @@ def command() -> None:
 def prepare_command(
     recipe: Path, overrides: tuple[str, ...], out: Path | None, verify: bool, as_json: bool
 ) -> None:
-    """Train RECIPE's tokenizer and write its token shards; reuse what is there.
+    """Train RECIPE's tokenizer and write its token shards; reuse what is there already.
 
     RECIPE is a YAML file, or a run directory, whose own recipe and data are then used. `train`
-    finds what was prepared. A build that was stopped goes on.
+    finds what was prepared. A preparation that was interrupted goes on where it stopped.
     """
     from workhorse.data import describe
 
@@ -90,11 +90,11 @@ def inspect_command(
     verify: bool,
     as_json: bool,
 ) -> None:
-    """Show what a model trained on RECIPE will see: counts, then rows decoded.
+    """Show what a model trained on RECIPE will see: counts, then decoded rows.
 
-    RECIPE is a YAML file, or a run directory, whose own recipe and data are then used. What is not
-    prepared yet is prepared first, as by `data prepare`: the tokenizer is trained, and it and the
-    tokens are written into the run directory.
+    RECIPE is a YAML file, or a run directory, whose own recipe and data are then used. Data that is
+    not prepared yet is prepared first, as by `data prepare`: the tokenizer is trained, and it and
+    the tokens are written into the run directory.
     """
     from workhorse.data import Batches, describe, view_rows
 

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 OF_TEXT = ("data", "stride", "compare_gzip")
 OF_TASKS = ("include_path", "fewshot", "limit", "apply_chat_template")
-"""Flags that are read in one of the two uses only."""
+"""Flags that apply to only one of the two uses."""
 PER_TASK = ("versions", "n-shot")
 
 
@@ -26,19 +26,19 @@ PER_TASK = ("versions", "n-shot")
 @click.option(
     "--data",
     metavar="FILE_OR_DIR",
-    help="Text, .jsonl or .parquet; a folder of texts; - for stdin; or stdlib, the held-out part of"
-    " the built-in corpus.  [default: the validation split of the run]",
+    help="A text, .jsonl or .parquet file; a folder of texts; - for stdin; or stdlib, the held-out"
+    " part of the built-in corpus.  [default: the validation split of the run]",
 )
 @click.option(
     "--stride",
     type=int,
-    help="With --data: tokens predicted by each window of the context; with fewer, each sees more"
+    help="With --data: tokens that each window of the context predicts; with fewer, each sees more"
     " of what came before, and it takes longer.  [default: the context]",
 )
 @click.option(
     "--compare-gzip",
     is_flag=True,
-    help="With --data: also what gzip -9 and xz -9 reach on the same bytes.",
+    help="With --data: also the figures of gzip -9 and xz -9 on the same bytes.",
 )
 @click.option(
     "--tasks",
@@ -69,7 +69,7 @@ PER_TASK = ("versions", "n-shot")
 @click.option(
     "--batch-size",
     type=click.IntRange(1, MOST_ROWS),
-    help="Windows or questions at once.  [default: as suits the device]",
+    help="Windows or questions at once.  [default: by the device]",
 )
 @json_option
 def command(
@@ -84,8 +84,8 @@ def command(
     """Measure how well MODEL predicts text, or score it on tasks.
 
     MODEL is a run directory, a Hugging Face directory or hub id, a GGUF file, a folder that
-    `convert` wrote, or a preset's name (random weights). Of text it gives loss, perplexity and bits
-    per byte, every token predicted once.
+    `convert` wrote, or a preset's name (random weights). On text it measures loss, perplexity and
+    bits per byte, every token predicted once.
     """
     _check_pairs(options, tasks is not None)
     opened = partial(open_model, model, running)
@@ -160,7 +160,7 @@ def _score(
 
 
 def _documents(model: "Model", data: str | None) -> Iterator["Document"]:
-    """What `--data` names, read anew."""
+    """The documents that `--data` names, read from the start."""
     from workhorse.data import read_documents, source_of
     from workhorse.errors import WorkhorseError
 
@@ -172,8 +172,7 @@ def _documents(model: "Model", data: str | None) -> Iterator["Document"]:
         raise WorkhorseError(f"{model.name} has no data of its own; give --data FILE_OR_DIR")
     if not any(source.has_validation for source in model.data.sources.values()):
         raise WorkhorseError(
-            f"{model.name} holds nothing out of its data; give --data FILE_OR_DIR, texts to "
-            "evaluate it on"
+            f"{model.name} has no validation split; give --data FILE_OR_DIR, texts to evaluate on"
         )
     for source in model.data.sources.values():
         yield from read_documents(source, "validation")

@@ -31,7 +31,7 @@ SHOWN_PROMPT = 40
     "prompts",
     multiple=True,
     metavar="TEXT",
-    help="What to continue; - reads it from stdin. Repeatable.",
+    help="Text to continue; - reads it from stdin. Repeatable.",
 )
 @click.option(
     "--prompt-file",
@@ -45,23 +45,23 @@ SHOWN_PROMPT = 40
 @click.option(
     "--n-samples", "--samples", "n_samples", type=int, help="Texts per prompt.  [default: 1]"
 )
-@click.option("--ignore-eos", is_flag=True, help="Go on after the end of a text.")
+@click.option("--ignore-eos", is_flag=True, help="Go on after a token that ends the text.")
 @click.option(
     "--logprobs",
     type=int,
-    help="With --json: log-probabilities of each token and of the N likeliest in its place.",
+    help="With --json: log-probabilities of each token and of the N likeliest at its position.",
 )
 @click.option(
     "--beams",
     type=int,
-    help="Search for the likeliest text with this many hypotheses, and give that one.",
+    help="Beam search: find the likeliest text with this many hypotheses.",
 )
-@click.option("--length-penalty", type=float, help="With --beams: more favours longer texts.")
+@click.option("--length-penalty", type=float, help="With --beams: higher favours longer texts.")
 @click.option("--early-stopping", is_flag=True, default=None, help="With --beams: end sooner.")
 @click.option(
-    "--batch-size", type=click.IntRange(1, MOST_ROWS), help="Rows at once.  [default: 32]"
+    "--batch-size", type=click.IntRange(1, MOST_ROWS), help="Texts decoded at once.  [default: 32]"
 )
-@click.option("--stream", "as_stream", is_flag=True, help="Show the text as it comes.")
+@click.option("--stream", "as_stream", is_flag=True, help="Show the text as it is generated.")
 @json_option
 def command(
     *,
@@ -80,8 +80,8 @@ def command(
     """Continue a prompt with MODEL.
 
     MODEL is a run directory, a Hugging Face directory or hub id, a GGUF file, a folder that
-    `convert` wrote, or a preset's name (random weights). The new text goes to stdout without the
-    prompt, and how it ended to stderr.
+    `convert` wrote, or a preset's name (random weights). The new text, without the prompt, goes to
+    stdout, and how it ended to stderr.
     """
     if options["logprobs"] is not None and not as_json:
         raise click.UsageError("--logprobs are part of the --json result; add --json")
@@ -94,7 +94,7 @@ def command(
     config = generation_config(**options, stop_tokens=() if ignore_eos else None)
     if as_stream and config.beams > 1:
         raise click.UsageError(
-            "--beams knows its text at the end only; leave out --stream, or --beams"
+            "--beams knows its text only at the end; leave out --stream, or --beams"
         )
     if config.samples and config.seed is None:  # one that can be told
         config = config.replace(seed=secrets.randbits(32))
@@ -117,7 +117,7 @@ def command(
 
 
 def _check_one_text(prompts: int, flags: Mapping[str, Any]) -> None:
-    """Refuse to stream where flags or prompts ask for more than a text."""
+    """Refuse to stream if flags or prompts ask for more than one text."""
     extra = [flag for flag, value in flags.items() if value not in (None, False)]
     remedies = [f"leave out {', '.join(extra)}"] if extra else []
     remedies += [f"give one prompt, not {prompts}"] if prompts > 1 else []
@@ -139,7 +139,7 @@ def _stream(model: "Model", prompt: str, config: "GenerationConfig", draft: "Mod
 def _explain(
     ends: Sequence[tuple[str, int]], rates: dict[str, Any], config: "GenerationConfig"
 ) -> None:
-    """Tell on stderr how the texts, given by reason and number of tokens, came to their end."""
+    """Tell on stderr how the texts ended: the reason and the number of tokens."""
     tokens = sum(n for _, n in ends)
     reasons = ", ".join(sorted({reason for reason, _ in ends}))
     rate = rates["tokens_per_second"]
@@ -158,7 +158,7 @@ def _result(
     config: "GenerationConfig",
     model: "Model",
 ) -> dict[str, Any]:
-    """All completions, and totals; a single completion's fields are also at the top."""
+    """All completions, and totals; the fields of a single completion are also at the top level."""
     listed = [
         {
             "prompt": prompts[index // config.n_samples],
@@ -180,14 +180,14 @@ def _result(
 
 
 def _guessed(completion: "Completion") -> dict[str, int | None]:
-    """How well speculative decoding went."""
+    """Figures of speculative decoding."""
     if completion.proposed is None:
         return {}
     return {"proposed": completion.proposed, "accepted": completion.accepted}
 
 
 def _logprobs(completion: "Completion", prompt: str, model: "Model") -> list[dict[str, Any]] | None:
-    """Each token's, and what it adds to a text: null where that is a part of a character."""
+    """Each token's log-probability and text: null where it is a part of a character."""
     if completion.logprobs is None:
         return None
     entries, before = completion.logprobs, model.encode(prompt)
@@ -205,7 +205,7 @@ def _logprobs(completion: "Completion", prompt: str, model: "Model") -> list[dic
 
 
 def _page(completions: Sequence[dict[str, Any]]) -> str:
-    """The texts for a person: a lone one as it is, several under headings."""
+    """The texts for a person: a single one unchanged, several under headings."""
     if len(completions) == 1:
         return completions[0]["text"]
     return "\n\n".join(

@@ -24,8 +24,8 @@ def command() -> None:
 def list_presets(text: str, as_json: bool) -> None:
     """List the presets with TEXT in their names, or all, with parameter counts and shapes.
 
-    Parameters are those in all and, after a slash where they differ, those at work on one token:
-    a mixture of experts has more than it uses at a time. Heads are those of queries and, after a
+    Parameters are the total and, after a slash where they differ, those active on one token: a
+    mixture of experts has more than it uses at a time. Heads are those of queries and, after a
     slash where they differ, of keys and values; length is that of the longest text, in tokens.
     """
     from workhorse.models import find_preset, search
@@ -43,7 +43,7 @@ def list_presets(text: str, as_json: bool) -> None:
 @click.argument("model")
 @json_option
 def show_model(model: str, as_json: bool) -> None:
-    """Show MODEL: its config as YAML, parameters by component, where it is from, its tokenizer.
+    """Show MODEL: its config as YAML, parameters by component, its source, its tokenizer.
 
     MODEL is a preset, a run directory, a Hugging Face directory or hub id, a GGUF file, or a folder
     that `convert` wrote. Everything but the config is a comment: the output is a config file.

@@ -1,4 +1,4 @@
-"""`workhorse recipe`: what a recipe may say, all of it or one key."""
+"""`workhorse recipe`: the keys of a recipe, all of them or one."""
 
 import re
 import textwrap
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from workhorse.train.recipe.reference import Key, Section
 
 REFERENCE = re.compile(r"@([\w.]*)")
-"""How a type says that another section tells more."""
+"""How a type refers to another section."""
 WIDTH = 96
 INTRODUCTION = """\
 # Every key of a recipe
@@ -39,9 +39,9 @@ another value; in a table without that column, every change needs a new run.
 @click.option("--markdown", is_flag=True, help="As a page with links: docs/recipe.md.")
 @json_option
 def command(key: str | None, markdown: bool, as_json: bool) -> None:
-    """Tell what a recipe may say: KEY, such as train.schedule or model.blocks.main, or everything.
+    """Describe the keys of a recipe: KEY, such as train.schedule or model.blocks.main, or all.
 
-    Each key comes with what it may hold, its default and its meaning.
+    Each key is listed with its type, its default and its meaning.
     """
     from workhorse.train.recipe.reference import sections, sections_at
 

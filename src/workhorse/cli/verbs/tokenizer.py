@@ -1,4 +1,4 @@
-"""`workhorse tokenizer`: train a tokenizer, measure one, see how it splits a text."""
+"""`workhorse tokenizer`: train a tokenizer, measure one, show how it splits a text."""
 
 import sys
 from collections.abc import Iterator
@@ -15,16 +15,16 @@ if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer, TokenizerConfig
 
 FLAGS = {"kind": "--algorithm", "vocab_size": "--vocab-size"}
-"""Keys of a tokenizer's config that have an option of their own."""
+"""Keys of a tokenizer's config that have their own option."""
 MAX_DIGITS = 18
-"""Of a token id; more would not fit 64 bits."""
+"""Digits of a token id; more would not fit 64 bits."""
 
 files_argument = click.argument("files", nargs=-1, type=PATH)
 
 
 @click.group("tokenizer")
 def command() -> None:
-    """Train a tokenizer, measure one, or see how it splits a text.
+    """Train a tokenizer, measure one, or show how it splits a text.
 
     DIR is a folder with a tokenizer: what train wrote, a run directory, a Hugging Face directory.
     FILES are texts, .jsonl(.gz, .zst) or .parquet files, folders of texts, - for stdin, or stdlib,
@@ -44,7 +44,7 @@ def command() -> None:
 @click.option(
     "--vocab-size",
     type=int,
-    help="Tokens in all, special ones included; optional for characters.",
+    help="Number of tokens, special ones included; optional for characters.",
 )
 @click.option(
     "--set",
@@ -120,8 +120,10 @@ def report_command(tokenizer: Path, files: tuple[Path, ...], as_json: bool) -> N
 @command.command("encode")
 @click.argument("tokenizer", metavar="DIR", type=PATH)
 @click.argument("text", default="-")
-@click.option("--allow-special", is_flag=True, help="Names of special tokens in TEXT become them.")
-@click.option("--whole", is_flag=True, help="Add the tokens that begin and end its model's texts.")
+@click.option(
+    "--allow-special", is_flag=True, help="Read names of special tokens in TEXT as those tokens."
+)
+@click.option("--whole", is_flag=True, help="Add the tokens that begin and end the model's texts.")
 @json_option
 def encode_command(
     *, tokenizer: Path, text: str, allow_special: bool, whole: bool, as_json: bool
@@ -165,7 +167,7 @@ def decode_command(
 def _print_pieces(
     tokenizer: "Tokenizer", ids: list[int], as_json: bool, n_bytes: int | None = None
 ) -> None:
-    """The tokens, and how many bytes they stand for, where that is not known from a text."""
+    """The tokens, and the number of bytes they stand for if that is not known from a text."""
     pieces = tokenizer.pieces(ids)
     result = {
         "ids": ids,
@@ -222,7 +224,7 @@ def _config(algorithm: str, vocab_size: int | None, settings: tuple[str, ...]) -
 
 
 def _texts(files: tuple[Path, ...], split: "SplitName") -> Iterator[str]:
-    """The texts of all files, one after another; of the built-in corpus, those of a split."""
+    """The texts of all files, one after another; of the built-in corpus, one split."""
     from workhorse.data import read_documents, source_of
 
     for path in files:

@@ -16,7 +16,7 @@ from workhorse.cli.output import ExitCode, counted, print_result
 
 
 class _Train(click.Command):
-    """Tells of an option that it has not, but a recipe has, how the setting is written."""
+    """For an unknown option that is a recipe's key, tells how to write the setting."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)
@@ -31,7 +31,7 @@ class _Train(click.Command):
 
 
 def _as_settings(option: str, given: list[str]) -> str:
-    """`--steps 10` as `train.steps=10`; empty where a recipe has no such key."""
+    """`--steps 10` as `train.steps=10`; empty if a recipe has no such key."""
     from workhorse.train.recipe.misplaced import listed, places_of
 
     at = next((n for n, word in enumerate(given) if word.partition("=")[0] == option), len(given))
@@ -56,7 +56,7 @@ def _as_settings(option: str, given: list[str]) -> str:
 @click.option(
     "--show-recipe",
     is_flag=True,
-    help="With --dry-run: also the recipe, all defaults and the whole model written out.",
+    help="With --dry-run: also the recipe, with all defaults and the whole model written out.",
 )
 @partial(runtime_options, default="the recipe's")
 @json_option
@@ -73,14 +73,14 @@ def command(
     threads: int,
     as_json: bool,
 ) -> None:
-    """Train a model as RECIPE says: a YAML file, or a run directory, whose own recipe is then used.
+    """Train a model by RECIPE: a YAML file, or a run directory, whose own recipe is then used.
 
-    `workhorse recipe` lists what a recipe may say.
+    `workhorse recipe` lists the keys of a recipe.
 
     Settings after it replace the recipe's, as in `train.steps=500 model.d_model=256`; --device,
     --dtype and --threads, where given, replace those of its `train` section. An interrupt, SIGTERM
-    or SIGHUP ends the run after the step under way, with a checkpoint; --resume goes on, and may
-    change what does not make it another run.
+    or SIGHUP ends the run after the current step, with a checkpoint; --resume goes on, and may
+    change settings that do not make it another run.
     """
     if show_recipe and not dry_run:
         raise click.UsageError("--show-recipe belongs to --dry-run; leave it out")
@@ -102,13 +102,13 @@ def command(
 
 
 def _is_given(name: str) -> bool:
-    """Whether a flag is on the command line, if only with its default."""
+    """Whether a flag is on the command line, even with its default value."""
     source = click.get_current_context().get_parameter_source(name)
     return source is ParameterSource.COMMANDLINE
 
 
 def _own_recipe(folder: Path, out: Path | None, resume: bool) -> tuple[Path, Path]:
-    """The recipe of a run directory, and where to train by it."""
+    """The recipe of a run directory, and the folder to train in."""
     from workhorse.errors import WorkhorseError
 
     recipe = recipe_of_run(folder)

@@ -13,9 +13,9 @@ TASK = "task: x\ndataset_path: json\ndataset_kwargs: {data_files: {test: QUESTIO
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "is no task; write a mapping"),
-        ("[1]", "is no task; write a mapping"),
-        ("task:", "is no task; write a mapping"),
+        ("", "is not a task; write a mapping"),
+        ("[1]", "is not a task; write a mapping"),
+        ("task:", "is not a task; write a mapping"),
         ("task: x", "has no dataset_path; say where"),
         ("[" * 3000, "nested deeper than 64"),
         ("task: " + "9" * 5000, "digits"),
@@ -32,7 +32,7 @@ def test_questions_that_are_no_objects(text: str, tmp_path: Path) -> None:
     questions = tmp_path / "q.jsonl"
     questions.write_text(text)
     (tmp_path / "t.yaml").write_text(TASK.replace("QUESTIONS", str(questions)))
-    with pytest.raises(WorkhorseError, match=r"q\.jsonl:\d is no object of JSON"):
+    with pytest.raises(WorkhorseError, match=r"q\.jsonl:\d is not a JSON object"):
         check_file(tmp_path / "t.yaml")
 
 

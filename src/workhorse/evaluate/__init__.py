@@ -1,4 +1,4 @@
-"""How well a model predicts text, and how it scores on tasks."""
+"""Evaluation: how well a model predicts text, and how it scores on tasks."""
 
 from workhorse.evaluate.compression import compressed_bits_per_byte
 from workhorse.evaluate.evaluation import Evaluation, evaluate

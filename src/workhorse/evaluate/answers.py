@@ -1,4 +1,4 @@
-"""Texts that follow prompts, as the evaluation harness asks for them (`generate_until`)."""
+"""Generated answers to prompts, as the evaluation harness asks for them (`generate_until`)."""
 
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,50 +16,50 @@ from workhorse.nn import Decoder
 from workhorse.tokenizers import Tokenizer
 
 WHEN_SAMPLING = ("temperature", "top_k", "top_p", "min_p")
-"""Options that a task may give though it asks for greedy decoding; the harness ignores them then,
-and so do we."""
+"""Sampling options that a task may give although it asks for greedy decoding; the harness then
+ignores them, and so do we."""
 OPTIONS = {
     **{name: name for name in (*WHEN_SAMPLING, "repetition_penalty")},
     "num_beams": "beams",
     "length_penalty": "length_penalty",
     "early_stopping": "early_stopping",
 }
-"""The harness's names of options, and ours."""
+"""The harness's names for options, and ours."""
 ELSEWHERE = ("do_sample", "until", "max_gen_toks")
 
 
 @dataclass
 class Answers:
-    """Who answers, and within what bounds."""
+    """The model that answers, and its limits."""
 
     decoder: Decoder
     tokenizer: Tokenizer
     encode: Callable[[str], list[int]]
     stop_tokens: Sequence[int]
-    """What ends every answer."""
+    """Texts that end every answer."""
     max_length: int
-    """Tokens of a prompt and its answer together."""
+    """Most tokens of a prompt and its answer together."""
     batch_size: int | None
     shortened: int = 0
-    """Prompts that lost their beginning to make room for the answer."""
+    """Number of prompts truncated on the left to make room for the answer."""
 
 
 def answer(
     asked: Answers, requests: Sequence[tuple[str, Mapping[str, Any]]]
 ) -> Iterator[tuple[int, str]]:
-    """Answer prompts, those of equal options together and the longest first.
+    """Answer prompts: those with equal options together, the longest first.
 
     Args:
-        asked: who answers.
-        requests: prompts, each with the harness's `generation_kwargs`. Equal prompts whose answers
-            are drawn get different ones; the seeds come from torch's generator, which the harness
+        asked: the model that answers.
+        requests: prompts, each with the harness's `generation_kwargs`. Equal prompts get different
+            answers if they are sampled; the seeds come from torch's generator, which the harness
             seeds.
 
     Yields:
         The number of a request and its answer, up to the first stop.
 
     Raises:
-        WorkhorseError: an option that is not known, or no room for the prompt.
+        WorkhorseError: an unknown option, or no room for the prompt.
     """
     alike: dict[str, list[int]] = {}
     for number, (_, options) in enumerate(requests):
@@ -90,7 +90,7 @@ def answer(
 def _completions(
     asked: Answers, config: GenerationConfig, same: Mapping[tuple[int, ...], Sequence[int]]
 ) -> Iterator[tuple[int, Completion]]:
-    """The answer to each of the requests that `same` files under their prompts."""
+    """The answer to each request; `same` maps each prompt to the numbers of its requests."""
     prompts = sorted(same, key=lambda prompt: (-len(prompt), prompt))
     if config.samples:
         for prompt in prompts:  # one at a time, for each to have draws of its own
@@ -109,7 +109,7 @@ def _completions(
 
 
 def _config(asked: Answers, options: Mapping[str, Any]) -> GenerationConfig:
-    """What the harness's options mean here, once it has brought them to one form."""
+    """Our config for the harness's options, which the harness has normalised."""
     for name in options:
         if name not in OPTIONS and name not in ELSEWHERE:
             remedy = nearest(name, [*OPTIONS, *ELSEWHERE])

@@ -1,4 +1,4 @@
-"""What general compressors reach on the same bytes: a yardstick for bits per byte."""
+"""General-purpose compressors on the same bytes: a yardstick for bits per byte."""
 
 import lzma
 import zlib
@@ -14,7 +14,7 @@ def compressed_bits_per_byte(texts: Iterable[str]) -> dict[str, float]:
     texts, as far as its window reaches (32 KiB and 64 MiB).
 
     Returns:
-        `{"gzip": ..., "xz": ...}`; zeros for no bytes at all.
+        `{"gzip": ..., "xz": ...}`; zeros if there are no bytes.
     """
     gzip = zlib.compressobj(9, zlib.DEFLATED, _GZIP_FORMAT)
     xz = lzma.LZMACompressor(preset=9)

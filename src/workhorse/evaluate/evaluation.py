@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of a model over documents, exact over the whole of them."""
+"""Loss, perplexity and bits per byte of a model, exact over whole documents."""
 
 import math
 import sys
@@ -16,13 +16,13 @@ from workhorse.generate.engine import evaluation_mode
 from workhorse.nn import Decoder, chunked_next_token_loss
 
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
-"""Tokens of a forward pass that fill a device: a CPU's caches, or the many cores of a GPU."""
+"""Tokens in a forward pass that fill a device: a CPU's caches, or the many cores of a GPU."""
 LOGITS_AT_ONCE = {"cpu": 2**21, "cuda": 2**24}
-"""Likewise, logits whose loss is taken together."""
+"""Likewise, logits whose loss is computed at once."""
 
 
 class TokensOfText(Protocol):
-    """What evaluation asks of a tokenizer; `workhorse.tokenizers.Tokenizer` gives it."""
+    """What evaluation needs of a tokenizer; `workhorse.tokenizers.Tokenizer` has it."""
 
     def encode(self, text: str, /) -> list[int]: ...
     def count_unknown(self, ids: Sequence[int], /) -> int: ...
@@ -35,21 +35,21 @@ class Evaluation:
     loss: float
     """Nats per predicted token."""
     perplexity: float
-    """`exp(loss)`; inf where that is beyond a float."""
+    """`exp(loss)`; inf if that overflows."""
     bits_per_byte: float
-    """Bits that coding the documents with the model takes, per byte of their UTF-8; comparable
-    between tokenizers. Where a document ends is not coded, while the figure of a validation during
-    training counts it; see docs/evaluation.md."""
+    """Bits needed to code the documents with the model, per byte of their UTF-8; comparable between
+    tokenizers. The ends of documents are not coded, unlike in a validation during training; see
+    docs/evaluation.md."""
     tokens: int
-    """Predicted tokens."""
+    """Tokens predicted."""
     bytes: int
     """UTF-8 bytes of the documents."""
     documents: int
     unpredicted: int
-    """First tokens of documents, where `start` is None: nothing came before them."""
+    """First tokens of documents that nothing came before: `start` was None."""
     unknown: int
-    """Tokens that stand for characters outside the vocabulary. Where there are any, the other
-    figures flatter the model: it was not asked which characters they are."""
+    """Tokens that stand for characters outside the vocabulary. If there are any, the other figures
+    flatter the model, which did not have to predict which characters they are."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -67,20 +67,20 @@ def evaluate(
 ) -> Evaluation:
     """Predict every token of every document once.
 
-    Each document has contexts of its own. Its end is not predicted.
+    No window spans two documents. The end of a document is not predicted.
 
     Args:
         decoder: the model; dropout is off while it is evaluated.
         tokenizer: the one the model was trained with.
-        documents: read once, a few at a time; the pieces of a long one are joined.
+        documents: read once, a few at a time; the pieces of a long document are joined.
         start: the token that training put before a document (bos, or the eos of the one before),
-            from which its first token is predicted. None: there is none, and first tokens are not
-            in `loss`; `bits_per_byte` charges log2(vocabulary) bits for each, what coding it
-            without a model takes.
+            from which its first token is predicted. None: there is none; first tokens are then left
+            out of `loss`, and `bits_per_byte` charges log2(vocabulary) bits for each, the cost of
+            coding it without a model.
         stride: tokens predicted by each window after a document's first; see `windows`. The whole
             context if left out, so windows do not overlap.
-        batch_size: windows in a forward pass; it changes speed and memory only. Enough of them for
-            `TOKENS_AT_ONCE` if left out.
+        batch_size: windows in a forward pass, which changes only speed and memory. By default, as
+            many as make `TOKENS_AT_ONCE`.
         progress: called with the number of bytes read so far, as their windows are cut.
 
     Raises:
@@ -122,7 +122,7 @@ def check_causal(decoder: Decoder) -> None:
     """Refuse a model that sees the tokens it should predict.
 
     Raises:
-        WorkhorseError: one of its blocks does.
+        WorkhorseError: one of its blocks is not causal.
     """
     for name, block in decoder.config.blocks.items():
         if not block.attention.causal:
@@ -131,7 +131,7 @@ def check_causal(decoder: Decoder) -> None:
 
 @dataclass
 class _Tally:
-    """What was counted as the documents passed."""
+    """Sums over the documents so far."""
 
     nats: float = 0.0
     tokens: int = 0
@@ -140,7 +140,7 @@ class _Tally:
     unknown: int = 0
 
     def result(self, vocab_size: int, starts: bool) -> Evaluation:
-        """The figures; `starts` is whether something came before the first tokens."""
+        """The figures; `starts` says whether first tokens had something before them."""
         if self.tokens == 0:
             raise WorkhorseError(
                 f"{self.bytes} bytes of text hold no token to predict; give it more"
@@ -172,7 +172,7 @@ def _windows(
     tally: _Tally,
     progress: Callable[[int], None] | None,
 ) -> Iterator[Window]:
-    """The windows of all documents, one document after the other."""
+    """The windows of all documents, document by document."""
     number = 0
 
     def whole(piece: Document) -> int:

@@ -1,6 +1,6 @@
-"""A model as EleutherAI's lm-evaluation-harness sees it: three questions that it can answer.
+"""A model for EleutherAI's lm-evaluation-harness: it answers the three kinds of request.
 
-What the numbers mean is the harness's to say. Where texts are cut, how an empty context begins and
+The harness defines what the numbers mean. Where texts are cut, how an empty context begins and
 where an answer ends is therefore as in its `hf` model, and so are the scores.
 """
 
@@ -26,13 +26,13 @@ Progress = Callable[[str], AbstractContextManager[Callable[[int, int | None], No
 
 @contextmanager
 def silent(label: str) -> Iterator[Callable[[int, int | None], None]]:
-    """Progress that nobody sees."""
+    """Progress that is not shown."""
     del label
     yield lambda done, total: None
 
 
 class Evaluated(Protocol):
-    """What is asked of a model; `workhorse.model.Model` has it."""
+    """What is needed of a model; `workhorse.model.Model` has it."""
 
     @property
     def name(self) -> str: ...
@@ -60,9 +60,9 @@ class HarnessModel(TemplateLM):
 
     Args:
         model: the model.
-        progress: shows how far a kind of request has come.
-        batch_size: texts in a forward pass; as many as suit the device if left out.
-        max_length: tokens read of a text at most; the model's context if left out.
+        progress: shows the progress of each kind of request.
+        batch_size: texts in a forward pass; by default as many as suit the device.
+        max_length: most tokens read of a text; the model's context by default.
 
     Raises:
         WorkhorseError: attention that sees the future, no tokenizer, or a `max_length` beyond the
@@ -86,23 +86,23 @@ class HarnessModel(TemplateLM):
         self.max_length = max_length or context
         self.batch_size = batch_size
         self.shortened = 0
-        """Requests that lost their beginning, because they did not fit."""
+        """Number of requests truncated on the left because they did not fit."""
         self._model = model
         self._progress = progress
         self._device = model.decoder.embedding.tokens.weight.device
 
     @property
     def eot_token_id(self) -> int:
-        """What ends a text."""
+        """The token that ends a text."""
         eos = self.tokenizer.eos_id
         return self.prefix_token_id if eos is None else eos
 
     @property
     def prefix_token_id(self) -> int:
-        """What stands before a text that has no context.
+        """The token before a text that has no context.
 
-        After training of ours, the token that was there; of a model from elsewhere bos or else eos,
-        whatever its tokenizer puts before a text: as the harness has it.
+        For a run of ours, the token that training put there; for a model from elsewhere bos or else
+        eos, whatever its tokenizer puts before a text: as in the harness.
         """
         from_elsewhere = self._model.data is None
         found = beginning_token(self.tokenizer) if from_elsewhere else self._model.start
@@ -115,12 +115,12 @@ class HarnessModel(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What the harness files prepared requests under."""
+        """The key under which the harness caches prepared requests."""
         facts = f"{self.tokenizer.fingerprint} {self.tokenizer.chat_template}"
         return hashlib.sha256(facts.encode()).hexdigest()[:16]
 
     def get_model_info(self) -> dict[str, Any]:
-        """What the results say of the model."""
+        """What the results report about the model."""
         weights = list(self._model.decoder.parameters())
         return {
             "model_name": self._model.name,
@@ -144,7 +144,7 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **_: object
     ) -> list[int]:
-        """The tokens of a text, begun as the model's texts are unless it is begun already."""
+        """The tokens of a text, with the model's beginning unless the text has it already."""
         tokens = self.tokenizer.encode(string, allow_special=True)
         prefix = self._model.prefix
         if add_special_tokens is False or tuple(tokens[: len(prefix)]) == prefix:
@@ -154,13 +154,13 @@ class HarnessModel(TemplateLM):
     def loglikelihood(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[tuple[float, bool]]:
-        """Log-probability of each continuation after its context, and whether it is greedy's."""
+        """Log-probability of each continuation after its context, and whether greedy gives it."""
         return super().loglikelihood(list(requests), disable_tqdm=True)
 
     def loglikelihood_rolling(
         self, requests: Sequence[Any], disable_tqdm: bool = False
     ) -> list[float]:
-        """Log-probability of whole texts, each window with as much context as there is room for."""
+        """Log-probability of whole texts, each window with as much context as fits."""
         questions: list[Question] = []
         owners: list[int] = []
         texts: list[str] = [request.args[0] for request in requests]
@@ -183,7 +183,7 @@ class HarnessModel(TemplateLM):
         return totals
 
     def generate_until(self, requests: Sequence[Any], disable_tqdm: bool = False) -> list[str]:
-        """The text that follows each context, up to a stop."""
+        """The generated text after each context, up to a stop."""
         asked = Answers(
             self._model.decoder,
             self.tokenizer,
@@ -206,7 +206,7 @@ class HarnessModel(TemplateLM):
     def apply_chat_template(
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
-        """The text of a chat; without a generation prompt, its last message is to be continued."""
+        """The text of a chat; without a generation prompt, its last message will be continued."""
         self.check_chat()
         template = ChatTemplate.of(self.tokenizer)
         try:
@@ -238,7 +238,7 @@ class HarnessModel(TemplateLM):
     def _scores(
         self, label: str, questions: Sequence[Question], keep: Callable[[int, Score], None]
     ) -> list[Score]:
-        """The scores of questions in their order; `keep` gets each as soon as it is known."""
+        """The scores of questions, in order; `keep` gets each as soon as it is known."""
         found: dict[int, Score] = {}
         batches = score(
             self._model.decoder,

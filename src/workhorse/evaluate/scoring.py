@@ -1,4 +1,4 @@
-"""How likely a model finds continuations of contexts: the arithmetic of multiple-choice tasks."""
+"""Log-probabilities of continuations of contexts: the arithmetic of multiple-choice tasks."""
 
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -13,27 +13,27 @@ from workhorse.generate.engine import evaluation_mode
 from workhorse.nn import Decoder
 
 LOGITS_AT_ONCE = 2**26
-"""256 MiB of float32: with a large vocabulary, the logits of a batch would be many times that."""
+"""256 MiB of float32: with a large vocabulary, all logits of a batch would take many times that."""
 
 
 class Question(NamedTuple):
-    """Tokens that are given, and tokens that may follow them; neither is empty."""
+    """Tokens that are given, and tokens to score after them; neither is empty."""
 
     context: Sequence[int]
     continuation: Sequence[int]
 
     def inputs(self, limit: int) -> tuple[int, ...]:
-        """What the model reads: at most the last `limit` tokens before the last one."""
+        """The model's input: all but the last token, of which at most the last `limit`."""
         return (*self.context, *self.continuation)[-(limit + 1) : -1]
 
 
 class Score(NamedTuple):
-    """How a continuation fared."""
+    """The score of a continuation."""
 
     logprob: float
     """Summed over the continuation's tokens, in nats."""
     is_greedy: bool
-    """Whether each of its tokens is the likeliest one where it stands."""
+    """Whether each of its tokens is the likeliest at its position."""
 
 
 def score(
@@ -45,14 +45,14 @@ def score(
 ) -> Iterator[list[tuple[int, Score]]]:
     """Score continuations, the longest first, so that a lack of memory shows at once.
 
-    Questions that read the same tokens, as the one-token answers to one question do, are read once.
+    Questions with the same input, such as one-token answers to one question, are computed once.
 
     Args:
         decoder: the model; dropout is off meanwhile.
-        questions: a question longer than the context loses its beginning.
-        max_length: tokens that are read of a question at most; the model's context if left out.
-        batch_size: different texts in a forward pass; it changes speed and memory only. As many as
-            suit the device if left out.
+        questions: one longer than the context is truncated on the left.
+        max_length: most tokens read of a question; the model's context by default.
+        batch_size: distinct texts in a forward pass, which changes only speed and memory. By
+            default, as many as suit the device.
 
     Yields:
         The scores of one batch, each with the number of its question.
@@ -82,12 +82,12 @@ def score(
 def by_length(
     rows: Sequence[tuple[int, ...]], batch_size: int | None, device: torch.device, room: int = 0
 ) -> Iterator[Sequence[tuple[int, ...]]]:
-    """Rows sorted from the longest, in batches of a size or of about as many tokens as suit.
+    """Rows sorted from the longest, in batches of a size or of a number of tokens.
 
     Args:
         rows: token ids.
-        batch_size: of each batch; None for `TOKENS_AT_ONCE`.
-        device: what the tokens must suit.
+        batch_size: rows in a batch; None: about `TOKENS_AT_ONCE` tokens.
+        device: where they will be computed.
         room: tokens that will be added to each row.
     """
     tokens = TOKENS_AT_ONCE.get(device.type, TOKENS_AT_ONCE["cuda"])
@@ -103,7 +103,7 @@ def _check(question: Question, limit: int) -> None:
     if length == 0 or not question.context:
         raise WorkhorseError(
             "a question has an empty context or continuation, of which nothing can be predicted; "
-            "mend the task"
+            "correct the task"
         )
     if length > limit:
         raise WorkhorseError(
@@ -122,8 +122,8 @@ def _score_batch(
 
     Args:
         decoder: in evaluation mode.
-        rows: inputs, the longest first; padded on the right, where a causal model does not look.
-        cells: a row's index and what is asked of it.
+        rows: inputs, the longest first; padded on the right, which a causal model does not see.
+        cells: a row's index and the continuation to score on it.
         device: the model's.
     """
     tokens = torch.zeros(len(rows), len(rows[0]), dtype=torch.int64)
@@ -151,7 +151,7 @@ def _predictions(decoder: Decoder, x: Tensor, targets: Tensor) -> tuple[Tensor, 
     """Log-probability of each target, float64, and whether it is the likeliest, on the CPU.
 
     Args:
-        decoder: gives the head.
+        decoder: has the head.
         x: (positions, d_model) hidden states.
         targets: (positions,)
     """

@@ -1,7 +1,7 @@
-"""A task's own YAML file, looked at before the harness reads it.
+"""A task's own YAML file, checked before the harness reads it.
 
-The harness's parsers of YAML and JSON are recursive C code, which crashes the process on input that
-is nested deeply or is no task at all.
+The harness's parsers of YAML and JSON are recursive C code, which crashes the process on deeply
+nested input or on a file that is not a task.
 """
 
 from collections.abc import Iterator
@@ -12,16 +12,16 @@ from workhorse.errors import WorkhorseError, shown
 from workhorse.untrusted import parse_yaml, read_text
 
 LARGEST = 1 << 20
-"""Bytes of a file that describes a task."""
+"""Most bytes of a file that describes a task."""
 SOURCES = ("dataset_path", "include", "class", "custom_dataset")
-"""Keys of which a task has one: where its questions come from."""
+"""Keys that say where a task's questions come from; it has one of them."""
 
 
 def check_file(path: Path) -> None:
-    """Refuse a file that is no task, or whose local questions are no objects of JSON.
+    """Refuse a file that is not a task, or whose local questions are not JSON objects.
 
     Raises:
-        WorkhorseError: with what is wrong and where.
+        WorkhorseError: says what is wrong and where.
     """
     # A function of the task's author is named by a tag; nothing is called here.
     text = read_text(path, limit=LARGEST).replace("!function ", "")
@@ -30,7 +30,7 @@ def check_file(path: Path) -> None:
     except WorkhorseError as error:
         raise WorkhorseError(f"{path}: {error}") from None
     if not isinstance(task, dict) or not (task.get("task") or task.get("group")):
-        raise WorkhorseError(f"{path} is no task; write a mapping with task: NAME, or group: NAME")
+        raise WorkhorseError(f"{path} is not a task; write a mapping with task: or group: NAME")
     if "group" not in task and not any(task.get(key) for key in SOURCES):
         raise WorkhorseError(f"{path} has no dataset_path; say where the questions are")
     for name in _texts(task.get("dataset_kwargs")):
@@ -45,11 +45,11 @@ def _check_questions(path: Path) -> None:
                 return  # a list of them
             if line.strip() and not line.lstrip().startswith(b"{"):
                 start = shown(line[:40].decode(errors="replace"))
-                raise WorkhorseError(f"{path}:{number} is no object of JSON but {start}; mend it")
+                raise WorkhorseError(f"{path}:{number} is not a JSON object but {start}; fix it")
 
 
 def _texts(value: Any) -> Iterator[str]:
-    """Every text in plain data."""
+    """Every string in plain data."""
     if isinstance(value, str):
         yield value
     elif isinstance(value, dict | list):

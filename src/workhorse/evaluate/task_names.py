@@ -1,7 +1,7 @@
-"""The names of the harness's tasks, as they stand in its files.
+"""The names of the harness's tasks, as found in its files.
 
-To import the harness and index its tasks takes tens of seconds, to see that a name stands nowhere
-in them two.
+Importing the harness and indexing its tasks takes tens of seconds; finding that a name is in none
+of its files takes two.
 """
 
 import difflib
@@ -15,20 +15,20 @@ from workhorse.errors import WorkhorseError, shown
 NAMED = re.compile(r"^\s*(?:task|group|tag)\s*:\s*[\"']?([\w.-]+)", re.MULTILINE)
 PATTERN = frozenset("*?[")
 LISTED = 3
-"""Near names that an error gives at most."""
+"""Most near names that an error suggests."""
 
 
 def check_names(names: Sequence[str], include_path: str | Path | None = None) -> None:
-    """Refuse a name that stands in no file of tasks; one that does may still be no task.
+    """Refuse a name that is in no file of tasks; one that is may still not be a task.
 
-    Without the harness nothing is refused here.
+    Without the harness nothing is refused.
 
     Args:
-        names: patterns and YAML files among them are left to the harness.
+        names: names of tasks; patterns and YAML files among them are left to the harness.
         include_path: a folder of more tasks.
 
     Raises:
-        WorkhorseError: there is such a name, with the nearest ones.
+        WorkhorseError: there is such a name; the error suggests the nearest ones.
     """
     harness = find_spec("lm_eval")
     if harness is None or harness.origin is None:
@@ -53,7 +53,7 @@ def is_file(name: str) -> bool:
 
 
 def unknown(name: str, known: Iterable[str]) -> WorkhorseError:
-    """There are thousands of tasks, so those of a near name alone are told."""
+    """The error for an unknown name: of thousands of tasks, it suggests those of a similar name."""
     near = difflib.get_close_matches(name, sorted(known), n=LISTED, cutoff=0.6)
     remedy = (
         f"did you mean {' or '.join(map(repr, near))}?" if near else "lm-eval ls tasks lists them"

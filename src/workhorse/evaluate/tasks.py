@@ -1,6 +1,6 @@
 """Tasks of EleutherAI's lm-evaluation-harness: found by name, loaded, run.
 
-The harness is an optional package, and slow to import: whatever needs it is imported inside.
+The harness is an optional package and slow to import, so it is imported inside functions.
 """
 
 import logging
@@ -24,14 +24,14 @@ if TYPE_CHECKING:
     from workhorse.evaluate.harness_model import HarnessModel
 
 SEEDS = {"random_seed": 0, "numpy_seed": 1234, "torch_seed": 1234, "fewshot_seed": 1234}
-"""The harness's own, for the same shuffles and examples."""
+"""The harness's own seeds, for the same shuffles and examples."""
 QUIET = ("lm_eval", "datasets", "huggingface_hub")
-"""Packages whose remarks on loading tasks are many, and of no use to who asked for a score."""
+"""Packages that log much while loading tasks, of no use to whoever asked for a score."""
 
 
 @dataclass(frozen=True)
 class Tasks:
-    """Loaded tasks, with their data: `tasks`, `groups` and `group_map`, as the harness has them."""
+    """Loaded tasks and their data: `tasks`, `groups` and `group_map`, as in the harness."""
 
     loaded: Mapping[str, Any]
 
@@ -44,19 +44,19 @@ class Tasks:
         chat: bool = False,
         samples: bool = False,
     ) -> dict[str, Any]:
-        """Score a model on them, once.
+        """Score a model on the tasks, once.
 
         Args:
-            model: what answers.
-            limit: documents of each task at most; below 1 a share of them.
-            fewshot: examples before each question, where the task does not insist on none; the
-                task's own number if left out.
+            model: the model that answers.
+            limit: most documents of each task; below 1, a share of them.
+            fewshot: examples before each question, unless the task insists on none; the task's own
+                number by default.
             chat: put questions through the model's chat template.
-            samples: keep every document with what was asked and answered.
+            samples: keep every document with its requests and answers.
 
         Returns:
             The harness's results: `results` by task and metric, `versions`, `n-shot`, `configs` …;
-            and in `config` what the model was and how it was asked.
+            and in `config` the model and the settings.
 
         Raises:
             WorkhorseError: as `HarnessModel`, or a `limit` or `fewshot` below 0.
@@ -66,7 +66,7 @@ class Tasks:
         if limit is not None and limit <= 0:
             raise WorkhorseError(f"limit={limit:g} leaves nothing; choose more than 0")
         if fewshot is not None and fewshot < 0:
-            raise WorkhorseError(f"fewshot={fewshot} is no number of examples; choose 0 or more")
+            raise WorkhorseError(f"fewshot={fewshot} is negative; choose 0 or more examples")
         if chat:
             model.check_chat()
         for task in self.loaded["tasks"].values():
@@ -98,8 +98,8 @@ def load_tasks(names: Sequence[str], include_path: str | Path | None = None) -> 
         include_path: a folder of more tasks, which come before the harness's of the same name.
 
     Raises:
-        WorkhorseError: the harness is not installed, a name is not known, or a task cannot be
-            loaded, such as one whose data cannot be fetched.
+        WorkhorseError: the harness is not installed, a name is unknown, or a task cannot be loaded,
+            for example because its data cannot be fetched.
     """
     if include_path is not None and not Path(include_path).is_dir():
         raise WorkhorseError(f"{include_path} is not a folder; give one that holds YAML tasks")
@@ -128,7 +128,7 @@ def _check_installed() -> None:
 
 
 def _manager(names: Sequence[str], include_path: str | Path | None) -> "TaskManager":
-    """The index of tasks; of the folder alone where that has them, for the harness's is long."""
+    """The index of tasks; of the folder alone if that has them, because the harness's is long."""
     from lm_eval.tasks import TaskManager
 
     if include_path is not None:
@@ -148,7 +148,7 @@ def _matching(manager: "TaskManager", name: str) -> list[str]:
 
 
 def _load(manager: "TaskManager", name: str) -> Mapping[str, Any]:
-    """One name's tasks and groups, as the harness gives them."""
+    """The tasks and groups of one name, as the harness gives them."""
     try:
         found: Mapping[str, Any] = manager.load([name])
     except ConnectionError as error:
@@ -158,7 +158,7 @@ def _load(manager: "TaskManager", name: str) -> Mapping[str, Any]:
         ) from None
     except Exception as error:  # a task is a program: whatever it raises is its author's to mend
         raise WorkhorseError(
-            f"task {name!r} cannot be loaded: {_line(error)}; mend the task"
+            f"task {name!r} cannot be loaded: {_line(error)}; correct the task"
         ) from None
     for task in found["tasks"].values():
         _check(task)
@@ -166,11 +166,11 @@ def _load(manager: "TaskManager", name: str) -> Mapping[str, Any]:
 
 
 def _check(task: Any) -> None:
-    """Refuse what the harness would refuse later, at more length."""
+    """Refuse tasks that the harness would refuse later and at greater length."""
     name = task.config.task
     if getattr(task, "UNSAFE_CODE", False):
         raise WorkhorseError(
-            f"task {name!r} runs code that the model wrote; in a safe place, give lm_eval's "
+            f"task {name!r} runs code that the model wrote; in a sandbox, give lm_eval's "
             "simple_evaluate a HarnessModel and confirm_run_unsafe_code=True"
         )
     if getattr(task, "MULTIMODAL", False):
@@ -185,9 +185,9 @@ def _line(error: Exception) -> str:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """Errors only, from packages that remark on much, and no bars for what takes a moment.
+    """Silences packages that log much, but for errors, and progress bars of short work.
 
-    Nor is a network told of it: `datasets` counts its uses, even of local files.
+    It also keeps `datasets` from reporting its use to the hub, which it does even for local files.
     """
     import datasets.config
 

@@ -1,4 +1,4 @@
-"""A text as windows of the context's length, in which every token is predicted once."""
+"""A text cut into windows of the context's length, so that every token is predicted once."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -13,10 +13,10 @@ from workhorse.nn import IGNORE, Decoder
 
 @dataclass(frozen=True, slots=True)
 class Window:
-    """Inputs of one forward pass and what they must predict.
+    """Inputs of one forward pass and their targets.
 
-    The first `len(inputs) - len(targets)` inputs are context for the others: what follows them was
-    predicted in the window before.
+    The first `len(inputs) - len(targets)` inputs are only context for the others: their targets
+    were predicted in the window before.
     """
 
     inputs: Sequence[int]
@@ -27,12 +27,12 @@ def windows(chunks: Iterable[Sequence[int]], context: int, stride: int) -> Itera
     """Cut a text: the first window predicts `context` tokens, each later one the next `stride`.
 
     Args:
-        chunks: the tokens of the text, a few at a time; the very first is only conditioned on, the
+        chunks: the tokens of the text, a few at a time; the very first is only conditioned on, all
             others are predicted.
-        context: inputs of a window at most.
+        context: most inputs of a window.
         stride: `context` for windows that do not overlap (the first prediction of each sees one
-            token); smaller gives every later prediction at least `context - stride + 1` tokens to
-            see, at `context / stride` times the cost.
+            token); with a smaller one every later prediction sees at least `context - stride + 1`
+            tokens, at `context / stride` times the cost.
     """
     held: list[int] = []  # tokens that a later window still needs
     predicted = 0  # of those after the first held one
@@ -49,21 +49,21 @@ def windows(chunks: Iterable[Sequence[int]], context: int, stride: int) -> Itera
 
 
 class Batch(NamedTuple):
-    """Windows side by side."""
+    """A batch of windows."""
 
     inputs: Tensor
     """int64 `(batch, seq)`, padded on the right."""
     targets: Tensor
     """Likewise."""
     lengths: Sequence[int]
-    """Inputs of each window."""
+    """Number of inputs of each window."""
 
 
 def batches(pieces: Iterable[Window], batch_size: int, ahead: int = 64) -> Iterator[Batch]:
-    """Windows of about equal length together.
+    """Batches of windows of about equal length.
 
-    Windows are sorted by length within `ahead` batches at a time, then padded on the right, where
-    a causal model does not see the padding; targets that do not count are `IGNORE`.
+    Windows are sorted by length within `ahead` batches at a time, then padded on the right, which a
+    causal model does not see; targets that do not count are `IGNORE`.
     """
     pieces = iter(pieces)
     while some := list(islice(pieces, batch_size * ahead)):
@@ -75,10 +75,10 @@ def batches(pieces: Iterable[Window], batch_size: int, ahead: int = 64) -> Itera
 def padded_positions(
     decoder: Decoder, lengths: Sequence[int], device: torch.device
 ) -> Tensor | None:
-    """Where tokens stand in rows of those lengths, padded on the right; -1 is padding.
+    """Positions of the tokens in rows of these lengths, padded on the right; -1 is padding.
 
-    None where they need not be told: causal attention does not see the padding, so it matters only
-    where angles depend on the length of a text.
+    None if they are not needed: causal attention does not see the padding, so positions matter only
+    if rotations depend on the length of a text.
     """
     longest = max(lengths)
     if longest == min(lengths) or longest <= decoder.config.steady_length():

@@ -277,8 +277,8 @@ def test_texts_of_a_mixture_come_source_after_source(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("content", "line"),
     [
-        (b'{"text": "a"}\n{"text": ', r"a\.jsonl:2 is not JSON: .*; mend or remove the line"),
-        (b'{"text": ' + b"[" * 5000, r"a\.jsonl:1 is nested too deep; mend or remove the line"),
+        (b'{"text": "a"}\n{"text": ', r"a\.jsonl:2 is not JSON: .*; correct or remove the line"),
+        (b'{"text": ' + b"[" * 5000, r"a\.jsonl:1 is nested too deep; correct or remove the line"),
         (
             b'{"n": ' + b"9" * 5000 + b"}",
             r"a\.jsonl:1 is not JSON: Exceeds the limit .* conversion",

@@ -1,4 +1,4 @@
-"""What stood before a text when a model was trained, and so what it must be given again."""
+"""The tokens before a text in a model's training, which it must be given again later."""
 
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
@@ -14,15 +14,15 @@ class Beginning:
     """How texts begin for a model."""
 
     prefix: tuple[int, ...]
-    """The tokens that began every text."""
+    """The tokens at the beginning of every text."""
     start: int | None
-    """The token before a text's own first one: the last of `prefix`, or what ended the text before.
+    """The token before a text's own first one: the last of `prefix`, or the end of the text before.
     None: there was none."""
 
     def encode(self, tokenizer: "Tokenizer", prompt: str) -> list[int]:
         """A prompt's tokens; an empty prompt asks for a text from its beginning.
 
-        Empty where nothing stood before a text.
+        Empty if nothing stood before a text.
         """
         tokens = [*self.prefix, *tokenizer.encode(prompt)]
         return tokens or ([] if self.start is None else [self.start])
@@ -33,9 +33,9 @@ def beginning(tokenizer: "Tokenizer", data: DataConfig | None) -> Beginning:
 
     Args:
         tokenizer: the model's.
-        data: what the model was trained on; None for a model from elsewhere, whose training nobody
-            knows. Its texts begin as its tokenizer says; where that adds nothing, the token before
-            a text is bos or else eos, as transformers and the lm-evaluation-harness have it.
+        data: what the model was trained on; None for a model from elsewhere, whose training is
+            unknown. Its texts begin as its tokenizer says; if that adds nothing, the token before a
+            text is bos or else eos, as in transformers and the lm-evaluation-harness.
     """
     bos = tokenizer.bos_id
     if data is None:
@@ -48,5 +48,5 @@ def beginning(tokenizer: "Tokenizer", data: DataConfig | None) -> Beginning:
 
 
 def beginning_token(tokenizer: "Tokenizer") -> int | None:
-    """What begins a text of a training that nobody knows: bos, or else eos."""
+    """The token that begins a text if the training is unknown: bos, or else eos."""
     return tokenizer.eos_id if tokenizer.bos_id is None else tokenizer.bos_id

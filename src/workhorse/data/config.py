@@ -1,4 +1,4 @@
-"""What a model is trained on: where the text is, what is held out, how it becomes rows."""
+"""What a model is trained on: where the text is, what is held out, and how it becomes rows."""
 
 import re
 from pathlib import Path
@@ -19,19 +19,19 @@ SHORTHANDS = {
     "stdlib": {"kind": "stdlib"},
     "stdin": {"kind": "text", "path": str(STDIN)},
 }
-"""`corpus: stdlib` and `corpus: stdin`: what needs no more than a name."""
+"""`corpus: stdlib` and `corpus: stdin`: sources that need only a name."""
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 Packing = Literal["windows", "random_windows", "documents"]
 
 
 class HeldOut(Config):
-    """What every source says about its validation split: a part of itself, or another path."""
+    """The validation split of a source: a part of it, or another path."""
 
     validation: Annotated[Path | None, OnResume.SAME_TEXT] = None
-    """A path of its own for the validation split, read as `path` is; then all of `path` trains."""
+    """A separate path for the validation split, read like `path`, all of which then trains."""
     validation_fraction: Fraction | None = None
-    """Share held out, 0 for none. None: a tenth, or nothing where `validation` names a path."""
+    """Share held out, 0 for none. None: a tenth, or nothing if `validation` names a path."""
 
     @model_validator(mode="after")
     def _one_validation(self) -> "HeldOut":
@@ -63,11 +63,12 @@ class TextConfig(HeldOut):
     path: Annotated[Path, OnResume.SAME_TEXT]
     """A file, plain or compressed with gzip or zstd; `-` is the standard input."""
     errors: Annotated[Literal["strict", "replace"], OnResume.SAME_TEXT] = "strict"
-    """What bytes that are not UTF-8 do: stop with a message, or become U+FFFD."""
+    """What happens to bytes that are not UTF-8: `strict` stops with a message, `replace` makes them
+    U+FFFD."""
 
 
 class FolderConfig(HeldOut):
-    """A folder of text files, each a document, in the order of their paths.
+    """A folder of text files, each one document, in the order of their paths.
 
     A file is held out by a hash of its path inside the folder. Hidden files are left out.
     """
@@ -76,22 +77,24 @@ class FolderConfig(HeldOut):
     path: Annotated[Path, OnResume.SAME_TEXT]
     """The folder."""
     glob: Annotated[str, OnResume.SAME_TEXT] = "**/*"
-    """Which files, as a pattern of `pathlib.Path.glob`."""
+    """Which files: a pattern for `pathlib.Path.glob`."""
     errors: Annotated[Literal["strict", "replace"], OnResume.SAME_TEXT] = "strict"
-    """What bytes that are not UTF-8 do: stop with a message, or become U+FFFD."""
+    """What happens to bytes that are not UTF-8: `strict` stops with a message, `replace` makes them
+    U+FFFD."""
 
 
 class JsonlConfig(HeldOut):
-    """JSON lines, each an object with a text: a document, held out by a hash of the text."""
+    """JSON lines, each an object with the text of one document, held out by a hash of the text."""
 
     kind: Literal["jsonl"] = "jsonl"
     path: Annotated[Path, OnResume.SAME_TEXT]
     """A file, plain or compressed with gzip or zstd, or a folder of `.jsonl[.gz|.zst]` files; `-`
     is the standard input."""
     text_field: str = "text"
-    """The key of the text. Lines where it is null or empty are left out."""
+    """The key of the text. Lines in which it is null or empty are skipped."""
     errors: Annotated[Literal["strict", "replace"], OnResume.SAME_TEXT] = "strict"
-    """What bytes that are not UTF-8 do: stop with a message, or become U+FFFD."""
+    """What happens to bytes that are not UTF-8: `strict` stops with a message, `replace` makes them
+    U+FFFD."""
 
 
 class ParquetConfig(HeldOut):
@@ -101,13 +104,14 @@ class ParquetConfig(HeldOut):
     path: Annotated[Path, OnResume.SAME_TEXT]
     """A file, or a folder of `.parquet` files."""
     text_field: str = "text"
-    """The column of the text. Rows where it is null or empty are left out."""
+    """The column of the text. Rows in which it is null or empty are skipped."""
     errors: Annotated[Literal["strict", "replace"], OnResume.SAME_TEXT] = "strict"
-    """What bytes that are not UTF-8 do: stop with a message, or become U+FFFD."""
+    """What happens to bytes that are not UTF-8: `strict` stops with a message, `replace` makes them
+    U+FFFD."""
 
 
 class StdlibConfig(Config):
-    """The standard library of the Python that runs this; held out by a hash of a module's name."""
+    """The standard library of the running Python; modules are held out by a hash of their names."""
 
     kind: Literal["stdlib"] = "stdlib"
     validation_fraction: Fraction = DEFAULT_FRACTION
@@ -126,11 +130,11 @@ SourceConfig = Annotated[
     TextConfig | FolderConfig | JsonlConfig | ParquetConfig | StdlibConfig,
     Field(discriminator="kind"),
 ]
-"""One place that text comes from."""
+"""One source of text."""
 
 
 def source_of(name: str | Path) -> SourceConfig:
-    """The source that a bare name stands for, nothing of it held out unless it is `stdlib`.
+    """The source that a bare name stands for; nothing is held out of it, except of `stdlib`.
 
     Args:
         name: `stdlib`, `-` for the standard input, a folder of texts, or a file: `.jsonl` and
@@ -158,7 +162,7 @@ class MixtureConfig(Config):
     sources: dict[str, SourceConfig]
     """The sources by name; a name is made of letters, digits, `_` and `-`."""
     weights: dict[str, Annotated[float, Field(gt=0)]] = Field(default={})
-    """Share of the training rows of each source, in any unit; a source left out weighs 1."""
+    """Share of each source in the training rows, in any unit; a source left out has 1."""
 
     @field_validator("sources", mode="before")
     @classmethod
@@ -170,7 +174,7 @@ class MixtureConfig(Config):
     @model_validator(mode="after")
     def _names(self) -> "MixtureConfig":
         if not self.sources:
-            raise ConfigError("a mixture of no sources; name at least one", "sources")
+            raise ConfigError("a mixture needs sources; name at least one", "sources")
         for name in self.sources:
             if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
                 raise ConfigError(
@@ -198,7 +202,7 @@ class DataConfig(Config):
     eos: bool = True
     """End every document with the tokenizer's eos token."""
     cache_dir: Annotated[Path | None, OnResume.TAKEN] = None
-    """Where token shards are kept, for runs to share; None: inside the run directory."""
+    """Where token shards are kept so that runs can share them; None: in the run directory."""
 
     @field_validator("corpus", mode="before")
     @classmethod
@@ -206,7 +210,7 @@ class DataConfig(Config):
         return _spelled_out(corpus)
 
     def kept_in(self, folder: Path) -> Path:
-        """Where token shards are kept: `cache_dir`, or `folder` where it is not set."""
+        """Where token shards are kept: `cache_dir`, or `folder` if it is not set."""
         try:
             return (self.cache_dir or folder).expanduser()
         except RuntimeError:
@@ -214,7 +218,7 @@ class DataConfig(Config):
 
     @property
     def sources(self) -> dict[str, SourceConfig]:
-        """The sources by name; a lone one is called `corpus`."""
+        """The sources by name; a single one is called `corpus`."""
         if isinstance(self.corpus, MixtureConfig):
             return self.corpus.sources
         return {"corpus": self.corpus}

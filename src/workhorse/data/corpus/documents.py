@@ -1,6 +1,6 @@
 """Documents: what each kind of source yields, and which split a document belongs to.
 
-Nothing here holds more than one document: a long one arrives in pieces, so a text file may be
+At most one document is held at a time, and a long one arrives in pieces, so a text file may be
 larger than memory.
 """
 
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 SplitName = Literal["train", "validation"]
 
 PIECE_CHARS = 1 << 18
-"""Longest text, in characters, that is held and encoded as one."""
+"""Longest text, in characters, that is held and encoded in one piece."""
 
 JSONL_SUFFIXES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 PARQUET_SUFFIXES = (".parquet",)
@@ -58,10 +58,10 @@ class Document:
 
 
 def read_documents(source: SourceConfig, split: SplitName) -> Iterator[Document]:
-    """The documents of one split of a source, always in the same order; empty ones left out.
+    """The documents of one split of a source, always in the same order; empty ones are left out.
 
-    A document of more than `PIECE_CHARS` characters comes in pieces, cut at the start of a line
-    where there is one, since most tokenizers cut there too.
+    A document of more than `PIECE_CHARS` characters comes in pieces, cut if possible at the start
+    of a line, since most tokenizers split there too.
 
     Raises:
         WorkhorseError: a missing or damaged file, bytes that are not UTF-8, a missing field.
@@ -121,9 +121,9 @@ def _whole_documents(
     split: SplitName,
     files: Iterable[Path],
 ) -> Iterator[tuple[str, str, Iterable[str]]]:
-    """Of every document in the files of a split: what identifies it, its name, its text in blocks.
+    """For every document in the files of a split: its identity, its name, its text in blocks.
 
-    The text of a file is read when it is asked for.
+    The text of a file is read only when it is iterated.
     """
     match source:
         case StdlibConfig():
@@ -165,19 +165,19 @@ def _text_of(line: str, source: JsonlConfig, where: str) -> str:
     try:
         record = json.loads(line)
     except RecursionError:
-        raise WorkhorseError(f"{where} is nested too deep; mend or remove the line") from None
+        raise WorkhorseError(f"{where} is nested too deep; correct or remove the line") from None
     except ValueError as error:
         reason = str(error).partition(";")[0]  # Python's own advice is for programmers
-        raise WorkhorseError(f"{where} is not JSON: {reason}; mend or remove the line") from None
+        raise WorkhorseError(f"{where} is not JSON: {reason}; correct or remove the line") from None
     if not isinstance(record, dict):
-        raise WorkhorseError(f"{where} is not a JSON object; write one object to a line")
+        raise WorkhorseError(f"{where} is not a JSON object; write one object per line")
     if source.text_field not in record:
         remedy = f"a recipe's text_field names another; {nearest(source.text_field, record)}"
         raise WorkhorseError(f"{where} has no field {source.text_field!r}; {remedy}")
     text = record[source.text_field]
     if text is not None and not isinstance(text, str):
         kind = type(text).__name__
-        raise WorkhorseError(f"{where}: {source.text_field!r} is a {kind}, not a text; mend it")
+        raise WorkhorseError(f"{where}: {source.text_field!r} is a {kind}, not a text; correct it")
     text = text or ""
     try:
         return text.encode("utf-8", source.errors).decode()
@@ -220,7 +220,7 @@ def _check_column(path: Path, name: str, schema: "pyarrow.Schema") -> None:
         remedy = f"a recipe's text_field names another; {nearest(name, schema.names)}"
         raise WorkhorseError(f"{path} has no column {name!r}; {remedy}")
     if (count := schema.names.count(name)) > 1:
-        raise WorkhorseError(f"{path} has {count} columns {name!r}; give each a name of its own")
+        raise WorkhorseError(f"{path} has {count} columns {name!r}; give each its own name")
     kind = schema.field(name).type
     if not (types.is_string(kind) or types.is_large_string(kind)):
         remedy = "choose a column of strings as text_field"
@@ -228,7 +228,7 @@ def _check_column(path: Path, name: str, schema: "pyarrow.Schema") -> None:
 
 
 def _characters(blocks: Iterable[str], first: int, last: int | None) -> Iterator[str]:
-    """The characters `first` to `last` (None: the end) of a text given in blocks."""
+    """The characters from `first` to `last` (None: the end) of a text that comes in blocks."""
     position = 0
     for block in blocks:
         start = max(first - position, 0)
@@ -251,7 +251,7 @@ def _in_pieces(name: str, blocks: Iterable[str]) -> Iterator[Document]:
 
 
 def _line_start(text: str, limit: int) -> int:
-    """The last start of an unindented line up to `limit`, its newline alone; else `limit`."""
+    """The start of the last unindented line up to `limit`, not after a blank one; else `limit`."""
     end = limit
     while (end := text.rfind("\n", 0, end)) > 0:
         if not text[end - 1].isspace() and not text[end + 1].isspace():

@@ -13,39 +13,39 @@ from workhorse.untrusted import read_text
 from workhorse.writing import write_atomically
 
 FILES = "files.json"
-"""Beside the manifest: the files that were read, by source and path in it; size and time of each.
+"""Beside the manifest: the files that were read, by source and path, with size and time of each.
 
-For messages alone: a data set without it is as good."""
+It serves messages only: a data set without it is just as good."""
 LARGEST = 1 << 28
-"""Bytes of that file; a million files take a tenth."""
+"""Most bytes of that file; a million files take a tenth of it."""
 NAMED = 3
-"""Files that a message names of each kind."""
+"""How many files of each kind a message names."""
 
 
 @dataclass(frozen=True)
 class FileChanges:
-    """What changed in a corpus since its data set was made, as names of files."""
+    """The files of a corpus that changed since its data set was made."""
 
     added: list[str]
     missing: list[str]
     resized: list[str]
     touched: list[str]
-    """Written to since, of the same size: perhaps with the same text."""
+    """Written since then, with the same size: perhaps with the same text."""
 
     @property
     def text_changed(self) -> bool:
-        """Whether the text is certainly another."""
+        """Whether the text has certainly changed."""
         return bool(self.added or self.missing or self.resized)
 
     def __str__(self) -> str:
-        """Every kind of change with the first files' names: `added b.txt; missing a.txt`."""
+        """Every kind of change with the names of the first files: `added b.txt; missing a.txt`."""
         changed = self.resized or self.touched
         kinds = {"added": self.added, "missing": self.missing, "changed": changed}
         return "; ".join(f"{kind} {_named(files)}" for kind, files in kinds.items() if files)
 
 
 def save_file_list(config: DataConfig, home: Path) -> None:
-    """Put the files of a corpus on record beside its data set."""
+    """Record the files of a corpus beside its data set."""
     write_atomically(home / FILES, json.dumps(list_files(config)).encode())
 
 
@@ -54,11 +54,11 @@ def file_changes(config: DataConfig, folder: Path, fingerprint: str) -> FileChan
 
     Args:
         config: where the corpus is now.
-        folder: where data sets are kept, as for `prepare`.
+        folder: where data sets are kept, as in `prepare`.
         fingerprint: of the data set.
 
     Returns:
-        None where the data set, or its list of files, is not there.
+        None if the data set, or its list of files, is missing.
 
     Raises:
         WorkhorseError: the corpus cannot be read.

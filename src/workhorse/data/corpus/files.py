@@ -1,4 +1,4 @@
-"""Files as text: where they are, decompressed, decoded, each failure one line."""
+"""Files as text: found, decompressed and decoded, every failure reported in one line."""
 
 import atexit
 import codecs
@@ -26,7 +26,7 @@ BLOCK_BYTES = 1 << 20
 """Bytes read at a time."""
 
 ZSTD_BYTES = 1 << 10
-"""Bytes that zstd is given at a time: at worst they become 32 MiB."""
+"""Bytes given to zstd at a time, which expand to at most 32 MiB."""
 
 GZIP_MAGIC = b"\x1f\x8b"
 ZSTD_MAGIC = b"\x28\xb5\x2f\xfd"
@@ -53,8 +53,8 @@ def visible_files(folder: Path, glob: str) -> list[Path]:
     """The files of a folder that match a pattern, in the order of their paths, none hidden.
 
     Raises:
-        WorkhorseError: no folder, no pattern, folders nested by the thousand, or one that cannot be
-            read: the pattern would pass over what is in it.
+        WorkhorseError: not a folder, not a pattern, folders nested thousands deep, or a folder that
+            cannot be read, whose files the pattern would silently miss.
     """
     if not folder.is_dir():
         remedy = "use kind: text for one file" if folder.exists() else "check the path"
@@ -64,13 +64,13 @@ def visible_files(folder: Path, glob: str) -> list[Path]:
         for searched in _searched(folder, glob):
             if not os.access(searched, os.R_OK | os.X_OK):
                 raise WorkhorseError(
-                    f"cannot read the folder {searched}; give yourself the right to, or leave it "
-                    "out by the pattern (glob)"
+                    f"cannot read the folder {searched}; give yourself permission, or exclude it "
+                    "by the pattern (glob)"
                 )
     except RecursionError:
         raise WorkhorseError(
-            f"the folders in {folder} lie too deep in each other to be searched for "
-            f"{shown(glob)}; name one further down, or move the files up"
+            f"the folders in {folder} are nested too deep to be searched for {shown(glob)}; "
+            "name one further down, or move the files up"
         ) from None
     except (ValueError, IndexError, NotImplementedError) as error:
         raise WorkhorseError(f"glob={shown(glob)} is not a pattern: {error}") from None
@@ -83,7 +83,7 @@ def visible_files(folder: Path, glob: str) -> list[Path]:
 
 
 def _searched(folder: Path, glob: str) -> Iterator[Path]:
-    """The visible folders whose files a pattern asks for: each of its beginnings matches some."""
+    """The visible folders whose files a pattern can match."""
     yield folder
     parts = glob.split("/")
     for depth in range(1, len(parts)):
@@ -94,7 +94,7 @@ def _searched(folder: Path, glob: str) -> Iterator[Path]:
 
 
 def existing_file(path: Path) -> Path:
-    """The same path, or the line that says what is wrong with it."""
+    """The path itself; an error says in one line what is wrong with it."""
     if path.is_dir():
         raise WorkhorseError(
             f"{path} is a folder; name a file in it, or let a recipe say kind: folder"
@@ -116,7 +116,7 @@ def _stdin_file() -> IO[bytes]:
 
 
 def stdin_copy() -> Path:
-    """A file with the standard input, which is read once while a corpus is read several times."""
+    """A copy of the standard input, which can be read only once; a corpus is read several times."""
     if sys.stdin is None or sys.stdin.isatty():
         raise WorkhorseError("the corpus is the standard input, a terminal; pipe text into it")
     return Path(_stdin_file().name)
@@ -124,7 +124,7 @@ def stdin_copy() -> Path:
 
 @contextmanager
 def open_bytes(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file, decompressed if its first bytes say gzip or zstd.
+    """The bytes of a file, decompressed if it begins like gzip or zstd.
 
     Raises:
         WorkhorseError: the file cannot be read, or its compression is damaged.
@@ -163,7 +163,7 @@ def _unzstd(file: BinaryIO, path: Path) -> Iterator[BinaryIO]:
 
 
 def _zstd_content(file: BinaryIO, library: "ZstdDecompressor") -> Iterator[bytes]:
-    """What zstd frames laid end to end hold.
+    """The content of concatenated zstd frames.
 
     The library's own reader takes an unfinished frame for the end of the file.
 
@@ -227,7 +227,7 @@ def read_text(path: Path, errors: str) -> Iterator[str]:
 
 
 def bad_byte(where: object, error: UnicodeDecodeError, offset: int) -> WorkhorseError:
-    """The line for a byte that is not UTF-8; `offset` is where the decoded bytes began."""
+    """The error for a byte that is not UTF-8; `offset` is where the decoded bytes began."""
     return WorkhorseError(
         f"{where}: byte 0x{error.object[error.start]:02x} at offset {offset + error.start} is not "
         "UTF-8; mend the file, or let a recipe say errors: replace"

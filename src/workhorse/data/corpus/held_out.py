@@ -1,7 +1,7 @@
 """Which documents of a source are held out: those whose hash is below a threshold.
 
-The hash is of the document alone, so a document added or removed moves no other. Only where the
-share asked for would leave a split without a document does the threshold follow the documents.
+The hash depends on the document alone, so adding or removing one moves no other. Only if the given
+share would leave a split without documents does the threshold depend on them.
 """
 
 import hashlib
@@ -11,21 +11,21 @@ HASHES = 2**64
 
 
 def hash_of(identity: str) -> int:
-    """A number below `HASHES`, the same on every machine."""
+    """A hash below `HASHES`, the same on every machine."""
     digest = hashlib.sha256(identity.encode("utf-8", "surrogatepass")).digest()
     return int.from_bytes(digest[:8], "big")
 
 
 def threshold(fraction: float, documents: Iterable[tuple[str, Iterable[str]]]) -> float:
-    """The hash below which documents are held out, such that of two or more each split gets one.
+    """The hash below which documents are held out; of two or more, each split gets at least one.
 
-    That is `fraction * HASHES` where it holds out some and leaves some. Else the document with the
-    smallest hash is held out alone, or that with the largest trains alone.
+    That is `fraction * HASHES` if it leaves documents in both splits. Otherwise only the document
+    with the smallest hash is held out, or only that with the largest trains.
 
     Args:
-        fraction: of the documents, asked for; with 0 nothing is held out, and nothing is read.
-        documents: what identifies each, and its text in blocks. Read until both splits have one;
-            documents without text count for nothing.
+        fraction: share of the documents; with 0 nothing is held out, and nothing is read.
+        documents: the identity of each, and its text in blocks. They are read until both splits
+            have one; documents without text do not count.
     """
     asked = fraction * HASHES
     smallest, largest = HASHES, -1

@@ -1,4 +1,4 @@
-"""How to tell whether the sources of a data set changed, and why one has no text."""
+"""Whether the sources of a data set changed, and why one has no text."""
 
 import hashlib
 import json
@@ -21,22 +21,22 @@ from workhorse.data.corpus.files import visible_files
 from workhorse.errors import WorkhorseError, shown
 
 Progress = Callable[[int, int | None], None]
-"""Told the UTF-8 bytes of text done, and about how many there are; None where unknown."""
+"""Called with the UTF-8 bytes of text done, and about how many there are; None if unknown."""
 
 SPLITS: tuple[SplitName, ...] = ("validation", "train")
-"""The small one first: if it is empty, the long work need not be done to find out."""
+"""The small one first: if it is empty, that shows before the long work."""
 FileState = tuple[int, int]
-"""Bytes and time of change, in nanoseconds."""
+"""Size in bytes, and time of the last change in nanoseconds."""
 
 SIZE_IS_TEXT = {"text", "folder", "stdlib"}
-"""The kinds of source whose files hold the text as it is."""
+"""The kinds of source whose files are plain text."""
 
 
 def describe_sources(config: DataConfig) -> dict[str, dict[str, Any]]:
-    """The config of each source, how many files and bytes it is, and a hash of the files' state.
+    """For each source its config, its numbers of files and bytes, and a hash of the files' state.
 
     The state of a file is its path, size and time of change. The standard input, which is copied
-    to a new file each time, is told by its content.
+    to a new file each time, is identified by its content.
     """
     described = {}
     for name, source in config.sources.items():
@@ -82,14 +82,14 @@ def _size_and_time(path: Path) -> FileState:
 
 
 def text_bytes(described: dict[str, dict[str, Any]]) -> int | None:
-    """About how many bytes of text there are; None where the sizes of the files do not tell."""
+    """About how many bytes of text there are; None if the sizes of the files do not tell."""
     if any(source["kind"] not in SIZE_IS_TEXT for source in described.values()):
         return None
     return sum(source["bytes"] for source in described.values())
 
 
 def why_empty(config: DataConfig, name: str, split: SplitName) -> str:
-    """The line for a split of a source that turned out to have no text."""
+    """The message for a split of a source that turned out to have no text."""
     source = config.sources[name]
     where = "the standard library" if isinstance(source, StdlibConfig) else str(source.path)
     if not isinstance(source, StdlibConfig) and source.validation is not None:
@@ -111,7 +111,7 @@ def why_empty(config: DataConfig, name: str, split: SplitName) -> str:
 
 
 def _why_undivided(source: SourceConfig) -> str:
-    """What keeps a source that has text from giving some to each split."""
+    """Why a source that has text gives none to one of the splits."""
     match source:
         case TextConfig():
             return "is too short to hold out a part"

@@ -1,8 +1,8 @@
-"""The built-in corpus: the standard library of the Python that runs this, about 11 MB of code.
+"""The built-in corpus: the standard library of the running Python, about 11 MB of code.
 
-Every `.py` file in the order of its path, less the packages of tests, what the build of Python
-wrote for this machine, installed packages, and near-duplicates. Which modules there are depends on
-the version of Python; what is kept does not depend on the machine.
+It is every `.py` file in the order of its path, except test packages, files that the build of
+Python wrote for this machine, installed packages, and near-duplicates. Which modules there are
+depends on the version of Python; which are kept does not depend on the machine.
 """
 
 import functools
@@ -19,13 +19,13 @@ LEFT_OUT_FOLDERS = {
     "test", "tests", "idle_test", "site-packages", "dist-packages", "__pycache__",
 }  # fmt: skip
 LEFT_OUT_FILES = ("_sysconfigdata", "sitecustomize")
-"""Beginnings of the names of files that differ from machine to machine."""
+"""Prefixes of the names of files that differ from machine to machine."""
 
 SHINGLE_LINES = 3
 NEAR_DUPLICATE = 0.3
-"""Jaccard similarity of two files' shingles from which the later one is left out.
+"""Jaccard similarity of two files' shingles at which the later one is left out.
 
-Low on purpose: it drops the many code pages of `encodings` that repeat one another's tables.
+It is low on purpose, to drop the many code pages of `encodings` that repeat the same tables.
 """
 
 
@@ -37,7 +37,7 @@ class Module:
     path: Path
 
     def text(self) -> str:
-        """The source, decoded as its encoding cookie says, line ends as newlines."""
+        """The source, decoded by its encoding cookie, with line ends as newlines."""
         try:
             with tokenize.open(self.path) as file:
                 return file.read()
@@ -47,7 +47,7 @@ class Module:
 
 @functools.cache
 def candidates() -> tuple[Module, ...]:
-    """Every module before near-duplicates are left out, in the order of the files' paths."""
+    """Every module, near-duplicates included, in the order of the files' paths."""
     root = Path(sysconfig.get_path("stdlib"))
     found = []
     for path in root.rglob("*.py"):
@@ -71,10 +71,11 @@ def modules() -> tuple[Module, ...]:
 
 
 def unlike(texts: Iterable[str]) -> Iterator[int]:
-    """The indices of the texts that are not empty and not nearly a text kept before.
+    """The indices of the texts that are not empty and not near-duplicates of one kept before.
 
-    Two texts are compared by the sets of their runs of three lines, blank lines and the amount of
-    white space aside. Exact, not sampled: an inverted index finds every pair that shares a run.
+    Two texts are compared by the sets of their runs of three lines, ignoring blank lines and the
+    amount of white space. This is exact, not sampled: an inverted index finds every pair that
+    shares a run.
     """
     sizes: dict[int, int] = {}
     holders: dict[str, list[int]] = defaultdict(list)  # shingle -> the kept texts that have it

@@ -1,8 +1,8 @@
 """Batches of rows by the number of the step: random access, no state, no position to save.
 
-`batches[step]` depends on the seed, the step and the global batch size alone (and on the offset
-of a run that changed it). So the step is the exact position for a resume, and micro-batches and
-processes are slices of the same global batch.
+`batches[step]` depends only on the seed, the step and the global batch size (and on the offset of a
+run that changed it). So the step is the exact position for a resume, and micro-batches and
+processes take slices of the same global batch.
 """
 
 import math
@@ -24,7 +24,7 @@ from workhorse.errors import WorkhorseError
 
 @dataclass(frozen=True)
 class Batch:
-    """Some rows of training or validation, all tensors int64."""
+    """Rows for training or validation; all tensors are int64."""
 
     tokens: Tensor
     """`(batch, seq)`; 0 on padding."""
@@ -55,7 +55,7 @@ class Batch:
         return self._each(moved)
 
     def pinned(self) -> "Batch":
-        """The same batch in memory that CUDA reads by itself: a copy from it waits for nothing."""
+        """The same batch in pinned memory, from which copies to CUDA are asynchronous."""
         return self._each(Tensor.pin_memory)
 
     def _each(self, change: Callable[[Tensor], Tensor]) -> "Batch":
@@ -70,11 +70,11 @@ class Batches:
         split: its streams and weights.
         seq_len: tokens read, and predictions made, in a row.
         batch_size: rows of the global batch of one step, over all processes and micro-batches.
-        seed: decides the order; the same seed gives the same tokens everywhere.
+        seed: determines the order; the same seed gives the same tokens everywhere.
         packing: how rows are cut (see `workhorse.data.rows.sampling`).
         offset: added to the number of every row, counted from the start of the run. A run whose
-            batch size changes after some steps goes on with the row that comes next by
-            `offset = rows read - steps done * batch_size`; steps before those have no batch then.
+            batch size changes midway continues with the next row by
+            `offset = rows read - steps done * batch_size`; earlier steps then have no batch.
 
     Raises:
         WorkhorseError: a size below 1, a source shorter than one window, a weight too small.
@@ -101,7 +101,7 @@ class Batches:
 
     @property
     def rows_per_epoch(self) -> dict[str, int]:
-        """Rows after which each source starts over."""
+        """The number of rows after which each source starts over."""
         pairs = zip(self.source_names, self._samplers, strict=True)
         return {name: sampler.rows_per_epoch for name, sampler in pairs}
 
@@ -125,17 +125,17 @@ class Batches:
 class ValidationBatches:
     """Every token of a split predicted once, in batches of one shape.
 
-    Windows lie side by side and share one token, so that all tokens but the first of each stream
-    are predicted once; the last window is padded. With `packing="documents"`, the rows of the
-    packing in their order: all tokens but the first of each document. The last batch is filled up
-    with rows of padding, so that a compiled model sees one shape.
+    Windows are adjacent and share one token, so that all tokens but the first of each stream are
+    predicted once; the last window is padded. With `packing="documents"` the rows are those of the
+    packing, in order, and predict all tokens but the first of each document. The last batch is
+    filled up with rows of padding, so that a compiled model sees one shape.
 
     Args:
-        split: its streams; the weights play no part.
+        split: its streams; the weights are not used.
         seq_len: predictions in a row.
         batch_size: rows in a batch.
         packing: as in training; `random_windows` validates as `windows` does.
-        max_rows: take only so many, spread evenly over the split; None: all.
+        max_rows: take only this many, spread evenly over the split; None: all.
 
     Raises:
         WorkhorseError: a size below 1, or nothing to predict.
@@ -164,7 +164,7 @@ class ValidationBatches:
         self._rows = np.arange(taken) * total // taken
 
     def __len__(self) -> int:
-        """Batches."""
+        """The number of batches."""
         return math.ceil(len(self._rows) / self.batch_size)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -186,7 +186,7 @@ class ValidationBatches:
 
 
 class _TiledWindows:
-    """Windows side by side from the first token to the last, the last one padded."""
+    """Adjacent windows from the first token to the last, the last one padded."""
 
     def __init__(self, stream: TokenStream, seq_len: int, _seed: int) -> None:
         self.stream, self.seq_len = stream, seq_len
@@ -206,7 +206,7 @@ class _TiledWindows:
 def _batch(
     parts: list[tuple[Indices, Rows]], sources: Indices, seq_len: int, packing: Packing
 ) -> Batch:
-    """Put the rows of several sources into their places."""
+    """Interleave the rows of several sources in the order of the batch."""
     shape = (len(sources), seq_len)
     tokens, targets = np.zeros(shape, np.int64), np.full(shape, IGNORE)
     documents = np.full(shape, PADDING) if packing == "documents" else None

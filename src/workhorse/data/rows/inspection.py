@@ -1,4 +1,4 @@
-"""What a model will really see: rows decoded, document by document, and counts."""
+"""What a model will see: rows decoded, document by document, and counts."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,12 +18,12 @@ class SegmentView:
     """Neighbouring positions of one document."""
 
     document: int | None
-    """Number within the row; None where documents see each other."""
+    """Number within the row; None if documents see each other."""
     tokens: int
     text: str
-    """The tokens that are read, special tokens spelled out."""
+    """The text of the input tokens, special tokens spelled out."""
     last_target: str
-    """The token that the last of them predicts; empty where it predicts nothing."""
+    """The token that the last of them predicts; empty if it predicts nothing."""
 
 
 @dataclass(frozen=True)
@@ -33,15 +33,15 @@ class RowView:
     source: str
     segments: tuple[SegmentView, ...]
     padding: int
-    """Positions that hold no token."""
+    """Number of positions without a token."""
     ignored: int
-    """Positions that predict nothing, padding among them."""
+    """Number of positions that predict nothing, padding included."""
 
 
 def view_rows(
     batch: Batch, tokenizer: "Tokenizer", source_names: tuple[str, ...]
 ) -> tuple[RowView, ...]:
-    """Each row of a batch, decoded."""
+    """The rows of a batch, decoded."""
     views = []
     for row, source in enumerate(batch.sources.tolist()):
         tokens, targets = batch.tokens[row].tolist(), batch.targets[row].tolist()

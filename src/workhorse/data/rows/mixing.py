@@ -1,4 +1,4 @@
-"""Which source each training row is from: exact shares in every block of rows, seeded order."""
+"""Which source each training row comes from: exact shares in every block, in a seeded order."""
 
 from collections.abc import Sequence
 
@@ -8,11 +8,11 @@ from workhorse.data.rows.permutation import Indices, derive, permute
 from workhorse.errors import WorkhorseError
 
 MIXING_BLOCK = 10_000
-"""Rows over which the shares are exact, to one row."""
+"""Number of rows over which the shares are exact, to one row."""
 
 
 class Mixture:
-    """Deals rows to sources. A pure function of the row's number; no source skips a row of its own.
+    """Assigns rows to sources: a pure function of the row's number. No source skips a row.
 
     Args:
         names: of the sources, for messages.
@@ -39,7 +39,7 @@ class Mixture:
         self._ends = np.cumsum(self.counts)
 
     def locate(self, indices: Indices) -> tuple[Indices, Indices]:
-        """For each row of the run: the index of its source, and its number within that source."""
+        """For each row of the run, the index of its source and its number within that source."""
         if len(self.counts) == 1:
             return np.zeros_like(indices), indices
         blocks = indices // MIXING_BLOCK

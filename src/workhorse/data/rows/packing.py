@@ -1,13 +1,13 @@
 """Documents packed whole into rows: best-fit decreasing.
 
-A document of n tokens makes n - 1 predictions, and a row has room for seq_len. Longer documents
-are cut into full rows and a rest. The rests and the shorter documents, longest first, each go to
-the row with the least room that still takes them, else to a new one. Fewer documents are cut than
-by concatenation, and little is padded (Ding et al., "Fewer Truncations Improve Language Modeling",
+A document of n tokens makes n - 1 predictions, and a row has room for seq_len. Longer documents are
+cut into full rows and a remainder. Remainders and shorter documents, longest first, each go to the
+row with the least room that still fits them, else to a new one. Fewer documents are cut than by
+concatenation, with little padding (Ding et al., "Fewer Truncations Improve Language Modeling",
 2404.10830, section 3).
 
 Every token but the first of each document is predicted exactly once; a piece after a cut starts
-with the token that the piece before predicted last.
+with the token that the previous piece predicted last.
 """
 
 from collections import defaultdict
@@ -20,12 +20,12 @@ from workhorse.data.rows.permutation import Indices
 
 @dataclass(frozen=True)
 class PackingPlan:
-    """Which pieces of documents make up each row: arrays, so that millions cost megabytes."""
+    """The pieces of documents in each row, as arrays, so that millions take megabytes."""
 
     starts: Indices
     """For each piece, the position of its first token in the stream."""
     lengths: Indices
-    """For each piece, its predictions; it spans one token more."""
+    """For each piece, its number of predictions; it spans one token more."""
     bounds: Indices
     """Row i holds the pieces `bounds[i]` to `bounds[i + 1]`."""
 
@@ -39,7 +39,7 @@ class PackingPlan:
 
 
 def pack(ends: Indices, seq_len: int) -> PackingPlan:
-    """Plan the rows for documents that end at these positions; a function of these two alone."""
+    """Plan the rows for documents that end at these positions; depends only on its arguments."""
     begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]])
     predictions = np.maximum(ends - begins - 1, 0)
     full, rest = predictions // seq_len, predictions % seq_len
@@ -47,7 +47,7 @@ def pack(ends: Indices, seq_len: int) -> PackingPlan:
     owner = np.repeat(np.arange(len(ends)), full)
     nth = np.arange(len(owner)) - np.repeat(np.cumsum(full) - full, full)
     full_starts = begins[owner] + nth * seq_len
-    # Rests, longest first; equal ones in the order of the corpus.
+    # Remainders, longest first; equal ones in the order of the corpus.
     order = np.argsort(-rest, kind="stable")
     order = order[rest[order] > 0]
     rest_starts, rest_lengths = (begins + full * seq_len)[order], rest[order]

@@ -1,8 +1,8 @@
 """Seeded permutations of any range, without storing them.
 
-Which row comes when must be a pure function of its number, for corpora of any size, on every
-machine and version. A stored permutation would cost eight bytes a row, and NumPy does not promise
-its random streams from version to version.
+The order of rows must be a pure function of their numbers, for corpora of any size, on every
+machine and version. A stored permutation would take eight bytes per row, and NumPy does not promise
+the same random streams from version to version.
 """
 
 import hashlib
@@ -18,7 +18,7 @@ FEISTEL_ROUNDS = 4
 
 
 def derive(seed: int, *labels: str | int) -> int:
-    """A 64-bit key for one purpose, told apart from other purposes by the labels."""
+    """A 64-bit key for one purpose; the labels distinguish it from other purposes."""
     digest = hashlib.sha256("/".join(map(str, (seed, *labels))).encode()).digest()
     return int.from_bytes(digest[:8], "big")
 
@@ -26,10 +26,10 @@ def derive(seed: int, *labels: str | int) -> int:
 def permute(indices: Indices, size: int, key: int) -> Indices:
     """Where a keyed permutation of `range(size)` sends each index.
 
-    Up to `SMALL` indices are sorted by random numbers: exactly uniform, which a network of so few
-    bits is not. Beyond, a Feistel network permutes the next even power of two; an index it sends
-    past `size` walks on along its cycle until it falls inside (Black and Rogaway, "Ciphers with
-    arbitrary finite domains", 2002, section 4.2). Fewer than four steps on average.
+    Up to `SMALL` indices are sorted by random numbers, which is exactly uniform, while a network of
+    so few bits is not. Beyond that, a Feistel network permutes the next even power of two; an index
+    sent past `size` walks along its cycle until it falls inside (Black and Rogaway, "Ciphers with
+    arbitrary finite domains", 2002, section 4.2), in fewer than four steps on average.
     """
     if size <= SMALL:
         return np.argsort(random_numbers(np.arange(size), key), kind="stable")[indices]
@@ -44,7 +44,7 @@ def permute(indices: Indices, size: int, key: int) -> Indices:
 
 
 def random_numbers(indices: Indices, key: int) -> Words:
-    """One uniform 64-bit number for each index."""
+    """One uniform 64-bit number per index."""
     return _mixed(indices.astype(np.uint64) + np.uint64(key))
 
 

@@ -1,9 +1,9 @@
 """How rows are cut from a stream of tokens. Each way is a pure function of the row's number.
 
-- `windows`: the stream is cut into windows of seq_len predictions side by side, each once an
-  epoch, in an order and from a starting point that every epoch draws anew. GPT-2's way: a row may
-  hold several documents, and attention crosses between them.
-- `random_windows`: windows start anywhere, drawn independently. nanoGPT's way: no epochs.
+- `windows`: the stream is cut into adjacent windows of seq_len predictions, each used once per
+  epoch, in an order and from a starting point drawn for every epoch. As in GPT-2, a row may hold
+  several documents, and attention crosses between them.
+- `random_windows`: windows start anywhere, drawn independently. As in nanoGPT, without epochs.
 - `documents`: a row holds whole documents that do not see each other (`packing`).
 """
 
@@ -20,16 +20,16 @@ from workhorse.data.shards.stream import TokenStream
 from workhorse.errors import WorkhorseError
 
 IGNORE = -100
-"""The target of a position that predicts nothing. The same as `workhorse.nn.loss.IGNORE`, which
-this package must not import."""
+"""The target of a position that predicts nothing: equal to `workhorse.nn.loss.IGNORE`, which this
+package must not import."""
 
 PADDING = -1
-"""The document number of positions that hold no token."""
+"""The document number of positions without a token."""
 
 
 @dataclass(frozen=True)
 class Rows:
-    """Rows of `(rows, seq)`: what is read, what is predicted, and which document each is of."""
+    """Rows of `(rows, seq)`: inputs, targets, and the document of each."""
 
     tokens: npt.NDArray[np.int64]
     targets: npt.NDArray[np.int64]
@@ -52,13 +52,13 @@ class Sampler(Protocol):
 
 
 def sampler(packing: Packing, stream: TokenStream, seq_len: int, seed: int) -> Sampler:
-    """The sampler of one way of packing; `seed` is this stream's own."""
+    """The sampler for one kind of packing; `seed` is that of the stream."""
     kinds = {"windows": Windows, "random_windows": RandomWindows, "documents": PackedDocuments}
     return kinds[packing](stream, seq_len, seed)
 
 
 class Windows:
-    """Windows side by side, each once an epoch; at most 2·seq_len tokens are left out of one."""
+    """Adjacent windows, each once per epoch; an epoch leaves out at most 2·seq_len tokens."""
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int) -> None:
         _check_length(stream, seq_len)
@@ -80,7 +80,7 @@ class Windows:
 
 
 class RandomWindows:
-    """Windows that start anywhere; an epoch is only a measure of as many tokens as there are."""
+    """Windows that start anywhere; an epoch only means as many tokens as there are."""
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int) -> None:
         _check_length(stream, seq_len)
@@ -94,7 +94,7 @@ class RandomWindows:
 
 
 class PackedDocuments:
-    """Rows of whole documents, each row once an epoch, in an order that every epoch draws anew."""
+    """Rows of whole documents, each row once per epoch, in an order drawn for every epoch."""
 
     def __init__(self, stream: TokenStream, seq_len: int, seed: int) -> None:
         self.stream, self.seq_len, self.seed = stream, seq_len, seed
@@ -117,7 +117,7 @@ class PackedDocuments:
         return self.planned_rows(rows)
 
     def planned_rows(self, numbers: Indices) -> Rows:
-        """Rows by their number in the plan, in no random order."""
+        """Rows by their number in the plan, not shuffled."""
         shape = (len(numbers), self.seq_len)
         documents = np.full(shape, PADDING)
         rows = Rows(np.zeros(shape, np.int64), np.full(shape, IGNORE), documents)

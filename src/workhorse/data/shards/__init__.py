@@ -1,1 +1,1 @@
-"""Documents made into memory-mapped tokens, once."""
+"""Documents encoded once into memory-mapped tokens."""

@@ -39,13 +39,13 @@ class Split:
 
     @property
     def unknown_rate(self) -> float:
-        """Share of the tokens that stand for characters which the tokenizer does not have."""
+        """Share of the tokens that stand for characters outside the tokenizer's vocabulary."""
         return sum(stream.n_unknown for stream in self.streams) / self.n_tokens
 
 
 @dataclass(frozen=True)
 class Dataset:
-    """What `prepare` made: `folder` holds the shards and the manifest."""
+    """A prepared data set: `folder` holds the shards and the manifest."""
 
     folder: Path
     manifest: ManifestConfig
@@ -54,7 +54,7 @@ class Dataset:
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over all tokens: a run resumes on the same data if this is the same."""
+        """SHA-256 over all tokens: if equal, a run resumes on the same data."""
         return self.manifest.fingerprint
 
     def verify(self) -> None:
@@ -70,7 +70,7 @@ class Dataset:
 
 
 def unknown_text(dataset: Dataset) -> str | None:
-    """What to say where the tokenizer does not know some of the text; else None."""
+    """A warning if the tokenizer does not know all characters of the text; else None."""
     splits = [split for split in (dataset.train, dataset.validation) if split is not None]
     unknown = sum(stream.n_unknown for split in splits for stream in split.streams)
     if not unknown:
@@ -91,8 +91,8 @@ def open_dataset(folder: Path, weights: Mapping[str, float] | None = None) -> Da
         weights: of the sources in training; a source left out weighs 1.
 
     Raises:
-        WorkhorseError: nothing is there, the build was not finished, or a shard is damaged. Every
-            shard's size is checked here, its checksum by `Dataset.verify`.
+        WorkhorseError: nothing is there, the preparation was not finished, or a shard is damaged.
+            Every shard's size is checked here, its checksum by `Dataset.verify`.
     """
     manifest = read_manifest(folder)
     if not manifest.complete:

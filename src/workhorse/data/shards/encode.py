@@ -1,8 +1,7 @@
 """Documents to tokens on every core, in order, with bounded memory.
 
-The `tokenizers` library spreads a block of texts over threads of its own; meanwhile another block
-is read, and converted to arrays. Which tokens come out, and in which order, never depends on how
-many threads there are.
+The `tokenizers` library spreads a block of texts over its own threads; meanwhile another block is
+read, or converted to arrays. The tokens and their order never depend on the number of threads.
 """
 
 from collections import deque
@@ -22,7 +21,7 @@ if TYPE_CHECKING:
 
 BLOCK_CHARS = 2 << 20
 BLOCK_PIECES = 4096
-"""Texts are encoded in blocks of so many characters or pieces, whichever comes first."""
+"""Texts are encoded in blocks of at most this many characters or pieces."""
 
 BLOCKS_AT_ONCE = 2
 
@@ -33,11 +32,11 @@ class Encoded(NamedTuple, Generic[Stream]):
     """A document, or a piece of one, as tokens."""
 
     stream: Stream
-    """What it belongs to."""
+    """The stream that it belongs to."""
     document: Document
     tokens: np.ndarray
     unknown: int
-    """How many of them stand for characters that the tokenizer does not have."""
+    """How many of them stand for characters outside the vocabulary."""
 
 
 def encoded(
@@ -51,13 +50,13 @@ def encoded(
     """Each document, or piece of one, with its tokens as `dtype`.
 
     Args:
-        documents: each with what it belongs to, which is passed on; read as far ahead as
-            `BLOCKS_AT_ONCE` blocks. A block may hold documents of several streams, so that no core
-            waits where one ends.
+        documents: each with what it belongs to, which is passed on; read up to `BLOCKS_AT_ONCE`
+            blocks ahead. A block may hold documents of several streams, so that no core waits at
+            the end of one.
         tokenizer: its ids must fit into `dtype`.
         bos: begin each document with the tokenizer's bos token.
         eos: end each document with the tokenizer's eos token.
-        dtype: of NumPy, an unsigned integer.
+        dtype: an unsigned integer dtype of NumPy.
     """
 
     def encode(block: list[tuple[Stream, Document]]) -> list[Encoded[Stream]]:
@@ -88,7 +87,7 @@ def encoded(
 def stream_of(
     name: str, documents: Iterable[Document], tokenizer: "Tokenizer", config: DataConfig
 ) -> TokenStream:
-    """A few documents as a stream in memory, with the tokens that a data set of them would have."""
+    """A few documents as a stream in memory, with the same tokens as in a prepared data set."""
     tokens, ends, size, unknown = [np.zeros(0, np.int64)], [], 0, 0
     pairs = ((name, document) for document in documents)
     for found in encoded(pairs, tokenizer, bos=config.bos, eos=config.eos, dtype="int64"):

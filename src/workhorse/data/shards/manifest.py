@@ -1,4 +1,4 @@
-"""The manifest of a prepared data set: what was read, what was written, checksums."""
+"""The manifest of a prepared data set: the sources, the shards, and checksums."""
 
 import hashlib
 import io
@@ -16,26 +16,26 @@ from workhorse.writing import write_atomically
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 100_000_000
-"""More than any manifest has; a shard takes four hundred."""
+"""More bytes than any manifest has; a shard takes four hundred."""
 
 
 class ShardConfig(Config):
     """One shard: the tokens in `NAME.tokens.npy`, the ends of documents in `NAME.ends.npy`.
 
-    A document may run on into the next shard; then its end stands there.
+    A document may continue in the next shard, which then has its end.
     """
 
     name: str
     tokens: int
     documents: int
-    """Documents that end in this shard."""
+    """Number of documents that end in this shard."""
     bytes: int
     """UTF-8 bytes of the text."""
     pieces: int
-    """Pieces of documents read for this shard: how far a build that goes on has to skip."""
+    """Pieces of documents read for this shard, which a resumed preparation skips."""
     unknown: int = 0
-    """Tokens that stand for characters which the tokenizer does not have. Data sets of before this
-    was counted have 0."""
+    """Tokens that stand for characters outside the vocabulary. Data sets from before this was
+    counted have 0."""
     tokens_sha256: str
     ends_sha256: str
 
@@ -64,7 +64,7 @@ class StreamConfig(Config):
 
 
 class ManifestConfig(Config):
-    """Everything about a data set but the tokens themselves."""
+    """Everything about a data set except the tokens."""
 
     format: Literal[1] = 1
     tokenizer: str
@@ -84,7 +84,7 @@ class ManifestConfig(Config):
 
     @property
     def fingerprint(self) -> str:
-        """SHA-256 over the shards' checksums: equal where every token is equal."""
+        """SHA-256 over the shards' checksums: equal if every token is equal."""
         sums = {
             split: {
                 name: [(shard.tokens_sha256, shard.ends_sha256) for shard in stream.shards]
@@ -116,7 +116,7 @@ def read_manifest(folder: Path) -> ManifestConfig:
 
 
 def write_array(path: Path, array: np.ndarray) -> str:
-    """Write an array as `.npy`, whole or not at all; gives the SHA-256 of the file."""
+    """Write an array as `.npy`, whole or not at all; returns the SHA-256 of the file."""
     buffer = io.BytesIO()
     np.save(buffer, array, allow_pickle=False)
     write_atomically(path, buffer.getbuffer())

@@ -66,13 +66,13 @@ def prepare(
     """Make the token shards of a config, or open them if they are there already.
 
     Args:
-        config: what to read; `config.cache_dir`, where set, takes the place of `folder`.
-        tokenizer: encodes the texts; ends (begins) documents with its eos (bos) where asked.
+        config: what to read; `config.cache_dir`, if set, takes the place of `folder`.
+        tokenizer: encodes the texts; ends (begins) documents with its eos (bos) if the config asks.
         folder: where data sets are kept, usually the run directory's `data`.
-        progress: told how far the build is.
-        verify: compare the checksums of what is there. A shard found damaged is made again; that
-            its files are whole in size is always checked.
-        tell: called with what must not go unnoticed: that the tokenizer does not know all the text.
+        progress: called with the progress.
+        verify: compare the checksums of shards that are there; a damaged one is made again. The
+            sizes of their files are always checked.
+        tell: called with warnings: that the tokenizer does not know all characters of the text.
 
     Raises:
         WorkhorseError: a source cannot be read or changes meanwhile, a split is empty, the
@@ -95,7 +95,7 @@ def prepare(
 
 
 class _Build:
-    """One run of a build: fills the manifest, stream by stream and shard by shard."""
+    """One preparation: fills the manifest, stream by stream and shard by shard."""
 
     def __init__(
         self,
@@ -138,7 +138,7 @@ class _Build:
         self.progress(self.done, self.done)
 
     def _documents(self, wanted: Iterable[StreamKey]) -> Iterator[tuple[StreamKey, Document]]:
-        """What is still to be encoded, stream after stream."""
+        """The documents still to be encoded, stream after stream."""
         for split, name in wanted:
             source, stream = self.config.sources[name], self._stream(split, name)
             done_before = sum(shard.pieces for shard in stream.shards)
@@ -197,7 +197,7 @@ class _ShardBuffer:
         self.n_tokens = self.n_bytes = self.n_unknown = 0
 
     def add(self, piece: Encoded[StreamKey]) -> int:
-        """Add a document, or a piece of one; gives its UTF-8 bytes."""
+        """Add a document, or a piece of one; returns its UTF-8 bytes."""
         n_bytes = len(piece.document.text.encode())
         self.tokens.append(piece.tokens)
         self.n_tokens += len(piece.tokens)
@@ -221,7 +221,7 @@ class _ShardBuffer:
 
 
 def _fresh_manifest(config: DataConfig, tokenizer: "Tokenizer") -> ManifestConfig:
-    """The manifest of a data set of which nothing is written: what decides its tokens."""
+    """The manifest of a data set before anything is written: all that determines its tokens."""
     check_separators(config, bos=tokenizer.bos_id is not None, eos=tokenizer.eos_id is not None)
     return ManifestConfig(
         tokenizer=tokenizer.fingerprint,
@@ -234,10 +234,10 @@ def _fresh_manifest(config: DataConfig, tokenizer: "Tokenizer") -> ManifestConfi
 
 
 def check_separators(config: DataConfig, *, bos: bool, eos: bool) -> None:
-    """Refuse to put tokens between texts that the tokenizer does not have.
+    """Refuse separators between texts that the tokenizer does not have.
 
     Args:
-        config: says which.
+        config: says which are used.
         bos: whether the tokenizer has a bos token.
         eos: whether it has an eos token.
     """
@@ -254,7 +254,7 @@ def _key(manifest: ManifestConfig) -> str:
 
 
 def _what_stands(home: Path, fresh: ManifestConfig, verify: bool) -> ManifestConfig:
-    """The manifest in a folder less what is damaged; a build goes on from there."""
+    """The manifest in a folder without damaged shards; the preparation goes on from there."""
     try:
         manifest = read_manifest(home)
     except WorkhorseError:
@@ -281,9 +281,9 @@ def _sound(home: Path, stream: StreamConfig, verify: bool) -> StreamConfig:
 
 @contextlib.contextmanager
 def _only_one_builder(home: Path) -> Iterator[None]:
-    """Let one process at a time build in a folder: the others wait, then find it done.
+    """Let one process at a time prepare a folder: the others wait, then find it done.
 
-    Where the system has no `flock` (Windows) two builders do the same work twice. A folder left
+    If the system has no `flock` (Windows), two processes do the same work twice. A folder left
     empty by a failure is removed.
     """
     try:

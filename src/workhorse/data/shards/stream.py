@@ -13,14 +13,15 @@ from workhorse.errors import WorkhorseError
 
 
 class TokenStream:
-    """Tokens laid end to end, and where the documents in them end.
+    """Concatenated tokens, and where the documents in them end.
 
     Args:
         name: of the source.
         shards: the tokens, unsigned integers, in order; usually memory-mapped.
-        ends: for each document the position after its last token, rising; the last is the length.
+        ends: for each document the position after its last token, ascending; the last is the
+            length.
         n_bytes: UTF-8 bytes of the text that the tokens stand for.
-        n_unknown: tokens that stand for characters which the tokenizer does not have.
+        n_unknown: tokens that stand for characters outside the vocabulary.
     """
 
     def __init__(
@@ -51,7 +52,7 @@ class TokenStream:
         """The tokens `start` to `stop`, which must lie inside the stream.
 
         Raises:
-            WorkhorseError: a file that is mapped was cut short since.
+            WorkhorseError: a mapped file has been truncated.
         """
         assert 0 <= start <= stop <= len(self), f"tokens {start} to {stop} of {len(self)}"
         tokens = np.empty(stop - start, dtype=np.int64)
@@ -68,7 +69,7 @@ class TokenStream:
 
 
 def _check_whole(shard: np.ndarray) -> None:
-    """Refuse a map that goes on past the end of its file: reading there would end the process."""
+    """Refuse a map that extends past the end of its file: reading there would kill the process."""
     if not isinstance(shard, np.memmap):
         return
     mapped: Any = shard.base

@@ -28,11 +28,11 @@ def prepare_tokenizer(
     """Train a tokenizer on the training texts of a corpus, or load it if nothing changed.
 
     Args:
-        tokenizer_config: what to train; one of a file is loaded and not kept again.
-        data_config: the texts; its `cache_dir`, where set, takes the place of `folder`.
-        folder: where tokenizers are kept, each in a folder named after what decides it.
-        progress: told how much of the text the training has read.
-        tell: called with what must not go unnoticed: that it has fewer tokens than it should.
+        tokenizer_config: what to train; one from a file is loaded and not stored again.
+        data_config: the texts; its `cache_dir`, if set, takes the place of `folder`.
+        folder: where tokenizers are kept, each in a folder named after what determines it.
+        progress: called with the amount of text that the training has read.
+        tell: called with warnings: that it has fewer tokens than asked for.
 
     Raises:
         WorkhorseError: a source cannot be read, or the tokenizer cannot be trained on it.

@@ -1,4 +1,4 @@
-"""Run directories and the checkpoints in them: whole or absent, and checked before use."""
+"""Models on disk: run directories and their checkpoints, Hugging Face directories, GGUF files."""
 
 from workhorse.checkpoints.runs.disk import Disk
 from workhorse.checkpoints.runs.lock import FolderLock

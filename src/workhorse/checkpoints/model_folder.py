@@ -1,4 +1,4 @@
-"""A model by itself in our own format: any config, with or without a run behind it.
+"""A model on its own in our format: any config, from a run or not.
 
 workhorse.json       the decoder's config, and what ends a text
 model.safetensors    its weights under our names, or an index and several such files
@@ -38,7 +38,7 @@ class ModelFolder:
     """A folder written by `write_model`.
 
     Args:
-        path: the folder; its description is read at once, its weights when they are asked for.
+        path: the folder; its description is read at once, its weights when they are needed.
 
     Raises:
         WorkhorseError: the description is damaged, or of a later version.
@@ -71,7 +71,7 @@ class ModelFolder:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The embedding's."""
+        """The dtype of the embedding."""
         return TensorFolder(self.path).dtypes.get("embedding.tokens.weight", torch.float32)
 
     def load_decoder(
@@ -85,7 +85,7 @@ class ModelFolder:
 
         Args:
             device: where the weights go.
-            dtype: of the weights; `self.dtype` where not given.
+            dtype: of the weights; `self.dtype` by default.
             kernel: how attention is computed.
             places: where the weights are copied to.
 
@@ -124,8 +124,8 @@ def write_model(
         folder: new or empty; it appears whole or not at all.
         decoder: what to write.
         tokenizer: its tokenizer, or None.
-        dtype: of the written weights; the decoder's own where not given.
-        stop_tokens: what ends a text, where that is more than the tokenizer's eos.
+        dtype: of the written weights; the decoder's own by default.
+        stop_tokens: tokens that end a text, if there are more than the tokenizer's eos.
 
     Raises:
         WorkhorseError: the folder is taken or cannot be written.
@@ -151,17 +151,17 @@ def write_model(
 
 
 def _same_names(shapes: Mapping[str, Shape], config: DecoderConfig) -> list[Move]:
-    """Every tensor from or to a file that calls it what we do."""
+    """The moves for a file that uses our own names."""
     block = next(iter(config.blocks.values()))
     return [Move(same(name, name), (name,), (name,), block) for name in shapes]
 
 
 def check_new(folder: Path) -> None:
-    """Refuse a place that something stands in.
+    """Refuse a path that is taken.
 
     Raises:
-        WorkhorseError: it is a file, a link to nothing, or a folder that is not empty or cannot
-            be looked into; or no folder can have that name.
+        WorkhorseError: it is a file, a dangling link, or a folder that is not empty or cannot be
+            read; or no folder can have that name.
     """
     with writing(folder):
         if folder.is_symlink() and not folder.exists():
@@ -175,7 +175,7 @@ def check_new(folder: Path) -> None:
 
 
 def make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
-    """Let `fill` write into a temporary folder, and put it in place when it is whole.
+    """Let `fill` write into a temporary folder, and move it into place when it is whole.
 
     Raises:
         WorkhorseError: the place is taken, or the disk is full or refuses.

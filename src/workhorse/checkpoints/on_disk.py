@@ -1,4 +1,4 @@
-"""How much of each type the weight files of a stored model hold, by their headers."""
+"""How much of each dtype the weight files of a stored model hold, from their headers."""
 
 import math
 from collections import defaultdict
@@ -16,21 +16,21 @@ Found = TypeVar("Found")
 
 
 class Held(NamedTuple):
-    """What is stored of one type."""
+    """The stored weights of one dtype."""
 
     numbers: int
     bytes: int
 
 
 def bytes_on_disk(stored: StoredModel) -> int:
-    """Of its files with weights; of a run, those of its newest checkpoint. 0: there are none."""
+    """Bytes of its weight files; for a run, those of its newest checkpoint. 0: there are none."""
     if isinstance(stored, GgufFile):
         return stored.path.stat().st_size
     return _in_folder(stored, _bytes) or 0
 
 
 def weights_on_disk(stored: StoredModel) -> dict[str, Held]:
-    """Numbers and bytes of each type, by its name, the most bytes first. Empty: there are none.
+    """Numbers and bytes of each dtype, by name, the most bytes first. Empty: there are none.
 
     Raises:
         WorkhorseError: a header is damaged.
@@ -42,7 +42,7 @@ def weights_on_disk(stored: StoredModel) -> dict[str, Held]:
 
 
 def _tensors(stored: StoredModel) -> list[tuple[str, int, int]]:
-    """Type, numbers and bytes of each tensor."""
+    """Dtype, number of elements and bytes of each tensor."""
     if isinstance(stored, GgufFile):
         return [
             (_gguf_name(one.kind), math.prod(one.shape), one.end - one.begin)
@@ -76,7 +76,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def _in_folder(stored: StoredModel, read: Callable[[Path], Found]) -> Found | None:
-    """What is read from the folder with the weights; None of a run without a checkpoint."""
+    """What `read` gives for the folder with the weights; None for a run without a checkpoint."""
     if isinstance(stored, RunDirectory):
         return stored.store().newest_folder(read)
     return read(stored.path)

@@ -11,14 +11,14 @@ from workhorse.models.parameters import count_parameters
 from workhorse.nn import DecoderConfig
 
 MAX_EXPANSION = 8
-"""Float32 weights take at most so many times their bytes on disk: those of 4-bit weights."""
+"""Float32 weights take at most this many times their bytes on disk: the ratio for 4-bit weights."""
 REMEDY = "choose a narrower dtype (bfloat16), quantize (int8, int4), or a smaller model"
 
 
 def check_random(
     name: str, config: DecoderConfig, device: torch.device, dtype: torch.dtype
 ) -> None:
-    """Refuse a model whose weights, drawn at random, do not fit.
+    """Refuse a model whose random weights do not fit into memory.
 
     Raises:
         WorkhorseError: they do not.
@@ -42,8 +42,8 @@ def check_stored(
         stored: the model.
         device: where its weights go.
         dtype: of the weights; None: as they are stored.
-        mapped: whether what is stored as it is used stays in its file, which takes no memory.
-        codes_per_byte: of weights that are quantised as they are read; None: they are not.
+        mapped: whether weights that are stored as they are used stay mapped, taking no memory.
+        codes_per_byte: of weights that are quantised while they are read; None: they are not.
 
     Raises:
         WorkhorseError: they do not.

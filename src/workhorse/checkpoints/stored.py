@@ -1,4 +1,4 @@
-"""Models on disk, whatever their format: what each gives, and telling them apart."""
+"""Models on disk, whatever their format: their common interface, and telling them apart."""
 
 import os
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
 
 FILES = (".gguf", ".safetensors", ".json")
-"""How the names of models' files end."""
+"""Suffixes of model files."""
 
 
 class StoredModel(Protocol):
@@ -44,7 +44,7 @@ class StoredModel(Protocol):
 
     @property
     def dtype(self) -> torch.dtype:
-        """The type that its weights get where none is asked for."""
+        """The dtype that its weights get by default."""
         ...
 
     @property
@@ -52,12 +52,12 @@ class StoredModel(Protocol):
 
     @property
     def remarks(self) -> Sequence[str]:
-        """What must not go unnoticed, one line each; loading may add to them."""
+        """Warnings for the user, one line each; loading may add to them."""
         ...
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """What ends a text; empty: the tokenizer's eos."""
+        """Tokens that end a text; empty: the tokenizer's eos."""
         ...
 
     def load_decoder(
@@ -67,9 +67,9 @@ class StoredModel(Protocol):
         kernel: KernelName = "auto",
         places: Places = weights_of,
     ) -> Decoder:
-        """The decoder with its weights, of type `self.dtype` where none is given.
+        """The decoder with its weights, by default of dtype `self.dtype`.
 
-        `places` says where they are copied to.
+        `places` gives the destinations that they are copied to.
         """
         ...
 
@@ -78,7 +78,7 @@ class StoredModel(Protocol):
 
     @property
     def tokenizer_folder(self) -> Path:
-        """Where the tokenizer lies."""
+        """The folder of the tokenizer."""
         ...
 
     def tokenizer(self) -> "Tokenizer":
@@ -98,7 +98,7 @@ def open_stored(
         model: a run directory, a folder that `convert` wrote, a Hugging Face directory, a GGUF
             file, or `ORG/NAME` or `ORG/NAME@REVISION` of the hub, which is fetched if need be.
         tell: called with the commit that a name on the hub stands for.
-        weights: whether those of a model on the hub are fetched.
+        weights: whether to fetch the weights of a model on the hub.
 
     Raises:
         WorkhorseError: there is no such model, or it cannot be read.
@@ -134,22 +134,22 @@ def open_stored(
 
 
 def model_name(model: object) -> str:
-    """What somebody gave for a model, as a text.
+    """The argument for a model as a string.
 
     Raises:
-        WorkhorseError: it is no name.
+        WorkhorseError: it is not a name.
     """
     to_path(model, "a model is a path, a hub id or a preset's name")
     return str(model)  # a path would lose the dot of ./name, which says that it is a folder
 
 
 def is_stored(model: str) -> bool:
-    """Whether a name is that of a model on disk or on the hub, there or not, and no preset's."""
+    """Whether a name means a model on disk or on the hub, existing or not, and not a preset."""
     return "/" in model or model.endswith(FILES) or os.path.exists(model)
 
 
 def no_such_model(name: str) -> WorkhorseError:
-    """That a name is neither that of a model on disk or on the hub nor a preset's."""
+    """The error that a name is neither a model on disk or on the hub nor a preset."""
     remedy = nearest(name, preset_names())
     if not remedy.startswith("did you mean"):
         remedy = "check the path (workhorse models list shows the presets)"

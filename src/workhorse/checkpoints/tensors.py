@@ -13,18 +13,18 @@ from workhorse.tensors.pages import in_large_pages
 from workhorse.transforms.record import check_weights_kept
 
 Places = Callable[[Decoder], Mapping[str, Destination]]
-"""Of a decoder that holds nothing yet: where each of its weights is to be copied, by name."""
+"""For an empty decoder: the destination of each of its weights, by name."""
 
 
 def empty_decoder(
     config: DecoderConfig, kernel: KernelName, device: torch.device | str, dtype: torch.dtype
 ) -> Decoder:
-    """A decoder whose weights are allocated and hold nothing yet."""
+    """A decoder whose weights are allocated but not yet filled."""
     return allocate(config.build(kernel, device="meta", dtype=dtype), device)
 
 
 def allocate(decoder: Decoder, device: torch.device | str) -> Decoder:
-    """Move a decoder from the meta device to memory that holds nothing yet, in place."""
+    """Move a decoder from the meta device to uninitialised memory, in place."""
     # As `to_empty`, but that asks for strides and imports PyTorch's compiler for it: half a second.
     decoder._apply(lambda weight: torch.empty(weight.shape, dtype=weight.dtype, device=device))
     decoder.tie_weights()  # moving from meta parts what was shared
@@ -42,7 +42,7 @@ def weights_of(decoder: Decoder) -> dict[str, Tensor]:
 
 
 def weights_in_large_pages(decoder: Decoder) -> dict[str, Tensor]:
-    """As `weights_of`, of a decoder that holds nothing yet; on the CPU, after moving it there."""
+    """Like `weights_of`, for an empty decoder, after moving it to the CPU."""
     weights = [weight for weight in decoder.parameters() if weight.device.type == "cpu"]
     for dtype in {weight.dtype for weight in weights}:
         here = [weight for weight in weights if weight.dtype == dtype]
@@ -52,23 +52,23 @@ def weights_in_large_pages(decoder: Decoder) -> dict[str, Tensor]:
 
 
 def mapped_weights(decoder: Decoder) -> dict[str, Destination]:
-    """As `weights_of`, but a weight that lies in a file as it is used is not copied.
+    """Like `weights_of`, but a weight that is stored as it is used is not copied.
 
-    It is the mapped file itself: there at once, fetched from the disk when it is first looked at,
-    and copied by the system where something writes to it, so that nothing reaches the file. The
-    others are copied into usual pages: to make large ones the system may have to move others first,
-    which takes longer than the copy.
+    It is the mapped file itself: available at once, read from the disk when it is first used, and
+    copied by the system if something writes to it, so that nothing reaches the file. The others are
+    copied into ordinary pages: to make large ones the system may first have to move others, which
+    takes longer than the copy.
     """
     mapped: set[int] = set()
     return {name: _MappedWeight(weight, mapped) for name, weight in decoder.named_parameters()}
 
 
 class _MappedWeight:
-    """Takes over the memory of what is copied to it, where it is of the same type and order.
+    """Takes over the memory of what is copied to it, if it has the same dtype and layout.
 
     Args:
-        weight: holds nothing yet.
-        mapped: addresses that belong to a weight already; no two weights share memory.
+        weight: not yet filled.
+        mapped: addresses that already belong to a weight; no two weights share memory.
     """
 
     def __init__(self, weight: nn.Parameter, mapped: set[int]) -> None:
@@ -100,10 +100,10 @@ class _MappedWeight:
 def load_weights(
     decoder: Decoder, weights: Mapping[str, Tensor], places: Places = weights_of
 ) -> None:
-    """Copy weights into a decoder, by name, or where else `places` says.
+    """Copy weights into a decoder, by name, or to the destinations that `places` gives.
 
     Raises:
-        WorkhorseError: names or shapes differ, or one is of no type of weights.
+        WorkhorseError: names or shapes differ, or a tensor has a dtype that is not for weights.
     """
     for name, weight in weights.items():
         check_weight(name, weight)

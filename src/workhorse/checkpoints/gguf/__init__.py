@@ -1,4 +1,4 @@
-"""GGUF: one file that llama.cpp and the programs built on it load."""
+"""GGUF: the single-file format of llama.cpp and the programs built on it."""
 
 from workhorse.checkpoints.gguf.read import GgufFile
 from workhorse.checkpoints.gguf.write import GgufType, find_gguf_family, gguf_types, write_gguf

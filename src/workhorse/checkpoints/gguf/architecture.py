@@ -1,9 +1,9 @@
 """One architecture of llama.cpp as data, and whether it computes what a config of ours says.
 
 llama.cpp's forward passes are fixed: a GGUF file fills in sizes and a few numbers. So an
-`Architecture` says what is fixed as kinds of layer in our own config language, and names the fields
-that a file carries. A decoder fits when every field is carried or agrees; else the first that does
-neither is the reason why not. Nothing is left out in silence.
+`Architecture` states what is fixed as kinds of layer in our own config classes, and names the
+fields that a file carries. A decoder fits if every field is carried or agrees; otherwise the first
+that does neither is the reason. Nothing is silently ignored.
 """
 
 import copy
@@ -43,7 +43,7 @@ SIZES = (
     "feed_forward.top_k",
     "feed_forward.shared.d_ff",
 )
-"""Numbers of a layer that every file carries."""
+"""Sizes of a layer that every file carries."""
 
 MEANINGLESS = (
     "norm.multiply",
@@ -56,7 +56,7 @@ MEANINGLESS = (
     "attention.qk_norm.norm.precision",
     "attention.qk_norm.norm.offset",
 )
-"""What differs in low precision only, or is worked into the weights: 1 + w, the order of rows."""
+"""Fields that matter only in low precision, or are folded into the weights: 1 + w, row order."""
 
 APPROXIMATIONS: tuple[tuple[str, object, object, str], ...] = (
     (
@@ -81,7 +81,7 @@ APPROXIMATIONS: tuple[tuple[str, object, object, str], ...] = (
 """A field, our value, what llama.cpp has instead, and what to tell the user."""
 
 _FIXED_SCALING: dict[str, Data] = {"yarn": {"beta_fast": 32.0, "beta_slow": 1.0}}
-"""Of a rotary scaling, what llama.cpp has no key for."""
+"""Fields of a rotary scaling that llama.cpp has no key for."""
 Scale = Callable[[Data], float]
 
 
@@ -92,34 +92,34 @@ def usual_scale(data: Data) -> float:
 
 @dataclass(frozen=True)
 class Architecture:
-    """What one of llama.cpp's architectures computes, and how its file says the rest.
+    """What one of llama.cpp's architectures computes, and how its file gives the rest.
 
     Attributes:
         name: `general.architecture`.
         model_types: those of Hugging Face that it serves.
         layers: the kinds of layer it can compute; the fields in `carried` are placeholders.
-        carried: fields of a layer that the file says, beside `SIZES`, where both have them.
-        optional: fields of a layer, of embedding or of head that may be there or not.
-        varying: carried fields that layers with and without a window, or dense and mixed ones,
-            may have of their own.
-        scalings: kinds of rotary scaling it knows.
-        final_norm: before the head; the layers' kind of norm where not given.
-        embedding: as `layers`.
-        head: as `layers`.
+        carried: fields of a layer that the file carries, besides `SIZES`, if both have them.
+        optional: fields of a layer, of the embedding or of the head that may be present or not.
+        varying: carried fields that may differ between layers with and without a window, or between
+            dense layers and mixtures.
+        scalings: kinds of rotary scaling it supports.
+        final_norm: before the head; the layers' kind of norm by default.
+        embedding: like `layers`.
+        head: like `layers`.
         embedding_by_width: the embedding is multiplied by `sqrt(d_model)`.
-        scale: of the scores, where the file does not say it.
-        pairing: which features its rotation turns together.
-        keys: metadata beside what every architecture has, and where their values stand.
-        names: its names of our modules, where they are not the usual ones.
-        fused: its names of several modules' weights one below the other.
-        copied_head: a tied head is written all the same.
-        square: heads together must be as wide as the model.
-        check: what no field can say alone; returns the reason why a config does not fit.
-        may_be: to read a file: whether a kind of layer stands at a number in a model of these keys,
+        scale: factor on the scores, if the file does not give it.
+        pairing: which features its rotation pairs.
+        keys: metadata besides what every architecture has, and the fields with their values.
+        names: its names for our modules, where they are not the usual ones.
+        fused: its names for the stacked weights of several modules.
+        copied_head: a tied head is written nevertheless.
+        square: the heads together must be as wide as the model.
+        check: a rule over several fields; returns the reason why a config does not fit.
+        may_be: for reading: whether a kind of layer may be at an index in a model with these keys,
             where tensors and window do not tell.
-        solved: to read a file: what its keys make of fields that `keys` has a function for.
-        window_every: to read a file that does not list them: all layers but every such have the
-            window.
+        solved: for reading: the values of fields that `keys` has a function for.
+        window_every: for reading a file that does not list them: all layers but every
+            `window_every`-th have the window.
     """
 
     name: str
@@ -146,11 +146,11 @@ class Architecture:
     window_every: int = 1
 
     def difference(self, data: Data) -> str | None:
-        """What of a plain config this architecture cannot compute, or None; see `differences`."""
+        """The first field that this architecture cannot compute, or None; see `differences`."""
         return next(iter(self.differences(data)), None)
 
     def differences(self, data: Data) -> list[str]:
-        """Everything of a plain config that this architecture cannot compute.
+        """Everything in a plain config that this architecture cannot compute.
 
         Args:
             data: of `readable`.
@@ -182,7 +182,7 @@ class Architecture:
 
     @cached_property
     def _fixed(self) -> Data:
-        """What is fixed, as the plain data of a decoder that has each kind of layer once."""
+        """The fixed parts, as the plain data of a decoder that has each kind of layer once."""
         names = [str(number) for number in range(len(self.layers))]
         config = DecoderConfig(
             vocab_size=1,
@@ -198,7 +198,7 @@ class Architecture:
         return plain(config)
 
     def _closest(self, layer: Data, data: Data) -> Data:
-        """The kind of layer that differs in the fewest fields, in none if one agrees."""
+        """The kind of layer that differs in the fewest fields; in none if one agrees."""
         kinds = [self._expected(kind, layer, data) for kind in self._fixed["layers"]]
         return min(kinds, key=lambda kind: sum(1 for _ in compare_plain(layer, kind)))
 
@@ -231,7 +231,7 @@ class Architecture:
         return fixed
 
     def _uneven(self, layers: list[Data]) -> str | None:
-        """A carried field with one key in the file and several values in the layers."""
+        """A carried field that has one key in the file but several values in the layers."""
         for place in ("kind", *SIZES, SCALING, "norm.eps", *self.carried, *self.optional):
             seen: dict[object, object] = {}
             for layer in layers:
@@ -254,7 +254,7 @@ class Architecture:
 
 
 def _odd_rotation(layers: list[Data]) -> str | None:
-    """llama.cpp turns as many features as it spreads frequencies over."""
+    """llama.cpp rotates exactly the features that it spreads frequencies over."""
     for layer in layers:
         fraction = look_up(layer, FRACTION)
         if isinstance(fraction, float) and "head_dim" in layer["attention"]:
@@ -265,7 +265,7 @@ def _odd_rotation(layers: list[Data]) -> str | None:
 
 
 def _group(layer: Data) -> tuple[bool, str]:
-    """Kinds of layer that have keys of their own: with a window or not, dense or mixed."""
+    """Groups of layers that have separate keys: with or without a window, dense or mixture."""
     return look_up(layer, WINDOW) is None, layer["feed_forward"]["kind"]
 
 

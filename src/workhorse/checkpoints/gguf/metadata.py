@@ -1,4 +1,4 @@
-"""What a GGUF file says of a model: sizes, numbers of norms and rotations, kinds of layer."""
+"""The metadata of a model in a GGUF file: sizes, norms, rotations, kinds of layer."""
 
 from collections.abc import Mapping
 from typing import Any
@@ -22,7 +22,7 @@ EVERYWHERE: dict[str, Place] = {
     "expert_used_count": "mixture.feed_forward.top_k",
 }
 OWN_CONFIG = "workhorse.config"
-"""Our config as JSON: what llama.cpp computes is in the other keys, which this must agree with."""
+"""Our config as JSON; it must agree with the other keys, which llama.cpp reads."""
 EPSILON = {
     "rms_norm": "attention.layer_norm_rms_epsilon",
     "layer_norm": "attention.layer_norm_epsilon",
@@ -30,7 +30,7 @@ EPSILON = {
 
 
 def model_metadata(architecture: Architecture, data: Data) -> Mapping[str, Any]:
-    """The keys of the architecture's own section.
+    """The keys in the section of the architecture.
 
     Args:
         architecture: it fits the model.
@@ -53,7 +53,7 @@ def model_metadata(architecture: Architecture, data: Data) -> Mapping[str, Any]:
 
 
 def _rotation(layers: list[Data]) -> dict[str, object]:
-    """Of layers that see all, and the theta of those with a window."""
+    """Rotation of layers without a window, and the theta of those with one."""
     turning = [layer["attention"] for layer in layers if _turns(layer)]
     if not turning:
         return {}

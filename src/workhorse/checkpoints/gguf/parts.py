@@ -1,4 +1,4 @@
-"""Parts that several of llama.cpp's architectures are made of; sizes in them are placeholders."""
+"""Parts shared by several of llama.cpp's architectures; their sizes are placeholders."""
 
 from workhorse.checkpoints.gguf.places import Data
 from workhorse.nn import AttentionConfig
@@ -42,12 +42,12 @@ def turns(block: BlockConfig) -> bool:
 
 
 def divided_logits(keys: Data) -> Data:
-    """Granite: the file holds what divides the logits, ours what multiplies them."""
+    """Granite: the file holds the divisor of the logits, our config the multiplier."""
     return {"head.multiplier": 1 / keys["logit_scale"]}
 
 
 def local_layers_unscaled(data: Data) -> str | None:
-    """Layers with a window have the plain rotation, whatever scales the others'."""
+    """Layers with a window have the unscaled rotation, whatever the others have."""
     for layer in data["layers"]:
         attention = layer["attention"]
         if attention["window"] is not None and attention["position"].get("scaling") is not None:
@@ -56,7 +56,7 @@ def local_layers_unscaled(data: Data) -> str | None:
 
 
 def some_window(data: Data) -> str | None:
-    """llama.cpp takes for granted that some layer has a window."""
+    """llama.cpp assumes that at least one layer has a window."""
     windows = (layer["attention"]["window"] for layer in data["layers"])
     return None if any(windows) else "no layer has a sliding window"
 
@@ -81,11 +81,11 @@ def windows_at_64_layers(data: Data) -> str | None:
 
 
 def equal_heads(data: Data) -> str | None:
-    """As many heads of keys and values as of queries."""
+    """The same number of heads for keys and values as for queries."""
     attention = data["layers"][0]["attention"]
     return None if attention["n_heads"] == attention["n_kv_heads"] else "its heads are grouped"
 
 
 def fewer_than_64_layers(data: Data) -> str | None:
-    """Cohere: llama.cpp wants norms on queries and keys from 64 layers on."""
+    """Cohere: llama.cpp requires norms on queries and keys from 64 layers on."""
     return None if data["n_layers"] < 64 else "64 layers or more need norms on queries and keys"  # noqa: PLR2004

@@ -14,11 +14,11 @@ FRACTION = "attention.position.fraction"
 
 Data = dict[str, Any]
 Place = str | Callable[[Data], object]
-"""Where a value stands, or what makes it of the whole."""
+"""Where a value stands, or a function that computes it from the whole config."""
 
 
 def put(data: Data, place: str, value: object) -> None:
-    """Set the value at a place, where its surroundings exist."""
+    """Set the value at a place, if its parent exists."""
     *outer, last = place.split(".")
     inner: Any = data
     for part in outer:

@@ -1,7 +1,7 @@
 """A GGUF file as a model: its config, weights and tokenizer.
 
-Of the architectures and types that we write, whoever wrote the file. The weights stay mapped and
-are read one at a time; Q8_0 becomes float32.
+It reads the architectures and types that we write, whoever wrote the file. The weights stay mapped
+and are read one at a time; Q8_0 becomes float32.
 """
 
 from collections.abc import Collection, Mapping
@@ -36,23 +36,23 @@ if TYPE_CHECKING:
 SUFFIX = ".gguf"
 UNQUANTIZED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 CODES, SCALE_BYTES = 32, 2
-"""Of a block of Q8_0: numbers of 8 bits, after a float16 that multiplies them."""
+"""Of a block of Q8_0: how many 8-bit codes, and the bytes of the float16 scale before them."""
 
 
 class GgufFile:
     """A model in one GGUF file.
 
     Args:
-        path: the file; its header is read at once, its weights when they are asked for.
+        path: the file; its header is read at once, its weights when they are needed.
 
     Attributes:
         kind: what it is, in words.
         config: ours.
-        family: the model type of Hugging Face that says the same, if any does.
-        remarks: what must not go unnoticed, one line each.
+        family: the equivalent model type of Hugging Face, if there is one.
+        remarks: warnings for the user, one line each.
 
     Raises:
-        WorkhorseError: it is no whole GGUF file, or of an architecture or type that is not read.
+        WorkhorseError: it is not a whole GGUF file, or of an unsupported architecture or type.
     """
 
     kind = "GGUF file"
@@ -81,12 +81,12 @@ class GgufFile:
 
     @property
     def tensors(self) -> Collection[StoredTensor]:
-        """Where each tensor lies, and its type."""
+        """The location and type of each tensor."""
         return self._header.tensors.values()
 
     @property
     def dtype(self) -> torch.dtype:
-        """The embedding's; float32 for Q8_0."""
+        """The dtype of the embedding; float32 for Q8_0."""
         return UNQUANTIZED.get(self._header.tensors[EMBEDDING].kind, torch.float32)
 
     def _config_reader(self) -> ConfigReader:
@@ -110,7 +110,7 @@ class GgufFile:
         return ConfigReader(self._architecture, keys, shapes, factors, own)
 
     def _is_copied(self) -> bool:
-        """Whether the head is the embedding once more."""
+        """Whether the head is a copy of the embedding."""
         head, embedding = self._header.tensors[HEAD], self._header.tensors[EMBEDDING]
         if (head.kind, head.shape) != (embedding.kind, embedding.shape):
             return False
@@ -127,7 +127,7 @@ class GgufFile:
 
         Args:
             device: where the weights go.
-            dtype: of the weights; `self.dtype` where not given.
+            dtype: of the weights; `self.dtype` by default.
             kernel: how attention is computed.
             places: where the weights are copied to.
 
@@ -150,7 +150,7 @@ class GgufFile:
         return decoder.eval()
 
     def _account(self, parts: Mapping[str, list[Part]]) -> None:
-        """Every tensor has its use, and each of our weights its source."""
+        """Check that every tensor is used and each of our weights has a source."""
         tensors = self._header.tensors
         copied = self._architecture.copied_head and self.config.head.tied
         aside = {*FACTORS, HEAD} if copied else {*FACTORS}
@@ -172,7 +172,7 @@ class GgufFile:
         return self._mapped.view(Stored(torch.uint8, (size,), stored.begin, stored.end))
 
     def _read(self, name: str) -> Tensor:
-        """One tensor's values, which the caller copies."""
+        """The values of one tensor, which the caller copies."""
         stored = self._header.tensors[name]
         if stored.kind in UNQUANTIZED:
             at = Stored(UNQUANTIZED[stored.kind], stored.shape, stored.begin, stored.end)
@@ -188,10 +188,10 @@ class GgufFile:
 
     @property
     def tokenizer_folder(self) -> Path:
-        """There is no folder.
+        """A GGUF file has no tokenizer folder.
 
         Raises:
-            WorkhorseError: always; it says how to get one.
+            WorkhorseError: always; it says how to make one.
         """
         raise WorkhorseError(
             f"{self.path} has its tokenizer inside; to train on from it, write it as a folder: "
@@ -202,7 +202,7 @@ class GgufFile:
         """The tokenizer in the file.
 
         Raises:
-            WorkhorseError: it is damaged, or of a kind that is not read.
+            WorkhorseError: it is damaged, or of an unsupported kind.
         """
         try:
             return read_vocabulary(self._header.keys, self.config.vocab_size)
@@ -211,7 +211,7 @@ class GgufFile:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """None beside the tokenizer's eos."""
+        """None besides the tokenizer's eos."""
         return ()
 
 
@@ -230,7 +230,7 @@ def _architecture(keys: Mapping[str, Any]) -> Architecture:
 
 
 def _number(value: Any) -> Any:
-    """A value as it was meant before it became a float32."""
+    """A value as it was before it was rounded to float32."""
     if isinstance(value, list):
         return [_number(one) for one in value]
     return shortest(value) if isinstance(value, float) else value

@@ -1,8 +1,8 @@
-"""A config from what a GGUF file says: the tables of writing, read backwards.
+"""A config from the metadata of a GGUF file: the tables for writing, read backwards.
 
-The architecture's kinds of layer are filled with what the keys carry; which of them a layer is, its
-tensors' names tell. There is no second table: what was read is written again, and it is right if
-that gives the keys of the file. Where the file has our own config, and that passes, it is taken.
+The architecture's kinds of layer are filled in from the keys; the names of a layer's tensors tell
+which kind it is. There is no second table: the config that was read is written again, and is right
+if that gives the keys of the file. If the file has our own config, and that passes, it is used.
 """
 
 import copy
@@ -49,7 +49,7 @@ SWITCHES = (
     "feed_forward.bias",
     "feed_forward.router.selection_bias",
 )
-"""Fields that only tensors tell of."""
+"""Fields that only the tensors reveal."""
 PATTERN = "attention.sliding_window_pattern"
 USUAL = (*EVERYWHERE, PATTERN)
 """Keys that a file may leave out."""
@@ -67,24 +67,24 @@ READ_KEYS = (
     "rope.scaling.attn_factor",
     "rope.scaling.finetuned",
 )
-"""Keys that are read without a table; the last says nothing of what is computed."""
+"""Keys that are read without a table; the last has no bearing on what is computed."""
 
 
 class _Holder(Config):
-    """What reads one block of any kind."""
+    """Parses one block of any kind."""
 
     block: BlockConfig
 
 
 class ConfigReader:
-    """What a GGUF file says of its model.
+    """Reads the config of the model in a GGUF file.
 
     Args:
-        architecture: whose file it is.
-        keys: of the architecture's own section, without its name; numbers as `shortest`.
+        architecture: that of the file.
+        keys: the keys in the architecture's section, without its name; numbers as by `shortest`.
         shapes: of the tensors.
-        factors: values of the tensors that scale a rotation, where there are some.
-        own: our config as JSON, where the file has it.
+        factors: values of the tensors that scale a rotation, if there are any.
+        own: our config as JSON, if the file has it.
     """
 
     def __init__(
@@ -102,10 +102,10 @@ class ConfigReader:
         self.own = own
 
     def config(self) -> tuple[DecoderConfig, Family | None]:
-        """Our config, and the model type of Hugging Face that says the same, if any does.
+        """Our config, and the equivalent model type of Hugging Face, if there is one.
 
         Raises:
-            WorkhorseError: the keys and tensors make no model, or none that we can compute.
+            WorkhorseError: the keys and tensors give no model, or none that we can compute.
         """
         if (config := self._own_config()) is not None:
             types = map(family, self.architecture.model_types)
@@ -122,7 +122,7 @@ class ConfigReader:
         return config, found
 
     def _own_config(self) -> DecoderConfig | None:
-        """The config in the file, if the file says of it what we would write."""
+        """Our config in the file, if the file's keys are those that we would write for it."""
         if not isinstance(self.own, str):
             return None
         try:
@@ -166,7 +166,7 @@ class ConfigReader:
         return self._scaled(config)
 
     def _carried(self) -> Iterator[tuple[str, Any]]:
-        """Places in the config, and what the keys say of them."""
+        """Places in the config, and their values from the keys."""
         for key, place in {**EVERYWHERE, **self.architecture.keys}.items():
             if isinstance(place, str) and key in self.keys:
                 yield place, self.keys[key]
@@ -202,7 +202,7 @@ class ConfigReader:
 
     @cached_property
     def _kinds(self) -> list[tuple[BlockConfig, frozenset[str]]]:
-        """Every kind of layer with every choice of what is optional, and its tensors' names."""
+        """Every kind of layer with every combination of options, and its tensors' names."""
         found: list[tuple[BlockConfig, frozenset[str]]] = []
         choices = [place for place in SWITCHES if place in self.architecture.optional]
         solved = {place: value for place, value in self._carried() if place.endswith("q_rank")}
@@ -281,7 +281,7 @@ class ConfigReader:
             norm["eps"] = self.keys[EPSILON[norm["kind"]]]
 
     def _block_names(self, layers: list[Data]) -> list[str]:
-        """What each kind of layer is called in our config."""
+        """The name of each kind of layer in our config."""
         kinds: list[Data] = []
         for layer in layers:
             if layer not in kinds:
@@ -293,7 +293,7 @@ class ConfigReader:
         return [names[kinds.index(layer)] for layer in layers]
 
     def _scaled(self, config: DecoderConfig) -> DecoderConfig:
-        """Scores scaled as the architecture does it, where no key says how."""
+        """Apply the architecture's scale of scores, if no key gives one."""
         data = plain(config)
         attention = data["layers"][0]["attention"]
         if "attention.scale" in (*self.architecture.carried, *self.architecture.optional):
@@ -307,7 +307,7 @@ class ConfigReader:
         return DecoderConfig.from_dict(whole)
 
     def _as_family(self, config: DecoderConfig) -> tuple[DecoderConfig, Family | None]:
-        """What the file leaves open as a model type has it: the order of rows, 1 + w."""
+        """Take what the file leaves open (the order of rows, 1 + w) from a model type."""
         for model_type in self.architecture.model_types:
             one = family(model_type)
             try:
@@ -320,7 +320,7 @@ class ConfigReader:
         return config, None
 
     def _check(self, config: DecoderConfig) -> None:
-        """Write the config again; raise an error where that does not give the keys of the file."""
+        """Write the config again; raise an error if that does not give the keys of the file."""
         data, _ = readable(config, windows=self.architecture.windows)
         if reason := self.architecture.difference(copy.deepcopy(data)):
             raise ValueError(reason)
@@ -335,7 +335,7 @@ class ConfigReader:
 
     @property
     def unread(self) -> list[str]:
-        """Keys that nothing here looks at and that might mean something."""
+        """Keys that are not read here and might mean something."""
         known = {*EVERYWHERE, *EPSILON.values(), *self.architecture.keys, *READ_KEYS}
         return sorted(self._named(key) for key in self.keys.keys() - known)
 
@@ -348,7 +348,7 @@ def _block(data: Data) -> BlockConfig:
 
 
 def _described(block: Data, kinds: Iterable[Data]) -> str:
-    """`local` or `global`, with `_dense` beside mixtures; `main` where all are alike."""
+    """`local` or `global`, with `_dense` if there are mixtures too; `main` if all are alike."""
     kinds = list(kinds)
     if len(kinds) == 1:
         return "main"
@@ -359,7 +359,7 @@ def _described(block: Data, kinds: Iterable[Data]) -> str:
 
 
 def _left_open(place: str) -> bool:
-    """Whether a GGUF file says nothing of what differs at a place."""
+    """Whether a GGUF file does not determine the value at a place."""
     return place.endswith((*MEANINGLESS, "final_norm.offset", "final_norm.multiply"))
 
 

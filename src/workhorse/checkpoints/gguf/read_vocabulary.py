@@ -1,4 +1,4 @@
-"""The tokenizer of a GGUF file: the keys of `vocabulary.py`, the other way."""
+"""The tokenizer of a GGUF file: the reverse of `vocabulary.py`."""
 
 import json
 from collections.abc import Mapping
@@ -25,20 +25,20 @@ START = "tokenizer.ggml."
 BYTE_LEVEL, CHARACTERS = "gpt2", "llama"
 KINDS = (BYTE_LEVEL, CHARACTERS)
 SAYS = ("tokens", "token_type", "merges", "pre", "add_space_prefix")
-"""Keys in which a `tokenizer.json` beside them must agree."""
+"""Keys that a `tokenizer.json` in the same file must agree with."""
 SPECIAL = (CONTROL, UNKNOWN, USER_DEFINED)
 
 
 def has_vocabulary(keys: Mapping[str, Any]) -> bool:
-    """Whether a file's keys hold any tokenizer."""
+    """Whether a file's keys hold a tokenizer."""
     return keys.get(f"{START}model", "none") != "none"
 
 
 def read_vocabulary(keys: Mapping[str, Any], vocab_size: int) -> "Tokenizer":
-    """The tokenizer: the `tokenizer.json` in the file if it is that of the keys, else theirs.
+    """The tokenizer: the file's `tokenizer.json` if it agrees with the keys, else that of the keys.
 
     Raises:
-        WorkhorseError: it is of a kind that is not read, or damaged.
+        WorkhorseError: it is of an unsupported kind, or damaged.
     """
     kind = keys[f"{START}model"]
     if kind not in KINDS:
@@ -76,7 +76,7 @@ def _whole(fields: Mapping[str, Any], vocab_size: int) -> "Tokenizer | None":
 
 
 def _tokenizer(definition: str, fields: Mapping[str, Any]) -> "Tokenizer":
-    """A tokenizer with the roles and the chat template that the keys say."""
+    """A tokenizer with the special tokens and the chat template of the keys."""
     from workhorse.tokenizers import Tokenizer
 
     tokens, types = fields["tokens"], _types(fields)
@@ -128,7 +128,7 @@ def _byte_level(fields: Mapping[str, Any]) -> str:
 
 
 def _merges(merges: list[str], known: set[str]) -> list[list[str]]:
-    """The pairs; a merge that needs or makes an unknown token is left out."""
+    """The pairs; merges that need or make an unknown token are left out."""
     pairs = [merge.split(" ", 1) for merge in merges]
     return [[left, right] for left, right in pairs if {left, right, left + right} <= known]
 
@@ -153,7 +153,7 @@ def _added(tokens: list[str], types: list[int]) -> list[dict[str, Any]]:
 
 
 def _with_affixes(definition: str, fields: Mapping[str, Any], *, begins: bool) -> str:
-    """What stands before and after a text; `begins` is the kind's usual answer for bos."""
+    """The tokens before and after a text; `begins` is the kind's default for bos."""
     from workhorse.tokenizers.affixes import set_affixes
     from workhorse.tokenizers.backend import library_tokenizer
 

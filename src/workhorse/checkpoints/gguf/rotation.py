@@ -75,13 +75,13 @@ def read_scaling(
     Args:
         keys: of the architecture's section.
         factors: the tensors of divisors.
-        rope: the rotation without it.
-        width: features that turn.
+        rope: the rotation without scaling.
+        width: number of rotated features.
         length: of the context.
 
     Raises:
-        ValueError: a kind that is not known, or divisors that no rule makes.
-        KeyError: a number of it is missing.
+        ValueError: an unknown kind, or divisors that no rule gives.
+        KeyError: one of its numbers is missing.
     """
     original: Any = keys.get("rope.scaling.original_context_length")
     stretch = keys.get("rope.scaling.attn_factor", 1.0)
@@ -111,10 +111,10 @@ def read_scaling(
 
 
 def _llama3(divisors: Tensor, rope: Data, width: int) -> Data:
-    """Llama 3's scaling that makes these divisors, with the ends of its ramp at 1 and 4.
+    """The Llama 3 scaling that gives these divisors, with the ends of its ramp at 1 and 4.
 
-    Between the ends a pair is kept to the part `(waves - 1) / 3`, and its divisor d is
-    `1 / ((1 - kept) / factor + kept)`: one such pair gives the original length.
+    Between the ends, the share of a pair that is kept is `(waves - 1) / 3`, and its divisor d is
+    `1 / ((1 - kept) / factor + kept)`: one such pair determines the original length.
     """
     plain = inverse_powers(rope["theta"], width, torch.device("cpu"))
     factor = round(float(divisors.max()), 4)
@@ -135,7 +135,7 @@ def _llama3(divisors: Tensor, rope: Data, width: int) -> Data:
 
 
 def rope_tensors(rope: RopeConfig, head_dim: int) -> dict[str, Tensor]:
-    """Divisors of the frequencies, `(rotary_dim / 2,)` each, where a scaling needs them."""
+    """Divisors of the frequencies, `(rotary_dim / 2,)` each, if a scaling needs them."""
     match rope.scaling:
         case Llama3ScalingConfig() as llama3:
             width, cpu = rope.rotary_dim(head_dim), torch.device("cpu")
@@ -151,14 +151,14 @@ def rope_tensors(rope: RopeConfig, head_dim: int) -> dict[str, Tensor]:
 
 
 def paired(rows: Tensor, head_dim: int, rotary_dim: int, ours: Pairing, theirs: Pairing) -> Tensor:
-    """Rows of a projection in the order in which the other pairing turns the same features.
+    """Rows of a projection, reordered so that the other pairing rotates the same features.
 
     Args:
-        rows: (heads · head_dim, ...); of each head the first `rotary_dim` turn.
+        rows: (heads · head_dim, ...); of each head the first `rotary_dim` are rotated.
         head_dim: width of a head.
         rotary_dim: an even number.
-        ours: how the rows are paired, a feature with its neighbour or with the other half.
-        theirs: how they shall be.
+        ours: the pairing now: a feature with its neighbour, or with the other half.
+        theirs: the pairing wanted.
     """
     if ours == theirs:
         return rows

@@ -1,6 +1,6 @@
-"""How byte-level BPE splits a text into words before it merges.
+"""How byte-level BPE splits a text into words before merging.
 
-llama.cpp has the rules built in, under names of models. A tokenizer is recognised by its own rule,
+llama.cpp has the rules built in, under the names of models. A tokenizer is recognised by its rule,
 never by a name.
 """
 
@@ -12,7 +12,7 @@ from workhorse.errors import WorkhorseError
 
 Data = dict[str, Any]
 Rule = tuple[str, ...]
-"""Regular expressions that split one after the other."""
+"""Regular expressions that split a text one after another."""
 
 GPT2_RULE = "gpt-2"
 CONTRACTIONS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
@@ -34,7 +34,7 @@ WORKHORSE = CONTRACTIONS + r"|[^\r\n\p{L}\p{N}]?[\p{L}\p{M}]+|\p{N}{1,N}" + PUNC
 
 
 def _cased(end: str) -> str:
-    """Words that end where capital letters begin anew."""
+    """Words that also end before a capital letter."""
     start = r"[^\r\n\p{L}\p{N}]?"
     return f"{start}{UPPER}*{LOWER}+{end}|{start}{UPPER}+{LOWER}*{end}|"
 
@@ -58,7 +58,7 @@ RULES: dict[tuple[Rule, bool], str] = {
     ((QWEN35,), False): "qwen35",
     (DEEPSEEK3, False): "deepseek-v3",
 }
-"""llama.cpp's name of a rule, with and without words that are tokens being taken whole."""
+"""llama.cpp's name of a rule, with and without taking words that are tokens whole."""
 
 MARKS = "llama.cpp splits words at combining marks where this tokenizer does not: {}"
 SCRIPTS = "Indic scripts and decomposed accents get other tokens"
@@ -74,18 +74,18 @@ NEAR: dict[tuple[Rule, bool], tuple[str, str]] = {
     ((GPT4O,), False): ("gpt-4o", MARKS.format(SCRIPTS)),
     ((TEKKEN,), True): ("tekken", MARKS.format(SCRIPTS)),
 }
-"""Rules that llama.cpp has not quite, the nearest that it has, and what to tell the user."""
+"""Rules that llama.cpp lacks, its nearest ones, and what to tell the user."""
 
 
 OWN = {key: NEAR[key] for key in (((GPT4O,), False), ((TEKKEN,), True))}
-"""Rules that have llama.cpp's names, which it does not quite keep to itself."""
+"""Rules that llama.cpp has by name but does not follow exactly."""
 
 
 def splitting_rule(definition: Data) -> tuple[str, list[str]]:
-    """llama.cpp's name of a `tokenizer.json`'s rule, and how the two differ if they do.
+    """llama.cpp's name for the rule of a `tokenizer.json`, and how the two differ if they do.
 
     Raises:
-        WorkhorseError: it has no such rule.
+        WorkhorseError: llama.cpp has no such rule.
     """
     remarks: list[str] = []
     match definition["normalizer"]:
@@ -116,7 +116,7 @@ def pre_tokenizer(name: str) -> tuple[Data, bool]:
     """The pre-tokenizer of a rule of llama.cpp, and whether words that are tokens are taken whole.
 
     Raises:
-        WorkhorseError: the rule is not known.
+        WorkhorseError: the rule is unknown.
     """
     names = {name: key for key, name in RULES.items()} | {
         near: key for key, (near, _) in OWN.items()
@@ -143,7 +143,7 @@ def pre_tokenizer(name: str) -> tuple[Data, bool]:
 
 
 def _steps(step: Data | None) -> Iterator[str]:
-    """The rules of a pre-tokenizer one after the other, each in one way of writing."""
+    """The rules of a pre-tokenizer in sequence, each in a canonical form."""
     match step:
         case None | {"type": "ByteLevel", "use_regex": False, "add_prefix_space": False}:
             return

@@ -1,4 +1,4 @@
-"""Our weights under llama.cpp's names, each made when it is asked for; and the way back."""
+"""Our weights under llama.cpp's names, each made when it is needed; and the way back."""
 
 import re
 from collections.abc import Callable, Iterator
@@ -64,9 +64,9 @@ LAYER_PARAMETERS = {
     "attention.kernel.sinks": "attn_sinks.weight",
     "feed_forward.router.selection_bias": "exp_probs_b.bias",
 }
-"""What has neither `weight` nor `bias` at its end."""
+"""Parameters whose names end neither in `weight` nor in `bias`."""
 TURNING = ("attn_q", "attn_k", "attn_q_norm", "attn_k_norm")
-"""Whose rows follow the pairing of the rotation."""
+"""Projections whose rows follow the pairing of the rotation."""
 
 SHAPED: dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor], Tensor]]] = {
     "ffn_gate_inp_shexp": (lambda rows, _: rows.flatten(), lambda theirs: theirs.unsqueeze(0)),
@@ -79,7 +79,7 @@ SHAPED: dict[str, tuple[Callable[[Tensor, int], Tensor], Callable[[Tensor], Tens
         lambda theirs: theirs.flatten(0, 1),
     ),
 }
-"""What has another shape there: made of ours and the number of heads, and ours made of it."""
+"""Parameters of another shape there: from ours and the number of heads, and back."""
 
 Make = Callable[[], Tensor]
 Change = Callable[[Tensor], Tensor]
@@ -87,7 +87,7 @@ Change = Callable[[Tensor], Tensor]
 
 @dataclass(frozen=True)
 class TensorPlan:
-    """One tensor of the file, and how its values are made: on the CPU, in float32."""
+    """One tensor of the file, and a function that makes its values: on the CPU, in float32."""
 
     name: str
     shape: tuple[int, ...]
@@ -96,23 +96,23 @@ class TensorPlan:
 
 @dataclass(frozen=True)
 class Part:
-    """One of our weights: a tensor of the file, or some of its rows."""
+    """One of our weights: a whole tensor of the file, or some of its rows."""
 
     ours: str
     tensor: str
     order: int
-    """Among the parts of that tensor."""
+    """Index among the parts of that tensor."""
     shape: tuple[int, ...]
     make: Make
     take: Change
-    """Our weight of those rows."""
+    """Our weight from those rows."""
 
 
 def plan_tensors(architecture: Architecture, decoder: Decoder) -> list[TensorPlan]:
     """Every tensor of the file; each of the decoder's weights is in one of them.
 
     Raises:
-        WorkhorseError: a weight has no name there.
+        WorkhorseError: a weight has no name in llama.cpp.
     """
     parts = tensor_parts(architecture, decoder)
     plans = [_joined(name, members) for name, members in parts.items()]
@@ -125,11 +125,11 @@ def plan_tensors(architecture: Architecture, decoder: Decoder) -> list[TensorPla
 
 
 def tensor_parts(architecture: Architecture, decoder: Decoder) -> dict[str, list[Part]]:
-    """The parts of every tensor of the file that holds some of our weights, in their order.
+    """For every tensor of the file that holds weights of ours, its parts in order.
 
     Args:
-        architecture: whose names they have.
-        decoder: any, also one without values.
+        architecture: the one whose names are used.
+        decoder: any decoder, also one without values.
 
     Raises:
         WorkhorseError: a weight has no name there.
@@ -167,7 +167,7 @@ def _parts(architecture: Architecture, decoder: Decoder) -> Iterator[Part]:
 
 
 def _their_name(name: str, architecture: Architecture) -> tuple[int | None, str, str, int | None]:
-    """Layer, name, `weight` or `bias`, and the head whose alone it is.
+    """The layer, the name, `weight` or `bias`, and the head if it belongs to one.
 
     Raises:
         WorkhorseError: there is none.
@@ -197,7 +197,7 @@ def _turned(
     decoder: Decoder,
     architecture: Architecture,
 ) -> tuple[Make, Change]:
-    """The rows in the order of the architecture's rotation, and back in ours."""
+    """Functions that put rows in the order of the architecture's rotation, and back in ours."""
     if not isinstance(attention, AttentionConfig) or not isinstance(attention.position, RopeConfig):
         return make, take
     rope = attention.position
@@ -242,7 +242,7 @@ def _as_vector(take: Change, row: Tensor) -> Tensor:
 
 
 def _offset_weights(decoder: Decoder) -> set[str]:
-    """Weights stored as their difference from 1; llama.cpp wants the whole."""
+    """Weights stored as their difference from 1; llama.cpp has the full weight."""
     return {
         f"{name}.weight"
         for name, module in decoder.named_modules()
@@ -251,7 +251,7 @@ def _offset_weights(decoder: Decoder) -> set[str]:
 
 
 def _rope_factors(decoder: Decoder) -> dict[str, Tensor]:
-    """Those of the first layer whose scaling needs some; the others have the same."""
+    """Divisors of the first layer whose scaling needs them; those of the others are the same."""
     for name in decoder.config.layer_names():
         attention = decoder.config.blocks[name].attention
         if isinstance(attention, AttentionConfig) and isinstance(attention.position, RopeConfig):

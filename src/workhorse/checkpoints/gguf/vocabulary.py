@@ -1,9 +1,9 @@
 """A tokenizer as metadata of a GGUF file.
 
-llama.cpp knows two kinds that concern us: byte-level BPE, which it calls gpt2, and SentencePiece's
-BPE over characters with bytes for the rest, which it calls llama. A vocabulary of characters is a
-byte-level one whose merges make each character of its bytes. The whole `tokenizer.json` lies beside
-it: llama.cpp passes it over, and who reads it has the very same tokenizer.
+Two kinds in llama.cpp concern us: byte-level BPE, which it calls gpt2, and SentencePiece's BPE over
+characters with byte fallback, which it calls llama. A vocabulary of characters is a byte-level one
+whose merges make each character from its bytes. The whole `tokenizer.json` is stored as well:
+llama.cpp ignores it, and whoever reads it gets exactly the same tokenizer.
 """
 
 import json
@@ -23,10 +23,10 @@ Data = dict[str, Any]
 
 NO_VOCABULARY: Mapping[str, Any] = {"tokenizer.ggml.model": "none"}
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
-"""Types of tokens, as SentencePiece numbers them."""
+"""Types of tokens, with SentencePiece's numbers."""
 METASPACE = "\u2581"
 NO_MERGE = f"{METASPACE} {METASPACE}"
-"""A merge of what no byte-level text holds: llama.cpp wants at least one."""
+"""A merge that never applies to byte-level text: llama.cpp requires at least one."""
 UNLEARNED = (
     "llama.cpp merges any two tokens that make a third, this tokenizer only pairs that it learned; "
     "a few words get other tokens"
@@ -43,11 +43,11 @@ ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 def tokenizer_metadata(
     tokenizer: "Tokenizer", vocab_size: int
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """The `tokenizer.` keys, and where llama.cpp will split text in another way.
+    """The `tokenizer.` keys, and how llama.cpp will split text differently.
 
     Args:
-        tokenizer: any.
-        vocab_size: rows of the embedding; those that no token has are named and unused.
+        tokenizer: any tokenizer.
+        vocab_size: rows of the embedding; rows without a token get names and stay unused.
 
     Raises:
         WorkhorseError: llama.cpp has no such tokenizer, or it has more tokens than the embedding.
@@ -103,7 +103,7 @@ def _words(tokenizer: "Tokenizer", definition: Data, vocab_size: int) -> _Words:
 
 
 def _is_of_characters(definition: Data) -> bool:
-    """Whether each token is a character, and a text the tokens of its characters."""
+    """Whether each token is a character, and a text is encoded character by character."""
     model, added = definition["model"], {token["content"] for token in definition["added_tokens"]}
     return (
         model["type"] == "BPE"
@@ -117,7 +117,7 @@ def _is_of_characters(definition: Data) -> bool:
 
 
 def _in_bytes(definition: Data) -> Data:
-    """The same vocabulary over bytes: a character of several is merged from its first byte on."""
+    """The same vocabulary over bytes: a multi-byte character is merged from its first byte on."""
     model, added = definition["model"], {token["content"] for token in definition["added_tokens"]}
     merges: dict[tuple[str, str], None] = {}
     vocab: dict[str, int] = {}
@@ -146,7 +146,7 @@ def _byte_level(definition: Data, words: _Words) -> tuple[Data, list[str]]:
 
 
 def _characters(definition: Data, words: _Words) -> tuple[Data, list[str]]:
-    """SentencePiece merges the pair whose result has the best score, not the best pair."""
+    """SentencePiece merges the pair whose result has the best score; pairs have no ranks."""
     model = definition["model"]
     scores = [0.0] * len(words.texts)
     pairs = [tuple(m.split(" ")) if isinstance(m, str) else tuple(m) for m in model["merges"]]
@@ -175,7 +175,7 @@ def _characters(definition: Data, words: _Words) -> tuple[Data, list[str]]:
 
 
 def _merges_more(vocab: Data, pairs: list[tuple[str, ...]]) -> bool:
-    """Whether some two tokens make a third without a merge of the two."""
+    """Whether two tokens concatenate to a third without a merge for them."""
     learned = set(pairs)
     return any(
         (text[:cut], text[cut:]) not in learned
@@ -193,11 +193,11 @@ def _parts(step: Data | None, inner: str) -> list[Data]:
 
 
 def _special(tokenizer: "Tokenizer") -> tuple[Data, list[str]]:
-    """Ids of special tokens, what is put around a text, and the chat template."""
+    """Ids of special tokens, the tokens around a text, and the chat template."""
     roles = {role: getattr(tokenizer, f"{role}_id") for role in ROLES}
     remarks: list[str] = []
     if roles["eos"] is None:
-        # llama.cpp would take some token of the vocabulary for it
+        # llama.cpp would take a token of the vocabulary for it
         roles["eos"] = next((roles[role] for role in ("pad", "bos") if roles[role] is not None), 0)
         remarks.append(f"the tokenizer names no eos; llama.cpp stops at token {roles['eos']}")
     if roles["bos"] is None:

@@ -1,4 +1,4 @@
-"""A decoder and its tokenizer as one GGUF file, which llama.cpp and its kin load."""
+"""A decoder and its tokenizer written as one GGUF file for llama.cpp and its kin."""
 
 import json
 import math
@@ -29,28 +29,28 @@ if TYPE_CHECKING:
 
 GgufType = Literal["f32", "f16", "bf16", "q8_0"]
 FILE_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
-"""`general.file_type` of llama.cpp, for each type of most weights."""
+"""llama.cpp's `general.file_type`, by the type of most weights."""
 BLOCK = 32
 """Numbers that share a scale in Q8_0."""
 PRECISE = ("_norm.weight", ".bias", "ffn_gate_inp.weight")
-"""Stay in float32 although one for each head or expert makes a matrix: llama.cpp adds and
-multiplies by these in float32 only. And routers: a wrong choice costs more than their bytes."""
+"""Tensors that stay in float32 although one per head or expert makes a matrix: llama.cpp adds and
+multiplies these only in float32. Routers too: a wrong choice costs more than their bytes."""
 
 
 def gguf_types() -> list[str]:
-    """The model types of Hugging Face that can be written, those most used first."""
+    """The model types of Hugging Face that can be written, the most used first."""
     return [name for architecture in ARCHITECTURES for name in architecture.model_types]
 
 
 def find_gguf_family(config: DecoderConfig, preferred: Family | None = None) -> Family:
-    """The model type to write a config as, in a file that llama.cpp computes rightly.
+    """The model type to write a config as, so that llama.cpp computes it correctly.
 
     Args:
         config: of the model.
-        preferred: the one to take if it will do.
+        preferred: the one to use if it fits.
 
     Raises:
-        WorkhorseError: there is none; what is in the way is named.
+        WorkhorseError: there is none; the error names the differences.
     """
     own = [preferred] if preferred and preferred.model_type in gguf_types() else []
     fitting = [
@@ -76,7 +76,7 @@ def find_gguf_family(config: DecoderConfig, preferred: Family | None = None) -> 
 
 
 def _nearest_architecture(config: DecoderConfig) -> str:
-    """The one whose model types are nearest to a config that none can say, and what differs."""
+    """The one whose model types are nearest to a config that none fits, and the differences."""
     found = [
         (_architecture(name).name, family_of(name).differences(config)) for name in gguf_types()
     ]
@@ -95,16 +95,16 @@ def write_gguf(
     """Write one file, whole or not at all.
 
     Args:
-        path: of the file; one that is there is replaced.
+        path: of the file; an existing one is replaced.
         decoder: what to write.
-        model_type: as which of `gguf_types()`.
-        tokenizer: goes into the file; without one llama.cpp takes and gives ids only.
+        model_type: one of `gguf_types()`.
+        tokenizer: goes into the file; without one llama.cpp reads and writes only ids.
         dtype: of the matrices; vectors and routers stay in float32, and so does a matrix whose rows
-            are no whole number of Q8_0's blocks.
-        name: what programs show.
+            are not a whole number of Q8_0 blocks.
+        name: the name that programs show.
 
     Returns:
-        What the user should know: where llama.cpp will differ from us, one line each.
+        Warnings for the user: where llama.cpp will differ from us, one line each.
 
     Raises:
         WorkhorseError: the package gguf is missing, llama.cpp cannot compute this model or split
@@ -151,7 +151,7 @@ def _write(
     plans: list[TensorPlan],
     dtype: GgufType,
 ) -> None:
-    """Stream tensor after tensor into a file beside it, and rename that."""
+    """Stream the tensors into a temporary file beside it, and rename that."""
     gguf = _package()
     kinds = [gguf.GGMLQuantizationType[_stored(plan, dtype).upper()] for plan in plans]
     temporary, disk = path.with_name(f".tmp-{path.name}"), Disk()
@@ -191,7 +191,7 @@ def _encoded(plan: TensorPlan, kind: Any, quantize: Callable[..., Any]) -> np.nd
     """The bytes of a tensor in its type.
 
     Raises:
-        WorkhorseError: a number does not fit, or is none.
+        WorkhorseError: a number does not fit, or is NaN.
     """
     tensor = plan.make()
     check_numbers(plan.name, tensor)
@@ -208,7 +208,7 @@ def _encoded(plan: TensorPlan, kind: Any, quantize: Callable[..., Any]) -> np.nd
 
 
 def _add(writer: Any, key: str, value: object) -> None:
-    """A key of the type that its value has."""
+    """Add a key with the type of its value."""
     add = {
         bool: writer.add_bool,
         int: writer.add_uint32,

@@ -1,4 +1,4 @@
-"""Every tensor of a foreign checkpoint accounted for before any is read."""
+"""Accounts for every tensor of a foreign checkpoint before any is read."""
 
 import re
 from collections.abc import Mapping
@@ -19,7 +19,7 @@ EMBEDDING, HEAD = "embedding.tokens.weight", "head.proj.weight"
 
 @dataclass(frozen=True)
 class Account:
-    """Where each of our tensors comes from."""
+    """The source of each of our tensors."""
 
     moves: list[Move]
     source: TensorSource
@@ -28,14 +28,14 @@ class Account:
 
 
 class Renamed:
-    """A source under the names of a model by itself.
+    """A source under the names that a model has on its own.
 
     The same model is stored with its own prefix (`model.`), without it, or inside a larger model
     (`language_model.model.`, `model.language_model.`).
 
     Args:
         source: the stored tensors.
-        embedding: the family's name of the embedding, by which the prefix is recognised.
+        embedding: the family's name for the embedding, by which the prefix is recognised.
     """
 
     def __init__(self, source: TensorSource, embedding: str) -> None:
@@ -60,7 +60,7 @@ class Renamed:
         return self._source.read(self._stored[name])
 
     def is_text(self, name: str) -> bool:
-        """Whether a tensor lies where those of the text model do."""
+        """Whether a tensor has the prefix of the text model."""
         return self._stored[name].startswith(self._text)
 
     def _renamed(self, name: str) -> str:
@@ -77,17 +77,17 @@ def meta_decoder(
     n_tensors: int,
     source: str = "config.json",
 ) -> Decoder:
-    """The decoder of a stranger's config, on the meta device: nothing is allocated.
+    """The decoder of an untrusted config, on the meta device: nothing is allocated.
 
     Args:
         config: the decoder's.
         kernel: how attention is computed.
         dtype: of the weights.
-        n_tensors: how many tensors are stored, against configs of a billion layers.
+        n_tensors: number of stored tensors, which bounds the number of layers.
         source: the file that the config comes from, for errors.
 
     Raises:
-        WorkhorseError: no such model can be.
+        WorkhorseError: there can be no such model.
     """
     if config.n_layers > n_tensors:
         raise WorkhorseError(
@@ -102,7 +102,7 @@ def meta_decoder(
 
 
 def shapes_of(decoder: Decoder) -> dict[str, Shape]:
-    """Every parameter's shape."""
+    """The shape of every parameter."""
     return {name: tuple(weight.shape) for name, weight in decoder.named_parameters()}
 
 
@@ -117,11 +117,11 @@ def account(
     """Find the source of each of our tensors, and a use of each of theirs.
 
     Args:
-        family: whose names they have.
+        family: the one whose names the stored tensors have.
         config: the decoder's.
-        shapes: our parameters.
-        source: theirs.
-        wrapped: whether the text model is a part of a larger one, whose other tensors are left out.
+        shapes: of our parameters.
+        source: the stored tensors.
+        wrapped: whether the text model is part of a larger one, whose other tensors are left out.
 
     Raises:
         WorkhorseError: a tensor is missing, extra, used twice or misshapen.
@@ -166,7 +166,7 @@ def _without_tied_head(
     shapes: Mapping[str, Shape],
     source: Renamed,
 ) -> list[str]:
-    """Old files hold a tied head too; it must be the embedding."""
+    """Old files may store a tied head as well; it must equal the embedding."""
     embedding = _their_name(family, EMBEDDING, shapes, config)
     head = _their_name(family, HEAD, {HEAD: shapes[EMBEDDING]}, config)
     if head not in rest:

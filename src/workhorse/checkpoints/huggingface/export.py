@@ -1,4 +1,4 @@
-"""A decoder written as a Hugging Face directory, or refused with what stands in the way."""
+"""A decoder written as a Hugging Face directory, or refused with the reasons."""
 
 import json
 from collections.abc import Mapping
@@ -24,10 +24,10 @@ if TYPE_CHECKING:
 
 
 def find_family(config: DecoderConfig) -> Family:
-    """The first model type that can say a config, or one equivalent to it.
+    """The first model type that can express a config, or one equivalent to it.
 
     Raises:
-        WorkhorseError: there is none; the nearest one's differences are named.
+        WorkhorseError: there is none; the error names the differences of the nearest.
     """
     found = native_class(config)
     if isinstance(found, str):
@@ -47,21 +47,21 @@ def write_huggingface(
     dtype: torch.dtype | None = None,
     stop_tokens: tuple[int, ...] = (),
 ) -> Family:
-    """Write a decoder so that transformers loads it with a class of its own.
+    """Write a decoder so that transformers loads it with one of its own classes.
 
     Args:
         folder: new or empty; it appears whole or not at all.
         decoder: what to write.
-        family: as which model type; the first that fits where not given.
-        tokenizer: to lie beside the weights.
-        dtype: of the written weights; the decoder's own where not given.
-        stop_tokens: what ends a text; the tokenizer's eos where empty.
+        family: the model type; by default the first that fits.
+        tokenizer: written beside the weights.
+        dtype: of the written weights; the decoder's own by default.
+        stop_tokens: tokens that end a text; if empty, the tokenizer's eos.
 
     Returns:
         The family it was written as.
 
     Raises:
-        WorkhorseError: no model type can say this config, or the folder cannot be written.
+        WorkhorseError: no model type can express this config, or the folder cannot be written.
     """
     family = family or find_family(decoder.config)
     equivalent = family.equivalent(decoder.config)
@@ -91,7 +91,7 @@ def write_huggingface(
 def _special_ids(
     tokenizer: "Tokenizer | None", stop_tokens: tuple[int, ...]
 ) -> dict[str, int | list[int]]:
-    """What transformers' generation needs to know of the tokenizer."""
+    """What transformers needs to know about the tokenizer to generate."""
     ids: dict[str, int | list[int]] = {}
     if tokenizer is not None:
         roles = {"bos": tokenizer.bos_id, "eos": tokenizer.eos_id, "pad": tokenizer.pad_id}

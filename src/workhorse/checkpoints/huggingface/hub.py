@@ -1,7 +1,7 @@
-"""Models by their Hugging Face hub id: the local folder of what is downloaded or cached.
+"""Models by their Hugging Face hub id: the local folder of a downloaded or cached model.
 
-The `huggingface_hub` library does the work and obeys its environment: `HF_HOME` (where the cache
-is), `HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_ENDPOINT`.
+The `huggingface_hub` library does the work and honours its environment variables: `HF_HOME` (where
+the cache is), `HF_TOKEN`, `HF_HUB_OFFLINE`, `HF_ENDPOINT`.
 """
 
 import re
@@ -19,7 +19,7 @@ ALLOWED = (
     "vocab.txt",
     "merges.txt",
 )
-"""Files that hold data only. Whatever is in the repository besides (code, pickles) stays there."""
+"""Files that hold only data. Anything else in the repository (code, pickles) is not downloaded."""
 IGNORED = ("*/*", "consolidated*.safetensors")
 """Subfolders, and the second copy of the weights that Mistral's repositories have."""
 
@@ -38,9 +38,9 @@ def resolve_model(
 
     Args:
         name: `org/name` or `org/name@revision`.
-        revision: a branch, a tag or a commit; `main` where neither says one. Only a commit gives
-            the same files for ever.
-        weights: whether they are wanted; what else a model has is small.
+        revision: a branch, a tag or a commit; `main` if neither names one. Only a commit always
+            gives the same files.
+        weights: whether they are wanted; everything else is small.
         tell: called with the commit that a revision stands for now.
 
     Raises:

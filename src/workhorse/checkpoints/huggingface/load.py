@@ -1,4 +1,4 @@
-"""A Hugging Face directory: what model it holds, and the decoder with its weights.
+"""A Hugging Face directory: its config, and the decoder with its weights.
 
     config.json                what the model is
     model.safetensors          its weights, or an index and several such files
@@ -37,26 +37,26 @@ GENERATION_FILE = "generation_config.json"
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MAX_DEPTH = 10_000
-"""Readers list their layers; a billion of them would fill the memory."""
+"""Readers build a list of layers; a billion of them would fill the memory."""
 SAVED_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 OUTER_KEYS = ("tie_word_embeddings", "quantization_config", "dtype", "torch_dtype")
-"""What a multimodal model's config says of its text part, over what that says itself."""
+"""Keys that a multimodal model's config sets for its text part, overriding that part's own."""
 
 
 class HuggingFaceDirectory:
     """A model as transformers saves it.
 
     Args:
-        path: the directory; its config is read at once, its weights when they are asked for.
+        path: the directory; its config is read at once, its weights when they are needed.
 
     Attributes:
         kind: what it is, in words.
-        family: the model type's.
+        family: that of its model type.
         config: ours.
-        remarks: what must not go unnoticed, one line each.
+        remarks: warnings for the user, one line each.
 
     Raises:
-        WorkhorseError: `config.json` cannot be read, or is of a model that is not supported.
+        WorkhorseError: `config.json` cannot be read, or its model is not supported.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -101,7 +101,7 @@ class HuggingFaceDirectory:
 
     @property
     def dtype(self) -> torch.dtype:
-        """What the weights were saved to be computed in; float32 where the config is silent."""
+        """The dtype that the config names for the weights; float32 if it names none."""
         name = str(self.values.get("dtype") or self.values.get("torch_dtype"))
         return SAVED_DTYPES.get(name.removeprefix("torch."), torch.float32)
 
@@ -116,7 +116,7 @@ class HuggingFaceDirectory:
 
         Args:
             device: where the weights go.
-            dtype: of the weights; `self.dtype` where not given.
+            dtype: of the weights; `self.dtype` by default.
             kernel: how attention is computed.
             places: where the weights are copied to.
 
@@ -141,11 +141,11 @@ class HuggingFaceDirectory:
 
     @property
     def has_tokenizer(self) -> bool:
-        """Whether there is a tokenizer beside the weights."""
+        """Whether there is a tokenizer in the directory."""
         return any((self.path / name).exists() for name in TOKENIZER_FILES)
 
     def tokenizer(self) -> "Tokenizer":
-        """The tokenizer that lies beside the weights.
+        """The tokenizer in the directory.
 
         Raises:
             WorkhorseError: there is none, or it cannot be read.
@@ -155,7 +155,7 @@ class HuggingFaceDirectory:
         return load_tokenizer(self.path)
 
     def _special_ids(self, fields: Fields) -> dict[str, list[int]]:
-        """The ids of special tokens; those that end a text may stand in a file of their own."""
+        """The ids of special tokens; those that end a text may be in a separate file."""
         ids = {key: fields.ids(key) for key in SPECIAL_IDS}
         if (self.path / GENERATION_FILE).exists():
             generation = Fields(read_json(self.path / GENERATION_FILE), GENERATION_FILE)
@@ -169,7 +169,7 @@ def _text_part(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, A
 
 
 def _outside(ids: Mapping[str, list[int]], size: int) -> list[str]:
-    """What to say of ids that no text can hold. Many files have a pad of -1, which means none."""
+    """A warning about ids outside the vocabulary. Many files have a pad of -1, which means none."""
     return [
         f"{key}={one} is not in the vocabulary of {size}, so it is passed over"
         for key, listed in ids.items()

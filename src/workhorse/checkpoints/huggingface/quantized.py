@@ -25,7 +25,7 @@ _FLOAT8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 class StoredTensors(TensorSource, Protocol):
-    """Tensors by name, whose types are known before they are read."""
+    """Tensors by name, with dtypes that are known before they are read."""
 
     @property
     def dtypes(self) -> Mapping[str, torch.dtype]: ...
@@ -35,8 +35,8 @@ class Dequantized:
     """A source in which some tensors are computed from others.
 
     Args:
-        source: what is stored.
-        computed: shape and maker of each tensor that is not stored as such.
+        source: the stored tensors.
+        computed: shape and function of each tensor that is not stored as such.
         consumed: stored tensors that the plain model does not have.
     """
 
@@ -63,12 +63,12 @@ def dequantized(
     """The plain tensors of a checkpoint, quantised or not.
 
     Args:
-        source: what is stored.
+        source: the stored tensors.
         quantization_config: as in `config.json`.
-        dtype: of what is dequantised; the rest stays as it is stored.
+        dtype: of dequantised tensors; the others keep theirs.
 
     Raises:
-        WorkhorseError: the method is not known, or weights and scales do not fit together.
+        WorkhorseError: the method is unknown, or weights and scales do not fit together.
     """
     if quantization_config is None:
         return source
@@ -130,10 +130,10 @@ def _mxfp4(source: StoredTensors, dtype: torch.dtype) -> TensorSource:
 
 
 def from_mxfp4(blocks: Tensor, scales: Tensor, dtype: torch.dtype) -> Tensor:
-    """The numbers of MXFP4 groups: 32 of 4 bits share a scale of 2^(byte − 127), NaN where 255.
+    """The numbers of MXFP4 groups: 32 of 4 bits share a scale of 2^(byte − 127); 255 is NaN.
 
-    The lower half of a byte comes first. Matrices come out transposed, (columns, rows), as the
-    plain experts of gpt-oss are.
+    The lower half of a byte comes first. Matrices come out transposed, (columns, rows), like the
+    plain experts of gpt-oss.
 
     Args:
         blocks: uint8 (experts, rows, groups, 16).
@@ -187,7 +187,7 @@ def _fp8(
 
 
 def _block_size(quantization_config: Mapping[str, Any]) -> Block | None:
-    """Rows and columns of a block; None where a whole matrix has one scale."""
+    """Rows and columns of a block; None if a whole matrix has one scale."""
     match quantization_config.get("weight_block_size"):
         case None:
             return None
@@ -198,7 +198,7 @@ def _block_size(quantization_config: Mapping[str, Any]) -> Block | None:
 
 
 def _scale_shapes(shape: Shape, block: Block | None) -> tuple[Shape, ...]:
-    """What shapes the scales of a tensor may have."""
+    """The shapes that the scales of a tensor may have."""
     *outer, rows, columns = shape if len(shape) > 1 else (0, 0)
     if block is None:
         return (), (1,), (*outer, 1, 1)
@@ -210,7 +210,7 @@ def from_fp8(weight: Tensor, scale: Tensor, block: Block | None, dtype: torch.dt
 
     Args:
         weight: float8 (…, rows, columns).
-        scale: (…, rows / block rows, columns / block columns), rounded up; or one number a matrix.
+        scale: (…, rows / block rows, columns / block columns), rounded up; or one per matrix.
         block: rows and columns of a block, None for whole matrices.
         dtype: of the result.
 

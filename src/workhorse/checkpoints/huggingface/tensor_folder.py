@@ -31,7 +31,7 @@ INDEX = "model.safetensors.index.json"
 MAX_SHARDS = 1_000  # the largest published model has fewer than 200
 UNSAFE = (".bin", ".pt", ".pth", ".ckpt", ".h5", ".msgpack")
 TensorToWrite = tuple[str, tuple[int, ...], torch.dtype, Callable[[], Tensor]]
-"""A name, a shape, the type in the file, and what makes the tensor when its turn comes."""
+"""A name, a shape, the dtype in the file, and a function that makes the tensor when needed."""
 _RESIDENT_BYTES = 32_000_000
 # Python 3.13 knows the name. Without it, Linux may refuse to map a file larger than its memory.
 _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" else 0)
@@ -40,16 +40,16 @@ _NORESERVE = getattr(mmap, "MAP_NORESERVE", 0x4000 if sys.platform == "linux" el
 class TensorFolder:
     """The tensors of a directory by name. Making one reads headers only.
 
-    A tensor that is read is a view of the mapped file. What of the files is in memory is let go
-    as reading proceeds, so that copying everything away needs the copies' memory and little more.
+    A tensor that is read is a view of the mapped file. Pages of the files are released as reading
+    proceeds, so that copying everything needs the memory of the copies and little more.
 
     Args:
-        path: the directory. `model.safetensors` is read where there is one, else the shards that
+        path: the directory. `model.safetensors` is read if there is one, otherwise the shards that
             `model.safetensors.index.json` names.
 
     Raises:
-        WorkhorseError: no weights, or only ones that could run code; files that lead out of the
-            directory, are damaged, or contradict each other.
+        WorkhorseError: there are no weights, or only ones that could run code; files lead out of
+            the directory, are damaged, or contradict each other.
     """
 
     def __init__(self, path: Path) -> None:
@@ -74,7 +74,7 @@ class TensorFolder:
         self._read_since_release = 0
 
     def read(self, name: str) -> Tensor:
-        """One tensor as it is stored, on the CPU, to be copied away and not written to.
+        """One tensor as it is stored, on the CPU, to be copied and not written to.
 
         Raises:
             KeyError: there is no tensor of this name.
@@ -88,7 +88,7 @@ class TensorFolder:
         return shard.view(stored)
 
     def _add(self, name: str) -> set[str]:
-        """Add a file's tensors; their names."""
+        """Add a file's tensors; returns their names."""
         path = self.path / name
         with open_contained(self.path, name) as file:
             tensors = read_header(file, path)
@@ -119,7 +119,7 @@ class TensorFolder:
 
 
 class MappedFile:
-    """One file in memory, as far as it is looked at."""
+    """One mapped file; its pages are in memory once they are read."""
 
     def __init__(self, file: BinaryIO, path: Path) -> None:
         # Private and writable, since PyTorch has no read-only tensors; nothing gets to the disk.
@@ -142,12 +142,12 @@ class MappedFile:
         return raw.view(stored.dtype).view(stored.shape)
 
     def release(self) -> None:
-        """Let go of what is in memory; a view that is looked at again is read again."""
+        """Release the pages in memory; a view that is used again reads them again."""
         self._map.madvise(mmap.MADV_DONTNEED)
 
 
 def _weight_map(folder: Path) -> dict[str, str]:
-    """Which file holds each tensor, as the index says."""
+    """Which file holds each tensor, according to the index."""
     path = folder / INDEX
     weight_map = read_json(path, limit=MAX_HEADER_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -194,13 +194,13 @@ def write_tensors(
     Holds one tensor in memory at a time. Each file appears whole or not at all.
 
     Args:
-        folder: where; made if need be. It must not hold weights already.
-        tensors: what; shards take them in this order.
-        max_shard_bytes: of the tensors in a file; a larger tensor has a file of its own.
+        folder: where; created if need be. It must not hold weights already.
+        tensors: what to write; shards take them in this order.
+        max_shard_bytes: most bytes of tensors in a file; a larger tensor gets its own file.
 
     Raises:
         WorkhorseError: the folder holds weights, the disk is full or refuses, or a tensor holds
-            NaN, or numbers beyond the type that it is written in.
+            NaN, or numbers out of range of the dtype that it is written in.
     """
     sized = [(math.prod(tensor[1]) * tensor[2].itemsize, tensor) for tensor in tensors]
     shards = _shards(sized, max_shard_bytes)
@@ -255,10 +255,10 @@ def _write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
 
 
 def _written(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """A tensor as a file holds it.
+    """A tensor as it is stored in a file.
 
     Raises:
-        WorkhorseError: it holds NaN, or numbers beyond the type.
+        WorkhorseError: it holds NaN, or numbers out of range of the dtype.
     """
     check_numbers(name, tensor)
     written = tensor.to("cpu", dtype).contiguous()
@@ -276,6 +276,6 @@ def check_numbers(name: str, tensor: Tensor) -> None:
     Raises:
         WorkhorseError: one is NaN.
     """
-    # The sum is far quicker than a look at each, and infinite numbers may make it NaN too.
+    # The sum is far quicker than testing each number; infinite numbers may make it NaN too.
     if tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any():
         raise WorkhorseError(f"{name} holds NaN; write an earlier state of the model")

@@ -1,4 +1,4 @@
-"""A model with the parts that a file's format demands, where they change nothing."""
+"""A model with the extra parts that a file format demands, which change nothing."""
 
 import torch
 
@@ -12,9 +12,9 @@ def written_out(decoder: Decoder, config: DecoderConfig) -> Decoder:
     """The same model as a decoder of an equivalent config.
 
     Args:
-        decoder: any; its tensors are shared.
-        config: as `Family.equivalent` gives it. Parts that only it has get weights that change
-            nothing, see `NEUTRAL`.
+        decoder: any decoder; its tensors are shared.
+        config: from `Family.equivalent`. Parts that only it has get weights that change nothing,
+            see `NEUTRAL`.
     """
     if config is decoder.config:
         return decoder

@@ -1,4 +1,4 @@
-"""What is done to the disk, one method for each operation, so that tests can fail or end any."""
+"""Operations on the disk, one method each, so that tests can make any of them fail or stop."""
 
 import errno
 import os
@@ -18,7 +18,7 @@ class Disk:
     """The real file system."""
 
     def make_folder(self, path: Path) -> None:
-        """Make a folder, and those above it as need be; a link in its place is not followed."""
+        """Make a folder and its parents; a link in its place is not followed."""
         if path.is_symlink():
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         path.mkdir(parents=True, exist_ok=True)
@@ -33,7 +33,7 @@ class Disk:
         path.chmod(mode)  # safetensors makes a file that only its owner may read
 
     def write_text(self, path: Path, text: str) -> None:
-        """Write a new file. What bears its name is removed first: a link is not followed."""
+        """Write a new file. An existing one is removed first: a link is not followed."""
         path.unlink(missing_ok=True)
         with path.open("x", encoding="utf-8", newline="\n") as file:
             file.write(text)
@@ -46,7 +46,7 @@ class Disk:
         source.replace(target)
 
     def remove(self, path: Path) -> None:
-        """Remove a folder with all in it; of a link, the link alone."""
+        """Remove a folder and its content; if it is a link, only the link."""
         if path.is_symlink() or not path.is_dir():
             path.unlink()
         else:
@@ -54,7 +54,7 @@ class Disk:
 
 
 def _system_error(error: SafetensorError) -> OSError:
-    """The system's error that safetensors gives the number of, `… (os error 28)`."""
+    """The OSError whose number safetensors gives in its message, `… (os error 28)`."""
     found = re.search(r"\(os error (\d+)\)", str(error))
     if found is None:
         return OSError(errno.EIO, str(error))

@@ -18,13 +18,13 @@ NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 class FolderLock:
-    """Held while open. The system lets go of it when the process ends, however it ends.
+    """A lock held while open. The system releases it when the process ends, however it ends.
 
-    It holds the folder, which may be moved meanwhile, and not the path.
+    It locks the folder, which may be moved meanwhile, not the path.
 
     Raises:
-        WorkhorseError: another process holds it, or `.lock` is a link: the file that it leads to
-            is somebody's, and a lock would be written into it.
+        WorkhorseError: another process holds it, or `.lock` is a link: writing the lock would
+            change somebody else's file.
     """
 
     def __init__(self, folder: Path) -> None:
@@ -57,7 +57,7 @@ class FolderLock:
         self._folder = os.open(folder, os.O_RDONLY)
 
     def in_place(self) -> bool:
-        """Whether the folder that is held still has its path; where folders are not held, True."""
+        """Whether the locked folder still has its path; True if folders cannot be locked."""
         if self._folder is None:
             return True
         try:
@@ -66,7 +66,7 @@ class FolderLock:
             return False
 
     def folder_now(self) -> Path | None:
-        """Where the folder that is held is now; None: removed, or the system does not tell."""
+        """Where the locked folder is now; None: removed, or the system does not tell."""
         try:
             now = Path(os.readlink(f"/proc/self/fd/{self._folder}"))
         except OSError:
@@ -74,7 +74,7 @@ class FolderLock:
         return now if now.is_dir() else None
 
     def release(self) -> None:
-        """Let go of it."""
+        """Release the lock."""
         for descriptor in (self._folder, self._file):
             if descriptor is not None:
                 os.close(descriptor)

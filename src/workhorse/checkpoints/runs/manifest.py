@@ -1,7 +1,7 @@
-"""The files of a checkpoint, and opening them only where they are what was written.
+"""The files of a checkpoint, opened only if they are what was written.
 
 `manifest.json` has the size and the SHA-256 of the others. A file is opened once: what was compared
-with the manifest is what is read, though the checkpoint be removed meanwhile.
+with the manifest is what is read, even if the checkpoint is removed meanwhile.
 """
 
 import hashlib
@@ -27,7 +27,7 @@ OPTIMIZER = "optimizer.safetensors"
 STATE = "state.json"
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 10_000
-"""More than any manifest has."""
+"""More bytes than any manifest has."""
 
 
 class DamagedCheckpoint(WorkhorseError):
@@ -44,7 +44,7 @@ class OpenCheckpoint:
 
     Args:
         path: of the checkpoint.
-        files: by name, without a buffer.
+        files: by name, unbuffered.
     """
 
     def __init__(self, path: Path, files: Mapping[str, FileIO]) -> None:
@@ -52,7 +52,7 @@ class OpenCheckpoint:
         self._files = files
 
     def tensors(self, name: str) -> dict[str, Tensor]:
-        """The tensors of a file, mapped into memory: they outlast the file's being closed."""
+        """The tensors of a file, mapped into memory; they stay valid after the file is closed."""
         file = self._files[name]
         file.seek(0)
         stored = read_header(file, self._path / name)
@@ -60,7 +60,7 @@ class OpenCheckpoint:
         return {tensor: mapped.view(place) for tensor, place in stored.items()}
 
     def state(self) -> dict[str, Any]:
-        """What `state.json` says."""
+        """The content of `state.json`."""
         file = self._files[STATE]
         file.seek(0)
         return json.loads(file.read())
@@ -80,7 +80,7 @@ def open_checkpoint(path: Path, step: int, names: tuple[str, ...]) -> Iterator[O
 
 
 def manifest_of(folder: Path, step: int) -> str:
-    """The manifest of a folder that holds a checkpoint's other files."""
+    """The manifest for a folder with a checkpoint's other files."""
     files = {}
     for name in (MODEL, OPTIMIZER, STATE):
         with (folder / name).open("rb", buffering=0) as file:
@@ -114,7 +114,7 @@ def _open(path: Path, name: str, expected: Mapping[str, Any]) -> FileIO:
 
 
 def _read_manifest(path: Path, step: int) -> dict[str, Any]:
-    """What the manifest lists, if it is byte for byte as `manifest_of` gives it."""
+    """The entries of the manifest, if it is byte for byte as `manifest_of` gives it."""
     if (path / MANIFEST).exists() and not (path / MANIFEST).is_file():
         raise DamagedCheckpoint(path, f"{MANIFEST} is no file")
     try:
@@ -135,7 +135,7 @@ def _read_manifest(path: Path, step: int) -> dict[str, Any]:
 
 
 def _sha256(file: FileIO) -> str:
-    """Of a file's bytes, in hexadecimal."""
+    """SHA-256 of a file's bytes, in hexadecimal."""
     return hashlib.file_digest(file, "sha256").hexdigest()
 
 

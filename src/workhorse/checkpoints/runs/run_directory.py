@@ -28,7 +28,7 @@ DAMAGED_RECIPE = "put back the recipe that the run was begun with"
 
 
 class RunDirectory:
-    """Where a run keeps what it is and what it made.
+    """The folder of a run: its recipe and what it made.
 
         recipe.yaml     the recipe, with overrides and defaults written out
         config.json     the decoder's config
@@ -39,7 +39,7 @@ class RunDirectory:
         report.html
 
     Args:
-        path: the folder; nothing is read or made before it is asked for.
+        path: the folder; nothing is read or created before it is needed.
     """
 
     kind = "run directory"
@@ -47,7 +47,7 @@ class RunDirectory:
     dtype = torch.float32
     has_tokenizer = True
     stop_tokens: tuple[int, ...] = ()
-    """What ends a text beside the tokenizer's eos."""
+    """Tokens that end a text besides the tokenizer's eos."""
 
     def __init__(self, path: str | Path) -> None:
         self.path = to_path(path, "a run directory is a path")
@@ -59,18 +59,18 @@ class RunDirectory:
         self.checkpoints_folder = self.path / "checkpoints"
         self.report_file = self.path / "report.html"
         self.remarks: list[str] = []
-        """What must not go unnoticed when it is loaded; loading adds to it."""
+        """Warnings about loading it; loading adds to them."""
         self._made: list[Path] = []
         self._found_data = False
         self._lock: FolderLock | None = None
 
     @property
     def exists(self) -> bool:
-        """Whether a run began here."""
+        """Whether there is a run here."""
         return self.recipe_file.is_file()
 
     def keeps(self, path: Path) -> bool:
-        """Whether a path lies in one of the run's own folders."""
+        """Whether a path lies in one of the run's folders."""
         own = (self.checkpoints_folder, self.data_folder, self.tokenizer_folder)
         return self.exists and any(path.resolve().is_relative_to(f.resolve()) for f in own)
 
@@ -91,10 +91,10 @@ class RunDirectory:
         return self._lock
 
     def check_place(self) -> None:
-        """Look whether the folder is still the one that was locked; a save would make another.
+        """Check that the folder is still the one that was locked; a save would make another.
 
         Raises:
-            WorkhorseError: it was moved or removed, with where its last checkpoint is.
+            WorkhorseError: it was moved or removed; the error says where its last checkpoint is.
         """
         if self._lock is None or self._lock.in_place():
             return
@@ -110,10 +110,10 @@ class RunDirectory:
         raise WorkhorseError(f"{moved}; {last}: resume it by {going_on}")
 
     def check_free(self) -> None:
-        """Look whether a run can begin here, without touching anything.
+        """Check that a run can begin here, without touching anything.
 
         Raises:
-            WorkhorseError: a run is here already, or something that is no run, or no folder can
+            WorkhorseError: there is a run already, or something that is not a run, or no folder can
                 be made here.
         """
         if not self.path.is_dir():
@@ -137,11 +137,11 @@ class RunDirectory:
             )
 
     def _first_above(self) -> Path:
-        """What is there of the path: itself or the nearest folder above, or what is not one."""
+        """The path itself if it exists, otherwise its nearest existing ancestor."""
         return next(path for path in (self.path, *self.path.parents) if os.path.lexists(path))
 
     def _unfit(self, reason: str | None) -> WorkhorseError:
-        """Why no folder can be made or written at the path."""
+        """The error that no folder can be made or written at the path."""
         there = self._first_above()
         if not there.is_dir():
             what = "it" if there == self.path else there
@@ -154,7 +154,7 @@ class RunDirectory:
         """Make the folder a run by writing its recipe.
 
         Raises:
-            WorkhorseError: as `check_free`.
+            WorkhorseError: as by `check_free`.
         """
         self.check_free()
         self._found_data = self.data_folder.exists()
@@ -165,9 +165,9 @@ class RunDirectory:
             raise
 
     def undo(self) -> None:
-        """Remove what `begin` and all after it made.
+        """Remove everything that was made from `begin` on.
 
-        Prepared data that was there before, and other people's dot files, stay.
+        Prepared data that was there before, and dot files, stay.
         """
         for path in self.path.iterdir():
             if path == self.data_folder and self._found_data:
@@ -189,7 +189,7 @@ class RunDirectory:
         """The recipe's plain data.
 
         Raises:
-            WorkhorseError: this is no run directory, or the file is no recipe.
+            WorkhorseError: this is not a run directory, or the file is not a recipe.
         """
         self._check_is_run()
         try:
@@ -202,10 +202,10 @@ class RunDirectory:
 
     @property
     def config(self) -> DecoderConfig:
-        """The decoder's config, read anew each time.
+        """The decoder's config, read again each time.
 
         Raises:
-            WorkhorseError: this is no run directory, or the file is damaged.
+            WorkhorseError: this is not a run directory, or the file is damaged.
         """
         self._check_is_run()
         if not self.config_file.exists():
@@ -234,7 +234,7 @@ class RunDirectory:
         """The tokenizer that the model was trained with.
 
         Raises:
-            WorkhorseError: no run, no tokenizer in it, or another than the newest checkpoint's.
+            WorkhorseError: there is no run, no tokenizer, or another than the newest checkpoint's.
         """
         from workhorse.tokenizers import load_tokenizer
 
@@ -262,13 +262,13 @@ class RunDirectory:
 
         Args:
             device: where its weights go.
-            dtype: of its weights; `self.dtype` where not given.
+            dtype: of its weights; `self.dtype` by default.
             kernel: how attention is computed.
             places: where the weights are copied to.
-            step: of which checkpoint; None: the newest whole one, with a remark for each damaged.
+            step: of the checkpoint; None: the newest whole one, with a remark on each damaged one.
 
         Raises:
-            WorkhorseError: no run, no checkpoint, or one of another config.
+            WorkhorseError: there is no run, no checkpoint, or one of another config.
         """
         config = self.config
         weights, state = self._weights(step)

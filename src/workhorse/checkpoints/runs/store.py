@@ -1,4 +1,4 @@
-"""Checkpoints in a folder: each whole or absent, and checked before it is believed.
+"""Checkpoints in a folder: each whole or absent, and verified before use.
 
     step-00001000/
         model.safetensors       weights by parameter name
@@ -36,7 +36,7 @@ from workhorse.writing import refusal
 
 TEMPORARY = ".tmp-"
 LOOKS = 100
-"""How often the newest checkpoint is looked for, where each is removed before it is read."""
+"""How often to look for the newest checkpoint while each is removed before it is read."""
 
 Found = TypeVar("Found")
 
@@ -56,9 +56,9 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        folder: where; made when first needed.
+        folder: where; created when first needed.
         keep: how many to keep; older ones are removed after each save.
-        disk: does the work; given by tests that fail or end it midway.
+        disk: does the work; replaced by tests that make it fail or stop midway.
     """
 
     def __init__(self, folder: Path, keep: int = 2, disk: Disk | None = None) -> None:
@@ -85,7 +85,7 @@ class CheckpointStore:
     ) -> Path:
         """Write a checkpoint, then remove the oldest beyond `keep`.
 
-        This one and older ones are counted. Newer ones, which a run that went back left behind
+        Only this one and older ones count. Newer ones, which a run left behind when it went back
         because they were damaged, stay until their step comes again: what is whole in them is not
         lost, and they displace nothing.
 
@@ -93,7 +93,7 @@ class CheckpointStore:
             step: training steps done.
             model: weights by parameter name; a shared one once.
             optimizer: the optimizer's tensors.
-            state: what JSON can say.
+            state: data that JSON can express.
 
         Raises:
             WorkhorseError: the disk is full or refuses; earlier checkpoints are untouched.
@@ -115,7 +115,7 @@ class CheckpointStore:
         return final
 
     def prune(self, step: int) -> None:
-        """Remove the oldest beyond `keep` of the checkpoints up to a step, whose own is whole."""
+        """Of the checkpoints up to a step, which is whole, remove the oldest beyond `keep`."""
         for old in [found for found in self.steps() if found <= step][self.keep :]:
             self._discard(self.path(old))
 
@@ -123,7 +123,7 @@ class CheckpointStore:
         """The newest whole checkpoint, for a run that goes on; None if there is none.
 
         Args:
-            on_skip: told, in one line each, which newer ones are damaged and how.
+            on_skip: called with a line for each newer one that is damaged.
         """
         return self._newest(self.load, on_skip)
 
@@ -134,7 +134,7 @@ class CheckpointStore:
 
         Args:
             on_skip: as in `newest`.
-            alone: only the state need be whole; its tensors are not looked at.
+            alone: only the state need be whole; the tensors are not checked.
         """
         names = (STATE,) if alone else (MODEL, OPTIMIZER, STATE)
 
@@ -151,7 +151,7 @@ class CheckpointStore:
         return self._newest(self.load_model, on_skip)
 
     def newest_weights(self) -> int | None:
-        """The newest step whose weights are whole, whatever became of its optimizer."""
+        """The newest step whose weights are whole, whatever the state of its optimizer."""
 
         def checked(step: int) -> int:
             self.check(step, (MODEL, STATE))
@@ -160,7 +160,7 @@ class CheckpointStore:
         return self._newest(checked)
 
     def newest_folder(self, read: Callable[[Path], Found]) -> Found | None:
-        """What is read from the folder of the newest checkpoint, whole or damaged; None without."""
+        """What `read` gives for the newest checkpoint's folder, whole or damaged; None if none."""
 
         def found(step: int) -> Found:
             made = read(self.path(step))
@@ -173,13 +173,13 @@ class CheckpointStore:
     def _newest(
         self, read: Callable[[int], Found], on_skip: Callable[[str], None] = lambda line: None
     ) -> Found | None:
-        """What is read of the newest step that is not damaged.
+        """What `read` gives for the newest step that is not damaged.
 
-        A run that trains meanwhile removes the oldest after each save. Where that is the one that
-        is read, there is a newer one, and the steps are listed again.
+        A run that is training removes the oldest after each save. If that is the one being read,
+        there is a newer one, and the steps are listed again.
 
         Raises:
-            WorkhorseError: each of many was removed before it was read; or `read` raises it.
+            WorkhorseError: one after another was removed before it was read; or `read` raises it.
         """
         for _ in range(LOOKS):
             skipped: list[str] = []
@@ -237,7 +237,7 @@ class CheckpointStore:
             pass
 
     def clean(self) -> None:
-        """Remove what an interrupted save or removal left."""
+        """Remove the remains of an interrupted save or removal."""
         if self.folder.is_dir():
             for path in self.folder.glob(f"{TEMPORARY}*"):
                 self.disk.remove(path)
@@ -260,7 +260,7 @@ class CheckpointStore:
         self.disk.sync(folder)
 
     def _discard(self, checkpoint: Path) -> None:
-        """Remove a checkpoint so that no half of it ever bears its name."""
+        """Remove a checkpoint so that no part of it ever has its name."""
         doomed = self.folder / f"{TEMPORARY}removed-{checkpoint.name}"
         self.disk.rename(checkpoint, doomed)
         self.disk.remove(doomed)
@@ -283,4 +283,4 @@ class CheckpointStore:
 
 
 class _RemovedError(Exception):
-    """A checkpoint that was listed is no longer there."""
+    """A checkpoint that was listed no longer exists."""

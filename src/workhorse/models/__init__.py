@@ -3,7 +3,7 @@
     from workhorse.models import preset
     decoder = preset("gpt2").build()          # random weights
 
-The names are known without torch; a family's file is imported when one of its presets is asked for.
+Listing the names imports no torch; a family's file is imported when one of its presets is used.
 """
 
 import importlib
@@ -153,15 +153,15 @@ def find_preset(name: str) -> Preset:
 
 
 def presets() -> dict[str, Preset]:
-    """Every preset by its name. Their configs are built when looked at."""
+    """Every preset by its name. Their configs are built when accessed."""
     return {name: found for family in FAMILIES for name, found in _family(family).items()}
 
 
 def search(text: str = "") -> list[list[str]]:
-    """The names that hold a text, in any case, family by family. Imports no torch.
+    """The names that contain a text, ignoring case, family by family. Imports no torch.
 
     Raises:
-        WorkhorseError: no name does.
+        WorkhorseError: there is none.
     """
     groups = [[name for name in names if text.lower() in name] for names in FAMILIES.values()]
     groups = [names for names in groups if names]

@@ -1,4 +1,4 @@
-"""A preset as a row of a table, and any model as a page of its own."""
+"""Descriptions of models: a preset as a row of a table, any model as a page."""
 
 import textwrap
 from collections.abc import Iterator, Mapping
@@ -28,7 +28,7 @@ def summary(preset: Preset) -> dict[str, Any]:
 def shape(config: DecoderConfig) -> dict[str, int | None]:
     """The sizes of a model; heads and widths are those of its first layer.
 
-    Those of a mixture are of the first one, None where there is none.
+    Those of a mixture are of the first one, None if there is none.
     """
     block, *_ = blocks = [config.blocks[name] for name in config.layer_names()]
     parts = (block.feed_forward for block in blocks)
@@ -62,11 +62,11 @@ def details(preset: Preset) -> dict[str, Any]:
 
 
 def facts(name: str, kind: str, config: DecoderConfig) -> dict[str, Any]:
-    """What a config tells of a model; `parameters` holds each component and the total.
+    """The properties of a model that follow from its config, with `parameters` by component.
 
     Args:
         name: of the model.
-        kind: of what holds it.
+        kind: the kind of model on disk, in words.
         config: the decoder's.
     """
     return {
@@ -80,7 +80,7 @@ def facts(name: str, kind: str, config: DecoderConfig) -> dict[str, Any]:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """What `details` or `describe_model` found, as comments over the config in YAML.
+    """The result of `details` or `describe_model` as comments above the config in YAML.
 
     `DecoderConfig.from_yaml` reads it.
     """
@@ -98,7 +98,7 @@ def page(found: Mapping[str, Any]) -> str:
 
 
 def _sentences(found: Mapping[str, Any], config: DecoderConfig) -> Iterator[str]:
-    """Everything but the counts, a line each."""
+    """Everything except the counts, a line each."""
     if found.get("printed"):
         verdict = "agrees" if found["agrees"] else "does not agree; see the notes"
         yield f"Printed: {found['printed']}, which {verdict}."
@@ -135,7 +135,7 @@ def _heads(block: WiringConfig, d_model: int) -> str:
 
 
 def _sees(block: WiringConfig) -> Iterator[str]:
-    """How far the attention of a layer sees, and how it tells positions."""
+    """How far a layer's attention sees, and its kind of position."""
     attention = block.attention
     if attention.window or attention.chunk:
         yield f"window {attention.window}" if attention.window else f"chunk {attention.chunk}"
@@ -152,7 +152,7 @@ def _feed_forward(block: WiringConfig) -> str:
 
 
 def exports_as(config: DecoderConfig) -> str:
-    """The class of transformers that can hold a model, or what is in the way of the nearest."""
+    """The class of transformers that can hold a model, or the differences from the nearest."""
     found = native_class(config)
     if isinstance(found, str):
         return f"no native class of transformers; nearest is {found}"

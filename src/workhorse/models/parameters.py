@@ -1,4 +1,4 @@
-"""How many numbers a decoder learns, by component, without allocating any."""
+"""Parameter counts of a decoder, by component, without allocating it."""
 
 from collections import Counter
 from collections.abc import Iterator
@@ -13,13 +13,13 @@ from workhorse.nn.norms import LayerNorm, RMSNorm
 
 COMPONENTS = ("embedding", "attention", "feed_forward", "norms", "head")
 EXPERTS = ["feed_forward", "experts"]
-"""Where a layer keeps its routed experts."""
+"""The path of a layer's routed experts."""
 
 
 def count_parameters(config: DecoderConfig) -> dict[str, int]:
-    """Learned numbers of each of `COMPONENTS`, and their `total`.
+    """The parameters of each of `COMPONENTS`, and their `total`.
 
-    `embedding` holds token vectors and learned positions, `norms` every norm wherever it sits, and
+    `embedding` counts token vectors and learned positions, `norms` every norm, wherever it is, and
     `head` what the head does not share with the embedding: a tied matrix is counted once.
     """
     counts: dict[str, int] = dict.fromkeys(COMPONENTS, 0)
@@ -29,9 +29,9 @@ def count_parameters(config: DecoderConfig) -> dict[str, int]:
 
 
 def active_parameters(config: DecoderConfig) -> int:
-    """Learned numbers at work on one token: of a mixture's experts, as many as the router chooses.
+    """Parameters active on one token: of a mixture's experts, as many as the router chooses.
 
-    The embedding counts whole, though a token looks up one row of it.
+    The whole embedding counts, although a token looks up only one row.
     """
     total = Fraction(0)
     for path, _, block, number in _parameters(config):
@@ -46,14 +46,14 @@ def _parameters(
 ) -> Iterator[tuple[list[str], nn.Module, BlockConfig | None, int]]:
     """Each parameter of a decoder with one layer of each kind.
 
-    Gives:
+    Yields:
         path: its name in parts.
         owner: the module that holds it.
         block: the config of its layer, None outside the layers.
-        number: how many numbers it and those in its place in other layers of its kind hold.
+        number: its size times the number of layers of its kind.
     """
     layers = Counter(config.layer_names())
-    kinds = tuple(layers)  # layers of one name hold as much as each other: one of each is built
+    kinds = tuple(layers)  # layers of one name are equally large: one of each is built
     decoder = config.replace(n_layers=len(kinds), pattern=kinds).build(device="meta")
     for name, parameter in decoder.named_parameters():  # names a tied matrix once, as embedding
         path = name.split(".")
@@ -64,7 +64,7 @@ def _parameters(
 
 
 def _component(path: list[str], owner: nn.Module) -> str:
-    """What the parameter at that path of a decoder belongs to."""
+    """The component that the parameter at a path belongs to."""
     if isinstance(owner, LayerNorm | RMSNorm):
         return "norms"
     return path[2] if path[0] == "layers" else path[0]

@@ -1,4 +1,4 @@
-"""What a preset says about a published model."""
+"""What a preset states about a published model."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -17,15 +17,15 @@ class Preset:
 
     Attributes:
         name: the published one, in kebab case.
-        make: builds the config; called when `config` is first asked for.
-        parameters: exact number of learned numbers of that config, a tied matrix counted once.
-        exactness: where that number comes from. `released`: published code or weights fix it;
-            `printed`: it follows from the shape that a paper prints; `derived`: from the shape of
-            a part of a published model.
-        printed: the count as the source prints it ("6.7B"), empty where it prints none.
+        make: builds the config; called when `config` is first accessed.
+        parameters: exact parameter count of that config, a tied matrix counted once.
+        exactness: where that count comes from. `released`: published code or weights determine it;
+            `printed`: it follows from the shape printed in a paper; `derived`: from the shape of a
+            part of a published model.
+        printed: the count as the source prints it ("6.7B"), empty if it prints none.
         source: paper and table, or released config, that the shape was taken from.
         notes: where sources contradict each other, and what was chosen where they are silent.
-        released: the fields of `config.json` that the config is read out of, where it is.
+        released: the fields of `config.json` that the config is read from, if it is.
     """
 
     name: str
@@ -43,7 +43,7 @@ class Preset:
 
     @property
     def agrees(self) -> bool | None:
-        """Whether the exact count rounds to the printed one; None where none is printed."""
+        """Whether the exact count rounds to the printed one; None if none is printed."""
         if not self.printed:
             return None
         low, high = rounding(self.printed)
@@ -51,7 +51,7 @@ class Preset:
 
 
 def rounding(printed: str) -> tuple[float, float]:
-    """The least and the largest count that round to a printed one: 6.65e9 and 6.75e9 for "6.7B"."""
+    """The range of counts that round to a printed one: 6.65e9 to 6.75e9 for "6.7B"."""
     number, unit = printed[:-1], UNITS[printed[-1]]
     half = 0.5 * 10 ** -len(number.partition(".")[2])
     return (float(number) - half) * unit, (float(number) + half) * unit

@@ -1,9 +1,9 @@
-"""Models of Hugging Face transformers: which there are, and what each is called there.
+"""The model types of Hugging Face transformers that are supported.
 
     from workhorse.models.huggingface import family
     family("llama").read(Fields(json.loads(text)))      # -> DecoderConfig
 
-A model type's file is imported when it is asked for.
+A model type's file is imported when it is needed.
 """
 
 import importlib
@@ -93,10 +93,10 @@ MODULES: dict[str, tuple[str, ...]] = {
     "axk1": ("axk1",),
     "kolibri1": ("kolibri1",),
 }
-"""The model types in each module of `workhorse.models`, those most used first."""
+"""The model types in each module of `workhorse.models`, the most used first."""
 
 KIND = 4
-"""As many numbers are as far as one kind."""
+"""This many different numbers count as much as one different kind of part."""
 _WHOLE = re.compile(r"layers\.\d+\.(attention\.)?kind is")
 MODEL_TYPES = {name: module for module, names in MODULES.items() for name in names}
 
@@ -117,14 +117,14 @@ def family(model_type: str) -> Family:
 
 
 def families() -> Iterator[Family]:
-    """Every family, those most used first, each imported when its turn comes."""
+    """Every family, the most used first, each imported when it is reached."""
     return map(family, MODEL_TYPES)
 
 
 def native_class(config: DecoderConfig) -> Family | str:
-    """The first family that can say a config, or one equivalent to it.
+    """The first family that can express a config, or one equivalent to it.
 
-    Where there is none: the nearest, and everything of the config that it cannot say.
+    If there is none: the nearest, and everything in the config that it cannot express.
     """
     found: dict[str, list[str]] = {}
     for one in families():
@@ -138,23 +138,23 @@ def native_class(config: DecoderConfig) -> Family | str:
 
 
 def nearest_of(found: Iterable[tuple[str, list[str]]], config: DecoderConfig) -> str:
-    """The nearest to a config of those that cannot say it, and everything in its way.
+    """The nearest of the families that cannot express a config, and all differences.
 
     Args:
-        found: names, each with the differences of `Family.differences`.
-        config: what they cannot say.
+        found: names, each with the differences from `Family.differences`.
+        config: what they cannot express.
     """
     name, differences = min(found, key=lambda one: _distance(one[1]))
     return f"{name}: {in_the_way(differences, config)}"
 
 
 def in_the_way(differences: Iterable[str], config: DecoderConfig) -> str:
-    """Differences in one line, of layers of one block once."""
+    """Differences in one line; those of layers with the same block only once."""
     return "; ".join(dict.fromkeys(_in_recipe(one, config) for one in differences))
 
 
 def _in_recipe(difference: str, config: DecoderConfig) -> str:
-    """A difference with its option as a recipe names it: there, blocks have names."""
+    """A difference with its field named as in a recipe, where blocks have names."""
     if difference.startswith(IMPOSSIBLE):
         return difference
     names = config.layer_names()
@@ -164,11 +164,11 @@ def _in_recipe(difference: str, config: DecoderConfig) -> str:
 
 
 def _distance(differences: list[str]) -> tuple[bool, int]:
-    """How far from a config a family is.
+    """How far a family is from a config.
 
-    What breaks a family's own rules is farther than anything that it could compare. A part more or
-    less is farther than another kind of part, and that farther than another number: they hide what
-    else differs; another kind of block or attention hides most.
+    Breaking a family's own rules counts most, since nothing could then be compared. A part too many
+    or too few counts more than another kind of part, and that more than another number, because
+    each hides further differences; another kind of block or attention hides the most.
     """
     kinds = sum(".kind is" in difference for difference in differences)
     parts = sum(" given" in difference for difference in differences)

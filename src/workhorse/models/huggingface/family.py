@@ -1,9 +1,9 @@
 """A model type of Hugging Face transformers as data: reading and writing its config and tensors.
 
 A reader is a plain function of the config's fields. There is no writer: a table says where in our
-config the value of each of their keys stands, and what was written is read again. It is right when
-that gives the config we started from, and else the difference says why the family does not fit. It
-also fits where it only has extra parts that have no effect with weights of one or of zero.
+config the value of each of their keys stands, and a written config is read again. It is right if
+that gives the config we started from; otherwise the difference says why the family does not fit. A
+family also fits if it only has extra parts that weights of one or zero make ineffective.
 """
 
 import math
@@ -19,8 +19,8 @@ from workhorse.nn import DecoderConfig
 
 Data = dict[str, Any]
 Key = str | Callable[[Data], object]
-"""Where a value stands in `plain(config)`, dotted (`block` is the first of its `layers`), or what
-makes it of that."""
+"""Where a value stands in `plain(config)`, dotted (`block` is the first of its `layers`), or a
+function that computes it from there."""
 
 SPECIAL_IDS = ("bos_token_id", "eos_token_id", "pad_token_id")
 TRAINING_ONLY = frozenset({"dropout", "init"})
@@ -31,13 +31,13 @@ class Family:
     """One model type.
 
     Attributes:
-        model_type: as `config.json` names it.
+        model_type: its name in `config.json`.
         architecture: transformers' class for language modelling.
         read: their config to ours.
-        keys: their keys, and where the value of each stands in ours. A key whose place does not
-            exist is left out.
-        rules: their tensors and ours.
-        ignored: patterns of whole names of tensors that carry no weights: buffers that old versions
+        keys: their keys, and where the value of each stands in our config. A key whose place does
+            not exist is left out.
+        rules: which of their tensors hold which of ours.
+        ignored: patterns of full names of tensors that hold no weights: buffers that old versions
             saved.
     """
 
@@ -49,7 +49,7 @@ class Family:
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 
     def write(self, config: DecoderConfig) -> Data:
-        """Their config, as far as this family can say ours."""
+        """Their config, as far as this family can express ours."""
         data = plain(config)
         data["block"] = data["layers"][0]
         written: Data = {"architectures": [self.architecture], "model_type": self.model_type}
@@ -61,13 +61,13 @@ class Family:
         return written
 
     def difference(self, config: DecoderConfig) -> str | None:
-        """What of a config this family cannot say, or None: then `write` loses nothing."""
+        """The first thing in a config that this family cannot express; None: `write` is exact."""
         return next(iter(self.differences(config)), None)
 
     def differences(self, config: DecoderConfig) -> list[str]:
-        """Everything of a config that this family cannot say.
+        """Everything in a config that this family cannot express.
 
-        A family whose own rules the config breaks says that, and nothing else.
+        If the config breaks the family's own rules, that is all that is reported.
         """
         try:
             return [str(one) for one in compare_plain(plain(config), plain(self.again(config)))]
@@ -75,10 +75,10 @@ class Family:
             return [f"{IMPOSSIBLE}{error.reason}"]
 
     def equivalent(self, config: DecoderConfig) -> DecoderConfig | None:
-        """A config that this family can say and that computes the same, or None.
+        """A config that this family can express and that computes the same, or None.
 
-        It is the same config, or one with parts that `config` leaves out and that change nothing
-        when their weights are `NEUTRAL`: a model without a bias is one whose bias is zero.
+        It is the same config, or one with extra parts that change nothing when their weights are
+        `NEUTRAL`: a model without a bias equals one whose bias is zero.
         """
         try:
             again = self.again(config)
@@ -92,7 +92,7 @@ class Family:
         return again
 
     def again(self, config: DecoderConfig) -> DecoderConfig:
-        """A config written and read again; raises ConfigError where that cannot be."""
+        """A config written and read again; raises ConfigError if that is impossible."""
         return self.read(Fields(self.write(config)))
 
 
@@ -105,11 +105,11 @@ NEUTRAL = {
     "out_bias": 0.0,
     "selection_bias": 0.0,
 }
-"""Fields that give a part weights, and the value with which these change nothing."""
+"""Fields that add weights, and the value with which those weights change nothing."""
 
 
 class Difference(NamedTuple):
-    """One place in which two pieces of plain data differ."""
+    """One place where two pieces of plain data differ."""
 
     place: str
     ours: object
@@ -117,7 +117,7 @@ class Difference(NamedTuple):
 
     @property
     def is_neutral(self) -> bool:
-        """Whether theirs computes the same, with weights that are filled in."""
+        """Whether theirs computes the same once the extra weights are filled in."""
         if self.place == "head.tied":  # the head is a copy of the embedding
             return self.ours is True
         field = self.place.rpartition(".")[2]
@@ -128,10 +128,10 @@ class Difference(NamedTuple):
 
 
 def plain(config: DecoderConfig) -> Data:
-    """A config as plain data in which equal models are equal.
+    """A config as plain data that is equal for equal models.
 
-    Defaults that depend on other fields are filled in, blocks stand layer by layer in `layers`, and
-    what only training looks at is left out.
+    Defaults that depend on other fields are filled in, blocks are listed layer by layer in
+    `layers`, and fields that only matter in training are left out.
     """
     data = cast(Data, _without(config.to_dict()))
     blocks = {name: _filled(block, config.d_model) for name, block in data.pop("blocks").items()}
@@ -163,7 +163,7 @@ def _without(data: Any) -> Any:
 
 
 def look_up(data: Data, place: Key) -> object:
-    """The value at a place of a plain config, `MISSING` where there is no such place."""
+    """The value at a place in a plain config; `MISSING` if there is no such place."""
     if callable(place):
         try:
             return place(data)
@@ -183,7 +183,7 @@ def always(value: object) -> Key:
 
 
 def equals(place: str, value: object) -> Key:
-    """Whether that value stands at a place."""
+    """Whether a place has that value."""
 
     def write(data: Data) -> object:
         found = look_up(data, place)
@@ -193,7 +193,7 @@ def equals(place: str, value: object) -> Key:
 
 
 def differs(place: str, value: object) -> Key:
-    """Whether another value stands at a place."""
+    """Whether a place has another value."""
 
     def write(data: Data) -> object:
         found = look_up(data, place)
@@ -227,7 +227,7 @@ def compare_plain(ours: Any, theirs: Any, path: str = "") -> Iterator[Difference
 
 
 def _shown(value: object) -> str:
-    """A value of a config within a line; of a part only that it is there."""
+    """A value of a config for a message; of a part only that it is given."""
     if isinstance(value, dict):
         return "given"
     if isinstance(value, list):

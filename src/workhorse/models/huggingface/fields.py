@@ -1,4 +1,4 @@
-"""A `config.json` being read: typed, and remembering which of its keys were looked at."""
+"""Typed access to a `config.json`, which records the keys that were read."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
@@ -34,7 +34,7 @@ SILENT = frozenset(
     unsloth_fixed unsloth_version use_bfloat16 use_cache
     """.split()  # noqa: SIM905 the list is long
 )
-"""Keys that say nothing of what a forward pass computes, or that the reader itself looks after."""
+"""Keys that do not affect what a forward pass computes, or that the reader handles itself."""
 
 
 class Fields:
@@ -42,8 +42,8 @@ class Fields:
 
     Args:
         values: as parsed from JSON.
-        where: what to call it in errors.
-        names: what the config calls a key, where that is not its usual name.
+        where: its name in errors.
+        names: the config's own name for a key, where that is not the usual one.
     """
 
     def __init__(
@@ -58,29 +58,29 @@ class Fields:
         self.seen: set[str] = set()
 
     def renamed(self, names: Mapping[str, str]) -> "Fields":
-        """The same config, asked by usual names what it may call otherwise.
+        """The same config, accessed by usual names for keys that it may call otherwise.
 
         Args:
-            names: the config's own names by the usual ones; a usual name is understood too.
+            names: the config's own names by the usual ones; the usual names work too.
         """
         again = Fields(self.values, self.where, names)
         again.seen = self.seen
         return again
 
     def get(self, key: str, default: Value) -> Value:
-        """The value of a key, of the default's type; the default where it is missing or null.
+        """The value of a key, of the default's type; the default if it is missing or null.
 
         Raises:
-            ConfigError: a value of another type, or not finite.
+            ConfigError: the value is of another type, or not finite.
         """
         value = self.optional(key, type(default))
         return default if value is None else value
 
     def positive(self, key: str, default: Value) -> Value:
-        """As `get`, of a number that other numbers are divided by.
+        """Like `get`, for a number that others are divided by.
 
         Raises:
-            ConfigError: as `get`; or it is not above zero.
+            ConfigError: as by `get`; or it is not above zero.
         """
         value = self.get(key, default)
         if not isinstance(value, int | float) or value <= 0:
@@ -91,7 +91,7 @@ class Fields:
         """The value of a key that has no default; a number is above 0, as every size is.
 
         Raises:
-            ConfigError: as `get`; or it is missing, or a number that is not above 0.
+            ConfigError: as by `get`; or it is missing, or a number that is not above 0.
         """
         value = self.optional(key, kind)
         name = self.names.get(key, key)
@@ -102,19 +102,19 @@ class Fields:
         return value
 
     def optional(self, key: str, kind: type[Value], default: Value | None = None) -> Value | None:
-        """The value of a key, None where it is null, the default where it is missing."""
+        """The value of a key: None if it is null, the default if it is missing."""
         key = self._called(key)
         value = self.values.get(key, default)
         return None if value is None else self._checked(key, value, kind)
 
     def truth(self, key: str, default: bool) -> bool:
-        """A flag, for which some published files have a number."""
+        """A flag, which some published files write as a number."""
         self.seen.add(key)
         value = self.values.get(key, default)
         return bool(value) if isinstance(value, int) else self.get(key, default)
 
     def sequence(self, key: str, kind: type[Value]) -> list[Value] | None:
-        """A list of values of one type, None where it is missing or null."""
+        """A list of values of one type; None if it is missing or null."""
         key = self._called(key)
         value = self.values.get(key)
         if value is None:
@@ -124,10 +124,10 @@ class Fields:
         return [self._checked(key, item, kind) for item in cast(Sequence[Any], value)]
 
     def ids(self, key: str) -> list[int]:
-        """The token ids of a key: a list of them, one alone, or none.
+        """The token ids of a key: a list of them, a single one, or none.
 
         Raises:
-            ConfigError: it is anything else, as transformers refuses it too.
+            ConfigError: it is anything else, which transformers refuses too.
         """
         if isinstance(self.values.get(self._called(key)), list):
             return self.sequence(key, int) or []
@@ -135,7 +135,7 @@ class Fields:
         return [] if one is None else [one]
 
     def section(self, key: str) -> "Fields | None":
-        """A mapping inside this one, None where it is missing or null."""
+        """A mapping inside this one; None if it is missing or null."""
         key = self._called(key)
         value = self.values.get(key)
         if value is None:
@@ -145,7 +145,7 @@ class Fields:
         return Fields(cast(Mapping[str, Any], value), f"{self.where}: {key}")
 
     def refuse(self, key: str, allowed: object, reason: str) -> None:
-        """Refuse any value of a key but the one that means nothing special.
+        """Refuse any value of a key except the neutral one.
 
         Raises:
             ConfigError: the key has another value.
@@ -156,18 +156,18 @@ class Fields:
             raise ConfigError(f"{self.where}: {key}={value!r} is not supported: {reason}")
 
     def ignore(self, *keys: str) -> None:
-        """Mark keys as known to change nothing that is computed."""
+        """Mark keys as known not to affect the computation."""
         self.seen.update(keys)
 
     def unused(self) -> list[str]:
-        """Keys that nobody looked at and that might mean something."""
+        """Keys that were not read and might mean something."""
         known = self.seen | SILENT
         return sorted(
             key for key, value in self.values.items() if key not in known and value is not None
         )
 
     def _called(self, key: str) -> str:
-        """The name that a key has in this config, from now on known."""
+        """The name that a key has in this config, recorded as read."""
         name = self.names.get(key, key)
         self.seen.update((key, name))
         return key if name not in self.values and key in self.values else name

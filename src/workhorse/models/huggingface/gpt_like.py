@@ -1,6 +1,6 @@
 """What the families before LLaMA share: LayerNorm, plain feed-forwards, fused projections.
 
-Their configs call the same things by many names; a family lists its own by the usual ones, and is
+Their configs have many names for the same things; a family maps the usual names to its own, and is
 then read and written like the rest.
 """
 
@@ -28,7 +28,7 @@ GPT_NAMES = {
     "hidden_dropout": "resid_pdrop",
     "embedding_dropout": "embd_pdrop",
 }
-"""What GPT and its nearest kin call the usual keys."""
+"""The names of the usual keys in GPT and its nearest kin."""
 
 SUMMARY_KEYS = (
     "summary_activation",
@@ -37,7 +37,7 @@ SUMMARY_KEYS = (
     "summary_type",
     "summary_use_proj",
 )
-"""Of a head for classification that such configs describe too."""
+"""Keys of a classification head, which such configs describe too."""
 
 
 def attention(hf: Fields, *, dropout: float = 0.0, **changes: Any) -> AttentionConfig:
@@ -73,7 +73,7 @@ def mlp(hf: Fields, default: str, **changes: Any) -> MlpConfig:
 
 
 def d_ff_or_fourfold(hf: Fields) -> int:
-    """The width of a feed-forward, four times the model's where none is given."""
+    """The width of a feed-forward; four times the model's by default."""
     return hf.optional("intermediate_size", int) or 4 * hf.need("hidden_size", int)
 
 
@@ -87,11 +87,11 @@ def learned_positions(hf: Fields, *, dropout: float = 0.0) -> EmbeddingConfig:
 def written(
     names: Mapping[str, str] = {}, *, gelu_tanh: str = "gelu_pytorch_tanh"
 ) -> dict[str, Key]:
-    """Where the values of the keys that all have stand in ours.
+    """Where the values of the common keys stand in our config.
 
     Args:
-        names: what the family calls them.
-        gelu_tanh: the name that it gives GELU's tanh form.
+        names: the family's names for them.
+        gelu_tanh: its name for the tanh form of GELU.
     """
     places: dict[str, Key] = {
         "vocab_size": "vocab_size",
@@ -113,6 +113,6 @@ def kv_heads(block: BlockConfig) -> int:
 
 
 def fused_qkv(theirs: str) -> Rule:
-    """q, k and v in one matrix: beside the queries that share it lies each key, then its value."""
+    """q, k and v in one matrix: each key, then its value, follows the queries that share it."""
     ours = tuple(f"layers.{{i}}.attention.{name}_proj" for name in "qkv")
     return interleaved_by(ours, theirs, groups=kv_heads)

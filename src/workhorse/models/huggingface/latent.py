@@ -1,4 +1,4 @@
-"""What DeepSeek's descendants share: latent attention, its keys and the names of its tensors."""
+"""What DeepSeek's descendants share: latent attention, its keys and its tensor names."""
 
 import math
 from typing import Literal
@@ -16,11 +16,11 @@ from workhorse.nn.positions.rope_scaling import YarnScalingConfig
 def latent_attention(
     hf: Fields, *, neighbours: bool, precision: Literal["native", "float32"] = "native"
 ) -> LatentAttentionConfig:
-    """Latent attention of a config.
+    """The latent attention of a config.
 
     Args:
         hf: the config.
-        neighbours: whether features turn with their neighbours, or in halves.
+        neighbours: whether features are paired with their neighbours, or in halves.
         precision: of the rotation.
     """
     # every head has keys of its own; the widths are made of the other keys, whatever they say
@@ -56,11 +56,11 @@ LATENT_KEYS: dict[str, Key] = {
     "v_head_dim": "block.attention.value_dim",
     "attention_bias": "block.attention.qkv_bias",
 }
-"""Where the values of the usual keys stand in ours."""
+"""Where the values of the usual keys stand in our config."""
 PAIRING_KEYS: dict[str, Key] = {
     "rope_interleave": equals("block.attention.position.pairing", "interleaved"),
 }
-"""Of those that may turn neighbours or halves; DeepSeek-V2 turns neighbours."""
+"""For models that may rotate neighbours or halves; DeepSeek-V2 rotates neighbours."""
 
 
 def _n_heads(block: BlockConfig) -> int:
@@ -76,4 +76,4 @@ LATENT_RULES: tuple[Rule, ...] = (
     same(OURS + "kv_norm", THEIRS + "kv_a_layernorm"),
     interleaved_by((OURS + "k_up_proj", OURS + "v_up_proj"), THEIRS + "kv_b_proj", _n_heads),
 )
-"""The usual names; to be put before those of LLaMA."""
+"""The usual rules; they come before those of LLaMA."""

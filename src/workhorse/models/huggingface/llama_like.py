@@ -1,6 +1,6 @@
 """What the families since LLaMA share: the keys of their configs and the names of their tensors.
 
-A family's reader puts these parts together; where it deviates, it says so in a changed field.
+A family's reader assembles these parts; where it deviates, it changes a field.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
@@ -35,7 +35,7 @@ ACTIVATIONS: dict[str, ActivationName] = {
     "swish": "silu",
     "xielu": "xielu",
 }
-"""transformers' names of activations and ours; to write, the first that fits."""
+"""transformers' names of activations, and ours; the first that fits is written."""
 WRITTEN_ACTIVATIONS = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
 
 
@@ -43,7 +43,7 @@ def activation(hf: Fields, key: str = "hidden_act", default: str = "silu") -> Ac
     """The activation that a config names.
 
     Raises:
-        ConfigError: it is not known.
+        ConfigError: it is unknown.
     """
     name = hf.get(key, default)
     if name not in ACTIVATIONS:
@@ -54,7 +54,7 @@ def activation(hf: Fields, key: str = "hidden_act", default: str = "silu") -> Ac
 def written_activation(
     place: str = "block.feed_forward.activation", gelu_tanh: str = "gelu_pytorch_tanh"
 ) -> Key:
-    """The name that the activation at that place is written by; GELU's tanh form has several."""
+    """The name to write for the activation at that place; GELU's tanh form has several."""
     names = WRITTEN_ACTIVATIONS | {"gelu_tanh": gelu_tanh}
 
     def write(data: Data) -> object:
@@ -109,8 +109,8 @@ def decoder(
         hf: the config.
         layers: the block of every layer, or one for all.
         final_norm: before the head.
-        names: what the kinds of layer are called, layer by layer, where there is more than one;
-            those of `layer_types` get their `SHORT_NAMES`.
+        names: the kind of each layer, if there is more than one; those of `layer_types` get their
+            `SHORT_NAMES`.
         tied: the family's default of `tie_word_embeddings`.
         head: fields of `HeadConfig`.
         changes: further fields of `DecoderConfig`.
@@ -134,7 +134,7 @@ def decoder(
 
 
 def pattern_of(names: Sequence[str], layers: Sequence[BlockConfig]) -> Data:
-    """`blocks` and `pattern` of a list of layers: one block a name, the shortest tile of names."""
+    """`blocks` and `pattern` for a list of layers: one block per name, and the shortest pattern."""
     blocks = dict(zip(names, layers, strict=True))
     if len(blocks) == 1:
         return {"blocks": {"main": layers[0]}}
@@ -151,12 +151,12 @@ SHORT_NAMES = {SLIDING: "local", FULL: "global", "chunked_attention": "local"}
 
 
 def layer_types(hf: Fields, default: Iterable[str], local: str = SLIDING) -> list[str]:
-    """The kind of attention of every layer, as transformers calls them.
+    """The kind of attention of every layer, by transformers' names.
 
     Args:
         hf: the config.
-        default: of a config that does not list them.
-        local: the name of layers that see only a part; the others are `FULL`.
+        default: for a config that does not list them.
+        local: the name of layers with limited attention; the others are `FULL`.
 
     Raises:
         ConfigError: their number is not that of the layers, or one is unknown.
@@ -181,7 +181,7 @@ def alternating(hf: Fields, kinds: Sequence[str]) -> list[str]:
 
 
 def every(hf: Fields, key: str, default: int, *, offset: int = 1) -> list[bool]:
-    """Whether each layer's number, counted from `offset`, is a multiple of what a key says.
+    """Whether each layer's index plus `offset` is a multiple of a key's value.
 
     Raises:
         ConfigError: it is not a whole number above zero.
@@ -213,8 +213,8 @@ ROPE_BY_TYPE_KEYS: dict[str, Key] = {
     "rope_theta": lambda data: written_rope_by_type(data)[FULL]["rope_theta"],
     "rope_scaling": lambda data: older_scaling(written_rope_by_type(data)[FULL]),
 }
-"""How rotations are written that differ between layers with and without a window. Before
-transformers 5 there were keys for the latter only."""
+"""How rotations that differ between layers with and without a window are written. Before
+transformers 5 there were keys only for the latter."""
 
 KEYS: dict[str, Key] = {
     "vocab_size": "vocab_size",
@@ -230,7 +230,7 @@ KEYS: dict[str, Key] = {
     "tie_word_embeddings": "head.tied",
     **ROPE_KEYS,
 }
-"""Where the values of the usual keys stand in ours."""
+"""Where the values of the usual keys stand in our config."""
 
 RULES: tuple[Rule, ...] = (
     same("embedding.tokens", "model.embed_tokens"),
@@ -248,4 +248,4 @@ RULES: tuple[Rule, ...] = (
     same("final_norm", "model.norm"),
     same("head.proj", "lm_head"),
 )
-"""LLaMA's names; a family with others puts its own `instead`."""
+"""LLaMA's rules; a family that differs replaces some by `instead`."""

@@ -1,6 +1,6 @@
 """What DeepSeek-V3's descendants share: a few dense layers, then mixtures of experts.
 
-Keys are looked up in the first layer of their kind, since the first layer of all may be of either.
+Keys are looked up in the first layer of their kind, since the first of all may be of either kind.
 """
 
 from collections.abc import Sequence
@@ -23,20 +23,20 @@ def dense_first(hf: Fields, n_dense: int) -> list[str]:
 
 
 def written_n_dense(data: Data) -> int:
-    """How many layers come before the first mixture."""
+    """The number of layers before the first mixture."""
     kinds = [layer["feed_forward"]["kind"] for layer in data["layers"]]
     return kinds.index("moe") if "moe" in kinds else len(kinds)
 
 
 def mlp_layer_types(hf: Fields, default: Sequence[str]) -> list[str]:
-    """The kind of every layer's feed-forward, where a config lists them.
+    """The kind of every layer's feed-forward.
 
     Args:
         hf: the config.
-        default: of a config that does not.
+        default: for a config that does not list them.
 
     Raises:
-        ConfigError: as many are given as there are not layers, or one is unknown.
+        ConfigError: their number is not that of the layers, or one is unknown.
     """
     kinds = hf.sequence("mlp_layer_types", str)
     if kinds is None:
@@ -60,7 +60,7 @@ def written_mlp_layer_types(data: Data) -> list[str]:
 
 
 def of_dense(field: str) -> Key:
-    """The value of a field of the first feed-forward that is no mixture."""
+    """The value of a field of the first feed-forward that is not a mixture."""
     return lambda data: _feed_forwards(data, sparse=False)[0][field]
 
 
@@ -77,10 +77,10 @@ def of_sparse(field: str) -> Key:
 
 
 def n_shared_experts(data: Data) -> int:
-    """How many times as wide as an expert the shared one is; 0 where there is none.
+    """How many times as wide as an expert the shared one is; 0 if there is none.
 
     Raises:
-        KeyError: not a whole number of times.
+        KeyError: it is not a whole number.
     """
     mixture = _feed_forwards(data, sparse=True)[0]
     width = mixture["shared"]["d_ff"] if mixture["shared"] else 0
@@ -95,7 +95,7 @@ def _feed_forwards(data: Data, *, sparse: bool) -> list[Data]:
 
 
 def router_groups(hf: Fields, *, n_group: int = 1, topk_group: int = 1) -> Data:
-    """Fields of `RouterConfig` that limit the choice to the best groups of experts.
+    """Fields of `RouterConfig` that restrict the choice to the best groups of experts.
 
     Args:
         hf: the config.
@@ -124,8 +124,8 @@ def sigmoid_mixture(
 ) -> MoEConfig:
     """DeepSeek-V3's mixture (2412.19437 §2.1.2).
 
-    A sigmoid score for each expert, a bias for the choice alone, and shared experts, which are one
-    as wide as all of them. The arguments are the family's defaults, None where it has none.
+    Each expert has a sigmoid score and a bias that only affects the choice; the shared experts are
+    one of their total width. The arguments are the family's defaults, None if it has none.
 
     Args:
         hf: the config.
@@ -175,7 +175,7 @@ MIXTURE_KEYS: dict[str, Key] = {
     "n_shared_experts": n_shared_experts,
     "first_k_dense_replace": written_n_dense,
 }
-"""Where the values of the usual keys stand in ours."""
+"""Where the values of the usual keys stand in our config."""
 
 FEED_FORWARD = "layers.{i}.feed_forward."
 MLP = "model.layers.{i}.mlp."
@@ -193,4 +193,4 @@ MIXTURE_RULES: tuple[Rule, ...] = (
     *EXPERT_RULES,
     *SHARED_RULES,
 )
-"""The usual names of a mixture's tensors."""
+"""The usual rules for a mixture's tensors."""

@@ -42,14 +42,14 @@ def plan(
     config: DecoderConfig,
     stored: Iterable[str] | None = None,
 ) -> list[Move]:
-    """How each of our tensors moves, in our order.
+    """The moves for all of our tensors, in our order.
 
     Args:
-        rules: the family's; where several fit a name, the first whose tensors are `stored`, or the
-            first of all.
-        shapes: our parameters.
+        rules: the family's; if several fit a name, the first whose tensors are `stored`, or else
+            the first.
+        shapes: of our parameters.
         config: of the decoder that has them.
-        stored: their names, when reading.
+        stored: the stored names, when reading.
 
     Raises:
         LookupError: no rule knows one of our names: a gap in the family's data.
@@ -105,7 +105,7 @@ def _numbered(template: str, shapes: Mapping[str, Shape]) -> list[str]:
 
 
 def check(moves: Sequence[Move], shapes: Mapping[str, Shape], source: TensorSource) -> None:
-    """Every tensor that is needed is there and fits; nothing is read.
+    """Check that every tensor needed is there and fits; nothing is read.
 
     Raises:
         WorkhorseError: a tensor is missing or has another shape.
@@ -133,13 +133,13 @@ def read_tensors(
     """Copy tensors from the source into our parameters, one move at a time, the largest first.
 
     Raises:
-        WorkhorseError: one holds integers or booleans, which are no weights.
+        WorkhorseError: one holds integers or booleans, which are not weights.
     """
 
     def n_bytes(move: Move) -> int:
         return sum(parameters[name].nbytes for name in move.ours)
 
-    # A tensor's mapped pages are in memory beside its copy until they are let go. That makes the
+    # A tensor's mapped pages are in memory beside its copy until they are released. That makes the
     # peak if it is a large tensor's turn when almost all copies are there.
     for move in sorted(moves, key=n_bytes, reverse=True):
         shapes = [tuple(parameters[name].shape) for name in move.ours]
@@ -167,12 +167,12 @@ def check_weight(name: str, tensor: Tensor) -> None:
 def written_tensors(
     moves: Sequence[Move], parameters: Mapping[str, Tensor], dtype: torch.dtype
 ) -> list[tuple[str, Shape, torch.dtype, Callable[[], Tensor]]]:
-    """Their name, shape and type of every tensor, and a function that makes it.
+    """The name, shape and dtype of every tensor to write, and a function that makes it.
 
     Args:
         moves: the plan.
         parameters: ours.
-        dtype: of the written tensors, but for those that are float32 in any model.
+        dtype: of the written tensors, except those that are float32 in any model.
     """
     result: list[tuple[str, Shape, torch.dtype, Callable[[], Tensor]]] = []
     for move in moves:

@@ -39,11 +39,11 @@ def read_rope(
     Args:
         hf: the config.
         theta: the family's default.
-        fraction: the family's default part of a head that turns.
-        pairing: which features turn together; no config says it.
-        layer_type: whose rotation, where kinds of layer have their own.
-        scaled: whether this kind of layer takes part in the scaling.
-        absent: the scaling that a config means which says nothing of the rotation.
+        fraction: the family's default fraction of a head that is rotated.
+        pairing: which features are paired; no config says it.
+        layer_type: the kind of layer, if kinds have separate rotations.
+        scaled: whether the scaling applies to this kind of layer.
+        absent: the scaling of a config that does not mention rotation.
         more: further fields of `RopeConfig`.
     """
     rope = _rope_fields(hf, layer_type)
@@ -57,9 +57,9 @@ def read_rope(
 
 
 def contradictions(values: Mapping[str, Any]) -> list[str]:
-    """What a config says twice of its rotation and not alike, one line each.
+    """A line for each setting of the rotation that a config states twice and differently.
 
-    What stands inside the mapping counts, here as in transformers.
+    The value inside the mapping counts, as in transformers.
     """
     found: list[str] = []
     name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
@@ -99,9 +99,9 @@ def _context(hf: Fields) -> int:
 
 
 def _original(rope: Fields, hf: Fields) -> int:
-    """The length that the model was trained for before it was stretched.
+    """The context length of the original training, before it was extended.
 
-    Where it stands both beside the rotation and in it, the one beside counts.
+    If it is given both beside the rotation and inside it, the one beside counts.
     """
     inside = rope.optional("original_max_position_embeddings", int)
     beside = hf.optional("original_max_position_embeddings", int)
@@ -181,17 +181,17 @@ def written_rope(position: Data) -> Data:
 
 
 def rope_parameters(data: Data) -> Data:
-    """`rope_parameters` of the first layer that turns."""
+    """`rope_parameters` of the first layer with a rotation."""
     return written_rope(_first_rope(data))
 
 
 def rope_scaling(data: Data) -> Data:
-    """`rope_scaling` of the first layer that turns."""
+    """`rope_scaling` of the first layer with a rotation."""
     return older_scaling(written_rope(_first_rope(data)))
 
 
 def older_scaling(rope: Data) -> Data:
-    """`rope_scaling`, for readers older than transformers 5, of a written rotation."""
+    """`rope_scaling` of a written rotation, for readers older than transformers 5."""
     if rope["rope_type"] == "default":
         raise KeyError("rope_scaling")  # older readers want no mapping at all
     return {key: value for key, value in rope.items() if key != "rope_theta"}
@@ -209,4 +209,4 @@ ROPE_KEYS: dict[str, Callable[[Data], object]] = {
     "rope_theta": lambda data: _first_rope(data)["theta"],
     "rope_scaling": rope_scaling,
 }
-"""How one rotation for all layers is written."""
+"""How a rotation shared by all layers is written."""

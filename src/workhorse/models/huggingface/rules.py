@@ -6,8 +6,8 @@
     )
 
 A template names a module or a parameter; what follows it in a parameter's name (`.weight`, `.bias`)
-is the same on both sides. `{i}` is the layer. `{*}` on either side stands for all numbers there
-are: one of our tensors may be a stack of many of theirs, or the other way round.
+is the same on both sides. `{i}` is the layer. `{*}` on either side stands for every number that
+occurs: one of our tensors may be a stack of many of theirs, or the other way round.
 """
 
 from collections.abc import Callable, Sequence
@@ -27,14 +27,14 @@ Layout = Callable[[Tensors, Sequence[Shape], BlockConfig], Tensors]
 
 @dataclass(frozen=True)
 class Rule:
-    """Some of our tensors, which of theirs hold them, and how they lie in there.
+    """Some of our tensors, which of theirs hold them, and in what layout.
 
     Attributes:
         ours: templates of our names.
         theirs: templates of theirs.
         take: their tensors to ours.
         put: our tensors to theirs.
-        wiring: of the blocks whose tensors it speaks of; None for all.
+        wiring: the wiring of blocks that it applies to; None: any.
     """
 
     ours: tuple[str, ...]
@@ -45,7 +45,7 @@ class Rule:
 
 
 def instead(*own: Rule, base: Sequence[Rule]) -> tuple[Rule, ...]:
-    """A family's own rules, and those of `base` for what they do not speak of."""
+    """A family's own rules, and those of `base` for tensors that they do not cover."""
     spoken_of = {template for rule in own for template in rule.ours}
     return (*own, *(rule for rule in base if spoken_of.isdisjoint(rule.ours)))
 
@@ -61,7 +61,7 @@ def same(ours: str, theirs: str, *, wiring: str | None = None) -> Rule:
 
 
 def zeros(ours: str) -> Rule:
-    """Zeros, where another rule's tensor is not stored; to be put after that rule."""
+    """Zeros, if another rule's tensor is not stored; it must come after that rule."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del tensors, block
@@ -99,7 +99,7 @@ def transposed(ours: str, theirs: str) -> Rule:
 
 
 def concatenated(tensors: Tensors, dim: int) -> Tensor:
-    """As `torch.cat`, which imports PyTorch's compiler for tensors on meta: 1.5 seconds."""
+    """Like `torch.cat`, which for tensors on meta imports PyTorch's compiler: 1.5 seconds."""
     if not tensors[0].is_meta:
         return torch.cat(tensors, dim)
     size = list(tensors[0].shape)
@@ -108,7 +108,7 @@ def concatenated(tensors: Tensors, dim: int) -> Tensor:
 
 
 def joined(ours: tuple[str, ...], theirs: str, *, dim: int = 0) -> Rule:
-    """Several of ours, one after the other along one axis of theirs."""
+    """Several of ours, concatenated along one axis of theirs."""
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
         del block
@@ -124,9 +124,9 @@ def joined(ours: tuple[str, ...], theirs: str, *, dim: int = 0) -> Rule:
 def interleaved_by(
     ours: tuple[str, ...], theirs: str, groups: Callable[[BlockConfig], int]
 ) -> Rule:
-    """Groups of rows of several of ours by turns: the first of each, then the second of each.
+    """Groups of rows of several of ours, interleaved: the first of each, then the second of each.
 
-    With one group a head, q, k and v lie side by side for each head.
+    With one group per head, the q, k and v of each head are adjacent.
     """
 
     def take(tensors: Tensors, shapes: Sequence[Shape], block: BlockConfig) -> Tensors:
@@ -173,7 +173,7 @@ def unstacked(ours: str, theirs: str) -> Rule:
 
 
 def then_transposed(rule: Rule) -> Rule:
-    """That rule, with their matrices stored as (in, out)."""
+    """The same rule for matrices stored as (in, out)."""
 
     def turned(tensors: Tensors) -> Tensors:
         return [tensor.mT if tensor.ndim > 1 else tensor for tensor in tensors]

@@ -47,7 +47,9 @@ def test_folders_too_deep_to_search_are_not_blamed_on_the_pattern(
         raise RecursionError("maximum recursion depth exceeded")
 
     monkeypatch.setattr(Path, "glob", too_deep)
-    with pytest.raises(WorkhorseError, match=rf"folders in {folder} are nested too deep .*; name one fur"):
+    with pytest.raises(
+        WorkhorseError, match=rf"folders in {folder} are nested too deep .*; name one fur"
+    ):
         visible_files(folder, "**/*")
 
 

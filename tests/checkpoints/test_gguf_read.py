@@ -9,7 +9,7 @@ import torch
 
 from tests.checkpoints.gguf_cases import EACH, VOCAB, make
 from workhorse.checkpoints.gguf import GgufFile, GgufType, read, write_gguf
-from workhorse.checkpoints.gguf.architecture import APPROXIMATIONS
+from workhorse.checkpoints.gguf.approximation import APPROXIMATIONS
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface.family import compare_plain, plain

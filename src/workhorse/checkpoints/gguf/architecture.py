@@ -8,10 +8,10 @@ that does neither is the reason. Nothing is silently ignored.
 
 import copy
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any, Literal
+from typing import Literal
 
 from workhorse.checkpoints.gguf.places import (
     FRACTION,
@@ -57,28 +57,6 @@ MEANINGLESS = (
     "attention.qk_norm.norm.offset",
 )
 """Fields that matter only in low precision, or are folded into the weights: 1 + w, row order."""
-
-APPROXIMATIONS: tuple[tuple[str, object, object, str], ...] = (
-    (
-        "feed_forward.activation",
-        "gelu",
-        "gelu_tanh",
-        "llama.cpp computes GELU in its tanh form; logits differ in the fourth digit",
-    ),
-    (
-        "attention.position.scaling.truncate",
-        False,
-        True,
-        "llama.cpp rounds the ends of YaRN's ramp to whole pairs; angles differ a little",
-    ),
-    (
-        "attention.position.scaling.kind",
-        "longrope",
-        "longrope",
-        "llama.cpp chooses LongRoPE's factors by the room of its context, not by the text's length",
-    ),
-)
-"""A field, our value, what llama.cpp has instead, and what to tell the user."""
 
 _FIXED_SCALING: dict[str, Data] = {"yarn": {"beta_fast": 32.0, "beta_slow": 1.0}}
 """Fields of a rotary scaling that llama.cpp has no key for."""
@@ -273,36 +251,3 @@ def _share_eps(norm: Data, other: Data) -> None:
     """llama.cpp has one epsilon for all norms."""
     if norm["kind"] == other["kind"] and "eps" in norm:
         norm["eps"] = other["eps"]
-
-
-def readable(config: DecoderConfig, *, windows: bool) -> tuple[Data, list[str]]:
-    """A config as the plain data that an architecture can compute, and what it costs.
-
-    Args:
-        config: ours.
-        windows: whether the architecture knows sliding windows; else the context is cut to the
-            narrowest, within which a window changes nothing.
-    """
-    data, remarks = plain(config), list[str]()
-    layers: list[Data] = data["layers"]
-    for place, ours, theirs, remark in APPROXIMATIONS:
-        for layer in layers:
-            if look_up(layer, place) == ours:
-                put(layer, place, theirs)
-                remarks += [remark] if remark not in remarks else []
-    if not windows:
-        narrowest = min(_windows(layers), default=data["max_seq_len"])
-        if narrowest < data["max_seq_len"]:
-            remarks.append(
-                f"llama.cpp has no sliding window here; the file's context is {narrowest} tokens, "
-                "within which it changes nothing"
-            )
-        data["max_seq_len"] = min(narrowest, data["max_seq_len"])
-        for layer in layers:
-            put(layer, WINDOW, None)
-    return data, remarks
-
-
-def _windows(layers: Iterable[Data]) -> list[int]:
-    found: list[Any] = [look_up(layer, WINDOW) for layer in layers]
-    return [window for window in found if isinstance(window, int)]

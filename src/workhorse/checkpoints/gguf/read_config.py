@@ -12,11 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import cached_property
 from typing import Any
 
-from workhorse.checkpoints.gguf.architecture import (
-    MEANINGLESS,
-    Architecture,
-    readable,
-)
+from workhorse.checkpoints.gguf.approximation import readable
+from workhorse.checkpoints.gguf.architecture import MEANINGLESS, Architecture
 from workhorse.checkpoints.gguf.metadata import EPSILON, EVERYWHERE, OWN_CONFIG, model_metadata
 from workhorse.checkpoints.gguf.places import (
     FRACTION,

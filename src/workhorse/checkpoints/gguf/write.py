@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
 
-from workhorse.checkpoints.gguf.architecture import Architecture, readable
+from workhorse.checkpoints.gguf.approximation import readable
+from workhorse.checkpoints.gguf.architecture import Architecture
 from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG, model_metadata
 from workhorse.checkpoints.gguf.tensors import TensorPlan, plan_tensors

@@ -72,13 +72,13 @@ def test_what_others_write_is_read(model_type: str, number: int, tmp_path: Path)
     if not remarks:
         assert torch.equal(logits(again), logits(decoder))
         assert file.family is not None
-    found = [one.place for one in compare_plain(plain(decoder.config), plain(file.config))]
+    found = [one.path for one in compare_plain(plain(decoder.config), plain(file.config))]
     allowed = (
         *NEAR,
         "norm.precision",
         *(("max_seq_len", "window", "attention_factor") if remarks else ()),
     )
-    assert [place for place in found if not place.endswith(allowed)] == []
+    assert [path for path in found if not path.endswith(allowed)] == []
 
 
 def test_types_of_weights(tmp_path: Path) -> None:

@@ -61,7 +61,7 @@ HUGGING_FACE = (
         model_type="bloom",
         architecture="BloomForCausalLM",
         read=read,
-        keys={key: place for key, place in written(WRITTEN_NAMES).items() if key not in WITHOUT_KEY}
+        keys={key: path for key, path in written(WRITTEN_NAMES).items() if key not in WITHOUT_KEY}
         | {
             "apply_residual_connection_post_layernorm": "block.norm_residual",
             "layer_norm_epsilon": "final_norm.eps",

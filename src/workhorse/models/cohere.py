@@ -101,7 +101,7 @@ def scaled(hf: Fields) -> Data:
     return {"multiplier": hf.get("logit_scale", 0.0625)}
 
 
-COHERE_KEYS = {key: place for key, place in KEYS.items() if key != "rms_norm_eps"} | {
+COHERE_KEYS = {key: path for key, path in KEYS.items() if key != "rms_norm_eps"} | {
     "layer_norm_eps": "final_norm.eps",
     "logit_scale": "head.multiplier",
     "attention_bias": "block.attention.qkv_bias",

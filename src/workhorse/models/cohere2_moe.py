@@ -2,7 +2,7 @@
 
 from workhorse.config import ConfigError, nearest
 from workhorse.models.cohere import COHERE_KEYS, COHERE_RULES, layer_norm, scaled
-from workhorse.models.huggingface.family import Data, Family, Key, look_up
+from workhorse.models.huggingface.family import Data, Family, FieldPath, look_up
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import (
     FULL,
@@ -136,7 +136,7 @@ def dense_layers_turn(data: Data) -> int:
     raise KeyError("prefix_dense_sliding_window_pattern")
 
 
-def norm_eps(kind: str) -> Key:
+def norm_eps(kind: str) -> FieldPath:
     """The epsilon of the final norm where it is of that kind."""
 
     def write(data: Data) -> object:

@@ -80,7 +80,7 @@ HUGGING_FACE = (
         model_type="cohere_compass_text",
         architecture="CohereCompassForCausalLM",
         read=read,
-        keys={key: place for key, place in COHERE_KEYS.items() if key not in ROPE_KEYS}
+        keys={key: path for key, path in COHERE_KEYS.items() if key not in ROPE_KEYS}
         | {
             "rope_parameters": rotations,
             "sliding_window": written_window,

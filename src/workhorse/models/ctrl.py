@@ -49,7 +49,7 @@ HUGGING_FACE = (
         model_type="ctrl",
         architecture="CTRLLMHeadModel",
         read=read,
-        keys={key: place for key, place in written(NAMES).items() if key != "activation_function"}
+        keys={key: path for key, path in written(NAMES).items() if key != "activation_function"}
         | {"layer_norm_epsilon": "final_norm.eps"},
         rules=(
             same("embedding.tokens", "transformer.w"),

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from workhorse.models.huggingface.family import Data, Family, Key
+from workhorse.models.huggingface.family import Data, Family, FieldPath
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import (
     KEYS,
@@ -114,7 +114,7 @@ def interval(data: Data) -> int:
     return layers[1] - layers[0] if len(layers) > 1 else 1
 
 
-ERNIE_KEYS: dict[str, Key] = KEYS | {"use_bias": "block.attention.qkv_bias"}
+ERNIE_KEYS: dict[str, FieldPath] = KEYS | {"use_bias": "block.attention.qkv_bias"}
 MLP = "model.layers.{i}.mlp."
 
 HUGGING_FACE = (

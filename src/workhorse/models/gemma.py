@@ -257,7 +257,7 @@ SANDWICH = (
     same("layers.{i}.feed_forward_output_norm", "model.layers.{i}.post_feedforward_layernorm"),
 )
 GEMMA_KEYS = KEYS | {"attention_bias": "block.attention.qkv_bias"}
-ALTERNATING_KEYS = {key: place for key, place in GEMMA_KEYS.items() if key != "hidden_act"} | {
+ALTERNATING_KEYS = {key: path for key, path in GEMMA_KEYS.items() if key != "hidden_act"} | {
     "hidden_activation": written_activation(),
     "query_pre_attn_scalar": query_scalar,
     "final_logit_softcapping": "head.cap",

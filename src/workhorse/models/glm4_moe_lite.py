@@ -59,7 +59,7 @@ HUGGING_FACE = (
         model_type="glm4_moe_lite",
         architecture="Glm4MoeLiteForCausalLM",
         read=read,
-        keys={key: place for key, place in PLACES.items() if key != "first_k_dense_replace"}
+        keys={key: path for key, path in PLACES.items() if key != "first_k_dense_replace"}
         | {"mlp_layer_types": written_mlp_layer_types},
         rules=instead(*LATENT_RULES, *MIXTURE_RULES, base=RULES),
         ignored=(r".*\.rotary_emb\.inv_freq", r"model\.layers\.47\..*"),

@@ -111,7 +111,7 @@ HUGGING_FACE = (
         model_type="openai-gpt",
         architecture="OpenAIGPTLMHeadModel",
         read=read,
-        keys={key: place for key, place in written(GPT_NAMES).items() if key not in WITHOUT_KEY}
+        keys={key: path for key, path in written(GPT_NAMES).items() if key not in WITHOUT_KEY}
         | {"afn": afn, "layer_norm_epsilon": "block.norm.eps"},
         rules=instead(
             same("embedding.tokens", "transformer.tokens_embed"),

@@ -103,7 +103,7 @@ HUGGING_FACE = (
         model_type="gpt_neox_japanese",
         architecture="GPTNeoXJapaneseForCausalLM",
         read=read_japanese,
-        keys={key: place for key, place in written().items() if key != "intermediate_size"}
+        keys={key: path for key, path in written().items() if key != "intermediate_size"}
         | ROPE_KEYS
         | {
             "rotary_emb_base": "block.attention.position.theta",

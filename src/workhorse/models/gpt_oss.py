@@ -100,7 +100,7 @@ HUGGING_FACE = (
         model_type="gpt_oss",
         architecture="GptOssForCausalLM",
         read=read,
-        keys={key: place for key, place in KEYS.items() if key != "hidden_act"}
+        keys={key: path for key, path in KEYS.items() if key != "hidden_act"}
         | {
             "attention_bias": "block.attention.qkv_bias",
             "sliding_window": written_window,

@@ -6,7 +6,7 @@ A LLaMA whose embedding, scores, sub-layers and logits each have a multiplier (m
 from collections.abc import Sequence
 from typing import Any
 
-from workhorse.models.huggingface.family import Data, Family, Key
+from workhorse.models.huggingface.family import Data, Family, FieldPath
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import (
     KEYS,
@@ -107,7 +107,7 @@ def shared_width(data: Data) -> int:
     return shared["d_ff"] if shared else 0
 
 
-MULTIPLIED: dict[str, Key] = KEYS | {
+MULTIPLIED: dict[str, FieldPath] = KEYS | {
     "attention_bias": "block.attention.qkv_bias",
     "embedding_multiplier": "embedding.multiplier",
     "attention_multiplier": "block.attention.scale",

@@ -19,7 +19,7 @@ from workhorse.models.granite import (
     shared_expert,
     shared_width,
 )
-from workhorse.models.huggingface.family import Data, Family, Key
+from workhorse.models.huggingface.family import Data, Family, FieldPath
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import (
     FULL,
@@ -100,7 +100,7 @@ def layer_thetas(data: Data) -> list[float]:
     return [layer["attention"]["position"].get("theta", 0.0) for layer in data["layers"]]
 
 
-WINDOWED: dict[str, Key] = {
+WINDOWED: dict[str, FieldPath] = {
     "sliding_window": written_window,
     "layer_types": written_layer_types,
     "layer_rope_theta": layer_thetas,

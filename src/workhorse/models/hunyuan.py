@@ -1,7 +1,7 @@
 """Hunyuan (Tencent, 2025; its predecessor is 2411.02265), dense and with mixtures, and Hy3."""
 
 from workhorse.config import ConfigError
-from workhorse.models.huggingface.family import Data, Family, Key
+from workhorse.models.huggingface.family import Data, Family, FieldPath
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import (
     KEYS,
@@ -181,7 +181,7 @@ def written_chosen(data: Data) -> int | list[int]:
     return chosen if len(set(chosen)) > 1 else chosen[0]
 
 
-HUNYUAN_KEYS: dict[str, Key] = KEYS | {"attention_bias": "block.attention.qkv_bias"}
+HUNYUAN_KEYS: dict[str, FieldPath] = KEYS | {"attention_bias": "block.attention.qkv_bias"}
 HUNYUAN_RULES = instead(
     same("layers.{i}.attention.q_norm", "model.layers.{i}.self_attn.query_layernorm"),
     same("layers.{i}.attention.k_norm", "model.layers.{i}.self_attn.key_layernorm"),

@@ -30,7 +30,7 @@ HUGGING_FACE = (
         model_type="jais2",
         architecture="Jais2ForCausalLM",
         read=read,
-        keys={key: place for key, place in KEYS.items() if key != "rms_norm_eps"}
+        keys={key: path for key, path in KEYS.items() if key != "rms_norm_eps"}
         | {
             "layer_norm_eps": "final_norm.eps",
             "attention_bias": "block.attention.qkv_bias",

@@ -75,7 +75,7 @@ HUGGING_FACE = (
         model_type="kolibri1",
         architecture="Kolibri1ForCausalLM",
         read=read,
-        keys={key: place for key, place in KEYS.items() if key != "intermediate_size"}
+        keys={key: path for key, path in KEYS.items() if key != "intermediate_size"}
         | {
             "num_local_experts": "block.feed_forward.n_experts",
             "num_experts_per_tok": "block.feed_forward.top_k",

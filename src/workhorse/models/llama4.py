@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from workhorse.models.huggingface.family import Data, Family, Key
+from workhorse.models.huggingface.family import Data, Family, FieldPath
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import (
     FULL,
@@ -138,12 +138,12 @@ def moe_layers(data: Data) -> list[int]:
     return [n for n, layer in enumerate(layers) if layer["feed_forward"]["kind"] == "moe"]
 
 
-def any_has(part: str) -> Key:
+def any_has(part: str) -> FieldPath:
     """Whether the attention of some layer has that part."""
     return lambda data: any(one[part] for one in attentions(data))
 
 
-def growth(field: str) -> Key:
+def growth(field: str) -> FieldPath:
     """How queries grow in the first layer where they do."""
 
     def find(data: Data) -> object:

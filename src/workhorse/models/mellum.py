@@ -86,7 +86,7 @@ HUGGING_FACE = (
         model_type="mellum",
         architecture="MellumForCausalLM",
         read=read,
-        keys={key: place for key, place in KEYS.items() if key not in ROPE_KEYS}
+        keys={key: path for key, path in KEYS.items() if key not in ROPE_KEYS}
         | {
             "rope_parameters": written_rope_by_type,
             "attention_bias": "block.attention.qkv_bias",

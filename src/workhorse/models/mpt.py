@@ -171,7 +171,7 @@ HUGGING_FACE = (
         model_type="mpt",
         architecture="MptForCausalLM",
         read=read,
-        keys={key: place for key, place in written(NAMES).items() if key not in WITHOUT_KEY}
+        keys={key: path for key, path in written(NAMES).items() if key not in WITHOUT_KEY}
         | {
             "attn_config": attention_options,
             "layer_norm_epsilon": "final_norm.eps",

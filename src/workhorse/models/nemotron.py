@@ -27,7 +27,7 @@ HUGGING_FACE = (
         model_type="nemotron",
         architecture="NemotronForCausalLM",
         read=read,
-        keys={key: place for key, place in KEYS.items() if key != "rms_norm_eps"}
+        keys={key: path for key, path in KEYS.items() if key != "rms_norm_eps"}
         | {
             "partial_rotary_factor": "block.attention.position.fraction",
             "attention_bias": "block.attention.qkv_bias",

@@ -216,7 +216,7 @@ HUGGING_FACE = (
         model_type="olmo",
         architecture="OlmoForCausalLM",
         read=read,
-        keys={key: place for key, place in KEYS.items() if key != "rms_norm_eps"}
+        keys={key: path for key, path in KEYS.items() if key != "rms_norm_eps"}
         | BIAS
         | {"clip_qkv": "block.attention.clip"},
         rules=RULES,

@@ -145,7 +145,7 @@ HUGGING_FACE = (
         architecture="PhiForCausalLM",
         read=read,
         keys={
-            **{key: place for key, place in KEYS.items() if key != "rms_norm_eps"},
+            **{key: path for key, path in KEYS.items() if key != "rms_norm_eps"},
             **FRACTION,
             "hidden_act": written_activation(gelu_tanh="gelu_new"),
             "layer_norm_eps": "final_norm.eps",

@@ -50,8 +50,8 @@ HUGGING_FACE = (
         architecture="SolarOpenForCausalLM",
         read=read,
         keys={
-            key: place
-            for key, place in (KEYS | MIXTURE_KEYS | ROUTER_KEYS).items()
+            key: path
+            for key, path in (KEYS | MIXTURE_KEYS | ROUTER_KEYS).items()
             if key not in ABSENT
         }
         | {"attention_bias": "block.attention.qkv_bias"},

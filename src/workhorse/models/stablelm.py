@@ -40,7 +40,7 @@ HUGGING_FACE = (
         model_type="stablelm",
         architecture="StableLmForCausalLM",
         read=read,
-        keys={key: place for key, place in KEYS.items() if key not in WITHOUT_KEY}
+        keys={key: path for key, path in KEYS.items() if key not in WITHOUT_KEY}
         | {
             "partial_rotary_factor": "block.attention.position.fraction",
             "use_qkv_bias": "block.attention.qkv_bias",

@@ -3,7 +3,7 @@
 from collections.abc import Iterable
 from typing import Any
 
-from workhorse.checkpoints.gguf.places import WINDOW, Data, look_up, plain, put
+from workhorse.checkpoints.gguf.field_paths import WINDOW, Data, look_up, plain, put
 from workhorse.nn import DecoderConfig
 
 APPROXIMATIONS: tuple[tuple[str, object, object, str], ...] = (
@@ -39,10 +39,10 @@ def readable(config: DecoderConfig, *, windows: bool) -> tuple[Data, list[str]]:
     """
     data, remarks = plain(config), list[str]()
     layers: list[Data] = data["layers"]
-    for place, ours, theirs, remark in APPROXIMATIONS:
+    for path, ours, theirs, remark in APPROXIMATIONS:
         for layer in layers:
-            if look_up(layer, place) == ours:
-                put(layer, place, theirs)
+            if look_up(layer, path) == ours:
+                put(layer, path, theirs)
                 remarks += [remark] if remark not in remarks else []
     if not windows:
         narrowest = min(_windows(layers), default=data["max_seq_len"])

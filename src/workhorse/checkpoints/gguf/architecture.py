@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Literal
 
-from workhorse.checkpoints.gguf.places import (
+from workhorse.checkpoints.gguf.field_paths import (
     FRACTION,
     MISSING,
     SCALING,
     THETA,
     WINDOW,
     Data,
-    Place,
+    FieldPath,
     compare_plain,
     look_up,
     plain,
@@ -113,7 +113,7 @@ class Architecture:
     embedding_by_width: bool = False
     scale: Scale = usual_scale
     pairing: Literal["half", "interleaved"] = "half"
-    keys: Mapping[str, Place] = field(default_factory=dict)
+    keys: Mapping[str, FieldPath] = field(default_factory=dict)
     names: Mapping[str, str] = field(default_factory=dict)
     fused: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     copied_head: bool = False
@@ -195,13 +195,13 @@ class Architecture:
     def _filled(self, fixed: Data, actual: Data, prefix: str = "") -> Data:
         """The fixed fields, with what a file carries taken from the actual ones."""
         fixed = copy.deepcopy(fixed)
-        own = ("eps", *(place.removeprefix("norm.") for place in MEANINGLESS[:3]))
-        for place in (*SIZES, *MEANINGLESS, *own, "norm.eps", *self.carried, *self.optional):
-            inner = place.removeprefix(prefix)
+        own = ("eps", *(path.removeprefix("norm.") for path in MEANINGLESS[:3]))
+        for path in (*SIZES, *MEANINGLESS, *own, "norm.eps", *self.carried, *self.optional):
+            inner = path.removeprefix(prefix)
             value, theirs = look_up(actual, inner), look_up(fixed, inner)
             if MISSING in (value, theirs):
                 continue
-            if place in self.optional or (value is not None and theirs is not None):
+            if path in self.optional or (value is not None and theirs is not None):
                 put(fixed, inner, value)
         scaling = look_up(actual, SCALING)
         if isinstance(scaling, dict) and scaling["kind"] in self.scalings:
@@ -210,16 +210,16 @@ class Architecture:
 
     def _uneven(self, layers: list[Data]) -> str | None:
         """A carried field that has one key in the file but several values in the layers."""
-        for place in ("kind", *SIZES, SCALING, "norm.eps", *self.carried, *self.optional):
+        for path in ("kind", *SIZES, SCALING, "norm.eps", *self.carried, *self.optional):
             seen: dict[object, object] = {}
             for layer in layers:
-                value = look_up(layer, place)
+                value = look_up(layer, path)
                 if value is MISSING:
                     continue
-                group = _group(layer) if place in self.varying else None
+                group = _group(layer) if path in self.varying else None
                 if seen.setdefault(group, value) != value:
                     return (
-                        f"layers differ in {place}: {as_written(seen[group])} and "
+                        f"layers differ in {path}: {as_written(seen[group])} and "
                         f"{as_written(value)}"
                     )
         return None

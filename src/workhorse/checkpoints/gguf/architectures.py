@@ -6,6 +6,7 @@ What each computes was read in llama.cpp's `src/models/*.cpp`.
 import math
 
 from workhorse.checkpoints.gguf.architecture import Architecture
+from workhorse.checkpoints.gguf.field_paths import FRACTION, SCALING, THETA, WINDOW, Data
 from workhorse.checkpoints.gguf.mixtures import MIXTURE, MIXTURES
 from workhorse.checkpoints.gguf.parts import (
     ATTENTION_BIASES,
@@ -36,7 +37,6 @@ from workhorse.checkpoints.gguf.parts import (
     turns,
     windows_at_64_layers,
 )
-from workhorse.checkpoints.gguf.places import FRACTION, SCALING, THETA, WINDOW, Data
 from workhorse.nn import AttentionConfig
 from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import (

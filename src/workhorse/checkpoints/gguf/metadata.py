@@ -4,11 +4,11 @@ from collections.abc import Mapping
 from typing import Any
 
 from workhorse.checkpoints.gguf.architecture import Architecture
-from workhorse.checkpoints.gguf.places import MISSING, Data, Place, look_up
+from workhorse.checkpoints.gguf.field_paths import MISSING, Data, FieldPath, look_up
 from workhorse.checkpoints.gguf.rotation import rope_metadata
 from workhorse.nn.positions.rope import RopeConfig
 
-EVERYWHERE: dict[str, Place] = {
+EVERYWHERE: dict[str, FieldPath] = {
     "vocab_size": "vocab_size",
     "context_length": "max_seq_len",
     "embedding_length": "d_model",
@@ -43,8 +43,8 @@ def model_metadata(architecture: Architecture, data: Data) -> Mapping[str, Any]:
     keys: dict[str, object] = {**_rotation(layers), EPSILON[norm["kind"]]: norm["eps"]}
     if architecture.windows:
         keys |= _windows(layers)
-    places = {**EVERYWHERE, **architecture.keys}
-    keys |= {key: look_up(data, place) for key, place in places.items()}
+    paths = {**EVERYWHERE, **architecture.keys}
+    keys |= {key: look_up(data, path) for key, path in paths.items()}
     return {
         f"{architecture.name}.{key}": value
         for key, value in keys.items()

@@ -3,6 +3,7 @@
 import math
 
 from workhorse.checkpoints.gguf.architecture import Architecture
+from workhorse.checkpoints.gguf.field_paths import FRACTION, WINDOW, Data
 from workhorse.checkpoints.gguf.parts import (
     ATTENTION_BIASES,
     BIASED,
@@ -17,7 +18,6 @@ from workhorse.checkpoints.gguf.parts import (
     equal_heads,
     some_window,
 )
-from workhorse.checkpoints.gguf.places import FRACTION, WINDOW, Data
 from workhorse.nn.attention.latent import LatentAttentionConfig
 from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
@@ -132,8 +132,8 @@ def deepseek(data: Data) -> str | None:
     return mixtures_follow_dense(data)
 
 
-def _latent(data: Data, *places: str) -> int:
-    return sum(data["block"]["attention"][place] for place in places)
+def _latent(data: Data, *paths: str) -> int:
+    return sum(data["block"]["attention"][path] for path in paths)
 
 
 def _yarn_log_multiplier(data: Data) -> float:

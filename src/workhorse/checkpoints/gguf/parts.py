@@ -1,6 +1,6 @@
 """Parts shared by several of llama.cpp's architectures; their sizes are placeholders."""
 
-from workhorse.checkpoints.gguf.places import Data
+from workhorse.checkpoints.gguf.field_paths import Data
 from workhorse.nn import AttentionConfig
 from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.blocks import BlockConfig, PreNormConfig

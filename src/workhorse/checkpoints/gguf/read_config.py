@@ -14,8 +14,7 @@ from typing import Any
 
 from workhorse.checkpoints.gguf.approximation import readable
 from workhorse.checkpoints.gguf.architecture import MEANINGLESS, Architecture
-from workhorse.checkpoints.gguf.metadata import EPSILON, EVERYWHERE, OWN_CONFIG, model_metadata
-from workhorse.checkpoints.gguf.places import (
+from workhorse.checkpoints.gguf.field_paths import (
     FRACTION,
     MISSING,
     SCALING,
@@ -27,6 +26,7 @@ from workhorse.checkpoints.gguf.places import (
     plain,
     put,
 )
+from workhorse.checkpoints.gguf.metadata import EPSILON, EVERYWHERE, OWN_CONFIG, model_metadata
 from workhorse.checkpoints.gguf.rotation import read_scaling, shortest
 from workhorse.checkpoints.gguf.tensors import EMBEDDING, HEAD, tensor_parts
 from workhorse.config import Config, ConfigError
@@ -149,8 +149,8 @@ class ConfigReader:
             top["head"]["bias"] = "output.bias" in self.shapes
         if self.architecture.embedding_by_width:
             top["embedding"]["multiplier"] = math.sqrt(top["d_model"])
-        for place, value in self._carried():
-            put(top, place, value)
+        for path, value in self._carried():
+            put(top, path, value)
         layers = [self._layer(number, top) for number in range(n_layers)]
         final = self.architecture.final_norm or self.architecture.layers[0].norm
         top["final_norm"] = final.to_dict()
@@ -163,10 +163,10 @@ class ConfigReader:
         return self._scaled(config)
 
     def _carried(self) -> Iterator[tuple[str, Any]]:
-        """Places in the config, and their values from the keys."""
-        for key, place in {**EVERYWHERE, **self.architecture.keys}.items():
-            if isinstance(place, str) and key in self.keys:
-                yield place, self.keys[key]
+        """Paths of fields in the config, and their values from the keys."""
+        for key, path in {**EVERYWHERE, **self.architecture.keys}.items():
+            if isinstance(path, str) and key in self.keys:
+                yield path, self.keys[key]
         yield from self.architecture.solved(self.keys).items()
 
     def _layer(self, number: int, top: Data) -> Data:
@@ -201,15 +201,15 @@ class ConfigReader:
     def _kinds(self) -> list[tuple[BlockConfig, frozenset[str]]]:
         """Every kind of layer with every combination of options, and its tensors' names."""
         found: list[tuple[BlockConfig, frozenset[str]]] = []
-        choices = [place for place in SWITCHES if place in self.architecture.optional]
-        solved = {place: value for place, value in self._carried() if place.endswith("q_rank")}
+        choices = [path for path in SWITCHES if path in self.architecture.optional]
+        solved = {path: value for path, value in self._carried() if path.endswith("q_rank")}
         for kind in self.architecture.layers:
             for switches in itertools.product((False, True), repeat=len(choices)):
                 data = kind.to_dict()
-                for place, switch in zip(choices, switches, strict=True):
-                    put(data, place, switch)
-                for place, value in solved.items():
-                    put(data, place.removeprefix("block."), value and 1)
+                for path, switch in zip(choices, switches, strict=True):
+                    put(data, path, switch)
+                for path, value in solved.items():
+                    put(data, path.removeprefix("block."), value and 1)
                 block = _block(data)
                 if not any(block == other for other, _ in found):
                     found.append((block, self._tensors(block)))
@@ -241,10 +241,10 @@ class ConfigReader:
         for start in ("block.", "mixture."):
             if start == "mixture." and block["feed_forward"]["kind"] != "moe":
                 continue
-            for place, value in self._carried():
+            for path, value in self._carried():
                 own = value[number] if isinstance(value, list) else value
-                if place.startswith(start):
-                    put(block, place.removeprefix(start), own)
+                if path.startswith(start):
+                    put(block, path.removeprefix(start), own)
         attention = block["attention"]
         local = look_up(block, WINDOW) not in (None, MISSING)
         if local:
@@ -269,9 +269,9 @@ class ConfigReader:
         rope = dict(attention["position"])
         length = keys["context_length"]
         put(block, SCALING, read_scaling(keys, self.factors, rope, turning, length))
-        for place, value in self.architecture.solved(keys).items():
-            if SCALING in place:
-                put(block, place.removeprefix("block."), value)
+        for path, value in self.architecture.solved(keys).items():
+            if SCALING in path:
+                put(block, path.removeprefix("block."), value)
 
     def _set_eps(self, norm: Data) -> None:
         if norm["kind"] in EPSILON:
@@ -312,7 +312,7 @@ class ConfigReader:
             except ConfigError:
                 continue
             found = compare_plain(plain(config), plain(again))
-            if all(_left_open(one.place) for one in found):
+            if all(_left_open(one.path) for one in found):
                 return again, one
         return config, None
 
@@ -355,9 +355,9 @@ def _described(block: Data, kinds: Iterable[Data]) -> str:
     return ("local" if windowed else "global") + ("_dense" if dense else "")
 
 
-def _left_open(place: str) -> bool:
-    """Whether a GGUF file does not determine the value at a place."""
-    return place.endswith((*MEANINGLESS, "final_norm.offset", "final_norm.multiply"))
+def _left_open(path: str) -> bool:
+    """Whether a GGUF file does not determine the value at a path."""
+    return path.endswith((*MEANINGLESS, "final_norm.offset", "final_norm.multiply"))
 
 
 def _agree(stored: object, written: object) -> bool:

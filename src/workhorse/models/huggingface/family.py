@@ -18,7 +18,7 @@ from workhorse.models.huggingface.rules import Rule
 from workhorse.nn import DecoderConfig
 
 Data = dict[str, Any]
-Key = str | Callable[[Data], object]
+FieldPath = str | Callable[[Data], object]
 """Where a value stands in `plain(config)`, dotted (`block` is the first of its `layers`), or a
 function that computes it from there."""
 
@@ -34,8 +34,8 @@ class Family:
         model_type: its name in `config.json`.
         architecture: transformers' class for language modelling.
         read: their config to ours.
-        keys: their keys, and where the value of each stands in our config. A key whose place does
-            not exist is left out.
+        keys: their keys, and where the value of each stands in our config. A key whose field
+            does not exist is left out.
         rules: which of their tensors hold which of ours.
         ignored: patterns of full names of tensors that hold no weights: buffers that old versions
             saved.
@@ -44,7 +44,7 @@ class Family:
     model_type: str
     architecture: str
     read: Callable[[Fields], DecoderConfig]
-    keys: Mapping[str, Key]
+    keys: Mapping[str, FieldPath]
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 
@@ -54,8 +54,8 @@ class Family:
         data["block"] = data["layers"][0]
         written: Data = {"architectures": [self.architecture], "model_type": self.model_type}
         written |= dict.fromkeys(SPECIAL_IDS)  # each class has defaults, of its own tokenizer
-        for key, place in self.keys.items():
-            value = look_up(data, place)
+        for key, path in self.keys.items():
+            value = look_up(data, path)
             if value is not MISSING:
                 written[key] = value
         return written
@@ -109,22 +109,22 @@ NEUTRAL = {
 
 
 class Difference(NamedTuple):
-    """One place where two pieces of plain data differ."""
+    """One field in which two pieces of plain data differ."""
 
-    place: str
+    path: str
     ours: object
     theirs: object
 
     @property
     def is_neutral(self) -> bool:
         """Whether theirs computes the same once the extra weights are filled in."""
-        if self.place == "head.tied":  # the head is a copy of the embedding
+        if self.path == "head.tied":  # the head is a copy of the embedding
             return self.ours is True
-        field = self.place.rpartition(".")[2]
+        field = self.path.rpartition(".")[2]
         return self.ours is False and self.theirs is True and field in NEUTRAL
 
     def __str__(self) -> str:
-        return f"{self.place} is {_shown(self.ours)}, not {_shown(self.theirs)}"
+        return f"{self.path} is {_shown(self.ours)}, not {_shown(self.theirs)}"
 
 
 def plain(config: DecoderConfig) -> Data:
@@ -162,41 +162,41 @@ def _without(data: Any) -> Any:
     return data
 
 
-def look_up(data: Data, place: Key) -> object:
-    """The value at a place in a plain config; `MISSING` if there is no such place."""
-    if callable(place):
+def look_up(data: Data, path: FieldPath) -> object:
+    """The value at a path in a plain config; `MISSING` if there is none."""
+    if callable(path):
         try:
-            return place(data)
+            return path(data)
         except (KeyError, TypeError, IndexError, AttributeError, ZeroDivisionError):
             return MISSING  # that model has no such part; the comparison will name the difference
     value: Any = data
-    for part in place.split("."):
+    for part in path.split("."):
         if not isinstance(value, dict) or part not in value:
             return MISSING
         value = cast(Any, value[part])
     return value
 
 
-def always(value: object) -> Key:
+def always(value: object) -> FieldPath:
     """The same value for every model."""
     return lambda data: value
 
 
-def equals(place: str, value: object) -> Key:
-    """Whether a place has that value."""
+def equals(path: str, value: object) -> FieldPath:
+    """Whether the field at a path has that value."""
 
     def write(data: Data) -> object:
-        found = look_up(data, place)
+        found = look_up(data, path)
         return MISSING if found is MISSING else found == value
 
     return write
 
 
-def differs(place: str, value: object) -> Key:
-    """Whether a place has another value."""
+def differs(path: str, value: object) -> FieldPath:
+    """Whether the field at a path has another value."""
 
     def write(data: Data) -> object:
-        found = look_up(data, place)
+        found = look_up(data, path)
         return MISSING if found is MISSING else found != value
 
     return write

@@ -7,7 +7,7 @@ then read and written like the rest.
 from collections.abc import Mapping
 from typing import Any
 
-from workhorse.models.huggingface.family import Data, Key
+from workhorse.models.huggingface.family import Data, FieldPath
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import activation, written_activation
 from workhorse.models.huggingface.rules import Rule, interleaved_by
@@ -86,14 +86,14 @@ def learned_positions(hf: Fields, *, dropout: float = 0.0) -> EmbeddingConfig:
 
 def written(
     names: Mapping[str, str] = {}, *, gelu_tanh: str = "gelu_pytorch_tanh"
-) -> dict[str, Key]:
+) -> dict[str, FieldPath]:
     """Where the values of the common keys stand in our config.
 
     Args:
         names: the family's names for them.
         gelu_tanh: its name for the tanh form of GELU.
     """
-    places: dict[str, Key] = {
+    paths: dict[str, FieldPath] = {
         "vocab_size": "vocab_size",
         "hidden_size": "d_model",
         "num_hidden_layers": "n_layers",
@@ -103,7 +103,7 @@ def written(
         "hidden_act": written_activation(gelu_tanh=gelu_tanh),
         "tie_word_embeddings": "head.tied",
     }
-    return {names.get(key, key): place for key, place in places.items()}
+    return {names.get(key, key): path for key, path in paths.items()}
 
 
 def kv_heads(block: BlockConfig) -> int:

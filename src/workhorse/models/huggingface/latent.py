@@ -3,7 +3,7 @@
 import math
 from typing import Literal
 
-from workhorse.models.huggingface.family import Key, equals
+from workhorse.models.huggingface.family import FieldPath, equals
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.rotation import read_rope
 from workhorse.models.huggingface.rules import Rule, interleaved_by, joined, same
@@ -47,7 +47,7 @@ def latent_attention(
     )
 
 
-LATENT_KEYS: dict[str, Key] = {
+LATENT_KEYS: dict[str, FieldPath] = {
     "num_key_value_heads": "block.attention.n_heads",
     "q_lora_rank": "block.attention.q_rank",
     "kv_lora_rank": "block.attention.kv_rank",
@@ -57,7 +57,7 @@ LATENT_KEYS: dict[str, Key] = {
     "attention_bias": "block.attention.qkv_bias",
 }
 """Where the values of the usual keys stand in our config."""
-PAIRING_KEYS: dict[str, Key] = {
+PAIRING_KEYS: dict[str, FieldPath] = {
     "rope_interleave": equals("block.attention.position.pairing", "interleaved"),
 }
 """For models that may rotate neighbours or halves; DeepSeek-V2 rotates neighbours."""

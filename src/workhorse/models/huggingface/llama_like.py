@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
 from workhorse.config import ConfigError, nearest
-from workhorse.models.huggingface.family import Data, Key
+from workhorse.models.huggingface.family import Data, FieldPath
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.rotation import (
     ROPE_KEYS,
@@ -52,14 +52,14 @@ def activation(hf: Fields, key: str = "hidden_act", default: str = "silu") -> Ac
 
 
 def written_activation(
-    place: str = "block.feed_forward.activation", gelu_tanh: str = "gelu_pytorch_tanh"
-) -> Key:
-    """The name to write for the activation at that place; GELU's tanh form has several."""
+    path: str = "block.feed_forward.activation", gelu_tanh: str = "gelu_pytorch_tanh"
+) -> FieldPath:
+    """The name to write for the activation at that path; GELU's tanh form has several."""
     names = WRITTEN_ACTIVATIONS | {"gelu_tanh": gelu_tanh}
 
     def write(data: Data) -> object:
         value: Any = data
-        for part in place.split("."):
+        for part in path.split("."):
             value = value[part]
         return names[value]
 
@@ -208,7 +208,7 @@ def written_rope_by_type(data: Data) -> Data:
     return {kind: written_rope(layer["attention"]["position"]) for kind, layer in firsts.items()}
 
 
-ROPE_BY_TYPE_KEYS: dict[str, Key] = {
+ROPE_BY_TYPE_KEYS: dict[str, FieldPath] = {
     "rope_parameters": written_rope_by_type,
     "rope_theta": lambda data: written_rope_by_type(data)[FULL]["rope_theta"],
     "rope_scaling": lambda data: older_scaling(written_rope_by_type(data)[FULL]),
@@ -216,7 +216,7 @@ ROPE_BY_TYPE_KEYS: dict[str, Key] = {
 """How rotations that differ between layers with and without a window are written. Before
 transformers 5 there were keys only for the latter."""
 
-KEYS: dict[str, Key] = {
+KEYS: dict[str, FieldPath] = {
     "vocab_size": "vocab_size",
     "hidden_size": "d_model",
     "num_hidden_layers": "n_layers",

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from workhorse.config import ConfigError, nearest
-from workhorse.models.huggingface.family import Data, Key
+from workhorse.models.huggingface.family import Data, FieldPath
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import activation, gated_mlp
 from workhorse.models.huggingface.rules import Rule, same, stacked
@@ -59,12 +59,12 @@ def written_mlp_layer_types(data: Data) -> list[str]:
     return [SPARSE if kind == "moe" else DENSE for kind in kinds]
 
 
-def of_dense(field: str) -> Key:
+def of_dense(field: str) -> FieldPath:
     """The value of a field of the first feed-forward that is not a mixture."""
     return lambda data: _feed_forwards(data, sparse=False)[0][field]
 
 
-def of_sparse(field: str) -> Key:
+def of_sparse(field: str) -> FieldPath:
     """The value of a field of the first mixture, dotted."""
 
     def find(data: Data) -> object:
@@ -161,13 +161,13 @@ def sigmoid_mixture(
     )
 
 
-ROUTER_KEYS: dict[str, Key] = {
+ROUTER_KEYS: dict[str, FieldPath] = {
     "n_group": of_sparse("router.n_groups"),
     "topk_group": of_sparse("router.top_groups"),
     "norm_topk_prob": of_sparse("router.normalize"),
     "routed_scaling_factor": of_sparse("router.scale"),
 }
-MIXTURE_KEYS: dict[str, Key] = {
+MIXTURE_KEYS: dict[str, FieldPath] = {
     "intermediate_size": of_dense("d_ff"),
     "moe_intermediate_size": of_sparse("d_ff"),
     "num_experts_per_tok": of_sparse("top_k"),

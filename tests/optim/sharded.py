@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.train.conftest import MODEL
 from workhorse.data import Batch
-from workhorse.native import training
+from workhorse.native import resolve
 from workhorse.nn import DecoderConfig
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer
@@ -58,7 +58,8 @@ CASES = [
 
 def possible_cases() -> list[Case]:
     """Of this machine, which may have no native operators."""
-    return [case for case in CASES if not case.native or training.why_not() is None]
+    there = resolve("training", wait=True).training is not None
+    return [case for case in CASES if not case.native or there]
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def trained(case: Case, processes: int = 1, rank: int = 0) -> Training:
     low_bits = round_weights(decoder) if case.dtype == "bfloat16" else None
     objective = NextToken(decoder).train()
     if case.native:
-        train_natively(objective, native=True)
+        train_natively(objective, resolve("training", wait=True))
     if processes > 1:
         _shard(objective)
     optimizer = build_optimizer(decoder, OPTIMIZERS[case.optimizer], low_bits, native=case.native)

@@ -10,6 +10,7 @@ from tests.train.conftest import MODEL
 from tests.train.test_step import CPU
 from workhorse.data import Batch
 from workhorse.instructions import SWITCH
+from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.head_loss import Multiply, product
 from workhorse.optim.adamw import AdamW, AdamWConfig
@@ -156,7 +157,7 @@ def test_a_table_and_its_head_share_one_gradient(decoder: Decoder, dtype: torch.
     tokens = batch().tokens
     for each in (decoder, apart):
         objective = NextToken(each)
-        train_natively(objective, native=False)
+        train_natively(objective, Operators())
         replace_embeddings(objective)
         objective.head_loss.multiplies = noting(weight, of_the_head)
         rows = Batch(tokens, tokens, None, torch.zeros(len(tokens), dtype=torch.int64))

@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workhorse.native import training
+from workhorse.native import resolve
 from workhorse.nn import Decoder, token_logprobs
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer
@@ -82,11 +82,12 @@ def pairs() -> Pairs:
 def test_a_preference_is_learned_by_the_step_that_knows_only_objectives(
     decoder: Decoder, native: bool
 ) -> None:
-    if native and (reason := training.why_not()):
-        pytest.skip(reason)
     objective = Preference(decoder)
     if native:
-        train_natively(objective, native=True)
+        operators = resolve("training", wait=True)
+        if reason := operators.why_not.get("training"):
+            pytest.skip(reason)
+        train_natively(objective, operators)
     step = step_of(objective, decoder, rows=2)
     results = [step.update(*step.backward(pairs()), schedule=1.0) for _ in range(8)]
     assert results[0].loss == pytest.approx(0.69, abs=0.1)

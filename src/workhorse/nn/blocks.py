@@ -11,7 +11,7 @@ from workhorse.config import Config
 from workhorse.nn.attention.grouped import AttentionConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.nn.attention.latent import LatentAttentionConfig
-from workhorse.nn.cache.contiguous import KeyValueEntry
+from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context
 from workhorse.nn.elementwise import Multiplier
 from workhorse.nn.experts.mixture import MoEConfig
@@ -77,7 +77,7 @@ class Block(nn.Module, ABC):
 
     @abstractmethod
     def forward(
-        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+        self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         """The residual stream after this layer."""
 
@@ -111,7 +111,7 @@ class PreNorm(Block):
         self.feed_forward_norm = config.norm.build(d_model)
 
     def forward(
-        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+        self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         x = x + self.attention_branch(self.attention(self.attention_norm(x), context, cache))
         return x + self.feed_forward_branch(self.feed_forward(self.feed_forward_norm(x)))
@@ -121,7 +121,7 @@ class NormedResidual(PreNorm):
     """`norm(x) + attention(norm(x))`, then the same with the feed-forward."""
 
     def forward(
-        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+        self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         x = self.attention_norm(x)
         x = x + self.attention_branch(self.attention(x, context, cache))
@@ -142,7 +142,7 @@ class PostNorm(PreNorm):
     """`norm(x + attention(x))`, then `norm(x + feed_forward(x))`."""
 
     def forward(
-        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+        self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         x = self.attention_norm(x + self.attention_branch(self.attention(x, context, cache)))
         return self.feed_forward_norm(x + self.feed_forward_branch(self.feed_forward(x)))
@@ -161,7 +161,7 @@ class ReorderedNorm(PreNorm):
     """`x + norm(attention(x))`, then `x + norm(feed_forward(x))`."""
 
     def forward(
-        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+        self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         x = x + self.attention_branch(self.attention_norm(self.attention(x, context, cache)))
         return x + self.feed_forward_branch(self.feed_forward_norm(self.feed_forward(x)))
@@ -187,7 +187,7 @@ class SandwichNorm(PreNorm):
         self.feed_forward_output_norm = config.norm.build(d_model)
 
     def forward(
-        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+        self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         y = self.attention(self.attention_norm(x), context, cache)
         x = x + self.attention_branch(self.attention_output_norm(y))
@@ -220,7 +220,7 @@ class Parallel(Block):
         self.norm = config.norm.build(d_model)
 
     def forward(
-        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+        self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         y = self.norm(x)
         mixed = self.attention_branch(self.attention(y, context, cache))
@@ -231,7 +231,7 @@ class ParallelTwoNorms(PreNorm):
     """`x + attention(norm₁(x)) + feed_forward(norm₂(x))`."""
 
     def forward(
-        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+        self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         y = self.attention_branch(self.attention(self.attention_norm(x), context, cache))
         return x + (y + self.feed_forward_branch(self.feed_forward(self.feed_forward_norm(x))))

@@ -13,7 +13,7 @@ from torch import Tensor
 from workhorse.errors import WorkhorseError, shown
 from workhorse.nn.attention.kernels import Kernel
 from workhorse.nn.attention.masks import AttentionPattern, Placement
-from workhorse.nn.cache.contiguous import Cache, KeyValueEntry
+from workhorse.nn.cache.view import CacheEntry, CacheView
 from workhorse.nn.positions.rope import RopeConfig
 from workhorse.nn.shapes import Angles, Hidden, Lengths, Positions, Tokens
 
@@ -46,7 +46,7 @@ class Context:
         *,
         positions: Positions | None = None,
         documents: Tokens | None = None,
-        cache: Cache | None = None,
+        cache: CacheView | None = None,
         max_positions: int | None = None,
     ) -> None:
         _check((batch, seq), positions, documents, cache)
@@ -93,7 +93,7 @@ class Context:
         """The pattern over this pass's queries and keys, as that kernel wants it."""
 
         def make() -> Any:
-            place = self.place if self.cache is None else self.cache.track(pattern.reach).place
+            place = self.place if self.cache is None else self.cache.place(pattern.reach)
             effective = pattern.within(self.length) if self.uniform else pattern
             return kernel.render(effective, place, dtype)
 
@@ -122,7 +122,7 @@ class Context:
             )
 
 
-def context_alone(x: Hidden, d_model: int, entry: KeyValueEntry | None = None) -> Context:
+def context_alone(x: Hidden, d_model: int, entry: CacheEntry | None = None) -> Context:
     """The context of a layer that is called by itself, as in a notebook.
 
     Raises:
@@ -151,7 +151,7 @@ def _check(
     shape: tuple[int, int],
     positions: Positions | None,
     documents: Tokens | None,
-    cache: Cache | None,
+    cache: CacheView | None,
 ) -> None:
     if 0 in shape:
         raise WorkhorseError("there are no tokens; give at least one")
@@ -180,7 +180,7 @@ def _check_tensor(name: str, given: object, shape: str) -> None:
 
 
 def _check_cache(cache: object) -> None:
-    if cache is not None and not isinstance(cache, Cache):
+    if cache is not None and not isinstance(cache, CacheView):
         raise WorkhorseError(f"cache={shown(cache)} is no Cache; give what new_cache made")
 
 

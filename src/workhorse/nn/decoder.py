@@ -10,6 +10,8 @@ from workhorse.config import Config, ConfigError, nearest
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.nn.blocks import Block, BlockConfig
 from workhorse.nn.cache.contiguous import Cache
+from workhorse.nn.cache.paged import PagedCache
+from workhorse.nn.cache.view import CacheView
 from workhorse.nn.context import Context
 from workhorse.nn.embedding import EmbeddingConfig, batch_and_seq
 from workhorse.nn.head import HeadConfig
@@ -146,7 +148,7 @@ class Decoder(nn.Module):
         *,
         positions: Positions | None = None,
         documents: Tokens | None = None,
-        cache: Cache | None = None,
+        cache: CacheView | None = None,
     ) -> Logits:
         """Logits of the next token at every position; see `Context` for the arguments."""
         return self.unembed(
@@ -159,7 +161,7 @@ class Decoder(nn.Module):
         *,
         positions: Positions | None = None,
         documents: Tokens | None = None,
-        cache: Cache | None = None,
+        cache: CacheView | None = None,
     ) -> Hidden:
         """The input of the head: the residual stream after the final norm."""
         batch, seq = batch_and_seq(tokens)
@@ -183,7 +185,7 @@ class Decoder(nn.Module):
         return self.head(x)
 
     def next_logits(
-        self, tokens: Tokens, *, positions: Positions | None = None, cache: Cache | None = None
+        self, tokens: Tokens, *, positions: Positions | None = None, cache: CacheView | None = None
     ) -> NextLogits:
         """Logits of the token after the last column, `(batch, vocab)`, for a sampler."""
         return self.unembed(self.hidden(tokens, positions=positions, cache=cache)[:, -1:])[:, 0]
@@ -202,6 +204,21 @@ class Decoder(nn.Module):
         """
         cache = Cache(batch, capacity, self.embedding.tokens.weight.device, slack)
         cache.entries = [layer.attention.cache_entry(cache) for layer in self._blocks()]
+        return cache
+
+    def new_paged_cache(self, tokens: int, texts: int, slack: int = 0) -> PagedCache:
+        """An empty cache for texts that come and go.
+
+        Args:
+            tokens: that all texts together may hold.
+            texts: that there may be at a time.
+            slack: the newest tokens of a text that can be taken back, `PagedView.truncate`.
+
+        Raises:
+            WorkhorseError: an empty cache, or attention that is not causal.
+        """
+        cache = PagedCache(tokens, texts, self.embedding.tokens.weight.device, slack)
+        cache.stores = [layer.attention.cache_entry(cache) for layer in self._blocks()]
         return cache
 
     def initialize(self, generator: torch.Generator | None = None) -> "Decoder":

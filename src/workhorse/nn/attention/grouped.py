@@ -27,7 +27,7 @@ from workhorse.nn.attention.self_attention import (
     make_rotation,
     split_heads,
 )
-from workhorse.nn.cache.contiguous import KeyValueEntry
+from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context, context_alone
 from workhorse.nn.elementwise import Clip, Unchanged
 from workhorse.nn.norms import PresentNormConfig
@@ -254,7 +254,7 @@ class Attention(SelfAttention):
         self.out_proj = nn.Linear(width_out, d_model, bias=out_bias)
 
     def forward(
-        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+        self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         context = context or context_alone(x, self.d_model, cache)
         q = split_heads(self.q_clip(self.q_proj(x)), self.n_heads)  # (batch, heads, seq, head_dim)

@@ -64,6 +64,8 @@ class Kernel(nn.Module, ABC):
 
     decodes = True
     """Whether it serves a cache, whose length grows with every token."""
+    reads_blocks = False
+    """Whether it takes keys and values `InBlocks`, or else side by side."""
 
     def __init__(self, scoring: Scoring, n_heads: int) -> None:
         super().__init__()

@@ -19,7 +19,7 @@ from workhorse.nn.attention.self_attention import (
     make_rotation,
     split_heads,
 )
-from workhorse.nn.cache.contiguous import KeyValueEntry
+from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context, context_alone
 from workhorse.nn.norms import RMSNormConfig
 from workhorse.nn.positions.rope import RopeConfig
@@ -103,6 +103,8 @@ class LatentAttention(SelfAttention):
         kernel: how attention is computed.
     """
 
+    attends_to_stored = False
+
     def __init__(self, d_model: int, config: LatentAttentionConfig, kernel: Kernel) -> None:
         super().__init__()
         self.d_model = d_model
@@ -126,7 +128,7 @@ class LatentAttention(SelfAttention):
         """The queries of all heads side by side."""
 
     def forward(
-        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+        self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         context = context or context_alone(x, self.d_model, cache)
         q = split_heads(self.queries(x), self.n_heads)

@@ -53,6 +53,7 @@ class Placement:
             the same tokens), or None.
         aligned: queries and keys are the same tokens, at 0, 1, 2 … in every row, nothing padded.
         last: each row has one query, at or after every key, and no key is padding.
+        in_blocks: whether the keys are those of blocks: slot n of a row's blocks holds position n.
     """
 
     queries: Positions
@@ -60,6 +61,7 @@ class Placement:
     documents: Tokens | None = None
     aligned: bool = False
     last: bool = False
+    in_blocks: bool = False
 
 
 def visible(pattern: AttentionPattern, place: Placement) -> Mask:

@@ -1,6 +1,7 @@
 """What every kind of self-attention shares: heads, what they may see, and a cache entry."""
 
 from abc import ABC, abstractmethod
+from typing import TypeVar
 
 from pydantic import Field
 from torch import nn
@@ -9,10 +10,12 @@ from workhorse.config import Config, ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.nn.attention.kernels import Kernel, KernelName
 from workhorse.nn.attention.masks import AttentionPattern
-from workhorse.nn.cache.contiguous import Cache, KeyValueEntry
+from workhorse.nn.cache.view import CacheEntry, Layers
 from workhorse.nn.context import Context
 from workhorse.nn.positions.rope import RopeConfig, rotate_half, rotate_interleaved
 from workhorse.nn.shapes import Hidden, Queries
+
+Room = TypeVar("Room")
 
 
 class SelfAttentionConfig(Config):
@@ -70,10 +73,12 @@ class SelfAttention(nn.Module, ABC):
     value_dim: int
     pattern: AttentionPattern
     kernel: Kernel
+    attends_to_stored = True
+    """Whether the kernel is given keys and values as the cache holds them."""
 
     @abstractmethod
     def forward(
-        self, x: Hidden, context: Context | None = None, cache: KeyValueEntry | None = None
+        self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         """What each position gathers from those it sees.
 
@@ -83,7 +88,7 @@ class SelfAttention(nn.Module, ABC):
             cache: keys and values of earlier tokens, with their context.
         """
 
-    def cache_entry(self, cache: Cache) -> KeyValueEntry:
+    def cache_entry(self, cache: Layers[Room]) -> Room:
         """This layer's entry in a cache.
 
         Raises:
@@ -96,7 +101,8 @@ class SelfAttention(nn.Module, ABC):
             )
         if not self.pattern.causal:
             raise ConfigError("causal=false cannot decode with a cache; run the whole text")
-        return KeyValueEntry(cache.track(self.pattern.reach))
+        in_blocks = self.kernel.reads_blocks and self.attends_to_stored
+        return cache.layer(self.pattern.reach, in_blocks=in_blocks)
 
 
 def split_heads(x: Hidden, heads: int) -> Queries:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from workhorse.errors import WorkhorseError, shown
 from workhorse.nn.attention.masks import Placement
+from workhorse.nn.cache.view import CacheEntry, CacheView
 from workhorse.nn.shapes import Keys, NewKeys, NewValues, Positions, Values
 
 
@@ -86,7 +87,7 @@ class Track:
         self.rows = torch.arange(len(index), device=self.held.device)[:, None]
 
 
-class KeyValueEntry:
+class KeyValueEntry(CacheEntry):
     """The keys and values of one attention layer.
 
     Room is made at the first use, in the type that attention computes them in: under autocast that
@@ -122,13 +123,10 @@ class KeyValueEntry:
             self.k, self.v = self.k[index], self.v[index]
 
 
-class Cache:
+class Cache(CacheView):
     """What a decoder remembers of a batch of texts; made by `Decoder.new_cache`.
 
     Attributes:
-        entries: one for each layer.
-        length: columns consumed so far, padding included; `capacity` where they are more.
-        lengths: tokens of each row, padding not included.
         capacity: tokens a row can hold.
         slack: the newest tokens that can be taken back (`truncate`) however long the text.
 
@@ -156,8 +154,16 @@ class Cache:
                 f"a cache of {batch} rows does not fit into memory; make it smaller"
             ) from None
         self.uniform: bool = True
-        self.entries: list[KeyValueEntry] = []
+        self.entries = []
         self.tracks: dict[int, Track] = {}
+
+    def layer(self, reach: int | None, *, in_blocks: bool = False) -> KeyValueEntry:
+        """Room for a layer whose queries see that far; its keys lie side by side."""
+        del in_blocks
+        return KeyValueEntry(self.track(reach))
+
+    def place(self, reach: int | None) -> Placement:
+        return self.track(reach).place
 
     def track(self, reach: int | None) -> Track:
         """The track for layers whose queries see `reach` positions back (None: all of them)."""
@@ -172,21 +178,7 @@ class Cache:
             )
         return self.tracks[capacity]
 
-    def next_positions(self, seq: int) -> Positions:
-        """Where the next `seq` tokens of each row stand, (batch, seq)."""
-        return self.lengths[:, None] + torch.arange(seq, device=self.lengths.device)
-
     def begin(self, positions: Positions, *, uniform: bool) -> None:
-        """Take in the positions of one forward pass, before the layers store its keys.
-
-        Args:
-            positions: (batch, seq); in each row they count on from what the row holds, and -1 is
-                padding.
-            uniform: the positions are `next_positions`, nothing padded.
-
-        Raises:
-            WorkhorseError: more tokens than there is room for.
-        """
         seq, uniform = positions.shape[1], self.uniform and uniform
         lengths = torch.maximum(self.lengths, positions.amax(dim=1) + 1)
         self.check_room(seq, None if uniform else lengths)
@@ -210,20 +202,7 @@ class Cache:
                 "make one with more capacity"
             )
 
-    def advance(self, seq: int) -> None:
-        """Count `seq` tokens of each row that a step over a `FixedCache` has stored."""
-        self.length += seq
-        for track in self.tracks.values():
-            track.used = min(self.length, track.capacity)
-
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths[r]` tokens of each row r, at most what it holds.
-
-        Raises:
-            WorkhorseError: these are no such lengths; or a window would see tokens that were
-                overwritten, which needs more than `slack` tokens to forget. The cache is then as it
-                was.
-        """
         self._check_lengths(lengths)
         kept = torch.tensor(lengths, device=self.lengths.device).minimum(self.lengths)
         for track in self.tracks.values():

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from workhorse.native import Training
 from workhorse.nn.blocks import PreNorm
-from workhorse.nn.cache.contiguous import KeyValueEntry
+from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context
 from workhorse.nn.norms import (
     Float32LayerNorm,
@@ -47,7 +47,7 @@ class NativePreNorm(PreNorm):
     operators: Training
 
     def forward(
-        self, x: Tensor, context: Context | None = None, cache: KeyValueEntry | None = None
+        self, x: Tensor, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Tensor:
         norms = self.attention_norm, self.feed_forward_norm
         branches = self.attention_branch, self.feed_forward_branch

@@ -1,0 +1,206 @@
+"""A cache of blocks: texts come, go, fork and share what they have in common, in place.
+
+Keys and values lie in blocks of `BLOCK` tokens. A text has a table of the blocks that hold it, in
+order (PagedAttention, 2309.06180). Several texts may hold the same block: it is copied when one of
+them writes to it. Layers of the same reach share their tables; behind a window a text lets its
+blocks go.
+
+`PagedCache.open` makes room for a text; a `PagedView` is a batch of texts in a forward pass.
+"""
+
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from workhorse.errors import WorkhorseError
+from workhorse.nn.cache.blocks import BLOCK, EMPTY, SPILL, CachedText, Pool, Reach
+from workhorse.nn.shapes import NewKeys, NewValues
+
+
+class PagedCache:
+    """Keys and values of many texts; made by `Decoder.new_paged_cache`.
+
+    Args:
+        tokens: that all texts together may hold.
+        texts: that there may be at a time.
+        device: where they are.
+        slack: the newest tokens of a text that can be taken back however long it is.
+
+    Attributes:
+        stores: of each layer.
+        reclaim: called when every block is held, to let go of some that no text needs; gives
+            whether it did.
+    """
+
+    def __init__(self, tokens: int, texts: int, device: torch.device, slack: int = 0) -> None:
+        for name, size in (("tokens", tokens), ("texts", texts)):
+            if type(size) is not int or size < 1:
+                raise WorkhorseError(f"{name}={size!r} holds nothing; give 1 or more")
+        self.tokens = tokens
+        self.texts = texts
+        self.device = device
+        self.slack = slack
+        self.stores: list[Store] = []
+        self.pools: dict[Reach, Pool] = {}
+        self.reclaim: Callable[[Reach], bool] = lambda _: False
+
+    def layer(self, reach: Reach, *, in_blocks: bool = False) -> "Store":
+        """Room for a layer whose queries see that far, read in blocks or gathered."""
+        if reach is not None and reach + self.slack >= self.tokens:
+            reach = None
+        if reach not in self.pools:
+            count = self._blocks_for(self.tokens, None) + self.texts  # each may end within a block
+            if reach is not None:  # twice over: texts that ended are remembered
+                count = min(count, 2 * self.texts * self._blocks_for(self.tokens, reach))
+            self.pools[reach] = Pool(count + SPILL + 1, reach)
+        return Store(self.pools[reach], in_blocks)
+
+    def fits(self, most: int, texts: int = 1) -> bool:
+        """Whether there is room for so many more texts of up to `most` tokens each."""
+        return all(
+            pool.reserved + texts * self._blocks_for(most, reach) <= pool.room
+            for reach, pool in self.pools.items()
+        )
+
+    def open(self, most: int) -> CachedText:
+        """Room for one more text of up to `most` tokens.
+
+        Raises:
+            WorkhorseError: there is none.
+        """
+        if not self.fits(most):
+            raise WorkhorseError(
+                f"a text of {most} tokens does not fit a cache of {self.tokens} beside the others; "
+                "close one, or make the cache with more tokens"
+            )
+        for reach, pool in self.pools.items():
+            pool.reserved += self._blocks_for(most, reach)
+        return CachedText(most, 0, {reach: [] for reach in self.pools})
+
+    def close(self, text: CachedText) -> None:
+        """Let a text go; what others share with it stays."""
+        for reach, pool in self.pools.items():
+            pool.reserved -= self._blocks_for(text.most, reach)
+            for block in text.tables[reach]:
+                pool.release(block)
+        text.length, text.tables = 0, {}
+
+    def adopt(self, text: CachedText, length: int, tables: Mapping[Reach, Sequence[int]]) -> None:
+        """Let a text hold the first `length` tokens of what others hold in these tables."""
+        blocks = -(-length // BLOCK)
+        self.clear(text)
+        for reach, table in tables.items():
+            text.tables[reach] = [self.pools[reach].share(block) for block in table[:blocks]]
+        text.length = length
+
+    def clear(self, text: CachedText) -> None:
+        """Let a text hold nothing, and keep its room."""
+        self.truncate(text, 0)
+
+    def truncate(self, text: CachedText, length: int) -> None:
+        """Keep the first `length` tokens of a text.
+
+        Raises:
+            WorkhorseError: a window has let go of tokens that it would show again.
+        """
+        blocks = -(-length // BLOCK)
+        for reach, table in text.tables.items():
+            seen = 0 if reach is None else max(0, length + 1 - reach) // BLOCK
+            if EMPTY in table[seen:blocks]:
+                raise WorkhorseError(
+                    f"a window has moved past what it saw after {length} tokens; read the text "
+                    "again, or make the cache with more slack"
+                )
+        for reach, table in text.tables.items():
+            while len(table) > blocks:
+                self.pools[reach].release(table.pop())
+        text.length = length
+
+    def extend(self, text: CachedText, count: int) -> bool:
+        """Blocks for `count` more tokens that nobody shares; gives whether a table has changed."""
+        changed, end = False, text.length + count
+        for reach, table in text.tables.items():
+            pool = self.pools[reach]
+            before = self.oldest(text.length, reach)  # those before it are out of sight
+            for number in range(min(before, len(table)) - 1, -1, -1):
+                if table[number] == EMPTY:
+                    break
+                pool.release(table[number])
+                table[number], changed = EMPTY, True
+            if text.length % BLOCK and pool.holders[table[-1]] > 1:
+                table[-1], changed = self._copy(reach, table[-1]), True
+            oldest = self.oldest(end, reach)
+            for number in range(len(table), -(-end // BLOCK)):
+                table.append(EMPTY if number < oldest else self._take(reach))
+                changed = True
+        return changed
+
+    def oldest(self, length: int, reach: Reach) -> int:
+        """The first block that a text of that length still needs."""
+        return 0 if reach is None else max(0, length - reach - self.slack) // BLOCK
+
+    def _blocks_for(self, tokens: int, reach: Reach) -> int:
+        """Blocks that a text of so many tokens may need at a time."""
+        whole = -(-tokens // BLOCK)
+        # What a window shows before a pass of many tokens, and what it shows after.
+        return whole if reach is None else min(whole, 2 * -(-(reach + self.slack) // BLOCK) + 3)
+
+    def _take(self, reach: Reach) -> int:
+        pool = self.pools[reach]
+        while pool.is_full and self.reclaim(reach):
+            pass
+        if pool.is_full:
+            raise WorkhorseError(
+                f"every block of a cache of {self.tokens} tokens is in use; close a text"
+            )
+        block, again = pool.take()
+        if again:  # whatever was left there must not reach a sum, not even times zero
+            for tensor in self._stored(pool):
+                tensor[:, block].zero_()
+        return block
+
+    def _copy(self, reach: Reach, block: int) -> int:
+        """A block of one's own with what is in a shared one."""
+        pool, copy = self.pools[reach], self._take(reach)
+        for tensor in self._stored(pool):
+            tensor[:, copy] = tensor[:, block]
+        pool.release(block)
+        return copy
+
+    def _stored(self, pool: Pool) -> list[Tensor]:
+        stores = (store for store in self.stores if store.pool is pool)
+        return [tensor for store in stores for tensor in (store.k, store.v) if tensor is not None]
+
+
+class Store:
+    """The blocks of one layer.
+
+    Room is made at the first use, in the type that attention computes keys and values in.
+
+    Args:
+        pool: tells which block is whose.
+        in_blocks: whether the layer's kernel reads `InBlocks`.
+    """
+
+    def __init__(self, pool: Pool, in_blocks: bool) -> None:
+        self.pool = pool
+        self.in_blocks = in_blocks
+        self.k: Tensor | None = None
+        self.v: Tensor | None = None
+
+    def tensors(self, k: NewKeys, v: NewValues) -> tuple[Tensor, Tensor]:
+        """The blocks of keys and of values, each (kv_heads, blocks, block, width)."""
+        if self.k is None or self.v is None:
+            self.k, self.v = self._room_for(k), self._room_for(v)
+        return self.k, self.v
+
+    def _room_for(self, new: Tensor) -> Tensor:
+        shape = new.shape[1], self.pool.count, BLOCK, new.shape[3]
+        try:
+            return new.new_zeros(shape)
+        except RuntimeError:
+            raise WorkhorseError(
+                f"a cache of {self.pool.count * BLOCK} tokens does not fit into memory; "
+                "make it smaller"
+            ) from None

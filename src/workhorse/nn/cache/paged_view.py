@@ -1,0 +1,171 @@
+"""A batch of texts of a `PagedCache`, as a forward pass sees it."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from workhorse.errors import WorkhorseError
+from workhorse.nn.attention.masks import Placement
+from workhorse.nn.cache.blocks import BLOCK, EMPTY, SPILL, CachedText, InBlocks, Reach
+from workhorse.nn.cache.paged import PagedCache, Store
+from workhorse.nn.cache.view import CacheEntry, CacheView
+from workhorse.nn.shapes import NewKeys, NewValues, Positions
+
+
+class Pages:
+    """What the layers of one reach share during a pass: tables, places to write to, positions.
+
+    Attributes:
+        place: where queries and keys stand.
+        table: the blocks of each row.
+        first: see `InBlocks`.
+        slots: see `InBlocks`; 0 where all that is seen is new.
+        beside: whether new keys are seen beside the stored ones and not among them: a window has no
+            room for more at once than can be taken back.
+        writes: the block and the slot of each new token.
+    """
+
+    def __init__(self, cache: PagedCache, reach: Reach) -> None:
+        self._cache = cache
+        self._reach = reach
+        self.table = torch.empty(0)
+
+    def set_table(self, texts: Sequence[CachedText]) -> None:
+        tables = [text.tables[self._reach] for text in texts]
+        widest = max(map(len, tables))
+        rows = [table + [EMPTY] * (widest - len(table)) for table in tables]
+        self.table = torch.tensor(rows, device=self._cache.device)
+
+    def begin(
+        self,
+        positions: Positions,
+        lengths: Tensor,
+        longest: int,
+        before: Sequence[int],
+        *,
+        uniform: bool,
+    ) -> None:
+        """Take in a pass.
+
+        Args:
+            positions: (batch, seq), -1 for padding.
+            lengths: of the rows with the new tokens, (batch,).
+            longest: the largest of them.
+            before: their lengths without.
+            uniform: every row holds as many as the others, nothing padded.
+        """
+        seq, cache = positions.shape[1], self._cache
+        blocks = self.table.gather(1, (positions // BLOCK).clamp(min=0).expand(len(before), seq))
+        self.writes = (
+            torch.where((positions < 0) | (blocks == EMPTY), SPILL, blocks),
+            (positions % BLOCK).expand_as(blocks),
+        )
+        self.beside = self._reach is not None and seq > cache.slack + 1
+        if not any(before):
+            self.first = self.slots = 0
+            self.place = Placement(positions, positions, aligned=uniform)
+            return
+        self.first = min(cache.oldest(length, self._reach) for length in before)
+        filled = max(before) if self.beside else longest
+        start = self.first * BLOCK
+        self.slots = max(0, filled - start)
+        keys = torch.arange(start, start + self.slots, device=positions.device)[None]
+        shown = uniform and not self.beside
+        if not shown:
+            held = lengths - (positions >= 0).sum(dim=1) if self.beside else lengths
+            keys = torch.where(keys < held[:, None], keys, -1)
+        if self.beside:
+            keys = torch.cat((keys, positions.expand(len(keys), -1)), dim=1)
+        self.place = Placement(positions, keys, last=shown and seq == 1, in_blocks=not self.beside)
+
+
+class PagedEntry(CacheEntry):
+    """One layer's keys and values, for the texts of a view."""
+
+    def __init__(self, store: Store, pages: Pages) -> None:
+        self._store = store
+        self._pages = pages
+
+    def update(self, k: NewKeys, v: NewValues) -> tuple[Tensor | InBlocks, Tensor | InBlocks]:
+        stored = self._store.tensors(k, v)
+        return self._update(stored[0], k), self._update(stored[1], v)
+
+    def _update(self, stored: Tensor, new: Tensor) -> Tensor | InBlocks:
+        pages = self._pages
+        blocks = InBlocks(stored, pages.table, pages.first, pages.slots)
+        visible: Tensor | InBlocks = new
+        if pages.slots and pages.beside:
+            visible = torch.cat((blocks.gathered(), new), dim=2)
+        block, slot = pages.writes
+        stored[:, block, slot] = new.transpose(0, 1)
+        if pages.slots and not pages.beside:
+            visible = blocks if self._store.in_blocks else blocks.gathered()
+        return visible
+
+
+class PagedView(CacheView):
+    """A batch of texts, a row each; valid until one of them is changed by other means."""
+
+    def __init__(self, cache: PagedCache, texts: Sequence[CachedText]) -> None:
+        self.cache = cache
+        self.texts = list(texts)
+        self.slack = cache.slack
+        self.pages = {reach: Pages(cache, reach) for reach in cache.pools}
+        self.entries = [PagedEntry(store, self.pages[store.pool.reach]) for store in cache.stores]
+        self._set_tables()
+        self._count()
+
+    def begin(self, positions: Positions, *, uniform: bool) -> None:
+        rows, seq = len(self.texts), positions.shape[1]
+        counts = [seq] * rows
+        if not uniform:
+            counts = [int(count) for count in (positions >= 0).sum(dim=1).expand(rows)]
+        before, alike = [text.length for text in self.texts], uniform and self.uniform
+        self.reserve(counts)
+        for text, count in zip(self.texts, counts, strict=True):
+            text.length += count
+        self._count()
+        for pages in self.pages.values():
+            pages.begin(positions, self.lengths, self.length, before, uniform=alike)
+
+    def reserve(self, counts: Sequence[int]) -> None:
+        """Blocks for so many more tokens of each row.
+
+        Raises:
+            WorkhorseError: a text would outgrow its room. Nothing has changed then.
+        """
+        for text, count in zip(self.texts, counts, strict=True):
+            if text.length + count > text.most:
+                raise WorkhorseError(
+                    f"{text.length} + {count} tokens do not fit a text of {text.most}; "
+                    "open it with more"
+                )
+        pairs = zip(self.texts, counts, strict=True)
+        if sum(self.cache.extend(text, count) for text, count in pairs):
+            self._set_tables()
+
+    def advance(self, seq: int) -> None:
+        """Count `seq` tokens of each row that a step over a `FixedCache` has stored."""
+        for text in self.texts:
+            text.length += seq
+        self.length += seq
+
+    def place(self, reach: Reach) -> Placement:
+        return self.pages[reach if reach in self.pages else None].place
+
+    def truncate(self, lengths: Sequence[int]) -> None:
+        for text, length in zip(self.texts, lengths, strict=True):
+            if length < text.length:
+                self.cache.truncate(text, length)
+        self._set_tables()
+        self._count()
+
+    def _set_tables(self) -> None:
+        for pages in self.pages.values():
+            pages.set_table(self.texts)
+
+    def _count(self) -> None:
+        lengths = [text.length for text in self.texts]
+        self.lengths = torch.tensor(lengths, device=self.cache.device)
+        self.length, self.uniform = max(lengths), len(set(lengths)) == 1

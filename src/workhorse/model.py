@@ -6,7 +6,7 @@ from typing import Any
 
 from workhorse.data import Beginning, DataConfig, beginning
 from workhorse.errors import WorkhorseError, shown
-from workhorse.generate import Completion, Delta, GenerationConfig, PrefixCache, generate, stream
+from workhorse.generate import Completion, Delta, GenerationConfig, generate, stream
 from workhorse.generate.conversation import (
     ChatFormat,
     Conversation,
@@ -155,7 +155,6 @@ class Model:
         config: GenerationConfig | None = None,
         *,
         draft: "Model | None" = None,
-        prefix: PrefixCache | None = None,
         **options: Any,
     ) -> Iterator[Delta]:
         """Continue one prompt, giving each token as it is chosen."""
@@ -165,7 +164,6 @@ class Model:
             self._config(config, options),
             tokenizer=self.tokenizer,
             draft=self.guesser(draft),
-            prefix=prefix,
         )
 
     def chat(

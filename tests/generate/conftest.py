@@ -48,6 +48,23 @@ def make_decoder() -> Callable[..., Decoder]:
     return make
 
 
+@pytest.fixture
+def consumed(monkeypatch: pytest.MonkeyPatch) -> Callable[[Decoder], list[tuple[int, int]]]:
+    """The shapes of what a decoder is fed."""
+
+    def watch(decoder: Decoder) -> list[tuple[int, int]]:
+        shapes, hidden = [], decoder.hidden
+
+        def spy(tokens, **arguments):
+            shapes.append(tuple(tokens.shape))
+            return hidden(tokens, **arguments)
+
+        monkeypatch.setattr(decoder, "hidden", spy)
+        return shapes
+
+    return watch
+
+
 class PieceTokenizer:
     """Token i is the i-th piece of text, as bytes; the last ids may be special."""
 

@@ -1,15 +1,13 @@
 """The decoding loop against a naive one that runs the whole text through the model each step."""
 
-import copy
-
 import pytest
 import torch
 from torch.testing import assert_close
 
 from tests.generate.choosing import sampler
 from workhorse.errors import WorkhorseError
-from workhorse.generate import GenerationConfig, PrefixCache, generate, samplers, stream
-from workhorse.generate.batch import to_choose_from
+from workhorse.generate import GenerationConfig, generate, samplers, stream
+from workhorse.generate.reader import to_choose_from
 
 PROMPTS = [[1, 2, 3, 4, 5], [6], [7, 8, 9], [10, 11, 12, 13, 14, 15, 16]]
 
@@ -263,23 +261,6 @@ def test_training_goes_on_after_generation(make_decoder):
     assert decoder.head.proj.weight.grad is not None
 
 
-@pytest.fixture
-def consumed(monkeypatch):
-    """The shapes of what a decoder is fed."""
-
-    def watch(decoder) -> list[tuple[int, int]]:
-        shapes, hidden = [], decoder.hidden
-
-        def spy(tokens, **arguments):
-            shapes.append(tuple(tokens.shape))
-            return hidden(tokens, **arguments)
-
-        monkeypatch.setattr(decoder, "hidden", spy)
-        return shapes
-
-    return watch
-
-
 def test_finished_rows_leave_the_batch(make_decoder, consumed):
     decoder = make_decoder(max_seq_len=8)
     shapes = consumed(decoder)
@@ -293,44 +274,6 @@ def test_samples_share_the_reading_of_their_prompt(make_decoder, consumed):
     shapes = consumed(decoder)
     generate(decoder, [[1, 2, 3]], GenerationConfig(n_samples=4, max_new_tokens=2))
     assert shapes == [(1, 3), (4, 1)]
-
-
-def test_a_conversation_reads_only_what_is_new(make_decoder, consumed):
-    decoder = make_decoder()
-    config = GenerationConfig(seed=1, max_new_tokens=4)
-    prefix = PrefixCache()
-    first = generate(decoder, [[1, 2, 3]], config, prefix=prefix)[0]
-    second_prompt = [1, 2, 3, *first.tokens, 9, 8]
-    expected = generate(copy.deepcopy(decoder), [second_prompt], config)[0]
-    shapes = consumed(decoder)
-    assert generate(decoder, [second_prompt], config, prefix=prefix)[0] == expected
-    # The last token of an answer was never consumed, so it is read with the next turn.
-    assert shapes[0] == (1, 3)
-    # Another conversation does not continue this one, even where it is longer.
-    shapes.clear()
-    another = [4] * 20
-    other = generate(decoder, [another], config, prefix=prefix)[0]
-    assert shapes[0] == (1, 20)
-    assert list(other.tokens) == naive(decoder, another, config, seed=1)
-
-
-@pytest.mark.parametrize("attention", [{}, {"window": 4}, {"position": {"kind": "alibi"}}])
-def test_a_conversation_is_read_again_from_where_it_changed(make_decoder, consumed, attention):
-    decoder = make_decoder(max_seq_len=40, **attention)
-    config = GenerationConfig(seed=1, max_new_tokens=4)
-    prefix = PrefixCache()
-    generate(decoder, [[1, 2, 3, 4, 5, 6, 7, 8]], config, prefix=prefix)
-    shapes = consumed(decoder)
-    for prompt, read, read_by_a_window in (
-        ([1, 2, 3, 4, 5, 9, 9], 2, 7),  # a window has moved on, and all is read again
-        ([1, 2, 3, 4], 1, 4),  # a shorter one: the last token's logits are wanted
-        ([9, 2, 3, 4], 4, 4),
-    ):
-        expected = naive(decoder, prompt, config, seed=1)
-        shapes.clear()
-        result = generate(decoder, [prompt], config, prefix=prefix)[0]
-        assert list(result.tokens) == expected
-        assert shapes[0] == (1, read_by_a_window if "window" in attention else read)
 
 
 def test_the_text_goes_on_from_its_prompt(make_decoder, letters):

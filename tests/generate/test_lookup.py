@@ -3,8 +3,9 @@
 import pytest
 
 from workhorse.generate import GenerationConfig
+from workhorse.generate.choose import Chooser
 from workhorse.generate.lookup import PromptLookup
-from workhorse.generate.row import Guess, Row
+from workhorse.generate.row import Guess, Request, Row
 
 
 @pytest.mark.parametrize(
@@ -21,12 +22,17 @@ from workhorse.generate.row import Guess, Row
 )
 def test_lookup(text, n, guess):
     def row(tokens):
-        request = GenerationConfig()
-        return Row(0, tokens, 99, request, tokenizer=None, seed=0)
+        request = Request(tuple(tokens), GenerationConfig(), seed=0)
+        return Row(0, request, 0, 99, tokenizer=None)
 
-    assert PromptLookup(1).propose([row(text)], [n], None) == [Guess(guess)]
-    growing = PromptLookup(2)  # read bit by bit, beside another text
-    for end in range(1, len(text)):
-        growing.propose([row([1]), row(text[:end])], [0, 1], None)
-    growing.select_rows([1])
-    assert growing.propose([row(text)], [n], None) == [Guess(guess)]
+    def guessed(lookup, rows, most):
+        return lookup.propose(rows, most, Chooser(GenerationConfig(), 9, 9))
+
+    assert guessed(PromptLookup(), [row(text)], [n]) == [Guess(guess)]
+    lookup = PromptLookup()  # read bit by bit, beside another text that leaves
+    growing, other = row(text[:1]), row([1])
+    for token in text[1:]:
+        guessed(lookup, [other, growing], [0, 1])
+        growing.tokens.append(token)
+    lookup.leave(other)
+    assert guessed(lookup, [growing], [n]) == [Guess(guess)]

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from workhorse.errors import WorkhorseError
-from workhorse.generate import GenerationConfig, PrefixCache, generate, stream
-from workhorse.generate import loop as loop_module
+from workhorse.generate import GenerationConfig, Scheduler, generate, stream
+from workhorse.generate import scheduler as scheduler_module
 from workhorse.generate.row import Guess
 
 # Repetitive enough to be looked up, and of different lengths.
@@ -86,10 +86,10 @@ class Oracle:
     texts: dict[tuple[int, ...], list[int]]
     errors: tuple[bool, ...]
 
-    def __init__(self, rows: int) -> None:
+    def __init__(self) -> None:
         self.calls = 0
 
-    def propose(self, rows, most, history):
+    def propose(self, rows, most, how):
         guesses = []
         for row, n in zip(rows, most, strict=True):
             text = next(t for p, t in self.texts.items() if t[: len(row.tokens)] == row.tokens)
@@ -101,10 +101,7 @@ class Oracle:
         self.calls += 1
         return guesses
 
-    def select_rows(self, index) -> None:
-        pass
-
-    def finish(self) -> None:
+    def leave(self, row) -> None:
         pass
 
 
@@ -116,7 +113,7 @@ def with_oracle(monkeypatch):
             for p, r in zip(prompts, plain, strict=True)
         }
         oracle = type("Knowing", (Oracle,), {"texts": texts, "errors": errors})
-        monkeypatch.setattr(loop_module, "PromptLookup", oracle)
+        monkeypatch.setattr(scheduler_module, "PromptLookup", oracle)
 
     return use
 
@@ -348,27 +345,23 @@ def test_nothing_is_told_of_guesses_where_none_were_asked_for(make_decoder):
     assert (result.proposed, result.accepted) == (None, None)
 
 
+def answer(scheduler, prompt, config):
+    """The new tokens of one request."""
+    scheduler.add(prompt, config)
+    tokens = []
+    while not scheduler.is_idle:
+        tokens += [delta.token for delta in scheduler.step()]
+    return tokens
+
+
 def test_a_conversation_s_draft_reads_only_what_is_new(make_decoder, consumed):
     decoder, draft = make_decoder(max_seq_len=64), make_decoder(max_seq_len=64, seed=1)
     config = GenerationConfig(temperature=0, max_new_tokens=8, speculate=3)
-    prefix = PrefixCache()
-    first = generate(decoder, [[1, 2, 3]], config, draft=draft, prefix=prefix)[0]
-    prompt = [1, 2, 3, *first.tokens, 9, 8, 7]
+    scheduler = Scheduler(decoder, draft=draft, max_rows=1, speculate=3, remembers=True)
+    first = answer(scheduler, [1, 2, 3], config)
+    prompt = [1, 2, 3, *first, 9, 8, 7]
     expected = generate(decoder, [prompt], config.replace(speculate=0))[0]
     shapes, of_draft = consumed(decoder), consumed(draft)
-    second = generate(decoder, [prompt], config, draft=draft, prefix=prefix)[0]
-    assert_same([second], [expected])
+    assert answer(scheduler, prompt, config) == list(expected.tokens)
     assert shapes[0][1] <= 4 + 1
     assert of_draft[0][1] <= 4 + 1 + 3
-
-
-def test_a_conversation_may_begin_to_guess(make_decoder):
-    """The cache of its first turn has no tokens to spare for a window that takes some back."""
-    decoder, draft = make_decoder(max_seq_len=64, window=4), make_decoder(max_seq_len=64, seed=1)
-    config = GenerationConfig(temperature=0, max_new_tokens=12)
-    prefix = PrefixCache()
-    first = generate(decoder, [[1, 2, 3]], config, prefix=prefix)[0]
-    prompt = [1, 2, 3, *first.tokens, 9, 8, 7]
-    second = generate(decoder, [prompt], config.replace(speculate=5), draft=draft, prefix=prefix)[0]
-    assert_same([second], generate(decoder, [prompt], config))
-    assert second.accepted < second.proposed

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from workhorse.generate import GenerationConfig, generate, samplers
+from workhorse.generate import choose as choose_module
 from workhorse.generate import draft as draft_module
-from workhorse.generate import loop as loop_module
 from workhorse.generate.row import Row
 from workhorse.generate.speculate import after_guess
 
@@ -140,7 +140,7 @@ def test_the_probability_of_every_text_is_the_target_s(make_decoder, monkeypatch
         return uniform
 
     monkeypatch.setattr(Row, "uniform", undecided)
-    for module in (loop_module, draft_module, samplers):
+    for module in (choose_module, draft_module, samplers):
         monkeypatch.setattr(module, "draw_from", paths.draw_from)
     found, accepted = Counter(), 0
     for result, probability in paths.all(

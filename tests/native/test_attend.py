@@ -8,108 +8,144 @@ from torch.nn.functional import scaled_dot_product_attention
 from tests.native.machine import DECODING, needs
 
 pytestmark = needs("decoding")
-SHAPES = [  # batch, heads, key heads, slots, width, width of values
-    (1, 12, 12, 192, 64, 64),
-    (1, 32, 4, 45, 64, 64),
-    (3, 6, 2, 37, 40, 24),
-    (2, 4, 1, 1, 7, 5),
-    (2, 2, 2, 300, 80, 80),
-    (4, 3, 3, 17, 128, 16),
+BLOCK = 16
+SHAPES = [  # batch, heads, key heads, queries, slots, width, width of values
+    (1, 12, 12, 1, 192, 64, 64),
+    (1, 32, 4, 1, 45, 64, 64),
+    (3, 6, 2, 4, 37, 40, 24),
+    (2, 4, 1, 1, 1, 7, 5),
+    (2, 2, 2, 3, 300, 80, 80),
+    (4, 3, 3, 1, 17, 128, 16),
 ]
 TOLERANCE = {torch.float32: 5e-6, torch.bfloat16: 2e-2}
+Arguments = dict[str, Tensor]
 
 
-def made(
-    shape: tuple[int, ...], dtype: torch.dtype, hidden: float
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """Queries, keys and values that are parts of a larger cache, and a mask."""
-    batch, heads, kv_heads, slots, width, value_width = shape
-    q = torch.randn(batch, 1, heads, width, dtype=dtype).transpose(1, 2)
-    k = torch.randn(batch, kv_heads, slots + 9, width, dtype=dtype)[:, :, :slots]
-    v = torch.randn(batch, kv_heads, slots + 9, value_width, dtype=dtype)[:, :, :slots]
-    mask = torch.rand(batch, 1, 1, slots) >= hidden
-    mask[..., torch.randint(slots, ())] = True
-    return q, k, v, mask
+def made(shape: tuple[int, ...], dtype: torch.dtype, hidden: bool) -> Arguments:
+    """Queries, and keys and values in blocks that lie in any order."""
+    batch, heads, kv_heads, seq, slots, width, value_width = shape
+    each = -(-slots // BLOCK)
+    blocks = batch * each + 2
+    last = torch.full((batch, seq), slots)
+    first = torch.zeros_like(last)
+    if hidden:
+        last -= torch.randint(slots, last.shape)
+        first = torch.minimum(torch.randint(slots, last.shape), last - 1)
+    return {
+        "q": torch.randn(batch, seq, heads, width, dtype=dtype).transpose(1, 2),
+        "k": torch.randn(kv_heads, blocks, BLOCK, width, dtype=dtype),
+        "v": torch.randn(kv_heads, blocks, BLOCK, value_width, dtype=dtype),
+        "table": torch.randperm(blocks)[: batch * each].view(batch, each),
+        "first": first,
+        "last": last,
+    }
+
+
+def expected(given: Arguments, scale: float) -> Tensor:
+    """In float64, with the blocks put side by side."""
+    k, v = (given[name][:, given["table"]].transpose(0, 1).flatten(2, 3) for name in ("k", "v"))
+    slots = torch.arange(k.shape[2])
+    seen = (slots >= given["first"][..., None]) & (slots < given["last"][..., None])
+    return scaled_dot_product_attention(
+        *(given["q"].double(), k.double(), v.double()),
+        attn_mask=seen[:, None],
+        scale=scale,
+        enable_gqa=True,
+    )
+
+
+def attend(given: Arguments, scale: float = 1.0) -> Tensor:
+    return DECODING.attend(**given, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-@pytest.mark.parametrize("hidden", [0.0, 0.3, 0.9])
+@pytest.mark.parametrize("hidden", [False, True])
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
-def test_it_is_attention(shape: tuple[int, ...], hidden: float, dtype: torch.dtype) -> None:
-    q, k, v, mask = made(shape, dtype, hidden)
-    some = None if hidden == 0 else mask
-    expected = scaled_dot_product_attention(
-        q.double(), k.double(), v.double(), attn_mask=some, scale=0.3, enable_gqa=True
-    )
-    found = DECODING.attend(q, k, v, some, 0.3)
+def test_it_is_attention(shape: tuple[int, ...], hidden: bool, dtype: torch.dtype) -> None:
+    given = made(shape, dtype, hidden)
+    found = attend(given, 0.3)
     assert found.dtype == dtype
-    torch.testing.assert_close(found.double(), expected, atol=TOLERANCE[dtype], rtol=0)
+    torch.testing.assert_close(found.double(), expected(given, 0.3), atol=TOLERANCE[dtype], rtol=0)
 
 
-def test_hidden_slots_are_not_even_read() -> None:
-    q, k, v, mask = made((2, 4, 2, 40, 16, 16), torch.float32, 0.0)
-    mask[:, :, :, 30:] = False
-    mask[1, :, :, :7] = False
-    expected = DECODING.attend(q, k, v, mask, 1.0)
-    k[:, :, 30:], v[1, :, :7] = torch.nan, torch.inf
-    v[:, :, 30:], k[1, :, :7] = torch.nan, torch.nan
-    assert torch.equal(DECODING.attend(q, k, v, mask, 1.0), expected)
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_a_query_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype) -> None:
+    """Other rows, other queries, other blocks, other threads."""
+    given = made((3, 8, 2, 4, 70, 64, 64), dtype, hidden=True)
+    together = attend(given)
+    k, v = given["k"], given["v"]
+    for row in range(3):
+        for place in range(4):
+            alone = dict(given, table=torch.arange(5)[None])
+            alone["k"], alone["v"] = (stored[:, given["table"][row]] for stored in (k, v))
+            alone["q"] = given["q"][row : row + 1, :, place : place + 1]
+            for bound in ("first", "last"):
+                alone[bound] = given[bound][row : row + 1, place : place + 1].contiguous()
+            assert torch.equal(attend(alone), together[row : row + 1, :, place : place + 1])
 
 
-def test_one_mask_may_serve_all_rows() -> None:
-    q, k, v, mask = made((3, 2, 2, 20, 16, 16), torch.float32, 0.5)
-    one = mask[:1]
-    assert torch.equal(
-        DECODING.attend(q, k, v, one, 1.0),
-        DECODING.attend(q, k, v, one.expand(3, 1, 1, 20).contiguous(), 1.0),
-    )
+def test_slots_that_are_not_seen_change_nothing() -> None:
+    given = made((2, 4, 2, 1, 40, 16, 16), torch.float32, hidden=False)
+    given["first"], given["last"] = torch.tensor([[3], [17]]), torch.tensor([[30], [40]])
+    before = attend(given)
+    k, v, table = given["k"], given["v"], given["table"]
+    for stored in (k, v):
+        stored[:, table[0, 0], :3] = torch.nan
+        stored[:, table[0, 1], 14:] = torch.inf
+        stored[:, table[0, 2]] = torch.nan
+        stored[:, table[1, 0]] = torch.nan
+        stored[:, table[1, 1], 0] = torch.inf
+    assert torch.equal(attend(given), before)
 
 
 def test_a_query_that_sees_nothing_gets_zeros() -> None:
-    q, k, v, mask = made((2, 2, 2, 20, 16, 16), torch.float32, 0.0)
-    mask[1] = False
-    found = DECODING.attend(q, k, v, mask, 1.0)
-    assert not found[1].any()
-    assert found[0].any()
+    given = made((2, 2, 2, 2, 20, 16, 16), torch.float32, hidden=False)
+    given["last"][1, 0] = 0
+    found = attend(given)
+    assert not found[1, :, 0].any()
+    assert found[1, :, 1].any()
+    assert found[0].all()
 
 
 @pytest.mark.parametrize("where", ["q", "k", "v"])
 def test_numbers_that_are_not_finite_show(where: str) -> None:
-    q, k, v, _ = made((1, 2, 2, 33, 32, 32), torch.float32, 0.0)
-    {"q": q, "k": k, "v": v}[where][0, 1, 0, 3] = torch.nan
-    found = DECODING.attend(q, k, v, None, 1.0)
+    given = made((1, 2, 2, 1, 33, 32, 32), torch.float32, hidden=False)
+    if where == "q":
+        given["q"][0, 1, 0, 3] = torch.nan
+    else:
+        given[where][1, given["table"][0, 1], 0, 3] = torch.nan
+    found = attend(given)
     assert found[0, 0].isfinite().all()
     assert found[0, 1].isnan().any()
 
 
 def test_large_scores_do_not_overflow() -> None:
-    q, k, v, _ = made((1, 1, 1, 50, 16, 16), torch.float32, 0.0)
-    expected = scaled_dot_product_attention(q.double() * 1e3, k.double(), v.double(), scale=1.0)
-    torch.testing.assert_close(
-        DECODING.attend(q * 1e3, k, v, None, 1.0).double(), expected, atol=1e-3, rtol=0
-    )
+    given = made((1, 1, 1, 1, 50, 16, 16), torch.float32, hidden=False)
+    given["q"] *= 1e3
+    torch.testing.assert_close(attend(given).double(), expected(given, 1.0), atol=1e-3, rtol=0)
 
 
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("two queries", {"q": torch.zeros(1, 2, 2, 8)}),
-        ("another width", {"k": torch.zeros(1, 2, 5, 16)}),
-        ("another type", {"v": torch.zeros(1, 2, 5, 8, dtype=torch.float64)}),
+        ("another width", {"k": torch.zeros(2, 5, BLOCK, 16)}),
+        ("another type", {"v": torch.zeros(2, 5, BLOCK, 8, dtype=torch.float64)}),
         ("heads that do not divide", {"q": torch.zeros(1, 3, 1, 8)}),
-        ("no slots", {"k": torch.zeros(1, 2, 0, 8), "v": torch.zeros(1, 2, 0, 8)}),
-        ("a mask of numbers", {"mask": torch.zeros(1, 1, 1, 5)}),
-        ("a short mask", {"mask": torch.ones(1, 1, 1, 4, dtype=torch.bool)}),
+        ("a block of 15", {"k": torch.zeros(2, 5, 15, 8), "v": torch.zeros(2, 5, 15, 8)}),
+        ("a table of other rows", {"table": torch.zeros(2, 3, dtype=torch.int64)}),
+        ("a table of small numbers", {"table": torch.zeros(1, 3, dtype=torch.int32)}),
+        ("bounds of other queries", {"last": torch.zeros(1, 2, dtype=torch.int64)}),
     ],
 )
-def test_what_does_not_fit_is_refused(name: str, change: dict[str, Tensor]) -> None:
+def test_what_does_not_fit_is_refused(name: str, change: Arguments) -> None:
     del name
-    given: dict[str, Tensor | None] = {
+    given = {
         "q": torch.zeros(1, 2, 1, 8),
-        "k": torch.zeros(1, 2, 5, 8),
-        "v": torch.zeros(1, 2, 5, 8),
-        "mask": None,
+        "k": torch.zeros(2, 5, BLOCK, 8),
+        "v": torch.zeros(2, 5, BLOCK, 8),
+        "table": torch.zeros(1, 3, dtype=torch.int64),
+        "first": torch.zeros(1, 1, dtype=torch.int64),
+        "last": torch.ones(1, 1, dtype=torch.int64),
     }
-    given.update(change)
     with pytest.raises(RuntimeError, match="workhorse: "):
-        DECODING.attend(**given, scale=1.0)  # pyright: ignore[reportArgumentType]
+        attend({**given, **change})

@@ -5,8 +5,10 @@ import torch
 from torch import Tensor
 
 from tests.nn.grid import CAUSAL, COVERING, error, fixed_length, make, name, random_tokens
-from workhorse.nn import Cache, Decoder, DecoderConfig
+from tests.nn.paged import paged
+from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.cache.fixed import FixedCache, layout_of, tensors_of
+from workhorse.nn.cache.paged_view import PagedView
 
 TOLERANCE = 1e-5
 every_config_of_fixed_angles = pytest.mark.parametrize(
@@ -16,11 +18,19 @@ every_config_of_fixed_angles = pytest.mark.parametrize(
 )
 
 
-def fixed_step(decoder: Decoder, tokens: Tensor, cache: Cache) -> Tensor:
+@pytest.fixture(autouse=True)
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of three tokens, so that a short text has several."""
+    for module in ("blocks", "fixed", "paged", "paged_view"):
+        monkeypatch.setattr(f"workhorse.nn.cache.{module}.BLOCK", 3)
+
+
+def fixed_step(decoder: Decoder, tokens: Tensor, view: PagedView) -> Tensor:
     """Logits after some more tokens of each row, (batch, seq)."""
-    seq = tokens.shape[1]
-    logits = decoder(tokens, cache=FixedCache(layout_of(cache), tensors_of(cache, seq)))
-    cache.advance(seq)
+    rows, seq = tokens.shape
+    view.reserve([seq] * rows)
+    logits = decoder(tokens, cache=FixedCache(layout_of(view), tensors_of(view)))
+    view.advance(seq)
     return logits
 
 
@@ -35,7 +45,7 @@ def test_fixed_and_plain_steps_may_alternate_in_a_ragged_batch(
     prompt = torch.stack((tokens[0, :4], tokens[1, :2].new_zeros(4)))
     prompt[1, 2:] = tokens[1, :2]
     positions = torch.tensor([[0, 1, 2, 3], [-1, -1, 0, 1]])
-    cache = decoder.new_cache(2, 16, slack)
+    cache = paged(decoder, 2, 16, slack)
     decoder(prompt, positions=positions, cache=cache)
     for step in range(10):
         following = torch.stack((tokens[0, 4 + step], tokens[1, 2 + step]))[:, None]
@@ -57,7 +67,7 @@ def test_guesses_are_checked_and_taken_back(config: DecoderConfig) -> None:
     tokens = random_tokens(config, 2, 16)
     wrong = (tokens + 1) % config.vocab_size
     slack = 3
-    cache = decoder.new_cache(2, 16, slack)
+    cache = paged(decoder, 2, 16, slack)
     decoder(tokens[:, :3], cache=cache)
     for start in (3, 6, 9, 12):  # after three that are right comes one that is not
         guess = torch.cat((tokens[:, start : start + 3], wrong[:, start + 3 : start + 4]), dim=1)
@@ -65,19 +75,3 @@ def test_guesses_are_checked_and_taken_back(config: DecoderConfig) -> None:
         whole = decoder(torch.cat((tokens[:, :start], guess), dim=1))
         assert error(logits, whole[:, start:]) <= TOLERANCE, start
         cache.truncate([start + 3] * 2)
-
-
-@torch.no_grad()
-def test_more_slots_are_shown_as_the_text_grows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("workhorse.nn.cache.fixed.SLOTS_AT_ONCE", 4)
-    config = CAUSAL[0]
-    decoder = make(config)
-    tokens = random_tokens(config, 1, 11)
-    cache = decoder.new_cache(1, 11)
-    decoder(tokens[:, :3], cache=cache)
-    shown = []
-    for step in range(3, 11):
-        shown.append(max(len(some) for some in tensors_of(cache, 1).shown))
-        logits = fixed_step(decoder, tokens[:, step : step + 1], cache)[:, -1]
-        assert error(logits, decoder(tokens[:, : step + 1])[:, -1]) <= TOLERANCE
-    assert shown == [4, 8, 8, 8, 8, 11, 11, 11]

@@ -7,6 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.nn.paged import paged
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import Decoder, DecoderConfig
@@ -91,7 +92,7 @@ def texts(decoder: Decoder, rows: int, new: int, guesses: int = 0) -> list[tuple
 @torch.no_grad()
 def logits_along(decoder: Decoder, tokens: Tensor) -> list[Tensor]:
     """After a prompt of three tokens and after every further one."""
-    cache = decoder.new_cache(1, tokens.shape[1] + 1)
+    cache = paged(decoder, 1, tokens.shape[1] + 1)
     logits = [decoder.next_logits(tokens[:, :3], cache=cache)]
     for step in range(3, tokens.shape[1]):
         logits.append(decoder.next_logits(tokens[:, step : step + 1], cache=cache))
@@ -194,9 +195,9 @@ def test_a_folder_that_cannot_be_written_costs_only_the_keeping(
 def test_too_many_tokens_are_refused_as_without_compilation(folder: Path) -> None:
     decoder = compile_steps(make(), folder)
     with torch.no_grad():
-        cache = decoder.new_cache(1, 4)
+        cache = paged(decoder, 1, 4)
         decoder.next_logits(torch.tensor([[1, 2, 3, 4]]), cache=cache)
-        with pytest.raises(WorkhorseError, match="do not fit a cache of 4"):
+        with pytest.raises(WorkhorseError, match="do not fit a text of 4"):
             decoder.next_logits(torch.tensor([[5]]), cache=cache)
 
 

@@ -7,6 +7,7 @@ import torch
 
 from tests.native.machine import DECODING, needs
 from tests.nn.grid import CAUSAL, COVERING, error, fixed_length, make, name, random_tokens
+from tests.nn.paged import paged
 from workhorse.native import Decoding
 from workhorse.nn import DecoderConfig
 from workhorse.transforms.native_attention import DecodingSdpa, attend_natively
@@ -18,14 +19,13 @@ configs = [config for config in CAUSAL if fixed_length(config) is None]
 @pytest.mark.parametrize("config", configs, ids=lambda config: name(COVERING.index(config)))
 @torch.no_grad()
 def test_a_ragged_batch_decodes_to_the_same_logits(
-    config: DecoderConfig, monkeypatch: pytest.MonkeyPatch
+    config: DecoderConfig,
 ) -> None:
-    monkeypatch.setattr(torch, "get_num_threads", lambda: 1)  # one head of keys is enough
     plain, quick = make(config), make(config)
     attend_natively(quick, DECODING)
     tokens = random_tokens(config, 2, 12)
     positions = torch.tensor([[0, 1, 2, 3], [-1, -1, 0, 1]])
-    caches = plain.new_cache(2, 12), quick.new_cache(2, 12)
+    caches = paged(plain, 2, 12), paged(quick, 2, 12)
     for decoder, cache in zip((plain, quick), caches, strict=True):
         decoder(tokens[:, :4], positions=positions, cache=cache)
     for step in range(4, 12):
@@ -38,9 +38,9 @@ def test_the_operator_is_used_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -
     used: list[torch.Size] = []
     attend = Decoding.attend
 
-    def watched(operators: Decoding, q: torch.Tensor, *rest: Any) -> torch.Tensor:
+    def watched(operators: Decoding, q: torch.Tensor, *rest: Any, **seen: Any) -> torch.Tensor:
         used.append(q.shape)
-        return attend(operators, q, *rest)
+        return attend(operators, q, *rest, **seen)
 
     monkeypatch.setattr(Decoding, "attend", watched)
     config = next(
@@ -51,7 +51,7 @@ def test_the_operator_is_used_where_it_can_be(monkeypatch: pytest.MonkeyPatch) -
     decoder = _quick(config)
     tokens = random_tokens(config, 2, 5)
     with torch.no_grad():
-        cache = decoder.new_cache(2, 5)
+        cache = paged(decoder, 2, 5)
         decoder(tokens[:, :4], cache=cache)
         assert not used
         decoder.next_logits(tokens[:, 4:], cache=cache)

@@ -9,7 +9,7 @@ from torch import Tensor
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate.evaluation import TOKENS_AT_ONCE
 from workhorse.evaluate.windows import padded_positions
-from workhorse.generate.engine import evaluation_mode
+from workhorse.generate.scheduler import evaluation_mode
 from workhorse.nn import Decoder
 
 LOGITS_AT_ONCE = 2**26

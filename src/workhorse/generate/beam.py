@@ -15,9 +15,9 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from workhorse.errors import WorkhorseError
-from workhorse.generate.batch import RowBatch
+from workhorse.generate.choose import check_finite
 from workhorse.generate.config import GenerationConfig
+from workhorse.generate.reader import Reader, wait
 from workhorse.generate.requests import TextOfTokens, check_prompts, stop_tokens, usable_vocab
 from workhorse.generate.result import Completion
 from workhorse.generate.samplers import all_finite, below, logit_bias
@@ -56,23 +56,30 @@ def beam_search(
     limits = [min(config.max_new_tokens, decoder.max_seq_len + 1 - len(p)) for p in fitting]
     searches = [_Search(config, stops, limit) for limit in limits]
     running = list(searches)
+    new = config.max_new_tokens - 1
+    rows, longest = len(fitting) * config.beams, max(map(len, fitting))
+    reader = Reader(decoder, tokens=rows * min(longest + new, decoder.max_seq_len), texts=rows)
     started = time.perf_counter()
-    batch = RowBatch(decoder, fitting, config.max_new_tokens - 1)
-    prompt_seconds = batch.wait() - started
-    batch.select_rows([row for row in range(len(fitting)) for _ in range(config.beams)])
+    readings = [reader.open(prompt, new) for prompt in fitting]
+    logits = reader.read(readings, fitting)
+    wait(logits)
+    prompt_seconds = time.perf_counter() - started
+    each = [row for row in range(len(fitting)) for _ in range(config.beams)]
+    readings, logits = reader.select(readings, each), logits[each]
     vocab = usable_vocab(decoder, tokenizer)
     while True:
-        _advance(running, _log_probabilities(batch.logits, vocab, config), stops)
-        parents, tokens = [], []
+        _advance(running, _log_probabilities(logits[:, 0], vocab, config), stops)
+        parents: list[int] = []
+        tokens: list[list[int]] = []
         for row, search in enumerate(running):
             if not search.done:
                 parents += [row * config.beams + parent for parent in search.parents]
-                tokens += [hypothesis.tokens[-1] for hypothesis in search.beams]
+                tokens += [[hypothesis.tokens[-1]] for hypothesis in search.beams]
         running = [search for search in running if not search.done]
         if not running:
             break
-        batch.select_rows(parents)
-        batch.step(tokens)
+        readings = reader.select(readings, parents)
+        logits = reader.read(readings, tokens)
     found = [
         [_completion(hypothesis, config, tokenizer, prompt) for hypothesis in search.finished]
         for search, prompt in zip(searches, prompts, strict=True)
@@ -141,8 +148,7 @@ class _Search:
 @torch.no_grad()
 def _log_probabilities(logits: Tensor, vocab: int, config: GenerationConfig) -> Tensor:
     """Of the next token in float64, so that long sums stay exact."""
-    if not all_finite(logits):
-        raise WorkhorseError("the model's logits are not finite numbers; its weights are damaged")
+    check_finite(all_finite(logits))
     logits = below(logits.double(), vocab)
     if config.logit_bias:
         logits = logit_bias(logits, config.logit_bias)

@@ -5,10 +5,9 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from workhorse.errors import WorkhorseError, shown
-from workhorse.generate.batch import PrefixCache
 from workhorse.generate.config import GenerationConfig
-from workhorse.generate.engine import stream
 from workhorse.generate.result import Delta
+from workhorse.generate.scheduler import Scheduler
 from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate, Tokenizer
 
@@ -107,7 +106,6 @@ class Conversation:
         if not isinstance(system, str):
             raise WorkhorseError(f"system={shown(system)} is no text; leave it out for none")
         self._decoder = decoder
-        self._draft = draft
         self._tokenizer = tokenizer
         self._format = format
         stop_tokens = dict.fromkeys((*format.stop_tokens, *(config.stop_tokens or ())))
@@ -117,7 +115,14 @@ class Conversation:
         self._system: list[Message] = [{"role": "system", "content": system}] if system else []
         self.messages = list(self._system)
         self.forgotten = 0
-        self._prefix = PrefixCache()
+        self._scheduler = Scheduler(
+            decoder,
+            tokenizer=tokenizer,
+            draft=draft,
+            max_rows=1,
+            speculate=config.speculate,
+            remembers=True,
+        )
 
     def reply(self, text: str) -> Iterator[Delta]:
         """Say something; yields the reply as it is generated, and then remembers both.
@@ -129,23 +134,20 @@ class Conversation:
         if not isinstance(text, str):
             raise WorkhorseError(f"a message is a text, not {shown(text)}")
         asked: Message = {"role": "user", "content": text}
-        deltas = stream(
-            self._decoder,
-            [self._prompt([*self.messages, asked])],
-            self._config,
-            tokenizer=self._tokenizer,
-            draft=self._draft,
-            prefix=self._prefix,
-        )
+        prompt = self._prompt([*self.messages, asked])
+        (result,) = self._scheduler.add(prompt, self._config)
         answer = ""
         try:
-            for delta in deltas:
-                answer += delta.text
-                yield delta
+            while not self._scheduler.is_idle:
+                for delta in self._scheduler.step():
+                    answer += delta.text
+                    yield delta
         except (KeyboardInterrupt, GeneratorExit):
             if answer:
                 self._remember(asked, answer)
             raise
+        finally:
+            self._scheduler.cancel(result)
         self._remember(asked, answer)
 
     def _remember(self, asked: Message, answer: str) -> None:

@@ -2,15 +2,14 @@
 
 import secrets
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
 
 from workhorse.errors import WorkhorseError
-from workhorse.generate.batch import PrefixCache
 from workhorse.generate.beam import beam_search
 from workhorse.generate.config import GenerationConfig
-from workhorse.generate.loop import decode
 from workhorse.generate.requests import TextOfTokens, check_batch_size, check_draft, check_prompts
 from workhorse.generate.result import Completion, Delta
+from workhorse.generate.scheduler import Scheduler, evaluation_mode
+from workhorse.generate.speculate import slack_of
 from workhorse.nn import Decoder
 
 
@@ -22,7 +21,6 @@ def generate(
     tokenizer: TextOfTokens | None = None,
     draft: Decoder | None = None,
     batch_size: int = 32,
-    prefix: PrefixCache | None = None,
 ) -> list[Completion]:
     """Continue each prompt.
 
@@ -35,7 +33,6 @@ def generate(
         draft: a smaller decoder of the same vocabulary, which guesses `config.speculate` tokens at
             a time; without one they are looked up in the text.
         batch_size: rows decoded together at most; it changes speed and memory, not the text.
-        prefix: the cache of one conversation, for a single row.
 
     Returns:
         The completions in the order of the prompts, the samples of a prompt side by side.
@@ -57,17 +54,14 @@ def generate(
         return found
     seed = _seed(config)
     results: list[list[Delta]] = [[] for _ in range(len(prompts) * config.n_samples)]
-    deltas = _deltas(
+    for delta in _deltas(
         decoder,
         check_prompts(decoder, prompts, config, tokenizer),
-        config,
+        config.replace(seed=seed) if config.samples else config,
         tokenizer=tokenizer,
         draft=draft,
         batch_size=batch_size,
-        prefix=prefix,
-        seed=seed,
-    )
-    for delta in deltas:
+    ):
         results[delta.index].append(delta)
     return [
         _completion(
@@ -89,11 +83,10 @@ def stream(
     tokenizer: TextOfTokens | None = None,
     draft: Decoder | None = None,
     batch_size: int = 32,
-    prefix: PrefixCache | None = None,
 ) -> Iterator[Delta]:
     """`generate`, token by token: the texts of a result's deltas join to its text.
 
-    The decoder is in evaluation mode until the iterator is exhausted or closed.
+    The decoder is in evaluation mode while a token is made, and as it was in between.
 
     Raises:
         WorkhorseError: as `generate`, when called; or for beam search, which has no next token.
@@ -109,12 +102,10 @@ def stream(
     return _deltas(
         decoder,
         checked,
-        config,
+        config.replace(seed=_seed(config)) if config.samples else config,
         tokenizer=tokenizer,
         draft=draft,
         batch_size=batch_size,
-        prefix=prefix,
-        seed=_seed(config),
     )
 
 
@@ -126,24 +117,26 @@ def _deltas(
     tokenizer: TextOfTokens | None,
     draft: Decoder | None,
     batch_size: int,
-    prefix: PrefixCache | None,
-    seed: int,
 ) -> Iterator[Delta]:
-    assert prefix is None or len(prompts) * config.n_samples == 1, "one conversation, one row"
-    first = 0
-    with evaluation_mode(decoder), evaluation_mode(draft) if draft else nullcontext():
-        for some in _slices(prompts, batch_size // config.n_samples):
-            yield from decode(
-                decoder,
-                some,
-                config,
-                tokenizer,
-                draft=draft,
-                seed=seed,
-                first=first,
-                prefix=prefix,
-            )
-            first += len(some) * config.n_samples
+    """Of all prompts, each sample numbered as in `Delta.index`."""
+    rows = max(batch_size // config.n_samples, 1) * config.n_samples
+    rows = min(rows, max(len(prompts), 1) * config.n_samples)
+    guesses = slack_of(config)
+    new, context = config.max_new_tokens - 1, decoder.max_seq_len
+    needs = sorted(max(min(len(p) + new, context) + guesses, len(p)) for p in prompts)
+    needs = [need for need in needs for _ in range(config.n_samples)]
+    scheduler = Scheduler(
+        decoder,
+        tokenizer=tokenizer,
+        draft=draft,
+        max_rows=rows,
+        max_tokens=sum(needs[-rows:]),
+        speculate=config.speculate,
+    )
+    for prompt in prompts:
+        scheduler.add(prompt, config)
+    while not scheduler.is_idle:
+        yield from scheduler.step()
 
 
 def _completion(
@@ -179,14 +172,3 @@ def _slices(prompts: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[Se
 def _seed(config: GenerationConfig) -> int:
     """The seed asked for, or one from the system's entropy that can be told and used again."""
     return secrets.randbits(32) if config.seed is None else config.seed
-
-
-@contextmanager
-def evaluation_mode(decoder: Decoder) -> Iterator[None]:
-    """Dropout off, and back to how it was."""
-    training = decoder.training
-    decoder.eval()
-    try:
-        yield
-    finally:
-        decoder.train(training)

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from workhorse.generate.row import Guess, Row
-from workhorse.generate.samplers import History
+from workhorse.generate.speculate import How
 
 LONGEST_MATCH, SHORTEST_MATCH = 3, 2  # a single token recurs too often to tell what follows
 
@@ -14,23 +14,18 @@ class PromptLookup:
     Source: Saxena, "Prompt Lookup Decoding" (2023), which takes the first occurrence.
     """
 
-    def __init__(self, rows: int) -> None:
-        self._indices = [_Index() for _ in range(rows)]
+    def __init__(self) -> None:
+        self._indices: dict[Row, _Index] = {}
 
-    def propose(
-        self, rows: Sequence[Row], most: Sequence[int], history: History | None
-    ) -> list[Guess]:
-        del history
+    def propose(self, rows: Sequence[Row], most: Sequence[int], how: How) -> list[Guess]:
+        del how
         return [
-            Guess(index.continuation(row.tokens, n))
-            for index, row, n in zip(self._indices, rows, most, strict=True)
+            Guess(self._indices.setdefault(row, _Index()).continuation(row.tokens, n))
+            for row, n in zip(rows, most, strict=True)
         ]
 
-    def select_rows(self, index: Sequence[int]) -> None:
-        self._indices = [self._indices[row] for row in index]
-
-    def finish(self) -> None:
-        """Nothing is kept."""
+    def leave(self, row: Row) -> None:
+        self._indices.pop(row, None)
 
 
 class _Index:

@@ -1,15 +1,22 @@
 """One result in the making: its tokens, its text, its random numbers, and what was guessed."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from workhorse.generate.config import GenerationConfig
+from workhorse.generate.reader import Reading
 from workhorse.generate.requests import TextOfTokens, stop_tokens
 from workhorse.generate.result import Delta, FinishReason, TokenLogprob
 from workhorse.generate.text import TextStream
+
+LogitProcessor = Callable[[Tensor, Sequence[int]], Tensor]
+"""`(logits float32 (vocab,), tokens of the prompt and the new text) -> logits (vocab,)`, before
+penalties and filters. -inf forbids a token."""
+StopCondition = Callable[[Sequence[int], str], bool]
+"""`(new tokens, new text) -> whether the text ends here`."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,51 +29,87 @@ class Guess:
     nothing was drawn."""
 
 
+_HOW = {
+    *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
+    *("frequency_penalty", "logit_bias", "logprobs"),
+}
+
+
+def alike(config: GenerationConfig) -> str:
+    """The same for requests whose tokens are chosen in the same way."""
+    return config.model_dump_json(include=_HOW)
+
+
+@dataclass(frozen=True)
+class Request:
+    """What is asked for: how one prompt goes on."""
+
+    prompt: tuple[int, ...]
+    """Within the context, see `requests.check_prompts`."""
+    config: GenerationConfig
+    seed: int
+    """Sample j starts its generator from `seed + j`."""
+    processors: tuple[LogitProcessor, ...] = ()
+    stop_conditions: tuple[StopCondition, ...] = ()
+
+
 class Row:
     """One result in the making.
 
     Args:
-        index: its number.
-        prompt: what it continues.
+        index: its number among all results.
+        request: what it answers.
+        sample: its number among the samples of the request.
         context: of the decoder, in tokens.
-        config: how tokens are chosen and where it ends.
         tokenizer: gives the text and the eos.
-        seed: sample j of a prompt starts its generator from `seed + j`.
 
     Attributes:
+        how: the same for rows whose tokens are chosen alike.
         tokens: the prompt and all new tokens.
         left: how many more it may take.
         finish_reason: why it ended; None while it goes on.
         guess: what was guessed for this pass.
         agreed: how many of the guessed tokens were chosen so far.
         is_ahead: whether the token chosen last was guessed, so that this pass knows what follows.
+        reading: what the decoder has read of it, from the first token on.
     """
+
+    reading: Reading
 
     def __init__(
         self,
         index: int,
-        prompt: Sequence[int],
+        request: Request,
+        sample: int,
         context: int,
-        config: GenerationConfig,
         *,
         tokenizer: TextOfTokens | None,
-        seed: int,
     ) -> None:
-        self.tokens = list(prompt)
+        self.index = index
+        self.request = request
+        self.config = config = request.config
+        self.how = alike(config)
+        self.tokens = list(request.prompt)
         self.finish_reason: FinishReason | None = None
-        self._index = index
         self.left = config.max_new_tokens
         if config.truncate == "refuse":
             # The last token of a text is predicted but not consumed, so it may lie one beyond.
-            self.left = min(self.left, context + 1 - len(prompt))
+            self.left = min(self.left, context + 1 - len(request.prompt))
         self._stop_tokens = stop_tokens(config, tokenizer)
-        self._text = None
+        self._stream = None
         if tokenizer is not None:
-            self._text = TextStream(tokenizer.stream(skip_special=True, after=prompt), config.stop)
+            stream = tokenizer.stream(skip_special=True, after=request.prompt)
+            self._stream = TextStream(stream, config.stop)
+        self._text = ""
         self._generator = torch.Generator()
         if config.samples:
-            self._generator.manual_seed(seed + index % config.n_samples)
+            self._generator.manual_seed(request.seed + sample)
         self.expect(Guess())
+
+    @property
+    def new_tokens(self) -> list[int]:
+        """Those after the prompt."""
+        return self.tokens[len(self.request.prompt) :]
 
     def expect(self, guess: Guess) -> None:
         """Begin a pass over the last token and these."""
@@ -93,17 +136,19 @@ class Row:
         text = ""
         if token in self._stop_tokens:
             self.finish_reason = "eos"
-        elif self._text is not None:
-            text = self._text.push(token)
-            if self._text.stopped:
+        elif self._stream is not None:
+            text = self._stream.push(token)
+            if self._stream.stopped:
                 self.finish_reason = "stop"
+        if self.finish_reason is None and self._is_to_stop(text):
+            self.finish_reason = "stop"
         if self.finish_reason is None and self.left == 0:
             self.finish_reason = "length"
-        if self.finish_reason is not None and self._text is not None:
-            text += self._text.finish()
+        if self.finish_reason is not None and self._stream is not None:
+            text += self._stream.finish()
         self.is_ahead = guessed and self.finish_reason is None
         return Delta(
-            self._index,
+            self.index,
             token,
             text,
             logprob,
@@ -111,3 +156,10 @@ class Row:
             proposed=len(self.guess.tokens) if begins else 0,
             accepted=guessed,
         )
+
+    def _is_to_stop(self, text: str) -> bool:
+        conditions = self.request.stop_conditions
+        if not conditions:
+            return False
+        self._text += text
+        return any(stops(self.new_tokens, self._text) for stops in conditions)

@@ -20,24 +20,29 @@ from torch import Tensor
 
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.row import Guess, Row
-from workhorse.generate.samplers import History
+from workhorse.generate.samplers import History, Shaper
+
+
+class How(Protocol):
+    """How the tokens of some rows are chosen."""
+
+    config: GenerationConfig
+    shape: Shaper
+
+    def history(self, rows: Sequence[Row], device: torch.device) -> History | None:
+        """What the penalties look at."""
+        ...
 
 
 class Proposer(Protocol):
     """Guesses how rows go on."""
 
-    def propose(
-        self, rows: Sequence[Row], most: Sequence[int], history: History | None
-    ) -> list[Guess]:
+    def propose(self, rows: Sequence[Row], most: Sequence[int], how: How) -> list[Guess]:
         """Guesses for the next pass, at most `most[r]` tokens for row r."""
         ...
 
-    def select_rows(self, index: Sequence[int]) -> None:
-        """Keep these rows: row r becomes what row `index[r]` was."""
-        ...
-
-    def finish(self) -> None:
-        """Every row has ended."""
+    def leave(self, row: Row) -> None:
+        """Nothing more is to be guessed for a row."""
         ...
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import cast
 
 import torch
-from jaxtyping import Bool, Float, Int16, Int32, Int64, UInt8
+from jaxtyping import Float, Int16, Int32, Int64, UInt8
 from torch import Tensor
 
 from workhorse.native import build
@@ -85,23 +85,28 @@ class Decoding:
 
     def attend(
         self,
-        q: Float[Tensor, "batch heads 1 width"],
-        k: Float[Tensor, "batch kv_heads slots width"],
-        v: Float[Tensor, "batch kv_heads slots value_width"],
-        mask: Bool[Tensor, "#batch 1 1 slots"] | None,
+        q: Float[Tensor, "batch heads seq width"],
+        k: Float[Tensor, "kv_heads blocks block width"],
+        v: Float[Tensor, "kv_heads blocks block value_width"],
+        *,
+        table: Int64[Tensor, "batch blocks_of_a_row"],
+        first: Int64[Tensor, "batch seq"],
+        last: Int64[Tensor, "batch seq"],
         scale: float,
-    ) -> Float[Tensor, "batch heads 1 value_width"]:
-        """`softmax(q kᵀ · scale) v` for one query a head, reading keys and values once.
+    ) -> Float[Tensor, "batch heads seq value_width"]:
+        """`softmax(q kᵀ · scale) v` over keys and values in blocks, each read once where they lie.
 
         Args:
-            q: bfloat16 or float32, on the CPU.
-            k: of the same type; the last axis lies side by side, the others anyhow. Query heads
-                share its heads in equal groups.
+            q: bfloat16 or float32, on the CPU, a few queries of each row.
+            k: of the same type; the last axis lies side by side, the others anyhow, and a block has
+                a multiple of 16 slots. Query heads share its heads in equal groups.
             v: likewise.
-            mask: True where a slot is seen; a query that sees none gets zeros.
+            table: the blocks of each row, in order; those must be there up to the last slot seen.
+            first: the first slot of a row that a query sees, counted over the row's blocks.
+            last: the slot after the last. A query that sees none gets zeros.
             scale: multiplies the scores.
         """
-        return torch.ops.workhorse.attend.default(q, k, v, mask, scale)
+        return torch.ops.workhorse.attend.default(q, k, v, table, first, last, scale)
 
     def argmax(self, logits: Float[Tensor, "batch vocab"]) -> Int64[Tensor, " batch"]:
         """Where each row's largest number is, the first of equals; -1 where one is not finite.
@@ -148,7 +153,7 @@ def _linear_each_shapes(
     return [_linear_shape(x, *both) for both in zip(weights, biases, strict=True)]
 
 
-def _attend_shape(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, scale: float) -> Tensor:
+def _attend_shape(q: Tensor, k: Tensor, v: Tensor, *others: object) -> Tensor:
     return q.new_empty((*q.shape[:-1], v.shape[-1]))
 
 

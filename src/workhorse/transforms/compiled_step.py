@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -23,9 +23,11 @@ from workhorse.devices import cache_folder, name_of
 from workhorse.errors import WorkhorseError
 from workhorse.instructions import used
 from workhorse.native.build import sources_digest
-from workhorse.nn import Cache, Decoder
+from workhorse.nn import Decoder
 from workhorse.nn.attention.self_attention import Rotation
 from workhorse.nn.cache.fixed import CacheTensors, FixedCache, Layout, layout_of, tensors_of
+from workhorse.nn.cache.paged_view import PagedView
+from workhorse.nn.cache.view import CacheView
 from workhorse.nn.experts.mixture import MixtureOfExperts
 from workhorse.transforms.program_folder import ProgramFolder
 from workhorse.transforms.record import check, record, transforms_of
@@ -91,9 +93,9 @@ class CompiledDecoder(Decoder):
         return vars(self) | {"programs": {}}
 
     def next_logits(
-        self, tokens: Tensor, *, positions: Tensor | None = None, cache: Cache | None = None
+        self, tokens: Tensor, *, positions: Tensor | None = None, cache: CacheView | None = None
     ) -> Tensor:
-        if tokens.shape[1] == 1 and cache is not None and positions is None and _is_step(cache, 1):
+        if tokens.shape[1] == 1 and positions is None and _is_step(cache, 1):
             return self._run(tokens, cache)[:, 0]
         return super().next_logits(tokens, positions=positions, cache=cache)
 
@@ -103,23 +105,23 @@ class CompiledDecoder(Decoder):
         *,
         positions: Tensor | None = None,
         documents: Tensor | None = None,
-        cache: Cache | None = None,
+        cache: CacheView | None = None,
     ) -> Tensor:
         counted = positions is None and documents is None
-        if counted and cache is not None and _is_step(cache, tokens.shape[1]):
+        if counted and _is_step(cache, tokens.shape[1]):
             return self._run(tokens, cache)
         return super().forward(tokens, positions=positions, documents=documents, cache=cache)
 
-    def _run(self, tokens: Tensor, cache: Cache) -> Tensor:
+    def _run(self, tokens: Tensor, view: PagedView) -> Tensor:
         rows, seq = tokens.shape
-        cache.check_room(seq)
-        kind = Kind(layout_of(cache), batched=rows > 1, guessed=seq > 1)
-        tensors = tensors_of(cache, seq)
+        view.reserve([seq] * rows)
+        kind = Kind(layout_of(view), batched=rows > 1, guessed=seq > 1)
+        tensors = tensors_of(view)
         tokens = tokens.clone(memory_format=torch.contiguous_format)  # strides are checked
         program = self.programs.get(kind) or self._program(kind, tokens, tensors)
         logits = program(tokens, tensors)
         self.programs[kind] = program
-        cache.advance(seq)
+        view.advance(seq)
         return logits
 
     def _program(self, kind: Kind, tokens: Tensor, tensors: CacheTensors) -> Program:
@@ -152,8 +154,10 @@ class CompiledDecoder(Decoder):
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
-def _is_step(cache: Cache, seq: int) -> bool:
-    return cache.length > 0 and seq <= cache.slack + 1 and not torch.is_grad_enabled()
+def _is_step(cache: CacheView | None, seq: int) -> TypeGuard[PagedView]:
+    if not isinstance(cache, PagedView) or torch.is_grad_enabled():
+        return False
+    return seq <= cache.slack + 1 and all(text.length for text in cache.texts)
 
 
 def compile_step(decoder: Decoder, kind: Kind, tokens: Tensor, tensors: CacheTensors) -> Program:
@@ -173,9 +177,8 @@ def compile_step(decoder: Decoder, kind: Kind, tokens: Tensor, tensors: CacheTen
     varying = (
         (tokens, [*batch, 1] if kind.guessed else batch),
         (tensors.lengths, batch),
-        *((held, [*batch, 1]) for held in tensors.held),
-        *((shown, [0]) for shown in tensors.shown),
-        *((stored, [*batch, 2]) for stored in (*tensors.keys, *tensors.values)),
+        *((table, [*batch, 1]) for table in tensors.tables),
+        *((stored, [1]) for stored in (*tensors.keys, *tensors.values)),
     )
     return compile_program(step, (tokens, tensors), varying)
 

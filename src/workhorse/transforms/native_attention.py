@@ -1,51 +1,82 @@
-"""Attention of one query a head by our own operator, which reads the cache at memory speed."""
+"""Attention of a few queries a head by our own operator, which reads a cache where it lies."""
 
-from typing import Any
+from typing import Any, NamedTuple, cast
 
 import torch
-from torch import nn
+from jaxtyping import Int64
+from torch import Tensor, nn
 
 from workhorse.native import Decoding
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import Sdpa
+from workhorse.nn.attention.masks import AttentionPattern, Placement
+from workhorse.nn.attention.self_attention import SelfAttention
+from workhorse.nn.cache.blocks import InBlocks
 from workhorse.nn.shapes import AttentionOutput, Keys, Queries, Values
 from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become, replace_modules
 
 
 def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
-    """Let the layers of a decoder that use `sdpa` decode with `Decoding.attend`.
+    """Let the layers of a decoder that use `sdpa` decode with `Decoding.attend` from a paged cache.
 
-    Prompts, training and biased scores go on as before.
+    Prompts, training, biased scores and other caches go on as before.
 
     Args:
         decoder: on the CPU.
         decoding: the operators.
     """
     check(decoder, "attend_natively")
-    threads = torch.get_num_threads()
+    attentions = (part for part in decoder.modules() if isinstance(part, SelfAttention))
+    served = {part.kernel for part in attentions if part.attends_to_stored}
 
     def choose(module: nn.Module) -> nn.Module:
-        if type(module) is Sdpa:
-            return become(module, DecodingSdpa, decoding=decoding, threads=threads)
-        return module
+        replaced = type(module) is Sdpa and module in served
+        return become(module, DecodingSdpa, decoding=decoding) if replaced else module
 
     replace_modules(decoder, choose)
-    record(decoder, "attend_natively", threads=threads)
+    record(decoder, "attend_natively")
+
+
+MOST_QUERIES = 32
+"""Of a head; more multiply faster together, as a prompt's do."""
+DTYPES = (torch.bfloat16, torch.float32)
+
+
+class Seen(NamedTuple):
+    """The slots that each query of a pass sees, counted over its row's blocks."""
+
+    first: Int64[Tensor, "batch seq"]
+    last: Int64[Tensor, "batch seq"]
+    """The slot after the last one seen."""
 
 
 class DecodingSdpa(Sdpa):
-    """`Sdpa`, with an operator of its own where one query a head meets a cache."""
+    """`Sdpa`, with an operator of its own where a few queries a head meet blocks of keys."""
 
+    reads_blocks = True
     decoding: Decoding
-    threads: int
-    """That work on it, each on whole heads of keys: with fewer heads PyTorch is faster."""
 
-    def forward(self, q: Queries, k: Keys, v: Values, mask: Any) -> AttentionOutput:
-        allowed, is_causal = mask
-        one_query = q.shape[2] == 1 and not is_causal and not torch.is_grad_enabled()
-        plain = allowed is None or allowed.dtype == torch.bool
-        enough = k.shape[0] * k.shape[1] >= self.threads
-        if one_query and plain and enough and q.dtype in (torch.bfloat16, torch.float32):
-            return self.decoding.attend(q, k, v, allowed, self.scoring.scale)
-        return super().forward(q, k, v, mask)
+    @staticmethod
+    def render(pattern: AttentionPattern, place: Placement, dtype: torch.dtype) -> Any:
+        """The slots that are seen where the operator serves, else what `Sdpa` reads."""
+        few = place.in_blocks and place.queries.shape[1] <= MOST_QUERIES
+        if not few or dtype not in DTYPES or pattern.alibi_slopes or torch.is_grad_enabled():
+            return Sdpa.render(pattern, place, dtype)
+        last = place.queries + 1  # padding stands at -1 and sees nothing
+        first = torch.zeros_like(last)
+        if pattern.window is not None:
+            first = (last - pattern.window).clamp(min=0)
+        if pattern.chunk is not None:
+            first = (last - 1).clamp(min=0) // pattern.chunk * pattern.chunk
+        return Seen(first.contiguous(), last.contiguous())
+
+    def forward(
+        self, q: Queries, k: Keys | InBlocks, v: Values | InBlocks, mask: Any
+    ) -> AttentionOutput:
+        if isinstance(k, InBlocks) and isinstance(v, InBlocks):
+            if isinstance(mask, Seen):
+                seen = {"table": k.table, "first": mask.first, "last": mask.last}
+                return self.decoding.attend(q, k.blocks, v.blocks, **seen, scale=self.scoring.scale)
+            k, v = k.gathered(), v.gathered()
+        return super().forward(q, cast(Keys, k), cast(Values, v), mask)

@@ -147,44 +147,61 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 }
 
 template <class T>
-attend::Heads<T> heads_of(const Tensor& tensor) {
-  STD_TORCH_CHECK(tensor.is_cpu() && tensor.stride(3) == 1,
-                  "workhorse: q, k and v must be on the CPU, their last axis side by side");
+attend::Blocks<T> blocks_of(const Tensor& tensor) {
   return {static_cast<const T*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1),
           tensor.stride(2)};
 }
 
 template <class T>
-void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask,
-               double scale, const Tensor& y) {
-  const int64_t kv_heads = k.size(1), slots = k.size(2), width = q.size(3), value_width = v.size(3);
-  const int64_t mask_stride = mask && mask->size(0) > 1 ? mask->stride(0) : 0;
-  const attend::Attend<T> work{heads_of<T>(q), heads_of<T>(k), heads_of<T>(v), data<bool>(mask),
-                         mask_stride,    static_cast<T*>(y.mutable_data_ptr()),
-                         q.size(1),      kv_heads,       slots, width, value_width, float(scale)};
-  in_threads(q.size(0) * kv_heads, slots * (width + value_width) * sizeof(T),
+void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& table,
+               const Tensor& first, const Tensor& last, double scale, const Tensor& y) {
+  const int64_t kv_heads = k.size(0), width = q.size(3), value_width = v.size(3);
+  const int64_t slots = table.size(1) * k.size(2), heads_of_all_rows = q.size(0) * kv_heads;
+  // Fewer heads than threads: the queries of a head are shared out.
+  const int64_t threads = torch::stable::get_num_threads();
+  const int64_t splits = std::min((threads + heads_of_all_rows - 1) / heads_of_all_rows,
+                                  q.size(1) / kv_heads * q.size(2));
+  const attend::Attend<T> work{{static_cast<const T*>(q.const_data_ptr()), q.stride(0), q.stride(1),
+                                q.stride(2)},
+                         blocks_of<T>(k),
+                         blocks_of<T>(v),
+                         data<int64_t>(table),
+                         data<int64_t>(first),
+                         data<int64_t>(last),
+                         static_cast<T*>(y.mutable_data_ptr()),
+                         q.size(1),
+                         kv_heads,
+                         q.size(2),
+                         table.size(1),
+                         k.size(2),
+                         width,
+                         value_width,
+                         splits,
+                         float(scale)};
+  in_threads(heads_of_all_rows * splits, slots * (width + value_width) * sizeof(T),
              [&](int64_t from, int64_t to) { work.run(from, to); });
 }
 
-Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const std::optional<Tensor>& mask,
-              double scale) {
+Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& table,
+              const Tensor& first, const Tensor& last, double scale) {
   const ScalarType type = q.scalar_type();
-  STD_TORCH_CHECK(q.dim() == 4 && k.dim() == 4 && v.dim() == 4 && q.size(2) == 1 &&
-                      k.size(0) == q.size(0) && v.size(0) == q.size(0) && k.size(3) == q.size(3) &&
-                      v.size(1) == k.size(1) && v.size(2) == k.size(2) && k.size(1) * k.size(2) > 0 &&
-                      q.size(1) % k.size(1) == 0 && k.scalar_type() == type &&
-                      v.scalar_type() == type,
+  STD_TORCH_CHECK(q.is_cpu() && k.is_cpu() && v.is_cpu() && q.dim() == 4 && k.dim() == 4 &&
+                      v.dim() == 4 && k.size(3) == q.size(3) && v.size(0) == k.size(0) &&
+                      v.size(1) == k.size(1) && v.size(2) == k.size(2) && k.size(0) > 0 &&
+                      q.size(1) % k.size(0) == 0 && k.scalar_type() == type &&
+                      v.scalar_type() == type && q.stride(3) == 1 && k.stride(3) == 1 &&
+                      v.stride(3) == 1,
                   "workhorse: q, k and v do not belong together");
-  if (mask)
-    STD_TORCH_CHECK(mask->is_cpu() && mask->scalar_type() == ScalarType::Bool && mask->dim() == 4 &&
-                        (mask->size(0) == 1 || mask->size(0) == q.size(0)) && mask->size(1) == 1 &&
-                        mask->size(2) == 1 && mask->size(3) == k.size(2) && mask->stride(3) == 1,
-                    "workhorse: mask must be bool, (batch or 1, 1, 1, slots)");
-  Tensor y = torch::stable::new_empty(q, {q.size(0), q.size(1), 1, v.size(3)});
+  STD_TORCH_CHECK(k.size(2) > 0 && k.size(2) % attend::kWide == 0,
+                  "workhorse: a block must have a multiple of 16 slots");
+  check(table, ScalarType::Long, {q.size(0), table.dim() == 2 ? table.size(1) : 0}, "table");
+  check(first, ScalarType::Long, {q.size(0), q.size(2)}, "first");
+  check(last, ScalarType::Long, {q.size(0), q.size(2)}, "last");
+  Tensor y = torch::stable::new_empty(q, {q.size(0), q.size(1), q.size(2), v.size(3)});
   if (type == ScalarType::BFloat16)
-    attend_to<BFloat16>(q, k, v, mask, scale, y);
+    attend_to<BFloat16>(q, k, v, table, first, last, scale, y);
   else if (type == ScalarType::Float)
-    attend_to<float>(q, k, v, mask, scale, y);
+    attend_to<float>(q, k, v, table, first, last, scale, y);
   else
     STD_TORCH_CHECK(false, "workhorse: q must be bfloat16 or float32");
   return y;
@@ -302,7 +319,9 @@ Tensor packed_linear(const Tensor& x, const Tensor& codes, const Tensor& scales,
 STABLE_TORCH_LIBRARY(workhorse, m) {
   m.def("linear(Tensor x, Tensor weight, Tensor? bias) -> Tensor");
   m.def("linear_each(Tensor x, Tensor[] weights, Tensor?[] biases) -> Tensor[]");
-  m.def("attend(Tensor q, Tensor k, Tensor v, Tensor? mask, float scale) -> Tensor");
+  m.def(
+      "attend(Tensor q, Tensor k, Tensor v, Tensor table, Tensor first, Tensor last, float scale) "
+      "-> Tensor");
   m.def("argmax(Tensor logits) -> Tensor");
 #ifdef WORKHORSE_PACKS
   m.def(

@@ -1,10 +1,10 @@
-// Attention of one query a head over a cache: y = softmax(q Kᵀ · scale) V.
+// Attention of a few queries a head over a cache of blocks: y = softmax(q Kᵀ · scale) V.
 //
-// A unit of work is one row of the batch and one head of keys, with all the heads of queries that
-// share it. Keys and values are each read once, front to back, a few slots at a time, so that the
-// queries of a head find them in the first cache. Memory is never left waiting: near the end of the keys
-// the values are asked for, and near theirs the next unit's keys. Sums, weights and the softmax are
-// float32.
+// A unit of work is one row of the batch, one head of keys, and queries of the heads that share it.
+// Keys and values are each read once, front to back, a few slots at a time, so that the queries find them
+// in the first cache. Memory is never left waiting: near the end of the keys the values are asked for, and
+// near theirs the next unit's keys. Sums, weights and the softmax are float32. A query is treated by
+// itself: neither the others nor the threads change its sums.
 #pragma once
 
 #include <algorithm>
@@ -45,105 +45,122 @@ inline F32x16 sums(F32x16 (&v)[kWide]) {
   return v[0];
 }
 
+// Keys or values: (heads, blocks, slots of a block, width), width side by side.
 template <class T>
-struct Heads {  // (batch, heads, slots, width), width side by side
+struct Blocks {
   const T* data;
-  int64_t batch_stride, head_stride, slot_stride;
+  int64_t head_stride, block_stride, slot_stride;
+};
 
-  const T* at(int64_t row, int64_t head, int64_t slot = 0) const {
-    return data + row * batch_stride + head * head_stride + slot * slot_stride;
-  }
+template <class T>
+struct Queries {  // (batch, heads, seq, width), width side by side
+  const T* data;
+  int64_t batch_stride, head_stride, seq_stride;
 };
 
 template <class T>
 struct Attend {
-  Heads<T> q, k, v;
-  const bool* mask;  // (batch or 1, slots), true where a slot is seen; may be null
-  int64_t mask_stride;
-  T* y;  // (batch, heads, 1, value width)
-  int64_t heads, kv_heads, slots, width, value_width;
+  Queries<T> q;
+  Blocks<T> k, v;
+  const int64_t* table;  // (batch, blocks of a row): where its slots are, in order
+  const int64_t *first, *last;  // (batch, seq): the slots that a query sees
+  T* y;  // (batch, heads, seq, value width)
+  int64_t heads, kv_heads, seq, blocks, block, width, value_width;  // `block` is a multiple of kWide
+  int64_t splits;  // units that share a row's head of keys
   float scale;
 
   // Units `begin` to `end`.
   void run(int64_t begin, int64_t end) const {
-    const int64_t group = heads / kv_heads, padded = round_up(slots, kWide);
-    // In which 16 slots from any on have room.
-    const int64_t room = padded + kWide;
-    std::vector<float> weights(group * room), sums(group * round_up(value_width, kWide));
+    const int64_t group = heads / kv_heads * seq, each = (group + splits - 1) / splits;
+    std::vector<float> weights, sums(each * round_up(value_width, kWide));
     for (int64_t n = begin; n < end; n++) {
-      Unit unit{n / kv_heads, n % kv_heads, 0, slots};  // the slots outside are not read
-      const bool* seen = mask ? mask + unit.row * mask_stride : nullptr;
-      while (seen && unit.first < unit.last && !seen[unit.last - 1]) unit.last--;
-      while (seen && unit.first < unit.last && !seen[unit.first]) unit.first++;
-      std::fill(weights.begin(), weights.end(), kHidden);
-      score(unit, seen, weights.data(), room);
-      for (int64_t g = 0; g < group; g++) softmax(weights.data() + g * room, padded);
+      const int64_t share = n % splits * each;
+      Unit unit{n / splits / kv_heads, n / splits % kv_heads, share,
+                  std::min(share + each, group), blocks * block, 0};
+      for (int64_t s = 0; s < seq; s++) {
+        unit.first = std::min(unit.first, first[unit.row * seq + s]);
+        unit.last = std::max(unit.last, last[unit.row * seq + s]);
+      }
+      unit.first = std::min(unit.first / kWide * kWide, unit.last);
+      const int64_t room = round_up(unit.last - unit.first, kWide) + kWide;
+      weights.assign((unit.end - unit.begin) * room, kHidden);
+      score(unit, weights.data(), room);
+      for (int64_t g = 0; g < unit.end - unit.begin; g++)
+        softmax(weights.data() + g * room, room - kWide);
       mix(unit, weights.data(), room, sums.data());
     }
   }
 
  private:
   struct Unit {
-    int64_t row, head, first, last;
+    int64_t row, head, begin, end;  // queries of the head, numbered by head and place in the text
+    int64_t first, last;  // the slots outside are not seen
   };
 
   static int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
+  const T* at(const Blocks<T>& in, const Unit& unit, int64_t slot) const {
+    const int64_t number = table[unit.row * blocks + slot / block];
+    return in.data + unit.head * in.head_stride + number * in.block_stride +
+           slot % block * in.slot_stride;
+  }
+
   // What is read kSoon slots after these keys: others, or values.
   const T* after_key(const Unit& unit, int64_t slot) const {
     const int64_t soon = slot + kSoon, over = soon - unit.last;
-    return over < 0 ? k.at(unit.row, unit.head, soon)
-                    : v.at(unit.row, unit.head, unit.first + over);
+    if (over < 0) return at(k, unit, soon);
+    return at(v, unit, std::min(unit.first + over, unit.last - 1));
   }
 
-  // The same after values: others, or the next unit's keys.
+  // The same after values: others, or the next head's keys.
   const T* after_value(const Unit& unit, int64_t slot) const {
     const int64_t soon = slot + kSoon, over = soon - unit.last;
-    if (over < 0) return v.at(unit.row, unit.head, soon);
-    const bool same_row = unit.head + 1 < kv_heads;
-    return k.at(unit.row + !same_row, same_row ? unit.head + 1 : 0, unit.first + over);
+    if (over < 0) return at(v, unit, soon);
+    Unit next = unit;
+    next.head = unit.head + 1 < kv_heads ? unit.head + 1 : 0;
+    return at(k, next, std::min(unit.first + over, unit.last - 1));
   }
 
-  void score(const Unit& unit, const bool* seen, float* scores, int64_t room) const {
-    const int64_t group = heads / kv_heads;
+  int64_t place(const Unit& unit, int64_t g) const { return unit.row * seq + (unit.begin + g) % seq; }
+
+  const T* query(const Unit& unit, int64_t g) const {
+    const int64_t n = unit.begin + g, head = unit.head * (heads / kv_heads) + n / seq;
+    return q.data + unit.row * q.batch_stride + head * q.head_stride + n % seq * q.seq_stride;
+  }
+
+  void score(const Unit& unit, float* scores, int64_t room) const {
     for (int64_t slot = unit.first; slot < unit.last; slot += kWide) {
       const int64_t count = std::min<int64_t>(unit.last - slot, kWide);
-      const auto hidden = unseen(seen ? seen + slot : nullptr, count);
-      for (int64_t g = 0; g < group; g++) {
-        const F32x16 all = dots(q.at(unit.row, unit.head * group + g), unit, slot, count);
-        const F32x16 some = hidden ? F32x16{} + kHidden : all * scale;
-        std::memcpy(scores + g * room + slot, &some, sizeof some);
+      const T *keys = at(k, unit, slot), *later = after_key(unit, slot);
+      for (int64_t g = 0; g < unit.end - unit.begin; g++) {
+        const F32x16 all = dots(query(unit, g), keys, g ? nullptr : later, count);
+        const auto seen = inside(slot, first[place(unit, g)], last[place(unit, g)]);
+        const F32x16 some = seen ? all * scale : F32x16{} + kHidden;
+        std::memcpy(scores + g * room + slot - unit.first, &some, sizeof some);
       }
     }
   }
 
-  // True in the lanes of slots that are not seen, and in those past `count`.
-  static auto unseen(const bool* seen, int64_t count) {
-    typedef uint8_t U8x16 __attribute__((vector_size(16)));
-    U8x16 flags = {};
-    if (!seen)
-      std::memset(&flags, 1, count);
-    else if (count == kWide)
-      flags = load<U8x16>(seen);
-    else
-      std::memcpy(&flags, seen, count);
-    return __builtin_convertvector(flags, U32x16) == 0;
+  // True in the lanes of slots from `first` to before `last`.
+  static auto inside(int64_t slot, int64_t first, int64_t last) {
+    typedef int32_t I32x16 __attribute__((vector_size(64)));
+    const I32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+    const int32_t from = int32_t(std::clamp<int64_t>(first - slot, 0, kWide));
+    const int32_t to = int32_t(std::clamp<int64_t>(last - slot, 0, kWide));
+    return (lanes >= from) & (lanes < to);
   }
 
   // The products of a query with 16 keys; the last of `count` stands for those past it.
-  F32x16 dots(const T* query, const Unit& unit, int64_t slot, int64_t count) const {
+  F32x16 dots(const T* query, const T* first_key, const T* later, int64_t count) const {
     constexpr int step = Dot<T>::step;
-    const T *keys[kWide], *later[kWide];
-    for (int n = 0; n < kWide; n++) {
-      const int64_t one = slot + std::min<int64_t>(n, count - 1);
-      keys[n] = k.at(unit.row, unit.head, one);
-      later[n] = after_key(unit, one);
-    }
+    const T* keys[kWide];
+    for (int n = 0; n < kWide; n++)
+      keys[n] = first_key + std::min<int64_t>(n, count - 1) * k.slot_stride;
     F32x16 totals[kWide] = {};
     int64_t i = 0;
     for (; i + step <= width; i += step)
       for (int n = 0; n < kWide; n++) {
-        expect(later[n] + i);
+        if (later) expect(later + n * k.slot_stride + i);
         totals[n] = Dot<T>::add(totals[n], keys[n] + i, query + i);
       }
     F32x16 all = sums(totals);
@@ -175,40 +192,49 @@ struct Attend {
   }
 
   void mix(const Unit& unit, const float* weights, int64_t room, float* sums) const {
-    const int64_t group = heads / kv_heads, wide = round_up(value_width, kWide);
+    const int64_t group = unit.end - unit.begin, wide = round_up(value_width, kWide);
     std::fill(sums, sums + group * wide, 0.0f);
     for (int64_t slot = unit.first; slot < unit.last; slot += kWide) {
-      const int64_t last = std::min(slot + kWide, unit.last);
-      for (int64_t g = 0; g < group; g++)
-        add(unit, weights + g * room, slot, last, sums + g * wide);
+      const int64_t count = std::min<int64_t>(unit.last - slot, kWide);
+      const T *values = at(v, unit, slot), *later = after_value(unit, slot);
+      for (int64_t g = 0; g < group; g++) {
+        // Slots that a query does not see are not read for it.
+        const int64_t from = std::max<int64_t>(first[place(unit, g)] - slot, 0);
+        const int64_t to = std::min(last[place(unit, g)] - slot, count);
+        add(values, g ? nullptr : later, weights + g * room + slot - unit.first, from, to,
+            sums + g * wide);
+      }
     }
     for (int64_t g = 0; g < group; g++) {
-      T* to = y + (unit.row * heads + unit.head * group + g) * value_width;
+      const int64_t n = unit.begin + g, head = unit.head * (heads / kv_heads) + n / seq;
+      T* to = y + ((unit.row * heads + head) * seq + n % seq) * value_width;
       for (int64_t i = 0; i < value_width; i++) store(to + i, sums[g * wide + i]);
     }
   }
 
-  // Slots `first` to `last` onto the sums of one query.
-  void add(const Unit& unit, const float* weights, int64_t first, int64_t last,
+  // Slots `from` to `to` of these onto the sums of one query.
+  void add(const T* values, const T* later, const float* weights, int64_t from, int64_t to,
            float* sums) const {
     int64_t i = 0;
     for (; i + 4 * kWide <= value_width; i += 4 * kWide)
-      columns<4>(unit, weights, first, last, i, sums);
-    for (; i + kWide <= value_width; i += kWide) columns<1>(unit, weights, first, last, i, sums);
+      columns<4>(values, later, weights, from, to, i, sums);
+    for (; i + kWide <= value_width; i += kWide)
+      columns<1>(values, later, weights, from, to, i, sums);
     for (; i < value_width; i++)
-      for (int64_t slot = first; slot < last; slot++)
-        sums[i] += weights[slot] * to_float(v.at(unit.row, unit.head, slot)[i]);
+      for (int64_t slot = from; slot < to; slot++)
+        sums[i] += weights[slot] * to_float(values[slot * v.slot_stride + i]);
   }
 
   template <int Vectors>
-  void columns(const Unit& unit, const float* weights, int64_t first, int64_t last, int64_t i,
-               float* sums) const {
+  void columns(const T* values, const T* later, const float* weights, int64_t from, int64_t to,
+               int64_t i, float* sums) const {
     F32x16 total[Vectors];
     for (int n = 0; n < Vectors; n++) total[n] = load<F32x16>(sums + i + n * kWide);
-    for (int64_t slot = first; slot < last; slot++) {
-      const T *value = v.at(unit.row, unit.head, slot) + i, *later = after_value(unit, slot) + i;
+    for (int64_t slot = from; slot < to; slot++) {
+      const T* value = values + slot * v.slot_stride + i;
       for (int n = 0; n < Vectors; n++) {
-        if (n * kWide * sizeof(T) % 64 == 0) expect(later + n * kWide);
+        if (later && n * kWide * sizeof(T) % 64 == 0)
+          expect(later + slot * v.slot_stride + i + n * kWide);
         total[n] += weights[slot] * widen(value + n * kWide);
       }
     }

@@ -101,8 +101,7 @@ class SelfAttention(nn.Module, ABC):
             )
         if not self.pattern.causal:
             raise ConfigError("causal=false cannot decode with a cache; run the whole text")
-        in_blocks = self.kernel.reads_blocks and self.attends_to_stored
-        return cache.layer(self.pattern.reach, in_blocks=in_blocks)
+        return cache.layer(self.pattern.reach, in_blocks=self.kernel.reads_blocks)
 
 
 def split_heads(x: Hidden, heads: int) -> Queries:

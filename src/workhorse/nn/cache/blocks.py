@@ -27,11 +27,19 @@ class InBlocks(NamedTuple):
     """Blocks that the tables begin with and nobody sees."""
     slots: int
     """Slots from there on that a text may fill."""
+    run: int | None = None
+    """Where there is one text, and its blocks follow one another: the first of them."""
 
     def gathered(self) -> Keys:
-        """Side by side, (batch, kv_heads, slots, width)."""
+        """Side by side, (batch, kv_heads, slots, width): copied where they do not lie so."""
+        heads, _, block, width = self.blocks.shape
+        if self.run is not None:
+            start = (self.run + self.first) * block
+            return self.blocks.flatten(1, 2)[None, :, start : start + self.slots]
         table = self.table[:, self.first :]
-        return self.blocks[:, table].transpose(0, 1).flatten(2, 3)[:, :, : self.slots]
+        taken = self.blocks.index_select(1, table.flatten())  # several times faster than indexing
+        taken = taken.view(heads, len(table), -1, width)
+        return taken.transpose(0, 1)[:, :, : self.slots]
 
 
 class Pool:

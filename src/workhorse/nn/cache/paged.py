@@ -56,10 +56,17 @@ class PagedCache:
             self.pools[reach] = Pool(count + SPILL + 1, reach)
         return Store(self.pools[reach], in_blocks)
 
-    def fits(self, most: int, texts: int = 1) -> bool:
-        """Whether there is room for so many more texts of up to `most` tokens each."""
+    def fits(self, *most: int) -> bool:
+        """Whether there is room for as many more texts, each of up to that many tokens."""
         return all(
-            pool.reserved + texts * self._blocks_for(most, reach) <= pool.room
+            pool.reserved + sum(self._blocks_for(tokens, reach) for tokens in most) <= pool.room
+            for reach, pool in self.pools.items()
+        )
+
+    def holds(self, *most: int) -> bool:
+        """Whether there would be room for such texts if there were no others."""
+        return all(
+            sum(self._blocks_for(tokens, reach) for tokens in most) <= pool.room
             for reach, pool in self.pools.items()
         )
 
@@ -88,10 +95,11 @@ class PagedCache:
 
     def adopt(self, text: CachedText, length: int, tables: Mapping[Reach, Sequence[int]]) -> None:
         """Let a text hold the first `length` tokens of what others hold in these tables."""
-        blocks = -(-length // BLOCK)
         self.clear(text)
         for reach, table in tables.items():
-            text.tables[reach] = [self.pools[reach].share(block) for block in table[:blocks]]
+            oldest = self.oldest(length, reach)
+            held = [EMPTY] * oldest + list(table[oldest : -(-length // BLOCK)])
+            text.tables[reach] = [self.pools[reach].share(block) for block in held]
         text.length = length
 
     def clear(self, text: CachedText) -> None:
@@ -106,8 +114,7 @@ class PagedCache:
         """
         blocks = -(-length // BLOCK)
         for reach, table in text.tables.items():
-            seen = 0 if reach is None else max(0, length + 1 - reach) // BLOCK
-            if EMPTY in table[seen:blocks]:
+            if EMPTY in table[self.first_seen(length, reach) : blocks]:
                 raise WorkhorseError(
                     f"a window has moved past what it saw after {length} tokens; read the text "
                     "again, or make the cache with more slack"
@@ -136,8 +143,12 @@ class PagedCache:
                 changed = True
         return changed
 
+    def first_seen(self, length: int, reach: Reach) -> int:
+        """The first block that the token after so many sees."""
+        return 0 if reach is None else max(0, length + 1 - reach) // BLOCK
+
     def oldest(self, length: int, reach: Reach) -> int:
-        """The first block that a text of that length still needs."""
+        """The first block that a text of that length still needs: tokens may be taken back."""
         return 0 if reach is None else max(0, length - reach - self.slack) // BLOCK
 
     def _blocks_for(self, tokens: int, reach: Reach) -> int:

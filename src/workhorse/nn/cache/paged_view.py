@@ -33,9 +33,13 @@ class Pages:
 
     def set_table(self, texts: Sequence[CachedText]) -> None:
         tables = [text.tables[self._reach] for text in texts]
-        widest = max(map(len, tables))
+        widest = max(2, *map(len, tables))  # to a compiler, one is a number that never changes
         rows = [table + [EMPTY] * (widest - len(table)) for table in tables]
         self.table = torch.tensor(rows, device=self._cache.device)
+        self._run = None
+        if len(tables) == 1 and tables[0]:
+            start, end = tables[0][0], tables[0][0] + len(tables[0])
+            self._run = start if tables[0] == list(range(start, end)) else None
 
     def begin(
         self,
@@ -79,6 +83,10 @@ class Pages:
             keys = torch.cat((keys, positions.expand(len(keys), -1)), dim=1)
         self.place = Placement(positions, keys, last=shown and seq == 1, in_blocks=not self.beside)
 
+    def of(self, stored: Tensor) -> InBlocks:
+        """Keys or values of a layer, as these pages show them."""
+        return InBlocks(stored, self.table, self.first, self.slots, self._run)
+
 
 class PagedEntry(CacheEntry):
     """One layer's keys and values, for the texts of a view."""
@@ -93,7 +101,7 @@ class PagedEntry(CacheEntry):
 
     def _update(self, stored: Tensor, new: Tensor) -> Tensor | InBlocks:
         pages = self._pages
-        blocks = InBlocks(stored, pages.table, pages.first, pages.slots)
+        blocks = pages.of(stored)
         visible: Tensor | InBlocks = new
         if pages.slots and pages.beside:
             visible = torch.cat((blocks.gathered(), new), dim=2)

@@ -1,0 +1,146 @@
+"""The next tokens of rows that are chosen alike: from logits to tokens and their probabilities."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from workhorse.errors import WorkhorseError
+from workhorse.generate.config import GenerationConfig
+from workhorse.generate.result import TokenLogprob
+from workhorse.generate.row import Row
+from workhorse.generate.samplers import (
+    History,
+    all_finite,
+    argmax,
+    draw,
+    draw_from,
+    greedy,
+    has_penalties,
+    shaping,
+    takes_likeliest,
+)
+from workhorse.generate.speculate import after_guess
+from workhorse.native import Decoding
+
+
+class Chooser:
+    """Chooses tokens for rows whose requests ask for it alike.
+
+    Args:
+        config: of one of the requests.
+        vocab: ids from here on are idle.
+        size: of the vocabulary.
+        decoding: the native operators that the decoder was prepared with.
+    """
+
+    def __init__(
+        self, config: GenerationConfig, vocab: int, size: int, decoding: Decoding | None = None
+    ) -> None:
+        self.config = config
+        self.shape = shaping(config, vocab if vocab < size else None)
+        self._vocab = vocab
+        self._size = size
+        self._decoding = decoding
+        self._rows: list[Row] = []
+        self._history: History | None = None
+
+    def history(self, rows: Sequence[Row], device: torch.device) -> History | None:
+        """What the penalties look at; None where there are none."""
+        if not has_penalties(self.config):
+            return None
+        if self._history is None or self._rows != list(rows):
+            prompts = [row.request.prompt for row in rows]
+            self._history, self._rows = History.of(prompts, self._size, device), list(rows)
+            for n, row in enumerate(rows):
+                if row.new_tokens:
+                    new = torch.tensor(row.new_tokens, device=device)
+                    self._history.add(new, [n] * len(new))
+        return self._history
+
+    @torch.no_grad()
+    def choose(
+        self, logits: Tensor, rows: Sequence[Row]
+    ) -> Iterator[tuple[Row, int, TokenLogprob | None]]:
+        """The tokens of one pass, each to be given to its row (`Row.take`) before the next.
+
+        Args:
+            logits: `(batch, seq, vocab)`, after the last token and each guess of every row, ends
+                aligned.
+            rows: those of the batch.
+        """
+        history, here = self.history(rows, logits.device), list(range(len(rows)))
+        while here:
+            chosen = [rows[r] for r in here]
+            everyone = len(here) == len(rows)
+            if logits.shape[1] == 1:
+                at = logits[:, 0]
+            else:
+                at = logits[here, [-1 - row.unmet for row in chosen]]
+            past = history if history is None or everyone else history.copy(here)
+            tokens = self._choose(at, chosen, past)
+            logprobs = _logprobs(at, tokens, self.config.logprobs)
+            if history is not None:
+                history.add(tokens, here)
+            yield from zip(chosen, tokens.tolist(), logprobs, strict=True)
+            here = [r for r in here if rows[r].is_ahead]
+
+    def _choose(self, logits: Tensor, rows: Sequence[Row], history: History | None) -> Tensor:
+        """The next token of each row, int64 `(batch,)`, an id in use."""
+        processed = any(row.request.processors for row in rows)
+        if takes_likeliest(self.config) and not processed:
+            tokens = argmax(logits[:, : self._vocab], self._decoding)
+            check_finite(bool((tokens >= 0).all()))
+            return tokens
+        check_finite(all_finite(logits))
+        if processed:
+            logits = torch.stack([_processed(*both) for both in zip(logits, rows, strict=True)])
+        logits = self.shape(logits, history)
+        if not self.config.samples:
+            return greedy(logits)
+        drawn = [r for r, row in enumerate(rows) if row.unmet and row.guess.drawn_from is not None]
+        if not drawn:
+            return draw(logits, _uniforms(rows))
+        weights = logits.softmax(dim=-1, dtype=torch.float64)
+        for r in drawn:
+            guess, n = rows[r].guess, rows[r].agreed
+            assert guess.drawn_from is not None
+            weights[r] = after_guess(
+                weights[r], guess.tokens[n], guess.drawn_from[n], rows[r].uniform()
+            )
+        return draw_from(weights, _uniforms(rows))
+
+
+def check_finite(finite: bool, whose: str = "the model") -> None:
+    """Refuse logits that are not all finite numbers."""
+    if not finite:
+        raise WorkhorseError(f"{whose}'s logits are not finite numbers; its weights are damaged")
+
+
+def _processed(logits: Tensor, row: Row) -> Tensor:
+    logits = logits.float()
+    for processor in row.request.processors:
+        logits = processor(logits, row.tokens)
+    if bool((logits == -torch.inf).all()):
+        raise WorkhorseError(
+            "a logit processor forbids every token; let it leave one, such as the eos"
+        )
+    return logits
+
+
+def _uniforms(rows: Sequence[Row]) -> Tensor:
+    return torch.tensor([row.uniform() for row in rows], dtype=torch.float64)
+
+
+def _logprobs(logits: Tensor, tokens: Tensor, n: int | None) -> list[TokenLogprob | None]:
+    if n is None:
+        return [None] * len(tokens)
+    logprobs = logits.float().log_softmax(dim=-1)
+    own = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
+    best = logprobs.topk(min(n, logprobs.shape[-1]), dim=-1)
+    return [
+        TokenLogprob(token, logprob, tuple(zip(ids, values, strict=True)))
+        for token, logprob, ids, values in zip(
+            tokens.tolist(), own, best.indices.tolist(), best.values.tolist(), strict=True
+        )
+    ]

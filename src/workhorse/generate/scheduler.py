@@ -1,0 +1,328 @@
+"""Requests come, advance together and leave, each at its own time.
+
+There is no other decoding loop but beam search's. A step reads the prompts that came, and gives
+each row that was already going a token, or with guesses several. A row is drawn with its own
+generator and treated by itself, so neither its neighbours nor anything else that runs changes its
+text. One reservation: the logits of a row computed in batches of different shapes agree to rounding
+only, so a choice can differ where two tokens are that close to each other.
+"""
+
+import secrets
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field, replace
+
+from torch import Tensor
+
+from workhorse.errors import WorkhorseError
+from workhorse.generate.choose import Chooser
+from workhorse.generate.config import GenerationConfig
+from workhorse.generate.draft import Draft
+from workhorse.generate.lookup import PromptLookup
+from workhorse.generate.reader import Reader, Reading, wait
+from workhorse.generate.requests import TextOfTokens, check_draft, check_prompts, usable_vocab
+from workhorse.generate.result import Delta
+from workhorse.generate.row import Guess, LogitProcessor, Request, Row, StopCondition
+from workhorse.generate.speculate import Proposer
+from workhorse.nn import Decoder
+from workhorse.transforms.record import decoding_operators
+
+
+@dataclass(eq=False)
+class _Prompt:
+    """A prompt that is to be read, for the rows that wait for it."""
+
+    request: Request
+    rows: list[Row]
+    reading: Reading | None = None
+    left: list[int] = field(default_factory=list)
+    """Tokens that were not read yet."""
+
+
+class Scheduler:
+    """Continues any number of prompts, which may come and go at any time.
+
+    Args:
+        decoder: the model; dropout is off during a step.
+        tokenizer: gives the text, the eos, and how many ids are in use; without one there is no
+            text and only `config.stop_tokens` end it.
+        draft: a smaller decoder of the same vocabulary, which guesses tokens where a request asks
+            for guesses; without one they are looked up in the text.
+        max_rows: rows that advance together at most; those that come later wait.
+        max_tokens: that all rows together may hold in the cache; left out: `max_rows` times the
+            context.
+        speculate: the most tokens that a request may have guessed at a time.
+        prompt_chunk: tokens of each prompt that a step reads at most, so that the others do not
+            wait long; left out: all.
+        remembers: whether texts that ended are kept while there is room, so that a prompt that
+            begins alike is read from where it differs.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        *,
+        tokenizer: TextOfTokens | None = None,
+        draft: Decoder | None = None,
+        max_rows: int = 32,
+        max_tokens: int | None = None,
+        speculate: int = 0,
+        prompt_chunk: int | None = None,
+        remembers: bool = False,
+    ) -> None:
+        self.decoder = decoder
+        self.tokenizer = tokenizer
+        self.max_rows = max_rows
+        self._draft = draft
+        self._speculate = speculate
+        self._chunk = prompt_chunk
+        tokens = max_tokens or max_rows * (decoder.max_seq_len + speculate)
+        self._reader = Reader(
+            decoder, tokens=tokens, texts=max_rows, slack=speculate, remembers=remembers
+        )
+        self._proposer: Proposer = PromptLookup()
+        if draft is not None:
+            self._proposer = Draft(draft, self._reader, remembers=remembers)
+        self._vocab = usable_vocab(decoder, tokenizer)
+        # The tokens of one pass are turned alike, as its end asks (dynamic NTK, LongRoPE): past the
+        # original length a guess would change the logits of the tokens before it.
+        self._steady = decoder.config.steady_length()
+        self._waiting: deque[_Prompt] = deque()
+        self._prompts: list[_Prompt] = []
+        self._rows: list[Row] = []
+        self._choosers: dict[str, Chooser] = {}
+        self._added = 0
+
+    @property
+    def is_idle(self) -> bool:
+        """Whether nothing waits or goes on."""
+        return not (self._waiting or self._prompts or self._rows)
+
+    def add(
+        self,
+        prompt: Sequence[int],
+        config: GenerationConfig | None = None,
+        *,
+        processors: Sequence[LogitProcessor] = (),
+        stop_conditions: Sequence[StopCondition] = (),
+    ) -> range:
+        """Ask for the continuations of a prompt.
+
+        Args:
+            prompt: token ids.
+            config: how; the defaults of `GenerationConfig` if left out.
+            processors: change the logits, one after the other, before anything else does.
+            stop_conditions: any of them ends a text.
+
+        Returns:
+            The numbers of the results, `n_samples` of them: `Delta.index`.
+
+        Raises:
+            WorkhorseError: see `check_prompts` and `check_draft`; beam search, which has no next
+                token; more guesses than the scheduler was made for; more than its cache holds.
+        """
+        config = config or GenerationConfig()
+        if config.beams > 1:
+            raise WorkhorseError(
+                f"beams={config.beams} knows its text at the end only; leave beams out"
+            )
+        if config.speculate > self._speculate:
+            raise WorkhorseError(
+                f"speculate={config.speculate} is more than this scheduler guesses, "
+                f"{self._speculate}; make it with speculate={config.speculate}"
+            )
+        check_draft(self.decoder, self._draft if config.speculate else None, config, self.tokenizer)
+        (fitting,) = check_prompts(self.decoder, [prompt], config, self.tokenizer)
+        seed = secrets.randbits(32) if config.seed is None else config.seed
+        request = Request(tuple(fitting), config, seed, tuple(processors), tuple(stop_conditions))
+        self._check_room(request)
+        results = range(self._added, self._added + config.n_samples)
+        self._added += config.n_samples
+        rows = [
+            Row(index, request, sample, self.decoder.max_seq_len, tokenizer=self.tokenizer)
+            for sample, index in enumerate(results)
+        ]
+        self._waiting.append(_Prompt(request, rows))
+        return results
+
+    def cancel(self, result: int) -> None:
+        """Let a result go, wherever it stands; one that ended is gone already."""
+        for prompts in (self._waiting, self._prompts):
+            for prompt in list(prompts):
+                prompt.rows = [row for row in prompt.rows if row.index != result]
+                if not prompt.rows:
+                    prompts.remove(prompt)
+                    if prompt.reading is not None:
+                        self._reader.close(prompt.reading)
+        for row in self._rows:
+            if row.index == result:
+                self._leave(row)
+        self._rows = [row for row in self._rows if row.index != result]
+
+    def step(self) -> list[Delta]:
+        """Read what came, and let each row that was going advance.
+
+        Raises:
+            WorkhorseError: logits that are not finite.
+        """
+        with ExitStack() as modes:
+            modes.enter_context(evaluation_mode(self.decoder))
+            if self._draft is not None:
+                modes.enter_context(evaluation_mode(self._draft))
+            going = self._rows
+            self._admit()
+            deltas = self._read_prompts() if self._prompts else []
+            if going:
+                deltas += self._advance(going)
+            for row in self._rows:
+                if row.finish_reason is not None:
+                    self._leave(row)
+            self._rows = [row for row in self._rows if row.finish_reason is None]
+            return deltas
+
+    def _admit(self) -> None:
+        """Begin with those that wait, in order, while there is room."""
+        while self._waiting:
+            prompt = self._waiting[0]
+            rows = sum(len(other.rows) for other in self._prompts) + len(self._rows)
+            if not self._fits(prompt.request, rows):
+                return
+            self._waiting.popleft()
+            request = prompt.request
+            prompt.reading = self._reader.open(request.prompt, request.config.max_new_tokens - 1)
+            prompt.left = list(request.prompt[len(prompt.reading.tokens) :])
+            self._prompts.append(prompt)
+
+    def _fits(self, request: Request, rows: int) -> bool:
+        # Rows that wait for a prompt hold nothing, but will.
+        promised = [self._most(other.request) for other in self._prompts for _ in other.rows[1:]]
+        most = self._most(request)
+        n = request.config.n_samples
+        return rows + n <= self.max_rows and self._reader.cache.fits(*promised, *[most] * n)
+
+    def _most(self, request: Request) -> int:
+        return self._reader.room_for(len(request.prompt), request.config.max_new_tokens - 1)
+
+    def _check_room(self, request: Request) -> None:
+        n, cache = request.config.n_samples, self._reader.cache
+        if n > self.max_rows:
+            raise WorkhorseError(
+                f"n_samples={n} is more than the {self.max_rows} rows of this scheduler; "
+                f"make it with max_rows={n}"
+            )
+        if not cache.holds(*[self._most(request)] * n):
+            raise WorkhorseError(
+                f"{n} × {self._most(request)} tokens do not fit a cache of {cache.tokens}; "
+                "ask for fewer, or make the scheduler with more max_tokens"
+            )
+
+    def _read_prompts(self) -> list[Delta]:
+        """A piece of each prompt; the first tokens after those that are through."""
+        started = time.perf_counter()
+        readings = [prompt.reading for prompt in self._prompts if prompt.reading is not None]
+        pieces = [prompt.left[: self._chunk] for prompt in self._prompts]
+        logits = self._reader.read(readings, pieces)
+        for prompt, piece in zip(self._prompts, pieces, strict=True):
+            del prompt.left[: len(piece)]
+        through = [n for n, prompt in enumerate(self._prompts) if not prompt.left]
+        if not through:
+            return []
+        wait(logits)
+        seconds = time.perf_counter() - started
+        rows: list[Row] = []
+        parents: list[int] = []
+        for n in through:
+            prompt = self._prompts[n]
+            assert prompt.reading is not None
+            self._reader.remember(prompt.reading)
+            first, *others = prompt.rows
+            first.reading = prompt.reading
+            for row in others:  # a prompt is read once for all its samples
+                row.reading = self._reader.fork(prompt.reading)
+            rows += prompt.rows
+            parents += [n] * len(prompt.rows)
+        self._prompts = [prompt for prompt in self._prompts if prompt.left]
+        deltas = self._chosen(
+            logits if parents == list(range(len(logits))) else logits[parents], rows
+        )
+        self._rows = [*self._rows, *rows]
+        deltas[0] = replace(deltas[0], prompt_seconds=seconds)
+        return deltas
+
+    def _advance(self, rows: list[Row]) -> list[Delta]:
+        """A token of each row, or several that were guessed."""
+        self._guess(rows)
+        tokens = [[row.tokens[-1], *row.guess.tokens] for row in rows]
+        readings = [row.reading for row in rows]
+        logits = self._reader.read(readings, tokens, last=max(map(len, tokens)))
+        deltas = self._chosen(logits, rows)
+        self._reader.forget(readings, [row.unmet for row in rows])
+        return deltas
+
+    def _chosen(self, logits: Tensor, rows: Sequence[Row]) -> list[Delta]:
+        """What the rows take, those together that are chosen alike."""
+        return [
+            row.take(token, logprob)
+            for chooser, here in self._groups(rows)
+            for row, token, logprob in chooser.choose(
+                logits if len(here) == len(rows) else logits[here], [rows[r] for r in here]
+            )
+        ]
+
+    def _groups(self, rows: Sequence[Row]) -> list[tuple[Chooser, list[int]]]:
+        groups: dict[str, list[int]] = {}
+        for r, row in enumerate(rows):
+            groups.setdefault(row.how, []).append(r)
+        for how in list(self._choosers):
+            if how not in groups and not any(row.how == how for row in self._rows):
+                del self._choosers[how]
+        for how, here in groups.items():
+            if how not in self._choosers:
+                self._choosers[how] = self._chooser(rows[here[0]].config)
+        return [(self._choosers[how], here) for how, here in groups.items()]
+
+    def _chooser(self, config: GenerationConfig) -> Chooser:
+        size, decoding = self.decoder.config.vocab_size, decoding_operators(self.decoder)
+        return Chooser(config, self._vocab, size, decoding)
+
+    def _guess(self, rows: Sequence[Row]) -> None:
+        """Let the rows expect what is guessed for them; no text grows past the steady length."""
+        for row in rows:
+            row.expect(Guess())
+        guessing = [row for row in rows if row.config.speculate]
+        for chooser, here in self._groups(guessing):
+            chosen = [guessing[r] for r in here]
+            most = [
+                max(
+                    0,
+                    min(
+                        row.config.speculate,
+                        row.left - 1,
+                        self._steady - len(row.reading.tokens) - 1,
+                    ),
+                )
+                for row in chosen
+            ]
+            for row, guess in zip(
+                chosen, self._proposer.propose(chosen, most, chooser), strict=True
+            ):
+                row.expect(guess)
+
+    def _leave(self, row: Row) -> None:
+        self._proposer.leave(row)
+        self._reader.close(row.reading)
+
+
+@contextmanager
+def evaluation_mode(decoder: Decoder) -> Iterator[None]:
+    """Dropout off, and back to how it was."""
+    if not decoder.training:
+        yield
+        return
+    decoder.eval()
+    try:
+        yield
+    finally:
+        decoder.train()

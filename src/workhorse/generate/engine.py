@@ -60,7 +60,7 @@ def generate(
         config.replace(seed=seed) if config.samples else config,
         tokenizer=tokenizer,
         draft=draft,
-        batch_size=batch_size,
+        batch_size=int(batch_size),
     ):
         results[delta.index].append(delta)
     return [
@@ -105,7 +105,7 @@ def stream(
         config.replace(seed=_seed(config)) if config.samples else config,
         tokenizer=tokenizer,
         draft=draft,
-        batch_size=batch_size,
+        batch_size=int(batch_size),
     )
 
 

@@ -7,7 +7,7 @@ keys and values and gives back all that may be attended to. Masks come from posi
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
 from torch import Tensor
@@ -83,6 +83,7 @@ class CacheView(ABC):
 Room_co = TypeVar("Room_co", covariant=True)
 
 
+@runtime_checkable
 class Layers(Protocol[Room_co]):
     """A cache as a layer meets it when the cache is made."""
 

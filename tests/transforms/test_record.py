@@ -66,7 +66,7 @@ def test_transforms_of_inference_are_told_in_their_order_with_their_options() ->
     assert transforms_of(decoder) == (
         Transform("quantize", {"format": "int4"}),
         Transform("stream_weights", {"operators": replace(OPERATORS, training=None)}),
-        Transform("attend_natively", {"threads": torch.get_num_threads()}),
+        Transform("attend_natively"),
         Transform("compile_steps"),
     )
 

@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
 
 import torch
 from torch import Tensor
@@ -32,7 +32,9 @@ from workhorse.nn.experts.mixture import MixtureOfExperts
 from workhorse.transforms.program_folder import ProgramFolder
 from workhorse.transforms.record import check, record, transforms_of
 from workhorse.transforms.replace import become
-from workhorse.transforms.step_compiler import Program, compile_program
+
+if TYPE_CHECKING:
+    from workhorse.transforms.step_compiler import Program  # which imports the compiler, slowly
 
 log = logging.getLogger(__name__)
 
@@ -86,7 +88,7 @@ class CompiledDecoder(Decoder):
     """A decoder whose steps are programs; see `compile_steps`."""
 
     folder: ProgramFolder
-    programs: dict[Kind, Program]
+    programs: dict[Kind, "Program"]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the programs: the compiler pickles the decoder for each."""
@@ -124,8 +126,10 @@ class CompiledDecoder(Decoder):
         view.advance(seq)
         return logits
 
-    def _program(self, kind: Kind, tokens: Tensor, tensors: CacheTensors) -> Program:
+    def _program(self, kind: Kind, tokens: Tensor, tensors: CacheTensors) -> "Program":
         """From disk, or compiled and put there."""
+        from workhorse.transforms.step_compiler import Program
+
         name = self._fingerprint(kind)
         known = {"decoder": self}
         if file := self.folder.open(name):
@@ -160,7 +164,7 @@ def _is_step(cache: CacheView | None, seq: int) -> TypeGuard[PagedView]:
     return seq <= cache.slack + 1 and all(text.length for text in cache.texts)
 
 
-def compile_step(decoder: Decoder, kind: Kind, tokens: Tensor, tensors: CacheTensors) -> Program:
+def compile_step(decoder: Decoder, kind: Kind, tokens: Tensor, tensors: CacheTensors) -> "Program":
     """The program for caches of any capacity, and for any number of what there are several of.
 
     Args:
@@ -180,6 +184,8 @@ def compile_step(decoder: Decoder, kind: Kind, tokens: Tensor, tensors: CacheTen
         *((table, [*batch, 1]) for table in tensors.tables),
         *((stored, [1]) for stored in (*tensors.keys, *tensors.values)),
     )
+    from workhorse.transforms.step_compiler import compile_program
+
     return compile_program(step, (tokens, tensors), varying)
 
 

@@ -1,0 +1,166 @@
+"""A thousand requests that come and leave at random give the texts that they give alone.
+
+    make campaign-requests
+
+One to 32 rows at a time, prompts that begin alike and prompts read in pieces, cancellations; in
+float32 and bfloat16, with the native operators and with PyTorch's. It tells for how many tokens the
+log-probability has the same bits. A text may differ where two tokens are as near to each other as
+the rounding of a batch's shape.
+"""
+
+import random
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+
+from tests.native.machine import OPERATORS
+from workhorse.generate import Completion, Delta, GenerationConfig, Scheduler, generate
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.transforms.native_attention import attend_natively
+from workhorse.transforms.stream import stream_weights
+
+pytestmark = pytest.mark.campaign
+REQUESTS = 1000
+VOCAB = 96
+HOW: list[dict[str, Any]] = [
+    {"temperature": 0},
+    {"temperature": 0, "speculate": 3},
+    {"temperature": 0.8, "top_k": 20},
+]
+NEAR = {torch.float32: 1e-4, torch.bfloat16: 0.25}
+"""Nats between two tokens that rounding may exchange."""
+CONFIG = DecoderConfig.from_dict(
+    {
+        "vocab_size": VOCAB,
+        "d_model": 64,
+        "n_layers": 3,
+        "max_seq_len": 160,
+        "blocks": {
+            name: {
+                "kind": "pre_norm",
+                "norm": {"kind": "rms_norm"},
+                "attention": {
+                    "n_heads": 4,
+                    "n_kv_heads": 2,
+                    "position": {"kind": "rope"},
+                    "window": window,
+                },
+                "feed_forward": {"kind": "gated_mlp", "d_ff": 128, "activation": "silu"},
+            }
+            for name, window in (("whole", None), ("window", 40))
+        },
+        "pattern": ["whole", "window", "whole"],
+        "final_norm": {"kind": "rms_norm"},
+        "init": {"kind": "normal", "std": 0.3},
+    }
+)
+
+
+@dataclass
+class Asked:
+    """A request, and what came of it."""
+
+    prompt: list[int]
+    config: GenerationConfig
+    deltas: list[Delta] = field(default_factory=list)
+    cancelled: bool = False
+
+
+def requests(pick: random.Random) -> list[Asked]:
+    beginnings = [[pick.randrange(VOCAB) for _ in range(pick.randint(20, 90))] for _ in range(6)]
+    asked: list[Asked] = []
+    for seed in range(REQUESTS):
+        prompt = pick.choice([[], [], *beginnings])[: pick.choice([None, 33, 64])]
+        prompt = prompt + [pick.randrange(VOCAB) for _ in range(pick.randint(1, 20))]
+        how = pick.choice(
+            [
+                {"temperature": 0},
+                {"temperature": 0, "speculate": 3},
+                {"temperature": 0.8, "top_k": 20},
+            ]
+        )
+        asked.append(
+            Asked(
+                prompt,
+                GenerationConfig(
+                    max_new_tokens=pick.randint(1, 30),
+                    stop_tokens=(0,),
+                    seed=seed,
+                    logprobs=2,
+                    **how,
+                ),
+            )
+        )
+    return asked
+
+
+def run(decoder: Decoder, asked: list[Asked], pick: random.Random) -> None:
+    """All of them, some cancelled on their way."""
+    by_result: dict[int, Asked] = {}
+    scheduler = Scheduler(
+        decoder, max_rows=32, max_tokens=2000, speculate=3, prompt_chunk=24, remembers=True
+    )
+    waiting = list(asked)
+    while waiting or not scheduler.is_idle:
+        for _ in range(min(len(waiting), pick.choice([0, 0, 1, 2, 9]))):
+            request = waiting.pop()
+            (result,) = scheduler.add(request.prompt, request.config)
+            by_result[result] = request
+        for delta in scheduler.step():
+            by_result[delta.index].deltas.append(delta)
+        if by_result and pick.random() < 0.05:
+            result, request = pick.choice(list(by_result.items()))
+            scheduler.cancel(result)
+            request.cancelled = True
+
+
+def agreement(request: Asked, alone: Completion, near: float) -> tuple[int, int]:
+    """Tokens that agree up to the end or a near tie, and how many of them to the bit."""
+    assert alone.logprobs is not None
+    bits = 0
+    for n, (delta, expected) in enumerate(zip(request.deltas, alone.logprobs, strict=False)):
+        assert delta.logprob is not None
+        if delta.token != expected.token:
+            assert (
+                request.config.samples
+                or abs(dict(expected.top)[delta.token] - expected.logprob) <= near
+            )
+            return n, bits
+        assert abs(delta.logprob.logprob - expected.logprob) <= near
+        bits += delta.logprob.logprob == expected.logprob
+    assert len(request.deltas) == len(alone.tokens) or request.cancelled
+    return len(request.deltas), bits
+
+
+@pytest.mark.parametrize("dtype", NEAR, ids=str)
+@pytest.mark.parametrize("native", [True, False], ids=["native", "PyTorch"])
+def test_a_thousand_requests(
+    native: bool, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+) -> None:
+    torch.manual_seed(0)
+    decoder = CONFIG.build(dtype=dtype).eval()
+    if native:
+        if OPERATORS.decoding is None:
+            pytest.skip(OPERATORS.why_not["decoding"])
+        stream_weights(decoder, OPERATORS)
+        attend_natively(decoder, OPERATORS.decoding)
+    pick = random.Random(1)
+    asked = requests(pick)
+    run(decoder, asked, pick)
+    tokens = bits = same = 0
+    for request in asked:
+        (alone,) = generate(decoder, [request.prompt], request.config)
+        agreed, to_the_bit = agreement(request, alone, NEAR[dtype])
+        tokens, bits = tokens + agreed, bits + to_the_bit
+        same += [delta.token for delta in request.deltas] == list(alone.tokens)[
+            : len(request.deltas)
+        ]
+    with capsys.disabled():
+        print(
+            f"\n{dtype}, native {native}: {same} of {len(asked)} texts the same, "
+            f"{sum(request.cancelled for request in asked)} cancelled; "
+            f"{bits} of {tokens} log-probabilities to the bit"
+        )
+    assert same >= (0.99 if dtype == torch.float32 else 0.8) * len(asked)

@@ -254,5 +254,5 @@ def test_attention_reads_heads_where_the_projections_left_them() -> None:
 def test_the_length_of_all_gradients(dtypes: tuple[torch.dtype, ...]) -> None:
     tensors = [torch.randn(n).to(dtype) for dtype in dtypes for n in (1, 17, 70_000)]
     exact = sum(x.double().square().sum() for x in tensors)
-    ours = training.squared_length(tensors).double()
+    ours = TRAINING.squared_length(tensors).double()
     torch.testing.assert_close(ours, exact, rtol=1024 * 2.0**-24, atol=0)  # so many in a lane

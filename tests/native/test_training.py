@@ -152,7 +152,9 @@ def test_adamw_in_one_pass_is_adamw(gathered: bool, mean_dtype: str) -> None:
         module = torch.nn.Linear(111, 300, bias=False)
         module.weight.data = start.clone()
         low_bits = round_weights(module)
-        masters = MasterWeights(dict(module.named_parameters()), low_bits, native=native)
+        masters = MasterWeights(
+            dict(module.named_parameters()), low_bits, operators=TRAINING if native else None
+        )
         config = AdamWConfig.from_dict({"mean_dtype": mean_dtype})
         adamw = AdamW({"weight": module.weight}, config, weight_decay=0.1, masters=masters)
         for gradient in gradients:
@@ -179,7 +181,7 @@ def test_adamw_of_float32_in_one_pass_is_pytorchs() -> None:
     results = []
     for native in (True, False):
         weights = {str(i): torch.nn.Parameter(start.clone()) for i, start in enumerate(starts)}
-        masters = MasterWeights(weights, native=native)
+        masters = MasterWeights(weights, operators=TRAINING if native else None)
         adamw = AdamW(weights, AdamWConfig(), weight_decay=0.1, masters=masters)
         adamw.updates[1].fill_(4)
         for given in gradients:
@@ -205,7 +207,7 @@ def test_muon_in_two_passes_is_muon(
         holder = torch.nn.ParameterList(list(starts.clone()))
         low_bits = round_weights(holder)
         weights = dict(holder.named_parameters())
-        masters = MasterWeights(weights, low_bits, native=native)
+        masters = MasterWeights(weights, low_bits, operators=TRAINING if native else None)
         config = MuonConfig(learning_rate=0.1, nesterov=nesterov)
         muon = Muon(weights, config, masters=masters)
         for pair in gradients:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.train.conftest import MODEL
 from workhorse.data import Batch
-from workhorse.native import resolve
+from workhorse.native import Operators, resolve
 from workhorse.nn import DecoderConfig
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer
@@ -82,11 +82,14 @@ def trained(case: Case, processes: int = 1, rank: int = 0) -> Training:
     decoder = DecoderConfig.from_dict(fields).build()
     low_bits = round_weights(decoder) if case.dtype == "bfloat16" else None
     objective = NextToken(decoder).train()
+    operators = resolve("training", wait=True) if case.native else Operators()
     if case.native:
-        train_natively(objective, resolve("training", wait=True))
+        train_natively(objective, operators)
     if processes > 1:
         _shard(objective)
-    optimizer = build_optimizer(decoder, OPTIMIZERS[case.optimizer], low_bits, native=case.native)
+    optimizer = build_optimizer(
+        decoder, OPTIMIZERS[case.optimizer], low_bits, operators=operators.training
+    )
     step = TrainingStep(
         objective,
         optimizer,

@@ -176,6 +176,113 @@ class Training:
         operator = torch.ops.workhorse.norm_backward.default
         return operator(gradient, x, moments, weight, other, offset, centred)
 
+    def measures(self, x: Tensor) -> bool:
+        """Whether `squared_length` can take a tensor."""
+        return (
+            x.device.type == "cpu"
+            and x.dtype in (torch.float32, torch.bfloat16)
+            and x.is_contiguous()
+        )
+
+    def squared_length(self, tensors: list[Tensor]) -> Tensor:
+        """The squared length of all tensors as one vector, summed in float32 in a fixed order.
+
+        Args:
+            tensors: at least one, float32 or bfloat16, contiguous.
+        """
+        return torch.ops.workhorse.squared_length.default(tensors)
+
+    def adamw_(  # noqa: PLR0917 - the tensors of one formula
+        self,
+        weights: list[Tensor],
+        low_bits: list[Tensor],
+        gradients: list[Tensor],
+        means: list[Tensor],
+        mean_squares: list[Tensor],
+        updates: list[int],
+        *,
+        shrink: float,
+        rate: float,
+        beta1: float,
+        beta2: float,
+        eps: float,
+        weight_decay: float,
+    ) -> None:
+        """An update of AdamW, in place, in one pass over memory; all tensors contiguous.
+
+        Args:
+            weights: float32; or bfloat16, with low bits.
+            low_bits: int16, as `workhorse.optim.master_weights` splits weights; or none.
+            gradients: bfloat16 or float32; multiplied by `shrink`.
+            means: likewise.
+            mean_squares: float32.
+            updates: of each weight so far, this one included.
+            shrink: see gradients.
+            rate: of learning.
+            beta1: see AdamW.
+            beta2: see AdamW.
+            eps: see AdamW.
+            weight_decay: see AdamW.
+        """
+        torch.ops.workhorse.adamw_.default(
+            weights,
+            low_bits,
+            gradients,
+            means,
+            mean_squares,
+            updates,
+            shrink,
+            rate,
+            beta1,
+            beta2,
+            eps,
+            weight_decay,
+        )
+
+    def muon_directions(
+        self,
+        gradients: list[Tensor],
+        momenta: Tensor,
+        *,
+        shrink: float,
+        momentum: float,
+        nesterov: bool,
+    ) -> Tensor:
+        """Take gradients into Muon's momenta, in place; what is to be made orthogonal of them.
+
+        Args:
+            gradients: of matrices or stacks (…, rows, columns), bfloat16 or float32.
+            momenta: (gradients, …, rows, columns), float32.
+            shrink: multiplies the gradients.
+            momentum: see Muon.
+            nesterov: see Muon.
+
+        Returns:
+            (matrices, shorter side, longer side), bfloat16, each matrix of length 1.
+        """
+        operator = torch.ops.workhorse.muon_directions.default
+        return operator(gradients, momenta, shrink, momentum, nesterov)
+
+    def split_move_(
+        self,
+        weights: list[Tensor],
+        low_bits: list[Tensor],
+        updates: Tensor,
+        *,
+        kept: float,
+        size: float,
+    ) -> None:
+        """`weight · kept - size · update`, in place, of weights that `optim.master_weights` splits.
+
+        Args:
+            weights: matrices or stacks of one shape (…, rows, columns), bfloat16.
+            low_bits: of them, int16.
+            updates: (matrices, shorter side, longer side), bfloat16.
+            kept: multiplies the weights.
+            size: of the updates.
+        """
+        torch.ops.workhorse.split_move_.default(weights, low_bits, updates, kept, size)
+
 
 def load() -> Training:
     """The operators, compiled if that was never done on this machine, which takes some seconds.
@@ -196,103 +303,6 @@ def _attention_types() -> frozenset[torch.dtype]:
         return frozenset()
     needed = {torch.bfloat16: "avx512_bf16", torch.float32: "avx512_f"}
     return frozenset(dtype for dtype, what in needed.items() if cpu_has(what))
-
-
-def measures(x: Tensor) -> bool:
-    """Whether `squared_length` can take a tensor."""
-    return (
-        x.device.type == "cpu" and x.dtype in (torch.float32, torch.bfloat16) and x.is_contiguous()
-    )
-
-
-def squared_length(tensors: list[Tensor]) -> Tensor:
-    """The squared length of all tensors as one vector, summed in float32 in a fixed order.
-
-    Args:
-        tensors: at least one, float32 or bfloat16, contiguous.
-    """
-    return torch.ops.workhorse.squared_length.default(tensors)
-
-
-def adamw_(  # noqa: PLR0917 - the tensors of one formula
-    weights: list[Tensor],
-    low_bits: list[Tensor],
-    gradients: list[Tensor],
-    means: list[Tensor],
-    mean_squares: list[Tensor],
-    updates: list[int],
-    *,
-    shrink: float,
-    rate: float,
-    beta1: float,
-    beta2: float,
-    eps: float,
-    weight_decay: float,
-) -> None:
-    """An update of AdamW, in place, in one pass over memory; all tensors contiguous.
-
-    Args:
-        weights: float32; or bfloat16, with low bits.
-        low_bits: int16, as `workhorse.optim.master_weights` splits weights; or none.
-        gradients: bfloat16 or float32; multiplied by `shrink`.
-        means: likewise.
-        mean_squares: float32.
-        updates: of each weight so far, this one included.
-        shrink: see gradients.
-        rate: of learning.
-        beta1: see AdamW.
-        beta2: see AdamW.
-        eps: see AdamW.
-        weight_decay: see AdamW.
-    """
-    torch.ops.workhorse.adamw_.default(
-        weights,
-        low_bits,
-        gradients,
-        means,
-        mean_squares,
-        updates,
-        shrink,
-        rate,
-        beta1,
-        beta2,
-        eps,
-        weight_decay,
-    )
-
-
-def muon_directions(
-    gradients: list[Tensor], momenta: Tensor, *, shrink: float, momentum: float, nesterov: bool
-) -> Tensor:
-    """Take gradients into Muon's momenta, in place; what is to be made orthogonal of them.
-
-    Args:
-        gradients: of matrices or stacks (…, rows, columns), bfloat16 or float32.
-        momenta: (gradients, …, rows, columns), float32.
-        shrink: multiplies the gradients.
-        momentum: see Muon.
-        nesterov: see Muon.
-
-    Returns:
-        (matrices, shorter side, longer side), bfloat16, each matrix of length 1.
-    """
-    operator = torch.ops.workhorse.muon_directions.default
-    return operator(gradients, momenta, shrink, momentum, nesterov)
-
-
-def split_move_(
-    weights: list[Tensor], low_bits: list[Tensor], updates: Tensor, *, kept: float, size: float
-) -> None:
-    """`weight · kept - size · update`, in place, of weights that `optim.master_weights` splits.
-
-    Args:
-        weights: matrices or stacks of one shape (…, rows, columns), bfloat16.
-        low_bits: of them, int16.
-        updates: (matrices, shorter side, longer side), bfloat16.
-        kept: multiplies the weights.
-        size: of the updates.
-    """
-    torch.ops.workhorse.split_move_.default(weights, low_bits, updates, kept, size)
 
 
 @cache

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from workhorse.config import Config
-from workhorse.native import training
+from workhorse.native import Training
 from workhorse.on_resume import OnResume
 from workhorse.optim.master_weights import MasterWeights, join, pieces, split
 from workhorse.optim.shards import local, placed_like
@@ -81,18 +81,20 @@ class AdamW:
         """One update; `schedule` multiplies the learning rate and `shrink` the gradient."""
         native: dict[bool, list[State]] = {False: [], True: []}
         whole: list[State] = []
+        operators = self.masters.operators
         for one in self._states():
             has_low_bits, weight = one.low_bits is not None, one.weight
             split_or_float = has_low_bits or weight.dtype == torch.float32
-            ours = self.masters.native and weight.is_contiguous()
+            ours = operators is not None and weight.is_contiguous()
             if ours and weight.device.type == "cpu" and split_or_float:
                 native[has_low_bits].append(one)
             elif not has_low_bits and one.mean.dtype == torch.float32:
                 whole.append(one)
             else:
                 self._update_in_pieces(one, schedule, shrink)
-        for states in filter(None, native.values()):
-            self._update_natively(states, schedule, shrink)
+        if operators is not None:
+            for states in filter(None, native.values()):
+                self._update_natively(operators, states, schedule, shrink)
         if whole and shrink != 1:
             torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
                 [one.gradient for one in whole], shrink
@@ -106,11 +108,13 @@ class AdamW:
         rows = (weights, gradients, self.mean, self.mean_square, self.updates, low_bits)
         return [State(*row) for row in zip(*rows, strict=True)]
 
-    def _update_natively(self, states: list[State], schedule: float, shrink: float) -> None:
+    def _update_natively(
+        self, operators: Training, states: list[State], schedule: float, shrink: float
+    ) -> None:
         """In one pass; either all weights have low bits or none has."""
         updates = [one.updates for one in states]
         torch._foreach_add_(updates, 1)  # pyright: ignore[reportPrivateImportUsage]
-        training.adamw_(
+        operators.adamw_(
             [one.weight for one in states],
             [one.low_bits for one in states if one.low_bits is not None],
             [one.gradient.contiguous() for one in states],

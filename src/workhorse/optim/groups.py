@@ -6,6 +6,7 @@ from typing import Annotated, Protocol
 from pydantic import Field
 from torch import Tensor, nn
 
+from workhorse.native import Training
 from workhorse.nn import Decoder
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.master_weights import MasterWeights
@@ -45,7 +46,7 @@ def build_optimizer(
     config: AdamWConfig | MuonConfig,
     low_bits: Mapping[str, Tensor] | None = None,
     *,
-    native: bool = False,
+    operators: Training | None = None,
 ) -> "Optimizer":
     """The optimizer of what is trained of a decoder, sharded or not.
 
@@ -53,9 +54,9 @@ def build_optimizer(
         decoder: with the weights to start from.
         config: of the optimizer.
         low_bits: of the weights that `round_weights` rounded.
-        native: whether updates on the CPU are the native operators of training.
+        operators: of training, which update what is on the CPU.
     """
-    masters = MasterWeights(dict(decoder.named_parameters()), low_bits, native=native)
+    masters = MasterWeights(dict(decoder.named_parameters()), low_bits, operators=operators)
     roles = {
         role: {name: weight for name, weight in parameters.items() if name in masters.parameters}
         for role, parameters in parameters_by_role(decoder).items()

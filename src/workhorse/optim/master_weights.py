@@ -13,6 +13,7 @@ from collections.abc import Iterable, Mapping
 import torch
 from torch import Tensor, nn
 
+from workhorse.native import Training
 from workhorse.optim.shards import is_sharded, local, placed_like, sharded_like
 
 PIECE = 2**18
@@ -62,7 +63,7 @@ class MasterWeights:
     Args:
         parameters: by name; those that take no gradient are left out.
         low_bits: from `round_weights`, of whole parameters, also where these are sharded by now.
-        native: whether updates on the CPU are the native operators of training.
+        operators: of training, which update what is on the CPU.
     """
 
     def __init__(
@@ -70,7 +71,7 @@ class MasterWeights:
         parameters: Mapping[str, nn.Parameter],
         low_bits: Mapping[str, Tensor] | None = None,
         *,
-        native: bool = False,
+        operators: Training | None = None,
     ) -> None:
         trained = {name: weight for name, weight in parameters.items() if weight.requires_grad}
         self.parameters = trained
@@ -78,7 +79,7 @@ class MasterWeights:
             name: local(sharded_like(bits, trained[name]))
             for name, bits in (low_bits or {}).items()
         }
-        self.native = native
+        self.operators = operators
         self.sums: dict[str, Tensor] = {}
 
     def read(self, name: str) -> Tensor:

@@ -6,6 +6,7 @@ lets it share AdamW's learning rate and weight decay is Moonshot's (2502.16982 Â
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Literal
 
 import torch
@@ -14,7 +15,7 @@ from torch import Tensor, nn
 
 from workhorse.config import Config
 from workhorse.devices import multiplies_bfloat16
-from workhorse.native import training
+from workhorse.native import Training
 from workhorse.on_resume import OfItsKind, OnResume
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.master_weights import MasterWeights
@@ -83,7 +84,9 @@ class Muon:
             rate = config.learning_rate * schedule
             kept = 1 - rate * config.weight_decay
             size = rate * update_scale(config.scale, *shape[-2:])
-            update = self._update_natively if self._is_native(group) else self._update
+            operators, update = self._operators_for(group), self._update
+            if operators is not None:
+                update = partial(self._update_natively, operators)
             update(group, self.momenta[shape], shrink=shrink, kept=kept, size=size)
 
     def _update(
@@ -115,6 +118,7 @@ class Muon:
 
     def _update_natively(
         self,
+        operators: Training,
         group: Mapping[str, nn.Parameter],
         momenta: Tensor,
         *,
@@ -124,14 +128,14 @@ class Muon:
     ) -> None:
         """The same of whole matrices; what is no matrix product is a pass before them and after."""
         config = self.config
-        directions = training.muon_directions(
+        directions = operators.muon_directions(
             [gradient.contiguous() for gradient in self.masters.gradients(group)],
             momenta,
             shrink=shrink,
             momentum=config.momentum,
             nesterov=config.nesterov,
         )
-        training.split_move_(
+        operators.split_move_(
             [weight.detach() for weight in group.values()],
             [self.masters.low_bits[name] for name in group],
             newton_schulz(directions, config.iterations),
@@ -139,11 +143,13 @@ class Muon:
             size=size,
         )
 
-    def _is_native(self, group: Mapping[str, nn.Parameter]) -> bool:
-        return self.masters.native and all(
+    def _operators_for(self, group: Mapping[str, nn.Parameter]) -> Training | None:
+        """The native operators, if they take this group."""
+        suitable = all(
             name in self.masters.low_bits and weight.device.type == "cpu" and not is_sharded(weight)
             for name, weight in group.items()
         )
+        return self.masters.operators if suitable else None
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything the next step depends on, by parameter name; the tensors themselves."""

@@ -57,9 +57,7 @@ def build_step(
         multiply_in_float8(decoder)
     if config.activation_checkpointing:
         checkpoint_activations(decoder)
-    optimizer = build_optimizer(
-        decoder, config.optimizer, low_bits, native=operators.training is not None
-    )
+    optimizer = build_optimizer(decoder, config.optimizer, low_bits, operators=operators.training)
     if device.type == "cpu":
         give_back_freed_memory()
     size = config.micro_batch_size

@@ -102,7 +102,7 @@ class TrainingStep:
             counted: likewise.
             schedule: multiplies the learning rates.
         """
-        norm = total_norm(self.optimizer.gradients(), native=self.optimizer.masters.native)
+        norm = total_norm(self.optimizer.gradients(), self.optimizer.masters.operators)
         # The step's only wait for the device.
         figures = torch.stack([loss, norm.to(loss.dtype), *self._terms.values()]).tolist()
         loss_value, norm_value, *extra = figures

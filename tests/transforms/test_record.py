@@ -24,7 +24,14 @@ from workhorse.transforms.inference import prepare_for_inference
 from workhorse.transforms.native_attention import attend_natively
 from workhorse.transforms.native_training import train_natively
 from workhorse.transforms.quantize import quantize
-from workhorse.transforms.record import MAY_FOLLOW, Transform, record, transforms_of
+from workhorse.transforms.record import (
+    MAY_FOLLOW,
+    Transform,
+    TransformName,
+    check,
+    record,
+    transforms_of,
+)
 from workhorse.transforms.stream import stream_weights
 
 # PyTorch's compiler imports what PyTorch itself calls deprecated.
@@ -105,6 +112,28 @@ def test_what_cannot_follow_is_refused_before_anything_is_changed(name: str) -> 
             APPLY[name](decoder)
         assert repr(decoder) == before
         assert names(decoder) == [carried]
+
+
+@pytest.mark.parametrize(
+    ("carried", "name"),
+    [
+        ("train_natively", "train_natively"),
+        ("quantize", "train_natively"),
+        ("compile_steps", "train_natively"),
+        ("checkpoint_activations", "train_natively"),
+        ("compile_layers", "checkpoint_activations"),
+        ("compile_steps", "quantize"),
+        ("train_natively", "quantize"),
+        ("compile_steps", "stream_weights"),
+        ("quantize", "group_heads"),
+        ("train_natively", "compile_steps"),
+    ],
+)
+def test_orders_that_cannot_be(carried: TransformName, name: TransformName) -> None:
+    decoder = make()
+    record(decoder, carried)
+    with pytest.raises(WorkhorseError, match=name):
+        check(decoder, name)
 
 
 def test_the_remedy_is_the_other_order_where_that_can_be() -> None:

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tests.nn.grid import CAUSAL, COVERING, fixed_length, make, mixes_experts, name
+from tests.nn.paged import paged
 from workhorse.generate import GenerationConfig, generate
 from workhorse.native import resolve
 from workhorse.nn import Decoder, DecoderConfig
@@ -84,7 +85,7 @@ def test_logits_stay_within_the_bound_in_bfloat16(
 
 def along(decoder: Decoder, tokens: Tensor) -> Tensor:
     """Logits after a prompt of four tokens and after each further one, in float32."""
-    cache = decoder.new_cache(len(tokens), tokens.shape[1])
+    cache = paged(decoder, *tokens.shape)
     logits = [decoder.next_logits(tokens[:, :4], cache=cache)]
     for step in range(4, tokens.shape[1]):
         logits.append(decoder.next_logits(tokens[:, step : step + 1], cache=cache))

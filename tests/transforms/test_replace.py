@@ -8,10 +8,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.native.machine import OPERATORS
-from tests.nn.grid import COVERING, make, name, random_tokens
+from tests.nn.grid import CAUSAL, COVERING, make, name, random_tokens
+from tests.nn.paged import paged
 from workhorse.data import Batch
 from workhorse.models.llama import llama
-from workhorse.nn import DecoderConfig
+from workhorse.nn import Decoder, DecoderConfig
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.transforms.checkpointing import checkpoint_activations
 from workhorse.transforms.inference import prepare_for_inference
@@ -116,4 +117,31 @@ def test_hooks_on_every_module_fire_in_native_training(config: DecoderConfig) ->
     train_natively(native, OPERATORS)
     expected = called(plain)
     assert "decoder.head.proj" in expected
+    assert called(native) == expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("config", CAUSAL[:12], ids=lambda one: name(COVERING.index(one)))
+@torch.no_grad()
+def test_hooks_on_every_module_fire_in_native_decoding(
+    config: DecoderConfig, dtype: torch.dtype
+) -> None:
+    """In the pass over a prompt, and in a step of one token, over a paged cache."""
+    tokens = random_tokens(config, 2, 6)
+
+    def called(decoder: Decoder) -> list[set[str]]:
+        found: set[str] = set()
+        for path, part in decoder.named_modules(remove_duplicate=False):
+            part.register_forward_hook(lambda *_, path=path: found.add(path))
+        view, passes = paged(decoder, 2, 6), list[set[str]]()
+        for some in (tokens[:, :5], tokens[:, 5:]):
+            decoder(some, cache=view)
+            passes.append(set(found))
+            found.clear()
+        return passes
+
+    plain = make(config).to(dtype)
+    native = prepare_for_inference(copy.deepcopy(plain))
+    expected = called(plain)
+    assert "head.proj" in expected[1]
     assert called(native) == expected

@@ -131,6 +131,17 @@ def test_a_library_that_was_cut_or_changed_is_made_again(
     assert [path.name for path in library.parent.iterdir()] == [library.name]
 
 
+def test_a_library_that_others_may_write_is_made_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = compiler(tmp_path, monkeypatch, WORKS)
+    library = build.ensure("decoding", wait=True)
+    library.chmod(0o720)
+    assert build.ensure("decoding", wait=True) == library
+    assert runs.read_text() == "run\nrun\n"
+    assert library.stat().st_mode & 0o777 == 0o700
+
+
 def test_what_a_killed_compiler_left_is_removed(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

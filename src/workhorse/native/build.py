@@ -13,6 +13,7 @@ import importlib.resources
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -59,7 +60,7 @@ def ensure(name: str, *, wait: bool) -> Path:
     if failure.exists():
         raise Unavailable(f"did not compile before; see {failure}, remove it to try again")
     try:
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _sweep(folder)
         # Two processes at once each make their own, and one stays.
         with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder) as scratch:
@@ -69,6 +70,7 @@ def ensure(name: str, *, wait: bool) -> Path:
             made, report = Path(scratch) / f"{name}.so", Path(scratch) / failure.name
             problem = _run([compiler, *_flags(), *_paths(name), "-o", str(made)])
             if problem is None:
+                made.chmod(0o700)
                 return made.replace(folder / f"{name}-{_digest(made)}.so")
             report.write_text(problem, encoding="utf-8")
             report.replace(failure)
@@ -96,15 +98,22 @@ def load(library: Path) -> None:
 
 
 def _whole(folder: Path, name: str) -> Path | None:
-    """A library that holds what was written; others are removed where they can be."""
+    """A library that holds what was written, by this user; others are removed where they can be."""
     for library in sorted(folder.glob(f"{name}-*.so")):
         try:
-            if library.name == f"{name}-{_digest(library)}.so":
+            if _only_ours(library) and library.name == f"{name}-{_digest(library)}.so":
                 return library
             library.unlink()
         except OSError:  # it cannot be read, or another process removed it
             continue
     return None
+
+
+def _only_ours(file: Path) -> bool:
+    """Whether this user, or root, made a file, and nobody else may write to it: it will be run."""
+    found = file.lstat()
+    ours = stat.S_ISREG(found.st_mode) and found.st_uid in (os.geteuid(), 0)
+    return ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)
 
 
 def _digest(file: Path) -> str:

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from workhorse.errors import WorkhorseError
-from workhorse.generate import GenerationConfig, Scheduler, generate
+from workhorse.generate import GenerationConfig, Scheduler, generate, prefixes
 
 ATTENTION = {
     "rope": {},
@@ -129,6 +129,30 @@ def test_what_is_remembered_gives_way_to_what_is_needed(make_decoder):
         prompt = [number + 1] * 16
         scheduler.add(prompt, config)
         assert list(run(scheduler).values()) == alone(decoder, prompt, config)
+
+
+def test_what_a_window_let_go_of_does_not_keep_what_came_before_it(make_decoder):
+    """Nodes without blocks of a window stand behind nodes that hold some, and those fill it."""
+    decoder = make_decoder(max_seq_len=48, window=5)
+    config = GenerationConfig(temperature=0, max_new_tokens=2, stop_tokens=())
+    scheduler = Scheduler(decoder, max_rows=1, max_tokens=48, remembers=True)
+    for number in range(12):
+        for length in (4, 20):
+            prompt = [number + 1] * length
+            scheduler.add(prompt, config)
+            assert list(run(scheduler).values()) == alone(decoder, prompt, config)
+
+
+def test_finding_a_beginning_among_many_looks_at_few(make_decoder, monkeypatch):
+    scheduler = Scheduler(make_decoder(), max_rows=1, max_tokens=2000, remembers=True)
+    config = GenerationConfig(temperature=0, max_new_tokens=1, stop_tokens=())
+    looked: list[int] = []
+    agreed = prefixes._agreed
+    monkeypatch.setattr(prefixes, "_agreed", lambda *both: looked.append(0) or agreed(*both))
+    for number in range(150):
+        scheduler.add([1, number % 15, number // 15, 2, 3], config)
+        run(scheduler)
+    assert len(looked) <= 2 * 2 * 150
 
 
 def test_a_long_prompt_lets_the_others_go_on(make_decoder):

@@ -5,7 +5,9 @@ where their keys and values lie. What nobody used for the longest time is let go
 its room.
 """
 
-from collections.abc import Iterator, Sequence
+from bisect import bisect, insort
+from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from workhorse.nn.cache.blocks import BLOCK, EMPTY, CachedText, Reach
@@ -18,8 +20,8 @@ class _Node:
     tokens: tuple[int, ...] = ()
     blocks: dict[Reach, int] = field(default_factory=dict)
     children: dict[tuple[int, ...], "_Node"] = field(default_factory=dict)
-    used: int = 0
-    """When it was used last, by the tree's own count."""
+    in_order: list[tuple[int, ...]] = field(default_factory=list)
+    """Their tokens in order: those that agree longest with others stand next to these."""
 
 
 class PrefixTree:
@@ -32,7 +34,8 @@ class PrefixTree:
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
         self._root = _Node()
-        self._uses = 0
+        self._by_use: OrderedDict[_Node, None] = OrderedDict()
+        """All nodes, the one used longest ago first, and children before their parents."""
         cache.reclaim = self._reclaim
 
     def adopt(self, text: CachedText, tokens: Sequence[int]) -> int:
@@ -59,8 +62,7 @@ class PrefixTree:
             some = tuple(tokens[start : start + BLOCK])
             child = node.children.get(some)
             if child is None:
-                child = node.children[some] = _Node(node, some, dict.fromkeys(text.tables, EMPTY))
-                self._drop_beginnings(node, some)
+                child = self._add(node, some, dict.fromkeys(text.tables, EMPTY))
             for reach, table in text.tables.items():
                 if child.blocks[reach] == EMPTY:
                     child.blocks[reach] = self._cache.pools[reach].share(table[number])
@@ -76,13 +78,14 @@ class PrefixTree:
             child = node.children.get(rest)
             agreed = len(rest)
             if child is None:
-                agreed, child = max(
-                    ((_agreed(other.tokens, rest), other) for other in node.children.values()),
-                    key=lambda pair: pair[0],
-                    default=(0, node),
+                at = bisect(node.in_order, rest)
+                beside = node.in_order[max(at - 1, 0) : at + 1]
+                agreed, tokens_of_child = max(
+                    ((_agreed(other, rest), other) for other in beside), default=(0, ())
                 )
-            if not agreed:
-                break
+                if not agreed:
+                    break
+                child = node.children[tokens_of_child]
             node, length = child, length + agreed
             path.append(node)
             if agreed < BLOCK:
@@ -98,39 +101,41 @@ class PrefixTree:
         )
 
     def _use(self, path: Sequence[_Node]) -> None:
-        self._uses += 1
-        for node in path:
-            node.used = self._uses
+        for node in reversed(path):
+            self._by_use.move_to_end(node)
 
-    def _drop_beginnings(self, parent: _Node, tokens: tuple[int, ...]) -> None:
-        """Forget children that another one begins with."""
-        for child in list(parent.children.values()):
-            shorter = len(child.tokens) < len(tokens)
-            if shorter and tokens[: len(child.tokens)] == child.tokens:
-                self._drop(child)
+    def _add(self, parent: _Node, tokens: tuple[int, ...], blocks: dict[Reach, int]) -> _Node:
+        """A new child, in the place of those that it begins with."""
+        for length in range(1, len(tokens)):
+            if (shorter := parent.children.get(tokens[:length])) is not None:
+                self._drop(shorter)
+        child = parent.children[tokens] = _Node(parent, tokens, blocks)
+        insort(parent.in_order, tokens)
+        self._by_use[child] = None
+        return child
 
     def _reclaim(self, reach: Reach) -> bool:
-        """Let go of the ending used longest ago that nobody but this tree holds."""
+        """Let go of the ending used longest ago; of one that somebody else holds only at last."""
         holders = self._cache.pools[reach].holders
-        free = [node for node in self._endings() if holders[node.blocks[reach]] == 1]
-        if not free:
-            return False
-        self._drop(min(free, key=lambda node: node.used))
-        return True
+        for _ in range(len(self._by_use)):
+            node = next(iter(self._by_use))
+            # What a window let go of shows nothing, and stands before what is to be let go.
+            if not node.children and holders[node.blocks[reach]] <= 1:
+                self._drop(node)
+                return True
+            self._by_use.move_to_end(node)  # it is in use, or begins what is
+        ending = next((node for node in self._by_use if not node.children), None)
+        if ending is not None:
+            self._drop(ending)
+        return ending is not None
 
     def _drop(self, node: _Node) -> None:
         for reach, block in node.blocks.items():
             self._cache.pools[reach].release(block)
         assert node.parent is not None
         del node.parent.children[node.tokens]
-
-    def _endings(self) -> Iterator[_Node]:
-        nodes = list(self._root.children.values())
-        while nodes:
-            node = nodes.pop()
-            if not node.children:
-                yield node
-            nodes.extend(node.children.values())
+        del node.parent.in_order[bisect(node.parent.in_order, node.tokens) - 1]
+        del self._by_use[node]
 
 
 def _agreed(a: Sequence[int], b: Sequence[int]) -> int:

@@ -2,6 +2,7 @@
 
 import random
 
+import numpy as np
 import pytest
 import torch
 
@@ -225,6 +226,64 @@ def test_what_can_never_be_done_is_refused_when_asked(make_decoder, options, mes
     scheduler = Scheduler(make_decoder(), max_rows=2, max_tokens=8)
     with pytest.raises(WorkhorseError, match=message):
         scheduler.add([1, 2, 3], GenerationConfig(**options))
+    assert scheduler.is_idle
+
+
+@pytest.mark.parametrize(
+    ("option", "value"),
+    [
+        *[(size, value) for size in ("max_rows", "max_tokens") for value in (0, True, 1.5, "3")],
+        *[("prompt_chunk", value) for value in (0, -1, False, 2.0)],
+        *[("speculate", value) for value in (-1, True, None)],
+        *[("max_rows", 2**40), ("max_tokens", 2**70), ("remembers", 1)],
+        *[("draft", "a model"), ("tokenizer", "a folder"), ("decoder", None)],
+    ],
+)
+def test_options_that_mean_nothing_are_refused_by_name(make_decoder, option, value):
+    fact = (
+        "does not fit into memory" if value in (2**40, 2**70) else rf"{option}=.* (is|are) .*; give"
+    )
+    with pytest.raises(WorkhorseError, match=fact):
+        Scheduler(**{"decoder": make_decoder(), option: value})
+
+
+@pytest.mark.parametrize("size", [np.int64(3), 3])
+def test_sizes_may_be_of_numpy(make_decoder, size):
+    decoder = make_decoder()
+    config = GenerationConfig(temperature=0, max_new_tokens=3, stop_tokens=())
+    scheduler = Scheduler(
+        decoder, max_rows=size, max_tokens=size * 16, prompt_chunk=size, speculate=size
+    )
+    (result,) = scheduler.add(np.array([1, 2, 3, 4]), config)
+    assert run(scheduler)[result] == alone(decoder, [1, 2, 3, 4], config)[0]
+
+
+@pytest.mark.parametrize(
+    ("prompt", "options"),
+    [
+        *[(prompt, {}) for prompt in (None, 5, "abc", b"ab", [1.0], [True], ["a"], [[1]], {1, 2})],
+        *[(torch.tensor(tokens), {}) for tokens in (1, [1.5], [[1, 2]])],
+        *[([1], {"config": config}) for config in ({}, 0, {"max_new_tokens": 3})],
+        *[([1], {"processors": processors}) for processors in (None, "f", [5], len)],
+        *[([1], {"stop_conditions": conditions}) for conditions in (None, [None], len)],
+    ],
+)
+def test_a_request_of_other_types_is_refused_and_changes_nothing(make_decoder, prompt, options):
+    scheduler = Scheduler(make_decoder())
+    with pytest.raises(WorkhorseError, match=r"^[^\n]+; [^\n]+$"):
+        scheduler.add(prompt, **options)
+    assert scheduler.is_idle
+    assert scheduler.add([1]) == range(1)
+
+
+@pytest.mark.parametrize("result", [1, -1, None, True, "0", 0.0, range(1)])
+def test_what_was_never_asked_for_cannot_be_cancelled(make_decoder, result):
+    scheduler = Scheduler(make_decoder())
+    scheduler.add([1])
+    with pytest.raises(WorkhorseError, match="result="):
+        scheduler.cancel(result)
+    scheduler.cancel(0)
+    scheduler.cancel(0)
     assert scheduler.is_idle
 
 

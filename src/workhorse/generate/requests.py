@@ -41,7 +41,9 @@ def check_prompts(
             _check_id(token, size, f"of {option} ", f"choose 0 to {size - 1}")
     for token in stop_tokens(config, tokenizer):
         _check_id(token, size)
-    return [_fit(list(prompt), decoder.max_seq_len, size, config) for prompt in prompts]
+    rule, remedy = "a prompt is a sequence of token ids", "give whole numbers of one text"
+    ids = (token_ids(prompt, rule, remedy) for prompt in prompts)
+    return [_fit(prompt, decoder.max_seq_len, size, config) for prompt in ids]
 
 
 def token_ids(tokens: object, rule: str, remedy: str) -> list[int]:
@@ -70,6 +72,34 @@ def check_batch_size(rows: object) -> None:
     """Refuse what is no number of rows."""
     if isinstance(rows, bool) or not isinstance(rows, Integral) or rows < 1:
         raise WorkhorseError(f"batch_size={shown(rows)} is no number of rows; give 1 or more")
+
+
+def whole(name: str, value: object, least: int) -> int:
+    """A size as Python has it.
+
+    Raises:
+        WorkhorseError: it is no whole number, or a smaller one than `least`.
+    """
+    if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
+        raise WorkhorseError(
+            f"{name}={shown(value)} is out of range; give a whole number from {least}"
+        )
+    return int(value)
+
+
+def check_functions(name: str, functions: object) -> tuple[Any, ...]:
+    """What is to be called, one after the other.
+
+    Raises:
+        WorkhorseError: something of it cannot be called.
+    """
+    if not isinstance(functions, Iterable) or isinstance(functions, str):
+        raise WorkhorseError(f"{name}={shown(functions)} is no list of functions; give a list")
+    found = tuple(cast(Iterable[object], functions))
+    for each in found:
+        if not callable(each):
+            raise WorkhorseError(f"{name} holds {shown(each)}, which is no function; leave it out")
+    return found
 
 
 def check_draft(

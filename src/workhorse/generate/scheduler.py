@@ -16,13 +16,20 @@ from dataclasses import dataclass, field, replace
 
 from torch import Tensor
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.generate.choose import Chooser
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.draft import Draft
 from workhorse.generate.lookup import PromptLookup
 from workhorse.generate.reader import Reader, Reading, wait
-from workhorse.generate.requests import TextOfTokens, check_draft, check_prompts, usable_vocab
+from workhorse.generate.requests import (
+    TextOfTokens,
+    check_draft,
+    check_functions,
+    check_prompts,
+    usable_vocab,
+    whole,
+)
 from workhorse.generate.result import Delta
 from workhorse.generate.row import Guess, LogitProcessor, Request, Row, StopCondition
 from workhorse.generate.speculate import Proposer
@@ -58,6 +65,9 @@ class Scheduler:
             wait long; left out: all.
         remembers: whether texts that ended are kept while there is room, so that a prompt that
             begins alike is read from where it differs.
+
+    Raises:
+        WorkhorseError: an option of another type, or out of range.
     """
 
     def __init__(
@@ -72,13 +82,26 @@ class Scheduler:
         prompt_chunk: int | None = None,
         remembers: bool = False,
     ) -> None:
+        for name, model in {"decoder": decoder, "draft": draft}.items():
+            if not isinstance(model, Decoder) and (model is not None or name == "decoder"):
+                raise WorkhorseError(
+                    f"{name}={shown(model)} is no decoder; give a model's .decoder"
+                )
+        if tokenizer is not None and not hasattr(tokenizer, "stream"):
+            raise WorkhorseError(
+                f"tokenizer={shown(tokenizer)} is none; give a model's .tokenizer, or leave it out"
+            )
+        if not isinstance(remembers, bool):
+            raise WorkhorseError(f"remembers={shown(remembers)} is neither; give True or False")
         self.decoder = decoder
         self.tokenizer = tokenizer
-        self.max_rows = max_rows
+        self.max_rows = max_rows = whole("max_rows", max_rows, 1)
         self._draft = draft
-        self._speculate = speculate
-        self._chunk = prompt_chunk
-        tokens = max_tokens or max_rows * (decoder.max_seq_len + speculate)
+        self._speculate = speculate = whole("speculate", speculate, 0)
+        self._chunk = None if prompt_chunk is None else whole("prompt_chunk", prompt_chunk, 1)
+        tokens = max_rows * (decoder.max_seq_len + speculate)
+        if max_tokens is not None:
+            tokens = whole("max_tokens", max_tokens, 1)
         self._reader = Reader(
             decoder, tokens=tokens, texts=max_rows, slack=speculate, remembers=remembers
         )
@@ -123,7 +146,11 @@ class Scheduler:
             WorkhorseError: see `check_prompts` and `check_draft`; beam search, which has no next
                 token; more guesses than the scheduler was made for; more than its cache holds.
         """
+        if not isinstance(config, GenerationConfig | None):
+            raise WorkhorseError(f"config={shown(config)} is none; give a GenerationConfig")
         config = config or GenerationConfig()
+        processors = check_functions("processors", processors)
+        stop_conditions = check_functions("stop_conditions", stop_conditions)
         if config.beams > 1:
             raise WorkhorseError(
                 f"beams={config.beams} knows its text at the end only; leave beams out"
@@ -136,7 +163,7 @@ class Scheduler:
         check_draft(self.decoder, self._draft if config.speculate else None, config, self.tokenizer)
         (fitting,) = check_prompts(self.decoder, [prompt], config, self.tokenizer)
         seed = secrets.randbits(32) if config.seed is None else config.seed
-        request = Request(tuple(fitting), config, seed, tuple(processors), tuple(stop_conditions))
+        request = Request(tuple(fitting), config, seed, processors, stop_conditions)
         self._check_room(request)
         results = range(self._added, self._added + config.n_samples)
         self._added += config.n_samples
@@ -148,7 +175,13 @@ class Scheduler:
         return results
 
     def cancel(self, result: int) -> None:
-        """Let a result go, wherever it stands; one that ended is gone already."""
+        """Let a result go, wherever it stands; one that ended is gone already.
+
+        Raises:
+            WorkhorseError: no result has that number.
+        """
+        if whole("result", result, 0) >= self._added:
+            raise WorkhorseError(f"result={result} was never asked for; give a number of `add`")
         for prompts in (self._waiting, self._prompts):
             for prompt in list(prompts):
                 prompt.rows = [row for row in prompt.rows if row.index != result]

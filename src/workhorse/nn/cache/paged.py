@@ -37,6 +37,8 @@ class PagedCache:
         for name, size in (("tokens", tokens), ("texts", texts)):
             if type(size) is not int or size < 1:
                 raise WorkhorseError(f"{name}={size!r} holds nothing; give 1 or more")
+        if type(slack) is not int or slack < 0:
+            raise WorkhorseError(f"slack={slack!r} is no number of tokens; give 0 or more")
         self.tokens = tokens
         self.texts = texts
         self.device = device
@@ -53,7 +55,12 @@ class PagedCache:
             count = self._blocks_for(self.tokens, None) + self.texts  # each may end within a block
             if reach is not None:  # twice over: texts that ended are remembered
                 count = min(count, 2 * self.texts * self._blocks_for(self.tokens, reach))
-            self.pools[reach] = Pool(count + SPILL + 1, reach)
+            try:
+                self.pools[reach] = Pool(count + SPILL + 1, reach)
+            except (MemoryError, OverflowError):
+                raise WorkhorseError(
+                    f"a cache of {self.tokens} tokens does not fit into memory; make it smaller"
+                ) from None
         return Store(self.pools[reach], in_blocks)
 
     def fits(self, *most: int) -> bool:

@@ -200,6 +200,106 @@ def test_a_processor_that_forbids_everything_is_told(make_decoder):
         scheduler.step()
 
 
+def is_empty(scheduler: Scheduler) -> bool:
+    pools = scheduler._reader.cache.pools.values()
+    return not any(pool.reserved or any(pool.holders) for pool in pools)
+
+
+@pytest.mark.parametrize("chunk", [None, 2])
+@pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)
+def test_a_step_that_was_broken_off_is_made_up_for(make_decoder, attention, chunk):
+    """Ctrl-C within a layer, in each step at a time: every text is as it would have been."""
+    decoder = make_decoder(max_seq_len=14, **attention)
+    config = GenerationConfig(temperature=0, max_new_tokens=9, stop_tokens=(), truncate="left")
+    guessing = config.replace(speculate=3)
+    prompts = {(1, 2, 3): config, (4, 5, 4, 5, 4, 5, 4): guessing}
+    expected = [alone(decoder, prompt, how)[0] for prompt, how in prompts.items()]
+    left = 0
+
+    def interrupt(module, args, output):
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise KeyboardInterrupt
+
+    decoder.layers[1].register_forward_hook(interrupt)
+    for call in range(1, 12):
+        left = call
+        scheduler = Scheduler(decoder, max_rows=2, speculate=3, prompt_chunk=chunk)
+        texts: list[list[int]] = [[], []]
+        for prompt, how in prompts.items():
+            scheduler.add(prompt, how)
+        while not scheduler.is_idle:
+            try:
+                for delta in scheduler.step():
+                    texts[delta.index].append(delta.token)
+            except KeyboardInterrupt:
+                pass
+        assert texts == expected
+        assert is_empty(scheduler)
+
+
+@pytest.mark.parametrize("fails_at", [1, 2, 3])
+@pytest.mark.parametrize("option", ["processors", "stop_conditions"])
+def test_a_request_whose_own_function_raises_is_let_go_and_no_other(make_decoder, option, fails_at):
+    decoder = make_decoder()
+    config = GenerationConfig(temperature=0, max_new_tokens=6, stop_tokens=())
+    scheduler = Scheduler(decoder, max_rows=3)
+    calls: list[int] = []
+
+    def fails(first, second):
+        calls.append(0)
+        if len(calls) == fails_at:
+            raise LookupError
+        return first if option == "processors" else False
+
+    texts: list[list[int]] = [[], [], []]
+    for prompt, functions in (([1, 2], {}), ([3], {option: [fails]}), ([4, 5], {})):
+        scheduler.add(prompt, config, **functions)
+    faults = 0
+    while not scheduler.is_idle:
+        try:
+            for delta in scheduler.step():
+                texts[delta.index].append(delta.token)
+        except LookupError:
+            faults += 1
+    assert faults == 1
+    assert [texts[0], texts[2]] == [alone(decoder, p, config)[0] for p in ([1, 2], [4, 5])]
+    assert len(texts[1]) == fails_at - 1
+    assert is_empty(scheduler)
+
+
+@pytest.mark.parametrize(
+    ("processor", "message"),
+    [
+        (lambda logits, tokens: None, "a logit processor gave None"),
+        (lambda logits, tokens: logits[:5], r"gave \(5,\); let it give logits, \(17,\)"),
+        (lambda logits, tokens: logits * torch.nan, "gave nan or inf"),
+        (lambda logits, tokens: logits + torch.inf, "gave nan or inf"),
+    ],
+)
+@pytest.mark.parametrize("temperature", [0, 1])
+def test_processors_that_give_no_logits_are_told(make_decoder, processor, message, temperature):
+    scheduler = Scheduler(make_decoder())
+    scheduler.add([1], GenerationConfig(temperature=temperature), processors=[processor])
+    with pytest.raises(WorkhorseError, match=message):
+        scheduler.step()
+    assert scheduler.is_idle
+    assert is_empty(scheduler)
+
+
+def test_a_processor_that_writes_in_place_leaves_the_log_probabilities(make_decoder):
+    decoder = make_decoder()
+    config = GenerationConfig(temperature=0, max_new_tokens=3, logprobs=1)
+    decoder.float()
+    scheduler = Scheduler(decoder)
+    scheduler.add([1], config, processors=[lambda logits, tokens: logits.zero_()])
+    (first,) = scheduler.step()
+    (known,) = generate(decoder, [[1]], config)
+    assert first.token == 0
+    assert first.logprob.top == known.logprobs[0].top
+
+
 def test_stop_conditions_end_a_text(make_decoder, letters):
     decoder, tokenizer = make_decoder(), letters()
     config = GenerationConfig(temperature=0, max_new_tokens=9)

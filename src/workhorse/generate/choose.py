@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.result import TokenLogprob
 from workhorse.generate.row import Row
@@ -90,9 +90,9 @@ class Chooser:
         processed = any(row.request.processors for row in rows)
         if takes_likeliest(self.config) and not processed:
             tokens = argmax(logits[:, : self._vocab], self._decoding)
-            check_finite(bool((tokens >= 0).all()))
+            _check_rows(bool((tokens >= 0).all()), logits, rows)
             return tokens
-        check_finite(all_finite(logits))
+        _check_rows(all_finite(logits), logits, rows)
         if processed:
             logits = torch.stack([_processed(*both) for both in zip(logits, rows, strict=True)])
         logits = self.shape(logits, history)
@@ -117,15 +117,42 @@ def check_finite(finite: bool, whose: str = "the model") -> None:
         raise WorkhorseError(f"{whose}'s logits are not finite numbers; its weights are damaged")
 
 
+def _check_rows(finite: bool, logits: Tensor, rows: Sequence[Row]) -> None:
+    if not finite:
+        for row, its_logits in zip(rows, logits, strict=True):
+            row.is_at_fault = not all_finite(its_logits[None])
+    check_finite(finite)
+
+
 def _processed(logits: Tensor, row: Row) -> Tensor:
-    logits = logits.float()
+    if not row.request.processors:
+        return logits.float()
+    try:
+        return _by_processors(logits, row)
+    except Exception:
+        row.is_at_fault = True
+        raise
+
+
+def _by_processors(logits: Tensor, row: Row) -> Tensor:
+    changed = logits.to(torch.float32, copy=True)  # they may write to it
     for processor in row.request.processors:
-        logits = processor(logits, row.tokens)
-    if bool((logits == -torch.inf).all()):
+        gave: object = processor(changed, tuple(row.tokens))
+        if not isinstance(gave, Tensor) or gave.shape != logits.shape:
+            what = tuple(gave.shape) if isinstance(gave, Tensor) else shown(gave)
+            raise WorkhorseError(
+                f"a logit processor gave {what}; let it give logits, {tuple(logits.shape)}"
+            )
+        changed = gave.to(logits.device, torch.float32)
+        if bool((changed.isnan() | (changed == torch.inf)).any()):
+            raise WorkhorseError(
+                "a logit processor gave nan or inf; let it give numbers, or -inf to forbid"
+            )
+    if bool((changed == -torch.inf).all()):
         raise WorkhorseError(
             "a logit processor forbids every token; let it leave one, such as the eos"
         )
-    return logits
+    return changed
 
 
 def _uniforms(rows: Sequence[Row]) -> Tensor:

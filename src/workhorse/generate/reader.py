@@ -118,6 +118,12 @@ class Reader:
             readings[r] if first[r] == n else self.fork(readings[r]) for n, r in enumerate(index)
         ]
 
+    def restart(self, reading: Reading) -> None:
+        """Let a text hold nothing, however it was left, and keep its room."""
+        self.cache.clear(reading.text)
+        reading.tokens = []
+        self._view = None
+
     def close(self, reading: Reading) -> None:
         """Let a text go."""
         if self._prefixes is not None:

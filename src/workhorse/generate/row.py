@@ -72,6 +72,7 @@ class Row:
         agreed: how many of the guessed tokens were chosen so far.
         is_ahead: whether the token chosen last was guessed, so that this pass knows what follows.
         reading: what the decoder has read of it, from the first token on.
+        is_at_fault: whether it was broken off by something of its own, so that it cannot go on.
     """
 
     reading: Reading
@@ -91,6 +92,7 @@ class Row:
         self.how = alike(config)
         self.tokens = list(request.prompt)
         self.finish_reason: FinishReason | None = None
+        self.is_at_fault = False
         self.left = config.max_new_tokens
         if config.truncate == "refuse":
             # The last token of a text is predicted but not consumed, so it may lie one beyond.
@@ -129,6 +131,7 @@ class Row:
     def take(self, token: int, logprob: TokenLogprob | None) -> Delta:
         """The chosen token, and whether the row ends with it."""
         begins = self.agreed == 0
+        self.is_at_fault = True  # half a token could not be taken back
         guessed = self.unmet > 0 and token == self.guess.tokens[self.agreed]
         self.agreed += guessed
         self.tokens.append(token)
@@ -147,6 +150,7 @@ class Row:
         if self.finish_reason is not None and self._stream is not None:
             text += self._stream.finish()
         self.is_ahead = guessed and self.finish_reason is None
+        self.is_at_fault = False
         return Delta(
             self.index,
             token,
@@ -162,4 +166,4 @@ class Row:
         if not conditions:
             return False
         self._text += text
-        return any(stops(self.new_tokens, self._text) for stops in conditions)
+        return any(bool(stops(self.new_tokens, self._text)) for stops in conditions)

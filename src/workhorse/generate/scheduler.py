@@ -39,10 +39,11 @@ from workhorse.transforms.record import decoding_operators
 
 @dataclass(eq=False)
 class _Prompt:
-    """A prompt that is to be read, for the rows that wait for it."""
+    """A text that is to be read, for the rows that wait for it."""
 
     request: Request
     rows: list[Row]
+    tokens: list[int]
     reading: Reading | None = None
     left: list[int] = field(default_factory=list)
     """Tokens that were not read yet."""
@@ -117,6 +118,8 @@ class Scheduler:
         self._rows: list[Row] = []
         self._choosers: dict[str, Chooser] = {}
         self._added = 0
+        self._deltas: list[Delta] = []
+        self._begins: dict[Row, int] = {}  # where in a row's tokens its reading begins
 
     @property
     def is_idle(self) -> bool:
@@ -171,7 +174,7 @@ class Scheduler:
             Row(index, request, sample, self.decoder.max_seq_len, tokenizer=self.tokenizer)
             for sample, index in enumerate(results)
         ]
-        self._waiting.append(_Prompt(request, rows))
+        self._waiting.append(_Prompt(request, rows, fitting))
         return results
 
     def cancel(self, result: int) -> None:
@@ -197,23 +200,61 @@ class Scheduler:
     def step(self) -> list[Delta]:
         """Read what came, and let each row that was going advance.
 
+        Where it raises, nothing is lost: the next step goes on from there, but for requests that
+        caused it by their own processors, conditions or logits, which are let go.
+
         Raises:
-            WorkhorseError: logits that are not finite.
+            WorkhorseError: logits that are not finite, or no logits from a processor.
         """
         with ExitStack() as modes:
             modes.enter_context(evaluation_mode(self.decoder))
             if self._draft is not None:
                 modes.enter_context(evaluation_mode(self._draft))
             going = self._rows
-            self._admit()
-            deltas = self._read_prompts() if self._prompts else []
-            if going:
-                deltas += self._advance(going)
-            for row in self._rows:
-                if row.finish_reason is not None:
-                    self._leave(row)
-            self._rows = [row for row in self._rows if row.finish_reason is None]
+            self._begins = {row: len(row.tokens) - 1 - len(row.reading.tokens) for row in going}
+            try:
+                self._admit()
+                if self._prompts:
+                    self._read_prompts()
+                if going:
+                    self._advance(going)
+            except BaseException:
+                self._recover()
+                raise
+            finally:
+                for row in self._rows:
+                    if row.finish_reason is not None:
+                        self._leave(row)
+                self._rows = [row for row in self._rows if row.finish_reason is None]
+            deltas, self._deltas = self._deltas, []
             return deltas
+
+    def _recover(self) -> None:
+        """After a step that was broken off: what it left half read is read anew by the next."""
+        self._choosers.clear()
+        for prompt in self._prompts:
+            prompt.rows = [row for row in prompt.rows if not row.is_at_fault]
+            if prompt.reading is not None:
+                self._reader.restart(prompt.reading)
+            prompt.left = list(prompt.tokens)
+        rows, self._rows = self._rows, []
+        for row in rows:
+            begin = self._begins[row]
+            read = len(row.reading.tokens)
+            self._proposer.leave(row)
+            if row.is_at_fault:
+                self._reader.restart(row.reading)
+                self._reader.close(row.reading)
+            elif row.finish_reason is not None or (
+                0 < read == row.reading.text.length == len(row.tokens) - 1 - begin
+            ):
+                self._rows.append(row)
+            else:
+                row.expect(Guess())
+                self._reader.restart(row.reading)
+                tokens = row.tokens[begin:]
+                again = _Prompt(row.request, [row], tokens, row.reading, list(tokens))
+                self._prompts.append(again)
 
     def _admit(self) -> None:
         """Begin with those that wait, in order, while there is room."""
@@ -225,7 +266,7 @@ class Scheduler:
             self._waiting.popleft()
             request = prompt.request
             prompt.reading = self._reader.open(request.prompt, request.config.max_new_tokens - 1)
-            prompt.left = list(request.prompt[len(prompt.reading.tokens) :])
+            prompt.left = prompt.tokens[len(prompt.reading.tokens) :]
             self._prompts.append(prompt)
 
     def _fits(self, request: Request, rows: int) -> bool:
@@ -251,7 +292,7 @@ class Scheduler:
                 "ask for fewer, or make the scheduler with more max_tokens"
             )
 
-    def _read_prompts(self) -> list[Delta]:
+    def _read_prompts(self) -> None:
         """A piece of each prompt; the first tokens after those that are through."""
         started = time.perf_counter()
         readings = [prompt.reading for prompt in self._prompts if prompt.reading is not None]
@@ -261,7 +302,7 @@ class Scheduler:
             del prompt.left[: len(piece)]
         through = [n for n, prompt in enumerate(self._prompts) if not prompt.left]
         if not through:
-            return []
+            return
         wait(logits)
         seconds = time.perf_counter() - started
         rows: list[Row] = []
@@ -276,33 +317,28 @@ class Scheduler:
                 row.reading = self._reader.fork(prompt.reading)
             rows += prompt.rows
             parents += [n] * len(prompt.rows)
+            self._begins |= {row: len(row.tokens) - len(prompt.tokens) for row in prompt.rows}
         self._prompts = [prompt for prompt in self._prompts if prompt.left]
-        deltas = self._chosen(
-            logits if parents == list(range(len(logits))) else logits[parents], rows
-        )
         self._rows = [*self._rows, *rows]
-        deltas[0] = replace(deltas[0], prompt_seconds=seconds)
-        return deltas
+        before = len(self._deltas)
+        self._choose(logits if parents == list(range(len(logits))) else logits[parents], rows)
+        self._deltas[before] = replace(self._deltas[before], prompt_seconds=seconds)
 
-    def _advance(self, rows: list[Row]) -> list[Delta]:
+    def _advance(self, rows: list[Row]) -> None:
         """A token of each row, or several that were guessed."""
         self._guess(rows)
         tokens = [[row.tokens[-1], *row.guess.tokens] for row in rows]
         readings = [row.reading for row in rows]
         logits = self._reader.read(readings, tokens, last=max(map(len, tokens)))
-        deltas = self._chosen(logits, rows)
+        self._choose(logits, rows)
         self._reader.forget(readings, [row.unmet for row in rows])
-        return deltas
 
-    def _chosen(self, logits: Tensor, rows: Sequence[Row]) -> list[Delta]:
-        """What the rows take, those together that are chosen alike."""
-        return [
-            row.take(token, logprob)
-            for chooser, here in self._groups(rows)
-            for row, token, logprob in chooser.choose(
-                logits if len(here) == len(rows) else logits[here], [rows[r] for r in here]
-            )
-        ]
+    def _choose(self, logits: Tensor, rows: Sequence[Row]) -> None:
+        """Let the rows take what comes next, those together that are chosen alike."""
+        for chooser, here in self._groups(rows):
+            some = logits if len(here) == len(rows) else logits[here]
+            for row, token, logprob in chooser.choose(some, [rows[r] for r in here]):
+                self._deltas.append(row.take(token, logprob))
 
     def _groups(self, rows: Sequence[Row]) -> list[tuple[Chooser, list[int]]]:
         groups: dict[str, list[int]] = {}

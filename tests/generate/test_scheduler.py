@@ -387,6 +387,11 @@ def test_what_was_never_asked_for_cannot_be_cancelled(make_decoder, result):
     assert scheduler.is_idle
 
 
+def test_a_decoder_without_weights_is_refused(make_decoder):
+    with pytest.raises(WorkhorseError, match="a decoder on the device meta has no weights"):
+        Scheduler(make_decoder().to("meta"))
+
+
 def test_dropout_is_off_during_a_step_alone(make_decoder):
     decoder = make_decoder(dropout=0.5).train()
     scheduler = Scheduler(decoder, max_rows=1)

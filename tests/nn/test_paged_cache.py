@@ -173,3 +173,40 @@ def test_a_window_that_moved_on_is_not_read_again() -> None:
     with pytest.raises(WorkhorseError, match="a window has moved past what it saw after 5 tokens"):
         cache.truncate(text, 5)
     assert text.length == SEQ
+
+
+def test_a_text_is_closed_once_and_not_read_again():
+    cache = make(CAUSAL[0]).new_paged_cache(tokens=12, texts=2)
+    text, other = cache.open(5), cache.open(4)
+    cache.close(text)
+    cache.close(text)
+    for texts in ([text], [], [other, other]):
+        with pytest.raises(WorkhorseError, match="text"):
+            PagedView(cache, texts)
+    cache.close(other)
+    assert not any(pool.reserved for pool in cache.pools.values())
+
+
+@pytest.mark.parametrize("size", [0, -1, True, 1.5, None, "3"])
+def test_lengths_of_a_text_that_mean_nothing_are_refused(size):
+    cache = make(CAUSAL[0]).new_paged_cache(tokens=12, texts=2)
+    with pytest.raises(WorkhorseError, match=f"most={size!r} holds nothing"):
+        cache.open(size)
+    assert not any(pool.reserved for pool in cache.pools.values())
+    if size != 0:
+        with pytest.raises(WorkhorseError, match=f"length={size!r} is no number"):
+            cache.truncate(cache.open(3), size)
+
+
+@pytest.mark.parametrize("first_in_inference_mode", [False, True])
+def test_a_cache_may_be_used_in_and_out_of_inference_mode(first_in_inference_mode):
+    decoder = make(CAUSAL[0])
+    cache = decoder.new_paged_cache(tokens=12, texts=1)
+    view = PagedView(cache, [cache.open(4)])
+    tokens = torch.tensor([[1, 2, 3]])
+    found = []
+    for n in range(3):
+        with torch.no_grad(), torch.inference_mode((n == 0) == first_in_inference_mode):
+            found.append(decoder(tokens[:, n : n + 1], cache=view).clone())
+    with torch.no_grad():
+        torch.testing.assert_close(torch.cat(found, dim=1), decoder(tokens))

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from workhorse.errors import WorkhorseError
 from workhorse.generate.prefixes import PrefixTree
 from workhorse.nn import Decoder
 from workhorse.nn.cache.blocks import BLOCK, CachedText
@@ -80,6 +81,8 @@ class Reader:
         self.slack = slack
         self.cache = decoder.new_paged_cache(tokens, texts, slack)
         self._device = decoder.embedding.tokens.weight.device
+        if self._device.type == "meta":
+            raise WorkhorseError("a decoder on the device meta has no weights; build it elsewhere")
         self._prefixes = PrefixTree(self.cache) if remembers else None
         self._view: PagedView | None = None
 

@@ -104,3 +104,8 @@ class CachedText:
     most: int
     length: int = 0
     tables: dict[Reach, list[int]] = field(default_factory=dict)
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether it was let go."""
+        return not self.tables

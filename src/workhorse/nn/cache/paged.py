@@ -83,6 +83,8 @@ class PagedCache:
         Raises:
             WorkhorseError: there is none.
         """
+        if type(most) is not int or most < 1:
+            raise WorkhorseError(f"most={most!r} holds nothing; give 1 or more")
         if not self.fits(most):
             raise WorkhorseError(
                 f"a text of {most} tokens does not fit a cache of {self.tokens} beside the others; "
@@ -93,7 +95,9 @@ class PagedCache:
         return CachedText(most, 0, {reach: [] for reach in self.pools})
 
     def close(self, text: CachedText) -> None:
-        """Let a text go; what others share with it stays."""
+        """Let a text go, if it is not gone yet; what others share with it stays."""
+        if text.is_closed:
+            return
         for reach, pool in self.pools.items():
             pool.reserved -= self._blocks_for(text.most, reach)
             for block in text.tables[reach]:
@@ -117,8 +121,11 @@ class PagedCache:
         """Keep the first `length` tokens of a text.
 
         Raises:
-            WorkhorseError: a window has let go of tokens that it would show again.
+            WorkhorseError: no such length, or a window has let go of tokens that it would show
+                again.
         """
+        if type(length) is not int or length < 0:
+            raise WorkhorseError(f"length={length!r} is no number of tokens; give 0 or more")
         blocks = -(-length // BLOCK)
         for reach, table in text.tables.items():
             if EMPTY in table[self.first_seen(length, reach) : blocks]:
@@ -216,7 +223,8 @@ class Store:
     def _room_for(self, new: Tensor) -> Tensor:
         shape = new.shape[1], self.pool.count, BLOCK, new.shape[3]
         try:
-            return new.new_zeros(shape)
+            with torch.inference_mode(False):  # others may write to it outside of that mode
+                return torch.zeros(shape, dtype=new.dtype, device=new.device)
         except RuntimeError:
             raise WorkhorseError(
                 f"a cache of {self.pool.count * BLOCK} tokens does not fit into memory; "

@@ -118,6 +118,10 @@ class PagedView(CacheView):
     def __init__(self, cache: PagedCache, texts: Sequence[CachedText]) -> None:
         self.cache = cache
         self.texts = list(texts)
+        if not self.texts or len(set(self.texts)) < len(self.texts):
+            raise WorkhorseError("a view has a text for each row, none of them twice; open others")
+        if any(text.is_closed for text in self.texts):
+            raise WorkhorseError("a text of this view was closed; open one in its place")
         self.slack = cache.slack
         self.pages = {reach: Pages(cache, reach) for reach in cache.pools}
         self.entries = [PagedEntry(store, self.pages[store.pool.reach]) for store in cache.stores]

@@ -235,3 +235,14 @@ def test_an_interrupt_before_the_first_token_leaves_the_conversation_as_it_was(
     with pytest.raises(KeyboardInterrupt):
         say(conversation, "hello")
     assert conversation.messages == []
+
+
+def test_a_reply_that_goes_on_is_not_mixed_with_another(decoder, tokenizer):
+    conversation = Conversation(decoder, tokenizer, TranscriptFormat(tokenizer), CONFIG)
+    first = conversation.reply("hello")
+    begun = next(first).text
+    with pytest.raises(WorkhorseError, match="the last reply is not through"):
+        next(conversation.reply("and now?"))
+    answer = begun + "".join(delta.text for delta in first)
+    assert [message["content"] for message in conversation.messages] == ["hello", answer]
+    assert next(conversation.reply("and now?"))

@@ -128,11 +128,13 @@ class Conversation:
         """Say something; yields the reply as it is generated, and then remembers both.
 
         Raises:
-            WorkhorseError: it is no text, or this message alone does not fit the context; see
-                `stream`. The conversation is then as it was before.
+            WorkhorseError: it is no text, the last reply goes on, or this message alone does not
+                fit the context; see `stream`. The conversation is then as it was before.
         """
         if not isinstance(text, str):
             raise WorkhorseError(f"a message is a text, not {shown(text)}")
+        if not self._scheduler.is_idle:
+            raise WorkhorseError("the last reply is not through; read on to its end, or close() it")
         asked: Message = {"role": "user", "content": text}
         prompt = self._prompt([*self.messages, asked])
         (result,) = self._scheduler.add(prompt, self._config)

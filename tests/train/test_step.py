@@ -5,10 +5,13 @@ import pytest
 import torch
 
 from workhorse.data import IGNORE, Batch
+from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, next_token_loss
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer
 from workhorse.train.objectives.next_token import NextToken
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.build import build_step
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
 from workhorse.train.step.step import TrainingStep
@@ -168,3 +171,9 @@ def test_bfloat16_arithmetic_keeps_float32_weights(decoder: Decoder, batch: Batc
     torch.testing.assert_close(loss, exact, atol=0.02, rtol=0.01)
     assert step.update(loss, counted, schedule=1.0).finite
     assert {parameter.dtype for parameter in decoder.parameters()} == {torch.float32}
+
+
+def test_a_decoder_of_which_nothing_is_trained_is_refused(decoder: Decoder) -> None:
+    config = TrainConfig.from_dict({"steps": 1, "batch_size": 2, "seq_len": 4})
+    with pytest.raises(WorkhorseError, match="no weight takes a gradient"):
+        build_step(decoder.requires_grad_(False), config, torch.device("cpu"))

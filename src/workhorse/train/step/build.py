@@ -4,6 +4,7 @@ import torch
 
 from workhorse.data import Batch
 from workhorse.devices import training_dtype
+from workhorse.errors import WorkhorseError
 from workhorse.native import Operators, resolve
 from workhorse.nn import Decoder
 from workhorse.nn.head_loss import product
@@ -39,8 +40,10 @@ def build_step(
         batch: of a step, on the CPU, by which `micro_batch_size=auto` is found; else not needed.
 
     Raises:
-        WorkhorseError: no micro-batch fits into memory.
+        WorkhorseError: nothing is to be trained, or no micro-batch fits into memory.
     """
+    if not any(parameter.requires_grad for parameter in decoder.parameters()):
+        raise WorkhorseError("no weight takes a gradient; give requires_grad to those to train")
     dtype = training_dtype(config.dtype, device)
     operators = training_operators(device, dtype)
     low_bits = round_weights(decoder) if dtype == torch.bfloat16 else {}

@@ -1,4 +1,4 @@
-"""Blocks of keys and values: who holds which, and how kernels read them."""
+"""Blocks of keys and values: which texts hold them, and how kernels read them."""
 
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -12,26 +12,26 @@ from workhorse.nn.shapes import Keys
 BLOCK = 32
 """Tokens in a block."""
 EMPTY, SPILL = 0, 1
-"""Two blocks of every pool: one that nothing is ever written to, which tables show where a text has
-none, and one that takes what is not kept and is never shown."""
+"""Two reserved blocks of every pool. `EMPTY` is never written to; tables hold it where a text has
+no block. `SPILL` takes the writes that are not kept, and no table holds it."""
 Reach = int | None
 """How many of the latest positions a query sees, itself included; None: all of them."""
 
 
 class InBlocks(NamedTuple):
-    """Keys or values where they lie, for kernels that read tables of blocks."""
+    """Keys or values in their blocks, for kernels that read block tables."""
 
     blocks: Float[Tensor, "kv_heads blocks block width"]
     table: Int[Tensor, "batch blocks_of_a_text"]
     first: int
-    """Blocks that the tables begin with and nobody sees."""
+    """Blocks at the beginning of the tables that no query sees."""
     slots: int
-    """Slots from there on that a text may fill."""
+    """Slots after those blocks that a text may fill."""
     run: int | None = None
-    """Where there is one text, and its blocks follow one another: the first of them."""
+    """The first block of the only text, if its blocks are consecutive; otherwise None."""
 
     def gathered(self) -> Keys:
-        """Side by side, (batch, kv_heads, slots, width): copied where they do not lie so."""
+        """One tensor, (batch, kv_heads, slots, width): a view of a run, otherwise a copy."""
         heads, _, block, width = self.blocks.shape
         if self.run is not None:
             start = (self.run + self.first) * block
@@ -43,11 +43,11 @@ class InBlocks(NamedTuple):
 
 
 class Pool:
-    """Which blocks are in use, and by how many.
+    """How many texts hold each block.
 
     Args:
-        count: blocks, the two of no text included.
-        reach: of the layers whose keys they hold.
+        count: number of blocks, including the two reserved ones.
+        reach: of the layers whose keys the blocks hold.
     """
 
     def __init__(self, count: int, reach: Reach) -> None:
@@ -69,7 +69,7 @@ class Pool:
         return not self._unused
 
     def take(self) -> tuple[int, bool]:
-        """The first block that nobody holds, and whether it was held before."""
+        """The first unused block, and whether it has been used before."""
         block = heappop(self._unused)
         self.holders[block] = 1
         again = block in self._used_before
@@ -77,13 +77,13 @@ class Pool:
         return block, again
 
     def share(self, block: int) -> int:
-        """One more holds it."""
+        """Add a holder."""
         if block != EMPTY:
             self.holders[block] += 1
         return block
 
     def release(self, block: int) -> None:
-        """One fewer holds it."""
+        """Remove a holder; a block without holders is unused."""
         if block == EMPTY:
             return
         self.holders[block] -= 1
@@ -96,9 +96,9 @@ class CachedText:
     """One text in a cache.
 
     Attributes:
-        most: tokens it may grow to.
-        length: tokens it holds.
-        tables: its blocks in order, for each reach; `EMPTY` where they were let go.
+        most: the number of tokens it may grow to.
+        length: the number of tokens it holds.
+        tables: its blocks in order, for each reach; `EMPTY` where a block was released.
     """
 
     most: int

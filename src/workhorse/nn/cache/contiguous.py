@@ -1,8 +1,8 @@
-"""The key/value cache: what attention remembers of earlier tokens. The caller owns it.
+"""A cache in one tensor a layer: a fixed number of rows, with the keys of each side by side.
 
-Every layer has an entry. Entries of equal capacity share a `Track`, which knows the position that
-each slot of each row holds; masks are computed from those positions, so full, rolling and ragged
-caches need no cases of their own. A position p lives in slot `p % capacity`.
+Every layer has an entry. Entries of equal capacity share `SlotPositions`: the position that each
+slot of each row holds. Masks are computed from those positions, so full, rolling and ragged caches
+need no special cases. Position p is stored in slot `p % capacity`.
 """
 
 from collections.abc import Sequence
@@ -17,17 +17,17 @@ from workhorse.nn.cache.view import CacheEntry, CacheView
 from workhorse.nn.shapes import Keys, NewKeys, NewValues, Positions, Values
 
 
-class Track:
+class SlotPositions:
     """The position held by each slot of each row, shared by the layers of one capacity.
 
     Args:
-        batch: rows.
-        capacity: slots a row.
-        rolling: whether later positions overwrite the slots of those out of reach.
-        device: where the positions live.
+        batch: number of rows.
+        capacity: slots per row.
+        rolling: whether later positions overwrite the slots of positions out of reach.
+        device: of the positions.
 
-    One more slot, the last, takes what is not kept: padding, and tokens that are overwritten
-    within the same step.
+    Each row has one extra slot at the end, which takes what is not kept: padding, and tokens that
+    would be overwritten within the same pass.
     """
 
     def __init__(self, batch: int, capacity: int, *, rolling: bool, device: torch.device) -> None:
@@ -40,9 +40,9 @@ class Track:
                 f"a cache of {batch} rows × {capacity} tokens does not fit into memory; make it "
                 "smaller"
             ) from None
-        self.used = 0  # slots that hold something in the longest row
+        self.used = 0  # slots in use in the longest row
         self.appended = False
-        self.slots = torch.empty((batch, 0), dtype=torch.int64, device=device)
+        self.written = torch.empty((batch, 0), dtype=torch.int64, device=device)
         self.rows = torch.arange(batch, device=device)[:, None]
         self.place = Placement(self.held[:, :0], self.held[:, :0])
 
@@ -51,18 +51,19 @@ class Track:
 
         Args:
             positions: (batch, seq) of the new tokens, -1 for padding.
-            start: columns consumed before.
-            uniform: every row holds 0, 1, 2 … without padding.
+            start: columns consumed by earlier passes.
+            uniform: every row holds positions 0, 1, 2 … without padding.
         """
         seq = positions.shape[1]
         last = positions.amax(dim=1, keepdim=True)
         kept = (positions >= 0) & (positions > last - self.capacity)
-        self.slots = torch.where(kept, positions % self.capacity, self.capacity)
-        # A rolling cache cannot take several tokens at once: the last of them would overwrite what
-        # the first may still see. They attend to what was there and to themselves, side by side.
+        self.written = torch.where(kept, positions % self.capacity, self.capacity)
+        # Several tokens cannot be stored in a rolling cache before they attend: the last would
+        # overwrite keys that the first may still see. They attend to the stored keys concatenated
+        # with the new ones.
         self.appended = self.rolling and seq > 1
         beside = torch.cat((self.held[:, : self.used], positions), dim=1)
-        self.held[self.rows, self.slots] = positions
+        self.held[self.rows, self.written] = positions
         self.held[:, self.capacity] = -1
         self.used = min(start + seq, self.capacity)
         self.place = Placement(
@@ -73,7 +74,7 @@ class Track:
         )
 
     def can_return_to(self, lengths: Int[Tensor, " batch"], reach: int) -> bool:
-        """Whether the next token of rows of those lengths would find all that it may see."""
+        """Whether every key that the next token of rows of these lengths may see is still held."""
         oldest = (lengths - reach + 1).clamp(min=0)[:, None]
         found = self.held.gather(1, oldest % self.capacity) == oldest
         return bool((found | (oldest >= lengths[:, None])).all())
@@ -90,12 +91,12 @@ class Track:
 class KeyValueEntry(CacheEntry):
     """The keys and values of one attention layer.
 
-    Room is made at the first use, in the type that attention computes them in: under autocast that
-    is not the type of the weights.
+    The tensors are allocated at the first use, in the dtype that attention computes in: under
+    autocast that is not the dtype of the weights.
     """
 
-    def __init__(self, track: Track) -> None:
-        self.track = track
+    def __init__(self, slots: SlotPositions) -> None:
+        self.slots = slots
         self.k: Tensor | None = None
         self.v: Tensor | None = None
 
@@ -107,15 +108,15 @@ class KeyValueEntry(CacheEntry):
 
     def _room_for(self, new: Tensor) -> Tensor:
         batch, heads, _, width = new.shape
-        return new.new_zeros(batch, heads, self.track.capacity + 1, width)
+        return new.new_zeros(batch, heads, self.slots.capacity + 1, width)
 
     def _update(self, stored: Tensor, new: Tensor) -> Tensor:
-        track = self.track
-        visible = stored[:, :, : track.used]
-        if track.appended:
-            before = track.place.keys.shape[1] - new.shape[2]
+        slots = self.slots
+        visible = stored[:, :, : slots.used]
+        if slots.appended:
+            before = slots.place.keys.shape[1] - new.shape[2]
             visible = torch.cat((stored[:, :, :before], new), dim=2)
-        stored[track.rows, :, track.slots] = new.transpose(1, 2)
+        stored[slots.rows, :, slots.written] = new.transpose(1, 2)
         return visible
 
     def select_rows(self, index: Int[Tensor, " rows"]) -> None:
@@ -124,14 +125,14 @@ class KeyValueEntry(CacheEntry):
 
 
 class Cache(CacheView):
-    """What a decoder remembers of a batch of texts; made by `Decoder.new_cache`.
+    """The keys and values of a batch of texts; made by `Decoder.new_cache`.
 
     Attributes:
         capacity: tokens a row can hold.
-        slack: the newest tokens that can be taken back (`truncate`) however long the text.
+        slack: how many of the newest tokens can always be taken back (`truncate`).
 
     Raises:
-        WorkhorseError: a size that is no number, or no room.
+        WorkhorseError: a size is not a whole number in range, or does not fit into memory.
     """
 
     def __init__(self, batch: int, capacity: int, device: torch.device, slack: int = 0) -> None:
@@ -149,51 +150,51 @@ class Cache(CacheView):
         self.lengths: Tensor
         try:
             self.lengths = torch.zeros(batch, dtype=torch.int64, device=device)
-        except (RuntimeError, TypeError):  # as in `Track`
+        except (RuntimeError, TypeError):  # as in `SlotPositions`
             raise WorkhorseError(
                 f"a cache of {batch} rows does not fit into memory; make it smaller"
             ) from None
         self.uniform: bool = True
         self.entries = []
-        self.tracks: dict[int, Track] = {}
+        self.slot_positions: dict[int, SlotPositions] = {}
 
     def layer(self, reach: int | None, *, in_blocks: bool = False) -> KeyValueEntry:
-        """Room for a layer whose queries see that far; its keys lie side by side."""
+        """An entry for a layer of this reach; `in_blocks` does not apply, keys are contiguous."""
         del in_blocks
-        return KeyValueEntry(self.track(reach))
+        return KeyValueEntry(self._slots(reach))
 
     def place(self, reach: int | None) -> Placement:
-        return self.track(reach).place
+        return self._slots(reach).place
 
-    def track(self, reach: int | None) -> Track:
-        """The track for layers whose queries see `reach` positions back (None: all of them)."""
-        # A window keeps `slack` tokens more than it shows, which come back into it in `truncate`.
+    def _slots(self, reach: int | None) -> SlotPositions:
+        """The slot positions for layers whose queries see `reach` positions back; None: all."""
+        # A window keeps `slack` more tokens than it shows: `truncate` brings them into sight again.
         capacity = self.capacity if reach is None else min(reach + self.slack, self.capacity)
-        if capacity not in self.tracks:
-            self.tracks[capacity] = Track(
+        if capacity not in self.slot_positions:
+            self.slot_positions[capacity] = SlotPositions(
                 len(self.lengths),
                 capacity,
                 rolling=capacity < self.capacity,
                 device=self.lengths.device,
             )
-        return self.tracks[capacity]
+        return self.slot_positions[capacity]
 
     def begin(self, positions: Positions, *, uniform: bool) -> None:
         seq, uniform = positions.shape[1], self.uniform and uniform
         lengths = torch.maximum(self.lengths, positions.amax(dim=1) + 1)
         self.check_room(seq, None if uniform else lengths)
         self.uniform = uniform
-        for track in self.tracks.values():
-            track.begin(positions, start=self.length, uniform=uniform)
+        for slots in self.slot_positions.values():
+            slots.begin(positions, start=self.length, uniform=uniform)
         self.length, self.lengths = min(self.length + seq, self.capacity), lengths
 
     def check_room(self, seq: int, lengths: Int[Tensor, " batch"] | None = None) -> None:
-        """Refuse more than there is room for.
+        """Refuse more tokens than there is room for.
 
         Args:
-            seq: columns to come.
-            lengths: of the rows with them, where some are padding, which takes no room; looked at
-                only if all columns together are too many.
+            seq: number of new columns.
+            lengths: of the rows including the new tokens, if columns hold padding, which takes no
+                room; read only if the columns alone would be too many.
         """
         full = self.length + seq > self.capacity
         if full and (lengths is None or bool((lengths > self.capacity).any())):
@@ -205,22 +206,22 @@ class Cache(CacheView):
     def truncate(self, lengths: Sequence[int]) -> None:
         self._check_lengths(lengths)
         kept = torch.tensor(lengths, device=self.lengths.device).minimum(self.lengths)
-        for track in self.tracks.values():
-            if track.rolling and not track.can_return_to(kept, track.capacity - self.slack):
+        for slots in self.slot_positions.values():
+            if slots.rolling and not slots.can_return_to(kept, slots.capacity - self.slack):
                 raise WorkhorseError(
                     f"a window has moved past what it saw after {min(lengths)} tokens; "
                     "read the text again, or make the cache with more slack"
                 )
-        for track in self.tracks.values():
-            track.truncate(kept, max(lengths))
+        for slots in self.slot_positions.values():
+            slots.truncate(kept, max(lengths))
         self.uniform = self.uniform and len(set(lengths)) == 1
         self.length, self.lengths = max(lengths), kept
 
     def _check_lengths(self, lengths: Sequence[object]) -> None:
-        """Refuse what is more than the rows hold.
+        """Refuse lengths greater than those of the rows.
 
-        What rows of different lengths hold is asked of a CPU alone: another device would have to
-        be waited for at every pass. There the longest row stands for all in this check.
+        The lengths of ragged rows are read on a CPU only; on another device that would wait for it
+        at every pass, so there each length is checked against the longest row.
         """
         held = [self.length] * len(self.lengths)
         if not self.uniform and self.lengths.device.type == "cpu":
@@ -237,5 +238,5 @@ class Cache(CacheView):
     def select_rows(self, index: Int[Tensor, " rows"]) -> None:
         """Keep, reorder or repeat rows: row r becomes what row `index[r]` was."""
         self.lengths = self.lengths[index]
-        for part in (*self.tracks.values(), *self.entries):
+        for part in (*self.slot_positions.values(), *self.entries):
             part.select_rows(index)

@@ -1,9 +1,9 @@
-"""A cache in shapes that stay the same from token to token: what a compiled step works on.
+"""A cache whose shapes stay the same from token to token, for compiled steps.
 
-`PagedView` counts in Python, so to a compiler every token is another program. A `FixedCache` views
-the same tensors for one more token of each row, or as many as can be taken back: whatever changes
-is in a tensor. Blocks for the new tokens are there before (`PagedView.reserve`), and counting is
-left to the view (`PagedView.advance`).
+`PagedView` counts in Python, so a compiler would make a new program for every token. A `FixedCache`
+views the same tensors for one pass over at most `slack + 1` tokens of each row, and everything that
+changes is in a tensor. The caller reserves blocks for the new tokens beforehand
+(`PagedView.reserve`) and counts them afterwards (`PagedView.advance`).
 """
 
 from collections.abc import Sequence
@@ -21,15 +21,15 @@ from workhorse.nn.shapes import NewKeys, NewValues, Positions
 
 
 class Layout(NamedTuple):
-    """What of a cache is no tensor: caches of one layout are served by one program."""
+    """The properties of a cache that are not tensors: one program serves all caches of a layout."""
 
     layers: tuple[tuple[Reach, bool], ...]
-    """For each layer how far it sees, and whether its kernel reads blocks."""
+    """Of each layer: its reach, and whether its kernel reads blocks."""
     slack: int
 
 
 class CacheTensors(NamedTuple):
-    """The tensors of a view; the tables in the order in which layers first use them."""
+    """The tensors of a view; the tables in the order in which the layers first use them."""
 
     lengths: Int[Tensor, " batch"]
     """Tokens of each row."""
@@ -45,7 +45,7 @@ def layout_of(view: PagedView) -> Layout:
 
 
 def tensors_of(view: PagedView) -> CacheTensors:
-    """The tensors of a view that has consumed something; they are shared, not copied."""
+    """The tensors of a view that has consumed tokens; they are shared, not copied."""
     stores = view.cache.stores
     reaches = dict.fromkeys(store.pool.reach for store in stores)
     return CacheTensors(
@@ -57,7 +57,7 @@ def tensors_of(view: PagedView) -> CacheTensors:
 
 
 class FixedCache(CacheView):
-    """A cache for one forward pass over `slack + 1` tokens of each row at most.
+    """A cache for one forward pass over at most `slack + 1` tokens of each row.
 
     Args:
         layout: of the view whose tensors these are.
@@ -90,12 +90,12 @@ class FixedCache(CacheView):
         return self._pages[reach if reach in self._pages else None].place
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        """Is the view's, of which this is a pass."""
+        """Not supported here: `PagedView.truncate` takes tokens back after the pass."""
         raise NotImplementedError
 
 
 class FixedPages:
-    """The tables of one reach, all of whose slots are shown."""
+    """The tables of one reach; all their slots are shown."""
 
     def __init__(self, table: Int[Tensor, "batch blocks_of_a_text"]) -> None:
         self.table = table
@@ -109,7 +109,7 @@ class FixedPages:
 
 
 class FixedEntry(CacheEntry):
-    """Keys and values of one layer."""
+    """The keys and values of one layer."""
 
     def __init__(self, pages: FixedPages, k: Tensor, v: Tensor, in_blocks: bool) -> None:
         self._pages = pages

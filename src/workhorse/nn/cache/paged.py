@@ -1,9 +1,9 @@
-"""A cache of blocks: texts come, go, fork and share what they have in common, in place.
+"""A paged cache: texts are opened, forked and closed at any time, and share common prefixes.
 
-Keys and values lie in blocks of `BLOCK` tokens. A text has a table of the blocks that hold it, in
-order (PagedAttention, 2309.06180). Several texts may hold the same block: it is copied when one of
-them writes to it. Layers of the same reach share their tables; behind a window a text lets its
-blocks go.
+Keys and values are stored in blocks of `BLOCK` tokens. A text has a table of its blocks, in order
+(PagedAttention, 2309.06180). Several texts may hold the same block; it is copied when one of them
+writes to it. Layers of the same reach share their tables. A text releases the blocks that have
+fallen out of a window.
 
 `PagedCache.open` makes room for a text; a `PagedView` is a batch of texts in a forward pass.
 """
@@ -22,15 +22,15 @@ class PagedCache:
     """Keys and values of many texts; made by `Decoder.new_paged_cache`.
 
     Args:
-        tokens: that all texts together may hold.
-        texts: that there may be at a time.
-        device: where they are.
-        slack: the newest tokens of a text that can be taken back however long it is.
+        tokens: the most that all texts together may hold.
+        texts: the most that may be open at a time.
+        device: of the tensors.
+        slack: how many of a text's newest tokens can always be taken back.
 
     Attributes:
-        stores: of each layer.
-        reclaim: called when every block is held, to let go of some that no text needs; gives
-            whether it did.
+        stores: one for each layer.
+        reclaim: called when every block is held, to release blocks that no open text needs;
+            returns whether it released any.
     """
 
     def __init__(self, tokens: int, texts: int, device: torch.device, slack: int = 0) -> None:
@@ -48,12 +48,12 @@ class PagedCache:
         self.reclaim: Callable[[Reach], bool] = lambda _: False
 
     def layer(self, reach: Reach, *, in_blocks: bool = False) -> "Store":
-        """Room for a layer whose queries see that far, read in blocks or gathered."""
+        """A store for a layer of this reach, whose kernel reads `InBlocks` or gathered tensors."""
         if reach is not None and reach + self.slack >= self.tokens:
             reach = None
         if reach not in self.pools:
-            count = self._blocks_for(self.tokens, None) + self.texts  # each may end within a block
-            if reach is not None:  # twice over: texts that ended are remembered
+            count = self._blocks_for(self.tokens, None) + self.texts  # a last block is partly used
+            if reach is not None:  # twice as many, to remember texts that ended
                 count = min(count, 2 * self.texts * self._blocks_for(self.tokens, reach))
             try:
                 self.pools[reach] = Pool(count + SPILL + 1, reach)
@@ -64,24 +64,24 @@ class PagedCache:
         return Store(self.pools[reach], in_blocks)
 
     def fits(self, *most: int) -> bool:
-        """Whether there is room for as many more texts, each of up to that many tokens."""
+        """Whether there is room for more texts, text i of up to `most[i]` tokens."""
         return all(
             pool.reserved + sum(self._blocks_for(tokens, reach) for tokens in most) <= pool.room
             for reach, pool in self.pools.items()
         )
 
     def holds(self, *most: int) -> bool:
-        """Whether there would be room for such texts if there were no others."""
+        """Whether there would be room for these texts in an empty cache."""
         return all(
             sum(self._blocks_for(tokens, reach) for tokens in most) <= pool.room
             for reach, pool in self.pools.items()
         )
 
     def open(self, most: int) -> CachedText:
-        """Room for one more text of up to `most` tokens.
+        """Reserve room for one more text of up to `most` tokens.
 
         Raises:
-            WorkhorseError: there is none.
+            WorkhorseError: there is no room.
         """
         if type(most) is not int or most < 1:
             raise WorkhorseError(f"most={most!r} holds nothing; give 1 or more")
@@ -105,7 +105,7 @@ class PagedCache:
         text.length, text.tables = 0, {}
 
     def adopt(self, text: CachedText, length: int, tables: Mapping[Reach, Sequence[int]]) -> None:
-        """Let a text hold the first `length` tokens of what others hold in these tables."""
+        """Replace what a text holds by the first `length` tokens in these tables, shared."""
         self.clear(text)
         for reach, table in tables.items():
             oldest = self.oldest(length, reach)
@@ -114,7 +114,7 @@ class PagedCache:
         text.length = length
 
     def clear(self, text: CachedText) -> None:
-        """Let a text hold nothing, and keep its room."""
+        """Empty a text, which keeps its reserved room."""
         self.truncate(text, 0)
 
     def truncate(self, text: CachedText, length: int) -> None:
@@ -139,11 +139,11 @@ class PagedCache:
         text.length = length
 
     def extend(self, text: CachedText, count: int) -> bool:
-        """Blocks for `count` more tokens that nobody shares; gives whether a table has changed."""
+        """Make `count` more tokens writable, unshared; returns whether a table has changed."""
         changed, end = False, text.length + count
         for reach, table in text.tables.items():
             pool = self.pools[reach]
-            before = self.oldest(text.length, reach)  # those before it are out of sight
+            before = self.oldest(text.length, reach)  # earlier blocks are out of sight
             for number in range(min(before, len(table)) - 1, -1, -1):
                 if table[number] == EMPTY:
                     break
@@ -158,17 +158,17 @@ class PagedCache:
         return changed
 
     def first_seen(self, length: int, reach: Reach) -> int:
-        """The first block that the token after so many sees."""
+        """The first block that the token after `length` tokens sees."""
         return 0 if reach is None else max(0, length + 1 - reach) // BLOCK
 
     def oldest(self, length: int, reach: Reach) -> int:
-        """The first block that a text of that length still needs: tokens may be taken back."""
+        """The first block that a text of `length` tokens may still show, `slack` taken back."""
         return 0 if reach is None else max(0, length - reach - self.slack) // BLOCK
 
     def _blocks_for(self, tokens: int, reach: Reach) -> int:
-        """Blocks that a text of so many tokens may need at a time."""
+        """The most blocks that a text of `tokens` tokens needs at a time."""
         whole = -(-tokens // BLOCK)
-        # What a window shows before a pass of many tokens, and what it shows after.
+        # The blocks that a window shows before a long pass, and those that it shows after.
         return whole if reach is None else min(whole, 2 * -(-(reach + self.slack) // BLOCK) + 3)
 
     def _take(self, reach: Reach) -> int:
@@ -180,13 +180,13 @@ class PagedCache:
                 f"every block of a cache of {self.tokens} tokens is in use; close a text"
             )
         block, again = pool.take()
-        if again:  # whatever was left there must not reach a sum, not even times zero
+        if again:  # old values must not enter a sum, not even times zero: they may be NaN
             for tensor in self._stored(pool):
                 tensor[:, block].zero_()
         return block
 
     def _copy(self, reach: Reach, block: int) -> int:
-        """A block of one's own with what is in a shared one."""
+        """An unshared copy of a shared block."""
         pool, copy = self.pools[reach], self._take(reach)
         for tensor in self._stored(pool):
             tensor[:, copy] = tensor[:, block]
@@ -201,10 +201,10 @@ class PagedCache:
 class Store:
     """The blocks of one layer.
 
-    Room is made at the first use, in the type that attention computes keys and values in.
+    The tensors are allocated at the first use, in the dtype that attention computes in.
 
     Args:
-        pool: tells which block is whose.
+        pool: counts the holders of each block.
         in_blocks: whether the layer's kernel reads `InBlocks`.
     """
 

@@ -1,4 +1,4 @@
-"""A batch of texts of a `PagedCache`, as a forward pass sees it."""
+"""A batch of texts in a `PagedCache`, as a forward pass sees it."""
 
 from collections.abc import Sequence
 
@@ -14,15 +14,15 @@ from workhorse.nn.shapes import NewKeys, NewValues, Positions
 
 
 class Pages:
-    """What the layers of one reach share during a pass: tables, places to write to, positions.
+    """What the layers of one reach share during a pass: tables, positions, slots to write.
 
     Attributes:
-        place: where queries and keys stand.
+        place: the positions of queries and keys.
         table: the blocks of each row.
         first: see `InBlocks`.
-        slots: see `InBlocks`; 0 where all that is seen is new.
-        beside: whether new keys are seen beside the stored ones and not among them: a window has no
-            room for more at once than can be taken back.
+        slots: see `InBlocks`; 0 if only new keys are seen.
+        beside: whether new keys are concatenated with the stored ones rather than read back: a
+            window has room for at most `slack + 1` new tokens before old ones must go.
         writes: the block and the slot of each new token.
     """
 
@@ -33,7 +33,7 @@ class Pages:
 
     def set_table(self, texts: Sequence[CachedText]) -> None:
         tables = [text.tables[self._reach] for text in texts]
-        widest = max(2, *map(len, tables))  # to a compiler, one is a number that never changes
+        widest = max(2, *map(len, tables))  # a compiler would specialise on a width of 1
         rows = [table + [EMPTY] * (widest - len(table)) for table in tables]
         self.table = torch.tensor(rows, device=self._cache.device)
         self._run = None
@@ -50,14 +50,14 @@ class Pages:
         *,
         uniform: bool,
     ) -> None:
-        """Take in a pass.
+        """Take in the positions of a pass.
 
         Args:
             positions: (batch, seq), -1 for padding.
-            lengths: of the rows with the new tokens, (batch,).
+            lengths: of the rows including the new tokens, (batch,).
             longest: the largest of them.
-            before: their lengths without.
-            uniform: every row holds as many as the others, nothing padded.
+            before: the lengths without the new tokens.
+            uniform: all rows have the same length, without padding.
         """
         seq, cache = positions.shape[1], self._cache
         blocks = self.table.gather(1, (positions // BLOCK).clamp(min=0).expand(len(before), seq))
@@ -84,7 +84,7 @@ class Pages:
         self.place = Placement(positions, keys, last=shown and seq == 1, in_blocks=not self.beside)
 
     def of(self, stored: Tensor) -> InBlocks:
-        """Keys or values of a layer, as these pages show them."""
+        """The keys or values of a layer, by these tables."""
         return InBlocks(stored, self.table, self.first, self.slots, self._run)
 
 
@@ -113,7 +113,7 @@ class PagedEntry(CacheEntry):
 
 
 class PagedView(CacheView):
-    """A batch of texts, a row each; valid until one of them is changed by other means."""
+    """A batch of texts, one per row; valid until one of them is changed by other means."""
 
     def __init__(self, cache: PagedCache, texts: Sequence[CachedText]) -> None:
         self.cache = cache
@@ -142,10 +142,10 @@ class PagedView(CacheView):
             pages.begin(positions, self.lengths, self.length, before, uniform=alike)
 
     def reserve(self, counts: Sequence[int]) -> None:
-        """Blocks for so many more tokens of each row.
+        """Reserve blocks for `counts[r]` more tokens of each row r.
 
         Raises:
-            WorkhorseError: a text would outgrow its room. Nothing has changed then.
+            WorkhorseError: a text would outgrow its room. The cache is then as it was.
         """
         for text, count in zip(self.texts, counts, strict=True):
             if text.length + count > text.most:

@@ -1,8 +1,8 @@
-"""What a forward pass asks of a cache, whatever it is made of.
+"""The protocol between a forward pass and a cache. The caller owns the cache.
 
-A cache view stands for the rows of one batch. Attention layers get an entry each: it stores the new
-keys and values and gives back all that may be attended to. Masks come from positions alone
-(`Placement`), so contiguous, paged and fixed-shape caches need no cases of their own in a model.
+A cache view stands for the rows of one batch. Each attention layer has an entry, which stores the
+new keys and values and returns all that may be attended to. Masks are computed from positions
+(`Placement`) alone, so a model treats contiguous, paged and fixed-shape caches alike.
 """
 
 from abc import ABC, abstractmethod
@@ -23,7 +23,7 @@ class CacheEntry(ABC):
     def update(self, k: NewKeys, v: NewValues) -> tuple[Any, Any]:
         """Store the new keys and values; returns all that the new tokens may attend to.
 
-        They are tensors `(batch, kv_heads, kv_seq, width)`, or `InBlocks` where the layer's kernel
+        They are tensors `(batch, kv_heads, kv_seq, width)`, or `InBlocks` if the layer's kernel
         reads those.
         """
 
@@ -33,10 +33,10 @@ class CacheView(ABC):
 
     Attributes:
         entries: one for each layer.
-        length: columns consumed so far; those of the longest row.
-        lengths: tokens of each row, int64 `(batch,)`.
-        uniform: whether every row holds 0, 1, 2 … without padding, and as many as the others.
-        slack: the newest tokens that can be taken back however long the text.
+        length: columns consumed so far, counted in the longest row.
+        lengths: tokens in each row, int64 `(batch,)`.
+        uniform: whether all rows hold the positions 0, 1, 2 … to the same length, without padding.
+        slack: how many of the newest tokens can always be taken back.
     """
 
     entries: list[Any]
@@ -46,7 +46,7 @@ class CacheView(ABC):
     slack: int
 
     def next_positions(self, seq: int) -> Positions:
-        """Where the next `seq` tokens of each row stand, (batch, seq)."""
+        """The positions of the next `seq` tokens of each row, (batch, seq)."""
         return self.lengths[:, None] + torch.arange(seq, device=self.lengths.device)
 
     @abstractmethod
@@ -54,20 +54,19 @@ class CacheView(ABC):
         """Take in the positions of one forward pass, before the layers store its keys.
 
         Args:
-            positions: (batch, seq); in each row they count on from what the row holds, and -1 is
-                padding.
-            uniform: the positions are `next_positions`, nothing padded.
+            positions: (batch, seq); those of a row follow the ones that it holds, -1 is padding.
+            uniform: the positions are `next_positions`, without padding.
 
         Raises:
-            WorkhorseError: more tokens than there is room for. The cache is then as it was.
+            WorkhorseError: there is no room for the tokens. The cache is then as it was.
         """
 
     @abstractmethod
     def place(self, reach: int | None) -> Placement:
-        """Where the queries and keys of this pass stand.
+        """The positions of the queries and keys of this pass.
 
         Args:
-            reach: how many positions back the layer's queries see; None: all of them.
+            reach: of the layer: how many of the latest positions a query sees; None: all of them.
         """
 
     @abstractmethod
@@ -75,8 +74,8 @@ class CacheView(ABC):
         """Keep the first `lengths[r]` tokens of each row r, at most what it holds.
 
         Raises:
-            WorkhorseError: these are no such lengths, or a window has moved past what it would
-                show. The cache is then as it was.
+            WorkhorseError: a length is out of range, or a window no longer holds the tokens that
+                it would show. The cache is then as it was.
         """
 
 
@@ -85,8 +84,8 @@ Room_co = TypeVar("Room_co", covariant=True)
 
 @runtime_checkable
 class Layers(Protocol[Room_co]):
-    """A cache as a layer meets it when the cache is made."""
+    """What a layer asks of a cache that is being made."""
 
     def layer(self, reach: int | None, *, in_blocks: bool = False) -> Room_co:
-        """Room for a layer of that reach, whose kernel reads blocks if asked."""
+        """An entry or a store for a layer of this reach, whose kernel may read `InBlocks`."""
         ...

@@ -1,11 +1,10 @@
-"""Beam search: the likeliest text, as far as `beams` hypotheses can see.
+"""Beam search: the likeliest text that `beams` hypotheses find.
 
-The semantics are those of Hugging Face's `generate`. A hypothesis of n new tokens, the stop token
-included, scores `(sum of its log-probabilities) / n ** length_penalty`. It finishes when its stop
-token, or any token at the limit of length, is among the `beams` best candidates of a step. The
-search ends when `beams` have finished and (unless `early_stopping`) none still running can beat the
-worst of them, which is `early_stopping="never"` there. Nothing is drawn, so the result is a
-function of the weights.
+The semantics are those of Hugging Face's `generate`. A hypothesis of n new tokens, including the
+stop token, scores `(sum of its log-probabilities) / n ** length_penalty`. It finishes when a stop
+token, or any token at the length limit, is among the `beams` best candidates of a step. The search
+ends when `beams` have finished and (unless `early_stopping`) no running one can beat the worst of
+them; Hugging Face calls that `early_stopping="never"`. Nothing is drawn at random.
 """
 
 import time
@@ -45,11 +44,12 @@ def beam_search(
 ) -> list[list[Completion]]:
     """The best texts of each prompt, best first, at most `config.beams` of them.
 
-    All prompts are searched at once, `len(prompts) * beams` rows; a prompt that is done leaves.
-    `logit_bias` changes the distribution that is searched. The decoder must be in evaluation mode.
+    All prompts are searched at once, in `len(prompts) * beams` rows; a finished prompt's rows are
+    removed. `logit_bias` changes the distribution that is searched. The decoder must be in
+    evaluation mode.
 
     Raises:
-        WorkhorseError: see `check_prompts`; or logits that are not finite.
+        WorkhorseError: see `check_prompts`; or logits are not finite.
     """
     fitting = check_prompts(decoder, prompts, config, tokenizer)
     stops = stop_tokens(config, tokenizer)
@@ -97,13 +97,13 @@ class _Search:
     limit: int
     beams: list[_Hypothesis] = field(default_factory=list)
     parents: list[int] = field(default_factory=list)
-    """The beam of the step before that each of `beams` continues."""
+    """For each of `beams`, the beam of the previous step that it continues."""
     finished: list[_Hypothesis] = field(default_factory=list)
     """Best first, at most `config.beams`."""
     done: bool = False
 
     def __post_init__(self) -> None:
-        # One live beam to begin with: equal beams would stay equal for ever.
+        # One live beam at the beginning: equal beams would stay equal.
         totals = [0.0] + [-torch.inf] * (self.config.beams - 1)
         self.beams = [_Hypothesis((), total) for total in totals]
 
@@ -120,7 +120,7 @@ class _Search:
             elif not stops and len(self.beams) < self.config.beams:
                 self.beams.append(hypothesis)
                 self.parents.append(beam)
-        # Nothing is left to run where every token of the vocabulary stops.
+        # If every token of the vocabulary stops, no beam is left.
         self.done = last or not self.beams or self._decided(length)
 
     def _finish(self, hypothesis: _Hypothesis) -> None:
@@ -133,13 +133,13 @@ class _Search:
         return hypothesis.score(self.config.length_penalty)
 
     def _decided(self, length: int) -> bool:
-        """Whether no running hypothesis may change what is finished."""
+        """Whether no running hypothesis can change the finished ones."""
         if len(self.finished) < self.config.beams:
             return False
         if self.config.early_stopping:
             return True
-        # Totals only fall. A penalty above 0 favours length, so the best that a hypothesis can
-        # hope for is to lose nothing more up to the limit.
+        # Totals only fall. A penalty above 0 favours length, so the best score that a hypothesis
+        # can reach is its present total at the length limit.
         alpha = self.config.length_penalty
         best = self.beams[0].total / (self.limit if alpha > 0 else length) ** alpha
         return self._score(self.finished[-1]) >= best
@@ -147,7 +147,7 @@ class _Search:
 
 @torch.no_grad()
 def _log_probabilities(logits: Tensor, vocab: int, config: GenerationConfig) -> Tensor:
-    """Of the next token in float64, so that long sums stay exact."""
+    """Log-probabilities of the next token, in float64 so that long sums stay accurate."""
     check_finite(all_finite(logits))
     logits = below(logits.double(), vocab)
     if config.logit_bias:
@@ -160,16 +160,16 @@ def _advance(searches: Sequence[_Search], logprobs: Tensor, stops: frozenset[int
     beams, vocab = searches[0].config.beams, logprobs.shape[-1]
     totals = logprobs.new_tensor([[beam.total] for search in searches for beam in search.beams])
     totals = totals + logprobs
-    # Enough candidates that `beams` of them go on even if every stop token is among them.
+    # Enough candidates that `beams` of them continue even if every stop token is among them.
     n_candidates = min(beams * max(2, 1 + len(stops)), beams * vocab)
     best = totals.view(len(searches), beams * vocab).topk(n_candidates, dim=-1)
-    for search, values, places in zip(
+    for search, values, indices in zip(
         searches, best.values.tolist(), best.indices.tolist(), strict=True
     ):
         search.advance(
             [
-                (value, place // vocab, place % vocab)
-                for value, place in zip(values, places, strict=True)
+                (value, index // vocab, index % vocab)
+                for value, index in zip(values, indices, strict=True)
             ]
         )
 
@@ -182,9 +182,9 @@ def _completion(
 ) -> Completion:
     text = ""
     if tokenizer is not None:
-        pieces = TextStream(tokenizer.stream(skip_special=True, after=prompt), ())
+        stream = TextStream(tokenizer.stream(skip_special=True, after=prompt), ())
         text_tokens = hypothesis.tokens[: -1 if hypothesis.stopped else None]
-        text = "".join(pieces.push(token) for token in text_tokens) + pieces.finish()
+        text = "".join(stream.push(token) for token in text_tokens) + stream.finish()
     return Completion(
         text=text,
         tokens=hypothesis.tokens,

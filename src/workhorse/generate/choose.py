@@ -1,4 +1,4 @@
-"""The next tokens of rows that are chosen alike: from logits to tokens and their probabilities."""
+"""The next tokens of rows with the same options: from logits to tokens and log-probabilities."""
 
 from collections.abc import Iterator, Sequence
 
@@ -25,12 +25,12 @@ from workhorse.native import Decoding
 
 
 class Chooser:
-    """Chooses tokens for rows whose requests ask for it alike.
+    """Chooses tokens for rows with the same options.
 
     Args:
         config: of one of the requests.
-        vocab: ids from here on are idle.
-        size: of the vocabulary.
+        vocab: the number of ids in use; ids from indices on are never chosen.
+        size: of the vocabulary, padding included.
         decoding: the native operators that the decoder was prepared with.
     """
 
@@ -46,7 +46,7 @@ class Chooser:
         self._history: History | None = None
 
     def history(self, rows: Sequence[Row], device: torch.device) -> History | None:
-        """What the penalties look at; None where there are none."""
+        """The tokens that penalties count; None without penalties."""
         if not has_penalties(self.config):
             return None
         if self._history is None or self._rows != list(rows):
@@ -62,28 +62,28 @@ class Chooser:
     def choose(
         self, logits: Tensor, rows: Sequence[Row]
     ) -> Iterator[tuple[Row, int, TokenLogprob | None]]:
-        """The tokens of one pass, each to be given to its row (`Row.take`) before the next.
+        """The tokens of one pass; the caller gives each to its row (`Row.take`) before the next.
 
         Args:
             logits: `(batch, seq, vocab)`, after the last token and each guess of every row, ends
                 aligned.
-            rows: those of the batch.
+            rows: of the batch.
         """
-        history, here = self.history(rows, logits.device), list(range(len(rows)))
-        while here:
-            chosen = [rows[r] for r in here]
-            everyone = len(here) == len(rows)
+        history, indices = self.history(rows, logits.device), list(range(len(rows)))
+        while indices:
+            chosen = [rows[r] for r in indices]
+            everyone = len(indices) == len(rows)
             if logits.shape[1] == 1:
                 at = logits[:, 0]
             else:
-                at = logits[here, [-1 - row.unmet for row in chosen]]
-            past = history if history is None or everyone else history.copy(here)
+                at = logits[indices, [-1 - row.unmet for row in chosen]]
+            past = history if history is None or everyone else history.copy(indices)
             tokens = self._choose(at, chosen, past)
             logprobs = _logprobs(at, tokens, self.config.logprobs)
             if history is not None:
-                history.add(tokens, here)
+                history.add(tokens, indices)
             yield from zip(chosen, tokens.tolist(), logprobs, strict=True)
-            here = [r for r in here if rows[r].is_ahead]
+            indices = [r for r in indices if rows[r].is_ahead]
 
     def _choose(self, logits: Tensor, rows: Sequence[Row], history: History | None) -> Tensor:
         """The next token of each row, int64 `(batch,)`, an id in use."""

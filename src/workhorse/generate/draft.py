@@ -17,22 +17,22 @@ from workhorse.nn import Decoder
 
 @dataclass(eq=False)
 class _Followed:
-    """How far the draft has read a row."""
+    """A row as the draft has read it."""
 
     reading: Reading
     read: int = 0
-    """Tokens of the row that were read before the last guess …"""
+    """How many of the row's own tokens were read before the last guess."""
     guessed: list[int] = field(default_factory=list)
-    """… and the guessed ones that were read after them."""
+    """The guessed tokens that were read after them."""
 
 
 class Draft:
-    """Guesses by a smaller decoder of the same vocabulary, through the same filters.
+    """Guesses by a smaller decoder of the same vocabulary, with the same filters.
 
     Args:
         decoder: in evaluation mode when it guesses.
-        of: reads the rows that are guessed for. A text beyond either context is read from its newer
-            half on.
+        of: the reader of the model's rows. A text that outgrows either context is read again from
+            its newer half.
         remembers: see `Reader`.
     """
 
@@ -51,34 +51,34 @@ class Draft:
 
     @torch.no_grad()
     def propose(self, rows: Sequence[Row], most: Sequence[int], how: How) -> list[Guess]:
-        # The half of its context that the draft goes on from, when that is full, holds all guesses.
+        # A draft whose context is full starts again with half of it free, which bounds a guess.
         most = [min(n, self._reader.context // 2) for n in most]
         guesses: list[list[int]] = [[] for _ in rows]
         drawn: list[list[Tensor]] = [[] for _ in rows]
-        here = [r for r, n in enumerate(most) if n]
-        if not here:
+        indices = [r for r, n in enumerate(most) if n]
+        if not indices:
             return [Guess()] * len(rows)
-        logits = self._caught_up([rows[r] for r in here])
+        logits = self._caught_up([rows[r] for r in indices])
         history = how.history(rows, logits.device)
         history = None if history is None else history.copy(range(len(rows)))
-        while here:
-            shaped = self._shaped(logits, how, None if history is None else history.copy(here))
+        while indices:
+            shaped = self._shaped(logits, how, None if history is None else history.copy(indices))
             if how.config.samples:
                 # A row's generator serves that row's own guesses only.
-                uniforms = [rows[r].uniform() for r in here]
+                uniforms = [rows[r].uniform() for r in indices]
                 weights = shaped.softmax(dim=-1, dtype=torch.float64)
                 tokens = draw_from(weights, torch.tensor(uniforms, dtype=torch.float64))
-                for r, probabilities in zip(here, weights, strict=True):
+                for r, probabilities in zip(indices, weights, strict=True):
                     drawn[r].append(probabilities)
             else:
                 tokens = greedy(shaped)
             if history is not None:
-                history.add(tokens, here)
-            for r, token in zip(here, tokens.tolist(), strict=True):
+                history.add(tokens, indices)
+            for r, token in zip(indices, tokens.tolist(), strict=True):
                 guesses[r].append(token)
-            here = [r for r in here if len(guesses[r]) < most[r]]
-            if here:
-                logits = self._read([rows[r] for r in here], [guesses[r][-1:] for r in here])
+            indices = [r for r in indices if len(guesses[r]) < most[r]]
+            if indices:
+                logits = self._read([rows[r] for r in indices], [guesses[r][-1:] for r in indices])
         for row, guess in zip(rows, guesses, strict=True):
             if guess:
                 self._followed[row].guessed = guess[:-1]
@@ -92,9 +92,9 @@ class Draft:
             self._reader.close(self._followed.pop(row).reading)
 
     def _caught_up(self, rows: Sequence[Row]) -> Tensor:
-        """Read rows to their ends; those that nothing is guessed for wait.
+        """Read rows to their ends, only those to guess for; returns logits `(batch, vocab)`.
 
-        So what is known of a row never depends on its neighbours.
+        Thus what the draft has read of a row never depends on the other rows.
         """
         came: list[list[int]] = []
         back: list[int] = []
@@ -108,7 +108,7 @@ class Draft:
                 back.append(0)
             else:
                 new = row.tokens[followed.read :]
-                agreed = _agreed(followed.guessed, new[:-1])  # the last logits are wanted anew
+                agreed = _agreed(followed.guessed, new[:-1])  # the last token is always read again
                 came.append(new[agreed:])
                 back.append(len(followed.guessed) - agreed)
             followed.read, followed.guessed = len(row.tokens), []
@@ -116,7 +116,7 @@ class Draft:
         return self._read(rows, came)
 
     def _read(self, rows: Sequence[Row], tokens: Sequence[Sequence[int]]) -> Tensor:
-        """The logits after these, (batch, vocab)."""
+        """The logits after these tokens, `(batch, vocab)`."""
         return self._reader.read([self._followed[row].reading for row in rows], tokens)[:, 0]
 
     def _shaped(self, logits: Tensor, how: How, history: History | None) -> Tensor:

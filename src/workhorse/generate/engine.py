@@ -27,19 +27,19 @@ def generate(
     Args:
         decoder: the model; dropout is off while it generates.
         prompts: token ids, of any lengths.
-        config: how; the defaults of `GenerationConfig` if left out.
-        tokenizer: gives the text, the eos, and how many ids are in use; without one there is no
-            text and only `config.stop_tokens` end it.
+        config: how tokens are chosen; None: the defaults of `GenerationConfig`.
+        tokenizer: gives the text, the eos, and the number of ids in use; without one there is no
+            text, and only `config.stop_tokens` end a result.
         draft: a smaller decoder of the same vocabulary, which guesses `config.speculate` tokens at
-            a time; without one they are looked up in the text.
-        batch_size: rows decoded together at most; it changes speed and memory, not the text.
+            a time; without one, guesses are looked up in the text.
+        batch_size: the most rows decoded together; affects speed and memory, not the text.
 
     Returns:
         The completions in the order of the prompts, the samples of a prompt side by side.
 
     Raises:
-        WorkhorseError: see `check_prompts`, `check_draft` and `check_batch_size`; or logits that
-            are not finite.
+        WorkhorseError: see `check_prompts`, `check_draft` and `check_batch_size`; or logits are not
+            finite.
     """
     config = config or GenerationConfig()
     check_batch_size(batch_size)
@@ -86,10 +86,11 @@ def stream(
 ) -> Iterator[Delta]:
     """`generate`, token by token: the texts of a result's deltas join to its text.
 
-    The decoder is in evaluation mode while a token is made, and as it was in between.
+    The decoder is in evaluation mode during each step, and in its former mode between steps.
 
     Raises:
-        WorkhorseError: as `generate`, when called; or for beam search, which has no next token.
+        WorkhorseError: as `generate`, at the call; or for beam search, which cannot emit tokens one
+            by one.
     """
     config = config or GenerationConfig()
     check_batch_size(batch_size)
@@ -118,7 +119,7 @@ def _deltas(
     draft: Decoder | None,
     batch_size: int,
 ) -> Iterator[Delta]:
-    """Of all prompts, each sample numbered as in `Delta.index`."""
+    """The deltas of all prompts; `Delta.index` counts over all of them."""
     rows = max(batch_size // config.n_samples, 1) * config.n_samples
     rows = min(rows, max(len(prompts), 1) * config.n_samples)
     guesses = slack_of(config)
@@ -170,5 +171,5 @@ def _slices(prompts: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[Se
 
 
 def _seed(config: GenerationConfig) -> int:
-    """The seed asked for, or one from the system's entropy that can be told and used again."""
+    """The seed of the config, or one from the system's entropy, to be reported and used again."""
     return secrets.randbits(32) if config.seed is None else config.seed

@@ -9,7 +9,7 @@ LONGEST_MATCH, SHORTEST_MATCH = 3, 2  # a single token recurs too often to tell 
 
 
 class PromptLookup:
-    """Guesses that a text goes on as it did after the last tokens' latest earlier occurrence.
+    """Guesses that a text continues as it did after the latest earlier occurrence of its end.
 
     Source: Saxena, "Prompt Lookup Decoding" (2023), which takes the first occurrence.
     """
@@ -36,15 +36,15 @@ class _Index:
         self._read = 0  # ends up to here are in the index
 
     def continuation(self, text: Sequence[int], n: int) -> tuple[int, ...]:
-        """Up to n tokens; none where the end of the text is new to it."""
-        # The text's own end is left for the next call: nothing follows it yet.
+        """The n tokens that would follow; none if the end of the text has not occurred before."""
+        # The text's own end is indexed by the next call: nothing follows it yet.
         for end in range(self._read + 1, len(text)):
             for gram in _grams_before(text, end):
                 self._ends[gram] = end
         self._read = max(self._read, len(text) - 1)
         for gram in _grams_before(text, len(text)):
             if (start := self._ends.get(gram)) is not None:
-                # Past the end it goes on into what is being guessed: the text would repeat itself.
+                # Beyond the end it continues with the guess itself, as a text that repeats would.
                 period = len(text) - start
                 return tuple(text[start + step % period] for step in range(n))
         return ()

@@ -1,4 +1,4 @@
-"""Texts as a decoder has read them: what its cache holds of each, and what it says comes next."""
+"""Reading texts with a decoder and its paged cache: tokens in, logits of the next token out."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -16,11 +16,11 @@ from workhorse.nn.cache.paged_view import PagedView
 def left_pad(
     rows: Sequence[Sequence[int]], starts: Sequence[int], device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows of unequal length as one batch, ends aligned; row r goes on from position `starts[r]`.
+    """Rows of unequal length as one batch, ends aligned; row r begins at position `starts[r]`.
 
     Returns:
-        tokens, int64 `(batch, seq)`, and positions, int64 `(batch, seq)` with -1 for padding, or
-        None when the rows have one length and need none.
+        Tokens, int64 `(batch, seq)`, and positions, int64 `(batch, seq)` with -1 for padding, or
+        None if the rows have the same length.
     """
     longest = max(len(row) for row in rows)
     tokens = torch.tensor([[0] * (longest - len(row)) + list(row) for row in rows], device=device)
@@ -33,17 +33,17 @@ def left_pad(
 
 
 def to_choose_from(logits: Tensor) -> Tensor:
-    """The logits where tokens are chosen: on the CPU instead of MPS, which has no float64."""
+    """The logits on the device where tokens are chosen: the CPU for MPS, which has no float64."""
     return logits.cpu() if logits.device.type == "mps" else logits
 
 
 @dataclass(eq=False)
 class Reading:
-    """One text, as far as it was read.
+    """A text that is being read.
 
     Attributes:
-        tokens: what the cache has consumed.
-        text: where it lies.
+        tokens: those read so far.
+        text: their keys and values in the cache.
     """
 
     tokens: list[int]
@@ -51,19 +51,19 @@ class Reading:
 
 
 class Reader:
-    """Reads texts with a decoder, any number at once, each as far as it likes.
+    """Reads texts with a decoder, any number at once, each at its own position.
 
-    A text that outgrows the context forgets all but the newer half of it, and is read anew as if it
-    began there. Texts do so each at its own time, whatever the others do.
+    A text that outgrows the context keeps only as many of its newest tokens as fill half of it, and
+    is read again as if it began there. Each text does so by itself, whatever the others do.
 
     Args:
         decoder: in evaluation mode.
-        tokens: that all texts together may hold.
-        texts: that there may be at a time.
-        context: how long a text may get; left out: the decoder's context.
-        slack: the newest tokens of a text that can be taken back, see `forget`.
-        remembers: whether texts that were read are kept, as far as there is room, so that others
-            that begin alike need not be read again.
+        tokens: the most that all texts together may hold.
+        texts: the most that may be open at a time.
+        context: the most tokens of one text; None: the decoder's context.
+        slack: how many of a text's newest tokens can be taken back; see `forget`.
+        remembers: whether closed texts stay in the cache while there is room, so that a text with
+            the same beginning need not read it again.
     """
 
     def __init__(
@@ -87,15 +87,15 @@ class Reader:
         self._view: PagedView | None = None
 
     def room_for(self, prompt: int, new: int) -> int:
-        """What a text takes of the cache, in tokens: one of `prompt` tokens and `new` more."""
+        """The tokens to reserve in the cache for a text of `prompt` tokens and `new` more."""
         return max(min(prompt + new, self.context) + self.slack, prompt)
 
     def open(self, prompt: Sequence[int], new: int) -> Reading:
-        """Begin to read a text, or go on after what is known of it; its last token is left.
+        """Begin a text, with the prefix of its prompt that is remembered, except the last token.
 
         Args:
             prompt: its first tokens, within the context.
-            new: how many may follow.
+            new: how many tokens may follow.
 
         Raises:
             WorkhorseError: there is no room.
@@ -107,7 +107,7 @@ class Reader:
         return Reading(list(prompt[:known]), text)
 
     def fork(self, reading: Reading) -> Reading:
-        """Another text that has the same beginning, without reading it again."""
+        """Another text that begins with all that was read of this one."""
         text = self.cache.open(reading.text.most)
         self.cache.adopt(text, reading.text.length, reading.text.tables)
         return Reading(list(reading.tokens), text)
@@ -128,13 +128,13 @@ class Reader:
         self._view = None
 
     def close(self, reading: Reading) -> None:
-        """Let a text go."""
+        """Release a text."""
         if self._prefixes is not None:
             self._prefixes.remember(reading.tokens, reading.text)
         self.cache.close(reading.text)
 
     def remember(self, reading: Reading) -> None:
-        """Let others begin with the whole blocks of what was read of a text, which goes on."""
+        """Let other texts share the full blocks of a text that goes on."""
         if self._prefixes is not None:
             whole = len(reading.tokens) // BLOCK * BLOCK
             self._prefixes.remember(reading.tokens[:whole], reading.text)
@@ -143,13 +143,13 @@ class Reader:
     def read(
         self, readings: Sequence[Reading], tokens: Sequence[Sequence[int]], last: int = 1
     ) -> Tensor:
-        """Append tokens to each text, one at least, and read them.
+        """Append tokens to each text, at least one, and read them.
 
         Returns:
-            The logits after the last `last` columns, `(batch, last, vocab)`, ends aligned: what
-            stands before the columns of a text's own tokens means nothing.
+            The logits of the last `last` columns, `(batch, last, vocab)`, ends aligned; columns
+            before a text's own tokens are meaningless.
         """
-        to_read = [list(some) for some in tokens]
+        to_read = [list(new) for new in tokens]
         for n, reading in enumerate(readings):
             if len(reading.tokens) + len(to_read[n]) > self.context:
                 to_read[n] = [*reading.tokens, *to_read[n]][-max(1, self.context // 2) :]
@@ -159,8 +159,8 @@ class Reader:
         starts = [len(reading.tokens) for reading in readings]
         padded, positions = left_pad(to_read, starts, self._device)
         logits = self._consume(padded, positions, self._view_of(readings), last)
-        for reading, some in zip(readings, to_read, strict=True):
-            reading.tokens += some
+        for reading, new in zip(readings, to_read, strict=True):
+            reading.tokens += new
         return to_choose_from(logits)
 
     def forget(self, readings: Sequence[Reading], counts: Sequence[int]) -> None:
@@ -189,5 +189,5 @@ class Reader:
 
 
 def wait(logits: Tensor) -> None:
-    """Until the device has computed them."""
+    """Wait until the device has computed the logits."""
     logits[:1, :1, :1].cpu()

@@ -1,4 +1,4 @@
-"""What must hold before anything is generated, and what a request means for a model."""
+"""Checks of a request before anything is generated, and its meaning for a model."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -12,7 +12,7 @@ from workhorse.nn import Decoder
 
 
 class TextOfTokens(Protocol):
-    """What generation asks of a tokenizer; `workhorse.tokenizers.Tokenizer` gives it."""
+    """The part of a tokenizer that generation needs; `workhorse.tokenizers.Tokenizer` is one."""
 
     vocab_size: int
     eos_id: int | None
@@ -26,11 +26,11 @@ def check_prompts(
     config: GenerationConfig,
     tokenizer: TextOfTokens | None,
 ) -> list[list[int]]:
-    """The prompts as they will be consumed, within the context of the decoder.
+    """The prompts as they will be read, cut to the decoder's context where the config allows it.
 
     Raises:
-        WorkhorseError: an empty prompt, one longer than the context (unless `truncate="left"`), an
-            id outside the vocabulary, or stop texts without a tokenizer.
+        WorkhorseError: a prompt is empty or longer than the context (unless `truncate="left"`), an
+            id is outside the vocabulary, or there are stop texts without a tokenizer.
     """
     if config.stop and tokenizer is None:
         raise WorkhorseError("stop texts need a tokenizer; pass one, or give stop_tokens instead")
@@ -47,15 +47,15 @@ def check_prompts(
 
 
 def token_ids(tokens: object, rule: str, remedy: str) -> list[int]:
-    """Token ids as Python has them.
+    """Token ids as a list of Python ints.
 
     Args:
         tokens: a list of whole numbers, or a tensor or array of one dimension.
-        rule: what they must be, which begins the message.
-        remedy: ends it.
+        rule: what they must be, the beginning of the error message.
+        remedy: the end of the error message.
 
     Raises:
-        WorkhorseError: they are no sequence of whole numbers.
+        WorkhorseError: they are not a sequence of whole numbers.
     """
     try:
         if isinstance(tokens, str | bytes | bytearray | set | frozenset | dict):
@@ -64,12 +64,12 @@ def token_ids(tokens: object, rule: str, remedy: str) -> list[int]:
         if any(isinstance(token, bool) for token in ids):
             raise TypeError
         return [operator.index(token) for token in ids]
-    except (TypeError, RuntimeError):  # PyTorch's, of a tensor on the device meta
+    except (TypeError, RuntimeError):  # RuntimeError: a tensor on the meta device
         raise WorkhorseError(f"{rule}, not {shown(tokens)}; {remedy}") from None
 
 
 def check_batch_size(rows: object) -> None:
-    """Refuse what is no number of rows."""
+    """Refuse a batch size that is not a whole number of 1 or more."""
     if isinstance(rows, bool) or not isinstance(rows, Integral) or rows < 1:
         raise WorkhorseError(f"batch_size={shown(rows)} is no number of rows; give 1 or more")
 
@@ -108,10 +108,10 @@ def check_draft(
     config: GenerationConfig,
     tokenizer: TextOfTokens | None,
 ) -> None:
-    """Whether a draft can guess for a decoder.
+    """Refuse a draft that cannot guess for a decoder.
 
     Raises:
-        WorkhorseError: it would have nothing to do, or does not know the tokens.
+        WorkhorseError: no guesses are asked for, or the draft has another vocabulary.
     """
     if draft is None:
         return
@@ -119,7 +119,7 @@ def check_draft(
         raise WorkhorseError(
             "a draft guesses nothing with speculate=0; choose speculate=4, or leave the draft out"
         )
-    # Paddings of an embedding may differ where a tokenizer tells how many ids are in use.
+    # Embeddings may be padded differently if a tokenizer tells how many ids are in use.
     vocab, ours, theirs = usable_vocab(decoder, tokenizer), decoder.config, draft.config
     if theirs.vocab_size != ours.vocab_size and (tokenizer is None or theirs.vocab_size < vocab):
         raise WorkhorseError(
@@ -142,7 +142,7 @@ def _fit(prompt: list[int], context: int, vocab: int, config: GenerationConfig) 
         )
     if config.beams == 1:
         return prompt[-context:]
-    # Beam search cannot forget half of a context on the way, so it makes room beforehand.
+    # Beam search cannot drop tokens while it runs, so it makes room beforehand.
     keep = context + 1 - config.max_new_tokens
     if config.truncate == "left" and keep < 1:
         raise WorkhorseError(
@@ -162,13 +162,13 @@ def _check_id(
 
 
 def usable_vocab(decoder: Decoder, tokenizer: TextOfTokens | None) -> int:
-    """How many ids may be chosen: an embedding padded beyond the tokenizer holds idle ones."""
+    """The number of ids that may be chosen: an embedding may be padded beyond the tokenizer's."""
     size = decoder.config.vocab_size
     return size if tokenizer is None else min(size, tokenizer.vocab_size)
 
 
 def stop_tokens(config: GenerationConfig, tokenizer: TextOfTokens | None) -> frozenset[int]:
-    """The ids that end a text: those asked for, or else the tokenizer's eos."""
+    """The ids that end a text: those of the config, or else the tokenizer's eos."""
     if config.stop_tokens is not None:
         return frozenset(config.stop_tokens)
     eos = tokenizer.eos_id if tokenizer is not None else None

@@ -1,17 +1,17 @@
-"""What generation gives back."""
+"""The results of generation."""
 
 from dataclasses import dataclass, field
 from typing import Literal
 
 FinishReason = Literal["eos", "stop", "length"]
-"""eos: a stop token; stop: a stop text; length: `max_new_tokens` or the context is used up."""
+"""eos: a stop token; stop: a stop text; length: `max_new_tokens` or the end of the context."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenLogprob:
-    """Log-probabilities (nats) where one token was chosen.
+    """Log-probabilities (nats) at the position of one chosen token.
 
-    They are those of the model's own distribution, before bias, penalties, temperature and filters.
+    They are of the model's own distribution, before bias, penalties, temperature and filters.
     """
 
     token: int
@@ -28,16 +28,17 @@ class Delta:
     """Which result: `prompt * n_samples + sample`."""
     token: int
     text: str
-    """Text that is now certain; often empty, or longer than the token, as characters complete."""
+    """Text that is now certain: empty while a character is incomplete, then longer than the token.
+    """
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
     """Set on the last delta of a result."""
     proposed: int = 0
-    """Tokens guessed for the pass that begins with this one; see `GenerationConfig.speculate`."""
+    """Tokens guessed for the pass that this token begins; see `GenerationConfig.speculate`."""
     accepted: bool = False
     """Whether the token was guessed."""
     prompt_seconds: float = field(default=0.0, compare=False)
-    """With the first token of a batch: how long reading its prompts took."""
+    """Set on the first delta of a batch: how long it took to read the batch's prompts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,27 +46,26 @@ class Completion:
     """One finished result."""
 
     text: str
-    """The new text without the prompt, special tokens, and the stop text; empty when generation
-    was given no tokenizer."""
+    """The new text without the prompt, special tokens and stop text; empty without a tokenizer."""
     tokens: tuple[int, ...]
-    """Every new token, with the stop token or the tokens of the stop text that ended it."""
+    """Every new token, including the stop token, or those of the stop text, that ended it."""
     finish_reason: FinishReason
     prompt_tokens: int
     """Length of the prompt in tokens, as given."""
     seed: int | None = None
-    """What draws this text again; None where nothing was drawn."""
+    """The seed that draws this text again; None if nothing was drawn."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     score: float | None = None
     """Beam search's `sum of log-probabilities / length ** length_penalty`."""
     proposed: int | None = None
-    """Tokens guessed in speculative decoding, and `accepted` of them are in the text; None where
-    nothing was to be guessed."""
+    """Tokens guessed by speculative decoding; None without it."""
     accepted: int | None = None
+    """How many of the guessed tokens are in the text."""
     prompt_seconds: float = field(default=0.0, compare=False)
-    """With the first result of a batch: how long reading the batch's prompts took."""
+    """Set on the first result of a batch: how long it took to read the batch's prompts."""
     decoded: bool = True
-    """Whether there was a tokenizer to make text of the tokens."""
+    """Whether there was a tokenizer to turn the tokens into text."""
 
     def __str__(self) -> str:
-        """The text, or the ids of the tokens where nothing makes text of them."""
+        """The text, or the token ids without a tokenizer."""
         return self.text if self.decoded else str(list(self.tokens))

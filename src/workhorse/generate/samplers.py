@@ -1,7 +1,7 @@
-"""From logits to the next token: small functions over logits `(batch, vocab)`, and their sum.
+"""From logits to the next token: small functions of logits `(batch, vocab)`, and their composition.
 
-Every row is treated by itself, so a row's result does not depend on its neighbours. A filter
-removes a token by setting its logit to -inf.
+Every row is processed by itself, so its result does not depend on the others. A filter removes a
+token by setting its logit to -inf.
 """
 
 import math
@@ -24,9 +24,9 @@ def temperature(logits: Tensor, temperature: float) -> Tensor:
 
 
 def top_k(logits: Tensor, k: int) -> Tensor:
-    """Keep the k likeliest tokens (and any that ties with the last of them).
+    """Keep the k likeliest tokens (and any that tie with the last of them).
 
-    A k beyond the vocabulary keeps everything.
+    A k larger than the vocabulary keeps everything.
     Paper: Fan et al., 1805.04833, §5.
     """
     floor = logits.topk(min(k, logits.shape[-1]), dim=-1).values[:, -1:]
@@ -36,7 +36,7 @@ def top_k(logits: Tensor, k: int) -> Tensor:
 def top_p(logits: Tensor, p: float) -> Tensor:
     """Keep the smallest set of likeliest tokens whose probabilities sum to at least p.
 
-    Tokens that tie with the last member stay as well, so the order of ids never decides.
+    Tokens that tie with the last of them stay as well, so the order of ids never matters.
     Paper: Holtzman et al., 1904.09751, §3.1 (nucleus sampling).
     """
     total = logits.logsumexp(dim=-1, keepdim=True)
@@ -63,8 +63,8 @@ def min_p(logits: Tensor, p: float) -> Tensor:
 def repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Divide positive and multiply negative logits of the tokens in `seen`, bool `(batch, vocab)`.
 
-    Paper: CTRL, 1909.05858, §4.1, which divides every logit; the multiplication of negative ones,
-    as everybody does it, keeps a penalty above 1 a penalty.
+    Paper: CTRL, 1909.05858, §4.1, which divides every logit. Multiplying negative ones, as all
+    implementations do, makes a penalty above 1 lower them too.
     """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
@@ -80,28 +80,28 @@ def presence_and_frequency_penalty(
 
 
 def logit_bias(logits: Tensor, bias: Mapping[int, float]) -> Tensor:
-    """Add `bias[token]` to the logit of each token named."""
+    """Add `bias[token]` to the logit of each token in `bias`."""
     ids = torch.tensor(list(bias), device=logits.device)
     values = torch.tensor(list(bias.values()), device=logits.device, dtype=logits.dtype)
     return logits.index_add(-1, ids, values.expand(logits.shape[0], -1))
 
 
 def below(logits: Tensor, vocab: int) -> Tensor:
-    """Remove the ids from `vocab` up: rows of a padded embedding that no text stands for."""
+    """Remove the ids from `vocab` up: rows of a padded embedding that encode no text."""
     return torch.cat((logits[:, :vocab], torch.full_like(logits[:, vocab:], -torch.inf)), dim=-1)
 
 
 def all_finite(logits: Tensor) -> bool:
-    """Whether every number is finite: their sum is not, if one of them is not."""
-    return bool(logits.sum(dtype=torch.float32).isfinite())  # far quicker than looking at each
+    """Whether every number is finite: if one is not, their sum is not either."""
+    return bool(logits.sum(dtype=torch.float32).isfinite())  # far faster than testing each
 
 
 def argmax(logits: Tensor, decoding: Decoding | None = None) -> Tensor:
-    """`greedy` of logits as a model gives them; -1 where one of a row's is not finite.
+    """`greedy` for unprocessed logits of a model; -1 for a row with a logit that is not finite.
 
     Args:
         logits: `(batch, vocab)`.
-        decoding: the native operators, which read the logits once.
+        decoding: the native operators, which do both in one pass over the logits.
     """
     if decoding is not None and logits.is_cpu and logits.dtype in _READ_NATIVELY:
         return decoding.argmax(logits)
@@ -115,16 +115,16 @@ def greedy(logits: Tensor) -> Tensor:
 
 
 def draw(logits: Tensor, uniforms: Tensor) -> Tensor:
-    """A token of each row from `softmax(logits)`, see `draw_from`."""
+    """A token for each row, drawn from `softmax(logits)`; see `draw_from`."""
     return draw_from(logits.softmax(dim=-1, dtype=torch.float64), uniforms)
 
 
 def draw_from(weights: Tensor, uniforms: Tensor) -> Tensor:
-    """A token of each row, int64 `(batch,)`, as likely as its share of the row's weights.
+    """A token for each row, int64 `(batch,)`, with probability proportional to its weight.
 
-    Inverts the cumulative distribution in float64: one number per token is all the randomness, so
-    a seed means the same on every device, and a rounding difference in the weights changes the
-    token only where the number falls within that rounding of a boundary.
+    Inverts the cumulative distribution in float64. A token takes one uniform number, so a seed
+    means the same on every device, and a rounding difference in the weights changes the token only
+    if the number falls within that rounding of a boundary.
 
     Args:
         weights: float64 `(batch, vocab)`, 0 or more, not all 0 in a row.
@@ -132,18 +132,19 @@ def draw_from(weights: Tensor, uniforms: Tensor) -> Tensor:
     """
     mass = weights.cumsum(dim=-1)
     # A uniform is at most 1 - 2^-53, so the product stays below the total. A token owns the
-    # half-open interval from the mass before it to the mass with it (right=True), so that one of
-    # weight zero owns nothing.
+    # half-open interval from the mass before it to the mass including it (right=True), which is
+    # empty for a weight of zero.
     targets = uniforms.to(mass.device)[:, None] * mass[:, -1:]
     return torch.searchsorted(mass, targets, right=True).squeeze(-1)
 
 
 @dataclass
 class History:
-    """What the penalties look at, by row.
+    """The tokens that penalties count, by row.
 
-    prompt: bool `(batch, vocab)`, tokens in the prompt.
-    counts: int64 `(batch, vocab)`, how often each is in the new text.
+    Attributes:
+        prompt: bool `(batch, vocab)`, tokens in the prompt.
+        counts: int64 `(batch, vocab)`, occurrences in the new text.
     """
 
     prompt: Tensor
@@ -188,12 +189,12 @@ def has_penalties(config: GenerationConfig) -> bool:
 
 
 def takes_likeliest(config: GenerationConfig) -> bool:
-    """Whether the next token is that of the largest logit as the model gives it."""
+    """Whether the next token is the one with the model's largest logit, nothing changing logits."""
     return not (config.samples or config.logit_bias or has_penalties(config))
 
 
 def shaping(config: GenerationConfig, vocab: int | None = None) -> Shaper:
-    """What happens to logits before a token is chosen by them, as `config` says.
+    """The function that `config` applies to logits before a token is chosen.
 
     The order is that of Hugging Face's `generate`: bias, penalties, temperature, top-k, top-p,
     min-p. Each filter sees what the one before it left.

@@ -1,15 +1,15 @@
 """Speculative decoding: tokens are guessed cheaply, and one pass of the model checks several.
 
-Where memory bounds the model's pass, several tokens cost little more than one. Each pass reads the
-last token and the guesses after it, so it gives the logits after every one of them; tokens are then
-chosen from those as ever, for as long as what is chosen is what was guessed. The rest of the guess
-is taken back. Guesses change how fast a text comes and never what it is:
+If memory bandwidth bounds the model's pass, several tokens cost little more than one. A pass reads
+the last token and the guesses after it, and so gives the logits after each of them. Tokens are
+chosen from these logits as usual, as long as the chosen token equals the guessed one; the rest of
+the guess is taken back. Guesses change the speed and never the distribution of the text:
 
 - A guess that was not drawn (`PromptLookup`; any guess in greedy decoding) is only compared with
-  the token chosen. The text is the one that plain decoding gives, seed by seed.
+  the chosen token. The text is the one that plain decoding gives with the same seed.
 - A guess drawn from a draft's distribution is accepted or replaced as in 2211.17192 §2.3 and
-  2302.01318 §2 (`after_guess`), which accepts more of them. The text is then another one than plain
-  decoding draws with the seed, from exactly the same distribution.
+  2302.01318 §2 (`after_guess`), which accepts more guesses. The text then differs from the one
+  that plain decoding draws with the seed, but comes from exactly the same distribution.
 """
 
 from collections.abc import Sequence
@@ -24,38 +24,38 @@ from workhorse.generate.samplers import History, Shaper
 
 
 class How(Protocol):
-    """How the tokens of some rows are chosen."""
+    """How the tokens of a group of rows are chosen; `Chooser` is one."""
 
     config: GenerationConfig
     shape: Shaper
 
     def history(self, rows: Sequence[Row], device: torch.device) -> History | None:
-        """What the penalties look at."""
+        """The tokens that penalties count; None without penalties."""
         ...
 
 
 class Proposer(Protocol):
-    """Guesses how rows go on."""
+    """Guesses how rows continue."""
 
     def propose(self, rows: Sequence[Row], most: Sequence[int], how: How) -> list[Guess]:
         """Guesses for the next pass, at most `most[r]` tokens for row r."""
         ...
 
     def leave(self, row: Row) -> None:
-        """Nothing more is to be guessed for a row."""
+        """Forget a row, which has ended."""
         ...
 
 
 def after_guess(target: Tensor, token: int, draft: Tensor, uniform: float) -> Tensor:
-    """What to draw from where `token` was drawn from `draft`, so that the draw follows `target`.
+    """The weights to draw from after a guess drawn from `draft`, so that the draw follows `target`.
 
-    The token itself with probability `min(1, target/draft)`, and otherwise the excess
-    `max(0, target - draft)`. Papers: 2211.17192 §2.3; 2302.01318, algorithm 2.
+    All weight is on the guessed token with probability `min(1, target/draft)`, and otherwise it is
+    the excess `max(0, target - draft)`. Papers: 2211.17192 §2.3; 2302.01318, algorithm 2.
 
     Args:
-        target: probabilities, float64 `(vocab,)`.
-        token: what was guessed.
-        draft: the probabilities it was drawn from, float64 `(vocab,)`.
+        target: the model's probabilities, float64 `(vocab,)`.
+        token: the guess.
+        draft: the probabilities that the guess was drawn from, float64 `(vocab,)`.
         uniform: in [0, 1), used for nothing else.
 
     Returns:
@@ -66,7 +66,7 @@ def after_guess(target: Tensor, token: int, draft: Tensor, uniform: float) -> Te
         accepted[token] = 1
         return accepted
     excess = (target - draft).clamp(min=0)
-    # Equal distributions whose sums differ by rounding leave none.
+    # There is no excess if the distributions differ by the rounding of their sums only.
     return excess if bool(excess.any()) else target
 
 

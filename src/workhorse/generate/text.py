@@ -1,11 +1,11 @@
-"""New text as it may be shown: whole characters, and never a part of a stop text."""
+"""New text that is safe to show: whole characters, and never part of a stop text."""
 
 from collections.abc import Sequence
 from typing import Protocol
 
 
 class TokenStream(Protocol):
-    """Turns token ids into text piece by piece, never splitting a character."""
+    """Turns token ids into text one by one, never splitting a character."""
 
     def push(self, token: int, /) -> str: ...
 
@@ -16,8 +16,8 @@ class StopScanner:
     """Passes text through until the first of `stops` is complete.
 
     Text that may be the beginning of a stop is held back until that is decided. The stop that
-    *ends* first counts (the longest, if several end there), which makes the result independent of
-    how the text was cut into pieces.
+    *ends* first counts (the longest, if several end there), so the result does not depend on how
+    the text is split over calls.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
@@ -41,12 +41,12 @@ class StopScanner:
         return text[:certain]
 
     def finish(self) -> str:
-        """The text held back, which turned out to be no stop."""
+        """The text still held back, which did not become a stop."""
         held, self._held = self._held, ""
         return held
 
     def _undecided(self, text: str) -> int:
-        """Length of the longest end of `text` that is the beginning of a stop."""
+        """Length of the longest suffix of `text` that is the beginning of a stop."""
         longest = max((len(stop) for stop in self._stops), default=1) - 1
         for length in range(min(longest, len(text)), 0, -1):
             if any(stop.startswith(text[-length:]) for stop in self._stops):
@@ -55,7 +55,7 @@ class StopScanner:
 
 
 class TextStream:
-    """The text of one result: tokens in, text that may be shown out."""
+    """The text of one result: takes tokens, returns text that is safe to show."""
 
     def __init__(self, tokens: TokenStream, stops: Sequence[str]) -> None:
         self._tokens = tokens
@@ -70,5 +70,5 @@ class TextStream:
         return self._scanner.push(self._tokens.push(token))
 
     def finish(self) -> str:
-        """What was still held back. A character that was never completed comes out as U+FFFD."""
+        """The text still held back. A character that was never completed becomes U+FFFD."""
         return self._scanner.push(self._tokens.finish()) + self._scanner.finish()

@@ -11,7 +11,7 @@ from torch.optim.adamw import adamw
 from workhorse.config import Config
 from workhorse.native import Training
 from workhorse.on_resume import OnResume
-from workhorse.optim.master_weights import MasterWeights, join, pieces, split
+from workhorse.optim.master_weights import MasterWeights, chunks, join, split
 from workhorse.optim.shards import local, placed_like
 
 
@@ -22,25 +22,25 @@ class AdamWConfig(Config):
     learning_rate: float = Field(default=1e-3, gt=0)
     """At the schedule's peak."""
     beta1: float = Field(default=0.9, ge=0, lt=1)
-    """Share of the running mean of gradients that a step keeps."""
+    """Decay of the running mean of gradients: the share that a step keeps."""
     beta2: float = Field(default=0.95, ge=0, lt=1)
-    """Share of the running mean of squared gradients that a step keeps."""
+    """Decay of the running mean of squared gradients."""
     eps: float = Field(default=1e-8, gt=0)
-    """Added to the root of the mean of squares, by which an update is divided."""
+    """Added to the root of the mean of squares, the divisor of an update."""
     weight_decay: float = Field(default=0.1, ge=0)
     """A matrix shrinks by `learning_rate · weight_decay` of itself at each step."""
     mean_dtype: Literal["float32", "bfloat16"] = "float32"
-    """Of the running mean of gradients. bfloat16 saves two bytes a parameter and rounds it by up to
-    0.4 % at each step, as DeepSeek-V3 does (2412.19437 §3.3.3). The mean of squares stays
-    float32: with `beta2` near 1 its steps would round away."""
+    """Of the running mean of gradients. bfloat16 saves two bytes per parameter and rounds the mean
+    by up to 0.4 % at each step, as DeepSeek-V3 does (2412.19437 §3.3.3). The mean of squares stays
+    float32: with `beta2` near 1 its changes would round away."""
     decay_embeddings: bool = False
     """Whether token and position tables (and a head tied to them) decay too. A row that no batch
-    touches would only ever shrink, and small embeddings make for large gradients in the norm that
-    follows (OLMo 2, 2501.00656 §3.2)."""
+    touches would only shrink, and small embeddings cause large gradients in the norm that follows
+    (OLMo 2, 2501.00656 §3.2)."""
 
 
 class State(NamedTuple):
-    """A weight and what its update needs: tensors of one shape, and how often it was updated."""
+    """A weight and the state of its update: tensors of one shape, and the number of updates."""
 
     weight: Tensor
     gradient: Tensor
@@ -54,8 +54,8 @@ class AdamW:
     """AdamW over named parameters that share one weight decay.
 
     It calls PyTorch's fused kernel without `torch.optim.Optimizer`, whose first instance imports
-    the compiler and makes every start a second slower. Of sharded parameters each process updates
-    its own part.
+    the compiler and makes every start a second slower. Each process updates its own part of a
+    sharded parameter.
     """
 
     def __init__(
@@ -91,7 +91,7 @@ class AdamW:
             elif not has_low_bits and one.mean.dtype == torch.float32:
                 whole.append(one)
             else:
-                self._update_in_pieces(one, schedule, shrink)
+                self._update_in_chunks(one, schedule, shrink)
         if operators is not None:
             for states in filter(None, native.values()):
                 self._update_natively(operators, states, schedule, shrink)
@@ -111,7 +111,7 @@ class AdamW:
     def _update_natively(
         self, operators: Training, states: list[State], schedule: float, shrink: float
     ) -> None:
-        """In one pass; either all weights have low bits or none has."""
+        """Update in one pass over memory; either all weights have low bits or none has."""
         updates = [one.updates for one in states]
         torch._foreach_add_(updates, 1)  # pyright: ignore[reportPrivateImportUsage]
         operators.adamw_(
@@ -129,21 +129,21 @@ class AdamW:
             weight_decay=self.weight_decay,
         )
 
-    def _update_in_pieces(self, one: State, schedule: float, shrink: float) -> None:
-        """Where not all is float32: piece by piece, made wide and narrow again."""
+    def _update_in_chunks(self, one: State, schedule: float, shrink: float) -> None:
+        """Update tensors that are not all float32, in chunks widened to float32 for the kernel."""
         updates = one.updates.add_(1)
         numbers = one.weight, one.gradient, one.mean, one.mean_square
         rest = () if one.low_bits is None else (one.low_bits,)
-        for rounded, part, narrow, square, *lower in pieces(*numbers, *rest):
+        for rounded, part, narrow, square, *lower in chunks(*numbers, *rest):
             master, wide = join(rounded, *lower) if lower else rounded, narrow.float()
-            piece = State(master, part.float() * shrink, wide, square, updates - 1)
-            self._update([piece], schedule)
+            chunk = State(master, part.float() * shrink, wide, square, updates - 1)
+            self._update([chunk], schedule)
             narrow.copy_(wide)
             for old, new in zip((rounded, *lower), split(master) if lower else (), strict=False):
                 old.copy_(new)
 
     def _update(self, states: list[State], schedule: float) -> None:
-        """PyTorch's kernel, where all but the counts is float32."""
+        """Update by PyTorch's kernel; all tensors except the counts are float32."""
         if not states:
             return
         adamw(
@@ -164,7 +164,7 @@ class AdamW:
         )
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything the next step depends on, by parameter name; the tensors themselves."""
+        """The state that the next step depends on, by parameter name; no copies."""
         tensors: dict[str, Tensor] = {}
         state = zip(self.parameters.items(), self.mean, self.mean_square, self.updates, strict=True)
         for (name, weight), mean, mean_square, updates in state:

@@ -1,4 +1,4 @@
-"""Which parameter is updated by what, and the optimizer that results."""
+"""Which parameter is updated by which rule, and the optimizer of all of them."""
 
 from collections.abc import Mapping
 from typing import Annotated, Protocol
@@ -21,12 +21,12 @@ Parameters = dict[str, nn.Parameter]
 def parameters_by_role(decoder: Decoder) -> dict[str, Parameters]:
     """Every parameter under the role that decides how it is updated.
 
-    - `hidden`: matrices inside the layers. Muon's, where there is Muon; they decay.
-    - `embedding`: token and position tables, and with them a head that is tied. They decay only
-      where `decay_embeddings` says so.
-    - `head`: matrices outside the layers, an untied head above all. They decay.
-    - `vector`: norms, biases (of each expert too), sinks and other vectors. They never decay.
-      Among them is a router's bias on its choices, which no gradient reaches and no optimizer has.
+    - `hidden`: matrices inside the layers, updated by Muon if there is one. They decay.
+    - `embedding`: token and position tables, including a tied head. They decay only with
+      `decay_embeddings`.
+    - `head`: matrices outside the layers, such as an untied head. They decay.
+    - `vector`: norms, biases (also those of each expert), sinks and other vectors. They never
+      decay. Among them is a router's selection bias, which has no gradient and so no optimizer.
     """
     tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
     roles: dict[str, Parameters] = {"hidden": {}, "embedding": {}, "head": {}, "vector": {}}
@@ -48,13 +48,13 @@ def build_optimizer(
     *,
     operators: Training | None = None,
 ) -> "Optimizer":
-    """The optimizer of what is trained of a decoder, sharded or not.
+    """The optimizer of a decoder's trainable parameters, sharded or not.
 
     Args:
-        decoder: with the weights to start from.
+        decoder: with the initial weights.
         config: of the optimizer.
         low_bits: of the weights that `round_weights` rounded.
-        operators: of training, which update what is on the CPU.
+        operators: of training, which update tensors on the CPU.
     """
     masters = MasterWeights(dict(decoder.named_parameters()), low_bits, operators=operators)
     roles = {
@@ -77,7 +77,7 @@ def build_optimizer(
 
 
 class Part(Protocol):
-    """The update rule of some of the parameters."""
+    """The update rule of a group of parameters."""
 
     def step(self, schedule: float, shrink: float) -> None: ...
 
@@ -85,14 +85,14 @@ class Part(Protocol):
 
 
 class Optimizer:
-    """Several update rules that together cover all that is trained."""
+    """Several update rules that together cover all trainable parameters."""
 
     def __init__(self, masters: MasterWeights, parts: list[Part]) -> None:
         self.masters = masters
         self.parts = parts
 
     def gradients(self) -> list[Tensor]:
-        """Of every parameter that has one."""
+        """The gradient of every parameter that has one."""
         found = map(self.masters.gradient, self.masters.parameters)
         return [gradient for gradient in found if gradient is not None]
 
@@ -101,17 +101,17 @@ class Optimizer:
 
         Args:
             schedule: multiplies every learning rate.
-            shrink: multiplies the gradient, which may be changed by it.
+            shrink: multiplies the gradient, possibly in place.
         """
         for part in self.parts:
             part.step(schedule, shrink)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything the next step depends on, by parameter name; the tensors themselves."""
+        """The state that the next step depends on, by parameter name; no copies."""
         return {name: tensor for part in self.parts for name, tensor in part.tensors().items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Take over the state of another optimizer of the same parameters and config."""
+        """Copy the state of another optimizer of the same parameters and config."""
         own = self.tensors()
         placed = {
             name: sharded_like(tensor, own.get(name, tensor)) for name, tensor in tensors.items()

@@ -1,9 +1,9 @@
-"""Weights in bfloat16 whose exact float32 values the optimizer keeps: mixed precision, no casts.
+"""Weights in bfloat16 whose float32 master weights the optimizer keeps: mixed precision, no casts.
 
 Autocast keeps float32 weights and casts them, and their gradients, at every use. Here weights,
 activations and gradients are bfloat16 and nothing is cast; an update works on the float32 values
-(1710.03740 §3.1). A float32 number is its rounding to bfloat16 and sixteen low bits, so the exact
-values take no memory beyond those:
+(1710.03740 §3.1). A float32 number is its rounding to bfloat16 and sixteen low bits, so a master
+weight takes no more memory than these bits beside the weight:
 
     bits of the master = bits of the weight · 2^16 + low bits, -2^15 <= low bits < 2^15
 """
@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from workhorse.native import Training
 from workhorse.optim.shards import is_sharded, local, placed_like, sharded_like
 
-PIECE = 2**18
-"""Numbers that are updated at once on a CPU: what is in between stays in the cache."""
+CHUNK = 2**18
+"""Numbers that a CPU updates at once: few enough for intermediate results to stay in the cache."""
 
 
 def split(master: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,22 +29,22 @@ def split(master: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def join(rounded: Tensor, low_bits: Tensor) -> Tensor:
-    """The float32 tensor that `split` took apart, bit for bit."""
+    """The float32 tensor that `split` was given, bit for bit."""
     return ((rounded.view(torch.int16).to(torch.int32) << 16) + low_bits).view(torch.float32)
 
 
-def pieces(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
-    """Tensors of one shape in flat pieces that fit a cache; whole on other devices than a CPU."""
+def chunks(*tensors: Tensor) -> Iterable[tuple[Tensor, ...]]:
+    """Tensors of one shape in flat chunks that fit a CPU's cache; whole on other devices."""
     first = tensors[0]
-    size = PIECE if first.device.type == "cpu" else max(first.numel(), 1)
+    size = CHUNK if first.device.type == "cpu" else max(first.numel(), 1)
     return zip(*(tensor.detach().view(-1).split(size) for tensor in tensors), strict=True)
 
 
 def round_weights(module: nn.Module) -> dict[str, Tensor]:
-    """Round what is trained of a module to bfloat16, in place; the low bits of each, by its name.
+    """Round a module's trainable parameters to bfloat16, in place; returns their low bits by name.
 
-    A parameter that takes no gradient stays as it is: a router's bias moves in steps that bfloat16
-    cannot hold. Sharding comes after.
+    A parameter without gradients stays as it is: a router's selection bias moves in steps too small
+    for bfloat16. To be called before sharding.
     """
     low_bits: dict[str, Tensor] = {}
     for name, parameter in module.named_parameters():
@@ -55,15 +55,15 @@ def round_weights(module: nn.Module) -> dict[str, Tensor]:
 
 
 class MasterWeights:
-    """Float32 values and float32 gradients of what is trained, by name, whatever type it has.
+    """Float32 values and float32 gradients of trainable parameters, by name, whatever their dtype.
 
-    A float32 parameter is its own master and collects its own gradient; nothing here costs anything
-    for it. Of a sharded parameter this is the part that the process holds.
+    A float32 parameter is its own master weight and accumulates its own gradient, at no cost here.
+    Of a sharded parameter, these are of the part that this process holds.
 
     Args:
-        parameters: by name; those that take no gradient are left out.
-        low_bits: from `round_weights`, of whole parameters, also where these are sharded by now.
-        operators: of training, which update what is on the CPU.
+        parameters: by name; those without gradients are left out.
+        low_bits: from `round_weights`, of whole parameters even if these are sharded by now.
+        operators: of training, which update tensors on the CPU.
     """
 
     def __init__(
@@ -83,26 +83,26 @@ class MasterWeights:
         self.sums: dict[str, Tensor] = {}
 
     def read(self, name: str) -> Tensor:
-        """A parameter's float32 values: a copy, or the parameter itself where it is its master."""
+        """A parameter's float32 values: a copy, or the parameter itself if it is float32."""
         weight = local(self.parameters[name]).detach()
         return join(weight, self.low_bits[name]) if name in self.low_bits else weight
 
     def write(self, name: str, values: Tensor) -> None:
-        """Set what `read` gave and an update changed; nothing is left to do for a master itself."""
+        """Write back what `read` gave and an update changed; nothing to do if it is float32."""
         if name in self.low_bits:
             rounded, lower = split(values)
             local(self.parameters[name]).detach().copy_(rounded)
             self.low_bits[name].copy_(lower)
 
     def weights(self, module: nn.Module) -> dict[str, Tensor]:
-        """Every weight of the module, trained or not, once and in float32, by its name."""
+        """Every weight of the module, trained or not, once, in float32, by name."""
         return {
             name: placed_like(self.read(name), weight) if name in self.low_bits else weight.detach()
             for name, weight in module.named_parameters()
         }
 
     def accumulate(self) -> None:
-        """Add a micro-batch's gradients to float32 sums; many small ones would vanish."""
+        """Add a micro-batch's gradients to float32 sums; in bfloat16 small ones would vanish."""
         for name in self.low_bits:
             gradient = dense_gradient(self.parameters[name])
             if gradient is None:
@@ -114,14 +114,14 @@ class MasterWeights:
             self.parameters[name].grad = None
 
     def gradient(self, name: str) -> Tensor | None:
-        """Of the whole batch, placed as the parameter; in float32 where it was accumulated."""
+        """The gradient of the whole batch, placed as its parameter; float32 if accumulated."""
         weight = self.parameters[name]
         if name in self.sums:
             return placed_like(self.sums[name], weight)
         return dense_gradient(weight)
 
     def gradients(self, names: Iterable[str]) -> list[Tensor]:
-        """This process's parts of some gradients; each parameter must have one."""
+        """This process's parts of the gradients of these parameters; each must have one."""
         gradients: list[Tensor] = []
         for name in names:
             gradient = self.gradient(name)
@@ -136,7 +136,7 @@ class MasterWeights:
 
 
 def dense_gradient(parameter: nn.Parameter) -> Tensor | None:
-    """A parameter's gradient; a sparse one, of a table alone, becomes dense."""
+    """A parameter's gradient; a sparse one, of an embedding table, becomes dense."""
     if parameter.grad is not None and parameter.grad.is_sparse:
         parameter.grad = parameter.grad.to_dense()
     return parameter.grad

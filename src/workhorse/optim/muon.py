@@ -1,4 +1,4 @@
-"""Muon: momentum whose matrices are made orthogonal before they are applied.
+"""Muon: momentum whose matrices are orthogonalised before they are applied.
 
 Keller Jordan et al., Muon: An optimizer for hidden layers in neural networks (2024); the scale that
 lets it share AdamW's learning rate and weight decay is Moonshot's (2502.16982 §2.2).
@@ -33,7 +33,7 @@ class MuonConfig(Config):
     learning_rate: Annotated[float, OfItsKind()] = Field(default=1e-3, gt=0)
     """Of the hidden matrices, at the schedule's peak."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
-    """Share of the running sum of gradients that a step keeps."""
+    """Decay of the running sum of gradients: the share that a step keeps."""
     nesterov: bool = True
     """Look one step of the momentum ahead."""
     iterations: int = Field(default=5, ge=1)
@@ -52,8 +52,8 @@ class Muon:
     """Muon over named matrices, or stacks of matrices `(…, rows, columns)`.
 
     Matrices of one shape are orthogonalised together: at small sizes the number of calls costs more
-    than the arithmetic. Of sharded ones each process keeps its part of the momentum. A matrix has
-    to be whole to be made orthogonal, so the directions are gathered, every process does the same
+    than the arithmetic. Each process keeps its part of the momentum of a sharded matrix. Only a
+    whole matrix can be orthogonalised, so the directions are gathered, every process does the same
     work on them, and each applies its own part.
     """
 
@@ -126,7 +126,7 @@ class Muon:
         kept: float,
         size: float,
     ) -> None:
-        """The same of whole matrices; what is no matrix product is a pass before them and after."""
+        """`_update` of whole matrices, with one pass over memory before the gemms and one after."""
         config = self.config
         directions = operators.muon_directions(
             [gradient.contiguous() for gradient in self.masters.gradients(group)],
@@ -144,7 +144,7 @@ class Muon:
         )
 
     def _operators_for(self, group: Mapping[str, nn.Parameter]) -> Training | None:
-        """The native operators, if they take this group."""
+        """The native operators, if they can update this group."""
         suitable = all(
             name in self.masters.low_bits and weight.device.type == "cpu" and not is_sharded(weight)
             for name, weight in group.items()
@@ -152,7 +152,7 @@ class Muon:
         return self.masters.operators if suitable else None
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything the next step depends on, by parameter name; the tensors themselves."""
+        """The state that the next step depends on, by parameter name; no copies."""
         return {
             f"{name}.momentum": placed_like(momentum, weight)
             for shape, group in self.groups.items()
@@ -166,8 +166,8 @@ def orthogonalize(matrices: Tensor, iterations: int = 5) -> Tensor:
     """The nearest matrix with all singular values 1, roughly: they end within about 0.7 to 1.2.
 
     Args:
-        matrices: (…, rows, columns), each treated by itself.
-        iterations: of Newton–Schulz; 5 bring singular values above about 1 % of the norm home.
+        matrices: (…, rows, columns), each processed by itself.
+        iterations: of Newton–Schulz; 5 suffice for singular values above about 1 % of the norm.
 
     Returns:
         The same shape, in the dtype that `iteration_dtype` chooses.
@@ -185,9 +185,9 @@ def newton_schulz(x: Tensor, iterations: int) -> Tensor:
     """Drive singular values below 1 to about 1.
 
     Args:
-        x: (matrices, rows, columns), no more rows than columns, contiguous: on a CPU products of
-            transposed ones took twice as long.
-        iterations: how often.
+        x: (matrices, rows, columns), at most as many rows as columns, contiguous: on a CPU, gemms
+            of transposed matrices took twice as long.
+        iterations: their number.
     """
     a, b, c = QUINTIC
     for _ in range(iterations):
@@ -198,15 +198,15 @@ def newton_schulz(x: Tensor, iterations: int) -> Tensor:
 
 
 def iteration_dtype(matrices: Tensor) -> torch.dtype:
-    """bfloat16 where the device multiplies it natively, which is enough here; else their own type.
+    """bfloat16, accurate enough here, if the device multiplies it natively; else their own.
 
-    On a CPU with AMX the matrices of small models took 1.3 to 3.4 times less time in bfloat16.
+    On a CPU with AMX, bfloat16 was 1.3 to 3.4 times as fast for the matrices of small models.
     """
     return torch.bfloat16 if multiplies_bfloat16(matrices.device) else matrices.dtype
 
 
 def update_scale(kind: str, rows: int, columns: int) -> float:
-    """What an orthogonal update is multiplied by; see `MuonConfig.scale`."""
+    """The factor of an orthogonal update; see `MuonConfig.scale`."""
     if kind == "match_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))

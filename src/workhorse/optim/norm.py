@@ -1,4 +1,4 @@
-"""The length of a gradient."""
+"""The norm of a gradient."""
 
 from collections import defaultdict
 
@@ -6,16 +6,16 @@ import torch
 from torch import Tensor, nn
 
 from workhorse.native import Training
-from workhorse.optim.master_weights import pieces
+from workhorse.optim.master_weights import chunks
 from workhorse.optim.shards import is_sharded, local, summed_over_shards
 
 
 def total_norm(gradients: list[Tensor], operators: Training | None = None) -> Tensor:
-    """The length of all gradients as one vector, in float32, the same on every process.
+    """The norm of all gradients as one vector, in float32, the same on every process.
 
     Args:
         gradients: sharded or not.
-        operators: of training, which measure what is on the CPU.
+        operators: of training, which measure tensors on the CPU.
     """
     by_place: dict[object, list[Tensor]] = defaultdict(list)
     for gradient in gradients:
@@ -38,8 +38,8 @@ def _length(gradients: list[Tensor], operators: Training | None) -> Tensor:
     if not narrow:
         return nn.utils.get_total_norm(wide)
     # PyTorch rounds the norm of a bfloat16 tensor to bfloat16.
-    values = (piece.float() for tensor in narrow for (piece,) in pieces(tensor))
-    squares = [torch.dot(piece, piece) for piece in values]
+    values = (chunk.float() for tensor in narrow for (chunk,) in chunks(tensor))
+    squares = [torch.dot(chunk, chunk) for chunk in values]
     if wide:
         squares.append(nn.utils.get_total_norm(wide).square())
     return torch.stack(squares).sum().sqrt()

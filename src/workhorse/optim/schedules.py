@@ -1,6 +1,6 @@
-"""Learning-rate schedules: what multiplies every learning rate at a step.
+"""Learning-rate schedules: the factor of every learning rate at a step.
 
-All warm up linearly, reach 1, and end at `final` after the last step; they differ in between.
+All warm up linearly to 1 and end at `final` after the last step; they differ in between.
 """
 
 import math
@@ -15,16 +15,16 @@ Fraction = Annotated[float, Field(ge=0, le=1)]
 
 
 class WarmupConfig(Config):
-    """What the schedules share."""
+    """The warm-up that all schedules share."""
 
     warmup_steps: int = Field(default=0, ge=0)
-    """Steps in which the rate rises; step s of them runs at `(s + 1) / warmup_steps`."""
+    """Steps in which the rate rises; step s of them has the factor `(s + 1) / warmup_steps`."""
 
     def factor(self, step: int, steps: int) -> float:
-        """What multiplies the learning rates.
+        """The factor of the learning rates.
 
         Args:
-            step: from 0.
+            step: counted from 0.
             steps: of the whole run.
         """
         if step < self.warmup_steps:
@@ -33,7 +33,7 @@ class WarmupConfig(Config):
 
     @abstractmethod
     def after_warmup(self, progress: float) -> float:
-        """The factor when this share of the rest has passed: 0 at its first step, below 1."""
+        """The factor after a share, from 0 to below 1, of the steps that follow the warm-up."""
 
 
 class ConstantConfig(WarmupConfig):

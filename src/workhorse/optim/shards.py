@@ -1,7 +1,7 @@
-"""Tensors of which each process holds a part (DTensors): the part, the whole, the placement.
+"""Sharded tensors (DTensors), of which each process holds a part: the part, the whole, placement.
 
-An update is of this process's part alone, so the optimizers compute with plain tensors; a tensor
-that is not sharded is its own part, and nothing here costs anything.
+A process updates its own part only, so the optimizers compute with plain tensors. A tensor that is
+not sharded is its own part, and these functions return it at no cost.
 """
 
 from typing import TYPE_CHECKING, TypeGuard
@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
-    """Whether a tensor lies on several processes."""
+    """Whether a tensor is distributed over processes."""
     if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
         return False
-    from torch.distributed.tensor import DTensor  # nearly a second, which only those wait who shard
+    from torch.distributed.tensor import DTensor  # takes nearly a second, so only when sharding
 
     return isinstance(tensor, DTensor)
 
@@ -28,7 +28,7 @@ def local(tensor: Tensor) -> Tensor:
 
 
 def placed_like(part: Tensor, other: Tensor) -> Tensor:
-    """This process's part of a tensor as the tensor, which is of the shape and place of another."""
+    """The sharded tensor with the shape and placement of another, from this process's part."""
     if not is_sharded(other):
         return part
     from torch.distributed.tensor import DTensor
@@ -38,7 +38,7 @@ def placed_like(part: Tensor, other: Tensor) -> Tensor:
 
 
 def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
-    """A tensor that every process has whole, placed as another; nothing is sent."""
+    """A tensor that every process holds whole, sharded as another; nothing is sent."""
     if not is_sharded(other) or is_sharded(tensor):
         return tensor
     from torch.distributed.tensor import distribute_tensor
@@ -47,7 +47,7 @@ def sharded_like(tensor: Tensor, other: Tensor) -> Tensor:
 
 
 def summed_over_shards(value: Tensor, like: Tensor) -> Tensor:
-    """The sum of a number that each process has of its part of a tensor; all must call it."""
+    """The sum over processes of a number computed from each part of a tensor; all must call it."""
     if not is_sharded(like):
         return value
     from torch.distributed.tensor import DTensor, Partial, Replicate
@@ -57,11 +57,11 @@ def summed_over_shards(value: Tensor, like: Tensor) -> Tensor:
 
 
 def whole_stack(parts: Tensor, member: Tensor) -> Tensor:
-    """Whole tensors of one shape and place, stacked, from a stack of this process's parts.
+    """A stack of whole tensors of one shape and placement, from a stack of this process's parts.
 
     Args:
-        parts: (tensors, …), of each the part.
-        member: one of the tensors, or another of its shape and place.
+        parts: (tensors, …), the part of each.
+        member: one of the tensors, or another of its shape and placement.
     """
     if not is_sharded(member):
         return parts
@@ -75,7 +75,7 @@ def whole_stack(parts: Tensor, member: Tensor) -> Tensor:
 
 
 def part_of_stack(stack: Tensor, member: Tensor) -> Tensor:
-    """This process's part of what `whole_stack` gave; nothing is sent."""
+    """This process's part of the result of `whole_stack`; nothing is sent."""
     if not is_sharded(member):
         return stack
     from torch.distributed.tensor import distribute_tensor

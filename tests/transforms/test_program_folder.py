@@ -77,7 +77,7 @@ def test_another_users_folder_is_neither_read_nor_written(
     assert contents(programs) is None
     programs.keep("two", lambda path: path.write_bytes(b"a program"))
     assert [path.name for path in programs.path.iterdir()] == ["one"]
-    assert caplog.text.count("is no folder of this user's; remove it, or set XDG_CACHE_HOME") == 2
+    assert caplog.text.count("is not a folder of this user; remove it, or set XDG_CACHE_HOME") == 2
 
 
 @pytest.mark.parametrize("link", [Path.symlink_to, Path.mkdir])

@@ -1,4 +1,4 @@
-"""Layers that compute their activations again in the backward pass, and so keep none of them."""
+"""Activation checkpointing: layers that compute their activations again in the backward pass."""
 
 from typing import Any
 
@@ -11,10 +11,10 @@ from workhorse.transforms.replace import become, combined
 
 
 class Checkpointed(nn.Module):
-    """Before a class of layers: its forward pass, which keeps its inputs alone."""
+    """A mixin for a class of layers whose forward pass keeps only its inputs."""
 
-    def forward(self, *given: Any) -> Tensor:
-        return checkpoint(super().forward, *given, use_reentrant=False)  # type: ignore[return-value]
+    def forward(self, *inputs: Any) -> Tensor:
+        return checkpoint(super().forward, *inputs, use_reentrant=False)  # type: ignore[return-value]
 
 
 def checkpoint_activations(decoder: Decoder) -> None:

@@ -1,7 +1,7 @@
 """Weights as codes of 8 or 4 bits, in the order in which `native/ops/packed_linear.h` reads them.
 
-Each row of a weight is cut into groups of 32 numbers. A group has one scale in bfloat16, and a
-number a code that stands for one of a few levels:
+Each row of a weight is split into groups of 32 numbers. A group has one scale in bfloat16, and each
+number has a code, which stands for one of a few levels:
 
     ŵ = scale · level[code]
 
@@ -9,9 +9,9 @@ name   bits a number   levels
 int8   8.5             -127 … 127
 int4   4.5             16 unevenly spaced, dense where weights are; see `_DENSE`
 
-In int8 `|w - ŵ| <= scale / 2`, the scale being the group's largest magnitude / 127 to the bits of a
-bfloat16. In int4 the scale is the one of several with the least squared error; a number's error is
-at most half the distance of two levels times the scale, but for the rare one beyond the last level.
+In int8 `|w - ŵ| <= scale / 2`, where the scale is the group's largest magnitude / 127, rounded to
+bfloat16. In int4 the scale is the candidate with the least squared error; a number's error is at
+most half the distance of two levels times the scale, except for rare ones beyond the last level.
 """
 
 import functools
@@ -27,24 +27,24 @@ from workhorse.native.decoding import GROUP, LANES
 FormatName = Literal["int8", "int4"]
 
 _DENSE = (-96, -71, -55, -41, -30, -20, -11, -1, 8, 18, 29, 41, 54, 69, 88, 113)
-"""Levels of 4 bits: Lloyd's algorithm on groups of normally distributed numbers, in turns with the
-search for their scales. There the squared error is 0.56 % of the squares; with evenly spaced levels
-and the same search 0.66 %, and 0.74 % with the scale taken from the largest number."""
+"""Levels of 4 bits, from Lloyd's algorithm on groups of normally distributed numbers, alternating
+with the search for their scales. On these the squared error is 0.56 % of the squares; with evenly
+spaced levels and the same search 0.66 %, and 0.74 % with the scale of the largest number."""
 _CHUNK = 2**18
-"""Numbers quantised at a time: few enough to stay in a cache."""
+"""Numbers quantised at a time: few enough to stay in the cache."""
 
 
 class Format(NamedTuple):
     """How numbers become codes."""
 
     per_byte: int
-    """Codes in a byte."""
+    """Codes per byte."""
     levels: tuple[int, ...]
-    """By code."""
+    """The level of each code."""
     starts: tuple[float, ...]
-    """Where the number of largest magnitude may come to lie: a scale is tried for each."""
+    """Levels for the number of largest magnitude: a scale is tried for each."""
     refine: bool
-    """Replace each by the scale of least squared error for the codes it gives."""
+    """Whether each tried scale is replaced by the best one for its codes, by least squares."""
 
 
 FORMATS: dict[FormatName, Format] = {
@@ -63,10 +63,10 @@ def encode(weight: Tensor, codes: Tensor, scales: Tensor, format: Format) -> Non
     """Quantise a weight.
 
     Args:
-        weight: (out_features, in_features), of any floating-point type.
-        codes: to fill, uint8, `shape_of_codes`.
-        scales: to fill, (blocks, groups, 16), the bits of a bfloat16 as int16.
-        format: what to quantise to.
+        weight: (out_features, in_features), of any floating-point dtype.
+        codes: filled, uint8, `shape_of_codes`.
+        scales: filled, (blocks, groups, 16), the bits of a bfloat16 as int16.
+        format: of the codes.
     """
     blocks, groups, _ = codes.shape
     at_a_time = max(1, _CHUNK // (groups * GROUP * LANES))  # blocks
@@ -81,7 +81,7 @@ def encode(weight: Tensor, codes: Tensor, scales: Tensor, format: Format) -> Non
 
 
 def decode(codes: Tensor, scales: Tensor, format: Format) -> Tensor:
-    """The weight, filled up to whole blocks and groups, in float32; arguments as of `encode`."""
+    """The weight in float32, padded to whole blocks and groups; arguments as for `encode`."""
     levels = torch.tensor(format.levels, dtype=torch.float32, device=codes.device)
     scale = scales.view(torch.bfloat16).transpose(1, 2).unsqueeze(-1).float()
     return (levels[_unpack(codes, format.per_byte).int()] * scale).flatten(2).flatten(0, 1)
@@ -92,7 +92,7 @@ def _quantize(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
     Args:
         weight: float32, (…, 32).
-        format: what to quantise to.
+        format: of the codes.
 
     Returns:
         uint8, (…, 32), and (…).
@@ -115,7 +115,7 @@ def _quantize(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
 
 @functools.cache
 def _nearest_level(format: Format) -> tuple[Tensor, Tensor]:
-    """Level and code nearest to what `_look_up` numbers; exact, levels being whole numbers."""
+    """Tables of the nearest level and its code, for `_look_up`; exact, as levels are integers."""
     middles = torch.arange(512).float() / 2 - 127.75
     levels = torch.tensor(format.levels, dtype=torch.float32)
     codes = (middles[:, None] - levels).abs().argmin(-1)
@@ -123,7 +123,7 @@ def _nearest_level(format: Format) -> tuple[Tensor, Tensor]:
 
 
 def _look_up(table: Tensor, weight: Tensor, scale: Tensor) -> Tensor:
-    """What stands in a table for each number, by half units of its scale from -128 up."""
+    """The table's entry for each number, indexed by half units of its scale from -128 up."""
     per_unit = torch.where(scale == 0, 1, scale).reciprocal() * 2
     index = torch.addcmul(torch.tensor(256.0, device=weight.device), weight, per_unit)
     return table.index_select(0, index.int().clamp_(0, 511).flatten()).view_as(weight)
@@ -139,7 +139,7 @@ def _pack(codes: Tensor, per_byte: int) -> Tensor:
 
 
 def _unpack(packed: Tensor, per_byte: int) -> Tensor:
-    """The way back."""
+    """The inverse of `_pack`."""
     blocks, groups, _ = packed.shape
     codes = packed.view(blocks, groups, -1, LANES, 4).permute(0, 3, 1, 2, 4)
     if per_byte > 1:

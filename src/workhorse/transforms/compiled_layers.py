@@ -5,7 +5,7 @@ from workhorse.transforms.record import check, record
 
 
 def compile_layers(decoder: Decoder) -> None:
-    """Compile each layer of a decoder, in place, when it is first run; alike, they are one program.
+    """Compile each layer of a decoder, in place, at its first run; equal layers share a program.
 
     Args:
         decoder: after every other transform.

@@ -1,9 +1,9 @@
-"""Decoding compiled: a program for the step of one more token in each row, and of guessed ones.
+"""Compiled decoding: a program for the step that adds a token, or checks guesses, in each row.
 
-At a batch of one the Python around each layer costs as much as its arithmetic. The step is traced
-once into a single program of fused loops and matrix products, whose shapes do not depend on how
-much the cache holds. The program is kept on disk without the weights, so a model is compiled once
-on a machine, and a later process loads it.
+At a batch of one, the Python around each layer costs as much as its arithmetic. The step is traced
+once into a single program of fused loops and gemms, whose shapes do not depend on how many tokens
+the cache holds. The program is kept on disk without the weights, so a model is compiled once on a
+machine and later processes load it.
 """
 
 import hashlib
@@ -39,32 +39,32 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 
-class Kind(NamedTuple):
-    """Steps of one kind are done by one program."""
+class Variant(NamedTuple):
+    """What a program is specialised on: all steps with these properties run the same one."""
 
     layout: Layout
     batched: bool
-    """Several rows, any number."""
+    """Whether there are several rows, of any number."""
     guessed: bool
-    """Several tokens of each row, any number, rather than one."""
+    """Whether there are several tokens per row, of any number."""
 
 
 def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDecoder":
-    """A decoder that runs compiled where it adds a token to each row of a cache.
+    """A decoder that runs a compiled program when it adds tokens to a `PagedView`.
 
-    That, and tokens that were guessed: no more than the cache can take back, which are checked in
-    one pass. Prompts and everything else run as before. The first step of a kind waits for the
-    compiler, or for the program to be read.
+    These are the steps of one token per row, and of a token and guesses, as many as the cache can
+    take back. Prompts and everything else run as before. The first step of a variant waits
+    until its program is compiled or read from disk.
 
     Args:
         decoder: in evaluation mode; its weights may change afterwards, its modules may not. What
             is returned takes its place.
-        folder: where programs are kept; the user's cache folder where not given.
+        folder: for the programs; None: in the user's cache folder.
 
     Raises:
-        WorkhorseError: no step is like the next, because angles change as the text grows or
-            experts are given shares of the tokens; or the decoder carries what this cannot follow.
-            When a step runs: the compiler cannot translate it.
+        WorkhorseError: steps differ in shape or constants, because of a mixture of experts or of
+            angles that depend on the text's length; or the decoder carries a transform that this
+            cannot follow. At the first step: the compiler cannot translate it.
     """
     check(decoder, "compile_steps")
     if any(isinstance(part, MixtureOfExperts) for part in decoder.modules()):
@@ -88,7 +88,7 @@ class CompiledDecoder(Decoder):
     """A decoder whose steps are programs; see `compile_steps`."""
 
     folder: ProgramFolder
-    programs: dict[Kind, "Program"]
+    programs: dict[Variant, "Program"]
 
     def __getstate__(self) -> dict[str, Any]:
         """Without the programs: the compiler pickles the decoder for each."""
@@ -117,40 +117,40 @@ class CompiledDecoder(Decoder):
     def _run(self, tokens: Tensor, view: PagedView) -> Tensor:
         rows, seq = tokens.shape
         view.reserve([seq] * rows)
-        kind = Kind(layout_of(view), batched=rows > 1, guessed=seq > 1)
+        variant = Variant(layout_of(view), batched=rows > 1, guessed=seq > 1)
         tensors = tensors_of(view)
         tokens = tokens.clone(memory_format=torch.contiguous_format)  # strides are checked
-        program = self.programs.get(kind) or self._program(kind, tokens, tensors)
+        program = self.programs.get(variant) or self._program(variant, tokens, tensors)
         logits = program(tokens, tensors)
-        self.programs[kind] = program
+        self.programs[variant] = program
         view.advance(seq)
         return logits
 
-    def _program(self, kind: Kind, tokens: Tensor, tensors: CacheTensors) -> "Program":
-        """From disk, or compiled and put there."""
+    def _program(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> "Program":
+        """The program from disk, or compiled and kept there."""
         from workhorse.transforms.step_compiler import Program
 
-        name = self._fingerprint(kind)
+        name = self._fingerprint(variant)
         known = {"decoder": self}
         if file := self.folder.open(name):
             with file:
                 try:
                     return Program.read(file, known)
-                except Exception as error:  # whatever is wrong with it, it can be made again
+                except Exception as error:  # it can always be compiled again
                     path = self.folder.path / name
                     log.warning("%s cannot be used and is made again: %s", path, error)
-        program = compile_step(self, kind, tokens, tensors)
+        program = compile_step(self, variant, tokens, tensors)
         self.folder.keep(name, lambda path: program.write(path, known))
         return program
 
-    def _fingerprint(self, kind: Kind) -> str:
-        """A name of everything that the program depends on."""
+    def _fingerprint(self, variant: Variant) -> str:
+        """A digest of everything that the program depends on, which names its file."""
         state = (*self.named_parameters(), *self.named_buffers())
         facts = (
             self.config.to_dict(),
             repr(self),
             [(name, str(t.dtype), str(t.device), tuple(t.shape)) for name, t in state],
-            (kind, torch.get_num_threads(), torch.__version__),
+            (variant, torch.get_num_threads(), torch.__version__),
             (torch.backends.cpu.get_cpu_capability(), name_of(state[0][1].device)),
             (used(), sources_digest(), repr(transforms_of(self))),
             [source.read_text() for source in _sources()],
@@ -164,22 +164,24 @@ def _is_step(cache: CacheView | None, seq: int) -> TypeGuard[PagedView]:
     return seq <= cache.slack + 1 and all(text.length for text in cache.texts)
 
 
-def compile_step(decoder: Decoder, kind: Kind, tokens: Tensor, tensors: CacheTensors) -> "Program":
-    """The program for caches of any capacity, and for any number of what there are several of.
+def compile_step(
+    decoder: Decoder, variant: Variant, tokens: Tensor, tensors: CacheTensors
+) -> "Program":
+    """Compile a step for caches of any length, and any number of rows or tokens if several.
 
     Args:
-        decoder: whose step it is.
-        kind: of step.
+        decoder: to compile the step of.
+        variant: of the step.
         tokens: (batch, seq), an example.
         tensors: of the cache, an example.
     """
 
     def step(tokens: Tensor, tensors: CacheTensors) -> Tensor:
-        return Decoder.forward(decoder, tokens, cache=FixedCache(kind.layout, tensors))
+        return Decoder.forward(decoder, tokens, cache=FixedCache(variant.layout, tensors))
 
-    batch = [0] if kind.batched else []
+    batch = [0] if variant.batched else []
     varying = (
-        (tokens, [*batch, 1] if kind.guessed else batch),
+        (tokens, [*batch, 1] if variant.guessed else batch),
         (tensors.lengths, batch),
         *((table, [*batch, 1]) for table in tensors.tables),
         *((stored, [1]) for stored in (*tensors.keys, *tensors.values)),
@@ -190,6 +192,6 @@ def compile_step(decoder: Decoder, kind: Kind, tokens: Tensor, tensors: CacheTen
 
 
 def _sources() -> Iterator[Path]:
-    """The Python that a program is made of; see `sources_digest` for the operators it calls."""
+    """The Python files that a program depends on; see `sources_digest` for native operators."""
     for package in (workhorse.native, workhorse.nn, workhorse.transforms):
         yield from sorted(Path(str(package.__file__)).parent.rglob("*.py"))

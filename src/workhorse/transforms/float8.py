@@ -1,4 +1,4 @@
-"""Products in float8 on CUDA, by torchao: `train.fp8: true`.
+"""Gemms in float8 on CUDA, by torchao: `train.fp8: true`.
 
 Tested by torchao's emulation on a CPU; not run on a GPU so far.
 """
@@ -14,16 +14,17 @@ from workhorse.nn import Decoder
 from workhorse.transforms.record import check, record
 
 FIRST_CAPABILITY = (8, 9)
-"""Of CUDA devices that multiply float8: Ada, Hopper and newer."""
+"""The lowest compute capability that multiplies float8: Ada, Hopper and newer have it."""
 MULTIPLE = 16
-"""Of every side of a float8 product."""
+"""Every side of a float8 gemm is a multiple of this."""
 
 
 def check_float8(device: torch.device, dtype: torch.dtype, seq_len: int) -> None:
-    """Refuse what cannot be multiplied in float8.
+    """Refuse training that cannot multiply in float8.
 
     Raises:
-        WorkhorseError: not CUDA, too old a device, not bfloat16, another length, or no torchao.
+        WorkhorseError: the device is not CUDA or is too old, the dtype is not bfloat16, the length
+            does not fit, or torchao is not installed.
     """
     if device.type != "cuda":
         raise WorkhorseError(f"train.fp8=true needs CUDA, and this is {device.type}; leave it out")
@@ -47,9 +48,9 @@ def check_float8(device: torch.device, dtype: torch.dtype, seq_len: int) -> None
 def multiply_in_float8(decoder: Decoder, **options: Any) -> None:
     """Let the linear layers inside a decoder's layers multiply in float8, forwards and backwards.
 
-    Weights stay the parameters they were, by the same names. Each operand is scaled by its largest
-    element at every step (torchao's dynamic scaling by tensor). What stays as it was: the head
-    and a router, whose rounding decides, and sides that are no multiple of 16.
+    Weights stay the same parameters under the same names. Each operand is scaled by its largest
+    element at every step (torchao's dynamic tensorwise scaling). Not changed are the head and
+    routers, which are sensitive to rounding, and layers whose sides are not multiples of 16.
 
     Args:
         decoder: narrowed to bfloat16.

@@ -1,7 +1,7 @@
-"""Multi-head to grouped-query attention: the heads of keys and values of a group become their mean.
+"""Multi-head to grouped-query attention: the key and value heads of a group become their mean.
 
-The result is another model, to be trained on (2305.13245 §2.1 takes 5 % of the original's steps),
-not the same one.
+The result is another model, which needs further training (2305.13245 §2.1 uses 5 % of the original
+steps).
 """
 
 import re
@@ -17,14 +17,14 @@ from workhorse.transforms.record import check, inherit, record
 
 _EACH_HEAD = re.compile(r"(layers\.\d+\.attention\.k_norm\.heads\.)(\d+)\.(.+)")
 _ALL_HEADS = re.compile(r"layers\.\d+\.attention\.(k_proj|v_proj|k_norm\.norm)\..+")
-"""What holds the heads of keys or values one behind the other in its first axis."""
+"""Tensors whose first axis holds the key or value heads one after the other."""
 
 
 def grouped(config: DecoderConfig, n_kv_heads: int) -> DecoderConfig:
-    """The config with `n_kv_heads` heads of keys and values in every layer.
+    """The config with `n_kv_heads` key and value heads in every layer.
 
     Raises:
-        WorkhorseError: a layer's heads do not make so many groups, or it has latent attention.
+        WorkhorseError: `n_kv_heads` does not divide a layer's heads, or it has latent attention.
     """
     blocks = {name: _grouped(block, n_kv_heads) for name, block in config.blocks.items()}
     return config.replace(blocks=blocks)
@@ -49,17 +49,17 @@ def _grouped(block: BlockConfig, n_kv_heads: int) -> BlockConfig:
 
 @torch.no_grad()
 def group_heads(decoder: Decoder, n_kv_heads: int) -> Decoder:
-    """A decoder with `n_kv_heads` heads of keys and values, each the mean of a group of neighbours.
+    """A decoder with `n_kv_heads` key and value heads, each the mean of adjacent heads.
 
-    Biases, and the weights of norms that a head of keys has for itself, are averaged too. Where the
-    heads of a group are equal nothing changes; otherwise train on.
+    Biases, and the weights of norms per key head, are averaged too. If the heads of a group are
+    equal, the model computes the same; otherwise train it further.
 
     Args:
-        decoder: as its config builds it; all its other tensors are shared.
-        n_kv_heads: a divisor of what each layer has.
+        decoder: as its config builds it; the new one shares all its other tensors.
+        n_kv_heads: a divisor of every layer's number of key and value heads.
 
     Raises:
-        WorkhorseError: as `grouped`; or the decoder carries another transform.
+        WorkhorseError: see `grouped`; or the decoder carries another transform.
 
     Paper: GQA, 2305.13245 §2.1.
     """
@@ -91,5 +91,5 @@ def _averaged(name: str, shape: torch.Size, ours: dict[str, Tensor], n_kv_heads:
 
 
 def _mean(heads: Sequence[Tensor]) -> Tensor:
-    """In float32, whatever the heads are in."""
+    """The mean, computed in float32 whatever the heads' dtype."""
     return torch.stack([head.float() for head in heads]).mean(dim=0).to(heads[0].dtype)

@@ -1,4 +1,4 @@
-"""Everything that makes a loaded decoder quick, in its order."""
+"""The transforms that make a loaded decoder fast, in their order."""
 
 from workhorse.native import Operators, resolve
 from workhorse.nn import Decoder
@@ -8,19 +8,20 @@ from workhorse.transforms.stream import stream_weights
 
 
 def prepare_for_inference(decoder: Decoder, *, compile: bool = False) -> Decoder:
-    """Transform a decoder, in place but for itself, on the device and in the type it will run in.
+    """Prepare a decoder for inference; its modules are replaced in place.
 
     Args:
-        decoder: in evaluation mode; quantised already, if it shall be.
-        compile: decode by compiled steps; see `compile_steps`. On a CPU the native operators are
-            then waited for too; otherwise they are used if they are there, and else made for the
-            next time.
+        decoder: in evaluation mode, quantised if it is to be, on the device and in the dtype that
+            it will run in.
+        compile: decode by compiled steps; see `compile_steps`. On a CPU this also waits until the
+            native operators are compiled; otherwise they are used if they are there, and compiled
+            in the background for the next start.
 
     Returns:
-        The decoder that takes its place: itself unless it is compiled.
+        The decoder to use: the same one unless it is compiled.
 
     Raises:
-        WorkhorseError: a decoder that cannot be compiled.
+        WorkhorseError: the decoder cannot be compiled.
     """
     on_cpu = next(decoder.parameters()).device.type == "cpu"
     operators = resolve("decoding", "matrix_unit", wait=compile) if on_cpu else Operators()

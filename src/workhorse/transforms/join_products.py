@@ -1,8 +1,8 @@
-"""A pass over a compiled step's graph: products of one x with several weights become one.
+"""A pass over a compiled step's graph: linear layers of the same x become one call.
 
-A product of one row lasts some 50 microseconds, and around each of them threads are woken and wait
-for the slowest. Queries, keys and values, and the branches of a gated feed-forward, read the same
-x, so that the threads can share out all those weights at once.
+A linear layer takes about 50 microseconds for one row, and at each of them threads are woken and
+wait for the slowest. Queries, keys and values, and the branches of a gated feed-forward, read the
+same x, so one call can divide all their weights among the threads.
 """
 
 import operator
@@ -12,7 +12,7 @@ from torch import fx
 
 
 def join_products(graph: fx.Graph) -> None:
-    """Make one `linear_each` of several `linear` with the same x, in place."""
+    """Replace several `linear` of the same x by one `linear_each`, in place."""
     by_input: dict[object, list[fx.Node]] = {}
     for node in graph.nodes:
         # Without the native operators there is no such node, and no such name in torch.ops.
@@ -24,7 +24,7 @@ def join_products(graph: fx.Graph) -> None:
 
 
 def _is_ready(*weight_and_bias: fx.Node | None) -> bool:
-    """Whether they are there from the beginning, before the first of the products."""
+    """Whether these are inputs of the graph, and so computed before the first of the products."""
     return all(given is None or given.op == "placeholder" for given in weight_and_bias)
 
 

@@ -1,4 +1,4 @@
-"""Attention of a few queries a head by our own operator, which reads a cache where it lies."""
+"""Attention of a few queries per head by a native operator, which reads a paged cache in place."""
 
 from typing import Any, NamedTuple, cast
 
@@ -18,9 +18,9 @@ from workhorse.transforms.replace import become, replace_modules
 
 
 def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
-    """Let the layers of a decoder that use `sdpa` decode with `Decoding.attend` from a paged cache.
+    """Let a decoder's layers with `sdpa` decode from a paged cache with `Decoding.attend`.
 
-    Prompts, training, biased scores and other caches go on as before.
+    Prompts, training, biased scores and other caches are computed as before.
 
     Args:
         decoder: on the CPU.
@@ -39,12 +39,12 @@ def attend_natively(decoder: Decoder, decoding: Decoding) -> None:
 
 
 MOST_QUERIES = 32
-"""Of a head; more multiply faster together, as a prompt's do."""
-DTYPES = (torch.bfloat16, torch.float32)
+"""The most queries per head for the operator; for more, as in a prompt, a gemm is faster."""
+ATTENDED = (torch.bfloat16, torch.float32)
 
 
 class Seen(NamedTuple):
-    """The slots that each query of a pass sees, counted over its row's blocks."""
+    """The slots that each query of a pass sees, counted through the blocks of its row."""
 
     first: Int64[Tensor, "batch seq"]
     last: Int64[Tensor, "batch seq"]
@@ -52,16 +52,16 @@ class Seen(NamedTuple):
 
 
 class DecodingSdpa(Sdpa):
-    """`Sdpa`, with an operator of its own where a few queries a head meet blocks of keys."""
+    """`Sdpa` with a native operator for a few queries per head over blocks of keys."""
 
     reads_blocks = True
     decoding: Decoding
 
     @staticmethod
     def render(pattern: AttentionPattern, place: Placement, dtype: torch.dtype) -> Any:
-        """The slots that are seen where the operator serves, else what `Sdpa` reads."""
+        """The visible slots if the operator applies, else what `Sdpa` reads."""
         few = place.in_blocks and place.queries.shape[1] <= MOST_QUERIES
-        if not few or dtype not in DTYPES or pattern.alibi_slopes or torch.is_grad_enabled():
+        if not few or dtype not in ATTENDED or pattern.alibi_slopes or torch.is_grad_enabled():
             return Sdpa.render(pattern, place, dtype)
         last = place.queries + 1  # padding stands at -1 and sees nothing
         first = torch.zeros_like(last)

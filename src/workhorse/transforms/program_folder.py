@@ -1,7 +1,7 @@
-"""The folder of compiled programs: reading one runs what it says, so only its user may write it.
+"""The folder of compiled programs. Reading a program runs code, so only its user may write there.
 
-The folder is the user's and nobody else may look into it (mode 0700), and so are its files (0600).
-What is not, is not read.
+The folder (mode 0700) and its files (0600) belong to the user and are closed to everybody else. A
+file that is not is never read.
 """
 
 import logging
@@ -15,21 +15,21 @@ from pathlib import Path
 log = logging.getLogger(__name__)
 
 _OTHERS = 0o077
-"""Rights of anybody but the owner."""
+"""Permission bits of anybody but the owner."""
 
 
 class ProgramFolder:
     """Programs by name.
 
     Args:
-        path: where they are; made when the first is kept.
+        path: of the folder; created when the first program is kept.
     """
 
     def __init__(self, path: Path) -> None:
         self.path = path
 
     def open(self, name: str) -> BufferedReader | None:
-        """A program's file, or None where there is none that may be trusted, which is logged."""
+        """A program's file, or None if there is none; one that cannot be trusted is logged."""
         try:
             self._secure(make=False)
             file = open(self.path / name, "rb", opener=_without_following)  # noqa: SIM115
@@ -45,11 +45,11 @@ class ProgramFolder:
         return file
 
     def keep(self, name: str, write: Callable[[Path], object]) -> None:
-        """Keep a program, whole or not at all. Where it cannot be kept, that is logged.
+        """Keep a program, whole or not at all; a failure is logged.
 
         Args:
             name: of the program.
-            write: writes it into a file that is there and empty.
+            write: writes it to an existing empty file.
         """
         temporary = self.path / f".tmp-{os.getpid()}-{name}"
         try:
@@ -60,19 +60,19 @@ class ProgramFolder:
         except OSError as error:
             log.warning("the compiled step is not kept: %s", error)
         finally:
-            with suppress(OSError):  # it is there where writing failed
+            with suppress(OSError):  # still there if writing failed
                 temporary.unlink()
 
     def _secure(self, *, make: bool) -> None:
-        """Raise OSError unless the folder is the user's; then let nobody else in."""
+        """Close the folder to everybody else; raise OSError unless it is the user's."""
         if make:
             self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = self.path.lstat()
         if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.geteuid():
             raise PermissionError(
-                f"{self.path} is no folder of this user's; remove it, or set XDG_CACHE_HOME"
+                f"{self.path} is not a folder of this user; remove it, or set XDG_CACHE_HOME"
             )
-        if found.st_mode & _OTHERS:  # of an older version, or made by hand
+        if found.st_mode & _OTHERS:  # from an older version, or made by hand
             self.path.chmod(0o700)
 
 
@@ -82,7 +82,7 @@ def _without_following(path: str, flags: int) -> int:
 
 def _why_not_private(found: os.stat_result) -> str | None:
     if not stat.S_ISREG(found.st_mode):
-        return "it is no file"
+        return "it is not a file"
     if found.st_uid != os.geteuid():
         return "it belongs to another user"
     if found.st_mode & _OTHERS:

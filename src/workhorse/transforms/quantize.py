@@ -1,4 +1,4 @@
-"""Hold a model's weights in 8 or 4 bits (`quantized_linear.py`), as it is loaded or afterwards."""
+"""Hold a model's weights in 8 or 4 bits (`quantized_linear.py`), while loading or afterwards."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -28,7 +28,7 @@ def quantize(model: nn.Module, format: FormatName) -> nn.Module:
     """Quantise the weights of a model's linear layers, in place; see `place_codes`."""
     weights = dict(model.named_parameters())
     for name, place in place_codes(model, format).items():
-        weight = weights.pop(name)  # whose memory is free after its turn
+        weight = weights.pop(name)  # so that its memory is freed after its turn
         if not isinstance(place, Tensor):
             place.copy_(weight.detach())
     return model
@@ -36,24 +36,25 @@ def quantize(model: nn.Module, format: FormatName) -> nn.Module:
 
 @torch.no_grad()
 def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
-    """Replace a model's linear layers by quantised ones that wait for their weights.
+    """Replace a model's linear layers by quantised ones, whose weights are copied in afterwards.
 
-    Embeddings, norms and routers stay as they are, and so do layers narrower than a group, and
-    those whose weight latent attention reads by itself. A head that is tied to the embedding gets a
-    copy, so the embedding keeps its numbers. Experts of a mixture are quantised where the native
-    operator multiplies by their codes; elsewhere all of them would be written out at every call.
+    Not quantised are embeddings, norms, routers, layers narrower than a group, and those whose
+    weight latent attention reads itself. A head that is tied to the embedding gets its own copy, so
+    the embedding stays exact. Experts of a mixture are quantised only if the native operator
+    multiplies by their codes; otherwise all of them would be dequantised at every call.
 
     Args:
-        model: on its device, after what joins linear layers; its state dict then holds codes.
+        model: on its device, after transforms that join linear layers; its state dict then holds
+            codes.
         format: `int8` or `int4`.
 
     Returns:
-        Where each of the model's weights is to be copied, by the name it had. What is quantised on
-        the way was never in memory as a whole.
+        The destination of each of the model's weights, by its former name. Copying quantises one
+        weight at a time, so the whole model is never in memory unquantised.
 
     Raises:
-        WorkhorseError: there is no such format, or no layer to quantise; or the model carries what
-            this cannot follow.
+        WorkhorseError: there is no such format, or no layer to quantise; or the model carries a
+            transform that this cannot follow.
     """
     if format not in FORMATS:
         raise WorkhorseError(f"quantize={format} is not a format; choose {' or '.join(FORMATS)}")
@@ -61,7 +62,7 @@ def place_codes(model: nn.Module, format: FormatName) -> dict[str, Destination]:
     names: dict[Tensor, str] = {weight: name for name, weight in model.named_parameters()}
     packed: dict[str, list[Destination]] = defaultdict(list)
     made: list[QuantizedWeight] = []
-    # Waited for: without them, every product of this process would write its weight out.
+    # Wait for the operators: without them this process would dequantise each weight at every call.
     on_cpu = any(weight.device.type == "cpu" for weight in model.parameters())
     decoding = resolve("decoding", wait=True).decoding if on_cpu else None
     for name, layer, kind in _layers(model, decoding):
@@ -100,7 +101,7 @@ class _Everywhere:
 def _layers(
     model: nn.Module, decoding: Decoding | None
 ) -> list[tuple[str, nn.Linear | GroupedLinear, type[QuantizedWeight]]]:
-    """What to quantise, by name, and what takes its place."""
+    """The layers to quantise, by name, and the layers that take their places."""
     parts = list(model.named_modules())
     kept = {
         layer
@@ -127,7 +128,7 @@ def _large_enough(weight: Tensor) -> bool:
 
 
 def _into_large_pages(layers: Sequence[QuantizedWeight]) -> None:
-    """What is read for every token, side by side."""
+    """Move the codes and scales, which every token reads, next to each other into large pages."""
     here = [layer for layer in layers if layer.codes.device.type == "cpu"]
     for name, dtype in (("codes", torch.uint8), ("scales", torch.int16)):
         shapes = [layer.get_buffer(name).shape for layer in here]

@@ -1,8 +1,8 @@
 """Linear layers with weights of 8 or 4 bits: decoding reads a half or a quarter of the memory.
 
-On a CPU that has the instructions a native operator multiplies by the codes, see
-`native/ops/packed_linear.h`; elsewhere the weight is written out in the type of x at every call,
-which is right and slow. The two differ by rounding. No gradients are computed for the weight.
+On a CPU with the necessary instructions, a native operator multiplies by the codes; see
+`native/ops/packed_linear.h`. Elsewhere the weight is dequantised to the dtype of x at every call,
+which is correct but slow. The two differ by rounding. The weight has no gradient.
 """
 
 from typing import Self
@@ -23,9 +23,9 @@ class QuantizedWeight(nn.Module):
     Args:
         shape: (out_features, in_features), or (matrices, out_features, in_features).
         format: of the codes.
-        bias: shared with the layer it stands for.
-        device: of the codes, which hold nothing until `copy_`.
-        decoding: the native operators; None to write the weight out.
+        bias: shared with the original layer.
+        device: of the codes, which are empty until `copy_`.
+        decoding: the native operators; None to dequantise the weight.
     """
 
     codes: Tensor
@@ -46,7 +46,7 @@ class QuantizedWeight(nn.Module):
         self.format: FormatName = format
         blocks, groups, size = shape_of_codes(self.out_features, self.in_features, FORMATS[format])
         codes = torch.empty(*matrices, blocks, groups, size, dtype=torch.uint8, device=device)
-        # Bits of bfloat16 as integers, which a cast of the model leaves alone.
+        # The bits of bfloat16 as integers, so that casting the model does not change them.
         scales = torch.empty(*matrices, blocks, groups, LANES, dtype=torch.int16, device=device)
         self.register_buffer("codes", codes)
         self.register_buffer("scales", scales)
@@ -65,24 +65,24 @@ class QuantizedWeight(nn.Module):
         format: FormatName,
         decoding: Decoding | None = None,
     ) -> Self:
-        """The layer with its weight quantised."""
+        """A layer with its weight quantised."""
         made = cls(layer.weight.shape, format, layer.bias, layer.weight.device, decoding)
         return made.copy_(layer.weight.detach())
 
     @property
     def nbytes(self) -> int:
-        """Of codes and scales."""
+        """Bytes of codes and scales."""
         return self.codes.nbytes + self.scales.nbytes
 
     def copy_(self, weight: Tensor) -> Self:
-        """Quantise a weight into the codes, as `Tensor.copy_` would take it over."""
+        """Quantise a weight into the codes; the counterpart of `Tensor.copy_`."""
         matrices = weight.view(-1, self.out_features, self.in_features)
         for matrix, codes, scales in zip(matrices, *self._stacks(), strict=True):
             encode(matrix, codes, scales, FORMATS[self.format])
         return self
 
     def dequantized(self, dtype: torch.dtype) -> Tensor:
-        """What the codes say, in the shape of the weight."""
+        """The weight that the codes stand for, in its shape."""
         made = [
             decode(codes, scales, FORMATS[self.format])[: self.out_features, : self.in_features]
             for codes, scales in zip(*self._stacks(), strict=True)
@@ -90,7 +90,7 @@ class QuantizedWeight(nn.Module):
         return torch.stack(made).to(dtype).view(self.shape)
 
     def _operators_for(self, x: Tensor) -> Decoding | None:
-        """The native operators, if they take it."""
+        """The native operators, if they accept x."""
         known = x.dtype in (torch.bfloat16, torch.float32) and x.device.type == "cpu"
         return self.decoding if known and not torch.is_grad_enabled() else None
 
@@ -102,7 +102,7 @@ class QuantizedWeight(nn.Module):
         return by.packed_linear(x, *packed, bias, out_features=self.out_features, ends=ends)
 
     def _stacks(self) -> tuple[Tensor, Tensor]:
-        """Codes and scales of every matrix, one matrix being a stack of one."""
+        """The codes and scales of every matrix; a single matrix is a stack of one."""
         codes, scales = self.codes, self.scales
         return codes.view(-1, *codes.shape[-3:]), scales.view(-1, *scales.shape[-3:])
 

@@ -1,8 +1,8 @@
-"""Which transforms a model carries, in the order they were applied, and the orders that can be.
+"""The transforms that a model carries, in the order of application, and the orders allowed.
 
-A decoder holds the record itself, so that it stays with it when it is copied, wrapped for training
-or sharded; saving, exporting and sharding ask `transforms_of`. Every transform calls `check` before
-it changes anything and `record` when it has.
+A decoder holds its record, so it keeps it when it is copied, wrapped for training or sharded;
+saving, exporting and sharding ask `transforms_of`. Every transform calls `check` before it changes
+anything and `record` afterwards.
 """
 
 from dataclasses import dataclass, field
@@ -44,8 +44,8 @@ MAY_FOLLOW: dict[TransformName, tuple[TransformName, ...]] = {
     "checkpoint_activations": ("group_heads", *_TRAINING[:2]),
     "compile_layers": ("group_heads", *_TRAINING),
 }
-"""What a model may carry when a transform is applied. After anything else it would not find the
-modules it looks for, or change what a program was compiled from."""
+"""The transforms that a model may carry when each one is applied. After any other it would not find
+the modules that it looks for, or would change modules that a program was compiled from."""
 
 _ATTRIBUTE = "transforms"
 
@@ -56,11 +56,11 @@ class Transform:
 
     name: TransformName
     options: dict[str, Any] = field(default_factory=dict)
-    """What it was told that changes what the model computes, or how."""
+    """The options that affect what the model computes, or how."""
 
 
 def transforms_of(root: nn.Module) -> tuple[Transform, ...]:
-    """The transforms that a decoder carries, or the decoders inside a module, the first first."""
+    """The transforms of a decoder, or of the decoders in a module, in the order of application."""
     carried: list[Transform] = []
     for holder in _holders(root):
         carried += vars(holder).get(_ATTRIBUTE, ())
@@ -68,7 +68,7 @@ def transforms_of(root: nn.Module) -> tuple[Transform, ...]:
 
 
 def decoding_operators(decoder: Decoder) -> Decoding | None:
-    """The native operators that a decoder was prepared with; None where there are none."""
+    """The native operators that a decoder was prepared with, or None."""
     for carried in transforms_of(decoder):
         if carried.name == "stream_weights":
             return carried.options["operators"].decoding
@@ -79,7 +79,7 @@ def check(root: nn.Module, name: TransformName) -> None:
     """Refuse a transform that a model cannot take after those it carries.
 
     Raises:
-        WorkhorseError: it carries this one already, or one that this cannot follow.
+        WorkhorseError: it already carries this one, or one that this cannot follow.
     """
     for carried in transforms_of(root):
         if carried.name in MAY_FOLLOW[name]:
@@ -94,23 +94,23 @@ def check(root: nn.Module, name: TransformName) -> None:
 
 
 def record(root: nn.Module, name: TransformName, **options: Any) -> None:
-    """Note that a transform was applied to a decoder, or to the decoders inside a module."""
+    """Record that a transform was applied to a decoder, or to the decoders in a module."""
     applied = Transform(name, options)
     for holder in _holders(root):
         setattr(holder, _ATTRIBUTE, (*vars(holder).get(_ATTRIBUTE, ()), applied))
 
 
 def inherit(root: nn.Module, source: nn.Module) -> None:
-    """Let a decoder that was made from another carry what that one carries."""
+    """Give a decoder the record of the one that it was made from."""
     for applied in transforms_of(source):
         record(root, applied.name, **applied.options)
 
 
 def check_weights_kept(root: nn.Module) -> None:
-    """Refuse to write weights that a transform replaced for good.
+    """Refuse to save weights that a transform replaced irreversibly.
 
     Raises:
-        WorkhorseError: they are quantised, which no format of ours holds.
+        WorkhorseError: they are quantised, which no file format here supports.
     """
     for carried in transforms_of(root):
         if carried.name == "quantize":
@@ -121,6 +121,6 @@ def check_weights_kept(root: nn.Module) -> None:
 
 
 def _holders(root: nn.Module) -> list[nn.Module]:
-    """The decoders in a module, or the module itself where it holds none."""
+    """The decoders in a module, or the module itself if it has none."""
     decoders = [part for part in root.modules() if isinstance(part, Decoder)]
     return [*decoders] or [root]

@@ -1,8 +1,8 @@
-"""Other modules in a built model's places: how every transform changes it.
+"""Replacing the modules of a built model: how every transform changes it.
 
-A transform puts a module of a subclass where there was one of exactly the class that it knows. The
-new one holds what the old one held, so that names, sharing and hooks stay, and `print(model)` shows
-it. Nobody assigns a `forward` or sets an attribute from outside.
+A transform replaces a module of exactly the class that it knows by one of a subclass. The new one
+holds the parameters, children and hooks of the old one, so names and sharing stay, and
+`print(model)` shows it. No transform assigns a `forward` or sets an attribute from outside.
 """
 
 import functools
@@ -11,17 +11,17 @@ from typing import Any, TypeVar, cast
 
 from torch import nn
 
-Kind = TypeVar("Kind", bound=nn.Module)
+Module = TypeVar("Module", bound=nn.Module)
 Root = TypeVar("Root", bound=nn.Module)
 
 
-def become(module: nn.Module, kind: type[Kind], **options: Any) -> Kind:
+def become(module: nn.Module, kind: type[Module], **options: Any) -> Module:
     """A module of a subclass with the parameters, children, hooks and options of another.
 
     Args:
-        module: what it takes the place of; not to be used any more.
+        module: to be replaced; not to be used any more.
         kind: a subclass of its class, whose `__init__` is not run.
-        options: attributes of the new one beside.
+        options: further attributes of the new one.
     """
     made = kind.__new__(kind)
     vars(made).update(vars(module))
@@ -31,28 +31,28 @@ def become(module: nn.Module, kind: type[Kind], **options: Any) -> Kind:
 
 
 @functools.cache
-def combined(prefix: str, change: type[Kind], kind: type[nn.Module]) -> type[Kind]:
-    """The class that is `kind` with a change before it, by the name of both.
+def combined(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[Module]:
+    """The class that inherits from a mixin and `kind`.
 
     Args:
-        prefix: before the name of `kind`.
-        change: a class whose methods call `super()`.
-        kind: what is changed.
+        prefix: of its name, before the name of `kind`.
+        change: the mixin, whose methods call `super()`.
+        kind: the class to change.
     """
-    return cast(type[Kind], type(f"{prefix}{kind.__name__}", (change, kind), {}))
+    return cast(type[Module], type(f"{prefix}{kind.__name__}", (change, kind), {}))
 
 
 def replace_modules(root: Root, choose: Callable[[nn.Module], nn.Module]) -> Root:
-    """Put what is chosen for it in each module's place, the root's included.
+    """Replace each module of a tree, including the root, by the one chosen for it.
 
-    A module that stands at several places is replaced by one that stands at all of them.
+    A module with several names is replaced under all of them.
 
     Args:
-        root: changed in place, but for itself.
-        choose: given each module once, what shall stand in its place; itself to leave it.
+        root: its descendants are replaced in place.
+        choose: called once with each module; returns its replacement, or the module to keep it.
 
     Returns:
-        What was chosen for the root.
+        The replacement of the root.
     """
     chosen: dict[nn.Module, nn.Module] = {}
     for name, module in list(root.named_modules(remove_duplicate=False)):

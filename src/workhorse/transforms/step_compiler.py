@@ -1,13 +1,13 @@
-"""PyTorch's compiler, ahead of time: all that we use of it which PyTorch does not promise to keep.
+"""PyTorch's compiler, ahead of time: all of our uses of interfaces without promised stability.
 
-Written for and tested with PyTorch 2.11 to 2.13. Of these:
+Written for and tested with PyTorch 2.11 to 2.13:
 
 - `torch.compile(…).aot_compile` and `torch.compiler.load_compiled_function` are public, and called
   experimental; so are `save_compiled_function` and `disable_guard_check` of what they return;
 - `torch._dynamo.mark_dynamic` is documented, and private by its name;
 - `torch._dynamo.config` and `torch._inductor.custom_graph_pass` are private.
 
-A kept program is a pickle: reading one runs what it says.
+A kept program is a pickle: reading one runs code.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -27,12 +27,12 @@ OPTIONS: dict[str, Any] = {
     "alignment_asserts": False,
     "realize_opcount_threshold": 8,
 }
-"""Of the compiler. What was compiled for these shapes need not look at them at every token. What
-takes more than so many operations is computed once for all that read it, not by each anew: angles
-and masks, which every layer reads."""
+"""Options of the compiler. Programs need not check shapes at every token. A result of more than
+this many operations is computed once for all its readers instead of again by each: angles and
+masks, which every layer reads."""
 
 Varying = Iterable[tuple[Tensor, Sequence[int]]]
-"""Tensors, each with the axes whose size may be another at the next call."""
+"""Tensors, each with the axes whose size may change from call to call."""
 
 
 class Program:
@@ -47,9 +47,9 @@ class Program:
         self._checked = False
 
     def __call__(self, *arguments: Any) -> Any:
-        """What the function gives. Whether arguments fit the program is looked at once.
+        """The function's result. Only the first call checks that its arguments fit the program.
 
-        All later ones must be like the first; to look again at every token costs a twentieth of a
+        Later arguments must be like the first; a check at every token would cost a twentieth of a
         small model's step.
         """
         result = self._compiled(*arguments)
@@ -59,7 +59,7 @@ class Program:
         return result
 
     def write(self, path: Path, known: dict[str, Any]) -> None:
-        """Write the program without the objects in `known`, which are given again to `read`.
+        """Write the program without the objects in `known`, which `read` is given again.
 
         Raises:
             OSError: it cannot be written.
@@ -68,7 +68,7 @@ class Program:
 
     @classmethod
     def read(cls, file: BufferedReader, known: dict[str, Any]) -> "Program":
-        """A program that was written by the same versions of everything; otherwise it raises."""
+        """A program written by the same versions of all libraries; with others this raises."""
         return cls(torch.compiler.load_compiled_function(file, external_data=known))
 
 
@@ -78,12 +78,12 @@ def compile_program(
     """Compile a function of tensors as a whole.
 
     Args:
-        function: what to compile.
+        function: to compile.
         arguments: an example.
-        varying: those tensors of the example that will come in other shapes.
+        varying: the tensors of the example whose shapes vary.
 
     Raises:
-        WorkhorseError: the compiler cannot translate it, or there is none.
+        WorkhorseError: the compiler cannot translate it, or there is no C++ compiler.
     """
     for tensor, axes in varying:
         for axis in axes:
@@ -91,16 +91,16 @@ def compile_program(
     options: dict[str, Any] = {**OPTIONS, "post_grad_custom_pre_pass": _JoinProducts()}
     try:
         with torch._dynamo.config.patch(
-            # Numbers of the config are constants. Traced as variables they make the compiler begin
-            # anew, which it does by an exception that `aot_compile` lets through (PyTorch 2.13).
+            # Numbers of the config are constants: traced as variables they make the compiler
+            # restart, by an exception that `aot_compile` does not catch (PyTorch 2.13).
             specialize_float=True,
-            # So are sizes of the model, though this code may have seen another model's before.
+            # So are sizes of the model, although this code may have been traced for another one.
             automatic_dynamic_shapes=False,
             enable_aot_compile=True,  # the default from PyTorch 2.12 on
         ):
             compiled: Any = torch.compile(function, fullgraph=True, options=options)
             return Program(compiled.aot_compile((arguments, {})))
-    except RuntimeError as error:  # no C++ compiler above all
+    except RuntimeError as error:  # most often because there is no C++ compiler
         reason = str(error).strip().partition("\n")[0] or type(error).__name__
         raise WorkhorseError(
             f"the compiler cannot do this model's step ({reason}); leave compile out"
@@ -108,11 +108,11 @@ def compile_program(
 
 
 class _JoinProducts(CustomGraphPass):
-    """`join_products` as the compiler wants a pass."""
+    """`join_products` in the form of a compiler pass."""
 
     def __call__(self, graph: fx.Graph) -> None:
         join_products.join_products(graph)
 
     def uuid(self) -> str:
-        """Of what it does, for the compiler's own cache."""
+        """A digest of what it does, for the compiler's own cache."""
         return cast(bytes, get_hash_for_files((join_products.__file__,))).hex()

@@ -1,8 +1,8 @@
-"""Linear layers that read their weights at the speed of memory while few rows are computed.
+"""Linear layers that read their weights at the speed of memory for a few rows.
 
-Decoding computes one row for each text, so a layer's time is that of reading its weights; PyTorch's
-`linear` reaches a half to two thirds of what memory gives. The many rows of a prompt are a matrix
-product, for which bfloat16 has an operator of its own on some CPUs.
+Decoding computes one row per text, so a layer takes as long as reading its weights; PyTorch's
+`linear` reaches a half to two thirds of the memory's bandwidth. The many rows of a prompt are a
+gemm, for which the matrix unit of some CPUs has its own operator in bfloat16.
 """
 
 import torch
@@ -14,17 +14,17 @@ from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become, replace_modules
 
 FEW_ROWS = {torch.bfloat16: 128, torch.float32: 16}
-"""Up to where `Decoding.linear` was ahead of PyTorch's `linear`, by type of the weights."""
+"""The most rows for which `Decoding.linear` beat PyTorch's `linear`, by dtype of the weights."""
 ONE_PASS = 64
-"""The same for bfloat16 beside a matrix unit; up to 128 rows the two were equal."""
+"""The same against the matrix unit, for bfloat16; up to 128 rows the two were equally fast."""
 
 
 class StreamedLinear(nn.Linear):
-    """`nn.Linear`, by the native operator for few rows where no gradient is wanted."""
+    """`nn.Linear` by a native operator, for a few rows and without gradients."""
 
     decoding: Decoding
     matrix_unit: MatrixUnit | None
-    """Multiplies many rows."""
+    """For many rows."""
     few_rows: int
 
     def forward(self, input: Tensor) -> Tensor:
@@ -42,15 +42,16 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
     """Let a model's `nn.Linear` on the CPU read their weights at the speed of memory.
 
     In place; parameters keep their names, values, sharing and memory.
-    Sums are in float32 in another order than PyTorch's, so results differ by rounding. To be done
-    after what replaces or joins linear layers, and after moving or casting the model.
+
+    Sums are in float32 but in another order than PyTorch's, so results differ by rounding. Apply
+    this after transforms that replace or join linear layers, and after moving or casting the model.
 
     Args:
-        model: whose layers are replaced.
-        operators: those of decoding, without which nothing is done, and of the matrix unit.
+        model: to change.
+        operators: of decoding, without which nothing is replaced, and of the matrix unit.
 
     Raises:
-        WorkhorseError: the model carries what this cannot follow.
+        WorkhorseError: the model carries a transform that this cannot follow.
     """
     check(model, "stream_weights")
     decoding = operators.decoding

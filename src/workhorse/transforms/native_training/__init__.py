@@ -1,7 +1,7 @@
-"""Training on a CPU with native operators: what they compute, and teach, is what PyTorch's do.
+"""Training on a CPU with native operators, which compute the same results and gradients as PyTorch.
 
-A module is replaced where it is exactly of the class that an operator knows; where what it is given
-is not what the operator takes, it computes as before.
+A module is replaced if it is exactly of the class that an operator knows. For inputs that the
+operator does not accept, it computes as before.
 """
 
 from torch import nn
@@ -20,15 +20,15 @@ __all__ = ["Gemm", "replace_embeddings", "train_natively"]
 
 
 def train_natively(root: nn.Module, operators: Operators, *, precision: str = "highest") -> None:
-    """Let a module that is trained use native operators, in place.
+    """Let a module use native operators for training, in place.
 
     Args:
         root: on the CPU, in float32 or bfloat16.
-        operators: those of training and the matrix unit, as far as there are any.
-        precision: of float32 products, see `Gemm`.
+        operators: of training and of the matrix unit, those that there are.
+        precision: of float32 gemms; see `Gemm`.
 
     Raises:
-        WorkhorseError: the module carries what this cannot follow.
+        WorkhorseError: the module carries a transform that this cannot follow.
     """
     check(root, "train_natively")
     multiply: Multiply = product

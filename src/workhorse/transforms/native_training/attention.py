@@ -1,4 +1,4 @@
-"""Attention that is trained on a CPU: matrix products in its cache."""
+"""Attention for training on a CPU: gemms on blocks that stay in its cache."""
 
 from typing import Any
 
@@ -11,7 +11,7 @@ from workhorse.transforms.replace import become, replace_modules
 
 
 class TrainingSdpa(Sdpa):
-    """As `Sdpa`; where the operator cannot, by it."""
+    """`Sdpa` by the native operator, for inputs that it accepts."""
 
     operators: Training
 
@@ -36,7 +36,7 @@ def replace_attention(root: nn.Module, operators: Training) -> nn.Module:
     """Let every `sdpa` kernel in a module use the native operators.
 
     Returns:
-        The module, or what stands for it if it is one itself.
+        The module, or its replacement if it is a kernel itself.
     """
 
     def choose(module: nn.Module) -> nn.Module:
@@ -48,7 +48,7 @@ def replace_attention(root: nn.Module, operators: Training) -> nn.Module:
 
 
 class _Attention(torch.autograd.Function):
-    """Keeps the keys and values that query heads share once, and the operator gets one for each."""
+    """Saves shared keys and values once; the operator gets a copy for each query head."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position
@@ -70,7 +70,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, normaliser = ctx.saved_tensors
         (gradient,) = above
-        if gradient.stride(-1) != 1:  # as of a sum, which expands one number
+        if gradient.stride(-1) != 1:  # such as that of a sum, which expands one number
             gradient = gradient.contiguous()
         dq, dk, dv = ctx.operators.attention_backward(
             q,
@@ -86,11 +86,11 @@ class _Attention(torch.autograd.Function):
 
 
 def _of_each_head(x: Tensor, heads: int) -> Tensor:
-    """Keys or values of every query head, `heads` in number."""
+    """The keys or values of each of `heads` query heads."""
     return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
 
 
 def _of_shared_heads(gradient: Tensor, x: Tensor) -> Tensor:
-    """The gradient of x from those of what `_of_each_head` made of it."""
+    """The gradient of x, from that of `_of_each_head(x)`."""
     shared = x.shape[1]
     return gradient if gradient.shape[1] == shared else gradient.unflatten(1, (shared, -1)).sum(2)

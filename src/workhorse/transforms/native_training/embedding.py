@@ -1,4 +1,4 @@
-"""Embedding tables that are trained on a CPU: gradients are summed in float32."""
+"""Embedding tables for training on a CPU: gradients are summed in float32."""
 
 from typing import Any
 
@@ -10,7 +10,7 @@ from workhorse.transforms.replace import become, replace_modules
 
 
 class Float32SumEmbedding(nn.Embedding):
-    """`nn.Embedding`, the gradient of a row summed in float32 whatever its type.
+    """`nn.Embedding` whose gradient of a row is summed in float32, whatever its dtype.
 
     Attributes:
         tied: whether a head shares the table.
@@ -30,7 +30,7 @@ def replace_embeddings(root: nn.Module) -> nn.Module:
     """Let the tables in a module sum their gradients in float32.
 
     Returns:
-        The module, or what stands for it if it is one itself.
+        The module, or its replacement if it is a table itself.
     """
     of_heads = {head.proj.weight for head in root.modules() if isinstance(head, Head)}
 
@@ -43,11 +43,11 @@ def replace_embeddings(root: nn.Module) -> nn.Module:
 
 
 class _LookUp(torch.autograd.Function):
-    """An embedding on a CPU, where PyTorch sums a row's gradients in bfloat16 if it is bfloat16.
+    """An embedding on a CPU, where PyTorch would sum a bfloat16 row's gradients in bfloat16.
 
-    A frequent token's sum stops growing there: 1,000 ones make 256. Where there is a gradient of
-    the whole table already, of a tied head or of an earlier micro-batch, this one is sparse:
-    autograd adds its rows in place, and no other tensor of the vocabulary's size is made.
+    There a frequent token's sum stops growing: 1,000 ones add up to 256. If the table already has a
+    gradient, from a tied head or an earlier micro-batch, this one is sparse: autograd adds its rows
+    in place, without another tensor of the vocabulary's size.
     """
 
     @staticmethod
@@ -72,7 +72,7 @@ class _LookUp(torch.autograd.Function):
 
 
 def _summed(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
-    """Each id once, and the float32 sum of its rows in their type."""
+    """Each id once, and the sum of its rows, summed in float32 and returned in their dtype."""
     used, place = ids.unique(return_inverse=True)
     sums = rows.new_zeros(len(used), rows.shape[1], dtype=torch.float32)
     return used, sums.index_add_(0, place, rows.float()).to(rows.dtype)

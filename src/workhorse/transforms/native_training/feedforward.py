@@ -1,7 +1,7 @@
-"""Feed-forwards that are trained on a CPU with native operators.
+"""Feed-forwards for training on a CPU with native operators.
 
-An activation of bfloat16 is looked up: there are 65,536 numbers. A feed-forward is one step of
-autograd, which keeps what goes into the activation and not what comes out.
+Activations of bfloat16 are looked up: there are 65,536 numbers. A feed-forward is one autograd
+function, which saves the inputs of the activation and not its outputs.
 """
 
 from collections.abc import Sequence
@@ -27,7 +27,7 @@ NAMES: dict[type[nn.Module], training.ActivationName] = {
 
 
 def activation_of(module: nn.Module) -> training.Activation | None:
-    """As the operators know it, or None: one with weights has no fixed image of a number."""
+    """An activation as the operators know it, or None; one with weights has no fixed table."""
     name = NAMES.get(type(module))
     if type(module) is nn.GELU:
         name = "gelu" if module.approximate == "none" else "gelu_tanh"
@@ -45,7 +45,7 @@ def _table_of(activation: nn.Module) -> Tensor:
 
 
 class NativeGated(Gated):
-    """`Gated` by one operator."""
+    """`Gated` by a native operator."""
 
     native: training.Activation
     operators: Training
@@ -58,7 +58,7 @@ class NativeGated(Gated):
 
 
 class NativeMlp(Mlp):
-    """`Mlp` as one step of autograd."""
+    """`Mlp` as one autograd function."""
 
     native: training.Activation
     operators: Training
@@ -73,7 +73,7 @@ class NativeMlp(Mlp):
 
 
 class NativeGatedMlp(GatedMlp):
-    """`GatedMlp` as one step of autograd."""
+    """`GatedMlp` as one autograd function."""
 
     multiply: Multiply
 
@@ -93,15 +93,15 @@ class NativeGatedMlp(GatedMlp):
 
 
 def replace_feed_forwards(root: nn.Module, multiply: Multiply, operators: Training) -> nn.Module:
-    """Let feed-forwards in a module use native operators, where they know the activation.
+    """Let the feed-forwards in a module use native operators, if these know the activation.
 
     Args:
-        root: whose parts are replaced.
-        multiply: two matrices.
+        root: the module.
+        multiply: the gemm.
         operators: of training.
 
     Returns:
-        The module, or what stands for it if it is one itself.
+        The module, or its replacement if it is a feed-forward itself.
     """
 
     def choose(module: nn.Module) -> nn.Module:
@@ -117,7 +117,7 @@ def replace_feed_forwards(root: nn.Module, multiply: Multiply, operators: Traini
 
 
 def _is_simple(x: Tensor, linears: Sequence[nn.Linear], between: Sequence[nn.Module]) -> bool:
-    """Whether it is two or three products and an activation, and nothing else."""
+    """Whether this is two or three plain linear layers and an activation, and nothing else."""
     return (
         x.dtype in TYPES
         and all(isinstance(part, nn.Identity) for part in between)
@@ -148,7 +148,7 @@ class _Activation(torch.autograd.Function):
 
 
 class _FeedForward(torch.autograd.Function):
-    """`down(act(first(x)))`, or `down(act(first(x)) · second(x))`; a weight and a bias of each."""
+    """`down(act(first(x)))` or `down(act(first(x)) · second(x))`, given weights and biases."""
 
     @staticmethod
     def forward(
@@ -171,7 +171,9 @@ class _FeedForward(torch.autograd.Function):
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         multiply = ctx.multiply
         rows, *saved = ctx.saved_tensors
-        count = len(saved) // 3  # a weight and a bias of each branch and what it gave, and down's
+        count = (
+            len(saved) // 3
+        )  # weight, bias and output of each branch, then weight and bias of down
         (down, down_bias), *branches = _pairs(saved[:-count])
         hidden = saved[-count:]
         dy = above[0].reshape(rows.shape).contiguous()

@@ -1,4 +1,4 @@
-"""Linear layers that are trained on a CPU's matrix unit."""
+"""Linear layers for training on a CPU's matrix unit."""
 
 from typing import Any
 
@@ -10,31 +10,31 @@ from workhorse.native.matrix_unit import rows
 from workhorse.nn.head import Head
 from workhorse.transforms.replace import become, replace_modules
 
-DTYPES = {"highest": (torch.bfloat16,), "high": (torch.bfloat16, torch.float32)}
-"""What the matrix unit multiplies at each precision of float32 products."""
+MULTIPLIED = {"highest": (torch.bfloat16,), "high": (torch.bfloat16, torch.float32)}
+"""The dtypes that the matrix unit multiplies at each precision of float32 gemms."""
 
 
 class Gemm:
     """`a b + bias` of two matrices, without gradients: on the matrix unit, or by PyTorch.
 
     Args:
-        unit: of the CPU.
-        precision: of float32 products, `highest` or `high`; see `MatrixUnit.gemm`.
+        unit: the CPU's matrix unit.
+        precision: of float32 gemms, `highest` or `high`; see `MatrixUnit.gemm`.
     """
 
     def __init__(self, unit: MatrixUnit, precision: str = "highest") -> None:
         self.unit = unit
-        self.dtypes = DTYPES[precision]
+        self.dtypes = MULTIPLIED[precision]
 
     def takes(self, a: Tensor, b: Tensor) -> bool:
-        """Whether the unit is used for these."""
+        """Whether the unit multiplies these."""
         return a.dtype == b.dtype and a.dtype in self.dtypes and bool(a.numel() and b.numel())
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product.
 
         Args:
-            a: (rows, inner), its rows or its columns side by side.
+            a: (rows, inner), with rows or columns contiguous.
             b: (inner, columns), likewise.
             bias: (columns).
         """
@@ -44,7 +44,7 @@ class Gemm:
 
 
 class NativeLinear(nn.Linear):
-    """`nn.Linear` whose products, forwards and backwards, are those of `multiply`."""
+    """`nn.Linear` whose gemms, forwards and backwards, are those of `multiply`."""
 
     multiply: Gemm
 
@@ -55,10 +55,10 @@ class NativeLinear(nn.Linear):
 
 
 def replace_linear(root: nn.Module, multiply: Gemm) -> nn.Module:
-    """Let every `nn.Linear` in a module multiply so, but a head's: its loss multiplies for it.
+    """Let every `nn.Linear` in a module use `multiply`, except a head's, whose loss multiplies.
 
     Returns:
-        The module, or what stands for it if it is one itself.
+        The module, or its replacement if it is a linear layer itself.
     """
     of_heads = {head.proj for head in root.modules() if isinstance(head, Head)}
 

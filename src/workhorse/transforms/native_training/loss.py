@@ -1,4 +1,4 @@
-"""The loss of a head that is trained on a CPU: its gradient in one pass over a row of logits."""
+"""The loss of a head for training on a CPU: its gradient in one pass over a row of logits."""
 
 from typing import Any
 
@@ -12,7 +12,7 @@ from workhorse.transforms.replace import become, replace_modules
 
 
 class NativeHeadLoss(HeadLoss):
-    """`HeadLoss` whose products are those of `multiplies`, and with the operator for the rest."""
+    """`HeadLoss` whose gemms are those of `multiplies`, with a native operator for the rest."""
 
     multiplies: Multiply
     operators: Training | None
@@ -32,10 +32,10 @@ class NativeHeadLoss(HeadLoss):
 
 
 class _Late(torch.autograd.Function):
-    """A tensor as it is, whose gradient goes back after those of all that is computed later.
+    """The identity, whose gradient is computed after those of everything computed later.
 
-    A table that is tied to the head then has the gradient of its rows first, which is sparse, and
-    autograd adds it to the head's in place. The other way round it makes a third tensor.
+    A table that is tied to the head then gets the sparse gradient of its rows first, and autograd
+    adds it to the head's in place. In the other order it would make a third tensor.
     """
 
     @staticmethod
@@ -53,12 +53,12 @@ def replace_head_loss(
     """Let the losses of heads in a module use native operators.
 
     Args:
-        root: whose parts are replaced.
-        multiply: two matrices.
+        root: the module.
+        multiply: the gemm.
         operators: of training; None leaves the rest to PyTorch.
 
     Returns:
-        The module, or what stands for it if it is one itself.
+        The module, or its replacement if it is a loss itself.
     """
 
     def choose(module: nn.Module) -> nn.Module:

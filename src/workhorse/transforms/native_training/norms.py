@@ -1,4 +1,4 @@
-"""Norms that are trained on a CPU with native operators: one pass over the rows each way."""
+"""Norms for training on a CPU with native operators: one pass over the rows in each direction."""
 
 from typing import Any, NamedTuple
 
@@ -24,7 +24,7 @@ NORMS = (LayerNorm, Float32LayerNorm, LowPrecisionLayerNorm, RMSNorm, RMSNormMul
 
 
 class NormOptions(NamedTuple):
-    """What the operators are told of a norm beside its weights."""
+    """The arguments of the operators besides a norm's weights."""
 
     offset: float
     eps: float
@@ -33,7 +33,7 @@ class NormOptions(NamedTuple):
 
 
 class NativeNorm(nn.Module):
-    """Before one of the classes of norms: the same by the operators, where they can."""
+    """A mixin for a class of norms that computes by the operators what these accept."""
 
     operators: Training
 
@@ -42,7 +42,7 @@ class NativeNorm(nn.Module):
 
 
 class NativePreNorm(PreNorm):
-    """`PreNorm` whose sums and norms are one pass, where nothing lies between them."""
+    """`PreNorm` whose residual sums and norms are one pass, if nothing lies between them."""
 
     operators: Training
 
@@ -66,10 +66,10 @@ class NativePreNorm(PreNorm):
 
 
 def replace_norms(root: nn.Module, operators: Training) -> nn.Module:
-    """Let the norms in a module, and the sums beside them, use native operators.
+    """Let the norms in a module, and the residual sums before them, use native operators.
 
     Returns:
-        The module, or what stands for it if it is one itself.
+        The module, or its replacement if it is a norm itself.
     """
 
     def choose(module: nn.Module) -> nn.Module:
@@ -88,7 +88,7 @@ def _takes(x: Tensor) -> bool:
 
 
 def _parts(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, NormOptions]:
-    """Weight, bias and options of a norm, rounded where its own forward rounds.
+    """The weight, bias and options of a norm, so that it rounds where its own forward rounds.
 
     A LayerNorm of any precision sums in float32 and rounds its result, as PyTorch's kernels do.
     """
@@ -125,7 +125,7 @@ class _Norm(torch.autograd.Function):
 
 
 class _AddNorm(torch.autograd.Function):
-    """`x + branch`, or x, and its norm: their gradients meet in one pass."""
+    """`x + branch`, or x, and its norm, whose gradients are added in the same pass."""
 
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position

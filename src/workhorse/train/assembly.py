@@ -1,4 +1,4 @@
-"""From a recipe to a loop that stands before its next step."""
+"""From a recipe to a training loop that is ready for its next step."""
 
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -42,8 +42,8 @@ def assemble(
 ) -> Loop:
     """Tokenizer, data, model and optimizer, fresh or from a checkpoint.
 
-    Nothing is written into the run directory before all of it is accepted, but what a fresh run
-    makes of its text: tokenizer and shards.
+    Nothing is written into the run directory before everything is accepted, except the tokenizer
+    and the token shards that a fresh run makes from its text.
     """
     config = recipe.train
     checkpoint = at.checkpoint
@@ -91,10 +91,10 @@ def assemble(
     )
     if checkpoint is not None:
         loop.restore(checkpoint, at.rows)
-        store.prune(checkpoint.step)  # makes room on a full disk where fewer are kept from now on
+        store.prune(checkpoint.step)  # makes room on a full disk if fewer are kept from now on
     run.save_config(decoder_config)
     loop.metrics.open()
-    run.rewrite_recipe(recipe.to_yaml())  # the last one, as it says that all changes were taken
+    run.rewrite_recipe(recipe.to_yaml())  # last, since it says that all changes were accepted
     for change in at.changes:
         loop.tell("change", setting=change.setting, before=change.before, now=change.now)
     operators = training_operators(device, training_dtype(config.dtype, device))
@@ -105,7 +105,7 @@ def assemble(
 
 
 def _batches(recipe: Recipe, dataset: Dataset, at: Resumption) -> Batches:
-    """The batches of training, which go on with the row that comes next."""
+    """The batches of training, from the row that comes next."""
     config = recipe.train
     return Batches(
         dataset.train,
@@ -120,7 +120,7 @@ def _batches(recipe: Recipe, dataset: Dataset, at: Resumption) -> Batches:
 def _constants(
     recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, dataset: Dataset
 ) -> dict[str, Any]:
-    """What every checkpoint says of the run."""
+    """The facts about the run that every checkpoint holds."""
     return {
         "config": config.to_dict(),
         "tokenizer": tokenizer.fingerprint,
@@ -162,9 +162,9 @@ def _decoder(
     checkpoint: Checkpoint | None,
     tell: Callable[[str], None],
 ) -> tuple[Decoder, Checkpoint | None]:
-    """With the weights of a checkpoint, of the model that the recipe starts from, or fresh ones.
+    """The decoder, with the weights of a checkpoint, of the recipe's `init`, or fresh ones.
 
-    Beside it the checkpoint of which the optimizer's state is taken over, if one is.
+    Also the checkpoint whose optimizer state is to be loaded, or None.
     """
     kernel = recipe.train.kernel
     if checkpoint is not None:
@@ -181,7 +181,7 @@ def _decoder(
 def _step(
     recipe: Recipe, decoder: Decoder, device: torch.device, batch: Batch, at: Resumption
 ) -> TrainingStep:
-    """The step, with the micro-batch found before."""
+    """The step, with the micro-batch size of the checkpoint."""
     config = recipe.train
     size = config.micro_batch_size
     if size == "auto" and at.checkpoint is not None:
@@ -190,7 +190,7 @@ def _step(
 
 
 def _tokenizer(recipe: Recipe, run: RunDirectory, tell: Callable[[str], None]) -> Tokenizer:
-    """The run's tokenizer, made on the recipe's training text if it is not there yet."""
+    """The run's tokenizer, trained on the recipe's training text if there is none yet."""
     if not run.tokenizer_folder.exists():
         made = prepare_tokenizer(recipe.tokenizer, recipe.data, run.data_folder, tell=tell)
         run.save_tokenizer(made)
@@ -198,7 +198,7 @@ def _tokenizer(recipe: Recipe, run: RunDirectory, tell: Callable[[str], None]) -
 
 
 def _validator(recipe: Recipe, step: TrainingStep, dataset: Dataset) -> Validator | None:
-    """It runs the module that is trained, so that this is compiled once."""
+    """The validator, which runs the trained module itself so that it is compiled once."""
     if dataset.validation is None:
         return None
     return Validator(
@@ -223,7 +223,7 @@ def _with_trackers(recipe: Recipe, run: RunDirectory, on_event: Listener) -> Lis
         for name, track in list(trackers.items()):
             try:
                 track(event)
-            except Exception as error:  # of a service or its package: no reason to lose a step
+            except Exception as error:  # a service's failure is no reason to lose a step
                 del trackers[name]
                 _tell(on_event, f"the tracker {name} failed and is left out: {error!r}")
 

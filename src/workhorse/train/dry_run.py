@@ -1,4 +1,4 @@
-"""What training a recipe would do and take, before any of it is done."""
+"""What training a recipe would do and need, without doing it."""
 
 from collections.abc import Callable
 from pathlib import Path
@@ -17,17 +17,17 @@ def dry_run(
     resume: bool = False,
     tell: Callable[[str], object] = lambda line: None,
 ) -> dict[str, Any]:
-    """What `train` would do with a recipe, and what it would take. Writes nothing.
+    """What `train` would do with a recipe, and the resources it would need. Writes nothing.
 
     Args:
         recipe: to be trained.
-        out: the run directory; None for `runs/NAME`, of which `tell` hears if it is taken.
-        resume: go on with the run in `out`.
-        tell: called with each line that `train` would give as a notice, before steps are timed.
+        out: the run directory; None for `runs/NAME`, with a line to `tell` if that is taken.
+        resume: continue the run in `out`.
+        tell: called with each line that `train` would emit as a notice, before steps are timed.
 
     Returns:
-        What `estimate` gives; and, unless `runs/NAME` is taken, `run_directory`, the `step` after
-        which the run would go on (0: it would begin) and the `changes` of the recipe since.
+        The result of `estimate`; and, unless `runs/NAME` is taken, `run_directory`, the `step`
+        after which the run would continue (0: it would begin) and the `changes` of the recipe.
 
     Raises:
         WorkhorseError: `train` would refuse before its first step.

@@ -1,4 +1,4 @@
-"""What a recipe will take, before it is run."""
+"""The memory and time that a recipe will need."""
 
 import time
 from typing import Any
@@ -21,8 +21,8 @@ from workhorse.train.step.build import build_step, measured_peak
 
 TIMED_BYTES = 2**28
 TIMED_SECONDS = 1.0
-"""Steps are timed where weights, gradients and optimizer fit into so many bytes, and a step's
-arithmetic into so many seconds at the rate of a large matrix product."""
+"""Steps are timed if weights, gradients and optimizer fit into this many bytes, and a step's
+arithmetic takes at most this many seconds at the rate of a large gemm."""
 TIMED_STEPS = 3
 MATRIX_PRODUCT = "matrix product"
 
@@ -32,21 +32,20 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
 
     Returns:
         `recipe` (with its defaults, its model in full), the `device`, `config` (of the decoder, in
-        full), `exports_as` (the class of transformers that can hold it, or what is in the way of
-        the nearest), `parameters` (`total`, `active` on a token, and by role), `memory` (bytes, see
+        full), `exports_as` (the class of transformers that can hold it, or the differences from the
+        nearest), `parameters` (`total`, `active` per token, and by role), `memory` (bytes, see
         below), `tokens` of the whole run, `flops_per_token`, `seconds`, and `seconds_from`:
-        `"steps"`, timed on random tokens, text generation and validation left out, or, for a large
-        model, `"matrix product"`: what the arithmetic takes at the rate of the quickest matrix
-        product, which no training reaches.
+        `"steps"` if steps were timed, on random tokens and without text generation and validation,
+        or, for a large model, `"matrix product"`: the time of the arithmetic at the rate of the
+        fastest gemm, which no training reaches.
 
-        Of `memory` these are exact: `weights`; `gradients` at their most, the float32 sums over
-        several micro-batches of bfloat16 included (also where `micro_batch_size` is `auto` and
-        nothing was timed that would have chosen it); and `optimizer`, what it keeps from step to
-        step. Not in it: activations, logits, and what an update needs for a moment, which are most
-        of the memory of a small model.
+        `memory` holds exact figures: `weights`; the peak of `gradients`, including the float32 sums
+        over micro-batches of bfloat16 (also if `micro_batch_size` is `auto` and was not determined
+        by timed steps); and `optimizer`, the state kept from step to step. Not included are
+        activations, logits and the temporaries of an update, most of the memory of a small model.
 
     Raises:
-        WorkhorseError: a recipe that `train` would refuse before its first step.
+        WorkhorseError: `train` would refuse the recipe before its first step.
     """
     device = check_recipe(recipe)
     config = recipe.train
@@ -85,9 +84,9 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
 
 
 def _vocab_size(recipe: Recipe) -> int:
-    """The vocabulary that the recipe's tokenizer will have at most.
+    """The largest vocabulary that the recipe's tokenizer can have.
 
-    Where the config does not tell, the tokenizer is made from the text, in memory.
+    If the config does not say, the tokenizer is trained on the text, in memory.
     """
     size = getattr(recipe.tokenizer, "vocab_size", None)
     if size is not None:
@@ -98,9 +97,9 @@ def _vocab_size(recipe: Recipe) -> int:
 def _time_steps(
     recipe: Recipe, config: DecoderConfig, device: torch.device
 ) -> tuple[float, int | None]:
-    """The fastest of a few steps on random tokens, in seconds, and the rows of a micro-batch.
+    """The seconds of the fastest of a few steps on random tokens, and the rows of a micro-batch.
 
-    The first step is left out.
+    The first step does not count.
     """
     train = recipe.train
     tokens = torch.randint(config.vocab_size, (train.batch_size, train.seq_len))

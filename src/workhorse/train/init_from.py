@@ -16,7 +16,7 @@ from workhorse.tokenizers import Tokenizer
 from workhorse.train.resume.resume import differences
 
 SETTINGS_SHOWN = 3
-"""Settings in which two models differ that an error names at most."""
+"""The most differing settings that an error names."""
 
 
 def start_weights(
@@ -27,12 +27,12 @@ def start_weights(
     Args:
         init: the model: a folder or a hub id; with an optimizer, a run directory.
         decoder: takes the weights.
-        tell: told in one line each what must not go unnoticed.
-        with_optimizer: whether the optimizer's state will be taken over too.
+        tell: called with each remark, in one line.
+        with_optimizer: whether the optimizer's state will be loaded too.
 
     Returns:
-        If so, the checkpoint that the weights were in, without them: a run that still trains may
-        have a newer one by the time that they are read.
+        If so, the checkpoint of the weights, without them: a run that is still training may have a
+        newer one by the time the optimizer's state is read.
 
     Raises:
         WorkhorseError: there is no such model, or its weights do not fit.
@@ -60,7 +60,7 @@ def start_optimizer(init: str, checkpoint: Checkpoint, optimizer: Optimizer, kin
     """Give an optimizer, which is of that kind, the state in a checkpoint of `init`.
 
     Raises:
-        WorkhorseError: it is of another kind, or of another model.
+        WorkhorseError: the state is of another kind of optimizer, or of another model.
     """
     theirs = checkpoint.state["recipe"]["train"]["optimizer"]["kind"]
     if theirs != kind:
@@ -77,7 +77,9 @@ def start_optimizer(init: str, checkpoint: Checkpoint, optimizer: Optimizer, kin
 
 
 def check_weights(init: str, decoder: Decoder) -> None:
-    """Refuse a decoder on `meta` that the weights of `init` do not fit; they are not read.
+    """Refuse a decoder, on the meta device, that the weights of `init` do not fit.
+
+    The weights are not read.
 
     Raises:
         WorkhorseError: there is no such model, or names or shapes differ.
@@ -89,7 +91,7 @@ def check_weights(init: str, decoder: Decoder) -> None:
 def _copy_weights(
     init: str, decoder: Decoder, config: DecoderConfig, weights: Mapping[str, Tensor]
 ) -> None:
-    """Copy the weights of a model of that config, whose difference an error tells."""
+    """Copy the weights of a model with another config; an error names the differences."""
     try:
         load_weights(decoder, weights)
     except WorkhorseError as error:
@@ -105,9 +107,9 @@ def _copy_weights(
 
 
 def check_tokens(init: str, tokenizer: Tokenizer) -> None:
-    """Refuse a tokenizer whose ids are other tokens than the weights of `init` were trained on.
+    """Refuse a tokenizer whose ids stand for other tokens than in the training of `init`.
 
-    It may have more tokens, or fewer of the last ones.
+    It may have more tokens, or lack some of the last ones.
 
     Raises:
         WorkhorseError: an id stands for another token.

@@ -1,7 +1,7 @@
-"""The training loop: batches, steps, and now and then a line, a validation, a text, a checkpoint.
+"""The training loop: steps over batches, with metrics, validations, samples and checkpoints.
 
-It looks at no parameter and knows no file: the step, the batches and the store are given, so that
-each can be replaced without touching the loop.
+It reads no parameters and knows no files: step, batches and store are passed in, so that each can
+be replaced without changing the loop.
 """
 
 import contextlib
@@ -33,7 +33,7 @@ class BatchSource(Protocol):
 
 
 class Store(Protocol):
-    """Where checkpoints go."""
+    """Where checkpoints are written and read."""
 
     def save(
         self,
@@ -50,39 +50,39 @@ class Store(Protocol):
 
 @dataclass
 class Counters:
-    """How far a run is. `rows` is the position in the data: steps times an unchanged batch size."""
+    """The progress of a run. `rows` is its position in the data."""
 
     step: int = 0
-    """Steps done, skipped ones included."""
+    """Steps done, including skipped ones."""
     rows: int = 0
-    """Rows of the data read."""
+    """Rows of the data read: steps times the batch size, if that has never changed."""
     tokens: int = 0
     """Predictions trained on."""
     skipped_steps: int = 0
-    """Steps whose loss or gradient was not finite, so that the weights stayed."""
+    """Steps whose loss or gradient was not finite, which left the weights unchanged."""
     bad_in_a_row: int = 0
     seconds: float = 0.0
-    """Spent in the loop, validation and checkpoints included, over all its starts."""
+    """Time in the loop over all sessions, including validation and checkpoints."""
 
 
 @dataclass
 class Loop:
-    """One run's training, from where its counters stand to the last step.
+    """One run's training, from its counters to the last step.
 
     Attributes:
-        config: how often what happens.
-        step: does one step.
-        weights: gives the weights to save.
-        batches: gives the batch of each step.
+        config: the number of steps and the intervals of everything else.
+        step: performs one step.
+        weights: returns the weights to save.
+        batches: the batch of each step.
         validator: measures the held-out loss; None without held-out text.
-        sample: writes the sample texts; None for none.
-        store: takes checkpoints.
-        metrics: takes events.
-        on_event: is told every event too.
-        constants: belong into every checkpoint beside what changes.
+        sample: generates the sample texts; None for none.
+        store: writes checkpoints.
+        metrics: the file of events.
+        on_event: called with every event.
+        constants: facts about the run, stored in every checkpoint.
         flops_per_token: of training.
-        peak: floating-point operations a second that the device reaches.
-        check_place: raises where a checkpoint would no longer come to lie in the run's folder.
+        peak: floating-point operations per second that the device reaches.
+        check_place: raises if a checkpoint would no longer be written into the run's folder.
     """
 
     config: TrainConfig
@@ -102,7 +102,7 @@ class Loop:
     saved: int = 0
     """Steps done when the newest checkpoint was written."""
     _whole: bool = True
-    """Whether weights, optimizer and counters are of one step: not in the midst of an update."""
+    """Whether weights, optimizer and counters belong to the same step: false during an update."""
 
     def restore(self, checkpoint: Checkpoint, rows: int) -> None:
         """Take over everything but the weights: the next step is what it would have been.
@@ -119,9 +119,9 @@ class Loop:
         set_random_state(checkpoint.state["random"])
 
     def run(self, signals: StopSignals) -> None:
-        """Train until the last step or a signal; either way the last step done is saved.
+        """Train until the last step or a signal, then save the last step done.
 
-        It is saved too when something else than the step fails: validation, samples, a listener.
+        It is also saved if something other than the step fails: validation, samples, a listener.
 
         Raises:
             WorkhorseError: too many steps in a row were not finite, or the disk refuses.
@@ -131,7 +131,7 @@ class Loop:
             self._train(signals)
         except Exception:
             if self._whole and self.saved != self.counters.step:
-                with contextlib.suppress(Exception):  # the first failure is the one to tell
+                with contextlib.suppress(Exception):  # the first failure is the one to report
                     self.save()
             raise
         self.tell("end", reason=signals.received.name if signals.received else "finished")
@@ -140,7 +140,7 @@ class Loop:
         config, counters = self.config, self.counters
         started = time.perf_counter() - counters.seconds
         logged, logged_tokens = time.perf_counter(), counters.tokens
-        warming_up = True  # the first step of a session waits for compilers and first touches
+        warming_up = True  # the first step of a session waits for compilation and page faults
         batch = self._read(counters.step)
         while batch is not None and signals.received is None:
             loss, counted = self.step.backward(batch)
@@ -167,14 +167,14 @@ class Loop:
             self._look(ended)
             if following % config.checkpoint_every == 0 and not ended:
                 self.save()
-            logged += time.perf_counter() - pause  # speed is of training alone
+            logged += time.perf_counter() - pause  # the speed is that of training alone
             counters.seconds = time.perf_counter() - started
         if self.saved != counters.step:
             self.save()
 
     def save(self) -> None:
-        """Write a checkpoint; lines of metrics up to it are on the disk before it is."""
-        self.saved = self.counters.step  # or tried: what fails is not tried again
+        """Write a checkpoint, after the metrics up to it are on disk."""
+        self.saved = self.counters.step  # or tried: a failed save is not tried again
         self.check_place()
         self.metrics.sync()
         state = {
@@ -237,7 +237,7 @@ class Loop:
         )
 
     def _look(self, ended: bool) -> None:
-        """Validate and write samples, where it is time to."""
+        """Validate and generate samples when they are due."""
         config, step = self.config, self.counters.step
         every = config.steps_between_validations
         if self.validator is not None and (ended or (every and step % every == 0)):

@@ -1,4 +1,4 @@
-"""Whether a training fits into memory, before anything of it is made."""
+"""Whether training fits into memory, before anything is allocated."""
 
 from collections.abc import Iterable
 
@@ -14,14 +14,14 @@ from workhorse.train.recipe.recipe import TrainConfig
 
 
 def held_memory(decoder: Decoder, train: TrainConfig, device: torch.device) -> dict[str, int]:
-    """Bytes of `weights`, `gradients` and `optimizer` while a decoder is trained, and of `sums`.
+    """Bytes of `weights`, `gradients`, `optimizer` and `sums` while a decoder is trained.
 
-    Sums are the float32 ones of gradients over several micro-batches.
+    `sums` are the float32 gradients accumulated over micro-batches.
 
     Args:
-        decoder: on the meta device; its weights become as narrow as they are trained in.
+        decoder: on the meta device; its weights are cast to the dtype that they are trained in.
         train: how it is trained.
-        device: where.
+        device: where it is trained.
     """
     narrow = training_dtype(train.dtype, device) == torch.bfloat16
     low_bits = round_weights(decoder) if narrow else {}
@@ -36,10 +36,10 @@ def held_memory(decoder: Decoder, train: TrainConfig, device: torch.device) -> d
 
 
 def check_training(config: DecoderConfig, train: TrainConfig, device: torch.device) -> None:
-    """Refuse a training whose weights, gradients and optimizer alone do not fit.
+    """Refuse to train if weights, gradients and optimizer alone do not fit into memory.
 
     Raises:
-        WorkhorseError: they do not.
+        WorkhorseError: they do not fit.
     """
     needed = held_memory(config.build(train.kernel, device="meta"), train, device)
     del needed["sums"]

@@ -22,7 +22,7 @@ from workhorse.writing import TAKES_NO_MORE, refusal
 
 @dataclass(frozen=True)
 class TrainResult:
-    """What a run came to."""
+    """The outcome of a run."""
 
     run_directory: Path
     step: int
@@ -31,21 +31,21 @@ class TrainResult:
     """Steps of the recipe."""
     parameters: int
     loss: float | None
-    """Of the last step logged, nats per token."""
+    """Training loss of the last step logged, nats per token."""
     validation_loss: float | None
-    """Of the last validation, nats per token; None without held-out text."""
+    """Loss of the last validation, nats per token; None without held-out text."""
     bits_per_byte: float | None
-    """Likewise."""
+    """Of the last validation; see `Validation`."""
     unknown_rate: float | None
-    """Share of the held-out tokens that are unknown characters, see `Validation`."""
+    """Share of the held-out tokens that are unknown characters; see `Validation`."""
     tokens: int
     """Predictions trained on."""
     skipped_steps: int
     """Steps whose loss or gradient was not finite."""
     seconds: float
-    """In the training loop, validation and checkpoints included, over all its starts."""
+    """Time in the training loop over all sessions, including validation and checkpoints."""
     stopped_by: str | None
-    """The signal's name; None where the run ran to its end."""
+    """The name of the signal that stopped the run; None if it ran to its end."""
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -60,27 +60,28 @@ def train(
     on_event: Callable[[Event], None] = lambda event: None,
     store: Store | None = None,
 ) -> TrainResult:
-    """Train a recipe's model, or go on training it.
+    """Train a recipe's model, or continue training it.
 
-    In the main thread, a first SIGINT, SIGTERM or SIGHUP ends the run after the step under way,
-    with a checkpoint; the result says so. A second one acts at once.
+    In the main thread, a first SIGINT, SIGTERM or SIGHUP ends the run after the current step, with
+    a checkpoint; the result names it. A second one takes effect at once.
 
     Args:
-        recipe: everything that decides the run.
+        recipe: everything that determines the run.
         out: the run directory: new or empty, or the run's own with `resume`.
-        resume: go on with the run in `out`, from its newest whole checkpoint. What changed in the
-            recipe since is recorded in `metrics.jsonl`, or refused, see `workhorse.on_resume`.
-        settings: the command line's overrides that are in the recipe already, such as
-            `train.steps=50`; only for the report.
-        on_event: told every line of `metrics.jsonl` (`workhorse.train.report.metrics`), and also
-            `notice` (`message`) and `data` (`done` and `total` bytes, total None while unknown).
-        store: takes checkpoints; None for the run directory's own.
+        resume: continue the run in `out` from its newest whole checkpoint. Changes of the recipe
+            are recorded in `metrics.jsonl`, or refused; see `workhorse.on_resume`.
+        settings: the command line's overrides, already in the recipe, such as `train.steps=50`;
+            only for the report.
+        on_event: called with every event of `metrics.jsonl` (`workhorse.train.report.metrics`), and
+            also `notice` (`message`) and `data` (`done` and `total` bytes, total None while
+            unknown).
+        store: writes checkpoints; None for the run directory's own.
 
     Raises:
-        WorkhorseError: a recipe that cannot be run here, text that cannot be read, a run directory
-            that is taken, a resume that does not fit the run, a full disk, or a loss that stays
-            not finite. A run that fails before its first step leaves nothing behind, and a resume
-            that is refused changes nothing.
+        WorkhorseError: the recipe cannot be run here, text cannot be read, the run directory is
+            taken, the recipe does not fit the run to resume, the disk is full, or the loss is not
+            finite too often. A run that fails before its first step leaves nothing behind, and a
+            resume that is refused changes nothing.
     """
     run = RunDirectory(out)
     _check_place(run, resume)  # before the lock, which would leave its file in somebody's folder
@@ -98,7 +99,7 @@ def train(
             run.begin(recipe.to_yaml())
         try:
             loop = assemble(recipe, run, device, on_event, into, at=resumed, settings=settings)
-        except Exception:  # also for want of memory: a model of no step is nothing to keep
+        except Exception:  # out of memory, for one: a model without a step is not worth keeping
             if not resume:
                 run.undo()
             raise
@@ -122,8 +123,8 @@ def rehearse(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resump
     """What `train` would do with a run directory before it trains. Writes nothing.
 
     Returns:
-        Where the run would go on, and with which changes; at step 0 and without any where it would
-        begin.
+        The step where the run would continue and the changes of its recipe; step 0 and no changes
+        for a run that would begin.
 
     Raises:
         WorkhorseError: the run directory is taken, or the resume would be refused.
@@ -136,7 +137,7 @@ def rehearse(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resump
 
 
 def why_taken(out: str | Path) -> str:
-    """Why no run can begin in a run directory, in one line; empty where one can."""
+    """Why no run can begin in a run directory, in one line; empty if one can."""
     try:
         RunDirectory(out).check_free()
     except WorkhorseError as error:

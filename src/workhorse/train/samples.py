@@ -13,16 +13,16 @@ from workhorse.train.recipe.recipe import SamplesConfig
 class Sampler:
     """Continues the recipe's prompts, with the same random numbers each time.
 
-    It draws from generators of its own, so training goes on as if it had not run.
+    It has its own random generators, so it does not affect training.
 
     Args:
-        decoder: what writes.
-        tokenizer: its tokenizer.
-        config: the prompts.
+        decoder: the model in training.
+        tokenizer: of the decoder.
+        config: the prompts, and how tokens are chosen.
         begin: how texts begin in training.
 
     Raises:
-        WorkhorseError: an empty prompt, and nothing stood before the texts of the training.
+        WorkhorseError: a prompt is empty, and texts begin without a token of their own in training.
     """
 
     def __init__(
@@ -54,10 +54,10 @@ class Sampler:
 
 
 def check_samples(config: SamplesConfig | None, data: DataConfig) -> None:
-    """Refuse an empty prompt where nothing stands before a text, as far as the recipe tells.
+    """Refuse an empty prompt if the recipe already tells that no token begins a text.
 
     Raises:
-        WorkhorseError: there is one.
+        WorkhorseError: there is an empty prompt.
     """
     if config is not None and "" in config.prompts and not (data.bos or data.eos):
         raise _no_beginning()

@@ -1,4 +1,4 @@
-"""Stopping in order: a first SIGINT, SIGTERM or SIGHUP asks, a second one insists."""
+"""An orderly stop: a first SIGINT, SIGTERM or SIGHUP requests it, a second one acts at once."""
 
 import signal
 import threading
@@ -10,11 +10,11 @@ STOPPING = [number for number in signal.Signals if number.name in ("SIGINT", "SI
 
 
 class StopSignals:
-    """While open, notes the first SIGINT, SIGTERM or SIGHUP instead of dying of it.
+    """A context that records the first SIGINT, SIGTERM or SIGHUP instead of ending the process.
 
-    SIGHUP says that the terminal is gone; it stays ignored where `nohup` had it ignored. After the
-    first one the handlers of before are back, so a second one acts at once. Outside the main
-    thread, where Python delivers no signals, nothing is noted.
+    SIGHUP means that the terminal is gone; it stays ignored under `nohup`. The first signal
+    restores the former handlers, so a second one acts at once. Outside the main thread, where
+    Python delivers no signals, none is recorded.
     """
 
     def __init__(self) -> None:

@@ -1,4 +1,4 @@
-"""What a step costs in arithmetic, and what the machine can do."""
+"""The arithmetic of a training step, and the rate that the machine can reach."""
 
 import time
 from collections.abc import Callable
@@ -13,9 +13,9 @@ from workhorse.nn.experts.mixture import MixtureOfExperts
 from workhorse.nn.head_loss import Multiply, product
 
 PROBE_SECONDS = 0.02
-"""How long the probe multiplies matrices of one size; the first product of all is left out."""
+"""How long the probe multiplies matrices of one size; the very first gemm does not count."""
 PROBE_SIZES = {"cpu": (256, 512, 1024)}
-"""Small products fit between two interruptions by other work, large ones fill the cores."""
+"""Small gemms fit between interruptions by other work, large ones keep all cores busy."""
 LARGE_SIZES = (4096, 8192)
 
 
@@ -24,10 +24,9 @@ def flops_per_token(decoder: Decoder, seq_len: int) -> int:
 
     Six for each weight that multiplies (in a mixture those of `top_k` experts), and in each layer
     `6 · heads · (head_dim + value_dim) · keys` for scores and outputs of the attention. `keys` is
-    `seq_len`, or the window or chunk where that is less: what a causal kernel leaves out of the
-    square counts, as in PaLM (2204.02311 appendix B), and what a window hides does not. What is
-    computed again (checkpointed activations) does not count either, nor do look-ups, norms,
-    activations, the softmax and the optimizer.
+    `seq_len`, or the window or chunk if that is smaller: keys that a causal mask hides count, as in
+    PaLM (2204.02311 appendix B), and those that a window hides do not. Recomputed activations do
+    not count either, nor do look-ups, norms, activations, the softmax and the optimizer.
     """
     flops = 0
     for module in decoder.modules():
@@ -49,10 +48,10 @@ def _multiplied(mixture: MixtureOfExperts) -> int:
 
 
 class Peak:
-    """The most floating-point operations a second that were seen here.
+    """The highest number of floating-point operations per second measured on this machine.
 
-    A machine may be busy while it is probed, so a peak that training surpasses is measured anew,
-    and where training is still quicker, its own rate is the peak.
+    A machine may be busy while it is probed, so if training exceeds the peak it is measured again,
+    and if training still exceeds it, training's own rate is the peak.
 
     Args:
         measure: probes the machine.
@@ -63,22 +62,22 @@ class Peak:
         self.flops = measure()
 
     def fraction(self, rate: float) -> float:
-        """What part of the peak a rate is, at most 1."""
+        """A rate as a fraction of the peak, at most 1."""
         if rate > self.flops:
             self.flops = max(rate, self.measure())
         return rate / self.flops
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype, multiply: Multiply = product) -> float:
-    """Floating-point operations a second of the quickest square matrix product here and now.
+    """Floating-point operations per second of the fastest square gemm on this machine now.
 
-    The best of many products of several sizes: other work on the machine only ever slows one down.
-    No random number of the training's generators is drawn.
+    The best of many gemms of several sizes, since other work can only slow one down. Training's
+    random generators are not touched.
 
     Args:
         device: that multiplies.
         dtype: of the matrices.
-        multiply: the product that training uses.
+        multiply: the gemm that training uses.
     """
     best = 0.0
     generator = torch.Generator(device).manual_seed(0)
@@ -88,7 +87,7 @@ def peak_flops(device: torch.device, dtype: torch.dtype, multiply: Multiply = pr
             for _ in range(2)
         )
         if not best:
-            float(multiply(left, right.t(), None)[0, 0])  # the first product loads a library
+            float(multiply(left, right.t(), None)[0, 0])  # the first gemm loads a library
         begin = time.perf_counter()
         while (start := time.perf_counter()) - begin < PROBE_SECONDS:
             float(multiply(left, right.t(), None)[0, 0])  # reading a number waits for the device

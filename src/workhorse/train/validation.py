@@ -14,32 +14,31 @@ from workhorse.train.step.precision import Precision
 
 @dataclass(frozen=True)
 class Validation:
-    """What held-out text says."""
+    """The result of a validation on held-out text."""
 
     loss: float
     """Mean over predictions, nats."""
     bits_per_byte: float | None
-    """`loss` in bits, times the tokens of the text over its bytes; None where the bytes are not
-    known. Tokens are all that training sees: eos and bos count, predicted or not, and no bytes
-    stand against them. `workhorse.evaluate` leaves them out; see docs/evaluation.md."""
+    """`loss` in bits, times the number of tokens divided by the number of bytes of the text; None
+    if that is not known. All tokens that training sees count, including eos and bos, predicted or
+    not, which stand for no bytes. `workhorse.evaluate` leaves them out; see docs/evaluation.md."""
     unknown_rate: float
-    """Share of the text's tokens that stand for characters which the tokenizer does not have. Where
-    there are any, the other figures flatter the model: it was not asked which characters they
-    are."""
+    """Share of the text's tokens that stand for characters unknown to the tokenizer. If there are
+    any, the other figures flatter the model: it need not predict which characters they are."""
     tokens: int
-    """Predictions."""
+    """Number of predictions."""
 
 
 class Validator:
     """Measures the loss on a split, always on the same rows.
 
     Args:
-        objective: whose figure `loss` is measured.
-        split: held out.
-        device: where the rows go.
-        precision: makes the contexts that the forward pass runs in.
-        seq_len: predictions in a row.
-        batch_size: rows that pass through at once.
+        objective: its figure `loss` is measured.
+        split: the held-out tokens.
+        device: of the model.
+        precision: makes the context that a forward pass runs in.
+        seq_len: predictions per row.
+        batch_size: rows per forward pass.
         packing: as in training.
     """
 
@@ -66,7 +65,7 @@ class Validator:
 
     @torch.no_grad()
     def __call__(self, max_rows: int | None = None) -> Validation:
-        """The loss, dropout off, over the whole split or over rows spread evenly over it."""
+        """The loss without dropout, over the whole split or over `max_rows` rows evenly spread."""
         losses, counts = [], []
         self.objective.eval()
         try:
@@ -83,7 +82,7 @@ class Validator:
         return Validation(mean, self._bits_per_byte(mean), self.split.unknown_rate, tokens)
 
     def _bits_per_byte(self, loss: float) -> float | None:
-        """The split's tokens, those between documents included, at this mean loss."""
+        """Bits per byte at this mean loss, counting the tokens between documents too."""
         if not self.split.n_bytes:
             return None
         return loss / math.log(2) * self.split.n_tokens / self.split.n_bytes

@@ -1,1 +1,1 @@
-"""What a training makes less."""
+"""Training objectives: what training minimises."""

@@ -1,12 +1,12 @@
-"""Keeping the experts of a mixture equally busy, from outside the model.
+"""Load balancing of the experts of a mixture, from outside the model.
 
-Two ways, alone or together: a term of the loss for each sequence (DeepSeek-V3, 2412.19437 §2.1.2),
-and a step of each router's bias on its choices after every update (2408.15664). Both read what the
-routers decide through hooks; the model knows nothing of them. Positions that predict nothing,
-padding above all, count in neither.
+There are two ways, to be used alone or together: a loss per sequence (DeepSeek-V3, 2412.19437
+§2.1.2), and a step of each router's selection bias after every update (2408.15664). Both observe
+the routers by hooks; the model knows nothing of them. Positions without a target, such as padding,
+do not count.
 
-The loss is a product of two means, so a mean over a micro-batch of it (Switch, 2101.03961 §2.2)
-depends on which rows are passed through together. That of a sequence does not.
+The loss is a product of two means, so if these were taken over a micro-batch (Switch, 2101.03961
+§2.2) it would depend on which rows pass together. Per sequence it does not.
 """
 
 import math
@@ -25,10 +25,10 @@ from workhorse.train.objectives.objective import Objective, Outcome
 
 
 class Balanced(Objective):
-    """An objective of rows with targets, and the balance loss beside it while it is trained.
+    """An objective of rows with targets, plus the balance loss during training.
 
     Args:
-        objective: of a decoder with mixtures.
+        objective: of a decoder with mixtures of experts.
         balancer: of that decoder.
     """
 
@@ -64,20 +64,20 @@ class Balanced(Objective):
 
 
 class Balancer:
-    """Balances the mixtures of a decoder; without weight and rate it only counts.
+    """Balances the mixtures of a decoder; without weight and rate it only counts their loads.
 
     Args:
-        decoder: whose routers are watched.
+        decoder: its routers are observed.
         weight: of the loss `n_experts · Σ load_e · score_e` of each router and sequence, which is 1
-            when all are alike: `load_e` the part of the sequence's choices that fell on expert e,
-            `score_e` its mean part of a token's scores. A sequence counts as much as it has
-            predictions.
-        rate: by how much an update moves the bias of an expert on which fewer choices fell than on
-            the average one (up) or more (down), counted over the whole batch.
+            if all experts are equally loaded: `load_e` is the fraction of the sequence's choices
+            that fell on expert e, `score_e` its mean fraction of a token's scores. A sequence is
+            weighted by its number of predictions.
+        rate: how far an update moves the bias of each expert, up if fewer choices of the whole
+            batch fell on it than on average, down if more.
 
     Attributes:
         loads: how many choices fell on each expert of a router since the last update.
-        latest: the same of the last update's batch, a row for each router in the order they work.
+        latest: the same for the last update's batch, a row per router in the order of execution.
     """
 
     def __init__(self, decoder: nn.Module, *, weight: float = 0.0, rate: float = 0.0) -> None:
@@ -93,10 +93,10 @@ class Balancer:
 
     @contextmanager
     def watch(self) -> Generator[None]:
-        """Note the routings of the forward pass inside.
+        """Record the routings of the forward pass inside this context.
 
-        What checkpointed activations compute again in the backward pass is outside, and so not
-        counted twice.
+        Checkpointed activations are recomputed in the backward pass, outside it, and so do not
+        count twice.
         """
         self.watching = True
         try:
@@ -105,10 +105,10 @@ class Balancer:
             self.watching = False
 
     def loss(self, targets: Tensor) -> Tensor:
-        """The weighted balance loss of the rows that have just passed; their loads are counted.
+        """The weighted balance loss of the rows that have just passed; also counts their loads.
 
         Args:
-            targets: (rows, seq), what the rows predict, or `IGNORE`.
+            targets: (rows, seq) token ids, or `IGNORE`.
 
         Returns:
             The sum over the rows' predictions, to be added to the sum of their losses.
@@ -134,12 +134,13 @@ class Balancer:
         self.forget()
 
     def figures(self) -> dict[str, list[float]]:
-        """How the last update's choices were spread: a number for each mixture, in their order.
+        """How evenly the choices before the last update were spread, a number for each mixture.
 
         Returns:
             `expert_load_max`: the load of the busiest expert as a multiple of the mean load, from 1
-            (all alike) to n_experts; `expert_load_entropy`: of the loads as parts of 1, divided by
-            ln(n_experts), from 1 (all alike) towards 0. Nothing for a model without mixtures.
+            (equal loads) to n_experts; `expert_load_entropy`: the entropy of the loads as
+            fractions, divided by ln(n_experts), from 1 (equal loads) down to 0. Empty for a model
+            without mixtures.
         """
         if not self.latest:
             return {}
@@ -154,7 +155,7 @@ class Balancer:
         }
 
     def forget(self) -> None:
-        """Drop what was counted since the last update."""
+        """Discard the loads counted since the last update."""
         self.routings.clear()
         self.loads.clear()
 
@@ -167,8 +168,8 @@ def loads_of(routing: Routing, counted: Tensor) -> Tensor:
     """How many choices fell on each expert, (rows, n_experts).
 
     Args:
-        routing: of rows one after the other.
-        counted: (rows, seq) whose choices count.
+        routing: of the positions of all rows, one row after the other.
+        counted: (rows, seq), True where a position's choices count.
     """
     rows, top_k = len(counted), routing.experts.shape[1]
     loads = torch.zeros(rows, routing.scores.shape[1], device=counted.device)
@@ -177,10 +178,9 @@ def loads_of(routing: Routing, counted: Tensor) -> Tensor:
 
 
 def imbalance(scores: Tensor, loads: Tensor, counted: Tensor) -> Tensor:
-    """`n_experts · Σ_e load_e · score_e` of each row times its predictions, (rows,).
+    """`n_experts · Σ_e load_e · score_e` of each row times its number of predictions, (rows,).
 
-    Loads and scores are parts of 1, each position's scores adding up to 1; a row without
-    predictions gives 0.
+    Loads and scores are normalised to sum to 1; a row without predictions gives 0.
 
     Args:
         scores: (rows · seq, n_experts), positive.
@@ -194,15 +194,15 @@ def imbalance(scores: Tensor, loads: Tensor, counted: Tensor) -> Tensor:
 
 
 def has_mixtures(decoder: nn.Module) -> bool:
-    """Whether there is anything to balance, or to count."""
+    """Whether a decoder has mixtures of experts, whose loads can be counted."""
     return any(isinstance(module, Router) for module in decoder.modules())
 
 
 def check_balance(config: DecoderConfig, *, weight: float, rate: float) -> None:
-    """Refuse to balance what is not there.
+    """Refuse to balance a model that has nothing to balance.
 
     Raises:
-        ConfigError: a weight without a mixture of experts, or a rate without a selection bias.
+        ConfigError: there is a weight but no mixture of experts, or a rate but no selection bias.
     """
     blocks = config.blocks.values()
     mixtures = [block.feed_forward for block in blocks if isinstance(block.feed_forward, MoEConfig)]

@@ -8,11 +8,11 @@ from workhorse.train.objectives.objective import Objective, Outcome
 
 
 class NextToken(Objective):
-    """`Σ -log p(target)` over what counts, in nats, and the z-loss while it is trained.
+    """`Σ -log p(target)` over all targets, in nats, plus the z-loss during training.
 
     Args:
-        decoder: what is trained.
-        z_loss: weight of the z-loss, see `next_token_loss`; a figure where there is one.
+        decoder: the model to train.
+        z_loss: weight of the z-loss, see `next_token_loss`; logged as a figure unless 0.
     """
 
     def __init__(self, decoder: Decoder, z_loss: float = 0.0) -> None:

@@ -1,4 +1,4 @@
-"""What a training makes less: the seam that every way of training stands on."""
+"""The interface of a training objective, which every way of training implements."""
 
 from abc import ABC, abstractmethod
 from typing import Any, NamedTuple, Protocol, Self
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class Rows(Protocol):
-    """A batch, or some rows of it: what they are is between the data and the objective."""
+    """A batch, or part of it; its contents concern only the data and the objective."""
 
     def __len__(self) -> int: ...
 
@@ -18,41 +18,41 @@ class Rows(Protocol):
 
 
 class Outcome(NamedTuple):
-    """What an objective found of some rows. A plain tuple: sharding looks for tensors in it."""
+    """The result of an objective for a number of rows; a tuple, in which sharding finds tensors."""
 
     loss: Tensor
-    """To be made less, summed over the rows."""
+    """The loss to minimise, summed over the rows."""
     count: Tensor
-    """What the sum over a whole batch is divided by, of these rows: predictions, pairs …"""
+    """The rows' share of the denominator of a batch's mean: predictions, pairs …"""
     figures: dict[str, Tensor]
-    """To be logged, without gradients, summed and divided likewise. `loss` is what is shown as the
-    loss and validated; where it is left out, that is all that is made less."""
+    """Sums to be logged, without gradients, divided likewise. `loss` is the loss that is shown and
+    validated; without it, that is the loss to minimise."""
 
 
 class Objective(nn.Module, ABC):
-    """A module from rows to what is made less of them.
+    """A module from rows to the loss to minimise.
 
-    It holds the decoder, and its forward is what gets sharded, since sharding's hooks fire on
+    It holds the decoder, and is the module that is sharded, since the hooks of sharding fire on
     `forward` alone.
     """
 
     @abstractmethod
     def count(self, batch: Any) -> Tensor:
-        """What the summed loss of a batch is divided by, before any of it passes.
+        """The denominator of a batch's mean loss, before any of its rows pass.
 
-        Asked of the whole batch, so that the gradient does not depend on its micro-batches.
+        It is counted over the whole batch, so that the gradient does not depend on micro-batches.
         """
 
     @abstractmethod
     def forward(self, batch: Any) -> Outcome:
-        """Loss, count and figures of some rows of a batch, which are on the decoder's device."""
+        """Loss, count and figures of a micro-batch on the decoder's device."""
 
     def after_update(self, finite: bool) -> None:
-        """Told of every step's end, and whether the weights were updated."""
+        """Called at the end of every step; `finite`: whether the weights were updated."""
 
     def forget(self) -> None:
-        """Drop what passed since the last step's end; there will be no update for it."""
+        """Discard the rows that passed since the last step's end; no update follows."""
 
     def state_of_update(self) -> dict[str, Any]:
-        """To be logged of the last update beside the figures."""
+        """Figures of the last update, to be logged besides those of the rows."""
         return {}

@@ -1,1 +1,1 @@
-"""Recipes: what one may say, read from YAML and from the command line, and refused in words."""
+"""Recipes: their keys, read from YAML and from the command line, and refused with a reason."""

@@ -1,4 +1,4 @@
-"""Recipes that start from a trained model: what `init` stands for, looked up and written out."""
+"""Recipes that start from a trained model: the architecture and tokenizer that `init` gives."""
 
 from typing import Any
 
@@ -14,8 +14,8 @@ def with_init(fields: dict[str, Any]) -> dict[str, Any]:
     Parsing a `Recipe` reads no other file; this reads the model, or fetches it from the hub.
 
     Args:
-        fields: of a recipe, given back as they are where `init` is left out or they hold all that
-            it gives.
+        fields: of a recipe; returned unchanged if they have no `init` or already hold all that it
+            gives.
 
     Raises:
         ConfigError: there is no such model, or `model` names a preset beside it.

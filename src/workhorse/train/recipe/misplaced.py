@@ -1,4 +1,4 @@
-"""A key that stands at the wrong place of a recipe, or at none: where it belongs, and how."""
+"""Messages for a misplaced or missing key of a recipe: where it belongs, how it is written."""
 
 import difflib
 from collections.abc import Iterator, Mapping
@@ -10,14 +10,14 @@ from workhorse.config import ConfigError, parse_yaml
 from workhorse.train.recipe.reference import NAME, all_keys, configs_at, examples
 
 LISTED = 3
-"""Places that an error names at most."""
+"""The most places that an error names."""
 
 
 def with_its_place(error: ConfigError, fields: Any) -> ConfigError:
-    """An error about a key that says where in the recipe it stands, or how one is written.
+    """An error about a key that also says where the key belongs, or how it is written.
 
     Args:
-        error: as the configs raised it; given back where there is nothing better to say.
+        error: as the configs raised it; returned unchanged if there is nothing to add.
         fields: of the recipe.
     """
     if error.missing_key:
@@ -58,7 +58,7 @@ def _with_an_example(error: ConfigError, fields: Any) -> ConfigError:
 
 
 def _section_at(place: str, fields: Any) -> Any:
-    """What stands at a dotted place of a recipe; None where nothing does."""
+    """The value at a dotted place of a recipe; None if there is none."""
     for part in place.split(".") if place else ():
         fields = fields.get(part) if isinstance(fields, Mapping) else None
     return fields

@@ -1,4 +1,4 @@
-"""Settings of the command line written over a recipe."""
+"""Settings of the command line that override a recipe."""
 
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
@@ -15,18 +15,18 @@ Tell = Callable[[str], object]
 def override_recipe(
     written: Mapping[str, Any], overrides: Iterable[str], tell: Tell
 ) -> dict[str, Any]:
-    """The fields of a recipe with `section.key=value` settings written over them.
+    """The fields of a recipe overridden by `section.key=value` settings.
 
-    `section.kind=value` keeps what both kinds have; `null` for something that has a name of the
-    writer's choice, such as a block, removes it. Fewer steps shorten the warm-up of the file.
+    `section.kind=value` keeps the keys that both kinds have. `null` removes an item that the user
+    named, such as a block. Fewer steps shorten the file's warm-up in proportion.
 
     Args:
-        written: what the file says.
+        written: the fields in the file.
         overrides: the settings.
-        tell: told in one line what is left out or shortened.
+        tell: called with a line for each key that is dropped or shortened.
 
     Raises:
-        ConfigError: a setting that cannot be written.
+        ConfigError: a setting cannot be applied.
     """
     settings = list(overrides)
     _check_preset(written.get("model"), settings)
@@ -73,7 +73,7 @@ def _with_preset_if_cut(written: Mapping[str, Any], settings: list[str]) -> Mapp
 
 
 def _kept(place: str, section: dict[str, Any], kind: Any, tell: Tell) -> dict[str, Any]:
-    """What a section takes over when it becomes of another kind; the rest is told."""
+    """The keys that a section keeps when its kind changes; the others are reported."""
     configs = configs_at(place)
     new, old = configs.get(str(kind)), configs.get(str(section.get("kind")))
     if new is None:  # which is told elsewhere

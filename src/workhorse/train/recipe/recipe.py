@@ -20,23 +20,23 @@ from workhorse.train.report.trackers import TrackerName
 
 Count = Annotated[int, Field(ge=1)]
 VALIDATIONS, FEWEST_STEPS, VALIDATION_COST = 10, 10, 0.03
-"""Of a run by default: how often it is validated, after how many steps at least, and what part of
-the steps' time that may take."""
+"""The defaults of a run: the number of validations, the fewest steps between them, and the share of
+the steps' time that they may take."""
 
 
 class SamplesConfig(Config):
-    """Texts generated while training, to be read by a person."""
+    """Texts generated during training, for people to read."""
 
     every: Count = 500
-    """Steps between them; they are made after the last step too."""
+    """Steps between samples; they are also generated after the last step."""
     prompts: tuple[str, ...] = ("",)
     """One text for each; an empty prompt begins a document."""
     max_new_tokens: Count = 100
-    """Tokens of a text at most."""
+    """The most tokens of a text."""
     temperature: float = Field(default=0.8, ge=0)
     """Below 1 sharper, above 1 more varied, 0 always the likeliest token."""
     seed: int = Field(default=0, ge=0)
-    """Decides what is drawn: the same at every step, so that samples can be compared."""
+    """Seed of the samples, the same at every step so that they can be compared."""
 
 
 class TrainConfig(Config):
@@ -53,12 +53,12 @@ class TrainConfig(Config):
     memory and gives the same gradient to rounding. `auto` finds the largest equal share of the
     batch that fits when a run begins; a resumed run keeps it."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Decides the weights at the start, the order of the data and dropout."""
+    """Determines the initial weights, the order of the data and dropout."""
 
     optimizer: Annotated[OptimizerConfig, OnResume.GOES_ON] = MuonConfig()
-    """What a step does with the gradient."""
+    """How a step updates the weights from the gradient."""
     schedule: Annotated[ScheduleConfig, OnResume.GOES_ON] = CosineConfig()
-    """What multiplies every learning rate from step to step."""
+    """The factor of every learning rate at each step."""
     grad_clip: Annotated[float | None, OnResume.GOES_ON] = Field(default=1.0, gt=0)
     """Largest norm of the gradient of all parameters; a larger one is scaled down. None: any."""
     z_loss: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
@@ -73,7 +73,7 @@ class TrainConfig(Config):
     """By how much an update moves the selection bias of each expert towards an equal load (0.001 in
     2408.15664)."""
     max_bad_steps: Annotated[Count, OnResume.TAKEN] = 10
-    """Stop after so many steps in a row whose loss or gradient was not finite."""
+    """Stop after this many steps in a row whose loss or gradient was not finite."""
 
     device: Annotated[str, OnResume.ROUNDED] = "auto"
     """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:N` or `mps`."""
@@ -181,9 +181,9 @@ class Recipe(Config):
     """One training run, from raw text to a model."""
 
     name: Annotated[str, OnResume.TAKEN]
-    """Of the run; its folder is `runs/NAME` where none is given."""
+    """Name of the run; its folder is `runs/NAME` unless another is given."""
     description: Annotated[str, OnResume.TAKEN] = ""
-    """For people: the hardware it was written for, the time it takes, what it reached."""
+    """For people: the hardware it was written for, its duration, its results."""
     init: str | None = None
     """A trained model to start from: a run directory, a Hugging Face directory or a hub id. It
     gives the architecture (`model` holds what differs, dropout for one) and, where none is named,

@@ -1,1 +1,1 @@
-"""What a training run tells: metrics, charts, a page, trackers."""
+"""The reports of a training run: metrics, charts, a page, trackers."""

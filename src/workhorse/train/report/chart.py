@@ -22,7 +22,7 @@ class Series:
 
 
 def line_chart(title: str, series: Sequence[Series], unit: str = "") -> str:
-    """The chart as an `<svg>` element; an empty string where there is nothing to draw."""
+    """The chart as an `<svg>` element; an empty string if there is nothing to draw."""
     lines = [Series(one.name, thinned(one.points), one.marked) for one in series]
     lines = [line for line in lines if line.points]
     if not lines:
@@ -79,7 +79,7 @@ def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:
 
 
 def clipped_range(values: Sequence[float]) -> tuple[float, float]:
-    """The least value and a top that a few spikes cannot push away."""
+    """The least value, and an upper limit that a few spikes do not affect."""
     ordered = sorted(values)
     typical = ordered[int(0.98 * (len(ordered) - 1))]
     return ordered[0], min(ordered[-1], typical + 0.5 * (typical - ordered[0])) or ordered[-1]

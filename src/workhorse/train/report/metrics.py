@@ -1,4 +1,4 @@
-"""`metrics.jsonl`: everything a run tells, one JSON object a line, in the order of its steps.
+"""`metrics.jsonl`: the events of a run, one JSON object per line, in the order of its steps.
 
 Every line has `kind` and `step` (steps done when it was written):
 
@@ -43,9 +43,9 @@ class MetricsFile:
 
     Args:
         path: of the file.
-        step: keep the lines up to this step, of a run that goes on after it. Later lines, and one
-            cut short, were written by a process that died, and their steps will be done again. So
-            were changes at the step itself: they are in no checkpoint yet.
+        step: the step after which the run continues. Later lines, and an incomplete one, were
+            written by a process that died, and are dropped: their steps will be done again. So are
+            changes at the step itself, which no checkpoint holds yet.
 
     Raises:
         WorkhorseError: the file is not one of metrics.
@@ -61,7 +61,7 @@ class MetricsFile:
         self._file: IO[str] | None = None
 
     def open(self) -> None:
-        """Put the file in order, to be written from now on; until then it is as it was."""
+        """Drop the later lines and open the file for writing; until then it is unchanged."""
         write_atomically(self._path, "".join(self._kept))
         self._file = self._path.open("a", encoding="utf-8", newline="\n")
 
@@ -87,10 +87,10 @@ def read_metrics(path: Path) -> list[Event]:
 
 
 def _events(path: Path) -> list[tuple[str, Event]]:
-    """Each whole line with what it says; the last line may be cut short.
+    """Each whole line with its event; the last line may be incomplete.
 
     Raises:
-        WorkhorseError: the file cannot be read, or holds what no run wrote.
+        WorkhorseError: the file cannot be read, or was not written by a run.
     """
     if not path.exists():
         return []

@@ -1,4 +1,4 @@
-"""`report.html`: a run at one look, in one file that opens without a network."""
+"""`report.html`: a run at a glance, in one file that needs no network."""
 
 import json
 from collections.abc import Callable
@@ -16,11 +16,11 @@ from workhorse.writing import write_atomically
 
 LOAD_MAX, LOAD_ENTROPY = "expert_load_max", "expert_load_entropy"
 SAMPLED_TIMES = 4
-"""Samples are shown of the first time they were made, the last, and some between."""
+"""How many sets of samples are shown: the first, the last, and others between."""
 
 
 def write_report(run: RunDirectory) -> None:
-    """Write the report of a run from its metrics; one that is there already is replaced.
+    """Write the report of a run from its metrics, replacing an earlier one.
 
     Raises:
         WorkhorseError: the disk is full or refuses.
@@ -33,7 +33,7 @@ def write_report(run: RunDirectory) -> None:
 
 
 def contents(run: RunDirectory) -> dict[str, Any]:
-    """What the template shows; of lines of metrics that were removed, nothing."""
+    """The data of the template; removed lines of metrics are left out."""
     events = read_metrics(run.metrics_file)
     of_kind: dict[str, list[Event]] = {}
     for event in events:
@@ -56,7 +56,7 @@ def contents(run: RunDirectory) -> dict[str, Any]:
 
 
 def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
-    """The run in a few numbers, each with what it is."""
+    """The key figures of the run, each with its label."""
     steps = of_kind.get("step", [])
     rows: list[tuple[str, str]] = []
     of_steps = ""
@@ -144,13 +144,13 @@ def charts(of_kind: dict[str, list[Event]]) -> list[str]:
 
 
 def series(name: str, events: list[Event], key: str) -> Series:
-    """A value over the steps; what was not finite stands as null and is left out."""
+    """A value over the steps; null, which stands for numbers that are not finite, is left out."""
     points = [(event["step"], event[key]) for event in events if event.get(key) is not None]
     return Series(name, points)
 
 
 def validation_series(events: list[Event], key: str) -> list[Series]:
-    """A value of the validations; those on a part of the split apart from those on all of it."""
+    """A value of the validations, with separate lines for part of the split and all of it."""
     parts = [event for event in events if not _is_whole(event)]
     whole = [event for event in events if _is_whole(event)]
     names = ("validation on a part", "on all of it") if parts else ("", "validation")
@@ -165,12 +165,12 @@ def _is_whole(validation: Event) -> bool:
 def over_mixtures(
     name: str, events: list[Event], key: str, of: Callable[[list[float]], float]
 ) -> Series:
-    """A figure of each mixture as one over the steps."""
+    """A figure that each mixture has, combined to one, over the steps."""
     return Series(name, [(event["step"], of(event[key])) for event in events if event.get(key)])
 
 
 def chosen(events: list[Event]) -> list[Event]:
-    """A few of the times samples were made, evenly spread, the last among them."""
+    """A few sets of samples, evenly spread, including the last."""
     if len(events) <= SAMPLED_TIMES:
         return events
     last = len(events) - 1

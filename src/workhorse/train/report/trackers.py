@@ -1,4 +1,4 @@
-"""Metrics to the services people watch runs in: each optional, imported when asked for."""
+"""Metrics for experiment trackers: each optional, imported when it is used."""
 
 import importlib
 from collections.abc import Callable

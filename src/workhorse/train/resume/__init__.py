@@ -1,1 +1,1 @@
-"""Going on with a run that stopped."""
+"""Resuming a run."""

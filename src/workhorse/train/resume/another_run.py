@@ -1,4 +1,4 @@
-"""The command that begins another run, for changes that a run itself cannot make."""
+"""The command that begins a new run, for changes that a resumed run cannot make."""
 
 import shlex
 from collections.abc import Sequence
@@ -17,7 +17,7 @@ Settings = Sequence[tuple[str, Any]]
 """Dotted names with plain values."""
 
 FROM_THE_BEGINNING = ("train.seed", "tokenizer", "init")
-"""What decides the weights at the start, or what a token is: no weights can be taken over."""
+"""Settings that determine the initial weights or the tokens: weights cannot be taken over."""
 
 
 def fresh(run: RunDirectory, recipe: Recipe, changed: Sequence[str]) -> bool:
@@ -42,14 +42,14 @@ def from_weights(run: RunDirectory, settings: Settings) -> Settings:
 
 
 def command(run: RunDirectory, settings: Settings) -> str:
-    """`workhorse train` on a run's own recipe with settings, into a folder that is free."""
+    """`workhorse train` on a run's own recipe with settings, into an unused folder."""
     words = ["workhorse", "train", str(run.path)]
     words += [f"{name}={_yaml(value)}" for name, value in settings]
     return shlex.join([*words, "--out", _free_name(run)])
 
 
 def spare(recipe: Recipe, name: str, value: Any) -> Any:
-    """A setting's value; of a section only what is not a default."""
+    """A setting's value; of a section only the keys that are not defaults."""
     section: Any = recipe
     for part in name.split("."):
         section = getattr(section, part, None)

@@ -9,7 +9,7 @@ import torch
 
 
 def random_state() -> dict[str, Any]:
-    """Of Python, NumPy and PyTorch on the CPU and on each CUDA device that is in use."""
+    """The state of Python, NumPy and PyTorch on the CPU and on each CUDA device in use."""
     version, words, gauss = random.getstate()
     kind, keys, *rest = cast(tuple[Any, ...], np.random.get_state(legacy=True))
     on_cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
@@ -22,7 +22,7 @@ def random_state() -> dict[str, Any]:
 
 
 def set_random_state(state: dict[str, Any]) -> None:
-    """Put every generator back where `random_state` found it."""
+    """Restore every generator to a result of `random_state`."""
     version, words, gauss = state["python"]
     random.setstate((version, tuple(words), gauss))
     kind, keys, *rest = state["numpy"]
@@ -34,7 +34,7 @@ def set_random_state(state: dict[str, Any]) -> None:
 
 
 def seed_everything(seed: int) -> None:
-    """Start every generator from one number."""
+    """Seed every generator with the same number."""
     random.seed(seed)
     np.random.seed(seed % 2**32)
     torch.manual_seed(seed)

@@ -1,7 +1,7 @@
-"""Going on with a run: from which checkpoint, and with what changed.
+"""Resuming a run: from which checkpoint, and with which changes of its recipe.
 
-What may change stands in the configs, see `workhorse.on_resume`. What may not is refused with the
-command that begins the run that was meant.
+The configs declare which settings may change, see `workhorse.on_resume`. Other changes are refused
+with the command that begins a new run with them.
 """
 
 import shlex
@@ -19,12 +19,12 @@ from workhorse.train.report.metrics import read_metrics
 from workhorse.train.resume.another_run import command, fresh, from_weights, spare
 
 SHOWN = 40
-"""Characters of a value that a message shows."""
+"""The most characters of a value that a message shows."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A setting that has another value from now on."""
+    """A setting with a new value."""
 
     setting: str
     """Dotted name: of a section, where it is of another kind."""
@@ -44,21 +44,21 @@ class Change:
 
 @dataclass(frozen=True)
 class Resumption:
-    """Where a run goes on, and what has changed in its recipe since."""
+    """Where a run continues, and the changes of its recipe."""
 
     step: int = 0
-    """Steps done; 0 where there is no checkpoint yet."""
+    """Steps done; 0 without a checkpoint."""
     rows: int = 0
     """Rows of the data read."""
     state: dict[str, Any] = field(default_factory=dict)
-    """Of the checkpoint; empty where there is none yet."""
+    """State of the checkpoint; empty without one."""
     changes: list[Change] = field(default_factory=list)
     notices: list[str] = field(default_factory=list)
     checkpoint: Checkpoint | None = None
-    """What it goes on from; None at the start, and where it was only asked about."""
+    """The checkpoint to continue from; None at the start, or if only its state was read."""
 
     def micro_batch_size(self, batch_size: int) -> int | Literal["auto"]:
-        """The size that trying found, unless the batch size has changed since."""
+        """The size that `auto` determined, unless the batch size has changed since."""
         tried_on = self.state.get("recipe", {}).get("train", {}).get("batch_size", batch_size)
         return self.state["micro_batch_size"] if tried_on == batch_size else "auto"
 
@@ -66,18 +66,18 @@ class Resumption:
 def plan_resumption(
     run: RunDirectory, recipe: Recipe, newest: Callable[[Callable[[str], None]], Any] | None = None
 ) -> Resumption:
-    """Find where a run goes on and compare its recipe with the one it is resumed with.
+    """Find where a run continues, and compare its recipe with the one to resume it with.
 
     Writes nothing.
 
     Args:
         run: the run.
-        recipe: to go on with.
-        newest: gives the newest whole checkpoint; None: only its state is read.
+        recipe: to continue with.
+        newest: returns the newest whole checkpoint; None: only its state is read.
 
     Raises:
-        WorkhorseError: what was saved cannot be gone on from, a setting may not change, the text is
-            another, or more steps are done than the recipe has.
+        WorkhorseError: no saved checkpoint can be used, a setting may not change, the text is
+            different, or more steps are done than the recipe has.
     """
     skipped: list[str] = []
     checkpoint = None
@@ -110,10 +110,10 @@ def plan_resumption(
 
 
 def resumed_recipe(fields: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
-    """The fields of a recipe to resume a run with, where it names a model to start from.
+    """The fields of a recipe that resumes a run and has an `init`.
 
-    That model is in the run by now and need not be where it was: architecture and tokenizer come
-    from the run's own recipe, as if written into this one.
+    The model that it names may be gone by now: architecture and tokenizer come from the run's own
+    recipe, as if written into this one.
     """
     own = run.recipe()
     if not isinstance(fields.get("init"), str) or fields["init"] != own.get("init"):
@@ -122,10 +122,10 @@ def resumed_recipe(fields: dict[str, Any], run: RunDirectory) -> dict[str, Any]:
 
 
 def check_same_run(run: RunDirectory, recipe: Recipe, at: Resumption, now: dict[str, Any]) -> None:
-    """Compare what a checkpoint was trained with and what the run has now.
+    """Refuse to resume with another model, tokenizer or data than the checkpoint's.
 
     Raises:
-        WorkhorseError: the model's config, the tokenizer or the data are others.
+        WorkhorseError: the model's config, the tokenizer or the data differ.
     """
     for what in ("config", "tokenizer"):
         if at.state[what] != now[what]:
@@ -159,7 +159,7 @@ def differences(
 
 
 def _check_nothing_saved(run: RunDirectory, skipped: list[str]) -> None:
-    """Raise WorkhorseError where there is something to lose by beginning at step 0."""
+    """Raise WorkhorseError if beginning at step 0 would lose saved work."""
     store = run.store()
     if skipped:
         remedy = "begin anew with another --out"
@@ -194,7 +194,7 @@ def _check_allowed(run: RunDirectory, recipe: Recipe, changes: list[Change]) -> 
 
 
 def _begin(run: RunDirectory, recipe: Recipe, refused: list[str]) -> str:
-    """What a new run would do that does what was meant, and the command that begins it."""
+    """A remedy for refused changes: a new run with them, and the command that begins it."""
     asked = [
         (change.setting, spare(recipe, change.setting, change.now))
         for change in changes_of(Recipe.from_dict(run.recipe()), recipe)
@@ -209,7 +209,7 @@ def _begin(run: RunDirectory, recipe: Recipe, refused: list[str]) -> str:
 
 
 def _check_files(run: RunDirectory, recipe: Recipe, step: int, fingerprint: str) -> None:
-    """Raise WorkhorseError where the files show that the text is another, before it is read."""
+    """Raise WorkhorseError if the files show, without reading them, that the text is different."""
     changed = file_changes(recipe.data, run.data_folder, fingerprint)
     if changed is not None and changed.text_changed:
         raise _other_text(run, recipe, step, str(changed))
@@ -224,7 +224,7 @@ def _other_text(run: RunDirectory, recipe: Recipe, step: int, files: str) -> Wor
 
 
 def _rates(before: Recipe, now: Recipe, step: int) -> list[str]:
-    """What the learning rate jumps to, where it does not go on as before."""
+    """A remark on a jump of the learning rate, if there is one."""
     old, new = before.train, now.train
     if step == 0 or step >= new.steps:
         return []
@@ -248,7 +248,7 @@ def _rates(before: Recipe, now: Recipe, step: int) -> list[str]:
 
 
 def _other_rate(before: Recipe, now: Recipe) -> list[str]:
-    """That the rate of Muon is not the only one, where it alone changes."""
+    """A remark that Muon's learning rate is not the only one, if it alone changes."""
     old, new = before.train.optimizer, now.train.optimizer
     if not isinstance(old, MuonConfig) or not isinstance(new, MuonConfig):
         return []

@@ -1,4 +1,4 @@
-"""How the C library hands out memory while a model is trained on a CPU."""
+"""The C library's memory allocation while a model is trained on a CPU."""
 
 import contextlib
 import ctypes
@@ -16,8 +16,8 @@ _KEEP = {
     _TOP_PAD: 2**26,  # bytes that the heap grows by at least
 }
 _USUAL = {_MMAP_MAX: 2**16, _MMAP_THRESHOLD: 2**25, _TRIM_THRESHOLD: 2**26, _TOP_PAD: 2**17}
-"""What glibc begins with, its thresholds where they come to stand once a block of 32 MiB was freed:
-after the first `mallopt` they no longer rise by themselves."""
+"""glibc's defaults, with the thresholds that it reaches once a block of 32 MiB was freed: after the
+first `mallopt` they no longer rise by themselves."""
 
 _lock = threading.Lock()
 _users = 0
@@ -25,11 +25,11 @@ _users = 0
 
 @contextlib.contextmanager
 def keep_freed_memory(device: torch.device) -> Iterator[None]:
-    """While a model is trained on a CPU: let glibc keep what is freed; elsewhere do nothing.
+    """While a model is trained on a CPU, let glibc keep freed memory; elsewhere do nothing.
 
-    It gives every large block back to the system and fetches it anew, and the system clears each
-    page of it: 22 % of a step of GPT-2 in bfloat16 on two cores. The options are the process's, so
-    the last to leave resets them, and gives back what was kept.
+    By default glibc returns every large block to the system and allocates it again, and the system
+    clears each of its pages: 22 % of a step of GPT-2 in bfloat16 on two cores. The options belong
+    to the process, so the last context to exit resets them and returns the memory.
 
     Args:
         device: where the model is trained.
@@ -53,10 +53,10 @@ def keep_freed_memory(device: torch.device) -> Iterator[None]:
 
 
 def give_back_freed_memory() -> None:
-    """Let glibc return what was freed so far, once; elsewhere do nothing.
+    """Let glibc return the memory freed so far, once; elsewhere do nothing.
 
-    What building a model leaves between its tensors is too scattered for a step to use: 170 MiB of
-    GPT-2 in bfloat16.
+    The gaps that building a model leaves between its tensors are too scattered for a step to use:
+    170 MiB for GPT-2 in bfloat16.
     """
     _call("malloc_trim", 0)
 
@@ -67,6 +67,6 @@ def _set(options: dict[int, int]) -> None:
 
 
 def _call(function: str, *arguments: int) -> Any:
-    """Call a function of glibc, where the C library is that."""
+    """Call a function of glibc, if that is the C library."""
     with contextlib.suppress(AttributeError, OSError, TypeError):  # another one, or Windows
         return getattr(ctypes.CDLL(None), function)(*arguments)

@@ -1,4 +1,4 @@
-"""The step that trains a decoder: what it is made of on a device, in a precision."""
+"""Building the step that trains a decoder, for a device and a precision."""
 
 import torch
 
@@ -29,15 +29,15 @@ from workhorse.transforms.native_training import Gemm, replace_embeddings, train
 def build_step(
     decoder: Decoder, config: TrainConfig, device: torch.device, batch: Batch | None = None
 ) -> TrainingStep:
-    """The step that trains a float32 decoder, whose weights it may narrow.
+    """The step that trains a float32 decoder, whose weights it may round to bfloat16.
 
-    On a CPU it is built and run within `keep_freed_memory`, without which it is slower.
+    On a CPU, build and run it within `keep_freed_memory`; otherwise it is slower.
 
     Args:
-        decoder: on the device, with the weights to start from.
+        decoder: on the device, with the initial weights.
         config: how it is trained.
-        device: where.
-        batch: of a step, on the CPU, by which `micro_batch_size=auto` is found; else not needed.
+        device: where it is trained.
+        batch: of a step, on the CPU, to determine `micro_batch_size=auto`; otherwise not needed.
 
     Raises:
         WorkhorseError: nothing is to be trained, or no micro-batch fits into memory.
@@ -86,7 +86,7 @@ def build_step(
 
 
 def measured_peak(config: TrainConfig, device: torch.device) -> float:
-    """Floating-point operations a second of the products that training multiplies with."""
+    """Floating-point operations per second of the gemms that training uses."""
     dtype = training_dtype(config.dtype, device)
     unit = training_operators(device, dtype).matrix_unit
     multiply = product if unit is None else Gemm(unit, config.matmul_precision)
@@ -95,7 +95,7 @@ def measured_peak(config: TrainConfig, device: torch.device) -> float:
 
 
 def training_operators(device: torch.device, dtype: torch.dtype) -> Operators:
-    """The native operators that training in a type can use there, waited for."""
+    """The native operators that training in a dtype can use on a device; waits for the compiler."""
     if device.type != "cpu" or dtype == torch.float16:
         return Operators()
     return resolve("training", "matrix_unit", wait=True)

@@ -29,6 +29,6 @@ class LossScale:
         return {"enabled": self.enabled, "value": self.value, "good_steps": self.good_steps}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Go on from a state; one of another dtype, which scaled or did not, says nothing."""
+        """Continue from a state; one saved in training without this scaling is ignored."""
         if state.get("enabled", self.enabled) == self.enabled:
             self.value, self.good_steps = state["value"], state["good_steps"]

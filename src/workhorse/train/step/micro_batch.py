@@ -1,4 +1,4 @@
-"""`micro_batch_size: auto`: all of a batch, half of it, a quarter …: what memory has room for."""
+"""`micro_batch_size: auto`: the largest of a batch, half of it, a quarter … that fits in memory."""
 
 import math
 import sys
@@ -12,21 +12,21 @@ from workhorse.train.resume.random_state import random_state, set_random_state
 from workhorse.train.step.step import TrainingStep
 
 MARGIN = 0.1
-"""Part of the free memory that is left alone: for validation, samples and the allocator's gaps."""
+"""Fraction of the free memory that is left for validation, samples and the allocator's gaps."""
 
 
 def fit_micro_batch(step: TrainingStep, batch: Batch) -> None:
     """Set a step's `micro_batch_size` to the largest share of a batch that fits.
 
     Rows of the batch pass forwards and backwards; weights, optimizer, gradients and random
-    generators are afterwards what they were. The update is left out: it needs as much for any size.
+    generators are restored afterwards. No update is tried: it needs the same memory for any size.
 
     Args:
-        step: not yet compiled, since each new number of rows would be compiled anew.
+        step: not yet compiled, since each number of rows would be compiled separately.
         batch: of the whole size, on the CPU.
 
     Raises:
-        WorkhorseError: no room for one row, or nobody can tell on this device.
+        WorkhorseError: not even one row fits, or free memory cannot be measured on this device.
     """
     check_fitting(step.device)
     before = random_state()
@@ -37,7 +37,7 @@ def fit_micro_batch(step: TrainingStep, batch: Batch) -> None:
 
 
 def check_fitting(device: torch.device) -> None:
-    """Raise WorkhorseError if nobody can tell what fits on this device."""
+    """Raise WorkhorseError if free memory cannot be measured on this device."""
     if device.type not in _FINDERS:
         raise WorkhorseError(
             f"micro_batch_size=auto works on CUDA and on a CPU, and device is {device}; "
@@ -51,13 +51,13 @@ def check_fitting(device: torch.device) -> None:
 
 
 def _downwards(step: TrainingStep, batch: Batch) -> int:
-    """On CUDA, where what is too much is refused and no harm done."""
+    """Try sizes from the largest, on CUDA, where running out of memory is a harmless error."""
     for size in shares(len(batch.tokens)):
         torch.cuda.empty_cache()
         free, _ = torch.cuda.mem_get_info(step.device)
         try:
             _try(step, batch, size)
-            left, _ = torch.cuda.mem_get_info(step.device)  # what was freed is still reserved
+            left, _ = torch.cuda.mem_get_info(step.device)  # freed memory is still reserved
         except torch.OutOfMemoryError:
             left = 0
         torch.cuda.empty_cache()
@@ -67,7 +67,10 @@ def _downwards(step: TrainingStep, batch: Batch) -> int:
 
 
 def _upwards(step: TrainingStep, batch: Batch) -> int:
-    """On a CPU, where a process that takes too much is ended: as long as the next size will fit."""
+    """Try sizes from the smallest while the next is sure to fit, on a CPU.
+
+    There the system kills a process that takes too much.
+    """
     free, start = free_memory(), resident()
     assert free is not None  # `check_fitting` refused
     budget = int(free * (1 - MARGIN))
@@ -98,7 +101,7 @@ def shares(rows: int) -> list[int]:
 
 
 def _try(step: TrainingStep, batch: Batch, size: int) -> None:
-    """Two micro-batches, of which the second finds the gradient of the first; or the whole."""
+    """Pass two micro-batches, the second adding to the gradient of the first; or the batch."""
     step.micro_batch_size = size
     try:
         step.backward(batch.rows(0, 2 * size))

@@ -1,4 +1,4 @@
-"""The precision that passes run in, where the weights' own type does not say it."""
+"""The precision of forward and backward passes, if it is not simply the dtype of the weights."""
 
 import contextlib
 from collections.abc import Iterator
@@ -15,9 +15,9 @@ class Precision:
     `optim.master_weights`.
 
     Args:
-        device: where the passes run.
+        device: of the passes.
         dtype: float16, or float32 for no autocast.
-        matmul: precision of float32 products, `highest` or `high`.
+        matmul: precision of float32 gemms, `highest` or `high`.
     """
 
     def __init__(self, device: torch.device, dtype: torch.dtype, matmul: str = "highest") -> None:
@@ -27,9 +27,9 @@ class Precision:
 
     @contextlib.contextmanager
     def products(self) -> Iterator[None]:
-        """Around passes on CUDA: PyTorch's precision of float32 products, which is the process's.
+        """Set PyTorch's process-wide precision of float32 gemms around passes on CUDA.
 
-        On a CPU see `Gemm`; PyTorch's attention took twice as long with PyTorch's `high`.
+        On a CPU see `Gemm`; there PyTorch's attention took twice as long with PyTorch's `high`.
         """
         if self.device.type != "cuda":
             yield

@@ -15,16 +15,16 @@ from workhorse.train.step.precision import Precision
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step found."""
+    """The figures of a step."""
 
     loss: float
-    """As the objective shows it, mean over what counts: of next tokens the cross-entropy, nats."""
+    """The objective's loss as shown, a mean: for next tokens the cross-entropy in nats."""
     grad_norm: float
-    """Of the whole gradient, before it is shortened."""
+    """Norm of the whole gradient, before clipping."""
     tokens: int
-    """What counted: of next tokens the predictions."""
+    """The denominator of the mean: for next tokens the number of predictions."""
     terms: dict[str, float] = field(default_factory=dict)
-    """The objective's other figures, means likewise: `z_loss` and `balance_loss` where they have a
+    """The objective's other figures, also means: `z_loss` and `balance_loss` if these have a
     weight."""
 
     @property
@@ -34,16 +34,16 @@ class StepResult:
 
 
 class TrainingStep:
-    """Does steps, in two halves so that the next batch can be read while a device works.
+    """Performs steps, in two halves so that the next batch can be read while a device works.
 
     Args:
-        objective: what is made less; holds the decoder.
+        objective: holds the decoder and returns the loss to minimise.
         optimizer: of its parameters.
-        device: where the rows go.
+        device: of the model.
         precision: makes the contexts that passes run in.
         scale: of the loss.
-        micro_batch_size: rows that pass through at once.
-        grad_clip: longest gradient; None for any.
+        micro_batch_size: rows per pass.
+        grad_clip: largest norm of the gradient; None for no limit.
     """
 
     def __init__(
@@ -68,13 +68,13 @@ class TrainingStep:
         """The means of what `backward` saw beside the loss."""
 
     def backward(self, batch: Rows) -> tuple[Tensor, int]:
-        """Leave the gradient of the batch's mean loss on the parameters.
+        """Compute the gradient of the batch's mean loss, left on the parameters.
 
         The sum over micro-batches is divided by the count of the whole batch, so that the gradient
-        does not depend on how they are spread.
+        does not depend on how rows are distributed over them.
 
         Returns:
-            The mean loss as it is shown, still on the device, and how much counted.
+            The mean loss as shown, still on the device, and the count.
         """
         with self.precision.products():
             return self._backward(batch)
@@ -120,6 +120,6 @@ class TrainingStep:
         return result
 
     def forget(self) -> None:
-        """Drop what `backward` left, without an update."""
+        """Discard the gradient that `backward` left, without an update."""
         self.optimizer.masters.zero_grad()
         self.objective.forget()

@@ -1,4 +1,4 @@
-"""What stands before and after every whole text: bos, eos, or nothing."""
+"""The tokens before and after every whole text: bos, eos, or none."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -16,7 +16,7 @@ def affixes(post_processor: dict[str, Any] | None) -> tuple[Ids, Ids]:
     """The ids before and after a text, by the `post_processor` of a `tokenizer.json`.
 
     Raises:
-        WorkhorseError: one that does something else with a text.
+        WorkhorseError: the post-processor does anything else with a text.
     """
     try:
         return _affixes(post_processor)
@@ -61,7 +61,7 @@ def _around_text(single: list[dict[str, Any]], tokens: dict[str, Any]) -> tuple[
 def set_affixes(
     backend: tokenizers.Tokenizer, before: Sequence[str] = (), after: Sequence[str] = ()
 ) -> None:
-    """Name the tokens that stand before and after every text, instead of those that did so far."""
+    """Replace the tokens that stand before and after every text."""
     names = dict.fromkeys((*before, *after))
     backend.post_processor = processors.TemplateProcessing(  # pyright: ignore
         single=[*before, "$A", *after],

@@ -11,17 +11,17 @@ from tokenizers import AddedToken
 from workhorse.errors import WorkhorseError, shown
 
 MAX_TOKEN_ID = 2**21
-"""No vocabulary comes near; tables as long as a larger id would fill the memory."""
+"""Far more than any vocabulary; a table as long as a larger id could fill the memory."""
 
 ORIGINAL = "give its files as they were made, or use another tokenizer"
-"""What to do about a tokenizer that is not sound."""
+"""The remedy for a tokenizer that is damaged."""
 
 
 def library_tokenizer(definition: str) -> tokenizers.Tokenizer:
     """The library's tokenizer, without truncation and padding.
 
     Raises:
-        WorkhorseError: not such a text, or ids beyond `MAX_TOKEN_ID`.
+        WorkhorseError: this is not a `tokenizer.json`, or it has ids beyond `MAX_TOKEN_ID`.
     """
     with library_errors("not a tokenizer.json", "give a file that the tokenizers library wrote"):
         backend = tokenizers.Tokenizer.from_str(definition)
@@ -33,7 +33,7 @@ def library_tokenizer(definition: str) -> tokenizers.Tokenizer:
 
 
 def rules(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
-    """What a part of a `tokenizer.json` (its normalizer, its decoder) does, one rule at a time."""
+    """The rules of a part of a `tokenizer.json` (its normalizer, its decoder), one by one."""
     if part is None:
         return
     if part["type"] != "Sequence":
@@ -45,7 +45,7 @@ def rules(part: Mapping[str, Any] | None) -> Iterator[Mapping[str, Any]]:
 
 
 def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> None:
-    """Put tokens beside the vocabulary, each normalized where it says so.
+    """Add tokens outside the vocabulary, each normalized if its flag says so.
 
     Raises:
         WorkhorseError: the normalizer fails at one.
@@ -56,9 +56,9 @@ def add_tokens(backend: tokenizers.Tokenizer, tokens: Sequence[AddedToken]) -> N
 
 @contextmanager
 def library_errors(fact: str, remedy: str) -> Iterator[None]:
-    """What the library raises as one line. It raises bare Exception, and panics with worse.
+    """Turn the library's errors into one line: it raises bare `Exception`, or panics.
 
-    A panic (a regular expression that never comes to an end, for one) it also prints on stderr.
+    A panic (of an endless regular expression, for one) is also printed on stderr.
     """
     try:
         yield
@@ -70,11 +70,11 @@ def library_errors(fact: str, remedy: str) -> Iterator[None]:
 
 
 def ids_of(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
-    """The ids of several texts, nothing put before or after them.
+    """The ids of several texts, without tokens before or after them.
 
     Raises:
-        WorkhorseError: something else than texts; one that holds half a surrogate pair, which no
-            UTF-8 can say; or one that the tokenizer fails at, as without an unk token.
+        WorkhorseError: these are not texts; one holds half a surrogate pair, which UTF-8 cannot
+            encode; or the tokenizer fails at one, such as without an unk token.
     """
     if isinstance(texts, str) or not isinstance(texts, Iterable):
         raise WorkhorseError(f"several texts to encode are a list, not {shown(texts)}; give one")
@@ -92,10 +92,10 @@ def ids_of(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int
 
 
 def checked_ids(ids: Sequence[int], vocab_size: int) -> list[int]:
-    """The same ids as Python has numbers.
+    """The same ids as Python ints.
 
     Raises:
-        WorkhorseError: something else than whole numbers, or one outside `[0, vocab_size)`.
+        WorkhorseError: they are not whole numbers, or one is outside `[0, vocab_size)`.
     """
     try:
         if isinstance(ids, bytes | bytearray):  # integers too, but of another meaning

@@ -1,6 +1,6 @@
-"""What a tokenizer is: one config class per algorithm, and `TokenizerConfig`, any of them.
+"""The configs of tokenizers: one class per algorithm, and `TokenizerConfig`, any of them.
 
-Sizes are in tokens. `vocab_size` counts everything: special tokens, bytes, characters, the rest.
+Sizes are in tokens. `vocab_size` counts all of them: special tokens, bytes, characters, the rest.
 """
 
 from typing import Annotated, Any, Literal, Self
@@ -20,8 +20,8 @@ class SpecialTokensConfig(Config):
     """The tokens that typed text never becomes; None leaves one out.
 
     Raises:
-        ConfigError: two tokens with one name, or a name of fewer than two characters (a single
-            character cannot be told from the same character in a text).
+        ConfigError: two tokens have the same name, or a name has fewer than two characters (a
+            single character cannot be distinguished from the same character in a text).
     """
 
     bos: str | None = "<|bos|>"
@@ -56,21 +56,21 @@ def check_names(names: tuple[str, ...]) -> None:
 
 
 def few_special_tokens() -> SpecialTokensConfig:
-    """The default where every token counts: eos alone."""
+    """The default for small vocabularies: eos alone."""
     return SpecialTokensConfig(bos=None, pad=None, chat=())
 
 
 class _TrainedConfig(Config):
-    """What all algorithms that learn a vocabulary have in common."""
+    """The fields that all algorithms with a learned vocabulary share."""
 
     vocab_size: VocabSize
-    """Tokens in all: special tokens, bytes, characters and what is learned."""
+    """Number of all tokens: special tokens, bytes, characters and learned ones."""
     special: SpecialTokensConfig = SpecialTokensConfig()
     """The tokens that typed text never becomes."""
 
     @property
     def fixed_tokens(self) -> tuple[str, ...]:
-        """The tokens that are there before anything is learned, in the order of their ids."""
+        """The tokens that exist before anything is learned, in the order of their ids."""
         return self.special.names
 
     @model_validator(mode="after")
@@ -97,7 +97,7 @@ class BpeConfig(_TrainedConfig):
 
     kind: Literal["bpe"] = "bpe"
     digits: Digits = 3
-    """At most so many digits in a token; 1 makes arithmetic easiest to learn, 3 texts shortest."""
+    """The most digits in a token; 1 makes arithmetic easiest to learn, 3 makes texts shortest."""
     min_frequency: int = Field(default=2, ge=1)
     """A pair seen less often is not merged, even if the vocabulary stays smaller."""
 
@@ -106,13 +106,13 @@ class BpeConfig(_TrainedConfig):
 
 
 class _SentencePieceConfig(_TrainedConfig):
-    """Spaces are the visible character U+2581, as in SentencePiece (1808.06226).
+    """Spaces become the visible character U+2581, as in SentencePiece (1808.06226).
 
-    A text that holds U+2581 itself comes back with a space instead.
+    A U+2581 in a text is decoded as a space.
     """
 
     digits: Digits = 1
-    """At most so many digits in a token."""
+    """The most digits in a token."""
     prefix_space: bool = True
     """Begin a text with a space, taken away on decoding, so that its first word is the same token
     as in the middle of a text (LLaMA does, Gemma does not)."""
@@ -141,9 +141,9 @@ class UnigramConfig(_SentencePieceConfig):
     special: SpecialTokensConfig = SpecialTokensConfig(bos="<s>", eos="</s>")
     """The tokens that typed text never becomes."""
     unk: str = "<unk>"
-    """The token of what has no token."""
+    """The token for characters without one."""
     byte_fallback: bool = True
-    """Spell characters without a token in bytes, so that none is unknown."""
+    """Spell characters without a token as bytes, so that none is unknown."""
 
     @property
     def fixed_tokens(self) -> tuple[str, ...]:
@@ -158,7 +158,7 @@ class WordPieceConfig(_TrainedConfig):
 
     kind: Literal["wordpiece"] = "wordpiece"
     unk: str = "[UNK]"
-    """The token of a word that cannot be put together from pieces."""
+    """The token for a word that cannot be composed of tokens."""
     lowercase: bool = False
     """Make every text lower-case first."""
     character_coverage: float = Field(default=0.9999, gt=0, le=1)
@@ -185,9 +185,9 @@ class CharactersConfig(Config):
 
     kind: Literal["characters"] = "characters"
     vocab_size: int | None = Field(default=None, ge=2, le=MAX_VOCAB_SIZE)
-    """At most so many tokens: the rarest characters become unknown. None: a token for each."""
+    """The most tokens; the rarest characters become unknown. None: a token for each character."""
     unk: str = "<|unk|>"
-    """The token of a character that has none."""
+    """The token for characters without one."""
     special: SpecialTokensConfig = Field(default_factory=few_special_tokens)
     """The tokens that typed text never becomes."""
 
@@ -204,7 +204,7 @@ class CharactersConfig(Config):
 
 
 class FileConfig(Config):
-    """A tokenizer that exists: nothing is trained."""
+    """An existing tokenizer; nothing is trained."""
 
     kind: Literal["file"] = "file"
     path: str
@@ -235,7 +235,7 @@ def tokenizer_config(fields: dict[str, Any]) -> TokenizerConfig:
     """The config that plain data with a `kind` describes.
 
     Raises:
-        ConfigError: an unknown kind or key, or a value that cannot be.
+        ConfigError: a kind or key is unknown, or a value is invalid.
     """
     try:
         return _AnyTokenizer.from_dict({"tokenizer": fields}).tokenizer

@@ -1,9 +1,9 @@
-"""A text in which control tokens are marked is encoded whole, and nothing else becomes one.
+"""Encoding a text in which control tokens are marked; nothing else in it becomes a control token.
 
-A chat is one text to a tokenizer: whether a space is put before a word, or eaten behind a token,
-depends on what stands around. So it cannot be encoded in parts, and yet only those control tokens
-may be found in it that the template wrote. Here they are found under other names: a tokenizer with
-the same vocabulary whose control tokens are spelled in a way that nobody who types can know.
+A chat must be encoded as one text: whether a space is added before a word, or removed after a
+token, depends on its surroundings. Yet only the control tokens that the template wrote may be found
+in it. So they are found under other names: the tokenizer used here has the same vocabulary, but its
+control tokens are spelled in a way that nobody who types a message can know.
 """
 
 import json
@@ -18,7 +18,7 @@ from workhorse.tokenizers.guard import guarded, reachable
 
 
 class ControlEncoder:
-    """Encodes texts whose control tokens `mark` has spelled.
+    """Encodes texts whose control tokens were written by `mark`.
 
     Args:
         definition: of the tokenizer, as in its `tokenizer.json`.
@@ -51,10 +51,10 @@ class ControlEncoder:
         return self._spelled
 
     def mark(self, name: str) -> str:
-        """How to write a control token in a text for `encode`."""
+        """The spelling of a control token in a text for `encode`."""
         return self._spelled[name]
 
     def encode(self, text: str) -> list[int]:
-        """The ids of a text: marked control tokens as such, all the rest as typed text."""
+        """The ids of a text: marked control tokens as such, everything else as typed text."""
         (ids,) = ids_of(self._backend, [text])
         return [self._id_of.get(number, number) for number in ids]

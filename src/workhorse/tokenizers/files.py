@@ -42,7 +42,7 @@ _ALL_FILES = (
     ADDED_TOKENS,
     TEMPLATE,
 )
-"""What may lie in a folder and be read as part of its tokenizer."""
+"""The files that may be read as part of a folder's tokenizer."""
 INSIDE = "tokenizer"
 """Where a run directory, and a folder in our own format, keeps its tokenizer."""
 
@@ -96,7 +96,7 @@ def _has_tokenizer(folder: Path) -> bool:
 def folder_texts(
     definition: str, roles: Mapping[str, str], templates: Mapping[str, str]
 ) -> dict[str, str]:
-    """The files that say what a tokenizer is, by name."""
+    """The files that define a tokenizer, by name."""
     settings = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
@@ -109,7 +109,7 @@ def folder_texts(
 
 
 def check_output_folder(folder: str | Path) -> None:
-    """Refuse to save where something else would be lost, before the work and not after it.
+    """Refuse a folder, before the work begins, that holds anything but a tokenizer.
 
     Raises:
         WorkhorseError: the path is a file, or a folder with other things than a tokenizer in it.
@@ -122,9 +122,10 @@ def check_output_folder(folder: str | Path) -> None:
 
 
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write the files of a tokenizer. A new folder appears whole; in an old one, each file does.
+    """Write the files of a tokenizer: a new folder as a whole, in an existing one each file.
 
-    What another tokenizer left in an old folder, and would be read as part of this one, is removed.
+    Files of another tokenizer in an existing folder that would be read as part of this one are
+    removed.
 
     Raises:
         WorkhorseError: the disk is full or refuses.

@@ -1,7 +1,7 @@
-"""How much longer the rules of a `tokenizer.json` can make a text; beyond a bound it is refused.
+"""A bound on how much longer the rules of a `tokenizer.json` can make a text.
 
-Six rules in a row that each replace a character by ten make a million of one, and the library ends
-the whole process when the memory is full.
+Six rules in a row that each replace a character by ten make a million characters of one, and the
+library aborts the whole process when the memory is full.
 """
 
 import base64
@@ -13,9 +13,9 @@ from workhorse.tokenizers.backend import rules
 from workhorse.tokenizers.pieces import BYTE_ALPHABET
 
 MAX_GROWTH = 256
-"""Characters that one may become. Rules in use stay far below; NFKC of U+FDFA has 18."""
+"""The most characters that one may become. Rules in use stay far below; NFKC of U+FDFA has 18."""
 UTF8_BYTES = 4
-"""Of a character, at most."""
+"""The most bytes of a character."""
 
 
 def check_growth(definition: Mapping[str, Any]) -> None:
@@ -24,7 +24,7 @@ def check_growth(definition: Mapping[str, Any]) -> None:
     A regular expression counts as one that matches a character or more.
 
     Raises:
-        WorkhorseError: it is such a one.
+        WorkhorseError: its rules can.
     """
     before = [*rules(definition.get("normalizer")), *rules(definition.get("pre_tokenizer"))]
     _check("normalizer and pre-tokenizer", before)

@@ -31,7 +31,7 @@ def reachable(definition: dict[str, Any], also: Iterable[str] = ()) -> list[str]
 
 
 def _found_in_text(model: dict[str, Any]) -> set[str]:
-    """The strings that a model can make a token of."""
+    """The strings that a model can find as a token."""
     if model["type"] == "BPE" and not model.get("ignore_merges"):
         pairs = (pair.split(" ") if isinstance(pair, str) else pair for pair in model["merges"])
         return {left + right for left, right in pairs}

@@ -1,8 +1,8 @@
-"""What each token id adds to a text, in bytes, and text from ids that come one by one.
+"""The bytes that each token id adds to a text, and decoding of ids one by one.
 
-The decoders of the `tokenizers` library turn a whole list of ids into a text. A decoder for
-streaming needs more: what one id adds, whatever comes later. All decoders of language models can be
-read that way: a table of bytes per id, and perhaps a space to drop at the very start.
+The decoders of the `tokenizers` library turn a whole list of ids into a text. Streaming needs the
+bytes that one id adds, whatever follows. All decoders of language models can be expressed that way:
+a table of bytes per id, and perhaps a space to drop at the very start.
 """
 
 import codecs
@@ -29,13 +29,13 @@ _BYTE_OF = {character: value for value, character in enumerate(BYTE_ALPHABET)}
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 _WORDS = {"type": "WordPiece", "prefix": "\ue000no prefix", "cleanup": False}
-"""What no decoder comes to: tokens are words."""
+"""The decoder for a missing one: tokens are words."""
 
 Step = Callable[[str | bytes], str | bytes]
 
 
 class ByteToken(bytes):
-    """The byte of a token such as `<0x41>`: part of a character, and no text by itself."""
+    """The byte of a token such as `<0x41>`: part of a character rather than text."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Decoding:
 
     steps: tuple[Step, ...]
     first: Step | None = None
-    """What the first token of a text goes through before the steps, and loses its space by."""
+    """Applied to the first token of a text before the steps, to remove its space."""
     strip_start: bool = False
     """Drop one space at the start of a text."""
     strip_end: bool = False
@@ -137,11 +137,11 @@ def _clean(text: str) -> str:
 
 
 class StreamDecoder:
-    """Text from token ids that come one by one; the same text as decoding them at once.
+    """Decodes token ids one by one, to the same text as decoding them at once.
 
-    `push` gives what can no longer change: whole characters, and of tokens that are single bytes
-    those that are followed by something else, since a run of them that is no UTF-8 becomes one
-    U+FFFD for each. Other bytes that are no UTF-8 become U+FFFD too.
+    `push` returns text that can no longer change: whole characters. A run of single-byte tokens is
+    held back until another token follows, since a run that is not UTF-8 becomes one U+FFFD per
+    byte. Other bytes that are not UTF-8 become U+FFFD too.
     """
 
     def __init__(
@@ -156,7 +156,7 @@ class StreamDecoder:
         self._characters = codecs.getincrementaldecoder("utf-8")("replace")
 
     def push(self, token: int) -> str:
-        """The text that one more id completes; often empty inside a character."""
+        """The text that one more id completes; empty inside a character."""
         piece = self._piece_of(token, self._is_first)
         if piece is None:
             return ""
@@ -167,7 +167,7 @@ class StreamDecoder:
         return self._given(self._byte_run() + self._characters.decode(piece))
 
     def finish(self) -> str:
-        """What is left: U+FFFD if the ids end inside a character."""
+        """The text held back; U+FFFD if the ids end inside a character."""
         return self._given(self._byte_run() + self._characters.decode(b"", final=True))
 
     def _byte_run(self) -> str:

@@ -1,4 +1,4 @@
-"""What a tokenizer does with held-out text."""
+"""Measuring a tokenizer on held-out text."""
 
 import re
 from collections.abc import Iterable
@@ -22,7 +22,7 @@ class TokenizerReport:
     bytes: int
     """UTF-8 bytes of the texts."""
     words: int
-    """Runs of anything but white space."""
+    """Runs of characters other than white space."""
     tokens: int
     bytes_per_token: float
     """Higher is shorter; 1 for a byte tokenizer."""
@@ -33,7 +33,7 @@ class TokenizerReport:
     used_share: float
     """Share of the vocabulary that occurs at all."""
     changed_texts: int
-    """Texts that do not come back from `decode(encode(text))` as they were."""
+    """Texts that `decode(encode(text))` changes."""
     first_change: str | None
     """The first difference, as `'before' -> 'after'`."""
 

@@ -28,12 +28,12 @@ class Piece:
 
     id: int
     data: bytes
-    """What it adds to the text; of a character that several tokens spell, its part."""
+    """The bytes that it adds to the text; a part of a character that several tokens spell."""
     special: bool
 
     @property
     def text(self) -> str | None:
-        """The same as text; None where it is a part of a character."""
+        """The same as text; None if it is part of a character."""
         try:
             return self.data.decode()
         except UnicodeDecodeError:
@@ -56,15 +56,15 @@ class Tokenizer:
 
     Args:
         definition: the text of a `tokenizer.json`.
-        roles: the names of the `bos`, `eos`, `pad` and `unk` tokens, where there are such, and of
-            others that chat templates may know.
+        roles: the names of the `bos`, `eos`, `pad` and `unk` tokens, if any, and of others that
+            chat templates may use.
         chat_template: jinja source, if the tokenizer came with one; or several by name, of which
             `default` is the usual one.
         source: the files that it was read from, to write the same ones back.
 
     Raises:
-        WorkhorseError: not such a text, a role whose token is not in the vocabulary, or a decoder
-            that cannot stream.
+        WorkhorseError: the definition is not a `tokenizer.json`, a role's token is not in the
+            vocabulary, or the decoder cannot stream.
     """
 
     def __init__(
@@ -94,7 +94,7 @@ class Tokenizer:
         }
         """The control tokens that text becomes only with `allow_special`, and their ids."""
         self.vocab_size = 1 + max(self._backend.get_vocab().values(), default=-1)
-        """Every id is less; a vocabulary with gaps counts them."""
+        """Every id is less than this; gaps in the vocabulary count."""
         self.bos_id, self.eos_id, self.pad_id, self.unk_id = (self._role_id(r) for r in ROLES)
         self.prefix_ids, self.suffix_ids = affixes(self._definition["post_processor"])
         """The ids that stand before and after every whole text, as its maker declared."""
@@ -118,8 +118,8 @@ class Tokenizer:
                 Never for text that somebody else typed.
 
         Raises:
-            WorkhorseError: this is no text; it holds half a surrogate pair, which no UTF-8 can
-                say; or the tokenizer fails at it.
+            WorkhorseError: this is not a str; it holds half a surrogate pair, which UTF-8 cannot
+                encode; or the tokenizer fails at it.
         """
         return self.encode_batch([text], allow_special=allow_special)[0]
 
@@ -133,7 +133,7 @@ class Tokenizer:
         return 0 if self.unk_id is None else ids.count(self.unk_id)
 
     def encode_text(self, text: str, *, allow_special: bool = False) -> list[int]:
-        """The ids of a whole text as its model was given them: with `prefix_ids`, `suffix_ids`.
+        """The ids of a whole text as in its model's training: with `prefix_ids`, `suffix_ids`.
 
         With `allow_special` they are those of `AutoTokenizer(text)`; without, of
         `AutoTokenizer(text, split_special_tokens=True)`.
@@ -142,12 +142,12 @@ class Tokenizer:
         return [*self.prefix_ids, *ids, *self.suffix_ids]
 
     def encode_bytes(self, data: bytes) -> list[int]:
-        """The ids of any bytes; `decode_bytes` gives exactly them back.
+        """The ids of any bytes; `decode_bytes` returns exactly the same bytes.
 
-        Bytes that are UTF-8 are encoded as text, the others one by one.
+        Bytes that are UTF-8 are encoded as text, others one by one.
 
         Raises:
-            WorkhorseError: these are no bytes; or they are no UTF-8, and the tokenizer is not
+            WorkhorseError: these are not bytes; or they are not UTF-8, and the tokenizer is not
                 byte-level.
         """
         if not isinstance(data, bytes | bytearray):
@@ -165,7 +165,7 @@ class Tokenizer:
         return ids
 
     def decode(self, ids: Sequence[int], *, skip_special: bool = False) -> str:
-        """The text of some ids, as the `tokenizers` library decodes them; no UTF-8 is U+FFFD.
+        """The text of these ids as the `tokenizers` library decodes them; invalid UTF-8 is U+FFFD.
 
         Args:
             ids: token ids, each in `[0, vocab_size)`.
@@ -184,14 +184,14 @@ class Tokenizer:
         return [self.decode(ids, skip_special=skip_special) for ids in batch]
 
     def decode_bytes(self, ids: Sequence[int], *, skip_special: bool = False) -> bytes:
-        """The bytes of some ids, UTF-8 or not."""
+        """The bytes of these ids, UTF-8 or not."""
         pieces = self.pieces(ids)
         kept = [piece.id for piece in pieces if not (skip_special and piece.special)]
         pieces = pieces if len(kept) == len(pieces) else self.pieces(kept)
         return b"".join(piece.data for piece in pieces)
 
     def pieces(self, ids: Sequence[int]) -> list[Piece]:
-        """How a text is composed of its ids: the bytes of each, as `decode_bytes` has them.
+        """The tokens of a text with the bytes of each, which `decode_bytes` joins.
 
         Raises:
             WorkhorseError: an id outside the vocabulary, or what is no id.
@@ -279,7 +279,7 @@ class Tokenizer:
         write_folder(Path(folder), {name: text.encode() for name, text in texts.items()})
 
     def beginning_with(self, *tokens: str) -> "Tokenizer":
-        """This tokenizer, but whole texts begin with the tokens of these names.
+        """A copy of this tokenizer whose whole texts begin with the tokens of these names.
 
         Raises:
             WorkhorseError: there is no such token.
@@ -291,7 +291,7 @@ class Tokenizer:
         return Tokenizer(backend.to_str(), self.roles, self.chat_templates)
 
     def with_role(self, role: str, token: str) -> "Tokenizer":
-        """This tokenizer, but the token of this name plays a role, `bos` for one.
+        """A copy of this tokenizer in which the token of this name has a role, such as `bos`.
 
         Raises:
             WorkhorseError: there is no such token.
@@ -311,7 +311,7 @@ class Tokenizer:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of everything that decides the ids of a text, in hex."""
+        """SHA-256, in hex, of everything that determines the ids of a text."""
         facts = {"tokenizer": self._definition, "roles": self.roles}
         return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
@@ -324,12 +324,12 @@ class Tokenizer:
 
     @cached_property
     def _matching_special(self) -> tokenizers.Tokenizer:
-        """A twin that finds special tokens in a text. The library's switch is per tokenizer."""
+        """A copy that finds special tokens in a text; the library's switch is per tokenizer."""
         return library_tokenizer(self.definition)
 
     @cached_property
     def _pieces(self) -> list[bytes | None]:
-        """What each id adds to a text; None for an id that no token has."""
+        """The bytes that each id adds to a text; None for an id without a token."""
         pieces: list[bytes | None] = [None] * self.vocab_size
         for token, number in self._backend.get_vocab().items():
             pieces[number] = self._decoding.piece(token)

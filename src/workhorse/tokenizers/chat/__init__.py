@@ -1,1 +1,1 @@
-"""Chats as text and token ids, by templates that somebody else wrote."""
+"""Chats as text and token ids, by templates from other people."""

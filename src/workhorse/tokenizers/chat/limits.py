@@ -1,4 +1,4 @@
-"""How much of a chat template is read, and how much one rendering of it may use and make."""
+"""Limits on the size of a chat template, and on the resources and output of a rendering."""
 
 MAX_SOURCE = 100_000
 """Characters of a template."""

@@ -1,4 +1,4 @@
-"""What a chat template is given: messages and what goes with them, plain data and no more."""
+"""The input of a chat template: messages and what goes with them, as plain data only."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -11,12 +11,12 @@ Message = Mapping[str, Any]
 MAX_DEPTH = 64
 """Of lists and mappings within one another."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
-"""Under which names a message brings what the assistant thought."""
+"""The keys under which templates look for a message's reasoning."""
 
 
 @dataclass(frozen=True)
 class Chat:
-    """Everything that a rendering depends on, but for the template."""
+    """Everything that a rendering depends on except the template."""
 
     messages: list[Any]
     tools: Any = None
@@ -25,7 +25,7 @@ class Chat:
 
 
 def checked(chat: Chat) -> Chat:
-    """A copy of a chat that is nothing but texts, numbers, lists and mappings.
+    """A copy of a chat that consists of texts, numbers, lists and mappings only.
 
     Raises:
         WorkhorseError: a message without role or content, something that is no plain data, or more
@@ -44,7 +44,7 @@ def checked(chat: Chat) -> Chat:
 
 
 def with_reasoning(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages that bring what the assistant thought under every name that templates know."""
+    """Messages whose reasoning stands under every key that templates look for."""
     found: list[dict[str, Any]] = []
     for message in messages:
         given = [message[name] for name in _REASONING if message.get(name) is not None]

@@ -1,1 +1,1 @@
-"""Tokenizers of other people, read from the files that transformers reads."""
+"""Tokenizers read from the files of Hugging Face transformers."""

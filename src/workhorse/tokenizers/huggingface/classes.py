@@ -1,9 +1,9 @@
-"""What transformers 5 makes of a vocabulary, by the class that a folder declares for it.
+"""The tokenizer that transformers 5 builds from a vocabulary, by the class that a folder declares.
 
-For most classes `tokenizer.json` is the whole truth. A few build normaliser, splitting, decoder
-and special tokens themselves and take only vocabulary and merges from the files, whatever else
-stands in them (a LLaMA file of 2023 that prepends a space to every segment is read as one that
-prepends it to the text). Those few are here as data, in the form of `tokenizer.json`.
+Most classes follow `tokenizer.json`. A few build normaliser, splitting, decoder and special tokens
+themselves and take only vocabulary and merges from the files, whatever else these say (a LLaMA file
+of 2023 that prepends a space to every segment is read as one that prepends it to the text). Those
+few are here as data, in the form of `tokenizer.json`.
 """
 
 from collections.abc import Callable, Mapping
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 Parts = dict[str, Any]
-"""Some of the keys of a `tokenizer.json`, and their values."""
+"""Keys of a `tokenizer.json` and their values."""
 
 SPACE = "\u2581"
 UNK_PLACE = "unk_token"
@@ -24,7 +24,7 @@ QWEN3_5_WORDS = _WORDS + r"[\p{L}\p{M}]+|\p{N}| ?[^\s\p{L}\p{M}\p{N}]+" + _SPACE
 
 @dataclass(frozen=True)
 class TokenizerClass:
-    """A class that rebuilds what `tokenizer.json` says."""
+    """A class that replaces parts of `tokenizer.json`."""
 
     parts: Callable[[Mapping[str, Any]], Parts]
     """From the settings: normaliser, pre-tokenizer, decoder and the options of the model."""
@@ -36,10 +36,10 @@ class TokenizerClass:
     bos_by_default: bool = False
     """Whether a text begins with bos if the settings do not say."""
     keeps_post_processor: bool = True
-    """Whether what `tokenizer.json` says of beginnings and endings holds."""
+    """Whether the tokens that `tokenizer.json` puts before and after a text are kept."""
     begins_with_eos: bool = False
     resets_flags: bool = False
-    """Named tokens lose what the files say of the space round them."""
+    """Whether named tokens lose the files' flags about the spaces around them."""
 
 
 def _byte_level(prefix_space: bool, use_regex: bool = True) -> Parts:

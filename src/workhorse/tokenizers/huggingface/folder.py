@@ -1,4 +1,4 @@
-"""The folder of a tokenizer that somebody else made: its files, read within limits."""
+"""The folder of a downloaded tokenizer: its files, read within limits."""
 
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ MAX_VALUES = 2_500_000
 
 
 class TokenizerFolder:
-    """A folder that remembers what was read of it.
+    """A folder that keeps the files that were read.
 
     Args:
         path: the folder.

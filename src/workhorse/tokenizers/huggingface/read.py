@@ -40,10 +40,10 @@ Affixes = tuple[bool | None, bool | None]
 
 @dataclass(frozen=True)
 class Reading:
-    """What a folder's files come to."""
+    """The tokenizer in a folder's files."""
 
     definition: str
-    """A `tokenizer.json` that says it all."""
+    """The text of a complete `tokenizer.json`."""
     named: Mapping[str, str]
     """The special tokens that have a name, such as `bos_token`."""
 
@@ -67,7 +67,7 @@ def read_folder(folder: TokenizerFolder, settings: Settings) -> Reading:
 
 
 def read_json(folder: TokenizerFolder, file: str, settings: Settings) -> Reading:
-    """A `tokenizer.json`: as it is written, or what the declared class keeps of it."""
+    """The tokenizer of a `tokenizer.json`: as written, or as the declared class rebuilds it."""
     written = folder.vocabulary(file)
     text = folder.read[file].decode()
     kind = tokenizer_class(settings.model_type, settings.declared_class, '"ByteLevel"' in text)
@@ -76,7 +76,7 @@ def read_json(folder: TokenizerFolder, file: str, settings: Settings) -> Reading
 
 
 def as_read_beside(definition: str, model_type: str) -> str:
-    """What transformers makes of a `tokenizer.json` that declares no class, beside such a model."""
+    """A `tokenizer.json` without a declared class, as transformers reads it for a model type."""
     kind = tokenizer_class(model_type, "PreTrainedTokenizerFast", '"ByteLevel"' in definition)
     written = parse_json(definition.encode(), DEFINITION, max_values=MAX_VALUES)
     return _read_written(definition, written, kind, Settings({}, {})).definition
@@ -168,7 +168,7 @@ def _add_tokens(
     added: Mapping[int, AddedToken],
     extra: Sequence[AddedToken | str],
 ) -> bool:
-    """Put tokens beside the vocabulary, new ones at its end; whether that changed anything."""
+    """Add tokens, new ones at the end of the vocabulary; returns whether anything changed."""
     before = {token.content: token for token in backend.get_added_tokens_decoder().values()}
     tokens = [added[number] for number in sorted(added)]
     known = {*before, *(token.content for token in tokens)}
@@ -201,7 +201,7 @@ def _affixes(settings: Settings, kind: TokenizerClass | None) -> Affixes:
 def _finished(
     backend: tokenizers.Tokenizer, named: Named, kind: TokenizerClass | None, affixes: Affixes
 ) -> Reading:
-    """What a class does last: flags of its special tokens, beginnings and endings of texts."""
+    """The last steps of a class: flags of its special tokens, tokens before and after texts."""
     bos, eos = ([] if named.get(key) is None else [str(named[key])] for key in NAMED[:2])
     if kind is not None and kind.resets_flags:
         add_tokens(backend, [AddedToken(str(t), special=True) for t in named.values() if t])
@@ -218,7 +218,7 @@ def _reading(definition: str, named: Named) -> Reading:
 
 @contextmanager
 def _blaming(what: object) -> Iterator[None]:
-    """One line that names the file, whatever its contents make go wrong."""
+    """Turn any error caused by a file's contents into one line that names the file."""
     try:
         yield
     except WorkhorseError as error:

@@ -1,1 +1,1 @@
-"""New tokenizers, trained on texts that come one by one."""
+"""Training of tokenizers on a stream of texts."""

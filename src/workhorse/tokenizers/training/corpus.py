@@ -1,6 +1,6 @@
-"""Texts on their way to a trainer: checked, cut, counted, and read twice where that is needed.
+"""Texts for a trainer: checked, cut, counted, and read twice if needed.
 
-Memory stays bounded by one text and what the trainer itself keeps (each distinct word once).
+Memory is bounded by one text and the trainer's own data (each distinct word once).
 """
 
 import tempfile
@@ -18,11 +18,10 @@ Progress = Callable[[int, int | None], None]
 
 
 def pieces_of_texts(texts: Iterable[str], progress: Progress | None = None) -> Iterator[str]:
-    """The texts, cut where they are long; `progress(done, None)` is told the bytes read.
+    """The texts, long ones cut; `progress(done, None)` is called with the bytes read.
 
     Raises:
-        WorkhorseError: there is no text at all, something else than a text, or one that UTF-8
-            cannot say.
+        WorkhorseError: there are no texts, or one is not a str or cannot be encoded in UTF-8.
     """
     if isinstance(texts, str | bytes):
         raise WorkhorseError(f"{shown(texts)} is one text; give a list of texts")
@@ -63,7 +62,7 @@ def _utf8_bytes(text: str) -> int:
 
 @contextmanager
 def counted(texts: Iterable[str]) -> Iterator["CountedCorpus"]:
-    """The texts in a temporary file, which is gone afterwards."""
+    """The texts in a temporary file, which is deleted afterwards."""
     with tempfile.TemporaryFile() as file:
         yield CountedCorpus(file, texts)
 
@@ -89,7 +88,7 @@ class CountedCorpus:
 
         Args:
             coverage: share in (0, 1].
-            limit: at most so many characters.
+            limit: the most characters.
         """
         wanted = coverage * self.characters.total()
         kept: list[str] = []

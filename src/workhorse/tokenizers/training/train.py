@@ -1,9 +1,9 @@
-"""Train a tokenizer of any algorithm from texts that come one by one.
+"""Train a tokenizer of any algorithm from a stream of texts.
 
-The trainers are the `tokenizers` library's. What is done here decides what they see (how a text is
-split, which characters count) and makes the result the same on every run: byte-level BPE is so by
-itself; the others are told all characters in a fixed order, because the library numbers the
-characters inside words, and breaks ties between rare ones, in the order of a hash table.
+The trainers are the `tokenizers` library's. This module determines their input (how a text is
+split, which characters count) and makes the result the same on every run. Byte-level BPE is
+deterministic by itself; the others are given all characters in a fixed order, because the library
+numbers characters inside words, and breaks ties between rare ones, in the order of a hash table.
 """
 
 import json
@@ -70,7 +70,7 @@ def train_tokenizer(
 
 
 def missing_tokens(config: TokenizerConfig, tokenizer: Tokenizer) -> int:
-    """How many tokens a trained tokenizer lacks of those asked for; `characters` asks for none."""
+    """How many tokens a trained tokenizer has fewer than its config asks for."""
     if isinstance(config, FileConfig | BytesConfig | CharactersConfig):
         return 0
     return config.vocab_size - tokenizer.vocab_size
@@ -216,10 +216,10 @@ def _learn(
     texts: Iterable[str],
     fixed: tuple[str, ...],
 ) -> dict[str, Any]:
-    """The trained model as it stands in a `tokenizer.json`.
+    """The trained model in the form of a `tokenizer.json`.
 
-    A corpus that spells out the name of a fixed token must not teach it: the library would merge
-    its parts into the very same id.
+    The name of a fixed token in the corpus must not be learned: the library would merge its parts
+    into the same id.
     """
     student = tokenizers.Tokenizer(model)
     student.pre_tokenizer = guarded(splitter, fixed)  # pyright: ignore[reportAttributeAccessIssue]
@@ -245,7 +245,7 @@ def _bpe_model(model: dict[str, Any], byte_fallback: bool = False) -> models.BPE
 
 
 def _room(config: ByteFallbackBpeConfig | UnigramConfig | WordPieceConfig) -> int:
-    """How many tokens are there to learn."""
+    """The number of tokens to learn."""
     return config.vocab_size - len(config.fixed_tokens)
 
 

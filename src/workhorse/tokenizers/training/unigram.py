@@ -5,10 +5,10 @@ from collections.abc import Iterable
 from workhorse.errors import WorkhorseError
 
 CHARACTER_STEP = 1e-4
-"""The library scores the characters that it must keep in steps of this, in a random order."""
+"""The step of the scores that the library gives, in random order, to characters it must keep."""
 DECIMALS = 4
-"""Scores (natural logarithms of probabilities) differ by less than 1e-10 from run to run, because
-sums are taken in a random order; so many decimals are left."""
+"""Decimals to which scores (natural logarithms of probabilities) are rounded: they differ by less
+than 1e-10 from run to run, because they are summed in a random order."""
 
 
 def stable_vocabulary(vocab: Iterable[tuple[str, float | None]]) -> list[tuple[str, float]]:

@@ -1,1 +1,1 @@
-"""Tensors outside any model: files of them, and the memory they lie in."""
+"""Tensors outside any model: their files, and their memory."""

@@ -1,4 +1,4 @@
-"""Places that take a tensor, and copying into them by name."""
+"""Destinations of tensors, and copying into them by name."""
 
 from collections.abc import Mapping
 from typing import Protocol
@@ -10,7 +10,7 @@ from workhorse.errors import WorkhorseError
 
 
 class Destination(Protocol):
-    """Where a tensor is copied to: another tensor, or what makes something of it."""
+    """Where a tensor is copied to: another tensor, or an object that converts it."""
 
     @property
     def shape(self) -> torch.Size: ...

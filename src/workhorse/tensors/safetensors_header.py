@@ -20,8 +20,7 @@ from workhorse.errors import WorkhorseError, shown
 from workhorse.untrusted import collector_paused, parse_json, unreadable
 
 MAX_HEADER_BYTES = 32_000_000
-"""A header takes about 140 bytes a tensor, so this is over twice what `parse_json` lets
-a file hold."""
+"""A header takes about 140 bytes per tensor, so this is over twice what `parse_json` accepts."""
 MAX_NAME = 512
 MAX_RANK = 16
 _LENGTH_BYTES = 8
@@ -51,7 +50,7 @@ _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 class Stored(NamedTuple):
-    """Where one tensor lies: bytes `begin` to `end` of the file."""
+    """One tensor in a file: its dtype and shape, and its bytes, from `begin` to before `end`."""
 
     dtype: torch.dtype
     shape: tuple[int, ...]
@@ -60,14 +59,14 @@ class Stored(NamedTuple):
 
 
 def read_header(file: BinaryIO, path: Path) -> dict[str, Stored]:
-    """Every tensor of a file, in the order of its bytes; none of them is read.
+    """Every tensor of a file, in the order of its bytes; only the header is read.
 
     Args:
-        file: opened for reading, at its start, without a buffer.
+        file: opened for reading, at its start, unbuffered.
         path: its name in errors.
 
     Raises:
-        WorkhorseError: the file is not whole, or its header says what cannot be.
+        WorkhorseError: the file is incomplete, or its header is invalid.
     """
     size = os.fstat(file.fileno()).st_size
     length = int.from_bytes(_read(file, _LENGTH_BYTES, path), "little")
@@ -112,7 +111,7 @@ def _read(file: BinaryIO, count: int, path: Path) -> bytes:
 
 
 def _entry(name: str, entry: Any, data: int) -> Stored:
-    """One tensor's entry, checked by itself; raises ValueError with what is wrong."""
+    """One tensor's entry, checked by itself; raises ValueError with the reason."""
     if not 0 < len(name) <= MAX_NAME or not name.isprintable():
         raise ValueError("has a name that no tensor has")
     if not isinstance(entry, dict) or entry.keys() != _KEYS:
@@ -135,7 +134,7 @@ def _entry(name: str, entry: Any, data: int) -> Stored:
 
 
 def _are_counts(values: Any) -> bool:
-    """Whether it is a list of numbers from 0 to 2^63 - 1, the largest PyTorch counts with."""
+    """Whether this is a list of integers from 0 to 2^63 - 1, PyTorch's largest."""
     if not isinstance(values, list) or not set(map(type, values)) <= {int}:  # bool is no int here
         return False
     return min(values, default=0) >= 0 and max(values, default=0) < 1 << 63

@@ -1,7 +1,7 @@
-"""Operators in C++ that read weights at the speed of memory, where a compiler and the CPU allow.
+"""Operators in C++ that read weights at the speed of memory, if there is a compiler for the CPU.
 
-Nothing depends on them: what uses one has a plain way of its own. Whoever builds a model or a step
-asks `resolve` once for the operators that there are, and hands them to what computes.
+They are optional: every user of an operator also has a plain implementation. The code that builds a
+model or a step asks `resolve` once for the operators of this machine and passes them on.
 """
 
 from workhorse.native.decoding import Decoding

@@ -1,10 +1,10 @@
 """Compile the operators of this package once per machine.
 
-`torch.compile` needs a C++ compiler on a CPU; this uses the same one. The library goes to
-`native/KEY/NAME-DIGEST.so` in the user's cache folder, the key standing for the sources, the
-compiler, PyTorch, the CPU and what is used of it, so that a shared home directory serves several
-machines. The digest is the library's own: one that was cut off would end the process that loads it,
-and is made again instead.
+`torch.compile` needs a C++ compiler on a CPU; this uses the same one. A library is stored as
+`native/KEY/NAME-DIGEST.so` in the user's cache folder. The key is a digest of the sources, the
+compiler, PyTorch, the CPU and the instructions used, so that a shared home directory serves several
+machines. The digest in the name is that of the library: loading an incomplete one would crash the
+process, so it is compiled again.
 """
 
 import functools
@@ -38,7 +38,7 @@ class Unavailable(Exception):
 
 
 def ensure(name: str, *, wait: bool) -> Path:
-    """The compiled library, made if it is not there.
+    """The compiled library, compiled first if it does not exist.
 
     Args:
         name: of the source, `bindings/NAME.cpp` of this package.
@@ -46,9 +46,10 @@ def ensure(name: str, *, wait: bool) -> Path:
             library.
 
     Raises:
-        Unavailable: switched off, no compiler, no place to write, it does not compile or, without
-            `wait`, is not there yet. A failure is remembered and not tried again.
-        WorkhorseError: instructions are asked for that this CPU has not.
+        Unavailable: operators are switched off, there is no compiler, the cache cannot be written,
+            the library does not compile or, without `wait`, is not compiled yet. A failure is
+            remembered and not tried again.
+        WorkhorseError: this CPU does not have the instructions asked for.
     """
     if switched_off():
         raise Unavailable(f"{SWITCH}=0")
@@ -62,7 +63,7 @@ def ensure(name: str, *, wait: bool) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _sweep(folder)
-        # Two processes at once each make their own, and one stays.
+        # Two processes at once compile one each; either can be loaded.
         with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder) as scratch:
             if not wait:
                 _build_in_background(name)
@@ -80,10 +81,10 @@ def ensure(name: str, *, wait: bool) -> Path:
 
 
 def load(library: Path) -> None:
-    """Let PyTorch know a library's operators.
+    """Register a library's operators with PyTorch.
 
     Raises:
-        Unavailable: it cannot be loaded, or another of the same operators was.
+        Unavailable: it cannot be loaded, or another library with the same operators was.
     """
     operators = library.name.partition("-")[0]
     for other in map(Path, torch.ops.loaded_libraries):
@@ -98,7 +99,7 @@ def load(library: Path) -> None:
 
 
 def _whole(folder: Path, name: str) -> Path | None:
-    """A library that holds what was written, by this user; others are removed where they can be."""
+    """A library of this user whose digest is right; others are removed if possible."""
     for library in sorted(folder.glob(f"{name}-*.so")):
         try:
             if _only_ours(library) and library.name == f"{name}-{_digest(library)}.so":
@@ -121,7 +122,7 @@ def _digest(file: Path) -> str:
 
 
 def _sweep(folder: Path) -> None:
-    """Remove what compilations that were killed left behind."""
+    """Remove the files that killed compilations left behind."""
     for scratch in folder.glob(f"{_SCRATCH}*"):
         with suppress(OSError):  # another process is quicker
             if time.time() - scratch.stat().st_mtime > 2 * _SECONDS:
@@ -137,7 +138,7 @@ def _compiler() -> str:
 
 
 def _folder(compiler: str) -> Path:
-    """Where the library of these sources for this machine belongs."""
+    """The folder for libraries of these sources on this machine."""
     parts = (torch.__version__, compiler, *_flags(), platform.platform(), _cpu(), sources_digest())
     key = hashlib.sha256("\n".join(parts).encode()).hexdigest()[:16]
     try:
@@ -152,7 +153,7 @@ def _flags() -> tuple[str, ...]:
 
 @functools.cache
 def sources_digest() -> str:
-    """What stands for all C++ sources, which stay as they are while a process runs."""
+    """A digest of all C++ sources, which are assumed not to change while a process runs."""
     digest = hashlib.sha256()
     for source in sorted(_sources().rglob("*")):
         if source.suffix in (".h", ".cpp"):
@@ -183,7 +184,7 @@ def _paths(name: str) -> list[str]:
 
 
 def _run(command: list[str]) -> str | None:
-    """What the command said if it failed."""
+    """The output of the command if it failed, else None."""
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False
@@ -195,7 +196,7 @@ def _run(command: list[str]) -> str | None:
 
 @functools.cache
 def _build_in_background(name: str) -> subprocess.Popen[bytes]:
-    """Compile at low priority, outliving this process. Kept: Python complains of forgotten ones."""
+    """Compile at low priority, outliving this process. Cached: Python warns of lost ones."""
     code = f"import os; from {__name__} import ensure; os.nice(10); ensure({name!r}, wait=True)"
     null = subprocess.DEVNULL
     return subprocess.Popen(

@@ -1,4 +1,4 @@
-"""The operators of decoding, known to `torch.compile`. They compute no gradients."""
+"""The operators of decoding, registered with `torch.compile`. They compute no gradients."""
 
 import functools
 from collections.abc import Sequence
@@ -15,12 +15,12 @@ from workhorse.native import build
 GROUP = 32
 """Numbers of a row of packed weights that share a scale."""
 LANES = 16
-"""Rows of packed weights that stand side by side."""
+"""Rows of packed weights in a block."""
 
 
 @dataclass(frozen=True)
 class Decoding:
-    """The operators as functions of tensors; there is one of these where they can be called."""
+    """The operators as functions of tensors; an instance exists only if they can be called."""
 
     packs: bool
     """Whether this CPU has the instructions of `packed_linear`."""
@@ -46,9 +46,9 @@ class Decoding:
         weights: Sequence[Tensor],
         biases: Sequence[Tensor | None],
     ) -> list[Tensor]:
-        """`linear` of the same x with each of several weights, in one go.
+        """`linear` of the same x with each of several weights, in one call.
 
-        The threads part all the rows of all the weights among themselves and meet once.
+        The rows of all weights are divided among the threads, which synchronise once.
 
         Args:
             x: see `linear`.
@@ -72,13 +72,13 @@ class Decoding:
 
         Args:
             x: bfloat16 or float32, on the CPU, as wide as the groups.
-            codes: a block is 16 outputs, a group 32 inputs, of 256 or 512 bytes together.
+            codes: a block is 16 outputs, a group 32 inputs; both together take 256 or 512 bytes.
             scales: the bits of a bfloat16 for each output and group.
-            levels: 128 + the whole number that each code of 4 bits stands for; None with 8 bits,
-                whose codes are that.
-            bias: of the type of x.
-            out_features: outputs; the last block may be filled up.
-            ends: where the rows of x of each of several weights end; None: there is one weight.
+            levels: 128 + the integer that each 4-bit code stands for; None for 8 bits, whose codes
+                already have this form.
+            bias: of the dtype of x.
+            out_features: number of outputs; the last block may be padded.
+            ends: for several weights, where the rows of x of each end; None: there is one weight.
         """
         operator = torch.ops.workhorse.packed_linear.default
         return operator(x, codes, scales, levels, bias, ends, out_features)
@@ -94,31 +94,31 @@ class Decoding:
         last: Int64[Tensor, "batch seq"],
         scale: float,
     ) -> Float[Tensor, "batch heads seq value_width"]:
-        """`softmax(q kᵀ · scale) v` over keys and values in blocks, each read once where they lie.
+        """`softmax(q kᵀ · scale) v` over keys and values in blocks, read once and in place.
 
         Args:
             q: bfloat16 or float32, on the CPU, a few queries of each row.
-            k: of the same type; the last axis lies side by side, the others anyhow, and a block has
-                a multiple of 16 slots. Query heads share its heads in equal groups.
+            k: of the same dtype; the last axis is contiguous, the others have any strides, and a
+                block has a multiple of 16 slots. Query heads share its heads in equal groups.
             v: likewise.
-            table: the blocks of each row, in order; those must be there up to the last slot seen.
-            first: the first slot of a row that a query sees, counted over the row's blocks.
-            last: the slot after the last. A query that sees none gets zeros.
+            table: the blocks of each row, in order, at least up to the last slot seen.
+            first: the first slot of a row that a query sees, counted through the row's blocks.
+            last: one past the last slot that it sees. A query that sees none gets zeros.
             scale: multiplies the scores.
         """
         return torch.ops.workhorse.attend.default(q, k, v, table, first, last, scale)
 
     def argmax(self, logits: Float[Tensor, "batch vocab"]) -> Int64[Tensor, " batch"]:
-        """Where each row's largest number is, the first of equals; -1 where one is not finite.
+        """The index of each row's largest number, the first of equals; -1 if any is not finite.
 
         Args:
-            logits: bfloat16 or float32, on the CPU, those of a row side by side.
+            logits: bfloat16 or float32, on the CPU, each row contiguous.
         """
         return torch.ops.workhorse.argmax.default(logits)
 
 
 def load(*, wait: bool) -> Decoding:
-    """The operators, compiled if that was never done on this machine.
+    """The operators, compiled first if they never were on this machine.
 
     Args:
         wait: compile now, which takes a few seconds. Otherwise that happens in the background.
@@ -131,7 +131,7 @@ def load(*, wait: bool) -> Decoding:
 
 @functools.cache
 def _load(library: Path) -> Decoding:
-    """And tell the compiler the shapes."""
+    """Load the library, and register the shapes of results for tracing."""
     build.load(library)
     torch.library.register_fake("workhorse::linear", _linear_shape)
     torch.library.register_fake("workhorse::linear_each", _linear_each_shapes)

@@ -1,6 +1,6 @@
-"""Products of bfloat16 or float32 matrices on a CPU with a matrix unit; see `ops/gemm.h`.
+"""Gemms of bfloat16 or float32 matrices on a CPU with a matrix unit; see `ops/gemm.h`.
 
-They are compiled apart from the other operators, which any CPU can use.
+They are compiled separately from the other operators, which run on any CPU.
 """
 
 import functools
@@ -17,7 +17,7 @@ from workhorse.native import build
 
 @dataclass(frozen=True)
 class MatrixUnit:
-    """Products by the unit; there is one of these where it may be used."""
+    """Gemms on the unit; an instance exists only if it may be used."""
 
     def gemm(
         self,
@@ -27,13 +27,13 @@ class MatrixUnit:
     ) -> Float[Tensor, "rows columns"]:
         """`a b + bias`, summed in float32. It computes no gradients.
 
-        A float32 number is multiplied as the sum of two of bfloat16, which PyTorch calls "high"
-        precision of float32 products. A result is off by at most 2⁻¹⁵ of `|a| |b|`, besides what
-        float32 sums lose; of random numbers, 1,536 in a sum, by 2⁻²⁰.
+        A float32 number is multiplied as the sum of two bfloat16 numbers, which PyTorch calls
+        "high" precision of float32 products. A result is off by at most 2⁻¹⁵ of `|a| |b|`, besides
+        the rounding of float32 sums; with random numbers, 1,536 in a sum, by 2⁻²⁰.
 
         Args:
-            a: bfloat16 or float32 on the CPU, its rows or its columns side by side in memory;
-                transposed views are as good.
+            a: bfloat16 or float32 on the CPU, with rows or columns contiguous; transposed views are
+                as fast.
             b: likewise.
             bias: for each column, likewise.
         """
@@ -50,13 +50,13 @@ class MatrixUnit:
 
 
 def rows(x: Tensor) -> Tensor:
-    """The last axis of a tensor as the rows of a matrix, whose numbers lie side by side."""
+    """A tensor as a matrix, its last axis as rows, contiguous."""
     matrix = x.reshape(-1, x.shape[-1])
     return matrix if matrix.stride(1) == 1 else matrix.contiguous()
 
 
 def load(*, wait: bool) -> MatrixUnit:
-    """The operator, compiled if that was never done on this machine; see `decoding.load`.
+    """The operator, compiled first if it never was on this machine; see `decoding.load`.
 
     Raises:
         build.Unavailable: why it cannot be called, in one line.

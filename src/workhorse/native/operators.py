@@ -1,4 +1,4 @@
-"""What this machine can run: decided once by whoever builds, and handed to what computes."""
+"""The native operators that this machine can run: resolved once, when a model or step is built."""
 
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -14,26 +14,26 @@ Library = Literal["decoding", "matrix_unit", "training"]
 
 @dataclass(frozen=True)
 class Operators:
-    """The native operators that can be called, of those that were asked for."""
+    """The native operators that can be called; None for the others."""
 
     decoding: Decoding | None = None
     matrix_unit: MatrixUnit | None = None
     training: Training | None = None
     why_not: dict[Library, str] = field(default_factory=dict, compare=False, repr=False)
-    """For each library that was asked for and is not there, the reason in one line."""
+    """For each requested library that is not available, the reason in one line."""
 
 
 def resolve(*libraries: Library, wait: bool) -> Operators:
-    """The operators of some libraries, as far as this machine, the compiler and the switch allow.
+    """The operators of these libraries that the CPU, the compiler and the switch allow.
 
     Args:
-        libraries: which.
-        wait: compile now what was never compiled on this machine, which takes some seconds each.
-            Otherwise that happens in the background and this start goes without. Those of training
-            are always waited for.
+        libraries: the libraries to load.
+        wait: compile now those that never were on this machine, which takes a few seconds each.
+            Otherwise they are compiled in the background, and this process runs without them.
+            Training's library is always waited for.
 
     Raises:
-        WorkhorseError: instructions are asked for that this CPU has not.
+        WorkhorseError: this CPU does not have the instructions asked for.
     """
     found: dict[str, Any] = {}
     why_not: dict[Library, str] = {}

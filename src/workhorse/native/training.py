@@ -1,7 +1,7 @@
 """The operators of training on a CPU; see `bindings/training.cpp`.
 
-They are compiled apart from those of decoding: a run needs them from its first step on, or its end
-would depend on when they were there.
+They are compiled separately from those of decoding: a run needs them from its first step on, or its
+result would depend on when they became available.
 """
 
 from collections.abc import Callable
@@ -20,25 +20,25 @@ ActivationName = Literal["gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid",
 
 
 class Activation(NamedTuple):
-    """What `activation` computes for float32 and looks up for bfloat16."""
+    """An activation, which operators compute for float32 and look up for bfloat16."""
 
     name: ActivationName
     table: Tensor
-    """(65536,) int32; for each number of bfloat16, by its bits, the slope there in bfloat16 and
-    below it the value."""
+    """(65536,) int32, indexed by the bits of a bfloat16: the slope in bfloat16 in the upper half of
+    the word, the value in the lower."""
 
 
 @dataclass(frozen=True)
 class Training:
-    """The operators as functions of tensors; there is one of these where they can be called."""
+    """The operators as functions of tensors; an instance exists only if they can be called."""
 
     attention_types: frozenset[torch.dtype]
-    """Of which types this CPU makes attention faster than PyTorch does."""
+    """The dtypes for which attention is faster on this CPU than PyTorch's."""
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
     ) -> tuple[Tensor, Tensor]:
-        """`y = softmax(q kᵀ · scale) v`, and (batch, heads, seq) the normaliser of each query.
+        """`y = softmax(q kᵀ · scale) v`, and the normaliser of each query, (batch, heads, seq).
 
         Args:
             q: (batch, heads, seq, head_dim), rows contiguous; float32, or bfloat16 with seq and
@@ -83,14 +83,14 @@ class Training:
         Args:
             x: float32 or bfloat16, contiguous.
             up: like x, or None.
-            act: what is computed.
+            act: the activation.
         """
         return torch.ops.workhorse.activation.default(x, up, act.table, act.name)
 
     def activation_backward(
         self, gradient: Tensor, x: Tensor, up: Tensor | None, act: Activation
     ) -> list[Tensor]:
-        """What `activation` gave, and the gradients of x and, where there is one, of up."""
+        """The result of `activation`, the gradient of x and, if there is an `up`, its gradient."""
         operator = torch.ops.workhorse.activation_backward.default
         return operator(gradient, x, up, act.table, act.name)
 
@@ -101,7 +101,7 @@ class Training:
 
         Args:
             logits: (tokens, vocab), float32 or bfloat16, contiguous; they become their gradient.
-            targets: (tokens) int64; a negative one does not count.
+            targets: (tokens,) int64; negative ones do not count.
             multiplier: of the logits.
             z_loss: weight of the squared normaliser.
         """
@@ -131,7 +131,7 @@ class Training:
             rounded: round to the type of x before the multiplication too; not with `centred`.
 
         Returns:
-            The normed rows, and (rows, 2) each row's mean and what it was scaled by, float32.
+            The normed rows, and each row's mean and scale, (rows, 2), float32.
         """
         return torch.ops.workhorse.norm.default(x, weight, bias, offset, eps, centred, rounded)
 
@@ -147,7 +147,7 @@ class Training:
         centred: bool,
         rounded: bool = False,
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """`x + branch`, and of that what `norm` gives."""
+        """`x + branch`, and the results of `norm` for that sum."""
         operator = torch.ops.workhorse.add_norm.default
         return operator(x, branch, weight, bias, offset, eps, centred, rounded)
 
@@ -162,11 +162,11 @@ class Training:
         offset: float,
         centred: bool,
     ) -> tuple[Tensor, Tensor]:
-        """The gradient of x, plus `other`; and of weight and bias, rows of (2, width), float32.
+        """The gradient of x, plus `other`; and those of weight and bias, (2, width), float32.
 
         Args:
             gradient: of the normed rows, contiguous.
-            x: what was normed.
+            x: the input of the norm.
             moments: from `norm`.
             weight: likewise.
             other: another gradient of x, contiguous, or None.
@@ -177,7 +177,7 @@ class Training:
         return operator(gradient, x, moments, weight, other, offset, centred)
 
     def measures(self, x: Tensor) -> bool:
-        """Whether `squared_length` can take a tensor."""
+        """Whether `squared_length` accepts a tensor."""
         return (
             x.device.type == "cpu"
             and x.dtype in (torch.float32, torch.bfloat16)
@@ -214,11 +214,11 @@ class Training:
             weights: float32; or bfloat16, with low bits.
             low_bits: int16, as `workhorse.optim.master_weights` splits weights; or none.
             gradients: bfloat16 or float32; multiplied by `shrink`.
-            means: likewise.
+            means: bfloat16 or float32.
             mean_squares: float32.
-            updates: of each weight so far, this one included.
-            shrink: see gradients.
-            rate: of learning.
+            updates: the number of updates of each weight, including this one.
+            shrink: see `gradients`.
+            rate: the learning rate.
             beta1: see AdamW.
             beta2: see AdamW.
             eps: see AdamW.
@@ -248,7 +248,7 @@ class Training:
         momentum: float,
         nesterov: bool,
     ) -> Tensor:
-        """Take gradients into Muon's momenta, in place; what is to be made orthogonal of them.
+        """Add gradients to Muon's momenta, in place; returns the directions to orthogonalise.
 
         Args:
             gradients: of matrices or stacks (…, rows, columns), bfloat16 or float32.
@@ -258,7 +258,7 @@ class Training:
             nesterov: see Muon.
 
         Returns:
-            (matrices, shorter side, longer side), bfloat16, each matrix of length 1.
+            (matrices, shorter side, longer side), bfloat16, each matrix of norm 1.
         """
         operator = torch.ops.workhorse.muon_directions.default
         return operator(gradients, momenta, shrink, momentum, nesterov)
@@ -285,7 +285,7 @@ class Training:
 
 
 def load() -> Training:
-    """The operators, compiled if that was never done on this machine, which takes some seconds.
+    """The operators, compiled first, for a few seconds, if they never were on this machine.
 
     Raises:
         build.Unavailable: why they cannot be called, in one line.
@@ -295,9 +295,9 @@ def load() -> Training:
 
 
 def _attention_types() -> frozenset[torch.dtype]:
-    """The products are oneDNN's.
+    """The dtypes whose gemms, which are oneDNN's, are fast on this CPU.
 
-    Of bfloat16 where there are instructions for them, of float32 in vectors of 64 bytes.
+    bfloat16 needs instructions for it, float32 vectors of 64 bytes.
     """
     if not torch.backends.mkldnn.is_available():
         return frozenset()
@@ -368,5 +368,5 @@ _SHAPES: dict[str, Callable[..., object]] = {
     "muon_directions": _direction_shapes,
     "split_move_": lambda *_: None,
 }
-"""What each gives, for tracing. None has a registered formula of its gradient: a call through
-PyTorch's registry takes some 45 µs longer than an `autograd.Function` around the operators."""
+"""The shapes of each operator's results, for tracing. No gradient formulas are registered: a call
+through PyTorch's registry takes about 45 µs longer than an `autograd.Function` around operators."""

@@ -1,4 +1,4 @@
-// The operators as PyTorch sees them: shapes and types checked, memory made, work split over threads.
+// The operators of decoding for PyTorch: checks shapes and dtypes, allocates, divides work among threads.
 //
 // Written against PyTorch's stable interface, so that it compiles in seconds and runs its loops on the
 // threads PyTorch has already started.
@@ -25,7 +25,7 @@ namespace {
 using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
-constexpr int64_t kThreadBytes = 1 << 15;  // less to read than this is not worth waking a thread for
+constexpr int64_t kThreadBytes = 1 << 15;  // the fewest bytes to read that are worth waking a thread
 constexpr int64_t kPassBytes = 3 << 19;  // of x that stay in the second cache
 
 template <class F>

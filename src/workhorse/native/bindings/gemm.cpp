@@ -1,4 +1,4 @@
-// The product of ops/gemm.h as PyTorch sees it.
+// The gemm of ops/gemm.h for PyTorch.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>

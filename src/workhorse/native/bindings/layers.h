@@ -1,4 +1,4 @@
-// Norms, activations and the loss as PyTorch sees them: checks, memory, and who works on what.
+// Norms, activations and the loss for PyTorch: checks, allocation, and the division among threads.
 #pragma once
 
 #include <ATen/core/Tensor.h>
@@ -22,10 +22,10 @@ namespace workhorse::bindings {
 
 using at::Tensor;
 
-constexpr int64_t kShare = 1 << 14;  // numbers that a thread takes at least
+constexpr int64_t kShare = 1 << 14;  // the fewest numbers for a thread
 constexpr int64_t kRows = 64;        // of a norm whose sums are one part, whoever computes it
 
-// A pointer is taken outside of loops: threads that ask one tensor wait for each other.
+// Pointers are taken outside of loops: threads that ask the same tensor for one wait for each other.
 template <class T>
 const T* from(const Tensor& t) {
   return static_cast<const T*>(t.const_data_ptr());

@@ -1,5 +1,5 @@
-// What a training step on a CPU lacks in PyTorch: norms, activations and the loss in one pass each,
-// attention as matrix products in the cache, and updates of weights, whole or split in two
+// Operators for training on a CPU that PyTorch lacks: norms, activations and the loss in one pass each,
+// attention by gemms in the cache, and updates of weights, in float32 or bfloat16 with low bits
 // (optim/master_weights.py).
 
 #include <ATen/core/Tensor.h>

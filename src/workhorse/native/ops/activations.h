@@ -1,5 +1,5 @@
-// Activations of a training step, alone or times another branch, forwards and backwards in a pass each.
-// What an activation and its derivative are is looked up for bfloat16 and computed for float.
+// Activations of a training step, alone or times another branch, with one pass forwards and one backwards.
+// An activation and its derivative are looked up for bfloat16 and computed for float.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@ struct Image {
   V value, slope;
 };
 
-// For each of the 65,536 numbers there are in bfloat16 the value in the lower half of a word and the
-// slope in the upper.
+// For each of the 65,536 bfloat16 numbers, the value in the lower half of a word and the slope in the
+// upper.
 struct Table {
   const uint32_t* words;
 
@@ -133,7 +133,7 @@ void forward(int64_t n, Activation act, const T* x, const T* up, T* y) {
   });
 }
 
-// Once more y, the gradient of x and, Gated, of up.
+// y again, the gradient of x and, Gated, that of up.
 template <bool Gated, class Activation, class T>
 void backward(int64_t n, Activation act, const T* dy, const T* x, const T* up, T* y, T* dx,
                        T* dup) {

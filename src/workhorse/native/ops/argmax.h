@@ -1,4 +1,4 @@
-// Where the largest number of a row is: what a greedy sampler asks of logits.
+// The index of a row's largest number: greedy decoding.
 #pragma once
 
 #include <algorithm>
@@ -7,7 +7,7 @@
 
 namespace workhorse::argmax {
 
-// Where the largest of `count` numbers is, the first of equals; -1 if one of them is not finite.
+// The index of the largest of `count` numbers, the first of equals; -1 if one of them is not finite.
 template <class T>
 int64_t argmax(const T* row, int64_t count) {
   constexpr int wide = 16;

@@ -1,10 +1,10 @@
-// Attention of a few queries a head over a cache of blocks: y = softmax(q Kᵀ · scale) V.
+// Attention of a few queries per head over a paged cache: y = softmax(q Kᵀ · scale) V.
 //
-// A unit of work is one row of the batch, one head of keys, and queries of the heads that share it.
-// Keys and values are each read once, front to back, a few slots at a time, so that the queries find them
-// in the first cache. Memory is never left waiting: near the end of the keys the values are asked for, and
-// near theirs the next unit's keys. Sums, weights and the softmax are float32. A query is treated by
-// itself: neither the others nor the threads change its sums.
+// A unit of work is one row of the batch, one key head, and queries of the heads that share it. Keys and
+// values are each read once, in order, a few slots at a time, so that all queries find them in the first
+// cache. Memory is kept busy: near the end of the keys the values are prefetched, and near the end of
+// those the next unit's keys. Sums, weights and the softmax are float32. Each query is computed by
+// itself: neither other queries nor the number of threads change its sums.
 #pragma once
 
 #include <algorithm>
@@ -18,7 +18,7 @@
 namespace workhorse::attend {
 
 constexpr int kWide = 16;  // numbers of a vector, and slots at a time
-constexpr int kSoon = 48;  // slots ahead that are asked for
+constexpr int kSoon = 48;  // slots ahead that are prefetched
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 // Of every 2 W lanes the sums of the first W and the last W: of a in the first of them, of b in the last.

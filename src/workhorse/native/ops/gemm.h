@@ -1,4 +1,4 @@
-// C = A B for matrices that do not fit a cache, of bfloat16 or of float32 split in two (simd/bf16_split.h), summed in
+// C = A B for matrices larger than a cache, of bfloat16 or split float32 (simd/bf16_split.h), summed in
 // float32 on the matrix unit.
 //
 // The unit multiplies two tiles of the left side by two of the right in 64 cycles. To keep it busy:
@@ -34,13 +34,13 @@ constexpr int64_t kTotals = 1 << 18;    // sums kept between parts of k
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// In as many equal parts as it takes for none to be larger than `most`, which are multiples of `step`.
+// The size of the fewest equal parts, multiples of `step`, of which none is larger than `most`.
 inline int64_t part(int64_t n, int64_t most, int64_t step) {
   const int64_t parts = (n + most - 1) / most;
   return round_up((n + parts - 1) / parts, step);
 }
 
-// Memory of a thread that is kept for its next product, in large pages if the system has them.
+// A thread's memory, kept for its next gemm, in large pages if the system has them.
 class Room {
  public:
   char* of(size_t bytes) {

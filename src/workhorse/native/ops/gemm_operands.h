@@ -1,4 +1,4 @@
-// The sides of a matrix product in the order the matrix unit wants them.
+// The operands of a gemm in the order that the matrix unit needs.
 //
 // A product sums over k. A lane is a row of its left side or a column of its right one, and a tile, 16
 // lanes × 32 k, is 16 rows of 64 bytes:
@@ -11,8 +11,8 @@
 // In memory k runs along the rows or down them, which makes four ways into a tile:
 //
 //            k along the rows                       k down the rows
-//   left     as it lies                             32 × 16 numbers transposed
-//   right    16 × 16 pairs of numbers transposed    two rows woven into one
+//   left     unchanged                              32 × 16 numbers transposed
+//   right    16 × 16 pairs of numbers transposed    two rows interleaved
 #pragma once
 
 #include <algorithm>

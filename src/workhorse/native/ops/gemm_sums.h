@@ -1,5 +1,5 @@
-// Sums of the matrix unit on their way to memory: totals and a bias added, rounded, rows and columns
-// exchanged, a few at a time, so that it happens while the unit is at the next ones.
+// Sums of the matrix unit on their way to memory: totals and a bias are added, rows and columns exchanged
+// if needed, and results rounded, a few at a time while the unit computes the next ones.
 #pragma once
 
 #include "ops/gemm_operands.h"

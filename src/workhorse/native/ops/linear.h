@@ -1,8 +1,8 @@
 // y = x Wᵀ + b for few rows of x, with W as `nn.Linear` holds it: dot products of rows.
 //
-// The time is that of reading W once. Four rows of W are read side by side, and the same place of the
-// next four is asked for meanwhile; up to four rows of x are worked on while a part of W is in
-// registers, and further ones while the four rows of W are still in the cache.
+// It takes as long as reading W once. Four rows of W are read in parallel while the same columns of the
+// next four are prefetched. Up to four rows of x are multiplied while a part of W is in registers, and
+// further ones while the four rows of W are still in the cache.
 #pragma once
 
 #include <algorithm>

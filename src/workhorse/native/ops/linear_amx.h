@@ -5,8 +5,8 @@
 //       B[k / 2][row][k % 2]; x is put into this order once per call, and is small
 //   C   16 outputs × 16 rows, float32
 //
-// Two tiles A meet two tiles B at a time. W is read from memory once; where x has more than 32 rows, the
-// next two tiles B find the two rows of tiles A in the second cache.
+// Two tiles A are multiplied by two tiles B at a time. W is read from memory once; if x has more than 32
+// rows, the next two tiles B find the two rows of tiles A in the second cache.
 #pragma once
 
 #include <algorithm>

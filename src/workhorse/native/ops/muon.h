@@ -1,4 +1,4 @@
-// Muon's momentum and updates of matrices, a pass over memory each.
+// Muon's momentum and updates of matrices, in one pass over memory each.
 #pragma once
 
 #include <algorithm>
@@ -9,7 +9,7 @@
 
 namespace workhorse::muon {
 
-// Muon's momentum of one matrix takes in a gradient; then the direction of its update, of length 1.
+// Adds a gradient to the momentum of one matrix, and returns the direction of its update, of norm 1.
 struct Momentum {
   float shrink, kept;
   bool nesterov;

@@ -1,4 +1,4 @@
-// Norms of a training step, forwards and backwards in a pass each.
+// Norms of a training step, with one pass forwards and one backwards.
 #pragma once
 
 #include <cmath>
@@ -13,7 +13,7 @@ void add_row(int64_t width, const T* a, const T* b, T* sum) {
   each(width, [=]<class V>(V, int64_t i) { write(sum + i, read<V>(a + i) + read<V>(b + i)); });
 }
 
-// What a row was shifted and scaled by: (x - mean) · scale.
+// The shift and scale of a row: (x - mean) · scale.
 struct Moments {
   float mean, scale;
 };

@@ -8,10 +8,10 @@
 //   4 bits   vector v, lane o, byte i    holds two codes: the lower half is that of k = 8 v + i, the
 //                                        upper that of k = 8 v + 4 + i; `levels` has 128 + its level
 //
-// x is put, once per call, into whole numbers of 16 bits, scaled by the largest of each group: an error
-// of at most 2⁻¹⁶ of that one, where bfloat16 itself keeps 2⁻⁹ of each. An instruction multiplies four
+// x is converted, once per call, to 16-bit integers scaled by the largest number of each group: an error
+// of at most 2⁻¹⁶ of that number, where bfloat16 itself has 2⁻⁹ of each. An instruction multiplies four
 // bytes of W in every lane with four of x and adds them up, so x is taken as two bytes, 256 high + low.
-// The 128 that W has too much is taken off beforehand: a sum begins at -128 Σ x.
+// The offset of 128 in W is subtracted beforehand: a sum begins at -128 Σ x.
 #pragma once
 
 #include <algorithm>

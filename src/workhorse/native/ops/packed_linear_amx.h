@@ -1,9 +1,9 @@
 // The product of `packed_linear.h` on the matrix unit of Intel's CPUs (AMX), for many rows of x in bfloat16.
 //
-// The codes of a block and a group lie as the unit wants its right operand: 16 outputs beside each
-// other, and in each four k. So W becomes tiles lane by lane, rounded to bfloat16, in a few
-// instructions for each vector; a thread holds those of two blocks and multiplies all rows of x by
-// them. Tiles of x are copied once per call to lie one behind the other.
+// The codes of a block and a group are in the order of the unit's right operand: 16 outputs side by side,
+// each with four k. So W becomes tiles lane by lane, rounded to bfloat16, in a few instructions per
+// vector; a thread keeps those of two blocks and multiplies all rows of x by them. Tiles of x are copied
+// once per call, to be contiguous.
 #pragma once
 
 #include <memory>

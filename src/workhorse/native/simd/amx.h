@@ -13,14 +13,14 @@ namespace workhorse {
 constexpr int kTile = 16;   // rows of a tile
 constexpr int kDepth = 32;  // numbers of bfloat16 in a row of a tile
 
-// Linux gives a process the tiles when it asks for them; some virtual machines refuse.
+// A process must ask Linux for the tiles; some virtual machines refuse.
 inline bool tiles_allowed() {
   constexpr int request_permission = 0x1023, tile_data = 18;
   static const bool allowed = syscall(SYS_arch_prctl, request_permission, tile_data) == 0;
   return allowed;
 }
 
-// The shapes of the tiles, for as long as it lives: all of them full.
+// Configures all tiles at full size for its lifetime.
 struct Tiles {
   struct alignas(64) Config {
     uint8_t palette = 1, start_row = 0, reserved[14] = {};
@@ -36,7 +36,7 @@ inline void written() { asm volatile("" ::: "memory"); }
 
 inline __mmask16 first(int64_t count) { return count < 16 ? (1u << count) - 1 : 0xffff; }
 
-// Two rows of bfloat16, one behind the other, woven into one: the numbers of each beside the other's.
+// Interleaves two rows of bfloat16, one after the other in memory.
 inline __m512i woven(__m512i both) {
   alignas(64) static constexpr uint16_t order[32] = {
       0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,

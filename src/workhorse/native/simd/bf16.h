@@ -1,4 +1,4 @@
-// bfloat16: the upper half of a float32. The one place where numbers are rounded to it.
+// bfloat16, the upper half of a float32. All rounding to bfloat16 is here.
 #pragma once
 
 #include "simd/vectors.h"

@@ -1,15 +1,15 @@
-// Numbers of float32 as sums of two of bfloat16, which the matrix unit can multiply.
+// float32 numbers as sums of two bfloat16 numbers, which the matrix unit can multiply.
 //
 //   x ≈ upper + lower
 //   x y ≈ lower(x) upper(y) + upper(x) upper(y) + upper(x) lower(y)
 //
-// Each part has 8 bits, so a number is off by at most 2^-17 of itself, and with the product of the lower
-// parts, which is left out, a product by less than 2^-15; in sums most of that cancels. This is what
-// PyTorch calls "high" precision of float32 products.
+// Each part has 8 bits, so a number has a relative error of at most 2^-17, and a product, without that of
+// the lower parts, of less than 2^-15; in sums most of it cancels. PyTorch calls this "high" precision of
+// float32 products.
 //
-// What is not finite has a lower part alone: with a finite number's parts it gives what it gives with the
-// number, where infinity as an upper part would meet a lower part of 0 and give NaN. Two infinities give
-// NaN. The unit takes numbers below 2^-126 for 0, parts too.
+// A number that is not finite is stored in the lower part alone: times the parts of a finite number it
+// gives the same as times the number, whereas an infinite upper part times a lower part of 0 would give
+// NaN. Two infinities give NaN. The unit treats numbers below 2^-126 as 0, parts too.
 #pragma once
 
 #include "simd/bf16.h"
@@ -22,7 +22,7 @@ struct Bf16Split {
   __m512 upper, lower;
 };
 
-// Of finite numbers that do not round to infinity; of others the lower part is not finite.
+// For finite numbers that do not round to infinity; for others the lower part is not finite.
 inline Bf16Split split_finite(__m512 x) {
   const __m512i up = _mm512_add_epi32(_mm512_castps_si512(x), _mm512_set1_epi32(0x8000));
   const __m512i cut = _mm512_and_si512(up, _mm512_set1_epi32(0xffff0000));
@@ -30,7 +30,7 @@ inline Bf16Split split_finite(__m512 x) {
   return {upper, _mm512_sub_ps(x, upper)};
 }
 
-// Of any numbers: large ones are cut and not rounded.
+// For any numbers: large ones are truncated instead of rounded.
 inline Bf16Split split_any(__m512 x) {
   const __m512i bits = _mm512_castps_si512(x), size = _mm512_add_epi32(bits, bits);
   const __mmask16 small = _mm512_cmplt_epu32_mask(size, _mm512_set1_epi32(0xfeff0000));

@@ -1,4 +1,4 @@
-// Loops over the numbers of a row, float or BFloat16 in memory and float32 in between.
+// Loops over the numbers of a row, float or BFloat16 in memory, computed in float32.
 #pragma once
 
 #include <type_traits>
@@ -37,7 +37,7 @@ inline void write(BFloat16* to, F32x16 v) {
 template <class T>
 inline void write(T* to, float value) { store(to, value); }
 
-// Adds up a row: lanes apart from what is left at its end.
+// Sums of a row: a vector of lanes, and the numbers left over at its end.
 struct Sum {
   F32x16 lanes{};
   float rest = 0;
@@ -47,7 +47,7 @@ struct Sum {
   operator float() const { return sum(lanes) + rest; }
 };
 
-// A number as T has it.
+// A number rounded to T.
 template <class T, class V>
 inline V held_by(V value) {
   if constexpr (std::is_same_v<T, float>) return value;

@@ -1,4 +1,4 @@
-// Vectors of 64 bytes, for any CPU: the compiler splits a vector where it must.
+// Vectors of 64 bytes, for any CPU: the compiler splits a vector if it must.
 #pragma once
 
 #include <cstdint>
@@ -21,15 +21,15 @@ inline V load(const void* from) {
   return v;
 }
 
-// Two halves at a time: one lane after the other would wait for every addition.
+// By halves: adding one lane after the other would wait for every addition.
 inline float sum(F32x16 v) {
   v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
   v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15);
   return (v[0] + v[2]) + (v[1] + v[3]);
 }
 
-// Ask for a line that is read a block of rows later. Into the second cache: the first is small, and
-// rows a power of two apart would push each other out of it. Past the end it does nothing.
+// Prefetches a line that is read a block of rows later, into the second cache: the first is small, and
+// rows a power of two apart would evict each other. Past the end it does nothing.
 inline void expect(const void* line) { __builtin_prefetch(line, 0, 2); }
 
 }  // namespace workhorse

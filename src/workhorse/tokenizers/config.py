@@ -10,6 +10,8 @@ from pydantic import Field, model_validator
 from workhorse.config import Config, ConfigError
 
 N_BYTES = 256
+SPACE = "\u2581"
+"""The visible character for a space in SentencePiece."""
 MAX_VOCAB_SIZE = 300_000
 
 VocabSize = Annotated[int, Field(ge=N_BYTES, le=MAX_VOCAB_SIZE)]

@@ -10,10 +10,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from workhorse.tokenizers.config import SPACE
+
 Parts = dict[str, Any]
 """Keys of a `tokenizer.json` and their values."""
 
-SPACE = "\u2581"
 UNK_PLACE = "unk_token"
 """Stands for the name of the unknown token in a model's options."""
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?"

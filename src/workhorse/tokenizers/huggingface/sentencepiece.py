@@ -15,9 +15,8 @@ from typing import Any
 from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers
 
 from workhorse.errors import WorkhorseError
-from workhorse.tokenizers.config import BYTE_TOKENS
+from workhorse.tokenizers.config import BYTE_TOKENS, SPACE
 
-SPACE = "\u2581"
 UNIGRAM, BPE = 1, 2
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
 """Kinds of models and of pieces, as numbered in `sentencepiece_model.proto`."""

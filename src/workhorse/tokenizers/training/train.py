@@ -15,6 +15,7 @@ from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tok
 
 from workhorse.errors import WorkhorseError, shown
 from workhorse.tokenizers.config import (
+    SPACE,
     BpeConfig,
     ByteFallbackBpeConfig,
     BytesConfig,
@@ -30,9 +31,6 @@ from workhorse.tokenizers.pieces import BYTE_ALPHABET
 from workhorse.tokenizers.tokenizer import Tokenizer
 from workhorse.tokenizers.training.corpus import CountedCorpus, Progress, counted, pieces_of_texts
 from workhorse.tokenizers.training.unigram import stable_vocabulary
-
-SPACE = "\u2581"
-"""The visible space of SentencePiece."""
 
 
 def train_tokenizer(

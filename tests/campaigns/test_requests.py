@@ -8,6 +8,7 @@ log-probability has the same bits. A text may differ where two tokens are as nea
 the rounding of a batch's shape.
 """
 
+import math
 import random
 from dataclasses import dataclass, field
 from typing import Any
@@ -110,6 +111,23 @@ def run(decoder: Decoder, asked: list[Asked], pick: random.Random) -> None:
             request.cancelled = True
 
 
+def between_logits(logprobs: dict[int, float], found: int, expected: int) -> float:
+    """How far two tokens are apart, in nats."""
+    return abs(logprobs[found] - logprobs[expected])
+
+
+def between_draws(logprobs: dict[int, float], found: int, expected: int) -> float:
+    """How far the number that was drawn lies at least from where it gives the other token.
+
+    Draws go through the tokens by their ids, those of `HOW` through the 20 likeliest.
+    """
+    least = sorted(logprobs.values())[-20]
+    weights = {token: math.exp(p / 0.8) for token, p in logprobs.items() if p >= least}
+    first, last = sorted((found, expected))
+    passed = sum(weight for token, weight in weights.items() if first < token < last)
+    return passed / sum(weights.values())
+
+
 def agreement(request: Asked, alone: Completion, near: float) -> tuple[int, int]:
     """Tokens that agree up to the end or a near tie, and how many of them to the bit."""
     assert alone.logprobs is not None
@@ -117,10 +135,8 @@ def agreement(request: Asked, alone: Completion, near: float) -> tuple[int, int]
     for n, (delta, expected) in enumerate(zip(request.deltas, alone.logprobs, strict=False)):
         assert delta.logprob is not None
         if delta.token != expected.token:
-            assert (
-                request.config.samples
-                or abs(dict(expected.top)[delta.token] - expected.logprob) <= near
-            )
+            apart = between_draws if request.config.samples else between_logits
+            assert apart(dict(expected.top), delta.token, expected.token) <= near
             return n, bits
         assert abs(delta.logprob.logprob - expected.logprob) <= near
         bits += delta.logprob.logprob == expected.logprob

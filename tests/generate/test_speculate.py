@@ -365,3 +365,20 @@ def test_a_conversation_s_draft_reads_only_what_is_new(make_decoder, consumed):
     assert answer(scheduler, prompt, config) == list(expected.tokens)
     assert shapes[0][1] <= 4 + 1
     assert of_draft[0][1] <= 4 + 1 + 3
+
+
+def test_more_guesses_may_be_asked_for_than_tokens(make_decoder):
+    decoder = make_decoder(max_seq_len=200)
+    config = GenerationConfig(temperature=0, max_new_tokens=5)
+    assert_same(
+        generate(decoder, [[1] * 10], config.replace(speculate=150)),
+        generate(decoder, [[1] * 10], config),
+    )
+
+
+def test_a_draft_that_would_guess_nothing_is_refused(make_decoder):
+    decoder, draft = make_decoder(), make_decoder(seed=1)
+    with pytest.raises(WorkhorseError, match="a draft guesses nothing with speculate=0"):
+        Scheduler(decoder, draft=draft)
+    with pytest.raises(WorkhorseError, match="the draft has a vocabulary of 5 and the model one"):
+        Scheduler(decoder, draft=make_decoder(vocab_size=5), speculate=2)

@@ -166,13 +166,18 @@ def test_a_cache_of_nothing(tokens: int, texts: int, message: str) -> None:
 def test_a_window_that_moved_on_is_not_read_again() -> None:
     config = next(c for c in CAUSAL if any(b.attention.reach().reach for b in c.blocks.values()))
     decoder = make(config)
-    cache = decoder.new_paged_cache(tokens=SEQ, texts=1)
+    cache = decoder.new_paged_cache(tokens=2 * SEQ, texts=2)
     text = cache.open(SEQ)
     for token in random_tokens(config, 1, SEQ)[0]:
         read(decoder, cache, {text: token[None]})
     with pytest.raises(WorkhorseError, match="a window has moved past what it saw after 5 tokens"):
         cache.truncate(text, 5)
     assert text.length == SEQ
+    other = cache.open(SEQ)
+    read(decoder, cache, {other: torch.arange(4)})
+    with pytest.raises(WorkhorseError, match="a window has moved past what it saw after 5 tokens"):
+        PagedView(cache, [other, text]).truncate([1, 5])
+    assert (other.length, text.length) == (4, SEQ)
 
 
 def test_a_text_is_closed_once_and_not_read_again():

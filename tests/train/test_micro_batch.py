@@ -73,10 +73,11 @@ def test_shares_halve(rows: int, expected: list[int]) -> None:
 def test_what_a_process_takes_is_measured() -> None:
     start = resident()
     assert most_resident() - start < 2**23
-    with mmap.mmap(-1, 2**24) as taken:  # which the heap does not have from before
-        for page in range(0, 2**24, mmap.PAGESIZE):
+    size = 2**24 + 2**20  # Linux counts pages in batches, a CPU each: the last ones come later
+    with mmap.mmap(-1, size) as taken:  # which the heap does not have from before
+        for page in range(0, size, mmap.PAGESIZE):
             taken[page] = 1
-    assert most_resident() - start > 0.9 * 2**24  # Linux counts pages in batches, a CPU each
+    assert most_resident() - start >= 2**24
 
 
 def test_looking_leaves_everything_as_it_was(decoder: Decoder) -> None:

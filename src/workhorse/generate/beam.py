@@ -16,7 +16,7 @@ from torch import Tensor
 
 from workhorse.generate.choose import check_finite
 from workhorse.generate.config import GenerationConfig
-from workhorse.generate.reader import Reader, wait
+from workhorse.generate.reader import Reader, room_for, wait
 from workhorse.generate.requests import TextOfTokens, check_prompts, stop_tokens, usable_vocab
 from workhorse.generate.result import Completion
 from workhorse.generate.samplers import all_finite, below, logit_bias
@@ -58,7 +58,8 @@ def beam_search(
     running = list(searches)
     new = config.max_new_tokens - 1
     rows, longest = len(fitting) * config.beams, max(map(len, fitting))
-    reader = Reader(decoder, tokens=rows * min(longest + new, decoder.max_seq_len), texts=rows)
+    each_text = room_for(longest, new, decoder.max_seq_len)
+    reader = Reader(decoder, tokens=rows * each_text, texts=rows)
     started = time.perf_counter()
     readings = [reader.open(prompt, new) for prompt in fitting]
     logits = reader.read(readings, fitting)

@@ -29,7 +29,7 @@ class Chooser:
 
     Args:
         config: of one of the requests.
-        vocab: the number of ids in use; ids from indices on are never chosen.
+        vocab: the number of ids in use; larger ids are never chosen.
         size: of the vocabulary, padding included.
         decoding: the native operators that the decoder was prepared with.
     """

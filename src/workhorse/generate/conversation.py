@@ -8,6 +8,7 @@ from workhorse.errors import WorkhorseError, shown
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.result import Delta
 from workhorse.generate.scheduler import Scheduler
+from workhorse.generate.speculate import slack_of
 from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate, Tokenizer
 
@@ -120,7 +121,7 @@ class Conversation:
             tokenizer=tokenizer,
             draft=draft,
             max_rows=1,
-            speculate=config.speculate,
+            speculate=slack_of(config),
             remembers=True,
         )
 

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from workhorse.errors import WorkhorseError
 from workhorse.generate.beam import beam_search
 from workhorse.generate.config import GenerationConfig
+from workhorse.generate.reader import room_for
 from workhorse.generate.requests import TextOfTokens, check_batch_size, check_draft, check_prompts
 from workhorse.generate.result import Completion, Delta
 from workhorse.generate.scheduler import Scheduler, evaluation_mode
@@ -43,7 +44,7 @@ def generate(
     """
     config = config or GenerationConfig()
     check_batch_size(batch_size)
-    check_draft(decoder, draft, config, tokenizer)
+    check_draft(decoder, draft, config.speculate, tokenizer)
     if config.beams > 1:
         found: list[Completion] = []
         with evaluation_mode(decoder):
@@ -99,7 +100,7 @@ def stream(
             f"beams={config.beams} knows its text at the end only; do without streaming, or beams"
         )
     checked = check_prompts(decoder, prompts, config, tokenizer)
-    check_draft(decoder, draft, config, tokenizer)
+    check_draft(decoder, draft, config.speculate, tokenizer)
     return _deltas(
         decoder,
         checked,
@@ -122,9 +123,8 @@ def _deltas(
     """The deltas of all prompts; `Delta.index` counts over all of them."""
     rows = max(batch_size // config.n_samples, 1) * config.n_samples
     rows = min(rows, max(len(prompts), 1) * config.n_samples)
-    guesses = slack_of(config)
-    new, context = config.max_new_tokens - 1, decoder.max_seq_len
-    needs = sorted(max(min(len(p) + new, context) + guesses, len(p)) for p in prompts)
+    slack, new = slack_of(config), config.max_new_tokens - 1
+    needs = sorted(room_for(len(prompt), new, decoder.max_seq_len, slack) for prompt in prompts)
     needs = [need for need in needs for _ in range(config.n_samples)]
     scheduler = Scheduler(
         decoder,
@@ -132,7 +132,7 @@ def _deltas(
         draft=draft,
         max_rows=rows,
         max_tokens=sum(needs[-rows:]),
-        speculate=config.speculate,
+        speculate=slack,
     )
     for prompt in prompts:
         scheduler.add(prompt, config)

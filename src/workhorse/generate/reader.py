@@ -37,6 +37,11 @@ def to_choose_from(logits: Tensor) -> Tensor:
     return logits.cpu() if logits.device.type == "mps" else logits
 
 
+def room_for(prompt: int, new: int, context: int, slack: int = 0) -> int:
+    """What a text of `prompt` tokens and `new` more takes of a cache, in tokens."""
+    return max(min(prompt + new, context) + slack, prompt)
+
+
 @dataclass(eq=False)
 class Reading:
     """A text that is being read.
@@ -88,7 +93,7 @@ class Reader:
 
     def room_for(self, prompt: int, new: int) -> int:
         """The tokens to reserve in the cache for a text of `prompt` tokens and `new` more."""
-        return max(min(prompt + new, self.context) + self.slack, prompt)
+        return room_for(prompt, new, self.context, self.slack)
 
     def open(self, prompt: Sequence[int], new: int) -> Reading:
         """Begin a text, with the prefix of its prompt that is remembered, except the last token.

@@ -105,7 +105,7 @@ def check_functions(name: str, functions: object) -> tuple[Any, ...]:
 def check_draft(
     decoder: Decoder,
     draft: Decoder | None,
-    config: GenerationConfig,
+    speculate: int,
     tokenizer: TextOfTokens | None,
 ) -> None:
     """Refuse a draft that cannot guess for a decoder.
@@ -115,7 +115,7 @@ def check_draft(
     """
     if draft is None:
         return
-    if config.speculate == 0:
+    if speculate == 0:
         raise WorkhorseError(
             "a draft guesses nothing with speculate=0; choose speculate=4, or leave the draft out"
         )

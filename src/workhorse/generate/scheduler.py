@@ -32,7 +32,7 @@ from workhorse.generate.requests import (
 )
 from workhorse.generate.result import Delta
 from workhorse.generate.row import Guess, LogitProcessor, Request, Row, StopCondition
-from workhorse.generate.speculate import Proposer
+from workhorse.generate.speculate import Proposer, slack_of
 from workhorse.nn import Decoder
 from workhorse.transforms.record import decoding_operators
 
@@ -68,7 +68,7 @@ class Scheduler:
             begins alike is read from where it differs.
 
     Raises:
-        WorkhorseError: an option of another type, or out of range.
+        WorkhorseError: an option of another type, or out of range; or see `check_draft`.
     """
 
     def __init__(
@@ -99,6 +99,7 @@ class Scheduler:
         self.max_rows = max_rows = whole("max_rows", max_rows, 1)
         self._draft = draft
         self._speculate = speculate = whole("speculate", speculate, 0)
+        check_draft(decoder, draft, speculate, tokenizer)
         self._chunk = None if prompt_chunk is None else whole("prompt_chunk", prompt_chunk, 1)
         tokens = max_rows * (decoder.max_seq_len + speculate)
         if max_tokens is not None:
@@ -146,8 +147,8 @@ class Scheduler:
             The numbers of the results, `n_samples` of them: `Delta.index`.
 
         Raises:
-            WorkhorseError: see `check_prompts` and `check_draft`; beam search, which has no next
-                token; more guesses than the scheduler was made for; more than its cache holds.
+            WorkhorseError: see `check_prompts`; beam search, which has no next token; more guesses
+                than the scheduler was made for; more than its cache holds.
         """
         if not isinstance(config, GenerationConfig | None):
             raise WorkhorseError(f"config={shown(config)} is none; give a GenerationConfig")
@@ -158,12 +159,11 @@ class Scheduler:
             raise WorkhorseError(
                 f"beams={config.beams} knows its text at the end only; leave beams out"
             )
-        if config.speculate > self._speculate:
+        if slack_of(config) > self._speculate:
             raise WorkhorseError(
                 f"speculate={config.speculate} is more than this scheduler guesses, "
                 f"{self._speculate}; make it with speculate={config.speculate}"
             )
-        check_draft(self.decoder, self._draft if config.speculate else None, config, self.tokenizer)
         (fitting,) = check_prompts(self.decoder, [prompt], config, self.tokenizer)
         seed = secrets.randbits(32) if config.seed is None else config.seed
         request = Request(tuple(fitting), config, seed, processors, stop_conditions)
@@ -363,21 +363,13 @@ class Scheduler:
         guessing = [row for row in rows if row.config.speculate]
         for chooser, here in self._groups(guessing):
             chosen = [guessing[r] for r in here]
-            most = [
-                max(
-                    0,
-                    min(
-                        row.config.speculate,
-                        row.left - 1,
-                        self._steady - len(row.reading.tokens) - 1,
-                    ),
-                )
-                for row in chosen
-            ]
-            for row, guess in zip(
-                chosen, self._proposer.propose(chosen, most, chooser), strict=True
-            ):
+            guesses = self._proposer.propose(chosen, list(map(self._most_guesses, chosen)), chooser)
+            for row, guess in zip(chosen, guesses, strict=True):
                 row.expect(guess)
+
+    def _most_guesses(self, row: Row) -> int:
+        steady = self._steady - len(row.reading.tokens) - 1
+        return max(0, min(row.config.speculate, row.left - 1, steady))
 
     def _leave(self, row: Row) -> None:
         self._proposer.leave(row)

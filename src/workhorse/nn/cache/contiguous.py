@@ -204,6 +204,12 @@ class Cache(CacheView):
             )
 
     def truncate(self, lengths: Sequence[int]) -> None:
+        """Keep the first `lengths[r]` tokens of each row r, at most what it holds.
+
+        Raises:
+            WorkhorseError: a length is out of range, or a window no longer holds the tokens that
+                it would show. The cache is then as it was.
+        """
         self._check_lengths(lengths)
         kept = torch.tensor(lengths, device=self.lengths.device).minimum(self.lengths)
         for slots in self.slot_positions.values():

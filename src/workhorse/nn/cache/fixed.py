@@ -6,7 +6,6 @@ changes is in a tensor. The caller reserves blocks for the new tokens beforehand
 (`PagedView.reserve`) and counts them afterwards (`PagedView.advance`).
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -88,10 +87,6 @@ class FixedCache(CacheView):
 
     def place(self, reach: Reach) -> Placement:
         return self._pages[reach if reach in self._pages else None].place
-
-    def truncate(self, lengths: Sequence[int]) -> None:
-        """Not supported here: `PagedView.truncate` takes tokens back after the pass."""
-        raise NotImplementedError
 
 
 class FixedPages:

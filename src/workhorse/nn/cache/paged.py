@@ -124,19 +124,22 @@ class PagedCache:
             WorkhorseError: no such length, or a window has let go of tokens that it would show
                 again.
         """
+        self.check_shows(text, length)
+        for reach, table in text.tables.items():
+            while len(table) > -(-length // BLOCK):
+                self.pools[reach].release(table.pop())
+        text.length = length
+
+    def check_shows(self, text: CachedText, length: int) -> None:
+        """Refuse a length that `truncate` cannot go back to."""
         if type(length) is not int or length < 0:
             raise WorkhorseError(f"length={length!r} is no number of tokens; give 0 or more")
-        blocks = -(-length // BLOCK)
         for reach, table in text.tables.items():
-            if EMPTY in table[self.first_seen(length, reach) : blocks]:
+            if EMPTY in table[self.first_seen(length, reach) : -(-length // BLOCK)]:
                 raise WorkhorseError(
                     f"a window has moved past what it saw after {length} tokens; read the text "
                     "again, or make the cache with more slack"
                 )
-        for reach, table in text.tables.items():
-            while len(table) > blocks:
-                self.pools[reach].release(table.pop())
-        text.length = length
 
     def extend(self, text: CachedText, count: int) -> bool:
         """Make `count` more tokens writable, unshared; returns whether a table has changed."""

@@ -167,9 +167,18 @@ class PagedView(CacheView):
         return self.pages[reach if reach in self.pages else None].place
 
     def truncate(self, lengths: Sequence[int]) -> None:
-        for text, length in zip(self.texts, lengths, strict=True):
-            if length < text.length:
-                self.cache.truncate(text, length)
+        """Keep the first `lengths[r]` tokens of each row r, at most what it holds.
+
+        Raises:
+            WorkhorseError: see `PagedCache.truncate`. The cache is then as it was.
+        """
+        shorter = [
+            pair for pair in zip(self.texts, lengths, strict=True) if pair[1] < pair[0].length
+        ]
+        for text, length in shorter:
+            self.cache.check_shows(text, length)
+        for text, length in shorter:
+            self.cache.truncate(text, length)
         self._set_tables()
         self._count()
 

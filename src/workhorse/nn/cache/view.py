@@ -6,7 +6,6 @@ new keys and values and returns all that may be attended to. Masks are computed 
 """
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -67,15 +66,6 @@ class CacheView(ABC):
 
         Args:
             reach: of the layer: how many of the latest positions a query sees; None: all of them.
-        """
-
-    @abstractmethod
-    def truncate(self, lengths: Sequence[int]) -> None:
-        """Keep the first `lengths[r]` tokens of each row r, at most what it holds.
-
-        Raises:
-            WorkhorseError: a length is out of range, or a window no longer holds the tokens that
-                it would show. The cache is then as it was.
         """
 
 

@@ -4,8 +4,8 @@ import argparse
 import datetime
 import json
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import asdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.contest import Case, Entry, Outcome, run
@@ -14,6 +14,8 @@ from benchmarks.machine import default_threads, describe, versions
 RESULTS = Path(__file__).parent / "results"
 ROUNDS, QUICK_ROUNDS = 9, 3
 MIB = 1 << 20
+OURS = "Workhorse"
+"""How the names of our own rows begin."""
 
 Cases = Callable[[argparse.Namespace], Iterable[Case]]
 
@@ -27,6 +29,12 @@ def parser(description: str) -> argparse.ArgumentParser:
     made.add_argument("--rounds", type=int, help="another number of rounds")
     made.add_argument("--threads", type=int, default=default_threads())
     made.add_argument("--only", nargs="+", metavar="NAME", help="these contestants alone")
+    made.add_argument(
+        "--against",
+        type=Path,
+        metavar="CHECKOUT",
+        help="each of our rows beside the same of another checkout, and no peers",
+    )
     return made
 
 
@@ -38,8 +46,12 @@ def with_device(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 def with_models(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
     """A further option, of benchmarks that need files."""
-    where = Path("runs/benchmarks")
-    made.add_argument("--models", type=Path, default=where, help="where models and texts are kept")
+    made.add_argument(
+        "--models",
+        type=lambda path: Path(path).resolve(),
+        default="runs/benchmarks",
+        help="where models and texts are kept",
+    )
     return made
 
 
@@ -54,18 +66,35 @@ def main(name: str, cases: Cases, options: argparse.Namespace) -> None:
         "versions": versions(),
     }
     results = []
-    for case in cases(options):
-        chosen = case
-        if options.only:
-            kept = tuple(one for one in case.contestants if one.name in options.only)
-            chosen = Case(**{**vars(case), "contestants": kept})
-        outcome = run(chosen, rounds, options.threads)
+    for case in chosen(cases(options), options.only, options.against):
+        outcome = run(case, rounds, options.threads)
         results.append({**asdict(outcome), **about})
         print(table(name, outcome), file=sys.stderr if options.json else sys.stdout, flush=True)
         if options.save:
             store(name, results)
     if options.json:
         print(json.dumps(results))
+
+
+def chosen(
+    cases: Iterable[Case], only: Sequence[str] | None, against: Path | None
+) -> Iterator[Case]:
+    """The cases with the contestants that were asked for.
+
+    Args:
+        cases: of the benchmark.
+        only: names of contestants; None: all.
+        against: a checkout: a case for each contestant of ours, with the same of that checkout.
+    """
+    for case in cases:
+        kept = [one for one in case.contestants if not only or one.name in only]
+        if against is None:
+            yield replace(case, contestants=tuple(kept))
+            continue
+        for one in kept:
+            if one.name.split(",")[0] == OURS:
+                other = replace(one, name="the other checkout", checkout=against.resolve())
+                yield replace(case, name=f"{case.name}: {one.name}", contestants=(one, other))
 
 
 def command_line(name: str, arguments: Sequence[str]) -> str:

@@ -38,6 +38,8 @@ class Contestant:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
     """What a reader must know about it."""
+    checkout: Path = Path(__file__).parent.parent
+    """Whose `benchmarks` and `workhorse` it runs."""
 
 
 class MissingError(Exception):
@@ -68,8 +70,8 @@ class Worker:
             stdout=subprocess.PIPE,
             stderr=self._log,
             text=True,
-            cwd=Path(__file__).parent.parent,
-            env=os.environ | dict.fromkeys(THREADS, str(threads)),
+            cwd=contestant.checkout,
+            env=os.environ | dict.fromkeys(THREADS, str(threads)) | _path(contestant.checkout),
         )
         self.peak_bytes = 0
         try:
@@ -114,6 +116,12 @@ class Worker:
         if "missing" in answer:
             raise MissingError(answer["missing"])
         return answer
+
+
+def _path(checkout: Path) -> dict[str, str]:
+    """Where Python looks first."""
+    given = os.environ.get("PYTHONPATH")
+    return {"PYTHONPATH": os.pathsep.join([str(checkout / "src"), *([given] if given else [])])}
 
 
 def serve(build: str, threads: int) -> None:

@@ -1,9 +1,11 @@
 """What is made of the rounds' measures; the numbers here are given, not timed."""
 
 import sys
+from pathlib import Path
 
 import pytest
 
+from benchmarks.command import chosen
 from benchmarks.contest import Case, Limit, Outcome, compare, run
 from benchmarks.shapes import DECODING, TRAINING
 from benchmarks.worker import Contestant, Measures, MissingError, Worker
@@ -99,3 +101,33 @@ def test_counts_of_a_token_are_those_of_the_literature():
     # A token of the 1b shape reads 1.03 billion weights: 22 layers and the head.
     layer = 2048 * (2048 + 512) + 2048 * 2048 + 3 * 2048 * 5632
     assert DECODING["1b"].product_weights == 22 * layer + 32_000 * 2048
+
+
+def test_our_rows_beside_those_of_another_checkout(tmp_path):
+    compiled = Contestant("Workhorse, compiled", "a:b")
+    case = Case("tiny", "value", "tokens/s", (OURS, PEER, compiled))
+
+    cases = list(chosen([case], None, tmp_path))
+
+    assert [one.name for one in cases] == ["tiny: Workhorse", "tiny: Workhorse, compiled"]
+    for one, ours in zip(cases, (OURS, compiled), strict=True):
+        assert one.contestants[0] == ours
+        assert one.contestants[1].name == "the other checkout"
+        assert (one.contestants[1].build, one.contestants[1].checkout) == (ours.build, tmp_path)
+    assert next(iter(chosen([case], ["peer"], None))).contestants == (PEER,)
+
+
+def test_a_contestant_runs_the_code_of_its_checkout(tmp_path):
+    (tmp_path / "benchmarks").mkdir()
+    for name in ("__init__.py", "worker.py"):
+        (tmp_path / "benchmarks" / name).write_text(Path(f"benchmarks/{name}").read_text())
+    (tmp_path / "src" / "workhorse").mkdir(parents=True)
+    (tmp_path / "src" / "workhorse" / "__init__.py").touch()
+    (tmp_path / "src" / "workhorse" / "rate.py").write_text(
+        "def build(threads):\n    return lambda: {'value': 7.0}\n"
+    )
+    worker = Worker(Contestant("other", "workhorse.rate:build", checkout=tmp_path), threads=1)
+    try:
+        assert worker.round()["value"] == 7.0
+    finally:
+        worker.close()

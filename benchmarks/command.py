@@ -94,7 +94,8 @@ def chosen(
         for one in kept:
             if one.name.split(",")[0] == OURS:
                 other = replace(one, name="the other checkout", checkout=against.resolve())
-                yield replace(case, name=f"{case.name}: {one.name}", contestants=(one, other))
+                name = f"{case.name}: {one.name}"
+                yield replace(case, name=name, contestants=(one, other), limit=None, skipped=())
 
 
 def command_line(name: str, arguments: Sequence[str]) -> str:

@@ -3,9 +3,10 @@
     make campaign-requests
 
 One to 32 rows at a time, prompts that begin alike and prompts read in pieces, cancellations; in
-float32 and bfloat16, with the native operators and with PyTorch's. It tells for how many tokens the
-log-probability has the same bits. A text may differ where two tokens are as near to each other as
-the rounding of a batch's shape.
+float32 and bfloat16, with the native operators and with PyTorch's. Texts that are asked to be exact
+have every token and every bit of every log-probability of the text alone. Of the others it tells
+for how many tokens the log-probability has the same bits; a text may differ where two tokens are as
+near to each other as the rounding of a batch's shape.
 """
 
 import math
@@ -18,6 +19,7 @@ import torch
 
 from tests.native.machine import OPERATORS
 from workhorse.generate import Completion, Delta, GenerationConfig, Scheduler, generate
+from workhorse.generate.prefixes import PIECE
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.transforms.native_attention import attend_natively
 from workhorse.transforms.stream import stream_weights
@@ -37,7 +39,7 @@ CONFIG = DecoderConfig.from_dict(
         "vocab_size": VOCAB,
         "d_model": 64,
         "n_layers": 3,
-        "max_seq_len": 160,
+        "max_seq_len": 320,
         "blocks": {
             name: {
                 "kind": "pre_norm",
@@ -69,13 +71,13 @@ class Asked:
     cancelled: bool = False
 
 
-def requests(pick: random.Random) -> list[Asked]:
-    beginnings = [[pick.randrange(VOCAB) for _ in range(pick.randint(20, 90))] for _ in range(6)]
+def requests(pick: random.Random, *, exact: bool) -> list[Asked]:
+    beginnings = [[pick.randrange(VOCAB) for _ in range(pick.randint(20, 270))] for _ in range(6)]
     asked: list[Asked] = []
     for seed in range(REQUESTS):
-        prompt = pick.choice([[], [], *beginnings])[: pick.choice([None, 33, 64])]
+        prompt = pick.choice([[], [], *beginnings])[: pick.choice([None, 33, 2 * PIECE])]
         prompt = prompt + [pick.randrange(VOCAB) for _ in range(pick.randint(1, 20))]
-        how = pick.choice(HOW)
+        how = pick.choice([how for how in HOW if not (exact and "speculate" in how)])
         asked.append(
             Asked(
                 prompt,
@@ -84,6 +86,7 @@ def requests(pick: random.Random) -> list[Asked]:
                     stop_tokens=(0,),
                     seed=seed,
                     logprobs=VOCAB,
+                    exact=exact,
                     **how,
                 ),
             )
@@ -95,7 +98,12 @@ def run(decoder: Decoder, asked: list[Asked], pick: random.Random) -> None:
     """All of them, some cancelled on their way."""
     by_result: dict[int, Asked] = {}
     scheduler = Scheduler(
-        decoder, max_rows=32, max_tokens=2000, speculate=3, prompt_chunk=24, remembers=True
+        decoder,
+        max_rows=32,
+        max_tokens=4000,
+        speculate=max(request.config.speculate for request in asked),
+        prompt_chunk=24,
+        remembers=True,
     )
     waiting = list(asked)
     while waiting or not scheduler.is_idle:
@@ -146,8 +154,9 @@ def agreement(request: Asked, alone: Completion, near: float) -> tuple[int, int]
 
 @pytest.mark.parametrize("dtype", NEAR, ids=str)
 @pytest.mark.parametrize("native", [True, False], ids=["native", "PyTorch"])
+@pytest.mark.parametrize("exact", [True, False], ids=["exact", "together"])
 def test_a_thousand_requests(
-    native: bool, dtype: torch.dtype, capsys: pytest.CaptureFixture[str]
+    native: bool, dtype: torch.dtype, exact: bool, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torch.manual_seed(0)
     decoder = CONFIG.build(dtype=dtype).eval()
@@ -157,7 +166,7 @@ def test_a_thousand_requests(
         stream_weights(decoder, OPERATORS)
         attend_natively(decoder, OPERATORS.decoding)
     pick = random.Random(1)
-    asked = requests(pick)
+    asked = requests(pick, exact=exact)
     run(decoder, asked, pick)
     tokens = bits = same = 0
     for request in asked:
@@ -169,9 +178,11 @@ def test_a_thousand_requests(
         ]
     with capsys.disabled():
         print(
-            f"\n{dtype}, native {native}: {same} of {len(asked)} texts the same, "
+            f"\n{dtype}, native {native}, exact {exact}: {same} of {len(asked)} texts the same, "
             f"{sum(request.cancelled for request in asked)} cancelled; "
             f"{bits} of {tokens} log-probabilities to the bit"
         )
-    if dtype == torch.float32:  # bfloat16 rounds often enough that near ties are common
+    if exact:
+        assert (same, bits) == (len(asked), tokens)
+    elif dtype == torch.float32:  # bfloat16 rounds often enough that near ties are common
         assert same >= 0.99 * len(asked)

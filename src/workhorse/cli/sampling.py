@@ -71,6 +71,13 @@ _FLAGS = (
         " its distribution does.",
     ),
     click.option(
+        "--exact",
+        is_flag=True,
+        default=None,
+        help="Read each text by itself, so that every number has the same bits whatever else is"
+        " read; batches save no time.",
+    ),
+    click.option(
         "--truncate",
         type=click.Choice(["refuse", "left"]),
         help="When the context is full: refuse or end, or forget the oldest tokens."

@@ -12,8 +12,7 @@ import torch
 from workhorse.data.corpus.documents import Document
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate.windows import Batch, Window, batches, padded_positions, windows
-from workhorse.generate.scheduler import evaluation_mode
-from workhorse.nn import Decoder, chunked_next_token_loss
+from workhorse.nn import Decoder, chunked_next_token_loss, evaluation_mode
 
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
 """Tokens in a forward pass that fill a device: a CPU's caches, or the many cores of a GPU."""

@@ -9,8 +9,7 @@ from torch import Tensor
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate.evaluation import TOKENS_AT_ONCE
 from workhorse.evaluate.windows import padded_positions
-from workhorse.generate.scheduler import evaluation_mode
-from workhorse.nn import Decoder
+from workhorse.nn import Decoder, evaluation_mode
 
 LOGITS_AT_ONCE = 2**26
 """256 MiB of float32: with a large vocabulary, all logits of a batch would take many times that."""

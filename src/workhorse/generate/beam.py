@@ -61,7 +61,7 @@ def beam_search(
     each_text = room_for(longest, new, decoder.max_seq_len)
     reader = Reader(decoder, tokens=rows * each_text, texts=rows)
     started = time.perf_counter()
-    readings = [reader.open(prompt, new) for prompt in fitting]
+    readings = [reader.open(prompt, new, exact=config.exact) for prompt in fitting]
     logits = reader.read(readings, fitting)
     wait(logits)
     prompt_seconds = time.perf_counter() - started

@@ -59,6 +59,9 @@ class GenerationConfig(Config):
     speculate: int = 0
     """Tokens guessed at a time, by a draft model or from the text itself, for one pass of the model
     to check; affects speed only. 0 guesses none."""
+    exact: bool = False
+    """Read each text by itself, its prompt in pieces that end at fixed places, so that every number
+    has the same bits whatever else is read or remembered; batches then save no time."""
     beams: int = 1
     """Hypotheses kept by beam search, at most 8192; 1 means no search."""
     length_penalty: float = 1.0
@@ -79,6 +82,11 @@ class GenerationConfig(Config):
             raise ConfigError(
                 f"seed={self.seed} with n_samples={self.n_samples} is out of range: the last "
                 f"sample's would be {self.seed + self.n_samples - 1}; choose a smaller seed"
+            )
+        if self.exact and self.speculate:
+            raise ConfigError(
+                f"exact and speculate={self.speculate}: the same token would be read in passes of "
+                "different lengths; leave one of the two out"
             )
         if not all(self.stop):
             raise ConfigError("stop holds an empty text, which ends everything; leave it out")

@@ -13,6 +13,9 @@ from dataclasses import dataclass, field
 from workhorse.nn.cache.blocks import BLOCK, EMPTY, CachedText, Reach
 from workhorse.nn.cache.paged import PagedCache
 
+PIECE = 4 * BLOCK
+"""Tokens of an exact text's prompt that are read at a time, and shared with other exact texts."""
+
 
 @dataclass(eq=False)
 class _Node:
@@ -33,16 +36,28 @@ class PrefixTree:
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
-        self._root = _Node()
+        self._roots = {False: _Node(), True: _Node()}
+        """Of all texts but the exact ones, and of these, whose bits may differ."""
         self._by_use: OrderedDict[_Node, None] = OrderedDict()
         """All nodes, the one used longest ago first, and children before their parents."""
         cache.reclaim = self._reclaim
 
-    def adopt(self, text: CachedText, tokens: Sequence[int]) -> int:
-        """Let an empty text hold what is known of its beginning; how many tokens that is."""
-        path, length = self._path(tokens)
+    def adopt(self, text: CachedText, tokens: Sequence[int], *, exact: bool = False) -> int:
+        """Let an empty text hold what is known of its beginning; how many tokens that is.
+
+        Args:
+            text: to fill.
+            tokens: that it begins with.
+            exact: see `Reading.prompt`.
+        """
+        path, length = self._path(tokens, self._roots[exact])
+        if exact:
+            length = length // PIECE * PIECE
+            path = path[: length // BLOCK]
         while length and not self._covers(path, length):  # a window let go of what would be seen
-            path, length = path[:-1], (len(path) - 1) * BLOCK
+            step = PIECE // BLOCK if exact else 1
+            path = path[:-step]
+            length = len(path) * BLOCK
         if length:
             reaches = self._cache.pools
             tables = {reach: [node.blocks[reach] for node in path] for reach in reaches}
@@ -50,14 +65,15 @@ class PrefixTree:
             self._use(path)
         return length
 
-    def remember(self, tokens: Sequence[int], text: CachedText) -> None:
+    def remember(self, tokens: Sequence[int], text: CachedText, *, exact: bool = False) -> None:
         """Keep what a text holds.
 
         Args:
-            tokens: all that it has consumed.
+            tokens: all that it has consumed, or the first ones.
             text: where they lie.
+            exact: see `Reading.prompt`.
         """
-        node, path = self._root, list[_Node]()
+        node, path = self._roots[exact], list[_Node]()
         for number, start in enumerate(range(0, len(tokens), BLOCK)):
             some = tuple(tokens[start : start + BLOCK])
             child = node.children.get(some)
@@ -70,9 +86,9 @@ class PrefixTree:
             path.append(node)
         self._use(path)
 
-    def _path(self, tokens: Sequence[int]) -> tuple[list[_Node], int]:
-        """The nodes that begin as the tokens do, and how many tokens agree."""
-        node, path, length = self._root, list[_Node](), 0
+    def _path(self, tokens: Sequence[int], root: _Node) -> tuple[list[_Node], int]:
+        """The nodes below a root that begin as the tokens do, and how many tokens agree."""
+        node, path, length = root, list[_Node](), 0
         while length < len(tokens):
             rest = tuple(tokens[length : length + BLOCK])
             child = node.children.get(rest)

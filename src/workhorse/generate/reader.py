@@ -1,13 +1,13 @@
 """Reading texts with a decoder and its paged cache: tokens in, logits of the next token out."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
-from workhorse.generate.prefixes import PrefixTree
+from workhorse.generate.prefixes import PIECE, PrefixTree
 from workhorse.nn import Decoder
 from workhorse.nn.cache.blocks import BLOCK, CachedText
 from workhorse.nn.cache.paged_view import PagedView
@@ -49,10 +49,33 @@ class Reading:
     Attributes:
         tokens: those read so far.
         text: their keys and values in the cache.
+        prompt: None, or the text is exact: this many tokens are read in pieces that end at
+            multiples of `PIECE`, the others one by one, and no other text is in its passes. So
+            the shapes of all that is computed, and with them its bits, depend on the text alone.
     """
 
     tokens: list[int]
     text: CachedText
+    prompt: int | None = None
+
+    @property
+    def shareable(self) -> int:
+        """How many of the tokens others may begin with, of an exact text other exact ones."""
+        if self.prompt is None:
+            return len(self.tokens)
+        return min(len(self.tokens), self.prompt) // PIECE * PIECE
+
+    def passes(self, tokens: Sequence[int]) -> Iterator[Sequence[int]]:
+        """What each pass reads of tokens to append."""
+        if self.prompt is None:
+            yield tokens
+            return
+        begin = len(self.tokens)
+        at, end = begin, begin + len(tokens)
+        while at < end:
+            to = at + 1 if at >= self.prompt else min(at // PIECE * PIECE + PIECE, self.prompt)
+            yield tokens[at - begin : to - begin]
+            at = to
 
 
 class Reader:
@@ -95,12 +118,13 @@ class Reader:
         """The tokens to reserve in the cache for a text of `prompt` tokens and `new` more."""
         return room_for(prompt, new, self.context, self.slack)
 
-    def open(self, prompt: Sequence[int], new: int) -> Reading:
+    def open(self, prompt: Sequence[int], new: int, *, exact: bool = False) -> Reading:
         """Begin a text, with the prefix of its prompt that is remembered, except the last token.
 
         Args:
             prompt: its first tokens, within the context.
             new: how many tokens may follow.
+            exact: see `Reading.prompt`.
 
         Raises:
             WorkhorseError: there is no room.
@@ -108,14 +132,14 @@ class Reader:
         text = self.cache.open(self.room_for(len(prompt), new))
         known = 0
         if self._prefixes is not None:
-            known = self._prefixes.adopt(text, prompt[:-1])
-        return Reading(list(prompt[:known]), text)
+            known = self._prefixes.adopt(text, prompt[:-1], exact=exact)
+        return Reading(list(prompt[:known]), text, len(prompt) if exact else None)
 
     def fork(self, reading: Reading) -> Reading:
         """Another text that begins with all that was read of this one."""
         text = self.cache.open(reading.text.most)
         self.cache.adopt(text, reading.text.length, reading.text.tables)
-        return Reading(list(reading.tokens), text)
+        return Reading(list(reading.tokens), text, reading.prompt)
 
     def select(self, readings: Sequence[Reading], index: Sequence[int]) -> list[Reading]:
         """Keep, reorder or repeat texts: text r becomes what text `index[r]` was."""
@@ -134,15 +158,17 @@ class Reader:
 
     def close(self, reading: Reading) -> None:
         """Release a text."""
-        if self._prefixes is not None:
-            self._prefixes.remember(reading.tokens, reading.text)
+        self._remember(reading, reading.shareable)
         self.cache.close(reading.text)
 
     def remember(self, reading: Reading) -> None:
         """Let other texts share the full blocks of a text that goes on."""
+        self._remember(reading, reading.shareable // BLOCK * BLOCK)
+
+    def _remember(self, reading: Reading, count: int) -> None:
         if self._prefixes is not None:
-            whole = len(reading.tokens) // BLOCK * BLOCK
-            self._prefixes.remember(reading.tokens[:whole], reading.text)
+            exact = reading.prompt is not None
+            self._prefixes.remember(reading.tokens[:count], reading.text, exact=exact)
 
     @torch.no_grad()
     def read(
@@ -159,14 +185,34 @@ class Reader:
             if len(reading.tokens) + len(to_read[n]) > self.context:
                 to_read[n] = [*reading.tokens, *to_read[n]][-max(1, self.context // 2) :]
                 reading.tokens = []
+                reading.prompt = None if reading.prompt is None else len(to_read[n])
                 self.cache.clear(reading.text)
                 self._view = None
+        together = [n for n, reading in enumerate(readings) if reading.prompt is None]
+        if len(together) == len(readings):
+            return to_choose_from(self._pass(readings, to_read, last))
+        parts, order = list[Tensor](), list(together)
+        if together:
+            some = [readings[n] for n in together], [to_read[n] for n in together]
+            parts.append(self._pass(*some, last))
+        for n, reading in enumerate(readings):
+            if reading.prompt is not None:
+                logits = [self._pass([reading], [new], last) for new in reading.passes(to_read[n])]
+                parts.append(logits[-1])
+                order.append(n)
+        rows = sorted(range(len(order)), key=order.__getitem__)
+        return to_choose_from(torch.cat(parts)[rows])
+
+    def _pass(
+        self, readings: Sequence[Reading], tokens: Sequence[Sequence[int]], last: int
+    ) -> Tensor:
+        """One pass of the decoder over all these texts."""
         starts = [len(reading.tokens) for reading in readings]
-        padded, positions = left_pad(to_read, starts, self._device)
+        padded, positions = left_pad(tokens, starts, self._device)
         logits = self._consume(padded, positions, self._view_of(readings), last)
-        for reading, new in zip(readings, to_read, strict=True):
+        for reading, new in zip(readings, tokens, strict=True):
             reading.tokens += new
-        return to_choose_from(logits)
+        return logits
 
     def forget(self, readings: Sequence[Reading], counts: Sequence[int]) -> None:
         """Take back the newest `counts[r]` tokens of each text r."""

@@ -89,7 +89,7 @@ class Row:
         self.index = index
         self.request = request
         self.config = config = request.config
-        self.how = alike(config)
+        self.how = f"{index} {alike(config)}" if config.exact else alike(config)
         self.tokens = list(request.prompt)
         self.finish_reason: FinishReason | None = None
         self.is_at_fault = False

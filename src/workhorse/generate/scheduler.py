@@ -10,8 +10,8 @@ only, so a choice can differ where two tokens are that close to each other.
 import secrets
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from workhorse.generate.choose import Chooser
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.draft import Draft
 from workhorse.generate.lookup import PromptLookup
+from workhorse.generate.prefixes import PIECE
 from workhorse.generate.reader import Reader, Reading, wait
 from workhorse.generate.requests import (
     TextOfTokens,
@@ -33,7 +34,7 @@ from workhorse.generate.requests import (
 from workhorse.generate.result import Delta
 from workhorse.generate.row import Guess, LogitProcessor, Request, Row, StopCondition
 from workhorse.generate.speculate import Proposer, slack_of
-from workhorse.nn import Decoder
+from workhorse.nn import Decoder, evaluation_mode
 from workhorse.transforms.record import decoding_operators
 
 
@@ -164,6 +165,11 @@ class Scheduler:
                 f"speculate={config.speculate} is more than this scheduler guesses, "
                 f"{self._speculate}; make it with speculate={config.speculate}"
             )
+        if config.exact and self._speculate:
+            raise WorkhorseError(
+                f"exact: this scheduler guesses {self._speculate} tokens at a time, and what its "
+                "cache holds for them changes shapes; make one with speculate=0"
+            )
         (fitting,) = check_prompts(self.decoder, [prompt], config, self.tokenizer)
         seed = secrets.randbits(32) if config.seed is None else config.seed
         request = Request(tuple(fitting), config, seed, processors, stop_conditions)
@@ -265,7 +271,8 @@ class Scheduler:
                 return
             self._waiting.popleft()
             request = prompt.request
-            prompt.reading = self._reader.open(request.prompt, request.config.max_new_tokens - 1)
+            new, exact = request.config.max_new_tokens - 1, request.config.exact
+            prompt.reading = self._reader.open(request.prompt, new, exact=exact)
             prompt.left = prompt.tokens[len(prompt.reading.tokens) :]
             self._prompts.append(prompt)
 
@@ -296,7 +303,7 @@ class Scheduler:
         """A piece of each prompt; the first tokens after those that are through."""
         started = time.perf_counter()
         readings = [prompt.reading for prompt in self._prompts if prompt.reading is not None]
-        pieces = [prompt.left[: self._chunk] for prompt in self._prompts]
+        pieces = [prompt.left[: self._chunk_of(prompt)] for prompt in self._prompts]
         logits = self._reader.read(readings, pieces)
         for prompt, piece in zip(self._prompts, pieces, strict=True):
             del prompt.left[: len(piece)]
@@ -323,6 +330,11 @@ class Scheduler:
         before = len(self._deltas)
         self._choose(logits if parents == list(range(len(logits))) else logits[parents], rows)
         self._deltas[before] = replace(self._deltas[before], prompt_seconds=seconds)
+
+    def _chunk_of(self, prompt: _Prompt) -> int | None:
+        if self._chunk is None or not prompt.request.config.exact:
+            return self._chunk
+        return -(-self._chunk // PIECE) * PIECE
 
     def _advance(self, rows: list[Row]) -> None:
         """A token of each row, or several that were guessed."""
@@ -374,16 +386,3 @@ class Scheduler:
     def _leave(self, row: Row) -> None:
         self._proposer.leave(row)
         self._reader.close(row.reading)
-
-
-@contextmanager
-def evaluation_mode(decoder: Decoder) -> Iterator[None]:
-    """Dropout off, and back to how it was."""
-    if not decoder.training:
-        yield
-        return
-    decoder.eval()
-    try:
-        yield
-    finally:
-        decoder.train()

@@ -3,7 +3,7 @@
 from workhorse.nn.attention.grouped import Attention, AttentionConfig
 from workhorse.nn.cache.contiguous import Cache
 from workhorse.nn.context import Context
-from workhorse.nn.decoder import Decoder, DecoderConfig
+from workhorse.nn.decoder import Decoder, DecoderConfig, evaluation_mode
 from workhorse.nn.head_loss import HeadLoss
 from workhorse.nn.logprobs import token_logprobs
 from workhorse.nn.loss import (
@@ -25,6 +25,7 @@ __all__ = [
     "HeadLoss",
     "chunked_next_token_loss",
     "chunked_next_token_losses",
+    "evaluation_mode",
     "next_token_loss",
     "next_token_losses",
     "token_logprobs",

@@ -1,5 +1,7 @@
 """The decoder: token embedding, a stack of blocks, a final norm and a head."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -217,7 +219,8 @@ class Decoder(nn.Module):
         Raises:
             WorkhorseError: an empty cache, or attention that is not causal.
         """
-        cache = PagedCache(tokens, texts, self.embedding.tokens.weight.device, slack)
+        device, context = self.embedding.tokens.weight.device, self.max_seq_len
+        cache = PagedCache(tokens, texts, device, context, slack)
         cache.stores = [layer.attention.cache_entry(cache) for layer in self._blocks()]
         return cache
 
@@ -233,3 +236,16 @@ class Decoder(nn.Module):
 
     def _blocks(self) -> list[Block]:
         return cast(list[Block], list(self.layers))
+
+
+@contextmanager
+def evaluation_mode(decoder: Decoder) -> Generator[None]:
+    """Dropout off, and back to how it was."""
+    if not decoder.training:
+        yield
+        return
+    decoder.eval()
+    try:
+        yield
+    finally:
+        decoder.train()

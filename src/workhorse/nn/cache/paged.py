@@ -25,6 +25,7 @@ class PagedCache:
         tokens: the most that all texts together may hold.
         texts: the most that may be open at a time.
         device: of the tensors.
+        context: the most tokens of one text; a window as wide lets nothing go.
         slack: how many of a text's newest tokens can always be taken back.
 
     Attributes:
@@ -33,7 +34,9 @@ class PagedCache:
             returns whether it released any.
     """
 
-    def __init__(self, tokens: int, texts: int, device: torch.device, slack: int = 0) -> None:
+    def __init__(
+        self, tokens: int, texts: int, device: torch.device, context: int, slack: int = 0
+    ) -> None:
         for name, size in (("tokens", tokens), ("texts", texts)):
             if type(size) is not int or size < 1:
                 raise WorkhorseError(f"{name}={size!r} holds nothing; give 1 or more")
@@ -42,6 +45,7 @@ class PagedCache:
         self.tokens = tokens
         self.texts = texts
         self.device = device
+        self.context = context
         self.slack = slack
         self.stores: list[Store] = []
         self.pools: dict[Reach, Pool] = {}
@@ -49,7 +53,7 @@ class PagedCache:
 
     def layer(self, reach: Reach, *, in_blocks: bool = False) -> "Store":
         """A store for a layer of this reach, whose kernel reads `InBlocks` or gathered tensors."""
-        if reach is not None and reach + self.slack >= self.tokens:
+        if reach is not None and reach >= self.context:
             reach = None
         if reach not in self.pools:
             count = self._blocks_for(self.tokens, None) + self.texts  # a last block is partly used

@@ -1,0 +1,166 @@
+"""Exact texts: no bit depends on what else is read, on the schedule or on what is remembered."""
+
+import random
+
+import pytest
+import torch
+
+from tests.native.machine import OPERATORS
+from workhorse.errors import WorkhorseError
+from workhorse.generate import GenerationConfig, Scheduler, generate
+from workhorse.generate.beam import beam_search
+from workhorse.generate.prefixes import PIECE
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.transforms.native_attention import attend_natively
+from workhorse.transforms.stream import stream_weights
+
+VOCAB = 48
+GREEDY = GenerationConfig(temperature=0, max_new_tokens=6, logprobs=VOCAB, exact=True)
+SAMPLED = GenerationConfig(top_k=20, max_new_tokens=9, logprobs=VOCAB, exact=True, seed=3)
+MIXTURE = {"kind": "moe", "n_experts": 4, "top_k": 2, "d_ff": 40}
+MLP = {"kind": "gated_mlp", "d_ff": 88, "activation": "silu"}
+
+
+def make(dtype: torch.dtype, *, native: bool = False, mixture: bool = False) -> Decoder:
+    def block(window: int | None) -> dict[str, object]:
+        attention = {"n_heads": 4, "n_kv_heads": 2, "position": {"kind": "rope"}, "window": window}
+        return {
+            "kind": "pre_norm",
+            "norm": {"kind": "rms_norm"},
+            "attention": attention,
+            "feed_forward": MIXTURE if mixture else MLP,
+        }
+
+    config = DecoderConfig.from_dict(
+        {
+            "vocab_size": VOCAB,
+            "d_model": 48,
+            "n_layers": 2,
+            "max_seq_len": 360,
+            "blocks": {"whole": block(None), "window": block(50)},
+            "pattern": ["whole", "window"],
+            "final_norm": {"kind": "rms_norm"},
+            "init": {"kind": "normal", "std": 0.3},
+        }
+    )
+    torch.manual_seed(0)
+    decoder = config.build(dtype=dtype).eval()
+    if native:
+        if OPERATORS.decoding is None:
+            pytest.skip(OPERATORS.why_not["decoding"])
+        stream_weights(decoder, OPERATORS)
+        attend_natively(decoder, OPERATORS.decoding)
+    return decoder
+
+
+def prompts() -> list[list[int]]:
+    """Some of them begin alike, before and after the end of a piece."""
+    pick = random.Random(0)
+    text = [pick.randrange(VOCAB) for _ in range(300)]
+    begun = [text[:length] for length in (1, 40, PIECE, PIECE + 1, 200, 2 * PIECE, 300)]
+    return begun + [[*tokens[:-1], 1, 2, 3] for tokens in begun]
+
+
+KINDS = {
+    "float32": (torch.float32, {}),
+    "bfloat16": (torch.bfloat16, {}),
+    "mixture": (torch.bfloat16, {"mixture": True}),
+    "native float32": (torch.float32, {"native": True}),
+    "native bfloat16": (torch.bfloat16, {"native": True}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_bit_is_that_of_the_text_alone(kind):
+    dtype, options = KINDS[kind]
+    decoder = make(dtype, **options)
+    asked = [(prompt, config) for prompt in prompts() for config in (GREEDY, SAMPLED)]
+    scheduler = Scheduler(decoder, max_rows=5, max_tokens=1500, prompt_chunk=100, remembers=True)
+    texts = {}
+    for prompt, config in random.Random(1).sample(asked, len(asked)):
+        texts[scheduler.add(prompt, config)[0]] = (prompt, config)
+        beside = config.replace(exact=False, max_new_tokens=4)
+        scheduler.add(prompt[:-1] or prompt, beside)
+    found = {index: [] for index in texts}
+    while not scheduler.is_idle:
+        for delta in scheduler.step():
+            if delta.index in found:
+                found[delta.index].append((delta.token, delta.logprob))
+    for index, (prompt, config) in texts.items():
+        (alone,) = generate(decoder, [prompt], config)
+        assert found[index] == list(zip(alone.tokens, alone.logprobs, strict=True))
+
+
+def test_exact_texts_share_whole_pieces_with_each_other_alone(consumed):
+    decoder = make(torch.float32)
+    scheduler = Scheduler(decoder, max_rows=3, remembers=True)
+    prompt = prompts()[6]
+    shapes = consumed(decoder)
+
+    def read(config: GenerationConfig) -> list[int]:
+        shapes.clear()
+        scheduler.add(prompt, config.replace(max_new_tokens=1))
+        while not scheduler.is_idle:
+            scheduler.step()
+        return [seq for _, seq in shapes]
+
+    assert read(GREEDY.replace(exact=False)) == [300]
+    assert read(GREEDY) == [PIECE, PIECE, 300 - 2 * PIECE]
+    assert read(GREEDY) == [300 - 2 * PIECE]
+    assert read(GREEDY.replace(exact=False)) == [1]
+
+
+def test_a_text_that_forgets_its_beginning_stays_exact():
+    decoder = make(torch.bfloat16)
+    config = SAMPLED.replace(truncate="left", max_new_tokens=80)
+    texts = [tokens * 3 for tokens in prompts()[3:6]]
+    for text, found in zip(texts, generate(decoder, texts, config), strict=True):
+        (alone,) = generate(decoder, [text], config)
+        assert found.tokens == alone.tokens
+        assert found.logprobs == alone.logprobs
+
+
+def test_after_a_step_that_was_broken_off_every_bit_is_the_same():
+    decoder = make(torch.bfloat16)
+    prompt = prompts()[4]
+    (alone,) = generate(decoder, [prompt], SAMPLED)
+    scheduler = Scheduler(decoder, max_rows=2)
+    scheduler.add(prompt, SAMPLED)
+    hidden, calls, deltas = decoder.hidden, [], []
+
+    def breaks(tokens, **arguments):
+        calls.append(tokens.shape)
+        x = hidden(tokens, **arguments)
+        if len(calls) in (2, 6):
+            raise KeyboardInterrupt
+        return x
+
+    decoder.hidden = breaks
+    while not scheduler.is_idle:
+        try:
+            deltas += scheduler.step()
+        except KeyboardInterrupt:
+            deltas += []
+    assert len(calls) > 6
+    assert [delta.token for delta in deltas] == list(alone.tokens)
+    assert [delta.logprob for delta in deltas] == list(alone.logprobs)
+
+
+def test_beams_of_several_prompts_are_those_of_each():
+    decoder = make(torch.bfloat16)
+    config = GenerationConfig(beams=3, max_new_tokens=8, exact=True)
+    texts = prompts()[2:6]
+    found = beam_search(decoder, texts, config)
+    for text, beams in zip(texts, found, strict=True):
+        (alone,) = beam_search(decoder, [text], config)
+        assert [(beam.tokens, beam.score) for beam in beams] == [
+            (beam.tokens, beam.score) for beam in alone
+        ]
+
+
+def test_exact_texts_are_not_guessed():
+    with pytest.raises(WorkhorseError, match="exact and speculate=2: the same token would be read"):
+        GenerationConfig(exact=True, speculate=2)
+    scheduler = Scheduler(make(torch.float32), max_rows=1, speculate=2)
+    with pytest.raises(WorkhorseError, match="exact: this scheduler guesses 2 tokens at a time"):
+        scheduler.add([1], GREEDY)

@@ -21,8 +21,8 @@ from workhorse.model import Model
 from workhorse.models import preset
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
-from workhorse.transforms.codes import FormatName
-from workhorse.transforms.quantize import quantize
+from workhorse.transforms.quantization.codes import FormatName
+from workhorse.transforms.quantization.quantize import quantize
 
 TINY = DecoderConfig.from_dict(
     {

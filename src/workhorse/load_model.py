@@ -32,10 +32,10 @@ from workhorse.models import preset, preset_names
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.tokenizers import BytesConfig, train_tokenizer
-from workhorse.transforms.codes import FORMATS, FormatName
 from workhorse.transforms.inference import prepare_for_inference
-from workhorse.transforms.quantize import place_codes
-from workhorse.transforms.quantize import quantize as quantize_weights
+from workhorse.transforms.quantization.codes import FORMATS, FormatName
+from workhorse.transforms.quantization.quantize import place_codes
+from workhorse.transforms.quantization.quantize import quantize as quantize_weights
 
 Quantization = Literal["none", FormatName]
 

@@ -20,7 +20,7 @@ from tests.nn.paged import paged
 from workhorse.generate import GenerationConfig, generate
 from workhorse.native import resolve
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.transforms.compiled_step import compile_steps
+from workhorse.transforms.compiled.compiled_step import compile_steps
 from workhorse.transforms.native_attention import attend_natively
 from workhorse.transforms.stream import stream_weights
 

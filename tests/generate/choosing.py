@@ -4,8 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from workhorse.generate import samplers
 from workhorse.generate.config import GenerationConfig
+from workhorse.generate.sampling import samplers
 
 
 def sampler(

@@ -3,9 +3,9 @@
 import pytest
 
 from workhorse.generate import GenerationConfig
-from workhorse.generate.choose import Chooser
-from workhorse.generate.lookup import PromptLookup
 from workhorse.generate.row import Guess, Request, Row
+from workhorse.generate.sampling.choose import Chooser
+from workhorse.generate.speculation.lookup import PromptLookup
 
 
 @pytest.mark.parametrize(

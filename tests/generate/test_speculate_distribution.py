@@ -10,10 +10,10 @@ from hypothesis import strategies as st
 from torch.testing import assert_close
 
 from workhorse.generate import GenerationConfig, generate, samplers
-from workhorse.generate import choose as choose_module
-from workhorse.generate import draft as draft_module
 from workhorse.generate.row import Row
-from workhorse.generate.speculate import after_guess
+from workhorse.generate.sampling import choose as choose_module
+from workhorse.generate.speculation import draft as draft_module
+from workhorse.generate.speculation.speculate import after_guess
 
 
 @settings(max_examples=30)

@@ -8,8 +8,11 @@ from torch import Tensor, nn
 from tests.native.machine import DECODING
 from workhorse.instructions import cpu_has
 from workhorse.nn.experts.grouped_linear import GroupedLinear, group_sorted
-from workhorse.transforms.codes import FormatName
-from workhorse.transforms.quantized_linear import QuantizedGroupedLinear, QuantizedLinear
+from workhorse.transforms.quantization.codes import FormatName
+from workhorse.transforms.quantization.quantized_linear import (
+    QuantizedGroupedLinear,
+    QuantizedLinear,
+)
 
 FIXED = 2**-15.9  # of the largest number of each group of x
 MANY_ROWS = 12  # from where, in bfloat16, W is written out for the matrix unit

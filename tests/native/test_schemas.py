@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from tests.native.machine import DECODING, OPERATORS
 from workhorse.transforms.native_training.feedforward import activation_of
-from workhorse.transforms.quantized_linear import QuantizedLinear
+from workhorse.transforms.quantization.quantized_linear import QuantizedLinear
 
 Arguments = tuple[Any, ...]
 

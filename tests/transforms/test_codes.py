@@ -7,7 +7,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workhorse.transforms.codes import FORMATS, FormatName, decode, encode, shape_of_codes
+from workhorse.transforms.quantization.codes import (
+    FORMATS,
+    FormatName,
+    decode,
+    encode,
+    shape_of_codes,
+)
 
 NAMES: tuple[FormatName, ...] = get_args(FormatName)
 BITS = {"int8": 8.5, "int4": 4.5}

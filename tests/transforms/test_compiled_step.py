@@ -11,8 +11,8 @@ from tests.nn.paged import paged
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.transforms import compiled_step
-from workhorse.transforms.compiled_step import compile_steps
+from workhorse.transforms.compiled import compiled_step
+from workhorse.transforms.compiled.compiled_step import compile_steps
 
 # PyTorch's compiler imports what PyTorch itself calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")

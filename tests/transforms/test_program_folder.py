@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from workhorse.transforms.program_folder import ProgramFolder
+from workhorse.transforms.compiled.program_folder import ProgramFolder
 
 
 @pytest.fixture

@@ -12,9 +12,9 @@ from tests.native.machine import DECODING
 from workhorse.errors import WorkhorseError
 from workhorse.instructions import SWITCH
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.transforms.codes import FormatName
-from workhorse.transforms.quantize import place_codes, quantize
-from workhorse.transforms.quantized_linear import (
+from workhorse.transforms.quantization.codes import FormatName
+from workhorse.transforms.quantization.quantize import place_codes, quantize
+from workhorse.transforms.quantization.quantized_linear import (
     QuantizedGroupedLinear,
     QuantizedLinear,
     QuantizedWeight,

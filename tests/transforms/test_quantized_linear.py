@@ -8,8 +8,11 @@ import torch.nn.functional as F
 from torch import nn
 
 from workhorse.nn.experts.grouped_linear import GroupedLinear, group_sorted, grouped_product
-from workhorse.transforms.codes import FormatName
-from workhorse.transforms.quantized_linear import QuantizedGroupedLinear, QuantizedLinear
+from workhorse.transforms.quantization.codes import FormatName
+from workhorse.transforms.quantization.quantized_linear import (
+    QuantizedGroupedLinear,
+    QuantizedLinear,
+)
 
 FORMATS: tuple[FormatName, ...] = get_args(FormatName)
 

@@ -17,13 +17,13 @@ from workhorse.native import Operators
 from workhorse.nn import Decoder
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.transforms.checkpointing import checkpoint_activations
-from workhorse.transforms.compiled_layers import compile_layers
-from workhorse.transforms.compiled_step import compile_steps
+from workhorse.transforms.compiled.compiled_layers import compile_layers
+from workhorse.transforms.compiled.compiled_step import compile_steps
 from workhorse.transforms.grouped_heads import group_heads
 from workhorse.transforms.inference import prepare_for_inference
 from workhorse.transforms.native_attention import attend_natively
 from workhorse.transforms.native_training import train_natively
-from workhorse.transforms.quantize import quantize
+from workhorse.transforms.quantization.quantize import quantize
 from workhorse.transforms.record import (
     MAY_FOLLOW,
     Transform,

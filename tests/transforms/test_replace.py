@@ -18,7 +18,7 @@ from workhorse.transforms.checkpointing import checkpoint_activations
 from workhorse.transforms.inference import prepare_for_inference
 from workhorse.transforms.native_training import train_natively
 from workhorse.transforms.native_training.embedding import replace_embeddings
-from workhorse.transforms.quantize import quantize
+from workhorse.transforms.quantization.quantize import quantize
 from workhorse.transforms.replace import become, combined, replace_modules
 
 SOME = COVERING[:12]

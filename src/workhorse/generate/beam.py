@@ -14,12 +14,12 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from workhorse.generate.choose import check_finite
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.reader import Reader, room_for, wait
 from workhorse.generate.requests import TextOfTokens, check_prompts, stop_tokens, usable_vocab
 from workhorse.generate.result import Completion
-from workhorse.generate.samplers import all_finite, below, logit_bias
+from workhorse.generate.sampling.choose import check_finite
+from workhorse.generate.sampling.samplers import all_finite, below, logit_bias
 from workhorse.generate.text import TextStream
 from workhorse.nn import Decoder
 

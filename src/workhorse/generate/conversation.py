@@ -8,7 +8,7 @@ from workhorse.errors import WorkhorseError, shown
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.result import Delta
 from workhorse.generate.scheduler import Scheduler
-from workhorse.generate.speculate import slack_of
+from workhorse.generate.speculation.speculate import slack_of
 from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate, Tokenizer
 

@@ -10,7 +10,7 @@ from workhorse.generate.reader import room_for
 from workhorse.generate.requests import TextOfTokens, check_batch_size, check_draft, check_prompts
 from workhorse.generate.result import Completion, Delta
 from workhorse.generate.scheduler import Scheduler
-from workhorse.generate.speculate import slack_of
+from workhorse.generate.speculation.speculate import slack_of
 from workhorse.nn import Decoder, evaluation_mode
 
 

@@ -21,7 +21,7 @@ StopCondition = Callable[[Sequence[int], str], bool]
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Tokens that may come next, see `workhorse.generate.speculate`."""
+    """Tokens that may come next, see `workhorse.generate.speculation.speculate`."""
 
     tokens: tuple[int, ...] = ()
     drawn_from: Tensor | None = None

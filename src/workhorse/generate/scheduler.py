@@ -17,10 +17,7 @@ from dataclasses import dataclass, field, replace
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError, shown
-from workhorse.generate.choose import Chooser
 from workhorse.generate.config import GenerationConfig
-from workhorse.generate.draft import Draft
-from workhorse.generate.lookup import PromptLookup
 from workhorse.generate.prefixes import PIECE
 from workhorse.generate.reader import Reader, Reading, wait
 from workhorse.generate.requests import (
@@ -33,7 +30,10 @@ from workhorse.generate.requests import (
 )
 from workhorse.generate.result import Delta
 from workhorse.generate.row import Guess, LogitProcessor, Request, Row, StopCondition
-from workhorse.generate.speculate import Proposer, slack_of
+from workhorse.generate.sampling.choose import Chooser
+from workhorse.generate.speculation.draft import Draft
+from workhorse.generate.speculation.lookup import PromptLookup
+from workhorse.generate.speculation.speculate import Proposer, slack_of
 from workhorse.nn import Decoder, evaluation_mode
 from workhorse.transforms.record import decoding_operators
 

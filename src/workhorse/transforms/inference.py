@@ -2,7 +2,7 @@
 
 from workhorse.native import Operators, resolve
 from workhorse.nn import Decoder
-from workhorse.transforms.compiled_step import compile_steps
+from workhorse.transforms.compiled.compiled_step import compile_steps
 from workhorse.transforms.native_attention import attend_natively
 from workhorse.transforms.stream import stream_weights
 

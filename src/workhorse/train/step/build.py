@@ -21,7 +21,7 @@ from workhorse.train.step.micro_batch import fit_micro_batch
 from workhorse.train.step.precision import Precision
 from workhorse.train.step.step import TrainingStep
 from workhorse.transforms.checkpointing import checkpoint_activations
-from workhorse.transforms.compiled_layers import compile_layers
+from workhorse.transforms.compiled.compiled_layers import compile_layers
 from workhorse.transforms.float8 import multiply_in_float8
 from workhorse.transforms.native_training import Gemm, replace_embeddings, train_natively
 

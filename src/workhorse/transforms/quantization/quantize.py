@@ -14,8 +14,8 @@ from workhorse.nn.attention.latent import LatentAttention
 from workhorse.nn.experts.grouped_linear import GroupedLinear
 from workhorse.tensors.destination import Destination
 from workhorse.tensors.pages import in_large_pages
-from workhorse.transforms.codes import FORMATS, FormatName
-from workhorse.transforms.quantized_linear import (
+from workhorse.transforms.quantization.codes import FORMATS, FormatName
+from workhorse.transforms.quantization.quantized_linear import (
     QuantizedGroupedLinear,
     QuantizedLinear,
     QuantizedWeight,

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.row import Guess, Row
-from workhorse.generate.samplers import History, Shaper
+from workhorse.generate.sampling.samplers import History, Shaper
 
 
 class How(Protocol):

@@ -29,12 +29,14 @@ from workhorse.nn.cache.fixed import CacheTensors, FixedCache, Layout, layout_of
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.cache.view import CacheView
 from workhorse.nn.experts.mixture import MixtureOfExperts
-from workhorse.transforms.program_folder import ProgramFolder
+from workhorse.transforms.compiled.program_folder import ProgramFolder
 from workhorse.transforms.record import check, record, transforms_of
 from workhorse.transforms.replace import become
 
 if TYPE_CHECKING:
-    from workhorse.transforms.step_compiler import Program  # which imports the compiler, slowly
+    from workhorse.transforms.compiled.step_compiler import (
+        Program,  # which imports the compiler, slowly
+    )
 
 log = logging.getLogger(__name__)
 
@@ -128,7 +130,7 @@ class CompiledDecoder(Decoder):
 
     def _program(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> "Program":
         """The program from disk, or compiled and kept there."""
-        from workhorse.transforms.step_compiler import Program
+        from workhorse.transforms.compiled.step_compiler import Program
 
         name = self._fingerprint(variant)
         known = {"decoder": self}
@@ -186,7 +188,7 @@ def compile_step(
         *((table, [*batch, 1]) for table in tensors.tables),
         *((stored, [1]) for stored in (*tensors.keys, *tensors.values)),
     )
-    from workhorse.transforms.step_compiler import compile_program
+    from workhorse.transforms.compiled.step_compiler import compile_program
 
     return compile_program(step, (tokens, tensors), varying)
 

@@ -7,11 +7,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from workhorse.generate.choose import check_finite
 from workhorse.generate.reader import Reader, Reading
 from workhorse.generate.row import Guess, Row
-from workhorse.generate.samplers import History, all_finite, draw_from, greedy
-from workhorse.generate.speculate import How
+from workhorse.generate.sampling.choose import check_finite
+from workhorse.generate.sampling.samplers import History, all_finite, draw_from, greedy
+from workhorse.generate.speculation.speculate import How
 from workhorse.nn import Decoder
 
 

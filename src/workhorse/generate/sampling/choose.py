@@ -9,7 +9,7 @@ from workhorse.errors import WorkhorseError, shown
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.result import TokenLogprob
 from workhorse.generate.row import Row
-from workhorse.generate.samplers import (
+from workhorse.generate.sampling.samplers import (
     History,
     all_finite,
     argmax,
@@ -20,7 +20,7 @@ from workhorse.generate.samplers import (
     shaping,
     takes_likeliest,
 )
-from workhorse.generate.speculate import after_guess
+from workhorse.generate.speculation.speculate import after_guess
 from workhorse.native import Decoding
 
 

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from workhorse.generate.row import Guess, Row
-from workhorse.generate.speculate import How
+from workhorse.generate.speculation.speculate import How
 
 LONGEST_MATCH, SHORTEST_MATCH = 3, 2  # a single token recurs too often to tell what follows
 

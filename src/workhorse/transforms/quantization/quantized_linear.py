@@ -14,7 +14,13 @@ from torch import Tensor, nn
 from workhorse.native import Decoding
 from workhorse.native.decoding import GROUP, LANES
 from workhorse.nn.experts.grouped_linear import GroupedLinear, Groups, grouped_product
-from workhorse.transforms.codes import FORMATS, FormatName, decode, encode, shape_of_codes
+from workhorse.transforms.quantization.codes import (
+    FORMATS,
+    FormatName,
+    decode,
+    encode,
+    shape_of_codes,
+)
 
 
 class QuantizedWeight(nn.Module):

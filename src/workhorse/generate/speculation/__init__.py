@@ -1,0 +1,1 @@
+"""Tokens guessed cheaply, which one pass of the model checks."""

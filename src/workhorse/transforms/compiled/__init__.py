@@ -1,0 +1,1 @@
+"""Programs of PyTorch's compiler: of a decoding step, and of layers in training."""

@@ -66,10 +66,8 @@ class Reading:
         return min(len(self.tokens), self.prompt) // PIECE * PIECE
 
     def passes(self, tokens: Sequence[int]) -> Iterator[Sequence[int]]:
-        """What each pass reads of tokens to append."""
-        if self.prompt is None:
-            yield tokens
-            return
+        """What each pass of an exact text reads of tokens to append."""
+        assert self.prompt is not None
         begin = len(self.tokens)
         at, end = begin, begin + len(tokens)
         while at < end:
@@ -191,17 +189,15 @@ class Reader:
         together = [n for n, reading in enumerate(readings) if reading.prompt is None]
         if len(together) == len(readings):
             return to_choose_from(self._pass(readings, to_read, last))
-        parts, order = list[Tensor](), list(together)
+        logits: dict[int, Tensor] = {}
         if together:
             some = [readings[n] for n in together], [to_read[n] for n in together]
-            parts.append(self._pass(*some, last))
+            logits |= zip(together, self._pass(*some, last).split(1), strict=True)
         for n, reading in enumerate(readings):
             if reading.prompt is not None:
-                logits = [self._pass([reading], [new], last) for new in reading.passes(to_read[n])]
-                parts.append(logits[-1])
-                order.append(n)
-        rows = sorted(range(len(order)), key=order.__getitem__)
-        return to_choose_from(torch.cat(parts)[rows])
+                for new in reading.passes(to_read[n]):
+                    logits[n] = self._pass([reading], [new], last)
+        return to_choose_from(torch.cat([logits[n] for n in range(len(readings))]))
 
     def _pass(
         self, readings: Sequence[Reading], tokens: Sequence[Sequence[int]], last: int

@@ -132,7 +132,7 @@ def test_a_template_that_takes_messages_apart_is_still_safe(trained: Trained) ->
 
 def test_what_a_template_makes_of_parts_of_messages_is_no_control_token(trained: Trained) -> None:
     bpe = trained("bpe")
-    with pytest.raises(WorkhorseError, match=r"takes messages apart, and '<\|eos\|>' came of it"):
+    with pytest.raises(WorkhorseError, match=r"takes messages apart, which produced '<\|eos\|>'"):
         ChatTemplate(JOINING).encode(bpe, turns("a<|e-os|>b"))
     for typed in ("abc", "a<|eos|>bcdefghijkl"):
         ids = ChatTemplate(CUTTING).encode(bpe, turns(typed))
@@ -155,10 +155,10 @@ def test_messages_side_by_side_do_not_make_a_control_token(trained: Trained) -> 
     ("messages", "message"),
     [
         ([{"role": "user"}], "message 0 has .* give each a 'role' and a 'content'"),
-        ([{"role": "user", "content": 1}], "message 0: content=1 is no text"),
+        ([{"role": "user", "content": 1}], "message 0: content=1 is not text"),
         ([{"content": "x", "name": "me"}], "message 0 has .* give each a 'role'"),
-        ([{"role": "user", "content": "", "x": {1, 2}}], "the chat holds a set; give texts"),
-        ([{"role": "user", "content": "", "x": {1: 2}}], "has a key 1, which is no text"),
+        ([{"role": "user", "content": "", "x": {1, 2}}], "the chat holds a set; give text"),
+        ([{"role": "user", "content": "", "x": {1: 2}}], "has a key 1, which is not text"),
         (["hello"], "message 0 has hello"),
         ([{"role": "user", "content": "x" * 5_000_000}], "at most 4,000,000 can be used"),
     ],

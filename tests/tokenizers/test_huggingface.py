@@ -238,11 +238,17 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
     "large template": ({"chat_template.jinja": "x" * 500_000}, "larger than 400000 bytes"),
     "long number": ({"tokenizer_config.json": '{"a": ' + "9" * 5000 + "}"}, "is not valid JSON"),
     "a list": ({"special_tokens_map.json": "[]"}, r"holds \[\], not a JSON object"),
-    "no token": ({"tokenizer_config.json": {"bos_token": {"x": 1}}}, "special tokens of another"),
-    "number as token": ({"tokenizer_config.json": {"eos_token": 5}}, "special tokens of another"),
+    "no token": (
+        {"tokenizer_config.json": {"bos_token": {"x": 1}}},
+        "special tokens are not in the expected form",
+    ),
+    "number as token": (
+        {"tokenizer_config.json": {"eos_token": 5}},
+        "special tokens are not in the expected form",
+    ),
     "odd ids": (
         {"tokenizer_config.json": {"added_tokens_decoder": {"one": {"content": "a"}}}},
-        "special tokens of another form",
+        "special tokens are not in the expected form",
     ),
     "template name": (
         {"tokenizer_config.json": {"chat_template": [{"name": "../../x", "template": ""}]}},

@@ -1,1 +1,1 @@
-"""Chats as text and token ids, by templates from other people."""
+"""Chats rendered to text and token ids, by templates that come with downloaded models."""

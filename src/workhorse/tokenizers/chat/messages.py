@@ -1,4 +1,4 @@
-"""The input of a chat template: messages and what goes with them, as plain data only."""
+"""The input of a chat template: messages, tools, documents and variables, as plain data only."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -7,9 +7,10 @@ from typing import Any
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers.chat.limits import MAX_TEXT
 
-Message = Mapping[str, Any]
+ChatMessage = Mapping[str, Any]
+"""A `role`, its `content`, and anything else that the template reads."""
 MAX_DEPTH = 64
-"""Of lists and mappings within one another."""
+"""How deeply lists and mappings may be nested."""
 _REASONING = ("reasoning_content", "thinking", "reasoning")
 """The keys under which templates look for a message's reasoning."""
 
@@ -25,11 +26,11 @@ class Chat:
 
 
 def checked(chat: Chat) -> Chat:
-    """A copy of a chat that consists of texts, numbers, lists and mappings only.
+    """A copy of a chat made of strings, numbers, lists and mappings only.
 
     Raises:
-        WorkhorseError: a message without role or content, something that is no plain data, or more
-            than `MAX_TEXT` characters.
+        WorkhorseError: a message has no role or nothing but a role, a value is not plain data, or
+            the chat has more than `MAX_TEXT` characters.
     """
     for number, message in enumerate(chat.messages):
         _check_message(number, message)
@@ -44,13 +45,13 @@ def checked(chat: Chat) -> Chat:
 
 
 def with_reasoning(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Messages whose reasoning stands under every key that templates look for."""
-    found: list[dict[str, Any]] = []
+    """The messages, with their reasoning under each key that a template may read."""
+    completed: list[dict[str, Any]] = []
     for message in messages:
-        given = [message[name] for name in _REASONING if message.get(name) is not None]
-        extra = {"thinking": given[0], **message, "reasoning_content": given[0]} if given else {}
-        found.append(extra or message)
-    return found
+        texts = [message[name] for name in _REASONING if message.get(name) is not None]
+        extra = {"thinking": texts[0], **message, "reasoning_content": texts[0]} if texts else {}
+        completed.append(extra or message)
+    return completed
 
 
 def _check_message(number: int, message: Any) -> None:
@@ -58,17 +59,17 @@ def _check_message(number: int, message: Any) -> None:
         has = sorted(map(str, message)) if isinstance(message, Mapping) else message
         raise WorkhorseError(f"message {number} has {has}; give each a 'role' and a 'content'")
     if not isinstance(message["role"], str):
-        raise WorkhorseError(f"message {number}: role={message['role']!r} is no text; give a text")
+        raise WorkhorseError(f"message {number}: role={message['role']!r} is not text; give text")
     content = message.get("content")
     if content is not None and not isinstance(content, str | list | tuple):
         raise WorkhorseError(
-            f"message {number}: content={content!r} is no text; give a text, or a list of parts"
+            f"message {number}: content={content!r} is not text; give text, or a list of parts"
         )
 
 
 def _plain(value: Any, size: list[int], depth: int) -> Any:
     if depth > MAX_DEPTH:
-        raise WorkhorseError(f"the chat nests deeper than {MAX_DEPTH} lists; flatten it")
+        raise WorkhorseError(f"the chat is nested more than {MAX_DEPTH} levels deep; flatten it")
     size[0] += 1 + (len(value) if isinstance(value, str) else 0)
     match value:
         case None | bool() | int() | float() | str():
@@ -79,11 +80,11 @@ def _plain(value: Any, size: list[int], depth: int) -> Any:
             return [_plain(item, size, depth + 1) for item in value]
         case _:
             raise WorkhorseError(
-                f"the chat holds a {type(value).__name__}; give texts, numbers, lists and mappings"
+                f"the chat holds a {type(value).__name__}; give text, numbers, lists and mappings"
             )
 
 
 def _key(key: Any) -> str:
     if isinstance(key, str):
         return key
-    raise WorkhorseError(f"the chat has a key {key!r}, which is no text; give a text")
+    raise WorkhorseError(f"the chat has a key {key!r}, which is not text; give text")

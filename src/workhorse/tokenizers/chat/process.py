@@ -1,8 +1,9 @@
-"""The process that renders chat templates: started when the first one comes, ended with this one.
+"""The process that renders chat templates: started for the first, ended with this process.
 
-Chat templates come with downloaded models. Jinja's sandbox keeps them from the machine, not from
-eating it: `'a' * 10**10`, nested loops, `[x, x]` doubled thirty times. So they run in a small
-process (`sandbox.py`) within limits; when it ends at one, the next template starts another.
+Chat templates come with downloaded models and are not trusted. Jinja's sandbox denies them access
+to the machine, but does not stop them from exhausting it: `'a' * 10**10`, nested loops, `[x, x]`
+doubled thirty times. So they run in a small process with limits (`sandbox.py`); if a template
+exceeds one and the process dies, the next rendering starts another.
 """
 
 import atexit
@@ -26,19 +27,19 @@ sys.path += sys.argv[3:]
 import sandbox
 sandbox.serve(float(sys.argv[1]), int(sys.argv[2]))"""
 _MAX_ANSWER = 1 + 4 * MAX_TEXT
-"""Bytes of a status and a text."""
+"""Bytes: a status, and text of up to four bytes a character."""
 _VARIABLES = ("LD_LIBRARY_PATH", "DYLD_LIBRARY_PATH")
-"""Of the environment; some Pythons do not start without."""
+"""Environment variables to pass on; some builds of Python do not start without them."""
 READY = b"ready"
 
 
 class TemplateProcess:
-    """Renders templates one after the other, whichever threads ask.
+    """Renders templates, one at a time; any thread may ask.
 
     Args:
-        seconds: of processor time for each.
-        memory: bytes of address space of the process.
-        wait: seconds in which it must do something.
+        seconds: the CPU time that each rendering may take.
+        memory: the most address space of the process, in bytes.
+        wait: seconds after which a process that does not answer is killed.
     """
 
     def __init__(
@@ -51,17 +52,17 @@ class TemplateProcess:
         self._running: tuple[Popen[bytes], Connection] | None = None
 
     def ask(self, source: str, variables: dict[str, Any] | None = None, now: str = "") -> str:
-        """What a template renders to, at most `MAX_TEXT` characters.
+        """The rendered text, at most `MAX_TEXT` characters.
 
         Args:
-            source: of the template.
-            variables: plain data that it sees. None asks for the texts that the template itself
-                holds, a NUL between them.
-            now: the time that the template is told, in ISO format.
+            source: the template.
+            variables: plain data that it reads. None: return the literal text in the template
+                instead, its parts separated by NULs.
+            now: the current time as the template sees it, in ISO format.
 
         Raises:
-            WorkhorseError: the template is none, or refuses, or goes beyond a limit; or the process
-                cannot be started.
+            WorkhorseError: the template is not valid, raises an error or exceeds a limit; or the
+                process cannot be started.
         """
         request = {"source": source, "variables": variables, "now": now}
         try:
@@ -81,7 +82,7 @@ class TemplateProcess:
         return text
 
     def stop(self) -> None:
-        """End the process; the next request starts another."""
+        """Kill the process; the next request starts another."""
         if self._running is not None:
             process, connection = self._running
             self._running = None
@@ -90,7 +91,7 @@ class TemplateProcess:
             process.wait()
 
     def _answer(self, request: bytes) -> str:
-        """A status and a text; empty if the process has ended, or says what it never should."""
+        """A status and text; empty if the process died, timed out or sent something malformed."""
         try:
             _, connection = self._running_process()
             connection.send_bytes(request)
@@ -103,7 +104,7 @@ class TemplateProcess:
             raise
 
     def _running_process(self) -> tuple[Popen[bytes], Connection]:
-        if self._running is not None and self._running[0].poll() is None:  # not so in a fork
+        if self._running is not None and self._running[0].poll() is None:  # 0 in a fork
             return self._running
         self.stop()
         limits = (str(self._seconds), str(self._memory))
@@ -121,7 +122,7 @@ class TemplateProcess:
                     stderr=DEVNULL,
                     cwd="/",
                     env={name: os.environ[name] for name in _VARIABLES if name in os.environ},
-                    start_new_session=True,  # a Ctrl-C in the terminal is not for it
+                    start_new_session=True,  # Ctrl-C in the terminal must not reach it
                 )
             self._running = process, connection
             if not connection.poll(MAX_WAIT) or connection.recv_bytes() != READY:
@@ -130,25 +131,25 @@ class TemplateProcess:
             connection.close()
             raise WorkhorseError(
                 f"the process that renders chat templates does not start ({sys.executable}: "
-                f"{error or 'it ends'}); let this program start processes"
+                f"{error or 'it exits'}); allow this program to start processes"
             ) from None
         return process, connection
 
 
 def refusal(line: str) -> WorkhorseError:
-    """That a template cannot be used, and what to do."""
+    """The error for a template that cannot be used: the reason, and a remedy."""
     return WorkhorseError(
         f"the chat template cannot be used: {line}; change the template or the messages"
     )
 
 
 def _folders() -> list[str]:
-    """Where the process finds `sandbox.py` and what that imports."""
+    """The folders where the process finds `sandbox.py` and its imports."""
     origins = [spec.origin for name in ("jinja2", "markupsafe") if (spec := find_spec(name))]
     packages = [Path(origin).absolute().parents[1] for origin in origins if origin]
     return [str(Path(__file__).parent), *map(str, packages)]
 
 
 RENDERER = TemplateProcess()
-"""The one for all templates."""
+"""Shared by all templates."""
 atexit.register(RENDERER.stop)

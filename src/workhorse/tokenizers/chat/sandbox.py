@@ -1,9 +1,9 @@
-"""Chat templates rendered by jinja's sandbox, in a process that can do nothing else.
+"""Renders chat templates in jinja's sandbox, in a process that can do nothing else.
 
-`process.py` starts it as a Python that finds the standard library, jinja2 and this file. It reads
-JSON requests from its standard input, a socket, and answers each there with a status and a text.
-The system holds it to its limits: it opens no file and no connection, starts no process, and ends
-when it takes more memory or time than it is given.
+`process.py` starts it as a Python that can import the standard library, jinja2 and this file. It
+reads JSON requests from its standard input, a socket, and answers each there with a status and
+text. The operating system enforces its limits: it cannot open files or connections or start
+processes, and it dies if it exceeds its memory or CPU time.
 """
 
 import json
@@ -25,15 +25,15 @@ from jinja2.utils import Cycler, Namespace
 
 _PLAIN = (str, int, float, list, tuple, dict, Undefined, type(None))
 _HAS_ATTRIBUTES = (*_PLAIN, Cycler, LoopContext, Macro, Namespace)
-"""Values whose attributes a template may look at; functions and classes are not among them."""
+"""Types whose attributes a template may read; functions and classes are not among them."""
 _KEPT = 8
-"""Templates that stay compiled."""
+"""The most compiled templates in the cache."""
 _WARM_UP = "{{ 'a\\n' | striptags | wordwrap | pprint }}{% for i in 1 %}{% endfor %}"
-"""Makes jinja2 import all that it imports late, as long as there are files for it."""
+"""Makes jinja2 do its late imports while files can still be opened."""
 
 
 class Generation(Extension):
-    """`{% generation %}` round what the assistant says, which only training on it looks at."""
+    """`{% generation %}` marks the assistant's text for training; rendering ignores the mark."""
 
     tags = frozenset(("generation",))  # pyright: ignore[reportAssignmentType]
 
@@ -44,13 +44,13 @@ class Generation(Extension):
 
 
 class ChatEnvironment(ImmutableSandboxedEnvironment):
-    """Jinja with what transformers offers to chat templates."""
+    """Jinja with the extensions, filters and functions that transformers gives chat templates."""
 
     def __init__(self) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
-            optimized=False,  # computes when rendering: what is compiled stays small
+            optimized=False,  # no constant folding, which could make the compiled code huge
             finalize=_printed,
             extensions=["jinja2.ext.loopcontrols", Generation],
         )
@@ -63,11 +63,11 @@ class ChatEnvironment(ImmutableSandboxedEnvironment):
 
 
 def serve(seconds: float, memory: int) -> None:
-    """Answer requests until the other side is closed.
+    """Answer requests until the other end closes the socket.
 
     Args:
-        seconds: of processor time for each; with more, the process ends.
-        memory: bytes of address space.
+        seconds: CPU time for each request; a signal kills the process if one takes more.
+        memory: the most address space, in bytes.
     """
     connection = Connection(0)
     signal.signal(signal.SIGPROF, signal.SIG_DFL)
@@ -85,16 +85,16 @@ def serve(seconds: float, memory: int) -> None:
 
 
 def _give_up(memory: int) -> None:
-    """Files, connections and processes that are not there yet, and memory beyond a limit."""
+    """Give up the right to open files or connections, to start processes and to use more memory."""
     for kind in (resource.RLIMIT_NOFILE, resource.RLIMIT_NPROC, resource.RLIMIT_FSIZE):
         resource.setrlimit(kind, (0, 0))
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with suppress(ValueError):  # macOS has no such limit; or there is a lower one already
+    with suppress(ValueError):  # macOS has no such limit; or a lower one is set already
         resource.setrlimit(resource.RLIMIT_AS, (memory, memory))
 
 
 def _answer(source: str, variables: Mapping[str, Any] | None, now: str) -> str:
-    """A status and a text: `+` and the chat, or the template's own texts; `-` and what is wrong."""
+    """`+` and the chat, or the literal text in the template; `-` and the error."""
     try:
         template, literals = _compiled(source)
         if variables is None:
@@ -102,8 +102,8 @@ def _answer(source: str, variables: Mapping[str, Any] | None, now: str) -> str:
         when = datetime.fromisoformat(now)
         return "+" + template.render({"strftime_now": when.strftime} | dict(variables))
     except MemoryError:
-        raise  # nothing that was made is worth keeping
-    except Exception as error:  # whatever the code raises that a template was compiled to
+        raise  # ends the process
+    except Exception as error:  # compiled templates may raise anything
         return f"-{error or type(error).__name__}"
 
 
@@ -121,10 +121,10 @@ def _literals(tree: nodes.Template) -> Iterator[str]:
             yield text
 
 
-@pass_context  # so that the compiler cannot print what it takes for constants
+@pass_context  # keeps the compiler from finalizing constants itself
 def _printed(_: Any, value: Any) -> Any:
     if not _is_plain(value):
-        raise TemplateError(f"prints a {type(value).__name__}; print texts, numbers and lists")
+        raise TemplateError(f"prints a {type(value).__name__}; print text, numbers and lists")
     return value
 
 
@@ -136,7 +136,7 @@ def _is_plain(value: Any) -> bool:
     return isinstance(value, _PLAIN)
 
 
-def _tojson(  # as transformers has it
+def _tojson(  # the signature in transformers
     value: Any,
     ensure_ascii: bool = False,
     indent: int | None = None,

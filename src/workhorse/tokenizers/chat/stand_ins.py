@@ -1,9 +1,10 @@
-"""Stand-ins for what was typed, so that what a template writes can be told from it.
+"""Stand-ins for typed text, so that a template's own control tokens can be told from it.
 
-A chat is rendered twice. Once without the contents of its messages: what names of control tokens
-there are then, the template wrote. And once with the contents, but without such names in them, for
-templates that look into contents. Where both renderings agree, the first one counts; else the
-second, and it is refused if it holds other special tokens than the first.
+A chat is rendered twice, with private-use characters in place of some of its text. In the first
+rendering they replace the contents of messages, and names of control tokens everywhere else: any
+such name in the result was written by the template. In the second they replace the names only, for
+templates that inspect contents. If the first with the contents put back equals the second, it is
+used; otherwise the second is, and is refused if its special tokens differ from those of the first.
 """
 
 import json
@@ -17,20 +18,20 @@ from workhorse.tokenizers.control import ControlEncoder
 
 _CODES = range(0xF0000, 0xFFFFE)
 _PRIVATE = re.compile(f"[{chr(_CODES[0])}-{chr(_CODES[-1])}]")
-"""Characters of a plane that Unicode leaves to private use."""
+"""Characters of a plane that Unicode reserves for private use."""
 
 Change = Callable[[str, bool, bool], str]
-"""Of a text, whether the assistant said it, and whether it is the content of a message."""
+"""`(text, whether it is the assistant's, whether it is a message's content) -> new text`."""
 
 
 class StandIns:
-    """A chat with stand-ins, and what they stand for.
+    """A chat with stand-ins, and the text that each replaces.
 
     Args:
         chat: plain data.
-        encoder: for the text that `put_back` gives.
-        special: the special tokens. The encoder's other control tokens are the assistant's to
-            write, nobody else's.
+        encoder: encodes the text that `put_back` returns.
+        special: the names of the special tokens. The encoder's other control tokens may also occur
+            in the assistant's messages, and in nobody else's.
     """
 
     def __init__(self, chat: Chat, encoder: ControlEncoder, special: Collection[str]) -> None:
@@ -41,21 +42,21 @@ class StandIns:
         self._any = re.compile(f"{_PRIVATE.pattern}|{self._control.pattern}")
         self._names: dict[str, str] = {}
         self._contents: dict[str, tuple[str, str]] = {}
-        """Contents, first as in `without_names`, then as they are put back."""
+        """The contents, first as in `without_names`, then as `put_back` writes them."""
         self.without_names = _changed(chat, self._without_names)
-        """The chat, the names of control tokens replaced."""
+        """The chat with the names of control tokens replaced."""
         self.without_contents = _changed(self.without_names, self._without_content)
-        """The chat, its contents replaced too."""
+        """The chat with the contents of its messages replaced as well."""
 
     def put_back(self, marked: str, plain: str) -> str:
-        """The chat as a text for the encoder.
+        """The rendered chat, with stand-ins resolved, for the encoder.
 
         Args:
             marked: the rendering of `without_contents`.
             plain: the rendering of `without_names`.
 
         Raises:
-            WorkhorseError: the template took contents apart, and a special token came of it.
+            WorkhorseError: the template split contents, and this produced a special token.
         """
         if _PRIVATE.sub(self._content, marked) != plain:
             self._check_same_tokens(marked, plain)
@@ -72,7 +73,7 @@ class StandIns:
         return stand_in
 
     def _without_content(self, text: str, is_assistant: bool, is_content: bool) -> str:
-        """A stand-in; white space round a content stays outside, so that it can be trimmed."""
+        """A stand-in, with surrounding white space kept outside so that templates can trim it."""
         core = text.strip()
         if not (core and is_content):
             return text
@@ -86,34 +87,34 @@ class StandIns:
             return next(self._unused)
         except StopIteration:
             raise WorkhorseError(
-                "the chat holds too many messages or special tokens; take some out"
+                "the chat holds too many messages or special tokens; remove some"
             ) from None
 
     def _content(self, match: re.Match[str]) -> str:
         return self._contents.get(match[0], (match[0],))[0]
 
     def _spelled(self, match: re.Match[str]) -> str:
-        """What stands for a stand-in, or for the name of a control token, in the end."""
-        found = match[0]
-        if found in self._contents:
-            return self._contents[found][1]
-        if found in self._names:
-            return self._names[found]
-        return found if _PRIVATE.fullmatch(found) else self._encoder.mark(found)
+        """The final text for a stand-in, or for the name of a control token."""
+        token = match[0]
+        if token in self._contents:
+            return self._contents[token][1]
+        if token in self._names:
+            return self._names[token]
+        return token if _PRIVATE.fullmatch(token) else self._encoder.mark(token)
 
     def _check_same_tokens(self, marked: str, plain: str) -> None:
-        """Refuse a text in which contents, taken apart, have become special tokens."""
+        """Refuse a rendering in which parts of contents have joined to special tokens."""
         ours, all_of_them = (self._special.findall(text) for text in (marked, plain))
         if ours != all_of_them:
             extra = next((name for name in all_of_them if name not in ours), all_of_them[-1:])
             raise WorkhorseError(
-                f"this chat template takes messages apart, and {extra!r} came of it; take it out "
-                "of the messages"
+                f"this chat template takes messages apart, which produced {extra!r}; remove it "
+                "from the messages"
             )
 
 
 def _changed(chat: Chat, change: Change) -> Chat:
-    """A chat whose texts are changed, all but the roles."""
+    """The chat with every string changed except the roles."""
     messages = [
         {
             key: value
@@ -133,7 +134,7 @@ def _each(value: Any, change: Change, is_assistant: bool = False, is_content: bo
             return change(value, is_assistant, is_content)
         case list():
             return [_each(item, change, is_assistant, is_content) for item in value]
-        case dict():  # a part of a content has its text as "text"
+        case dict():  # the text of a content's part is under "text"
             return {
                 key: _each(item, change, is_assistant, is_content and key == "text")
                 for key, item in value.items()
@@ -143,13 +144,13 @@ def _each(value: Any, change: Change, is_assistant: bool = False, is_content: bo
 
 
 def _any_of(names: Iterable[str]) -> str:
-    """A pattern for any of the names, the longest where several begin at one place."""
+    """A pattern that matches any of the names, the longest first."""
     longest_first = sorted(names, key=len, reverse=True)
     return "|".join(map(re.escape, longest_first)) or r"(?!)"
 
 
 def _unused_characters(chat: Chat) -> Iterator[str]:
-    """Characters without a meaning that occur nowhere in a chat; one cannot be cut in two."""
+    """Private-use characters that do not occur in the chat. A template cannot split one."""
     everything = (chat.messages, chat.tools, chat.documents, chat.variables)
     used = set(_PRIVATE.findall(json.dumps(everything, ensure_ascii=False)))
     return (character for character in map(chr, _CODES) if character not in used)

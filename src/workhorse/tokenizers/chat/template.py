@@ -1,9 +1,9 @@
-"""A chat as token ids, where nothing that somebody typed becomes a control token.
+"""Chats as token ids, such that nothing anybody typed becomes a control token.
 
-A template is jinja source, as models bring it. To tell its control tokens from the same characters
-in a message, it is rendered with stand-ins for what was typed; what are control tokens then, the
-template wrote. What was typed is put back, and the whole is encoded as one text, the template's
-control tokens spelled as nobody can type them.
+A template is jinja source that comes with a model. To tell its control tokens from the same
+characters in a message, it is rendered with stand-ins for the typed text; any control tokens then
+found are the template's own. The typed text is put back, and the result is encoded as one text in
+which the template's control tokens are spelled in a way that cannot be typed.
 """
 
 import re
@@ -13,7 +13,7 @@ from typing import Any
 
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers.chat.limits import MAX_SOURCE
-from workhorse.tokenizers.chat.messages import Message, checked, with_reasoning
+from workhorse.tokenizers.chat.messages import ChatMessage, checked, with_reasoning
 from workhorse.tokenizers.chat.process import RENDERER
 from workhorse.tokenizers.chat.stand_ins import Chat, StandIns
 from workhorse.tokenizers.tokenizer import Tokenizer
@@ -26,23 +26,23 @@ DEFAULT_TEMPLATE = """\
 {{ '<|' ~ message.role ~ '|>' }}{{ message.content }}{{ '<|end|>' }}
 {%- endfor %}
 {% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
-"""Each turn begins with its role's token and ends with `<|end|>`."""
+"""Each turn begins with the token of its role and ends with `<|end|>`."""
 
-Messages = Sequence[Message]
+Messages = Sequence[ChatMessage]
 _TAG = re.compile(r"[<\[{(|\uff5c].+[>\]})|\uff5c]", re.DOTALL)
-"""What looks like a control token: `<think>`, `[TOOL_CALLS]`; not a word, a digit or spaces."""
+"""Names that look like control tokens: `<think>`, `[TOOL_CALLS]`; not words, digits or spaces."""
 
 
 class ChatTemplate:
-    """How messages become one text, and safely token ids.
+    """Renders messages as text, and encodes them safely as token ids.
 
     Args:
-        source: jinja source. It sees `messages`, `tools`, `documents`, `add_generation_prompt`, and
-            the names of special tokens.
-        names: the special tokens that it may know, such as `bos_token`.
+        source: jinja source. It can read `messages`, `tools`, `documents`, `add_generation_prompt`
+            and the special tokens in `names`.
+        names: special tokens by variable name, such as `bos_token`.
 
     Raises:
-        WorkhorseError: no jinja, or more of it than can be read.
+        WorkhorseError: the source is not valid jinja, or is too long.
     """
 
     def __init__(
@@ -58,10 +58,10 @@ class ChatTemplate:
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, name: str = "default") -> "ChatTemplate":
-        """The tokenizer's own template, or the one for every tokenizer that has none.
+        """The tokenizer's own template, or `DEFAULT_TEMPLATE` if it has none.
 
         Raises:
-            WorkhorseError: it has templates, and none of that name.
+            WorkhorseError: it has no template of that name.
         """
         known = tokenizer.chat_templates or {"default": DEFAULT_TEMPLATE}
         if name not in known:
@@ -78,18 +78,20 @@ class ChatTemplate:
         documents: Sequence[Mapping[str, Any]] | None = None,
         **variables: Any,
     ) -> str:
-        """The text of a chat, to look at. To feed a model, use `encode`.
+        """The text of a chat, for people to read. Use `encode` to feed a model.
 
         Args:
-            messages: each with a `role`, its `content` (a text, or a list of parts such as
-                `{"type": "text", "text": ...}`) and what else the template knows (`tool_calls`).
+            messages: each with a `role`, its `content` (text, or a list of parts such as
+                `{"type": "text", "text": ...}`) and any other keys that the template reads
+                (`tool_calls`).
             add_generation_prompt: end with the beginning of the assistant's next turn.
             tools: JSON schemas of the functions that the assistant may call.
-            documents: texts that it may draw on.
-            variables: what else the template knows, such as `enable_thinking`.
+            documents: documents that the assistant may draw on.
+            variables: other variables that the template reads, such as `enable_thinking`.
 
         Raises:
-            WorkhorseError: other messages, a template that refuses them or exceeds its limits.
+            WorkhorseError: the messages are malformed, the template refuses them, or it exceeds a
+                limit.
         """
         return self._render(_chat(messages, tools, documents, variables), add_generation_prompt)
 
@@ -104,24 +106,24 @@ class ChatTemplate:
         allow_special: bool = False,
         **variables: Any,
     ) -> list[int]:
-        """The ids of a chat: the template's control tokens as such, all the rest as typed text.
+        """The token ids of a chat: control tokens from the template, everything else as typed text.
 
-        Control tokens are the tokenizer's special tokens, and those that it finds whole in any text
-        (`<think>`) and that the template writes; the assistant may write the latter too.
+        Control tokens are the tokenizer's special tokens, and those of its other added tokens that
+        the template writes (`<think>`); these may also occur in the assistant's messages.
 
         Args:
-            tokenizer: the model's.
+            tokenizer: the model's tokenizer.
             messages: see `render`.
             add_generation_prompt: see `render`.
             tools: see `render`.
             documents: see `render`.
-            allow_special: let the names of special tokens in messages become those tokens. Never
-                for what somebody else typed.
+            allow_special: encode the names of special tokens in messages as those tokens. Never use
+                it for text that somebody else typed.
             variables: see `render`.
 
         Raises:
-            WorkhorseError: as `render`; and if the template takes messages apart so that its own
-                special tokens cannot be told from theirs.
+            WorkhorseError: see `render`; or the template splits messages such that its own special
+                tokens cannot be told from theirs.
         """
         chat = _chat(messages, tools, documents, variables)
         if allow_special:
@@ -129,7 +131,9 @@ class ChatTemplate:
             return tokenizer.encode(text, allow_special=True)
         for message in messages:
             if any(name in message["role"] for name in tokenizer.special_tokens):
-                raise WorkhorseError(f"role {message['role']!r} holds a special token; name a role")
+                raise WorkhorseError(
+                    f"role {message['role']!r} holds a special token; use a plain word"
+                )
         encoder = tokenizer.control_encoder(self._written_tokens(tokenizer))
         now = datetime.now()
         typed = StandIns(chat, encoder, tokenizer.special_tokens)
@@ -138,7 +142,7 @@ class ChatTemplate:
         return encoder.encode(typed.put_back(marked, plain))
 
     def _written_tokens(self, tokenizer: Tokenizer) -> frozenset[str]:
-        """The tokens, no special ones, that the template writes to give a chat its form."""
+        """The names of control tokens in the template that are not special tokens."""
         return frozenset(
             name
             for name in tokenizer.plain_added_tokens

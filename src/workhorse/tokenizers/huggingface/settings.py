@@ -1,7 +1,7 @@
-"""What the small files beside a vocabulary say: special tokens, chat templates, how texts begin.
+"""The small files next to a vocabulary: special tokens, chat templates and other settings.
 
-`tokenizer_config.json` says most of it; older folders have `special_tokens_map.json` and
-`added_tokens.json` too, and newer ones the chat template in a file of its own.
+Most are in `tokenizer_config.json`. Older folders also have `special_tokens_map.json` and
+`added_tokens.json`, and newer ones keep the chat template in a file of its own.
 """
 
 import re
@@ -23,7 +23,7 @@ TEMPLATE = "chat_template.jinja"
 TEMPLATES = "additional_chat_templates"
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
-"""The special tokens that every tokenizer of the ecosystem may have, in its order."""
+"""The named special tokens of any transformers tokenizer, in its order."""
 MAX_TEMPLATES = 32
 MAX_TEMPLATE_BYTES = 4 * MAX_SOURCE
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,60}")
@@ -32,25 +32,25 @@ _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of one folder."""
+    """The tokenizer settings of one folder."""
 
     fields: Mapping[str, Any]
-    """All of `tokenizer_config.json`."""
+    """All fields of `tokenizer_config.json`."""
     named: Mapping[str, AddedToken | str | None]
-    """The special tokens that have a name of their own (`bos_token`, `image_token`); None says
-    that there is none, an absent name that nothing is said."""
+    """The special tokens that have a name (`bos_token`, `image_token`). A name with the value None
+    is declared not to exist; an absent name is not declared."""
     extra: tuple[AddedToken | str, ...] = ()
     """Special tokens without a name."""
     added: Mapping[int, AddedToken] = field(default_factory=dict)
-    """Tokens beside the vocabulary, by id."""
+    """Added tokens, outside the base vocabulary, by id."""
     templates: Mapping[str, str] = field(default_factory=dict)
-    """Chat templates by name; the usual one is `default`."""
+    """Chat templates by name; `default` is used unless another is named."""
     model_type: str | None = None
-    """Of the `config.json` in the same folder."""
+    """`model_type` in the `config.json` of the same folder."""
 
     @property
     def lists_added(self) -> bool:
-        """Whether the settings say, and they alone, which tokens are beside the vocabulary."""
+        """Whether the settings list the added tokens, which no other file then does."""
         return "added_tokens_decoder" in self.fields
 
     @property
@@ -59,15 +59,15 @@ class Settings:
 
     @property
     def declared_class(self) -> str | None:
-        """The class of transformers that the folder names for its tokenizer."""
+        """The transformers class that the folder names for its tokenizer."""
         return _text_or_none(self.fields.get("tokenizer_class"))
 
 
 def read_settings(folder: TokenizerFolder) -> Settings:
-    """The settings of a folder; an empty one where there are no such files.
+    """The settings of a folder; empty if it has none of the files.
 
     Raises:
-        WorkhorseError: a file beyond its limits, or with other things than belong in it.
+        WorkhorseError: a file exceeds its limits, or does not have the expected form.
     """
     fields = dict(folder.mapping(SETTINGS))
     model = folder.mapping(MODEL_CONFIG)
@@ -78,7 +78,7 @@ def read_settings(folder: TokenizerFolder) -> Settings:
         named, extra, added = _special_tokens(folder, fields)
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
         raise WorkhorseError(
-            f"{folder.path / SETTINGS}: special tokens of another form than expected ({error}); "
+            f"{folder.path / SETTINGS}: special tokens are not in the expected form ({error}); "
             "write each as its name, or as a mapping with 'content'"
         ) from None
     return Settings(
@@ -132,16 +132,16 @@ def _token(value: Any, **flags: bool) -> AddedToken | str:
 
 
 def added_token(value: Mapping[str, Any]) -> AddedToken:
-    """A token beside the vocabulary as the files describe it: `content` and its flags."""
+    """An added token as the files describe it: `content` and its flags."""
     return AddedToken(value["content"], **{key: value[key] for key in _FLAGS if key in value})
 
 
 def _templates(folder: TokenizerFolder, fields: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """The chat templates; those in files of their own replace those in the settings."""
+    """The chat templates; if there are template files, those in the settings are ignored."""
     files = [TEMPLATE] if folder.has(TEMPLATE) else []
     if (folder.path / TEMPLATES).is_dir():
-        found = sorted(path.name for path in (folder.path / TEMPLATES).glob("*.jinja"))
-        files += [f"{TEMPLATES}/{name}" for name in found]
+        names = sorted(path.name for path in (folder.path / TEMPLATES).glob("*.jinja"))
+        files += [f"{TEMPLATES}/{name}" for name in names]
     if len(files) > MAX_TEMPLATES:
         raise WorkhorseError(f"{folder.path} has {len(files)} chat templates; keep {MAX_TEMPLATES}")
     inline = fields.get("chat_template")
@@ -166,10 +166,12 @@ def _pairs(entries: list[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def _checked_name(name: Any, folder: TokenizerFolder) -> str:
-    """A template's name, which becomes a file's when it is saved."""
+    """A template's name, checked because saving makes it a file name."""
     if isinstance(name, str) and _TEMPLATE_NAME.fullmatch(name):
         return name
-    raise WorkhorseError(f"{folder.path}: chat template name {str(name)[:60]!r}; use a plain word")
+    raise WorkhorseError(
+        f"{folder.path}: chat template name {str(name)[:60]!r} is not usable; use a plain word"
+    )
 
 
 def _text_or_none(value: Any) -> str | None:

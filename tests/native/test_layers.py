@@ -213,7 +213,7 @@ def test_the_loss_and_its_gradient(dtype: torch.dtype, vocab: int, shaping: Shap
 
 
 def test_a_target_beyond_the_logits_is_refused() -> None:
-    with pytest.raises(RuntimeError, match="target 5 of 5 logits"):
+    with pytest.raises(RuntimeError, match="target 5 is out of range for 5 logits"):
         TRAINING.loss_into_gradient_(
             torch.zeros(2, 5), torch.tensor([0, 5]), multiplier=1, z_loss=0
         )

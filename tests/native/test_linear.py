@@ -46,7 +46,7 @@ def test_several_weights_at_once_are_each_of_them(dtype: torch.dtype, rows: int)
 
 def test_each_weight_must_fit_and_have_a_bias_or_none() -> None:
     x, fits = torch.zeros(2, 4), torch.zeros(3, 4)
-    with pytest.raises(RuntimeError, match="weight has another"):
+    with pytest.raises(RuntimeError, match="weight is not a contiguous CPU tensor"):
         DECODING.linear_each(x, [fits, torch.zeros(3, 5)], [None, None])
     with pytest.raises(RuntimeError, match="as many biases"):
         DECODING.linear_each(x, [fits, fits], [None])

@@ -1,4 +1,4 @@
-// The operators of decoding for PyTorch: checks shapes and dtypes, allocates, divides work among threads.
+// The operators of decoding for PyTorch: check shapes and dtypes, allocate, divide work among threads.
 //
 // Written against PyTorch's stable interface, so that it compiles in seconds and runs its loops on the
 // threads PyTorch has already started.
@@ -26,7 +26,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kThreadBytes = 1 << 15;  // the fewest bytes to read that are worth waking a thread
-constexpr int64_t kPassBytes = 3 << 19;  // of x that stay in the second cache
+constexpr int64_t kPassBytes = 3 << 19;  // bytes of x that stay in the L2 cache
 
 template <class F>
 void in_threads(int64_t count, int64_t bytes_each, const F& work) {
@@ -45,17 +45,18 @@ void check(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t>
               tensor.dim() == int64_t(shape.size());
   int64_t axis = 0;
   for (int64_t size : shape) same = same && tensor.size(axis++) == size;
-  STD_TORCH_CHECK(same, "workhorse: ", name, " has another type, shape or device than expected");
+  STD_TORCH_CHECK(same, "workhorse: ", name,
+                  " is not a contiguous CPU tensor of the expected type and shape");
 }
 
-// x without its leading axes.
+// x as a matrix, its leading axes flattened to rows.
 struct Given {
   Tensor x;
   int64_t rows, in;
 
   explicit Given(const Tensor& given)
       : x(given.is_contiguous() ? given : torch::stable::contiguous(given)) {
-    STD_TORCH_CHECK(x.is_cpu() && x.dim() > 0, "workhorse: x must have an axis, on the CPU");
+    STD_TORCH_CHECK(x.is_cpu() && x.dim() > 0, "workhorse: x must be on the CPU and have an axis");
     auto sizes = x.sizes();
     in = sizes.back();
     rows = std::accumulate(sizes.begin(), sizes.end() - 1, int64_t{1}, std::multiplies<>());
@@ -69,7 +70,7 @@ struct Given {
   }
 };
 
-// Work on blocks of `size` outputs of all the layers, shared out as if they were one.
+// Divides the outputs of all layers, in blocks of `size`, among the threads as if they were one layer's.
 template <class T, class F>
 void in_blocks(const std::vector<linear::Layer<T>>& layers, int64_t size, int64_t bytes_each,
                const F& work) {
@@ -122,7 +123,7 @@ void multiply(const Given& given, const std::vector<Tensor>& weights,
 
 std::vector<Tensor> linear_each(const Tensor& x, const std::vector<Tensor>& weights,
                                 const std::vector<std::optional<Tensor>>& biases) {
-  STD_TORCH_CHECK(weights.size() == biases.size(), "workhorse: as many biases as weights");
+  STD_TORCH_CHECK(weights.size() == biases.size(), "workhorse: there must be as many biases as weights");
   const ScalarType type = x.scalar_type();
   const Given given(x);
   std::vector<Tensor> ys;
@@ -157,7 +158,7 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
                const Tensor& first, const Tensor& last, double scale, const Tensor& y) {
   const int64_t kv_heads = k.size(0), width = q.size(3), value_width = v.size(3);
   const int64_t slots = table.size(1) * k.size(2), heads_of_all_rows = q.size(0) * kv_heads;
-  // Fewer heads than threads: the queries of a head are shared out.
+  // With fewer heads than threads, the queries of a head are divided as well.
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t splits = std::min((threads + heads_of_all_rows - 1) / heads_of_all_rows,
                                   q.size(1) / kv_heads * q.size(2));
@@ -191,9 +192,9 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& t
                       q.size(1) % k.size(0) == 0 && k.scalar_type() == type &&
                       v.scalar_type() == type && q.stride(3) == 1 && k.stride(3) == 1 &&
                       v.stride(3) == 1,
-                  "workhorse: q, k and v do not belong together");
+                  "workhorse: q, k and v do not match in type, shape or layout");
   STD_TORCH_CHECK(k.size(2) > 0 && k.size(2) % attend::kWide == 0,
-                  "workhorse: a block must have a multiple of 16 slots");
+                  "workhorse: the slots of a block must be a multiple of 16");
   check(table, ScalarType::Long, {q.size(0), table.dim() == 2 ? table.size(1) : 0}, "table");
   check(first, ScalarType::Long, {q.size(0), q.size(2)}, "first");
   check(last, ScalarType::Long, {q.size(0), q.size(2)}, "last");
@@ -219,7 +220,7 @@ void argmax_of(const Tensor& logits, int64_t* tokens) {
 Tensor argmax(const Tensor& logits) {
   const ScalarType type = logits.scalar_type();
   STD_TORCH_CHECK(logits.is_cpu() && logits.dim() == 2 && logits.size(1) > 0 && logits.stride(1) == 1,
-                  "workhorse: logits must be (batch, vocab) on the CPU, a row's side by side");
+                  "workhorse: logits must be (batch, vocab) on the CPU, with contiguous rows");
   Tensor tokens = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Long);
   int64_t* to = static_cast<int64_t*>(tokens.mutable_data_ptr());
   if (type == ScalarType::BFloat16)
@@ -257,7 +258,7 @@ void multiply_packed(const T* x, const packed_linear::PackedWeight<Bits>& weight
   in_threads(blocks, block_bytes, [&](int64_t from, int64_t to) { product.run(from, to); });
 }
 
-// One weight, or one for each group of rows, which ends where `ends` says.
+// One weight, or one for each group of rows; group i ends before row ends[i].
 template <class T, int Bits>
 void packed_rows(const Given& given, const Tensor& codes, const Tensor& scales,
                  const std::optional<Tensor>& levels, const std::optional<Tensor>& bias,
@@ -275,7 +276,8 @@ void packed_rows(const Given& given, const Tensor& codes, const Tensor& scales,
   int64_t begin = 0;
   for (int64_t i = 0; i < ends->size(0); i++) {
     const int64_t end = data<int32_t>(ends)[i];
-    STD_TORCH_CHECK(begin <= end && end <= given.rows, "workhorse: ends must rise up to the rows");
+    STD_TORCH_CHECK(begin <= end && end <= given.rows,
+                    "workhorse: ends must not decrease or exceed the rows of x");
     rows(begin, end);
     begin = end;
     weight.codes += blocks * groups * weight.bytes;

@@ -30,15 +30,15 @@ gemm::Operand<T> operand(const Tensor& x, int lane_axis) {
   const T* at = static_cast<const T*>(x.const_data_ptr());
   if (x.stride(k_axis) == 1 || x.size(k_axis) == 1) return {at, x.stride(lane_axis), true};
   STD_TORCH_CHECK(x.stride(lane_axis) == 1 || x.size(lane_axis) == 1,
-                  "workhorse: rows or columns of a matrix must lie side by side");
+                  "workhorse: the rows or the columns of a matrix must be contiguous");
   return {at, x.stride(k_axis), false};
 }
 
-// Every thread gets a part of C, in a grid whose parts need the fewest rows and columns of A and B.
+// Divides C among the threads, in the grid whose parts read the fewest rows of A and columns of B.
 template <class T>
 void in_threads(const gemm::Product<T>& product, int64_t rows, int64_t columns) {
   const int64_t threads = torch::stable::get_num_threads();
-  int64_t high = threads;  // parts that the rows are in
+  int64_t high = threads;  // parts along the rows
   for (int64_t h = 1; h <= threads; h++)
     if (threads % h == 0 &&
         rows / h + columns * h / threads < rows / high + columns * high / threads)
@@ -62,8 +62,8 @@ void multiply_into(const Tensor& c, const Tensor& a, const Tensor& b, const Tens
   const gemm::Operand<T> left = operand<T>(a, 0), right = operand<T>(b, 1);
   T* const at = static_cast<T*>(c.mutable_data_ptr());
   const T* const added = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr;
-  // Of bfloat16 the left side can be used as it lies; for few rows that should be B. Of float32 k down
-  // the rows costs the left side an exchange that the right side goes without.
+  // A left operand in bfloat16 can be loaded in place: if C has few rows, that should be B. In float32, k
+  // down the columns costs a left operand a transpose, but not a right one: the smaller should be left.
   const bool turn = gemm::kParts<T> == 1 ? left.along && right.along && rows <= kFewRows && rows < columns
                                    : !left.along && !right.along && rows > columns;
   if (turn)
@@ -79,11 +79,11 @@ Tensor gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias)
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Float,
                   "workhorse: a and b must be bfloat16 or float32");
   STD_TORCH_CHECK(k > 0 && is_matrix(a, type, rows, k) && is_matrix(b, type, k, columns),
-                  "workhorse: a and b must be of one type, on the CPU, and belong together");
+                  "workhorse: a and b must be on the CPU, of one type, and match in shape");
   if (bias)
     STD_TORCH_CHECK(bias->is_cpu() && bias->scalar_type() == type && bias->dim() == 1 &&
                         bias->size(0) == columns && bias->stride(0) == 1,
-                    "workhorse: bias must be of their type, on the CPU, one for each column");
+                    "workhorse: bias must be on the CPU, of the type of a, one number for each column");
   Tensor c = torch::stable::new_empty(a, {rows, columns});
   if (rows * columns == 0) return c;
   const auto into = type == ScalarType::Float ? multiply_into<float> : multiply_into<BFloat16>;

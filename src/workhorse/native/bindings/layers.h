@@ -22,10 +22,10 @@ namespace workhorse::bindings {
 
 using at::Tensor;
 
-constexpr int64_t kShare = 1 << 14;  // the fewest numbers for a thread
-constexpr int64_t kRows = 64;        // of a norm whose sums are one part, whoever computes it
+constexpr int64_t kShare = 1 << 14;  // the fewest numbers that are worth a thread
+constexpr int64_t kRows = 64;        // rows of a norm that are summed together, whatever the threads
 
-// Pointers are taken outside of loops: threads that ask the same tensor for one wait for each other.
+// To be called outside of loops: threads that ask one tensor for its pointer wait for each other.
 template <class T>
 const T* from(const Tensor& t) {
   return static_cast<const T*>(t.const_data_ptr());
@@ -36,21 +36,21 @@ T* into(const Tensor& t) {
   return static_cast<T*>(t.mutable_data_ptr());
 }
 
-// Runs f with a number of the tensor's type.
+// Calls f with a number of the tensor's type.
 template <class F>
 void with_type(const Tensor& x, F f) {
   if (x.scalar_type() == at::kFloat) return f(float{});
-  TORCH_CHECK(x.scalar_type() == at::kBFloat16, "workhorse: float32 or bfloat16 is wanted");
+  TORCH_CHECK(x.scalar_type() == at::kBFloat16, "workhorse: a tensor must be float32 or bfloat16");
   f(BFloat16{});
 }
 
-// Runs f with an activation of x's numbers and one of them: `table` for bfloat16, the one of that name for
-// float.
+// Calls f with an activation and a number of x's type: for bfloat16 a look-up in `table`, for float the
+// activation of that name.
 template <class F>
 void with_activation(const Tensor& x, const Tensor& table, std::string_view name, F f) {
   if (x.scalar_type() == at::kBFloat16) {
     TORCH_CHECK(table.scalar_type() == at::kInt && table.numel() == 1 << 16 && table.is_contiguous(),
-                "workhorse: an activation wants a table of 65536 words");
+                "workhorse: an activation needs a contiguous int32 table of 65536 numbers");
     return f(activations::Table{from<uint32_t>(table)}, BFloat16{});
   }
   if (name == "gelu") return f(activations::Computed<activations::Gelu>{}, float{});
@@ -66,7 +66,7 @@ inline void check_activation(const Tensor& x, const Tensor& other) {
   for (const Tensor& t : {x, other})
     TORCH_CHECK((t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kFloat) &&
                     t.scalar_type() == x.scalar_type() && t.is_contiguous() && t.numel() == x.numel(),
-                "workhorse: an activation wants contiguous tensors of one size and type");
+                "workhorse: an activation needs contiguous tensors of one size and type");
 }
 
 // act(x), or act(x) · up.
@@ -85,7 +85,7 @@ inline Tensor activation(const Tensor& x, const std::optional<Tensor>& up, const
   return y;
 }
 
-// The activation again, and the gradients of x and, where there is one, of up.
+// The activation, recomputed, and the gradients of x and, if given, of up.
 inline std::vector<Tensor> activation_backward(const Tensor& dy, const Tensor& x,
                                                const std::optional<Tensor>& up, const Tensor& table,
                                                std::string_view name) {
@@ -108,10 +108,11 @@ inline std::vector<Tensor> activation_backward(const Tensor& dy, const Tensor& x
   return made;
 }
 
-// A weight of a norm in float32, `otherwise` where there is none.
+// A norm's weight or bias in float32; filled with `otherwise` if there is none.
 inline std::vector<float> in_float32(const std::optional<Tensor>& weight, int64_t width, double otherwise) {
   if (!weight) return std::vector<float>(width, float(otherwise));
-  TORCH_CHECK(weight->numel() == width, "workhorse: a norm's weight is as wide as its input");
+  TORCH_CHECK(weight->numel() == width,
+              "workhorse: a norm's weight and bias must be as wide as its input");
   const Tensor wide = weight->to(at::kFloat).contiguous();
   return {from<float>(wide), from<float>(wide) + width};
 }
@@ -119,10 +120,10 @@ inline std::vector<float> in_float32(const std::optional<Tensor>& weight, int64_
 inline void check_like(const Tensor& x, const std::optional<Tensor>& other) {
   TORCH_CHECK(!other || (other->is_contiguous() && other->scalar_type() == x.scalar_type() &&
                          other->sizes() == x.sizes()),
-              "workhorse: what a norm works on is alike and contiguous");
+              "workhorse: the tensors of a norm must be contiguous, of one type and shape");
 }
 
-// What both passes of a norm over rows share.
+// The rows and the weight of a norm, for both passes.
 struct NormRows {
   int64_t count, width;
   std::vector<float> gain;
@@ -133,22 +134,23 @@ struct NormRows {
   }
 };
 
-// Likewise, if its numbers lie side by side.
+// `with_type`, for contiguous tensors only.
 template <class F>
 void by_type(const Tensor& x, F f) {
-  TORCH_CHECK(x.is_contiguous(), "workhorse: contiguous numbers are wanted");
+  TORCH_CHECK(x.is_contiguous(), "workhorse: a tensor must be contiguous");
   with_type(x, f);
 }
 
-// Rows of x or, where there is one, of x + branch; their norm over the last axis; and the mean and scale
-// of each. LayerNorm if centred, else RMSNorm, which may be rounded before it is multiplied.
+// x or, if given, x + branch; its norm over the last axis; and the mean and scale of each row. LayerNorm
+// if `centred`, else RMSNorm, which if `rounded` is rounded before the multiplication by the weight.
 inline std::tuple<Tensor, Tensor, Tensor> norm_of_sum(const Tensor& x,
                                                       const std::optional<Tensor>& branch,
                                                       const std::optional<Tensor>& weight,
                                                       const std::optional<Tensor>& bias,
                                                       double offset, double eps, bool centred,
                                                       bool rounded) {
-  TORCH_CHECK(!(centred && rounded), "workhorse: a centred norm is rounded at its end only");
+  TORCH_CHECK(!(centred && rounded),
+              "workhorse: a centred norm cannot be rounded before the multiplication by its weight");
   const NormRows rows(x, weight, offset);
   check_like(x, branch);
   const std::vector<float> shift = in_float32(bias, rows.width, 0);
@@ -188,8 +190,8 @@ inline std::tuple<Tensor, Tensor, Tensor> add_norm(const Tensor& x, const Tensor
   return norm_of_sum(x, branch, weight, bias, offset, eps, centred, rounded);
 }
 
-// The gradients of x, added to `other` where there is one; and in float32 those of weight and bias, the
-// rows of (2, width).
+// The gradient of x, plus `other` if given; and in float32 the gradients of weight and bias, as the rows
+// of (2, width).
 inline std::tuple<Tensor, Tensor> norm_backward(const Tensor& dy, const Tensor& x,
                                                 const Tensor& moments,
                                                 const std::optional<Tensor>& weight,
@@ -221,16 +223,17 @@ inline std::tuple<Tensor, Tensor> norm_backward(const Tensor& dy, const Tensor& 
   return {dx, sums.sum(0)};
 }
 
-// The summed losses of logits (tokens, vocab), cross-entropy and z-loss; the logits become the gradient of
-// both together. A negative target counts for nothing.
+// Sums of the losses of logits (tokens, vocab): cross-entropy and z-loss. The logits are overwritten with
+// the gradient of both together. Rows with a negative target are ignored.
 inline Tensor loss_into_gradient_(Tensor& logits, const Tensor& targets, double multiplier, double z_loss) {
   const int64_t tokens = logits.size(0), vocab = logits.size(1);
   TORCH_CHECK(logits.is_contiguous() && targets.is_contiguous() && targets.numel() == tokens &&
                   targets.scalar_type() == at::kLong,
-              "workhorse: a loss wants contiguous logits and an int64 target for each of their rows");
+              "workhorse: the loss needs contiguous logits and, for each row, a contiguous int64 target");
   const int64_t* wanted = from<int64_t>(targets);
   for (int64_t i = 0; i < tokens; i++)
-    TORCH_CHECK(wanted[i] < vocab, "workhorse: target ", wanted[i], " of ", vocab, " logits");
+    TORCH_CHECK(wanted[i] < vocab, "workhorse: target ", wanted[i], " is out of range for ", vocab,
+                " logits");
   const Tensor losses = at::zeros({2, tokens}, logits.options().dtype(at::kFloat));
   float* loss = into<float>(losses);
   by_type(logits, [&]<class T>(T) {
@@ -249,13 +252,13 @@ inline Tensor loss_into_gradient_(Tensor& logits, const Tensor& targets, double 
   return losses.sum(1);
 }
 
-// The squared length of all tensors as one vector, each of float32 or bfloat16.
+// The squared norm of all tensors as one vector; each may be float32 or bfloat16.
 inline Tensor squared_length(const std::vector<Tensor>& tensors) {
   struct Part {
     const Tensor* of;
     int64_t start;
   };
-  std::vector<Part> parts;  // whose sums are the same whoever computes them
+  std::vector<Part> parts;  // each is summed by one thread, so the bits do not depend on the threads
   for (const Tensor& x : tensors)
     for (int64_t start = 0; start < x.numel(); start += kShare) parts.push_back({&x, start});
   const Tensor sums = at::empty({int64_t(parts.size())}, at::kFloat);

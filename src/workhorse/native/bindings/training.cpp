@@ -25,7 +25,7 @@ namespace {
 
 using at::Tensor;
 
-// The heads of tensors (batch, heads, seq, width).
+// The heads of a tensor (batch, heads, seq, width).
 template <class T>
 struct Heads {
   T* at;
@@ -47,18 +47,18 @@ struct Sizes {
     for (const Tensor& t : tensors)
       TORCH_CHECK(t.dim() == 4 && t.scalar_type() == (wide ? at::kFloat : at::kBFloat16) &&
                       t.sizes() == first.sizes() && t.stride(3) == 1 && t.stride(2) % even == 0,
-                  "workhorse: attention wants tensors of one shape and type, in rows of whole words");
+                  "workhorse: attention needs tensors of one shape and type, with rows of whole words");
     batch = first.size(0), heads = first.size(1), seq = first.size(2), width = first.size(3);
     TORCH_CHECK(seq % even == 0 && width % even == 0,
-                "workhorse: length and width of bfloat16 must be even");
+                "workhorse: attention in bfloat16 needs an even length and width");
   }
 
-  // In the memory order (batch, seq, heads, width) of the projections around it.
+  // Allocated in the memory order (batch, seq, heads, width) of the projections around attention.
   Tensor make(const Tensor& like) const {
     return at::empty({batch, seq, heads, width}, like.options()).transpose(1, 2);
   }
 
-  // f(scratch, batch, head) for every head.
+  // Calls f(scratch, batch, head) for every head.
   template <class Room, class F>
   void each_head(Room room, F f) const {
     torch::stable::parallel_for(0, batch * heads, 1, [&](int64_t begin, int64_t end) {
@@ -69,7 +69,7 @@ struct Sizes {
   }
 };
 
-// The result, and (batch, heads, seq) logarithms of the sums of exponentials.
+// The output, and the log-sum-exp of each query, (batch, heads, seq).
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale,
                                      bool causal) {
   const Sizes sizes({q, k, v});
@@ -92,7 +92,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& q, const Ten
                                                       double scale, bool causal) {
   const Sizes sizes({q, k, v, y, dy});
   TORCH_CHECK(lse.is_contiguous() && lse.numel() == sizes.batch * sizes.heads * sizes.seq,
-              "workhorse: attention's sums are (batch, heads, seq)");
+              "workhorse: lse must be contiguous, (batch, heads, seq)");
   const Tensor dq = sizes.make(q), dk = sizes.make(k), dv = sizes.make(v);
   const float* sums = from<float>(lse);
   with_type(q, [&]<class T>(T) {
@@ -108,7 +108,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& q, const Ten
 
 bool is_narrow(const Tensor& x) {
   TORCH_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat,
-              "workhorse: an update wants bfloat16 or float32");
+              "workhorse: an update needs bfloat16 or float32");
   return x.scalar_type() == at::kBFloat16;
 }
 
@@ -116,21 +116,21 @@ weights::Split split_weights(const Tensor& weight, const Tensor& low_bits) {
   TORCH_CHECK(weight.scalar_type() == at::kBFloat16 && low_bits.scalar_type() == at::kShort &&
                   weight.is_contiguous() && low_bits.is_contiguous() &&
                   weight.numel() == low_bits.numel(),
-              "workhorse: a split weight is contiguous, bfloat16 and int16");
+              "workhorse: a split weight must be contiguous, bfloat16 with int16 low bits");
   return {static_cast<uint16_t*>(weight.mutable_data_ptr()),
           static_cast<int16_t*>(low_bits.mutable_data_ptr())};
 }
 
-// Runs f with the numbers of a tensor, whichever type they have.
+// Calls f with the numbers of a tensor, which may be bfloat16 or float32.
 template <class F>
 void with_numbers(const Tensor& x, F f) {
-  TORCH_CHECK(x.is_contiguous(), "workhorse: an update wants contiguous tensors");
+  TORCH_CHECK(x.is_contiguous(), "workhorse: an update needs contiguous tensors");
   void* at = const_cast<void*>(x.const_data_ptr());
   if (is_narrow(x)) return f(weights::Narrow{static_cast<uint16_t*>(at)});
   f(weights::Wide{static_cast<float*>(at)});
 }
 
-// All weights alike: float32, or, with low bits, split.
+// The weights are all float32 or, with low bits, all split.
 void adamw_(at::TensorList weights, at::TensorList low_bits, at::TensorList gradients,
             at::TensorList means, at::TensorList mean_squares, at::IntArrayRef updates, double shrink,
             double rate, double beta1, double beta2, double eps, double weight_decay) {
@@ -143,11 +143,11 @@ void adamw_(at::TensorList weights, at::TensorList low_bits, at::TensorList grad
   for (size_t t = 0; t < weights.size(); t++) {
     const int64_t n = weights[t].numel();
     for (const Tensor& x : {gradients[t], means[t], mean_squares[t]})
-      TORCH_CHECK(x.numel() == n, "workhorse: adamw_ wants tensors of one size");
+      TORCH_CHECK(x.numel() == n, "workhorse: a gradient and its means must have the size of the weight");
     TORCH_CHECK(is_narrow(weights[t]) != low_bits.empty() && weights[t].is_contiguous(),
-                "workhorse: a weight is contiguous, float32 or bfloat16 with low bits");
+                "workhorse: a weight must be contiguous, float32 or bfloat16 with low bits");
     TORCH_CHECK(!is_narrow(mean_squares[t]) && mean_squares[t].is_contiguous(),
-                "workhorse: mean squares are float32");
+                "workhorse: mean squares must be contiguous and float32");
     for (int64_t i = 0; i < n; i += kPart) parts.push_back({t, i, std::min(i + kPart, n)});
   }
   torch::stable::parallel_for(0, parts.size(), 1, [&](int64_t first, int64_t last) {
@@ -174,14 +174,14 @@ void adamw_(at::TensorList weights, at::TensorList low_bits, at::TensorList grad
   });
 }
 
-// The directions in which Muon moves some matrices, lengths 1, as (matrices, shorter side, longer
-// side). `momenta` holds those of all parameters; a parameter may be a stack of matrices.
+// Updates Muon's momenta, and returns the direction of each matrix, of norm 1, as (matrices, shorter
+// side, longer side). `momenta` holds those of all parameters; a parameter may be a stack of matrices.
 Tensor muon_directions(at::TensorList gradients, Tensor& momenta, double shrink, double momentum,
                        bool nesterov) {
   const int64_t rows = momenta.size(-2), columns = momenta.size(-1), size = rows * columns;
   const int64_t stack = momenta.numel() / size / int64_t(gradients.size());
   TORCH_CHECK(!is_narrow(momenta) && momenta.is_contiguous() && stack * size == gradients[0].numel(),
-              "workhorse: momenta are float32, one for each gradient");
+              "workhorse: momenta must be contiguous and float32, one for each gradient");
   const Tensor made = at::empty({momenta.numel() / size, std::min(rows, columns),
                                  std::max(rows, columns)},
                                 momenta.options().dtype(at::kBFloat16));
@@ -198,14 +198,14 @@ Tensor muon_directions(at::TensorList gradients, Tensor& momenta, double shrink,
   return made;
 }
 
-// weight · kept - size · update for all of these weights; updates as `muon_directions` shapes them.
+// weight · kept - size · update for each weight; updates have the shape that `muon_directions` returns.
 void split_move_(at::TensorList weights, at::TensorList low_bits, const Tensor& updates, double kept,
                  double size) {
   const int64_t rows = weights[0].size(-2), columns = weights[0].size(-1), matrix = rows * columns;
   const int64_t stack = weights[0].numel() / matrix;
   TORCH_CHECK(is_narrow(updates) && updates.is_contiguous() &&
                   updates.numel() == int64_t(weights.size()) * stack * matrix,
-              "workhorse: updates are bfloat16, one for each matrix");
+              "workhorse: updates must be contiguous and bfloat16, one for each matrix");
   const weights::Narrow given{static_cast<uint16_t*>(const_cast<void*>(updates.const_data_ptr()))};
   torch::stable::parallel_for(0, updates.numel() / matrix, 1, [&](int64_t i, int64_t end) {
     for (; i < end; ++i) {

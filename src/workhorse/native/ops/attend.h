@@ -1,10 +1,10 @@
 // Attention of a few queries per head over a paged cache: y = softmax(q Kᵀ · scale) V.
 //
 // A unit of work is one row of the batch, one key head, and queries of the heads that share it. Keys and
-// values are each read once, in order, a few slots at a time, so that all queries find them in the first
-// cache. Memory is kept busy: near the end of the keys the values are prefetched, and near the end of
-// those the next unit's keys. Sums, weights and the softmax are float32. Each query is computed by
-// itself: neither other queries nor the number of threads change its sums.
+// values are each read once, in order, a few slots at a time, so that all queries find them in the L1
+// cache. To keep memory busy, values are prefetched near the end of the keys, and the next unit's keys
+// near the end of the values. Sums, weights and the softmax are float32. Queries are computed
+// independently: neither other queries nor the number of threads change the bits of a result.
 #pragma once
 
 #include <algorithm>
@@ -17,11 +17,12 @@
 
 namespace workhorse::attend {
 
-constexpr int kWide = 16;  // numbers of a vector, and slots at a time
-constexpr int kSoon = 48;  // slots ahead that are prefetched
+constexpr int kWide = 16;  // lanes of a vector, and slots at a time
+constexpr int kSoon = 48;  // how many slots ahead to prefetch
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
-// Of every 2 W lanes the sums of the first W and the last W: of a in the first of them, of b in the last.
+// In each group of 2 W lanes, adds the first W and the last W; sums of a go to the first W, of b to the
+// last W.
 template <int W, int... Lane>
 inline F32x16 fold(F32x16 a, F32x16 b, std::integer_sequence<int, Lane...>) {
   return __builtin_shufflevector(
@@ -36,7 +37,7 @@ inline void fold(F32x16 (&v)[kWide]) {
     v[n] = fold<W>(v[n], v[n + W], std::make_integer_sequence<int, kWide>());
 }
 
-// The sum of each of 16 vectors.
+// Lane n: the sum of vector n.
 inline F32x16 sums(F32x16 (&v)[kWide]) {
   fold<8>(v);
   fold<4>(v);
@@ -45,7 +46,7 @@ inline F32x16 sums(F32x16 (&v)[kWide]) {
   return v[0];
 }
 
-// Keys or values: (heads, blocks, slots of a block, width), width side by side.
+// Keys or values, (heads, blocks, slots of a block, width), contiguous along the width.
 template <class T>
 struct Blocks {
   const T* data;
@@ -53,7 +54,7 @@ struct Blocks {
 };
 
 template <class T>
-struct Queries {  // (batch, heads, seq, width), width side by side
+struct Queries {  // (batch, heads, seq, width), contiguous along the width
   const T* data;
   int64_t batch_stride, head_stride, seq_stride;
 };
@@ -62,14 +63,14 @@ template <class T>
 struct Attend {
   Queries<T> q;
   Blocks<T> k, v;
-  const int64_t* table;  // (batch, blocks of a row): where its slots are, in order
-  const int64_t *first, *last;  // (batch, seq): the slots that a query sees
+  const int64_t* table;  // (batch, blocks of a row): the block table of each row
+  const int64_t *first, *last;  // (batch, seq): a query sees the slots [first, last)
   T* y;  // (batch, heads, seq, value width)
   int64_t heads, kv_heads, seq, blocks, block, width, value_width;  // `block` is a multiple of kWide
-  int64_t splits;  // units that share a row's head of keys
+  int64_t splits;  // units among which the queries of a row's key head are divided
   float scale;
 
-  // Units `begin` to `end`.
+  // Computes units [begin, end).
   void run(int64_t begin, int64_t end) const {
     const int64_t group = heads / kv_heads * seq, each = (group + splits - 1) / splits;
     std::vector<float> weights, sums(each * round_up(value_width, kWide));
@@ -93,8 +94,8 @@ struct Attend {
 
  private:
   struct Unit {
-    int64_t row, head, begin, end;  // queries of the head, numbered by head and place in the text
-    int64_t first, last;  // the slots outside are not seen
+    int64_t row, head, begin, end;  // queries [begin, end) of the key head, by query head, then position
+    int64_t first, last;  // no query sees a slot outside [first, last)
   };
 
   static int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
@@ -105,14 +106,14 @@ struct Attend {
            slot % block * in.slot_stride;
   }
 
-  // What is read kSoon slots after these keys: others, or values.
+  // The address that is read kSoon slots after this one: a later key, or a value.
   const T* after_key(const Unit& unit, int64_t slot) const {
     const int64_t soon = slot + kSoon, over = soon - unit.last;
     if (over < 0) return at(k, unit, soon);
     return at(v, unit, std::min(unit.first + over, unit.last - 1));
   }
 
-  // The same after values: others, or the next head's keys.
+  // Likewise for values: a later value, or a key of the next head.
   const T* after_value(const Unit& unit, int64_t slot) const {
     const int64_t soon = slot + kSoon, over = soon - unit.last;
     if (over < 0) return at(v, unit, soon);
@@ -141,7 +142,7 @@ struct Attend {
     }
   }
 
-  // True in the lanes of slots from `first` to before `last`.
+  // True in the lanes whose slots are in [first, last).
   static auto inside(int64_t slot, int64_t first, int64_t last) {
     typedef int32_t I32x16 __attribute__((vector_size(64)));
     const I32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
@@ -150,7 +151,7 @@ struct Attend {
     return (lanes >= from) & (lanes < to);
   }
 
-  // The products of a query with 16 keys; the last of `count` stands for those past it.
+  // The dot products of a query with 16 keys; beyond `count`, the last key is repeated.
   F32x16 dots(const T* query, const T* first_key, const T* later, int64_t count) const {
     constexpr int step = Dot<T>::step;
     const T* keys[kWide];
@@ -169,7 +170,7 @@ struct Attend {
     return all;
   }
 
-  // In place. A query that sees nothing gets weights of zero.
+  // In place. A query that sees nothing gets weights of 0.
   static void softmax(float* scores, int64_t padded) {
     F32x16 most = load<F32x16>(scores);
     for (int64_t i = kWide; i < padded; i += kWide) {
@@ -198,7 +199,7 @@ struct Attend {
       const int64_t count = std::min<int64_t>(unit.last - slot, kWide);
       const T *values = at(v, unit, slot), *later = after_value(unit, slot);
       for (int64_t g = 0; g < group; g++) {
-        // Slots that a query does not see are not read for it.
+        // A query reads no slots but those that it sees.
         const int64_t from = std::max<int64_t>(first[place(unit, g)] - slot, 0);
         const int64_t to = std::min(last[place(unit, g)] - slot, count);
         add(values, g ? nullptr : later, weights + g * room + slot - unit.first, from, to,
@@ -212,7 +213,7 @@ struct Attend {
     }
   }
 
-  // Slots `from` to `to` of these onto the sums of one query.
+  // Adds the weighted values of slots [from, to) to the sums of one query.
   void add(const T* values, const T* later, const float* weights, int64_t from, int64_t to,
            float* sums) const {
     int64_t i = 0;

@@ -1,6 +1,6 @@
-// Attention for training, forwards and backwards (FlashAttention-2, 2307.08691 §3.1), a head at a time, of
-// T = BFloat16 or float. Squares of scores are transposed, keys as rows and queries as columns: a query's
-// softmax then runs along one lane, and no square needs turning.
+// Attention for training, forward and backward (FlashAttention-2, 2307.08691 §3.1), one head at a time,
+// for T = BFloat16 or float. Tiles of scores hold keys as rows and queries as columns, so that the softmax
+// of a query stays in one lane and no tile of scores has to be transposed.
 #pragma once
 
 #include <ATen/native/CPUBlas.h>
@@ -19,21 +19,21 @@
 namespace workhorse::attention {
 
 constexpr int64_t kLanes = kCount<F32x16>;
-constexpr int64_t kBlock = 64;     // queries of a softmax, or keys of a step backwards
+constexpr int64_t kBlock = 64;     // queries of a forward tile, or keys of a backward tile
 
-// As the right side of a matrix instruction wants it: two rows of bfloat16 interleaved, or one of float.
+// The element of a packed right operand: two rows of bfloat16 interleaved, or one row of float.
 using Word = uint32_t;
 
 template <class T>
 constexpr int64_t kRowsOfWord = sizeof(Word) / sizeof(T);
 
-// Of a step backwards: both squares stay in the second cache, 512 KiB of it.
+// Queries of a backward tile: the tiles of a step together stay within 512 KiB of the L2 cache.
 template <class T>
 constexpr int64_t kQueries = kRowsOfWord<T> == 1 ? 256 : 512;
 
 constexpr int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
-// Words (rows, columns) to (columns, rows).
+// Transposes words (rows, columns) to (columns, rows).
 inline void turn(int64_t rows, int64_t columns, const void* from, int64_t from_stride, void* to,
                  int64_t to_stride) {
   const auto source = [=](int64_t i, int64_t j) { return (const Word*)from + i * from_stride + j; };
@@ -55,7 +55,7 @@ inline void turn(int64_t rows, int64_t columns, const void* from, int64_t from_s
     }
 }
 
-// One head's matrix (seq, width) in the memory of a larger tensor. Elements of a row lie side by side.
+// One head's matrix (seq, width) within a larger tensor. Its rows are contiguous.
 template <class T>
 struct Head {
   T* at;
@@ -63,7 +63,7 @@ struct Head {
 
   T* row(int64_t i) const { return at + i * stride; }
 
-  // Words (seq / kRowsOfWord, width).
+  // Packs the matrix into words (seq / kRowsOfWord, width).
   void interleave(int64_t seq, int64_t width, Word* to) const {
     for (int64_t i = 0; i < seq; i += kRowsOfWord<T>, to += width)
       if constexpr (kRowsOfWord<T> == 1)
@@ -72,12 +72,12 @@ struct Head {
         for (int64_t j = 0; j < width; j++) to[j] = row(i)[j].bits | Word(row(i + 1)[j].bits) << 16;
   }
 
-  // The transpose's words (width / kRowsOfWord, seq).
+  // Packs the transpose into words (width / kRowsOfWord, seq).
   void turn_words(int64_t seq, int64_t width, Word* to) const {
     turn(seq, width / kRowsOfWord<T>, at, stride / kRowsOfWord<T>, to, seq);
   }
 
-  // The transpose (width, seq); `words` is room for its words.
+  // Writes the transpose (width, seq); `words` is scratch for its words.
   void transpose(int64_t seq, int64_t width, Word* words, T* to) const {
     if constexpr (kRowsOfWord<T> == 1) return turn_words(seq, width, (Word*)to);
     else {
@@ -90,7 +90,7 @@ struct Head {
     }
   }
 
-  // Rows from the columns of a float matrix (width, n), through room for (n, width).
+  // Fills n rows from the columns of a float matrix (width, n); `turned` is scratch for (n, width).
   void write_columns(int64_t n, int64_t width, const float* from, int64_t from_stride,
                      float* turned) const {
     turn(width, n, from, from_stride, turned, width);
@@ -99,7 +99,8 @@ struct Head {
   }
 };
 
-// c (rows, columns) = or, More, += a (rows, depth) · b as words (depth / kRowsOfWord, columns).
+// c (rows, columns) = a (rows, depth) · b, or c += a · b if `more`. b holds words (depth / kRowsOfWord,
+// columns).
 template <class T>
 void multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t a_stride, const Word* b,
               int64_t b_stride, float* c, int64_t c_stride, bool more = false) {
@@ -108,7 +109,7 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t 
                               (const Number*)a, (const Number*)b, c);
 }
 
-// Parts of the rows that lie in one word.
+// A vector of each of the rows that share a word.
 template <class T>
 using Parts = std::array<F32x16, kRowsOfWord<T>>;
 
@@ -122,14 +123,14 @@ inline void write_words(Word* to, const Parts<BFloat16>& rows) {
   std::memcpy(to, &both, sizeof both);
 }
 
-// With the lanes changed that stand for queries before a key, the first lane for number `query`.
+// The scores of a key, with `with` for queries before it. Lane 0 is query number `query`.
 inline F32x16 hide(F32x16 score, int64_t key, int64_t query, float with) {
   typedef int32_t I32x16 __attribute__((vector_size(64)));
   constexpr I32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
   return lanes < int32_t(std::min(key - query, kLanes)) ? F32x16{} + with : score;
 }
 
-// What a thread needs, made once for all its heads.
+// A thread's scratch memory, allocated once for all its heads.
 template <class T>
 struct Scratch {
   std::vector<Word> q, q_t, dy, dy_t, words;
@@ -164,7 +165,7 @@ struct Scratch {
   }
 };
 
-// One head: y, and the logarithm of each query's sum of exponentials. Transposed,
+// One head forward: y, and the log-sum-exp of each query. Transposed,
 //   Yᵀ = Vᵀ softmax(K Qᵀ · scale)
 template <class T>
 void forward(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float scale, bool causal,
@@ -205,7 +206,7 @@ void forward(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float 
   }
 }
 
-// One head backwards:
+// One head backward:
 //   Pᵀ = exp(K Qᵀ · scale - lse),  dPᵀ = V dYᵀ,  Sᵀ = Pᵀ (dPᵀ - Σ y dy) · scale
 //   dV = Pᵀ dY,  dK = Sᵀ Q,  dQᵀ = Kᵀ Sᵀ
 template <class T>
@@ -213,7 +214,7 @@ void backward(Head<T> q, Head<T> k, Head<T> v, Head<T> y, Head<T> dy, const floa
                      int64_t seq, int64_t width, float scale, bool causal, Scratch<T>& s, Head<T> dq,
                      Head<T> dk, Head<T> dv) {
   constexpr int64_t kRows = kRowsOfWord<T>;
-  // Slopes as the right side of a product are, if a word is one of them, what they are as its left side.
+  // Gradients of scores are both a left and a right operand. If a word is one row, both have one layout.
   Word* const words = kRows == 1 ? (Word*)s.slopes.data() : s.words.data();
   q.interleave(seq, width, s.q.data());
   q.turn_words(seq, width, s.q_t.data());

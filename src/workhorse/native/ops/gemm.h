@@ -1,16 +1,16 @@
-// C = A B for matrices larger than a cache, of bfloat16 or split float32 (simd/bf16_split.h), summed in
-// float32 on the matrix unit.
+// C = A B for matrices larger than a cache, of bfloat16 or split float32 (simd/bf16_split.h), accumulated
+// in float32 on the matrix unit.
 //
-// The unit multiplies two tiles of the left side by two of the right in 64 cycles. To keep it busy:
+// The unit multiplies two tiles of A by two tiles of B in 64 cycles. To keep it busy:
 //
-//   registers  four tiles of sums; each of the four operand tiles is used twice
-//   1st cache  a panel of A, 32 rows, used again for every panel of B; where rows lie along k its tiles
-//              are loaded from where they are, so that it costs nothing but the first reading
-//   2nd cache  a block of B in the unit's order, used again for every panel of A, and, where k is too
-//              long for one block, the sums so far
+//   registers  four accumulator tiles; each of the four operand tiles is used twice
+//   L1 cache   a panel of A, 32 rows, reused for every panel of B; if its rows are contiguous along k,
+//              its tiles are loaded in place and need no packing
+//   L2 cache   a packed block of B, reused for every panel of A, and, if k is too long for one block,
+//              partial sums
 //
-// (the layers of 10.1145/1356052.1356053). Finished sums are added up, rounded and written while the
-// unit is at the next ones (gemm_sums.h).
+// (the layers of 10.1145/1356052.1356053). The epilogue of one tile, which accumulates, rounds and stores
+// its sums, overlaps with the computation of the next (gemm_sums.h).
 #pragma once
 
 #ifdef __linux__
@@ -27,20 +27,20 @@ namespace workhorse::gemm {
 
 #ifdef __AMX_BF16__
 
-constexpr int64_t kWhole = 1536;        // k up to here is not cut, in numbers of bfloat16
-constexpr int64_t kCut = 512;           // k of a part otherwise, likewise
+constexpr int64_t kWhole = 1536;        // the longest k that is not split, in bfloat16 numbers
+constexpr int64_t kCut = 512;           // the k of a part otherwise, likewise
 constexpr int64_t kBlock = 3 << 18;     // bytes of a block of B
-constexpr int64_t kTotals = 1 << 18;    // sums kept between parts of k
+constexpr int64_t kTotals = 1 << 18;    // partial sums kept between parts of k
 
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
-// The size of the fewest equal parts, multiples of `step`, of which none is larger than `most`.
+// The size, a multiple of `step`, of the fewest equal parts of n that are not larger than `most`.
 inline int64_t part(int64_t n, int64_t most, int64_t step) {
   const int64_t parts = (n + most - 1) / most;
   return round_up((n + parts - 1) / parts, step);
 }
 
-// A thread's memory, kept for its next gemm, in large pages if the system has them.
+// A thread's scratch memory, kept for its next gemm, in huge pages if the system has them.
 class Room {
  public:
   char* of(size_t bytes) {
@@ -69,7 +69,7 @@ struct Product {
   Result<T> c;
   int64_t k;
 
-  // Rows `m` to `m_end` and columns `n` to `n_end`, by one thread.
+  // Computes rows [m, m_end) and columns [n, n_end), on one thread.
   void run(int64_t m, int64_t m_end, int64_t n, int64_t n_end) const {
     thread_local Room room;
     const int64_t columns = n_end - n, rows = m_end - m;
@@ -92,15 +92,15 @@ struct Product {
   }
 
  private:
-  // The work of a thread.
+  // One thread's computation.
   struct Pass {
     const Product& product;
-    char *left, *right;  // a panel of A where it cannot stay, a block of B
+    char *left, *right;  // packed: a panel of A, unless it is loaded in place; a block of B
     float* totals;
-    Sums<T> sums[2] = {};  // one being finished while the other is computed
+    Sums<T> sums[2] = {};  // one is finished while the next is computed
     int turn = 0;
 
-    // A block of B times as many rows of A.
+    // Multiplies `rows` rows of A by a block of B.
     void block(int64_t i, int64_t rows, int64_t j, int64_t columns, int64_t k, int64_t depth) {
       const int64_t steps = (depth + kDepth - 1) / kDepth;
       const Operand<T>& a = product.a;
@@ -135,9 +135,9 @@ struct Product {
       _tile_zero(3);
     }
 
-    // A panel of A times one of B, a row of a tile of A being `stride` bytes from the next, its second
-    // tile `second` and the next step `next` bytes further. Panels of B come from the second cache and
-    // should not push A out of the first.
+    // Multiplies a panel of A by a panel of B. Distances within A are in bytes: `stride` from one row of
+    // a tile to the next, `second` to the second tile, `next` to the next step. Panels of B are streamed
+    // from the L2 cache, so that they do not evict A from the L1 cache.
     void multiply(const char* a, int64_t stride, int64_t second, int64_t next, const char* b,
                   int64_t steps) {
       Sums<T>& before = sums[turn ^ 1];
@@ -157,7 +157,7 @@ struct Product {
       before.finish(kPanel);
     }
 
-    // The same of split numbers: of two tiles three products.
+    // The same for split numbers: three products for each pair of tiles.
     void multiply_split(const char* a, const char* b, int64_t steps) {
       Sums<T>& before = sums[turn ^ 1];
       const int64_t rows = (kPanel + steps - 1) / steps;

@@ -1,16 +1,16 @@
-// The operands of a gemm in the order that the matrix unit needs.
+// Packs the operands of a gemm in the order of the matrix unit.
 //
-// A product sums over k. A lane is a row of its left side or a column of its right one, and a tile, 16
-// lanes × 32 k, is 16 rows of 64 bytes:
+// A gemm sums over k. A lane is a row of the left operand or a column of the right one, and a tile, 16
+// lanes × 32 k, has 16 rows of 64 bytes:
 //
 //   left    tile[lane][k]
-//   right   tile[k / 2][lane][k % 2], pairs of k beside each other
+//   right   tile[k / 2][lane][k % 2], pairs of k adjacent
 //
-// Of float32 there are two tiles, of upper and of lower parts.
+// A tile of float32 is split into two tiles, the upper parts of its numbers and the lower parts.
 //
-// In memory k runs along the rows or down them, which makes four ways into a tile:
+// In memory k runs along the rows or down the columns, so there are four ways to fill a tile:
 //
-//            k along the rows                       k down the rows
+//            k along the rows                       k down the columns
 //   left     unchanged                              32 × 16 numbers transposed
 //   right    16 × 16 pairs of numbers transposed    two rows interleaved
 #pragma once
@@ -25,21 +25,21 @@ namespace workhorse::gemm {
 #ifdef __AMX_BF16__
 
 constexpr int kTileBytes = kTile * kDepth * sizeof(BFloat16);
-constexpr int kPanel = 2 * kTile;  // lanes that are multiplied at once: two tiles
+constexpr int kPanel = 2 * kTile;  // lanes multiplied at once: two tiles
 
 enum class Side { left, right };
 
-// How many numbers of bfloat16 add up to one; see bf16_split.h.
+// How many bfloat16 numbers represent one of type T; see bf16_split.h.
 template <class T>
 constexpr int kParts = sizeof(T) / sizeof(BFloat16);
 
 template <class T>
-constexpr int64_t kStepBytes = 2 * kTileBytes * kParts<T>;  // of a step of 32 k of a panel
+constexpr int64_t kStepBytes = 2 * kTileBytes * kParts<T>;  // of one step, 32 k, of a panel
 
 inline __mmask32 first_of_32(int64_t count) { return count < 32 ? (1u << count) - 1 : ~0u; }
 
-// The same 16 bytes of four rows, `apart` bytes from each other. Transposing starts here, where it is
-// free: all exchanges that are left stay within quarters.
+// 16 bytes of each of four rows, which are `apart` bytes apart. This does the first step of a transpose
+// for free: the other steps stay within the quarters of a vector.
 inline __m512i quarters(const char* row, int64_t apart) {
   const auto quarter = [&](int i) { return _mm_loadu_si128((const __m128i*)(row + i * apart)); };
   __m512i v = _mm512_castsi128_si512(quarter(0));
@@ -96,25 +96,25 @@ inline void weave(const char* from, int64_t stride, char* to) {
   }
 }
 
-// One side of a product as it lies in memory.
+// One operand of a gemm in memory.
 template <class T>
 struct Operand {
   const T* at;
-  int64_t stride;  // numbers from a row to the next
+  int64_t stride;  // numbers from one row to the next
   bool along;      // whether k runs along the rows
 
   const T* number(int64_t lane, int64_t k) const {
     return at + (along ? lane * stride + k : k * stride + lane);
   }
 
-  // Whether left tiles of these lanes and k can be loaded from where they lie.
+  // Whether left tiles of so many lanes and k can be loaded in place.
   bool ready(int64_t lanes, int64_t depth) const {
     return kParts<T> == 1 && along && lanes % kPanel == 0 && depth % kDepth == 0;
   }
 
-  // Panels from `lane` and `k` on, filled up with zeros. A panel holds all its steps of 32 k behind each
-  // other, a step two tiles, or two of upper parts and two of lower ones. The order of work is that of
-  // memory.
+  // Packs panels of `lanes` lanes from `lane` on and `depth` k from `k` on, padded with zeros. A panel
+  // holds its steps of 32 k one after the other; a step is two tiles, or for split numbers two of upper
+  // parts and then two of lower parts. The operand is read in the order of memory.
   template <Side side>
   void pack(int64_t lane, int64_t lanes, int64_t k, int64_t depth, char* to) const {
     const int64_t steps = (depth + kDepth - 1) / kDepth, columns = (lanes + kTile - 1) / kTile;
@@ -139,7 +139,7 @@ struct Operand {
     return (column / 2 * steps + step) * kStepBytes<T> + column % 2 * kTileBytes;
   }
 
-  // A tile, or the two of a split.
+  // Fills one tile, or the two of split numbers.
   template <Side side>
   void fill(const T* from, int64_t lanes, int64_t depth, char* to) const {
     constexpr int64_t below = 2 * kTileBytes;
@@ -167,7 +167,7 @@ struct Operand {
     }
   }
 
-  // The parts of a tile's numbers, 32 at a time in the order of memory.
+  // Splits the numbers of a tile, 32 at a time in the order of memory.
   template <class Store>
   void split_tile(const T* from, int64_t lanes, int64_t depth, const Store& store) const {
     const int64_t step = stride;
@@ -182,7 +182,7 @@ struct Operand {
     along ? split(row, store) : split(column, store);
   }
 
-  // A tile of bfloat16, its rows `bytes` apart.
+  // Writes a tile from bfloat16 rows that are `bytes` apart.
   template <Side side>
   void move(const char* from, int64_t bytes, char* to) const {
     if constexpr (side == Side::left)

@@ -1,5 +1,6 @@
-// Sums of the matrix unit on their way to memory: totals and a bias are added, rows and columns exchanged
-// if needed, and results rounded, a few at a time while the unit computes the next ones.
+// The epilogue of a gemm: partial sums and a bias are added to the sums of the matrix unit, tiles are
+// transposed if needed, and results rounded and stored, a few rows at a time while the unit computes the
+// next sums.
 #pragma once
 
 #include "ops/gemm_operands.h"
@@ -11,8 +12,8 @@ namespace workhorse::gemm {
 
 constexpr int64_t kSums = kPanel * kPanel;
 
-// Where results go: the number of row i and column j is at[i * stride + j], or, turned,
-// at[j * stride + i]. One bias, or none, belongs to each column, or, turned, to each row.
+// Where results go: row i, column j is stored at at[i * stride + j], or, turned (transposed), at
+// at[j * stride + i]. A bias belongs to each column, or, turned, to each row.
 template <class T>
 struct Result {
   T* at;
@@ -21,7 +22,7 @@ struct Result {
   bool turned;
 };
 
-// The first `count` of 32 numbers.
+// The first `count` of 32 numbers, the others 0.
 inline void load_first(const BFloat16* from, int64_t count, F32x16& low, F32x16& high) {
   const __m512i both = _mm512_maskz_loadu_epi16(first_of_32(count), from);
   low = widen((U16x16)_mm512_castsi512_si256(both));
@@ -42,11 +43,11 @@ inline void store_first(float* to, __mmask32 mask, F32x16 low, F32x16 high) {
   _mm512_mask_storeu_ps(to + 16, mask >> 16, (__m512)high);
 }
 
-// 32 × 32 sums on their way from the unit to memory, a few at a time.
+// 32 × 32 sums on their way from the unit to memory, a few rows at a time.
 template <class T>
 class Sums {
  public:
-  // Take them from the unit; `totals` are to be added, or null.
+  // Copies the sums from the unit. `totals` are the partial sums to add, or null.
   void take(float* totals) {
     store(&sums_[0][0][0]);
     totals_ = totals;
@@ -61,7 +62,7 @@ class Sums {
     written();
   }
 
-  // They go to row `i` and column `j` of a result, `rows` × `columns` of them ...
+  // Their destination is row `i`, column `j` of a result, `rows` × `columns` of them ...
   void goes_to(const Result<T>& result, int64_t i, int64_t j, int64_t rows, int64_t columns) {
     const int64_t along = result.turned ? rows : columns;
     to_ = result.at + (result.turned ? j * result.stride + i : i * result.stride + j);
@@ -73,14 +74,14 @@ class Sums {
     if (result.bias) load_first(result.bias + (turned_ ? i : j), along, bias_[0], bias_[1]);
   }
 
-  // ... or are added to the totals.
+  // ... or the partial sums, to which they are added.
   void goes_to_totals() {
     to_ = nullptr;
     turned_ = false;
     count_ = kPanel;
   }
 
-  // Finish the next `rows` rows, if there are any left.
+  // Finishes the next `rows` rows, if any are left.
   void finish(int64_t rows) {
     const int64_t end = std::min(at_ + rows, count_);
     if (at_ >= end) return;
@@ -100,12 +101,12 @@ class Sums {
   }
 
  private:
-  // Of the left or right half of a row.
+  // The offset of the left or right half of a row.
   static int64_t offset(int64_t row, int half) { return (row / 16 * 32 + half * 16 + row % 16) * 16; }
   F32x16 sum(int64_t row, int half) const { return load<F32x16>(&sums_[0][0][0] + offset(row, half)); }
   F32x16 total(int64_t row, int half) const { return load<F32x16>(totals_ + offset(row, half)); }
 
-  // Of the upper or lower half of a column that was turned.
+  // The upper or lower half of a transposed column.
   F32x16 column(int64_t i, int half) const {
     return load<F32x16>(sums_[2 * half + i / 16][i % 16]);
   }
@@ -122,7 +123,7 @@ class Sums {
       }
   }
 
-  // Rows and columns of the tiles in a column exchanged, totals added.
+  // Transposes the tiles of a column, partial sums added.
   void turn(int64_t column) {
     for (int64_t t = column; t < 4; t += 2) {
       __m512i v[16];

@@ -1,12 +1,13 @@
-// The product of linear.h on the matrix unit (simd/amx.h), for 2 rows of x and more. The unit computes C[m][n] += Σ_k A[m][k] B[k][n] over 32 k at a time:
+// linear.h on the matrix unit (simd/amx.h), for two rows of x and more. The unit computes
+// C[m][n] += Σ_k A[m][k] B[k][n] over 32 k at a time:
 //
-//   A   16 outputs × 32 k of W, straight from where `nn.Linear` holds it (rows `in` numbers apart)
-//   B   32 k × 16 rows of x, in the order the unit wants: pairs of k beside each other,
-//       B[k / 2][row][k % 2]; x is put into this order once per call, and is small
+//   A   16 outputs × 32 k of W, loaded in place from the weight of `nn.Linear` (leading dimension `in`)
+//   B   32 k × 16 rows of x, in the order of the unit, pairs of k adjacent: B[k / 2][row][k % 2];
+//       x is small and packed once per call
 //   C   16 outputs × 16 rows, float32
 //
-// Two tiles A are multiplied by two tiles B at a time. W is read from memory once; if x has more than 32
-// rows, the next two tiles B find the two rows of tiles A in the second cache.
+// Two tiles of A are multiplied by two tiles of B at a time. W is read from memory once; if x has more
+// than 32 rows, the next two tiles of B find the two rows of tiles of A in the L2 cache.
 #pragma once
 
 #include <algorithm>
@@ -21,9 +22,9 @@ namespace workhorse::linear {
 #ifdef __AMX_BF16__
 
 constexpr int64_t kHigh = 2 * kTile;  // outputs at a time
-constexpr int kBeside = 2;            // tiles B at a time
+constexpr int kBeside = 2;            // tiles of B at a time
 
-// Rows of x in the unit's order, and their products with any number of weights.
+// Rows of x packed for the unit, to be multiplied by any number of weights.
 struct TiledRows {
   const BFloat16* x;
   int64_t rows, in;
@@ -31,7 +32,7 @@ struct TiledRows {
   int64_t steps = (in + kDepth - 1) / kDepth;       // tiles along `in`
   std::unique_ptr<uint32_t[]> b{new uint32_t[columns * steps * kTile * kTile]};
 
-  // Put x in order: tiles B of columns `begin` to `end`.
+  // Packs x: columns [begin, end) of tiles of B.
   void pack(int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; c++)
       for (int64_t s = 0; s < steps; s++) {
@@ -47,13 +48,13 @@ struct TiledRows {
       }
   }
 
-  // Outputs `begin` to `end` of a layer for every row.
+  // Computes outputs [begin, end) of a layer, for every row.
   void run(const Layer<BFloat16>& layer, int64_t begin, int64_t end) const {
     for (int64_t o = begin; o < end; o += kHigh)
       block(layer, o, std::min(end - o, kHigh), layer.weight + o * in);
   }
 
-  // `height` outputs from `o` on, up to 32, for every row, from as many rows of the weight.
+  // Computes `height` outputs, at most 32, from `o` on, for every row; `w` points to their weights.
   void block(const Layer<BFloat16>& layer, int64_t o, int64_t height, const BFloat16* w) const {
     for (int64_t c = 0; c < columns; c += kBeside) {
       const bool two = columns - c > 1;
@@ -105,7 +106,7 @@ struct TiledRows {
         finish(layer, c[i][j], o + i * kTile, (column + j) * kTile, std::min<int64_t>(height, kTile));
   }
 
-  // A tile C into 16 rows of y.
+  // Transposes a tile of C into 16 rows of y, the bias added.
   void finish(const Layer<BFloat16>& layer, const float (&c)[kTile][kTile], int64_t o, int64_t r,
               int64_t height) const {
     __m512i v[16];
@@ -119,7 +120,7 @@ struct TiledRows {
                                (__m256i)round((F32x16)_mm512_add_ps((__m512)v[i], add)));
   }
 
-  // A tile A that hangs over the edge of W, filled up with zeros.
+  // Loads a tile of A that reaches past the edge of W, padded with zeros.
   void load_edge(const BFloat16* w, int64_t height, int64_t width) const {
     alignas(64) BFloat16 whole[kTile][kDepth] = {};
     for (int64_t i = 0; i < height; i++)

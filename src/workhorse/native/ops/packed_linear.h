@@ -1,17 +1,17 @@
-// y = x Wᵀ + b with W packed to 4 or 8 bits a number; x and y are bfloat16 or float32.
+// y = x Wᵀ + b with W packed into 4 or 8 bits a weight; x and y are bfloat16 or float32.
 //
-// 16 outputs stand side by side in the lanes of a vector, so nothing is summed across lanes. For each
-// block of 16 outputs and each group of 32 k there are 512 bytes of codes (8 bits) or 256 (4 bits), and
-// in an array of their own 16 scales in bfloat16:
+// The lanes of a vector are 16 outputs, so nothing is summed across lanes. Each block of 16 outputs and
+// group of 32 k has 512 bytes of codes (8 bits) or 256 (4 bits), and, in a separate array, 16 scales in
+// bfloat16:
 //
 //   8 bits   vector v, lane o, byte i    is 128 + the level of output o at k = 4 v + i
-//   4 bits   vector v, lane o, byte i    holds two codes: the lower half is that of k = 8 v + i, the
-//                                        upper that of k = 8 v + 4 + i; `levels` has 128 + its level
+//   4 bits   vector v, lane o, byte i    holds two codes, k = 8 v + i in the lower half and
+//                                        k = 8 v + 4 + i in the upper; `levels[code]` is 128 + the level
 //
-// x is converted, once per call, to 16-bit integers scaled by the largest number of each group: an error
-// of at most 2⁻¹⁶ of that number, where bfloat16 itself has 2⁻⁹ of each. An instruction multiplies four
-// bytes of W in every lane with four of x and adds them up, so x is taken as two bytes, 256 high + low.
-// The offset of 128 in W is subtracted beforehand: a sum begins at -128 Σ x.
+// x is converted, once per call, to 16-bit integers scaled by the largest magnitude of each group. The
+// error is at most 2⁻¹⁶ of that magnitude; rounding to bfloat16 has 2⁻⁹ of each number. One instruction
+// multiplies four bytes of W in every lane by four bytes of x and accumulates the products, so a number
+// of x is split into two bytes, 256 high + low. Sums begin at -128 Σ x, which cancels the offset of W.
 #pragma once
 
 #include <algorithm>
@@ -28,10 +28,10 @@ constexpr int kLanes = 16;
 constexpr int kGroup = 32;
 constexpr int kSteps = kGroup / 4;  // vectors of four k
 
-using workhorse::store;  // beside those of the first lanes
+using workhorse::store;  // in addition to those with a mask
 using workhorse::widen;
 
-// The first `count` of 16 lanes, or all.
+// A mask of the first `count` of 16 lanes.
 inline __mmask16 lanes(int64_t count) { return count < kLanes ? (1u << count) - 1 : 0xffff; }
 
 inline F32x16 widen(const BFloat16* from, __mmask16 mask) {
@@ -47,18 +47,18 @@ inline void store(float* to, F32x16 v, __mmask16 mask) {
   _mm512_mask_storeu_ps(to, mask, (__m512)v);
 }
 
-// A group of a row of x.
+// One group of a row of x, in fixed point.
 struct Fixed {
   float scale;
-  int32_t begin[2];                   // -128 Σ of each half
-  int32_t high[kSteps], low[kSteps];  // four bytes each
+  int32_t begin[2];                   // -128 Σ of the high and of the low bytes
+  int32_t high[kSteps], low[kSteps];  // four bytes in each
 
   Fixed() {}
 
   template <class T>
   explicit Fixed(const T* x) {
     const F32x16 v[2] = {widen(x), widen(x + 16)};
-    // As whole numbers magnitudes have the same order, and what is no number is the largest.
+    // Compared as integers, the bits of magnitudes have the same order, and NaN is the largest.
     const uint32_t magnitude = _mm512_reduce_max_epu32(_mm512_max_epu32(
         (__m512i)_mm512_abs_ps((__m512)v[0]), (__m512i)_mm512_abs_ps((__m512)v[1])));
     const float largest = load<float>(&magnitude);
@@ -82,11 +82,11 @@ struct Fixed {
 template <int Bits>
 struct PackedWeight {
   static constexpr int bytes = kGroup * kLanes * Bits / 8;
-  static constexpr int ahead = 2048;  // bytes that are asked for before they are needed
+  static constexpr int ahead = 2048;  // how many bytes ahead codes are prefetched
 
   const uint8_t* codes;
   const BFloat16* scales;
-  const uint8_t* levels;  // 16, for 4 bits
+  const uint8_t* levels;  // 16 of them, for 4 bits
   int64_t groups;
 
   const uint8_t* code(int64_t block) const { return codes + block * groups * bytes; }
@@ -95,7 +95,7 @@ struct PackedWeight {
     return Bits == 4 ? _mm512_broadcast_i32x4(load<__m128i>(levels)) : __m512i{};
   }
 
-  // 128 + levels of four k in each lane.
+  // 128 + the levels of four k, in each lane.
   static __m512i step(const uint8_t* code, int s, __m512i table) {
     if constexpr (Bits == 8) return load<__m512i>(code + 64 * s);
     const __m512i both = load<__m512i>(code + 64 * (s / 2));
@@ -116,13 +116,13 @@ struct PackedLinear {
   int64_t rows, out;
   std::vector<Fixed> fixed{size_t(rows * weight.groups)};
 
-  // Rows `begin` to `end` of x to whole numbers.
+  // Converts rows [begin, end) of x to integers.
   void pack(int64_t begin, int64_t end) {
     for (int64_t i = begin * weight.groups; i < end * weight.groups; i++)
       fixed[i] = Fixed(x + i * kGroup);
   }
 
-  // Blocks `begin` to `end` of 16 outputs, of every row of x.
+  // Computes blocks [begin, end) of 16 outputs, for every row of x.
   void run(int64_t begin, int64_t end) const {
     for (int64_t block = begin; block < end; block++) {
       int64_t r = 0;

@@ -1,9 +1,9 @@
-// The product of `packed_linear.h` on the matrix unit of Intel's CPUs (AMX), for many rows of x in bfloat16.
+// `packed_linear.h` on the matrix unit of Intel's CPUs (AMX), for many rows of x in bfloat16.
 //
-// The codes of a block and a group are in the order of the unit's right operand: 16 outputs side by side,
-// each with four k. So W becomes tiles lane by lane, rounded to bfloat16, in a few instructions per
-// vector; a thread keeps those of two blocks and multiplies all rows of x by them. Tiles of x are copied
-// once per call, to be contiguous.
+// The codes of a block and a group are in the order of the unit's right operand: 16 adjacent outputs,
+// each with four k. So W is expanded into tiles lane by lane, rounded to bfloat16, in a few instructions per
+// vector; a thread keeps the tiles of two blocks and multiplies all rows of x by them. x is packed into
+// contiguous tiles once per call.
 #pragma once
 
 #include <memory>
@@ -15,12 +15,12 @@ namespace workhorse::packed_linear {
 
 #if defined(__AMX_BF16__) && defined(WORKHORSE_PACKS)
 
-// Each row a cache line: one that crosses two lines is read at half the speed.
+// Each row is one cache line; a row that crosses two lines is loaded at half the speed.
 struct alignas(64) Tile {
   BFloat16 numbers[kTile][kDepth];
 };
 
-constexpr int kManyRows = 12;  // from where it is quicker than `packed_linear.h`
+constexpr int kManyRows = 12;  // the fewest rows for which this is faster than `packed_linear.h`
 
 template <int Bits>
 struct PackedTiles {
@@ -29,10 +29,10 @@ struct PackedTiles {
   BFloat16* y;
   int64_t rows, out;
   int64_t blocks = (out + kLanes - 1) / kLanes;
-  int64_t tiles = (rows + kTile - 1) / kTile;  // that the rows of x fill
+  int64_t tiles = (rows + kTile - 1) / kTile;  // tiles that the rows of x fill
   std::unique_ptr<Tile[]> a{new Tile[tiles * weight.groups]};
 
-  // Tiles `begin` to `end` of x.
+  // Packs tiles [begin, end) of x.
   void pack(int64_t begin, int64_t end) {
     const int64_t in = weight.groups * kGroup;
     for (int64_t t = begin; t < end; t++)
@@ -44,7 +44,7 @@ struct PackedTiles {
         }
   }
 
-  // Pairs `begin` to `end` of blocks of 16 outputs, of every row of x.
+  // Computes pairs [begin, end) of blocks of 16 outputs, for every row of x.
   void run(int64_t begin, int64_t end) const {
     const Tiles shapes;
     const std::unique_ptr<Tile[]> w(new Tile[2 * weight.groups]);
@@ -64,15 +64,15 @@ struct PackedTiles {
   }
 
  private:
-  // A block as tiles, group by group: W[o][k] at row k / 2, column o, place k % 2.
+  // Expands a block into a tile for each group: W[o][k] is element k % 2 of row k / 2, column o.
   void expand(int64_t block, Tile* to) const {
     const uint8_t* code = weight.code(block);
     const BFloat16* scale = weight.scale(block);
     const __m512i table = weight.table();
     for (int64_t g = 0; g < weight.groups; g++, to++, code += weight.bytes, scale += kLanes) {
       weight.fetch(code);
-      // With 128 + level in its second byte, the bits of 2¹⁵ are 2¹⁵ + 128 + level as a float. What it
-      // is too large by goes in the product's subtraction, which is exact: 9 bits times 8.
+      // With 128 + level in its second byte, the float 2¹⁵ becomes 2¹⁵ + 128 + level. A fused
+      // multiply-subtract removes the excess, exactly: the product has 9 bits times 8.
       const F32x16 by = widen(scale), offset = by * (32768.0f + 128.0f);
       const auto level = [&](__m512i shifted) {
         constexpr int masked_or = 0xea;  // (a & b) | c
@@ -89,12 +89,12 @@ struct PackedTiles {
     }
   }
 
-  // A row of a tile: two numbers of each lane beside each other.
+  // Stores a row of a tile: two adjacent numbers of each lane.
   static void pairs(BFloat16* to, __m512 even, __m512 odd) {
     _mm512_store_si512(to, woven(round((F32x16)even, (F32x16)odd)));
   }
 
-  // M tiles of x by N blocks, at most two each.
+  // Multiplies M tiles of x by N blocks, at most two of each.
   template <int M, int N>
   void product(int64_t t, int64_t block, const Tile* w) const {
     const int64_t one = weight.groups;
@@ -126,7 +126,7 @@ struct PackedTiles {
       for (int n = 0; n < N; n++) finish(c[2 * m + n], t + m, block + n);
   }
 
-  // A tile of sums into 16 rows of y.
+  // Stores a tile of sums, with the bias added, in 16 rows of y.
   void finish(const float (&c)[kTile][kTile], int64_t t, int64_t block) const {
     const int64_t o = block * kLanes;
     const __mmask16 mask = lanes(out - o);

@@ -291,7 +291,7 @@ def test_what_is_no_tensor_of_tokens(tokens: Any, message: str) -> None:
 @pytest.mark.parametrize("size", [1.5, "4", None, -1])
 def test_sizes_of_a_cache_are_whole_numbers(name: str, size: Any) -> None:
     decoder = DecoderConfig.from_dict(DATA).build()
-    with pytest.raises(WorkhorseError, match=rf"^{name}=.* is no whole number; give 0 or more$"):
+    with pytest.raises(WorkhorseError, match=rf"^{name}=.* is not a whole number; give 0 or more$"):
         decoder.new_cache(**{"batch": 1, "capacity": 4, name: size})
 
 
@@ -313,7 +313,10 @@ def test_tokens_that_the_vocabulary_lacks(token: int) -> None:
 @pytest.mark.parametrize(
     ("call", "message"),
     [
-        (lambda decoder, tokens: decoder.new_cache(True, 4), "batch=True is no whole number; give"),
+        (
+            lambda decoder, tokens: decoder.new_cache(True, 4),
+            "batch=True is not a whole number; give",
+        ),
         (lambda decoder, tokens: decoder.new_cache(10**30, 4), "a cache of 10+ rows does not fit"),
         (
             lambda decoder, tokens: decoder(tokens, positions=0),

@@ -144,7 +144,7 @@ def test_room_is_kept_for_what_was_promised() -> None:
     text = cache.open(9)
     assert cache.fits(3)
     with pytest.raises(
-        WorkhorseError, match=r"a text of 12 tokens does not fit a cache of 12 besi"
+        WorkhorseError, match=r"a text of 12 tokens does not fit a cache of 12 with"
     ):
         cache.open(12)
     with pytest.raises(WorkhorseError, match=r"0 \+ 10 tokens do not fit a text of 9"):
@@ -155,7 +155,11 @@ def test_room_is_kept_for_what_was_promised() -> None:
 
 @pytest.mark.parametrize(
     ("tokens", "texts", "message"),
-    [(0, 1, "tokens=0 holds nothing"), (1, True, "texts=True holds nothing"), (9, -1, "texts=-1")],
+    [
+        (0, 1, "tokens=0 is not a whole"),
+        (1, True, "texts=True is not a whole"),
+        (9, -1, "texts=-1"),
+    ],
 )
 def test_a_cache_of_nothing(tokens: int, texts: int, message: str) -> None:
     with pytest.raises(WorkhorseError, match=message):
@@ -195,11 +199,11 @@ def test_a_text_is_closed_once_and_not_read_again():
 @pytest.mark.parametrize("size", [0, -1, True, 1.5, None, "3"])
 def test_lengths_of_a_text_that_mean_nothing_are_refused(size):
     cache = make(CAUSAL[0]).new_paged_cache(tokens=12, texts=2)
-    with pytest.raises(WorkhorseError, match=f"most={size!r} holds nothing"):
+    with pytest.raises(WorkhorseError, match=f"most={size!r} is not a number"):
         cache.open(size)
     assert not any(pool.reserved for pool in cache.pools.values())
     if size != 0:
-        with pytest.raises(WorkhorseError, match=f"length={size!r} is no number"):
+        with pytest.raises(WorkhorseError, match=f"length={size!r} is not a number"):
             cache.truncate(cache.open(3), size)
 
 

@@ -1,4 +1,4 @@
-"""Blocks of keys and values: which texts hold them, and how kernels read them."""
+"""Blocks of keys and values: how many texts hold each, and how kernels read them."""
 
 from dataclasses import dataclass, field
 from heapq import heapify, heappop, heappush
@@ -12,10 +12,10 @@ from workhorse.nn.shapes import Keys
 BLOCK = 32
 """Tokens in a block."""
 EMPTY, SPILL = 0, 1
-"""Two reserved blocks of every pool. `EMPTY` is never written to; tables hold it where a text has
-no block. `SPILL` takes the writes that are not kept, and no table holds it."""
+"""Two reserved blocks of every pool. `EMPTY` is never written; tables refer to it where a text has
+no block. `SPILL` takes writes that are not kept; no table refers to it."""
 Reach = int | None
-"""How many of the latest positions a query sees, itself included; None: all of them."""
+"""How many of the latest positions a query sees, its own included; None: all of them."""
 
 
 class InBlocks(NamedTuple):
@@ -43,11 +43,11 @@ class InBlocks(NamedTuple):
 
 
 class Pool:
-    """How many texts hold each block.
+    """The blocks of one reach, with reference counts.
 
     Args:
         count: number of blocks, including the two reserved ones.
-        reach: of the layers whose keys the blocks hold.
+        reach: of the layers whose keys and values the blocks hold.
     """
 
     def __init__(self, count: int, reach: Reach) -> None:
@@ -61,7 +61,7 @@ class Pool:
 
     @property
     def room(self) -> int:
-        """Blocks that texts can hold together."""
+        """The number of blocks that all texts together can hold."""
         return self.count - SPILL - 1
 
     @property
@@ -69,7 +69,7 @@ class Pool:
         return not self._unused
 
     def take(self) -> tuple[int, bool]:
-        """The first unused block, and whether it has been used before."""
+        """Take the first unused block; returns it, and whether it has been used before."""
         block = heappop(self._unused)
         self.holders[block] = 1
         again = block in self._used_before
@@ -107,5 +107,5 @@ class CachedText:
 
     @property
     def is_closed(self) -> bool:
-        """Whether it was let go."""
+        """Whether it was closed."""
         return not self.tables

@@ -1,4 +1,4 @@
-"""A cache in one tensor a layer: a fixed number of rows, with the keys of each side by side.
+"""A contiguous cache: a fixed number of rows, each with its own slots for keys and values.
 
 Every layer has an entry. Entries of equal capacity share `SlotPositions`: the position that each
 slot of each row holds. Masks are computed from those positions, so full, rolling and ragged caches
@@ -26,8 +26,8 @@ class SlotPositions:
         rolling: whether later positions overwrite the slots of positions out of reach.
         device: of the positions.
 
-    Each row has one extra slot at the end, which takes what is not kept: padding, and tokens that
-    would be overwritten within the same pass.
+    Each row has one extra slot at the end, for keys that are not kept: those of padding, and of
+    tokens that would be overwritten within the same pass.
     """
 
     def __init__(self, batch: int, capacity: int, *, rolling: bool, device: torch.device) -> None:
@@ -35,7 +35,7 @@ class SlotPositions:
         self.rolling = rolling
         try:
             self.held = torch.full((batch, capacity + 1), -1, device=device)  # positions
-        except (RuntimeError, TypeError):  # no memory, or a number beyond PyTorch's
+        except (RuntimeError, TypeError):  # out of memory, or a size too large for PyTorch
             raise WorkhorseError(
                 f"a cache of {batch} rows × {capacity} tokens does not fit into memory; make it "
                 "smaller"
@@ -47,7 +47,7 @@ class SlotPositions:
         self.place = Placement(self.held[:, :0], self.held[:, :0])
 
     def begin(self, positions: Positions, *, start: int, uniform: bool) -> None:
-        """Take in the positions of one forward pass, before the layers write their keys.
+        """Register the positions of one forward pass, before the layers write their keys.
 
         Args:
             positions: (batch, seq) of the new tokens, -1 for padding.
@@ -62,13 +62,13 @@ class SlotPositions:
         # overwrite keys that the first may still see. They attend to the stored keys concatenated
         # with the new ones.
         self.appended = self.rolling and seq > 1
-        beside = torch.cat((self.held[:, : self.used], positions), dim=1)
+        with_new = torch.cat((self.held[:, : self.used], positions), dim=1)
         self.held[self.rows, self.written] = positions
         self.held[:, self.capacity] = -1
         self.used = min(start + seq, self.capacity)
         self.place = Placement(
             positions,
-            beside if self.appended else self.held[:, : self.used],
+            with_new if self.appended else self.held[:, : self.used],
             aligned=uniform and start == 0,
             last=uniform and seq == 1,
         )
@@ -76,8 +76,8 @@ class SlotPositions:
     def can_return_to(self, lengths: Int[Tensor, " batch"], reach: int) -> bool:
         """Whether every key that the next token of rows of these lengths may see is still held."""
         oldest = (lengths - reach + 1).clamp(min=0)[:, None]
-        found = self.held.gather(1, oldest % self.capacity) == oldest
-        return bool((found | (oldest >= lengths[:, None])).all())
+        is_held = self.held.gather(1, oldest % self.capacity) == oldest
+        return bool((is_held | (oldest >= lengths[:, None])).all())
 
     def truncate(self, lengths: Int[Tensor, " batch"], longest: int) -> None:
         self.held.masked_fill_(self.held >= lengths[:, None], -1)
@@ -91,8 +91,8 @@ class SlotPositions:
 class KeyValueEntry(CacheEntry):
     """The keys and values of one attention layer.
 
-    The tensors are allocated at the first use, in the dtype that attention computes in: under
-    autocast that is not the dtype of the weights.
+    The tensors are allocated on first use, in the dtype that attention computes in; under autocast
+    this is not the dtype of the weights.
     """
 
     def __init__(self, slots: SlotPositions) -> None:
@@ -137,9 +137,9 @@ class Cache(CacheView):
 
     def __init__(self, batch: int, capacity: int, device: torch.device, slack: int = 0) -> None:
         sizes: dict[str, object] = {"batch": batch, "capacity": capacity, "slack": slack}
-        for name, given in sizes.items():
-            if type(given) is not int or given < 0:
-                raise WorkhorseError(f"{name}={shown(given)} is no whole number; give 0 or more")
+        for name, size in sizes.items():
+            if type(size) is not int or size < 0:
+                raise WorkhorseError(f"{name}={shown(size)} is not a whole number; give 0 or more")
         if batch < 1 or capacity < 1:
             raise WorkhorseError(
                 f"a cache of {batch} rows × {capacity} tokens is empty; enlarge it"
@@ -168,7 +168,7 @@ class Cache(CacheView):
 
     def _slots(self, reach: int | None) -> SlotPositions:
         """The slot positions for layers whose queries see `reach` positions back; None: all."""
-        # A window keeps `slack` more tokens than it shows: `truncate` brings them into sight again.
+        # A window keeps `slack` more tokens than it shows: `truncate` makes them visible again.
         capacity = self.capacity if reach is None else min(reach + self.slack, self.capacity)
         if capacity not in self.slot_positions:
             self.slot_positions[capacity] = SlotPositions(
@@ -194,7 +194,7 @@ class Cache(CacheView):
         Args:
             seq: number of new columns.
             lengths: of the rows including the new tokens, if columns hold padding, which takes no
-                room; read only if the columns alone would be too many.
+                room; read only if there would be too many columns.
         """
         full = self.length + seq > self.capacity
         if full and (lengths is None or bool((lengths > self.capacity).any())):
@@ -207,8 +207,8 @@ class Cache(CacheView):
         """Keep the first `lengths[r]` tokens of each row r, at most what it holds.
 
         Raises:
-            WorkhorseError: a length is out of range, or a window no longer holds the tokens that
-                it would show. The cache is then as it was.
+            WorkhorseError: a length is out of range, or a window no longer holds tokens that would
+                be visible. The cache is then unchanged.
         """
         self._check_lengths(lengths)
         kept = torch.tensor(lengths, device=self.lengths.device).minimum(self.lengths)
@@ -226,8 +226,8 @@ class Cache(CacheView):
     def _check_lengths(self, lengths: Sequence[object]) -> None:
         """Refuse lengths greater than those of the rows.
 
-        The lengths of ragged rows are read on a CPU only; on another device that would wait for it
-        at every pass, so there each length is checked against the longest row.
+        The lengths of ragged rows are read on a CPU only. On other devices that would synchronise
+        every pass, so each length is checked against the longest row.
         """
         held = [self.length] * len(self.lengths)
         if not self.uniform and self.lengths.device.type == "cpu":

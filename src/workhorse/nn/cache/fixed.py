@@ -1,6 +1,6 @@
-"""A cache whose shapes stay the same from token to token, for compiled steps.
+"""A cache with fixed shapes, for compiled steps.
 
-`PagedView` counts in Python, so a compiler would make a new program for every token. A `FixedCache`
+`PagedView` counts in Python ints, so a compiler would recompile for every token. A `FixedCache`
 views the same tensors for one pass over at most `slack + 1` tokens of each row, and everything that
 changes is in a tensor. The caller reserves blocks for the new tokens beforehand
 (`PagedView.reserve`) and counts them afterwards (`PagedView.advance`).
@@ -20,18 +20,18 @@ from workhorse.nn.shapes import NewKeys, NewValues, Positions
 
 
 class Layout(NamedTuple):
-    """The properties of a cache that are not tensors: one program serves all caches of a layout."""
+    """What defines a cache besides its tensors: one program serves all caches of a layout."""
 
     layers: tuple[tuple[Reach, bool], ...]
-    """Of each layer: its reach, and whether its kernel reads blocks."""
+    """For each layer, its reach and whether its kernel reads blocks."""
     slack: int
 
 
 class CacheTensors(NamedTuple):
-    """The tensors of a view; the tables in the order in which the layers first use them."""
+    """The tensors of a view. Tables are in the order in which the layers first use them."""
 
     lengths: Int[Tensor, " batch"]
-    """Tokens of each row."""
+    """Tokens in each row."""
     tables: list[Int[Tensor, "batch blocks_of_a_text"]]
     keys: list[Float[Tensor, "kv_heads blocks block width"]]
     values: list[Float[Tensor, "kv_heads blocks block width"]]
@@ -90,7 +90,7 @@ class FixedCache(CacheView):
 
 
 class FixedPages:
-    """The tables of one reach; all their slots are shown."""
+    """The block tables of one reach. A pass reads all their slots; masks hide the empty ones."""
 
     def __init__(self, table: Int[Tensor, "batch blocks_of_a_text"]) -> None:
         self.table = table

@@ -1,11 +1,10 @@
 """A paged cache: texts are opened, forked and closed at any time, and share common prefixes.
 
-Keys and values are stored in blocks of `BLOCK` tokens. A text has a table of its blocks, in order
-(PagedAttention, 2309.06180). Several texts may hold the same block; it is copied when one of them
-writes to it. Layers of the same reach share their tables. A text releases the blocks that have
-fallen out of a window.
+Keys and values are stored in blocks of `BLOCK` tokens, and a text has a block table
+(PagedAttention, 2309.06180). Several texts may share a block; it is copied on write. Layers of the
+same reach share their tables. A text releases blocks that have fallen out of a window.
 
-`PagedCache.open` makes room for a text; a `PagedView` is a batch of texts in a forward pass.
+`PagedCache.open` reserves room for a text; a `PagedView` is a batch of texts in a forward pass.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -22,16 +21,16 @@ class PagedCache:
     """Keys and values of many texts; made by `Decoder.new_paged_cache`.
 
     Args:
-        tokens: the most that all texts together may hold.
-        texts: the most that may be open at a time.
+        tokens: the most tokens that all texts together may hold.
+        texts: the most texts that may be open at a time.
         device: of the tensors.
-        context: the most tokens of one text; a window as wide lets nothing go.
+        context: the most tokens of one text; a window at least as wide never releases blocks.
         slack: how many of a text's newest tokens can always be taken back.
 
     Attributes:
         stores: one for each layer.
-        reclaim: called when every block is held, to release blocks that no open text needs;
-            returns whether it released any.
+        reclaim: called when all blocks are held, to release some that no open text needs; returns
+            whether it dropped anything.
     """
 
     def __init__(
@@ -39,9 +38,11 @@ class PagedCache:
     ) -> None:
         for name, size in (("tokens", tokens), ("texts", texts)):
             if type(size) is not int or size < 1:
-                raise WorkhorseError(f"{name}={size!r} holds nothing; give 1 or more")
+                raise WorkhorseError(
+                    f"{name}={size!r} is not a whole number above 0; give 1 or more"
+                )
         if type(slack) is not int or slack < 0:
-            raise WorkhorseError(f"slack={slack!r} is no number of tokens; give 0 or more")
+            raise WorkhorseError(f"slack={slack!r} is not a number of tokens; give 0 or more")
         self.tokens = tokens
         self.texts = texts
         self.device = device
@@ -56,8 +57,8 @@ class PagedCache:
         if reach is not None and reach >= self.context:
             reach = None
         if reach not in self.pools:
-            count = self._blocks_for(self.tokens, None) + self.texts  # a last block is partly used
-            if reach is not None:  # twice as many, to remember texts that ended
+            count = self._blocks_for(self.tokens, None) + self.texts  # last blocks are partly used
+            if reach is not None:  # twice as many, to remember ended texts
                 count = min(count, 2 * self.texts * self._blocks_for(self.tokens, reach))
             try:
                 self.pools[reach] = Pool(count + SPILL + 1, reach)
@@ -68,7 +69,7 @@ class PagedCache:
         return Store(self.pools[reach], in_blocks)
 
     def fits(self, *most: int) -> bool:
-        """Whether there is room for more texts, text i of up to `most[i]` tokens."""
+        """Whether there is room for more texts, text i of at most `most[i]` tokens."""
         return all(
             pool.reserved + sum(self._blocks_for(tokens, reach) for tokens in most) <= pool.room
             for reach, pool in self.pools.items()
@@ -82,24 +83,24 @@ class PagedCache:
         )
 
     def open(self, most: int) -> CachedText:
-        """Reserve room for one more text of up to `most` tokens.
+        """Open a text, with room reserved for up to `most` tokens.
 
         Raises:
             WorkhorseError: there is no room.
         """
         if type(most) is not int or most < 1:
-            raise WorkhorseError(f"most={most!r} holds nothing; give 1 or more")
+            raise WorkhorseError(f"most={most!r} is not a number of tokens; give 1 or more")
         if not self.fits(most):
             raise WorkhorseError(
-                f"a text of {most} tokens does not fit a cache of {self.tokens} beside the others; "
-                "close one, or make the cache with more tokens"
+                f"a text of {most} tokens does not fit a cache of {self.tokens} with the others "
+                "open; close one, or make the cache with more tokens"
             )
         for reach, pool in self.pools.items():
             pool.reserved += self._blocks_for(most, reach)
         return CachedText(most, 0, {reach: [] for reach in self.pools})
 
     def close(self, text: CachedText) -> None:
-        """Let a text go, if it is not gone yet; what others share with it stays."""
+        """Close a text, if it is open. Blocks that it shares with others stay."""
         if text.is_closed:
             return
         for reach, pool in self.pools.items():
@@ -109,7 +110,7 @@ class PagedCache:
         text.length, text.tables = 0, {}
 
     def adopt(self, text: CachedText, length: int, tables: Mapping[Reach, Sequence[int]]) -> None:
-        """Replace what a text holds by the first `length` tokens in these tables, shared."""
+        """Replace the contents of a text by the first `length` tokens of these tables, shared."""
         self.clear(text)
         for reach, table in tables.items():
             oldest = self.oldest(length, reach)
@@ -125,8 +126,8 @@ class PagedCache:
         """Keep the first `length` tokens of a text.
 
         Raises:
-            WorkhorseError: no such length, or a window has let go of tokens that it would show
-                again.
+            WorkhorseError: the length is invalid, or a window has released tokens that would be
+                visible again.
         """
         self.check_shows(text, length)
         for reach, table in text.tables.items():
@@ -137,7 +138,7 @@ class PagedCache:
     def check_shows(self, text: CachedText, length: int) -> None:
         """Refuse a length that `truncate` cannot go back to."""
         if type(length) is not int or length < 0:
-            raise WorkhorseError(f"length={length!r} is no number of tokens; give 0 or more")
+            raise WorkhorseError(f"length={length!r} is not a number of tokens; give 0 or more")
         for reach, table in text.tables.items():
             if EMPTY in table[self.first_seen(length, reach) : -(-length // BLOCK)]:
                 raise WorkhorseError(
@@ -146,11 +147,11 @@ class PagedCache:
                 )
 
     def extend(self, text: CachedText, count: int) -> bool:
-        """Make `count` more tokens writable, unshared; returns whether a table has changed."""
+        """Give a text unshared blocks for `count` more tokens; returns whether a table changed."""
         changed, end = False, text.length + count
         for reach, table in text.tables.items():
             pool = self.pools[reach]
-            before = self.oldest(text.length, reach)  # earlier blocks are out of sight
+            before = self.oldest(text.length, reach)  # earlier blocks are not visible
             for number in range(min(before, len(table)) - 1, -1, -1):
                 if table[number] == EMPTY:
                     break
@@ -169,13 +170,13 @@ class PagedCache:
         return 0 if reach is None else max(0, length + 1 - reach) // BLOCK
 
     def oldest(self, length: int, reach: Reach) -> int:
-        """The first block that a text of `length` tokens may still show, `slack` taken back."""
+        """The first block that a text of `length` tokens may see, even with `slack` taken back."""
         return 0 if reach is None else max(0, length - reach - self.slack) // BLOCK
 
     def _blocks_for(self, tokens: int, reach: Reach) -> int:
         """The most blocks that a text of `tokens` tokens needs at a time."""
         whole = -(-tokens // BLOCK)
-        # The blocks that a window shows before a long pass, and those that it shows after.
+        # Those that a window shows before a long pass, and those that it shows after.
         return whole if reach is None else min(whole, 2 * -(-(reach + self.slack) // BLOCK) + 3)
 
     def _take(self, reach: Reach) -> int:
@@ -208,7 +209,7 @@ class PagedCache:
 class Store:
     """The blocks of one layer.
 
-    The tensors are allocated at the first use, in the dtype that attention computes in.
+    The tensors are allocated on first use, in the dtype that attention computes in.
 
     Args:
         pool: counts the holders of each block.
@@ -230,7 +231,7 @@ class Store:
     def _room_for(self, new: Tensor) -> Tensor:
         shape = new.shape[1], self.pool.count, BLOCK, new.shape[3]
         try:
-            with torch.inference_mode(False):  # others may write to it outside of that mode
+            with torch.inference_mode(False):  # they may be written outside of that mode
                 return torch.zeros(shape, dtype=new.dtype, device=new.device)
         except RuntimeError:
             raise WorkhorseError(

@@ -14,15 +14,15 @@ from workhorse.nn.shapes import NewKeys, NewValues, Positions
 
 
 class Pages:
-    """What the layers of one reach share during a pass: tables, positions, slots to write.
+    """The tables, positions and slots to write that the layers of one reach share in a pass.
 
     Attributes:
         place: the positions of queries and keys.
-        table: the blocks of each row.
+        table: the block table of each row.
         first: see `InBlocks`.
         slots: see `InBlocks`; 0 if only new keys are seen.
-        beside: whether new keys are concatenated with the stored ones rather than read back: a
-            window has room for at most `slack + 1` new tokens before old ones must go.
+        appended: whether new keys are concatenated with the stored ones instead of read back: a
+            window has room for at most `slack + 1` new tokens before it must release old ones.
         writes: the block and the slot of each new token.
     """
 
@@ -50,13 +50,13 @@ class Pages:
         *,
         uniform: bool,
     ) -> None:
-        """Take in the positions of a pass.
+        """Register the positions of a pass.
 
         Args:
             positions: (batch, seq), -1 for padding.
             lengths: of the rows including the new tokens, (batch,).
             longest: the largest of them.
-            before: the lengths without the new tokens.
+            before: the lengths before the new tokens.
             uniform: all rows have the same length, without padding.
         """
         seq, cache = positions.shape[1], self._cache
@@ -65,26 +65,28 @@ class Pages:
             torch.where((positions < 0) | (blocks == EMPTY), SPILL, blocks),
             (positions % BLOCK).expand_as(blocks),
         )
-        self.beside = self._reach is not None and seq > cache.slack + 1
+        self.appended = self._reach is not None and seq > cache.slack + 1
         if not any(before):
             self.first = self.slots = 0
             self.place = Placement(positions, positions, aligned=uniform)
             return
         self.first = min(cache.oldest(length, self._reach) for length in before)
-        filled = max(before) if self.beside else longest
+        filled = max(before) if self.appended else longest
         start = self.first * BLOCK
         self.slots = max(0, filled - start)
         keys = torch.arange(start, start + self.slots, device=positions.device)[None]
-        shown = uniform and not self.beside
+        shown = uniform and not self.appended
         if not shown:
-            held = lengths - (positions >= 0).sum(dim=1) if self.beside else lengths
+            held = lengths - (positions >= 0).sum(dim=1) if self.appended else lengths
             keys = torch.where(keys < held[:, None], keys, -1)
-        if self.beside:
+        if self.appended:
             keys = torch.cat((keys, positions.expand(len(keys), -1)), dim=1)
-        self.place = Placement(positions, keys, last=shown and seq == 1, in_blocks=not self.beside)
+        self.place = Placement(
+            positions, keys, last=shown and seq == 1, in_blocks=not self.appended
+        )
 
     def of(self, stored: Tensor) -> InBlocks:
-        """The keys or values of a layer, by these tables."""
+        """The keys or values of a layer, read through these tables."""
         return InBlocks(stored, self.table, self.first, self.slots, self._run)
 
 
@@ -103,23 +105,25 @@ class PagedEntry(CacheEntry):
         pages = self._pages
         blocks = pages.of(stored)
         visible: Tensor | InBlocks = new
-        if pages.slots and pages.beside:
+        if pages.slots and pages.appended:
             visible = torch.cat((blocks.gathered(), new), dim=2)
         block, slot = pages.writes
         stored[:, block, slot] = new.transpose(0, 1)
-        if pages.slots and not pages.beside:
+        if pages.slots and not pages.appended:
             visible = blocks if self._store.in_blocks else blocks.gathered()
         return visible
 
 
 class PagedView(CacheView):
-    """A batch of texts, one per row; valid until one of them is changed by other means."""
+    """A batch of texts, one per row. Valid until one of them is changed by other means."""
 
     def __init__(self, cache: PagedCache, texts: Sequence[CachedText]) -> None:
         self.cache = cache
         self.texts = list(texts)
         if not self.texts or len(set(self.texts)) < len(self.texts):
-            raise WorkhorseError("a view has a text for each row, none of them twice; open others")
+            raise WorkhorseError(
+                "a view needs at least one text, and none of them twice; open others"
+            )
         if any(text.is_closed for text in self.texts):
             raise WorkhorseError("a text of this view was closed; open one in its place")
         self.slack = cache.slack
@@ -145,7 +149,7 @@ class PagedView(CacheView):
         """Reserve blocks for `counts[r]` more tokens of each row r.
 
         Raises:
-            WorkhorseError: a text would outgrow its room. The cache is then as it was.
+            WorkhorseError: a text would outgrow its reserved room. The cache is then unchanged.
         """
         for text, count in zip(self.texts, counts, strict=True):
             if text.length + count > text.most:
@@ -170,7 +174,7 @@ class PagedView(CacheView):
         """Keep the first `lengths[r]` tokens of each row r, at most what it holds.
 
         Raises:
-            WorkhorseError: see `PagedCache.truncate`. The cache is then as it was.
+            WorkhorseError: see `PagedCache.truncate`. The cache is then unchanged.
         """
         shorter = [
             pair for pair in zip(self.texts, lengths, strict=True) if pair[1] < pair[0].length

@@ -1,8 +1,8 @@
 """The protocol between a forward pass and a cache. The caller owns the cache.
 
-A cache view stands for the rows of one batch. Each attention layer has an entry, which stores the
-new keys and values and returns all that may be attended to. Masks are computed from positions
-(`Placement`) alone, so a model treats contiguous, paged and fixed-shape caches alike.
+A view represents the rows of one batch. Each attention layer has an entry, which stores new keys
+and values and returns all that may be attended to. Masks are computed from positions alone
+(`Placement`), so contiguous, paged and fixed-shape caches look the same to a model.
 """
 
 from abc import ABC, abstractmethod
@@ -50,14 +50,14 @@ class CacheView(ABC):
 
     @abstractmethod
     def begin(self, positions: Positions, *, uniform: bool) -> None:
-        """Take in the positions of one forward pass, before the layers store its keys.
+        """Register the positions of one forward pass, before the layers store its keys.
 
         Args:
-            positions: (batch, seq); those of a row follow the ones that it holds, -1 is padding.
+            positions: (batch, seq), continuing those that a row holds; -1 is padding.
             uniform: the positions are `next_positions`, without padding.
 
         Raises:
-            WorkhorseError: there is no room for the tokens. The cache is then as it was.
+            WorkhorseError: there is no room for the tokens. The cache is then unchanged.
         """
 
     @abstractmethod
@@ -65,7 +65,7 @@ class CacheView(ABC):
         """The positions of the queries and keys of this pass.
 
         Args:
-            reach: of the layer: how many of the latest positions a query sees; None: all of them.
+            reach: how many of the latest positions a query of the layer sees; None: all of them.
         """
 
 
@@ -74,8 +74,13 @@ Room_co = TypeVar("Room_co", covariant=True)
 
 @runtime_checkable
 class Layers(Protocol[Room_co]):
-    """What a layer asks of a cache that is being made."""
+    """A cache under construction, as a layer sees it."""
 
     def layer(self, reach: int | None, *, in_blocks: bool = False) -> Room_co:
-        """An entry or a store for a layer of this reach, whose kernel may read `InBlocks`."""
+        """An entry or a store for a layer of this reach.
+
+        Args:
+            reach: see `CacheView.place`.
+            in_blocks: whether the layer's kernel reads `InBlocks`.
+        """
         ...

@@ -230,7 +230,7 @@ def test_what_cannot_be_told_anything(tell, run_folder: Path, tmp_path: Path) ->
 @pytest.mark.parametrize("rows", [None, "3", 0, -1, 1.5, float("nan"), True])
 def test_rows_that_cannot_be_decoded_together(rows, model) -> None:
     for prompts in (["a", "b"], []):
-        with pytest.raises(WorkhorseError, match=r"^batch_size=.* is no number of rows; give 1"):
+        with pytest.raises(WorkhorseError, match=r"^batch_size=.* is not a number of rows; give 1"):
             model().generate_batch(prompts, batch_size=rows)
     assert len(model().generate_batch(["a", "b"], batch_size=numpy.int64(1), seed=1)) == 2
 
@@ -302,10 +302,10 @@ def test_what_is_no_prompt(model) -> None:
 @pytest.mark.parametrize("said", [None, 3])
 def test_what_is_no_message(said, model) -> None:
     chat = model().chat()
-    with pytest.raises(WorkhorseError, match=rf"^a message is a text, not {said}$"):
+    with pytest.raises(WorkhorseError, match=rf"^the message {said} is not text; give text$"):
         next(chat.reply(said))
     assert chat.messages == []
-    with pytest.raises(WorkhorseError, match=rf"^system={said} is no text; leave it out for none"):
+    with pytest.raises(WorkhorseError, match=rf"^system={said} is not text; leave it out for none"):
         model().chat(system=said)
 
 

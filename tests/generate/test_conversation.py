@@ -241,7 +241,7 @@ def test_a_reply_that_goes_on_is_not_mixed_with_another(decoder, tokenizer):
     conversation = Conversation(decoder, tokenizer, TranscriptFormat(tokenizer), CONFIG)
     first = conversation.reply("hello")
     begun = next(first).text
-    with pytest.raises(WorkhorseError, match="the last reply is not through"):
+    with pytest.raises(WorkhorseError, match="the last reply has not ended"):
         next(conversation.reply("and now?"))
     answer = begun + "".join(delta.text for delta in first)
     assert [message["content"] for message in conversation.messages] == ["hello", answer]

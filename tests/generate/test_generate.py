@@ -220,7 +220,7 @@ def test_wrong_requests(make_decoder, prompt, options, message):
 def test_stream_refuses_when_called(make_decoder):
     with pytest.raises(WorkhorseError, match="holds no tokens"):
         stream(make_decoder(), [[]], GenerationConfig())
-    with pytest.raises(WorkhorseError, match=r"^beams=2 knows its text at the end only"):
+    with pytest.raises(WorkhorseError, match=r"^beams=2 gives its text only at the end"):
         stream(make_decoder(), [[1]], GenerationConfig(beams=2))
 
 

@@ -272,10 +272,10 @@ def test_a_request_whose_own_function_raises_is_let_go_and_no_other(make_decoder
 @pytest.mark.parametrize(
     ("processor", "message"),
     [
-        (lambda logits, tokens: None, "a logit processor gave None"),
-        (lambda logits, tokens: logits[:5], r"gave \(5,\); let it give logits, \(17,\)"),
-        (lambda logits, tokens: logits * torch.nan, "gave nan or inf"),
-        (lambda logits, tokens: logits + torch.inf, "gave nan or inf"),
+        (lambda logits, tokens: None, "a logit processor returned None"),
+        (lambda logits, tokens: logits[:5], r"returned \(5,\); return logits, \(17,\)"),
+        (lambda logits, tokens: logits * torch.nan, "returned nan or inf"),
+        (lambda logits, tokens: logits + torch.inf, "returned nan or inf"),
     ],
 )
 @pytest.mark.parametrize("temperature", [0, 1])
@@ -316,7 +316,7 @@ def test_stop_conditions_end_a_text(make_decoder, letters):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"beams": 2}, "beams=2 knows its text at the end only"),
+        ({"beams": 2}, "beams=2 gives its text only at the end"),
         ({"speculate": 2, "temperature": 0}, "speculate=2 is more than this scheduler guesses, 0"),
         ({"n_samples": 3}, "n_samples=3 is more than the 2 rows of this scheduler"),
         ({"max_new_tokens": 20}, "1 × 22 tokens do not fit a cache of 8; ask for fewer"),

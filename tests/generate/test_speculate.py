@@ -327,7 +327,7 @@ def test_a_draft_padded_to_another_size(make_decoder, letters):
 def test_wrong_drafts(make_decoder, vocab_size, options, message):
     draft = make_decoder(vocab_size=vocab_size)
     for call in (generate, stream):
-        with pytest.raises(WorkhorseError, match=f"^{message}|knows its text at the end"):
+        with pytest.raises(WorkhorseError, match=f"^{message}|gives its text only at the end"):
             call(make_decoder(), [[1]], GenerationConfig(**options), draft=draft)
 
 

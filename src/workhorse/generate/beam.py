@@ -44,8 +44,8 @@ def beam_search(
 ) -> list[list[Completion]]:
     """The best texts of each prompt, best first, at most `config.beams` of them.
 
-    All prompts are searched at once, in `len(prompts) * beams` rows; a finished prompt's rows are
-    removed. `logit_bias` changes the distribution that is searched. The decoder must be in
+    All prompts are searched at once, in `len(prompts) * beams` rows; the rows of a finished prompt
+    are removed. `logit_bias` changes the distribution that is searched. The decoder must be in
     evaluation mode.
 
     Raises:
@@ -65,8 +65,8 @@ def beam_search(
     logits = reader.read(readings, fitting)
     wait(logits)
     prompt_seconds = time.perf_counter() - started
-    each = [row for row in range(len(fitting)) for _ in range(config.beams)]
-    readings, logits = reader.select(readings, each), logits[each]
+    repeated = [row for row in range(len(fitting)) for _ in range(config.beams)]
+    readings, logits = reader.select(readings, repeated), logits[repeated]
     vocab = usable_vocab(decoder, tokenizer)
     while True:
         _advance(running, _log_probabilities(logits[:, 0], vocab, config), stops)
@@ -81,12 +81,12 @@ def beam_search(
             break
         readings = reader.select(readings, parents)
         logits = reader.read(readings, tokens)
-    found = [
+    completions = [
         [_completion(hypothesis, config, tokenizer, prompt) for hypothesis in search.finished]
         for search, prompt in zip(searches, prompts, strict=True)
     ]
-    found[0][0] = replace(found[0][0], prompt_seconds=prompt_seconds)
-    return found
+    completions[0][0] = replace(completions[0][0], prompt_seconds=prompt_seconds)
+    return completions
 
 
 @dataclass
@@ -104,7 +104,7 @@ class _Search:
     done: bool = False
 
     def __post_init__(self) -> None:
-        # One live beam at the beginning: equal beams would stay equal.
+        # Only one beam is live at first: equal beams would stay equal.
         totals = [0.0] + [-torch.inf] * (self.config.beams - 1)
         self.beams = [_Hypothesis((), total) for total in totals]
 
@@ -121,7 +121,7 @@ class _Search:
             elif not stops and len(self.beams) < self.config.beams:
                 self.beams.append(hypothesis)
                 self.parents.append(beam)
-        # If every token of the vocabulary stops, no beam is left.
+        # If every token of the vocabulary is a stop token, no beam is left.
         self.done = last or not self.beams or self._decided(length)
 
     def _finish(self, hypothesis: _Hypothesis) -> None:
@@ -139,8 +139,8 @@ class _Search:
             return False
         if self.config.early_stopping:
             return True
-        # Totals only fall. A penalty above 0 favours length, so the best score that a hypothesis
-        # can reach is its present total at the length limit.
+        # Totals never increase. A penalty above 0 favours length, so the best score that a
+        # hypothesis can reach is its current total at the length limit.
         alpha = self.config.length_penalty
         best = self.beams[0].total / (self.limit if alpha > 0 else length) ** alpha
         return self._score(self.finished[-1]) >= best

@@ -1,4 +1,4 @@
-"""The options of a request for text, and the values that they may have."""
+"""The options of a request, and their ranges."""
 
 from collections.abc import Callable
 from typing import Literal, NamedTuple, Self
@@ -13,7 +13,7 @@ LARGEST_SHIFT = 1e9
 LARGEST_POWER = 10.0
 """Bounds within which finite logits stay finite, whatever options are combined."""
 MOST_ROWS = 8192
-"""Texts of one prompt that are generated side by side."""
+"""The most texts generated at once for one prompt."""
 
 
 class GenerationConfig(Config):
@@ -45,8 +45,8 @@ class GenerationConfig(Config):
     seed: int | None = None
     """Seeds the request's own generator, 0 to 2^63 - 1; None draws a fresh seed."""
     n_samples: int = 1
-    """Texts per prompt, generated side by side, at most 8192; sample j is the text that `seed + j`
-    gives on its own."""
+    """Texts per prompt, generated at once, at most 8192; sample j is the text that `seed + j` gives
+    on its own."""
     stop: tuple[str, ...] = ()
     """Texts that end the result; neither they nor anything after them is part of it."""
     stop_tokens: tuple[int, ...] | None = None
@@ -55,13 +55,14 @@ class GenerationConfig(Config):
     """Return each token's log-probability and those of the n likeliest; 0 returns only its own."""
     truncate: Literal["refuse", "left"] = "refuse"
     """What happens at the end of the context. refuse: a longer prompt is an error, and the text
-    ends there; left: the oldest tokens are dropped, and the text goes on."""
+    ends there; left: the oldest tokens are dropped, and the text continues."""
     speculate: int = 0
-    """Tokens guessed at a time, by a draft model or from the text itself, for one pass of the model
-    to check; affects speed only. 0 guesses none."""
+    """Tokens guessed at a time, by a draft model or from the text itself, and verified in one pass
+    of the model. Changes the speed, never the distribution of the text. 0 guesses none."""
     exact: bool = False
-    """Read each text by itself, its prompt in pieces that end at fixed places, so that every number
-    has the same bits whatever else is read or remembered; batches then save no time."""
+    """Read each text in passes of its own, its prompt in pieces that end at fixed positions, so
+    that every number has the same bits whatever else is read or remembered. Batching then saves no
+    time."""
     beams: int = 1
     """Hypotheses kept by beam search, at most 8192; 1 means no search."""
     length_penalty: float = 1.0
@@ -136,7 +137,7 @@ _NOT_IN_BEAM_SEARCH = (
 class _Bound(NamedTuple):
     holds: Callable[[float], bool]
     otherwise: str
-    """The message after the option and its value."""
+    """The rest of the message, after the option and its value."""
 
     def check(self, name: str, value: float | None) -> None:
         if value is not None and not self.holds(value):

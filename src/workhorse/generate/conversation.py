@@ -12,10 +12,10 @@ from workhorse.generate.speculation.speculate import slack_of
 from workhorse.nn import Decoder
 from workhorse.tokenizers import ChatTemplate, Tokenizer
 
-Message = dict[str, str]
+TextMessage = dict[str, str]
 """`role` (system, user or assistant) and `content`."""
 REPLY_SHARE = 4
-"""A reply is sure of `max_new_tokens`, but of no more than the context divided by this."""
+"""Room is kept for a reply: `max_new_tokens`, but at most the context divided by this."""
 
 
 class ChatFormat(Protocol):
@@ -27,7 +27,7 @@ class ChatFormat(Protocol):
     @property
     def stop_tokens(self) -> tuple[int, ...]: ...
 
-    def encode(self, messages: Sequence[Message]) -> list[int]: ...
+    def encode(self, messages: Sequence[TextMessage]) -> list[int]: ...
 
 
 @dataclass(frozen=True)
@@ -38,14 +38,14 @@ class TemplateFormat:
     tokenizer: Tokenizer
     stop: tuple[str, ...] = ()
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[TextMessage]) -> list[int]:
         return self.template.encode(self.tokenizer, messages)
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """Eos, and the control token that the template puts after a reply."""
-        ask: Message = {"role": "user", "content": "a"}
-        reply: Message = {"role": "assistant", "content": "b"}
+        """The control token that the template puts after a reply, and eos."""
+        ask: TextMessage = {"role": "user", "content": "a"}
+        reply: TextMessage = {"role": "assistant", "content": "b"}
         prompt = self.encode([ask])
         whole = self.template.encode(self.tokenizer, [ask, reply], add_generation_prompt=False)
         control = self.tokenizer.special_tokens.values()
@@ -56,14 +56,14 @@ class TemplateFormat:
 
 @dataclass(frozen=True)
 class TranscriptFormat:
-    """A written dialogue, for models that only ever continued text."""
+    """A written dialogue, for models that were only trained to continue text."""
 
     tokenizer: Tokenizer
     prefix: tuple[int, ...] = ()
-    """Tokens that begin every text the model knows."""
+    """The tokens that begin every text that the model was trained on."""
     stop: tuple[str, ...] = ("\nUser:",)
 
-    def encode(self, messages: Sequence[Message]) -> list[int]:
+    def encode(self, messages: Sequence[TextMessage]) -> list[int]:
         turns = {"system": "{}\n", "user": "User: {}\n", "assistant": "Assistant:{}\n"}
         text = "".join(turns[message["role"]].format(message["content"]) for message in messages)
         return [*self.prefix, *self.tokenizer.encode(text + "Assistant:")]
@@ -76,22 +76,22 @@ class TranscriptFormat:
 class Conversation:
     """A chat with one model.
 
-    A turn reads only what follows the tokens it shares with the turn before: where a template shows
-    earlier replies otherwise, or their text encodes to other tokens than were generated, it reads
-    from there on. When the context is full, the oldest exchanges are forgotten; the system message
-    stays. A reply that is interrupted or closed is remembered as far as it went.
+    A turn reads only what follows the prefix that it shares with the turn before: if the template
+    renders earlier replies differently, or their text encodes to other tokens than were generated,
+    it reads from there on. When the context is full, the oldest exchanges are forgotten; the system
+    message stays. A reply that is interrupted or closed is kept as far as it was generated.
 
     Args:
         decoder: the model.
-        tokenizer: its own.
+        tokenizer: the model's.
         format: how messages become prompts.
         config: how replies are chosen; its `stop` and `stop_tokens` are added to the format's.
         system: the system message, if any.
         draft: guesses tokens, see `workhorse.generate.generate`.
 
     Attributes:
-        messages: all of them so far, also those the model no longer sees.
-        forgotten: how many of them the last reply was made without.
+        messages: all messages so far, including those that the model no longer sees.
+        forgotten: how many of them the prompt of the last reply left out.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Conversation:
         draft: Decoder | None = None,
     ) -> None:
         if not isinstance(system, str):
-            raise WorkhorseError(f"system={shown(system)} is no text; leave it out for none")
+            raise WorkhorseError(f"system={shown(system)} is not text; leave it out for none")
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._format = format
@@ -113,7 +113,7 @@ class Conversation:
         self._config = config.replace(
             stop=config.stop + format.stop, stop_tokens=tuple(stop_tokens)
         )
-        self._system: list[Message] = [{"role": "system", "content": system}] if system else []
+        self._system: list[TextMessage] = [{"role": "system", "content": system}] if system else []
         self.messages = list(self._system)
         self.forgotten = 0
         self._scheduler = Scheduler(
@@ -126,17 +126,17 @@ class Conversation:
         )
 
     def reply(self, text: str) -> Iterator[Delta]:
-        """Say something; yields the reply as it is generated, and then remembers both.
+        """Send a message; yields the reply as it is generated, then adds both to `messages`.
 
         Raises:
-            WorkhorseError: it is no text, the last reply goes on, or this message alone does not
-                fit the context; see `stream`. The conversation is then as it was before.
+            WorkhorseError: the message is not text, the last reply has not ended, or this message
+                alone does not fit the context; see `stream`. The conversation is then unchanged.
         """
         if not isinstance(text, str):
-            raise WorkhorseError(f"a message is a text, not {shown(text)}")
+            raise WorkhorseError(f"the message {shown(text)} is not text; give text")
         if not self._scheduler.is_idle:
-            raise WorkhorseError("the last reply is not through; read on to its end, or close() it")
-        asked: Message = {"role": "user", "content": text}
+            raise WorkhorseError("the last reply has not ended; read it to its end, or close() it")
+        asked: TextMessage = {"role": "user", "content": text}
         prompt = self._prompt([*self.messages, asked])
         (result,) = self._scheduler.add(prompt, self._config)
         answer = ""
@@ -153,11 +153,11 @@ class Conversation:
             self._scheduler.cancel(result)
         self._remember(asked, answer)
 
-    def _remember(self, asked: Message, answer: str) -> None:
+    def _remember(self, asked: TextMessage, answer: str) -> None:
         self.messages += [asked, {"role": "assistant", "content": answer}]
 
-    def _prompt(self, messages: Sequence[Message]) -> list[int]:
-        """The newest messages that leave room for a reply; at least the last one."""
+    def _prompt(self, messages: Sequence[TextMessage]) -> list[int]:
+        """The tokens of the newest messages, at least the last, that leave room for a reply."""
         recent = list(messages[len(self._system) :])
         context = self._decoder.max_seq_len
         room = context + 1 - min(self._config.max_new_tokens, context // REPLY_SHARE)

@@ -36,7 +36,7 @@ def generate(
         batch_size: the most rows decoded together; affects speed and memory, not the text.
 
     Returns:
-        The completions in the order of the prompts, the samples of a prompt side by side.
+        The completions in the order of the prompts, the samples of a prompt adjacent.
 
     Raises:
         WorkhorseError: see `check_prompts`, `check_draft` and `check_batch_size`; or logits are not
@@ -46,13 +46,13 @@ def generate(
     check_batch_size(batch_size)
     check_draft(decoder, draft, config.speculate, tokenizer)
     if config.beams > 1:
-        found: list[Completion] = []
+        completions: list[Completion] = []
         with evaluation_mode(decoder):
-            for some in _slices(prompts, batch_size // config.beams):
-                found += [
-                    best for best, *_ in beam_search(decoder, some, config, tokenizer=tokenizer)
+            for part in _slices(prompts, batch_size // config.beams):
+                completions += [
+                    best for best, *_ in beam_search(decoder, part, config, tokenizer=tokenizer)
                 ]
-        return found
+        return completions
     seed = _seed(config)
     results: list[list[Delta]] = [[] for _ in range(len(prompts) * config.n_samples)]
     for delta in _deltas(
@@ -85,19 +85,19 @@ def stream(
     draft: Decoder | None = None,
     batch_size: int = 32,
 ) -> Iterator[Delta]:
-    """`generate`, token by token: the texts of a result's deltas join to its text.
+    """`generate`, token by token: a result's text is the concatenation of its deltas' texts.
 
     The decoder is in evaluation mode during each step, and in its former mode between steps.
 
     Raises:
-        WorkhorseError: as `generate`, at the call; or for beam search, which cannot emit tokens one
-            by one.
+        WorkhorseError: as `generate`, at the call; or beam search is asked for, which cannot emit
+            tokens one by one.
     """
     config = config or GenerationConfig()
     check_batch_size(batch_size)
     if config.beams > 1:
         raise WorkhorseError(
-            f"beams={config.beams} knows its text at the end only; do without streaming, or beams"
+            f"beams={config.beams} gives its text only at the end; leave out streaming, or beams"
         )
     checked = check_prompts(decoder, prompts, config, tokenizer)
     check_draft(decoder, draft, config.speculate, tokenizer)
@@ -120,7 +120,7 @@ def _deltas(
     draft: Decoder | None,
     batch_size: int,
 ) -> Iterator[Delta]:
-    """The deltas of all prompts; `Delta.index` counts over all of them."""
+    """The deltas of all prompts; `Delta.index` counts results over all of them."""
     rows = max(batch_size // config.n_samples, 1) * config.n_samples
     rows = min(rows, max(len(prompts), 1) * config.n_samples)
     slack, new = slack_of(config), config.max_new_tokens - 1
@@ -171,5 +171,5 @@ def _slices(prompts: Sequence[Sequence[int]], size: int) -> Iterator[Sequence[Se
 
 
 def _seed(config: GenerationConfig) -> int:
-    """The seed of the config, or one from the system's entropy, to be reported and used again."""
+    """The seed of the config, or one from the system's entropy, which the results report."""
     return secrets.randbits(32) if config.seed is None else config.seed

@@ -1,8 +1,8 @@
-"""What texts in a cache begin with, so that others which begin alike need not be read again.
+"""The prefix cache: beginnings of texts, kept so that a text which begins alike can share them.
 
-A tree: each node is a block of tokens after those of its parent, and holds the blocks of the cache
-where their keys and values lie. What nobody used for the longest time is let go when a text needs
-its room.
+It is a tree. Each node is a block of tokens that follows the tokens of its parent, and holds the
+blocks of the paged cache with their keys and values. When a text needs room, the least recently
+used prefixes are evicted.
 """
 
 from bisect import bisect, insort
@@ -14,7 +14,7 @@ from workhorse.nn.cache.blocks import BLOCK, EMPTY, CachedText, Reach
 from workhorse.nn.cache.paged import PagedCache
 
 PIECE = 4 * BLOCK
-"""Tokens of an exact text's prompt that are read at a time, and shared with other exact texts."""
+"""Tokens of an exact text's prompt that are read in one pass; exact texts share whole pieces."""
 
 
 @dataclass(eq=False)
@@ -24,37 +24,37 @@ class _Node:
     blocks: dict[Reach, int] = field(default_factory=dict)
     children: dict[tuple[int, ...], "_Node"] = field(default_factory=dict)
     in_order: list[tuple[int, ...]] = field(default_factory=list)
-    """Their tokens in order: those that agree longest with others stand next to these."""
+    """The children's tokens, sorted: the best match of other tokens is adjacent to their place."""
 
 
 class PrefixTree:
-    """The beginnings that a cache remembers.
+    """The prefixes that a cache remembers.
 
     Args:
-        cache: whose blocks they are; it may take them back.
+        cache: holds the blocks, and reclaims them when it is full.
     """
 
     def __init__(self, cache: PagedCache) -> None:
         self._cache = cache
         self._roots = {False: _Node(), True: _Node()}
-        """Of all texts but the exact ones, and of these, whose bits may differ."""
+        """By whether texts are exact: the bits of exact texts differ from those of others."""
         self._by_use: OrderedDict[_Node, None] = OrderedDict()
-        """All nodes, the one used longest ago first, and children before their parents."""
+        """All nodes, least recently used first, and children before their parents."""
         cache.reclaim = self._reclaim
 
     def adopt(self, text: CachedText, tokens: Sequence[int], *, exact: bool = False) -> int:
-        """Let an empty text hold what is known of its beginning; how many tokens that is.
+        """Give an empty text the longest remembered prefix of its tokens; returns the length.
 
         Args:
-            text: to fill.
-            tokens: that it begins with.
-            exact: see `Reading.prompt`.
+            text: the empty text.
+            tokens: the tokens that it begins with.
+            exact: whether it is exact; see `Reading.prompt`.
         """
         path, length = self._path(tokens, self._roots[exact])
         if exact:
             length = length // PIECE * PIECE
             path = path[: length // BLOCK]
-        while length and not self._covers(path, length):  # a window let go of what would be seen
+        while length and not self._covers(path, length):  # a window has released some
             step = PIECE // BLOCK if exact else 1
             path = path[:-step]
             length = len(path) * BLOCK
@@ -66,19 +66,19 @@ class PrefixTree:
         return length
 
     def remember(self, tokens: Sequence[int], text: CachedText, *, exact: bool = False) -> None:
-        """Keep what a text holds.
+        """Remember a text.
 
         Args:
-            tokens: all that it has consumed, or the first ones.
-            text: where they lie.
-            exact: see `Reading.prompt`.
+            tokens: all tokens that it holds, or the first of them.
+            text: holds their keys and values.
+            exact: whether it is exact; see `Reading.prompt`.
         """
         node, path = self._roots[exact], list[_Node]()
         for number, start in enumerate(range(0, len(tokens), BLOCK)):
-            some = tuple(tokens[start : start + BLOCK])
-            child = node.children.get(some)
+            part = tuple(tokens[start : start + BLOCK])
+            child = node.children.get(part)
             if child is None:
-                child = self._add(node, some, dict.fromkeys(text.tables, EMPTY))
+                child = self._add(node, part, dict.fromkeys(text.tables, EMPTY))
             for reach, table in text.tables.items():
                 if child.blocks[reach] == EMPTY:
                     child.blocks[reach] = self._cache.pools[reach].share(table[number])
@@ -87,7 +87,7 @@ class PrefixTree:
         self._use(path)
 
     def _path(self, tokens: Sequence[int], root: _Node) -> tuple[list[_Node], int]:
-        """The nodes below a root that begin as the tokens do, and how many tokens agree."""
+        """The nodes below a root that match the beginning of tokens, and how many tokens match."""
         node, path, length = root, list[_Node](), 0
         while length < len(tokens):
             rest = tuple(tokens[length : length + BLOCK])
@@ -109,7 +109,7 @@ class PrefixTree:
         return path, length
 
     def _covers(self, path: Sequence[_Node], length: int) -> bool:
-        """Whether all is there that the token after `length` may see."""
+        """Whether a path holds every block that the token after `length` tokens may see."""
         return all(
             path[number].blocks[reach] != EMPTY
             for reach in self._cache.pools
@@ -121,7 +121,7 @@ class PrefixTree:
             self._by_use.move_to_end(node)
 
     def _add(self, parent: _Node, tokens: tuple[int, ...], blocks: dict[Reach, int]) -> _Node:
-        """A new child, in the place of those that it begins with."""
+        """A new child, which replaces children that are prefixes of it."""
         for length in range(1, len(tokens)):
             if (shorter := parent.children.get(tokens[:length])) is not None:
                 self._drop(shorter)
@@ -131,15 +131,15 @@ class PrefixTree:
         return child
 
     def _reclaim(self, reach: Reach) -> bool:
-        """Let go of the ending used longest ago; of one that somebody else holds only at last."""
+        """Evict the least recently used leaf; one that texts hold as well only as a last resort."""
         holders = self._cache.pools[reach].holders
         for _ in range(len(self._by_use)):
             node = next(iter(self._by_use))
-            # What a window let go of shows nothing, and stands before what is to be let go.
+            # An `EMPTY` block gives no room, but its node keeps its parents from being leaves.
             if not node.children and holders[node.blocks[reach]] <= 1:
                 self._drop(node)
                 return True
-            self._by_use.move_to_end(node)  # it is in use, or begins what is
+            self._by_use.move_to_end(node)  # in use, or the parent of a node that is
         ending = next((node for node in self._by_use if not node.children), None)
         if ending is not None:
             self._drop(ending)
@@ -155,6 +155,6 @@ class PrefixTree:
 
 
 def _agreed(a: Sequence[int], b: Sequence[int]) -> int:
-    """How many tokens at the beginning are the same."""
+    """The length of the common prefix."""
     pairs = enumerate(zip(a, b, strict=False))
     return next((n for n, (x, y) in pairs if x != y), min(len(a), len(b)))

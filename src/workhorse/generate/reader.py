@@ -1,4 +1,4 @@
-"""Reading texts with a decoder and its paged cache: tokens in, logits of the next token out."""
+"""Reads texts with a decoder and its paged cache: tokens in, logits of the next token out."""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from workhorse.nn.cache.paged_view import PagedView
 def left_pad(
     rows: Sequence[Sequence[int]], starts: Sequence[int], device: torch.device
 ) -> tuple[Tensor, Tensor | None]:
-    """Rows of unequal length as one batch, ends aligned; row r begins at position `starts[r]`.
+    """Left-pad rows of unequal length to one batch; row r begins at position `starts[r]`.
 
     Returns:
         Tokens, int64 `(batch, seq)`, and positions, int64 `(batch, seq)` with -1 for padding, or
@@ -38,20 +38,21 @@ def to_choose_from(logits: Tensor) -> Tensor:
 
 
 def room_for(prompt: int, new: int, context: int, slack: int = 0) -> int:
-    """What a text of `prompt` tokens and `new` more takes of a cache, in tokens."""
+    """The tokens of a cache that a text of `prompt` tokens and `new` more needs."""
     return max(min(prompt + new, context) + slack, prompt)
 
 
 @dataclass(eq=False)
 class Reading:
-    """A text that is being read.
+    """A text being read.
 
     Attributes:
         tokens: those read so far.
         text: their keys and values in the cache.
-        prompt: None, or the text is exact: this many tokens are read in pieces that end at
-            multiples of `PIECE`, the others one by one, and no other text is in its passes. So
-            the shapes of all that is computed, and with them its bits, depend on the text alone.
+        prompt: the length of an exact text's prompt; None: the text is not exact. The passes of an
+            exact text hold no other text; its prompt is read in pieces that end at multiples of
+            `PIECE`, all later tokens one by one. So the shapes of all computations, and with them
+            the bits of their results, depend on the text alone.
     """
 
     tokens: list[int]
@@ -60,13 +61,13 @@ class Reading:
 
     @property
     def shareable(self) -> int:
-        """How many of the tokens others may begin with, of an exact text other exact ones."""
+        """How many of its tokens other texts may share; exact texts share with exact ones only."""
         if self.prompt is None:
             return len(self.tokens)
         return min(len(self.tokens), self.prompt) // PIECE * PIECE
 
     def passes(self, tokens: Sequence[int]) -> Iterator[Sequence[int]]:
-        """What each pass of an exact text reads of tokens to append."""
+        """The tokens to append, as an exact text's passes read them."""
         assert self.prompt is not None
         begin = len(self.tokens)
         at, end = begin, begin + len(tokens)
@@ -77,19 +78,19 @@ class Reading:
 
 
 class Reader:
-    """Reads texts with a decoder, any number at once, each at its own position.
+    """Reads any number of texts at once, each at its own position.
 
-    A text that outgrows the context keeps only as many of its newest tokens as fill half of it, and
-    is read again as if it began there. Each text does so by itself, whatever the others do.
+    A text that outgrows the context keeps only its newest tokens, as many as fill half of it, and
+    is read again as if it began there. Other texts are not affected.
 
     Args:
         decoder: in evaluation mode.
-        tokens: the most that all texts together may hold.
-        texts: the most that may be open at a time.
+        tokens: the most tokens that all texts together may hold.
+        texts: the most texts that may be open at a time.
         context: the most tokens of one text; None: the decoder's context.
         slack: how many of a text's newest tokens can be taken back; see `forget`.
         remembers: whether closed texts stay in the cache while there is room, so that a text with
-            the same beginning need not read it again.
+            the same prefix need not read it again.
     """
 
     def __init__(
@@ -108,7 +109,9 @@ class Reader:
         self.cache = decoder.new_paged_cache(tokens, texts, slack)
         self._device = decoder.embedding.tokens.weight.device
         if self._device.type == "meta":
-            raise WorkhorseError("a decoder on the device meta has no weights; build it elsewhere")
+            raise WorkhorseError(
+                "a decoder on the device meta has no weights; build it on another device"
+            )
         self._prefixes = PrefixTree(self.cache) if remembers else None
         self._view: PagedView | None = None
 
@@ -117,12 +120,12 @@ class Reader:
         return room_for(prompt, new, self.context, self.slack)
 
     def open(self, prompt: Sequence[int], new: int, *, exact: bool = False) -> Reading:
-        """Begin a text, with the prefix of its prompt that is remembered, except the last token.
+        """Open a text with the remembered prefix of its prompt, which never has the last token.
 
         Args:
             prompt: its first tokens, within the context.
             new: how many tokens may follow.
-            exact: see `Reading.prompt`.
+            exact: whether the text is exact; see `Reading.prompt`.
 
         Raises:
             WorkhorseError: there is no room.
@@ -134,7 +137,7 @@ class Reader:
         return Reading(list(prompt[:known]), text, len(prompt) if exact else None)
 
     def fork(self, reading: Reading) -> Reading:
-        """Another text that begins with all that was read of this one."""
+        """Open another text that shares everything read of this one."""
         text = self.cache.open(reading.text.most)
         self.cache.adopt(text, reading.text.length, reading.text.tables)
         return Reading(list(reading.tokens), text, reading.prompt)
@@ -149,18 +152,18 @@ class Reader:
         ]
 
     def restart(self, reading: Reading) -> None:
-        """Let a text hold nothing, however it was left, and keep its room."""
+        """Empty a text, whatever state it was left in; it keeps its reserved room."""
         self.cache.clear(reading.text)
         reading.tokens = []
         self._view = None
 
     def close(self, reading: Reading) -> None:
-        """Release a text."""
+        """Close a text, after remembering it if texts are remembered."""
         self._remember(reading, reading.shareable)
         self.cache.close(reading.text)
 
     def remember(self, reading: Reading) -> None:
-        """Let other texts share the full blocks of a text that goes on."""
+        """Let other texts share the full blocks of a text that stays open."""
         self._remember(reading, reading.shareable // BLOCK * BLOCK)
 
     def _remember(self, reading: Reading, count: int) -> None:
@@ -175,7 +178,7 @@ class Reader:
         """Append tokens to each text, at least one, and read them.
 
         Returns:
-            The logits of the last `last` columns, `(batch, last, vocab)`, ends aligned; columns
+            The logits of the last `last` columns, `(batch, last, vocab)`, right-aligned; columns
             before a text's own tokens are meaningless.
         """
         to_read = [list(new) for new in tokens]
@@ -191,8 +194,8 @@ class Reader:
             return to_choose_from(self._pass(readings, to_read, last))
         logits: dict[int, Tensor] = {}
         if together:
-            some = [readings[n] for n in together], [to_read[n] for n in together]
-            logits |= zip(together, self._pass(*some, last).split(1), strict=True)
+            batch = [readings[n] for n in together], [to_read[n] for n in together]
+            logits |= zip(together, self._pass(*batch, last).split(1), strict=True)
         for n, reading in enumerate(readings):
             if reading.prompt is not None:
                 for new in reading.passes(to_read[n]):
@@ -202,7 +205,7 @@ class Reader:
     def _pass(
         self, readings: Sequence[Reading], tokens: Sequence[Sequence[int]], last: int
     ) -> Tensor:
-        """One pass of the decoder over all these texts."""
+        """One pass of the decoder over these texts."""
         starts = [len(reading.tokens) for reading in readings]
         padded, positions = left_pad(tokens, starts, self._device)
         logits = self._consume(padded, positions, self._view_of(readings), last)

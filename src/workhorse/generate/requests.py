@@ -1,4 +1,4 @@
-"""Checks of a request before anything is generated, and its meaning for a model."""
+"""Checks of a request before anything is generated, and how a model interprets it."""
 
 import operator
 from collections.abc import Iterable, Sequence
@@ -26,7 +26,7 @@ def check_prompts(
     config: GenerationConfig,
     tokenizer: TextOfTokens | None,
 ) -> list[list[int]]:
-    """The prompts as they will be read, cut to the decoder's context where the config allows it.
+    """The prompts as token ids, cut to the decoder's context if the config allows it.
 
     Raises:
         WorkhorseError: a prompt is empty or longer than the context (unless `truncate="left"`), an
@@ -51,7 +51,7 @@ def token_ids(tokens: object, rule: str, remedy: str) -> list[int]:
 
     Args:
         tokens: a list of whole numbers, or a tensor or array of one dimension.
-        rule: what they must be, the beginning of the error message.
+        rule: the beginning of the error message: what they must be.
         remedy: the end of the error message.
 
     Raises:
@@ -71,14 +71,14 @@ def token_ids(tokens: object, rule: str, remedy: str) -> list[int]:
 def check_batch_size(rows: object) -> None:
     """Refuse a batch size that is not a whole number of 1 or more."""
     if isinstance(rows, bool) or not isinstance(rows, Integral) or rows < 1:
-        raise WorkhorseError(f"batch_size={shown(rows)} is no number of rows; give 1 or more")
+        raise WorkhorseError(f"batch_size={shown(rows)} is not a number of rows; give 1 or more")
 
 
 def whole(name: str, value: object, least: int) -> int:
-    """A size as Python has it.
+    """A size as a Python int.
 
     Raises:
-        WorkhorseError: it is no whole number, or a smaller one than `least`.
+        WorkhorseError: it is not a whole number, or is less than `least`.
     """
     if isinstance(value, bool) or not isinstance(value, Integral) or value < least:
         raise WorkhorseError(
@@ -88,18 +88,20 @@ def whole(name: str, value: object, least: int) -> int:
 
 
 def check_functions(name: str, functions: object) -> tuple[Any, ...]:
-    """What is to be called, one after the other.
+    """Functions as a tuple.
 
     Raises:
-        WorkhorseError: something of it cannot be called.
+        WorkhorseError: it is not a list, or one of its items cannot be called.
     """
     if not isinstance(functions, Iterable) or isinstance(functions, str):
-        raise WorkhorseError(f"{name}={shown(functions)} is no list of functions; give a list")
-    found = tuple(cast(Iterable[object], functions))
-    for each in found:
-        if not callable(each):
-            raise WorkhorseError(f"{name} holds {shown(each)}, which is no function; leave it out")
-    return found
+        raise WorkhorseError(f"{name}={shown(functions)} is not a list of functions; give a list")
+    checked = tuple(cast(Iterable[object], functions))
+    for function in checked:
+        if not callable(function):
+            raise WorkhorseError(
+                f"{name} holds {shown(function)}, which is not a function; leave it out"
+            )
+    return checked
 
 
 def check_draft(
@@ -108,7 +110,7 @@ def check_draft(
     speculate: int,
     tokenizer: TextOfTokens | None,
 ) -> None:
-    """Refuse a draft that cannot guess for a decoder.
+    """Refuse a draft that cannot guess for this decoder.
 
     Raises:
         WorkhorseError: no guesses are asked for, or the draft has another vocabulary.
@@ -131,7 +133,7 @@ def check_draft(
 def _fit(prompt: list[int], context: int, vocab: int, config: GenerationConfig) -> list[int]:
     if not prompt:
         raise WorkhorseError(
-            "the prompt holds no tokens, and nothing begins a text for this model; give some text"
+            "the prompt holds no tokens, and no token begins a text of this model; give some text"
         )
     for token in (min(prompt), max(prompt)):
         _check_id(token, vocab)
@@ -142,7 +144,7 @@ def _fit(prompt: list[int], context: int, vocab: int, config: GenerationConfig) 
         )
     if config.beams == 1:
         return prompt[-context:]
-    # Beam search cannot drop tokens while it runs, so it makes room beforehand.
+    # Beam search cannot drop tokens while it runs, so room is made beforehand.
     keep = context + 1 - config.max_new_tokens
     if config.truncate == "left" and keep < 1:
         raise WorkhorseError(
@@ -162,7 +164,7 @@ def _check_id(
 
 
 def usable_vocab(decoder: Decoder, tokenizer: TextOfTokens | None) -> int:
-    """The number of ids that may be chosen: an embedding may be padded beyond the tokenizer's."""
+    """The number of ids that may be chosen; an embedding may be padded beyond the tokenizer's."""
     size = decoder.config.vocab_size
     return size if tokenizer is None else min(size, tokenizer.vocab_size)
 

@@ -28,13 +28,13 @@ class Delta:
     """Which result: `prompt * n_samples + sample`."""
     token: int
     text: str
-    """Text that is now certain: empty while a character is incomplete, then longer than the token.
-    """
+    """Text that has become certain: empty while a character is incomplete, then that of several
+    tokens."""
     logprob: TokenLogprob | None = None
     finish_reason: FinishReason | None = None
     """Set on the last delta of a result."""
     proposed: int = 0
-    """Tokens guessed for the pass that this token begins; see `GenerationConfig.speculate`."""
+    """Tokens guessed in the pass whose first token this is; see `GenerationConfig.speculate`."""
     accepted: bool = False
     """Whether the token was guessed."""
     prompt_seconds: float = field(default=0.0, compare=False)
@@ -48,12 +48,12 @@ class Completion:
     text: str
     """The new text without the prompt, special tokens and stop text; empty without a tokenizer."""
     tokens: tuple[int, ...]
-    """Every new token, including the stop token, or those of the stop text, that ended it."""
+    """All new tokens, including the stop token, or the tokens of the stop text, that ended it."""
     finish_reason: FinishReason
     prompt_tokens: int
     """Length of the prompt in tokens, as given."""
     seed: int | None = None
-    """The seed that draws this text again; None if nothing was drawn."""
+    """The seed that reproduces this text; None if nothing was drawn."""
     logprobs: tuple[TokenLogprob, ...] | None = None
     score: float | None = None
     """Beam search's `sum of log-probabilities / length ** length_penalty`."""

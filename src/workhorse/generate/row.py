@@ -1,4 +1,4 @@
-"""One result in the making: its tokens, its text, its random numbers, and what was guessed."""
+"""One result being generated: its tokens, its text, its random numbers and its guesses."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -21,58 +21,59 @@ StopCondition = Callable[[Sequence[int], str], bool]
 
 @dataclass(frozen=True, slots=True)
 class Guess:
-    """Tokens that may come next, see `workhorse.generate.speculation.speculate`."""
+    """Guessed next tokens; see `workhorse.generate.speculation.speculate`."""
 
     tokens: tuple[int, ...] = ()
     drawn_from: Tensor | None = None
-    """Probabilities that the tokens were drawn from, float64 `(len(tokens), vocab)`; None where
-    nothing was drawn."""
+    """The probabilities that the tokens were drawn from, float64 `(len(tokens), vocab)`; None if
+    they were not drawn."""
 
 
-_HOW = {
+_SAMPLING = {
     *("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty"),
     *("frequency_penalty", "logit_bias", "logprobs"),
 }
 
 
-def alike(config: GenerationConfig) -> str:
-    """The same for requests whose tokens are chosen in the same way."""
-    return config.model_dump_json(include=_HOW)
+def sampling_key(config: GenerationConfig) -> str:
+    """The options by which tokens are chosen, as a key: rows with equal ones share a `Chooser`."""
+    return config.model_dump_json(include=_SAMPLING)
 
 
 @dataclass(frozen=True)
 class Request:
-    """What is asked for: how one prompt goes on."""
+    """A prompt to continue, and how."""
 
     prompt: tuple[int, ...]
-    """Within the context, see `requests.check_prompts`."""
+    """No longer than the context; see `requests.check_prompts`."""
     config: GenerationConfig
     seed: int
-    """Sample j starts its generator from `seed + j`."""
+    """Sample j seeds its generator with `seed + j`."""
     processors: tuple[LogitProcessor, ...] = ()
     stop_conditions: tuple[StopCondition, ...] = ()
 
 
 class Row:
-    """One result in the making.
+    """One result being generated.
 
     Args:
         index: its number among all results.
-        request: what it answers.
+        request: the request that it belongs to.
         sample: its number among the samples of the request.
         context: of the decoder, in tokens.
         tokenizer: gives the text and the eos.
 
     Attributes:
-        how: the same for rows whose tokens are chosen alike.
+        sampling_key: equal for rows that choose tokens by the same options.
         tokens: the prompt and all new tokens.
-        left: how many more it may take.
+        left: how many more tokens it may take.
         finish_reason: why it ended; None while it goes on.
-        guess: what was guessed for this pass.
+        guess: the guess for this pass.
         agreed: how many of the guessed tokens were chosen so far.
-        is_ahead: whether the token chosen last was guessed, so that this pass knows what follows.
-        reading: what the decoder has read of it, from the first token on.
-        is_at_fault: whether it was broken off by something of its own, so that it cannot go on.
+        is_ahead: whether the last chosen token was guessed, so that this pass has the logits after
+            it as well.
+        reading: the text as the decoder has read it.
+        is_at_fault: whether it caused an error itself and cannot go on.
     """
 
     reading: Reading
@@ -89,13 +90,14 @@ class Row:
         self.index = index
         self.request = request
         self.config = config = request.config
-        self.how = f"{index} {alike(config)}" if config.exact else alike(config)
+        key = sampling_key(config)
+        self.sampling_key = f"{index} {key}" if config.exact else key
         self.tokens = list(request.prompt)
         self.finish_reason: FinishReason | None = None
         self.is_at_fault = False
         self.left = config.max_new_tokens
         if config.truncate == "refuse":
-            # The last token of a text is predicted but not consumed, so it may lie one beyond.
+            # The last token of a text is predicted but never read: it may be one past the context.
             self.left = min(self.left, context + 1 - len(request.prompt))
         self._stop_tokens = stop_tokens(config, tokenizer)
         self._stream = None
@@ -110,11 +112,11 @@ class Row:
 
     @property
     def new_tokens(self) -> list[int]:
-        """Those after the prompt."""
+        """The tokens after the prompt."""
         return self.tokens[len(self.request.prompt) :]
 
     def expect(self, guess: Guess) -> None:
-        """Begin a pass over the last token and these."""
+        """Begin a pass over the last token and a guess."""
         self.guess = guess
         self.agreed = 0
         self.is_ahead = False
@@ -125,13 +127,13 @@ class Row:
         return len(self.guess.tokens) - self.agreed
 
     def uniform(self) -> float:
-        """The next number of this row's generator, on CPU whatever the device."""
+        """The next number of this row's generator, which is on the CPU whatever the device."""
         return torch.rand((), dtype=torch.float64, generator=self._generator).item()
 
     def take(self, token: int, logprob: TokenLogprob | None) -> Delta:
-        """The chosen token, and whether the row ends with it."""
+        """Append the chosen token, and end the row if it is the last."""
         begins = self.agreed == 0
-        self.is_at_fault = True  # half a token could not be taken back
+        self.is_at_fault = True  # until done: a token that is half taken cannot be taken back
         guessed = self.unmet > 0 and token == self.guess.tokens[self.agreed]
         self.agreed += guessed
         self.tokens.append(token)

@@ -1,10 +1,10 @@
-"""Requests come, advance together and leave, each at its own time.
+"""Continuous batching: requests arrive, advance together and leave, each at its own time.
 
-There is no other decoding loop but beam search's. A step reads the prompts that came, and gives
-each row that was already going a token, or with guesses several. A row is drawn with its own
-generator and treated by itself, so neither its neighbours nor anything else that runs changes its
-text. One reservation: the logits of a row computed in batches of different shapes agree to rounding
-only, so a choice can differ where two tokens are that close to each other.
+Apart from beam search's, this is the only decoding loop. A step reads the prompts that have arrived
+and gives each row that is already running a token, or several if guesses are accepted. A row has
+its own random generator and is processed independently, so its text does not depend on anything
+else that runs. One reservation: logits computed in batches of different shapes agree only up to
+rounding, so a choice can differ if two tokens are that close (see `GenerationConfig.exact`).
 """
 
 import secrets
@@ -40,36 +40,36 @@ from workhorse.transforms.record import decoding_operators
 
 @dataclass(eq=False)
 class _Prompt:
-    """A text that is to be read, for the rows that wait for it."""
+    """A text to be read, and the rows that wait for it."""
 
     request: Request
     rows: list[Row]
     tokens: list[int]
     reading: Reading | None = None
     left: list[int] = field(default_factory=list)
-    """Tokens that were not read yet."""
+    """The tokens that are not read yet."""
 
 
 class Scheduler:
-    """Continues any number of prompts, which may come and go at any time.
+    """Continues any number of prompts, which may be added and cancelled at any time.
 
     Args:
         decoder: the model; dropout is off during a step.
-        tokenizer: gives the text, the eos, and how many ids are in use; without one there is no
-            text and only `config.stop_tokens` end it.
-        draft: a smaller decoder of the same vocabulary, which guesses tokens where a request asks
-            for guesses; without one they are looked up in the text.
-        max_rows: rows that advance together at most; those that come later wait.
-        max_tokens: that all rows together may hold in the cache; left out: `max_rows` times the
-            context.
+        tokenizer: gives the text, the eos, and the number of ids in use; without one there is no
+            text, and only `config.stop_tokens` end a result.
+        draft: a smaller decoder of the same vocabulary, which guesses tokens for requests that ask
+            for guesses; without one, guesses are looked up in the text.
+        max_rows: the most rows that advance together; later requests wait.
+        max_tokens: the most tokens of all rows together in the cache; None: enough for `max_rows`
+            full contexts.
         speculate: the most tokens that a request may have guessed at a time.
-        prompt_chunk: tokens of each prompt that a step reads at most, so that the others do not
-            wait long; left out: all.
-        remembers: whether texts that ended are kept while there is room, so that a prompt that
-            begins alike is read from where it differs.
+        prompt_chunk: the most tokens of each prompt that a step reads (chunked prefill), so that
+            running rows do not wait long; rounded up to whole pieces for exact texts. None: all.
+        remembers: whether texts that have ended stay in the cache while there is room (prefix
+            caching), so that a prompt that begins alike is read only from where it differs.
 
     Raises:
-        WorkhorseError: an option of another type, or out of range; or see `check_draft`.
+        WorkhorseError: an option has a wrong type or is out of range; or see `check_draft`.
     """
 
     def __init__(
@@ -87,14 +87,15 @@ class Scheduler:
         for name, model in {"decoder": decoder, "draft": draft}.items():
             if not isinstance(model, Decoder) and (model is not None or name == "decoder"):
                 raise WorkhorseError(
-                    f"{name}={shown(model)} is no decoder; give a model's .decoder"
+                    f"{name}={shown(model)} is not a decoder; give a model's .decoder"
                 )
         if tokenizer is not None and not hasattr(tokenizer, "stream"):
             raise WorkhorseError(
-                f"tokenizer={shown(tokenizer)} is none; give a model's .tokenizer, or leave it out"
+                f"tokenizer={shown(tokenizer)} is not a tokenizer; give a model's .tokenizer, or "
+                "leave it out"
             )
         if not isinstance(remembers, bool):
-            raise WorkhorseError(f"remembers={shown(remembers)} is neither; give True or False")
+            raise WorkhorseError(f"remembers={shown(remembers)} is not a bool; give True or False")
         self.decoder = decoder
         self.tokenizer = tokenizer
         self.max_rows = max_rows = whole("max_rows", max_rows, 1)
@@ -112,8 +113,8 @@ class Scheduler:
         if draft is not None:
             self._proposer = Draft(draft, self._reader, remembers=remembers)
         self._vocab = usable_vocab(decoder, tokenizer)
-        # The tokens of one pass are turned alike, as its end asks (dynamic NTK, LongRoPE): past the
-        # original length a guess would change the logits of the tokens before it.
+        # Dynamic NTK and LongRoPE choose the angles of a whole pass by the length at its end: past
+        # the original length, a guess would change the logits of the tokens before it.
         self._steady = decoder.config.steady_length()
         self._waiting: deque[_Prompt] = deque()
         self._prompts: list[_Prompt] = []
@@ -121,11 +122,11 @@ class Scheduler:
         self._choosers: dict[str, Chooser] = {}
         self._added = 0
         self._deltas: list[Delta] = []
-        self._begins: dict[Row, int] = {}  # where in a row's tokens its reading begins
+        self._begins: dict[Row, int] = {}  # index in a row's tokens at which its reading begins
 
     @property
     def is_idle(self) -> bool:
-        """Whether nothing waits or goes on."""
+        """Whether no request is waiting or running."""
         return not (self._waiting or self._prompts or self._rows)
 
     def add(
@@ -136,29 +137,32 @@ class Scheduler:
         processors: Sequence[LogitProcessor] = (),
         stop_conditions: Sequence[StopCondition] = (),
     ) -> range:
-        """Ask for the continuations of a prompt.
+        """Request the continuations of a prompt.
 
         Args:
             prompt: token ids.
-            config: how; the defaults of `GenerationConfig` if left out.
-            processors: change the logits, one after the other, before anything else does.
-            stop_conditions: any of them ends a text.
+            config: how tokens are chosen; None: the defaults of `GenerationConfig`.
+            processors: applied to the logits, one after the other, before anything else.
+            stop_conditions: a text ends when any of them holds.
 
         Returns:
-            The numbers of the results, `n_samples` of them: `Delta.index`.
+            The numbers of its `n_samples` results; see `Delta.index`.
 
         Raises:
-            WorkhorseError: see `check_prompts`; beam search, which has no next token; more guesses
-                than the scheduler was made for; more than its cache holds.
+            WorkhorseError: see `check_prompts`; or the request asks for beam search, which has no
+                next token; for more guesses than the scheduler was made for, or for an exact text
+                beside guesses; or for more rows or tokens than it can ever hold.
         """
         if not isinstance(config, GenerationConfig | None):
-            raise WorkhorseError(f"config={shown(config)} is none; give a GenerationConfig")
+            raise WorkhorseError(
+                f"config={shown(config)} is not a GenerationConfig; give one, or leave it out"
+            )
         config = config or GenerationConfig()
         processors = check_functions("processors", processors)
         stop_conditions = check_functions("stop_conditions", stop_conditions)
         if config.beams > 1:
             raise WorkhorseError(
-                f"beams={config.beams} knows its text at the end only; leave beams out"
+                f"beams={config.beams} gives its text only at the end; leave beams out"
             )
         if slack_of(config) > self._speculate:
             raise WorkhorseError(
@@ -167,8 +171,8 @@ class Scheduler:
             )
         if config.exact and self._speculate:
             raise WorkhorseError(
-                f"exact: this scheduler guesses {self._speculate} tokens at a time, and what its "
-                "cache holds for them changes shapes; make one with speculate=0"
+                f"exact: this scheduler guesses {self._speculate} tokens at a time, and room for "
+                "them in its cache changes shapes; make one with speculate=0"
             )
         (fitting,) = check_prompts(self.decoder, [prompt], config, self.tokenizer)
         seed = secrets.randbits(32) if config.seed is None else config.seed
@@ -184,13 +188,15 @@ class Scheduler:
         return results
 
     def cancel(self, result: int) -> None:
-        """Let a result go, wherever it stands; one that ended is gone already.
+        """Drop a result, whether it waits or runs. One that has ended is not affected.
 
         Raises:
-            WorkhorseError: no result has that number.
+            WorkhorseError: no result has this number.
         """
         if whole("result", result, 0) >= self._added:
-            raise WorkhorseError(f"result={result} was never asked for; give a number of `add`")
+            raise WorkhorseError(
+                f"result={result} was never requested; give a number that `add` returned"
+            )
         for prompts in (self._waiting, self._prompts):
             for prompt in list(prompts):
                 prompt.rows = [row for row in prompt.rows if row.index != result]
@@ -204,13 +210,13 @@ class Scheduler:
         self._rows = [row for row in self._rows if row.index != result]
 
     def step(self) -> list[Delta]:
-        """Read what came, and let each row that was going advance.
+        """Read the prompts that have arrived, and advance each row that was already running.
 
-        Where it raises, nothing is lost: the next step goes on from there, but for requests that
-        caused it by their own processors, conditions or logits, which are let go.
+        If it raises, nothing is lost: the next step continues from there. Only requests that caused
+        the error, by their own processors, conditions or logits, are dropped.
 
         Raises:
-            WorkhorseError: logits that are not finite, or no logits from a processor.
+            WorkhorseError: logits are not finite, or a processor does not return logits.
         """
         with ExitStack() as modes:
             modes.enter_context(evaluation_mode(self.decoder))
@@ -236,7 +242,7 @@ class Scheduler:
             return deltas
 
     def _recover(self) -> None:
-        """After a step that was broken off: what it left half read is read anew by the next."""
+        """After a step that raised: the next one reads again what this one left half read."""
         self._choosers.clear()
         for prompt in self._prompts:
             prompt.rows = [row for row in prompt.rows if not row.is_at_fault]
@@ -263,7 +269,7 @@ class Scheduler:
                 self._prompts.append(again)
 
     def _admit(self) -> None:
-        """Begin with those that wait, in order, while there is room."""
+        """Admit waiting requests, in order, while there is room."""
         while self._waiting:
             prompt = self._waiting[0]
             rows = sum(len(other.rows) for other in self._prompts) + len(self._rows)
@@ -277,7 +283,7 @@ class Scheduler:
             self._prompts.append(prompt)
 
     def _fits(self, request: Request, rows: int) -> bool:
-        # Rows that wait for a prompt hold nothing, but will.
+        # Rows that wait for their prompt have not reserved room yet, but will.
         promised = [self._most(other.request) for other in self._prompts for _ in other.rows[1:]]
         most = self._most(request)
         n = request.config.n_samples
@@ -300,7 +306,7 @@ class Scheduler:
             )
 
     def _read_prompts(self) -> None:
-        """A piece of each prompt; the first tokens after those that are through."""
+        """Read a chunk of each prompt, and choose the first tokens of those that are complete."""
         started = time.perf_counter()
         readings = [prompt.reading for prompt in self._prompts if prompt.reading is not None]
         pieces = [prompt.left[: self._chunk_of(prompt)] for prompt in self._prompts]
@@ -337,7 +343,7 @@ class Scheduler:
         return -(-self._chunk // PIECE) * PIECE
 
     def _advance(self, rows: list[Row]) -> None:
-        """A token of each row, or several that were guessed."""
+        """One token for each row, or several if guesses are accepted."""
         self._guess(rows)
         tokens = [[row.tokens[-1], *row.guess.tokens] for row in rows]
         readings = [row.reading for row in rows]
@@ -346,35 +352,35 @@ class Scheduler:
         self._reader.forget(readings, [row.unmet for row in rows])
 
     def _choose(self, logits: Tensor, rows: Sequence[Row]) -> None:
-        """Let the rows take what comes next, those together that are chosen alike."""
-        for chooser, here in self._groups(rows):
-            some = logits if len(here) == len(rows) else logits[here]
-            for row, token, logprob in chooser.choose(some, [rows[r] for r in here]):
+        """Choose the next tokens, at once for rows with the same options, and append them."""
+        for chooser, indices in self._groups(rows):
+            chosen_from = logits if len(indices) == len(rows) else logits[indices]
+            for row, token, logprob in chooser.choose(chosen_from, [rows[r] for r in indices]):
                 self._deltas.append(row.take(token, logprob))
 
     def _groups(self, rows: Sequence[Row]) -> list[tuple[Chooser, list[int]]]:
         groups: dict[str, list[int]] = {}
         for r, row in enumerate(rows):
-            groups.setdefault(row.how, []).append(r)
-        for how in list(self._choosers):
-            if how not in groups and not any(row.how == how for row in self._rows):
-                del self._choosers[how]
-        for how, here in groups.items():
-            if how not in self._choosers:
-                self._choosers[how] = self._chooser(rows[here[0]].config)
-        return [(self._choosers[how], here) for how, here in groups.items()]
+            groups.setdefault(row.sampling_key, []).append(r)
+        for key in list(self._choosers):
+            if key not in groups and not any(row.sampling_key == key for row in self._rows):
+                del self._choosers[key]
+        for key, indices in groups.items():
+            if key not in self._choosers:
+                self._choosers[key] = self._chooser(rows[indices[0]].config)
+        return [(self._choosers[key], indices) for key, indices in groups.items()]
 
     def _chooser(self, config: GenerationConfig) -> Chooser:
         size, decoding = self.decoder.config.vocab_size, decoding_operators(self.decoder)
         return Chooser(config, self._vocab, size, decoding)
 
     def _guess(self, rows: Sequence[Row]) -> None:
-        """Let the rows expect what is guessed for them; no text grows past the steady length."""
+        """Guess tokens for the rows. With guesses, no text grows past the steady length."""
         for row in rows:
             row.expect(Guess())
         guessing = [row for row in rows if row.config.speculate]
-        for chooser, here in self._groups(guessing):
-            chosen = [guessing[r] for r in here]
+        for chooser, indices in self._groups(guessing):
+            chosen = [guessing[r] for r in indices]
             guesses = self._proposer.propose(chosen, list(map(self._most_guesses, chosen)), chooser)
             for row, guess in zip(chosen, guesses, strict=True):
                 row.expect(guess)

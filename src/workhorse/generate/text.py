@@ -15,7 +15,7 @@ class TokenStream(Protocol):
 class StopScanner:
     """Passes text through until the first of `stops` is complete.
 
-    Text that may be the beginning of a stop is held back until that is decided. The stop that
+    Text that may begin a stop is held back until that is decided. The stop that
     *ends* first counts (the longest, if several end there), so the result does not depend on how
     the text is split over calls.
     """
@@ -63,7 +63,7 @@ class TextStream:
 
     @property
     def stopped(self) -> bool:
-        """Whether a stop text is complete; nothing comes out after it."""
+        """Whether a stop text is complete; no text is returned after it."""
         return self._scanner.stopped
 
     def push(self, token: int) -> str:

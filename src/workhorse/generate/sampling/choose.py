@@ -62,12 +62,12 @@ class Chooser:
     def choose(
         self, logits: Tensor, rows: Sequence[Row]
     ) -> Iterator[tuple[Row, int, TokenLogprob | None]]:
-        """The tokens of one pass; the caller gives each to its row (`Row.take`) before the next.
+        """The tokens of one pass. The caller appends each to its row (`Row.take`) before the next.
 
         Args:
-            logits: `(batch, seq, vocab)`, after the last token and each guess of every row, ends
-                aligned.
-            rows: of the batch.
+            logits: `(batch, seq, vocab)`, after the last token and each guess of every row,
+                right-aligned.
+            rows: the rows of the batch.
         """
         history, indices = self.history(rows, logits.device), list(range(len(rows)))
         while indices:
@@ -141,16 +141,16 @@ def _by_processors(logits: Tensor, row: Row) -> Tensor:
         if not isinstance(gave, Tensor) or gave.shape != logits.shape:
             what = tuple(gave.shape) if isinstance(gave, Tensor) else shown(gave)
             raise WorkhorseError(
-                f"a logit processor gave {what}; let it give logits, {tuple(logits.shape)}"
+                f"a logit processor returned {what}; return logits, {tuple(logits.shape)}"
             )
         changed = gave.to(logits.device, torch.float32)
         if bool((changed.isnan() | (changed == torch.inf)).any()):
             raise WorkhorseError(
-                "a logit processor gave nan or inf; let it give numbers, or -inf to forbid"
+                "a logit processor returned nan or inf; return numbers, or -inf to forbid a token"
             )
     if bool((changed == -torch.inf).all()):
         raise WorkhorseError(
-            "a logit processor forbids every token; let it leave one, such as the eos"
+            "a logit processor forbids every token; allow at least one, such as the eos"
         )
     return changed
 

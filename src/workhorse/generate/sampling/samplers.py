@@ -92,7 +92,7 @@ def below(logits: Tensor, vocab: int) -> Tensor:
 
 
 def all_finite(logits: Tensor) -> bool:
-    """Whether every number is finite: if one is not, their sum is not either."""
+    """Whether every number is finite: if one is not, nor is their sum."""
     return bool(logits.sum(dtype=torch.float32).isfinite())  # far faster than testing each
 
 
@@ -189,7 +189,7 @@ def has_penalties(config: GenerationConfig) -> bool:
 
 
 def takes_likeliest(config: GenerationConfig) -> bool:
-    """Whether the next token is the one with the model's largest logit, nothing changing logits."""
+    """Whether the next token is simply the one with the largest of the model's logits."""
     return not (config.samples or config.logit_bias or has_penalties(config))
 
 

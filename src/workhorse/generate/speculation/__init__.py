@@ -1,1 +1,1 @@
-"""Tokens guessed cheaply, which one pass of the model checks."""
+"""Speculative decoding: tokens are guessed cheaply, and verified in one pass of the model."""

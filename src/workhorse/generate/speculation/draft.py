@@ -11,7 +11,7 @@ from workhorse.generate.reader import Reader, Reading
 from workhorse.generate.row import Guess, Row
 from workhorse.generate.sampling.choose import check_finite
 from workhorse.generate.sampling.samplers import History, all_finite, draw_from, greedy
-from workhorse.generate.speculation.speculate import How
+from workhorse.generate.speculation.speculate import SamplingRule
 from workhorse.nn import Decoder
 
 
@@ -50,8 +50,8 @@ class Draft:
         self._followed: dict[Row, _Followed] = {}
 
     @torch.no_grad()
-    def propose(self, rows: Sequence[Row], most: Sequence[int], how: How) -> list[Guess]:
-        # A draft whose context is full starts again with half of it free, which bounds a guess.
+    def propose(self, rows: Sequence[Row], most: Sequence[int], rule: SamplingRule) -> list[Guess]:
+        # A draft whose context is full starts again with half of it free: a guess must fit there.
         most = [min(n, self._reader.context // 2) for n in most]
         guesses: list[list[int]] = [[] for _ in rows]
         drawn: list[list[Tensor]] = [[] for _ in rows]
@@ -59,11 +59,11 @@ class Draft:
         if not indices:
             return [Guess()] * len(rows)
         logits = self._caught_up([rows[r] for r in indices])
-        history = how.history(rows, logits.device)
+        history = rule.history(rows, logits.device)
         history = None if history is None else history.copy(range(len(rows)))
         while indices:
-            shaped = self._shaped(logits, how, None if history is None else history.copy(indices))
-            if how.config.samples:
+            shaped = self._shaped(logits, rule, None if history is None else history.copy(indices))
+            if rule.config.samples:
                 # A row's generator serves that row's own guesses only.
                 uniforms = [rows[r].uniform() for r in indices]
                 weights = shaped.softmax(dim=-1, dtype=torch.float64)
@@ -92,9 +92,9 @@ class Draft:
             self._reader.close(self._followed.pop(row).reading)
 
     def _caught_up(self, rows: Sequence[Row]) -> Tensor:
-        """Read rows to their ends, only those to guess for; returns logits `(batch, vocab)`.
+        """Read the rows that are guessed for to their ends; returns logits `(batch, vocab)`.
 
-        Thus what the draft has read of a row never depends on the other rows.
+        What the draft has read of a row therefore never depends on the other rows.
         """
         came: list[list[int]] = []
         back: list[int] = []
@@ -119,13 +119,13 @@ class Draft:
         """The logits after these tokens, `(batch, vocab)`."""
         return self._reader.read([self._followed[row].reading for row in rows], tokens)[:, 0]
 
-    def _shaped(self, logits: Tensor, how: How, history: History | None) -> Tensor:
+    def _shaped(self, logits: Tensor, rule: SamplingRule, history: History | None) -> Tensor:
         check_finite(all_finite(logits), "the draft")
         wider = self._vocab_size - logits.shape[-1]
-        return how.shape(F.pad(logits, (0, wider), value=-torch.inf), history)
+        return rule.shape(F.pad(logits, (0, wider), value=-torch.inf), history)
 
 
 def _agreed(guessed: Sequence[int], came: Sequence[int]) -> int:
-    """How many tokens at the beginning are the same."""
+    """The length of the common prefix."""
     pairs = enumerate(zip(guessed, came, strict=False))
     return next((n for n, (a, b) in pairs if a != b), min(len(guessed), len(came)))

@@ -3,13 +3,13 @@
 from collections.abc import Sequence
 
 from workhorse.generate.row import Guess, Row
-from workhorse.generate.speculation.speculate import How
+from workhorse.generate.speculation.speculate import SamplingRule
 
-LONGEST_MATCH, SHORTEST_MATCH = 3, 2  # a single token recurs too often to tell what follows
+LONGEST_MATCH, SHORTEST_MATCH = 3, 2  # a single token recurs too often to predict the next
 
 
 class PromptLookup:
-    """Guesses that a text continues as it did after the latest earlier occurrence of its end.
+    """Guesses that a text continues as it did after the latest earlier occurrence of its ending.
 
     Source: Saxena, "Prompt Lookup Decoding" (2023), which takes the first occurrence.
     """
@@ -17,8 +17,8 @@ class PromptLookup:
     def __init__(self) -> None:
         self._indices: dict[Row, _Index] = {}
 
-    def propose(self, rows: Sequence[Row], most: Sequence[int], how: How) -> list[Guess]:
-        del how
+    def propose(self, rows: Sequence[Row], most: Sequence[int], rule: SamplingRule) -> list[Guess]:
+        del rule
         return [
             Guess(self._indices.setdefault(row, _Index()).continuation(row.tokens, n))
             for row, n in zip(rows, most, strict=True)
@@ -44,13 +44,13 @@ class _Index:
         self._read = max(self._read, len(text) - 1)
         for gram in _grams_before(text, len(text)):
             if (start := self._ends.get(gram)) is not None:
-                # Beyond the end it continues with the guess itself, as a text that repeats would.
+                # Past the end of the text the guess continues itself, as a repeating text would.
                 period = len(text) - start
                 return tuple(text[start + step % period] for step in range(n))
         return ()
 
 
 def _grams_before(text: Sequence[int], end: int) -> list[tuple[int, ...]]:
-    """The n-grams that end there, longest first."""
+    """The n-grams that end at `end`, longest first."""
     longest = min(LONGEST_MATCH, end)
     return [tuple(text[end - n : end]) for n in range(longest, SHORTEST_MATCH - 1, -1)]

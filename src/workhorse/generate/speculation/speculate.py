@@ -1,9 +1,9 @@
-"""Speculative decoding: tokens are guessed cheaply, and one pass of the model checks several.
+"""Speculative decoding: tokens are guessed cheaply, and one pass of the model verifies several.
 
-If memory bandwidth bounds the model's pass, several tokens cost little more than one. A pass reads
-the last token and the guesses after it, and so gives the logits after each of them. Tokens are
-chosen from these logits as usual, as long as the chosen token equals the guessed one; the rest of
-the guess is taken back. Guesses change the speed and never the distribution of the text:
+If a pass of the model is bound by memory bandwidth, several tokens cost little more than one. A
+pass reads the last token and the guesses after it, and so gives the logits after each of them.
+Tokens are chosen from these logits as usual, as long as the chosen token equals the guessed one;
+the rest of the guess is taken back. Guesses change the speed, never the distribution of the text:
 
 - A guess that was not drawn (`PromptLookup`; any guess in greedy decoding) is only compared with
   the chosen token. The text is the one that plain decoding gives with the same seed.
@@ -23,8 +23,8 @@ from workhorse.generate.row import Guess, Row
 from workhorse.generate.sampling.samplers import History, Shaper
 
 
-class How(Protocol):
-    """How the tokens of a group of rows are chosen; `Chooser` is one."""
+class SamplingRule(Protocol):
+    """The rule by which a group of rows chooses tokens; `Chooser` is one."""
 
     config: GenerationConfig
     shape: Shaper
@@ -37,12 +37,12 @@ class How(Protocol):
 class Proposer(Protocol):
     """Guesses how rows continue."""
 
-    def propose(self, rows: Sequence[Row], most: Sequence[int], how: How) -> list[Guess]:
+    def propose(self, rows: Sequence[Row], most: Sequence[int], rule: SamplingRule) -> list[Guess]:
         """Guesses for the next pass, at most `most[r]` tokens for row r."""
         ...
 
     def leave(self, row: Row) -> None:
-        """Forget a row, which has ended."""
+        """Forget a row that has ended."""
         ...
 
 
@@ -66,10 +66,10 @@ def after_guess(target: Tensor, token: int, draft: Tensor, uniform: float) -> Te
         accepted[token] = 1
         return accepted
     excess = (target - draft).clamp(min=0)
-    # There is no excess if the distributions differ by the rounding of their sums only.
+    # There is no excess if the distributions differ only by the rounding of their sums.
     return excess if bool(excess.any()) else target
 
 
 def slack_of(config: GenerationConfig) -> int:
-    """Tokens that a cache must be able to take back."""
+    """The most tokens that a cache must be able to take back."""
     return min(config.speculate, config.max_new_tokens)

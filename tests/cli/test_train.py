@@ -11,7 +11,7 @@ import pytest
 
 from workhorse.checkpoints import RunDirectory
 from workhorse.cli.main import main
-from workhorse.cli.train_progress import clock, show_training
+from workhorse.cli.train_progress import duration, show_training
 from workhorse.config import read_yaml
 from workhorse.nn import DecoderConfig
 from workhorse.train import Recipe, override_recipe, read_metrics
@@ -446,7 +446,7 @@ def test_a_terminal_gets_a_live_line(
     ("seconds", "shown"), [(5, "0:05"), (65.4, "1:05"), (3725, "1:02:05"), (float("inf"), "?")]
 )
 def test_clock(seconds: float, shown: str) -> None:
-    assert clock(seconds) == shown
+    assert duration(seconds) == shown
 
 
 def test_help_tells_what_applies_where_a_flag_is_not_given(

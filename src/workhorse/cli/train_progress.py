@@ -97,7 +97,7 @@ class _View:
         return (
             f"step {event['step']:,}/{self.steps:,}: "
             f"loss {event['loss']:.4f}{terms}{self.validation}, "
-            f"{speed:,.0f} tokens/s ({of_peak}), {clock(left)} left{skipped}"
+            f"{speed:,.0f} tokens/s ({of_peak}), {duration(left)} left{skipped}"
         )
 
     def line(self, event: Event) -> str:
@@ -145,7 +145,7 @@ def bits_per_byte(bits: float, unknown_rate: float | None) -> str:
     return f"{bits:.4f} bits per byte{note}"
 
 
-def clock(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Seconds as `m:ss` or `h:mm:ss`."""
     if not math.isfinite(seconds):
         return "?"

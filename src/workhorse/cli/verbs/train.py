@@ -215,7 +215,7 @@ def _dry_run(
 
 def _figures(found: dict[str, Any]) -> list[str]:
     """Parameters, memory, tokens, export and time, a line each."""
-    from workhorse.cli.train_progress import clock
+    from workhorse.cli.train_progress import duration
     from workhorse.memory import size
 
     parameters, memory = found["parameters"], found["memory"]
@@ -237,5 +237,5 @@ def _figures(found: dict[str, Any]) -> list[str]:
         "activations, logits and what an update needs for a moment come on top",
         f"tokens      {found['tokens']:,}",
         f"export      {found['exports_as']}",
-        f"time        {clock(found['seconds'])} on {found['device']}, {basis}",
+        f"time        {duration(found['seconds'])} on {found['device']}, {basis}",
     ]

@@ -1,4 +1,4 @@
-"""A recipe: everything that decides a training run, in one file."""
+"""A recipe: everything that determines a training run, in one file."""
 
 import math
 from typing import Annotated, Any, Literal, Self
@@ -20,111 +20,111 @@ from workhorse.train.report.trackers import TrackerName
 
 Count = Annotated[int, Field(ge=1)]
 VALIDATIONS, FEWEST_STEPS, VALIDATION_COST = 10, 10, 0.03
-"""The defaults of a run: the number of validations, the fewest steps between them, and the share of
-the steps' time that they may take."""
+"""Defaults: validations in a run, the fewest steps between two, and their cost as a fraction of the
+time of the training steps."""
 
 
 class SamplesConfig(Config):
     """Texts generated during training, for people to read."""
 
     every: Count = 500
-    """Steps between samples; they are also generated after the last step."""
+    """Steps between samples. They are also generated after the last step."""
     prompts: tuple[str, ...] = ("",)
-    """One text for each; an empty prompt begins a document."""
+    """One text is generated for each. An empty prompt begins a document."""
     max_new_tokens: Count = 100
-    """The most tokens of a text."""
+    """The most tokens to generate for a text."""
     temperature: float = Field(default=0.8, ge=0)
-    """Below 1 sharper, above 1 more varied, 0 always the likeliest token."""
+    """Below 1 is sharper, above 1 more varied; 0 always takes the likeliest token."""
     seed: int = Field(default=0, ge=0)
-    """Seed of the samples, the same at every step so that they can be compared."""
+    """Seed of the samples, the same at every step so that samples can be compared."""
 
 
 class TrainConfig(Config):
-    """How a model is trained. Sizes are of the whole run, on however many devices."""
+    """How a model is trained. Sizes are totals, whatever the number of devices."""
 
     steps: Annotated[Count, OnResume.GOES_ON]
     """Updates of the weights."""
     batch_size: Annotated[Count, OnResume.GOES_ON]
-    """Sequences in a step."""
+    """Sequences per step."""
     seq_len: Count
-    """Predictions in a sequence."""
+    """Predicted tokens per sequence."""
     micro_batch_size: Annotated[Count | Literal["auto"] | None, OnResume.ROUNDED] = None
-    """Sequences that pass through the model at once; None: the whole batch. Smaller needs less
-    memory and gives the same gradient to rounding. `auto` finds the largest equal share of the
-    batch that fits when a run begins; a resumed run keeps it."""
+    """Sequences that pass through the model at once; None: the whole batch. A smaller value needs
+    less memory and gives the same gradient up to rounding. `auto` finds, when a run begins, the
+    largest equal part of the batch that fits into memory; a resumed run keeps it."""
     seed: int = Field(default=0, ge=0, lt=2**63)
-    """Determines the initial weights, the order of the data and dropout."""
+    """Determines the initial weights, the order of the data, and dropout."""
 
     optimizer: Annotated[OptimizerConfig, OnResume.GOES_ON] = MuonConfig()
     """How a step updates the weights from the gradient."""
     schedule: Annotated[ScheduleConfig, OnResume.GOES_ON] = CosineConfig()
-    """The factor of every learning rate at each step."""
+    """The factor on every learning rate at each step."""
     grad_clip: Annotated[float | None, OnResume.GOES_ON] = Field(default=1.0, gt=0)
-    """Largest norm of the gradient of all parameters; a larger one is scaled down. None: any."""
+    """The largest norm of the whole gradient; larger ones are scaled down. None: no clipping."""
     z_loss: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
-    """Weight of the squared log-partition in what training minimises (PaLM, 2204.02311 §5). The
-    loss shown is the cross-entropy without it."""
+    """Weight of the z-loss, the squared log-partition function (PaLM, 2204.02311 §5), in what
+    training minimises. The reported loss is the cross-entropy without it."""
     balance_loss: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
-    """Weight of the loss that spreads the choices of each sequence over a mixture's experts
-    (DeepSeek-V3, 2412.19437 §2.1.2; 0.0001 there), summed over its layers. By sequence, so that the
-    gradient does not depend on `micro_batch_size`; a batch as a whole is balanced by
-    `balance_rate`. Padding does not count."""
+    """Weight of the loss that balances the load of a mixture's experts within each sequence
+    (DeepSeek-V3, 2412.19437 §2.1.2; 0.0001 there), summed over its layers. It is computed per
+    sequence, so that the gradient does not depend on `micro_batch_size`; `balance_rate` balances
+    whole batches. Padding does not count."""
     balance_rate: Annotated[float, OnResume.GOES_ON] = Field(default=0.0, ge=0)
-    """By how much an update moves the selection bias of each expert towards an equal load (0.001 in
+    """How far an update moves the selection bias of each expert towards an equal load (0.001 in
     2408.15664)."""
     max_bad_steps: Annotated[Count, OnResume.TAKEN] = 10
-    """Stop after this many steps in a row whose loss or gradient was not finite."""
+    """Stop after this many consecutive steps whose loss or gradient is not finite."""
 
     device: Annotated[str, OnResume.ROUNDED] = "auto"
     """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:N` or `mps`."""
     dtype: Annotated[Literal["auto", "float32", "bfloat16", "float16"], OnResume.ROUNDED] = (
         "float32"
     )
-    """Of the arithmetic; what the optimizer updates and checkpoints hold is always float32. `auto`
-    is bfloat16 where the device multiplies it natively; `float16` needs CUDA and scales the loss so
-    that small gradients survive."""
+    """Number format of the arithmetic. The weights that the optimizer updates and that checkpoints
+    hold are always float32. `auto` is bfloat16 if the device multiplies it natively. `float16`
+    needs CUDA, and scales the loss so that small gradients do not vanish."""
     matmul_precision: Annotated[Literal["highest", "high"], OnResume.ROUNDED] = "highest"
-    """Of float32 products, with PyTorch's meaning: `high` lets each number be the sum of two of
-    bfloat16, or TensorFloat32, where that is faster. Linear layers do the former on a CPU with a
-    matrix unit, everything the latter on CUDA. On other devices nothing changes, nor where `dtype`
-    leaves no float32 products."""
+    """Precision of float32 matrix products, as PyTorch defines it: `high` allows each number to be
+    a sum of two bfloat16 numbers, or TensorFloat32, if that is faster. The former is used by linear
+    layers on a CPU with a matrix unit, the latter by all products on CUDA. It has no effect on
+    other devices, or if `dtype` leaves no float32 products."""
     kernel: Annotated[
         Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"], OnResume.ROUNDED
     ] = "auto"
-    """How attention is computed."""
+    """The implementation of attention."""
     threads: Annotated[int, OnResume.ROUNDED] = Field(default=0, ge=0)
-    """CPU threads; 0 lets PyTorch decide. Another number gives other roundings."""
+    """CPU threads; 0 lets PyTorch decide. The number affects rounding."""
     compile: Annotated[bool, OnResume.ROUNDED] = False
-    """Compile the layers (`torch.compile`), those that are alike together: slower to start. On
-    a CPU it was seen to gain nothing."""
+    """Compile the layers with `torch.compile`, identical ones once. Starting takes longer. On a CPU
+    no gain was seen."""
     fp8: Annotated[bool, OnResume.ROUNDED] = False
-    """Multiply in float8 inside the layers (torchao): CUDA from compute capability 8.9 on, with
-    `dtype: bfloat16`; worth it with `compile: true` and wide layers."""
+    """Multiply in float8 inside the layers (torchao). Needs CUDA with compute capability 8.9 or
+    higher and `dtype: bfloat16`; pays off with `compile: true` and wide layers."""
     activation_checkpointing: Annotated[bool, OnResume.ROUNDED] = False
-    """Keep one activation a layer and compute the rest again in the backward pass."""
+    """Keep one activation per layer and recompute the rest in the backward pass."""
 
     log_every: Annotated[Count, OnResume.TAKEN] = 10
     """Steps between lines of metrics."""
     eval_every: Annotated[Count | Literal["auto"] | None, OnResume.TAKEN] = "auto"
-    """Steps between validations. `auto`: ten times a run, or every ten steps where it is short.
-    None: after the last step only."""
+    """Steps between validations. `auto`: ten validations in a run, but at least ten steps apart.
+    None: only after the last step."""
     eval_batches: Annotated[Count | Literal["auto"] | None, OnResume.TAKEN] = "auto"
-    """Batches in a validation, evenly spread over the split. `auto`: as many as take about 3 % of
-    the training's time, at least one. None: all of the split. After the last step it is always
-    all of it."""
+    """Batches in a validation, spread evenly over the split. `auto`: as many as take about 3 % of
+    the training time, at least one. None: the whole split. After the last step it is always the
+    whole split."""
     samples: Annotated[SamplesConfig | None, OnResume.TAKEN] = None
-    """Texts generated along the way; None: no texts."""
+    """Texts to generate during training; None: no texts."""
     checkpoint_every: Annotated[Count, OnResume.TAKEN] = 1000
-    """Steps between checkpoints; there is one after the last step too."""
+    """Steps between checkpoints. There is also one after the last step."""
     keep: Annotated[Count, OnResume.TAKEN] = 2
-    """Checkpoints kept, the newest ones."""
+    """How many checkpoints to keep: the newest ones."""
     trackers: Annotated[tuple[TrackerName, ...], OnResume.TAKEN] = ()
-    """Where metrics go besides `metrics.jsonl`."""
+    """Where to send metrics, besides `metrics.jsonl`."""
 
     @model_validator(mode="before")
     @classmethod
     def _default_kinds(cls, fields: Any) -> Any:
-        """`optimizer: {learning_rate: 3e-4}`, without a kind, changes the default optimizer."""
+        """Without a kind, `optimizer: {learning_rate: 3e-4}` changes the default optimizer."""
         if not isinstance(fields, dict):
             return fields
         kinds = {name: cls.model_fields[name].default.kind for name in ("optimizer", "schedule")}
@@ -162,17 +162,17 @@ class TrainConfig(Config):
 
     @property
     def steps_between_validations(self) -> int | None:
-        """None: there is one after the last step only."""
+        """None: only after the last step."""
         if self.eval_every == "auto":
             return max(FEWEST_STEPS, math.ceil(self.steps / VALIDATIONS))
         return self.eval_every
 
     @property
     def rows_in_validation(self) -> int | None:
-        """Before the last step; None: all."""
+        """The rows of a validation before the last step; None: all."""
         batches = self.eval_batches
         if batches == "auto":
-            # Forward is a third of a step.
+            # A forward pass takes a third of a step.
             batches = max(1, int(VALIDATION_COST * 3 * (self.steps_between_validations or 1)))
         return None if batches is None else batches * self.batch_size
 
@@ -181,24 +181,24 @@ class Recipe(Config):
     """One training run, from raw text to a model."""
 
     name: Annotated[str, OnResume.TAKEN]
-    """Name of the run; its folder is `runs/NAME` unless another is given."""
+    """Name of the run. Its folder is `runs/NAME` unless another is given."""
     description: Annotated[str, OnResume.TAKEN] = ""
-    """For people: the hardware it was written for, its duration, its results."""
+    """For people: the hardware that it was written for, its duration, its results."""
     init: str | None = None
     """A trained model to start from: a run directory, a Hugging Face directory or a hub id. It
-    gives the architecture (`model` holds what differs, dropout for one) and, where none is named,
-    the tokenizer; both are written out in the run's own recipe."""
+    provides the architecture (`model` then holds changes only, such as dropout) and, unless one is
+    given, the tokenizer. The run's own recipe has both in full."""
     init_optimizer: bool = False
-    """Take over the optimizer's state too, from the run directory that `init` names; the steps and
-    the schedule begin anew."""
+    """Also take the optimizer's state from the run directory that `init` names. The steps and the
+    schedule start from zero."""
     model: dict[str, Any]
-    """The fields of a `DecoderConfig`, or `preset: NAME` and the fields that differ from it.
-    `vocab_size`, where left out, is the tokenizer's; `max_seq_len` the preset's, and without one
+    """The fields of a `DecoderConfig`, or `preset: NAME` and the fields that differ from it. By
+    default, `vocab_size` is the tokenizer's, and `max_seq_len` is the preset's, or without a preset
     `train.seq_len`."""
     tokenizer: TokenizerConfig
     """How text becomes tokens: trained on the recipe's own corpus, or read from a folder."""
     data: DataConfig
-    """Where the text is and how it becomes rows of tokens."""
+    """Where the text is, and how it becomes rows of tokens."""
     train: TrainConfig
     """How the weights are trained."""
 
@@ -229,9 +229,9 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _model_can_be(self) -> Self:
-        # Most mistakes show here, before a tokenizer is trained and its vocabulary's size known.
-        given = self.model.get("vocab_size")
-        self.decoder_config(given if isinstance(given, int) and given > 0 else 1)
+        # Finds most mistakes before a tokenizer is trained and the size of its vocabulary known.
+        vocab_size = self.model.get("vocab_size")
+        self.decoder_config(vocab_size if isinstance(vocab_size, int) and vocab_size > 0 else 1)
         return self
 
     @classmethod
@@ -247,11 +247,12 @@ class Recipe(Config):
         """The model's config in full.
 
         Args:
-            vocab_size: of the tokenizer. A larger one in the recipe stands: its last rows idle.
+            vocab_size: of the tokenizer. The recipe may have a larger one: the rest is unused.
 
         Raises:
-            ConfigError: an impossible model, a vocabulary smaller than the tokenizer's, a context
-                shorter than the training sequences, or balancing without a mixture of experts.
+            ConfigError: the model is invalid, its vocabulary is smaller than the tokenizer's, its
+                context is shorter than the training sequences, or it is to be balanced but has no
+                mixture of experts.
         """
         fields = dict(self.model)
         if "preset" in fields:
@@ -278,25 +279,25 @@ class Recipe(Config):
         return config
 
     def written_out(self) -> Self:
-        """The same recipe with every setting of its model, also those that a preset stands for.
+        """The same recipe with all settings of its model, including those of a preset.
 
-        `vocab_size` stays left out where it is: the tokenizer decides it.
+        A `vocab_size` that was left out stays so: the tokenizer determines it.
         """
-        given = self.model.get("vocab_size")
-        model = self.decoder_config(given or 1).to_dict()
-        if given is None:
+        vocab_size = self.model.get("vocab_size")
+        model = self.decoder_config(vocab_size or 1).to_dict()
+        if vocab_size is None:
             del model["vocab_size"]
         return self.replace(model=model)
 
 
 def written_over(fields: dict[str, Any], model: dict[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """A recipe's fields, its model written over another and a tokenizer where it names none."""
+    """A recipe's fields, with its model written over `model`, and `tokenizer` if it names none."""
     changed = merged(model, fields.get("model") or {})
     return {"tokenizer": tokenizer, **fields, "model": changed}
 
 
 def is_written_out(fields: dict[str, Any]) -> bool:
-    """Whether a recipe's fields hold all that `init` gives, as those of a run's own recipe do."""
+    """Whether fields contain all that `init` provides, as those of a run's own recipe do."""
     model = fields.get("model") or {}
     needed = DecoderConfig.model_fields.items()
     return not isinstance(model, dict) or (
@@ -306,7 +307,7 @@ def is_written_out(fields: dict[str, Any]) -> bool:
 
 
 def preset_with(name: str, changes: dict[str, Any]) -> dict[str, Any]:
-    """A preset's fields with some changed; its vocabulary is the tokenizer's unless given."""
+    """A preset's fields with `changes`; without `vocab_size` unless they give it."""
     try:
         fields = preset(name).to_dict()
     except ConfigError:
@@ -318,7 +319,7 @@ def preset_with(name: str, changes: dict[str, Any]) -> dict[str, Any]:
 
 
 def merged(fields: dict[str, Any], changes: dict[str, Any]) -> dict[str, Any]:
-    """`changes` written over `fields`, mapping by mapping; another `kind` replaces the whole."""
+    """`changes` written over `fields`, recursively; another `kind` replaces a whole mapping."""
     result = dict(fields)
     for key, value in changes.items():
         old = result.get(key)

@@ -1,8 +1,8 @@
-"""What a recipe may say, told by its configs: `workhorse recipe`, and the page docs/recipe.md.
+"""The reference of a recipe's keys, made from its configs: `workhorse recipe` and docs/recipe.md.
 
-A section is what stands at one place of a recipe, `train.schedule` for one. Where a `kind` chooses
-among several configs, keys that all of them share are told once. The examples are a file beside
-this one; the tests build each of them.
+A section describes one place of a recipe, such as `train.schedule`. If a `kind` chooses among
+several configs there, the keys common to all of them are listed once. The examples are in a file
+next to this one; the tests build each of them.
 """
 
 import inspect
@@ -22,7 +22,7 @@ from workhorse.on_resume import OnResume, marked
 from workhorse.train.recipe.recipe import Recipe
 
 NAME = "NAME"
-"""In a place, stands for a name of the writer's choice, such as a block's."""
+"""Stands in a place for a name that the recipe chooses, such as that of a block."""
 EXAMPLES = "examples.yaml"
 BOUNDS = {"minimum": "≥", "exclusiveMinimum": ">", "maximum": "≤", "exclusiveMaximum": "<"}
 WORDS = {
@@ -31,7 +31,7 @@ WORDS = {
     "object": "mapping",
     "string": "text",
 }
-"""What JSON schema calls otherwise; `path`, `number` and `null` are the same."""
+"""Our words for JSON schema's; `path`, `number` and `null` are used as they are."""
 ROUND_TO_POWERS = 10**9
 
 
@@ -41,47 +41,47 @@ class Key:
 
     name: str
     type: str
-    """What it may hold, in words; `@PLACE` refers to a section."""
+    """The values that it accepts, in words; `@PLACE` refers to a section."""
     default: str | None
-    """As it is written in YAML; None: the key must be given."""
+    """In YAML; None: the key is required."""
     meaning: str
     on_resume: str
-    """What a resumed run does with another value."""
+    """What a resumed run does if the value has changed."""
 
     @property
     def needs_new_run(self) -> bool:
-        """Whether a resumed run refuses another value, as most keys' it does."""
+        """Whether a resumed run refuses a changed value, as it does for most keys."""
         return self.on_resume == OnResume.NEW_RUN.value
 
 
 @dataclass(frozen=True)
-class Kind:
-    """One config that may stand at a place."""
+class Alternative:
+    """One of the configs that a place accepts."""
 
     name: str
-    """Its `kind`; empty where there is one config only."""
+    """Its `kind`; empty if there is only one config."""
     summary: str
     keys: tuple[Key, ...]
-    """Those that not all kinds of the section have."""
+    """Those that are not common to all kinds of the section."""
     examples: tuple[str, ...]
-    """In YAML; together they hold every key."""
+    """In YAML; together they contain every key."""
     places: tuple[str, ...]
-    """Dotted; empty is the whole recipe."""
+    """Dotted keys at which it may stand; empty: the whole recipe."""
 
 
 @dataclass(frozen=True)
 class Section:
-    """What stands at one place of a recipe, or at several alike."""
+    """The configs that one place of a recipe accepts, or several places alike."""
 
     title: str
     """The first of its places."""
     shared: tuple[Key, ...]
     """The keys of every kind."""
-    kinds: tuple[Kind, ...]
+    kinds: tuple[Alternative, ...]
 
     @property
     def other_places(self) -> dict[str, list[str]]:
-        """The kinds that may stand at each of the places but the first."""
+        """For each place but the first, the kinds that it accepts."""
         places: dict[str, list[str]] = {}
         for kind in self.kinds:
             for place in kind.places[1:]:
@@ -98,7 +98,7 @@ class Group(NamedTuple):
     title: str
     configs: tuple[type[Config], ...]
     rule: OnResume
-    """For keys without a mark of their own."""
+    """What a resumed run does with keys that have no mark of their own."""
 
 
 @cache
@@ -108,23 +108,23 @@ def sections() -> tuple[Section, ...]:
 
 
 def sections_at(key: str) -> list[Section]:
-    """What may stand at a dotted key: whole sections, or else the key alone.
+    """The reference of a dotted key: whole sections, or else sections with that key alone.
 
     Raises:
-        WorkhorseError: there is no such key, with the nearest one.
+        WorkhorseError: there is no such key; names the nearest.
     """
-    if found := [part for section in sections() if (part := _standing_at(section, key))]:
-        return found
+    if matching := [part for section in sections() if (part := _standing_at(section, key))]:
+        return matching
     above, _, name = key.rpartition(".")
     parts = [part for section in sections() if (part := _standing_at(section, above))]
-    if found := [only for part in parts if (only := _with_key(part, name))]:
-        return found
+    if matching := [only for part in parts if (only := _with_key(part, name))]:
+        return matching
     raise WorkhorseError(f"a recipe has no key {key!r}; {nearest(key, all_keys())}")
 
 
 @cache
 def recipe_configs() -> tuple[list[Group], dict[type[Config], list[str]]]:
-    """Every config that a recipe may hold: the groups, and the places of each."""
+    """All configs of a recipe: their groups, and the places of each config."""
     places: dict[type[Config], list[str]] = {}
     groups: list[Group] = []
 
@@ -148,7 +148,7 @@ def recipe_configs() -> tuple[list[Group], dict[type[Config], list[str]]]:
 
 
 def configs_at(place: str) -> dict[str, type[Config]]:
-    """The configs that may stand at a dotted place, by kind."""
+    """The configs that a dotted place accepts, by kind."""
     return {
         _kind(config): config
         for config, places in recipe_configs()[1].items()
@@ -157,13 +157,13 @@ def configs_at(place: str) -> dict[str, type[Config]]:
 
 
 def names_at(place: str) -> bool:
-    """Whether a dotted place holds a mapping of names of the writer's choice."""
+    """Whether a dotted place holds a mapping whose keys are names that the recipe chooses."""
     return bool(configs_at(f"{place}.{NAME}"))
 
 
 @cache
 def examples() -> dict[str, tuple[str, ...]]:
-    """The examples of each config, by the name of its class."""
+    """The examples of each config, by class name."""
     text = resources.files("workhorse.train.recipe").joinpath(EXAMPLES).read_text("utf-8")
     return {name: tuple(listed) for name, listed in parse_yaml(text).items()}
 
@@ -174,7 +174,7 @@ def _section(group: Group) -> Section:
     first, *others = keys.values()
     shared = [key for key in first if others and all(key in other for other in others)]
     kinds = (
-        Kind(
+        Alternative(
             _kind(config),
             (inspect.getdoc(config) or "").partition("\n\nRaises:")[0].strip(),
             tuple(key for key in keys[config] if key not in shared),
@@ -205,20 +205,20 @@ def _keys(config: type[Config], rule: OnResume) -> list[Key]:
 
 
 def _type(schema: Mapping[str, Any]) -> str:
-    """A part of a JSON schema in words."""
+    """The type that a part of a JSON schema describes, in words."""
     arms = _arms(schema)
     words = [_plain_type(arm) for arm in arms if "$ref" not in arm]
     return " or ".join([*_references(arm["$ref"] for arm in arms if "$ref" in arm), *words])
 
 
 def _arms(schema: Mapping[str, Any]) -> list[Mapping[str, Any]]:
-    """The alternatives of a union, whatever it is made of."""
+    """The alternatives of a union, nested ones flattened."""
     inside = schema.get("anyOf") or schema.get("oneOf")
     return [schema] if inside is None else [arm for part in inside for arm in _arms(part)]
 
 
 def _references(found: Iterable[str]) -> Iterator[str]:
-    """The sections of configs, with their kinds where not all of a section's may stand there."""
+    """References to sections, with the accepted kinds unless those are all of the section."""
     names = {name.rpartition("/")[2] for name in found}
     for title, configs, _ in recipe_configs()[0]:
         fitting = [f"`{_kind(config)}`" for config in configs if config.__name__ in names]
@@ -264,7 +264,7 @@ def _default(field: FieldInfo) -> str | None:
 
 
 def _standing_at(section: Section, key: str) -> Section | None:
-    """The section with the kinds that may stand at that place; None where none may."""
+    """The section with only the kinds that this place accepts; None if there are none."""
     kinds = tuple(
         kind for kind in section.kinds if any(_matches(place, key) for place in kind.places)
     )
@@ -272,7 +272,7 @@ def _standing_at(section: Section, key: str) -> Section | None:
 
 
 def _with_key(section: Section, name: str) -> Section | None:
-    """The section with one key alone; None where no kind has it."""
+    """The section with one key only; None if no kind has it."""
     shared = tuple(key for key in section.shared if key.name == name)
     kinds = tuple(
         replace(kind, keys=keys, examples=())
@@ -283,16 +283,16 @@ def _with_key(section: Section, name: str) -> Section | None:
 
 
 def _matches(place: str, key: str) -> bool:
-    """Whether a dotted key names that place, any name standing for NAME."""
-    parts, given = place.split("."), key.split(".")
-    return len(parts) == len(given) and all(
-        part in (NAME, word) for part, word in zip(parts, given, strict=True)
+    """Whether a dotted key names that place; NAME matches any name."""
+    parts, words = place.split("."), key.split(".")
+    return len(parts) == len(words) and all(
+        part in (NAME, word) for part, word in zip(parts, words, strict=True)
     )
 
 
 @cache
 def all_keys() -> set[str]:
-    """Every dotted key of a recipe, with `NAME` for names of the writer's choice."""
+    """Every dotted key of a recipe, with `NAME` for names that the recipe chooses."""
     return {
         f"{place}.{key.name}".lstrip(".")
         for section in sections()

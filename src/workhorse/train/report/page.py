@@ -89,7 +89,7 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
         rows += [
             ("steps", f"{last['step']:,}{of_steps}"),
             ("tokens trained on", shown(last["tokens"])),
-            ("training time", clock(last["seconds"])),
+            ("training time", duration(last["seconds"])),
             ("tokens per second, median", f"{speeds[len(speeds) // 2]:,.0f}"),
             ("of the matrix-product peak, median", f"{peak[len(peak) // 2]:.0%}"),
         ]
@@ -202,7 +202,7 @@ def notes(of_kind: dict[str, list[Event]]) -> list[str]:
     return lines
 
 
-def clock(seconds: float) -> str:
+def duration(seconds: float) -> str:
     """Seconds as hours, minutes and seconds."""
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)

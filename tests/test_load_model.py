@@ -162,6 +162,11 @@ def test_what_is_not_a_model(tmp_path):
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(WorkhorseError, match=r"config\.json has no 'model_type'"):
         workhorse.load(tmp_path)
+    (tmp_path / "config.json").rename(tmp_path / "model.safetensors")
+    with pytest.raises(
+        WorkhorseError, match=r"has weights and no config\.json; put the model's beside"
+    ):
+        workhorse.load(tmp_path)
     with pytest.raises(WorkhorseError, match="no folder, hub id or preset 'gpt22'; did you mean"):
         workhorse.load("gpt22")
     with pytest.raises(WorkhorseError, match=r"^dtype 'float3' is unknown; did you mean 'float32'"):

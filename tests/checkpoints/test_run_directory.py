@@ -116,7 +116,10 @@ def test_a_run_that_saved_nothing_yet(tmp_path: Path) -> None:
     with pytest.raises(WorkhorseError, match="stopped before its model was built"):
         run.load_decoder()
     run.save_config(CONFIG)
-    with pytest.raises(WorkhorseError, match="has no whole checkpoint"):
+    with pytest.raises(WorkhorseError, match="has no whole checkpoint; train it with --resume"):
+        run.load_decoder()
+    run.metrics_file.write_text('{"kind": "checkpoint", "step": 3}\n')
+    with pytest.raises(WorkhorseError, match="has no whole checkpoint; put its checkpoints back"):
         run.load_decoder()
 
 

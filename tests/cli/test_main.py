@@ -108,7 +108,7 @@ def test_unknown_verb_names_the_nearest(probe: Callable, capsys: pytest.CaptureF
         (["probe", "--dtype", "int3"], "bfloat16"),
         (["probe", "--threads", "-1"], "-1"),
         (["probe", "stray"], "stray"),
-        (["probe", "--count"], "--count"),
+        (["probe", "--count"], "'--count' requires an argument (see workhorse probe --help)"),
         (["train", ""], "a path is empty; write . for the current folder"),
         (["data", "prepare", "r.yaml", "--out", ""], "a path is empty"),
     ],

@@ -246,3 +246,10 @@ def test_a_reply_that_goes_on_is_not_mixed_with_another(decoder, tokenizer):
     answer = begun + "".join(delta.text for delta in first)
     assert [message["content"] for message in conversation.messages] == ["hello", answer]
     assert next(conversation.reply("and now?"))
+
+
+@pytest.mark.parametrize("option", ["n_samples", "beams"])
+def test_a_chat_has_one_reply(decoder, tokenizer, option):
+    config = GenerationConfig(**{option: 3})
+    with pytest.raises(WorkhorseError, match=f"{option}=3: a chat has one reply; leave {option}"):
+        Conversation(decoder, tokenizer, TranscriptFormat(tokenizer), config)

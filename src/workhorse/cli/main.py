@@ -132,7 +132,7 @@ def main(arguments: Sequence[str]) -> int:
         return ExitCode.DONE
     except Exception as error:
         give_up_stdout()
-        line = mistake(error)
+        line = mistake(error, arguments)
         print(line or traceback.format_exc().rstrip(), file=sys.stderr)
         return ExitCode.USAGE if line else ExitCode.FAILURE
     return ExitCode.DONE
@@ -165,14 +165,19 @@ def as_text(arguments: Sequence[str]) -> list[str]:
     return texts
 
 
-def mistake(error: Exception) -> str:
-    """The line for an error that the user can correct; empty for a bug of ours."""
+def mistake(error: Exception, arguments: Sequence[str] = ()) -> str:
+    """The line for an error that the user can correct; empty for a bug of ours.
+
+    Args:
+        error: what was raised.
+        arguments: of the command line.
+    """
     where = "workhorse"
     match error:
         case click.exceptions.NoArgsIsHelpError():
             return error.format_message()  # the whole help
         case click.UsageError():
-            where = error.ctx.command_path if error.ctx else where
+            where = error.ctx.command_path if error.ctx else _verb_in(arguments)
             said = error.format_message().rstrip(".")
             if isinstance(error, click.NoSuchOption) and (flags := _begun(error)):
                 said = f"no such option {error.option_name}; did you mean {' or '.join(flags)}?"
@@ -192,6 +197,11 @@ def mistake(error: Exception) -> str:
         case _:
             return ""
     return one_line(f"{where}: {reason}")
+
+
+def _verb_in(arguments: Sequence[str]) -> str:
+    """The command that arguments belong to: click's parser does not say of which verb it errs."""
+    return " ".join(["workhorse", *(word for word in arguments[:1] if word in VERBS)])
 
 
 def _begun(error: click.NoSuchOption) -> list[str]:

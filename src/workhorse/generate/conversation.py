@@ -106,6 +106,9 @@ class Conversation:
     ) -> None:
         if not isinstance(system, str):
             raise WorkhorseError(f"system={shown(system)} is not text; leave it out for none")
+        for name in ("n_samples", "beams"):
+            if (number := getattr(config, name)) > 1:
+                raise WorkhorseError(f"{name}={number}: a chat has one reply; leave {name} out")
         self._decoder = decoder
         self._tokenizer = tokenizer
         self._format = format

@@ -18,7 +18,7 @@ CONFIG = "config.json"
 HUGE = 10**9
 
 CONFIGS = {
-    "no config": Case(remove(CONFIG), "is not a run directory"),
+    "no config": Case(remove(CONFIG), "has weights and no config.json"),
     "config is a pickle": Case(content(CONFIG, b"cos\nsystem\n(S'true'\ntR."), "not valid JSON"),
     "config is empty": Case(content(CONFIG, ""), "not valid JSON"),
     "config is a list": Case(content(CONFIG, "[1, 2]"), "not a JSON object"),
@@ -45,7 +45,7 @@ CONFIGS = {
     "config is a folder": Case(directory(CONFIG), "is a folder"),
     "config is a device": Case(link(CONFIG, "/dev/zero"), "link out of its folder"),
     "config is outside": Case(link(CONFIG, "../outside/config.json"), "link out of its folder"),
-    "config is itself": Case(link(CONFIG, CONFIG), "is not a run directory"),
+    "config is itself": Case(link(CONFIG, CONFIG), "has weights and no config.json"),
 }
 SIZES = {
     "a billion layers": Case(config(num_hidden_layers=HUGE), "num_hidden_layers"),

@@ -295,10 +295,21 @@ class RunDirectory:
                 f"{self.path} has no whole checkpoint of {len(steps)} ({reason}); "
                 "put their files back from a copy"
             )
-        raise WorkhorseError(f"{self.path} has no whole checkpoint; train it with --resume")
+        remedy = "put its checkpoints back" if self._has_saved() else "train it with --resume"
+        raise WorkhorseError(f"{self.path} has no whole checkpoint; {remedy}")
+
+    def _has_saved(self) -> bool:
+        """Whether it ever had a checkpoint, by its metrics."""
+        if not self.metrics_file.is_file():
+            return False
+        return b'"kind": "checkpoint"' in self.metrics_file.read_bytes()
 
     def _check_is_run(self) -> None:
         if not self.exists:
+            if any(self.path.glob("*.safetensors")):
+                raise WorkhorseError(
+                    f"{self.path} has weights and no config.json; put the model's beside them"
+                )
             raise WorkhorseError(
                 f"{self.path} is not a run directory: it has no {self.recipe_file.name}; "
                 "give the folder that was train's --out"

@@ -65,6 +65,8 @@ def main(name: str, cases: Cases, options: argparse.Namespace) -> None:
         "machine": describe(options.threads, device),
         "versions": versions(),
     }
+    if options.against and not (options.against / "benchmarks" / "worker.py").is_file():
+        sys.exit(f"--against {options.against} is not a checkout of this project; give its folder")
     results = []
     for case in chosen(cases(options), options.only, options.against):
         outcome = run(case, rounds, options.threads)
@@ -72,6 +74,8 @@ def main(name: str, cases: Cases, options: argparse.Namespace) -> None:
         print(table(name, outcome), file=sys.stderr if options.json else sys.stdout, flush=True)
         if options.save:
             store(name, results)
+    if not results:
+        sys.exit("no contestant is left; leave out --only, or --against where no row is ours")
     if options.json:
         print(json.dumps(results))
 
@@ -88,8 +92,9 @@ def chosen(
     """
     for case in cases:
         kept = [one for one in case.contestants if not only or one.name in only]
-        if against is None:
+        if against is None and kept:
             yield replace(case, contestants=tuple(kept))
+        if against is None:
             continue
         for one in kept:
             if one.name.split(",")[0] == OURS:

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.command import chosen
+from benchmarks.command import chosen, main, parser
 from benchmarks.contest import Case, Limit, Outcome, compare, run
 from benchmarks.shapes import DECODING, TRAINING
 from benchmarks.worker import Contestant, Measures, MissingError, Worker
@@ -131,3 +131,17 @@ def test_a_contestant_runs_the_code_of_its_checkout(tmp_path):
         assert worker.round()["value"] == 7.0
     finally:
         worker.close()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--against", "nowhere"], "--against nowhere is not a checkout of this project"),
+        (["--only", "Nobody"], "no contestant is left; leave out --only"),
+    ],
+)
+def test_nothing_to_measure(options, message, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["start", *options])
+    case = Case("tiny", "value", "tokens/s", (OURS, PEER))
+    with pytest.raises(SystemExit, match=message):
+        main("start", lambda _: [case], parser("A benchmark.").parse_args())

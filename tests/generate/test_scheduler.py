@@ -1,13 +1,16 @@
 """Requests that come and leave at any time: each text is the one it would be alone."""
 
 import random
+import re
+import signal
+from collections.abc import Sequence
 
 import numpy as np
 import pytest
 import torch
 
 from workhorse.errors import WorkhorseError
-from workhorse.generate import GenerationConfig, Scheduler, generate, prefixes
+from workhorse.generate import GenerationConfig, Scheduler, generate, prefixes, stream
 
 ATTENTION = {
     "rope": {},
@@ -402,3 +405,105 @@ def test_dropout_is_off_during_a_step_alone(make_decoder):
         tokens += [delta.token for delta in scheduler.step()]
         assert decoder.training
     assert tokens == alone(decoder.eval(), [1, 2, 3], config)[0]
+
+
+@pytest.mark.parametrize("exact", [False, True])
+@pytest.mark.parametrize("moment", range(1, 12))
+def test_an_error_of_another_request_changes_no_text(make_decoder, moment, exact):
+    decoder = make_decoder(max_seq_len=12)
+    config = GenerationConfig(seed=5, max_new_tokens=12, truncate="left", exact=exact)
+    (alone,) = generate(decoder, [[3] * 11], config)
+    scheduler = Scheduler(decoder, max_rows=2)
+
+    def breaks(new: Sequence[int], _: str) -> bool:
+        if len(new) == moment:
+            raise ValueError
+        return False
+
+    scheduler.add([1], config, stop_conditions=[breaks])
+    (result,) = scheduler.add([3] * 11, config)
+    tokens = []
+    while not scheduler.is_idle:
+        try:
+            deltas = scheduler.step()
+        except ValueError:
+            continue
+        tokens += [delta.token for delta in deltas if delta.index == result]
+    assert tokens == list(alone.tokens)
+
+
+def test_an_interrupt_waits_for_what_must_not_be_left_half_done(make_decoder):
+    decoder = make_decoder()
+    scheduler = Scheduler(decoder, max_rows=1)
+    config = GenerationConfig(temperature=0, max_new_tokens=3)
+
+    def interrupts(new: Sequence[int], _: str) -> bool:
+        if len(new) == 2:
+            signal.raise_signal(signal.SIGINT)
+        return False
+
+    scheduler.add([1, 2], config, stop_conditions=[interrupts])
+    tokens, interrupted = [], 0
+    while not scheduler.is_idle:
+        try:
+            tokens += [delta.token for delta in scheduler.step()]
+        except KeyboardInterrupt:
+            interrupted += 1
+    assert interrupted == 1
+    assert tokens == list(generate(decoder, [[1, 2]], config)[0].tokens)
+
+
+def test_an_interrupt_ends_a_pass_at_once(make_decoder):
+    decoder = make_decoder()
+    scheduler = Scheduler(decoder, max_rows=1)
+    scheduler.add([1, 2], GenerationConfig(temperature=0, max_new_tokens=3))
+    reached = []
+
+    def interrupt(*_: object) -> None:
+        handle.remove()
+        signal.raise_signal(signal.SIGINT)
+        reached.append("after")
+
+    handle = decoder.layers[0].register_forward_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        scheduler.step()
+    assert not reached
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    count = 0
+    while not scheduler.is_idle:
+        count += len(scheduler.step())
+    assert count == 3
+
+
+def test_a_draft_of_a_short_text_has_room(make_decoder):
+    decoder, draft = make_decoder(max_seq_len=60), make_decoder(max_seq_len=60, seed=1)
+    config = GenerationConfig(temperature=0, max_new_tokens=3)
+    prompts = [[1] * 5, [2] * 40, [3] * 58]
+    found = generate(decoder, prompts, config.replace(speculate=100), draft=draft)
+    expected = generate(decoder, prompts, config)
+    assert [one.tokens for one in found] == [one.tokens for one in expected]
+
+
+def test_no_prompts_give_no_texts(make_decoder):
+    decoder = make_decoder()
+    assert generate(decoder, []) == []
+    assert generate(decoder, iter([]), GenerationConfig(beams=2)) == []
+    assert list(stream(decoder, [])) == []
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": {"temperature": 0}}, "config={'temperature': 0} is not a GenerationConfig"),
+        ({"decoder": None}, "decoder=None is not a decoder; give a model's .decoder"),
+        ({"tokenizer": 3}, "tokenizer=3 is not a tokenizer; give a model's .tokenizer"),
+        ({"draft": "m"}, "draft='m' is not a decoder; give a model's .decoder"),
+        ({"prompts": None}, "prompts=None is not a list; give a list of prompts"),
+        ({"prompts": "ab"}, "prompts='ab' is not a list; give a list of prompts"),
+    ],
+)
+@pytest.mark.parametrize("function", [generate, stream])
+def test_what_cannot_generate(make_decoder, function, arguments, message):
+    given = {"decoder": make_decoder(), "prompts": [[1]], **arguments}
+    with pytest.raises(WorkhorseError, match=re.escape(message)):
+        function(**given)

@@ -56,7 +56,7 @@ VERBS = {
     "models": "List the presets, or show what a model is.",
     "convert": "Write a model in another format: Hugging Face, GGUF, our own.",
 }
-"""The verbs in the order of `--help`; `workhorse.cli.<verb>` is imported when its verb is used."""
+"""The verbs in the order of `--help`; `workhorse.cli.verbs.VERB` is imported when it is used."""
 
 REFUSED_BY_SYSTEM = {
     errno.EACCES,

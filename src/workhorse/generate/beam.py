@@ -52,6 +52,8 @@ def beam_search(
         WorkhorseError: see `check_prompts`; or logits are not finite.
     """
     fitting = check_prompts(decoder, prompts, config, tokenizer)
+    if not fitting:
+        return []
     stops = stop_tokens(config, tokenizer)
     limits = [min(config.max_new_tokens, decoder.max_seq_len + 1 - len(p)) for p in fitting]
     searches = [_Search(config, stops, limit) for limit in limits]

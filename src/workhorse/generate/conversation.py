@@ -124,7 +124,7 @@ class Conversation:
             tokenizer=tokenizer,
             draft=draft,
             max_rows=1,
-            speculate=slack_of(config),
+            speculate=slack_of(config, decoder),
             remembers=True,
         )
 

@@ -7,7 +7,15 @@ from workhorse.errors import WorkhorseError
 from workhorse.generate.beam import beam_search
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.reader import room_for
-from workhorse.generate.requests import TextOfTokens, check_batch_size, check_draft, check_prompts
+from workhorse.generate.requests import (
+    TextOfTokens,
+    check_batch_size,
+    check_draft,
+    check_models,
+    check_prompts,
+    checked_config,
+    prompt_list,
+)
 from workhorse.generate.result import Completion, Delta
 from workhorse.generate.scheduler import Scheduler
 from workhorse.generate.speculation.speculate import slack_of
@@ -42,9 +50,12 @@ def generate(
         WorkhorseError: see `check_prompts`, `check_draft` and `check_batch_size`; or logits are not
             finite.
     """
-    config = config or GenerationConfig()
+    config = checked_config(config)
     check_batch_size(batch_size)
+    check_models(decoder, draft, tokenizer)
     check_draft(decoder, draft, config.speculate, tokenizer)
+    prompts = prompt_list(prompts)
+    checked = check_prompts(decoder, prompts, config, tokenizer)
     if config.beams > 1:
         completions: list[Completion] = []
         with evaluation_mode(decoder):
@@ -57,7 +68,7 @@ def generate(
     results: list[list[Delta]] = [[] for _ in range(len(prompts) * config.n_samples)]
     for delta in _deltas(
         decoder,
-        check_prompts(decoder, prompts, config, tokenizer),
+        checked,
         config.replace(seed=seed) if config.samples else config,
         tokenizer=tokenizer,
         draft=draft,
@@ -93,13 +104,14 @@ def stream(
         WorkhorseError: as `generate`, at the call; or beam search is asked for, which cannot emit
             tokens one by one.
     """
-    config = config or GenerationConfig()
+    config = checked_config(config)
     check_batch_size(batch_size)
+    check_models(decoder, draft, tokenizer)
     if config.beams > 1:
         raise WorkhorseError(
             f"beams={config.beams} gives its text only at the end; leave out streaming, or beams"
         )
-    checked = check_prompts(decoder, prompts, config, tokenizer)
+    checked = check_prompts(decoder, prompt_list(prompts), config, tokenizer)
     check_draft(decoder, draft, config.speculate, tokenizer)
     return _deltas(
         decoder,
@@ -121,9 +133,11 @@ def _deltas(
     batch_size: int,
 ) -> Iterator[Delta]:
     """The deltas of all prompts; `Delta.index` counts results over all of them."""
+    if not prompts:
+        return
     rows = max(batch_size // config.n_samples, 1) * config.n_samples
-    rows = min(rows, max(len(prompts), 1) * config.n_samples)
-    slack, new = slack_of(config), config.max_new_tokens - 1
+    rows = min(rows, len(prompts) * config.n_samples)
+    slack, new = slack_of(config, decoder), config.max_new_tokens - 1
     needs = sorted(room_for(len(prompt), new, decoder.max_seq_len, slack) for prompt in prompts)
     needs = [need for need in needs for _ in range(config.n_samples)]
     scheduler = Scheduler(

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from workhorse.errors import WorkhorseError
 from workhorse.generate.prefixes import PIECE, PrefixTree
+from workhorse.interrupts import interrupts_let_through
 from workhorse.nn import Decoder
 from workhorse.nn.cache.blocks import BLOCK, CachedText
 from workhorse.nn.cache.paged_view import PagedView
@@ -53,11 +54,13 @@ class Reading:
             exact text hold no other text; its prompt is read in pieces that end at multiples of
             `PIECE`, all later tokens one by one. So the shapes of all computations, and with them
             the bits of their results, depend on the text alone.
+        begin: how many tokens before these were forgotten, because the context was full.
     """
 
     tokens: list[int]
     text: CachedText
     prompt: int | None = None
+    begin: int = 0
 
     @property
     def shareable(self) -> int:
@@ -140,7 +143,7 @@ class Reader:
         """Open another text that shares everything read of this one."""
         text = self.cache.open(reading.text.most)
         self.cache.adopt(text, reading.text.length, reading.text.tables)
-        return Reading(list(reading.tokens), text, reading.prompt)
+        return Reading(list(reading.tokens), text, reading.prompt, reading.begin)
 
     def select(self, readings: Sequence[Reading], index: Sequence[int]) -> list[Reading]:
         """Keep, reorder or repeat texts: text r becomes what text `index[r]` was."""
@@ -159,8 +162,9 @@ class Reader:
 
     def close(self, reading: Reading) -> None:
         """Close a text, after remembering it if texts are remembered."""
-        self._remember(reading, reading.shareable)
-        self.cache.close(reading.text)
+        if not reading.text.is_closed:
+            self._remember(reading, reading.shareable)
+            self.cache.close(reading.text)
 
     def remember(self, reading: Reading) -> None:
         """Let other texts share the full blocks of a text that stays open."""
@@ -183,8 +187,10 @@ class Reader:
         """
         to_read = [list(new) for new in tokens]
         for n, reading in enumerate(readings):
-            if len(reading.tokens) + len(to_read[n]) > self.context:
-                to_read[n] = [*reading.tokens, *to_read[n]][-max(1, self.context // 2) :]
+            whole = [*reading.tokens, *to_read[n]]
+            if len(whole) > self.context:
+                to_read[n] = whole[-max(1, self.context // 2) :]
+                reading.begin += len(whole) - len(to_read[n])
                 reading.tokens = []
                 reading.prompt = None if reading.prompt is None else len(to_read[n])
                 self.cache.clear(reading.text)
@@ -208,7 +214,10 @@ class Reader:
         """One pass of the decoder over these texts."""
         starts = [len(reading.tokens) for reading in readings]
         padded, positions = left_pad(tokens, starts, self._device)
-        logits = self._consume(padded, positions, self._view_of(readings), last)
+        view = self._view_of(readings)
+        view.reserve(list(map(len, tokens)))
+        with interrupts_let_through():
+            logits = self._consume(padded, positions, view, last)
         for reading, new in zip(readings, tokens, strict=True):
             reading.tokens += new
         return logits

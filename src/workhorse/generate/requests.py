@@ -20,6 +20,46 @@ class TextOfTokens(Protocol):
     def stream(self, *, skip_special: bool = False, after: Sequence[int] = ()) -> TokenStream: ...
 
 
+def check_models(decoder: object, draft: object, tokenizer: object) -> None:
+    """Refuse what is not a decoder, a draft or a tokenizer.
+
+    Raises:
+        WorkhorseError: one of them has another type.
+    """
+    for name, model in {"decoder": decoder, "draft": draft}.items():
+        if not isinstance(model, Decoder) and (model is not None or name == "decoder"):
+            raise WorkhorseError(f"{name}={shown(model)} is not a decoder; give a model's .decoder")
+    if tokenizer is not None and not hasattr(tokenizer, "stream"):
+        raise WorkhorseError(
+            f"tokenizer={shown(tokenizer)} is not a tokenizer; give a model's .tokenizer, or leave "
+            "it out"
+        )
+
+
+def checked_config(config: object) -> GenerationConfig:
+    """A config, or the defaults for None.
+
+    Raises:
+        WorkhorseError: it is something else.
+    """
+    if not isinstance(config, GenerationConfig | None):
+        raise WorkhorseError(
+            f"config={shown(config)} is not a GenerationConfig; give one, or leave it out"
+        )
+    return config or GenerationConfig()
+
+
+def prompt_list(prompts: object) -> list[Any]:
+    """Prompts as a list, however they are given.
+
+    Raises:
+        WorkhorseError: they are a text, or nothing to iterate over.
+    """
+    if isinstance(prompts, str | bytes) or not isinstance(prompts, Iterable):
+        raise WorkhorseError(f"prompts={shown(prompts)} is not a list; give a list of prompts")
+    return list(cast(Iterable[Any], prompts))
+
+
 def check_prompts(
     decoder: Decoder,
     prompts: Sequence[Sequence[int]],

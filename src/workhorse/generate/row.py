@@ -105,6 +105,8 @@ class Row:
             stream = tokenizer.stream(skip_special=True, after=request.prompt)
             self._stream = TextStream(stream, config.stop)
         self._text = ""
+        self._numbers: list[float] = []
+        self._used = 0
         self._generator = torch.Generator()
         if config.samples:
             self._generator.manual_seed(request.seed + sample)
@@ -128,7 +130,15 @@ class Row:
 
     def uniform(self) -> float:
         """The next number of this row's generator, which is on the CPU whatever the device."""
-        return torch.rand((), dtype=torch.float64, generator=self._generator).item()
+        if self._used == len(self._numbers):
+            number = torch.rand((), dtype=torch.float64, generator=self._generator).item()
+            self._numbers.append(number)
+        self._used += 1
+        return self._numbers[self._used - 1]
+
+    def rewind(self) -> None:
+        """Give the numbers again that were drawn since the last token."""
+        self._used = 0
 
     def take(self, token: int, logprob: TokenLogprob | None) -> Delta:
         """Append the chosen token, and end the row if it is the last."""
@@ -136,6 +146,8 @@ class Row:
         self.is_at_fault = True  # until done: a token that is half taken cannot be taken back
         guessed = self.unmet > 0 and token == self.guess.tokens[self.agreed]
         self.agreed += guessed
+        del self._numbers[: self._used]
+        self.rewind()
         self.tokens.append(token)
         self.left -= 1
         text = ""

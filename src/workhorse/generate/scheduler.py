@@ -24,7 +24,9 @@ from workhorse.generate.requests import (
     TextOfTokens,
     check_draft,
     check_functions,
+    check_models,
     check_prompts,
+    checked_config,
     usable_vocab,
     whole,
 )
@@ -34,6 +36,7 @@ from workhorse.generate.sampling.choose import Chooser
 from workhorse.generate.speculation.draft import Draft
 from workhorse.generate.speculation.lookup import PromptLookup
 from workhorse.generate.speculation.speculate import Proposer, slack_of
+from workhorse.interrupts import interrupts_held
 from workhorse.nn import Decoder, evaluation_mode
 from workhorse.transforms.record import decoding_operators
 
@@ -84,16 +87,7 @@ class Scheduler:
         prompt_chunk: int | None = None,
         remembers: bool = False,
     ) -> None:
-        for name, model in {"decoder": decoder, "draft": draft}.items():
-            if not isinstance(model, Decoder) and (model is not None or name == "decoder"):
-                raise WorkhorseError(
-                    f"{name}={shown(model)} is not a decoder; give a model's .decoder"
-                )
-        if tokenizer is not None and not hasattr(tokenizer, "stream"):
-            raise WorkhorseError(
-                f"tokenizer={shown(tokenizer)} is not a tokenizer; give a model's .tokenizer, or "
-                "leave it out"
-            )
+        check_models(decoder, draft, tokenizer)
         if not isinstance(remembers, bool):
             raise WorkhorseError(f"remembers={shown(remembers)} is not a bool; give True or False")
         self.decoder = decoder
@@ -122,13 +116,13 @@ class Scheduler:
         self._choosers: dict[str, Chooser] = {}
         self._added = 0
         self._deltas: list[Delta] = []
-        self._begins: dict[Row, int] = {}  # index in a row's tokens at which its reading begins
 
     @property
     def is_idle(self) -> bool:
         """Whether no request is waiting or running."""
         return not (self._waiting or self._prompts or self._rows)
 
+    @interrupts_held()
     def add(
         self,
         prompt: Sequence[int],
@@ -153,18 +147,14 @@ class Scheduler:
                 next token; for more guesses than the scheduler was made for, or for an exact text
                 beside guesses; or for more rows or tokens than it can ever hold.
         """
-        if not isinstance(config, GenerationConfig | None):
-            raise WorkhorseError(
-                f"config={shown(config)} is not a GenerationConfig; give one, or leave it out"
-            )
-        config = config or GenerationConfig()
+        config = checked_config(config)
         processors = check_functions("processors", processors)
         stop_conditions = check_functions("stop_conditions", stop_conditions)
         if config.beams > 1:
             raise WorkhorseError(
                 f"beams={config.beams} gives its text only at the end; leave beams out"
             )
-        if slack_of(config) > self._speculate:
+        if slack_of(config, self.decoder) > self._speculate:
             raise WorkhorseError(
                 f"speculate={config.speculate} is more than this scheduler guesses, "
                 f"{self._speculate}; make it with speculate={config.speculate}"
@@ -187,6 +177,7 @@ class Scheduler:
         self._waiting.append(_Prompt(request, rows, fitting))
         return results
 
+    @interrupts_held()
     def cancel(self, result: int) -> None:
         """Drop a result, whether it waits or runs. One that has ended is not affected.
 
@@ -218,12 +209,12 @@ class Scheduler:
         Raises:
             WorkhorseError: logits are not finite, or a processor does not return logits.
         """
-        with ExitStack() as modes:
-            modes.enter_context(evaluation_mode(self.decoder))
+        with ExitStack() as around:
+            around.enter_context(interrupts_held())
+            around.enter_context(evaluation_mode(self.decoder))
             if self._draft is not None:
-                modes.enter_context(evaluation_mode(self._draft))
+                around.enter_context(evaluation_mode(self._draft))
             going = self._rows
-            self._begins = {row: len(row.tokens) - 1 - len(row.reading.tokens) for row in going}
             try:
                 self._admit()
                 if self._prompts:
@@ -238,8 +229,8 @@ class Scheduler:
                     if row.finish_reason is not None:
                         self._leave(row)
                 self._rows = [row for row in self._rows if row.finish_reason is None]
-            deltas, self._deltas = self._deltas, []
-            return deltas
+        deltas, self._deltas = self._deltas, []
+        return deltas
 
     def _recover(self) -> None:
         """After a step that raised: the next one reads again what this one left half read."""
@@ -251,8 +242,8 @@ class Scheduler:
             prompt.left = list(prompt.tokens)
         rows, self._rows = self._rows, []
         for row in rows:
-            begin = self._begins[row]
-            read = len(row.reading.tokens)
+            begin, read = row.reading.begin, len(row.reading.tokens)
+            row.rewind()
             self._proposer.leave(row)
             if row.is_at_fault:
                 self._reader.restart(row.reading)
@@ -330,7 +321,6 @@ class Scheduler:
                 row.reading = self._reader.fork(prompt.reading)
             rows += prompt.rows
             parents += [n] * len(prompt.rows)
-            self._begins |= {row: len(row.tokens) - len(prompt.tokens) for row in prompt.rows}
         self._prompts = [prompt for prompt in self._prompts if prompt.left]
         self._rows = [*self._rows, *rows]
         before = len(self._deltas)
@@ -387,7 +377,7 @@ class Scheduler:
 
     def _most_guesses(self, row: Row) -> int:
         steady = self._steady - len(row.reading.tokens) - 1
-        return max(0, min(row.config.speculate, row.left - 1, steady))
+        return max(0, min(row.config.speculate, self._speculate, row.left - 1, steady))
 
     def _leave(self, row: Row) -> None:
         self._proposer.leave(row)

@@ -23,9 +23,11 @@ import warnings
 from pathlib import Path
 from typing import Any
 
+import click
+
 from tests.campaigns.inputs.attempt import Attempt
 from tests.campaigns.inputs.workplace import state
-from workhorse.cli.main import VERBS, run
+from workhorse.cli.main import VERBS, command, run
 
 SECONDS = 60.0
 """After so long it hangs. A busy machine is slow."""
@@ -37,7 +39,7 @@ SHOWN = 200_000
 def warm_up(place: Path) -> None:
     """Import what verbs import, without starting a thread that a fork would lack."""
     for verb in VERBS:
-        importlib.import_module(f"workhorse.cli.{verb}")
+        command.get_command(click.Context(command), verb)
     for name in (
         "convert",
         "data",

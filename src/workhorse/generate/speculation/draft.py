@@ -102,7 +102,7 @@ class Draft:
             followed = self._followed.get(row)
             if followed is None:
                 text = row.tokens[-self._reader.context :]
-                followed = _Followed(self._reader.open(text, row.left + row.config.speculate))
+                followed = _Followed(self._reader.open(text, row.left + self._reader.slack))
                 self._followed[row] = followed
                 came.append(text[len(followed.reading.tokens) :])
                 back.append(0)

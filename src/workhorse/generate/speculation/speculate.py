@@ -21,6 +21,7 @@ from torch import Tensor
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.row import Guess, Row
 from workhorse.generate.sampling.samplers import History, Shaper
+from workhorse.nn import Decoder
 
 
 class SamplingRule(Protocol):
@@ -70,6 +71,6 @@ def after_guess(target: Tensor, token: int, draft: Tensor, uniform: float) -> Te
     return excess if bool(excess.any()) else target
 
 
-def slack_of(config: GenerationConfig) -> int:
+def slack_of(config: GenerationConfig, decoder: Decoder) -> int:
     """The most tokens that a cache must be able to take back."""
-    return min(config.speculate, config.max_new_tokens)
+    return min(config.speculate, config.max_new_tokens, decoder.max_seq_len)

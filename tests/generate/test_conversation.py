@@ -1,8 +1,11 @@
+import signal
+
 import pytest
 
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, generate
 from workhorse.generate.conversation import Conversation, TemplateFormat, TranscriptFormat
+from workhorse.generate.row import Row
 from workhorse.tokenizers import BytesConfig, ChatTemplate, SpecialTokensConfig, train_tokenizer
 
 CONFIG = GenerationConfig(seed=1, max_new_tokens=8)
@@ -253,3 +256,27 @@ def test_a_chat_has_one_reply(decoder, tokenizer, option):
     config = GenerationConfig(**{option: 3})
     with pytest.raises(WorkhorseError, match=f"{option}=3: a chat has one reply; leave {option}"):
         Conversation(decoder, tokenizer, TranscriptFormat(tokenizer), config)
+
+
+@pytest.mark.parametrize("last", [1, 3, 8])
+def test_after_an_interrupt_between_passes_the_conversation_goes_on(decoder, tokenizer, last):
+    conversation = Conversation(decoder, tokenizer, TranscriptFormat(tokenizer), CONFIG)
+    count = 0
+
+    def interrupt(*_: object) -> None:
+        nonlocal count
+        count += 1
+        if count == last:
+            signal.raise_signal(signal.SIGINT)
+
+    row_take = Row.take
+
+    def take(row, *given):
+        interrupt()
+        return row_take(row, *given)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Row, "take", take)
+        with pytest.raises(KeyboardInterrupt):
+            list(conversation.reply("Hi"))
+    assert len(list(conversation.reply("And now?"))) > 0

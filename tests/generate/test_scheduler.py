@@ -432,13 +432,14 @@ def test_an_error_of_another_request_changes_no_text(make_decoder, moment, exact
     assert tokens == list(alone.tokens)
 
 
-def test_an_interrupt_waits_for_what_must_not_be_left_half_done(make_decoder):
+@pytest.mark.parametrize("moment", [1, 2, 3])
+def test_an_interrupt_waits_for_what_must_not_be_left_half_done(make_decoder, moment):
     decoder = make_decoder()
     scheduler = Scheduler(decoder, max_rows=1)
     config = GenerationConfig(temperature=0, max_new_tokens=3)
 
     def interrupts(new: Sequence[int], _: str) -> bool:
-        if len(new) == 2:
+        if len(new) == moment:
             signal.raise_signal(signal.SIGINT)
         return False
 

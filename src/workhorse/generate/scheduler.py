@@ -119,8 +119,8 @@ class Scheduler:
 
     @property
     def is_idle(self) -> bool:
-        """Whether no request is waiting or running."""
-        return not (self._waiting or self._prompts or self._rows)
+        """Whether no request is waiting or running, and every token was given by a step."""
+        return not (self._waiting or self._prompts or self._rows or self._deltas)
 
     @interrupts_held()
     def add(
@@ -199,6 +199,7 @@ class Scheduler:
             if row.index == result:
                 self._leave(row)
         self._rows = [row for row in self._rows if row.index != result]
+        self._deltas = [delta for delta in self._deltas if delta.index != result]
 
     def step(self) -> list[Delta]:
         """Read the prompts that have arrived, and advance each row that was already running.

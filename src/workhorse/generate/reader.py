@@ -187,10 +187,10 @@ class Reader:
         """
         to_read = [list(new) for new in tokens]
         for n, reading in enumerate(readings):
-            whole = [*reading.tokens, *to_read[n]]
-            if len(whole) > self.context:
-                to_read[n] = whole[-max(1, self.context // 2) :]
-                reading.begin += len(whole) - len(to_read[n])
+            length = len(reading.tokens) + len(to_read[n])
+            if length > self.context:
+                to_read[n] = [*reading.tokens, *to_read[n]][-max(1, self.context // 2) :]
+                reading.begin += length - len(to_read[n])
                 reading.tokens = []
                 reading.prompt = None if reading.prompt is None else len(to_read[n])
                 self.cache.clear(reading.text)

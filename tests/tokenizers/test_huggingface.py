@@ -259,6 +259,15 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
         {"tokenizer.json": "{}", "tokenizer_config.json": {"tokenizer_class": "GPT2Tokenizer"}},
         "not as the tokenizers library writes it",
     ),
+    "a flag as normalizer": (
+        {
+            "tokenizer.json": {
+                **json.loads(bare()["tokenizer.json"].to_str()),
+                "normalizer": True,
+            }
+        },
+        r"not as the tokenizers library writes it \(a value of another type\)",
+    ),
     "huge id": (
         {
             "tokenizer.json": {

@@ -224,7 +224,9 @@ def _blaming(what: object) -> Iterator[None]:
     except WorkhorseError as error:
         raise WorkhorseError(f"{what}: {error}") from None
     except (TypeError, LookupError, AttributeError, ValueError, OverflowError) as error:
-        reason = " ".join(str(error).split())[:200]
+        # What Python says of a value of another type is about our code, not about the file.
+        of_type = isinstance(error, TypeError | AttributeError)
+        reason = "a value of another type" if of_type else " ".join(str(error).split())[:200]
         raise WorkhorseError(
             f"{what}: not as the tokenizers library writes it ({reason}); give the original file"
         ) from None

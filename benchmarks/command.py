@@ -65,6 +65,8 @@ def main(name: str, cases: Cases, options: argparse.Namespace) -> None:
         "machine": describe(options.threads, device),
         "versions": versions(),
     }
+    if options.against and options.save:
+        sys.exit("--save keeps the rows of RESULTS.md, which have no other checkout; leave it out")
     if options.against and not (options.against / "benchmarks" / "worker.py").is_file():
         sys.exit(f"--against {options.against} is not a checkout of this project; give its folder")
     results = []
@@ -92,9 +94,9 @@ def chosen(
     """
     for case in cases:
         kept = [one for one in case.contestants if not only or one.name in only]
-        if against is None and kept:
-            yield replace(case, contestants=tuple(kept))
         if against is None:
+            if kept:
+                yield replace(case, contestants=tuple(kept))
             continue
         for one in kept:
             if one.name.split(",")[0] == OURS:

@@ -53,6 +53,10 @@ def case(
                 "Workhorse, not compiled", "benchmarks.ours:generate", own | {"compiled": False}
             )
         )
+    if batch > 1:
+        exact = own | {"compiled": False, "exact": True}
+        note = "not compiled, `exact`: texts whose bits do not depend on the batch"
+        contestants.append(Contestant("Workhorse, exact", "benchmarks.ours:generate", exact, note))
     skipped: tuple[str, ...] = ()
     if device == "cpu":
         contestants.append(_llama_cpp(same, theirs))

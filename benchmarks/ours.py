@@ -116,6 +116,7 @@ def generate(
     new_tokens: int,
     models: str,
     device: str,
+    exact: bool = False,
     threads: int,
 ) -> Round:
     """Rounds of greedy decoding."""
@@ -129,7 +130,7 @@ def generate(
         **LOAD_OPTIONS[precision],
     )
     prompts = random_tokens(batch, prompt_tokens, DECODING[shape].vocab_size)
-    config = GenerationConfig(max_new_tokens=new_tokens, temperature=0, stop_tokens=())
+    config = GenerationConfig(max_new_tokens=new_tokens, temperature=0, stop_tokens=(), exact=exact)
 
     def take() -> dict[str, float]:
         clock = TokenClock(batch, prompt_tokens)

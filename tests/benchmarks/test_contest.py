@@ -137,6 +137,7 @@ def test_a_contestant_runs_the_code_of_its_checkout(tmp_path):
     ("options", "message"),
     [
         (["--against", "nowhere"], "--against nowhere is not a checkout of this project"),
+        (["--against", "nowhere", "--save"], "--save keeps the rows of RESULTS.md"),
         (["--only", "Nobody"], "no contestant is left; leave out --only"),
     ],
 )

@@ -17,12 +17,10 @@ from typing import Any
 import pytest
 import torch
 
-from tests.native.machine import OPERATORS
+from tests.native.machine import decode_natively
 from workhorse.generate import Completion, Delta, GenerationConfig, Scheduler, generate
 from workhorse.generate.prefixes import PIECE
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.transforms.native_attention import attend_natively
-from workhorse.transforms.stream import stream_weights
 
 pytestmark = pytest.mark.campaign
 REQUESTS = 1000
@@ -161,10 +159,7 @@ def test_a_thousand_requests(
     torch.manual_seed(0)
     decoder = CONFIG.build(dtype=dtype).eval()
     if native:
-        if OPERATORS.decoding is None:
-            pytest.skip(OPERATORS.why_not["decoding"])
-        stream_weights(decoder, OPERATORS)
-        attend_natively(decoder, OPERATORS.decoding)
+        decode_natively(decoder)
     pick = random.Random(1)
     asked = requests(pick, exact=exact)
     run(decoder, asked, pick)

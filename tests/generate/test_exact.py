@@ -5,14 +5,12 @@ import random
 import pytest
 import torch
 
-from tests.native.machine import OPERATORS
+from tests.native.machine import decode_natively
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, Scheduler, generate
 from workhorse.generate.beam import beam_search
 from workhorse.generate.prefixes import PIECE
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.transforms.native_attention import attend_natively
-from workhorse.transforms.stream import stream_weights
 
 VOCAB = 48
 GREEDY = GenerationConfig(temperature=0, max_new_tokens=6, logprobs=VOCAB, exact=True)
@@ -46,10 +44,7 @@ def make(dtype: torch.dtype, *, native: bool = False, mixture: bool = False) -> 
     torch.manual_seed(0)
     decoder = config.build(dtype=dtype).eval()
     if native:
-        if OPERATORS.decoding is None:
-            pytest.skip(OPERATORS.why_not["decoding"])
-        stream_weights(decoder, OPERATORS)
-        attend_natively(decoder, OPERATORS.decoding)
+        decode_natively(decoder)
     return decoder
 
 

@@ -5,12 +5,23 @@ from typing import Any
 import pytest
 
 from workhorse.native import Library, resolve
+from workhorse.nn import Decoder
+from workhorse.transforms.native_attention import attend_natively
+from workhorse.transforms.stream import stream_weights
 
 OPERATORS = resolve("decoding", "matrix_unit", "training", wait=True)
 # Where one is None, what uses it is skipped by `needs`.
 DECODING: Any = OPERATORS.decoding
 MATRIX_UNIT: Any = OPERATORS.matrix_unit
 TRAINING: Any = OPERATORS.training
+
+
+def decode_natively(decoder: Decoder) -> None:
+    """Let a decoder use the operators of decoding, or skip the test that asks for it."""
+    if OPERATORS.decoding is None:
+        pytest.skip(OPERATORS.why_not["decoding"])
+    stream_weights(decoder, OPERATORS)
+    attend_natively(decoder, OPERATORS.decoding)
 
 
 def needs(library: Library) -> pytest.MarkDecorator:

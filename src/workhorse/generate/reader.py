@@ -215,7 +215,7 @@ class Reader:
         starts = [len(reading.tokens) for reading in readings]
         padded, positions = left_pad(tokens, starts, self._device)
         view = self._view_of(readings)
-        view.reserve(list(map(len, tokens)))
+        view.reserve(list(map(len, tokens)))  # before what an interrupt may end
         with interrupts_let_through():
             logits = self._consume(padded, positions, view, last)
         for reading, new in zip(readings, tokens, strict=True):

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from workhorse.nn.autocast import autocast_dtype
 from workhorse.nn.elementwise import Multiplier, SoftCap
 from workhorse.nn.head import Head
 from workhorse.nn.loss import IGNORE, Losses, chunked_next_token_losses
@@ -72,7 +73,7 @@ class HeadLoss(nn.Module):
             The two terms apart, which have one gradient, that of their sum; and the count.
         """
         # Under autocast to float16 the loss must be scaled before its gradient is taken.
-        if not is_linear(head) or torch.is_autocast_enabled(x.device.type):
+        if not is_linear(head) or autocast_dtype(x):
             return chunked_next_token_losses(x, targets, head, vocab=head.vocab_size, z_loss=z_loss)
         x = head.project(head.transform(x)).flatten(0, 1)
         matrix = self.matrix(head) if matrix is None else matrix
@@ -204,7 +205,14 @@ class ProductGradients:
 
 def _sum(total: Tensor | None, part: Tensor) -> Tensor:
     """In float32 at least from the second part on."""
-    return part if total is None else widened(total).add_(part)
+    if total is None:
+        return part
+    total = widened(total)
+    if total.dtype == part.dtype:
+        return total.add_(part)
+    for rows, more in blocks(total, part):  # of all that it casts, a CPU makes a copy
+        rows.add_(more)
+    return total
 
 
 class _LinearHeadLoss(torch.autograd.Function):

@@ -9,6 +9,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from workhorse.config import Config, ConfigError
+from workhorse.nn.autocast import autocast_dtype, without_autocast
 
 
 class LayerNormConfig(Config):
@@ -89,10 +90,9 @@ class LowPrecisionLayerNorm(LayerNorm):
     """LayerNorm in the autocast dtype rather than in float32 (MPT)."""
 
     def forward(self, x: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch width"]:
-        device = x.device.type
-        low = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        low = autocast_dtype(x) or x.dtype
         weight = _gain(self.weight, self.offset)
-        with torch.autocast(device, enabled=False):
+        with without_autocast(x):
             return F.layer_norm(
                 x.to(low),
                 (self.width,),

@@ -108,7 +108,7 @@ class MasterWeights:
             if gradient is None:
                 continue
             if name in self.sums:
-                self.sums[name].add_(local(gradient))
+                _add(self.sums[name], local(gradient))
             else:
                 self.sums[name] = local(gradient).float()
             self.parameters[name].grad = None
@@ -133,6 +133,15 @@ class MasterWeights:
         for parameter in self.parameters.values():
             parameter.grad = None
         self.sums.clear()
+
+
+def _add(total: Tensor, part: Tensor) -> None:
+    """Add in chunks: a CPU makes a copy of all that it casts."""
+    if part.is_contiguous():
+        for some, more in chunks(total, part):
+            some.add_(more)
+    else:
+        total.add_(part)
 
 
 def dense_gradient(parameter: nn.Parameter) -> Tensor | None:

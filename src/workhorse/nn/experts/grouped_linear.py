@@ -7,6 +7,8 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from workhorse.nn.autocast import autocast_dtype
+
 KERNEL_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 KERNEL_ALIGNMENT = 16
 """The size in bytes of every row that the grouped kernel reads or writes is a multiple of this."""
@@ -49,9 +51,7 @@ class GroupedLinear(nn.Module):
     def forward(
         self, x: Float[Tensor, "rows in_features"], groups: Groups
     ) -> Float[Tensor, "rows out_features"]:
-        device = x.device.type
-        low = torch.is_autocast_enabled(device)
-        dtype = torch.get_autocast_dtype(device) if low else self.weight.dtype
+        dtype = autocast_dtype(x) or self.weight.dtype
         y = grouped_product(x.to(dtype), self.weight.to(dtype), groups.ends)
         return y if self.bias is None else y + self.bias[groups.of_row].to(dtype)
 

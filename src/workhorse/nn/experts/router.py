@@ -11,6 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 
 from workhorse.config import Config, ConfigError
+from workhorse.nn.autocast import without_autocast
 
 TOP2 = 2
 ALWAYS_FLOAT32 = "selection_bias"
@@ -247,7 +248,7 @@ class Float32Linear(nn.Linear):
     """A linear map computed in float32 whatever the input and autocast (2101.03961 §2.4)."""
 
     def forward(self, input: Float[Tensor, "*batch width"]) -> Float[Tensor, "*batch out"]:
-        with torch.autocast(input.device.type, enabled=False):
+        with without_autocast(input):
             bias = cast(Tensor | None, self.bias)
             bias = None if bias is None else bias.float()
             return F.linear(input.float(), self.weight.float(), bias)

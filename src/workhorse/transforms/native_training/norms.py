@@ -6,6 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from workhorse.native import Training
+from workhorse.nn.autocast import autocast_dtype
 from workhorse.nn.blocks import PreNorm
 from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context
@@ -84,7 +85,7 @@ def replace_norms(root: nn.Module, operators: Training) -> nn.Module:
 
 
 def _takes(x: Tensor) -> bool:
-    return x.dtype in TYPES and not torch.is_autocast_enabled(x.device.type)
+    return x.dtype in TYPES and autocast_dtype(x) is None
 
 
 def _parts(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, NormOptions]:

@@ -8,11 +8,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.train.conftest import MODEL
 from workhorse.data import Batch
+from workhorse.models.flops import flops_per_token
 from workhorse.models.parameters import active_parameters
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.train import read_metrics, speed, train
 from workhorse.train.objectives.next_token import NextToken
-from workhorse.train.speed import Peak, flops_per_token, peak_flops
+from workhorse.train.speed import Peak, peak_flops
 
 SEQ, VOCAB = 32, 24
 ROWS = 2

@@ -6,7 +6,7 @@ from fractions import Fraction
 
 from torch import nn
 
-from workhorse.nn import DecoderConfig
+from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.blocks import BlockConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.norms import LayerNorm, RMSNorm
@@ -35,10 +35,19 @@ def active_parameters(config: DecoderConfig) -> int:
     """
     total = Fraction(0)
     for path, _, block, number in _parameters(config):
-        mixture = block.feed_forward if block and path[2:4] == EXPERTS else None
+        mixture = block.feed_forward if block and _is_of_experts(path) else None
         share = Fraction(mixture.top_k, mixture.n_experts) if isinstance(mixture, MoEConfig) else 1
         total += number * share
     return int(total)
+
+
+def components_of(decoder: Decoder) -> dict[str, str]:
+    """The component of every parameter and buffer, by name: one of `COMPONENTS`, or `experts`."""
+    return {
+        name: "experts" if _is_of_experts(path := name.split(".")) else _component(path, owner)
+        for name in decoder.state_dict(keep_vars=True)
+        for owner in [decoder.get_submodule(name.rpartition(".")[0])]
+    }
 
 
 def _parameters(
@@ -61,6 +70,10 @@ def _parameters(
         kind = kinds[int(path[1])] if path[0] == "layers" else None
         block = config.blocks[kind] if kind else None
         yield path, owner, block, parameter.numel() * (layers[kind] if kind else 1)
+
+
+def _is_of_experts(path: list[str]) -> bool:
+    return path[2:4] == EXPERTS
 
 
 def _component(path: list[str], owner: nn.Module) -> str:

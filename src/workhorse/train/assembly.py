@@ -10,6 +10,7 @@ from workhorse import __version__
 from workhorse.checkpoints import Checkpoint, RunDirectory, empty_decoder, load_weights
 from workhorse.data import Batch, Batches, Dataset, beginning, prepare, prepare_tokenizer
 from workhorse.devices import name_of, training_dtype, use_threads
+from workhorse.models.flops import flops_per_token
 from workhorse.models.parameters import active_parameters
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
@@ -22,7 +23,7 @@ from workhorse.train.resume.random_state import seed_everything
 from workhorse.train.resume.resume import Resumption, check_same_run
 from workhorse.train.room import check_training
 from workhorse.train.samples import Sampler
-from workhorse.train.speed import Peak, flops_per_token
+from workhorse.train.speed import Peak
 from workhorse.train.step.build import build_step, measured_peak, training_operators
 from workhorse.train.step.step import TrainingStep
 from workhorse.train.validation import Validator

@@ -8,6 +8,7 @@ import torch
 from workhorse.data import Batch, iterate_texts
 from workhorse.devices import use_threads
 from workhorse.models.describe import exports_as
+from workhorse.models.flops import flops_per_token
 from workhorse.models.parameters import active_parameters
 from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import parameters_by_role
@@ -15,7 +16,6 @@ from workhorse.tokenizers import train_tokenizer
 from workhorse.train.check import check_length, check_recipe
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.room import held_memory
-from workhorse.train.speed import flops_per_token
 from workhorse.train.step.allocator import keep_freed_memory
 from workhorse.train.step.build import build_step, measured_peak
 
@@ -52,7 +52,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     check_length(recipe)
     if config.threads:
         use_threads(config.threads)
-    decoder_config = recipe.decoder_config(_vocab_size(recipe))
+    decoder_config = recipe.decoder_config(vocab_size_of(recipe))
     decoder = decoder_config.build(config.kernel, device="meta")
     active = active_parameters(decoder_config)
     flops = flops_per_token(decoder, config.seq_len)
@@ -83,7 +83,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     }
 
 
-def _vocab_size(recipe: Recipe) -> int:
+def vocab_size_of(recipe: Recipe) -> int:
     """The largest vocabulary that the recipe's tokenizer can have.
 
     If the config does not say, the tokenizer is trained on the text, in memory.

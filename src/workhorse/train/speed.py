@@ -1,15 +1,10 @@
-"""The arithmetic of a training step, and the rate that the machine can reach."""
+"""The rate of arithmetic that the machine can reach."""
 
 import time
 from collections.abc import Callable
 
 import torch
-from torch import nn
 
-from workhorse.nn import Decoder
-from workhorse.nn.attention.self_attention import SelfAttention
-from workhorse.nn.experts.grouped_linear import GroupedLinear
-from workhorse.nn.experts.mixture import MixtureOfExperts
 from workhorse.nn.head_loss import Multiply, product
 
 PROBE_SECONDS = 0.02
@@ -17,34 +12,6 @@ PROBE_SECONDS = 0.02
 PROBE_SIZES = {"cpu": (256, 512, 1024)}
 """Small gemms fit between interruptions by other work, large ones keep all cores busy."""
 LARGE_SIZES = (4096, 8192)
-
-
-def flops_per_token(decoder: Decoder, seq_len: int) -> int:
-    """Floating-point operations to train on one token: forward and backward.
-
-    Six for each weight that multiplies (in a mixture those of `top_k` experts), and in each layer
-    `6 · heads · (head_dim + value_dim) · keys` for scores and outputs of the attention. `keys` is
-    `seq_len`, or the window or chunk if that is smaller: keys that a causal mask hides count, as in
-    PaLM (2204.02311 appendix B), and those that a window hides do not. Recomputed activations do
-    not count either, nor do look-ups, norms, activations, the softmax and the optimizer.
-    """
-    flops = 0
-    for module in decoder.modules():
-        if isinstance(module, nn.Linear):
-            flops += 6 * module.weight.numel()
-        elif isinstance(module, MixtureOfExperts):
-            flops += 6 * _multiplied(module)
-        elif isinstance(module, SelfAttention):
-            keys = min(seq_len, module.pattern.reach or seq_len)
-            flops += 6 * module.n_heads * (module.head_dim + module.value_dim) * keys
-    return flops
-
-
-def _multiplied(mixture: MixtureOfExperts) -> int:
-    """Weights of a mixture's experts that multiply one token."""
-    stacks = [part for part in mixture.experts.modules() if isinstance(part, GroupedLinear)]
-    matrices = sum(stack.weight.numel() for stack in stacks)
-    return matrices * mixture.router.top_k // mixture.router.n_experts
 
 
 class Peak:

@@ -1,0 +1,84 @@
+"""`workhorse plan`: what a model and its training need, before either is allocated."""
+
+from pathlib import Path
+
+import click
+
+from workhorse.cli.options import PATH, json_option
+from workhorse.cli.output import print_result, warn
+
+
+@click.command("plan")
+@click.argument("source")
+@click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
+@click.option("--device", help="A device by name, such as h100.  [default: this machine]")
+@click.option(
+    "--memory",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="GIB",
+    help="Memory of each device.  [default: what it has, or what is free here]",
+)
+@click.option(
+    "--utilization",
+    type=click.FloatRange(min=0, max=1, min_open=True),
+    default=0.4,
+    show_default=True,
+    help="Part of a device's peak that training reaches.",
+)
+@click.option(
+    "--price", type=click.FloatRange(min=0), help="Of a device for an hour, to give the cost."
+)
+@click.option(
+    "--budget",
+    type=click.FloatRange(min=0, min_open=True),
+    metavar="FLOPS",
+    help="What to spend best.  [default: the arithmetic of the planned training]",
+)
+@click.option(
+    "--context",
+    type=click.IntRange(min=1),
+    help="Tokens of a text that is served.  [default: the model's longest]",
+)
+@click.option("--measure", is_flag=True, help="Measure this machine's peak, to give the time.")
+@click.option("--page", type=PATH, help="Also write a page with pictures, which needs no network.")
+@json_option
+def command(
+    *,
+    source: str,
+    overrides: tuple[str, ...],
+    device: str | None,
+    memory: float | None,
+    utilization: float,
+    price: float | None,
+    budget: float | None,
+    context: int | None,
+    measure: bool,
+    page: Path | None,
+    as_json: bool,
+) -> None:
+    """Show what SOURCE needs to be trained and served: arithmetic, memory, time, cost.
+
+    SOURCE is a recipe, a run directory, a preset, a Hugging Face directory or hub id, or a GGUF
+    file. Nothing of the model is allocated. Settings after it are those of `train`; those of
+    `parallel` divide the work among devices: data, shard, tensor, pipeline, expert, context.
+    """
+    from workhorse.plan import plan
+    from workhorse.plan.text import lines
+
+    found = plan(
+        source,
+        overrides,
+        device=device,
+        memory=memory,
+        utilization=utilization,
+        price=price,
+        budget=budget,
+        context=context,
+        measure=measure,
+        tell=warn,
+    )
+    if page is not None:
+        from workhorse.plan.page import write_page
+
+        write_page(page, found)
+    print_result(found, as_json, text="\n".join(lines(found)))

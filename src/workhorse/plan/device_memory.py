@@ -1,0 +1,261 @@
+"""The memory of one device of a mesh: a recorded step, divided."""
+
+import json
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import AnyAttentionConfig
+from workhorse.plan.mesh import MeshConfig, check_mesh, part_of_model
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.step_memory import (
+    KINDS,
+    Kind,
+    Place,
+    Span,
+    StepMemory,
+    step_memory,
+)
+
+HELD: tuple[Kind, ...] = ("weights", "low_bits", "optimizer")
+LAYER = "layers."
+_RECORDS: dict[str, StepMemory] = {}
+
+
+class Moment(NamedTuple):
+    """What the device holds after some operator, in bytes."""
+
+    phase: str
+    part: str
+    kinds: dict[Kind, int]
+
+
+@dataclass(frozen=True)
+class DeviceMemory:
+    """What the fullest device of a mesh needs for a training step, in bytes.
+
+    Attributes:
+        stage: of the pipeline, from 0, that the device belongs to.
+        held: between steps, by kind and place in the model.
+        activations: of one micro-batch, by part of the model that this device has.
+        in_flight: micro-batches whose activations are kept at once.
+        gathered: weights and gradients of other devices that a layer needs for a moment.
+        moments: after each operator of the step.
+    """
+
+    stage: int
+    held: dict[Kind, dict[Place, int]]
+    activations: dict[str, int]
+    in_flight: int
+    gathered: int
+    moments: list[Moment]
+
+    @property
+    def peak(self) -> Moment:
+        """The moment at which it holds most."""
+        return max(self.moments, key=lambda moment: sum(moment.kinds.values()))
+
+    @property
+    def update(self) -> int:
+        """The most bytes during the update, which depend on no batch; 0: it was not looked at."""
+        return max(
+            (sum(one.kinds.values()) for one in self.moments if one.phase == "update"), default=0
+        )
+
+    @property
+    def total(self) -> int:
+        """Bytes at that moment."""
+        return sum(self.peak.kinds.values())
+
+
+def device_memory(
+    config: DecoderConfig,
+    train: TrainConfig,
+    device: torch.device,
+    mesh: MeshConfig | None = None,
+    *,
+    updates: bool = True,
+) -> DeviceMemory:
+    """The account of the fullest device, from a step recorded on the part of the model it has.
+
+    - `data`, `shard`: the rows of the batch are divided. `shard` divides what is held too, and two
+      layers' weights and one's gradient are whole for a moment (prefetching, 2304.11277 §3).
+    - `tensor`: a device has `1 / tensor` of heads, hidden features and vocabulary. With `sequence`
+      its activations are `1 / tensor` of the whole's (2205.05198 eq. 4).
+    - `pipeline`: stage s of p keeps p - s micro-batches (2205.05198 §4.2.3); the first has the
+      embedding, the last the head and the loss.
+    - `expert`: routed experts are divided; tokens are taken to be spread evenly.
+    - `context`: sequences are divided, and a layer's keys and values gathered.
+
+    Args:
+        config: of the whole decoder.
+        train: how it is trained, all devices together.
+        device: the kind.
+        mesh: None for one device.
+        updates: whether the update is looked at too.
+
+    Raises:
+        ConfigError: the mesh divides nothing evenly.
+    """
+    mesh = mesh or MeshConfig()
+    check_mesh(mesh, config, train)
+    local = _of_one_device(train, mesh)
+    stages = _distinct_stages(config, mesh)
+    found = [_of_stage(config, local, device, mesh, stage, updates=updates) for stage in stages]
+    return max(found, key=lambda memory: memory.total)
+
+
+def _of_one_device(train: TrainConfig, mesh: MeshConfig) -> TrainConfig:
+    rows = train.batch_size // mesh.replicas
+    size = train.micro_batch_size
+    return train.replace(
+        batch_size=rows,
+        micro_batch_size=min(size, rows) if isinstance(size, int) else size,
+        seq_len=train.seq_len // mesh.context,
+    )
+
+
+def _distinct_stages(config: DecoderConfig, mesh: MeshConfig) -> list[int]:
+    """The first and the last, and of the others the first of each sequence of layers."""
+    names, length = config.layer_names(), config.n_layers // mesh.pipeline
+    first_of: dict[Any, int] = {}
+    for stage in range(mesh.pipeline):
+        own = tuple(names[stage * length : (stage + 1) * length])
+        first_of.setdefault((own, stage == mesh.pipeline - 1), stage)
+    return sorted(first_of.values())
+
+
+def _of_stage(
+    config: DecoderConfig,
+    train: TrainConfig,
+    device: torch.device,
+    mesh: MeshConfig,
+    stage: int,
+    *,
+    updates: bool,
+) -> DeviceMemory:
+    part = part_of_model(config, mesh, stage)
+    step = _recorded(part, train, device, updates=updates)
+    shards = mesh.shard * mesh.context if mesh.shard > 1 else 1
+    missing = set(_missing(config, mesh, stage))
+    held: dict[Kind, dict[Place, int]] = {
+        kind: {
+            place: -(-size // _ways(place, shards, mesh))
+            for place, size in sizes.items()
+            if place.part not in missing
+        }
+        for kind, sizes in step.held.items()
+    }
+    shares: dict[Kind, float] = {kind: _share(held[kind], step.held[kind]) for kind in HELD}
+    shares["gradients"] = shares["sums"] = shares["weights"]
+    shares["loss"] = float("head" not in missing)
+    activations = {part: size for part, size in step.activations.items() if part not in missing}
+    if mesh.tensor > 1 and mesh.sequence:
+        whole = _recorded(
+            part_of_model(config, mesh.replace(tensor=1), stage), train, device, updates=False
+        )
+        activations = {name: -(-whole.activations[name] // mesh.tensor) for name in activations}
+    shares["activations"] = _share(activations, step.activations)
+    in_flight = min(mesh.pipeline - stage, _micro_batches(train))
+    gathered = _gathered(step, mesh, shards) + _keys_and_values(part, train, mesh)
+    earlier = (in_flight - 1) * sum(activations.values())
+    return DeviceMemory(
+        stage,
+        held,
+        activations,
+        in_flight,
+        gathered,
+        list(_moments(step, shares, earlier, gathered)),
+    )
+
+
+def _recorded(
+    config: DecoderConfig, train: TrainConfig, device: torch.device, *, updates: bool
+) -> StepMemory:
+    """The record of a step, made once: meshes of one `tensor` share theirs, limits ask again."""
+    known = json.dumps([config.to_dict(), train.to_dict(), str(device), updates])
+    if known not in _RECORDS:
+        _RECORDS[known] = step_memory(config, train, device, updates=updates)
+    return _RECORDS[known]
+
+
+def _missing(config: DecoderConfig, mesh: MeshConfig, stage: int) -> Iterator[str]:
+    """The parts that a stage of the pipeline is recorded with and does not have."""
+    if stage > 0 and not (config.head.tied and stage == mesh.pipeline - 1):
+        yield "embedding"
+    if stage < mesh.pipeline - 1:
+        yield from ("head", "final_norm")
+
+
+def _ways(place: Place, shards: int, mesh: MeshConfig) -> int:
+    return max(shards, mesh.expert) if place.component == "experts" else shards
+
+
+def _share(part: Mapping[Any, int], whole: Mapping[Any, int]) -> float:
+    return sum(part.values()) / (sum(whole.values()) or 1)
+
+
+def _micro_batches(train: TrainConfig) -> int:
+    size = train.micro_batch_size
+    return -(-train.batch_size // size) if isinstance(size, int) else 1
+
+
+def _gathered(step: StepMemory, mesh: MeshConfig, shards: int) -> int:
+    """Two layers' weights and one's gradient, those of the largest; experts stay where they are."""
+    if shards == 1:
+        return 0
+    layers: dict[str, int] = defaultdict(int)
+    for place, size in step.held["weights"].items():
+        layers[place.part] += size // mesh.expert if place.component == "experts" else size
+    return 3 * max(size for part, size in layers.items() if part.startswith(LAYER))
+
+
+def _keys_and_values(part: DecoderConfig, train: TrainConfig, mesh: MeshConfig) -> int:
+    """Of the whole sequence, in the layer that needs most; with their gradients."""
+    if mesh.context == 1:
+        return 0
+    size = train.micro_batch_size
+    rows = size if isinstance(size, int) else train.batch_size
+    tokens = rows * train.seq_len * mesh.context
+    widths = [_kv_width(block.attention, part.d_model) for block in part.blocks.values()]
+    bytes_each = 4 if train.dtype == "float32" else 2
+    return 2 * tokens * max(widths) * bytes_each
+
+
+def _kv_width(attention: AnyAttentionConfig, d_model: int) -> int:
+    """Numbers in the keys and values of a token."""
+    key_dim = attention.key_dim(d_model)
+    return (attention.n_kv_heads or attention.n_heads) * (
+        key_dim + (attention.value_dim or key_dim)
+    )
+
+
+def _moments(
+    step: StepMemory, shares: dict[Kind, float], earlier: int, gathered: int
+) -> Iterator[Moment]:
+    """The recorded timeline, each kind by the share that this device has of it.
+
+    Args:
+        step: recorded.
+        shares: of each kind; 1 where left out.
+        earlier: activations of the micro-batches that wait for their backward pass.
+        gathered: while layers compute.
+    """
+    spans = iter([*step.spans, Span(len(step.totals), "", "update")])
+    span, following = next(spans), next(spans)
+    for moment in range(len(step.totals)):
+        while moment >= following.begin:
+            span, following = following, next(spans)
+        kinds: dict[Kind, int] = {
+            kind: round(step.timeline[kind][moment] * shares.get(kind, 1.0)) for kind in KINDS
+        }
+        if span.phase == "update":
+            kinds["temporary"] = round(kinds["temporary"] * shares["weights"])
+        else:
+            kinds["activations"] += earlier
+            kinds["temporary"] += gathered
+        yield Moment(span.phase, span.part, kinds)

@@ -1,0 +1,48 @@
+"""What a text takes of the cache of keys and values."""
+
+from typing import NamedTuple
+
+import torch
+
+from workhorse.nn import DecoderConfig
+from workhorse.nn.cache.blocks import BLOCK
+from workhorse.nn.cache.paged_view import PagedView
+from workhorse.tensors.tape import without_data
+
+
+class LayerCache(NamedTuple):
+    """Of one layer."""
+
+    bytes_per_token: int
+    reach: int | None
+    """The most tokens that it keeps: the window's; None: all."""
+
+
+def cache_of_layers(config: DecoderConfig, dtype: torch.dtype) -> list[LayerCache]:
+    """What each layer keeps, as the paged cache allocates it.
+
+    Args:
+        config: of the decoder.
+        dtype: that it decodes in.
+
+    Raises:
+        WorkhorseError: attention that is not causal has no cache.
+    """
+    with without_data(), torch.no_grad():
+        decoder = config.build(dtype=dtype).eval()
+        cache = decoder.new_paged_cache(tokens=config.max_seq_len, texts=1)
+        view = PagedView(cache, [cache.open(1)])
+        decoder.hidden(torch.zeros(1, 1, dtype=torch.int64), cache=view)
+        layers: list[LayerCache] = []
+        for store in cache.stores:
+            assert store.k is not None
+            assert store.v is not None
+            slots = store.pool.count * BLOCK
+            stored = store.k.nbytes + store.v.nbytes
+            layers.append(LayerCache(stored // slots, store.pool.reach))
+    return layers
+
+
+def cache_bytes(layers: list[LayerCache], tokens: int) -> int:
+    """Bytes that a text of so many tokens keeps, not rounded up to whole blocks."""
+    return sum(layer.bytes_per_token * min(tokens, layer.reach or tokens) for layer in layers)

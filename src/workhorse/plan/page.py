@@ -1,0 +1,124 @@
+"""A plan as a page with pictures, in one file that needs no network."""
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jinja2 import Environment, StrictUndefined
+
+from workhorse.memory import GIB, size
+from workhorse.plan.text import KINDS, lines
+from workhorse.train.report.chart import ticks
+from workhorse.writing import write_atomically
+
+COLORS = {
+    "weights": "#2563eb",
+    "low_bits": "#93c5fd",
+    "optimizer": "#9333ea",
+    "gradients": "#d97706",
+    "sums": "#fcd34d",
+    "activations": "#059669",
+    "loss": "#db2777",
+    "temporary": "#9ca3af",
+}
+WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 1120, 300, 64, 14, 34
+MOST_LABELS = 16
+
+
+class Bar(NamedTuple):
+    """Bytes of each kind, under a name."""
+
+    name: str
+    kinds: Mapping[str, int]
+
+    @property
+    def total(self) -> int:
+        return sum(self.kinds.values())
+
+
+def write_page(path: Path, plan: dict[str, Any]) -> None:
+    """Write the page, replacing an earlier one.
+
+    Raises:
+        WorkhorseError: the disk is full or refuses.
+    """
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
+    template = environment.from_string(
+        files("workhorse.plan").joinpath("page.html").read_text("utf-8")
+    )
+    moments = [
+        Bar(f"{moment['phase']} {moment['part']}", {kind: moment[kind] for kind in KINDS})
+        for moment in plan["moments"]
+    ]
+    page = template.render(
+        title=f"Plan of {plan['source']}",
+        legend=[(KINDS[kind], color) for kind, color in COLORS.items()],
+        moments=stacked(moments, plan["memory"]["room"]),
+        parts=stacked(_parts(plan["memory"])),
+        text="\n".join(lines(plan)),
+    )
+    write_atomically(path, page)
+
+
+def _parts(memory: dict[str, Any]) -> list[Bar]:
+    """What each part of the model holds, in its order."""
+    names = dict.fromkeys([*memory["parts"], *memory["activations"]])
+    return [
+        Bar(
+            name,
+            {
+                **memory["parts"].get(name, {}),
+                "activations": memory["activations"].get(name, 0),
+            },
+        )
+        for name in names
+    ]
+
+
+def stacked(bars: Sequence[Bar], room: int | None = None) -> str:
+    """Stacked bars as an `<svg>` element, with a line at `room` if it is in sight.
+
+    Args:
+        bars: from left to right.
+        room: bytes of the device.
+    """
+    highest = max(bar.total for bar in bars)
+    if room is not None and room < 2 * highest:
+        highest = max(highest, room)
+    marks = ticks(0, highest / GIB)
+    top = marks[-1] * GIB
+
+    def y(n_bytes: float) -> float:
+        return HEIGHT - BOTTOM - n_bytes / top * (HEIGHT - TOP - BOTTOM)
+
+    step = (WIDTH - LEFT - 8) / len(bars)
+    drawn = [
+        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 8}" y1="{y(mark * GIB):.1f}" '
+        f'y2="{y(mark * GIB):.1f}"/><text class="y" x="{LEFT - 6}" y="{y(mark * GIB) + 4:.1f}">'
+        f"{mark:g} GiB</text>"
+        for mark in marks
+    ]
+    for place, bar in enumerate(bars):
+        x, below = LEFT + place * step, 0
+        said = ", ".join(f"{KINDS[kind]} {size(n)}" for kind, n in bar.kinds.items() if n)
+        drawn.append(f"<g><title>{escape(f'{bar.name}: {size(bar.total)} ({said})')}</title>")
+        for kind, n_bytes in bar.kinds.items():
+            if n_bytes:
+                above = below + n_bytes
+                drawn.append(
+                    f'<rect x="{x + 0.05 * step:.1f}" width="{0.9 * step:.1f}" y="{y(above):.1f}" '
+                    f'height="{y(below) - y(above):.1f}" fill="{COLORS[kind]}"/>'
+                )
+                below = above
+        drawn.append("</g>")
+        if place % -(-len(bars) // MOST_LABELS) == 0:
+            drawn.append(
+                f'<text class="x" x="{x + step / 2:.1f}" y="{HEIGHT - BOTTOM + 16}">'
+                f"{escape(bar.name)}</text>"
+            )
+    if room is not None and room <= top:
+        across = f'x1="{LEFT}" x2="{WIDTH - 8}" y1="{y(room):.1f}" y2="{y(room):.1f}"'
+        drawn.append(f'<line class="room" {across}/>')
+    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(drawn)}</svg>'

@@ -1,0 +1,272 @@
+"""`plan`: what a model and its training need, before either is allocated."""
+
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workhorse.devices import resolve_device, training_dtype
+from workhorse.errors import WorkhorseError
+from workhorse.memory import GIB, available
+from workhorse.models.flops import forward_flops
+from workhorse.models.parameters import active_parameters, count_parameters
+from workhorse.nn import DecoderConfig
+from workhorse.plan.compute_optimal import optima
+from workhorse.plan.device_memory import DeviceMemory, device_memory
+from workhorse.plan.devices import GIGA, DeviceConfig, find_device
+from workhorse.plan.limits import limits, most_rows
+from workhorse.plan.mesh import MeshConfig, check_mesh
+from workhorse.plan.remedies import remedies
+from workhorse.plan.serving import serving
+from workhorse.plan.subject import Subject, find_subject
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.build import measured_peak
+
+HERE = "this machine"
+UTILIZATION = 0.4
+"""Of the peak of a device's matrix products, where nothing else is known."""
+HOUR = 3600
+
+
+def plan(
+    source: str | Path,
+    settings: Iterable[str] = (),
+    *,
+    device: str | None = None,
+    memory: float | None = None,
+    utilization: float = UTILIZATION,
+    price: float | None = None,
+    budget: float | None = None,
+    context: int | None = None,
+    measure: bool = False,
+    tell: Callable[[str], object] = lambda line: None,
+) -> dict[str, Any]:
+    """Parameters, arithmetic, memory, time and cost of a model and its training, in plain data.
+
+    Args:
+        source: a recipe's file, a run directory, a preset's name, or a stored model.
+        settings: `section.key=value`, as for `train`, and `parallel.key=value` for the mesh.
+        device: a name of `known_devices`; None: this machine.
+        memory: of each device in GiB; None: what it has, or what is free here.
+        utilization: the part of the peak that training reaches.
+        price: of a device for an hour, in any currency.
+        budget: floating-point operations to spend best; None: those of the planned training.
+        context: tokens of a text that is served; None: the longest.
+        measure: this machine's peak.
+        tell: called with each remark on the settings.
+
+    Raises:
+        WorkhorseError: there is no such source or device, or the mesh divides nothing evenly.
+    """
+    subject = find_subject(source, list(settings), tell)
+    spec = None if device is None else find_device(device)
+    here = torch.device("cuda") if spec else resolve_device(subject.train.device)
+    train = _for_device(subject.train, here, spec)
+    room = _room(memory, here, spec)
+    config, mesh = subject.config, subject.mesh
+    if context is not None and context > config.max_seq_len:
+        raise WorkhorseError(
+            f"--context {context} is more than the model's max_seq_len={config.max_seq_len}; "
+            "choose at most that"
+        )
+    train = _with_micro_batch(config, train, here, mesh, room)
+    check_mesh(mesh, config, train)
+    account = device_memory(config, train, here, mesh)
+    flops = _flops(config, train)
+    total = flops["training"]
+    peak = _peak(train, here, spec, measure)
+    return {
+        "source": subject.name,
+        "kind": subject.kind,
+        "assumed": list(subject.assumed),
+        "config": config.to_dict(),
+        "train": train.to_dict(),
+        "parameters": {**count_parameters(config), "active": active_parameters(config)},
+        "flops": flops,
+        "device": _described(spec, here),
+        "parallel": {**mesh.to_dict(), "devices": mesh.devices},
+        "memory": _memory(account, room),
+        "moments": _moments(account),
+        "remedies": _remedies(subject, train, here, room, account),
+        "limits": None if room is None else _limits(config, train, here, mesh, room),
+        "time": _time(train, total, mesh, peak, utilization, price=price),
+        "compute_optimal": {
+            "flops": budget or total,
+            "laws": [law._asdict() for law in optima(budget or total)],
+        },
+        "serving": serving(
+            config, context or config.max_seq_len, room, spec.bandwidth if spec else None
+        ),
+    }
+
+
+def _for_device(train: TrainConfig, device: torch.device, spec: DeviceConfig | None) -> TrainConfig:
+    """The settings with the type and the device that they come to."""
+    if spec is None:
+        name = str(training_dtype(train.dtype, device)).removeprefix("torch.")
+        return train.replace(dtype=name, device=str(device))
+    if train.dtype == "float16":
+        raise WorkhorseError(
+            "train.dtype=float16 cannot be planned: autocast's copies are not known; plan bfloat16 "
+            "or float32"
+        )
+    known = [name for name in ("bfloat16", "float32") if getattr(spec, name)]
+    return train.replace(dtype=known[0] if train.dtype == "auto" else train.dtype, device="cuda")
+
+
+def _room(memory: float | None, device: torch.device, spec: DeviceConfig | None) -> int | None:
+    if memory is not None:
+        return int(memory * GIB)
+    return available(device) if spec is None else int(spec.memory * GIGA)
+
+
+def _with_micro_batch(
+    config: DecoderConfig,
+    train: TrainConfig,
+    device: torch.device,
+    mesh: MeshConfig,
+    room: int | None,
+) -> TrainConfig:
+    """`micro_batch_size: auto` as the number that fits; one row if none does."""
+    if train.micro_batch_size != "auto":
+        return train
+    if room is None:
+        raise WorkhorseError(
+            "micro_batch_size=auto needs a device's memory; give a number, or --memory"
+        )
+
+    def needed(rows: int) -> int:
+        return device_memory(config, train.replace(micro_batch_size=rows), device, mesh).total
+
+    rows = train.batch_size // mesh.replicas
+    return train.replace(micro_batch_size=max(1, most_rows(needed, room, rows)))
+
+
+def _flops(config: DecoderConfig, train: TrainConfig) -> dict[str, Any]:
+    """Of a token by component, and of the training; what checkpointing repeats is apart."""
+    forward = forward_flops(config.build(device="meta"), train.seq_len)
+    once = sum(forward.values())
+    layers = once - forward.get("head", 0) - forward.get("embedding", 0)
+    repeated = layers if train.activation_checkpointing else 0
+    tokens = train.steps * train.tokens_per_step
+    return {
+        "forward": forward,
+        "forward_per_token": once,
+        "backward_per_token": 2 * once,
+        "repeated_per_token": repeated,
+        "per_token": 3 * once,
+        "training": 3 * once * tokens,
+        "tokens": tokens,
+    }
+
+
+def _peak(
+    train: TrainConfig, device: torch.device, spec: DeviceConfig | None, measure: bool
+) -> tuple[float, str] | None:
+    """Floating-point operations a second, and what that is the peak of."""
+    dtype = getattr(torch, train.dtype)
+    if spec is not None:
+        if measure:
+            raise WorkhorseError("--measure measures this machine; leave out --device")
+        tf32 = train.matmul_precision == "high"
+        return spec.peak(dtype, tf32=tf32), f"{spec.name}, {train.dtype}, {spec.source}"
+    if not measure:
+        return None
+    return measured_peak(train, device), f"fastest gemm in {train.dtype} measured here"
+
+
+def _described(spec: DeviceConfig | None, device: torch.device) -> dict[str, Any]:
+    return {"name": f"{HERE} ({device})"} if spec is None else spec.to_dict()
+
+
+def _memory(account: DeviceMemory, room: int | None) -> dict[str, Any]:
+    peak = account.peak
+    return {
+        "stage": account.stage,
+        "held": _by_component(account),
+        "parts": _by_part(account),
+        "activations": account.activations,
+        "in_flight": account.in_flight,
+        "gathered": account.gathered,
+        "peak": {"phase": peak.phase, "part": peak.part, **peak.kinds, "total": account.total},
+        "room": room,
+        "fits": None if room is None else account.total <= room,
+    }
+
+
+def _by_component(account: DeviceMemory) -> dict[str, dict[str, int]]:
+    """Bytes between steps, by kind and then component."""
+    sizes: dict[str, dict[str, int]] = {}
+    for kind, held in account.held.items():
+        of_kind = sizes.setdefault(kind, {})
+        for place, n_bytes in held.items():
+            of_kind[place.component] = of_kind.get(place.component, 0) + n_bytes
+    return sizes
+
+
+def _by_part(account: DeviceMemory) -> dict[str, dict[str, int]]:
+    """Bytes between steps, by part and then kind."""
+    sizes: dict[str, dict[str, int]] = {}
+    for kind, held in account.held.items():
+        for place, n_bytes in held.items():
+            of_part = sizes.setdefault(place.part, {})
+            of_part[kind] = of_part.get(kind, 0) + n_bytes
+    return sizes
+
+
+def _moments(account: DeviceMemory) -> list[dict[str, Any]]:
+    """The fullest moment of each part of the step, in order."""
+    fullest: list[Any] = []
+    for moment in account.moments:
+        if not fullest or (moment.phase, moment.part) != (fullest[-1].phase, fullest[-1].part):
+            fullest.append(moment)
+        elif sum(moment.kinds.values()) > sum(fullest[-1].kinds.values()):
+            fullest[-1] = moment
+    return [{"phase": one.phase, "part": one.part, **one.kinds} for one in fullest]
+
+
+def _remedies(
+    subject: Subject,
+    train: TrainConfig,
+    device: torch.device,
+    room: int | None,
+    account: DeviceMemory,
+) -> list[dict[str, Any]]:
+    if room is None or account.total <= room:
+        return []
+    found = remedies(subject.config, train, device, subject.mesh, room)
+    return [remedy._asdict() for remedy in found]
+
+
+def _limits(
+    config: DecoderConfig, train: TrainConfig, device: torch.device, mesh: MeshConfig, room: int
+) -> dict[str, Any]:
+    found = limits(config, train, device, mesh, room)
+    smallest = found.mesh and {**found.mesh.to_dict(), "devices": found.mesh.devices}
+    return {**found._asdict(), "mesh": smallest}
+
+
+def _time(
+    train: TrainConfig,
+    flops: int,
+    mesh: MeshConfig,
+    peak: tuple[float, str] | None,
+    utilization: float,
+    *,
+    price: float | None,
+) -> dict[str, Any] | None:
+    if peak is None:
+        return None
+    rate, of = peak
+    seconds = flops / (rate * utilization * mesh.devices)
+    hours = seconds * mesh.devices / HOUR
+    return {
+        "seconds": seconds,
+        "device_hours": hours,
+        "cost": None if price is None else hours * price,
+        "peak_flops": rate,
+        "peak_of": of,
+        "utilization": utilization,
+        "steps": train.steps,
+    }

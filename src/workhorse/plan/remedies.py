@@ -1,0 +1,114 @@
+"""What to change when a training step does not fit, and what each change saves and costs."""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+
+from workhorse.config import ConfigError
+from workhorse.nn import DecoderConfig
+from workhorse.optim.muon import MuonConfig
+from workhorse.plan.device_memory import device_memory
+from workhorse.plan.mesh import MeshConfig
+from workhorse.train.recipe.recipe import TrainConfig
+
+WORTHWHILE = 0.01
+"""A change that saves a smaller part of the whole is none."""
+NAMED = 3
+
+
+class Remedy(NamedTuple):
+    """A change, the cheapest first."""
+
+    setting: str
+    cost: str
+    saves: int
+    """Bytes of the peak."""
+    fits: bool
+
+
+def remedies(
+    config: DecoderConfig, train: TrainConfig, device: torch.device, mesh: MeshConfig, room: int
+) -> list[Remedy]:
+    """The three cheapest changes that save a worthwhile part of the peak, dearer ones that fit.
+
+    Args:
+        config: of the decoder.
+        train: how it is trained.
+        device: the kind.
+        mesh: of how many.
+        room: bytes of each device.
+    """
+    now = device_memory(config, train, device, mesh)
+    before = now.total
+    found: list[Remedy] = []
+    for setting, cost, changed, wider in _changes(train, mesh):
+        try:
+            # Rows, their length and checkpointing leave the update as it is.
+            other = (changed.dtype, changed.optimizer) != (train.dtype, train.optimizer)
+            whole = other or wider != mesh
+            after = device_memory(config, changed, device, wider, updates=whole).total
+            after = after if whole else max(after, now.update)
+        except ConfigError:
+            continue
+        if before - after >= WORTHWHILE * before:
+            found.append(Remedy(setting, cost, before - after, after <= room))
+    fitting = [remedy for remedy in found[NAMED:] if remedy.fits]
+    return found[:NAMED] + fitting[: not any(remedy.fits for remedy in found[:NAMED])]
+
+
+def _changes(
+    train: TrainConfig, mesh: MeshConfig
+) -> Iterator[tuple[str, str, TrainConfig, MeshConfig]]:
+    """From those that change no result to those that change the model's training."""
+    rows = train.batch_size // mesh.replicas
+    size = train.micro_batch_size if isinstance(train.micro_batch_size, int) else rows
+    if size > 1:
+        yield (
+            "train.micro_batch_size=1",
+            "the same gradient; small gemms are slower",
+            train.replace(micro_batch_size=1),
+            mesh,
+        )
+    if not train.activation_checkpointing:
+        yield (
+            "train.activation_checkpointing=true",
+            "a third more arithmetic",
+            train.replace(activation_checkpointing=True),
+            mesh,
+        )
+    if train.dtype == "float32":
+        yield (
+            "train.dtype=bfloat16",
+            "activations and gradients are rounded",
+            train.replace(dtype="bfloat16"),
+            mesh,
+        )
+    if rows > 1:
+        yield (
+            f"parallel.shard={2 * mesh.shard}",
+            "twice the devices",
+            train,
+            mesh.replace(shard=2 * mesh.shard),
+        )
+    else:
+        yield (
+            f"parallel.shard={2 * mesh.shard} train.batch_size={2 * train.batch_size}",
+            "twice the devices",
+            train.replace(batch_size=2 * train.batch_size),
+            mesh.replace(shard=2 * mesh.shard),
+        )
+    if not isinstance(train.optimizer, MuonConfig):
+        yield (
+            "train.optimizer.kind=muon",
+            "another optimizer: tune its learning rate",
+            train.replace(optimizer=MuonConfig()),
+            mesh,
+        )
+    if train.seq_len > 1:
+        yield (
+            f"train.seq_len={train.seq_len // 2}",
+            "half the context",
+            train.replace(seq_len=train.seq_len // 2),
+            mesh,
+        )

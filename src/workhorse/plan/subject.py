@@ -1,0 +1,126 @@
+"""What is planned: a model and how it is to be trained, from a recipe or from a model alone."""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from workhorse.checkpoints import RunDirectory
+from workhorse.checkpoints.stored import is_stored, no_such_model, open_stored
+from workhorse.config import ConfigError, read_yaml
+from workhorse.models import find_preset, preset_names
+from workhorse.models.parameters import count_parameters
+from workhorse.nn import DecoderConfig
+from workhorse.overrides import apply_overrides
+from workhorse.plan.compute_optimal import TOKENS_PER_PARAMETER
+from workhorse.plan.mesh import MeshConfig
+from workhorse.train import Recipe, override_recipe, with_init
+from workhorse.train.estimate import vocab_size_of
+from workhorse.train.recipe.recipe import TrainConfig
+
+LONGEST_ASSUMED = 4096
+PARALLEL = "parallel."
+"""Settings of the mesh begin so."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model and how it is to be trained.
+
+    Attributes:
+        name: for people.
+        kind: `recipe`, `run`, `preset`, or what a stored model is.
+        assumed: settings that nobody gave, as `section.key=value`.
+    """
+
+    name: str
+    kind: str
+    config: DecoderConfig
+    train: TrainConfig
+    mesh: MeshConfig
+    assumed: tuple[str, ...] = ()
+
+
+def find_subject(
+    source: str | Path,
+    settings: Iterable[str] = (),
+    tell: Callable[[str], object] = lambda line: None,
+) -> Subject:
+    """What a source stands for, with settings written over it.
+
+    Args:
+        source: a recipe's file, a run directory, a preset's name, or a stored model.
+        settings: `section.key=value`, as for `train`, and `parallel.key=value`.
+        tell: called with a line for each key that is dropped or shortened.
+
+    Raises:
+        WorkhorseError: there is no such thing, or a setting cannot be applied.
+    """
+    of_mesh = [one for one in settings if one.startswith(PARALLEL)]
+    others = [one for one in settings if not one.startswith(PARALLEL)]
+    mesh = _mesh(of_mesh)
+    path = Path(source)
+    if path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf"):
+        recipe = Recipe.from_dict(with_init(override_recipe(read_yaml(path), others, tell)))
+        config = recipe.decoder_config(vocab_size_of(recipe))
+        return Subject(str(source), "recipe", config, recipe.train, mesh)
+    if (run := RunDirectory(path)).exists:
+        fields = run.recipe()
+        config = DecoderConfig.from_dict(run.config.to_dict())
+        fields["model"] = config.to_dict()
+        recipe = Recipe.from_dict(override_recipe(fields, others, tell))
+        return Subject(str(source), "run", _config_of(recipe), recipe.train, mesh)
+    kind, config = _model(source, tell)
+    fields, assumed = _assumed(str(source), config, others)
+    recipe = Recipe.from_dict(override_recipe(fields, others, tell))
+    return Subject(str(source), kind, _config_of(recipe), recipe.train, mesh, tuple(assumed))
+
+
+def _mesh(settings: list[str]) -> MeshConfig:
+    fields = apply_overrides({"parallel": {}}, settings)["parallel"]
+    try:
+        return MeshConfig.from_dict(fields)
+    except ConfigError as error:
+        raise error.below("parallel") from None
+
+
+def _model(source: str | Path, tell: Callable[[str], object]) -> tuple[str, DecoderConfig]:
+    name = str(source)
+    if not is_stored(name):
+        if name in preset_names():
+            return "preset", find_preset(name).config
+        raise no_such_model(name)
+    stored = open_stored(source, tell, weights=False)
+    return stored.kind, stored.config
+
+
+def _assumed(
+    name: str, config: DecoderConfig, settings: list[str]
+) -> tuple[dict[str, Any], list[str]]:
+    """The fields of a recipe for a model that comes without one, and what of them was assumed."""
+    length = min(config.max_seq_len, LONGEST_ASSUMED)
+    train: dict[str, Any] = {
+        "batch_size": 1,
+        "seq_len": length,
+        "dtype": "bfloat16",
+        "optimizer": {"kind": "adamw", "learning_rate": 3e-4},
+    }
+    given = apply_overrides({"train": train, "model": {}}, settings)["train"]
+    tokens = TOKENS_PER_PARAMETER * count_parameters(config)["total"]
+    train["steps"] = max(1, round(tokens / (given["batch_size"] * given["seq_len"])))
+    fields = {
+        "name": "plan",
+        "model": config.to_dict(),
+        "tokenizer": {"kind": "bytes"},
+        "data": {"corpus": {"kind": "text", "path": "none"}},
+        "train": train,
+    }
+    shown = {**train, "optimizer.kind": "adamw"}
+    del shown["optimizer"]
+    said = {setting.partition("=")[0] for setting in settings}
+    assumed = [f"train.{key}={value}" for key, value in shown.items() if f"train.{key}" not in said]
+    return fields, assumed
+
+
+def _config_of(recipe: Recipe) -> DecoderConfig:
+    return recipe.decoder_config(1)  # which says how many tokens it knows

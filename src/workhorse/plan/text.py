@@ -1,0 +1,177 @@
+"""A plan as lines for people."""
+
+from collections.abc import Iterator
+from typing import Any
+
+from workhorse.memory import size
+from workhorse.plan.limits import MOST_TOKENS
+
+KINDS = {
+    "weights": "weights",
+    "low_bits": "low bits of float32 masters",
+    "optimizer": "optimizer",
+    "gradients": "gradients",
+    "sums": "float32 sums of micro-batches",
+    "activations": "activations",
+    "loss": "logits and loss",
+    "temporary": "temporary",
+}
+"""Of memory, in the order of the picture, for people."""
+DAY, HOUR, MINUTE = 86_400, 3_600, 60
+UNITS = ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
+
+
+def lines(plan: dict[str, Any]) -> Iterator[str]:
+    """The plan, a section after another."""
+    train = plan["train"]
+    yield (
+        f"{plan['source']} ({plan['kind']}): {train['batch_size']:,} rows of {train['seq_len']:,} "
+        f"tokens a step, {train['dtype']}, {train['optimizer']['kind']}"
+    )
+    if plan["assumed"]:
+        yield f"assumed: {', '.join(plan['assumed'])}"
+    for title, section in (
+        ("parameters", _parameters(plan["parameters"])),
+        ("arithmetic", _arithmetic(plan["flops"])),
+        ("memory", _memory(plan)),
+        ("time", _time(plan)),
+        ("the same arithmetic spent best", _optima(plan)),
+        ("serving", _serving(plan["serving"])),
+    ):
+        yield ""
+        yield title
+        yield from (f"  {line}" for line in section)
+
+
+def _parameters(counts: dict[str, int]) -> Iterator[str]:
+    total = counts["total"]
+    active = counts["active"]
+    yield f"{total:,}" + (f", of which {active:,} work on a token" if active != total else "")
+    for name, number in counts.items():
+        if name not in ("total", "active") and number:
+            yield _row(name.replace("_", " "), f"{number:,}", f"{number / total:.1%}")
+
+
+def _arithmetic(flops: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"{short(flops['per_token'])}FLOP a token: forward "
+        f"{short(flops['forward_per_token'])}FLOP, backward twice that"
+    )
+    if repeated := flops["repeated_per_token"]:
+        yield f"and {short(repeated)}FLOP that checkpointing repeats"
+    once = flops["forward_per_token"]
+    for name, number in flops["forward"].items():
+        yield _row(name.replace("_", " "), f"{short(number)}FLOP", f"{number / once:.1%}")
+    yield f"{short(flops['training'])}FLOP for {flops['tokens']:,} tokens"
+
+
+def _memory(plan: dict[str, Any]) -> Iterator[str]:
+    memory, peak = plan["memory"], plan["memory"]["peak"]
+    mesh = plan["parallel"]
+    of = f", the fullest of {mesh['devices']:,}" if mesh["devices"] > 1 else ""
+    yield f"{size(peak['total'])} at its peak, {_where(peak)}{of}"
+    for kind, name in KINDS.items():
+        if peak[kind]:
+            yield _row(name, size(peak[kind]), f"{peak[kind] / peak['total']:.1%}")
+    held = sum(sum(sizes.values()) for sizes in memory["held"].values())
+    yield f"{size(held)} between steps"
+    if memory["room"] is None:
+        yield "what the device has is not known; give --memory"
+        return
+    name = plan["device"]["name"]
+    if memory["fits"]:
+        yield f"fits: {name} has {size(memory['room'])}"
+    else:
+        largest = max(KINDS, key=lambda kind: peak[kind])
+        yield (
+            f"does not fit: {name} has {size(memory['room'])}, and {KINDS[largest]} are the most"
+        )
+        for remedy in plan["remedies"]:
+            enough = "fits then" if remedy["fits"] else "not enough alone"
+            saved = f"saves {size(remedy['saves'])}"
+            yield f"  {remedy['setting']}: {saved}, {enough} ({remedy['cost']})"
+    yield from _limits(plan["limits"], plan["train"])
+
+
+def _limits(limits: dict[str, Any], train: dict[str, Any]) -> Iterator[str]:
+    rows, length, mesh = limits["micro_batch_size"], limits["seq_len"], limits["mesh"]
+    if rows:
+        tried = MOST_TOKENS // train["seq_len"]
+        yield f"{_most(rows, tried)} rows of {train['seq_len']:,} tokens at once"
+    if length:
+        yield f"{_most(2 * length, MOST_TOKENS, length)} tokens in one row"
+    if mesh is None:
+        yield "no number of devices that was tried holds it"
+    elif mesh["devices"] > 1:
+        ways = [f"{name} {mesh[name]}" for name in ("shard", "tensor") if mesh[name] > 1]
+        yield f"at least {mesh['devices']:,} devices ({', '.join(ways)}), a row each"
+
+
+def _time(plan: dict[str, Any]) -> Iterator[str]:
+    time = plan["time"]
+    if time is None:
+        yield "not known for this machine: give --measure, or --device and a name"
+        return
+    yield (
+        f"{duration(time['seconds'])} for {time['steps']:,} steps on "
+        f"{plan['parallel']['devices']:,} at {time['utilization']:.0%} of "
+        f"{short(time['peak_flops'])}FLOP/s ({time['peak_of']})"
+    )
+    hours = f"{time['device_hours']:,.1f} device hours"
+    yield hours if time["cost"] is None else f"{hours}, {time['cost']:,.2f} at the price given"
+
+
+def _optima(plan: dict[str, Any]) -> Iterator[str]:
+    yield f"{short(plan['compute_optimal']['flops'])}FLOP"
+    for law in plan["compute_optimal"]["laws"]:
+        loss = "" if law["loss"] is None else f", loss {law['loss']:.3f}"
+        yield (
+            f"{short(law['parameters'])} parameters, {short(law['tokens'])} tokens{loss} "
+            f"({law['law']})"
+        )
+
+
+def _serving(serving: dict[str, Any]) -> Iterator[str]:
+    yield (
+        f"{serving['bytes_per_token']:,} bytes of cache a token, "
+        f"{size(serving['bytes_per_text'])} for a text of {serving['context']:,}"
+    )
+    for name in ("bfloat16", "int8", "int4"):
+        way = serving[name]
+        line = f"{name}: weights {size(way['weights'])}"
+        if way["texts"] is not None:
+            line += f", {way['texts']:,} such texts at once"
+        if way["tokens_per_second"] is not None:
+            line += f", at most {way['tokens_per_second']:,.0f} tokens a second for one"
+        yield line
+
+
+def _most(number: int, tried: int, shown: int | None = None) -> str:
+    """Whether the limit was found, or nothing larger was tried."""
+    return f"{'at least' if number >= tried else 'at most'} {shown or number:,}"
+
+
+def _where(peak: dict[str, Any]) -> str:
+    part = peak["part"]
+    return f"in the {peak['phase']}" + ("" if part == peak["phase"] else f" pass of {part}")
+
+
+def _row(name: str, figure: str, share: str) -> str:
+    return f"  {name:30} {figure:>18} {share:>7}"
+
+
+def short(number: float) -> str:
+    """A number for people: 6.74 G."""
+    for unit, prefix in UNITS:
+        if abs(number) >= unit:
+            return f"{number / unit:,.3g} {prefix}"
+    return f"{number:,.0f} "
+
+
+def duration(seconds: float) -> str:
+    """A time for people: 3 days 4 h, 5 min 20 s."""
+    whole = round(seconds)
+    for unit, smaller, names in ((DAY, HOUR, ("days", "h")), (HOUR, MINUTE, ("h", "min"))):
+        if whole >= unit:
+            return f"{whole // unit:,} {names[0]} {whole % unit // smaller} {names[1]}"
+    return f"{whole // MINUTE} min {whole % MINUTE} s" if whole >= MINUTE else f"{seconds:.1f} s"

@@ -1,0 +1,219 @@
+"""What a program allocates, recorded while it runs on tensors without data.
+
+PyTorch's fake tensors, and those of its device `meta`, have shapes and storages but no memory, and
+every operator, ours included, can run on them. So the program that trains runs here, for any size,
+and what is recorded is what it does and no formula about it. What operators need inside themselves
+is not seen.
+"""
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from weakref import finalize
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+aten = torch.ops.aten
+CPU = torch.device("cpu")
+
+
+@dataclass(eq=False)
+class Allocation:
+    """A storage.
+
+    Attributes:
+        n_bytes: its size.
+        born: the number of operators that had run when it was allocated.
+        died: the same when it was freed; None while it lives.
+        kind: what it is for, as whoever looks at the tape finds out.
+        part: what was running, see `Tape.part`.
+    """
+
+    n_bytes: int
+    born: int
+    part: str
+    kind: str = ""
+    died: int | None = None
+
+
+class Tape(TorchDispatchMode):
+    """Records every storage that is allocated while it is active; see `without_data`.
+
+    Attributes:
+        now: the number of operators that have run.
+        part: of the program that runs; to be set meanwhile.
+        allocations: all that were made.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = 0
+        self.part = ""
+        self.allocations: list[Allocation] = []
+        self._alive: dict[int, Allocation] = {}
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        self.now += 1
+        instead = _INSTEAD.get(func)
+        made = NotImplemented if instead is None else instead(*args, **(kwargs or {}))
+        if made is NotImplemented:
+            made = func(*args, **(kwargs or {}))
+        for tensor in _dense(tree_leaves(made)):
+            self._see(tensor)
+        return made
+
+    @property
+    def alive(self) -> Iterable[Allocation]:
+        """Those that were not freed yet."""
+        return self._alive.values()
+
+    def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
+        """Say what the storages of tensors are for."""
+        for tensor in tensors:
+            dense = tensor if tensor.layout == torch.strided else tensor._values()
+            allocation = self._alive.get(dense.untyped_storage()._cdata)
+            if allocation is not None:
+                allocation.kind = kind
+
+    def _see(self, tensor: Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        if key not in self._alive:
+            allocation = Allocation(storage.nbytes(), self.now, self.part)
+            self.allocations.append(allocation)
+            self._alive[key] = allocation
+            finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self._alive.pop(key).died = self.now
+
+
+@contextmanager
+def without_data(device: torch.device = CPU) -> Generator[Tape]:
+    """A context in which tensors have no data, and the record of what is allocated in it.
+
+    Args:
+        device: of the tensors that the program makes: the CPU, whose operators depend on its being
+            one, or `meta`, for all others.
+    """
+    place = FakeTensorMode(allow_non_fake_inputs=True) if device == CPU else _fused()
+    with place, Tape() as tape:
+        yield tape
+
+
+@contextmanager
+def _fused() -> Generator[None]:
+    """Take the kernels of attention and dropout that a GPU would; on `meta` PyTorch does not.
+
+    PyTorch's modes for this are off while a backward pass computes activations again.
+    """
+    before = {name: getattr(F, name) for name in _FUSED}
+
+    def chosen(name: str) -> Callable[..., Any]:
+        def call(x: Tensor, *args: Any, **options: Any) -> Any:
+            function = _FUSED[name] if x.device.type == "meta" else before[name]
+            return function(x, *args, **options)
+
+        return call
+
+    try:
+        for name in _FUSED:
+            setattr(F, name, chosen(name))
+        yield
+    finally:
+        for name, function in before.items():
+            setattr(F, name, function)
+
+
+def _fused_dropout(x: Tensor, p: float = 0.5, training: bool = True, *_: Any, **__: Any) -> Tensor:
+    """Keeps a mask of a byte for each number."""
+    return aten.native_dropout(x, p, training)[0] if training else x
+
+
+def _fused_attention(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    *,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """Flash attention where there is no mask and 16 bits are given, otherwise the one of xFormers.
+
+    Both keep queries, keys, values and output, and a number for each query and head.
+    """
+    if enable_gqa:
+        k, v = (x.repeat_interleave(q.shape[1] // x.shape[1], dim=1) for x in (k, v))
+    if attn_mask is None and q.element_size() == 2 and q.shape[-1] == v.shape[-1]:  # noqa: PLR2004
+        return aten._scaled_dot_product_flash_attention(q, k, v, dropout_p, is_causal, scale=scale)[
+            0
+        ]
+    mask = attn_mask
+    if mask is not None:
+        mask = torch.zeros_like(mask, dtype=q.dtype) if mask.dtype == torch.bool else mask
+        mask = mask.expand(*q.shape[:-1], k.shape[-2])
+    return aten._scaled_dot_product_efficient_attention(
+        q, k, v, mask, True, dropout_p, is_causal, scale=scale
+    )[0]
+
+
+def _dense(values: Iterable[Any]) -> Iterable[Tensor]:
+    return (
+        value for value in values if isinstance(value, Tensor) and value.layout == torch.strided
+    )
+
+
+def _read(tensor: Tensor, **options: Any) -> Any:
+    """For a tensor without data that is read by the CPU: ones."""
+    place = options.get("device")
+    if tensor.device.type != "meta" or place is None or torch.device(place).type == "meta":
+        return NotImplemented
+    return torch.ones(tensor.shape, dtype=options.get("dtype") or tensor.dtype)
+
+
+def _number(tensor: Tensor) -> float | int:
+    """For what decides on a value: one, as of a loss that is finite or a row that is there."""
+    return 1.0 if tensor.is_floating_point() else 1
+
+
+def _all_different(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
+    """For the distinct values of a tensor: as many as can be."""
+    flat = x.numel()
+    return x.new_empty(flat), x.new_empty(x.shape), x.new_empty(flat)
+
+
+def _added_in_place(dense: Any, other: Any, *_: Any, **__: Any) -> Any:
+    """For a dense gradient and a sparse one, which autograd adds to it in place."""
+    sparse = isinstance(other, Tensor) and other.layout != torch.strided
+    return dense if sparse else NotImplemented
+
+
+def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, *_: Any, **__: Any) -> Tensor:
+    """For PyTorch's grouped gemm, whose fake kernel takes bfloat16 alone."""
+    groups = [len(ends)] if a.ndim == b.ndim == 2 else []  # noqa: PLR2004
+    return a.new_empty(*groups, a.shape[-2], b.shape[-1])
+
+
+_FUSED: dict[str, Callable[..., Any]] = {
+    "dropout": _fused_dropout,
+    "scaled_dot_product_attention": _fused_attention,
+}
+_INSTEAD: dict[Any, Callable[..., Any]] = {
+    aten._local_scalar_dense.default: _number,
+    aten._to_copy.default: _read,
+    aten._unique2.default: _all_different,
+    aten.add.Tensor: _added_in_place,
+    aten._grouped_mm.default: _grouped_mm,
+}
+"""What depends on numbers, or has no fake kernel, and what is taken in its place."""

@@ -1,0 +1,233 @@
+"""One training step on tensors without data: what it keeps, what it needs, and when."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple, cast, get_args
+
+import torch
+from torch import Tensor, nn
+
+from workhorse.data import Batch
+from workhorse.models.parameters import components_of
+from workhorse.nn import Decoder, DecoderConfig, HeadLoss
+from workhorse.tensors.tape import Tape, without_data
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.build import build_step
+
+Kind = Literal[
+    "weights", "low_bits", "optimizer", "sums", "gradients", "activations", "loss", "temporary"
+]
+KINDS: tuple[Kind, ...] = get_args(Kind)
+"""What memory is for, in the order of the picture.
+
+- `weights`, `low_bits` (of float32 master weights beside bfloat16 ones), `optimizer`: held.
+- `gradients`; `sums`: of the gradients of several micro-batches, in float32.
+- `activations`: what the forward pass of the layers leaves for the backward pass.
+- `loss`: what the head and the loss allocate in the forward pass: logits, their gradient.
+- `temporary`: all else.
+"""
+Phase = Literal["forward", "backward", "update"]
+
+
+class Place(NamedTuple):
+    """Where a parameter belongs."""
+
+    part: str
+    """`layers.3`, or the component outside the layers."""
+    component: str
+    """See `components_of`."""
+
+
+class Span(NamedTuple):
+    """A part of the step, from an operator on until the next span begins."""
+
+    begin: int
+    part: str
+    """`embedding`, `layers.3`, `final_norm`, `head` or `update`."""
+    phase: Phase
+
+
+@dataclass(frozen=True)
+class StepMemory:
+    """What a training step holds and needs, in bytes.
+
+    Attributes:
+        held: before and after the step, by kind and place in the model.
+        activations: of a micro-batch, by part.
+        timeline: of each kind while each operator of the step runs; the last is after them.
+        spans: the parts of the step, in order.
+    """
+
+    held: dict[Kind, dict[Place, int]]
+    activations: dict[str, int]
+    timeline: dict[Kind, list[int]]
+    spans: list[Span]
+
+    @property
+    def totals(self) -> list[int]:
+        """After each operator, all kinds together."""
+        return [sum(values) for values in zip(*self.timeline.values(), strict=True)]
+
+    @property
+    def peak_moment(self) -> int:
+        """After which operator all kinds together take most."""
+        totals = self.totals
+        return totals.index(max(totals))
+
+    @property
+    def peak(self) -> dict[Kind, int]:
+        """At that moment, by kind; kinds without any are left out."""
+        moment = self.peak_moment
+        return {kind: values[moment] for kind, values in self.timeline.items() if values[moment]}
+
+    def span_at(self, moment: int) -> Span:
+        """The part of the step that is running then."""
+        return next(span for span in reversed(self.spans) if span.begin <= moment)
+
+
+def step_memory(
+    config: DecoderConfig, train: TrainConfig, device: torch.device, *, updates: bool = True
+) -> StepMemory:
+    """Record a step, of two micro-batches at most: further ones are like the second.
+
+    For a CPU, what is recorded is what a CPU does, with the native operators of this machine if it
+    has them; for any other device, what PyTorch's own operators do there.
+
+    Args:
+        config: of the decoder.
+        train: how it is trained; `micro_batch_size` is a number or None, `dtype` is not `auto`
+            unless the device is here.
+        device: where it is trained; it need not be there.
+        updates: whether the update is recorded too, which depends on no batch.
+    """
+    size = train.micro_batch_size
+    rows = train.batch_size if size is None else min(train.batch_size, 2 * int(size))
+    place = device if device.type == "cpu" else torch.device("meta")
+    with without_data(place) as tape:
+        decoder = config.build(train.kernel, device=place)
+        step = build_step(decoder, train, place)
+        optimizer, places = step.optimizer, _places(decoder)
+        held: dict[Kind, dict[str, Tensor]] = {
+            "weights": dict(decoder.state_dict(keep_vars=True)),
+            "low_bits": dict(optimizer.masters.low_bits),
+            "optimizer": optimizer.tensors(),
+        }
+        for kind, tensors in held.items():
+            tape.mark(tensors.values(), kind)
+        recorder = _Recorder(tape, step.objective, decoder)
+        begin = tape.now
+        tokens = torch.zeros(rows, train.seq_len, dtype=torch.int64, device=place)
+        batch = Batch(tokens, tokens, None, torch.zeros(rows, dtype=torch.int64))
+        loss, count = step.backward(batch)
+        tape.mark(optimizer.masters.sums.values(), "sums")
+        if updates:
+            recorder.enter("update", "update")
+            step.update(loss, count, schedule=1.0)
+        end = tape.now
+        by_place: dict[Kind, dict[Place, int]] = {
+            kind: _by_place(held[kind], places) for kind in held
+        }
+    return _account(tape, recorder, by_place, begin, end)
+
+
+class _Recorder:
+    """Notes which part of a step runs, and what its memory is for."""
+
+    def __init__(self, tape: Tape, objective: nn.Module, decoder: Decoder) -> None:
+        self.tape = tape
+        self.spans: list[Span] = []
+        self.phase: Phase = "forward"
+        self.begun = 0
+        objective.register_forward_pre_hook(self._begin)
+        objective.register_forward_hook(self._end_of_forward)
+        layers = dict(decoder.layers.named_children())
+        for name, layer in layers.items():
+            layer.register_forward_pre_hook(self._before(f"layers.{name}", name == "0"))
+            last = name == str(len(layers) - 1)
+            layer.register_forward_hook(self._after(f"layers.{name}", last))
+        (loss,) = (part for part in objective.modules() if isinstance(part, HeadLoss))
+        loss.register_forward_pre_hook(lambda *_: self.enter("head", "forward"))
+        for parameter in decoder.parameters():
+            if parameter.requires_grad:
+                parameter.register_post_accumulate_grad_hook(self._keep_gradient)
+
+    def enter(self, part: str, phase: Phase) -> None:
+        self.tape.part, self.phase = part, phase
+        self.spans.append(Span(self.tape.now, part, phase))
+
+    def _begin(self, *_: Any) -> None:
+        self.begun = self.tape.now
+        self.enter("embedding", "forward")
+
+    def _before(self, part: str, first: bool) -> Any:
+        def enter(_: nn.Module, inputs: tuple[Any, ...]) -> None:
+            if first and self.phase == "forward" and inputs[0].requires_grad:
+                inputs[0].register_hook(lambda _: self.enter("embedding", "backward"))
+            self.enter(part, self.phase)
+
+        return enter
+
+    def _after(self, part: str, last: bool) -> Any:
+        def leave(_: nn.Module, __: Any, output: Tensor) -> None:
+            if self.phase == "forward":
+                output.register_hook(lambda _: self.enter(part, "backward"))
+                if last:
+                    self.enter("final_norm", "forward")
+
+        return leave
+
+    def _end_of_forward(self, *_: Any) -> None:
+        for allocation in self.tape.alive:
+            if allocation.born > self.begun and not allocation.kind:
+                allocation.kind = "loss" if allocation.part == "head" else "activations"
+        self.enter("head", "backward")
+
+    def _keep_gradient(self, parameter: Tensor) -> None:
+        if parameter.grad is not None:
+            self.tape.mark([parameter.grad], "gradients")
+
+
+def _places(decoder: Decoder) -> dict[str, Place]:
+    """Of every parameter and buffer, by name."""
+    return {
+        name: Place(".".join(name.split(".")[:2]) if name.startswith("layers.") else own, own)
+        for name, own in components_of(decoder).items()
+    }
+
+
+def _by_place(tensors: dict[str, Tensor], places: dict[str, Place]) -> dict[Place, int]:
+    """Bytes by place; the state of an optimizer is named after its parameter."""
+    sizes: dict[Place, int] = defaultdict(int)
+    seen: set[int] = set()
+    for name, tensor in tensors.items():
+        if id(tensor) not in seen:  # a tied matrix has two names
+            seen.add(id(tensor))
+            sizes[places[name if name in places else name.rpartition(".")[0]]] += tensor.nbytes
+    return dict(sizes)
+
+
+def _account(
+    tape: Tape,
+    recorder: _Recorder,
+    held: dict[Kind, dict[Place, int]],
+    begin: int,
+    end: int,
+) -> StepMemory:
+    changes: dict[Kind, list[int]] = {kind: [0] * (end - begin + 2) for kind in KINDS}
+    activations: dict[str, int] = defaultdict(int)
+    for one in tape.allocations:
+        kind = cast(Kind, one.kind or "temporary")
+        if one.born > end or (one.died is not None and one.died <= begin):
+            continue
+        changes[kind][max(one.born - begin, 0)] += one.n_bytes
+        if one.died is not None and one.died <= end:
+            changes[kind][one.died - begin + 1] -= one.n_bytes  # freed after that operator
+        if kind == "activations" and one.born > recorder.begun:  # of the last micro-batch
+            activations[one.part] += one.n_bytes
+    return StepMemory(
+        held,
+        dict(activations),
+        {kind: list(accumulate(change)) for kind, change in changes.items()},
+        [span._replace(begin=span.begin - begin) for span in recorder.spans],
+    )

@@ -1,0 +1,41 @@
+"""Print the bytes that a training step adds to a process: `python -m tests.plan.resident < JSON`.
+
+Given `config` (of a decoder) and `train`. In a process of its own, since what it measures is the
+process: the peak of resident memory over two steps, less what was resident before the model was
+made, when a tiny one had been trained to load libraries and start threads.
+"""
+
+import json
+import sys
+
+import torch
+
+from tests.plan.measure import CPU, make_step, random_batch
+from workhorse.memory import most_resident, resident
+from workhorse.nn import DecoderConfig
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.allocator import keep_freed_memory
+
+
+def take_steps(config: DecoderConfig, train: TrainConfig, count: int) -> None:
+    step, batch = make_step(config, train), random_batch(config, train)
+    for _ in range(count):
+        step.update(*step.backward(batch), schedule=1.0)
+
+
+def main() -> None:
+    given = json.load(sys.stdin)
+    config = DecoderConfig.from_dict(given["config"])
+    train = TrainConfig.from_dict(given["train"])
+    torch.set_num_threads(2)
+    kinds = dict.fromkeys(config.layer_names())
+    tiny = config.replace(vocab_size=512, n_layers=len(kinds), pattern=tuple(kinds))
+    take_steps(tiny, train.replace(batch_size=1, micro_batch_size=None, seq_len=16), 1)
+    with keep_freed_memory(CPU):
+        before = resident()
+        take_steps(config, train, 2)
+        print(most_resident() - before)
+
+
+if __name__ == "__main__":
+    main()

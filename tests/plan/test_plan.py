@@ -1,0 +1,166 @@
+"""`workhorse plan`: what it prints, its page, its JSON, and what it refuses."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from workhorse.cli.main import main
+from workhorse.models import preset
+from workhorse.models.parameters import count_parameters
+from workhorse.plan import known_devices, plan
+from workhorse.plan.page import Bar, stacked
+from workhorse.plan.text import duration, short
+
+SMALL = ("gpt2", "model.n_layers=2", "model.d_model=96", "model.vocab_size=512", "train.seq_len=64")
+
+
+def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 0
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+    assert main(["plan", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    (line,) = err.splitlines()
+    return line
+
+
+def test_a_preset_on_a_known_device(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    page = tmp_path / "plan.html"
+    out = printed(capsys, *SMALL, "--device", "a100", "--price", "2", "--page", str(page))
+    for heading in ("parameters", "arithmetic", "memory", "time", "serving"):
+        assert f"\n{heading}\n" in out
+    assert "fits: NVIDIA A100 SXM 80 GB has" in out
+    assert "312 TFLOP/s (NVIDIA A100 SXM 80 GB, bfloat16, NVIDIA A100 data sheet)" in out
+    assert "at the price given" in out
+    assert "assumed: train.batch_size=1" in out
+    drawn = page.read_text()
+    assert drawn.count("<svg") == 2
+    assert "http" not in drawn
+
+
+def test_json_has_the_account(capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed(capsys, *SMALL, "--device", "h100", "--json"))
+    config = preset("gpt2").replace(n_layers=2)
+    assert found["config"]["n_layers"] == config.n_layers
+    assert found["parameters"]["total"] == sum(
+        found["parameters"][name]
+        for name in ("embedding", "attention", "feed_forward", "norms", "head")
+    )
+    assert found["flops"]["per_token"] == 3 * sum(found["flops"]["forward"].values())
+    peak = found["memory"]["peak"]
+    kinds = [peak[kind] for kind in peak if kind not in ("phase", "part", "total")]
+    assert peak["total"] == sum(kinds)
+    assert peak["total"] == max(
+        sum(size for key, size in moment.items() if key not in ("phase", "part"))
+        for moment in found["moments"]
+    )
+    hours = found["time"]["seconds"] / 3600
+    rate = found["flops"]["training"] / (found["time"]["peak_flops"] * 0.4) / 3600
+    assert hours == pytest.approx(rate)
+
+
+def test_a_recipe_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+    (tmp_path / "text.txt").write_text("a b c d\n" * 500)
+    file = tmp_path / "recipe.yaml"
+    file.write_text(
+        "name: planned\n"
+        "model: {preset: gpt2, n_layers: 1, d_model: 48, vocab_size: 300}\n"
+        "tokenizer: {kind: bytes}\n"
+        f"data: {{corpus: {{kind: text, path: {tmp_path / 'text.txt'}}}}}\n"
+        "train: {steps: 10, batch_size: 2, seq_len: 32}\n"
+    )
+    found = json.loads(printed(capsys, str(file), "--json"))
+    assert found["kind"] == "recipe"
+    assert found["assumed"] == []
+    assert found["time"] is None
+    assert found["memory"]["fits"]
+    assert "this machine" in found["device"]["name"]
+
+
+def test_what_does_not_fit_has_remedies(capsys: pytest.CaptureFixture[str]) -> None:
+    batch = "train.batch_size=64"
+    found = plan(SMALL[0], [*SMALL[1:], batch], device="h100", memory=0.2)
+    assert not found["memory"]["fits"]
+    savings = [remedy["saves"] for remedy in found["remedies"]]
+    assert min(savings) > 0
+    assert found["remedies"][0]["setting"] == "train.micro_batch_size=1"
+    out = printed(capsys, *SMALL, batch, "--device", "h100", "--memory", "0.2")
+    assert "does not fit: NVIDIA H100 SXM has 204.8 MiB" in out
+    assert "train.micro_batch_size=1: saves" in out
+
+
+def test_the_largest_micro_batch_is_found() -> None:
+    settings = [*SMALL[1:], "train.batch_size=4096", "train.micro_batch_size=auto"]
+    found = plan("gpt2", settings, device="h100", memory=1.0)
+    rows = found["train"]["micro_batch_size"]
+    assert 1 < rows < 4096
+    assert found["memory"]["fits"]
+    one_more = plan(
+        "gpt2", [*settings, f"train.micro_batch_size={rows + 1}"], device="h100", memory=1.0
+    )
+    assert not one_more["memory"]["fits"]
+
+
+def test_a_mesh_divides_the_work() -> None:
+    settings = [*SMALL[1:], "train.batch_size=8"]
+    one = plan("gpt2", settings, device="h100")
+    eight = plan("gpt2", [*settings, "parallel.shard=4", "parallel.tensor=2"], device="h100")
+    assert eight["parallel"]["devices"] == 8
+    assert eight["time"]["seconds"] == pytest.approx(one["time"]["seconds"] / 8)
+    assert eight["memory"]["peak"]["total"] < one["memory"]["peak"]["total"] / 4
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["gpt2", "--device", "h10"], "no device 'h10'; did you mean 'h100'?"),
+        ([*SMALL, "--device", "h100", "parallel.tensor=5"], "tensor=5 does not divide n_heads=12"),
+        ([*SMALL, "parallel.foo=2"], "unknown key 'foo'"),
+        (["gpt2", "--device", "t4"], "no matrix products in bfloat16; choose train.dtype=float32"),
+        (["gpt2", "--device", "v100", "train.dtype=float16"], "float16 cannot be planned"),
+        (["gpt2", "--device", "h100", "--measure"], "--measure measures this machine"),
+        (["gpt2", "--device", "h100", "--context", "4096"], "more than the model's max_seq_len"),
+        (["gpt2", "train.seq_len=99999"], "max_seq_len=1024 is less than train.seq_len=99999"),
+        (["nothing"], "there is no folder, hub id or preset 'nothing'"),
+        (["missing.yaml"], "cannot read missing.yaml"),
+        (["gpt2", "--memory", "0"], "Invalid value for '--memory'"),
+    ],
+)
+def test_wrong_input_gets_one_line(
+    arguments: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert message in refused(capsys, *arguments)
+
+
+def test_every_device_has_a_peak_and_a_source() -> None:
+    for name, device in known_devices().items():
+        assert device.memory > 0, name
+        assert device.source, name
+        dtype = next(d for d in ("bfloat16", "float16", "float32") if getattr(device, d))
+        assert device.peak(getattr(torch, dtype)) > 1e12, name
+
+
+def test_every_preset_has_parameters_that_are_counted() -> None:
+    counts = count_parameters(preset("llama-2-70b"))
+    assert counts["total"] == 68_976_648_192  # as the released weights have
+
+
+def test_bars_stand_on_each_other() -> None:
+    svg = stacked([Bar("a", {"weights": 2**30, "gradients": 0}), Bar("b", {"loss": 3 * 2**30})])
+    assert svg.count("<rect") == 2
+    assert "a: 1.0 GiB (weights 1.0 GiB)" in svg
+
+
+def test_figures_for_people() -> None:
+    assert [short(n) for n in (5, 6.74e9, 3.14e23)] == ["5 ", "6.74 G", "314 Z"]
+    assert [duration(s) for s in (1.5, 75, 7_260, 180_000)] == [
+        "1.5 s",
+        "1 min 15 s",
+        "2 h 1 min",
+        "2 days 2 h",
+    ]

@@ -1,0 +1,95 @@
+"""A step without data allocates what the real one does."""
+
+import pytest
+import torch
+
+from tests.nn.grid import COVERING
+from tests.plan.measure import CPU, gradient_bytes, held_by, kept_by_autograd, most_allocated
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.step_memory import StepMemory, step_memory
+
+ROWS, SEQ = 2, 12
+CONFIGS = COVERING[:6]
+
+
+def training(**fields: object) -> TrainConfig:
+    return TrainConfig(**{"steps": 1, "batch_size": ROWS, "seq_len": SEQ, **fields})
+
+
+@pytest.mark.parametrize("number", range(len(CONFIGS)))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_activations_are_the_bytes_that_autograd_keeps(number: int, dtype: str) -> None:
+    config, train = CONFIGS[number], training(dtype=dtype)
+    found = step_memory(config, train, CPU).activations
+    kept = kept_by_autograd(config, train)
+    kept.pop("head", None)  # which computes its gradient in the forward pass
+    assert sum(found.values()) == pytest.approx(sum(kept.values()), rel=0.02)
+
+
+def test_checkpointing_keeps_the_input_of_each_layer() -> None:
+    config = CONFIGS[0]
+    found = step_memory(config, training(activation_checkpointing=True), CPU).activations
+    rows = ROWS * SEQ * config.d_model * 4
+    kept = [found.get(part, 0) for part in ("embedding", "layers.0", "layers.1")]
+    assert sum(kept) >= config.n_layers * rows
+    assert sum(kept) < sum(step_memory(config, training(), CPU).activations.values()) / 4
+
+
+def held(memory: StepMemory) -> dict[str, int]:
+    return {kind: total for kind, sizes in memory.held.items() if (total := sum(sizes.values()))}
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_what_is_held_is_what_a_step_has(dtype: str, kind: str) -> None:
+    config = CONFIGS[1]
+    train = training(dtype=dtype, optimizer={"kind": kind, "learning_rate": 0.01})
+    memory = step_memory(config, train, CPU)
+    assert held(memory) == held_by(config, train)
+    assert {kind: memory.timeline[kind][0] for kind in held(memory)} == held(memory)
+
+
+@pytest.mark.parametrize("number", range(5))  # of the sixth, oneDNN copies odd widths inside
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_peak_is_the_allocators(number: int, dtype: str) -> None:
+    # Enough rows that what operators need inside themselves is little beside what they give.
+    config, train = CONFIGS[number], training(dtype=dtype, batch_size=8, seq_len=24)
+    memory = step_memory(config, train, CPU)
+    constants = memory.timeline["temporary"][0]  # tables of activations: made once for a process
+    predicted = max(memory.totals) - constants
+    assert predicted == pytest.approx(most_allocated(config, train), rel=0.08)
+
+
+def test_gradients_and_their_sums_over_micro_batches() -> None:
+    config, train = CONFIGS[1], training(dtype="bfloat16")
+    whole = step_memory(config, train, CPU, updates=False).timeline
+    assert (whole["gradients"][-1], whole["sums"][-1]) == (gradient_bytes(config, train), 0)
+    train = training(dtype="bfloat16", micro_batch_size=1)
+    parts = step_memory(config, train, CPU, updates=False)
+    parameters = sum(p.numel() for p in config.build().parameters() if p.requires_grad)
+    assert max(parts.timeline["sums"]) == 4 * parameters
+    one_row = step_memory(config, training(batch_size=1, dtype="bfloat16"), CPU)
+    assert parts.activations == one_row.activations
+
+
+def test_the_timeline_begins_and_ends_with_what_is_held() -> None:
+    memory = step_memory(CONFIGS[2], training(), CPU)
+    ends = {kind: values[-1] for kind, values in memory.timeline.items() if values[-1]}
+    kept = {kind: ends[kind] for kind in ends if kind not in ("temporary", "loss")}
+    assert kept == held(memory)
+    phases = [span.phase for span in memory.spans]
+    assert phases == sorted(phases, key=["forward", "backward", "update"].index)
+    layers = [span.part for span in memory.spans if span.part.startswith("layers.")]
+    assert layers == [*(names := [f"layers.{n}" for n in range(CONFIGS[2].n_layers)]), *names[::-1]]
+
+
+def test_another_device_needs_no_such_device() -> None:
+    memory = step_memory(CONFIGS[0], training(dtype="bfloat16"), torch.device("cuda"))
+    assert held(memory)["weights"] == held(memory)["low_bits"]
+
+
+def test_an_unrecorded_update_leaves_the_rest_as_it_is() -> None:
+    whole = step_memory(CONFIGS[0], training(), CPU)
+    passes = step_memory(CONFIGS[0], training(), CPU, updates=False)
+    assert passes.activations == whole.activations
+    assert passes.totals == whole.totals[: len(passes.totals)]

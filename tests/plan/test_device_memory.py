@@ -156,7 +156,7 @@ def test_most_rows(room: int) -> None:
     def needed(rows: int) -> int:
         return 90 + 10 * rows + rows // 7
 
-    found = most_rows(needed, room, 10_000)
+    found = most_rows(needed, room, 100_000)
     assert needed(found) <= room or found == 0
     assert needed(found + 1) > room
     assert most_rows(needed, room, 3) == min(found, 3)
@@ -166,10 +166,10 @@ def test_longest() -> None:
     def needed(length: int) -> int:
         return 100 + length + length**2 // 1000
 
-    for room in (150, 1_000, 50_000):
-        found = longest(needed, room, start=256)
+    for room, start in [(150, 256), (1_000, 256), (50_000, 256), (2_130, 1_030), (777, 333)]:
+        found = longest(needed, room, start)
         assert needed(found) <= room < needed(found + found // 4 + 8)
-    assert longest(needed, 10, start=256) == 0
+    assert longest(needed, 10, 256) == 0
 
 
 def test_the_smallest_mesh() -> None:

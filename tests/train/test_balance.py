@@ -12,6 +12,7 @@ from tests.train.test_run import assert_same_run, weights
 from tests.train.test_step import CPU
 from workhorse.config import ConfigError
 from workhorse.data import IGNORE, Batch
+from workhorse.models.flops import flops_per_token
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.experts.router import Router, Routing
 from workhorse.optim.adamw import AdamWConfig
@@ -20,7 +21,6 @@ from workhorse.optim.muon import MuonConfig
 from workhorse.train import Recipe, train
 from workhorse.train.objectives.balance import Balanced, Balancer, imbalance, loads_of
 from workhorse.train.objectives.next_token import NextToken
-from workhorse.train.speed import flops_per_token
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
 from workhorse.train.step.step import TrainingStep

@@ -90,7 +90,7 @@ def longest(needed: Callable[[int], int], room: int, start: int) -> int:
         low, high = (high, 2 * high) if needed(high) <= room else (0, high)
     step = max(1, low // FINEST)
     while high - low > step:
-        middle = (low + high) // 2 // step * step
+        middle = (low + high) // 2
         low, high = (middle, high) if needed(middle) <= room else (low, middle)
     return low
 
@@ -99,7 +99,7 @@ def smallest_mesh(
     config: DecoderConfig, train: TrainConfig, device: torch.device, room: int
 ) -> MeshConfig | None:
     """The fewest devices that hold the model while each trains on one row."""
-    for mesh in _meshes(config):
+    for mesh in _meshes():
         changed = train.replace(batch_size=mesh.replicas, micro_batch_size=1)
         try:
             if device_memory(config, changed, device, mesh).total <= room:
@@ -109,9 +109,8 @@ def smallest_mesh(
     return None
 
 
-def _meshes(config: DecoderConfig) -> Iterator[MeshConfig]:
+def _meshes() -> Iterator[MeshConfig]:
     """By devices; of as many, those with less tensor parallelism, which costs most, first."""
-    del config
     devices = 1
     while devices <= MOST_SHARDS:
         for tensor in (1, 2, 4, 8):

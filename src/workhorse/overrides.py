@@ -4,6 +4,8 @@ import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, cast
 
+import yaml
+
 from workhorse.config import ConfigError, check_colons, parse_yaml
 from workhorse.errors import shown
 
@@ -84,3 +86,11 @@ def _value_of(path: str, text: str) -> Any:
         raise ConfigError(f"{shown(f'{path}={text}')} is {error.reason}; {remedy}") from None
     check_colons(value, path)
     return value
+
+
+def written(value: Any) -> str:
+    """A value as a setting reads it back: bare where that is the same, else as YAML on a line."""
+    if isinstance(value, str) and parse_yaml(value) == value:
+        return value
+    text = yaml.safe_dump(value, default_flow_style=True, width=2**20, sort_keys=False)
+    return text.removesuffix("\n").removesuffix("...").rstrip()

@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import click
+from click.core import ParameterSource
 
 
 class _Path(click.Path):
@@ -60,3 +61,9 @@ def runtime_options(verb: Callable[..., Any], *, default: str | bool = True) -> 
     ):
         verb = option(verb)
     return verb
+
+
+def is_given(name: str) -> bool:
+    """Whether an option of the running verb is on the command line, even with its default value."""
+    source = click.get_current_context().get_parameter_source(name)
+    return source is ParameterSource.COMMANDLINE

@@ -3,6 +3,7 @@
 from workhorse.train.check import remarks_on
 from workhorse.train.dry_run import dry_run
 from workhorse.train.estimate import estimate
+from workhorse.train.loop import DivergedError
 from workhorse.train.recipe.init import with_init
 from workhorse.train.recipe.overrides import override_recipe
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
@@ -12,6 +13,7 @@ from workhorse.train.run import TrainResult, rehearse, train, why_taken
 
 __all__ = [
     "Change",
+    "DivergedError",
     "Event",
     "Recipe",
     "Resumption",

@@ -26,6 +26,10 @@ from workhorse.train.validation import Validator
 TensorsOf = Callable[[], dict[str, Tensor]]
 
 
+class DivergedError(WorkhorseError):
+    """Loss or gradient was not finite for too many steps in a row."""
+
+
 class BatchSource(Protocol):
     """The batch of every step, a pure function of the step."""
 
@@ -124,7 +128,8 @@ class Loop:
         It is also saved if something other than the step fails: validation, samples, a listener.
 
         Raises:
-            WorkhorseError: too many steps in a row were not finite, or the disk refuses.
+            DivergedError: too many steps in a row were not finite.
+            WorkhorseError: the disk refuses.
         """
         self.saved = self.counters.step
         try:
@@ -212,7 +217,7 @@ class Loop:
             )
             often = counters.bad_in_a_row
             when = f"for {often} steps in a row, up to" if often > 1 else "at"
-            raise WorkhorseError(
+            raise DivergedError(
                 f"loss or gradient was not finite {when} step {counters.step} "
                 f"(loss {result.loss:g}, gradient {result.grad_norm:g}); {go_on} with a lower "
                 "learning rate, a longer warm-up or a wider dtype"

@@ -8,10 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-from click.core import ParameterSource
 
 from workhorse.cli.loading import recipe_of_run
-from workhorse.cli.options import PATH, json_option, runtime_options
+from workhorse.cli.options import PATH, is_given, json_option, runtime_options
 from workhorse.cli.output import ExitCode, counted, print_result
 
 
@@ -87,7 +86,7 @@ def command(
     flags = [
         f"train.{name}={value}"
         for name, value in {"device": device, "dtype": dtype, "threads": threads}.items()
-        if _is_given(name)
+        if is_given(name)
     ]
     if recipe.is_dir():
         recipe, out = _own_recipe(recipe, out, resume)
@@ -99,12 +98,6 @@ def command(
     else:
         place = out or _default(settings.name)
         _train(settings, place, resume, as_json, notices=notices, changes=changes)
-
-
-def _is_given(name: str) -> bool:
-    """Whether a flag is on the command line, even with its default value."""
-    source = click.get_current_context().get_parameter_source(name)
-    return source is ParameterSource.COMMANDLINE
 
 
 def _own_recipe(folder: Path, out: Path | None, resume: bool) -> tuple[Path, Path]:

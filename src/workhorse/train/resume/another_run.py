@@ -5,12 +5,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-import yaml
 
 from workhorse.checkpoints import RunDirectory
-from workhorse.config import Config, parse_yaml
+from workhorse.config import Config
 from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
+from workhorse.overrides import written
 from workhorse.train.recipe.recipe import Recipe
 
 Settings = Sequence[tuple[str, Any]]
@@ -44,7 +44,7 @@ def from_weights(run: RunDirectory, settings: Settings) -> Settings:
 def command(run: RunDirectory, settings: Settings) -> str:
     """`workhorse train` on a run's own recipe with settings, into an unused folder."""
     words = ["workhorse", "train", str(run.path)]
-    words += [f"{name}={_yaml(value)}" for name, value in settings]
+    words += [f"{name}={written(value)}" for name, value in settings]
     return shlex.join([*words, "--out", _free_name(run)])
 
 
@@ -69,11 +69,3 @@ def _free_name(run: RunDirectory) -> str:
     while (path := run.path.with_name(f"{run.path.name}-{number}")).exists():
         number += 1
     return str(path)
-
-
-def _yaml(value: Any) -> str:
-    """A value as an override reads it back: bare where that is the same, else as YAML on a line."""
-    if isinstance(value, str) and parse_yaml(value) == value:
-        return value
-    text = yaml.safe_dump(value, default_flow_style=True, width=2**20, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("...").rstrip()

@@ -1,13 +1,21 @@
 """A line chart as SVG: enough for a training report, and nothing to load."""
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from html import escape
+from itertools import cycle
 
 WIDTH, HEIGHT = 560, 250
 LEFT, RIGHT, TOP, BOTTOM = 58, 12, 30, 32
-COLORS = ("#2563eb", "#d97706", "#059669", "#9333ea")
+COLORS = (
+    *("#2563eb", "#d97706", "#059669", "#9333ea"),
+    *("#dc2626", "#0891b2", "#65a30d", "#db2777"),
+)
+"""Of the lines; further ones begin again."""
+LETTERS = 80
+"""Of title and legend that fit on one line; a longer legend gets lines of its own, below."""
+ROW = 15
 MAX_POINTS = 600
 
 
@@ -19,16 +27,21 @@ class Series:
     points: Sequence[tuple[float, float]]
     marked: bool = False
     """Draw a dot at every point, for lines of few points."""
+    band: Sequence[tuple[float, float, float]] = ()
+    """A shaded band around the line: points `(x, low, high)`."""
 
 
 def line_chart(title: str, series: Sequence[Series], unit: str = "") -> str:
     """The chart as an `<svg>` element; an empty string if there is nothing to draw."""
-    lines = [Series(one.name, thinned(one.points), one.marked) for one in series]
+    lines = [
+        replace(one, points=thinned(one.points), band=_thinned_band(one.band)) for one in series
+    ]
     lines = [line for line in lines if line.points]
     if not lines:
         return ""
     xs = [x for line in lines for x, _ in line.points]
     ys = [y for line in lines for _, y in line.points]
+    ys += [y for line in lines for _, *edges in line.band for y in edges]
     left, right = min(0, *xs), max(1, *xs)
     x_ticks = [tick for tick in ticks(left, right) if tick <= right]
     y_ticks = ticks(*clipped_range(ys))
@@ -51,23 +64,49 @@ def line_chart(title: str, series: Sequence[Series], unit: str = "") -> str:
     for tick in x_ticks:
         x = place(tick, low)[0]
         parts.append(f'<text class="x" x="{x:.1f}" y="{HEIGHT - BOTTOM + 16}">{shown(tick)}</text>')
-    for color, line in zip(COLORS, lines, strict=False):
-        spots = [place(x, y) for x, y in line.points]
-        path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
-        parts.append(f'<polyline points="{path}" stroke="{color}"/>')
-        if line.marked or len(spots) == 1:
-            parts += [
-                f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}">'
-                f"<title>step {shown(step)}: {shown(value)}</title></circle>"
-                for (x, y), (step, value) in zip(spots, line.points, strict=True)
-            ]
-    legend = "  ".join(
+    for color, line in zip(cycle(COLORS), lines, strict=False):
+        parts += _line(line, color, place)
+    entries = [
         f'<tspan fill="{color}">{escape(line.name)} {shown(line.points[-1][1])}</tspan>'
-        for color, line in zip(COLORS, lines, strict=False)
-    )
+        for color, line in zip(cycle(COLORS), lines, strict=False)
+    ]
     note = f"<tspan>{escape(unit)}</tspan>" if unit else ""
-    parts.append(f'<text class="legend" x="{WIDTH - RIGHT}" y="16">{legend}  {note}</text>')
-    return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(parts)}</svg>'
+    letters = len(title) + sum(len(line.name) + 8 for line in lines)
+    rows = [[*entries, note]] if letters <= LETTERS else [[entry] for entry in entries]
+    for number, row in enumerate(rows):
+        y = 16 if len(rows) == 1 else HEIGHT + ROW * number
+        parts.append(f'<text class="legend" x="{WIDTH - RIGHT}" y="{y}">{"  ".join(row)}</text>')
+    height = HEIGHT if len(rows) == 1 else HEIGHT + ROW * len(rows)
+    return f'<svg viewBox="0 0 {WIDTH} {height}" role="img">{"".join(parts)}</svg>'
+
+
+def _line(
+    line: Series, color: str, place: Callable[[float, float], tuple[float, float]]
+) -> list[str]:
+    """The elements of one line: its band, the line, its dots."""
+    parts = []
+    if line.band:
+        edges = [(x, high) for x, _, high in line.band] + [(x, y) for x, y, _ in line.band[::-1]]
+        outline = " ".join("{:.1f},{:.1f}".format(*place(x, y)) for x, y in edges)
+        parts.append(f'<polygon points="{outline}" fill="{color}" fill-opacity="0.15"/>')
+    spots = [place(x, y) for x, y in line.points]
+    path = " ".join(f"{x:.1f},{y:.1f}" for x, y in spots)
+    parts.append(f'<polyline points="{path}" stroke="{color}"/>')
+    if line.marked or len(spots) == 1:
+        parts += [
+            f'<circle cx="{x:.1f}" cy="{y:.1f}" r="3" fill="{color}">'
+            f"<title>step {shown(step)}: {shown(value)}</title></circle>"
+            for (x, y), (step, value) in zip(spots, line.points, strict=True)
+        ]
+    return parts
+
+
+def _thinned_band(band: Sequence[tuple[float, float, float]]) -> list[tuple[float, float, float]]:
+    """The same of both edges of a band."""
+    whole = [point for point in band if all(map(math.isfinite, point))]
+    lows = thinned([(x, low) for x, low, _ in whole])
+    highs = thinned([(x, high) for x, _, high in whole])
+    return [(x, low, high) for (x, low), (_, high) in zip(lows, highs, strict=True)]
 
 
 def thinned(points: Sequence[tuple[float, float]]) -> list[tuple[float, float]]:

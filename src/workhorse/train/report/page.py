@@ -25,11 +25,16 @@ def write_report(run: RunDirectory) -> None:
     Raises:
         WorkhorseError: the disk is full or refuses.
     """
+    page = rendered("workhorse.train.report", "page.html", **contents(run))
+    write_atomically(run.report_file, page)
+
+
+def rendered(package: str, template: str, **contents: Any) -> str:
+    """A page of a template beside a package's files, in the style that all reports have."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    template = environment.from_string(
-        files("workhorse.train.report").joinpath("page.html").read_text("utf-8")
-    )
-    write_atomically(run.report_file, template.render(**contents(run)))
+    style = files("workhorse.train.report").joinpath("style.css").read_text("utf-8")
+    text = files(package).joinpath(template).read_text("utf-8")
+    return environment.from_string(text).render(style=style, **contents)
 
 
 def contents(run: RunDirectory) -> dict[str, Any]:

@@ -51,6 +51,7 @@ VERBS = {
     "chat": "Talk with a model in the terminal.",
     "evaluate": "Measure a model over text, or score it on tasks.",
     "plan": "Tell what a model needs: memory, arithmetic, time.",
+    "compare": "Answer which of several designs is better, by a study.",
     "data": "Prepare a recipe's data, or look at what a model will see.",
     "recipe": "Tell what a recipe may say, key by key.",
     "tokenizer": "Train a tokenizer, measure one, see how it splits a text.",

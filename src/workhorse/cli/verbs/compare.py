@@ -1,0 +1,114 @@
+"""`workhorse compare`: a study in, an answer with its uncertainty out."""
+
+import shlex
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import click
+
+from workhorse.cli.options import PATH, is_given, json_option, runtime_options
+from workhorse.cli.output import ExitCode, counted, print_result, warn
+
+
+@click.command("compare")
+@click.argument("study", type=PATH)
+@click.option("--out", type=PATH, help="Folder of the study.  [default: runs/NAME]")
+@click.option(
+    "--jobs",
+    type=click.IntRange(min=1),
+    default=1,
+    show_default=True,
+    help="Trials at once, each in a process of its own with its share of the threads.",
+)
+@click.option("--quick", is_flag=True, help="What the study's quick section says, in little time.")
+@click.option("--dry-run", is_flag=True, help="Show trials, sizes and time; train nothing.")
+@partial(runtime_options, default="the recipe's")
+@json_option
+def command(
+    *,
+    study: Path,
+    out: Path | None,
+    jobs: int,
+    quick: bool,
+    dry_run: bool,
+    device: str,
+    dtype: str,
+    threads: int,
+    as_json: bool,
+) -> None:
+    """Train the variants of STUDY, a YAML file, at an equal budget, and say which is better.
+
+    Each variant is trained on every seed of the study. The same command goes on with a study that
+    was stopped or killed; an interrupt, SIGTERM or SIGHUP stops it after the current step.
+    """
+    from workhorse.config import read_yaml
+
+    read_yaml(study)  # first, so that a file that is none does not wait for torch
+    from workhorse import compare as library
+
+    asked = library.read_study(study)
+    if quick:
+        asked = library.quick(asked)
+    flags = {"device": device, "dtype": dtype}
+    if settings := [f"train.{name}={value}" for name, value in flags.items() if is_given(name)]:
+        asked = library.with_settings(asked, settings)
+    place = out or Path("runs") / (f"{asked.name}-quick" if quick else asked.name)
+    if dry_run:
+        found = library.dry_run(asked, place, jobs=jobs, threads=threads)
+        for line in found["notices"]:
+            warn(line)
+        print_result(found, as_json, text=_account(found, place))
+    else:
+        _compare(asked, place, jobs, threads, as_json)
+
+
+def _compare(study: Any, out: Path, jobs: int, threads: int, as_json: bool) -> None:
+    from workhorse.cli.compare_progress import show_study
+    from workhorse.compare import compare
+
+    with show_study() as show:
+        found = compare(study, out, jobs=jobs, threads=threads, on_event=show)
+    fields = {name: getattr(found, name) for name in ("folder", "done", "trials", "stopped_by")}
+    result = {**(found.results or {}), **fields}
+    print_result(result, as_json, text=_summary(found))
+    if found.stopped_by is not None:
+        codes = {
+            "SIGINT": ExitCode.INTERRUPTED,
+            "SIGTERM": ExitCode.STOPPED,
+            "SIGHUP": ExitCode.HUNG_UP,
+        }
+        click.get_current_context().exit(codes[found.stopped_by])
+
+
+def _summary(found: Any) -> str:
+    if found.results is None:
+        return (
+            f"{found.folder}: {found.done} of {counted(found.trials, 'trial')} done, stopped by "
+            f"{found.stopped_by} and saved\nthe same command goes on"
+        )
+    from workhorse.compare.report import verdicts
+
+    lines = verdicts(found.results)
+    lines += [f"note: {note}" for note in found.results["notes"]]
+    return "\n".join([*lines, f"report {shlex.quote(str(found.folder / 'report.html'))}"])
+
+
+def _account(found: dict[str, Any], out: Path) -> str:
+    """A line for each variant, and the time of all."""
+    from workhorse.cli.train_progress import duration
+
+    wide = max(len(name) for name in found["variants"])
+    lines = [
+        f"{name:{wide}}  {one['parameters']:,} parameters, {one['steps']:,} steps, "
+        f"{one['tokens']:,} tokens, {one['flops']:.3g} FLOPs, {duration(one['seconds'])} a run"
+        for name, one in found["variants"].items()
+    ]
+    left = sum(not trial["done"] for trial in found["trials"])
+    done = len(found["trials"]) - left
+    lines += [f"  {trial['trial']}{' (done)' * trial['done']}" for trial in found["trials"]]
+    lines.append(
+        f"{counted(left, 'trial')} in {out}{f' ({done} done)' if done else ''}, "
+        f"{duration(found['seconds'])} of steps; validation and checkpoints come on top"
+    )
+    return "\n".join(lines)

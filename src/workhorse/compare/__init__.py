@@ -1,0 +1,18 @@
+"""Comparing designs: variants of a recipe at an equal budget, over seeds."""
+
+from workhorse.compare.dry_run import dry_run
+from workhorse.compare.plan import quick, with_settings
+from workhorse.compare.run import Comparison, compare
+from workhorse.compare.study import BudgetConfig, QuickConfig, Study, read_study
+
+__all__ = [
+    "BudgetConfig",
+    "Comparison",
+    "QuickConfig",
+    "Study",
+    "compare",
+    "dry_run",
+    "quick",
+    "read_study",
+    "with_settings",
+]

@@ -1,0 +1,131 @@
+"""The folder of a study: what it was begun with, its trials, and what came out.
+
+study.yaml      the study, its base and its variants written out
+timings.json    seconds per step of each variant, where the budget is in seconds
+data/           tokenizers and token shards, which the trials share
+trials/VARIANT/seed-N/      a run directory, with the outcome in trial.json once it is finished
+trials/VARIANT/rate-F/      likewise, of the search for a learning rate
+results.json, report.md, report.html
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from workhorse.checkpoints.runs.lock import FolderLock
+from workhorse.compare.plan import Trial
+from workhorse.compare.study import Study
+from workhorse.config import read_yaml
+from workhorse.config_errors import as_written
+from workhorse.errors import WorkhorseError
+from workhorse.train.resume.resume import differences
+from workhorse.untrusted import read_json
+from workhorse.writing import write_atomically, writing
+
+FOR_PEOPLE = ("name", "description")
+"""Keys of the base that no trial depends on."""
+
+
+class StudyFolder:
+    """The folder of one study; nothing is read or made before it is needed."""
+
+    def __init__(self, path: str | Path) -> None:
+        self.path = Path(path)
+        self.study_file = self.path / "study.yaml"
+        self.timings_file = self.path / "timings.json"
+        self.data = self.path / "data"
+        self.results_file = self.path / "results.json"
+        self.report_file = self.path / "report.html"
+        self.text_file = self.path / "report.md"
+
+    def check(self, study: Study) -> None:
+        """Check that a study can begin or go on here. Writes nothing.
+
+        Raises:
+            WorkhorseError: the folder is something else's, or the study has changed since in more
+                than further seeds and variants.
+        """
+        if not self.study_file.is_file():
+            others = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
+            others = [name for name in others if name != "data" and not name.startswith(".")]
+            if others:
+                raise WorkhorseError(
+                    f"{self.path} is not empty and no study (it has {min(others)!r}); choose "
+                    "another --out"
+                )
+            return
+        change = _refused_change(read_yaml(self.study_file), identity(study))
+        if change:
+            raise WorkhorseError(
+                f"{change} since {self.path} was begun, and only seeds and variants may be added; "
+                "put it back, or choose another --out"
+            )
+
+    def begin(self, study: Study) -> None:
+        """Make the folder, if there is none, and note what the study is."""
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        text = yaml.safe_dump(identity(study), sort_keys=False)
+        if not self.study_file.is_file() or self.study_file.read_text("utf-8") != text:
+            write_atomically(self.study_file, text)
+
+    def lock(self) -> FolderLock:
+        """Keep other processes from running this study.
+
+        Raises:
+            WorkhorseError: another process does.
+        """
+        with writing(self.path):
+            self.path.mkdir(parents=True, exist_ok=True)
+        return FolderLock(self.path)
+
+    def trial(self, trial: Trial) -> Path:
+        """The run directory of a trial."""
+        return self.path / trial.folder
+
+    def outcome(self, trial: Trial) -> dict[str, Any] | None:
+        """What a finished trial came to; None: it is not finished."""
+        file = outcome_file(self.trial(trial))
+        return read_json(file) if file.is_file() else None
+
+    def timings(self) -> dict[str, float]:
+        """The seconds per step measured so far, by variant."""
+        return read_json(self.timings_file) if self.timings_file.is_file() else {}
+
+    def save_timings(self, seconds: dict[str, float]) -> None:
+        write_atomically(self.timings_file, json.dumps(seconds, indent=2) + "\n")
+
+
+def outcome_file(run: Path) -> Path:
+    """Where a trial's outcome stands in its run directory."""
+    return run / "trial.json"
+
+
+def identity(study: Study) -> dict[str, Any]:
+    """All that a study's results depend on, as plain data."""
+    fields = study.to_dict()
+    base = {key: value for key, value in fields["base"].items() if key not in FOR_PEOPLE}
+    left_out = ("base", "variants", "grid", "quick")
+    rest = {key: value for key, value in fields.items() if key not in left_out}
+    rest["baseline"] = study.compared_with
+    return {**rest, "variants": study.all_variants(), "base": base}
+
+
+def _refused_change(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """The first change in more than further seeds and variants; empty if there is none."""
+    for seed in before["seeds"]:
+        if seed not in now["seeds"]:
+            return f"seed {seed} was taken out of seeds"
+    for name in before["variants"]:
+        if name not in now["variants"]:
+            return f"{name!r} was taken out of the variants"
+    now = {
+        **now,
+        "seeds": before["seeds"],
+        "variants": {name: now["variants"][name] for name in before["variants"]},
+    }
+    for path, old, new in differences(before, now):
+        return f"{'.'.join(path)} changed from {as_written(old)} to {as_written(new)}"
+    return ""

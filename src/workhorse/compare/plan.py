@@ -1,0 +1,320 @@
+"""What a study will train: the recipe of every variant at the budget, all of it checked before.
+
+Nothing is trained and nothing written here.
+"""
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from workhorse.compare.study import BudgetConfig, Settings, Study
+from workhorse.config import ConfigError
+from workhorse.errors import WorkhorseError
+from workhorse.optim.groups import OptimizerConfig
+from workhorse.optim.muon import MuonConfig
+from workhorse.overrides import written
+from workhorse.train import Recipe, override_recipe, with_init
+from workhorse.train.check import check_length, check_recipe
+from workhorse.train.resume.resume import differences
+from workhorse.train.speed import flops_per_token
+
+Measure = Literal["loss", "bits_per_byte"]
+"""What is compared, as a run's metrics name it."""
+Vocabulary = Callable[[Recipe], int]
+StepSeconds = Callable[[str, Recipe], float]
+
+SAVES = 5
+"""Checkpoints of a trial, at least: what a kill can cost is a part of one trial."""
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One design, at the study's budget."""
+
+    name: str
+    settings: Settings
+    """In which it differs from the base."""
+    recipe: Recipe
+    """With the steps that the budget pays for."""
+    parameters: int
+    flops_per_token: int
+    """Floating-point operations to train on one token."""
+
+    @property
+    def tokens(self) -> int:
+        """Trained on in one run."""
+        return self.recipe.train.steps * self.recipe.train.tokens_per_step
+
+    @property
+    def flops(self) -> int:
+        """Of one run."""
+        return self.flops_per_token * self.tokens
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One run: a variant with a seed, at a factor on its learning rate."""
+
+    variant: str
+    seed: int
+    factor: float = 1.0
+    searches: bool = False
+    """Whether it only helps to choose the factor."""
+
+    @property
+    def folder(self) -> str:
+        """Its run directory, relative to the study's folder."""
+        own = f"rate-{self.factor!r}" if self.searches else f"seed-{self.seed}"
+        return f"trials/{self.variant}/{own}"
+
+    def __str__(self) -> str:
+        if self.searches:
+            return f"{self.variant}, learning rate × {self.factor:g}"
+        return f"{self.variant}, seed {self.seed}"
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that a study will train."""
+
+    study: Study
+    variants: dict[str, Variant]
+    measure: Measure
+    notices: list[str] = field(default_factory=list)
+    """Settings that a variant leaves out or shortens, a line each."""
+
+    @property
+    def searching(self) -> list[Trial]:
+        """The trials that find each variant's learning rate; none if there is nothing to find."""
+        study = self.study
+        if not study.searches:
+            return []
+        return [
+            Trial(name, study.search_seed, factor, searches=True)
+            for factor in study.learning_rates
+            for name in self.variants
+        ]
+
+    def trials(self, factors: dict[str, float]) -> list[Trial]:
+        """The trials that are compared, seed after seed, at each variant's factor."""
+        return [
+            Trial(name, seed, factors[name]) for seed in self.study.seeds for name in self.variants
+        ]
+
+    def recipe(self, trial: Trial, cache: str, threads: int) -> Recipe:
+        """The recipe of one trial.
+
+        It generates no samples and is saved often. Token shards are shared, and so are the
+        threads, unless the study says otherwise.
+
+        Args:
+            trial: of this plan.
+            cache: the folder of the shards.
+            threads: of the CPU; 0 lets PyTorch decide.
+        """
+        recipe = self.variants[trial.variant].recipe
+        train = recipe.train
+        return recipe.replace(
+            name=f"{self.study.name}-{trial.folder.removeprefix('trials/').replace('/', '-')}",
+            data=recipe.data.replace(cache_dir=recipe.data.cache_dir or cache),
+            train=train.replace(
+                seed=trial.seed,
+                optimizer=scaled(train.optimizer, trial.factor),
+                threads=train.threads or threads,
+                samples=None,
+                checkpoint_every=min(train.checkpoint_every, -(-train.steps // SAVES)),
+            ),
+        )
+
+
+def scaled(optimizer: OptimizerConfig, factor: float) -> OptimizerConfig:
+    """An optimizer with its learning rate times a factor: with Muon, both of its rates."""
+    if factor == 1:
+        return optimizer
+    changes: dict[str, Any] = {"learning_rate": optimizer.learning_rate * factor}
+    if isinstance(optimizer, MuonConfig):
+        changes["adamw"] = scaled(optimizer.adamw, factor)
+    return optimizer.replace(**changes)
+
+
+def with_settings(study: Study, settings: Iterable[str]) -> Study:
+    """A study whose base has `section.key=value` settings written over it.
+
+    Raises:
+        ConfigError: one of them cannot be applied.
+    """
+    assert isinstance(study.base, dict), "read_study reads the base"
+    try:
+        return study.replace(base=override_recipe(study.base, settings, lambda line: None))
+    except ConfigError as error:
+        raise error.below("base") from None
+
+
+def quick(study: Study) -> Study:
+    """The study that `--quick` runs, its base changed too.
+
+    Raises:
+        ConfigError: the study does not say how, or its settings cannot be applied.
+    """
+    changed = study.made_quick()
+    settings = changed.quick.settings if changed.quick else {}
+    return with_settings(changed, [f"{key}={written(value)}" for key, value in settings.items()])
+
+
+def make_plan(
+    study: Study, vocabulary: Vocabulary, step_seconds: StepSeconds | None = None
+) -> Plan:
+    """The plan of a study, checked: if it is returned, every trial can begin.
+
+    Args:
+        study: with the fields of its base.
+        vocabulary: gives the size of a recipe's vocabulary.
+        step_seconds: gives a variant's time per step, by its name and its recipe; None leaves the
+            base's steps where the budget is in seconds.
+
+    Raises:
+        ConfigError: a variant is no recipe, or is equal to another.
+        WorkhorseError: a variant cannot be trained here, has other text or too many parameters, or
+            the budget does not pay for a step of it.
+    """
+    _check_base(study)
+    notices: list[str] = []
+    variants: dict[str, Variant] = {}
+    for name, settings in study.all_variants().items():
+        plain = _recipe(study, name, [], lambda line: None)
+        parameters, flops = _size(plain, vocabulary)
+        steps = _steps(study.budget, name, plain, flops, step_seconds)
+
+        def tell(line: str, name: str = name) -> None:
+            notices.append(f"{name}: {line}")
+
+        recipe = _recipe(study, name, [f"train.steps={steps}"], tell)
+        variants[name] = Variant(name, settings, recipe, parameters, flops)
+    _check_different(variants.values())
+    measure = _measure(variants, study.compared_with)
+    _check_parameters(study, variants)
+    return Plan(study, variants, measure, notices)
+
+
+def check_variants(study: Study) -> None:
+    """Refuse variants that `train` would refuse; of the text only the beginning is read.
+
+    Raises:
+        WorkhorseError: there is one, or nothing is held out to measure it on.
+    """
+    _check_base(study)
+    for name in study.all_variants():
+        recipe = _recipe(study, name, [], lambda line: None)
+        try:
+            check_recipe(recipe)
+            check_length(recipe)
+        except WorkhorseError as error:
+            raise WorkhorseError(f"variants.{name}: {error}") from None
+        if not any(source.has_validation for source in recipe.data.sources.values()):
+            raise WorkhorseError(
+                "nothing of base.data.corpus is held out, so there is no loss to compare; set "
+                "data.corpus.validation_fraction, or data.corpus.validation"
+            )
+
+
+def _check_base(study: Study) -> None:
+    """Tell the mistakes of the base as its own."""
+    try:
+        Recipe.from_dict(with_init(study.base) if isinstance(study.base, dict) else study.base)
+    except ConfigError as error:
+        raise error.below("base") from None
+
+
+def _recipe(study: Study, name: str, more: list[str], tell: Callable[[str], object]) -> Recipe:
+    """A variant's recipe: the base with its settings and `more` of them."""
+    assert isinstance(study.base, dict), "read_study reads the base"
+    settings = [f"{key}={written(value)}" for key, value in study.all_variants()[name].items()]
+    try:
+        return Recipe.from_dict(with_init(override_recipe(study.base, [*settings, *more], tell)))
+    except ConfigError as error:
+        raise error.below(f"variants.{name}") from None
+
+
+def _size(recipe: Recipe, vocabulary: Vocabulary) -> tuple[int, int]:
+    """Parameters, and floating-point operations to train on a token."""
+    config = recipe.decoder_config(vocabulary(recipe))
+    decoder = config.build(recipe.train.kernel, device="meta")
+    parameters = sum(parameter.numel() for parameter in decoder.parameters())
+    return parameters, flops_per_token(decoder, recipe.train.seq_len)
+
+
+def _steps(
+    budget: BudgetConfig,
+    name: str,
+    recipe: Recipe,
+    flops: int,
+    step_seconds: StepSeconds | None,
+) -> int:
+    """The steps that the budget pays for."""
+    tokens = recipe.train.tokens_per_step
+    match budget.kind:
+        case "steps":
+            cost = 1.0
+        case "tokens":
+            cost = tokens
+        case "flops":
+            cost = flops * tokens
+        case "seconds":
+            if step_seconds is None:
+                return recipe.train.steps
+            cost = step_seconds(name, recipe)
+    steps = int(budget.amount // cost)
+    if steps < 1:
+        raise WorkhorseError(
+            f"budget.{budget.kind}={budget.amount:g} is less than one step of {name!r}, which "
+            f"takes {cost:.4g}; raise it, or lower train.batch_size or train.seq_len"
+        )
+    return steps
+
+
+def _check_different(variants: Iterable[Variant]) -> None:
+    seen: dict[str, str] = {}
+    for variant in variants:
+        fields = repr(variant.recipe.written_out().to_dict())
+        if (other := seen.setdefault(fields, variant.name)) != variant.name:
+            raise ConfigError(
+                f"{other!r} and {variant.name!r} are the same once written out; change or remove "
+                "one of them",
+                "variants",
+            )
+
+
+def _measure(variants: dict[str, Variant], baseline: str) -> Measure:
+    """Nats per token where all have the same tokens, otherwise bits per byte of the same text."""
+    first = variants[baseline].recipe
+    measure: Measure = "loss"
+    for variant in variants.values():
+        for section in ("data", "tokenizer"):
+            before, now = (getattr(recipe, section).to_dict() for recipe in (first, variant.recipe))
+            for path, _, _ in differences(before, now, (section,)):
+                if path[:2] == ("data", "cache_dir"):
+                    continue
+                if path[0] == "data" and path[1:] != ("packing",):
+                    raise WorkhorseError(
+                        f"{variant.name!r} has another {'.'.join(path)} than {baseline!r}: losses "
+                        "on different text say nothing about the design; give all variants the "
+                        "same, in the base"
+                    )
+                measure = "bits_per_byte"
+    return measure
+
+
+def _check_parameters(study: Study, variants: dict[str, Variant]) -> None:
+    allowed = study.budget.parameters
+    if allowed is False:
+        return
+    share = 0.0 if allowed is True else allowed
+    wanted = variants[study.compared_with].parameters
+    for variant in variants.values():
+        if abs(variant.parameters - wanted) > share * wanted:
+            off = variant.parameters / wanted - 1
+            raise WorkhorseError(
+                f"{variant.name!r} has {variant.parameters:,} parameters, {off:+.2%} of "
+                f"{study.compared_with!r}'s {wanted:,}, and budget.parameters allows "
+                f"{share:.2%}; change its sizes, or budget.parameters"
+            )

@@ -1,0 +1,228 @@
+"""Several trials at once, each in a process of its own.
+
+The process is `python -m workhorse.compare.processes`. It reads one line of JSON, the trial, from
+its standard input and writes events to its standard output, a line of JSON each; the last is of
+kind `ended`. When its standard input ends, whoever started it is gone: it saves and stops.
+"""
+
+import json
+import os
+import queue
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any
+
+from workhorse.compare.plan import Trial
+from workhorse.errors import WorkhorseError
+from workhorse.train import Event, Recipe
+from workhorse.train.signals import StopSignals
+
+WAKE = 0.1
+"""Seconds between two looks at the signals."""
+TOLD = ("start", "step", "validation", "notice", "data")
+"""Kinds of event that are passed on."""
+
+
+@dataclass
+class _Worker:
+    """A process with its trial, and a file of what it says on its standard error."""
+
+    trial: Trial
+    process: subprocess.Popen[str]
+    errors: IO[str]
+
+    def stop(self, number: int) -> None:
+        """Send a signal, once: a second one would not let it save."""
+        if self.process.poll() is None:
+            self.process.send_signal(number)
+
+    def why(self) -> Exception:
+        """Why it ended without saying so."""
+        self.errors.seek(0)
+        code = self.process.returncode
+        if code < 0:
+            return WorkhorseError(
+                f"the process of {self.trial} was ended by {signal.Signals(-code).name}, perhaps "
+                "for want of memory; give the same command again to go on, with fewer --jobs"
+            )
+        return RuntimeError(f"the process of {self.trial} failed:\n{self.errors.read()}")
+
+
+Events = queue.SimpleQueue[tuple[_Worker, Event | None]]
+"""Of all processes; None: one ended without its last."""
+
+
+def run_in_processes(
+    trials: Iterable[tuple[Trial, Recipe, Path]],
+    jobs: int,
+    on_event: Callable[[Trial, Event], None],
+    on_end: Callable[[Trial], None],
+) -> str | None:
+    """Run trials, `jobs` at once.
+
+    Args:
+        trials: each with its recipe and its run directory.
+        jobs: processes at once.
+        on_event: called with the events of every trial.
+        on_end: called when one is finished.
+
+    Returns:
+        The name of the signal that stopped them after saving; None: all are finished.
+
+    Raises:
+        WorkhorseError: one cannot be trained; the others are saved and stopped.
+    """
+    pool = _Pool(list(trials), jobs, on_event, on_end)
+    try:
+        with StopSignals() as signals:
+            while pool.running or (pool.waiting and signals.received is None):
+                if signals.received is None:
+                    pool.fill()
+                else:
+                    pool.stop(signals.received)
+                pool.listen()
+    finally:
+        pool.end()
+    return pool.stopped
+
+
+class _Pool:
+    """The processes that run, and the trials that wait for one."""
+
+    def __init__(
+        self,
+        waiting: list[tuple[Trial, Recipe, Path]],
+        jobs: int,
+        on_event: Callable[[Trial, Event], None],
+        on_end: Callable[[Trial], None],
+    ) -> None:
+        self.waiting, self.jobs = waiting, jobs
+        self.on_event, self.on_end = on_event, on_end
+        self.running: list[_Worker] = []
+        self.stopped: str | None = None
+        self.events: Events = queue.SimpleQueue()
+
+    def fill(self) -> None:
+        """Start as many as may run."""
+        while self.waiting and len(self.running) < self.jobs:
+            worker = _start(*self.waiting.pop(0), self.events)
+            self.running.append(worker)
+            self.on_event(worker.trial, {"kind": "begin"})
+
+    def stop(self, received: signal.Signals) -> None:
+        """Pass on a signal, once."""
+        if self.stopped is None:
+            self.stopped = received.name
+            for worker in self.running:
+                worker.stop(received)
+
+    def listen(self) -> None:
+        """Take in the next event, if one comes soon."""
+        try:
+            worker, event = self.events.get(timeout=WAKE)
+        except queue.Empty:
+            return
+        if event is not None and event["kind"] != "ended":
+            self.on_event(worker.trial, event)
+            return
+        self.running.remove(worker)
+        worker.process.wait()
+        if event is None and self.stopped is not None:
+            return  # it was stopped before it had begun
+        stopped_by = _stopped_by(worker, event)
+        if stopped_by is None:
+            self.on_end(worker.trial)
+        self.stopped = self.stopped or stopped_by
+
+    def end(self) -> None:
+        """After an error or a second signal: let those that still run save and stop."""
+        for worker in self.running:
+            assert worker.process.stdin is not None
+            worker.process.stdin.close()
+        for worker in self.running:
+            worker.process.wait()
+
+
+def _stopped_by(worker: _Worker, event: Event | None) -> str | None:
+    """The signal that ended a process in order; raises what made it fail."""
+    if event is None:
+        raise worker.why()
+    worker.errors.close()
+    if event["error"] is not None:
+        raise WorkhorseError(f"{worker.trial}: {event['error']}")
+    return event["stopped_by"]
+
+
+def _start(
+    trial: Trial,
+    recipe: Recipe,
+    out: Path,
+    events: "Events",
+) -> _Worker:
+    errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
+    process = subprocess.Popen(
+        [sys.executable, "-m", __name__],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=errors,
+        text=True,
+        encoding="utf-8",
+        start_new_session=True,  # a terminal's Ctrl-C reaches us, and we tell them once
+    )
+    worker = _Worker(trial, process, errors)
+    assert process.stdin is not None
+    job = json.dumps({"recipe": recipe.to_dict(), "out": str(out)})
+    process.stdin.write(job + "\n")
+    process.stdin.flush()
+    threading.Thread(target=_read, args=(worker, events), daemon=True).start()
+    return worker
+
+
+def _read(worker: _Worker, events: "Events") -> None:
+    """Pass on a process's events; None if it ends without its last."""
+    assert worker.process.stdout is not None
+    for line in worker.process.stdout:
+        event = json.loads(line)
+        events.put((worker, event))
+        if event["kind"] == "ended":
+            return
+    events.put((worker, None))
+
+
+def main() -> None:
+    """Run the trial that stands on the standard input."""
+    out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints does not disturb
+    job = json.loads(sys.stdin.readline())
+    threading.Thread(target=_stop_when_alone, daemon=True).start()
+    from workhorse.compare.trials import run_trial
+
+    def tell(event: dict[str, Any]) -> None:
+        if event["kind"] in TOLD:
+            out.write(json.dumps(event) + "\n")
+            out.flush()
+
+    ended: dict[str, Any] = {"kind": "ended", "stopped_by": None, "error": None}
+    try:
+        ended["stopped_by"] = run_trial(Recipe.from_dict(job["recipe"]), Path(job["out"]), tell)
+    except WorkhorseError as error:
+        ended["error"] = str(error)
+    out.write(json.dumps(ended) + "\n")
+    out.flush()
+
+
+def _stop_when_alone() -> None:
+    """Ask for an orderly stop when the standard input ends."""
+    while os.read(0, 1):  # not through sys.stdin, whose lock would be held at exit
+        pass
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,201 @@
+"""`report.md` and `report.html`: what a study found, in one table, in words and in curves."""
+
+import json
+from collections.abc import Callable
+from typing import Any
+
+from workhorse.checkpoints import RunDirectory
+from workhorse.compare.folder import StudyFolder
+from workhorse.compare.plan import Plan, Trial
+from workhorse.compare.results import ONE_SEED
+from workhorse.compare.statistics import FEWEST
+from workhorse.memory import size
+from workhorse.train import Event, read_metrics
+from workhorse.train.report.chart import Series, line_chart, shown
+from workhorse.train.report.page import duration, rendered
+from workhorse.writing import write_atomically
+
+Rows = list[list[str]]
+"""Of a table; the first is the head."""
+
+
+def write_reports(plan: Plan, folder: StudyFolder, results: dict[str, Any]) -> None:
+    """Write `results.json`, `report.md` and `report.html`, replacing earlier ones.
+
+    Raises:
+        WorkhorseError: the disk is full or refuses.
+    """
+    write_atomically(folder.results_file, json.dumps(results, indent=2) + "\n")
+    write_atomically(folder.text_file, as_markdown(results))
+    page = rendered(
+        "workhorse.compare",
+        "report.html",
+        results=results,
+        verdicts=verdicts(results),
+        tables=tables(results),
+        method=method(results),
+        charts=[chart for chart in charts(plan, folder, results) if chart],
+        study=folder.study_file.read_text("utf-8"),
+    )
+    write_atomically(folder.report_file, page)
+
+
+def as_markdown(results: dict[str, Any]) -> str:
+    """The report as text."""
+    parts = [f"# {results['study']}"]
+    if results["question"]:
+        parts.append(results["question"].strip())
+    parts.append("\n".join(f"- {line}" for line in verdicts(results)))
+    parts += [f"## {title}\n\n{_table(rows)}" for title, rows in tables(results)]
+    parts.append(method(results))
+    if results["notes"]:
+        parts.append("## Notes\n\n" + "\n".join(f"- {line}" for line in results["notes"]))
+    parts.append("\n".join(f"- {line}" for line in results["environment"]))
+    return "\n\n".join(parts) + "\n"
+
+
+def verdicts(results: dict[str, Any]) -> list[str]:
+    """What was found about each variant, in words; of one seed that there is nothing to say."""
+    found = [one["verdict"]["words"] for one in results["variants"].values() if one["verdict"]]
+    return list(dict.fromkeys(found)) or [ONE_SEED]
+
+
+def method(results: dict[str, Any]) -> str:
+    """How the figures were made, in a paragraph."""
+    (kind, amount), *_ = results["budget"].items()
+    text = (
+        f"Each run may spend {shown(amount)} {'FLOPs' if kind == 'flops' else kind}. Losses are "
+        f"those of the whole held-out text after the last step, in {results['unit']}"
+        f"{' per token' if results['measure'] == 'loss' else ''}; lower is better."
+    )
+    if len(results["seeds"]) >= FEWEST:
+        text += (
+            " Intervals are of 95 %, by Student's t over the seeds; differences from "
+            f"{results['baseline']} are paired by seed, p of a paired t-test, after Holm's "
+            "correction for the number of variants. A verdict counts as shown with p < 0.05."
+        )
+    if results["search_seed"] is not None:
+        factors = ", ".join(f"{factor:g}" for factor in results["learning_rates"])
+        text += (
+            f" The learning rate of each variant is the best of the recipe's × {factors} on seed "
+            f"{results['search_seed']}, which is not compared."
+        )
+    return text
+
+
+def tables(results: dict[str, Any]) -> list[tuple[str, Rows]]:
+    """The tables of the report, each with its title."""
+    found = [("Losses", _losses(results)), ("What each run spent", _spent(results))]
+    if results["search_seed"] is not None:
+        found.append(("Search for the learning rate", _search(results)))
+    return found
+
+
+def _losses(results: dict[str, Any]) -> Rows:
+    head = ["variant", f"loss, {results['unit']}", "95 %", f"less {results['baseline']}'s"]
+    head += ["95 %", "p", "p, corrected", *(f"seed {seed}" for seed in results["seeds"])]
+    rows = [head]
+    for name, one in results["variants"].items():
+        off = one["difference"]
+        row = [name, _figure(one["mean"]), _span(one, ".4f")]
+        row += [f"{off['mean']:+.4f}", _span(off, "+.4f")] if off else ["", ""]
+        row += [f"{off['p']:.2g}", f"{off['p_holm']:.2g}"] if off else ["", ""]
+        rows.append([*row, *(_figure(loss) for loss in one["losses"].values())])
+    return rows
+
+
+def _spent(results: dict[str, Any]) -> Rows:
+    head = ["variant", "parameters", "steps", "tokens", "FLOPs", "learning rate"]
+    rows = [[*head, "time", "tokens/s", "peak memory"]]
+    for name, one in results["variants"].items():
+        cost = one["cost"]
+        rows.append(
+            [
+                name,
+                f"{one['parameters']:,}",
+                f"{one['steps']:,}",
+                f"{one['tokens']:,}",
+                f"{one['flops']:.3g}",
+                f"{one['learning_rate']:.3g} (× {one['learning_rate_factor']:g})",
+                _or_dash(cost["seconds"], duration),
+                _or_dash(cost["tokens_per_second"], lambda speed: f"{speed:,.0f}"),
+                _or_dash(cost["peak_memory"], size),
+            ]
+        )
+    return rows
+
+
+def _search(results: dict[str, Any]) -> Rows:
+    rows = [["variant", *(f"× {factor:g}" for factor in results["learning_rates"])]]
+    rows += [
+        [name, *(_figure(loss) for loss in one["search"].values())]
+        for name, one in results["variants"].items()
+    ]
+    return rows
+
+
+def _figure(loss: float | None) -> str:
+    return "not finite" if loss is None else f"{loss:.4f}"
+
+
+def _span(figures: dict[str, Any], form: str) -> str:
+    if figures["low"] is None:
+        return ""
+    return f"{figures['low']:{form}} to {figures['high']:{form}}"
+
+
+def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
+    return "–" if value is None else text(value)
+
+
+def _table(rows: Rows) -> str:
+    """A table in Markdown, figures to the right."""
+    head, *rest = [[cell.replace("|", "\\|") for cell in row] for row in rows]
+    rule = ["---", *["--:"] * (len(head) - 1)]
+    return "\n".join(f"| {' | '.join(row)} |" for row in (head, rule, *rest))
+
+
+def charts(plan: Plan, folder: StudyFolder, results: dict[str, Any]) -> list[str]:
+    """Losses against steps: means over the seeds, with bands from the lowest to the highest."""
+    events = {
+        name: [
+            read_metrics(RunDirectory(folder.trial(Trial(name, seed))).metrics_file)
+            for seed in plan.study.seeds
+        ]
+        for name in plan.variants
+    }
+    unit = results["unit"]
+    return [
+        line_chart(
+            f"Held-out loss on a part, {unit}",
+            [_curve(name, runs, plan.measure, _is_part) for name, runs in events.items()],
+        ),
+        line_chart(
+            "Training loss, nats",
+            [_curve(name, runs, "loss", _is_step) for name, runs in events.items()],
+        ),
+    ]
+
+
+def _is_step(event: Event) -> bool:
+    return event["kind"] == "step"
+
+
+def _is_part(event: Event) -> bool:
+    return event["kind"] == "validation" and not event["whole"]
+
+
+def _curve(name: str, runs: list[list[Event]], key: str, wanted: Callable[[Event], bool]) -> Series:
+    """The mean of a figure over runs, with a band from the least to the largest.
+
+    A step counts if all runs have the figure there.
+    """
+    values: dict[int, list[float]] = {}
+    for run in runs:
+        for event in run:
+            if wanted(event) and event[key] is not None:
+                values.setdefault(event["step"], []).append(event[key])
+    whole = {step: found for step, found in sorted(values.items()) if len(found) == len(runs)}
+    points = [(step, sum(found) / len(found)) for step, found in whole.items()]
+    band = [(step, min(found), max(found)) for step, found in whole.items()]
+    return Series(name, points, band=band if len(runs) > 1 else ())

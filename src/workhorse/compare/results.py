@@ -1,0 +1,214 @@
+"""The results of a finished study as plain data: what `results.json` holds and reports show."""
+
+from statistics import fmean, median
+from typing import Any
+
+from workhorse.compare.folder import StudyFolder
+from workhorse.compare.plan import Plan, Trial, Variant
+from workhorse.compare.statistics import FEWEST, holm, interval, paired
+from workhorse.compare.trials import COSTS
+from workhorse.compare.verdict import UNITS, verdict
+
+ONE_SEED = "one seed: no interval and no verdict; give the study two seeds or more"
+
+
+def chosen_factors(plan: Plan, folder: StudyFolder) -> dict[str, float]:
+    """The factor on its learning rate of every variant: that of the lowest loss in the search."""
+    if not plan.searching:
+        return dict.fromkeys(plan.variants, plan.study.learning_rates[0])
+    found: dict[str, float] = {}
+    for name, losses in _searched(plan, folder).items():
+        finite = {factor: loss for factor, loss in losses.items() if loss is not None}
+        # Of one that never stayed finite the lowest, whose trials will say so.
+        found[name] = min(finite, key=lambda factor: finite[factor]) if finite else min(losses)
+    return found
+
+
+def collect(plan: Plan, folder: StudyFolder) -> dict[str, Any]:
+    """The results of a study whose trials are all finished.
+
+    Returns:
+        `study`, `question`, `measure` (`loss` in nats per token, or `bits_per_byte`), `unit`,
+        `budget`, `baseline`, `seeds`, `learning_rates`, `smallest_effect`, `variants` (a mapping
+        for each, see `_variant`), `notes` and `environment`. Times and memory stand in the
+        variants' `cost` alone; everything else is the same however often the study was stopped.
+    """
+    study = plan.study
+    factors = chosen_factors(plan, folder)
+    outcomes = {
+        name: [_outcome(folder, Trial(name, seed, factors[name])) for seed in study.seeds]
+        for name in plan.variants
+    }
+    searched = _searched(plan, folder)
+    variants = {
+        name: _variant(plan, variant, factors[name], outcomes[name], searched.get(name, {}))
+        for name, variant in plan.variants.items()
+    }
+    _compare(plan, variants)
+    return {
+        "study": study.name,
+        "question": study.question,
+        "measure": plan.measure,
+        "unit": UNITS[plan.measure],
+        "budget": {study.budget.kind: study.budget.amount, "parameters": study.budget.parameters},
+        "baseline": study.compared_with,
+        "seeds": list(study.seeds),
+        "learning_rates": list(study.learning_rates),
+        "search_seed": study.search_seed if study.searches else None,
+        "smallest_effect": study.smallest_effect,
+        "variants": variants,
+        "notes": _notes(plan, variants, outcomes),
+        "environment": _environment([one for of in outcomes.values() for one in of]),
+    }
+
+
+def _variant(
+    plan: Plan,
+    variant: Variant,
+    factor: float,
+    outcomes: list[dict[str, Any]],
+    searched: dict[float, float | None],
+) -> dict[str, Any]:
+    """One variant: its size and its spending (of one run), its losses by seed, its mean.
+
+    `mean` is None where a run diverged, `low` and `high` (95 %) also with one seed.
+    """
+    losses = [outcome[plan.measure] for outcome in outcomes]
+    known = [loss for loss in losses if loss is not None]
+    whole = len(known) == len(losses)
+    found = interval(known) if whole and len(known) >= FEWEST else None
+    rates = plan.study.learning_rates
+    at_end = bool(searched) and factor in (min(rates), max(rates))
+    return {
+        "settings": variant.settings,
+        "parameters": outcomes[0]["parameters"],
+        "steps": variant.recipe.train.steps,
+        "tokens": variant.tokens,
+        "flops": outcomes[0]["flops_per_token"] * variant.tokens,
+        "learning_rate_factor": factor,
+        "learning_rate": variant.recipe.train.optimizer.learning_rate * factor,
+        "learning_rate_at_end": at_end,
+        "search": {f"{rate:g}": loss for rate, loss in searched.items()},
+        "losses": dict(zip(map(str, plan.study.seeds), losses, strict=True)),
+        "diverged": [
+            seed
+            for seed, outcome in zip(plan.study.seeds, outcomes, strict=True)
+            if outcome["diverged"]
+        ],
+        "unknown_rate": max(outcome["unknown_rate"] or 0.0 for outcome in outcomes),
+        "mean": fmean(known) if whole else None,
+        "low": found.low if found else None,
+        "high": found.high if found else None,
+        "difference": None,
+        "verdict": None,
+        "cost": {name: _typical([outcome[name] for outcome in outcomes]) for name in COSTS},
+    }
+
+
+def _compare(plan: Plan, variants: dict[str, dict[str, Any]]) -> None:
+    """Add to every variant but the baseline its difference and the verdict."""
+    study = plan.study
+    baseline = study.compared_with
+    others = [name for name in variants if name != baseline]
+    if len(study.seeds) < FEWEST:
+        for name in others:
+            variants[name]["verdict"] = {"outcome": None, "words": ONE_SEED}
+        return
+    base = variants[baseline]
+    whole = [name for name in others if not _why_none(plan, name, variants)]
+    found = {name: paired(_losses(variants[name]), _losses(base)) for name in whole}
+    corrected = dict(zip(whole, holm([found[name].p for name in whole]), strict=True))
+    for name in others:
+        if name not in found:
+            reason = _why_none(plan, name, variants)
+            variants[name]["verdict"] = {"outcome": None, "words": f"no verdict: {reason}"}
+            continue
+        one = found[name]
+        said = verdict(
+            name,
+            baseline,
+            one,
+            corrected[name],
+            n=len(study.seeds),
+            tests=len(found),
+            unit=UNITS[plan.measure],
+            smallest_effect=study.smallest_effect,
+        )
+        variants[name]["difference"] = {
+            "mean": one.mean,
+            "low": one.low,
+            "high": one.high,
+            "p": one.p,
+            "p_holm": corrected[name],
+            "detectable": said.detectable,
+        }
+        variants[name]["verdict"] = {"outcome": said.outcome, "words": said.words}
+
+
+def _why_none(plan: Plan, name: str, variants: dict[str, dict[str, Any]]) -> str:
+    """Why a variant cannot be judged beside the baseline; empty if it can."""
+    for one in (plan.study.compared_with, name):
+        if variants[one]["diverged"]:
+            return f"{one} did not stay finite on every seed"
+        if plan.measure == "bits_per_byte" and variants[one]["unknown_rate"]:
+            return f"the tokenizer of {one} does not know all characters, which flatters it"
+    return ""
+
+
+def _losses(variant: dict[str, Any]) -> list[float]:
+    return list(variant["losses"].values())
+
+
+def _searched(plan: Plan, folder: StudyFolder) -> dict[str, dict[float, float | None]]:
+    """The losses of the search, by variant and factor; None where a run diverged."""
+    found: dict[str, dict[float, float | None]] = {}
+    for trial in plan.searching:
+        outcome = _outcome(folder, trial)
+        found.setdefault(trial.variant, {})[trial.factor] = outcome[plan.measure]
+    return found
+
+
+def _outcome(folder: StudyFolder, trial: Trial) -> dict[str, Any]:
+    outcome = folder.outcome(trial)
+    assert outcome is not None, f"{trial} is finished"
+    return outcome
+
+
+def _typical(values: list[float | None]) -> float | None:
+    """The median of what was measured."""
+    known = [value for value in values if value is not None]
+    return median(known) if known else None
+
+
+def _notes(
+    plan: Plan, variants: dict[str, dict[str, Any]], outcomes: dict[str, list[dict[str, Any]]]
+) -> list[str]:
+    """What a reader should know before trusting the table."""
+    notes = list(plan.notices)
+    for name, variant in variants.items():
+        if variant["learning_rate_at_end"]:
+            notes.append(
+                f"{name}: the best factor on the learning rate, {variant['learning_rate_factor']:g}"
+                ", is at an end of the list; a better one may lie beyond it"
+            )
+        for seed, outcome in zip(plan.study.seeds, outcomes[name], strict=True):
+            if outcome["diverged"]:
+                notes.append(f"{name}, seed {seed}: {outcome['diverged']}")
+            elif outcome["skipped_steps"]:
+                notes.append(f"{name}, seed {seed}: {outcome['skipped_steps']} steps were skipped")
+        if unknown := variant["unknown_rate"]:
+            notes.append(
+                f"{name}: {unknown:.2%} of the held-out tokens are unknown characters, so its "
+                "loss is too low"
+            )
+    return notes
+
+
+def _environment(outcomes: list[dict[str, Any]]) -> list[str]:
+    """What the trials ran on, each kind once; more than one rounds in more than one way."""
+    lines = {
+        f"{outcome['device']}, {outcome['threads']} CPU threads, "
+        + ", ".join(f"{name} {version}" for name, version in outcome["versions"].items())
+        for outcome in outcomes
+    }
+    return sorted(lines)

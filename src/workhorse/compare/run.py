@@ -1,0 +1,189 @@
+"""`compare`: from a study to its results, going on where it stands."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from workhorse.compare.folder import StudyFolder
+from workhorse.compare.plan import Plan, Trial, check_variants, make_plan
+from workhorse.compare.report import write_reports
+from workhorse.compare.results import chosen_factors, collect
+from workhorse.compare.statistics import FEWEST, scipy_stats
+from workhorse.compare.study import Study, no_study
+from workhorse.compare.trials import run_trial
+from workhorse.data import prepare_tokenizer
+from workhorse.devices import resolve_device, use_threads
+from workhorse.train import Event, Recipe
+from workhorse.train.estimate import largest_vocabulary, time_steps
+
+Listener = Callable[[Event], None]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """How far a study has come."""
+
+    folder: Path
+    done: int
+    """Trials finished."""
+    trials: int
+    """Trials in all."""
+    results: dict[str, Any] | None
+    """See `workhorse.compare.results.collect`; None: not all trials are finished."""
+    stopped_by: str | None = None
+    """The name of the signal that stopped it after saving; None: it is finished."""
+
+
+def compare(
+    study: Study,
+    out: str | Path,
+    *,
+    jobs: int = 1,
+    threads: int = 0,
+    on_event: Listener = lambda event: None,
+) -> Comparison:
+    """Train every variant of a study on every seed, and compare them.
+
+    The same call goes on with a study that was stopped or killed; finished trials are not repeated.
+    In the main thread, a first SIGINT, SIGTERM or SIGHUP stops it after saving.
+
+    Args:
+        study: with the fields of its base, as `read_study` gives it.
+        out: its folder: new, empty, or its own.
+        jobs: trials at once, each in a process of its own if there are several.
+        threads: CPU threads of all trials together; 0: as many as PyTorch takes. Each trial gets
+            its share, unless the recipe sets `train.threads`.
+        on_event: called with events: `plan` (`trials`, `done`, `steps` of all and `steps_done`),
+            `begin` and `end_of_trial` of each, `notice` (`message`), and those of training. What
+            belongs to a trial has `trial`, its name.
+
+    Raises:
+        WorkhorseError: the study cannot be run, `out` is not its folder, or SciPy is missing.
+    """
+    if not isinstance(study, Study):
+        raise no_study(study)
+    if len(study.seeds) >= FEWEST:
+        scipy_stats()
+    folder = StudyFolder(out)
+    folder.check(study)
+    check_variants(study)
+    make_plan(study, largest_vocabulary)  # finds the other mistakes before a file is written
+    before = torch.get_num_threads()
+    share = max(1, (threads or before) // jobs)
+    with folder.lock():
+        folder.begin(study)
+        try:
+            use_threads(share)
+            plan = _real_plan(study, folder, on_event)
+            for line in plan.notices:
+                on_event({"kind": "notice", "message": line})
+            return _Run(plan, folder, jobs, share, on_event).run()
+        finally:
+            torch.set_num_threads(before)
+
+
+def _real_plan(study: Study, folder: StudyFolder, on_event: Listener) -> Plan:
+    """The plan by the vocabulary that the text fills, and by steps that were timed here."""
+    sizes: dict[str, int] = {}
+
+    def vocabulary(recipe: Recipe) -> int:
+        key = recipe.tokenizer.to_json()
+        if key not in sizes:
+            made = prepare_tokenizer(
+                recipe.tokenizer,
+                recipe.data,
+                folder.data,
+                tell=lambda line: on_event({"kind": "notice", "message": line}),
+            )
+            sizes[key] = made.vocab_size
+        return sizes[key]
+
+    timings = folder.timings()
+
+    def step_seconds(name: str, recipe: Recipe) -> float:
+        if name not in timings:
+            timings[name] = seconds_of_step(recipe, vocabulary(recipe))
+            folder.save_timings(timings)
+        return timings[name]
+
+    return make_plan(study, vocabulary, step_seconds)
+
+
+def seconds_of_step(recipe: Recipe, vocabulary: int) -> float:
+    """The time of a step of a recipe here, of the fastest of a few on random tokens."""
+    device = resolve_device(recipe.train.device)
+    return time_steps(recipe, recipe.decoder_config(vocabulary), device)[0]
+
+
+class _Run:
+    """The trials of a plan in its folder."""
+
+    def __init__(
+        self, plan: Plan, folder: StudyFolder, jobs: int, threads: int, on_event: Listener
+    ) -> None:
+        self.plan, self.folder, self.jobs, self.on_event = plan, folder, jobs, on_event
+        self.threads = threads
+
+    def run(self) -> Comparison:
+        """All trials that are not finished, the search first; then the reports."""
+        searching = self.plan.searching
+        usual = self.plan.trials(dict.fromkeys(self.plan.variants, 1.0))
+        everything = [*searching, *usual]
+        self.on_event(
+            {
+                "kind": "plan",
+                "trials": len(everything),
+                "done": self._done(everything),
+                "steps": sum(self._steps(trial) for trial in everything),
+                "steps_done": sum(
+                    self._steps(trial) for trial in everything if self._is_done(trial)
+                ),
+            }
+        )
+        stopped = self._train(searching)
+        if stopped is None:
+            stopped = self._train(self.plan.trials(chosen_factors(self.plan, self.folder)))
+        results = None
+        if stopped is None:
+            results = collect(self.plan, self.folder)
+            write_reports(self.plan, self.folder, results)
+        done = self._done(everything)
+        return Comparison(self.folder.path, done, len(everything), results, stopped)
+
+    def _train(self, trials: list[Trial]) -> str | None:
+        """Run those that are not finished; returns the name of the signal that stopped them."""
+        left = [trial for trial in trials if not self._is_done(trial)]
+        work = [(trial, self._recipe(trial), self.folder.trial(trial)) for trial in left]
+        if self.jobs > 1:
+            from workhorse.compare.processes import run_in_processes  # which is also a program
+
+            return run_in_processes(work, self.jobs, self._tell, self._end)
+        for trial, recipe, out in work:
+            self._tell(trial, {"kind": "begin"})
+            if stopped := run_trial(recipe, out, partial(self._tell, trial)):
+                return stopped
+            self._end(trial)
+        return None
+
+    def _recipe(self, trial: Trial) -> Recipe:
+        return self.plan.recipe(trial, str(self.folder.data), self.threads)
+
+    def _tell(self, trial: Trial, event: Event) -> None:
+        self.on_event({**event, "trial": str(trial)})
+
+    def _end(self, trial: Trial) -> None:
+        outcome = self.folder.outcome(trial) or {}
+        self._tell(trial, {"kind": "end_of_trial", "steps": self._steps(trial), **outcome})
+
+    def _steps(self, trial: Trial) -> int:
+        return self.plan.variants[trial.variant].recipe.train.steps
+
+    def _is_done(self, trial: Trial) -> bool:
+        return self.folder.outcome(trial) is not None
+
+    def _done(self, trials: list[Trial]) -> int:
+        return sum(map(self._is_done, trials))

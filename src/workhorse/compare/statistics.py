@@ -1,0 +1,157 @@
+"""What a few seeds tell: means and differences with their uncertainty, by Student's t.
+
+Lists of numbers in, numbers out; nothing here knows what was measured. The distributions are
+SciPy's, from the extra `compare`.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import fmean, stdev
+from typing import Any
+
+from workhorse.errors import WorkhorseError
+
+CONFIDENCE = 0.95
+LEVEL = 1 - CONFIDENCE
+"""The largest p that counts as a difference shown."""
+POWER = 0.8
+"""The share of studies that would show a difference as large as `detectable` gives."""
+MOST_SEEDS = 1000
+NODES = 200
+"""Of the integral over that deviation."""
+FEWEST = 2
+"""Values that an interval needs."""
+
+
+@dataclass(frozen=True)
+class Interval:
+    """A mean and the interval that covers the true one in 95 % of such studies."""
+
+    mean: float
+    low: float
+    high: float
+
+
+@dataclass(frozen=True)
+class Difference(Interval):
+    """The mean of paired differences, its interval, and how likely chance alone is so far off."""
+
+    deviation: float
+    """Standard deviation of the differences."""
+    p: float
+    """Two-sided, of a paired t-test: for chance alone to give a mean at least as far from zero."""
+
+
+def scipy_stats() -> Any:
+    """`scipy.stats`.
+
+    Raises:
+        WorkhorseError: SciPy is not installed.
+    """
+    try:
+        import scipy.stats
+    except ImportError:
+        raise WorkhorseError(
+            "intervals and tests need SciPy, which is not installed; "
+            "pip install 'workhorse[compare]'"
+        ) from None
+    return scipy.stats
+
+
+def interval(values: Sequence[float]) -> Interval:
+    """The mean of two or more values with its 95 % interval, `mean ± t(n-1) · s / √n`."""
+    assert len(values) >= FEWEST, "one value has no interval"
+    reach = _quantile(1 - LEVEL / 2, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    mean = fmean(values)
+    return Interval(mean, mean - reach, mean + reach)
+
+
+def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
+    """The differences `first - second` of two or more pairs, with the paired t-test.
+
+    Equal differences have no spread: p is then 0, or 1 if they are zero.
+    """
+    differences = [one - other for one, other in zip(first, second, strict=True)]
+    found = interval(differences)
+    deviation = stdev(differences)
+    if deviation > 0:
+        t = found.mean / deviation * math.sqrt(len(differences))
+        p = float(2 * scipy_stats().t.sf(abs(t), len(differences) - 1))
+    else:
+        p = 0.0 if found.mean else 1.0
+    return Difference(found.mean, found.low, found.high, deviation, p)
+
+
+def holm(ps: Sequence[float]) -> list[float]:
+    """The p of several tests, corrected such that one false alarm in all of them is as rare.
+
+    The i-th smallest of m is multiplied by `m - i + 1`, none becomes smaller than one before it.
+
+    Paper: Holm, "A simple sequentially rejective multiple test procedure", 1979.
+    """
+    corrected = [0.0] * len(ps)
+    largest = 0.0
+    for rank, place in enumerate(sorted(range(len(ps)), key=lambda place: ps[place])):
+        largest = max(largest, min(1.0, (len(ps) - rank) * ps[place]))
+        corrected[place] = largest
+    return corrected
+
+
+def power(effect: float, deviation: float, n: int, level: float = LEVEL) -> float:
+    """How often a paired t-test shows a true difference.
+
+    The mean of `P(|Z + shift| > limit · s)` over the distribution of the standard deviation s that
+    a study finds; SciPy's noncentral t, which is the same, fails far from its centre.
+
+    Args:
+        effect: the true difference.
+        deviation: the standard deviation of the differences, above 0.
+        n: pairs, two or more.
+        level: the largest p that counts.
+    """
+    import numpy as np
+
+    stats = scipy_stats()
+    shift = abs(effect) / deviation * math.sqrt(n)
+    limit = _quantile(1 - level / 2, n - 1)
+    nodes, weights = np.polynomial.legendre.leggauss(NODES)
+    spread = limit * np.sqrt(stats.chi2.ppf((nodes + 1) / 2, n - 1) / (n - 1))
+    shown = stats.norm.sf(spread - shift) + stats.norm.cdf(-spread - shift)
+    return float(weights @ shown / 2)
+
+
+def detectable(deviation: float, n: int, level: float = LEVEL) -> float:
+    """The smallest true difference that a paired t-test of n pairs shows with 80 % power.
+
+    Found by halving an interval, to a millionth of itself. 0 if the differences have no spread.
+    """
+    if deviation == 0:
+        return 0.0
+    low, high = 0.0, deviation
+    while power(high, deviation, n, level) < POWER:
+        low, high = high, 2 * high
+    while high - low > 1e-6 * high:
+        middle = (low + high) / 2
+        low, high = (low, middle) if power(middle, deviation, n, level) >= POWER else (middle, high)
+    return high
+
+
+def seeds_for(effect: float, deviation: float, level: float = LEVEL) -> int | None:
+    """The fewest pairs that show a true difference with 80 % power; None: more than a thousand."""
+    if deviation == 0:
+        return FEWEST
+    if power(effect, deviation, MOST_SEEDS, level) < POWER:
+        return None
+    few, many = FEWEST - 1, MOST_SEEDS
+    while many - few > 1:
+        middle = (few + many) // 2
+        if power(effect, deviation, middle, level) >= POWER:
+            many = middle
+        else:
+            few = middle
+    return many
+
+
+def _quantile(probability: float, freedom: int) -> float:
+    return float(scipy_stats().t.ppf(probability, freedom))

@@ -1,0 +1,113 @@
+"""One trial: a run that begins, goes on or is finished already, and what it came to."""
+
+import json
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from workhorse.checkpoints import RunDirectory
+from workhorse.checkpoints.runs.lock import FolderLock
+from workhorse.compare.folder import outcome_file
+from workhorse.devices import resolve_device
+from workhorse.errors import WorkhorseError
+from workhorse.memory import most_resident, resident
+from workhorse.train import DivergedError, Event, Recipe, read_metrics, train
+from workhorse.writing import write_atomically
+
+PATIENCE = 60.0
+"""Seconds that a trial waits for a process that still saves it: one whose study was killed."""
+COSTS = ("seconds", "tokens_per_second", "peak_memory")
+"""What an outcome holds that differs each time it is measured."""
+
+
+def run_trial(recipe: Recipe, out: Path, on_event: Callable[[Event], None]) -> str | None:
+    """Train a trial to its end, from where it stands, and write its outcome into its folder.
+
+    Args:
+        recipe: of the trial.
+        out: its run directory, new or begun.
+        on_event: called with the events of training.
+
+    Returns:
+        The name of the signal that stopped it after saving; None: it is finished.
+
+    Raises:
+        WorkhorseError: it cannot be trained. A trial whose loss is not finite is not an error but
+            an outcome.
+    """
+    _wait_until_free(out)
+    device = resolve_device(recipe.train.device)
+    _watch_memory(device)
+    run, diverged = RunDirectory(out), None
+    try:
+        result = train(recipe, out, resume=run.exists, on_event=on_event)
+        if result.stopped_by is not None:
+            return result.stopped_by
+        if result.validation_loss is None:
+            diverged = "the held-out loss was not finite after the last step"
+    except DivergedError as error:
+        diverged = str(error).partition(";")[0]
+    outcome = _outcome(run, diverged) | {"peak_memory": _peak_memory(device)}
+    write_atomically(outcome_file(out), json.dumps(outcome, indent=2) + "\n")
+    return None
+
+
+def _outcome(run: RunDirectory, diverged: str | None) -> dict[str, Any]:
+    """What a run's metrics say it came to; no losses where it diverged."""
+    events = read_metrics(run.metrics_file)
+    last = {event["kind"]: event for event in events}
+    steps = [event for event in events if event["kind"] == "step"]
+    warm = [event for event in steps if not event["warming_up"]] or steps
+    start, validation = last["start"], {} if diverged else last["validation"]
+    return {
+        **{name: validation.get(name) for name in ("loss", "bits_per_byte", "unknown_rate")},
+        "diverged": diverged,
+        "steps": last["step"]["step"] if steps else 0,
+        "tokens": last["step"]["tokens"] if steps else 0,
+        "skipped_steps": last["step"]["skipped_steps"] if steps else 0,
+        **{name: start[name] for name in ("parameters", "flops_per_token")},
+        "device": start["device"],
+        "threads": start["threads"],
+        "versions": start["versions"],
+        "seconds": last["step"]["seconds"] if steps else 0.0,
+        "tokens_per_second": median(event["tokens_per_second"] for event in warm) if warm else None,
+    }
+
+
+def _wait_until_free(out: Path) -> None:
+    """Wait while a process whose study was killed saves this trial.
+
+    Raises:
+        WorkhorseError: it does not end.
+    """
+    until = time.monotonic() + PATIENCE
+    while out.is_dir():
+        try:
+            FolderLock(out).release()
+            return
+        except WorkhorseError:
+            if time.monotonic() > until:
+                raise
+            time.sleep(0.2)
+
+
+def _watch_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        resident()
+
+
+def _peak_memory(device: torch.device) -> int | None:
+    """Bytes at most since `_watch_memory`; None where the system does not say.
+
+    On a CPU of the whole process, with Python and PyTorch.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return most_resident() if sys.platform == "linux" else None

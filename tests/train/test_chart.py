@@ -59,3 +59,27 @@ def test_ticks_enclose_the_range_with_few_round_numbers(low, high):
 )
 def test_numbers_read_as_a_person_would_write_them(value, text):
     assert shown(value) == text
+
+
+def test_a_band_encloses_its_line():
+    band = [(0, 1.0, 3.0), (10, 2.0, 4.0)]
+    root = ET.fromstring(line_chart("", [Series("", [(0, 2.0), (10, 3.0)], band=band)]))
+    outline = [
+        tuple(map(float, pair.split(","))) for pair in root.find("polygon").get("points").split()
+    ]
+    spots = [
+        tuple(map(float, pair.split(","))) for pair in root.find("polyline").get("points").split()
+    ]
+    assert len(outline) == 4
+    for x, y in spots:
+        edges = [other for across, other in outline if across == x]
+        assert min(edges) < y < max(edges)
+
+
+def test_every_line_has_a_colour_and_a_place_in_the_legend():
+    names = [f"a rather long name {number}" for number in range(10)]
+    root = ET.fromstring(line_chart("Loss", [Series(name, [(0, 1.0), (1, 2.0)]) for name in names]))
+    assert len(root.findall("polyline")) == 10
+    rows = [node for node in root.iter("text") if node.get("class") == "legend"]
+    assert len({node.get("y") for node in rows}) == 10
+    assert float(root.get("viewBox").split()[3]) > float(rows[-1].get("y"))

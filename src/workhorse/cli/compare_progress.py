@@ -60,8 +60,10 @@ def _live() -> Iterator[Show]:
                     total=view.total,
                     completed=view.steps_done(),
                     description=view.place(),
-                    figures=view.running(),
+                    figures=view.reading(event) or view.running(),
                 )
+            elif reading := view.reading(event):
+                bar.update(task, figures=reading)
             if line := view.line(event):
                 bar.console.print(Text(line))
 
@@ -69,7 +71,7 @@ def _live() -> Iterator[Show]:
 
 
 class _View:
-    """What is running, and how far all of it is."""
+    """Turns events into lines: what is running, and how far all of it is."""
 
     def __init__(self) -> None:
         self.trials = self.done = self.total = self.finished = 0
@@ -98,6 +100,10 @@ class _View:
                 self.losses.pop(event["trial"], None)
                 self.finished += event["steps"]
                 self.done += 1
+
+    def reading(self, event: Event) -> str:
+        """How much text is read, where that is what goes on."""
+        return f"{event['done'] / 1e6:,.1f} MB of text" if event["kind"] == "data" else ""
 
     def steps_done(self) -> int:
         return self.finished + sum(self.steps.values())

@@ -180,9 +180,13 @@ def make_plan(
     _check_base(study)
     notices: list[str] = []
     variants: dict[str, Variant] = {}
+    sizes: dict[str, int] = {}
     for name, settings in study.all_variants().items():
         plain = _recipe(study, name, [], lambda line: None)
-        parameters, flops = _size(plain, vocabulary)
+        tokenizer = plain.tokenizer.to_json()
+        if tokenizer not in sizes:
+            sizes[tokenizer] = vocabulary(plain)
+        parameters, flops = _size(plain, sizes[tokenizer])
         steps = _steps(study.budget, name, plain, flops, step_seconds)
 
         def tell(line: str, name: str = name) -> None:
@@ -191,7 +195,8 @@ def make_plan(
         recipe = _recipe(study, name, [f"train.steps={steps}"], tell)
         variants[name] = Variant(name, settings, recipe, parameters, flops)
     _check_different(variants.values())
-    measure = _measure(variants, study.compared_with)
+    recipes = {name: variant.recipe for name, variant in variants.items()}
+    measure = _measure(recipes, study.compared_with)
     _check_parameters(study, variants)
     return Plan(study, variants, measure, notices)
 
@@ -203,8 +208,9 @@ def check_variants(study: Study) -> None:
         WorkhorseError: there is one, or nothing is held out to measure it on.
     """
     _check_base(study)
-    for name in study.all_variants():
-        recipe = _recipe(study, name, [], lambda line: None)
+    recipes = {name: _recipe(study, name, [], lambda line: None) for name in study.all_variants()}
+    _measure(recipes, study.compared_with)
+    for name, recipe in recipes.items():
         try:
             check_recipe(recipe)
             check_length(recipe)
@@ -235,9 +241,9 @@ def _recipe(study: Study, name: str, more: list[str], tell: Callable[[str], obje
         raise error.below(f"variants.{name}") from None
 
 
-def _size(recipe: Recipe, vocabulary: Vocabulary) -> tuple[int, int]:
+def _size(recipe: Recipe, vocabulary: int) -> tuple[int, int]:
     """Parameters, and floating-point operations to train on a token."""
-    config = recipe.decoder_config(vocabulary(recipe))
+    config = recipe.decoder_config(vocabulary)
     decoder = config.build(recipe.train.kernel, device="meta")
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     return parameters, flops_per_token(decoder, recipe.train.seq_len)
@@ -284,21 +290,21 @@ def _check_different(variants: Iterable[Variant]) -> None:
             )
 
 
-def _measure(variants: dict[str, Variant], baseline: str) -> Measure:
+def _measure(recipes: dict[str, Recipe], baseline: str) -> Measure:
     """Nats per token where all have the same tokens, otherwise bits per byte of the same text."""
-    first = variants[baseline].recipe
+    first = recipes[baseline]
     measure: Measure = "loss"
-    for variant in variants.values():
+    for name, recipe in recipes.items():
         for section in ("data", "tokenizer"):
-            before, now = (getattr(recipe, section).to_dict() for recipe in (first, variant.recipe))
+            before, now = (getattr(one, section).to_dict() for one in (first, recipe))
             for path, _, _ in differences(before, now, (section,)):
                 if path[:2] == ("data", "cache_dir"):
                     continue
                 if path[0] == "data" and path[1:] != ("packing",):
                     raise WorkhorseError(
-                        f"{variant.name!r} has another {'.'.join(path)} than {baseline!r}: losses "
-                        "on different text say nothing about the design; give all variants the "
-                        "same, in the base"
+                        f"{name!r} has another {'.'.join(path)} than {baseline!r}: losses on "
+                        "different text say nothing about the design; give all variants the same, "
+                        "in the base"
                     )
                 measure = "bits_per_byte"
     return measure
@@ -314,7 +320,7 @@ def _check_parameters(study: Study, variants: dict[str, Variant]) -> None:
         if abs(variant.parameters - wanted) > share * wanted:
             off = variant.parameters / wanted - 1
             raise WorkhorseError(
-                f"{variant.name!r} has {variant.parameters:,} parameters, {off:+.2%} of "
-                f"{study.compared_with!r}'s {wanted:,}, and budget.parameters allows "
-                f"{share:.2%}; change its sizes, or budget.parameters"
+                f"{variant.name!r} has {variant.parameters:,} parameters, {off:+.2%} beside the "
+                f"{wanted:,} of {study.compared_with!r}, and budget.parameters allows {share:.2%}; "
+                "change its sizes, or budget.parameters"
             )

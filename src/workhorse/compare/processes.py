@@ -5,6 +5,7 @@ its standard input and writes events to its standard output, a line of JSON each
 kind `ended`. When its standard input ends, whoever started it is gone: it saves and stops.
 """
 
+import contextlib
 import json
 import os
 import queue
@@ -36,22 +37,39 @@ class _Worker:
     trial: Trial
     process: subprocess.Popen[str]
     errors: IO[str]
+    reader: threading.Thread | None = None
 
     def stop(self, number: int) -> None:
         """Send a signal, once: a second one would not let it save."""
         if self.process.poll() is None:
             self.process.send_signal(number)
 
+    def leave(self) -> None:
+        """End its standard input, upon which it saves and stops."""
+        assert self.process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.close()
+
+    def wait(self) -> None:
+        """Wait until it has ended."""
+        assert self.process.stdout is not None
+        self.process.wait()
+        self.leave()
+        if self.reader is not None:
+            self.reader.join()
+        self.process.stdout.close()
+
     def why(self) -> Exception:
         """Why it ended without saying so."""
         self.errors.seek(0)
+        said = self.errors.read()
         code = self.process.returncode
         if code < 0:
             return WorkhorseError(
                 f"the process of {self.trial} was ended by {signal.Signals(-code).name}, perhaps "
                 "for want of memory; give the same command again to go on, with fewer --jobs"
             )
-        return RuntimeError(f"the process of {self.trial} failed:\n{self.errors.read()}")
+        return RuntimeError(f"the process of {self.trial} failed:\n{said}")
 
 
 Events = queue.SimpleQueue[tuple[_Worker, Event | None]]
@@ -132,8 +150,9 @@ class _Pool:
             self.on_event(worker.trial, event)
             return
         self.running.remove(worker)
-        worker.process.wait()
+        worker.wait()
         if event is None and self.stopped is not None:
+            worker.errors.close()
             return  # it was stopped before it had begun
         stopped_by = _stopped_by(worker, event)
         if stopped_by is None:
@@ -143,17 +162,17 @@ class _Pool:
     def end(self) -> None:
         """After an error or a second signal: let those that still run save and stop."""
         for worker in self.running:
-            assert worker.process.stdin is not None
-            worker.process.stdin.close()
+            worker.leave()
         for worker in self.running:
-            worker.process.wait()
+            worker.wait()
+            worker.errors.close()
 
 
 def _stopped_by(worker: _Worker, event: Event | None) -> str | None:
     """The signal that ended a process in order; raises what made it fail."""
-    if event is None:
-        raise worker.why()
-    worker.errors.close()
+    with worker.errors:
+        if event is None:
+            raise worker.why()
     if event["error"] is not None:
         raise WorkhorseError(f"{worker.trial}: {event['error']}")
     return event["stopped_by"]
@@ -180,7 +199,8 @@ def _start(
     job = json.dumps({"recipe": recipe.to_dict(), "out": str(out)})
     process.stdin.write(job + "\n")
     process.stdin.flush()
-    threading.Thread(target=_read, args=(worker, events), daemon=True).start()
+    worker.reader = threading.Thread(target=_read, args=(worker, events), daemon=True)
+    worker.reader.start()
     return worker
 
 

@@ -88,19 +88,16 @@ def compare(
 
 def _real_plan(study: Study, folder: StudyFolder, on_event: Listener) -> Plan:
     """The plan by the vocabulary that the text fills, and by steps that were timed here."""
-    sizes: dict[str, int] = {}
 
     def vocabulary(recipe: Recipe) -> int:
-        key = recipe.tokenizer.to_json()
-        if key not in sizes:
-            made = prepare_tokenizer(
-                recipe.tokenizer,
-                recipe.data,
-                folder.data,
-                tell=lambda line: on_event({"kind": "notice", "message": line}),
-            )
-            sizes[key] = made.vocab_size
-        return sizes[key]
+        made = prepare_tokenizer(
+            recipe.tokenizer,
+            recipe.data,
+            folder.data,
+            progress=lambda done, total: on_event({"kind": "data", "done": done, "total": total}),
+            tell=lambda line: on_event({"kind": "notice", "message": line}),
+        )
+        return made.vocab_size
 
     timings = folder.timings()
 

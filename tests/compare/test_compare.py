@@ -1,0 +1,272 @@
+"""Whole studies: stopped, killed and gone on with, in one process and in several."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import scipy.stats
+import yaml
+
+from tests.compare.conftest import FEED_FORWARD, PLAIN, MakeStudy, without_costs
+from workhorse.compare import Comparison, Study, compare, dry_run
+from workhorse.compare.folder import StudyFolder
+from workhorse.compare.plan import Trial
+from workhorse.errors import WorkhorseError
+from workhorse.train import Recipe, read_metrics, train
+
+Finished = tuple[Study, Comparison]
+
+
+def starts(out: Path) -> dict[str, int]:
+    """How often each trial was begun or gone on with."""
+    return {
+        str(file.parent.relative_to(out)): sum(
+            event["kind"] == "start" for event in read_metrics(file)
+        )
+        for file in out.glob("trials/*/*/metrics.jsonl")
+    }
+
+
+def test_the_figures_are_those_of_the_runs(finished: Finished):
+    """The losses are what `train` gives by itself; the statistics are SciPy's of them."""
+    study, found = finished
+    results = found.results
+    assert results is not None
+    losses: dict[str, list[float]] = {}
+    for name, one in results["variants"].items():
+        rate = one["learning_rate_factor"]
+        assert one["search"][f"{rate:g}"] == min(one["search"].values())
+        run = found.folder / "trials" / name / "seed-2"
+        recipe = Recipe.from_dict(yaml.safe_load((run / "recipe.yaml").read_text()))
+        assert recipe.train.optimizer.learning_rate == pytest.approx(1e-3 * rate)
+        alone = train(recipe, found.folder.parent / f"alone-{name}")
+        assert one["losses"]["2"] == alone.validation_loss
+        assert one["tokens"] == alone.tokens == 6 * 32
+        assert one["parameters"] == alone.parameters
+        assert one["cost"]["peak_memory"] > 2**20
+        losses[name] = list(one["losses"].values())
+    theirs = scipy.stats.ttest_rel(losses["gated"], losses["plain"])
+    span = theirs.confidence_interval(0.95)
+    off = results["variants"]["gated"]["difference"]
+    assert (off["low"], off["high"]) == pytest.approx((span.low, span.high))
+    assert off["p"] == pytest.approx(theirs.pvalue)
+    assert results["variants"]["plain"]["verdict"] is None
+    assert study.seeds == (1, 2)
+
+
+def test_one_seed_gives_the_same_order_of_the_data_and_the_same_start(finished: Finished):
+    """Before the first update, models of equal parts compute the same loss on the same rows."""
+    _, found = finished
+    losses = {
+        folder.name: next(e["loss"] for e in read_metrics(folder / "metrics.jsonl") if "loss" in e)
+        for folder in (found.folder / "trials" / "gated").iterdir()
+    }
+    assert losses["rate-1.0"] == losses["rate-4.0"]
+    assert losses["seed-1"] != losses["seed-2"]
+
+
+def test_the_reports_say_what_was_found(finished: Finished):
+    _, found = finished
+    results = json.loads((found.folder / "results.json").read_text())
+    assert results == found.results
+    text = (found.folder / "report.md").read_text()
+    page = (found.folder / "report.html").read_text()
+    words = results["variants"]["gated"]["verdict"]["words"]
+    assert words in text
+    assert words in page
+    assert page.count("<svg") == 1  # so few steps have no validation on a part
+    assert "<polygon" in page
+    assert "http" not in page
+    assert "is at an end of the list" in text
+
+
+def test_a_finished_study_is_not_repeated(finished: Finished):
+    study, found = finished
+    before = starts(found.folder)
+    texts = {name: (found.folder / name).read_text() for name in ("results.json", "report.md")}
+    assert set(before.values()) == {1}
+    again = compare(study, found.folder)
+    assert again.results == found.results
+    assert starts(found.folder) == before
+    assert {name: (found.folder / name).read_text() for name in texts} == texts
+
+
+def test_a_seed_and_a_variant_may_be_added(make_study: MakeStudy, tmp_path: Path):
+    out = tmp_path / "out"
+    compare(make_study(seeds=[1]), out)
+    study = make_study(seeds=[3, 1])
+    other = {FEED_FORWARD: {**PLAIN, "activation": "relu"}}
+    study = study.replace(variants={**study.variants, "relu": other})
+    found = compare(study, out)
+    assert found.trials == 6
+    assert set(starts(out).values()) == {1}
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"seeds": [1, 3]}, "seed 2 was taken out of seeds since"),
+        ({"budget": {"steps": 7, "parameters": True}}, "budget.steps changed from 6 to 7 since"),
+        ({"baseline": "gated"}, "baseline changed from 'plain' to 'gated' since"),
+        ({"variants": {"plain": {}, "c": {FEED_FORWARD: PLAIN}}}, "'gated' was taken out of the"),
+    ],
+)
+def test_another_change_is_refused_by_name(finished: Finished, changes: dict[str, Any], said: str):
+    study, found = finished
+    before = (found.folder / "study.yaml").read_text()
+    with pytest.raises(WorkhorseError, match=said):
+        compare(study.replace(**changes), found.folder)
+    assert (found.folder / "study.yaml").read_text() == before
+
+
+def test_a_change_of_the_base_is_refused_by_name(finished: Finished):
+    study, found = finished
+    assert isinstance(study.base, dict)
+    base = {**study.base, "train": {**study.base["train"], "batch_size": 4}}
+    with pytest.raises(WorkhorseError, match=r"base.train.batch_size changed from 2 to 4"):
+        compare(study.replace(base=base), found.folder)
+    described = study.replace(base={**study.base, "description": "in other words"})
+    assert compare(described, found.folder).results == found.results
+
+
+def test_one_seed_gives_no_interval_and_no_verdict(make_study: MakeStudy, tmp_path: Path):
+    results = compare(make_study(seeds=[1]), tmp_path / "out").results
+    assert results is not None
+    gated = results["variants"]["gated"]
+    assert (gated["low"], gated["difference"]) == (None, None)
+    assert gated["verdict"]["words"].startswith("one seed: no interval and no verdict")
+
+
+def test_a_variant_that_diverges_has_no_verdict(make_study, fields, tmp_path: Path):
+    train_section = {**fields["base"]["train"], "max_bad_steps": 1}
+    wild = {"train.optimizer": {"kind": "adamw", "learning_rate": 1e30}, "train.grad_clip": None}
+    study = make_study(
+        base={**fields["base"], "train": train_section},
+        variants={"plain": {}, "wild": wild},
+        learning_rates=[1, 2],
+    )
+    found = compare(study, tmp_path / "out")
+    assert found.results is not None
+    variant = found.results["variants"]["wild"]
+    assert variant["diverged"] == [1, 2]
+    assert variant["mean"] is None
+    assert variant["verdict"]["words"] == "no verdict: wild did not stay finite on every seed"
+    assert "not finite" in (tmp_path / "out" / "report.md").read_text()
+    assert set(starts(tmp_path / "out").values()) == {1}
+
+
+def test_seconds_are_measured_once(make_study: MakeStudy, tmp_path: Path):
+    study = make_study(budget={"seconds": 0.02}, seeds=[1])
+    first = compare(study, tmp_path / "out").results
+    timings = tmp_path / "out" / "timings.json"
+    seconds = json.loads(timings.read_text())
+    assert first is not None
+    for name, one in first["variants"].items():
+        assert one["steps"] == int(0.02 // seconds[name])
+    timings.write_text(json.dumps(dict.fromkeys(seconds, 0.01)))
+    planned = dry_run(study, tmp_path / "out")
+    assert {one["steps"] for one in planned["variants"].values()} == {2}
+
+
+def test_tokenizers_are_compared_in_bits_per_byte(make_study: MakeStudy, tmp_path: Path):
+    tokenizers = {"bytes": {}, "bpe": {"tokenizer": {"kind": "bpe", "vocab_size": 300}}}
+    study = make_study(variants=tokenizers, baseline="bytes", budget={"steps": 2})
+    results = compare(study, tmp_path / "out").results
+    assert results is not None
+    assert results["unit"] == "bits per byte"
+    loss = results["variants"]["bytes"]["losses"]["1"]
+    run = read_metrics(tmp_path / "out" / "trials" / "bytes" / "seed-1" / "metrics.jsonl")
+    assert loss == next(e for e in run if e["kind"] == "validation")["bits_per_byte"]
+    assert results["variants"]["bpe"]["verdict"]["outcome"]
+
+
+def test_a_dry_run_tells_all_trials_and_writes_nothing(make_study: MakeStudy, tmp_path: Path):
+    found = dry_run(make_study(learning_rates=[1, 2]), tmp_path / "out")
+    assert len(found["trials"]) == 4 + 4
+    assert found["variants"]["plain"]["tokens"] == 6 * 32
+    assert found["seconds"] > 0
+    assert not (tmp_path / "out").exists()
+
+
+DRIVER = """
+import os, signal, sys
+from workhorse.compare import compare, read_study
+
+def die(event):
+    if event["kind"] == "step" and event["step"] == 5 and event["trial"] == sys.argv[4]:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+compare(read_study(sys.argv[1]), sys.argv[2], jobs=int(sys.argv[3]), on_event=die)
+"""
+
+
+def killed(study: Study, out: Path, trial: str, jobs: int = 1) -> None:
+    """Run a study in a process that is killed at the fifth step of a trial."""
+    file = out.with_name("study.yaml")
+    file.write_text(yaml.safe_dump(study.to_dict()))
+    words = [sys.executable, "-c", DRIVER, str(file), str(out), str(jobs), trial]
+    done = subprocess.run(words, stderr=subprocess.PIPE, text=True, check=False)
+    assert done.returncode == -signal.SIGKILL, done.stderr
+
+
+def test_a_killed_study_goes_on_in_the_middle_of_a_trial(finished: Finished, tmp_path: Path):
+    study, whole = finished
+    out = tmp_path / "out"
+    killed(study, out, "plain, seed 1")
+    assert not (out / "trials" / "plain" / "seed-1" / "trial.json").exists()
+    assert not (out / "results.json").exists()
+    found = compare(study, out)
+    again = {name for name, count in starts(out).items() if count > 1}
+    assert again == {"trials/plain/seed-1"}
+    steps = [
+        event["step"]
+        for event in read_metrics(out / "trials" / "plain" / "seed-1" / "metrics.jsonl")
+        if event["kind"] == "start"
+    ]
+    assert steps == [0, 4]
+    assert without_costs(found.results) == without_costs(whole.results)
+
+
+def test_an_interrupted_study_saves_and_goes_on(finished: Finished, tmp_path: Path):
+    study, whole = finished
+
+    def interrupt(event: dict[str, Any]) -> None:
+        if event["kind"] == "step" and event["step"] == 5 and event["trial"] == "gated, seed 2":
+            os.kill(os.getpid(), signal.SIGINT)
+
+    found = compare(study, tmp_path / "out", on_event=interrupt)
+    assert (found.stopped_by, found.results, found.done) == ("SIGINT", None, 6)
+    found = compare(study, tmp_path / "out")
+    assert without_costs(found.results) == without_costs(whole.results)
+
+
+def test_trials_at_once_save_when_their_study_is_killed_and_give_the_same_results(
+    make_study: MakeStudy, tmp_path: Path
+):
+    study = make_study(seeds=[1], budget={"steps": 300})
+    out = tmp_path / "out"
+    killed(study, out, "plain, seed 1", jobs=2)
+    found = compare(study, out, jobs=2)  # which waits until those of before have saved
+    begun = read_metrics(out / "trials" / "plain" / "seed-1" / "metrics.jsonl")
+    first, second = (event["step"] for event in begun if event["kind"] == "start")
+    assert first == 0
+    assert 5 <= second < 300
+    whole = compare(study, tmp_path / "whole")
+    assert without_costs(found.results) == without_costs(whole.results)
+
+
+def test_an_error_in_a_process_of_its_own_is_one_line(make_study: MakeStudy, tmp_path: Path):
+    study = make_study(seeds=[1])
+    folder = StudyFolder(tmp_path / "out")
+    folder.begin(study)
+    somebodys = folder.trial(Trial("gated", 1))
+    somebodys.mkdir(parents=True)
+    (somebodys / "mine.txt").write_text("something else")
+    with pytest.raises(WorkhorseError, match=r"^gated, seed 1: .* is not empty and not a run"):
+        compare(study, folder.path, jobs=2)
+    assert "mine.txt" in os.listdir(somebodys)

@@ -1,0 +1,91 @@
+"""What a study may not be: each refused in one line before anything is trained or written."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compare.conftest import FEED_FORWARD, MakeStudy
+from workhorse.compare import Study, compare, dry_run, quick, read_study
+from workhorse.errors import WorkhorseError
+
+NARROW = {"model.d_model": 8}
+CASES: list[tuple[dict[str, Any], str]] = [
+    ({"seedz": [1]}, "unknown key 'seedz'; did you mean 'seeds'?"),
+    ({"variants": {"a": {}}}, "'a' is the only variant; a comparison needs two"),
+    ({"variants": {}}, "neither is given"),
+    ({"grid": {"model.d_model": [8, 16]}}, "both are given"),
+    ({"variants": {}, "grid": {"model.d_model": []}}, "grid.model.d_model: it has no values"),
+    ({"baseline": "plian"}, "'plian' is no variant; did you mean 'plain'?"),
+    ({"budget": {}}, "one of steps, tokens, flops or seconds; none is set"),
+    ({"budget": {"steps": 1, "flops": 1e9}}, "steps and flops are set"),
+    ({"budget": {"tokens": 31}}, "budget.tokens=31 is less than one step of 'gated'"),
+    ({"budget": {"flops": 1000}}, "budget.flops=1000 is less than one step of 'gated'"),
+    ({"seeds": [1, 2, 1]}, "seeds: 1 is listed 2 times"),
+    ({"seeds": []}, "seeds: there is none"),
+    ({"learning_rates": [1, 1.0]}, "learning_rates: 1 is listed 2 times"),
+    ({"search_seed": 2}, "search_seed: 2 is one of the seeds too"),
+    ({"variants": {"a": {}, "b": {"train.steps": 3}}}, "the study's budget gives the steps"),
+    ({"variants": {"a": {}, "b": {"train.seed": 3}}}, "the study's seeds give it"),
+    ({"quick": {"settings": {"train.steps": 3}}}, "quick.settings: train.steps cannot be set here"),
+    ({"variants": {"a": {}, "b/c": NARROW}}, "'b/c' cannot name a folder"),
+    ({"variants": {"a": {}, "b": {"model.d_modle": 8}}}, "did you mean 'd_model'?"),
+    ({"variants": {"a": {}, "b": {"model.d_model": 16}}}, "'a' and 'b' are the same once written"),
+    ({"variants": {"a": {}, "b": NARROW}}, "'b' has 3,104 parameters, -53.81% beside the 6,720"),
+    ({"variants": {"a": {}, "b": {"data.corpus": "stdlib"}}}, "'b' has another data.corpus than"),
+    ({"variants": {"a": {}, "b": {"data.eos": False}}}, "'b' has another data.eos than 'a'"),
+    ({"base": {"name": "x"}}, "base: 'model' is missing"),
+]
+
+
+@pytest.mark.parametrize(("changes", "said"), CASES, ids=[said for _, said in CASES])
+def test_what_cannot_be_is_refused_before_anything_is_written(
+    fields: dict[str, Any], tmp_path: Path, changes: dict[str, Any], said: str
+):
+    if "baseline" not in changes and ("variants" in changes or "grid" in changes):
+        changes = {"baseline": None, **changes}
+    with pytest.raises(WorkhorseError) as refused:
+        compare(Study.from_dict({**fields, **changes}), tmp_path / "out")
+    assert said in str(refused.value)
+    assert "\n" not in str(refused.value)
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_tolerance_for_parameters(make_study: MakeStudy, tmp_path: Path):
+    close = {"narrow": {f"{FEED_FORWARD}.d_ff": 31}, "wide": {}}
+    study = make_study(variants=close, baseline=None, budget={"steps": 1, "parameters": 0.01})
+    assert dry_run(study, tmp_path / "out")["variants"]["wide"]["steps"] == 1
+    with pytest.raises(WorkhorseError, match=r"allows 0.10%"):
+        dry_run(study.replace(budget={"steps": 1, "parameters": 0.001}), tmp_path / "out")
+
+
+def test_text_of_which_nothing_is_held_out(make_study, fields, tmp_path: Path):
+    corpus = {**fields["base"]["data"]["corpus"], "validation_fraction": 0}
+    study = make_study(base={**fields["base"], "data": {"corpus": corpus}})
+    with pytest.raises(WorkhorseError, match=r"nothing of base.data.corpus is held out"):
+        compare(study, tmp_path / "out")
+
+
+def test_a_base_that_is_not_there(tmp_path: Path):
+    file = tmp_path / "study.yaml"
+    file.write_text(
+        "name: x\nbase: no.yaml\nvariants: {a: {}, b: {train.batch_size: 3}}\n"
+        "budget: {steps: 2}\nseeds: [1]\n"
+    )
+    with pytest.raises(WorkhorseError, match=r"base: 'no.yaml' is no file beside"):
+        read_study(file)
+
+
+def test_quick_without_a_quick_section(make_study: MakeStudy):
+    with pytest.raises(WorkhorseError, match="does not say what --quick changes"):
+        quick(make_study())
+
+
+def test_a_folder_of_something_else(make_study: MakeStudy, tmp_path: Path):
+    with pytest.raises(WorkhorseError, match="is not empty and no study"):
+        compare(make_study(), tmp_path)
+
+
+def test_what_is_no_study(tmp_path: Path):
+    with pytest.raises(WorkhorseError, match="read_study"):
+        compare({}, tmp_path / "out")  # pyright: ignore[reportArgumentType]

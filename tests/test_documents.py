@@ -139,6 +139,10 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for file in sorted((ROOT / "recipes").glob("*.yaml")):
         small = apply_overrides(read_yaml(file), PLAN["recipes"])
         (folder / "recipes" / file.name).write_text(yaml.safe_dump(small, sort_keys=False))
+    (folder / "studies").mkdir()
+    for file in sorted((ROOT / "studies").glob("*.yaml")):
+        small = apply_overrides(read_yaml(file), PLAN["studies"])
+        (folder / "studies" / file.name).write_text(yaml.safe_dump(small, sort_keys=False))
     for name in ("texts", "other-texts"):
         (folder / name).mkdir()
         for number in range(24):

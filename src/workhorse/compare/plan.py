@@ -178,7 +178,7 @@ def make_plan(
             the budget does not pay for a step of it.
     """
     _check_base(study)
-    notices: list[str] = []
+    told: dict[str, list[str]] = {}
     variants: dict[str, Variant] = {}
     sizes: dict[str, int] = {}
     for name, settings in study.all_variants().items():
@@ -190,7 +190,7 @@ def make_plan(
         steps = _steps(study.budget, name, plain, flops, step_seconds)
 
         def tell(line: str, name: str = name) -> None:
-            notices.append(f"{name}: {line}")
+            told.setdefault(line, []).append(name)
 
         recipe = _recipe(study, name, [f"train.steps={steps}"], tell)
         variants[name] = Variant(name, settings, recipe, parameters, flops)
@@ -198,6 +198,10 @@ def make_plan(
     recipes = {name: variant.recipe for name, variant in variants.items()}
     measure = _measure(recipes, study.compared_with)
     _check_parameters(study, variants)
+    notices = [
+        line if len(names) == len(variants) else f"{', '.join(names)}: {line}"
+        for line, names in told.items()
+    ]
     return Plan(study, variants, measure, notices)
 
 

@@ -17,6 +17,7 @@ from workhorse.devices import resolve_device
 from workhorse.errors import WorkhorseError
 from workhorse.memory import most_resident, resident
 from workhorse.train import DivergedError, Event, Recipe, read_metrics, train
+from workhorse.train.step.allocator import give_back_freed_memory
 from workhorse.writing import write_atomically
 
 PATIENCE = 60.0
@@ -42,7 +43,7 @@ def run_trial(recipe: Recipe, out: Path, on_event: Callable[[Event], None]) -> s
     """
     _wait_until_free(out)
     device = resolve_device(recipe.train.device)
-    _watch_memory(device)
+    before = _watch_memory(device)
     run, diverged = RunDirectory(out), None
     try:
         result = train(recipe, out, resume=run.exists, on_event=on_event)
@@ -52,7 +53,7 @@ def run_trial(recipe: Recipe, out: Path, on_event: Callable[[Event], None]) -> s
             diverged = "the held-out loss was not finite after the last step"
     except DivergedError as error:
         diverged = str(error).partition(";")[0]
-    outcome = _outcome(run, diverged) | {"peak_memory": _peak_memory(device)}
+    outcome = _outcome(run, diverged) | {"peak_memory": _peak_memory(device, before)}
     write_atomically(outcome_file(out), json.dumps(outcome, indent=2) + "\n")
     return None
 
@@ -96,18 +97,17 @@ def _wait_until_free(out: Path) -> None:
             time.sleep(0.2)
 
 
-def _watch_memory(device: torch.device) -> None:
+def _watch_memory(device: torch.device) -> int:
+    """Begin to watch; returns the bytes in use already."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    else:
-        resident()
+        return torch.cuda.memory_allocated(device)
+    give_back_freed_memory()
+    return resident()
 
 
-def _peak_memory(device: torch.device) -> int | None:
-    """Bytes at most since `_watch_memory`; None where the system does not say.
-
-    On a CPU of the whole process, with Python and PyTorch.
-    """
+def _peak_memory(device: torch.device, before: int) -> int | None:
+    """Bytes that the trial took at most; None where the system does not say."""
     if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return most_resident() if sys.platform == "linux" else None
+        return torch.cuda.max_memory_allocated(device) - before
+    return max(0, most_resident() - before) if sys.platform == "linux" else None

@@ -27,6 +27,14 @@ from workhorse.writing import write_atomically, writing
 FOR_PEOPLE = ("name", "description")
 """Keys of the base that no trial depends on."""
 
+COSTS = ("seconds", "tokens_per_second", "peak_memory")
+"""What an outcome holds that differs each time it is measured."""
+OUTCOME = (
+    *("loss", "bits_per_byte", "unknown_rate", "diverged", "skipped_steps", "parameters"),
+    *("flops_per_token", "device", "threads", "versions", *COSTS),
+)
+"""The keys of an outcome that results are made from."""
+
 
 class StudyFolder:
     """The folder of one study; nothing is read or made before it is needed."""
@@ -56,7 +64,15 @@ class StudyFolder:
                     "another --out"
                 )
             return
-        change = _refused_change(read_yaml(self.study_file), identity(study))
+        before = read_yaml(self.study_file)
+        if not isinstance(before.get("seeds"), list) or not isinstance(
+            before.get("variants"), dict
+        ):
+            raise WorkhorseError(
+                f"{self.study_file} is damaged: it has no seeds and variants; put it back, or "
+                "choose another --out"
+            )
+        change = _refused_change(before, identity(study))
         if change:
             raise WorkhorseError(
                 f"{change} since {self.path} was begun, and only seeds and variants may be added; "
@@ -86,13 +102,37 @@ class StudyFolder:
         return self.path / trial.folder
 
     def outcome(self, trial: Trial) -> dict[str, Any] | None:
-        """What a finished trial came to; None: it is not finished."""
+        """What a finished trial came to; None: it is not finished.
+
+        Raises:
+            WorkhorseError: its file is damaged.
+        """
         file = outcome_file(self.trial(trial))
-        return read_json(file) if file.is_file() else None
+        if not file.is_file():
+            return None
+        found = read_json(file)
+        if missing := [name for name in OUTCOME if name not in found]:
+            raise WorkhorseError(
+                f"{file} is damaged: it has no {missing[0]}; remove it, and it is made again from "
+                "the run"
+            )
+        return found
 
     def timings(self) -> dict[str, float]:
-        """The seconds per step measured so far, by variant."""
-        return read_json(self.timings_file) if self.timings_file.is_file() else {}
+        """The seconds per step measured so far, by variant.
+
+        Raises:
+            WorkhorseError: the file is damaged.
+        """
+        if not self.timings_file.is_file():
+            return {}
+        found = read_json(self.timings_file)
+        if not all(isinstance(value, float) and value > 0 for value in found.values()):
+            raise WorkhorseError(
+                f"{self.timings_file} is damaged: seconds are above 0; put it back, or choose "
+                "another --out"
+            )
+        return found
 
     def save_timings(self, seconds: dict[str, float]) -> None:
         write_atomically(self.timings_file, json.dumps(seconds, indent=2) + "\n")

@@ -3,10 +3,9 @@
 from statistics import fmean, median
 from typing import Any
 
-from workhorse.compare.folder import StudyFolder
+from workhorse.compare.folder import COSTS, StudyFolder
 from workhorse.compare.plan import Plan, Trial, Variant
 from workhorse.compare.statistics import FEWEST, holm, interval, paired
-from workhorse.compare.trials import COSTS
 from workhorse.compare.verdict import UNITS, verdict
 
 ONE_SEED = "one seed: no interval and no verdict; give the study two seeds or more"
@@ -101,7 +100,7 @@ def _variant(
         "high": found.high if found else None,
         "difference": None,
         "verdict": None,
-        "cost": {name: _typical([outcome[name] for outcome in outcomes]) for name in COSTS},
+        "cost": _cost(outcomes),
     }
 
 
@@ -174,10 +173,14 @@ def _outcome(folder: StudyFolder, trial: Trial) -> dict[str, Any]:
     return outcome
 
 
-def _typical(values: list[float | None]) -> float | None:
-    """The median of what was measured."""
-    known = [value for value in values if value is not None]
-    return median(known) if known else None
+def _cost(outcomes: list[dict[str, Any]]) -> dict[str, float | None]:
+    """Medians over the seeds; of memory the least, for a process's first run loads libraries."""
+    cost: dict[str, float | None] = {}
+    for name in COSTS:
+        known = [outcome[name] for outcome in outcomes if outcome[name] is not None]
+        typical = min if name == "peak_memory" else median
+        cost[name] = typical(known) if known else None
+    return cost
 
 
 def _notes(

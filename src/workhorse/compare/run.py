@@ -74,16 +74,16 @@ def compare(
     make_plan(study, largest_vocabulary)  # finds the other mistakes before a file is written
     before = torch.get_num_threads()
     share = max(1, (threads or before) // jobs)
-    with folder.lock():
-        folder.begin(study)
-        try:
-            use_threads(share)
+    try:
+        use_threads(share)
+        with folder.lock():
+            folder.begin(study)
             plan = _real_plan(study, folder, on_event)
             for line in plan.notices:
                 on_event({"kind": "notice", "message": line})
             return _Run(plan, folder, jobs, share, on_event).run()
-        finally:
-            torch.set_num_threads(before)
+    finally:
+        torch.set_num_threads(before)
 
 
 def _real_plan(study: Study, folder: StudyFolder, on_event: Listener) -> Plan:

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from workhorse.config import Config, ConfigError, nearest, read_yaml
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
@@ -200,10 +200,15 @@ def read_study(file: str | Path) -> Study:
     study = Study.from_dict(read_yaml(file))
     if isinstance(study.base, dict):
         return study
-    path = (file.parent / Path(study.base).expanduser()).resolve()
-    if not path.is_file():
+    try:
+        path = (file.parent / Path(study.base).expanduser()).resolve()
+        there = path.is_file()
+    except (OSError, RuntimeError, ValueError):  # what cannot name a file
+        there = False
+    if not there:
         raise ConfigError(
-            f"{study.base!r} is no file beside {file}; give the path of a recipe from there", "base"
+            f"{shown(study.base)} is no file beside {file}; give the path of a recipe from there",
+            "base",
         )
     return study.replace(base=read_yaml(path))
 

@@ -22,8 +22,6 @@ from workhorse.writing import write_atomically
 
 PATIENCE = 60.0
 """Seconds that a trial waits for a process that still saves it: one whose study was killed."""
-COSTS = ("seconds", "tokens_per_second", "peak_memory")
-"""What an outcome holds that differs each time it is measured."""
 
 
 def run_trial(recipe: Recipe, out: Path, on_event: Callable[[Event], None]) -> str | None:

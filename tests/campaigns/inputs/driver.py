@@ -41,6 +41,7 @@ def warm_up(place: Path) -> None:
     for verb in VERBS:
         command.get_command(click.Context(command), verb)
     for name in (
+        "compare",
         "convert",
         "data",
         "evaluate",

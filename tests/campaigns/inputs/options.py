@@ -52,6 +52,10 @@ LINES = {
         {"model": "run", "--data": "text.txt"},
         {"model": "run", "--tasks": "task.yaml", "--limit": "1"},
     ],
+    "compare": [
+        {"study": "study.yaml", "--out": "out"},
+        {"study": "study.yaml", "--out": "out", "--dry-run": None},
+    ],
     "data prepare": [{"recipe": "recipe.yaml", "--out": "out"}],
     "data inspect": [{"recipe": "recipe.yaml", "--out": "out"}],
     "tokenizer train": [

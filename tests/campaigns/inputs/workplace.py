@@ -33,6 +33,14 @@ train:
   log_every: 1
   samples: {every: 1, max_new_tokens: 2}
 """
+STUDY = """\
+name: depth
+base: recipe.yaml
+variants: {one: {}, two: {model.n_layers: 2}}
+budget: {steps: 2}
+seeds: [1]
+quick: {budget: {steps: 1}}
+"""
 TASK = """\
 task: tiny
 dataset_path: json
@@ -45,7 +53,16 @@ doc_to_target: 0
 """
 SOUND = (
     *("run", "hf", "native", "bpe", "prepared", "model.gguf", "texts", "text.txt", "lines.jsonl"),
-    *("recipe.yaml", "task.yaml", "questions.jsonl", "empty", "binary", "link", "pipe"),
+    *(
+        "recipe.yaml",
+        "study.yaml",
+        "task.yaml",
+        "questions.jsonl",
+        "empty",
+        "binary",
+        "link",
+        "pipe",
+    ),
 )
 """What lies in the workplace, and no output may take the place of."""
 COMMANDS = (
@@ -71,6 +88,7 @@ def build(place: Path) -> None:
     lines = (json.dumps({"text": f"line {number} of the lines"}) for number in range(40))
     (place / "lines.jsonl").write_text("\n".join(lines))
     (place / "recipe.yaml").write_text(RECIPE)
+    (place / "study.yaml").write_text(STUDY)
     (place / "task.yaml").write_text(TASK)
     (place / "questions.jsonl").write_text(json.dumps({"question": "is it?"}) + "\n")
     (place / "empty").touch()

@@ -86,6 +86,18 @@ def test_a_folder_of_something_else(make_study: MakeStudy, tmp_path: Path):
         compare(make_study(), tmp_path)
 
 
+def test_a_folder_inside_the_corpus(make_study, fields, tmp_path: Path):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for name in "abc":
+        (texts / f"{name}.txt").write_text(f"text {name} of some words\n" * 20)
+    data = {"corpus": {"kind": "folder", "path": str(texts)}}
+    study = make_study(base={**fields["base"], "data": data})
+    with pytest.raises(WorkhorseError, match="lies in the corpus"):
+        compare(study, texts / "out")
+    assert len(list(texts.iterdir())) == 3
+
+
 def test_what_is_no_study(tmp_path: Path):
     with pytest.raises(WorkhorseError, match="read_study"):
         compare({}, tmp_path / "out")  # pyright: ignore[reportArgumentType]

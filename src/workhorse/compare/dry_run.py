@@ -38,7 +38,7 @@ def dry_run(study: Study, out: str | Path, *, jobs: int = 1, threads: int = 0) -
         raise no_study(study)
     folder = StudyFolder(out)
     folder.check(study)
-    check_variants(study)
+    check_variants(study, folder.path)
     before = torch.get_num_threads()
     try:
         use_threads(max(1, (threads or before) // jobs))

@@ -5,10 +5,12 @@ Nothing is trained and nothing written here.
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Literal
 
 from workhorse.compare.study import BudgetConfig, Settings, Study
 from workhorse.config import ConfigError
+from workhorse.data.corpus.sources import check_outside
 from workhorse.errors import WorkhorseError
 from workhorse.optim.groups import OptimizerConfig
 from workhorse.optim.muon import MuonConfig
@@ -205,8 +207,12 @@ def make_plan(
     return Plan(study, variants, measure, notices)
 
 
-def check_variants(study: Study) -> None:
+def check_variants(study: Study, out: Path) -> None:
     """Refuse variants that `train` would refuse; of the text only the beginning is read.
+
+    Args:
+        study: with the fields of its base.
+        out: its folder.
 
     Raises:
         WorkhorseError: there is one, or nothing is held out to measure it on.
@@ -218,6 +224,8 @@ def check_variants(study: Study) -> None:
         try:
             check_recipe(recipe)
             check_length(recipe)
+            for inside in (out, out / Trial(name, 0).folder):
+                check_outside(recipe.data, inside)
         except WorkhorseError as error:
             raise WorkhorseError(f"variants.{name}: {error}") from None
         if not any(source.has_validation for source in recipe.data.sources.values()):

@@ -70,7 +70,7 @@ def compare(
         scipy_stats()
     folder = StudyFolder(out)
     folder.check(study)
-    check_variants(study)
+    check_variants(study, folder.path)
     make_plan(study, largest_vocabulary)  # finds the other mistakes before a file is written
     before = torch.get_num_threads()
     share = max(1, (threads or before) // jobs)

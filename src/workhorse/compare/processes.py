@@ -223,18 +223,21 @@ def main() -> None:
     threading.Thread(target=_stop_when_alone, daemon=True).start()
     from workhorse.compare.trials import run_trial
 
-    def tell(event: dict[str, Any]) -> None:
-        if event["kind"] in TOLD:
+    def say(event: dict[str, Any]) -> None:
+        with contextlib.suppress(BrokenPipeError):  # nobody listens any more: save, do not fail
             out.write(json.dumps(event) + "\n")
             out.flush()
+
+    def tell(event: dict[str, Any]) -> None:
+        if event["kind"] in TOLD:
+            say(event)
 
     ended: dict[str, Any] = {"kind": "ended", "stopped_by": None, "error": None}
     try:
         ended["stopped_by"] = run_trial(Recipe.from_dict(job["recipe"]), Path(job["out"]), tell)
     except WorkhorseError as error:
         ended["error"] = str(error)
-    out.write(json.dumps(ended) + "\n")
-    out.flush()
+    say(ended)
 
 
 def _stop_when_alone() -> None:

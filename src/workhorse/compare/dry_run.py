@@ -11,7 +11,7 @@ from workhorse.compare.run import seconds_of_step
 from workhorse.compare.study import Study, no_study
 from workhorse.devices import use_threads
 from workhorse.train import Recipe, estimate
-from workhorse.train.estimate import largest_vocabulary
+from workhorse.train.estimate import vocab_size_of
 
 
 def dry_run(study: Study, out: str | Path, *, jobs: int = 1, threads: int = 0) -> dict[str, Any]:
@@ -52,10 +52,10 @@ def _account(study: Study, folder: StudyFolder, jobs: int) -> dict[str, Any]:
 
     def step_seconds(name: str, recipe: Recipe) -> float:
         if name not in timings:
-            timings[name] = seconds_of_step(recipe, largest_vocabulary(recipe))
+            timings[name] = seconds_of_step(recipe, vocab_size_of(recipe))
         return timings[name]
 
-    plan = make_plan(study, largest_vocabulary, step_seconds)
+    plan = make_plan(study, vocab_size_of, step_seconds)
     seconds = {name: _seconds(plan, name, timings) for name in plan.variants}
     trials = [*plan.searching, *plan.trials(dict.fromkeys(plan.variants, 1.0))]
     rows = [

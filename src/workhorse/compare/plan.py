@@ -12,13 +12,13 @@ from workhorse.compare.study import BudgetConfig, Settings, Study
 from workhorse.config import ConfigError
 from workhorse.data.corpus.sources import check_outside
 from workhorse.errors import WorkhorseError
+from workhorse.models.flops import flops_per_token
 from workhorse.optim.groups import OptimizerConfig
 from workhorse.optim.muon import MuonConfig
 from workhorse.overrides import written
 from workhorse.train import Recipe, override_recipe, with_init
 from workhorse.train.check import check_length, check_recipe
 from workhorse.train.resume.resume import differences
-from workhorse.train.speed import flops_per_token
 
 Measure = Literal["loss", "bits_per_byte"]
 """What is compared, as a run's metrics name it."""

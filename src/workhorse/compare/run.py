@@ -18,7 +18,7 @@ from workhorse.compare.trials import run_trial
 from workhorse.data import prepare_tokenizer
 from workhorse.devices import resolve_device, use_threads
 from workhorse.train import Event, Recipe
-from workhorse.train.estimate import largest_vocabulary, time_steps
+from workhorse.train.estimate import time_steps, vocab_size_of
 
 Listener = Callable[[Event], None]
 
@@ -71,7 +71,7 @@ def compare(
     folder = StudyFolder(out)
     folder.check(study)
     check_variants(study, folder.path)
-    make_plan(study, largest_vocabulary)  # finds the other mistakes before a file is written
+    make_plan(study, vocab_size_of)  # finds the other mistakes before a file is written
     before = torch.get_num_threads()
     share = max(1, (threads or before) // jobs)
     try:

@@ -66,7 +66,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     seconds, source = flops * config.tokens_per_step / measured_peak(config, device), MATRIX_PRODUCT
     rows = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
     if sum(memory.values()) <= TIMED_BYTES and seconds <= TIMED_SECONDS:
-        (seconds, rows), source = _time_steps(recipe, decoder_config, device), "steps"
+        (seconds, rows), source = time_steps(recipe, decoder_config, device), "steps"
     if rows is not None and rows < config.batch_size:
         memory["gradients"] += sums
     return {
@@ -94,7 +94,7 @@ def vocab_size_of(recipe: Recipe) -> int:
     return train_tokenizer(recipe.tokenizer, iterate_texts(recipe.data)).vocab_size
 
 
-def _time_steps(
+def time_steps(
     recipe: Recipe, config: DecoderConfig, device: torch.device
 ) -> tuple[float, int | None]:
     """The seconds of the fastest of a few steps on random tokens, and the rows of a micro-batch.

@@ -69,7 +69,7 @@ def make_study(fields: dict[str, Any]) -> MakeStudy:
 def finished(tmp_path_factory: pytest.TempPathFactory) -> tuple[Study, Comparison]:
     """A study with a search for the learning rate, run without a stop."""
     folder = tmp_path_factory.mktemp("finished")
-    study = Study.from_dict({**study_fields(folder), "learning_rates": [1, 4]})
+    study = Study.from_dict({**study_fields(folder), "learning_rates": [1, 4], "contexts": [4, 16]})
     return study, compare(study, folder / "out")
 
 

@@ -8,16 +8,21 @@ import subprocess
 import sys
 from pathlib import Path
 from typing import Any
+from xml.etree import ElementTree
 
 import pytest
 import scipy.stats
 import yaml
 
+from studies.publish import publish
 from tests.compare.conftest import FEED_FORWARD, PLAIN, MakeStudy, without_costs
 from workhorse.compare import Comparison, Study, compare, dry_run
 from workhorse.compare.folder import StudyFolder
 from workhorse.compare.plan import Trial
+from workhorse.data import read_documents
 from workhorse.errors import WorkhorseError
+from workhorse.evaluate import evaluate
+from workhorse.load_model import load
 from workhorse.train import Recipe, read_metrics, train
 
 Finished = tuple[Study, Comparison]
@@ -60,6 +65,27 @@ def test_the_figures_are_those_of_the_runs(finished: Finished):
     assert study.seeds == (1, 2)
 
 
+def test_losses_by_context_are_those_of_evaluate(finished: Finished):
+    _, found = finished
+    results = found.results
+    assert results is not None
+    by_context = results["variants"]["plain"]["by_context"]
+    losses = {}
+    for seed in ("1", "2"):
+        model = load(found.folder / "trials" / "plain" / f"seed-{seed}", dtype="float32")
+        assert model.data is not None
+        (source,) = model.data.sources.values()
+        for context in (4, 16):
+            texts = read_documents(source, "validation")
+            alone = evaluate(model.decoder, model.text, texts, start=model.start, context=context)
+            losses[seed, context] = alone.loss
+            assert by_context[str(context)]["losses"][seed] == alone.loss
+    more = [losses[seed, 16] - losses[seed, 4] for seed in ("1", "2")]
+    assert by_context["16"]["more"]["mean"] == pytest.approx(sum(more) / 2)
+    assert by_context["4"]["more"]["mean"] == 0
+    assert "Beside a context of 4" in (found.folder / "report.md").read_text()
+
+
 def test_one_seed_gives_the_same_order_of_the_data_and_the_same_start(finished: Finished):
     """Before the first update, models of equal parts compute the same loss on the same rows."""
     _, found = finished
@@ -84,6 +110,15 @@ def test_the_reports_say_what_was_found(finished: Finished):
     assert "<polygon" in page
     assert "http" not in page
     assert "is at an end of the list" in text
+
+
+def test_a_study_is_published_with_a_picture_that_stands_alone(finished: Finished, tmp_path: Path):
+    _, found = finished
+    page = publish(found.folder, tmp_path)
+    assert "workhorse compare studies/gates.yaml" in page.read_text()
+    root = ElementTree.fromstring((tmp_path / "gates.svg").read_text())
+    assert root.tag == "{http://www.w3.org/2000/svg}svg"
+    assert len(list(root.iter("{http://www.w3.org/2000/svg}polyline"))) == 2
 
 
 def test_a_finished_study_is_not_repeated(finished: Finished):

@@ -34,6 +34,8 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"variants": {"a": {}, "b": NARROW}}, "'b' has 3,104 parameters, -53.81% beside the 6,720"),
     ({"variants": {"a": {}, "b": {"data.corpus": "stdlib"}}}, "'b' has another data.corpus than"),
     ({"variants": {"a": {}, "b": {"data.eos": False}}}, "'b' has another data.eos than 'a'"),
+    ({"contexts": [8, 32]}, "contexts: 32 is more than the max_seq_len=16 of 'gated'"),
+    ({"contexts": [16, 8]}, "contexts: they are not in order"),
     ({"base": {"name": "x"}}, "base: 'model' is missing"),
 ]
 

@@ -18,10 +18,12 @@ START = 0
 
 
 @torch.no_grad()
-def naive(decoder, text: str, start: int | None, stride: int) -> list[float]:
+def naive(
+    decoder, text: str, start: int | None, stride: int, context: int | None = None
+) -> list[float]:
     """Nats of each predicted token; it may see back to where its window begins."""
     tokens = ([] if start is None else [start]) + [ord(character) for character in text]
-    context, nats = decoder.max_seq_len, []
+    context, nats = context or decoder.max_seq_len, []
     for target in range(1, len(tokens)):
         windows_before = max(0, math.ceil((target - context) / stride))
         seen = tokens[windows_before * stride : target]
@@ -54,6 +56,13 @@ def test_overlap_lets_tokens_see_more(decoder, ascii_tokenizer):
     overlapping = evaluate(decoder, ascii_tokenizer, DOCUMENTS, start=START, stride=2)
     assert overlapping.loss != plain.loss
     assert overlapping.tokens == plain.tokens
+
+
+def test_a_shorter_context(decoder, ascii_tokenizer):
+    found = evaluate(decoder, ascii_tokenizer, DOCUMENTS, start=START, context=5, stride=3)
+    nats = [nat for text in TEXTS for nat in naive(decoder, text, START, 3, context=5)]
+    assert found.loss == pytest.approx(sum(nats) / len(nats), rel=1e-5)
+    assert found.tokens == N_BYTES
 
 
 def test_bytes_are_those_of_utf_8(decoder, ascii_tokenizer):
@@ -98,6 +107,9 @@ def test_dropout_is_off_and_the_mode_is_restored(decoder, ascii_tokenizer):
         ([Document("a", "x")], {"start": None}, "1 bytes of text hold no token to predict"),
         (DOCUMENTS, {"start": 0, "stride": 9}, "stride=9 is not within the context; choose 1 to 8"),
         (DOCUMENTS, {"start": 0, "stride": 0}, "stride=0 is not within the context"),
+        (DOCUMENTS, {"start": 0, "context": 9}, "context=9 is not within the model's max_seq_len"),
+        (DOCUMENTS, {"start": 0, "context": 0}, "context=0 is not within .* choose 1 to 8"),
+        (DOCUMENTS, {"start": 0, "context": 4, "stride": 5}, "stride=5 is not .* choose 1 to 4"),
         (DOCUMENTS, {"start": 0, "batch_size": 0}, "batch_size=0 holds nothing"),
     ],
 )

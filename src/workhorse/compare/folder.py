@@ -31,6 +31,7 @@ COSTS = ("seconds", "tokens_per_second", "peak_memory")
 """What an outcome holds that differs each time it is measured."""
 OUTCOME = (
     *("loss", "bits_per_byte", "unknown_rate", "diverged", "skipped_steps", "parameters"),
+    "by_context",
     *("flops_per_token", "device", "threads", "versions", *COSTS),
 )
 """The keys of an outcome that results are made from."""

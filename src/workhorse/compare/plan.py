@@ -189,6 +189,7 @@ def make_plan(
         if tokenizer not in sizes:
             sizes[tokenizer] = vocabulary(plain)
         parameters, flops = _size(plain, sizes[tokenizer])
+        _check_contexts(study, name, plain, sizes[tokenizer])
         steps = _steps(study.budget, name, plain, flops, step_seconds)
 
         def tell(line: str, name: str = name) -> None:
@@ -259,6 +260,16 @@ def _size(recipe: Recipe, vocabulary: int) -> tuple[int, int]:
     decoder = config.build(recipe.train.kernel, device="meta")
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     return parameters, flops_per_token(decoder, recipe.train.seq_len)
+
+
+def _check_contexts(study: Study, name: str, recipe: Recipe, vocabulary: int) -> None:
+    longest = recipe.decoder_config(vocabulary).max_seq_len
+    if study.contexts and study.contexts[-1] > longest:
+        raise ConfigError(
+            f"{study.contexts[-1]} is more than the max_seq_len={longest} of {name!r}; set "
+            "model.max_seq_len in the base",
+            "contexts",
+        )
 
 
 def _steps(

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -26,6 +26,8 @@ from workhorse.train.signals import StopSignals
 
 WAKE = 0.1
 """Seconds between two looks at the signals."""
+Job = dict[str, Any]
+"""What a process is to do: a `recipe`, where (`out`), and the `contexts` to measure it at."""
 TOLD = ("start", "step", "validation", "notice", "data")
 """Kinds of event that are passed on."""
 
@@ -79,6 +81,7 @@ Events = queue.SimpleQueue[tuple[_Worker, Event | None]]
 def run_in_processes(
     trials: Iterable[tuple[Trial, Recipe, Path]],
     jobs: int,
+    contexts: Sequence[int],
     on_event: Callable[[Trial, Event], None],
     on_end: Callable[[Trial], None],
 ) -> str | None:
@@ -87,6 +90,7 @@ def run_in_processes(
     Args:
         trials: each with its recipe and its run directory.
         jobs: processes at once.
+        contexts: at which final models are measured too, in tokens.
         on_event: called with the events of every trial.
         on_end: called when one is finished.
 
@@ -96,7 +100,11 @@ def run_in_processes(
     Raises:
         WorkhorseError: one cannot be trained; the others are saved and stopped.
     """
-    pool = _Pool(list(trials), jobs, on_event, on_end)
+    jobs_of = [
+        (trial, {"recipe": recipe.to_dict(), "out": str(out), "contexts": list(contexts)})
+        for trial, recipe, out in trials
+    ]
+    pool = _Pool(jobs_of, jobs, on_event, on_end)
     try:
         with StopSignals() as signals:
             while pool.running or (pool.waiting and signals.received is None):
@@ -115,7 +123,7 @@ class _Pool:
 
     def __init__(
         self,
-        waiting: list[tuple[Trial, Recipe, Path]],
+        waiting: list[tuple[Trial, Job]],
         jobs: int,
         on_event: Callable[[Trial, Event], None],
         on_end: Callable[[Trial], None],
@@ -178,12 +186,7 @@ def _stopped_by(worker: _Worker, event: Event | None) -> str | None:
     return event["stopped_by"]
 
 
-def _start(
-    trial: Trial,
-    recipe: Recipe,
-    out: Path,
-    events: "Events",
-) -> _Worker:
+def _start(trial: Trial, job: Job, events: "Events") -> _Worker:
     errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
     process = subprocess.Popen(
         [sys.executable, "-m", __name__],
@@ -196,8 +199,7 @@ def _start(
     )
     worker = _Worker(trial, process, errors)
     assert process.stdin is not None
-    job = json.dumps({"recipe": recipe.to_dict(), "out": str(out)})
-    process.stdin.write(job + "\n")
+    process.stdin.write(json.dumps(job) + "\n")
     process.stdin.flush()
     worker.reader = threading.Thread(target=_read, args=(worker, events), daemon=True)
     worker.reader.start()
@@ -219,7 +221,7 @@ def main() -> None:
     """Run the trial that stands on the standard input."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints does not disturb
-    job = json.loads(sys.stdin.readline())
+    job: Job = json.loads(sys.stdin.readline())
     threading.Thread(target=_stop_when_alone, daemon=True).start()
     from workhorse.compare.trials import run_trial
 
@@ -234,7 +236,8 @@ def main() -> None:
 
     ended: dict[str, Any] = {"kind": "ended", "stopped_by": None, "error": None}
     try:
-        ended["stopped_by"] = run_trial(Recipe.from_dict(job["recipe"]), Path(job["out"]), tell)
+        recipe = Recipe.from_dict(job["recipe"])
+        ended["stopped_by"] = run_trial(recipe, Path(job["out"]), tell, contexts=job["contexts"])
     except WorkhorseError as error:
         ended["error"] = str(error)
     say(ended)

@@ -87,6 +87,12 @@ def method(results: dict[str, Any]) -> str:
 def tables(results: dict[str, Any]) -> list[tuple[str, Rows]]:
     """The tables of the report, each with its title."""
     found = [("Losses", _losses(results)), ("What each run spent", _spent(results))]
+    if results["contexts"]:
+        shortest, *longer = map(str, results["contexts"])
+        found.append(
+            ("Losses by tokens of context", _by_context(results, "loss", [shortest, *longer], ""))
+        )
+        found.append((f"Beside a context of {shortest}", _by_context(results, "more", longer, "+")))
     if results["search_seed"] is not None:
         found.append(("Search for the learning rate", _search(results)))
     return found
@@ -102,6 +108,21 @@ def _losses(results: dict[str, Any]) -> Rows:
         row += [f"{off['mean']:+.4f}", _span(off, "+.4f")] if off else ["", ""]
         row += [f"{off['p']:.2g}", f"{off['p_holm']:.2g}"] if off else ["", ""]
         rows.append([*row, *(_figure(loss) for loss in one["losses"].values())])
+    return rows
+
+
+def _by_context(results: dict[str, Any], key: str, contexts: list[str], sign: str) -> Rows:
+    """Means with half their 95 % intervals, a column for each context."""
+    rows = [["variant", *contexts]]
+    for name, one in results["variants"].items():
+        cells = []
+        for context in contexts:
+            figures = one["by_context"].get(context, {key: {"mean": None}})[key]
+            cell = "not finite" if figures["mean"] is None else f"{figures['mean']:{sign}.4f}"
+            if "high" in figures:
+                cell += f" ± {figures['high'] - figures['mean']:.4f}"
+            cells.append(cell)
+        rows.append([name, *cells])
     return rows
 
 

@@ -28,9 +28,10 @@ def collect(plan: Plan, folder: StudyFolder) -> dict[str, Any]:
 
     Returns:
         `study`, `question`, `measure` (`loss` in nats per token, or `bits_per_byte`), `unit`,
-        `budget`, `baseline`, `seeds`, `learning_rates`, `smallest_effect`, `variants` (a mapping
-        for each, see `_variant`), `notes` and `environment`. Times and memory stand in the
-        variants' `cost` alone; everything else is the same however often the study was stopped.
+        `budget`, `baseline`, `seeds`, `learning_rates`, `contexts`, `smallest_effect`, `variants`
+        (a mapping for each, see `_variant`), `notes` and `environment`. Times and memory stand in
+        the variants' `cost` alone; everything else is the same however often the study was
+        stopped.
     """
     study = plan.study
     factors = chosen_factors(plan, folder)
@@ -54,6 +55,7 @@ def collect(plan: Plan, folder: StudyFolder) -> dict[str, Any]:
         "seeds": list(study.seeds),
         "learning_rates": list(study.learning_rates),
         "search_seed": study.search_seed if study.searches else None,
+        "contexts": list(study.contexts),
         "smallest_effect": study.smallest_effect,
         "variants": variants,
         "notes": _notes(plan, variants, outcomes),
@@ -88,6 +90,7 @@ def _variant(
         "learning_rate": variant.recipe.train.optimizer.learning_rate * factor,
         "learning_rate_at_end": at_end,
         "search": {f"{rate:g}": loss for rate, loss in searched.items()},
+        "by_context": _by_context(plan, outcomes) if whole else {},
         "losses": dict(zip(map(str, plan.study.seeds), losses, strict=True)),
         "diverged": [
             seed
@@ -102,6 +105,23 @@ def _variant(
         "verdict": None,
         "cost": _cost(outcomes),
     }
+
+
+def _by_context(plan: Plan, outcomes: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """At each context the loss, and how much more it is than at the shortest, with intervals."""
+    found: dict[str, dict[str, Any]] = {}
+    shortest: list[float] = []
+    for context in map(str, plan.study.contexts):
+        losses = [outcome["by_context"][context][plan.measure] for outcome in outcomes]
+        shortest = shortest or losses
+        more = [loss - first for loss, first in zip(losses, shortest, strict=True)]
+        several = len(losses) >= FEWEST
+        found[context] = {
+            "losses": dict(zip(map(str, plan.study.seeds), losses, strict=True)),
+            "loss": vars(interval(losses)) if several else {"mean": losses[0]},
+            "more": vars(interval(more)) if several else {"mean": more[0]},
+        }
+    return found
 
 
 def _compare(plan: Plan, variants: dict[str, dict[str, Any]]) -> None:

@@ -158,10 +158,13 @@ class _Run:
         if self.jobs > 1:
             from workhorse.compare.processes import run_in_processes  # which is also a program
 
-            return run_in_processes(work, self.jobs, self._tell, self._end)
+            return run_in_processes(
+                work, self.jobs, self.plan.study.contexts, self._tell, self._end
+            )
         for trial, recipe, out in work:
             self._tell(trial, {"kind": "begin"})
-            if stopped := run_trial(recipe, out, partial(self._tell, trial)):
+            tell = partial(self._tell, trial)
+            if stopped := run_trial(recipe, out, tell, contexts=self.plan.study.contexts):
                 return stopped
             self._end(trial)
         return None

@@ -110,6 +110,10 @@ class Study(Config):
     each on `search_seed`, and goes on with the best."""
     search_seed: Seed = SEARCH_SEED
     """Seed of that search; none of `seeds`, so that no figure was chosen for being good."""
+    contexts: tuple[Count, ...] = ()
+    """Tokens of context at which each final model is measured too, the shortest first: the loss of
+    the held-out text, cut into windows of so many. Beyond `train.seq_len` it shows how positions
+    extrapolate; `model.max_seq_len` must hold the longest."""
     smallest_effect: float | None = Field(default=None, gt=0)
     """The smallest difference of the loss that would matter, in the unit of the report."""
     quick: QuickConfig | None = None
@@ -147,6 +151,10 @@ class Study(Config):
             )
         _check_different(self.seeds, "seeds")
         _check_different(self.learning_rates, "learning_rates")
+        if self.contexts:
+            _check_different(self.contexts, "contexts")
+            if list(self.contexts) != sorted(self.contexts):
+                raise ConfigError("they are not in order; begin with the shortest", "contexts")
         if self.search_seed in self.seeds:
             raise ConfigError(
                 f"{self.search_seed} is one of the seeds too, whose figures would then be chosen "

@@ -3,7 +3,7 @@
 import json
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -13,8 +13,11 @@ import torch
 from workhorse.checkpoints import RunDirectory
 from workhorse.checkpoints.runs.lock import FolderLock
 from workhorse.compare.folder import outcome_file
+from workhorse.data import read_documents
 from workhorse.devices import resolve_device
 from workhorse.errors import WorkhorseError
+from workhorse.evaluate import evaluate
+from workhorse.load_model import load
 from workhorse.memory import most_resident, resident
 from workhorse.train import DivergedError, Event, Recipe, read_metrics, train
 from workhorse.train.step.allocator import give_back_freed_memory
@@ -24,13 +27,20 @@ PATIENCE = 60.0
 """Seconds that a trial waits for a process that still saves it: one whose study was killed."""
 
 
-def run_trial(recipe: Recipe, out: Path, on_event: Callable[[Event], None]) -> str | None:
+def run_trial(
+    recipe: Recipe,
+    out: Path,
+    on_event: Callable[[Event], None],
+    *,
+    contexts: Sequence[int] = (),
+) -> str | None:
     """Train a trial to its end, from where it stands, and write its outcome into its folder.
 
     Args:
         recipe: of the trial.
         out: its run directory, new or begun.
         on_event: called with the events of training.
+        contexts: at which the final model is measured too, in tokens.
 
     Returns:
         The name of the signal that stopped it after saving; None: it is finished.
@@ -52,6 +62,7 @@ def run_trial(recipe: Recipe, out: Path, on_event: Callable[[Event], None]) -> s
     except DivergedError as error:
         diverged = str(error).partition(";")[0]
     outcome = _outcome(run, diverged) | {"peak_memory": _peak_memory(device, before)}
+    outcome["by_context"] = {} if diverged else _by_context(out, device, contexts)
     write_atomically(outcome_file(out), json.dumps(outcome, indent=2) + "\n")
     return None
 
@@ -76,6 +87,27 @@ def _outcome(run: RunDirectory, diverged: str | None) -> dict[str, Any]:
         "seconds": last["step"]["seconds"] if steps else 0.0,
         "tokens_per_second": median(event["tokens_per_second"] for event in warm) if warm else None,
     }
+
+
+def _by_context(
+    run: Path, device: torch.device, contexts: Sequence[int]
+) -> dict[str, dict[str, float]]:
+    """The losses of a run over its held-out text at each context."""
+    if not contexts:
+        return {}
+    model = load(run, device=device, dtype="float32")
+    assert model.data is not None, "a run has its data"
+    found: dict[str, dict[str, float]] = {}
+    for context in contexts:
+        documents = (
+            document
+            for source in model.data.sources.values()
+            if source.has_validation
+            for document in read_documents(source, "validation")
+        )
+        result = evaluate(model.decoder, model.text, documents, start=model.start, context=context)
+        found[str(context)] = {"loss": result.loss, "bits_per_byte": result.bits_per_byte}
+    return found
 
 
 def _wait_until_free(out: Path) -> None:

@@ -60,6 +60,7 @@ def evaluate(
     documents: Iterable[Document],
     *,
     start: int | None,
+    context: int | None = None,
     stride: int | None = None,
     batch_size: int | None = None,
     progress: Callable[[int], None] | None = None,
@@ -76,6 +77,7 @@ def evaluate(
             from which its first token is predicted. None: there is none; first tokens are then left
             out of `loss`, and `bits_per_byte` charges log2(vocabulary) bits for each, the cost of
             coding it without a model.
+        context: most tokens of a window; the model's longest if left out.
         stride: tokens predicted by each window after a document's first; see `windows`. The whole
             context if left out, so windows do not overlap.
         batch_size: windows in a forward pass, which changes only speed and memory. By default, as
@@ -83,15 +85,15 @@ def evaluate(
         progress: called with the number of bytes read so far, as their windows are cut.
 
     Raises:
-        WorkhorseError: a stride outside 1 to the context, attention that sees the future, no token
-            to predict, or a loss that is not finite.
+        WorkhorseError: a context beyond the model's, a stride beyond the context, attention that
+            sees the future, no token to predict, or a loss that is not finite.
     """
-    context = decoder.max_seq_len
+    context = decoder.max_seq_len if context is None else context
     device = decoder.embedding.tokens.weight.device
     stride = context if stride is None else stride
+    _check(decoder, context, stride, batch_size)
     if batch_size is None:
         batch_size = max(1, _fitting(device, TOKENS_AT_ONCE) // context)
-    _check(decoder, stride, batch_size)
     tally = _Tally()
     with evaluation_mode(decoder), torch.no_grad():
         cut = _windows(
@@ -108,11 +110,15 @@ def evaluate(
     return tally.result(decoder.config.vocab_size, starts=start is not None)
 
 
-def _check(decoder: Decoder, stride: int, batch_size: int) -> None:
-    context = decoder.max_seq_len
+def _check(decoder: Decoder, context: int, stride: int, batch_size: int | None) -> None:
+    if not 1 <= context <= decoder.max_seq_len:
+        raise WorkhorseError(
+            f"context={context} is not within the model's max_seq_len={decoder.max_seq_len}; "
+            f"choose 1 to {decoder.max_seq_len}"
+        )
     if not 1 <= stride <= context:
         raise WorkhorseError(f"stride={stride} is not within the context; choose 1 to {context}")
-    if batch_size < 1:
+    if batch_size is not None and batch_size < 1:
         raise WorkhorseError(f"batch_size={batch_size} holds nothing; choose 1 or more")
     check_causal(decoder)
 

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from workhorse.data import Document
     from workhorse.model import Model
 
-OF_TEXT = ("data", "stride", "compare_gzip")
+OF_TEXT = ("data", "context", "stride", "compare_gzip")
 OF_TASKS = ("include_path", "fewshot", "limit", "apply_chat_template")
 """Flags that apply to only one of the two uses."""
 PER_TASK = ("versions", "n-shot")
@@ -28,6 +28,12 @@ PER_TASK = ("versions", "n-shot")
     metavar="FILE_OR_DIR",
     help="A text, .jsonl or .parquet file; a folder of texts; - for stdin; or stdlib, the held-out"
     " part of the built-in corpus.  [default: the validation split of the run]",
+)
+@click.option(
+    "--context",
+    type=int,
+    help="With --data: tokens of a window, to see how the loss depends on them; beyond the trained"
+    " length, how positions extrapolate.  [default: the model's longest]",
 )
 @click.option(
     "--stride",
@@ -113,6 +119,7 @@ def _measure(
     model: "Model",
     *,
     data: str | None,
+    context: int | None,
     stride: int | None,
     compare_gzip: bool,
     batch_size: int | None,
@@ -127,6 +134,7 @@ def _measure(
             model.text,
             _documents(model, data),
             start=model.start,
+            context=context,
             stride=stride,
             batch_size=batch_size,
             progress=lambda done: report(done, total),

@@ -1,0 +1,1 @@
+"""Studies of design choices, for `workhorse compare`, and a page to look at."""

@@ -50,6 +50,26 @@ def test_adamw_is_the_one_of_pytorch() -> None:
     torch.testing.assert_close(ours, theirs)
 
 
+def test_base_width_gives_matrices_the_rate_of_a_model_of_that_width(decoder: Decoder) -> None:
+    """After one step every number of a matrix has moved by the rate, and decayed as without it."""
+    fields = decoder.config.to_dict() | {"head": {"tied": False, "bias": True}}
+    wide = DecoderConfig.from_dict(fields).build(dtype=torch.float32)
+    width = wide.config.d_model
+    config = AdamWConfig(learning_rate=0.1, weight_decay=0.5, base_width=width // 4)
+    roles = parameters_by_role(wide)
+    before = {name: weight.detach().clone() for name, weight in wide.named_parameters()}
+    set_gradients(wide.parameters())
+    build_optimizer(wide, config).step(1.0)
+    for role, parameters in roles.items():
+        matrices = role in ("hidden", "head")
+        rate, kept = (0.1 / 4, 1 - 0.1 * 0.5) if matrices else (0.1, 1.0)
+        for name, weight in parameters.items():
+            moved = weight - before[name] * kept
+            assert weight.grad is not None
+            expected = -rate * weight.grad.sign()
+            torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-6)
+
+
 def test_a_narrow_mean_is_rounded_and_nothing_else() -> None:
     """One update beside the exact one: the mean is its rounding, all else is the same."""
     start, gradient = torch.randn(2, 300, 1000)  # more than a piece

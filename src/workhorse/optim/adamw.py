@@ -29,6 +29,12 @@ class AdamWConfig(Config):
     """Added to the root of the mean of squares, the divisor of an update."""
     weight_decay: float = Field(default=0.1, ge=0)
     """A matrix shrinks by `learning_rate · weight_decay` of itself at each step."""
+    base_width: int | None = Field(default=None, ge=1)
+    """muP (2203.03466 table 8): the learning rate of matrices inside the layers and of an untied
+    head is that of a model of this width, so here multiplied by `base_width / d_model`; the best
+    rate of a narrow model is then the best of a wide one. Weight decay stays `learning_rate ·
+    weight_decay`. It wants `init: fan_in`, heads of one width, and a head that starts at zero or,
+    if it is tied, has a `multiplier` of `base_width / d_model`."""
     mean_dtype: Literal["float32", "bfloat16"] = "float32"
     """Of the running mean of gradients. bfloat16 saves two bytes per parameter and rounds the mean
     by up to 0.4 % at each step, as DeepSeek-V3 does (2412.19437 §3.3.3). The mean of squares stays
@@ -51,7 +57,7 @@ class State(NamedTuple):
 
 
 class AdamW:
-    """AdamW over named parameters that share one weight decay.
+    """AdamW over named parameters that share one weight decay and one learning rate.
 
     It calls PyTorch's fused kernel without `torch.optim.Optimizer`, whose first instance imports
     the compiler and makes every start a second slower. Each process updates its own part of a
@@ -64,11 +70,13 @@ class AdamW:
         config: AdamWConfig,
         *,
         weight_decay: float,
+        rate_factor: float = 1.0,
         masters: MasterWeights | None = None,
     ) -> None:
+        self.learning_rate = config.learning_rate * rate_factor
+        self.weight_decay = weight_decay / rate_factor
         self.parameters = dict(parameters)
         self.config = config
-        self.weight_decay = weight_decay
         self.masters = masters or MasterWeights(parameters)
         weights = [local(weight) for weight in self.parameters.values()]
         mean_dtype = getattr(torch, config.mean_dtype)
@@ -122,7 +130,7 @@ class AdamW:
             [one.mean_square for one in states],
             [int(count) for count in updates],
             shrink=shrink,
-            rate=self.config.learning_rate * schedule,
+            rate=self.learning_rate * schedule,
             beta1=self.config.beta1,
             beta2=self.config.beta2,
             eps=self.config.eps,
@@ -157,7 +165,7 @@ class AdamW:
             amsgrad=False,
             beta1=self.config.beta1,
             beta2=self.config.beta2,
-            lr=self.config.learning_rate * schedule,
+            lr=self.learning_rate * schedule,
             weight_decay=self.weight_decay,
             eps=self.config.eps,
             maximize=False,

@@ -1,5 +1,6 @@
 """Which parameter is updated by which rule, and the optimizer of all of them."""
 
+from collections import defaultdict
 from collections.abc import Mapping
 from typing import Annotated, Protocol
 
@@ -64,15 +65,20 @@ def build_optimizer(
     parts: list[Part] = []
     if isinstance(config, MuonConfig):
         parts.append(Muon(roles["hidden"], config, masters=masters))
-        adamw, decaying = config.adamw, dict(roles["head"])
+        adamw, matrices = config.adamw, roles["head"]
     else:
-        adamw, decaying = config, roles["hidden"] | roles["head"]
-    constant = roles["vector"]
-    (decaying if adamw.decay_embeddings else constant).update(roles["embedding"])
-    if decaying:
-        parts.append(AdamW(decaying, adamw, weight_decay=adamw.weight_decay, masters=masters))
-    if constant:
-        parts.append(AdamW(constant, adamw, weight_decay=0.0, masters=masters))
+        adamw, matrices = config, roles["hidden"] | roles["head"]
+    factor = adamw.base_width / decoder.config.d_model if adamw.base_width else 1.0
+    decay = adamw.weight_decay
+    groups: dict[tuple[float, float], Parameters] = defaultdict(dict)
+    groups[decay, factor].update(matrices)
+    groups[decay if adamw.decay_embeddings else 0.0, 1.0].update(roles["embedding"])
+    groups[0.0, 1.0].update(roles["vector"])
+    parts += [
+        AdamW(parameters, adamw, weight_decay=decay, rate_factor=factor, masters=masters)
+        for (decay, factor), parameters in groups.items()
+        if parameters
+    ]
     return Optimizer(masters, parts)
 
 

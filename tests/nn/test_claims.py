@@ -12,7 +12,10 @@ from torch import Tensor, nn
 
 from tests.nn.grid import make, random_tokens
 from workhorse.nn import AttentionConfig, Context, Decoder, DecoderConfig, next_token_loss
-from workhorse.nn.blocks import PreNorm
+from workhorse.nn.blocks import BlockConfig, PreNorm
+from workhorse.nn.positions.rope import RopeConfig
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.step_memory import step_memory
 
 SEQ = 10
 
@@ -176,3 +179,82 @@ def test_c15_residual_connections_make_deep_stacks_trainable() -> None:
     assert loss_after_a_short_training(residual=True, n_layers=12) < 0.5 * chance
     assert loss_after_a_short_training(residual=False, n_layers=12) > 0.95 * chance
     assert loss_after_a_short_training(residual=False, n_layers=1) < 0.5 * chance  # depth decides
+
+
+def half_of(block: nn.Module, config: BlockConfig, device: int) -> nn.Module:
+    """What one of two devices has of a block: half of its heads and of its hidden features."""
+    part = config.replace(
+        attention=config.attention.replace(n_heads=2, head_dim=8),
+        feed_forward=config.feed_forward.replace(d_ff=config.feed_forward.d_ff // 2),
+    ).build(32, 0, "eager")
+    for name, own in part.named_parameters():
+        whole = block.get_parameter(name)
+        for axis, size in enumerate(own.shape):
+            if size < whole.shape[axis]:
+                whole = whole.narrow(axis, device * size, size)
+        own.copy_(whole)
+    return part
+
+
+def sub_layers(block: nn.Module, x: Tensor) -> tuple[Tensor, Tensor]:
+    """What attention and feed-forward give for their input; each device's is a summand."""
+    context = Context(*x.shape[:2], x.device)
+    return block.attention(x, context), block.feed_forward(x)
+
+
+@torch.no_grad()
+def test_c8_a_parallel_block_needs_one_sum_over_devices_and_a_sequential_one_two() -> None:
+    x = torch.randn(2, SEQ, 32)
+    decoder = make(config(1, wiring={"kind": "parallel"}))
+    parallel, block = decoder.layers[0], decoder.config.blocks["main"]
+    halves = [half_of(parallel, block, device) for device in (0, 1)]
+    normed = parallel.norm(x)
+    one_sum = sum(sum(sub_layers(half, normed)) for half in halves)
+    assert torch.allclose(x + one_sum, parallel(x), atol=1e-5)
+
+    decoder = make(config(1))
+    sequential, block = decoder.layers[0], decoder.config.blocks["main"]
+    halves = [half_of(sequential, block, device) for device in (0, 1)]
+    mixed = [sub_layers(half, sequential.attention_norm(x))[0] for half in halves]
+    norm = sequential.feed_forward_norm
+    after = x + sum(mixed)  # the first sum, which the norm of the feed-forward needs whole
+    second_sum = sum(half.feed_forward(norm(after)) for half in halves)
+    assert torch.allclose(after + second_sum, sequential(x), atol=1e-5)
+    without = sum(half.feed_forward(norm(x + own)) for half, own in zip(halves, mixed, strict=True))
+    assert not torch.allclose(after + without, sequential(x), atol=1e-2)
+
+
+def test_c9_fused_attention_keeps_as_much_as_the_text_is_long_and_eager_its_square() -> None:
+    kept = {
+        kernel: [
+            sum(
+                step_memory(
+                    config(1).replace(max_seq_len=length),
+                    TrainConfig(
+                        steps=1, batch_size=1, seq_len=length, kernel=kernel, dtype="float32"
+                    ),
+                    torch.device("cpu"),
+                ).activations.values()
+            )
+            for length in (256, 512, 1024, 2048)
+        ]
+        for kernel in ("sdpa", "eager")
+    }
+    growth = {
+        kernel: [after / before for before, after in itertools.pairwise(sizes)]
+        for kernel, sizes in kept.items()
+    }
+    assert growth["sdpa"] == pytest.approx([2, 2, 2], rel=0.01)
+    assert growth["eager"][-1] == pytest.approx(4, rel=0.05)
+    assert kept["eager"][-1] > 20 * kept["sdpa"][-1]
+
+
+def test_c16_scores_of_rotated_queries_and_keys_decay_with_distance() -> None:
+    """The mean of `|S_i|` of 2104.09864 §3.4.3, which bounds the score of any query and key."""
+    distances = torch.arange(2048)
+    cos, sin = RopeConfig().angles(distances[None], head_dim=128, length=2048)
+    partial = torch.complex(cos, sin)[0, 0].cumsum(-1)  # S_i of every distance
+    bound = partial.abs().mean(-1) / (128 / 2)
+    by_octave = [bound[1 << n : 2 << n].mean().item() for n in range(11)]
+    assert by_octave == sorted(by_octave, reverse=True)
+    assert by_octave[0] > 3 * by_octave[-1]

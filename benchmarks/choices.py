@@ -1,0 +1,206 @@
+"""What design choices cost: the same work with one thing changed, beside the first row.
+
+    python -m benchmarks.choices [--work training attention decoding]
+
+The figures behind the speeds of docs/claims.md: training steps of a small decoder with one choice
+changed, in both types; forward and backward of one attention by each kernel, at growing lengths;
+new tokens after a long text, with fewer heads of keys and values.
+"""
+
+import argparse
+from collections.abc import Iterator
+from contextlib import ExitStack, suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.command import main, parser
+from benchmarks.contest import Case
+from benchmarks.limits import seconds_of
+from benchmarks.tokens import TokenClock, random_tokens
+from benchmarks.worker import Contestant, Round
+from workhorse.data import Batch
+from workhorse.generate import GenerationConfig, stream
+from workhorse.nn import AttentionConfig, Context, DecoderConfig, next_token_loss
+from workhorse.nn.attention.kernels import KernelName
+from workhorse.overrides import apply_overrides
+
+BASE: dict[str, Any] = {
+    "vocab_size": 4096,
+    "max_seq_len": 2048,
+    "d_model": 256,
+    "n_layers": 4,
+    "blocks": {
+        "main": {
+            "kind": "pre_norm",
+            "norm": {"kind": "rms_norm"},
+            "attention": {"kind": "attention", "n_heads": 8, "position": {"kind": "rope"}},
+            "feed_forward": {"kind": "gated_mlp", "d_ff": 704, "activation": "silu"},
+        }
+    },
+    "final_norm": {"kind": "rms_norm"},
+    "head": {"tied": True},
+}
+BLOCK = "blocks.main"
+POSITION, NORM = f"{BLOCK}.attention.position", f"{BLOCK}.norm"
+BIASES = ("attention.qkv_bias", "attention.out_bias", "feed_forward.bias")
+CHOICES: dict[str, list[str]] = {
+    "RMSNorm, RoPE, no biases": [],
+    "LayerNorm": [f"{NORM}={{kind: layer_norm}}", "final_norm={kind: layer_norm}"],
+    "biases": [f"{BLOCK}.{key}=true" for key in BIASES],
+    "ALiBi": [f"{POSITION}={{kind: alibi}}"],
+    "no positions": [f"{POSITION}={{kind: none}}"],
+    "parallel block": [f"{BLOCK}.kind=parallel"],
+    "multi-query": [f"{BLOCK}.attention.n_kv_heads=1", f"{BLOCK}.feed_forward.d_ff=848"],
+}
+"""Settings of the base; fewer keys and values give their weights to the feed-forward."""
+ROUNDING = {
+    "LayerNorm in bfloat16": [f"{NORM}={{kind: layer_norm, precision: low}}"],
+    "LayerNorm in float32": [f"{NORM}={{kind: layer_norm, precision: float32}}"],
+}
+HEADS = {"multi-head": 8, "grouped-query": 2, "multi-query": 1}
+LENGTHS = (256, 512, 1024, 2048)
+ROWS, SEQ, STEPS = 8, 256, 2
+HEADED: dict[str, Any] = {"d_model": 512, "n_heads": 8}
+"""The attention that is timed alone."""
+PROMPT, NEW_TOKENS = 1900, 100
+
+_PROCESS = ExitStack()
+"""What stays as it is until the process ends."""
+
+
+def config(settings: list[str]) -> DecoderConfig:
+    """The base with settings written over it."""
+    kept = apply_overrides(BASE, settings, keep=lambda _place, section, _kind: section)
+    return DecoderConfig.from_dict(kept)
+
+
+def training(*, settings: list[str], dtype: str, threads: int) -> Round:
+    """Rounds that give `tokens` a second of training steps, as `workhorse train` takes them."""
+    from workhorse.train.recipe.recipe import TrainConfig
+    from workhorse.train.step.allocator import keep_freed_memory
+    from workhorse.train.step.build import build_step
+
+    torch.set_num_threads(threads)
+    device = torch.device("cpu")
+    _PROCESS.enter_context(keep_freed_memory(device))  # as `train` does
+    given: dict[str, Any] = {"steps": 1_000_000, "batch_size": ROWS, "seq_len": SEQ, "dtype": dtype}
+    step = build_step(config(settings).build(), TrainConfig.from_dict(given), device)
+    tokens, targets = _rows()
+    batch = Batch(tokens, targets, None, torch.zeros(ROWS, dtype=torch.int64))
+
+    def steps() -> None:
+        for _ in range(STEPS):
+            step.update(*step.backward(batch), schedule=1.0)
+
+    steps()
+    return lambda: {"tokens": STEPS * ROWS * SEQ / seconds_of(steps, "cpu")}
+
+
+def autocast(*, settings: list[str], threads: int) -> Round:
+    """Rounds that give `tokens` a second, forward and backward, of float32 weights in autocast.
+
+    There a norm has a precision to choose; where weights are bfloat16, all compute the same.
+    """
+    torch.set_num_threads(threads)
+    decoder, (tokens, targets) = config(settings).build(), _rows()
+
+    def both() -> None:
+        for _ in range(STEPS):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss, _ = next_token_loss(decoder(tokens), targets)
+            loss.backward()
+
+    both()
+    return lambda: {"tokens": STEPS * ROWS * SEQ / seconds_of(both, "cpu")}
+
+
+def _rows() -> tuple[Tensor, Tensor]:
+    """Random tokens and what follows each, `(ROWS, SEQ)`."""
+    tokens = torch.tensor(random_tokens(ROWS, SEQ + 1, BASE["vocab_size"]))
+    return tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
+
+
+def attention(*, kernel: KernelName, length: int, threads: int) -> Round:
+    """Rounds that give `tokens` a second, forward and backward, of one attention in float32."""
+    torch.set_num_threads(threads)
+    width = HEADED["d_model"]
+    layer = AttentionConfig(n_heads=HEADED["n_heads"]).build(width, 0, kernel)
+    x = torch.randn(1, length, width, requires_grad=True)
+    context = Context(1, length, torch.device("cpu"))
+    passes = max(LENGTHS) // length
+
+    def both() -> None:
+        for _ in range(passes):
+            layer(x, context).sum().backward()
+
+    both()
+    return lambda: {"tokens": passes * length / seconds_of(both, "cpu")}
+
+
+def decoding(*, n_kv_heads: int, threads: int) -> Round:
+    """Rounds that give new tokens a second (`decode`) of eight texts of `PROMPT` tokens."""
+    torch.set_num_threads(threads)
+    decoder = config([f"{BLOCK}.attention.n_kv_heads={n_kv_heads}"]).build(dtype=torch.bfloat16)
+    decoder.eval()
+    prompts = random_tokens(ROWS, PROMPT, BASE["vocab_size"])
+    asked = GenerationConfig(max_new_tokens=NEW_TOKENS, temperature=0, stop_tokens=())
+
+    def take() -> dict[str, float]:
+        clock = TokenClock(ROWS, PROMPT)
+        deltas = stream(decoder, prompts, asked, batch_size=ROWS)
+        with suppress(StopIteration):
+            while True:
+                for _ in range(ROWS):
+                    next(deltas)
+                clock.tick()
+        return clock.rates(NEW_TOKENS)
+
+    take()
+    return take
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """Those of the kinds of work that were asked for."""
+    if "training" in options.work:
+        for dtype in ("float32", "bfloat16"):
+            rows = [
+                Contestant(name, "benchmarks.choices:training", {"settings": asked, "dtype": dtype})
+                for name, asked in CHOICES.items()
+            ]
+            yield Case(f"training {dtype}", "tokens", "tokens/s", tuple(rows))
+        norms = [
+            Contestant(name, "benchmarks.choices:autocast", {"settings": asked})
+            for name, asked in ROUNDING.items()
+        ]
+        yield Case("norms in autocast", "tokens", "tokens/s", tuple(norms))
+    if "attention" in options.work:
+        for length in LENGTHS:
+            kernels = [
+                Contestant(
+                    kernel, "benchmarks.choices:attention", {"kernel": kernel, "length": length}
+                )
+                for kernel in ("sdpa", "eager")
+            ]
+            yield Case(f"attention {length}", "tokens", "tokens/s", tuple(kernels))
+    if "decoding" in options.work:
+        heads = [
+            Contestant(name, "benchmarks.choices:decoding", {"n_kv_heads": count})
+            for name, count in HEADS.items()
+        ]
+        yield Case("decoding", "decode", "tokens/s", tuple(heads))
+
+
+WORK = ("training", "attention", "decoding")
+
+
+def options() -> argparse.ArgumentParser:
+    """The command line."""
+    made = parser(__doc__ or "")
+    made.add_argument("--work", nargs="+", choices=WORK, default=list(WORK))
+    return made
+
+
+if __name__ == "__main__":
+    main("choices", cases, options().parse_args())

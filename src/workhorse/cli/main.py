@@ -52,6 +52,7 @@ VERBS = {
     "evaluate": "Measure a model over text, or score it on tasks.",
     "plan": "Tell what a model needs: memory, arithmetic, time.",
     "compare": "Answer which of several designs is better, by a study.",
+    "scaling": "Fit scaling laws to runs, and predict a larger one.",
     "data": "Prepare a recipe's data, or look at what a model will see.",
     "recipe": "Tell what a recipe may say, key by key.",
     "tokenizer": "Train a tokenizer, measure one, see how it splits a text.",

@@ -1,0 +1,62 @@
+"""`workhorse scaling`: scaling laws of finished runs, and what they predict."""
+
+from pathlib import Path
+from typing import Any
+
+import click
+
+from workhorse.cli.options import PATH, json_option
+from workhorse.cli.output import print_result
+
+
+@click.command("scaling")
+@click.argument("runs", type=PATH, nargs=-1, required=True, metavar="RUN...")
+@click.option(
+    "--predict",
+    type=PATH,
+    multiple=True,
+    metavar="RECIPE",
+    help="A recipe, or the folder of a run, whose loss is to be predicted; may be repeated.",
+)
+@json_option
+def command(*, runs: tuple[Path, ...], predict: tuple[Path, ...], as_json: bool) -> None:
+    """Fit scaling laws to finished runs of one text, and predict the loss of further ones.
+
+    The laws are those of 2203.15556 and 2001.08361, in parameters and tokens, and a power law of
+    compute for runs that divide their FLOPs alike. Intervals are of 95 %, if the form holds.
+    """
+    from workhorse.scaling import account, recipe_at
+
+    found = account(runs, [recipe_at(path) for path in predict])
+    print_result(found, as_json, text="\n".join(_lines(found)))
+
+
+def _lines(found: dict[str, Any]) -> list[str]:
+    lines = ["parameters      tokens       FLOPs    loss"]
+    lines += [_row(one) for one in found["runs"]]
+    for law in found["laws"]:
+        lines += ["", f"{law['name']}: loss = {law['written']}"]
+        lines += [
+            f"  {name:8}{value['loss']:>11.4g}   {value['low']:.4g} to {value['high']:.4g}"
+            for name, value in law["constants"].items()
+        ]
+        lines.append(f"  error of a run {law['error']:.2%}")
+        lines += [
+            f"  {one['name']}: {one['loss']:.4f}, {one['low']:.4f} to {one['high']:.4f}"
+            for one in law["predictions"]
+        ]
+        if best := law["optimum"]:
+            lines.append(
+                f"  {best['flops']:.3g} FLOPs are best spent on {best['parameters']:,.0f}"
+                f" parameters and {best['tokens']:,.0f} tokens"
+                f" ({best['tokens'] / best['parameters']:.1f} each)"
+            )
+    lines += ["", *(f"{name}: {why}" for name, why in found["left_out"].items())]
+    return lines
+
+
+def _row(one: dict[str, Any]) -> str:
+    return (
+        f"{one['parameters']:>10,.0f}  {one['tokens']:>10,.0f}  {one['flops']:>10.3g}  "
+        f"{one['loss']:.4f}  {one['name']}"
+    )

@@ -1,0 +1,155 @@
+"""The forms of law that are fitted: loss as a function of parameters and tokens.
+
+Sizes enter as logarithms relative to a point amid those that are fitted, where the coefficients
+have the size of losses; that keeps the fit well conditioned.
+"""
+
+import itertools
+import math
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+Theta = Sequence[float]
+"""The numbers of a law that are fitted, in the order of its form."""
+Logs = Any
+"""An array of logarithms, one for each run."""
+
+
+class Point(NamedTuple):
+    """A run that has ended, or one to predict."""
+
+    parameters: float
+    """Training FLOPs of a token over 6: weights that multiply, and attention."""
+    tokens: float
+    """Trained on."""
+    loss: float = math.nan
+    """Held-out, in nats per token."""
+    name: str = ""
+
+    @property
+    def flops(self) -> float:
+        """Of the training: 6 · parameters · tokens."""
+        return 6 * self.parameters * self.tokens
+
+
+class Form(Protocol):
+    """A law up to its numbers."""
+
+    name: str
+    """With its source."""
+    written: str
+    """As people write it."""
+    free: int
+    """How many numbers are fitted."""
+
+    def log_loss(self, theta: Theta, n: Logs, d: Logs) -> Logs:
+        """The logarithm of the loss.
+
+        Args:
+            theta: the law's numbers.
+            n: logarithms of the parameters, beside those of the middle.
+            d: likewise, of the tokens.
+        """
+        ...
+
+    def starts(self, points: Sequence[Point]) -> Iterator[Theta]:
+        """Where the fit begins; the best end counts."""
+        ...
+
+    def constants(self, theta: Theta, middle: Point) -> dict[str, float]:
+        """The numbers as the paper has them."""
+        ...
+
+
+class Hoffmann:
+    """`L = E + A / N^alpha + B / D^beta`; theta: ln E, ln a, ln b, alpha, beta.
+
+    `a` and `b` are the summands at the middle.
+    """
+
+    name = "Hoffmann et al., 2203.15556 eq. 2"
+    written = "E + A / N^alpha + B / D^beta"
+    free = 5
+
+    def log_loss(self, theta: Theta, n: Logs, d: Logs) -> Logs:
+        e, a, b, alpha, beta = theta
+        return np.logaddexp(e, np.logaddexp(a - alpha * n, b - beta * d))
+
+    def starts(self, points: Sequence[Point]) -> Iterator[Theta]:
+        lowest = min(point.loss for point in points)
+        for share, alpha, beta in itertools.product((0.2, 0.5, 0.8), (0.2, 0.5), (0.2, 0.5)):
+            rest = math.log(lowest * (1 - share) / 2)
+            yield math.log(lowest * share), rest, rest, alpha, beta
+
+    def constants(self, theta: Theta, middle: Point) -> dict[str, float]:
+        e, a, b, alpha, beta = theta
+        return {
+            "E": math.exp(e),
+            "A": math.exp(a + alpha * math.log(middle.parameters)),
+            "B": math.exp(b + beta * math.log(middle.tokens)),
+            "alpha": alpha,
+            "beta": beta,
+        }
+
+
+class Kaplan:
+    """`L = ((Nc / N)^(alpha_N / alpha_D) + Dc / D)^alpha_D`; theta: ln n, ln d, alpha_N, alpha_D.
+
+    `n` and `d` are the summands at the middle.
+    """
+
+    name = "Kaplan et al., 2001.08361 eq. 1.5"
+    written = "((Nc / N)^(alpha_N / alpha_D) + Dc / D)^alpha_D"
+    free = 4
+
+    def log_loss(self, theta: Theta, n: Logs, d: Logs) -> Logs:
+        of_n, of_d, alpha_n, alpha_d = theta
+        return alpha_d * np.logaddexp(of_n - n * alpha_n / alpha_d, of_d - d)
+
+    def starts(self, points: Sequence[Point]) -> Iterator[Theta]:
+        lowest = min(point.loss for point in points)
+        for alpha_n, alpha_d in itertools.product((0.05, 0.15, 0.4), (0.05, 0.15, 0.4)):
+            half = math.log(lowest) / alpha_d - math.log(2)
+            yield half, half, alpha_n, alpha_d
+
+    def constants(self, theta: Theta, middle: Point) -> dict[str, float]:
+        of_n, of_d, alpha_n, alpha_d = theta
+        return {
+            "Nc": middle.parameters * math.exp(of_n * alpha_d / alpha_n),
+            "Dc": middle.tokens * math.exp(of_d),
+            "alpha_N": alpha_n,
+            "alpha_D": alpha_d,
+        }
+
+
+class Compute:
+    """`L = E + c / C^gamma`, for runs that divide their FLOPs alike; theta: ln E, ln c, gamma.
+
+    `c` is the summand at the middle.
+    """
+
+    name = "power law of compute"
+    written = "E + c / C^gamma"
+    free = 3
+
+    def log_loss(self, theta: Theta, n: Logs, d: Logs) -> Logs:
+        e, c, gamma = theta
+        return np.logaddexp(e, c - gamma * (n + d))
+
+    def starts(self, points: Sequence[Point]) -> Iterator[Theta]:
+        lowest = min(point.loss for point in points)
+        for share, gamma in itertools.product((0.2, 0.5, 0.8), (0.1, 0.3)):
+            yield math.log(lowest * share), math.log(lowest * (1 - share)), gamma
+
+    def constants(self, theta: Theta, middle: Point) -> dict[str, float]:
+        e, c, gamma = theta
+        return {
+            "E": math.exp(e),
+            "c": math.exp(c + gamma * math.log(middle.flops)),
+            "gamma": gamma,
+        }
+
+
+FORMS: dict[str, Form] = {"hoffmann": Hoffmann(), "kaplan": Kaplan(), "compute": Compute()}

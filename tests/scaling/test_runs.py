@@ -1,0 +1,71 @@
+"""Points from runs, and `workhorse scaling` on them."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.compare.conftest import study_fields
+from workhorse.cli.main import main
+from workhorse.errors import WorkhorseError
+from workhorse.scaling import account, point_of, read_points
+from workhorse.train import Recipe, read_metrics, train
+
+STEPS = (2, 4, 6, 9, 14)
+
+
+def recipe(folder: Path, **changes: Any) -> Recipe:
+    fields = study_fields(folder)["base"]
+    return Recipe.from_dict({**fields, "train": {**fields["train"], **changes}})
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    folder = tmp_path_factory.mktemp("runs")
+    for steps in STEPS:
+        train(recipe(folder, steps=steps), folder / f"steps-{steps}")
+    return [folder / f"steps-{steps}" for steps in STEPS]
+
+
+def test_a_point_is_what_its_run_says(runs: list[Path], tmp_path: Path):
+    for point, steps in zip(read_points(runs), STEPS, strict=True):
+        foretold = point_of(recipe(tmp_path, steps=steps))
+        assert point[:2] == foretold[:2]
+        assert point.tokens == 32 * steps
+        events = read_metrics(runs[0].parent / point.name / "metrics.jsonl")
+        *_, validation = [event for event in events if event["kind"] == "validation"]
+        assert point.loss == validation["loss"]
+
+
+def test_the_command(runs: list[Path], capsys: pytest.CaptureFixture[str]):
+    words = ["scaling", *map(str, runs), "--predict", str(runs[-1]), "--json"]
+    assert main(words) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert [one["tokens"] for one in found["runs"]] == [32 * steps for steps in STEPS]
+    (law,) = found["laws"]
+    assert law["name"] == "power law of compute"
+    (prediction,) = law["predictions"]
+    assert prediction["low"] <= prediction["loss"] <= prediction["high"]
+    assert len(found["left_out"]) == 2
+    assert main(words[:-1]) == 0
+    assert "7 runs are the fewest, 5 given" in capsys.readouterr().out
+
+
+def test_what_cannot_be_fitted(runs: list[Path], tmp_path: Path):
+    with pytest.raises(WorkhorseError, match="2 runs are too few"):
+        account(runs[:2])
+    with pytest.raises(WorkhorseError, match="is not a run directory"):
+        read_points([tmp_path])
+    other = recipe(tmp_path, steps=1).replace(tokenizer={"kind": "bpe", "vocab_size": 300})
+    train(other, tmp_path / "other")
+    with pytest.raises(WorkhorseError, match="has other data or another tokenizer than"):
+        read_points([runs[0], tmp_path / "other"])
+    stopped = tmp_path / "stopped"
+    train(recipe(runs[0].parent, steps=3), stopped)
+    metrics = stopped / "metrics.jsonl"
+    lines = [json.loads(line) for line in metrics.read_text().splitlines()]
+    kept = [line for line in lines if line["kind"] != "validation"]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in kept))
+    with pytest.raises(WorkhorseError, match="has no loss of the whole held-out text"):
+        read_points([stopped])

@@ -1,12 +1,16 @@
 """The studies that come with the project."""
 
+import math
 from pathlib import Path
 
 import pytest
 
+from studies import coordinates, depth
 from workhorse.compare import quick, read_study
 from workhorse.compare.plan import make_plan
 
+SEARCHES = ("width",)
+"""Whose answer is the search for the learning rate."""
 STUDIES = sorted((Path(__file__).parent.parent / "studies").glob("*.yaml"))
 
 
@@ -14,7 +18,39 @@ STUDIES = sorted((Path(__file__).parent.parent / "studies").glob("*.yaml"))
 def test_every_study_can_be_planned_whole_and_quick(file: Path):
     study = read_study(file)
     assert study.name == file.stem
-    assert len(study.seeds) >= 4
+    assert len(study.seeds) >= 5 or study.name in SEARCHES
     for asked in (study, quick(study)):
         plan = make_plan(asked, lambda recipe: recipe.tokenizer.vocab_size)
         assert plan.measure == "loss"
+
+
+def test_the_page_about_depth(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    """Each line shows what the words beside it say."""
+    monkeypatch.setattr("sys.argv", ["depth", "--out", str(tmp_path / "depth.html")])
+    depth.main()
+    page = (tmp_path / "depth.html").read_text()
+    assert page.count("<svg") == 6
+    assert "http" not in page
+    plain = {
+        (name, activation): depth.through_plain(fill, activation)[-1]
+        for name, fill in depth.INITS.items()
+        for activation in depth.ACTIVATIONS
+    }
+    assert abs(math.log2(plain["He", "relu"])) < 6
+    assert math.log2(plain["Xavier", "relu"]) == pytest.approx(-depth.LAYERS / 2, abs=6)
+    assert plain["Xavier", "tanh"] > 0.05
+    assert max(plain["normal, 0.02", one] for one in depth.ACTIVATIONS) < 1e-40
+    norms = {row[0]: row[1:] for row in depth.what_norms_see()[1:]}
+    assert norms["LayerNorm"] == norms["RMSNorm"] == ["0", "0", "0"]
+    assert "0" not in norms["BatchNorm"]
+
+
+def test_coordinates_grow_with_the_width_by_the_usual_rules_and_not_by_mup():
+    """The coordinate check of muP: what a few steps change, against the width."""
+    slopes = {
+        rules: coordinates.slopes(coordinates.changes(rules, widths=(32, 256)))
+        for rules in coordinates.RULES
+    }
+    assert max(slopes["usual"].values()) > 0.4
+    for rules in ("muP", "Muon"):
+        assert max(map(abs, slopes[rules].values())) < 0.25

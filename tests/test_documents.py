@@ -21,6 +21,7 @@ import yaml
 
 import workhorse
 from workhorse.cli.main import command, main
+from workhorse.compare import read_study
 from workhorse.config import parse_yaml, read_yaml
 from workhorse.convert import convert
 from workhorse.nn import DecoderConfig
@@ -141,7 +142,7 @@ def before(tmp_path_factory: pytest.TempPathFactory) -> Path:
         (folder / "recipes" / file.name).write_text(yaml.safe_dump(small, sort_keys=False))
     (folder / "studies").mkdir()
     for file in sorted((ROOT / "studies").glob("*.yaml")):
-        small = apply_overrides(read_yaml(file), PLAN["studies"])
+        small = apply_overrides(read_study(file).to_dict(), PLAN["studies"])
         (folder / "studies" / file.name).write_text(yaml.safe_dump(small, sort_keys=False))
     for name in ("texts", "other-texts"):
         (folder / name).mkdir()

@@ -10,7 +10,6 @@ from workhorse.cli.main import main
 from workhorse.models import preset
 from workhorse.plan import known_devices, plan
 from workhorse.plan.page import Bar, stacked
-from workhorse.plan.text import duration, short
 
 SMALL = ("gpt2", "model.n_layers=2", "model.d_model=96", "model.vocab_size=512", "train.seq_len=64")
 
@@ -34,7 +33,7 @@ def test_a_preset_on_a_known_device(capsys: pytest.CaptureFixture[str], tmp_path
     for heading in ("parameters", "arithmetic", "memory", "time", "serving"):
         assert f"\n{heading}\n" in out
     assert "fits: NVIDIA A100 SXM 80 GB has" in out
-    assert "312 TFLOP/s (NVIDIA A100 SXM 80 GB, bfloat16, NVIDIA A100 data sheet)" in out
+    assert "312T FLOP/s (NVIDIA A100 SXM 80 GB, bfloat16, NVIDIA A100 data sheet)" in out
     assert "at the price given" in out
     assert "assumed: train.batch_size=1" in out
     drawn = page.read_text()
@@ -123,6 +122,11 @@ def test_a_mesh_divides_the_work() -> None:
         (["gpt2", "--device", "t4"], "no matrix products in bfloat16; choose train.dtype=float32"),
         (["gpt2", "--device", "v100", "train.dtype=float16"], "float16 cannot be planned"),
         (["gpt2", "--device", "h100", "--measure"], "--measure measures this machine"),
+        (
+            ["gpt2", "--price", "2"],
+            "--price 2 is of a time that is not known for this machine; add",
+        ),
+        (["gpt2", "--utilization", "0.4"], "--utilization 0.4 is of a time that is not known"),
         (["gpt2", "--device", "h100", "--context", "4096"], "more than the model's max_seq_len"),
         (["gpt2", "train.seq_len=99999"], "max_seq_len=1024 is less than train.seq_len=99999"),
         (["nothing"], "there is no folder, hub id or preset 'nothing'"),
@@ -148,13 +152,3 @@ def test_bars_stand_on_each_other() -> None:
     svg = stacked([Bar("a", {"weights": 2**30, "gradients": 0}), Bar("b", {"loss": 3 * 2**30})])
     assert svg.count("<rect") == 2
     assert "a: 1.0 GiB (weights 1.0 GiB)" in svg
-
-
-def test_figures_for_people() -> None:
-    assert [short(n) for n in (5, 6.74e9, 3.14e23)] == ["5 ", "6.74 G", "314 Z"]
-    assert [duration(s) for s in (1.5, 75, 7_260, 180_000)] == [
-        "1.5 s",
-        "1 min 15 s",
-        "2 h 1 min",
-        "2 days 2 h",
-    ]

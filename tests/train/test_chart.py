@@ -55,7 +55,14 @@ def test_ticks_enclose_the_range_with_few_round_numbers(low, high):
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(0, "0"), (2500, "2500"), (54321, "54.32k"), (5475584, "5.476M"), (1e-4, "1.00e-04")],
+    [
+        (0, "0"),
+        (2500, "2500"),
+        (54321, "54.32k"),
+        (5475584, "5.476M"),
+        (3.14e23, "314Z"),
+        (1e-4, "1.00e-04"),
+    ],
 )
 def test_numbers_read_as_a_person_would_write_them(value, text):
     assert shown(value) == text

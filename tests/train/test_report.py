@@ -11,7 +11,7 @@ from tests.train.test_balance import MIXED, recipe_of
 from workhorse.checkpoints import RunDirectory
 from workhorse.train import read_metrics, train
 from workhorse.train.report.metrics import Event
-from workhorse.train.report.page import figures, validation_series, write_report
+from workhorse.train.report.page import duration, figures, validation_series, write_report
 from workhorse.train.report.trackers import scalars
 
 
@@ -96,3 +96,17 @@ def test_a_report_shows_how_the_experts_are_used(make_recipe, tmp_path):
     assert "Added to the loss" in page
     assert f"{steps[-1]['expert_load_max'][1]:.2f} × the mean" in page
     assert "parameters that work on a token" in page
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (1.53, "1.5 s"),
+        (59.7, "1 min 00 s"),
+        (75, "1 min 15 s"),
+        (7_260, "2 h 01 min"),
+        (3.2e9, "37,037 d 00 h"),
+    ],
+)
+def test_times_have_two_units(seconds: float, text: str):
+    assert duration(seconds) == text

@@ -28,19 +28,21 @@ def cache_of_layers(config: DecoderConfig, dtype: torch.dtype) -> list[LayerCach
     Raises:
         WorkhorseError: attention that is not causal has no cache.
     """
+    names = config.layer_names()
+    kinds = tuple(dict.fromkeys(names))  # layers of one name are alike
     with without_data(), torch.no_grad():
-        decoder = config.build(dtype=dtype).eval()
+        decoder = config.replace(n_layers=len(kinds), pattern=kinds).build(dtype=dtype).eval()
         cache = decoder.new_paged_cache(tokens=config.max_seq_len, texts=1)
         view = PagedView(cache, [cache.open(1)])
         decoder.hidden(torch.zeros(1, 1, dtype=torch.int64), cache=view)
-        layers: list[LayerCache] = []
-        for store in cache.stores:
+        found: dict[str, LayerCache] = {}
+        for name, store in zip(kinds, cache.stores, strict=True):
             assert store.k is not None
             assert store.v is not None
             slots = store.pool.count * BLOCK
             stored = store.k.nbytes + store.v.nbytes
-            layers.append(LayerCache(stored // slots, store.pool.reach))
-    return layers
+            found[name] = LayerCache(stored // slots, store.pool.reach)
+    return [found[name] for name in names]
 
 
 def cache_bytes(layers: list[LayerCache], tokens: int) -> int:

@@ -2,15 +2,13 @@
 
 from collections.abc import Mapping, Sequence
 from html import escape
-from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
-
-from jinja2 import Environment, StrictUndefined
 
 from workhorse.memory import GIB, size
 from workhorse.plan.text import KINDS, lines
 from workhorse.train.report.chart import ticks
+from workhorse.train.report.page import rendered
 from workhorse.writing import write_atomically
 
 COLORS = {
@@ -44,15 +42,13 @@ def write_page(path: Path, plan: dict[str, Any]) -> None:
     Raises:
         WorkhorseError: the disk is full or refuses.
     """
-    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    template = environment.from_string(
-        files("workhorse.plan").joinpath("page.html").read_text("utf-8")
-    )
     moments = [
         Bar(f"{moment['phase']} {moment['part']}", {kind: moment[kind] for kind in KINDS})
         for moment in plan["moments"]
     ]
-    page = template.render(
+    page = rendered(
+        "workhorse.plan",
+        "page.html",
         title=f"Plan of {plan['source']}",
         legend=[(KINDS[kind], color) for kind, color in COLORS.items()],
         moments=stacked(moments, plan["memory"]["room"]),

@@ -1,5 +1,6 @@
 """`plan`: what a model and its training need, before either is allocated."""
 
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from workhorse.plan.serving import serving
 from workhorse.plan.subject import Subject, find_subject
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import measured_peak
+from workhorse.train.step.step_memory import Kind, Place
 
 HERE = "this machine"
 UTILIZATION = 0.4
@@ -35,7 +37,7 @@ def plan(
     *,
     device: str | None = None,
     memory: float | None = None,
-    utilization: float = UTILIZATION,
+    utilization: float | None = None,
     price: float | None = None,
     budget: float | None = None,
     context: int | None = None,
@@ -49,16 +51,19 @@ def plan(
         settings: `section.key=value`, as for `train`, and `parallel.key=value` for the mesh.
         device: a name of `known_devices`; None: this machine.
         memory: of each device in GiB; None: what it has, or what is free here.
-        utilization: the part of the peak that training reaches.
-        price: of a device for an hour, in any currency.
+        utilization: the part of the peak that training reaches; None: `UTILIZATION`.
+        price: of a device for an hour, in any currency; needs a known device, or `measure`, as
+            `utilization` does.
         budget: floating-point operations to spend best; None: those of the planned training.
         context: tokens of a text that is served; None: the longest.
         measure: this machine's peak.
         tell: called with each remark on the settings.
 
     Raises:
-        WorkhorseError: there is no such source or device, or the mesh divides nothing evenly.
+        WorkhorseError: there is no such source or device, the mesh divides nothing evenly, or an
+            option would have no effect.
     """
+    _check_options(device, measure, price=price, utilization=utilization)
     subject = find_subject(source, list(settings), tell)
     spec = None if device is None else find_device(device)
     here = torch.device("cuda") if spec else resolve_device(subject.train.device)
@@ -90,15 +95,31 @@ def plan(
         "moments": _moments(account),
         "remedies": _remedies(subject, train, here, room, account),
         "limits": None if room is None else _limits(config, train, here, mesh, room),
-        "time": _time(train, total, mesh, peak, utilization, price=price),
+        "time": _time(train, total, mesh, peak, utilization or UTILIZATION, price=price),
         "compute_optimal": {
             "flops": budget or total,
             "laws": [law._asdict() for law in optima(budget or total)],
         },
         "serving": serving(
-            config, context or config.max_seq_len, room, spec.bandwidth if spec else None
+            config,
+            here,
+            context=context or config.max_seq_len,
+            room=room,
+            bandwidth=spec.bandwidth if spec else None,
         ),
     }
+
+
+def _check_options(device: str | None, measure: bool, **of_time: float | None) -> None:
+    """Refuse what would be ignored."""
+    if device is not None and measure:
+        raise WorkhorseError("--measure measures this machine; leave out --device")
+    given = [f"--{name} {value:g}" for name, value in of_time.items() if value is not None]
+    if given and device is None and not measure:
+        raise WorkhorseError(
+            f"{given[0]} is of a time that is not known for this machine; add --measure, or "
+            "--device and a name"
+        )
 
 
 def _for_device(train: TrainConfig, device: torch.device, spec: DeviceConfig | None) -> TrainConfig:
@@ -167,8 +188,6 @@ def _peak(
     """Floating-point operations a second, and what that is the peak of."""
     dtype = getattr(torch, train.dtype)
     if spec is not None:
-        if measure:
-            raise WorkhorseError("--measure measures this machine; leave out --device")
         tf32 = train.matmul_precision == "high"
         return spec.peak(dtype, tf32=tf32), f"{spec.name}, {train.dtype}, {spec.source}"
     if not measure:
@@ -184,8 +203,8 @@ def _memory(account: DeviceMemory, room: int | None) -> dict[str, Any]:
     peak = account.peak
     return {
         "stage": account.stage,
-        "held": _by_component(account),
-        "parts": _by_part(account),
+        "held": _held(account, lambda kind, place: (kind, place.component)),
+        "parts": _held(account, lambda kind, place: (place.part, kind)),
         "activations": account.activations,
         "in_flight": account.in_flight,
         "gathered": account.gathered,
@@ -195,24 +214,16 @@ def _memory(account: DeviceMemory, room: int | None) -> dict[str, Any]:
     }
 
 
-def _by_component(account: DeviceMemory) -> dict[str, dict[str, int]]:
-    """Bytes between steps, by kind and then component."""
-    sizes: dict[str, dict[str, int]] = {}
-    for kind, held in account.held.items():
-        of_kind = sizes.setdefault(kind, {})
-        for place, n_bytes in held.items():
-            of_kind[place.component] = of_kind.get(place.component, 0) + n_bytes
-    return sizes
-
-
-def _by_part(account: DeviceMemory) -> dict[str, dict[str, int]]:
-    """Bytes between steps, by part and then kind."""
-    sizes: dict[str, dict[str, int]] = {}
+def _held(
+    account: DeviceMemory, names: Callable[[Kind, Place], tuple[str, str]]
+) -> dict[str, dict[str, int]]:
+    """Bytes between steps, under the two names that a kind and a place get."""
+    sizes: dict[str, Counter[str]] = defaultdict(Counter)
     for kind, held in account.held.items():
         for place, n_bytes in held.items():
-            of_part = sizes.setdefault(place.part, {})
-            of_part[kind] = of_part.get(kind, 0) + n_bytes
-    return sizes
+            outer, inner = names(kind, place)
+            sizes[outer][inner] += n_bytes
+    return {name: dict(inner) for name, inner in sizes.items()}
 
 
 def _moments(account: DeviceMemory) -> list[dict[str, Any]]:

@@ -5,6 +5,8 @@ from typing import Any
 
 from workhorse.memory import size
 from workhorse.plan.limits import MOST_TOKENS
+from workhorse.train.report.chart import shown
+from workhorse.train.report.page import duration
 
 KINDS = {
     "weights": "weights",
@@ -17,8 +19,6 @@ KINDS = {
     "temporary": "temporary",
 }
 """Of memory, in the order of the picture, for people."""
-DAY, HOUR, MINUTE = 86_400, 3_600, 60
-UNITS = ((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"))
 
 
 def lines(plan: dict[str, Any]) -> Iterator[str]:
@@ -54,15 +54,15 @@ def _parameters(counts: dict[str, int]) -> Iterator[str]:
 
 def _arithmetic(flops: dict[str, Any]) -> Iterator[str]:
     yield (
-        f"{short(flops['per_token'])}FLOP a token: forward "
-        f"{short(flops['forward_per_token'])}FLOP, backward twice that"
+        f"{shown(flops['per_token'])} FLOP a token: forward "
+        f"{shown(flops['forward_per_token'])} FLOP, backward twice that"
     )
     if repeated := flops["repeated_per_token"]:
-        yield f"and {short(repeated)}FLOP that checkpointing repeats"
+        yield f"and {shown(repeated)} FLOP that checkpointing repeats"
     once = flops["forward_per_token"]
     for name, number in flops["forward"].items():
-        yield _row(name.replace("_", " "), f"{short(number)}FLOP", f"{number / once:.1%}")
-    yield f"{short(flops['training'])}FLOP for {flops['tokens']:,} tokens"
+        yield _row(name.replace("_", " "), f"{shown(number)} FLOP", f"{number / once:.1%}")
+    yield f"{shown(flops['training'])} FLOP for {flops['tokens']:,} tokens"
 
 
 def _memory(plan: dict[str, Any]) -> Iterator[str]:
@@ -115,18 +115,18 @@ def _time(plan: dict[str, Any]) -> Iterator[str]:
     yield (
         f"{duration(time['seconds'])} for {time['steps']:,} steps on "
         f"{plan['parallel']['devices']:,} at {time['utilization']:.0%} of "
-        f"{short(time['peak_flops'])}FLOP/s ({time['peak_of']})"
+        f"{shown(time['peak_flops'])} FLOP/s ({time['peak_of']})"
     )
     hours = f"{time['device_hours']:,.1f} device hours"
     yield hours if time["cost"] is None else f"{hours}, {time['cost']:,.2f} at the price given"
 
 
 def _optima(plan: dict[str, Any]) -> Iterator[str]:
-    yield f"{short(plan['compute_optimal']['flops'])}FLOP"
+    yield f"{shown(plan['compute_optimal']['flops'])} FLOP"
     for law in plan["compute_optimal"]["laws"]:
         loss = "" if law["loss"] is None else f", loss {law['loss']:.3f}"
         yield (
-            f"{short(law['parameters'])} parameters, {short(law['tokens'])} tokens{loss} "
+            f"{shown(law['parameters'])} parameters, {shown(law['tokens'])} tokens{loss} "
             f"({law['law']})"
         )
 
@@ -138,6 +138,9 @@ def _serving(serving: dict[str, Any]) -> Iterator[str]:
     )
     for name in ("bfloat16", "int8", "int4"):
         way = serving[name]
+        if way is None:
+            yield f"{name}: no layer is wide enough"
+            continue
         line = f"{name}: weights {size(way['weights'])}"
         if way["texts"] is not None:
             line += f", {way['texts']:,} such texts at once"
@@ -158,20 +161,3 @@ def _where(peak: dict[str, Any]) -> str:
 
 def _row(name: str, figure: str, share: str) -> str:
     return f"  {name:30} {figure:>18} {share:>7}"
-
-
-def short(number: float) -> str:
-    """A number for people: 6.74 G."""
-    for unit, prefix in UNITS:
-        if abs(number) >= unit:
-            return f"{number / unit:,.3g} {prefix}"
-    return f"{number:,.0f} "
-
-
-def duration(seconds: float) -> str:
-    """A time for people: 3 days 4 h, 5 min 20 s."""
-    whole = round(seconds)
-    for unit, smaller, names in ((DAY, HOUR, ("days", "h")), (HOUR, MINUTE, ("h", "min"))):
-        if whole >= unit:
-            return f"{whole // unit:,} {names[0]} {whole % unit // smaller} {names[1]}"
-    return f"{whole // MINUTE} min {whole % MINUTE} s" if whole >= MINUTE else f"{seconds:.1f} s"

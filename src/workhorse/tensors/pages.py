@@ -23,8 +23,10 @@ def in_large_pages(shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Ten
     """
     steps = [-(-shape.numel() * dtype.itemsize // _LINE) * _LINE for shape in shapes]
     room = torch.empty(sum(steps) + _PAGE, dtype=torch.uint8)
-    start = -room.data_ptr() % _PAGE
-    _ask(room.data_ptr() + start, room.numel() - start)
+    start = 0
+    if room.untyped_storage().device == room.device:  # one without data has no address
+        start = -room.data_ptr() % _PAGE
+        _ask(room.data_ptr() + start, room.numel() - start)
     pieces = room[start : start + sum(steps)].split(steps)
     return [
         piece[: shape.numel() * dtype.itemsize].view(dtype).view(shape)

@@ -21,9 +21,7 @@ from workhorse.cli.output import print_result, warn
 @click.option(
     "--utilization",
     type=click.FloatRange(min=0, max=1, min_open=True),
-    default=0.4,
-    show_default=True,
-    help="Part of a device's peak that training reaches.",
+    help="Part of a device's peak that training reaches.  [default: 0.4]",
 )
 @click.option(
     "--price", type=click.FloatRange(min=0), help="Of a device for an hour, to give the cost."
@@ -48,7 +46,7 @@ def command(
     overrides: tuple[str, ...],
     device: str | None,
     memory: float | None,
-    utilization: float,
+    utilization: float | None,
     price: float | None,
     budget: float | None,
     context: int | None,

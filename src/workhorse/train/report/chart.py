@@ -17,6 +17,12 @@ LETTERS = 80
 """Of title and legend that fit on one line; a longer legend gets lines of its own, below."""
 ROW = 15
 MAX_POINTS = 600
+PREFIXES = (
+    *((1e24, "Y"), (1e21, "Z"), (1e18, "E"), (1e15, "P")),
+    *((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")),
+)
+FROM = 1e4
+"""Smaller numbers have no prefix."""
 
 
 @dataclass(frozen=True)
@@ -138,7 +144,7 @@ def shown(value: float) -> str:
     """A number as a person would write it."""
     if value == 0:
         return "0"
-    for limit, divisor, suffix in ((1e9, 1e9, "G"), (1e6, 1e6, "M"), (1e4, 1e3, "k")):
-        if abs(value) >= limit:
-            return f"{value / divisor:.4g}{suffix}"
+    for unit, prefix in PREFIXES:
+        if abs(value) >= max(unit, FROM):
+            return f"{value / unit:.4g}{prefix}"
     return f"{value:.4g}" if abs(value) >= 1e-3 else f"{value:.2e}"  # noqa: PLR2004

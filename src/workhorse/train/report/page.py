@@ -18,6 +18,8 @@ LOAD_MAX, LOAD_ENTROPY = "expert_load_max", "expert_load_entropy"
 SAMPLED_TIMES = 4
 """How many sets of samples are shown: the first, the last, and others between."""
 
+MINUTE = 60
+
 
 def write_report(run: RunDirectory) -> None:
     """Write the report of a run from its metrics, replacing an earlier one.
@@ -208,7 +210,12 @@ def notes(of_kind: dict[str, list[Event]]) -> list[str]:
 
 
 def duration(seconds: float) -> str:
-    """Seconds as hours, minutes and seconds."""
-    minutes, rest = divmod(round(seconds), 60)
+    """A time in its two largest units, from days to seconds."""
+    if seconds < MINUTE - 0.5:
+        return f"{seconds:.2g} s"
+    minutes, rest = divmod(round(seconds), MINUTE)
     hours, minutes = divmod(minutes, 60)
+    days, hours = divmod(hours, 24)
+    if days:
+        return f"{days:,} d {hours:02} h"
     return f"{hours} h {minutes:02} min" if hours else f"{minutes} min {rest:02} s"

@@ -1,14 +1,21 @@
 """What a training step really does, measured without the code that predicts it."""
 
+import gc
+import math
 from collections import Counter
 from itertools import accumulate
+from weakref import ref
 
 import torch
 from torch import Tensor
 from torch.profiler import ProfilerActivity, profile
+from torch.utils.flop_counter import FlopCounterMode
 
 from workhorse.data import Batch
-from workhorse.nn import DecoderConfig, HeadLoss
+from workhorse.nn import Decoder, DecoderConfig, HeadLoss
+from workhorse.nn.cache.blocks import BLOCK
+from workhorse.nn.cache.paged_view import PagedView
+from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
 from workhorse.train.step.step import TrainingStep
@@ -27,18 +34,23 @@ def make_step(config: DecoderConfig, train: TrainConfig) -> TrainingStep:
     return build_step(config.build(train.kernel), train, CPU)
 
 
-def kept_by_autograd(config: DecoderConfig, train: TrainConfig) -> Counter[str]:
-    """Bytes that each layer is the first to save for the backward pass, and `head` the loss.
+class Saved:
+    """A tensor that autograd saved, for as long as it keeps it."""
 
-    By saved-tensor hooks, each storage once; weights and the batch itself do not count.
+    def __init__(self, tensor: Tensor, part: str) -> None:
+        self.tensor, self.part = tensor.detach(), part  # or an output would keep itself
+
+    def unpack(self) -> Tensor:
+        return self.tensor
+
+
+def kept_by_autograd(config: DecoderConfig, train: TrainConfig) -> Counter[str]:
+    """Bytes that each layer is the first to keep for the backward pass, and `head` the loss.
+
+    By saved-tensor hooks, each storage once, and tensors that checkpointing keeps in closures; the
+    states of its random generator, weights and the batch itself do not count.
     """
     step, batch = make_step(config, train), random_batch(config, train)
-    own = {
-        tensor.untyped_storage()._cdata
-        for tensor in (*step.objective.parameters(), *step.objective.buffers(), batch.tokens)
-    }
-    kept: Counter[str] = Counter()
-    alive: list[Tensor] = []  # or a storage could be at the place of another
     part = ["embedding"]
 
     def enter(label: str):
@@ -49,27 +61,47 @@ def kept_by_autograd(config: DecoderConfig, train: TrainConfig) -> Counter[str]:
         layer.register_forward_pre_hook(enter(f"layers.{name}"))
     layer.register_forward_hook(enter("final_norm"))
     (loss,) = (m for m in step.objective.modules() if isinstance(m, HeadLoss))
-
+    saved: list[ref[Saved]] = []
     hidden: list[int] = []
+    closures: list[ref[Tensor]] = []
+
+    def save(tensor: Tensor) -> Saved:
+        # What the layers made and only the loss keeps is still theirs.
+        one = Saved(tensor, "final_norm" if storage_of(tensor) in hidden else part[0])
+        saved.append(ref(one))
+        return one
 
     def enter_head(_: object, inputs: tuple[Tensor, ...]) -> None:
-        hidden.append(inputs[0].untyped_storage()._cdata)
+        hidden.append(storage_of(inputs[0]))
+        known = {*before, *hidden}
+        closures.extend(ref(one) for key, one in python_tensors().items() if key not in known)
         part[0] = "head"
 
     loss.register_forward_pre_hook(enter_head)
-
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:
-            own.add(storage._cdata)
-            alive.append(tensor)
-            # What the layers made and only the loss keeps is still theirs.
-            kept["final_norm" if storage._cdata in hidden else part[0]] += storage.nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
-        step.objective(batch)
+    before = python_tensors()
+    with torch.autograd.graph.saved_tensors_hooks(save, Saved.unpack):
+        outcome = step.objective(batch)
+    given = (*step.objective.parameters(), *step.objective.buffers(), batch.tokens, outcome.loss)
+    seen = {storage_of(tensor) for tensor in given}
+    states = torch.get_rng_state().shape
+    kept: Counter[str] = Counter()
+    every = [one for find in saved if (one := find()) is not None]
+    held = [one for find in closures if (one := find()) is not None and one.shape != states]
+    for one in (*every, *(Saved(tensor, "closures") for tensor in held)):
+        if storage_of(one.tensor) not in seen:
+            seen.add(storage_of(one.tensor))
+            kept[one.part] += one.tensor.untyped_storage().nbytes()
     return kept
+
+
+def storage_of(tensor: Tensor) -> int:
+    return tensor.untyped_storage()._cdata
+
+
+def python_tensors() -> dict[int, Tensor]:
+    """Dense tensors that Python objects hold, by the identity of their storages."""
+    found = [one for one in gc.get_objects() if issubclass(type(one), Tensor)]
+    return {storage_of(one): one for one in found if one.layout == torch.strided}
 
 
 def held_by(config: DecoderConfig, train: TrainConfig) -> dict[str, int]:
@@ -90,6 +122,32 @@ def gradient_bytes(config: DecoderConfig, train: TrainConfig) -> int:
     step.backward(random_batch(config, train))
     found = [one.grad for one in step.objective.parameters() if one.grad is not None]
     return sum((one._values() if one.is_sparse else one).nbytes for one in found)
+
+
+def counted_by_pytorch(decoder: Decoder, batch: Batch) -> int:
+    """Floating-point operations of a forward and a backward pass, as PyTorch counts them.
+
+    Its counter does not know the grouped product of experts, nor fused attention on a CPU: the
+    decoder's kernel is `eager`.
+    """
+
+    def grouped(a: list[int], b: list[int], *_: object, **__: object) -> int:
+        return 2 * math.prod(a[-2:]) * b[-1]
+
+    known = {torch.ops.aten._grouped_mm: grouped}
+    with FlopCounterMode(display=False, custom_mapping=known) as counter:
+        NextToken(decoder).train()(batch).loss.backward()
+    return counter.get_total_flops()
+
+
+@torch.no_grad()
+def cache_bytes_per_token(decoder: Decoder) -> int:
+    """What the paged cache allocates of all layers for a slot."""
+    cache = decoder.eval().new_paged_cache(tokens=64, texts=1)
+    decoder(torch.zeros(1, 2, dtype=torch.int64), cache=PagedView(cache, [cache.open(2)]))
+    return sum(
+        (store.k.nbytes + store.v.nbytes) // (store.pool.count * BLOCK) for store in cache.stores
+    )
 
 
 def most_allocated(config: DecoderConfig, train: TrainConfig) -> int:

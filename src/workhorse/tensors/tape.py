@@ -199,6 +199,14 @@ def _added_in_place(dense: Any, other: Any, *_: Any, **__: Any) -> Any:
     return dense if sparse else NotImplemented
 
 
+def _split(x: Tensor, sizes: list[int], dim: int = 0) -> Any:
+    """For parts whose sizes are numbers of a tensor, as rows of each expert: even ones."""
+    if sum(sizes) == x.shape[dim]:
+        return NotImplemented
+    even, rest = divmod(x.shape[dim], len(sizes))
+    return aten.split_with_sizes(x, [even + (part < rest) for part in range(len(sizes))], dim)
+
+
 def _grouped_mm(a: Tensor, b: Tensor, ends: Tensor, *_: Any, **__: Any) -> Tensor:
     """For PyTorch's grouped gemm, whose fake kernel takes bfloat16 alone."""
     groups = [len(ends)] if a.ndim == b.ndim == 2 else []  # noqa: PLR2004
@@ -214,6 +222,7 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
     aten._to_copy.default: _read,
     aten._unique2.default: _all_different,
     aten.add.Tensor: _added_in_place,
+    aten.split_with_sizes.default: _split,
     aten._grouped_mm.default: _grouped_mm,
 }
 """What depends on numbers, or has no fake kernel, and what is taken in its place."""

@@ -6,8 +6,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from tests.plan.families import small
+from workhorse.checkpoints.huggingface.export import write_huggingface
 from workhorse.cli.main import main
 from workhorse.models import preset
+from workhorse.models.parameters import count_parameters
 from workhorse.plan import known_devices, plan
 from workhorse.plan.page import Bar, stacked
 
@@ -62,7 +65,8 @@ def test_json_has_the_account(capsys: pytest.CaptureFixture[str]) -> None:
     assert hours == pytest.approx(rate)
 
 
-def test_a_recipe_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+@pytest.fixture
+def recipe(tmp_path: Path) -> Path:
     (tmp_path / "text.txt").write_text("a b c d\n" * 500)
     file = tmp_path / "recipe.yaml"
     file.write_text(
@@ -70,14 +74,38 @@ def test_a_recipe_here(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> No
         "model: {preset: gpt2, n_layers: 1, d_model: 48, vocab_size: 300}\n"
         "tokenizer: {kind: bytes}\n"
         f"data: {{corpus: {{kind: text, path: {tmp_path / 'text.txt'}}}}}\n"
-        "train: {steps: 10, batch_size: 2, seq_len: 32}\n"
+        "train: {steps: 1, batch_size: 2, seq_len: 32}\n"
     )
-    found = json.loads(printed(capsys, str(file), "--json"))
+    return file
+
+
+def test_a_recipe_here(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = json.loads(printed(capsys, str(recipe), "--json"))
     assert found["kind"] == "recipe"
     assert found["assumed"] == []
     assert found["time"] is None
     assert found["memory"]["fits"]
     assert "this machine" in found["device"]["name"]
+
+
+def test_a_run_is_planned_as_its_recipe(recipe: Path, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    assert main(["train", str(recipe), "--out", str(run)]) == 0
+    longer = "train.batch_size=3"
+    found, before = (plan(source, [longer], device="h100") for source in (run, recipe))
+    assert found["kind"] == "run"
+    for key in ("config", "train", "parameters", "flops", "memory"):
+        assert found[key] == before[key], key
+
+
+def test_a_hugging_face_directory(tmp_path: Path) -> None:
+    config = small("llama", tie_word_embeddings=True)
+    write_huggingface(tmp_path / "hf", config.build())
+    found = plan(tmp_path / "hf", ["train.seq_len=16"], device="h100")
+    assert found["parameters"]["total"] == count_parameters(config)["total"]
+    assert found["config"]["max_seq_len"] == config.max_seq_len
+    assert found["assumed"][0] == "train.batch_size=1"
+    assert found["train"]["seq_len"] == 16
 
 
 def test_what_does_not_fit_has_remedies(capsys: pytest.CaptureFixture[str]) -> None:

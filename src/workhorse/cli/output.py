@@ -125,6 +125,21 @@ def warn(note: str) -> None:
 
 
 @contextmanager
+def status() -> Iterator[Callable[[str], object]]:
+    """Gives `show(doing)`, which says on a terminal's stderr what is being done; elsewhere nothing.
+
+    For what takes seconds and has no number of parts.
+    """
+    if not sys.stderr.isatty():
+        yield lambda doing: None
+        return
+    from rich.console import Console
+
+    with Console(stderr=True).status("") as shown:
+        yield shown.update
+
+
+@contextmanager
 def progress(label: str, unit: str = "") -> Iterator[Callable[[int, int | None], None]]:
     """Show progress on stderr: a bar on a terminal, otherwise a line every ten seconds.
 

@@ -177,10 +177,20 @@ def _recorded(
     config: DecoderConfig, train: TrainConfig, device: torch.device, *, updates: bool
 ) -> StepMemory:
     """The record of a step, made once: meshes of one `tensor` share theirs, limits ask again."""
-    known = json.dumps([config.to_dict(), train.to_dict(), str(device), updates])
-    if known not in _RECORDS:
-        _RECORDS[known] = step_memory(config, train, device, updates=updates)
-    return _RECORDS[known]
+    train = _as_recorded(train)
+    known = json.dumps([config.to_dict(), train.to_dict(), str(device)])
+    found = _RECORDS.get(known)
+    if found is None or (updates and found.spans[-1].phase != "update"):
+        found = _RECORDS[known] = step_memory(config, train, device, updates=updates)
+    return found if updates else found.passes
+
+
+def _as_recorded(train: TrainConfig) -> TrainConfig:
+    """The same batch, said in one way: more than two micro-batches are like two."""
+    size = train.micro_batch_size
+    if not isinstance(size, int) or size >= train.batch_size:
+        return train.replace(micro_batch_size=None)
+    return train.replace(batch_size=min(train.batch_size, 2 * size))
 
 
 def _missing(config: DecoderConfig, mesh: MeshConfig, stage: int) -> Iterator[str]:

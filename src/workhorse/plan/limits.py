@@ -1,5 +1,6 @@
 """The most that fits into a device, and the fewest devices that a model fits on."""
 
+from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
@@ -14,8 +15,6 @@ from workhorse.train.recipe.recipe import TrainConfig
 MOST_SHARDS = 4096
 MOST_TOKENS = 2**17
 """Nothing longer or larger is tried: a tiny model's limit on a large device tells nothing."""
-MOST_ROWS = 64
-"""Times as many rows as before are tried next at most."""
 FINEST = 8
 """The longest context is found to one part in so many."""
 
@@ -61,51 +60,81 @@ def limits(
 
 def most_rows(needed: Callable[[int], int], room: int, most: int) -> int:
     """The largest argument up to `most` for which `needed`, which grows, is at most `room`."""
-    if needed(1) > room:
-        return 0
-    low, high = 1, 2
-    while high <= most and needed(high) <= room:
-        # Bytes are about a line through the last two; the guess saves most doublings.
-        slope = (needed(high) - needed(low)) / (high - low)
-        guess = high + int((room - needed(high)) / slope) if slope > 0 else 2 * high
-        low, high = high, max(high + 1, min(guess, MOST_ROWS * high))
-    high = min(high, most + 1)
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (middle, high) if needed(middle) <= room else (low, middle)
-    return low
+    return _most(needed, room, 1, most, lambda rows: 1)
 
 
 def longest(needed: Callable[[int], int], room: int, start: int) -> int:
-    """The longest rows that fit, to one part in `FINEST`."""
-    low, high = 0, start
-    if needed(start) <= room:
-        while high <= MOST_TOKENS and needed(high) <= room:
-            low, high = high, 2 * high
-        if high > MOST_TOKENS:
-            return low
-    else:
-        while high > 1 and needed(high) > room:
-            low, high = high // 2, high // 2
-        low, high = (high, 2 * high) if needed(high) <= room else (0, high)
-    step = max(1, low // FINEST)
-    while high - low > step:
-        middle = (low + high) // 2
-        low, high = (middle, high) if needed(middle) <= room else (low, middle)
+    """The longest rows that fit, to one part in `FINEST`; 0: not one token."""
+    return _most(needed, room, start, max(start, MOST_TOKENS), _fine)
+
+
+def _most(
+    needed: Callable[[int], int], room: int, start: int, most: int, fine: Callable[[int], int]
+) -> int:
+    """The most that fits, to `fine` of it, looked for where the last sizes say that it is."""
+    known: dict[int, int] = {}
+
+    def fits(size: int) -> bool:
+        known[size] = needed(size)
+        return known[size] <= room
+
+    low, high = start, min(2 * start, most)
+    while not fits(low):
+        low, high = low // 2, low
+        if low == 0:
+            return 0
+    while high not in known and fits(high):
+        if high == most:
+            return most
+        guess = _expected(known, room, high, most)
+        low, high = high, min(max(guess - guess % fine(guess), high + fine(high)), most)
+    while high - low > fine(low):
+        guess = _expected(known, room, low, high)
+        middle = min(max(guess - guess % fine(guess), low + fine(low)), high - 1)
+        low, high = (middle, high) if fits(middle) else (low, middle)
     return low
+
+
+def _expected(known: dict[int, int], room: int, low: int, high: int) -> int:
+    """The size from `low` to `high` at which a parabola through known sizes reaches `room`.
+
+    Bytes are a line of rows, and of their length one or, with a mask, a parabola.
+    """
+    x, y, *others = sorted(known, key=lambda size: abs(known[size] - room))[:3]
+    slope = (known[y] - known[x]) / (y - x)
+    bend = 0.0
+    if others:
+        (z,) = others
+        bend = ((known[z] - known[x]) / (z - x) - slope) / (z - y)
+
+    def expected(size: int) -> float:
+        return known[x] + (size - x) * (slope + (size - y) * max(bend, 0.0))
+
+    return max(low, low + bisect_right(range(low, high + 1), room, key=expected) - 1)
+
+
+def _fine(length: int) -> int:
+    """A power of two, at most one part in `FINEST`."""
+    return 1 << max(0, (length // FINEST).bit_length() - 1)
 
 
 def smallest_mesh(
     config: DecoderConfig, train: TrainConfig, device: torch.device, room: int
 ) -> MeshConfig | None:
     """The fewest devices that hold the model while each trains on one row."""
+    held = 0
     for mesh in _meshes():
+        if held > room * mesh.devices:
+            continue
         changed = train.replace(batch_size=mesh.replicas, micro_batch_size=1)
         try:
-            if device_memory(config, changed, device, mesh).total <= room:
-                return mesh
+            found = device_memory(config, changed, device, mesh)
         except ConfigError:
             continue  # it cannot be divided so
+        if found.total <= room:
+            return mesh
+        if mesh.devices == 1:
+            held = sum(sum(sizes.values()) for sizes in found.held.values())
     return None
 
 

@@ -43,6 +43,7 @@ def plan(
     context: int | None = None,
     measure: bool = False,
     tell: Callable[[str], object] = lambda line: None,
+    show: Callable[[str], object] = lambda doing: None,
 ) -> dict[str, Any]:
     """Parameters, arithmetic, memory, time and cost of a model and its training, in plain data.
 
@@ -58,6 +59,7 @@ def plan(
         context: tokens of a text that is served; None: the longest.
         measure: this machine's peak.
         tell: called with each remark on the settings.
+        show: called with what is done next.
 
     Raises:
         WorkhorseError: there is no such source or device, the mesh divides nothing evenly, or an
@@ -75,12 +77,18 @@ def plan(
             f"--context {context} is more than the model's max_seq_len={config.max_seq_len}; "
             "choose at most that"
         )
+    peak = _peak(train, here, spec, measure)
+    show("recording a training step")
     train = _with_micro_batch(config, train, here, mesh, room)
     check_mesh(mesh, config, train)
     account = device_memory(config, train, here, mesh)
+    show("searching the most that fits")
+    most = None if room is None else _limits(config, train, here, mesh, room)
+    show("comparing remedies")
+    found = _remedies(subject, train, here, room, account)
+    show("loading it to serve")
     flops = _flops(config, train)
     total = flops["training"]
-    peak = _peak(train, here, spec, measure)
     return {
         "source": subject.name,
         "kind": subject.kind,
@@ -93,8 +101,8 @@ def plan(
         "parallel": {**mesh.to_dict(), "devices": mesh.devices},
         "memory": _memory(account, room),
         "moments": _moments(account),
-        "remedies": _remedies(subject, train, here, room, account),
-        "limits": None if room is None else _limits(config, train, here, mesh, room),
+        "remedies": found,
+        "limits": most,
         "time": _time(train, total, mesh, peak, utilization or UTILIZATION, price=price),
         "compute_optimal": {
             "flops": budget or total,

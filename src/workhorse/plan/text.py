@@ -99,7 +99,7 @@ def _limits(limits: dict[str, Any], train: dict[str, Any]) -> Iterator[str]:
         tried = MOST_TOKENS // train["seq_len"]
         yield f"{_most(rows, tried)} rows of {train['seq_len']:,} tokens at once"
     if length:
-        yield f"{_most(2 * length, MOST_TOKENS, length)} tokens in one row"
+        yield f"{_most(length, MOST_TOKENS)} tokens in one row"
     if mesh is None:
         yield "no number of devices that was tried holds it"
     elif mesh["devices"] > 1:
@@ -149,9 +149,9 @@ def _serving(serving: dict[str, Any]) -> Iterator[str]:
         yield line
 
 
-def _most(number: int, tried: int, shown: int | None = None) -> str:
+def _most(number: int, tried: int) -> str:
     """Whether the limit was found, or nothing larger was tried."""
-    return f"{'at least' if number >= tried else 'at most'} {shown or number:,}"
+    return f"{'at least' if number >= tried else 'at most'} {number:,}"
 
 
 def _where(peak: dict[str, Any]) -> str:

@@ -5,7 +5,7 @@ from pathlib import Path
 import click
 
 from workhorse.cli.options import PATH, json_option
-from workhorse.cli.output import print_result, warn
+from workhorse.cli.output import print_result, status, warn
 
 
 @click.command("plan")
@@ -63,18 +63,20 @@ def command(
     from workhorse.plan import plan
     from workhorse.plan.text import lines
 
-    found = plan(
-        source,
-        overrides,
-        device=device,
-        memory=memory,
-        utilization=utilization,
-        price=price,
-        budget=budget,
-        context=context,
-        measure=measure,
-        tell=warn,
-    )
+    with status() as show:
+        found = plan(
+            source,
+            overrides,
+            device=device,
+            memory=memory,
+            utilization=utilization,
+            price=price,
+            budget=budget,
+            context=context,
+            measure=measure,
+            tell=warn,
+            show=show,
+        )
     if page is not None:
         from workhorse.plan.page import write_page
 

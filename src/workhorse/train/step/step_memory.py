@@ -1,7 +1,7 @@
 """One training step on tensors without data: what it keeps, what it needs, and when."""
 
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple, cast, get_args
 
@@ -80,6 +80,16 @@ class StepMemory:
         """At that moment, by kind; kinds without any are left out."""
         moment = self.peak_moment
         return {kind: values[moment] for kind, values in self.timeline.items() if values[moment]}
+
+    @property
+    def passes(self) -> "StepMemory":
+        """The same without the update."""
+        begin = next((span.begin for span in self.spans if span.phase == "update"), None)
+        if begin is None:
+            return self
+        timeline = {kind: values[: begin + 1] for kind, values in self.timeline.items()}
+        spans = [span for span in self.spans if span.phase != "update"]
+        return replace(self, timeline=timeline, spans=spans)
 
     def span_at(self, moment: int) -> Span:
         """The part of the step that is running then."""

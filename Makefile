@@ -19,7 +19,7 @@ WORKHORSE := .venv/bin/workhorse
 # One thread a test process: the models of the tests are too small to share out.
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
-CAMPAIGNS := $(addprefix campaign-,faults mutations flex fast cpus hostile inputs gguf harness requests)
+CAMPAIGNS := $(addprefix campaign-,faults mutations flex fast cpus hostile inputs gguf harness requests accounting)
 
 .PHONY: help install demo test lint format bench reference families clean campaigns $(CAMPAIGNS)
 help:
@@ -74,7 +74,8 @@ families: $(FOR_TESTS)
 	OMP_NUM_THREADS=1 .venv/bin/python -m tests.parity.table --out docs/families.md
 
 # The slow ones: kills and damaged checkpoints, errors put into the code, compiled kernels, lesser
-# CPUs, hostile model directories, wrong inputs, what llama.cpp and lm-eval make of our models.
+# CPUs, hostile model directories, wrong inputs, what llama.cpp and lm-eval make of our models, what
+# `plan` predicts.
 campaigns: $(CAMPAIGNS)
 $(CAMPAIGNS): campaign-%: $(FOR_TESTS)
 	$(PYTEST) -m campaign -s tests/campaigns/test_$*.py

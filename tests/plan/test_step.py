@@ -50,6 +50,15 @@ def _has_experts(config: DecoderConfig) -> bool:
     return any(isinstance(block.feed_forward, MoEConfig) for block in config.blocks.values())
 
 
+def test_documents_are_kept_apart_by_a_mask() -> None:
+    config = next(one for one in COVERING if one.blocks["main"].attention.dropout == 0)
+    alone, packed = (
+        step_memory(config, training(), CPU, packed=packed).activations for packed in (False, True)
+    )
+    # A byte for each pair of tokens, made by the first layer for all.
+    assert packed["layers.0"] - alone["layers.0"] >= ROWS * SEQ * SEQ
+
+
 def held(memory: StepMemory) -> dict[str, int]:
     return {kind: total for kind, sizes in memory.held.items() if (total := sum(sizes.values()))}
 

@@ -78,6 +78,7 @@ def device_memory(
     device: torch.device,
     mesh: MeshConfig | None = None,
     *,
+    packed: bool = False,
     updates: bool = True,
 ) -> DeviceMemory:
     """The account of the fullest device, from a step recorded on the part of the model it has.
@@ -96,6 +97,7 @@ def device_memory(
         train: how it is trained, all devices together.
         device: the kind.
         mesh: None for one device.
+        packed: whether rows hold several documents.
         updates: whether the update is looked at too.
 
     Raises:
@@ -105,7 +107,10 @@ def device_memory(
     check_mesh(mesh, config, train)
     local = _of_one_device(train, mesh)
     stages = _distinct_stages(config, mesh)
-    found = [_of_stage(config, local, device, mesh, stage, updates=updates) for stage in stages]
+    found = [
+        _of_stage(config, local, device, mesh, stage, packed=packed, updates=updates)
+        for stage in stages
+    ]
     return max(found, key=lambda memory: memory.total)
 
 
@@ -136,10 +141,11 @@ def _of_stage(
     mesh: MeshConfig,
     stage: int,
     *,
+    packed: bool,
     updates: bool,
 ) -> DeviceMemory:
     part = part_of_model(config, mesh, stage)
-    step = _recorded(part, train, device, updates=updates)
+    step = _recorded(part, train, device, packed=packed, updates=updates)
     shards = mesh.shard * mesh.context if mesh.shard > 1 else 1
     missing = set(_missing(config, mesh, stage))
     held: dict[Kind, dict[Place, int]] = {
@@ -155,9 +161,8 @@ def _of_stage(
     shares["loss"] = float("head" not in missing)
     activations = {part: size for part, size in step.activations.items() if part not in missing}
     if mesh.tensor > 1 and mesh.sequence:
-        whole = _recorded(
-            part_of_model(config, mesh.replace(tensor=1), stage), train, device, updates=False
-        )
+        undivided = part_of_model(config, mesh.replace(tensor=1), stage)
+        whole = _recorded(undivided, train, device, packed=packed, updates=False)
         activations = {name: -(-whole.activations[name] // mesh.tensor) for name in activations}
     shares["activations"] = _share(activations, step.activations)
     in_flight = min(mesh.pipeline - stage, _micro_batches(train))
@@ -174,14 +179,19 @@ def _of_stage(
 
 
 def _recorded(
-    config: DecoderConfig, train: TrainConfig, device: torch.device, *, updates: bool
+    config: DecoderConfig,
+    train: TrainConfig,
+    device: torch.device,
+    *,
+    packed: bool,
+    updates: bool,
 ) -> StepMemory:
     """The record of a step, made once: meshes of one `tensor` share theirs, limits ask again."""
     train = _as_recorded(train)
-    known = json.dumps([config.to_dict(), train.to_dict(), str(device)])
+    known = json.dumps([config.to_dict(), train.to_dict(), str(device), packed])
     found = _RECORDS.get(known)
     if found is None or (updates and found.spans[-1].phase != "update"):
-        found = _RECORDS[known] = step_memory(config, train, device, updates=updates)
+        found = _RECORDS[known] = step_memory(config, train, device, packed=packed, updates=updates)
     return found if updates else found.passes
 
 

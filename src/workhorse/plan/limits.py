@@ -2,6 +2,7 @@
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -31,7 +32,13 @@ class Limits(NamedTuple):
 
 
 def limits(
-    config: DecoderConfig, train: TrainConfig, device: torch.device, mesh: MeshConfig, room: int
+    config: DecoderConfig,
+    train: TrainConfig,
+    device: torch.device,
+    mesh: MeshConfig,
+    room: int,
+    *,
+    packed: bool = False,
 ) -> Limits:
     """What fits into `room` bytes of each device.
 
@@ -41,21 +48,23 @@ def limits(
         device: the kind.
         mesh: that the first two limits are for.
         room: bytes.
+        packed: whether rows hold several documents.
     """
-    update = device_memory(config, train, device, mesh).update
+    memory = partial(device_memory, packed=packed)
+    update = memory(config, train, device, mesh).update
 
     def needed(rows: int, length: int) -> int:
         batch = rows * mesh.replicas
         changed = train.replace(batch_size=batch, micro_batch_size=rows, seq_len=length)
         longer = config.replace(max_seq_len=max(config.max_seq_len, length))
-        return max(update, device_memory(longer, changed, device, mesh, updates=False).total)
+        return max(update, memory(longer, changed, device, mesh, updates=False).total)
 
     rows = length = 0
     if update <= room:
         most = max(1, MOST_TOKENS // train.seq_len)
         rows = most_rows(lambda rows: needed(rows, train.seq_len), room, most)
         length = longest(lambda length: needed(1, length), room, train.seq_len)
-    return Limits(rows, length, smallest_mesh(config, train, device, room))
+    return Limits(rows, length, smallest_mesh(config, train, device, room, packed=packed))
 
 
 def most_rows(needed: Callable[[int], int], room: int, most: int) -> int:
@@ -119,7 +128,12 @@ def _fine(length: int) -> int:
 
 
 def smallest_mesh(
-    config: DecoderConfig, train: TrainConfig, device: torch.device, room: int
+    config: DecoderConfig,
+    train: TrainConfig,
+    device: torch.device,
+    room: int,
+    *,
+    packed: bool = False,
 ) -> MeshConfig | None:
     """The fewest devices that hold the model while each trains on one row."""
     held = 0
@@ -128,7 +142,7 @@ def smallest_mesh(
             continue
         changed = train.replace(batch_size=mesh.replicas, micro_batch_size=1)
         try:
-            found = device_memory(config, changed, device, mesh)
+            found = device_memory(config, changed, device, mesh, packed=packed)
         except ConfigError:
             continue  # it cannot be divided so
         if found.total <= room:

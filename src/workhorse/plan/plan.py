@@ -79,11 +79,11 @@ def plan(
         )
     peak = _peak(train, here, spec, measure)
     show("recording a training step")
-    train = _with_micro_batch(config, train, here, mesh, room)
+    train = _with_micro_batch(config, train, here, mesh, room, packed=subject.packed)
     check_mesh(mesh, config, train)
-    account = device_memory(config, train, here, mesh)
+    account = device_memory(config, train, here, mesh, packed=subject.packed)
     show("searching the most that fits")
-    most = None if room is None else _limits(config, train, here, mesh, room)
+    most = None if room is None else _limits(subject, train, here, room)
     show("comparing remedies")
     found = _remedies(subject, train, here, room, account)
     show("loading it to serve")
@@ -156,6 +156,8 @@ def _with_micro_batch(
     device: torch.device,
     mesh: MeshConfig,
     room: int | None,
+    *,
+    packed: bool,
 ) -> TrainConfig:
     """`micro_batch_size: auto` as the number that fits; one row if none does."""
     if train.micro_batch_size != "auto":
@@ -166,7 +168,8 @@ def _with_micro_batch(
         )
 
     def needed(rows: int) -> int:
-        return device_memory(config, train.replace(micro_batch_size=rows), device, mesh).total
+        fixed = train.replace(micro_batch_size=rows)
+        return device_memory(config, fixed, device, mesh, packed=packed).total
 
     rows = train.batch_size // mesh.replicas
     return train.replace(micro_batch_size=max(1, most_rows(needed, room, rows)))
@@ -254,14 +257,14 @@ def _remedies(
 ) -> list[dict[str, Any]]:
     if room is None or account.total <= room:
         return []
-    found = remedies(subject.config, train, device, subject.mesh, room)
+    found = remedies(subject.config, train, device, subject.mesh, room, packed=subject.packed)
     return [remedy._asdict() for remedy in found]
 
 
 def _limits(
-    config: DecoderConfig, train: TrainConfig, device: torch.device, mesh: MeshConfig, room: int
+    subject: Subject, train: TrainConfig, device: torch.device, room: int
 ) -> dict[str, Any]:
-    found = limits(config, train, device, mesh, room)
+    found = limits(subject.config, train, device, subject.mesh, room, packed=subject.packed)
     smallest = found.mesh and {**found.mesh.to_dict(), "devices": found.mesh.devices}
     return {**found._asdict(), "mesh": smallest}
 

@@ -1,6 +1,7 @@
 """What to change when a training step does not fit, and what each change saves and costs."""
 
 from collections.abc import Iterator
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -28,7 +29,13 @@ class Remedy(NamedTuple):
 
 
 def remedies(
-    config: DecoderConfig, train: TrainConfig, device: torch.device, mesh: MeshConfig, room: int
+    config: DecoderConfig,
+    train: TrainConfig,
+    device: torch.device,
+    mesh: MeshConfig,
+    room: int,
+    *,
+    packed: bool = False,
 ) -> list[Remedy]:
     """The three cheapest changes that save a worthwhile part of the peak, dearer ones that fit.
 
@@ -38,8 +45,10 @@ def remedies(
         device: the kind.
         mesh: of how many.
         room: bytes of each device.
+        packed: whether rows hold several documents.
     """
-    now = device_memory(config, train, device, mesh)
+    memory = partial(device_memory, packed=packed)
+    now = memory(config, train, device, mesh)
     before = now.total
     found: list[Remedy] = []
     for setting, cost, changed, wider in _changes(train, mesh):
@@ -47,7 +56,7 @@ def remedies(
             # Rows, their length and checkpointing leave the update as it is.
             other = (changed.dtype, changed.optimizer) != (train.dtype, train.optimizer)
             whole = other or wider != mesh
-            after = device_memory(config, changed, device, wider, updates=whole).total
+            after = memory(config, changed, device, wider, updates=whole).total
             after = after if whole else max(after, now.update)
         except ConfigError:
             continue

@@ -30,6 +30,7 @@ class Subject:
     Attributes:
         name: for people.
         kind: `recipe`, `run`, `preset`, or what a stored model is.
+        packed: whether rows hold several documents, which see nothing of each other.
         assumed: settings that nobody gave, as `section.key=value`.
     """
 
@@ -38,6 +39,7 @@ class Subject:
     config: DecoderConfig
     train: TrainConfig
     mesh: MeshConfig
+    packed: bool = False
     assumed: tuple[str, ...] = ()
 
 
@@ -63,17 +65,19 @@ def find_subject(
     if path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf"):
         recipe = Recipe.from_dict(with_init(override_recipe(read_yaml(path), others, tell)))
         config = recipe.decoder_config(vocab_size_of(recipe))
-        return Subject(str(source), "recipe", config, recipe.train, mesh)
+        return Subject(str(source), "recipe", config, recipe.train, mesh, _packed(recipe))
     if (run := RunDirectory(path)).exists:
         fields = run.recipe()
         config = DecoderConfig.from_dict(run.config.to_dict())
         fields["model"] = config.to_dict()
         recipe = Recipe.from_dict(override_recipe(fields, others, tell))
-        return Subject(str(source), "run", _config_of(recipe), recipe.train, mesh)
+        config = _config_of(recipe)
+        return Subject(str(source), "run", config, recipe.train, mesh, _packed(recipe))
     kind, config = _model(source, tell)
     fields, assumed = _assumed(str(source), config, others)
     recipe = Recipe.from_dict(override_recipe(fields, others, tell))
-    return Subject(str(source), kind, _config_of(recipe), recipe.train, mesh, tuple(assumed))
+    config = _config_of(recipe)
+    return Subject(str(source), kind, config, recipe.train, mesh, assumed=tuple(assumed))
 
 
 def _mesh(settings: list[str]) -> MeshConfig:
@@ -120,6 +124,10 @@ def _assumed(
     said = {setting.partition("=")[0] for setting in settings}
     assumed = [f"train.{key}={value}" for key, value in shown.items() if f"train.{key}" not in said]
     return fields, assumed
+
+
+def _packed(recipe: Recipe) -> bool:
+    return recipe.data.packing == "documents"
 
 
 def _config_of(recipe: Recipe) -> DecoderConfig:

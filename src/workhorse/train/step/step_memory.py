@@ -97,7 +97,12 @@ class StepMemory:
 
 
 def step_memory(
-    config: DecoderConfig, train: TrainConfig, device: torch.device, *, updates: bool = True
+    config: DecoderConfig,
+    train: TrainConfig,
+    device: torch.device,
+    *,
+    packed: bool = False,
+    updates: bool = True,
 ) -> StepMemory:
     """Record a step, of two micro-batches at most: further ones are like the second.
 
@@ -109,6 +114,7 @@ def step_memory(
         train: how it is trained; `micro_batch_size` is a number or None, `dtype` is not `auto`
             unless the device is here.
         device: where it is trained; it need not be there.
+        packed: whether rows hold several documents, which a mask keeps apart.
         updates: whether the update is recorded too, which depends on no batch.
     """
     size = train.micro_batch_size
@@ -128,7 +134,9 @@ def step_memory(
         recorder = _Recorder(tape, step.objective, decoder)
         begin = tape.now
         tokens = torch.zeros(rows, train.seq_len, dtype=torch.int64, device=place)
-        batch = Batch(tokens, tokens, None, torch.zeros(rows, dtype=torch.int64))
+        batch = Batch(
+            tokens, tokens, tokens if packed else None, torch.zeros(rows, dtype=torch.int64)
+        )
         loss, count = step.backward(batch)
         tape.mark(optimizer.masters.sums.values(), "sums")
         if updates:

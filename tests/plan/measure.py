@@ -23,10 +23,12 @@ from workhorse.train.step.step import TrainingStep
 CPU = torch.device("cpu")
 
 
-def random_batch(config: DecoderConfig, train: TrainConfig) -> Batch:
+def random_batch(config: DecoderConfig, train: TrainConfig, *, packed: bool = False) -> Batch:
+    """Random tokens; `packed`: of two documents a row."""
     rows, seq = train.batch_size, train.seq_len
     tokens = torch.randint(config.vocab_size, (rows, seq))
-    return Batch(tokens, tokens, None, torch.zeros(rows, dtype=torch.int64))
+    documents = (torch.arange(seq) >= seq // 2).long().expand(rows, seq) if packed else None
+    return Batch(tokens, tokens, documents, torch.zeros(rows, dtype=torch.int64))
 
 
 def make_step(config: DecoderConfig, train: TrainConfig) -> TrainingStep:
@@ -44,13 +46,15 @@ class Saved:
         return self.tensor
 
 
-def kept_by_autograd(config: DecoderConfig, train: TrainConfig) -> Counter[str]:
+def kept_by_autograd(
+    config: DecoderConfig, train: TrainConfig, *, packed: bool = False
+) -> Counter[str]:
     """Bytes that each layer is the first to keep for the backward pass, and `head` the loss.
 
     By saved-tensor hooks, each storage once, and tensors that checkpointing keeps in closures; the
     states of its random generator, weights and the batch itself do not count.
     """
-    step, batch = make_step(config, train), random_batch(config, train)
+    step, batch = make_step(config, train), random_batch(config, train, packed=packed)
     part = ["embedding"]
 
     def enter(label: str):
@@ -82,6 +86,7 @@ def kept_by_autograd(config: DecoderConfig, train: TrainConfig) -> Counter[str]:
     with torch.autograd.graph.saved_tensors_hooks(save, Saved.unpack):
         outcome = step.objective(batch)
     given = (*step.objective.parameters(), *step.objective.buffers(), batch.tokens, outcome.loss)
+    given += () if batch.documents is None else (batch.documents,)
     seen = {storage_of(tensor) for tensor in given}
     states = torch.get_rng_state().shape
     kept: Counter[str] = Counter()

@@ -88,6 +88,12 @@ def test_a_recipe_here(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "this machine" in found["device"]["name"]
 
 
+def test_documents_in_rows_need_a_mask(recipe: Path) -> None:
+    whole = plan(recipe, device="h100")["memory"]["activations"]
+    packed = plan(recipe, ["data.packing=documents"], device="h100")["memory"]["activations"]
+    assert packed["layers.0"] > whole["layers.0"]
+
+
 def test_a_run_is_planned_as_its_recipe(recipe: Path, tmp_path: Path) -> None:
     run = tmp_path / "run"
     assert main(["train", str(recipe), "--out", str(run)]) == 0

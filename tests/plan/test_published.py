@@ -5,6 +5,7 @@ import torch
 
 from workhorse.models import preset
 from workhorse.models.flops import SCORES, flops_per_token, forward_flops
+from workhorse.models.parameters import count_parameters
 from workhorse.nn import DecoderConfig
 from workhorse.plan import known_devices
 from workhorse.plan.compute_optimal import BESIROGLU, HOFFMANN, PF_DAY, optima
@@ -50,6 +51,34 @@ def test_megatron_arithmetic_and_utilization(name: str) -> None:
     theirs = 72 * batch * n_layers * s * h**2 * (1 + s / (6 * h) + vocab / (12 * h * n_layers))
     assert flops == pytest.approx(theirs, rel=1e-12)
     assert flops / (seconds * devices * A100) == pytest.approx(mfu, abs=0.002)
+
+
+def test_selective_recomputation() -> None:
+    # 2205.05198 §5: of GPT-3's and MT-NLG's activations 70 % and 65 % are those of the attention's
+    # core, 5 · a · s / h beside 34; to compute them again is 2.7 % and 1.6 % more arithmetic.
+    for name, of_memory, of_arithmetic in (("175B", 0.70, 0.027), ("530B", 0.65, 0.016)):
+        n_layers, h, n_heads, *_ = MEGATRON[name]
+        flops = forward_flops(megatron(n_layers, h, n_heads).build(device="meta"), 2048)
+        layers = sum(flops.values()) - flops["head"]
+        assert flops[SCORES] / layers == pytest.approx(of_arithmetic, abs=0.0005)
+        core = 5 * n_heads * 2048 / h
+        assert core / (core + 34) == pytest.approx(of_memory, abs=0.005)
+
+
+def test_mt_nlg_throughput() -> None:
+    # 2201.11990 §2.4: 126, 121 and 113 teraFLOP/s of each A100, 1,920 rows a step, in which every
+    # layer's forward pass counts twice, as it is computed again.
+    flops = forward_flops(megatron(*MEGATRON["530B"][:3]).build(device="meta"), 2048)
+    of_step = (4 * sum(flops.values()) - flops["head"]) * 1920 * 2048
+    for devices, seconds, rate in ((2240, 60.1, 126), (2800, 50.2, 121), (3360, 44.4, 113)):
+        assert of_step / (devices * seconds) / 1e12 == pytest.approx(rate, rel=0.005)
+
+
+@pytest.mark.parametrize("name", MEGATRON)
+def test_megatron_sizes(name: str) -> None:
+    printed = {"22B": 22e9, "175B": 175e9, "530B": 530e9, "1T": 1e12}  # 2205.05198 table 3
+    counted = count_parameters(megatron(*MEGATRON[name][:3]))["total"]
+    assert counted == pytest.approx(printed[name], rel=0.01)
 
 
 def test_palm_utilization() -> None:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tests.nn.grid import COVERING
+from tests.plan.families import small
 from tests.plan.measure import CPU, gradient_bytes, held_by, kept_by_autograd, most_allocated
 from workhorse.nn import DecoderConfig
 from workhorse.nn.experts.mixture import MoEConfig
@@ -50,13 +51,14 @@ def _has_experts(config: DecoderConfig) -> bool:
     return any(isinstance(block.feed_forward, MoEConfig) for block in config.blocks.values())
 
 
-def test_documents_are_kept_apart_by_a_mask() -> None:
-    config = next(one for one in COVERING if one.blocks["main"].attention.dropout == 0)
-    alone, packed = (
-        step_memory(config, training(), CPU, packed=packed).activations for packed in (False, True)
-    )
-    # A byte for each pair of tokens, made by the first layer for all.
-    assert packed["layers.0"] - alone["layers.0"] >= ROWS * SEQ * SEQ
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_documents_are_kept_apart_by_a_mask(dtype: str) -> None:
+    config, train = small("llama", num_hidden_layers=2), training(dtype=dtype)
+    found = step_memory(config, train, CPU, packed=True).activations
+    kept = kept_by_autograd(config, train, packed=True)
+    kept.pop("head", None)
+    assert sum(found.values()) == sum(kept.values())
+    assert sum(found.values()) > sum(step_memory(config, train, CPU).activations.values())
 
 
 def held(memory: StepMemory) -> dict[str, int]:

@@ -25,7 +25,7 @@ def lines(plan: dict[str, Any]) -> Iterator[str]:
     """The plan, a section after another."""
     train = plan["train"]
     yield (
-        f"{plan['source']} ({plan['kind']}): {train['batch_size']:,} rows of {train['seq_len']:,} "
+        f"{plan['source']} ({plan['kind']}): {_rows(train['batch_size'])} of {train['seq_len']:,} "
         f"tokens a step, {train['dtype']}, {train['optimizer']['kind']}"
     )
     if plan["assumed"]:
@@ -83,9 +83,7 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
         yield f"fits: {name} has {size(memory['room'])}"
     else:
         largest = max(KINDS, key=lambda kind: peak[kind])
-        yield (
-            f"does not fit: {name} has {size(memory['room'])}, and {KINDS[largest]} are the most"
-        )
+        yield f"does not fit: {name} has {size(memory['room'])}; the most is {KINDS[largest]}"
         for remedy in plan["remedies"]:
             enough = "fits then" if remedy["fits"] else "not enough alone"
             saved = f"saves {size(remedy['saves'])}"
@@ -97,9 +95,10 @@ def _limits(limits: dict[str, Any], train: dict[str, Any]) -> Iterator[str]:
     rows, length, mesh = limits["micro_batch_size"], limits["seq_len"], limits["mesh"]
     if rows:
         tried = MOST_TOKENS // train["seq_len"]
-        yield f"{_most(rows, tried)} rows of {train['seq_len']:,} tokens at once"
+        limit = "at least" if rows >= tried else "at most"
+        yield f"{limit} {_rows(rows)} of {train['seq_len']:,} tokens at once"
     if length:
-        yield f"{_most(length, MOST_TOKENS)} tokens in one row"
+        yield f"{'at least' if length >= MOST_TOKENS else 'at most'} {length:,} tokens in one row"
     if mesh is None:
         yield "no number of devices that was tried holds it"
     elif mesh["devices"] > 1:
@@ -149,9 +148,8 @@ def _serving(serving: dict[str, Any]) -> Iterator[str]:
         yield line
 
 
-def _most(number: int, tried: int) -> str:
-    """Whether the limit was found, or nothing larger was tried."""
-    return f"{'at least' if number >= tried else 'at most'} {number:,}"
+def _rows(number: int) -> str:
+    return f"{number:,} row{'s' * (number != 1)}"
 
 
 def _where(peak: dict[str, Any]) -> str:

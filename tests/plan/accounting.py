@@ -129,7 +129,7 @@ def account(case: Case) -> Row:
     kept = measure.kept_by_autograd(config, one_batch)
     kept.pop("head", None)  # which computes its gradient in the forward pass
     memory = step_memory(config, train, CPU)
-    constants = memory.timeline["temporary"][0]  # tables of activations: made once for a process
+    constants = memory.timeline["temporary"][0]  # tables of activations: made with the step
     causal = all(block.attention.causal for block in config.blocks.values())
     flops = 3 * (sum(forward_flops(decoder, train.seq_len).values()) + hidden(decoder, train))
     layers = cache_of_layers(config, torch.float32) if causal else []

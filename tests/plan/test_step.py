@@ -81,7 +81,7 @@ def test_the_peak_is_the_allocators(number: int, dtype: str) -> None:
     # Enough rows that what operators need inside themselves is little beside what they give.
     config, train = CONFIGS[number], training(dtype=dtype, batch_size=8, seq_len=24)
     memory = step_memory(config, train, CPU)
-    constants = memory.timeline["temporary"][0]  # tables of activations: made once for a process
+    constants = memory.timeline["temporary"][0]  # tables of activations: made with the step
     predicted = max(memory.totals) - constants
     assert predicted == pytest.approx(most_allocated(config, train), rel=0.08)
 

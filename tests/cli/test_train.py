@@ -235,14 +235,19 @@ def test_dry_run_tells_and_writes_nothing(recipe: str, capsys: pytest.CaptureFix
     hidden, vectors, embedding = 4 * 16**2 + 2 * 16 * 32, 2 * 16, 257 * 16
     total = hidden + vectors + embedding
     assert found["parameters"]["total"] == total
-    assert found["memory"]["weights"] == found["memory"]["gradients"] == 4 * total
+    memory = found["memory"]
+    held = {kind: sum(sizes.values()) for kind, sizes in memory["held"].items()}
+    assert held["weights"] == 4 * total
     # Muon keeps one number for a hidden weight, AdamW two for another and a count for each tensor.
-    assert found["memory"]["optimizer"] == 4 * (hidden + 2 * (vectors + embedding) + 3)
+    assert held["optimizer"] == 4 * (hidden + 2 * (vectors + embedding) + 3)
     assert found["tokens"] == 6 * 2 * 16
     assert found["seconds_from"] == "steps"
     assert main(["train", recipe, "--dry-run"]) == 0
     account = capsys.readouterr().out
     assert account.startswith(f"parameters  {total:,}")
+    peak = memory["peak"]
+    where = f"at its peak, in the {peak['phase']} pass of {peak['part']}, 2 rows at once"
+    assert where in account.splitlines()[1]
     assert main(["train", recipe, "--dry-run", "--show-recipe"]) == 0
     written_out, shown = capsys.readouterr().out.split("\n\n")
     assert "grad_clip: 1.0" in written_out

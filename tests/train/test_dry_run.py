@@ -6,7 +6,7 @@ import pytest
 
 from workhorse.train import dry_run, estimate, train
 
-FIGURES = ("parameters", "memory", "tokens", "exports_as")
+FIGURES = ("parameters", "micro_batch_size", "tokens", "exports_as")
 
 
 def test_a_dry_run_has_the_figures_and_where_the_run_would_stand(

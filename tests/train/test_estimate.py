@@ -1,5 +1,6 @@
 """What a dry run says: what training would take, and what it would refuse."""
 
+import importlib
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,6 +11,7 @@ import torch
 from tests.train.test_balance import MIXED, recipe_of
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
+from workhorse.plan import plan
 from workhorse.train import Recipe, estimate, train, with_init
 from workhorse.train.step.build import build_step
 
@@ -85,13 +87,14 @@ def held(step: Any) -> int:
 def test_the_memory_of_a_dry_run_is_what_a_step_holds(
     make_recipe, monkeypatch: pytest.MonkeyPatch, dtype: str, rows: int | None
 ) -> None:
-    """Weights, gradients at their most and the optimizer, measured while a step is done."""
+    """Weights and the optimizer, and that the peak has gradients and their sums, as measured."""
     recipe = recipe_of(make_recipe, MIXED, dtype=dtype, micro_batch_size=rows, device="cpu")
-    told = estimate(recipe)["memory"]
+    estimated = estimate(recipe)
+    told = {name: sum(sizes.values()) for name, sizes in estimated["memory"]["held"].items()}
     tokens = torch.randint(257, (4, 16))
     batch = Batch(tokens, tokens, None, torch.zeros(4, dtype=torch.int64))
     decoder = recipe.decoder_config(257).build()
-    step = build_step(decoder, recipe.train, torch.device("cpu"), batch)
+    step = build_step(decoder, recipe.train, torch.device("cpu"))
     most = []
     masters = step.optimizer.masters
     accumulate = masters.accumulate
@@ -99,10 +102,34 @@ def test_the_memory_of_a_dry_run_is_what_a_step_holds(
     loss, counted = step.backward(batch)
     most.append(held(step))
     step.update(loss, counted, schedule=1.0)
-    assert told["gradients"] == max(most)
-    assert told["weights"] == sum(p.numel() * p.element_size() for p in decoder.parameters())
     kept = [*step.optimizer.tensors().values(), *masters.low_bits.values()]
-    assert told["optimizer"] == sum(t.numel() * t.element_size() for t in kept)
+    assert told["weights"] == sum(t.nbytes for t in (*decoder.parameters(), *decoder.buffers()))
+    assert told["optimizer"] + told.get("low_bits", 0) == sum(t.nbytes for t in kept)
+    assert estimated["memory"]["peak"]["total"] >= sum(told.values()) + max(most)
+    assert estimated["micro_batch_size"] == (rows or 4)
+
+
+def test_a_dry_run_has_the_account_of_a_plan(make_recipe, tmp_path: Path) -> None:
+    recipe = make_recipe(micro_batch_size="auto", device="cpu")
+    file = tmp_path / "recipe.yaml"
+    file.write_text(recipe.to_yaml())
+    planned = plan(file)
+    told = estimate(recipe)
+    for name in ("held", "parts", "activations", "peak"):
+        assert told["memory"][name] == planned["memory"][name]
+    assert told["micro_batch_size"] == planned["train"]["micro_batch_size"] == 4
+
+
+def test_what_does_not_fit_is_told_and_not_timed(
+    make_recipe, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module(
+        "workhorse.train.estimate"
+    )  # `train` has a function of its name
+    monkeypatch.setattr(module, "available", lambda device: 2**16)
+    told = estimate(make_recipe())
+    assert told["memory"]["fits"] is False
+    assert told["seconds_from"] == "matrix product"
 
 
 def test_active_parameters_are_told(make_recipe) -> None:

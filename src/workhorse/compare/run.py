@@ -113,7 +113,7 @@ def _real_plan(study: Study, folder: StudyFolder, on_event: Listener) -> Plan:
 def seconds_of_step(recipe: Recipe, vocabulary: int) -> float:
     """The time of a step of a recipe here, of the fastest of a few on random tokens."""
     device = resolve_device(recipe.train.device)
-    return time_steps(recipe, recipe.decoder_config(vocabulary), device)[0]
+    return time_steps(recipe.train, recipe.decoder_config(vocabulary), device)
 
 
 class _Run:

@@ -4,7 +4,7 @@ import json
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -12,6 +12,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import AnyAttentionConfig
 from workhorse.plan.mesh import MeshConfig, check_mesh, part_of_model
 from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.account import Moment
 from workhorse.train.step.step_memory import (
     KINDS,
     Kind,
@@ -24,14 +25,6 @@ from workhorse.train.step.step_memory import (
 HELD: tuple[Kind, ...] = ("weights", "low_bits", "optimizer")
 LAYER = "layers."
 _RECORDS: dict[str, StepMemory] = {}
-
-
-class Moment(NamedTuple):
-    """What the device holds after some operator, in bytes."""
-
-    phase: str
-    part: str
-    kinds: dict[Kind, int]
 
 
 @dataclass(frozen=True)

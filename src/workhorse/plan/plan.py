@@ -1,6 +1,5 @@
 """`plan`: what a model and its training need, before either is allocated."""
 
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -16,14 +15,15 @@ from workhorse.nn import DecoderConfig
 from workhorse.plan.compute_optimal import optima
 from workhorse.plan.device_memory import DeviceMemory, device_memory
 from workhorse.plan.devices import GIGA, DeviceConfig, find_device
-from workhorse.plan.limits import limits, most_rows
+from workhorse.plan.limits import limits
 from workhorse.plan.mesh import MeshConfig, check_mesh
 from workhorse.plan.remedies import remedies
 from workhorse.plan.serving import serving
 from workhorse.plan.subject import Subject, find_subject
 from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.account import account
 from workhorse.train.step.build import measured_peak
-from workhorse.train.step.step_memory import Kind, Place
+from workhorse.train.step.micro_batch import MARGIN, largest_share
 
 HERE = "this machine"
 UTILIZATION = 0.4
@@ -81,11 +81,11 @@ def plan(
     show("recording a training step")
     train = _with_micro_batch(config, train, here, mesh, room, packed=subject.packed)
     check_mesh(mesh, config, train)
-    account = device_memory(config, train, here, mesh, packed=subject.packed)
+    fullest = device_memory(config, train, here, mesh, packed=subject.packed)
     show("searching the most that fits")
     most = None if room is None else _limits(subject, train, here, room)
     show("comparing remedies")
-    found = _remedies(subject, train, here, room, account)
+    found = _remedies(subject, train, here, room, fullest)
     show("loading it to serve")
     flops = _flops(config, train)
     total = flops["training"]
@@ -99,8 +99,8 @@ def plan(
         "flops": flops,
         "device": _described(spec, here),
         "parallel": {**mesh.to_dict(), "devices": mesh.devices},
-        "memory": _memory(account, room),
-        "moments": _moments(account),
+        "memory": _memory(fullest, room),
+        "moments": _moments(fullest),
         "remedies": found,
         "limits": most,
         "time": _time(train, total, mesh, peak, utilization or UTILIZATION, price=price),
@@ -159,7 +159,7 @@ def _with_micro_batch(
     *,
     packed: bool,
 ) -> TrainConfig:
-    """`micro_batch_size: auto` as the number that fits; one row if none does."""
+    """`micro_batch_size: auto` as the number that training would take; one row if none fits."""
     if train.micro_batch_size != "auto":
         return train
     if room is None:
@@ -171,8 +171,8 @@ def _with_micro_batch(
         fixed = train.replace(micro_batch_size=rows)
         return device_memory(config, fixed, device, mesh, packed=packed).total
 
-    rows = train.batch_size // mesh.replicas
-    return train.replace(micro_batch_size=max(1, most_rows(needed, room, rows)))
+    rows = largest_share(needed, int((1 - MARGIN) * room), train.batch_size // mesh.replicas)
+    return train.replace(micro_batch_size=max(1, rows))
 
 
 def _flops(config: DecoderConfig, train: TrainConfig) -> dict[str, Any]:
@@ -210,31 +210,13 @@ def _described(spec: DeviceConfig | None, device: torch.device) -> dict[str, Any
     return {"name": f"{HERE} ({device})"} if spec is None else spec.to_dict()
 
 
-def _memory(account: DeviceMemory, room: int | None) -> dict[str, Any]:
-    peak = account.peak
+def _memory(found: DeviceMemory, room: int | None) -> dict[str, Any]:
     return {
-        "stage": account.stage,
-        "held": _held(account, lambda kind, place: (kind, place.component)),
-        "parts": _held(account, lambda kind, place: (place.part, kind)),
-        "activations": account.activations,
-        "in_flight": account.in_flight,
-        "gathered": account.gathered,
-        "peak": {"phase": peak.phase, "part": peak.part, **peak.kinds, "total": account.total},
-        "room": room,
-        "fits": None if room is None else account.total <= room,
+        "stage": found.stage,
+        "in_flight": found.in_flight,
+        "gathered": found.gathered,
+        **account(found.held, found.activations, found.peak, room),
     }
-
-
-def _held(
-    account: DeviceMemory, names: Callable[[Kind, Place], tuple[str, str]]
-) -> dict[str, dict[str, int]]:
-    """Bytes between steps, under the two names that a kind and a place get."""
-    sizes: dict[str, Counter[str]] = defaultdict(Counter)
-    for kind, held in account.held.items():
-        for place, n_bytes in held.items():
-            outer, inner = names(kind, place)
-            sizes[outer][inner] += n_bytes
-    return {name: dict(inner) for name, inner in sizes.items()}
 
 
 def _moments(account: DeviceMemory) -> list[dict[str, Any]]:

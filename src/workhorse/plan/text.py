@@ -68,13 +68,7 @@ def _arithmetic(flops: dict[str, Any]) -> Iterator[str]:
 def _memory(plan: dict[str, Any]) -> Iterator[str]:
     memory, peak = plan["memory"], plan["memory"]["peak"]
     mesh = plan["parallel"]
-    of = f", the fullest of {mesh['devices']:,}" if mesh["devices"] > 1 else ""
-    yield f"{size(peak['total'])} at its peak, {_where(peak)}{of}"
-    for kind, name in KINDS.items():
-        if peak[kind]:
-            yield _row(name, size(peak[kind]), f"{peak[kind] / peak['total']:.1%}")
-    held = sum(sum(sizes.values()) for sizes in memory["held"].values())
-    yield f"{size(held)} between steps"
+    yield from step_lines(memory, f", the fullest of {mesh['devices']:,}" * (mesh["devices"] > 1))
     if memory["room"] is None:
         yield "what the device has is not known; give --memory"
         return
@@ -89,6 +83,17 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
             saved = f"saves {size(remedy['saves'])}"
             yield f"  {remedy['setting']}: {saved}, {enough} ({remedy['cost']})"
     yield from _limits(plan["limits"], plan["train"])
+
+
+def step_lines(memory: dict[str, Any], of: str = "") -> Iterator[str]:
+    """A step's memory at its peak, by kind, and between steps."""
+    peak = memory["peak"]
+    yield f"{size(peak['total'])} at its peak, {_where(peak)}{of}"
+    for kind, name in KINDS.items():
+        if peak[kind]:
+            yield _row(name, size(peak[kind]), f"{peak[kind] / peak['total']:.1%}")
+    held = sum(sum(sizes.values()) for sizes in memory["held"].values())
+    yield f"{size(held)} between steps"
 
 
 def _limits(limits: dict[str, Any], train: dict[str, Any]) -> Iterator[str]:

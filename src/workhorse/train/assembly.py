@@ -8,7 +8,7 @@ import torch
 
 from workhorse import __version__
 from workhorse.checkpoints import Checkpoint, RunDirectory, empty_decoder, load_weights
-from workhorse.data import Batch, Batches, Dataset, beginning, prepare, prepare_tokenizer
+from workhorse.data import Batches, Dataset, beginning, prepare, prepare_tokenizer
 from workhorse.devices import name_of, training_dtype, use_threads
 from workhorse.models.flops import flops_per_token
 from workhorse.models.parameters import active_parameters
@@ -16,7 +16,7 @@ from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.init_from import check_tokens, start_optimizer, start_weights
 from workhorse.train.loop import Loop, Store
-from workhorse.train.recipe.recipe import Recipe
+from workhorse.train.recipe.recipe import Recipe, TrainConfig
 from workhorse.train.report.metrics import Event, MetricsFile
 from workhorse.train.report.trackers import open_tracker
 from workhorse.train.resume.random_state import seed_everything
@@ -25,6 +25,7 @@ from workhorse.train.room import check_training
 from workhorse.train.samples import Sampler
 from workhorse.train.speed import Peak
 from workhorse.train.step.build import build_step, measured_peak, training_operators
+from workhorse.train.step.micro_batch import fit_micro_batch
 from workhorse.train.step.step import TrainingStep
 from workhorse.train.validation import Validator
 
@@ -67,10 +68,11 @@ def assemble(
     constants = _constants(recipe, decoder_config, tokenizer, dataset)
     if checkpoint is not None:
         check_same_run(run, recipe, at, constants)
+    fitted = _fitted(config, decoder_config, device, at)
+    check_training(decoder_config, fitted, device)
     seed_everything(config.seed)
-    check_training(decoder_config, config, device)
     decoder, other = _decoder(recipe, decoder_config, device, checkpoint, tell)
-    step = _step(recipe, decoder, device, batches[at.step], at)
+    step = build_step(decoder, fitted, device)
     if other is not None:
         start_optimizer(str(recipe.init), other, step.optimizer, config.optimizer.kind)
     constants["micro_batch_size"] = step.micro_batch_size
@@ -179,15 +181,13 @@ def _decoder(
     return decoder, start_weights(recipe.init, decoder, tell, with_optimizer=with_optimizer)
 
 
-def _step(
-    recipe: Recipe, decoder: Decoder, device: torch.device, batch: Batch, at: Resumption
-) -> TrainingStep:
-    """The step, with the micro-batch size of the checkpoint."""
-    config = recipe.train
-    size = config.micro_batch_size
-    if size == "auto" and at.checkpoint is not None:
-        size = at.micro_batch_size(config.batch_size)
-    return build_step(decoder, config.replace(micro_batch_size=size), device, batch)
+def _fitted(
+    train: TrainConfig, config: DecoderConfig, device: torch.device, at: Resumption
+) -> TrainConfig:
+    """The settings with a number for `micro_batch_size: auto`: the checkpoint's, if it has one."""
+    if train.micro_batch_size == "auto" and at.checkpoint is not None:
+        train = train.replace(micro_batch_size=at.micro_batch_size(train.batch_size))
+    return fit_micro_batch(config, train, device)
 
 
 def _tokenizer(recipe: Recipe, run: RunDirectory, tell: Callable[[str], None]) -> Tokenizer:

@@ -7,6 +7,7 @@ import torch
 
 from workhorse.data import Batch, iterate_texts
 from workhorse.devices import use_threads
+from workhorse.memory import available
 from workhorse.models.describe import exports_as
 from workhorse.models.flops import flops_per_token
 from workhorse.models.parameters import active_parameters
@@ -14,15 +15,17 @@ from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import parameters_by_role
 from workhorse.tokenizers import train_tokenizer
 from workhorse.train.check import check_length, check_recipe
-from workhorse.train.recipe.recipe import Recipe
-from workhorse.train.room import held_memory
+from workhorse.train.recipe.recipe import Recipe, TrainConfig
+from workhorse.train.step.account import account, fullest
 from workhorse.train.step.allocator import keep_freed_memory
 from workhorse.train.step.build import build_step, measured_peak
+from workhorse.train.step.micro_batch import fit_micro_batch, recordable
+from workhorse.train.step.step_memory import step_memory
 
-TIMED_BYTES = 2**28
+TIMED_BYTES = 2**30
 TIMED_SECONDS = 1.0
-"""Steps are timed if weights, gradients and optimizer fit into this many bytes, and a step's
-arithmetic takes at most this many seconds at the rate of a large gemm."""
+"""Steps are timed if one needs at most so many bytes, and its arithmetic takes at most so many
+seconds at the rate of a large gemm."""
 TIMED_STEPS = 3
 MATRIX_PRODUCT = "matrix product"
 
@@ -33,16 +36,13 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     Returns:
         `recipe` (with its defaults, its model in full), the `device`, `config` (of the decoder, in
         full), `exports_as` (the class of transformers that can hold it, or the differences from the
-        nearest), `parameters` (`total`, `active` per token, and by role), `memory` (bytes, see
-        below), `tokens` of the whole run, `flops_per_token`, `seconds`, and `seconds_from`:
-        `"steps"` if steps were timed, on random tokens and without text generation and validation,
-        or, for a large model, `"matrix product"`: the time of the arithmetic at the rate of the
-        fastest gemm, which no training reaches.
-
-        `memory` holds exact figures: `weights`; the peak of `gradients`, including the float32 sums
-        over micro-batches of bfloat16 (also if `micro_batch_size` is `auto` and was not determined
-        by timed steps); and `optimizer`, the state kept from step to step. Not included are
-        activations, logits and the temporaries of an update, most of the memory of a small model.
+        nearest), `parameters` (`total`, `active` per token, and by role), `memory` (bytes of a
+        step, as of `plan`: `account`; float16 and flex are recorded as what needs as much or more,
+        see `recordable`), `micro_batch_size`, what `auto` comes to now, `tokens` of the whole run,
+        `flops_per_token`, `seconds`, and `seconds_from`: `"steps"` if steps were timed, on random
+        tokens and without text generation and validation, or, for a large model,
+        `"matrix product"`: the time of the arithmetic at the rate of the fastest gemm, which no
+        training reaches.
 
     Raises:
         WorkhorseError: `train` would refuse the recipe before its first step.
@@ -56,25 +56,24 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     decoder = decoder_config.build(config.kernel, device="meta")
     active = active_parameters(decoder_config)
     flops = flops_per_token(decoder, config.seq_len)
-    memory = held_memory(decoder, config, device)
-    sums = memory.pop("sums")
+    config = fit_micro_batch(decoder_config, config, device)
+    step = step_memory(decoder_config, recordable(config, device), device)
+    memory = account(step.held, step.activations, fullest(step), available(device))
     roles = {
         role: sum(parameter.numel() for parameter in parameters.values())
         for role, parameters in parameters_by_role(decoder).items()
     }
     tokens = config.steps * config.tokens_per_step
     seconds, source = flops * config.tokens_per_step / measured_peak(config, device), MATRIX_PRODUCT
-    rows = 1 if config.micro_batch_size == "auto" else config.micro_batch_size
-    if sum(memory.values()) <= TIMED_BYTES and seconds <= TIMED_SECONDS:
-        (seconds, rows), source = time_steps(recipe, decoder_config, device), "steps"
-    if rows is not None and rows < config.batch_size:
-        memory["gradients"] += sums
+    if step.total <= TIMED_BYTES and memory["fits"] is not False and seconds <= TIMED_SECONDS:
+        seconds, source = time_steps(config, decoder_config, device), "steps"
     return {
         "recipe": recipe.written_out().to_dict(),
         "config": decoder_config.to_dict(),
         "exports_as": exports_as(decoder_config),
         "parameters": {"total": sum(roles.values()), "active": active, **roles},
-        "memory": memory | {"total": sum(memory.values())},
+        "memory": memory,
+        "micro_batch_size": config.micro_batch_size or config.batch_size,
         "tokens": tokens,
         "flops_per_token": flops,
         "seconds": config.steps * seconds,
@@ -94,21 +93,16 @@ def vocab_size_of(recipe: Recipe) -> int:
     return train_tokenizer(recipe.tokenizer, iterate_texts(recipe.data)).vocab_size
 
 
-def time_steps(
-    recipe: Recipe, config: DecoderConfig, device: torch.device
-) -> tuple[float, int | None]:
-    """The seconds of the fastest of a few steps on random tokens, and the rows of a micro-batch.
-
-    The first step does not count.
-    """
-    train = recipe.train
+def time_steps(train: TrainConfig, config: DecoderConfig, device: torch.device) -> float:
+    """The seconds of the fastest of a few steps on random tokens; the first does not count."""
+    train = fit_micro_batch(config, train, device)
     tokens = torch.randint(config.vocab_size, (train.batch_size, train.seq_len))
     batch = Batch(tokens, tokens, None, torch.zeros(train.batch_size, dtype=torch.int64))
     times = []
     with keep_freed_memory(device):
-        step = build_step(config.build(train.kernel, device=device), train, device, batch)
+        step = build_step(config.build(train.kernel, device=device), train, device)
         for _ in range(1 + TIMED_STEPS):
             start = time.perf_counter()
             step.update(*step.backward(batch), schedule=1.0)
             times.append(time.perf_counter() - start)
-    return min(times[1:]), step.micro_batch_size
+    return min(times[1:])

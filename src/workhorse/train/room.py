@@ -7,45 +7,47 @@ from torch import Tensor
 
 from workhorse.devices import training_dtype
 from workhorse.memory import check_fits
-from workhorse.nn import Decoder, DecoderConfig
+from workhorse.models.flops import flops_per_token
+from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import round_weights
 from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.micro_batch import Needed
+
+LONG = 2e14
+"""Floating-point operations of a run so long that recording a step delays it by less than 1 %."""
 
 
-def held_memory(decoder: Decoder, train: TrainConfig, device: torch.device) -> dict[str, int]:
-    """Bytes of `weights`, `gradients`, `optimizer` and `sums` while a decoder is trained.
+def check_training(config: DecoderConfig, train: TrainConfig, device: torch.device) -> None:
+    """Refuse to train what memory has no room for.
 
-    `sums` are the float32 gradients accumulated over micro-batches.
+    Weights, gradients and optimizer are counted at once. On a CPU, where the system would end the
+    process, the whole step is recorded as well, if the run is long enough to be worth it; CUDA says
+    by itself when its memory is full.
 
     Args:
-        decoder: on the meta device; its weights are cast to the dtype that they are trained in.
-        train: how it is trained.
-        device: where it is trained.
+        config: of the decoder.
+        train: how it is trained; `micro_batch_size` is a number or None.
+        device: where.
+
+    Raises:
+        WorkhorseError: there is less.
     """
+    decoder = config.build(train.kernel, device="meta")
+    operations = train.steps * train.tokens_per_step * flops_per_token(decoder, train.seq_len)
     narrow = training_dtype(train.dtype, device) == torch.bfloat16
     low_bits = round_weights(decoder) if narrow else {}
     optimizer = build_optimizer(decoder, train.optimizer, low_bits)
     learning = [weight for weight in decoder.parameters() if weight.requires_grad]
-    return {
-        "weights": _bytes(decoder.parameters()),
-        "gradients": _bytes(learning),
-        "optimizer": _bytes([*optimizer.tensors().values(), *low_bits.values()]),
-        "sums": 4 * sum(weight.numel() for weight in low_bits.values()),
-    }
-
-
-def check_training(config: DecoderConfig, train: TrainConfig, device: torch.device) -> None:
-    """Refuse to train if weights, gradients and optimizer alone do not fit into memory.
-
-    Raises:
-        WorkhorseError: they do not fit.
-    """
-    needed = held_memory(config.build(train.kernel, device="meta"), train, device)
-    del needed["sums"]
+    held = [*decoder.parameters(), *learning, *optimizer.tensors().values(), *low_bits.values()]
     what = "the model with its gradients and optimizer"
-    remedy = "take a smaller model, or a device with more memory"
-    check_fits(sum(needed.values()), device, what, remedy)
+    check_fits(_bytes(held), device, what, "take a smaller model, or a device with more memory")
+    if device.type == "cpu" and operations >= LONG:
+        rows = train.micro_batch_size or train.batch_size
+        assert rows != "auto"
+        what = f"a step with {rows:,} rows of {train.seq_len:,} tokens at once"
+        remedy = "set train.micro_batch_size=auto, or see what workhorse plan suggests"
+        check_fits(Needed(config, train, device)(rows), device, what, remedy)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -207,9 +207,10 @@ def _dry_run(
 
 
 def _figures(found: dict[str, Any]) -> list[str]:
-    """Parameters, memory, tokens, export and time, a line each."""
+    """Parameters, memory, tokens, export and time."""
     from workhorse.cli.train_progress import duration
     from workhorse.memory import size
+    from workhorse.plan.text import step_lines
 
     parameters, memory = found["parameters"], found["memory"]
     roles = ", ".join(
@@ -217,17 +218,18 @@ def _figures(found: dict[str, Any]) -> list[str]:
         for name, count in parameters.items()
         if name not in ("total", "active") or (name == "active" and count != parameters["total"])
     )
-    parts = ", ".join(
-        f"{name} {size(n_bytes)}" for name, n_bytes in memory.items() if name != "total"
-    )
+    most, *parts = step_lines(memory)
+    if memory["fits"] is not None:
+        fits = "fits" if memory["fits"] else "does not fit"
+        parts.append(f"{fits}: {size(memory['room'])} are free on {found['device']}")
     basis = {
         "steps": "from a few steps on random tokens; validation and samples come on top",
         "matrix product": "at the rate of the quickest matrix product, so at least that",
     }[found["seconds_from"]]
     return [
         f"parameters  {parameters['total']:,} ({roles})",
-        f"memory      {size(memory['total'])} ({parts}); "
-        "activations, logits and what an update needs for a moment come on top",
+        f"memory      {most}, {found['micro_batch_size']:,} rows at once",
+        *(f"            {line}" for line in parts),
         f"tokens      {found['tokens']:,}",
         f"export      {found['exports_as']}",
         f"time        {duration(found['seconds'])} on {found['device']}, {basis}",

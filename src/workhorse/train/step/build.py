@@ -2,7 +2,6 @@
 
 import torch
 
-from workhorse.data import Batch
 from workhorse.devices import training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.native import Operators, resolve
@@ -17,7 +16,6 @@ from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.speed import peak_flops
 from workhorse.train.step.allocator import give_back_freed_memory
 from workhorse.train.step.loss_scale import LossScale
-from workhorse.train.step.micro_batch import fit_micro_batch
 from workhorse.train.step.precision import Precision
 from workhorse.train.step.step import TrainingStep
 from workhorse.transforms.checkpointing import checkpoint_activations
@@ -26,22 +24,20 @@ from workhorse.transforms.float8 import multiply_in_float8
 from workhorse.transforms.native_training import Gemm, replace_embeddings, train_natively
 
 
-def build_step(
-    decoder: Decoder, config: TrainConfig, device: torch.device, batch: Batch | None = None
-) -> TrainingStep:
+def build_step(decoder: Decoder, config: TrainConfig, device: torch.device) -> TrainingStep:
     """The step that trains a float32 decoder, whose weights it may round to bfloat16.
 
     On a CPU, build and run it within `keep_freed_memory`; otherwise it is slower.
 
     Args:
         decoder: on the device, with the initial weights.
-        config: how it is trained.
+        config: how it is trained, with what `fit_micro_batch` made of `micro_batch_size: auto`.
         device: where it is trained.
-        batch: of a step, on the CPU, to determine `micro_batch_size=auto`; otherwise not needed.
 
     Raises:
-        WorkhorseError: nothing is to be trained, or no micro-batch fits into memory.
+        WorkhorseError: nothing is to be trained.
     """
+    assert config.micro_batch_size != "auto", "determined by fit_micro_batch"
     if not any(parameter.requires_grad for parameter in decoder.parameters()):
         raise WorkhorseError("no weight takes a gradient; give requires_grad to those to train")
     dtype = training_dtype(config.dtype, device)
@@ -63,7 +59,6 @@ def build_step(
     optimizer = build_optimizer(decoder, config.optimizer, low_bits, operators=operators.training)
     if device.type == "cpu":
         give_back_freed_memory()
-    size = config.micro_batch_size
     step = TrainingStep(
         objective,
         optimizer,
@@ -74,12 +69,9 @@ def build_step(
             config.matmul_precision,
         ),
         scale=LossScale(enabled=dtype == torch.float16),
-        micro_batch_size=size if isinstance(size, int) else config.batch_size,
+        micro_batch_size=config.micro_batch_size or config.batch_size,
         grad_clip=config.grad_clip,
     )
-    if size == "auto":
-        assert batch is not None, "micro_batch_size=auto needs a batch to try"
-        fit_micro_batch(step, batch)
     if config.compile:
         compile_layers(decoder)
     return step

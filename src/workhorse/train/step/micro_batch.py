@@ -2,43 +2,56 @@
 
 import math
 import sys
+from collections.abc import Callable
 
 import torch
 
-from workhorse.data import Batch
+from workhorse.devices import training_dtype
 from workhorse.errors import WorkhorseError
-from workhorse.memory import free_memory, most_resident, resident
-from workhorse.train.resume.random_state import random_state, set_random_state
-from workhorse.train.step.step import TrainingStep
+from workhorse.memory import available, free_memory, size
+from workhorse.models.parameters import count_parameters
+from workhorse.nn import DecoderConfig
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.step_memory import step_memory
 
 MARGIN = 0.1
-"""Fraction of the free memory that is left for validation, samples and the allocator's gaps."""
+"""Fraction of the free memory that is left for validation, samples and what operators need inside
+themselves."""
 
 
-def fit_micro_batch(step: TrainingStep, batch: Batch) -> None:
-    """Set a step's `micro_batch_size` to the largest share of a batch that fits.
+def fit_micro_batch(config: DecoderConfig, train: TrainConfig, device: torch.device) -> TrainConfig:
+    """The settings with a number for `micro_batch_size: auto`; others as they are.
 
-    Rows of the batch pass forwards and backwards; weights, optimizer, gradients and random
-    generators are restored afterwards. No update is tried: it needs the same memory for any size.
+    Nothing is tried: steps are recorded on tensors without data, and the number depends on them and
+    on how much memory is free, before the model is made.
 
     Args:
-        step: not yet compiled, since each number of rows would be compiled separately.
-        batch: of the whole size, on the CPU.
+        config: of the decoder.
+        train: how it is trained.
+        device: where.
 
     Raises:
-        WorkhorseError: not even one row fits, or free memory cannot be measured on this device.
+        WorkhorseError: not even one row fits, or free memory is not known on this device.
     """
-    check_fitting(step.device)
-    before = random_state()
-    try:
-        step.micro_batch_size = _FINDERS[step.device.type](step, batch)
-    finally:
-        set_random_state(before)
+    if train.micro_batch_size != "auto":
+        return train
+    check_fitting(device)
+    free = available(device) if device.type == "cuda" else free_memory()
+    assert free is not None  # `check_fitting` refused
+    needed = Needed(config, train, device)
+    rows = largest_share(needed, int((1 - MARGIN) * free), train.batch_size)
+    if not rows:
+        raise WorkhorseError(
+            f"one row of {train.seq_len} tokens needs {size(needed(1))} and {size(free)} are free "
+            f"on {device.type}, of which {MARGIN:.0%} stay so; shorten train.seq_len, set "
+            "train.activation_checkpointing=true, or take a smaller model"
+        )
+    return train.replace(micro_batch_size=rows)
 
 
 def check_fitting(device: torch.device) -> None:
-    """Raise WorkhorseError if free memory cannot be measured on this device."""
-    if device.type not in _FINDERS:
+    """Raise WorkhorseError if free memory is not known on this device."""
+    if device.type not in ("cpu", "cuda"):
         raise WorkhorseError(
             f"micro_batch_size=auto works on CUDA and on a CPU, and device is {device}; "
             "give a number"
@@ -50,71 +63,50 @@ def check_fitting(device: torch.device) -> None:
         )
 
 
-def _downwards(step: TrainingStep, batch: Batch) -> int:
-    """Try sizes from the largest, on CUDA, where running out of memory is a harmless error."""
-    for size in shares(len(batch.tokens)):
-        torch.cuda.empty_cache()
-        free, _ = torch.cuda.mem_get_info(step.device)
-        try:
-            _try(step, batch, size)
-            left, _ = torch.cuda.mem_get_info(step.device)  # freed memory is still reserved
-        except torch.OutOfMemoryError:
-            left = 0
-        torch.cuda.empty_cache()
-        if left >= MARGIN * free:
-            return size
-    raise _no_room(batch, "does not fit", free)
+class Needed:
+    """The most bytes of a step, by the rows of a micro-batch; each number is recorded once."""
+
+    def __init__(self, config: DecoderConfig, train: TrainConfig, device: torch.device) -> None:
+        self.config = config
+        self.train = recordable(train, device)
+        self.device = device
+        self.copies = 2 * count_parameters(config)["total"] if train.dtype == "float16" else 0
+        """Bytes of the weights that autocast rounds."""
+        self._known: dict[int, int] = {}
+
+    def __call__(self, rows: int) -> int:
+        if rows not in self._known:
+            train = self.train.replace(micro_batch_size=rows)
+            self._known[rows] = step_memory(self.config, train, self.device).total + self.copies
+        return self._known[rows]
 
 
-def _upwards(step: TrainingStep, batch: Batch) -> int:
-    """Try sizes from the smallest while the next is sure to fit, on a CPU.
+def recordable(train: TrainConfig, device: torch.device) -> TrainConfig:
+    """Settings whose step can be recorded, and needs as much memory or more.
 
-    There the system kills a process that takes too much.
+    Flex is recorded as sdpa, products in 8 bits as those in 16, and float16 as float32, which lacks
+    autocast's copies of the weights.
     """
-    free, start = free_memory(), resident()
-    assert free is not None  # `check_fitting` refused
-    budget = int(free * (1 - MARGIN))
-    # The gradient of earlier micro-batches, in float32, is the same for any size.
-    held = 4 * sum(weight.numel() for weight in step.optimizer.masters.parameters.values())
-    fitting = took = before = 0
-    for size in reversed(shares(len(batch.tokens))):
-        # Twice the rows take at most twice the memory, and twice what was added last.
-        if fitting and took + min(took - held, 2 * (took - before)) > budget:
-            break
-        _try(step, batch, size)
-        before, took = took, max(took, most_resident() - start)
-        if took > budget:
-            break
-        fitting = size
-    if not fitting:
-        raise _no_room(batch, f"takes {_mib(took)}", free)
-    return fitting
+    dtype = str(training_dtype(train.dtype, device)).removeprefix("torch.")
+    return train.replace(
+        kernel="sdpa" if train.kernel.startswith("flex") else train.kernel,
+        dtype="float32" if dtype == "float16" else dtype,
+        fp8=False,
+        compile=False,
+    )
 
 
-_FINDERS = {"cuda": _downwards, "cpu": _upwards}
+def largest_share(needed: Callable[[int], int], room: int, rows: int) -> int:
+    """The largest of `shares` for which `needed`, which grows, is at most `room`; 0 if none is."""
+    sizes = shares(rows)
+    first, last = 0, len(sizes)  # the whole is looked at first, then the middle of what is left
+    while first < last:
+        at = (first + last) // 2 if first else 0
+        first, last = (first, at) if needed(sizes[at]) <= room else (at + 1, last)
+    return sizes[first] if first < len(sizes) else 0
 
 
 def shares(rows: int) -> list[int]:
     """All of the rows, half of them … one, rounded up."""
     halvings = math.ceil(math.log2(rows))
     return [math.ceil(rows / 2**count) for count in range(halvings + 1)]
-
-
-def _try(step: TrainingStep, batch: Batch, size: int) -> None:
-    """Pass two micro-batches, the second adding to the gradient of the first; or the batch."""
-    step.micro_batch_size = size
-    try:
-        step.backward(batch.rows(0, 2 * size))
-    finally:
-        step.forget()
-
-
-def _no_room(batch: Batch, needed: str, free: int) -> WorkhorseError:
-    return WorkhorseError(
-        f"one row of {batch.tokens.shape[1]} tokens {needed}, and {_mib(free)} are free; shorten "
-        "train.seq_len, set train.activation_checkpointing=true, or take a smaller model"
-    )
-
-
-def _mib(size: int) -> str:
-    return f"{size / 2**20:,.0f} MiB"

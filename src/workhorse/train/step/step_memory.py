@@ -91,6 +91,11 @@ class StepMemory:
         spans = [span for span in self.spans if span.phase != "update"]
         return replace(self, timeline=timeline, spans=spans)
 
+    @property
+    def total(self) -> int:
+        """Bytes at that moment."""
+        return max(self.totals)
+
     def span_at(self, moment: int) -> Span:
         """The part of the step that is running then."""
         return next(span for span in reversed(self.spans) if span.begin <= moment)

@@ -78,7 +78,7 @@ families: $(FOR_TESTS)
 # `plan` predicts.
 campaigns: $(CAMPAIGNS)
 $(CAMPAIGNS): campaign-%: $(FOR_TESTS)
-	$(PYTEST) -m campaign -s tests/campaigns/test_$*.py
+	$(PYTEST) -m campaign -s tests/campaigns/test_$**.py
 
 clean:
 	rm -rf .venv build dist .hypothesis .import_linter_cache .pytest_cache .ruff_cache

@@ -223,7 +223,7 @@ def test_a_change_of_any_source_needs_another_library(
 
 def test_the_sources_of_every_library_are_there() -> None:
     """An installed package holds them too: it is made of all files of the folder."""
-    for name in ("decoding", "gemm", "training"):
+    for name in ("decoding", "gemm", "heap", "training"):
         assert (build._sources() / "bindings" / f"{name}.cpp").is_file()
     included = re.compile(r'^#include "(.+)"$', re.MULTILINE)
     for source in build._sources().rglob("*.*"):

@@ -3,13 +3,14 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from workhorse.native import decoding, matrix_unit, training
+from workhorse.native import decoding, heap, matrix_unit, training
 from workhorse.native.build import Unavailable
 from workhorse.native.decoding import Decoding
+from workhorse.native.heap import Heap
 from workhorse.native.matrix_unit import MatrixUnit
 from workhorse.native.training import Training
 
-Library = Literal["decoding", "matrix_unit", "training"]
+Library = Literal["decoding", "heap", "matrix_unit", "training"]
 
 
 @dataclass(frozen=True)
@@ -17,6 +18,7 @@ class Operators:
     """The native operators that can be called; None for the others."""
 
     decoding: Decoding | None = None
+    heap: Heap | None = None
     matrix_unit: MatrixUnit | None = None
     training: Training | None = None
     why_not: dict[Library, str] = field(default_factory=dict, compare=False, repr=False)
@@ -30,7 +32,7 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
         libraries: the libraries to load.
         wait: compile now those that never were on this machine, which takes a few seconds each.
             Otherwise they are compiled in the background, and this process runs without them.
-            Training's library is always waited for.
+            Training's library and the heap's are always waited for.
 
     Raises:
         WorkhorseError: this CPU does not have the instructions asked for.
@@ -45,7 +47,7 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
     return Operators(**found, why_not=why_not)
 
 
-def _load(library: Library, wait: bool) -> Decoding | MatrixUnit | Training:
-    if library == "training":
-        return training.load()
+def _load(library: Library, wait: bool) -> Decoding | Heap | MatrixUnit | Training:
+    if library in ("training", "heap"):
+        return training.load() if library == "training" else heap.load()
     return decoding.load(wait=wait) if library == "decoding" else matrix_unit.load(wait=wait)

@@ -1,0 +1,73 @@
+// The heap of ops/tensor_heap.h as PyTorch's allocator on the CPU.
+
+#include <c10/core/CPUAllocator.h>
+#include <torch/library.h>
+
+#include "ops/tensor_heap.h"
+
+namespace workhorse::bindings {
+namespace {
+
+// Bytes; smaller blocks are the C library's.
+constexpr size_t kLarge = size_t{1} << 16;
+
+// Never destroyed: tensors may outlive everything else.
+heap::TensorHeap& tensors() {
+  static auto* one = new heap::TensorHeap;
+  return *one;
+}
+
+class Allocator final : public c10::Allocator {
+ public:
+  c10::DataPtr allocate(size_t bytes) override {
+    void* data = bytes < kLarge ? nullptr : tensors().take(bytes);
+    if (data == nullptr) {
+      data = c10::GetDefaultCPUAllocator()->raw_allocate(bytes);
+    } else {
+      c10::profiledCPUMemoryReporter().New(data, bytes);
+    }
+    return {data, data, &release, c10::Device(c10::DeviceType::CPU)};
+  }
+
+  c10::DeleterFnPtr raw_deleter() const override { return &release; }
+
+  void copy_data(void* to, const void* from, size_t bytes) const override {
+    default_copy_data(to, from, bytes);
+  }
+
+ private:
+  static void release(void* data) {
+    if (tensors().holds(data)) {
+      c10::profiledCPUMemoryReporter().Delete(data);
+      tensors().free(data);
+    } else if (data != nullptr) {
+      c10::GetDefaultCPUAllocator()->raw_deallocate(data);
+    }
+  }
+};
+
+// Whether large tensors are made in the heap from now on; true if that is as asked.
+bool keep(bool keeps) {
+  static auto* ours = new Allocator;
+  static c10::Allocator* before = nullptr;
+  if (keeps && before == nullptr) {
+    if (!tensors().reserve()) return false;
+    tensors().keep(true);
+    before = c10::GetCPUAllocator();
+    c10::SetCPUAllocator(ours);
+  } else if (!keeps && before != nullptr) {
+    c10::SetCPUAllocator(before);
+    before = nullptr;
+    tensors().keep(false);
+  }
+  return true;
+}
+
+}  // namespace
+
+TORCH_LIBRARY(workhorse_heap, library) {
+  library.def("keep", &keep);
+  library.def("give_back", [] { tensors().give_back(); });
+}
+
+}  // namespace workhorse::bindings

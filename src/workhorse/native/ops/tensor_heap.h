@@ -1,0 +1,140 @@
+// A heap for the large tensors of training, in one reserved range of addresses.
+//
+// The C library's heap scatters: `posix_memalign` asks for more than it returns and frees both ends,
+// small objects settle in those ends, and a freed block then has no room for one of its own size.
+// Here only large blocks lie, so they join again when they are freed, and the next step finds their
+// memory where the last one left it. Best fit; freed memory stays resident until `give_back`.
+#pragma once
+
+#ifdef __linux__
+#include <sys/mman.h>
+#include <sys/resource.h>
+#include <unistd.h>
+#endif
+
+#include <cstddef>
+#include <cstdint>
+#include <iterator>
+#include <map>
+#include <mutex>
+#include <set>
+#include <utility>
+
+namespace workhorse::heap {
+
+class TensorHeap {
+ public:
+  // Of a block: what stands before the data, and a distance that keeps tensors of equal size from
+  // beginning at equal offsets into pages, where their cache lines would push each other out.
+  static constexpr size_t kLine = 64, kHeader = kLine, kApart = 4 * kLine;
+
+  // Reserve addresses, twice as many as the machine has memory: pages are used only where something
+  // is written. False where that is not allowed, or would count against a limit.
+  bool reserve() {
+    if (begin_ != 0) return true;
+#ifdef __linux__
+    rlimit limit{};
+    if (getrlimit(RLIMIT_AS, &limit) != 0 || limit.rlim_cur != RLIM_INFINITY) return false;
+    page_ = static_cast<size_t>(sysconf(_SC_PAGESIZE));
+    const size_t size = 2 * page_ * static_cast<size_t>(sysconf(_SC_PHYS_PAGES));
+    void* at = mmap(nullptr, size, PROT_READ | PROT_WRITE,
+                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (at == MAP_FAILED) return false;
+    begin_ = top_ = reinterpret_cast<uintptr_t>(at);
+    end_ = begin_ + size;
+    return true;
+#else
+    return false;
+#endif
+  }
+
+  bool holds(const void* data) const {
+    const auto at = reinterpret_cast<uintptr_t>(data);
+    return begin_ <= at && at < end_;
+  }
+
+  // Null: the range is full.
+  void* take(size_t bytes) {
+    const size_t size = (bytes + kLine - 1) / kLine * kLine + kHeader + kApart;
+    const std::lock_guard<std::mutex> guard(lock_);
+    uintptr_t at = 0;
+    if (const auto fit = by_size_.lower_bound({size, 0}); fit != by_size_.end()) {
+      const auto [length, place] = *fit;
+      at = place;
+      remove(place, length);
+      if (length > size) add(place + size, length - size);
+    } else {
+      at = top_;
+      if (const auto last = by_place_.rbegin();
+          last != by_place_.rend() && last->first + last->second == top_) {
+        at = last->first;  // grows the free end
+      }
+      if (end_ - at < size) return nullptr;
+      if (at != top_) remove(at, top_ - at);
+      top_ = at + size;
+    }
+    *reinterpret_cast<size_t*>(at) = size;
+    return reinterpret_cast<void*>(at + kHeader);
+  }
+
+  void free(void* data) {
+    uintptr_t at = reinterpret_cast<uintptr_t>(data) - kHeader;
+    const std::lock_guard<std::mutex> guard(lock_);
+    size_t size = *reinterpret_cast<size_t*>(at);
+    if (const auto next = by_place_.lower_bound(at);
+        next != by_place_.end() && next->first == at + size) {
+      size += next->second;
+      remove(next->first, next->second);
+    }
+    if (const auto next = by_place_.lower_bound(at); next != by_place_.begin()) {
+      if (const auto before = std::prev(next); before->first + before->second == at) {
+        at = before->first;
+        size += before->second;
+        remove(at, before->second);
+      }
+    }
+    add(at, size);
+    if (!keeps_) give_back(at, size);
+  }
+
+  // Whether freed memory stays resident; if not, what is free now is given back too.
+  void keep(bool keeps) {
+    {
+      const std::lock_guard<std::mutex> guard(lock_);
+      keeps_ = keeps;
+    }
+    if (!keeps) give_back();
+  }
+
+  void give_back() {
+    const std::lock_guard<std::mutex> guard(lock_);
+    for (const auto& [place, size] : by_place_) give_back(place, size);
+  }
+
+ private:
+  void add(uintptr_t place, size_t size) {
+    by_place_[place] = size;
+    by_size_.insert({size, place});
+  }
+
+  void remove(uintptr_t place, size_t size) {
+    by_place_.erase(place);
+    by_size_.erase({size, place});
+  }
+
+  void give_back(uintptr_t place, size_t size) const {
+    const uintptr_t first = (place + page_ - 1) / page_ * page_, last = (place + size) / page_ * page_;
+#ifdef __linux__
+    if (first < last) madvise(reinterpret_cast<void*>(first), last - first, MADV_DONTNEED);
+#endif
+  }
+
+  std::mutex lock_;
+  size_t page_ = 1;
+  uintptr_t begin_ = 0, top_ = 0, end_ = 0;
+  bool keeps_ = false;
+  std::map<uintptr_t, size_t> by_place_;
+  std::set<std::pair<size_t, uintptr_t>> by_size_;
+};
+
+}  // namespace workhorse::heap

@@ -13,6 +13,7 @@ from tests.train.test_run import assert_same_run
 from workhorse.config import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.memory import most_resident, resident
+from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.train import Recipe, estimate, read_metrics, train
 from workhorse.train.recipe.recipe import TrainConfig
@@ -20,12 +21,12 @@ from workhorse.train.resume.random_state import random_state
 from workhorse.train.room import LONG, check_training
 from workhorse.train.step import micro_batch
 from workhorse.train.step.micro_batch import (
-    MARGIN,
     Needed,
     fit_micro_batch,
     largest_share,
     recordable,
     shares,
+    usable,
 )
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
@@ -69,13 +70,20 @@ def test_the_rows_are_those_whose_recorded_step_fits(
     given = config(256, micro_batch_size="auto", dtype="bfloat16")
     needed = Needed(decoder.config, given, device)
     chosen = set()
-    for n_bytes in (needed(256), needed(256) / (1 - MARGIN) + 2, needed(1) / (1 - MARGIN) + 2):
+    margin = 1 - usable(10**6, device) / 10**6
+    for n_bytes in (needed(256), needed(256) / (1 - margin) + 2, needed(1) / (1 - margin) + 2):
         free(monkeypatch, n_bytes)
-        room = int((1 - MARGIN) * math.ceil(n_bytes))
+        room = usable(math.ceil(n_bytes), device)
         fitting = next(rows for rows in shares(256) if needed(rows) <= room)
         assert fit_micro_batch(decoder.config, given, device).micro_batch_size == fitting
         chosen.add(fitting)
     assert len(chosen) == 3
+
+
+def test_scattered_tensors_are_left_more_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(micro_batch, "resolve", lambda *_, **__: Operators())
+    assert usable(1000, CPU) == 700
+    assert usable(1000, CUDA) == 900
 
 
 def test_a_number_stays(decoder: Decoder) -> None:
@@ -101,7 +109,9 @@ def test_what_cannot_be_recorded_is_bounded(decoder: Decoder) -> None:
 
 def test_no_room_for_one_row(monkeypatch: pytest.MonkeyPatch, decoder: Decoder) -> None:
     free(monkeypatch, 2**10)
-    message = r"^one row of 8 tokens needs .* MiB and 0\.0 MiB are free on cpu, .* train.seq_len, "
+    message = (
+        r"^one row of 8 tokens needs .* MiB and 0\.0 MiB are free on cpu, .* train.seq_len, set "
+    )
     with pytest.raises(WorkhorseError, match=message):
         fit_micro_batch(decoder.config, config(8, micro_batch_size="auto"), CPU)
 

@@ -23,7 +23,7 @@ from workhorse.plan.subject import Subject, find_subject
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.account import account
 from workhorse.train.step.build import measured_peak
-from workhorse.train.step.micro_batch import MARGIN, largest_share
+from workhorse.train.step.micro_batch import largest_share, usable
 
 HERE = "this machine"
 UTILIZATION = 0.4
@@ -171,7 +171,7 @@ def _with_micro_batch(
         fixed = train.replace(micro_batch_size=rows)
         return device_memory(config, fixed, device, mesh, packed=packed).total
 
-    rows = largest_share(needed, int((1 - MARGIN) * room), train.batch_size // mesh.replicas)
+    rows = largest_share(needed, usable(room, device), train.batch_size // mesh.replicas)
     return train.replace(micro_batch_size=max(1, rows))
 
 

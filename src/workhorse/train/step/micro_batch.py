@@ -10,13 +10,14 @@ from workhorse.devices import training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.memory import available, free_memory, size
 from workhorse.models.parameters import count_parameters
+from workhorse.native import resolve
 from workhorse.nn import DecoderConfig
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.step_memory import step_memory
 
-MARGIN = 0.1
-"""Fraction of the free memory that is left for validation, samples and what operators need inside
-themselves."""
+MARGIN, SCATTERED = 0.1, 0.3
+"""Fraction of the free memory that is left for validation, samples, what operators need inside
+themselves, and gaps; and where the C library's heap scatters the tensors of a CPU."""
 
 
 def fit_micro_batch(config: DecoderConfig, train: TrainConfig, device: torch.device) -> TrainConfig:
@@ -39,14 +40,20 @@ def fit_micro_batch(config: DecoderConfig, train: TrainConfig, device: torch.dev
     free = available(device) if device.type == "cuda" else free_memory()
     assert free is not None  # `check_fitting` refused
     needed = Needed(config, train, device)
-    rows = largest_share(needed, int((1 - MARGIN) * free), train.batch_size)
+    rows = largest_share(needed, usable(free, device), train.batch_size)
     if not rows:
         raise WorkhorseError(
             f"one row of {train.seq_len} tokens needs {size(needed(1))} and {size(free)} are free "
-            f"on {device.type}, of which {MARGIN:.0%} stay so; shorten train.seq_len, set "
-            "train.activation_checkpointing=true, or take a smaller model"
+            f"on {device.type}, of which a step may take {size(usable(free, device))}; shorten "
+            "train.seq_len, set train.activation_checkpointing=true, or take a smaller model"
         )
     return train.replace(micro_batch_size=rows)
+
+
+def usable(free: int, device: torch.device) -> int:
+    """Of the free memory, the bytes that a step may take."""
+    scattered = device.type == "cpu" and resolve("heap", wait=True).heap is None
+    return int((1 - (SCATTERED if scattered else MARGIN)) * free)
 
 
 def check_fitting(device: torch.device) -> None:

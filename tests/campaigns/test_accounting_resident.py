@@ -37,7 +37,6 @@ CASES: tuple[tuple[str, dict[str, Any], dict[str, Any]], ...] = (
     ("smollm2-135m", SMALLER, {"activation_checkpointing": True, "batch_size": 8}),
     ("qwen3-0.6b", {**SMALLER, "n_layers": 2}, {"dtype": "bfloat16", "batch_size": 4}),
     ("olmo-1b", {**SMALLER, "n_layers": 1}, {"dtype": "bfloat16", "optimizer": MUON}),
-    ("mpt-7b", {**SMALLER, "n_layers": 1, "vocab_size": 4096}, {"dtype": "bfloat16"}),
 )
 
 

@@ -109,8 +109,10 @@ def test_the_memory_of_a_dry_run_is_what_a_step_holds(
     assert estimated["micro_batch_size"] == (rows or 4)
 
 
-def test_a_dry_run_has_the_account_of_a_plan(make_recipe, tmp_path: Path) -> None:
+@pytest.mark.parametrize("packing", ["windows", "documents"])
+def test_a_dry_run_has_the_account_of_a_plan(make_recipe, tmp_path: Path, packing: str) -> None:
     recipe = make_recipe(micro_batch_size="auto", device="cpu")
+    recipe = changed(recipe, "data", packing=packing)
     file = tmp_path / "recipe.yaml"
     file.write_text(recipe.to_yaml())
     planned = plan(file)

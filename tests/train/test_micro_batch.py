@@ -163,8 +163,10 @@ def test_a_run_is_the_one_with_the_number_and_resumes_with_it(
         fields["model"]["embedding"] = {"dropout": 0.2}
         return Recipe.from_dict(fields)
 
-    def answer(config: DecoderConfig, train: TrainConfig, device: torch.device) -> TrainConfig:
-        found = fit_micro_batch(config, train, device)
+    def answer(
+        config: DecoderConfig, train: TrainConfig, device: torch.device, *, packed: bool
+    ) -> TrainConfig:
+        found = fit_micro_batch(config, train, device, packed=packed)
         assert found.micro_batch_size == (2 if train.micro_batch_size == 2 else 4)
         return found.replace(micro_batch_size=2)
 

@@ -217,6 +217,11 @@ class DataConfig(Config):
             raise ConfigError(f"there is no home of {self.cache_dir}", "data.cache_dir") from None
 
     @property
+    def packed(self) -> bool:
+        """Whether rows hold several documents, which see nothing of each other."""
+        return self.packing == "documents"
+
+    @property
     def sources(self) -> dict[str, SourceConfig]:
         """The sources by name; a single one is called `corpus`."""
         if isinstance(self.corpus, MixtureConfig):

@@ -65,14 +65,14 @@ def find_subject(
     if path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf"):
         recipe = Recipe.from_dict(with_init(override_recipe(read_yaml(path), others, tell)))
         config = recipe.decoder_config(vocab_size_of(recipe))
-        return Subject(str(source), "recipe", config, recipe.train, mesh, _packed(recipe))
+        return Subject(str(source), "recipe", config, recipe.train, mesh, recipe.data.packed)
     if (run := RunDirectory(path)).exists:
         fields = run.recipe()
         config = DecoderConfig.from_dict(run.config.to_dict())
         fields["model"] = config.to_dict()
         recipe = Recipe.from_dict(override_recipe(fields, others, tell))
         config = _config_of(recipe)
-        return Subject(str(source), "run", config, recipe.train, mesh, _packed(recipe))
+        return Subject(str(source), "run", config, recipe.train, mesh, recipe.data.packed)
     kind, config = _model(source, tell)
     fields, assumed = _assumed(str(source), config, others)
     recipe = Recipe.from_dict(override_recipe(fields, others, tell))
@@ -124,10 +124,6 @@ def _assumed(
     said = {setting.partition("=")[0] for setting in settings}
     assumed = [f"train.{key}={value}" for key, value in shown.items() if f"train.{key}" not in said]
     return fields, assumed
-
-
-def _packed(recipe: Recipe) -> bool:
-    return recipe.data.packing == "documents"
 
 
 def _config_of(recipe: Recipe) -> DecoderConfig:

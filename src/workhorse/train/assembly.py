@@ -68,8 +68,8 @@ def assemble(
     constants = _constants(recipe, decoder_config, tokenizer, dataset)
     if checkpoint is not None:
         check_same_run(run, recipe, at, constants)
-    fitted = _fitted(config, decoder_config, device, at)
-    check_training(decoder_config, fitted, device)
+    fitted = _fitted(recipe, decoder_config, device, at)
+    check_training(decoder_config, fitted, device, packed=recipe.data.packed)
     seed_everything(config.seed)
     decoder, other = _decoder(recipe, decoder_config, device, checkpoint, tell)
     step = build_step(decoder, fitted, device)
@@ -182,12 +182,13 @@ def _decoder(
 
 
 def _fitted(
-    train: TrainConfig, config: DecoderConfig, device: torch.device, at: Resumption
+    recipe: Recipe, config: DecoderConfig, device: torch.device, at: Resumption
 ) -> TrainConfig:
     """The settings with a number for `micro_batch_size: auto`: the checkpoint's, if it has one."""
+    train = recipe.train
     if train.micro_batch_size == "auto" and at.checkpoint is not None:
         train = train.replace(micro_batch_size=at.micro_batch_size(train.batch_size))
-    return fit_micro_batch(config, train, device)
+    return fit_micro_batch(config, train, device, packed=recipe.data.packed)
 
 
 def _tokenizer(recipe: Recipe, run: RunDirectory, tell: Callable[[str], None]) -> Tokenizer:

@@ -56,8 +56,9 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     decoder = decoder_config.build(config.kernel, device="meta")
     active = active_parameters(decoder_config)
     flops = flops_per_token(decoder, config.seq_len)
-    config = fit_micro_batch(decoder_config, config, device)
-    step = step_memory(decoder_config, recordable(config, device), device)
+    packed = recipe.data.packed
+    config = fit_micro_batch(decoder_config, config, device, packed=packed)
+    step = step_memory(decoder_config, recordable(config, device), device, packed=packed)
     memory = account(step.held, step.activations, fullest(step), available(device))
     roles = {
         role: sum(parameter.numel() for parameter in parameters.values())

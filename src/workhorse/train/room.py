@@ -18,7 +18,9 @@ LONG = 2e14
 """Floating-point operations of a run so long that recording a step delays it by less than 1 %."""
 
 
-def check_training(config: DecoderConfig, train: TrainConfig, device: torch.device) -> None:
+def check_training(
+    config: DecoderConfig, train: TrainConfig, device: torch.device, *, packed: bool = False
+) -> None:
     """Refuse to train what memory has no room for.
 
     Weights, gradients and optimizer are counted at once. On a CPU, where the system would end the
@@ -29,6 +31,7 @@ def check_training(config: DecoderConfig, train: TrainConfig, device: torch.devi
         config: of the decoder.
         train: how it is trained; `micro_batch_size` is a number or None.
         device: where.
+        packed: whether rows hold several documents.
 
     Raises:
         WorkhorseError: there is less.
@@ -47,7 +50,7 @@ def check_training(config: DecoderConfig, train: TrainConfig, device: torch.devi
         assert rows != "auto"
         what = f"a step with {rows:,} rows of {train.seq_len:,} tokens at once"
         remedy = "set train.micro_batch_size=auto, or see what workhorse plan suggests"
-        check_fits(Needed(config, train, device)(rows), device, what, remedy)
+        check_fits(Needed(config, train, device, packed=packed)(rows), device, what, remedy)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

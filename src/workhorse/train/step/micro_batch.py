@@ -20,7 +20,9 @@ MARGIN, SCATTERED = 0.1, 0.3
 themselves, and gaps; and where the C library's heap scatters the tensors of a CPU."""
 
 
-def fit_micro_batch(config: DecoderConfig, train: TrainConfig, device: torch.device) -> TrainConfig:
+def fit_micro_batch(
+    config: DecoderConfig, train: TrainConfig, device: torch.device, *, packed: bool = False
+) -> TrainConfig:
     """The settings with a number for `micro_batch_size: auto`; others as they are.
 
     Nothing is tried: steps are recorded on tensors without data, and the number depends on them and
@@ -30,6 +32,7 @@ def fit_micro_batch(config: DecoderConfig, train: TrainConfig, device: torch.dev
         config: of the decoder.
         train: how it is trained.
         device: where.
+        packed: whether rows hold several documents.
 
     Raises:
         WorkhorseError: not even one row fits, or free memory is not known on this device.
@@ -39,7 +42,7 @@ def fit_micro_batch(config: DecoderConfig, train: TrainConfig, device: torch.dev
     check_fitting(device)
     free = available(device) if device.type == "cuda" else free_memory()
     assert free is not None  # `check_fitting` refused
-    needed = Needed(config, train, device)
+    needed = Needed(config, train, device, packed=packed)
     rows = largest_share(needed, usable(free, device), train.batch_size)
     if not rows:
         raise WorkhorseError(
@@ -73,8 +76,16 @@ def check_fitting(device: torch.device) -> None:
 class Needed:
     """The most bytes of a step, by the rows of a micro-batch; each number is recorded once."""
 
-    def __init__(self, config: DecoderConfig, train: TrainConfig, device: torch.device) -> None:
+    def __init__(
+        self,
+        config: DecoderConfig,
+        train: TrainConfig,
+        device: torch.device,
+        *,
+        packed: bool = False,
+    ) -> None:
         self.config = config
+        self.packed = packed
         self.train = recordable(train, device)
         self.device = device
         self.copies = 2 * count_parameters(config)["total"] if train.dtype == "float16" else 0
@@ -84,7 +95,8 @@ class Needed:
     def __call__(self, rows: int) -> int:
         if rows not in self._known:
             train = self.train.replace(micro_batch_size=rows)
-            self._known[rows] = step_memory(self.config, train, self.device).total + self.copies
+            found = step_memory(self.config, train, self.device, packed=self.packed)
+            self._known[rows] = found.total + self.copies
         return self._known[rows]
 
 

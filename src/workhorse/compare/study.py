@@ -10,6 +10,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, field_validator, model_validator
 
 from workhorse.config import Config, ConfigError, nearest, read_yaml
+from workhorse.dial import is_on_dial, read_recipe
 from workhorse.errors import WorkhorseError, shown
 
 Count = Annotated[int, Field(ge=1)]
@@ -93,7 +94,8 @@ class Study(Config):
     question: str = ""
     """What it is to answer, for people."""
     base: str | dict[str, Any]
-    """The recipe that all variants begin from: its file, relative to the study's, or its fields."""
+    """The recipe that all variants begin from: its file, relative to the study's, `depth-N` of the
+    dial, or its fields."""
     variants: dict[str, Settings] = Field(default={})
     """By name, the dotted keys of the recipe in which a variant differs from the base. Values are
     written over the base as the command line's settings are: a mapping replaces a whole section."""
@@ -208,6 +210,8 @@ def read_study(file: str | Path) -> Study:
     study = Study.from_dict(read_yaml(file))
     if isinstance(study.base, dict):
         return study
+    if is_on_dial(study.base):
+        return study.replace(base=read_recipe(study.base))
     try:
         path = (file.parent / Path(study.base).expanduser()).resolve()
         there = path.is_file()

@@ -7,7 +7,8 @@ from typing import Any
 
 from workhorse.checkpoints import RunDirectory
 from workhorse.checkpoints.stored import is_stored, no_such_model, open_stored
-from workhorse.config import ConfigError, read_yaml
+from workhorse.config import ConfigError
+from workhorse.dial import is_on_dial, read_recipe
 from workhorse.models import find_preset, preset_names
 from workhorse.models.parameters import count_parameters
 from workhorse.nn import DecoderConfig
@@ -51,7 +52,7 @@ def find_subject(
     """What a source stands for, with settings written over it.
 
     Args:
-        source: a recipe's file, a run directory, a preset's name, or a stored model.
+        source: a recipe's file or `depth-N`, a run directory, a preset's name, or a stored model.
         settings: `section.key=value`, as for `train`, and `parallel.key=value`.
         tell: called with a line for each key that is dropped or shortened.
 
@@ -62,8 +63,9 @@ def find_subject(
     others = [one for one in settings if not one.startswith(PARALLEL)]
     mesh = _mesh(of_mesh)
     path = Path(source)
-    if path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf"):
-        recipe = Recipe.from_dict(with_init(override_recipe(read_yaml(path), others, tell)))
+    in_file = path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf")
+    if in_file or is_on_dial(source):
+        recipe = Recipe.from_dict(with_init(override_recipe(read_recipe(source), others, tell)))
         config = recipe.decoder_config(vocab_size_of(recipe))
         return Subject(str(source), "recipe", config, recipe.train, mesh, recipe.data.packed)
     if (run := RunDirectory(path)).exists:

@@ -4,7 +4,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from workhorse.config import read_yaml
+from workhorse.dial import read_recipe
 from workhorse.plan.compute_optimal import Parametric
 from workhorse.scaling.forms import FORMS, Point
 from workhorse.scaling.law import DRAWS, Law, fit_law
@@ -69,6 +69,6 @@ def _point(point: Point) -> dict[str, Any]:
 
 
 def recipe_at(path: str | Path) -> Recipe:
-    """The recipe in a file, or of a run directory."""
+    """The recipe in a file, of the dial, or of a run directory."""
     path = Path(path)
-    return Recipe.from_dict(with_init(read_yaml(path / "recipe.yaml" if path.is_dir() else path)))
+    return Recipe.from_dict(with_init(read_recipe(path / "recipe.yaml" if path.is_dir() else path)))

@@ -122,13 +122,13 @@ def _prepared(
     path: Path, overrides: tuple[str, ...], out: Path | None, *, verify: bool
 ) -> "tuple[Recipe, Tokenizer, Dataset]":
     from workhorse.checkpoints import RunDirectory
-    from workhorse.config import read_yaml
     from workhorse.data import prepare, prepare_tokenizer
+    from workhorse.dial import read_recipe
     from workhorse.train import Recipe, override_recipe, with_init
 
     if path.is_dir():
         path, out = recipe_of_run(path), out or path
-    recipe = Recipe.from_dict(with_init(override_recipe(read_yaml(path), overrides, warn)))
+    recipe = Recipe.from_dict(with_init(override_recipe(read_recipe(path), overrides, warn)))
     folder = RunDirectory(out or Path("runs") / recipe.name).data_folder
     with progress("training the tokenizer", unit="bytes") as report:
         tokenizer = prepare_tokenizer(

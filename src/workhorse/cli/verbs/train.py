@@ -72,9 +72,10 @@ def command(
     threads: int,
     as_json: bool,
 ) -> None:
-    """Train a model by RECIPE: a YAML file, or a run directory, whose own recipe is then used.
+    """Train a model by RECIPE: a YAML file, depth-N, or a run directory, whose own recipe is used.
 
-    `workhorse recipe` lists the keys of a recipe.
+    depth-1 to depth-64 are recipes of one family, sized by their number of layers. `workhorse
+    recipe` lists the keys of a recipe.
 
     Settings after it replace the recipe's, as in `train.steps=500 model.d_model=256`; --device,
     --dtype and --threads, where given, replace those of its `train` section. An interrupt, SIGTERM
@@ -121,9 +122,9 @@ def _read(
     tell: Callable[[str], object],
 ) -> Any:
     """A recipe with overrides; to resume a run, the model that it started from is not needed."""
-    from workhorse.config import read_yaml
+    from workhorse.dial import read_recipe
 
-    written = read_yaml(file)  # first, so that a file that is none does not wait for torch
+    written = read_recipe(file)  # first, so that a file that is none does not wait for torch
     from workhorse.checkpoints import RunDirectory
     from workhorse.train import Recipe, override_recipe, resumed_recipe, with_init
 

@@ -1,0 +1,76 @@
+"""The dial: one number in, a recipe out."""
+
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+
+from workhorse.cli.main import main
+from workhorse.compare import read_study
+from workhorse.dial import DEEPEST, read_recipe, recipe_of_depth
+from workhorse.errors import WorkhorseError
+from workhorse.models.flops import flops_per_token
+from workhorse.train import Recipe
+from workhorse.train.estimate import vocab_size_of
+
+
+def sizes(depth: int) -> dict[str, float]:
+    recipe = Recipe.from_dict(recipe_of_depth(depth))
+    train, config = recipe.train, recipe.decoder_config(vocab_size_of(recipe))
+    decoder = config.build(device="meta")
+    return {
+        "width": config.d_model,
+        "vocabulary": config.vocab_size,
+        "context": train.seq_len,
+        "tokens of a step": train.tokens_per_step,
+        "tokens": train.steps * train.tokens_per_step,
+        "parameters": sum(weight.numel() for weight in decoder.parameters()),
+        "flops": flops_per_token(decoder, train.seq_len) * train.steps * train.tokens_per_step,
+        "slowness": 1 / train.optimizer.to_dict()["adamw"]["learning_rate"],
+    }
+
+
+def test_a_deeper_recipe_is_larger_in_everything():
+    for smaller, larger in pairwise(map(sizes, range(1, DEEPEST + 1))):
+        assert all(smaller[name] <= larger[name] for name in smaller)
+        for name in ("width", "tokens", "parameters", "flops"):
+            assert smaller[name] < larger[name]
+
+
+@pytest.mark.parametrize("depth", [0, DEEPEST + 1])
+def test_a_depth_beyond_the_dial(depth: int):
+    with pytest.raises(WorkhorseError, match=f"choose depth-1 to depth-{DEEPEST}"):
+        recipe_of_depth(depth)
+
+
+def test_every_verb_that_takes_a_recipe_takes_a_depth(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    monkeypatch.chdir(tmp_path)
+    Path("texts").mkdir()
+    for name in "abcdefghijkl":
+        Path(f"texts/{name}.txt").write_text(f"line {name} after another\n" * 40)
+    small = [
+        *("data.corpus={kind: folder, path: texts}", "tokenizer.vocab_size=270"),
+        *("train.steps=2", "train.batch_size=2", "train.seq_len=16"),
+    ]
+    assert main(["train", "depth-1", *small, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["step"] == 2
+    assert json.loads(Path("runs/depth-1/config.json").read_text())["n_layers"] == 1
+    assert main(["data", "inspect", "depth-1", *small]) == 0
+    assert main(["plan", "depth-1", *small, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["kind"] == "recipe"
+    Path("study.yaml").write_text(
+        "{name: s, base: depth-2, budget: {steps: 1}, seeds: [1, 2],"
+        " grid: {train.batch_size: [1, 2]}}"
+    )
+    assert read_study("study.yaml").base == recipe_of_depth(2)
+    assert main(["train", "depth-65"]) == 2
+    assert "choose depth-1 to depth-64" in capsys.readouterr().err
+
+
+def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    Path("depth-3").write_text("name: mine\n")
+    assert read_recipe("depth-3") == {"name": "mine"}

@@ -5,10 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from studies import coordinates, depth
+from studies import coordinates, depth, ladder
 from workhorse.compare import quick, read_study
 from workhorse.compare.plan import make_plan
 
+LADDER = (
+    "tokenizer.vocab_size=280; train.seq_len=256; train.eval_every=null; model.d_model=64;"
+    " model.blocks.main.attention.n_heads=1; model.blocks.main.feed_forward.d_ff=64;"
+    " data.corpus={{kind: folder, path: {texts}}}"
+)
+"""What makes the rungs of a ladder small."""
 SEARCHES = ("width",)
 """Whose answer is the search for the learning rate."""
 STUDIES = sorted((Path(__file__).parent.parent / "studies").glob("*.yaml"))
@@ -54,3 +60,21 @@ def test_coordinates_grow_with_the_width_by_the_usual_rules_and_not_by_mup():
     assert max(slopes["usual"].values()) > 0.4
     for rules in ("muP", "Muon"):
         assert max(map(abs, slopes[rules].values())) < 0.25
+
+
+def test_a_ladder_foretells_its_next_rung_and_then_trains_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    for number in range(12):
+        (texts / f"{number}.txt").write_text(f"def f{number}(x):\n    return {number}\n" * 20)
+    monkeypatch.setattr(ladder, "SAME", LADDER.format(texts=texts).split("; "))
+    monkeypatch.setattr(ladder, "STEP_TOKENS", 256)
+    out = tmp_path / "out"
+    words = ["--depths", "1", "--tokens", *["256", "512", "768", "1024", "1280"], "--next", "2"]
+    monkeypatch.setattr("sys.argv", ["ladder", *words, "--out", str(out)])
+    ladder.main()
+    text = (out / "ladder.md").read_text()
+    assert text.count("power law of compute") == 2
+    assert len(list(out.glob("depth-2-*.json"))) == 1

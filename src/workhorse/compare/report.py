@@ -15,7 +15,6 @@ from workhorse.train.report.chart import Series, line_chart, shown
 from workhorse.train.report.page import duration, rendered
 from workhorse.writing import write_atomically
 
-MINUTE = 60
 Rows = list[list[str]]
 """Of a table; the first is the head."""
 
@@ -139,7 +138,7 @@ def _spent(results: dict[str, Any]) -> Rows:
                 f"{one['tokens']:,}",
                 f"{one['flops']:.3g}",
                 f"{one['learning_rate']:.3g} (× {one['learning_rate_factor']:g})",
-                _or_dash(cost["seconds"], _time),
+                _or_dash(cost["seconds"], duration),
                 _or_dash(cost["tokens_per_second"], lambda speed: f"{speed:,.0f}"),
                 _or_dash(cost["peak_memory"], size),
             ]
@@ -168,10 +167,6 @@ def _span(figures: dict[str, Any], form: str) -> str:
 
 def _or_dash(value: float | None, text: Callable[[float], str]) -> str:
     return "–" if value is None else text(value)
-
-
-def _time(seconds: float) -> str:
-    return f"{seconds:.1f} s" if seconds < MINUTE else duration(seconds)
 
 
 def _table(rows: Rows) -> str:

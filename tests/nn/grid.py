@@ -47,6 +47,7 @@ def assemble(choice: Choice) -> DecoderConfig:
     block = {
         **parts["wiring"],
         **parts["branch"],
+        **parts["convolution"],
         "norm": parts["norm"],
         "attention": {**attention, **parts["reach"]},
         "feed_forward": {"d_ff": 20 if odd else 16, **parts["feed_forward"]},

@@ -111,6 +111,11 @@ FACTORS: dict[str, dict[str, list[Variant]]] = {
         "changed": [{"residual_multiplier": 0.5}, {"dropout": 0.2}],
         "both": [{"residual_multiplier": 0.7, "dropout": 0.1}],
     },
+    "convolution": {
+        "none": [{}],
+        "both": [{"convolution": {"width": 3}}, {"convolution": {"width": 2}}],
+        "one": [{"convolution": {"before": [part]}} for part in ("attention", "feed_forward")],
+    },
     "norm": {
         "layer_norm": LAYER_NORM,
         "bare_layer_norm": [{**LAYER, "weight": False, "bias": False, "precision": "float32"}],

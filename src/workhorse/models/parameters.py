@@ -80,4 +80,4 @@ def _component(path: list[str], owner: nn.Module) -> str:
     """The component that the parameter at a path belongs to."""
     if isinstance(owner, LayerNorm | RMSNorm):
         return "norms"
-    return path[2] if path[0] == "layers" else path[0]
+    return path[2].removesuffix("_convolution") if path[0] == "layers" else path[0]

@@ -1,8 +1,8 @@
 """Wirings of a block: where norms and residuals sit, around any attention and any feed-forward."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
-from typing import Annotated, Any, Literal, cast
+from collections.abc import Iterator, Mapping
+from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 
 from pydantic import Discriminator, Field, Tag
 from torch import nn
@@ -11,13 +11,16 @@ from workhorse.config import Config
 from workhorse.nn.attention.grouped import AttentionConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.nn.attention.latent import LatentAttentionConfig
-from workhorse.nn.cache.view import CacheEntry
+from workhorse.nn.cache.view import CacheEntry, LayerEntry, Layers
 from workhorse.nn.context import Context
-from workhorse.nn.elementwise import Multiplier
+from workhorse.nn.convolution import ShortConvolution, ShortConvolutionConfig, SubLayer
+from workhorse.nn.elementwise import Multiplier, Unchanged
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.feedforward import ClampedGatedMlpConfig, GatedMlpConfig, MlpConfig
 from workhorse.nn.norms import NormConfig
 from workhorse.nn.shapes import Hidden
+
+Room = TypeVar("Room")
 
 
 def _kind_of_attention(given: Any) -> str | None:
@@ -50,6 +53,8 @@ class WiringConfig(Config):
     """Dropout on each sub-layer's output, before it is added."""
     residual_multiplier: float = 1.0
     """Factor on each sub-layer's output, before it is added (Granite)."""
+    convolution: ShortConvolutionConfig | None = None
+    """Short convolutions of the sub-layers' inputs; left out: none."""
 
     @abstractmethod
     def build(self, d_model: int, layer: int = 0, kernel: KernelName = "auto") -> "Block":
@@ -74,12 +79,50 @@ class Block(nn.Module, ABC):
         self.feed_forward = config.feed_forward.build(d_model)
         self.attention_branch = make_branch(config.dropout, config.residual_multiplier)
         self.feed_forward_branch = make_branch(config.dropout, config.residual_multiplier)
+        short = config.convolution
+        self.attention_convolution, self.feed_forward_convolution = (
+            short.build(d_model) if short and name in short.before else Unchanged()
+            for name in get_args(SubLayer)
+        )
 
     @abstractmethod
     def forward(
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         """The residual stream after this layer."""
+
+    def attend(self, x: Hidden, context: Context | None, cache: CacheEntry | None) -> Hidden:
+        """The attention of `x`, or of what its convolution makes of it."""
+        entry = cache.inputs.get("attention") if cache else None
+        return self.attention(self.attention_convolution(x, context, entry), context, cache)
+
+    def feed(self, x: Hidden, context: Context | None, cache: CacheEntry | None) -> Hidden:
+        """The feed-forward of `x`, or of what its convolution makes of it."""
+        entry = cache.inputs.get("feed_forward") if cache else None
+        return self.feed_forward(self.feed_forward_convolution(x, context, entry))
+
+    def rooms(self, cache: Layers[Room]) -> list[Room]:
+        """This layer's rooms in a cache: the attention's, then those of its convolutions.
+
+        Raises:
+            ConfigError: attention that is not causal cannot be cached.
+            WorkhorseError: the kernel cannot decode.
+        """
+        short = [cache.layer(part.width) for part in self._convolutions().values()]
+        return [self.attention.cache_entry(cache), *short]
+
+    def entry(self, entries: Iterator[CacheEntry]) -> CacheEntry:
+        """This layer's entry, from as many as it has `rooms`."""
+        attention = next(entries)
+        inputs = {name: next(entries) for name in self._convolutions()}
+        return LayerEntry(attention, inputs) if inputs else attention
+
+    def _convolutions(self) -> dict[str, ShortConvolution]:
+        parts = {
+            "attention": self.attention_convolution,
+            "feed_forward": self.feed_forward_convolution,
+        }
+        return {name: one for name, one in parts.items() if isinstance(one, ShortConvolution)}
 
 
 class PreNormConfig(WiringConfig):
@@ -113,8 +156,8 @@ class PreNorm(Block):
     def forward(
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
-        x = x + self.attention_branch(self.attention(self.attention_norm(x), context, cache))
-        return x + self.feed_forward_branch(self.feed_forward(self.feed_forward_norm(x)))
+        x = x + self.attention_branch(self.attend(self.attention_norm(x), context, cache))
+        return x + self.feed_forward_branch(self.feed(self.feed_forward_norm(x), context, cache))
 
 
 class NormedResidual(PreNorm):
@@ -124,9 +167,9 @@ class NormedResidual(PreNorm):
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         x = self.attention_norm(x)
-        x = x + self.attention_branch(self.attention(x, context, cache))
+        x = x + self.attention_branch(self.attend(x, context, cache))
         x = self.feed_forward_norm(x)
-        return x + self.feed_forward_branch(self.feed_forward(x))
+        return x + self.feed_forward_branch(self.feed(x, context, cache))
 
 
 class PostNormConfig(WiringConfig):
@@ -144,8 +187,8 @@ class PostNorm(PreNorm):
     def forward(
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
-        x = self.attention_norm(x + self.attention_branch(self.attention(x, context, cache)))
-        return self.feed_forward_norm(x + self.feed_forward_branch(self.feed_forward(x)))
+        x = self.attention_norm(x + self.attention_branch(self.attend(x, context, cache)))
+        return self.feed_forward_norm(x + self.feed_forward_branch(self.feed(x, context, cache)))
 
 
 class ReorderedNormConfig(WiringConfig):
@@ -163,8 +206,8 @@ class ReorderedNorm(PreNorm):
     def forward(
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
-        x = x + self.attention_branch(self.attention_norm(self.attention(x, context, cache)))
-        return x + self.feed_forward_branch(self.feed_forward_norm(self.feed_forward(x)))
+        x = x + self.attention_branch(self.attention_norm(self.attend(x, context, cache)))
+        return x + self.feed_forward_branch(self.feed_forward_norm(self.feed(x, context, cache)))
 
 
 class SandwichNormConfig(WiringConfig):
@@ -189,9 +232,9 @@ class SandwichNorm(PreNorm):
     def forward(
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
-        y = self.attention(self.attention_norm(x), context, cache)
+        y = self.attend(self.attention_norm(x), context, cache)
         x = x + self.attention_branch(self.attention_output_norm(y))
-        y = self.feed_forward(self.feed_forward_norm(x))
+        y = self.feed(self.feed_forward_norm(x), context, cache)
         return x + self.feed_forward_branch(self.feed_forward_output_norm(y))
 
 
@@ -223,8 +266,8 @@ class Parallel(Block):
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         y = self.norm(x)
-        mixed = self.attention_branch(self.attention(y, context, cache))
-        return x + (mixed + self.feed_forward_branch(self.feed_forward(y)))
+        mixed = self.attention_branch(self.attend(y, context, cache))
+        return x + (mixed + self.feed_forward_branch(self.feed(y, context, cache)))
 
 
 class ParallelTwoNorms(PreNorm):
@@ -233,8 +276,10 @@ class ParallelTwoNorms(PreNorm):
     def forward(
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
-        y = self.attention_branch(self.attention(self.attention_norm(x), context, cache))
-        return x + (y + self.feed_forward_branch(self.feed_forward(self.feed_forward_norm(x))))
+        y = self.attention_branch(self.attend(self.attention_norm(x), context, cache))
+        return x + (
+            y + self.feed_forward_branch(self.feed(self.feed_forward_norm(x), context, cache))
+        )
 
 
 BlockConfig = Annotated[

@@ -15,7 +15,7 @@ from workhorse.nn.attention.kernels import Kernel
 from workhorse.nn.attention.masks import AttentionPattern, Placement
 from workhorse.nn.cache.view import CacheEntry, CacheView
 from workhorse.nn.positions.rope import RopeConfig
-from workhorse.nn.shapes import Angles, Hidden, Lengths, Positions, Tokens
+from workhorse.nn.shapes import Angles, Hidden, Lengths, Positions, Slots, Tokens
 
 
 class Context:
@@ -98,6 +98,28 @@ class Context:
             return kernel.render(effective, place, dtype)
 
         return self._once((pattern, type(kernel), dtype), make)
+
+    def slots_before(self, reach: int) -> tuple[Slots, Slots]:
+        """Where a cache's entry of that reach holds the `reach - 1` tokens before each new one.
+
+        Returns:
+            slots: (batch, seq, reach - 1), the token just before first; any slot where there is
+                no such token.
+            exists: whether there is, a bool of that shape.
+        """
+        assert self.cache is not None
+        rows, place = len(self.cache.lengths), self.cache.place(reach)
+
+        def make() -> tuple[Slots, Slots]:
+            queries, keys = place.queries, place.keys.expand(rows, -1)
+            back = torch.arange(1, reach, device=keys.device)
+            wanted = (queries[..., None] - back).expand(len(keys), -1, -1)
+            ordered, order = keys.sort(dim=1)
+            found = torch.searchsorted(ordered, wanted.flatten(1)).clamp(max=keys.shape[1] - 1)
+            exists = (ordered.gather(1, found) == wanted.flatten(1)).view_as(wanted) & (wanted >= 0)
+            return order.gather(1, found).view_as(wanted), exists
+
+        return self._once(("slots_before", reach), make)
 
     def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         if key not in self._made:

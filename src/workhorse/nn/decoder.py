@@ -177,9 +177,9 @@ class Decoder(nn.Module):
             max_positions=self.max_positions,
         )
         x = self.embedding(tokens, context.positions)
-        entries = [None] * len(self.layers) if cache is None else cache.entries
-        for layer, entry in zip(self.layers, entries, strict=True):
-            x = layer(x, context, entry)
+        entries = None if cache is None else iter(cache.entries)
+        for layer in self._blocks():
+            x = layer(x, context, layer.entry(entries) if entries else None)
         return self.final_norm(x)
 
     def unembed(self, x: Hidden) -> Logits:
@@ -205,7 +205,7 @@ class Decoder(nn.Module):
                 not causal.
         """
         cache = Cache(batch, capacity, self.embedding.tokens.weight.device, slack)
-        cache.entries = [layer.attention.cache_entry(cache) for layer in self._blocks()]
+        cache.entries = [room for layer in self._blocks() for room in layer.rooms(cache)]
         return cache
 
     def new_paged_cache(self, tokens: int, texts: int, slack: int = 0) -> PagedCache:
@@ -221,7 +221,7 @@ class Decoder(nn.Module):
         """
         device, context = self.embedding.tokens.weight.device, self.max_seq_len
         cache = PagedCache(tokens, texts, device, context, slack)
-        cache.stores = [layer.attention.cache_entry(cache) for layer in self._blocks()]
+        cache.stores = [room for layer in self._blocks() for room in layer.rooms(cache)]
         return cache
 
     def initialize(self, generator: torch.Generator | None = None) -> "Decoder":

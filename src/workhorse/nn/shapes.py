@@ -3,7 +3,7 @@
 They are documentation that is checked: the tests run all of `nn` under jaxtyping and beartype.
 """
 
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Bool, Float, Int, Shaped
 from torch import Tensor
 
 Tokens = Int[Tensor, "batch seq"]
@@ -14,6 +14,8 @@ KeyPositions = Int[Tensor, "#batch kv_seq"]
 Lengths = Int[Tensor, "#batch #seq"]
 """Length, in tokens, of the text that each token belongs to."""
 Hidden = Float[Tensor, "batch seq d_model"]
+Slots = Shaped[Tensor, "batch seq back"]
+"""Something about each of the few tokens before a token."""
 Logits = Float[Tensor, "batch seq vocab"]
 NextLogits = Float[Tensor, "batch vocab"]
 Queries = Float[Tensor, "batch heads seq head_dim"]

@@ -26,15 +26,16 @@ def parameters_by_role(decoder: Decoder) -> dict[str, Parameters]:
     - `embedding`: token and position tables, including a tied head. They decay only with
       `decay_embeddings`.
     - `head`: matrices outside the layers, such as an untied head. They decay.
-    - `vector`: norms, biases (also those of each expert), sinks and other vectors. They never
-      decay. Among them is a router's selection bias, which has no gradient and so no optimizer.
+    - `vector`: norms, biases (also those of each expert), sinks, weights of convolutions and other
+      vectors. They never decay. Among them is a router's selection bias, which has no gradient and
+      so no optimizer.
     """
     tables = {id(module.weight) for module in decoder.modules() if isinstance(module, nn.Embedding)}
     roles: dict[str, Parameters] = {"hidden": {}, "embedding": {}, "head": {}, "vector": {}}
     for name, parameter in decoder.named_parameters():  # a tied matrix comes once, as the embedding
         if id(parameter) in tables or name.startswith("embedding.position"):
             role = "embedding"
-        elif parameter.ndim <= 1 or name.endswith(".bias"):
+        elif parameter.ndim <= 1 or name.endswith((".bias", "_convolution.weight")):
             role = "vector"
         else:
             role = "hidden" if name.startswith("layers.") else "head"

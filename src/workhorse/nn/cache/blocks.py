@@ -38,7 +38,7 @@ class InBlocks(NamedTuple):
             return self.blocks.flatten(1, 2)[None, :, start : start + self.slots]
         table = self.table[:, self.first :]
         taken = self.blocks.index_select(1, table.flatten())  # several times faster than indexing
-        taken = taken.view(heads, len(table), -1, width)
+        taken = taken.view(heads, len(table), table.shape[1] * block, width)
         return taken.transpose(0, 1)[:, :, : self.slots]
 
 

@@ -28,7 +28,7 @@ class PagedCache:
         slack: how many of a text's newest tokens can always be taken back.
 
     Attributes:
-        stores: one for each layer.
+        stores: of all layers, in the order of their `Block.rooms`.
         reclaim: called when all blocks are held, to release some that no open text needs; returns
             whether it dropped anything.
     """

@@ -6,6 +6,7 @@ and values and returns all that may be attended to. Masks are computed from posi
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from typing import Any, Protocol, TypeVar, runtime_checkable
 
 import torch
@@ -16,7 +17,13 @@ from workhorse.nn.shapes import NewKeys, NewValues, Positions
 
 
 class CacheEntry(ABC):
-    """The keys and values of one attention layer, for the rows of a batch."""
+    """The keys and values of one attention layer, for the rows of a batch.
+
+    Attributes:
+        inputs: entries of the layer's convolutions, by sub-layer.
+    """
+
+    inputs: Mapping[str, "CacheEntry"] = {}
 
     @abstractmethod
     def update(self, k: NewKeys, v: NewValues) -> tuple[Any, Any]:
@@ -27,11 +34,27 @@ class CacheEntry(ABC):
         """
 
 
+class LayerEntry(CacheEntry):
+    """The entry of a layer that also has convolutions, which store their inputs as keys.
+
+    Args:
+        attention: for keys and values.
+        inputs: see `CacheEntry`.
+    """
+
+    def __init__(self, attention: CacheEntry, inputs: Mapping[str, CacheEntry]) -> None:
+        self.attention = attention
+        self.inputs = inputs
+
+    def update(self, k: NewKeys, v: NewValues) -> tuple[Any, Any]:
+        return self.attention.update(k, v)
+
+
 class CacheView(ABC):
     """The rows of a batch in a cache.
 
     Attributes:
-        entries: one for each layer.
+        entries: of all layers, in the order of their `Block.rooms`.
         length: columns consumed so far, counted in the longest row.
         lengths: tokens in each row, int64 `(batch,)`.
         uniform: whether all rows hold the positions 0, 1, 2 … to the same length, without padding.

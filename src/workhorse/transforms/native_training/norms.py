@@ -60,10 +60,8 @@ class NativePreNorm(PreNorm):
         ):
             return super().forward(x, context, cache)
         x, y = _AddNorm.apply(x, None, *_parts(norms[0]), self.operators)
-        x, y = _AddNorm.apply(
-            x, self.attention(y, context, cache), *_parts(norms[1]), self.operators
-        )
-        return x + self.feed_forward(y)
+        x, y = _AddNorm.apply(x, self.attend(y, context, cache), *_parts(norms[1]), self.operators)
+        return x + self.feed(y, context, cache)
 
 
 def replace_norms(root: nn.Module, operators: Training) -> nn.Module:

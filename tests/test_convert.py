@@ -27,6 +27,8 @@ from workhorse.tokenizers import (
 from workhorse.train import Recipe, train, with_init
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
+WITH_CONVOLUTIONS = next(file for file in RECIPES if file.stem == "shakespeare-char")
+LEAVING = [file for file in RECIPES if file != WITH_CONVOLUTIONS]
 HALVES: list[tuple[Format, DTypeName]] = [("hf", "float16"), ("workhorse", "float16")]
 TEXT = "Every model of a run can go to other people's programs, and come back."
 
@@ -233,7 +235,19 @@ def quick(recipe: Path, texts: Path, **train_changes: object) -> Recipe:
     return Recipe.from_dict(fields)
 
 
-@pytest.mark.parametrize("file", RECIPES, ids=lambda file: file.stem)
+@pytest.mark.parametrize(
+    ("to", "said"), [("hf", "no class of transformers holds"), ("gguf", "llama.cpp cannot compute")]
+)
+def test_a_model_with_convolutions_stays(to: Format, said: str, tmp_path: Path) -> None:
+    texts = tmp_path / "texts.txt"
+    texts.write_text(TEXT * 20)
+    train(quick(WITH_CONVOLUTIONS, texts, steps=1), tmp_path / "run")
+    with pytest.raises(WorkhorseError, match=rf"{said} .*convolution is given, not null"):
+        convert(tmp_path / "run", tmp_path / "out", to)
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("file", LEAVING, ids=lambda file: file.stem)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_what_a_shipped_recipe_trains_can_leave(dtype: str, file: Path, tmp_path: Path) -> None:
     """To transformers and to GGUF, from an unfinished run too, and back: the same model."""

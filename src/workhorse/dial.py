@@ -6,8 +6,8 @@ Everything else follows from it, and grows with it:
   to a multiple of 64;
 - vocabulary: 1,024 for each layer, to the nearest power of two, from 1,024 to 65,536;
 - context: 64 tokens for each layer, to the next power of two, from 256 to 4,096;
-- tokens: `TOKENS_PER_PARAMETER` for each parameter that multiplies, as docs/scaling.md's ladder
-  found best;
+- tokens: `TOKENS_PER_PARAMETER` for each parameter that multiplies, as the demo has them; what a
+  ladder finds best (docs/scaling.md) is not measured yet;
 - tokens of a step: in proportion to the root of all tokens, to the nearest power of two;
 - learning rates: Muon's the same at every width, since its update has the same spectral norm;
   AdamW's, of embeddings and norms, as one over the root of the width.
@@ -27,9 +27,9 @@ NAMED = re.compile(rf"{NAMED_AFTER}\d{{1,6}}")
 DEEPEST = 64
 HEAD = 64
 TOKENS_PER_PARAMETER = 0.5
-STEP_TOKENS = 4096 / 1.6e6**0.5
+STEP_TOKENS = 2048 / 1.6e6**0.5
 """Tokens of a step for the root of all tokens."""
-ADAMW_RATE, ADAMW_WIDTH = 0.015, 256
+ADAMW_RATE, ADAMW_WIDTH = 0.03, 256
 """The learning rate of embeddings and norms at that width."""
 
 
@@ -76,17 +76,20 @@ def recipe_of_depth(depth: int) -> dict[str, Any]:
             "n_layers": depth,
             "blocks": {
                 "main": {
-                    "kind": "pre_norm",
-                    "norm": {"kind": "rms_norm"},
+                    "kind": "parallel",
+                    "norm": {"kind": "layer_norm"},
                     "attention": {
                         "n_heads": width // HEAD,
                         "position": {"kind": "rope"},
-                        "qk_norm": {"norm": {"kind": "rms_norm", "weight": False}},
+                        "qk_norm": {
+                            "norm": {"kind": "layer_norm", "bias": False},
+                            "over": "each_head",
+                        },
                     },
                     "feed_forward": {"kind": "gated_mlp", "d_ff": d_ff, "activation": "silu"},
                 }
             },
-            "final_norm": {"kind": "rms_norm"},
+            "final_norm": {"kind": "layer_norm"},
             "head": {"tied": True},
             "init": {"kind": "normal", "std": 0.02, "residual": "zero"},
         },
@@ -98,7 +101,7 @@ def recipe_of_depth(depth: int) -> dict[str, Any]:
             "seq_len": seq_len,
             "optimizer": {
                 "kind": "muon",
-                "learning_rate": 0.03,
+                "learning_rate": 0.02,
                 "scale": "spectral",
                 "weight_decay": 0.01,
                 "adamw": {

@@ -4,6 +4,7 @@ import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 
+import signal
 from pathlib import Path
 
 import hypothesis
@@ -24,10 +25,12 @@ hypothesis.settings.load_profile("workhorse")
 def pytest_configure(config: pytest.Config) -> None:
     """Compile the native operators, if that was never done here, before any test runs.
 
-    They would be made in the background otherwise and be there from some test on.
+    They would be made in the background otherwise and be there from some test on. A shell ignores
+    SIGINT for what it runs in the background; some tests interrupt themselves.
     """
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
-        resolve("decoding", "training", wait=True)
+        resolve("decoding", "training", "heap", wait=True)
 
 
 @pytest.fixture(autouse=True)

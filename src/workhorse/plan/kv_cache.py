@@ -1,17 +1,20 @@
 """What a text takes of the cache of keys and values."""
 
+from itertools import islice
 from typing import NamedTuple
 
 import torch
 
 from workhorse.nn import DecoderConfig
 from workhorse.nn.cache.blocks import BLOCK
+from workhorse.nn.cache.paged import Store
 from workhorse.nn.cache.paged_view import PagedView
+from workhorse.nn.convolution import ShortConvolution
 from workhorse.tensors.tape import without_data
 
 
 class LayerCache(NamedTuple):
-    """Of one layer."""
+    """Of one layer's attention, or of the inputs of one of its convolutions."""
 
     bytes_per_token: int
     reach: int | None
@@ -19,7 +22,7 @@ class LayerCache(NamedTuple):
 
 
 def cache_of_layers(config: DecoderConfig, dtype: torch.dtype) -> list[LayerCache]:
-    """What each layer keeps, as the paged cache allocates it.
+    """What each layer keeps, as the paged cache allocates it: one for each store, in order.
 
     Args:
         config: of the decoder.
@@ -35,14 +38,19 @@ def cache_of_layers(config: DecoderConfig, dtype: torch.dtype) -> list[LayerCach
         cache = decoder.new_paged_cache(tokens=config.max_seq_len, texts=1)
         view = PagedView(cache, [cache.open(1)])
         decoder.hidden(torch.zeros(1, 1, dtype=torch.int64), cache=view)
-        found: dict[str, LayerCache] = {}
-        for name, store in zip(kinds, cache.stores, strict=True):
-            assert store.k is not None
-            assert store.v is not None
-            slots = store.pool.count * BLOCK
-            stored = store.k.nbytes + store.v.nbytes
-            found[name] = LayerCache(stored // slots, store.pool.reach)
-    return [found[name] for name in names]
+        stores = iter(cache.stores)
+        found: dict[str, list[LayerCache]] = {}
+        for name, layer in zip(kinds, decoder.layers, strict=True):
+            short = sum(isinstance(part, ShortConvolution) for part in layer.modules())
+            found[name] = [_kept(store) for store in islice(stores, 1 + short)]
+    return [room for name in names for room in found[name]]
+
+
+def _kept(store: Store) -> LayerCache:
+    assert store.k is not None
+    assert store.v is not None
+    slots = store.pool.count * BLOCK
+    return LayerCache((store.k.nbytes + store.v.nbytes) // slots, store.pool.reach)
 
 
 def cache_bytes(layers: list[LayerCache], tokens: int) -> int:

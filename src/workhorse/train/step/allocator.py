@@ -46,8 +46,8 @@ def keep_freed_memory(device: torch.device) -> Iterator[None]:
         return
     with _lock:
         if _users == 0:
+            _keep_tensors(True)  # first: it may refuse
             _set(_KEEP)
-            _keep_tensors(True)
         _users += 1
     try:
         yield

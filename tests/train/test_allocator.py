@@ -3,10 +3,13 @@
 import ctypes
 import subprocess
 import sys
+from unittest import mock
 
 import pytest
 import torch
 
+from workhorse.errors import WorkhorseError
+from workhorse.train.step import allocator
 from workhorse.train.step.allocator import keep_freed_memory
 
 CPU = torch.device("cpu")
@@ -36,10 +39,11 @@ def fetches() -> bool:
     return grown >= BYTES
 
 
-def test_freed_memory_is_kept_while_training_and_no_longer() -> None:
-    # In a process of its own: where a malloc has failed, as in tests of what no memory has room
-    # for, glibc goes on in an arena that fetches every large block whatever is set.
-    code = "from tests.train.test_allocator import keeps_and_lets_go; keeps_and_lets_go()"
+@pytest.mark.parametrize("what", ["keeps_and_lets_go", "fails", "is_refused", "trains_elsewhere"])
+def test_freed_memory_is_kept_while_training_and_no_longer(what: str) -> None:
+    # In a process of its own: glibc takes a large block from what earlier tests have freed, and
+    # where a malloc has failed it goes on in an arena that fetches every block whatever is set.
+    code = f"from tests.train import test_allocator; test_allocator.{what}()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
@@ -53,12 +57,19 @@ def keeps_and_lets_go() -> None:
     assert fetches()
 
 
-def test_a_training_that_fails_leaves_nothing_behind() -> None:
+def fails() -> None:
     with pytest.raises(RuntimeError, match="no memory"), keep_freed_memory(CPU):
         raise RuntimeError("no memory")
     assert fetches()
 
 
-def test_other_devices_leave_the_c_library_alone() -> None:
+def is_refused() -> None:
+    with mock.patch.object(allocator, "_heap", side_effect=WorkhorseError("no such level")):
+        with pytest.raises(WorkhorseError), keep_freed_memory(CPU):
+            pass
+        assert fetches()
+
+
+def trains_elsewhere() -> None:
     with keep_freed_memory(torch.device("meta")):
         assert fetches()

@@ -147,6 +147,14 @@ def test_a_mesh_divides_the_work() -> None:
     assert eight["memory"]["peak"]["total"] < one["memory"]["peak"]["total"] / 4
 
 
+def test_flex_is_planned_as_sdpa() -> None:
+    told: list[str] = []
+    flex = ["model.n_layers=1", "model.vocab_size=512", "train.kernel=flex"]
+    found = plan("smollm2-135m", flex, device="h100", tell=told.append)
+    assert found["train"]["kernel"] == "sdpa"
+    assert told == ["train.kernel=flex is planned as sdpa, whose step keeps as much"]
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -9,7 +9,7 @@ new tokens after a long text, with fewer heads of keys and values.
 
 import argparse
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -18,10 +18,10 @@ from torch import Tensor
 from benchmarks.command import main, parser
 from benchmarks.contest import Case
 from benchmarks.limits import seconds_of
-from benchmarks.tokens import TokenClock, random_tokens
+from benchmarks.ours import greedy, step_on
+from benchmarks.tokens import random_tokens
 from benchmarks.worker import Contestant, Round
-from workhorse.data import Batch
-from workhorse.generate import GenerationConfig, stream
+from workhorse.generate import GenerationConfig
 from workhorse.nn import AttentionConfig, Context, DecoderConfig, next_token_loss
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.overrides import apply_overrides
@@ -86,13 +86,12 @@ def training(*, settings: list[str], dtype: str, threads: int) -> Round:
     device = torch.device("cpu")
     _PROCESS.enter_context(keep_freed_memory(device))  # as `train` does
     given: dict[str, Any] = {"steps": 1_000_000, "batch_size": ROWS, "seq_len": SEQ, "dtype": dtype}
-    step = build_step(config(settings).build(), TrainConfig.from_dict(given), device)
-    tokens, targets = _rows()
-    batch = Batch(tokens, targets, None, torch.zeros(ROWS, dtype=torch.int64))
+    training = build_step(config(settings).build(), TrainConfig.from_dict(given), device)
+    step = step_on(training, *_rows())
 
     def steps() -> None:
         for _ in range(STEPS):
-            step.update(*step.backward(batch), schedule=1.0)
+            step()
 
     steps()
     return lambda: {"tokens": STEPS * ROWS * SEQ / seconds_of(steps, "cpu")}
@@ -147,18 +146,7 @@ def decoding(*, n_kv_heads: int, threads: int) -> Round:
     prompts = random_tokens(ROWS, PROMPT, BASE["vocab_size"])
     asked = GenerationConfig(max_new_tokens=NEW_TOKENS, temperature=0, stop_tokens=())
 
-    def take() -> dict[str, float]:
-        clock = TokenClock(ROWS, PROMPT)
-        deltas = stream(decoder, prompts, asked, batch_size=ROWS)
-        with suppress(StopIteration):
-            while True:
-                for _ in range(ROWS):
-                    next(deltas)
-                clock.tick()
-        return clock.rates(NEW_TOKENS)
-
-    take()
-    return take
+    return greedy(decoder, prompts, asked)
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:

@@ -1,9 +1,11 @@
 """Workhorse itself, by its public functions."""
 
+from collections.abc import Callable
 from contextlib import ExitStack, suppress
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 import workhorse
 from benchmarks.models import huggingface_folder
@@ -21,13 +23,14 @@ from benchmarks.worker import Round
 from workhorse.data import Batch
 from workhorse.generate import GenerationConfig, stream
 from workhorse.native import resolve
-from workhorse.nn import AttentionConfig, DecoderConfig
+from workhorse.nn import AttentionConfig, Decoder, DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.feedforward import MlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.norms import LayerNormConfig
 from workhorse.nn.positions.absolute import LearnedPositionConfig
+from workhorse.train.step.step import TrainingStep
 
 LOAD_OPTIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -78,12 +81,17 @@ def train(
     )
     _PROCESS.enter_context(keep_freed_memory(torch.device(device)))  # as `train` does
     training = build_step(gpt(sizes).build(device=device), config, torch.device(device))
+    return rounds(shape, step_on(training, tokens, targets), device)
+
+
+def step_on(training: TrainingStep, tokens: Tensor, targets: Tensor) -> Callable[[], None]:
+    """A whole step on the same rows each time."""
     given = Batch(tokens, targets, None, torch.zeros(len(tokens), dtype=torch.int64))
 
     def step() -> None:
         training.update(*training.backward(given), schedule=1.0)
 
-    return rounds(shape, step, device)
+    return step
 
 
 def gpt(shape: Shape) -> DecoderConfig:
@@ -132,15 +140,21 @@ def generate(
     prompts = random_tokens(batch, prompt_tokens, DECODING[shape].vocab_size)
     config = GenerationConfig(max_new_tokens=new_tokens, temperature=0, stop_tokens=(), exact=exact)
 
+    return greedy(model.decoder, prompts, config)
+
+
+def greedy(decoder: Decoder, prompts: list[list[int]], config: GenerationConfig) -> Round:
+    """Rounds of new tokens of all prompts together, after one that does not count."""
+
     def take() -> dict[str, float]:
-        clock = TokenClock(batch, prompt_tokens)
-        deltas = stream(model.decoder, prompts, config, batch_size=batch)
+        clock = TokenClock(len(prompts), len(prompts[0]))
+        deltas = stream(decoder, prompts, config, batch_size=len(prompts))
         with suppress(StopIteration):
             while True:
-                for _ in range(batch):
+                for _ in prompts:
                     next(deltas)
                 clock.tick()
-        return clock.rates(new_tokens)
+        return clock.rates(config.max_new_tokens)
 
     take()
     return take

@@ -1,6 +1,7 @@
 """The dial: one number in, a recipe out."""
 
 import json
+import re
 from itertools import pairwise
 from pathlib import Path
 
@@ -21,6 +22,7 @@ def sizes(depth: int) -> dict[str, float]:
     decoder = config.build(device="meta")
     return {
         "width": config.d_model,
+        "feed-forward": recipe.model["blocks"]["main"]["feed_forward"]["d_ff"],
         "vocabulary": config.vocab_size,
         "context": train.seq_len,
         "tokens of a step": train.tokens_per_step,
@@ -74,3 +76,16 @@ def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.chdir(tmp_path)
     Path("depth-3").write_text("name: mine\n")
     assert read_recipe("depth-3") == {"name": "mine"}
+
+
+def test_the_table_of_the_documentation():
+    text = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text("utf-8")
+    rows = re.findall(
+        r"^\| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|", text, re.M
+    )
+    assert len(rows) == 6
+    for row in rows:
+        depth, *figures = (int(cell.replace(",", "")) for cell in row)
+        found = sizes(depth)
+        names = ("width", "feed-forward", "vocabulary", "context", "tokens of a step")
+        assert figures == [found[name] for name in names]

@@ -6,22 +6,10 @@ from typing import Any
 
 import pytest
 
+from tests.train.conftest import MODEL
 from workhorse.compare import Comparison, Study, compare
 
-MODEL: dict[str, Any] = {
-    "d_model": 16,
-    "n_layers": 1,
-    "blocks": {
-        "main": {
-            "kind": "pre_norm",
-            "norm": {"kind": "rms_norm"},
-            "attention": {"kind": "attention", "n_heads": 2, "position": {"kind": "rope"}},
-            "feed_forward": {"kind": "gated_mlp", "d_ff": 32, "activation": "silu"},
-        }
-    },
-    "final_norm": {"kind": "rms_norm"},
-    "head": {"tied": True},
-}
+SMALLER = {**MODEL, "n_layers": 1}
 FEED_FORWARD = "model.blocks.main.feed_forward"
 GATED = {"kind": "gated_mlp", "d_ff": 32, "activation": "silu"}
 PLAIN = {"kind": "mlp", "d_ff": 48, "activation": "gelu"}
@@ -38,7 +26,7 @@ def study_fields(folder: Path) -> dict[str, Any]:
         "question": "Is a gate worth its weights?",
         "base": {
             "name": "tiny",
-            "model": MODEL,
+            "model": SMALLER,
             "tokenizer": {"kind": "bytes"},
             "data": {"corpus": {"kind": "text", "path": str(corpus)}},
             "train": {"steps": 40, "batch_size": 2, "seq_len": 16, "log_every": 1, "threads": 1},

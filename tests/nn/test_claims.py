@@ -257,4 +257,4 @@ def test_c16_scores_of_rotated_queries_and_keys_decay_with_distance() -> None:
     bound = partial.abs().mean(-1) / (128 / 2)
     by_octave = [bound[1 << n : 2 << n].mean().item() for n in range(11)]
     assert by_octave == sorted(by_octave, reverse=True)
-    assert by_octave[0] > 3 * by_octave[-1]
+    assert (by_octave[0], by_octave[-1]) == pytest.approx((0.49, 0.08), abs=0.005)

@@ -5,7 +5,7 @@ from torch import nn
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.adamw import AdamW, AdamWConfig
-from workhorse.optim.groups import build_optimizer, parameters_by_role
+from workhorse.optim.groups import build_optimizer, check_base_width, parameters_by_role
 from workhorse.optim.muon import Muon, MuonConfig, orthogonalize, update_scale
 
 
@@ -68,6 +68,15 @@ def test_base_width_gives_matrices_the_rate_of_a_model_of_that_width(decoder: De
             assert weight.grad is not None
             expected = -rate * weight.grad.sign()
             torch.testing.assert_close(moved, expected, rtol=1e-3, atol=1e-6)
+
+
+def test_a_base_width_that_nothing_follows_is_refused(decoder: Decoder) -> None:
+    muon = MuonConfig(adamw=AdamWConfig(base_width=4))
+    with pytest.raises(WorkhorseError, match=r"base_width=4 concerns an untied head .* leave it"):
+        check_base_width(decoder, muon)
+    check_base_width(decoder, AdamWConfig(base_width=4))
+    fields = decoder.config.to_dict() | {"head": {"tied": False}}
+    check_base_width(DecoderConfig.from_dict(fields).build(), muon)
 
 
 def test_a_narrow_mean_is_rounded_and_nothing_else() -> None:

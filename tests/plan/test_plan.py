@@ -147,12 +147,14 @@ def test_a_mesh_divides_the_work() -> None:
     assert eight["memory"]["peak"]["total"] < one["memory"]["peak"]["total"] / 4
 
 
-def test_flex_is_planned_as_sdpa() -> None:
-    told: list[str] = []
-    flex = ["model.n_layers=1", "model.vocab_size=512", "train.kernel=flex"]
-    found = plan("smollm2-135m", flex, device="h100", tell=told.append)
-    assert found["train"]["kernel"] == "sdpa"
-    assert told == ["train.kernel=flex is planned as sdpa, whose step keeps as much"]
+@pytest.mark.parametrize("setting", ["train.kernel=flex", "train.fp8=true", "train.compile=true"])
+def test_what_no_tensor_without_data_runs_is_planned_as_what_needs_as_much(setting: str) -> None:
+    small = ["model.n_layers=1", "model.vocab_size=512", "train.kernel=sdpa"]
+    plain = plan("smollm2-135m", small, device="h100")
+    found = plan("smollm2-135m", [*small, setting], device="h100")
+    assert found["memory"] == plain["memory"]
+    key, _, value = setting.removeprefix("train.").partition("=")
+    assert str(found["train"][key]).lower() == value
 
 
 @pytest.mark.parametrize(

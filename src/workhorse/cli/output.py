@@ -5,6 +5,7 @@ import enum
 import io
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -29,6 +30,11 @@ class ExitCode(enum.IntEnum):
     """Stopped by SIGINT."""
     STOPPED = 143
     """Stopped by SIGTERM, after saving."""
+
+    @classmethod
+    def after(cls, signal_name: str) -> "ExitCode":
+        """The code of a training that this signal ended."""
+        return cls(128 + signal.Signals[signal_name])
 
 
 def settle_streams() -> None:

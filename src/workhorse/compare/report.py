@@ -30,6 +30,7 @@ def write_reports(plan: Plan, folder: StudyFolder, results: dict[str, Any]) -> N
     page = rendered(
         "workhorse.compare",
         "report.html",
+        title=results["study"],
         results=results,
         verdicts=verdicts(results),
         tables=tables(results),

@@ -7,6 +7,7 @@ from typing import Annotated, Protocol
 from pydantic import Field
 from torch import Tensor, nn
 
+from workhorse.errors import WorkhorseError
 from workhorse.native import Training
 from workhorse.nn import Decoder
 from workhorse.optim.adamw import AdamW, AdamWConfig
@@ -41,6 +42,21 @@ def parameters_by_role(decoder: Decoder) -> dict[str, Parameters]:
             role = "hidden" if name.startswith("layers.") else "head"
         roles[role][name] = parameter
     return roles
+
+
+def check_base_width(decoder: Decoder, config: OptimizerConfig) -> None:
+    """Refuse a `base_width` that no matrix of AdamW's would follow.
+
+    Raises:
+        WorkhorseError: Muon has all matrices, the head being tied.
+    """
+    muon = isinstance(config, MuonConfig)
+    if muon and config.adamw.base_width is not None and not parameters_by_role(decoder)["head"]:
+        raise WorkhorseError(
+            f"train.optimizer.adamw.base_width={config.adamw.base_width} concerns an untied head "
+            "where Muon has the other matrices, and this one is tied; leave it out, and set "
+            "model.head.multiplier"
+        )
 
 
 def build_optimizer(

@@ -1,7 +1,6 @@
 """`plan`: what a model and its training need, before either is allocated."""
 
 from collections.abc import Callable, Iterable
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -68,9 +67,6 @@ def plan(
     """
     _check_options(device, measure, price=price, utilization=utilization)
     subject = find_subject(source, list(settings), tell)
-    if subject.train.kernel.startswith("flex"):  # which runs on no tensors without data
-        tell("train.kernel=flex is planned as sdpa, whose step keeps as much")
-        subject = replace(subject, train=subject.train.replace(kernel="sdpa"))
     spec = None if device is None else find_device(device)
     here = torch.device("cuda") if spec else resolve_device(subject.train.device)
     train = _for_device(subject.train, here, spec)

@@ -15,6 +15,7 @@ from workhorse.data import (
 )
 from workhorse.devices import resolve_device, training_dtype
 from workhorse.errors import WorkhorseError, shown
+from workhorse.optim.groups import check_base_width
 from workhorse.tokenizers import load_tokenizer, train_tokenizer
 from workhorse.tokenizers.config import FileConfig
 from workhorse.train.init_from import check_weights
@@ -134,11 +135,12 @@ def _check_tokenizer(recipe: Recipe) -> None:
 
 
 def _check_model(recipe: Recipe) -> None:
-    """Raise WorkhorseError for attention that the kernel cannot compute, or an unfit `init`."""
+    """Raise WorkhorseError for what kernel or optimizer cannot do with it, or an unfit `init`."""
     given = recipe.model.get("vocab_size")
     # The tokenizer's is not known yet, and is that of the weights.
     of_tokenizer = 1 if recipe.init is None else open_stored(recipe.init).config.vocab_size
     config = recipe.decoder_config(given if isinstance(given, int) else of_tokenizer)
     decoder = config.build(recipe.train.kernel, device="meta")
+    check_base_width(decoder, recipe.train.optimizer)
     if recipe.init is not None:
         check_weights(recipe.init, decoder)

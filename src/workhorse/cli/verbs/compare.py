@@ -73,12 +73,7 @@ def _compare(study: Any, out: Path, jobs: int, threads: int, as_json: bool) -> N
     result = {**(found.results or {}), **fields}
     print_result(result, as_json, text=_summary(found))
     if found.stopped_by is not None:
-        codes = {
-            "SIGINT": ExitCode.INTERRUPTED,
-            "SIGTERM": ExitCode.STOPPED,
-            "SIGHUP": ExitCode.HUNG_UP,
-        }
-        click.get_current_context().exit(codes[found.stopped_by])
+        click.get_current_context().exit(ExitCode.after(found.stopped_by))
 
 
 def _summary(found: Any) -> str:

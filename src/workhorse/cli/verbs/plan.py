@@ -1,6 +1,7 @@
 """`workhorse plan`: what a model and its training need, before either is allocated."""
 
 from pathlib import Path
+from typing import Any
 
 import click
 
@@ -44,15 +45,9 @@ def command(
     *,
     source: str,
     overrides: tuple[str, ...],
-    device: str | None,
-    memory: float | None,
-    utilization: float | None,
-    price: float | None,
-    budget: float | None,
-    context: int | None,
-    measure: bool,
     page: Path | None,
     as_json: bool,
+    **options: Any,
 ) -> None:
     """Show what SOURCE needs to be trained and served: arithmetic, memory, time, cost.
 
@@ -64,19 +59,7 @@ def command(
     from workhorse.plan.text import lines
 
     with status() as show:
-        found = plan(
-            source,
-            overrides,
-            device=device,
-            memory=memory,
-            utilization=utilization,
-            price=price,
-            budget=budget,
-            context=context,
-            measure=measure,
-            tell=warn,
-            show=show,
-        )
+        found = plan(source, overrides, **options, tell=warn, show=show)
     if page is not None:
         from workhorse.plan.page import write_page
 

@@ -156,12 +156,7 @@ def _train(
         result = train(settings, out, resume=resume, settings=changes, on_event=show)
     print_result(result.to_dict(), as_json, text=_summary(result))
     if result.stopped_by is not None:
-        codes = {
-            "SIGINT": ExitCode.INTERRUPTED,
-            "SIGTERM": ExitCode.STOPPED,
-            "SIGHUP": ExitCode.HUNG_UP,
-        }
-        click.get_current_context().exit(codes[result.stopped_by])
+        click.get_current_context().exit(ExitCode.after(result.stopped_by))
 
 
 def _summary(result: Any) -> str:

@@ -31,12 +31,14 @@ def write_report(run: RunDirectory) -> None:
     write_atomically(run.report_file, page)
 
 
-def rendered(package: str, template: str, **contents: Any) -> str:
-    """A page of a template beside a package's files, in the style that all reports have."""
+def rendered(package: str, template: str, *, title: str, **contents: Any) -> str:
+    """A page of a template beside a package's files, under the head that all pages have."""
     environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True)
-    style = files("workhorse.train.report").joinpath("style.css").read_text("utf-8")
-    text = files(package).joinpath(template).read_text("utf-8")
-    return environment.from_string(text).render(style=style, **contents)
+    ours = files("workhorse.train.report")
+    style = ours.joinpath("style.css").read_text("utf-8")
+    head = ours.joinpath("head.html").read_text("utf-8")
+    page = head + files(package).joinpath(template).read_text("utf-8")
+    return environment.from_string(page).render(style=style, title=title, **contents)
 
 
 def contents(run: RunDirectory) -> dict[str, Any]:
@@ -48,7 +50,7 @@ def contents(run: RunDirectory) -> dict[str, Any]:
     recipe = run.recipe()
     starts = of_kind.get("start", [{}])
     return {
-        "name": recipe["name"],
+        "title": recipe["name"],
         "description": recipe.get("description", ""),
         "settings": starts[0].get("settings", []),  # not in runs of before
         "figures": figures(of_kind),

@@ -34,7 +34,7 @@ def keep_freed_memory(device: torch.device) -> Iterator[None]:
     By default glibc returns every large block to the system and allocates it again, and the system
     clears each of its pages: 22 % of a step of GPT-2 in bfloat16 on two cores. Large tensors go to
     a heap of their own, where there is a compiler: glibc's, told to keep what is freed, scatters
-    them and takes up to a third more. Both belong to the process, so the last context to exit
+    them and takes up to a quarter more. Both belong to the process, so the last context to exit
     resets them and returns the memory.
 
     Args:

@@ -101,18 +101,9 @@ class Needed:
 
 
 def recordable(train: TrainConfig, device: torch.device) -> TrainConfig:
-    """Settings whose step can be recorded, and needs as much memory or more.
-
-    Flex is recorded as sdpa, products in 8 bits as those in 16, and float16 as float32, which lacks
-    autocast's copies of the weights.
-    """
+    """Settings whose step can be recorded: float16 as float32, less autocast's copies."""
     dtype = str(training_dtype(train.dtype, device)).removeprefix("torch.")
-    return train.replace(
-        kernel="sdpa" if train.kernel.startswith("flex") else train.kernel,
-        dtype="float32" if dtype == "float16" else dtype,
-        fp8=False,
-        compile=False,
-    )
+    return train.replace(dtype="float32" if dtype == "float16" else dtype)
 
 
 def largest_share(needed: Callable[[int], int], room: int, rows: int) -> int:

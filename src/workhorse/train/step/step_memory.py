@@ -112,7 +112,9 @@ def step_memory(
     """Record a step, of two micro-batches at most: further ones are like the second.
 
     For a CPU, what is recorded is what a CPU does, with the native operators of this machine if it
-    has them; for any other device, what PyTorch's own operators do there.
+    has them; for any other device, what PyTorch's own operators do there. What runs on no tensors
+    without data is recorded as what needs as much or more: flex as sdpa, products in 8 bits as
+    those in 16, compiled layers as they are.
 
     Args:
         config: of the decoder.
@@ -122,6 +124,8 @@ def step_memory(
         packed: whether rows hold several documents, which a mask keeps apart.
         updates: whether the update is recorded too, which depends on no batch.
     """
+    kernel = "sdpa" if train.kernel.startswith("flex") else train.kernel
+    train = train.replace(kernel=kernel, fp8=False, compile=False)
     size = train.micro_batch_size
     rows = train.batch_size if size is None else min(train.batch_size, 2 * int(size))
     place = device if device.type == "cpu" else torch.device("meta")

@@ -16,7 +16,7 @@ from typing import Any
 
 from workhorse.dial import recipe_of_depth
 from workhorse.overrides import apply_overrides
-from workhorse.scaling import account
+from workhorse.scaling import fit_laws
 from workhorse.train import Event, Recipe, train
 from workhorse.writing import write_atomically
 
@@ -63,7 +63,7 @@ def foretell(runs: Sequence[Path], recipe: Recipe, out: Path) -> dict[str, Any]:
     """What all laws say of a rung; written before it is trained, and not again."""
     file = out / f"{recipe.name}.json"
     if not file.exists():
-        write_atomically(file, json.dumps(account(runs, [recipe]), indent=1) + "\n")
+        write_atomically(file, json.dumps(fit_laws(runs, [recipe]), indent=1) + "\n")
     return json.loads(file.read_text("utf-8"))
 
 
@@ -78,8 +78,8 @@ def report(found: dict[str, Any], tested: list[tuple[str, dict[str, Any], float]
     ]
     for law in found["laws"]:
         numbers = ", ".join(
-            f"{name} = {value['loss']:.4g} ({value['low']:.4g} to {value['high']:.4g})"
-            for name, value in law["constants"].items()
+            f"{name} = {one['value']:.4g} ({one['low']:.4g} to {one['high']:.4g})"
+            for name, one in law["constants"].items()
         )
         lines += ["", f"**{law['name']}**: loss = {law['written']}; {numbers}; "]
         lines[-1] += f"error of a run {law['error']:.2%}"
@@ -106,13 +106,13 @@ def main() -> None:
     asked = parser.parse_args()
     rungs = [rung(depth, tokens) for depth in asked.depths for tokens in asked.tokens]
     runs = list(climb(rungs, asked.out))
-    first = account(runs)
+    first = fit_laws(runs)
     tested = []
     for depth in asked.next:
         recipe = rung(depth, max(asked.tokens))
         foretold = foretell(runs, recipe, asked.out)
         runs += climb([recipe], asked.out)
-        (own,) = [one for one in account(runs, draws=1)["runs"] if one["name"] == recipe.name]
+        (own,) = [one for one in fit_laws(runs, draws=1)["runs"] if one["name"] == recipe.name]
         tested.append((recipe.name, foretold, own["loss"]))
     write_atomically(asked.out / "ladder.md", report(first, tested))
     print(asked.out / "ladder.md")

@@ -20,15 +20,15 @@ def kaplan(n: float, d: float) -> float:
 
 def test_the_numbers_of_hoffmanns_law_are_found_again():
     law = fit_law(FORMS["hoffmann"], HOFFMANN, draws=3)
-    found = [constant.loss for constant in law.constants().values()]
+    found = [constant.value for constant in law.constants().values()]
     assert found == pytest.approx(list(BESIROGLU), rel=1e-3)
     beyond = Point(1e10, 1e11)
-    assert law.predict(beyond).loss == pytest.approx(BESIROGLU.loss(1e10, 1e11), rel=1e-5)
+    assert law.predict(beyond).value == pytest.approx(BESIROGLU.loss(1e10, 1e11), rel=1e-5)
 
 
 def test_the_numbers_of_kaplans_law_are_found_again():
     law = fit_law(FORMS["kaplan"], [Point(n, d, kaplan(n, d)) for n, d in SIZES], draws=3)
-    found = {name: constant.loss for name, constant in law.constants().items()}
+    found = {name: constant.value for name, constant in law.constants().items()}
     expected = {"Nc": 6.4e13, "Dc": 1.8e13, "alpha_N": 0.076, "alpha_D": 0.103}
     assert found == pytest.approx(expected, rel=1e-3)
 
@@ -36,7 +36,7 @@ def test_the_numbers_of_kaplans_law_are_found_again():
 def test_the_numbers_of_a_law_of_compute_are_found_again():
     points = [Point(n, 20 * n, 2 + 300 / (120 * n * n) ** 0.15) for n in (1e6, 4e6, 2e7, 1e8, 1e9)]
     law = fit_law(FORMS["compute"], points, draws=3)
-    found = {name: constant.loss for name, constant in law.constants().items()}
+    found = {name: constant.value for name, constant in law.constants().items()}
     assert found == pytest.approx({"E": 2, "c": 300, "gamma": 0.15}, rel=1e-2)
 
 
@@ -46,7 +46,7 @@ def test_intervals_hold_what_they_predict():
     for _ in range(6):
         noisy = [p._replace(loss=p.loss * math.exp(draw.gauss(0, 0.005))) for p in HOFFMANN]
         found = fit_law(FORMS["hoffmann"], noisy, draws=30).predict(Point(4e8, 4e9))
-        assert found.low < found.loss < found.high < found.low * 1.15
+        assert found.low < found.value < found.high < found.low * 1.15
         inside += (
             found.low <= BESIROGLU.loss(4e8, 4e9) * math.exp(draw.gauss(0, 0.005)) <= found.high
         )

@@ -9,7 +9,7 @@ import pytest
 from tests.compare.conftest import study_fields
 from workhorse.cli.main import main
 from workhorse.errors import WorkhorseError
-from workhorse.scaling import account, point_of, read_points
+from workhorse.scaling import fit_laws, point_of, read_points
 from workhorse.train import Recipe, read_metrics, train
 
 STEPS = (2, 4, 6, 9, 14)
@@ -54,7 +54,7 @@ def test_the_command(runs: list[Path], capsys: pytest.CaptureFixture[str]):
 
 def test_what_cannot_be_fitted(runs: list[Path], tmp_path: Path):
     with pytest.raises(WorkhorseError, match="2 runs are too few"):
-        account(runs[:2])
+        fit_laws(runs[:2])
     with pytest.raises(WorkhorseError, match="is not a run directory"):
         read_points([tmp_path])
     other = recipe(tmp_path, steps=1).replace(tokenizer={"kind": "bpe", "vocab_size": 300})

@@ -11,6 +11,8 @@ from workhorse.nn.attention.self_attention import SelfAttention
 from workhorse.nn.experts.grouped_linear import GroupedLinear
 from workhorse.nn.experts.mixture import MixtureOfExperts
 
+FLOPS_PER_PARAMETER = 6
+"""Of training, for each token: two of the forward pass, four of the backward pass."""
 SCORES = "scores"
 """The component of the attention's own products, without its projections."""
 
@@ -22,7 +24,8 @@ def forward_flops(decoder: Decoder, seq_len: int) -> dict[str, int]:
     `2 · heads · (head_dim + value_dim) · keys` for scores and outputs of the attention. `keys` is
     `seq_len`, or the window or chunk if that is smaller: keys that a causal mask hides count, as in
     PaLM (2204.02311 appendix B), and those that a window hides do not. Look-ups, norms,
-    activations and the softmax do not count. PyTorch's counter gives the same, but for windows.
+    activations, short convolutions and the softmax do not count. PyTorch's counter gives the same,
+    except for windows and chunks.
 
     Args:
         decoder: on any device, `meta` among them.

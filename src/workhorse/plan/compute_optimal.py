@@ -1,11 +1,13 @@
 """How large a model and how many tokens a given amount of arithmetic is best spent on.
 
 Each law is what its authors fitted, to their models and their text; that they differ by more than
-their last digits is part of the answer. C is in floating-point operations, about 6 · N · D.
+their last digits is part of the answer. Budgets are in floating-point operations, 6 · N · D.
 """
 
 from collections.abc import Callable
 from typing import NamedTuple
+
+from workhorse.models.flops import FLOPS_PER_PARAMETER
 
 PF_DAY = 1e15 * 24 * 3600
 """Floating-point operations of a petaflop a second for a day."""
@@ -35,7 +37,7 @@ class Parametric(NamedTuple):
 
     def optimum(self, flops: float) -> tuple[float, float]:
         """The minimum along `6 · N · D = flops` (2203.15556 eq. 4)."""
-        product, total = flops / 6, self.alpha + self.beta
+        product, total = flops / FLOPS_PER_PARAMETER, self.alpha + self.beta
         g = (self.alpha * self.a / (self.beta * self.b)) ** (1 / total)
         return g * product ** (self.beta / total), product ** (self.alpha / total) / g
 
@@ -49,11 +51,7 @@ TOKENS_PER_PARAMETER = 20
 
 
 def optima(flops: float) -> list[Optimum]:
-    """What each law would train with a budget.
-
-    Args:
-        flops: of the whole training.
-    """
+    """What each law would train with a budget of so many operations."""
     return [Optimum(name, *law(flops)) for name, law in LAWS.items()]
 
 
@@ -64,7 +62,7 @@ def _kaplan(flops: float) -> tuple[float, float, float | None]:
 
 
 def _twenty(flops: float) -> tuple[float, float, float | None]:
-    parameters = (flops / (6 * TOKENS_PER_PARAMETER)) ** 0.5
+    parameters = (flops / (FLOPS_PER_PARAMETER * TOKENS_PER_PARAMETER)) ** 0.5
     return parameters, TOKENS_PER_PARAMETER * parameters, None
 
 

@@ -1,17 +1,17 @@
 """Scaling laws: what finished runs say about the loss of a larger one."""
 
-from workhorse.scaling.account import account, recipe_at
 from workhorse.scaling.forms import FORMS, Point
-from workhorse.scaling.law import Law, Prediction, fit_law
-from workhorse.scaling.runs import point_of, read_points
+from workhorse.scaling.law import Estimate, Law, fit_law
+from workhorse.scaling.laws import fit_laws
+from workhorse.scaling.runs import point_of, read_points, recipe_at
 
 __all__ = [
     "FORMS",
+    "Estimate",
     "Law",
     "Point",
-    "Prediction",
-    "account",
     "fit_law",
+    "fit_laws",
     "point_of",
     "read_points",
     "recipe_at",

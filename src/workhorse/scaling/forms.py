@@ -1,7 +1,7 @@
 """The forms of law that are fitted: loss as a function of parameters and tokens.
 
-Sizes enter as logarithms relative to a point amid those that are fitted, where the coefficients
-have the size of losses; that keeps the fit well conditioned.
+Sizes enter as logarithms, less those of the middle: the geometric mean of the runs. There the
+coefficients are as large as losses, which keeps the fit well conditioned.
 """
 
 import itertools
@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from workhorse.models.flops import FLOPS_PER_PARAMETER
 
 Theta = Sequence[float]
 """The numbers of a law that are fitted, in the order of its form."""
@@ -21,7 +23,7 @@ class Point(NamedTuple):
     """A run that has ended, or one to predict."""
 
     parameters: float
-    """Training FLOPs of a token over 6: weights that multiply, and attention."""
+    """Training FLOPs of a token over `FLOPS_PER_PARAMETER`: what multiplies, attention included."""
     tokens: float
     """Trained on."""
     loss: float = math.nan
@@ -30,12 +32,12 @@ class Point(NamedTuple):
 
     @property
     def flops(self) -> float:
-        """Of the training: 6 · parameters · tokens."""
-        return 6 * self.parameters * self.tokens
+        """Of the whole training."""
+        return FLOPS_PER_PARAMETER * self.parameters * self.tokens
 
 
 class Form(Protocol):
-    """A law up to its numbers."""
+    """A law whose numbers are still to be fitted."""
 
     name: str
     """With its source."""
@@ -43,19 +45,21 @@ class Form(Protocol):
     """As people write it."""
     free: int
     """How many numbers are fitted."""
+    exponents: int
+    """How many of them, the last ones, are exponents."""
 
     def log_loss(self, theta: Theta, n: Logs, d: Logs) -> Logs:
         """The logarithm of the loss.
 
         Args:
             theta: the law's numbers.
-            n: logarithms of the parameters, beside those of the middle.
+            n: logarithms of the parameters, less that of the middle.
             d: likewise, of the tokens.
         """
         ...
 
     def starts(self, points: Sequence[Point]) -> Iterator[Theta]:
-        """Where the fit begins; the best end counts."""
+        """Where fits begin; the best of their ends counts."""
         ...
 
     def constants(self, theta: Theta, middle: Point) -> dict[str, float]:
@@ -72,6 +76,7 @@ class Hoffmann:
     name = "Hoffmann et al., 2203.15556 eq. 2"
     written = "E + A / N^alpha + B / D^beta"
     free = 5
+    exponents = 2
 
     def log_loss(self, theta: Theta, n: Logs, d: Logs) -> Logs:
         e, a, b, alpha, beta = theta
@@ -103,6 +108,7 @@ class Kaplan:
     name = "Kaplan et al., 2001.08361 eq. 1.5"
     written = "((Nc / N)^(alpha_N / alpha_D) + Dc / D)^alpha_D"
     free = 4
+    exponents = 2
 
     def log_loss(self, theta: Theta, n: Logs, d: Logs) -> Logs:
         of_n, of_d, alpha_n, alpha_d = theta
@@ -133,6 +139,7 @@ class Compute:
     name = "power law of compute"
     written = "E + c / C^gamma"
     free = 3
+    exponents = 1
 
     def log_loss(self, theta: Theta, n: Logs, d: Logs) -> Logs:
         e, c, gamma = theta

@@ -2,8 +2,9 @@
 
 The fit is the one of 2203.15556 appendix D.3: the logarithm of the loss, Huber's measure of the
 error, from several starts. How sure it is comes from fitting it again to losses drawn anew around
-the law (a parametric bootstrap). The runs are few, so each draw has an error of its own size, as
-Student's t has it for what is left of n runs after p numbers are fitted.
+the law (a parametric bootstrap). The runs are few, so each draw has an error of its own size: the
+loss of a further run is then distributed as Student's t, with n - p degrees of freedom for n runs
+and p fitted numbers.
 """
 
 import math
@@ -19,20 +20,23 @@ from workhorse.scaling.forms import Form, Logs, Point, Theta
 
 HUBER = 1e-3
 """Errors of the logarithm beyond which they count linearly (2203.15556 appendix D.3)."""
+SPARE = 2
+"""Runs that a fit needs beyond the numbers of its form: they tell how sure it is."""
 DRAWS = 200
+"""How many times a law is fitted again, for the intervals."""
 SEED = 0
 MOST_STEPS, MOST_AGAIN = 300, 30
-"""Of a fit from afar, and of one from the numbers of the first; losses that no law fits would take
-thousands."""
+"""Evaluations of a first fit, and of one that begins at its numbers; losses that no law fits would
+take thousands."""
 LOW, HIGH = 0.025, 0.975
 SLOWEST, STEEPEST = 1e-3, 3.0
 """The exponents that a fit may come to."""
 
 
-class Prediction(NamedTuple):
-    """Of a run's loss, with the interval that holds it in 95 % of such cases, if the form holds."""
+class Estimate(NamedTuple):
+    """A figure, with the interval that holds it in 95 % of such cases, if the form holds."""
 
-    loss: float
+    value: float
     low: float
     high: float
 
@@ -42,12 +46,12 @@ class Law:
     """A fitted law.
 
     Attributes:
-        form: up to its numbers.
-        points: that it was fitted to.
-        middle: amid them.
-        theta: its numbers.
-        error: standard deviation of the logarithm of a loss around it, also of further runs.
-        others: the numbers of the fits to losses drawn anew, and the error of each draw.
+        form: of the law.
+        points: runs that it was fitted to.
+        middle: their geometric mean.
+        theta: the fitted numbers.
+        error: standard deviation of the logarithm of a loss around the law, in further runs too.
+        others: the numbers fitted to losses drawn anew, and the error of each draw.
     """
 
     form: Form
@@ -57,7 +61,7 @@ class Law:
     error: float
     others: Sequence[tuple[Theta, float]] = field(repr=False)
 
-    def predict(self, point: Point) -> Prediction:
+    def predict(self, point: Point) -> Estimate:
         """The loss of a further run."""
         draw, place = np.random.default_rng(SEED), _beside([point], self.middle)
         drawn = [
@@ -65,33 +69,33 @@ class Law:
             for theta, error in self.others
         ]
         logs = (self.form.log_loss(self.theta, *place)[0], *np.quantile(drawn, (LOW, HIGH)))
-        return Prediction(*(math.exp(log) for log in logs))
+        return Estimate(*(math.exp(log) for log in logs))
 
-    def constants(self) -> dict[str, Prediction]:
+    def constants(self) -> dict[str, Estimate]:
         """The numbers as the paper has them, each with its interval."""
         every = [self.form.constants(theta, self.middle) for theta, _ in self.others]
-        found: dict[str, Prediction] = {}
+        found: dict[str, Estimate] = {}
         for name, value in self.form.constants(self.theta, self.middle).items():
             low, high = np.quantile([constants[name] for constants in every], (LOW, HIGH))
-            found[name] = Prediction(value, float(low), float(high))
+            found[name] = Estimate(value, float(low), float(high))
         return found
 
 
 def fit_law(form: Form, points: Sequence[Point], draws: int = DRAWS) -> Law:
-    """A form's law of some runs.
+    """Fit a form to runs.
 
     Args:
         form: one of `FORMS`.
-        points: two more than the form has numbers, at least.
-        draws: how many times losses are drawn anew.
+        points: at least `fewest` of the form.
+        draws: how many times it is fitted again, to losses drawn anew.
 
     Raises:
         WorkhorseError: there are too few points, or SciPy is missing.
     """
-    if len(points) < form.free + 2:
+    if len(points) < fewest(form):
         raise WorkhorseError(
             f"{len(points)} runs are too few for {form.written}, which has {form.free} numbers; "
-            f"give at least {form.free + 2}"
+            f"give at least {fewest(form)}"
         )
     middle = Point(
         math.exp(fmean(math.log(point.parameters) for point in points)),
@@ -111,6 +115,11 @@ def fit_law(form: Form, points: Sequence[Point], draws: int = DRAWS) -> Law:
     return Law(form, points, middle, theta, error, others)
 
 
+def fewest(form: Form) -> int:
+    """The fewest runs that a form can be fitted to."""
+    return form.free + SPARE
+
+
 def _beside(points: Sequence[Point], middle: Point) -> tuple[Logs, Logs]:
     """Logarithms of parameters and tokens, less those of the middle."""
     n = np.log([point.parameters / middle.parameters for point in points])
@@ -120,7 +129,7 @@ def _beside(points: Sequence[Point], middle: Point) -> tuple[Logs, Logs]:
 def _fitted(
     form: Form, place: tuple[Logs, Logs], measured: Logs, starts: Iterable[Theta], most: int
 ) -> Theta:
-    """The numbers of the least error of the logarithm, after `most` evaluations at most."""
+    """The numbers with the least error, after at most `most` evaluations from each start."""
     try:
         from scipy.optimize import least_squares
     except ImportError:
@@ -131,10 +140,9 @@ def _fitted(
     def errors(theta: Theta) -> Logs:
         return measured - form.log_loss(theta, *place)
 
-    exponents = 2 if form.free > 3 else 1  # noqa: PLR2004 (the last one or two numbers)
-    coefficients = form.free - exponents
-    low = [-math.inf] * coefficients + [SLOWEST] * exponents
-    high = [math.inf] * coefficients + [STEEPEST] * exponents
+    coefficients = form.free - form.exponents
+    low = [-math.inf] * coefficients + [SLOWEST] * form.exponents
+    high = [math.inf] * coefficients + [STEEPEST] * form.exponents
     ends: list[Any] = [
         least_squares(
             errors,

@@ -5,21 +5,25 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.checkpoints import RunDirectory
+from workhorse.dial import read_recipe
 from workhorse.errors import WorkhorseError
-from workhorse.models.flops import flops_per_token
+from workhorse.models.flops import FLOPS_PER_PARAMETER, flops_per_token
 from workhorse.scaling.forms import Point
-from workhorse.train import Recipe, read_metrics
+from workhorse.train import Recipe, read_metrics, with_init
 from workhorse.train.estimate import vocab_size_of
 
-PER_WEIGHT = 6
-"""Floating-point operations of training for a weight and a token."""
+
+def recipe_at(path: str | Path) -> Recipe:
+    """The recipe in a file, of the dial (`depth-N`), or of a run directory."""
+    path = Path(path)
+    return Recipe.from_dict(with_init(read_recipe(path / "recipe.yaml" if path.is_dir() else path)))
 
 
 def read_points(runs: Iterable[str | Path]) -> list[Point]:
     """A point of every run.
 
     Raises:
-        WorkhorseError: one is no run, has not ended, or was measured on other text.
+        WorkhorseError: one is no run, has not ended, or has other data or another tokenizer.
     """
     points: list[Point] = []
     text: dict[str, Any] = {}
@@ -49,7 +53,7 @@ def _point(directory: RunDirectory) -> Point:
             f"{directory.path} has no loss of the whole held-out text after its last step; let it "
             "end, or leave it out"
         )
-    parameters = last["start"]["flops_per_token"] / PER_WEIGHT
+    parameters = last["start"]["flops_per_token"] / FLOPS_PER_PARAMETER
     return Point(parameters, step["tokens"], validation["loss"], directory.path.name)
 
 
@@ -58,4 +62,4 @@ def point_of(recipe: Recipe) -> Point:
     config = recipe.decoder_config(vocab_size_of(recipe))
     flops = flops_per_token(config.build(device="meta"), recipe.train.seq_len)
     tokens = recipe.train.steps * recipe.train.tokens_per_step
-    return Point(flops / PER_WEIGHT, tokens, name=recipe.name)
+    return Point(flops / FLOPS_PER_PARAMETER, tokens, name=recipe.name)

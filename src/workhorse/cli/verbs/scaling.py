@@ -16,7 +16,7 @@ from workhorse.cli.output import print_result
     type=PATH,
     multiple=True,
     metavar="RECIPE",
-    help="A recipe, or the folder of a run, whose loss is to be predicted; may be repeated.",
+    help="A recipe, depth-N, or the folder of a run, whose loss to predict; may be repeated.",
 )
 @json_option
 def command(*, runs: tuple[Path, ...], predict: tuple[Path, ...], as_json: bool) -> None:
@@ -25,9 +25,9 @@ def command(*, runs: tuple[Path, ...], predict: tuple[Path, ...], as_json: bool)
     The laws are those of 2203.15556 and 2001.08361, in parameters and tokens, and a power law of
     compute for runs that divide their FLOPs alike. Intervals are of 95 %, if the form holds.
     """
-    from workhorse.scaling import account, recipe_at
+    from workhorse.scaling import fit_laws, recipe_at
 
-    found = account(runs, [recipe_at(path) for path in predict])
+    found = fit_laws(runs, [recipe_at(path) for path in predict])
     print_result(found, as_json, text="\n".join(_lines(found)))
 
 
@@ -37,8 +37,8 @@ def _lines(found: dict[str, Any]) -> list[str]:
     for law in found["laws"]:
         lines += ["", f"{law['name']}: loss = {law['written']}"]
         lines += [
-            f"  {name:8}{value['loss']:>11.4g}   {value['low']:.4g} to {value['high']:.4g}"
-            for name, value in law["constants"].items()
+            f"  {name:8}{one['value']:>11.4g}   {one['low']:.4g} to {one['high']:.4g}"
+            for name, one in law["constants"].items()
         ]
         lines.append(f"  error of a run {law['error']:.2%}")
         lines += [
@@ -49,7 +49,7 @@ def _lines(found: dict[str, Any]) -> list[str]:
             lines.append(
                 f"  {best['flops']:.3g} FLOPs are best spent on {best['parameters']:,.0f}"
                 f" parameters and {best['tokens']:,.0f} tokens"
-                f" ({best['tokens'] / best['parameters']:.1f} each)"
+                f" ({best['tokens'] / best['parameters']:.1f} tokens a parameter)"
             )
     lines += ["", *(f"{name}: {why}" for name, why in found["left_out"].items())]
     return lines

@@ -1,0 +1,70 @@
+"""All the laws of some runs, and what each predicts, as plain data."""
+
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from workhorse.plan.compute_optimal import Parametric
+from workhorse.scaling.forms import FORMS, Hoffmann, Point
+from workhorse.scaling.law import DRAWS, Law, fewest, fit_law
+from workhorse.scaling.runs import point_of, read_points
+from workhorse.train import Recipe
+
+
+def fit_laws(
+    runs: Iterable[str | Path], recipes: Sequence[Recipe] = (), draws: int = DRAWS
+) -> dict[str, Any]:
+    """Fit every form of law to runs, and predict the losses of recipes.
+
+    Args:
+        runs: run directories, all of one text and tokenizer.
+        recipes: whose losses are to be predicted.
+        draws: how many times each law is fitted again, for the intervals.
+
+    Returns:
+        `runs` (points, by FLOPs); `laws`, each with `name`, `written`, `constants` (`value`, `low`
+        and `high` of each), `error` (relative, of a run), `predictions` (`name`, `loss`, `low`,
+        `high`) and `optimum` (`parameters` and `tokens` for the most `flops` of any run or recipe;
+        None where the form has no best division); `left_out` (why a law has too few runs, by its
+        name).
+
+    Raises:
+        WorkhorseError: runs cannot be compared, or are too few for any law.
+    """
+    points = sorted(read_points(runs), key=lambda point: point.flops)
+    wanted = [point_of(recipe) for recipe in recipes]
+    laws, left_out = [], {}
+    for form in FORMS.values():
+        if len(points) < fewest(form):
+            left_out[form.name] = f"{fewest(form)} runs are the fewest, {len(points)} given"
+            continue
+        laws.append(_described(fit_law(form, points, draws), wanted))
+    if not laws:
+        fit_law(min(FORMS.values(), key=fewest), points)  # raises, and says how many are needed
+    return {"runs": [_point(point) for point in points], "laws": laws, "left_out": left_out}
+
+
+def _described(law: Law, wanted: Sequence[Point]) -> dict[str, Any]:
+    constants = law.constants()
+    flops = max(point.flops for point in [*law.points, *wanted])
+    optimum = None
+    if isinstance(law.form, Hoffmann):
+        best = Parametric(*(constant.value for constant in constants.values())).optimum(flops)
+        optimum = {"flops": flops, "parameters": best[0], "tokens": best[1]}
+    return {
+        "name": law.form.name,
+        "written": law.form.written,
+        "constants": {name: value._asdict() for name, value in constants.items()},
+        "error": law.error,
+        "predictions": [_prediction(law, one) for one in wanted],
+        "optimum": optimum,
+    }
+
+
+def _prediction(law: Law, point: Point) -> dict[str, Any]:
+    loss, low, high = law.predict(point)
+    return {"name": point.name, "loss": loss, "low": low, "high": high}
+
+
+def _point(point: Point) -> dict[str, Any]:
+    return {**point._asdict(), "flops": point.flops}

@@ -246,7 +246,7 @@ def test_dry_run_tells_and_writes_nothing(recipe: str, capsys: pytest.CaptureFix
     account = capsys.readouterr().out
     assert account.startswith(f"parameters  {total:,}")
     peak = memory["peak"]
-    where = f"at its peak, in the {peak['phase']} pass of {peak['part']}, 2 rows at once"
+    where = f"at its peak, in the {peak['phase']} pass, at {peak['part']}, 2 rows at once"
     assert where in account.splitlines()[1]
     assert main(["train", recipe, "--dry-run", "--show-recipe"]) == 0
     written_out, shown = capsys.readouterr().out.split("\n\n")

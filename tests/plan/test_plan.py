@@ -168,9 +168,9 @@ def test_what_no_tensor_without_data_runs_is_planned_as_what_needs_as_much(setti
         (["gpt2", "--device", "h100", "--measure"], "--measure measures this machine"),
         (
             ["gpt2", "--price", "2"],
-            "--price 2 is of a time that is not known for this machine; add",
+            "--price 2 needs a time, which is not known for this machine; add",
         ),
-        (["gpt2", "--utilization", "0.4"], "--utilization 0.4 is of a time that is not known"),
+        (["gpt2", "--utilization", "0.4"], "--utilization 0.4 needs a time, which is not known"),
         (["gpt2", "--device", "h100", "--context", "4096"], "more than the model's max_seq_len"),
         (["gpt2", "train.seq_len=99999"], "max_seq_len=1024 is less than train.seq_len=99999"),
         (["nothing"], "there is no folder, hub id or preset 'nothing'"),

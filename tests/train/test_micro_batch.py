@@ -21,11 +21,11 @@ from workhorse.train.resume.random_state import random_state
 from workhorse.train.room import LONG, check_training
 from workhorse.train.step import micro_batch
 from workhorse.train.step.micro_batch import (
-    Needed,
     fit_micro_batch,
     largest_share,
     recordable,
     shares,
+    step_bytes,
     usable,
 )
 
@@ -68,7 +68,10 @@ def test_the_rows_are_those_whose_recorded_step_fits(
     monkeypatch: pytest.MonkeyPatch, decoder: Decoder, device: torch.device
 ) -> None:
     given = config(256, micro_batch_size="auto", dtype="bfloat16")
-    needed = Needed(decoder.config, given, device)
+
+    def needed(rows: int) -> int:
+        return step_bytes(decoder.config, given.replace(micro_batch_size=rows), device)
+
     chosen = set()
     margin = 1 - usable(10**6, device) / 10**6
     for n_bytes in (needed(256), needed(256) / (1 - margin) + 2, needed(1) / (1 - margin) + 2):
@@ -101,9 +104,9 @@ def test_recording_draws_no_random_numbers(decoder: Decoder) -> None:
 def test_what_cannot_be_recorded_is_bounded(decoder: Decoder) -> None:
     flex = config(8, kernel="flex", dtype="float16", compile=True)
     assert recordable(flex, CUDA) == flex.replace(dtype="float32")
-    whole = Needed(decoder.config, config(8, dtype="float32"), CUDA)(8)
+    whole = step_bytes(decoder.config, config(8, dtype="float32"), CUDA)
     copies = 2 * sum(parameter.numel() for parameter in decoder.parameters())
-    assert Needed(decoder.config, flex, CUDA)(8) == whole + copies
+    assert step_bytes(decoder.config, flex, CUDA) == whole + copies
 
 
 def test_no_room_for_one_row(monkeypatch: pytest.MonkeyPatch, decoder: Decoder) -> None:
@@ -130,7 +133,7 @@ def test_a_long_run_is_refused_if_a_step_does_not_fit(
 ) -> None:
     """A short one only if weights, gradients and optimizer do not: recording takes a second."""
     short = config(8)
-    needed = Needed(decoder.config, short, CPU)(8)
+    needed = step_bytes(decoder.config, short, CPU)
     monkeypatch.setattr("workhorse.memory.available", lambda device, root: needed - 1)
     check_training(decoder.config, short, CPU)
     long = short.replace(steps=int(LONG))

@@ -1,4 +1,4 @@
-"""The memory of one device of a mesh: a recorded step, divided."""
+"""The memory of one device of a mesh: a recorded step, divided among the devices."""
 
 import json
 from collections import defaultdict
@@ -37,7 +37,7 @@ class DeviceMemory:
         activations: of one micro-batch, by part of the model that this device has.
         in_flight: micro-batches whose activations are kept at once.
         gathered: weights and gradients of other devices that a layer needs for a moment.
-        moments: after each operator of the step.
+        moments: while each operator of the step runs.
     """
 
     stage: int
@@ -53,16 +53,16 @@ class DeviceMemory:
         return max(self.moments, key=lambda moment: sum(moment.kinds.values()))
 
     @property
-    def update(self) -> int:
-        """The most bytes during the update, which depend on no batch; 0: it was not looked at."""
-        return max(
-            (sum(one.kinds.values()) for one in self.moments if one.phase == "update"), default=0
-        )
-
-    @property
     def total(self) -> int:
         """Bytes at that moment."""
         return sum(self.peak.kinds.values())
+
+    @property
+    def update(self) -> int:
+        """The most bytes during the update, which no batch changes; 0 if it was not recorded."""
+        return max(
+            (sum(one.kinds.values()) for one in self.moments if one.phase == "update"), default=0
+        )
 
 
 def device_memory(
@@ -82,7 +82,7 @@ def device_memory(
       its activations are `1 / tensor` of the whole's (2205.05198 eq. 4).
     - `pipeline`: stage s of p keeps p - s micro-batches (2205.05198 §4.2.3); the first has the
       embedding, the last the head and the loss.
-    - `expert`: routed experts are divided; tokens are taken to be spread evenly.
+    - `expert`: routed experts are divided; tokens are assumed to spread evenly among them.
     - `context`: sequences are divided, and a layer's keys and values gathered.
 
     Args:
@@ -91,10 +91,10 @@ def device_memory(
         device: the kind.
         mesh: None for one device.
         packed: whether rows hold several documents.
-        updates: whether the update is looked at too.
+        updates: whether the update is recorded too.
 
     Raises:
-        ConfigError: the mesh divides nothing evenly.
+        ConfigError: the mesh does not divide the model or its batches evenly.
     """
     mesh = mesh or MeshConfig()
     check_mesh(mesh, config, train)
@@ -179,17 +179,17 @@ def _recorded(
     packed: bool,
     updates: bool,
 ) -> StepMemory:
-    """The record of a step, made once: meshes of one `tensor` share theirs, limits ask again."""
+    """The record of a step, made once: meshes with the same part of the model share it."""
     train = _as_recorded(train)
-    known = json.dumps([config.to_dict(), train.to_dict(), str(device), packed])
-    found = _RECORDS.get(known)
+    key = json.dumps([config.to_dict(), train.to_dict(), str(device), packed])
+    found = _RECORDS.get(key)
     if found is None or (updates and found.spans[-1].phase != "update"):
-        found = _RECORDS[known] = step_memory(config, train, device, packed=packed, updates=updates)
+        found = _RECORDS[key] = step_memory(config, train, device, packed=packed, updates=updates)
     return found if updates else found.passes
 
 
 def _as_recorded(train: TrainConfig) -> TrainConfig:
-    """The same batch, said in one way: more than two micro-batches are like two."""
+    """Settings with the same record are made equal: more than two micro-batches are like two."""
     size = train.micro_batch_size
     if not isinstance(size, int) or size >= train.batch_size:
         return train.replace(micro_batch_size=None)
@@ -256,7 +256,7 @@ def _moments(
         step: recorded.
         shares: of each kind; 1 where left out.
         earlier: activations of the micro-batches that wait for their backward pass.
-        gathered: while layers compute.
+        gathered: bytes of other devices, while layers compute.
     """
     spans = iter([*step.spans, Span(len(step.totals), "", "update")])
     span, following = next(spans), next(spans)

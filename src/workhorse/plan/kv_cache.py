@@ -1,4 +1,4 @@
-"""What a text takes of the cache of keys and values."""
+"""What a text takes of the KV cache."""
 
 from itertools import islice
 from typing import NamedTuple
@@ -22,7 +22,7 @@ class LayerCache(NamedTuple):
 
 
 def cache_of_layers(config: DecoderConfig, dtype: torch.dtype) -> list[LayerCache]:
-    """What each layer keeps, as the paged cache allocates it: one for each store, in order.
+    """What each layer keeps, as the paged cache allocates it: one entry for each store, in order.
 
     Args:
         config: of the decoder.

@@ -1,4 +1,4 @@
-"""The most that fits into a device, and the fewest devices that a model fits on."""
+"""The most that fits on a device, and the fewest devices that a model fits on."""
 
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
@@ -13,22 +13,22 @@ from workhorse.plan.device_memory import device_memory
 from workhorse.plan.mesh import MeshConfig
 from workhorse.train.recipe.recipe import TrainConfig
 
-MOST_SHARDS = 4096
+MOST_DEVICES = 4096
 MOST_TOKENS = 2**17
-"""Nothing longer or larger is tried: a tiny model's limit on a large device tells nothing."""
+"""No more at once is tried: how much a large device has for a tiny model tells nothing."""
 FINEST = 8
-"""The longest context is found to one part in so many."""
+"""The longest rows are found to one part in so many."""
 
 
 class Limits(NamedTuple):
-    """What fits into a device."""
+    """What fits on a device."""
 
     micro_batch_size: int
     """The most rows at once, of the planned length; 0: not one."""
     seq_len: int
     """The longest rows, one at a time; 0: none that was tried."""
     mesh: MeshConfig | None
-    """The fewest devices for one row each of the planned length; None: it fits on none tried."""
+    """The fewest devices, a row of the planned length for each replica; None: no number tried."""
 
 
 def limits(
@@ -40,14 +40,14 @@ def limits(
     *,
     packed: bool = False,
 ) -> Limits:
-    """What fits into `room` bytes of each device.
+    """What fits in `room` bytes of each device.
 
     Args:
         config: of the decoder.
         train: how it is trained.
         device: the kind.
-        mesh: that the first two limits are for.
-        room: bytes.
+        mesh: of the first two limits.
+        room: bytes of each device.
         packed: whether rows hold several documents.
     """
     memory = partial(device_memory, packed=packed)
@@ -80,7 +80,15 @@ def longest(needed: Callable[[int], int], room: int, start: int) -> int:
 def _most(
     needed: Callable[[int], int], room: int, start: int, most: int, fine: Callable[[int], int]
 ) -> int:
-    """The most that fits, to `fine` of it, looked for where the last sizes say that it is."""
+    """The most that fits, to within `fine` of it; each guess follows from the sizes before it.
+
+    Args:
+        needed: bytes of a size, which grow with it.
+        room: bytes.
+        start: the size to begin with.
+        most: the largest size to try.
+        fine: how finely to search around a size.
+    """
     known: dict[int, int] = {}
 
     def fits(size: int) -> bool:
@@ -107,7 +115,8 @@ def _most(
 def _expected(known: dict[int, int], room: int, low: int, high: int) -> int:
     """The size from `low` to `high` at which a parabola through known sizes reaches `room`.
 
-    Bytes are a line of rows, and of their length one or, with a mask, a parabola.
+    Bytes grow linearly with rows and with their length, or, where scores or masks are stored, with
+    the square of the length.
     """
     x, y, *others = sorted(known, key=lambda size: abs(known[size] - room))[:3]
     slope = (known[y] - known[x]) / (y - x)
@@ -135,7 +144,10 @@ def smallest_mesh(
     *,
     packed: bool = False,
 ) -> MeshConfig | None:
-    """The fewest devices that hold the model while each trains on one row."""
+    """The fewest devices that hold a step with one row for each replica.
+
+    Powers of two are tried, divided among `shard` and `tensor`.
+    """
     held = 0
     for mesh in _meshes():
         if held > room * mesh.devices:
@@ -144,7 +156,7 @@ def smallest_mesh(
         try:
             found = device_memory(config, changed, device, mesh, packed=packed)
         except ConfigError:
-            continue  # it cannot be divided so
+            continue  # the model cannot be divided like this
         if found.total <= room:
             return mesh
         if mesh.devices == 1:
@@ -153,9 +165,9 @@ def smallest_mesh(
 
 
 def _meshes() -> Iterator[MeshConfig]:
-    """By devices; of as many, those with less tensor parallelism, which costs most, first."""
+    """Fewer devices first; of as many, less tensor parallelism, the dearest way to divide."""
     devices = 1
-    while devices <= MOST_SHARDS:
+    while devices <= MOST_DEVICES:
         for tensor in (1, 2, 4, 8):
             if devices % tensor == 0:
                 yield MeshConfig(shard=devices // tensor, tensor=tensor)

@@ -17,7 +17,7 @@ Ways = Annotated[int, Field(ge=1)]
 
 
 class MeshConfig(Config):
-    """Into how many parts each thing is divided; the product of all but `expert` is the devices."""
+    """Into how many parts each thing is divided; devices are the product of all but `expert`."""
 
     data: Ways = 1
     """Copies of the model, which share each batch."""
@@ -53,31 +53,30 @@ def check_mesh(mesh: MeshConfig, config: DecoderConfig, train: TrainConfig) -> N
     Raises:
         ConfigError: with the number that is not divisible.
     """
-    for name, whole, what in _divided(mesh, config, train):
-        ways = getattr(mesh, name) if name != "replicas" else mesh.replicas
-        key = name if name != "replicas" else "data · shard"
+    for name, ways, what, whole in _divided(mesh, config, train):
         if whole % ways:
             raise ConfigError(
-                f"{key}={ways} does not divide {what}={whole}; choose a divisor", "parallel"
+                f"{name}={ways} does not divide {what}={whole}; choose a divisor", "parallel"
             )
 
 
 def _divided(
     mesh: MeshConfig, config: DecoderConfig, train: TrainConfig
-) -> Iterator[tuple[str, int, str]]:
-    yield "replicas", train.batch_size, "train.batch_size"
-    yield "context", train.seq_len, "train.seq_len"
-    yield "pipeline", config.n_layers, "n_layers"
+) -> Iterator[tuple[str, int, str, int]]:
+    """Into how many parts what is divided, each with its name."""
+    yield "data · shard", mesh.replicas, "train.batch_size", train.batch_size
+    yield "context", mesh.context, "train.seq_len", train.seq_len
+    yield "pipeline", mesh.pipeline, "n_layers", config.n_layers
     for block in config.blocks.values():
         attention, feed_forward = block.attention, block.feed_forward
-        yield "tensor", attention.n_heads, "n_heads"
-        yield "tensor", feed_forward.d_ff, "d_ff"
+        yield "tensor", mesh.tensor, "n_heads", attention.n_heads
+        yield "tensor", mesh.tensor, "d_ff", feed_forward.d_ff
         if isinstance(feed_forward, MoEConfig):
-            yield "expert", feed_forward.n_experts, "n_experts"
+            yield "expert", mesh.expert, "n_experts", feed_forward.n_experts
             if feed_forward.shared is not None:
-                yield "tensor", feed_forward.shared.d_ff, "shared.d_ff"
+                yield "tensor", mesh.tensor, "shared.d_ff", feed_forward.shared.d_ff
     if mesh.expert > 1:
-        yield "expert", mesh.replicas, "data · shard"
+        yield "expert", mesh.expert, "data · shard", mesh.replicas
 
 
 def part_of_model(config: DecoderConfig, mesh: MeshConfig, stage: int) -> DecoderConfig:
@@ -106,8 +105,7 @@ def _part_of_block(block: BlockConfig, d_model: int, mesh: MeshConfig) -> BlockC
         heads["n_kv_heads"] = max(1, (attention.n_kv_heads or attention.n_heads) // ways)
         heads["head_dim"] = attention.key_dim(d_model)
     assert isinstance(attention, AttentionConfig | LatentAttentionConfig)
-    width = {"d_ff": feed_forward.d_ff // ways}
-    part = feed_forward.replace(**width)
+    part = feed_forward.replace(d_ff=feed_forward.d_ff // ways)
     if isinstance(feed_forward, MoEConfig) and feed_forward.shared is not None:
         shared = feed_forward.shared
         part = part.replace(shared=shared.replace(d_ff=shared.d_ff // ways).to_dict())

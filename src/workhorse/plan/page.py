@@ -1,12 +1,12 @@
 """A plan as a page with pictures, in one file that needs no network."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from workhorse.memory import GIB, size
-from workhorse.plan.text import KINDS, lines
+from workhorse.plan.text import LABELS, lines
 from workhorse.train.report.chart import ticks
 from workhorse.train.report.page import rendered
 from workhorse.writing import write_atomically
@@ -21,7 +21,7 @@ COLORS = {
     "loss": "#db2777",
     "temporary": "#9ca3af",
 }
-WIDTH, HEIGHT, LEFT, TOP, BOTTOM = 1120, 300, 64, 14, 34
+WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1120, 300, 64, 8, 14, 34
 MOST_LABELS = 16
 
 
@@ -43,14 +43,14 @@ def write_page(path: Path, plan: dict[str, Any]) -> None:
         WorkhorseError: the disk is full or refuses.
     """
     moments = [
-        Bar(f"{moment['phase']} {moment['part']}", {kind: moment[kind] for kind in KINDS})
+        Bar(f"{moment['phase']} {moment['part']}", {kind: moment[kind] for kind in LABELS})
         for moment in plan["moments"]
     ]
     page = rendered(
         "workhorse.plan",
         "page.html",
         title=f"Plan of {plan['source']}",
-        legend=[(KINDS[kind], color) for kind, color in COLORS.items()],
+        legend=[(LABELS[kind], color) for kind, color in COLORS.items()],
         moments=stacked(moments, plan["memory"]["room"]),
         parts=stacked(_parts(plan["memory"])),
         text="\n".join(lines(plan)),
@@ -89,32 +89,46 @@ def stacked(bars: Sequence[Bar], room: int | None = None) -> str:
     def y(n_bytes: float) -> float:
         return HEIGHT - BOTTOM - n_bytes / top * (HEIGHT - TOP - BOTTOM)
 
-    step = (WIDTH - LEFT - 8) / len(bars)
+    step = (WIDTH - LEFT - RIGHT) / len(bars)
     drawn = [
-        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - 8}" y1="{y(mark * GIB):.1f}" '
+        f'<line class="grid" x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(mark * GIB):.1f}" '
         f'y2="{y(mark * GIB):.1f}"/><text class="y" x="{LEFT - 6}" y="{y(mark * GIB) + 4:.1f}">'
         f"{mark:g} GiB</text>"
         for mark in marks
     ]
+    labelled = -(-len(bars) // MOST_LABELS)
     for place, bar in enumerate(bars):
-        x, below = LEFT + place * step, 0
-        said = ", ".join(f"{KINDS[kind]} {size(n)}" for kind, n in bar.kinds.items() if n)
-        drawn.append(f"<g><title>{escape(f'{bar.name}: {size(bar.total)} ({said})')}</title>")
-        for kind, n_bytes in bar.kinds.items():
-            if n_bytes:
-                above = below + n_bytes
-                drawn.append(
-                    f'<rect x="{x + 0.05 * step:.1f}" width="{0.9 * step:.1f}" y="{y(above):.1f}" '
-                    f'height="{y(below) - y(above):.1f}" fill="{COLORS[kind]}"/>'
-                )
-                below = above
-        drawn.append("</g>")
-        if place % -(-len(bars) // MOST_LABELS) == 0:
+        x = LEFT + place * step
+        drawn.append(_drawn(bar, x, step, y))
+        if place % labelled == 0:
             drawn.append(
                 f'<text class="x" x="{x + step / 2:.1f}" y="{HEIGHT - BOTTOM + 16}">'
                 f"{escape(bar.name)}</text>"
             )
     if room is not None and room <= top:
-        across = f'x1="{LEFT}" x2="{WIDTH - 8}" y1="{y(room):.1f}" y2="{y(room):.1f}"'
+        across = f'x1="{LEFT}" x2="{WIDTH - RIGHT}" y1="{y(room):.1f}" y2="{y(room):.1f}"'
         drawn.append(f'<line class="room" {across}/>')
     return f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img">{"".join(drawn)}</svg>'
+
+
+def _drawn(bar: Bar, x: float, step: float, y: Callable[[float], float]) -> str:
+    """A bar as a `<g>` element whose figures show under the pointer.
+
+    Args:
+        bar: with its kinds from the bottom up.
+        x: its left side.
+        step: from one bar to the next.
+        y: gives the height of a number of bytes in the picture.
+    """
+    figures = ", ".join(f"{LABELS[kind]} {size(n)}" for kind, n in bar.kinds.items() if n)
+    parts = [f"<title>{escape(f'{bar.name}: {size(bar.total)} ({figures})')}</title>"]
+    below = 0
+    for kind, n_bytes in bar.kinds.items():
+        if n_bytes:
+            above = below + n_bytes
+            parts.append(
+                f'<rect x="{x + 0.05 * step:.1f}" width="{0.9 * step:.1f}" y="{y(above):.1f}" '
+                f'height="{y(below) - y(above):.1f}" fill="{COLORS[kind]}"/>'
+            )
+            below = above
+    return f"<g>{''.join(parts)}</g>"

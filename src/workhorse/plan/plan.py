@@ -27,7 +27,7 @@ from workhorse.train.step.micro_batch import largest_share, usable
 
 HERE = "this machine"
 UTILIZATION = 0.4
-"""Of the peak of a device's matrix products, where nothing else is known."""
+"""The part of a device's peak that training reaches, where nothing else is known."""
 HOUR = 3600
 
 
@@ -45,25 +45,26 @@ def plan(
     tell: Callable[[str], object] = lambda line: None,
     show: Callable[[str], object] = lambda doing: None,
 ) -> dict[str, Any]:
-    """Parameters, arithmetic, memory, time and cost of a model and its training, in plain data.
+    """Parameters, arithmetic, memory, time and cost of a model and its training, as plain data.
 
     Args:
-        source: a recipe's file, a run directory, a preset's name, or a stored model.
+        source: a recipe's file or `depth-N`, a run directory, a preset's name, or a stored model.
         settings: `section.key=value`, as for `train`, and `parallel.key=value` for the mesh.
         device: a name of `known_devices`; None: this machine.
         memory: of each device in GiB; None: what it has, or what is free here.
         utilization: the part of the peak that training reaches; None: `UTILIZATION`.
         price: of a device for an hour, in any currency; needs a known device, or `measure`, as
             `utilization` does.
-        budget: floating-point operations to spend best; None: those of the planned training.
+        budget: floating-point operations to find the best model and tokens for; None: those of the
+            planned training.
         context: tokens of a text that is served; None: the longest.
-        measure: this machine's peak.
+        measure: whether to measure this machine's peak.
         tell: called with each remark on the settings.
-        show: called with what is done next.
+        show: called with what is being done.
 
     Raises:
-        WorkhorseError: there is no such source or device, the mesh divides nothing evenly, or an
-            option would have no effect.
+        WorkhorseError: there is no such source or device, the mesh does not divide the model or its
+            batches evenly, or an option would have no effect.
     """
     _check_options(device, measure, price=price, utilization=utilization)
     subject = find_subject(source, list(settings), tell)
@@ -82,11 +83,11 @@ def plan(
     train = _with_micro_batch(config, train, here, mesh, room, packed=subject.packed)
     check_mesh(mesh, config, train)
     fullest = device_memory(config, train, here, mesh, packed=subject.packed)
-    show("searching the most that fits")
+    show("searching for the most that fits")
     most = None if room is None else _limits(subject, train, here, room)
     show("comparing remedies")
     found = _remedies(subject, train, here, room, fullest)
-    show("loading it to serve")
+    show("counting what serving needs")
     flops = _flops(config, train)
     total = flops["training"]
     return {
@@ -125,7 +126,7 @@ def _check_options(device: str | None, measure: bool, **of_time: float | None) -
     given = [f"--{name} {value:g}" for name, value in of_time.items() if value is not None]
     if given and device is None and not measure:
         raise WorkhorseError(
-            f"{given[0]} is of a time that is not known for this machine; add --measure, or "
+            f"{given[0]} needs a time, which is not known for this machine; add --measure, or "
             "--device and a name"
         )
 
@@ -210,19 +211,19 @@ def _described(spec: DeviceConfig | None, device: torch.device) -> dict[str, Any
     return {"name": f"{HERE} ({device})"} if spec is None else spec.to_dict()
 
 
-def _memory(found: DeviceMemory, room: int | None) -> dict[str, Any]:
+def _memory(fullest: DeviceMemory, room: int | None) -> dict[str, Any]:
     return {
-        "stage": found.stage,
-        "in_flight": found.in_flight,
-        "gathered": found.gathered,
-        **account(found.held, found.activations, found.peak, room),
+        "stage": fullest.stage,
+        "in_flight": fullest.in_flight,
+        "gathered": fullest.gathered,
+        **account(fullest.held, fullest.activations, fullest.peak, room),
     }
 
 
-def _moments(account: DeviceMemory) -> list[dict[str, Any]]:
+def _moments(memory: DeviceMemory) -> list[dict[str, Any]]:
     """The fullest moment of each part of the step, in order."""
     fullest: list[Any] = []
-    for moment in account.moments:
+    for moment in memory.moments:
         if not fullest or (moment.phase, moment.part) != (fullest[-1].phase, fullest[-1].part):
             fullest.append(moment)
         elif sum(moment.kinds.values()) > sum(fullest[-1].kinds.values()):
@@ -235,9 +236,9 @@ def _remedies(
     train: TrainConfig,
     device: torch.device,
     room: int | None,
-    account: DeviceMemory,
+    now: DeviceMemory,
 ) -> list[dict[str, Any]]:
-    if room is None or account.total <= room:
+    if room is None or now.total <= room:
         return []
     found = remedies(subject.config, train, device, subject.mesh, room, packed=subject.packed)
     return [remedy._asdict() for remedy in found]

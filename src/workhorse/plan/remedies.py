@@ -14,12 +14,13 @@ from workhorse.plan.mesh import MeshConfig
 from workhorse.train.recipe.recipe import TrainConfig
 
 WORTHWHILE = 0.01
-"""A change that saves a smaller part of the whole is none."""
+"""The smallest part of the peak whose saving makes a change a remedy."""
 NAMED = 3
+"""Remedies that are named."""
 
 
 class Remedy(NamedTuple):
-    """A change, the cheapest first."""
+    """A change of settings."""
 
     setting: str
     cost: str
@@ -37,13 +38,13 @@ def remedies(
     *,
     packed: bool = False,
 ) -> list[Remedy]:
-    """The three cheapest changes that save a worthwhile part of the peak, dearer ones that fit.
+    """The three cheapest remedies, and the next that makes the step fit if none of them does.
 
     Args:
         config: of the decoder.
         train: how it is trained.
         device: the kind.
-        mesh: of how many.
+        mesh: of the devices.
         room: bytes of each device.
         packed: whether rows hold several documents.
     """
@@ -54,22 +55,25 @@ def remedies(
     for setting, cost, changed, wider in _changes(train, mesh):
         try:
             # Rows, their length and checkpointing leave the update as it is.
-            other = (changed.dtype, changed.optimizer) != (train.dtype, train.optimizer)
-            whole = other or wider != mesh
-            after = memory(config, changed, device, wider, updates=whole).total
-            after = after if whole else max(after, now.update)
+            updates = wider != mesh or (
+                (changed.dtype, changed.optimizer) != (train.dtype, train.optimizer)
+            )
+            after = memory(config, changed, device, wider, updates=updates).total
+            after = after if updates else max(after, now.update)
         except ConfigError:
             continue
         if before - after >= WORTHWHILE * before:
             found.append(Remedy(setting, cost, before - after, after <= room))
-    fitting = [remedy for remedy in found[NAMED:] if remedy.fits]
-    return found[:NAMED] + fitting[: not any(remedy.fits for remedy in found[:NAMED])]
+    named, dearer = found[:NAMED], found[NAMED:]
+    if not any(remedy.fits for remedy in named):
+        named += [remedy for remedy in dearer if remedy.fits][:1]
+    return named
 
 
 def _changes(
     train: TrainConfig, mesh: MeshConfig
 ) -> Iterator[tuple[str, str, TrainConfig, MeshConfig]]:
-    """From those that change no result to those that change the model's training."""
+    """Setting, cost and what they lead to, from changes of no result to those of the training."""
     rows = train.batch_size // mesh.replicas
     size = train.micro_batch_size if isinstance(train.micro_batch_size, int) else rows
     if size > 1:

@@ -19,7 +19,7 @@ from workhorse.transforms.quantization.quantize import place_codes
 from workhorse.transforms.quantization.quantized_linear import QuantizedWeight
 
 WAYS: dict[str, FormatName | None] = {"bfloat16": None, "int8": "int8", "int4": "int4"}
-"""Of holding the weights, each with the format of its codes."""
+"""Ways to hold the weights, each with the format of its codes."""
 
 
 def serving(
@@ -43,8 +43,8 @@ def serving(
         `bytes_per_token` (of the cache, at the beginning of a text), `context`, `bytes_per_text`,
         and for each of `WAYS` `weights` (bytes, as they are allocated), `texts` at once, and
         `tokens_per_second`, the most that one text can have: every weight that multiplies a token,
-        and half the text's cache on average, are read once for each. None for a way in which no
-        layer of the model is wide enough to be held.
+        and half the text's cache on average, are read once for each. A way is None if no layer
+        is wide enough for its codes.
     """
     layers = cache_of_layers(config, torch.bfloat16)
     per_text = cache_bytes(layers, context)
@@ -72,13 +72,14 @@ def serving(
 def bytes_of_weights(
     config: DecoderConfig, device: torch.device, format: FormatName | None
 ) -> tuple[int, int]:
-    """What a decoder loaded for inference allocates for weights, and what of it multiplies a token.
+    """Bytes that a decoder loaded for inference has in weights, and those that multiply a token.
 
-    Layers of one name are equally large, so each name is built once, and once more.
+    Layers of one name are equally large: each name is built once, and once more for what a further
+    layer adds.
 
     Args:
         config: of the decoder.
-        device: the kind, on which what is quantised depends; see `place_codes`.
+        device: the kind; it decides what is quantised, see `place_codes`.
         format: of the codes; None: all of it is bfloat16.
 
     Raises:

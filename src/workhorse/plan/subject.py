@@ -1,4 +1,4 @@
-"""What is planned: a model and how it is to be trained, from a recipe or from a model alone."""
+"""What to plan: a model and how it is to be trained, from a recipe or from a model alone."""
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,6 +20,7 @@ from workhorse.train.estimate import vocab_size_of
 from workhorse.train.recipe.recipe import TrainConfig
 
 LONGEST_ASSUMED = 4096
+"""Tokens a row, at most, where no recipe says."""
 PARALLEL = "parallel."
 """Settings of the mesh begin so."""
 
@@ -49,7 +50,7 @@ def find_subject(
     settings: Iterable[str] = (),
     tell: Callable[[str], object] = lambda line: None,
 ) -> Subject:
-    """What a source stands for, with settings written over it.
+    """The model and training that a source stands for, with settings written over them.
 
     Args:
         source: a recipe's file or `depth-N`, a run directory, a preset's name, or a stored model.

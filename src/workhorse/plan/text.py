@@ -4,11 +4,11 @@ from collections.abc import Iterator
 from typing import Any
 
 from workhorse.memory import size
-from workhorse.plan.limits import MOST_TOKENS
+from workhorse.plan.limits import MOST_DEVICES, MOST_TOKENS
 from workhorse.train.report.chart import shown
 from workhorse.train.report.page import duration
 
-KINDS = {
+LABELS = {
     "weights": "weights",
     "low_bits": "low bits of float32 masters",
     "optimizer": "optimizer",
@@ -18,15 +18,15 @@ KINDS = {
     "loss": "logits and loss",
     "temporary": "temporary",
 }
-"""Of memory, in the order of the picture, for people."""
+"""What each kind of memory is called, in the order of the picture."""
 
 
 def lines(plan: dict[str, Any]) -> Iterator[str]:
-    """The plan, a section after another."""
+    """The plan, one section after the other."""
     train = plan["train"]
     yield (
-        f"{plan['source']} ({plan['kind']}): {_rows(train['batch_size'])} of {train['seq_len']:,} "
-        f"tokens a step, {train['dtype']}, {train['optimizer']['kind']}"
+        f"{plan['source']} ({plan['kind']}): {_counted(train['batch_size'], 'row')} of "
+        f"{train['seq_len']:,} tokens a step, {train['dtype']}, {train['optimizer']['kind']}"
     )
     if plan["assumed"]:
         yield f"assumed: {', '.join(plan['assumed'])}"
@@ -35,7 +35,7 @@ def lines(plan: dict[str, Any]) -> Iterator[str]:
         ("arithmetic", _arithmetic(plan["flops"])),
         ("memory", _memory(plan)),
         ("time", _time(plan)),
-        ("the same arithmetic spent best", _optima(plan)),
+        ("compute-optimal", _optima(plan)),
         ("serving", _serving(plan["serving"])),
     ):
         yield ""
@@ -70,14 +70,15 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
     mesh = plan["parallel"]
     yield from step_lines(memory, f", the fullest of {mesh['devices']:,}" * (mesh["devices"] > 1))
     if memory["room"] is None:
-        yield "what the device has is not known; give --memory"
+        yield "how much the device has is not known; give --memory"
         return
     name = plan["device"]["name"]
     if memory["fits"]:
         yield f"fits: {name} has {size(memory['room'])}"
     else:
-        largest = max(KINDS, key=lambda kind: peak[kind])
-        yield f"does not fit: {name} has {size(memory['room'])}; the most is {KINDS[largest]}"
+        largest = max(LABELS, key=lambda kind: peak[kind])
+        room = size(memory["room"])
+        yield f"does not fit: {name} has {room}; the largest part is {LABELS[largest]}"
         for remedy in plan["remedies"]:
             enough = "fits then" if remedy["fits"] else "not enough alone"
             saved = f"saves {size(remedy['saves'])}"
@@ -89,7 +90,7 @@ def step_lines(memory: dict[str, Any], of: str = "") -> Iterator[str]:
     """A step's memory at its peak, by kind, and between steps."""
     peak = memory["peak"]
     yield f"{size(peak['total'])} at its peak, {_where(peak)}{of}"
-    for kind, name in KINDS.items():
+    for kind, name in LABELS.items():
         if peak[kind]:
             yield _row(name, size(peak[kind]), f"{peak[kind] / peak['total']:.1%}")
     held = sum(sum(sizes.values()) for sizes in memory["held"].values())
@@ -101,14 +102,15 @@ def _limits(limits: dict[str, Any], train: dict[str, Any]) -> Iterator[str]:
     if rows:
         tried = MOST_TOKENS // train["seq_len"]
         limit = "at least" if rows >= tried else "at most"
-        yield f"{limit} {_rows(rows)} of {train['seq_len']:,} tokens at once"
+        yield f"{limit} {_counted(rows, 'row')} of {train['seq_len']:,} tokens at once"
     if length:
         yield f"{'at least' if length >= MOST_TOKENS else 'at most'} {length:,} tokens in one row"
     if mesh is None:
-        yield "no number of devices that was tried holds it"
+        yield f"no mesh of up to {MOST_DEVICES:,} devices that was tried holds it"
     elif mesh["devices"] > 1:
         ways = [f"{name} {mesh[name]}" for name in ("shard", "tensor") if mesh[name] > 1]
-        yield f"at least {mesh['devices']:,} devices ({', '.join(ways)}), a row each"
+        held = _counted(mesh["data"] * mesh["shard"], "row")
+        yield f"at least {mesh['devices']:,} devices ({', '.join(ways)}) for {held} at once"
 
 
 def _time(plan: dict[str, Any]) -> Iterator[str]:
@@ -118,7 +120,7 @@ def _time(plan: dict[str, Any]) -> Iterator[str]:
         return
     yield (
         f"{duration(time['seconds'])} for {time['steps']:,} steps on "
-        f"{plan['parallel']['devices']:,} at {time['utilization']:.0%} of "
+        f"{_counted(plan['parallel']['devices'], 'device')} at {time['utilization']:.0%} of "
         f"{shown(time['peak_flops'])} FLOP/s ({time['peak_of']})"
     )
     hours = f"{time['device_hours']:,.1f} device hours"
@@ -153,13 +155,13 @@ def _serving(serving: dict[str, Any]) -> Iterator[str]:
         yield line
 
 
-def _rows(number: int) -> str:
-    return f"{number:,} row{'s' * (number != 1)}"
+def _counted(number: int, noun: str) -> str:
+    return f"{number:,} {noun}{'s' * (number != 1)}"
 
 
 def _where(peak: dict[str, Any]) -> str:
     part = peak["part"]
-    return f"in the {peak['phase']}" + ("" if part == peak["phase"] else f" pass of {part}")
+    return f"in the {peak['phase']}" + ("" if part == peak["phase"] else f" pass, at {part}")
 
 
 def _row(name: str, figure: str, share: str) -> str:

@@ -37,8 +37,8 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         `recipe` (with its defaults, its model in full), the `device`, `config` (of the decoder, in
         full), `exports_as` (the class of transformers that can hold it, or the differences from the
         nearest), `parameters` (`total`, `active` per token, and by role), `memory` (bytes of a
-        step, as of `plan`: `account`; float16 and flex are recorded as what needs as much or more,
-        see `recordable`), `micro_batch_size`, what `auto` comes to now, `tokens` of the whole run,
+        step, see `account`; of float16 those of float32, see `recordable`), `micro_batch_size`
+        (what `auto` comes to now), `tokens` of the whole run,
         `flops_per_token`, `seconds`, and `seconds_from`: `"steps"` if steps were timed, on random
         tokens and without text generation and validation, or, for a large model,
         `"matrix product"`: the time of the arithmetic at the rate of the fastest gemm, which no

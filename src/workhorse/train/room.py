@@ -12,7 +12,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import round_weights
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.micro_batch import Needed
+from workhorse.train.step.micro_batch import step_bytes
 
 LONG = 2e14
 """Floating-point operations of a run so long that recording a step delays it by less than 1 %."""
@@ -47,11 +47,11 @@ def check_training(
     check_fits(_bytes(held), device, what, "take a smaller model, or a device with more memory")
     if device.type == "cpu" and operations >= LONG:
         rows = train.micro_batch_size or train.batch_size
-        assert rows != "auto"
+        assert rows != "auto", "determined by fit_micro_batch"
         what = f"a step with {rows:,} rows of {train.seq_len:,} tokens at once"
         remedy = "set train.micro_batch_size=auto, or see what workhorse plan suggests"
-        check_fits(Needed(config, train, device, packed=packed)(rows), device, what, remedy)
+        check_fits(step_bytes(config, train, device, packed=packed), device, what, remedy)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(tensor.numel() * tensor.element_size() for tensor in tensors)
+    return sum(tensor.nbytes for tensor in tensors)

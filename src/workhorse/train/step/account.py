@@ -1,4 +1,4 @@
-"""The memory of a training step in plain data: what `plan` and `train --dry-run` tell."""
+"""The memory of a training step as plain data: what `plan` and `train --dry-run` show."""
 
 from collections import Counter, defaultdict
 from collections.abc import Callable
@@ -10,7 +10,7 @@ Held = dict[Kind, dict[Place, int]]
 
 
 class Moment(NamedTuple):
-    """What a device holds after some operator, in bytes."""
+    """What a device holds while some operator of a step runs, in bytes."""
 
     phase: str
     part: str
@@ -26,13 +26,18 @@ def fullest(memory: StepMemory) -> Moment:
 def account(
     held: Held, activations: dict[str, int], peak: Moment, room: int | None
 ) -> dict[str, Any]:
-    """Bytes between steps, kept for the backward pass, and at the fullest moment.
+    """What is held between steps, what activations take, and what the fullest moment needs.
 
     Args:
         held: between steps, by kind and place in the model.
         activations: of a micro-batch, by part of the model.
         peak: the fullest moment.
         room: bytes that the device has; None if that is not known.
+
+    Returns:
+        Bytes: `held` by kind and component, `parts` (the same by part and kind), `activations`,
+        `peak` (by kind, with `total`, and the `phase` and `part` of the step where it is), `room`;
+        and whether it `fits`, None if that is not known.
     """
     total = sum(peak.kinds.values())
     return {

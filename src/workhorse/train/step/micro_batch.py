@@ -3,6 +3,7 @@
 import math
 import sys
 from collections.abc import Callable
+from functools import cache
 
 import torch
 
@@ -25,8 +26,8 @@ def fit_micro_batch(
 ) -> TrainConfig:
     """The settings with a number for `micro_batch_size: auto`; others as they are.
 
-    Nothing is tried: steps are recorded on tensors without data, and the number depends on them and
-    on how much memory is free, before the model is made.
+    Nothing is tried out: steps are recorded on tensors without data, before the model is made, and
+    the number follows from them and from how much memory is free.
 
     Args:
         config: of the decoder.
@@ -42,7 +43,11 @@ def fit_micro_batch(
     check_fitting(device)
     free = available(device) if device.type == "cuda" else free_memory()
     assert free is not None  # `check_fitting` refused
-    needed = Needed(config, train, device, packed=packed)
+
+    @cache
+    def needed(rows: int) -> int:
+        return step_bytes(config, train.replace(micro_batch_size=rows), device, packed=packed)
+
     rows = largest_share(needed, usable(free, device), train.batch_size)
     if not rows:
         raise WorkhorseError(
@@ -73,35 +78,24 @@ def check_fitting(device: torch.device) -> None:
         )
 
 
-class Needed:
-    """The most bytes of a step, by the rows of a micro-batch; each number is recorded once."""
+def step_bytes(
+    config: DecoderConfig, train: TrainConfig, device: torch.device, *, packed: bool = False
+) -> int:
+    """The most bytes of a step, with the copies of weights that float16's autocast makes.
 
-    def __init__(
-        self,
-        config: DecoderConfig,
-        train: TrainConfig,
-        device: torch.device,
-        *,
-        packed: bool = False,
-    ) -> None:
-        self.config = config
-        self.packed = packed
-        self.train = recordable(train, device)
-        self.device = device
-        self.copies = 2 * count_parameters(config)["total"] if train.dtype == "float16" else 0
-        """Bytes of the weights that autocast rounds."""
-        self._known: dict[int, int] = {}
-
-    def __call__(self, rows: int) -> int:
-        if rows not in self._known:
-            train = self.train.replace(micro_batch_size=rows)
-            found = step_memory(self.config, train, self.device, packed=self.packed)
-            self._known[rows] = found.total + self.copies
-        return self._known[rows]
+    Args:
+        config: of the decoder.
+        train: how it is trained; `micro_batch_size` is a number or None.
+        device: where.
+        packed: whether rows hold several documents.
+    """
+    found = step_memory(config, recordable(train, device), device, packed=packed)
+    copies = 2 * count_parameters(config)["total"] if train.dtype == "float16" else 0
+    return found.total + copies
 
 
 def recordable(train: TrainConfig, device: torch.device) -> TrainConfig:
-    """Settings whose step can be recorded: float16 as float32, less autocast's copies."""
+    """Settings whose step can be recorded: float16's as float32's, without autocast's copies."""
     dtype = str(training_dtype(train.dtype, device)).removeprefix("torch.")
     return train.replace(dtype="float32" if dtype == "float16" else dtype)
 

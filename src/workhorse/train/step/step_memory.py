@@ -55,7 +55,8 @@ class StepMemory:
     Attributes:
         held: before and after the step, by kind and place in the model.
         activations: of a micro-batch, by part.
-        timeline: of each kind while each operator of the step runs; the last is after them.
+        timeline: of each kind, while each operator of the step runs; the first figure is from
+            before them, the last from after them.
         spans: the parts of the step, in order.
     """
 
@@ -66,35 +67,34 @@ class StepMemory:
 
     @property
     def totals(self) -> list[int]:
-        """After each operator, all kinds together."""
+        """The timeline of all kinds together."""
         return [sum(values) for values in zip(*self.timeline.values(), strict=True)]
 
     @property
+    def total(self) -> int:
+        """The most bytes at any moment."""
+        return max(self.totals)
+
+    @property
     def peak_moment(self) -> int:
-        """After which operator all kinds together take most."""
-        totals = self.totals
-        return totals.index(max(totals))
+        """The place in the timeline where all kinds together take most."""
+        return self.totals.index(self.total)
 
     @property
     def peak(self) -> dict[Kind, int]:
-        """At that moment, by kind; kinds without any are left out."""
+        """Bytes at that moment by kind; kinds without any are left out."""
         moment = self.peak_moment
         return {kind: values[moment] for kind, values in self.timeline.items() if values[moment]}
 
     @property
     def passes(self) -> "StepMemory":
-        """The same without the update."""
+        """The step without its update."""
         begin = next((span.begin for span in self.spans if span.phase == "update"), None)
         if begin is None:
             return self
         timeline = {kind: values[: begin + 1] for kind, values in self.timeline.items()}
         spans = [span for span in self.spans if span.phase != "update"]
         return replace(self, timeline=timeline, spans=spans)
-
-    @property
-    def total(self) -> int:
-        """Bytes at that moment."""
-        return max(self.totals)
 
     def span_at(self, moment: int) -> Span:
         """The part of the step that is running then."""

@@ -1,1 +1,1 @@
-"""Studies of design choices, for `workhorse compare`, and a page to look at."""
+"""Studies of design choices for `workhorse compare`, and programs that make pages of their own."""

@@ -1,28 +1,25 @@
 """muP's coordinate check, as a page: `python -m studies.coordinates`.
 
-What a few training steps change in the residual stream and the logits, against the width
-(2203.03466, appendix D.1). With a parametrisation whose learning rate holds at any width the lines
+What a few training steps change in what each layer adds to the residual stream, and in the logits,
+against the width (2203.03466, appendix D.1). Where a learning rate holds at any width, the lines
 are flat. It takes about a minute.
 """
 
-import argparse
 import math
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from statistics import linear_regression
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from studies.depth import Section, rms
+from studies.depth import rms
+from studies.page import Section, write_page
 from workhorse.nn import Decoder, DecoderConfig, next_token_loss
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import OptimizerConfig, build_optimizer
 from workhorse.optim.muon import MuonConfig
 from workhorse.train.report.chart import Series, line_chart
-from workhorse.train.report.page import rendered
-from workhorse.writing import write_atomically
 
 WIDTHS = (32, 64, 128, 256, 512, 1024)
 BASE_WIDTH = 32
@@ -36,7 +33,7 @@ RULES: dict[str, OptimizerConfig] = {
 }
 
 Changes = dict[str, list[tuple[int, float]]]
-"""By part of the model: widths, and the root mean square of what the steps changed."""
+"""By part of the model, pairs of a width and the root mean square of what the steps changed."""
 
 
 def decoder_of(width: int) -> Decoder:
@@ -66,7 +63,12 @@ def decoder_of(width: int) -> Decoder:
 
 
 def changes(rules: str, widths: Sequence[int] = WIDTHS) -> Changes:
-    """What a few steps by these rules change at each width."""
+    """What `STEPS` steps change at each width.
+
+    Args:
+        rules: a name in `RULES`.
+        widths: to train at.
+    """
     found: Changes = {}
     for width in widths:
         decoder = decoder_of(width)
@@ -100,7 +102,7 @@ def coordinates(decoder: Decoder, tokens: Tensor) -> dict[str, Tensor]:
 
 
 def slopes(found: Mapping[str, Sequence[tuple[int, float]]]) -> dict[str, float]:
-    """The power of the width that each part's change grows with."""
+    """The power of the width with which each part's change grows."""
     return {
         part: linear_regression(
             [math.log(width) for width, _ in points], [math.log(size) for _, size in points]
@@ -135,13 +137,7 @@ def sections() -> list[Section]:
 
 def main() -> None:
     """Write the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/coordinates.html"))
-    out: Path = parser.parse_args().out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    page = rendered("studies", "page.html", title="The coordinate check", sections=sections())
-    write_atomically(out, page)
-    print(out)
+    write_page("coordinates", "The coordinate check", sections, about=__doc__)
 
 
 if __name__ == "__main__":

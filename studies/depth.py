@@ -1,23 +1,19 @@
 """What 100 layers do to activations and gradients, as a page: `python -m studies.depth`.
 
 Claim C3 (1607.06450) and, beside it, Xavier's and He's initialisation against depth, and what each
-kind of norm looks at. Nothing is trained; it takes some ten seconds.
+kind of norm looks at. Nothing is trained; it takes about ten seconds.
 """
 
-import argparse
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from studies.page import Section, write_page
 from workhorse.nn import Decoder, DecoderConfig, next_token_loss
 from workhorse.train.report.chart import Series, line_chart
-from workhorse.train.report.page import rendered
-from workhorse.writing import write_atomically
 
 LAYERS, WIDTH, SEQ, ROWS, VOCAB = 100, 32, 16, 8, 31
 PLAIN_WIDTH = 256
@@ -30,21 +26,11 @@ INITS: dict[str, Callable[[Tensor], object]] = {
     "He": lambda weight: nn.init.kaiming_normal_(weight, nonlinearity="relu"),
 }
 LOWEST = 1e-40
-"""What is less counts as this; logarithms need something."""
-
-
-@dataclass
-class Section:
-    """A part of the page."""
-
-    title: str
-    words: str
-    charts: list[str] = field(default_factory=list)
-    rows: list[list[str]] = field(default_factory=list)
+"""Smaller sizes count as this one, as zero has no logarithm."""
 
 
 def decoder_of(wiring: str, norm: str) -> Decoder:
-    """A fresh decoder of many layers, whose matrices have variance 2 / fan-in at any depth."""
+    """A fresh decoder of `LAYERS` layers, whose matrices have variance 2 / fan-in at any depth."""
     torch.manual_seed(0)
     given: dict[str, Any] = {
         "vocab_size": VOCAB,
@@ -87,7 +73,7 @@ def through(decoder: Decoder) -> tuple[list[float], list[float]]:
 
 @torch.no_grad()
 def through_plain(init: Callable[[Tensor], object], activation: str) -> list[float]:
-    """After each layer of `activation(weight @ x)`, without residual or norm, the same."""
+    """After each layer `activation(weight @ x)`, without residual or norm, the root mean square."""
     torch.manual_seed(0)
     x, sizes = torch.randn(ROWS * SEQ, PLAIN_WIDTH), []
     for _ in range(LAYERS):
@@ -199,13 +185,7 @@ def _log(size: float) -> float:
 
 def main() -> None:
     """Write the page."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path("runs/depth.html"))
-    out: Path = parser.parse_args().out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    title = "Depth, norms and initialisation"
-    write_atomically(out, rendered("studies", "page.html", title=title, sections=sections()))
-    print(out)
+    write_page("depth", "Depth, norms and initialisation", sections, about=__doc__)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A heap of its own for the large tensors of training on a CPU; see `ops/tensor_heap.h`."""
+"""A heap for the large tensors of training on a CPU; see `ops/tensor_heap.h`."""
 
 from dataclasses import dataclass
 
@@ -9,15 +9,19 @@ from workhorse.native import build
 
 @dataclass(frozen=True)
 class Heap:
-    """The heap, which belongs to the process; an instance exists only if it was compiled."""
+    """The process's heap; an instance exists only where it could be compiled."""
 
     def keep(self, keeps: bool) -> bool:
-        """Whether large tensors are made in it from now on, and freed memory stays.
+        """Begin or end making large tensors in it and keeping freed memory resident.
 
         Tensors that lie in it when that ends stay where they are.
 
+        Args:
+            keeps: True to begin, False to end.
+
         Returns:
-            False: a limit on the process's addresses forbids it, or the system is not Linux.
+            False if the heap cannot be used: the process's address space is limited, or the system
+            is not Linux.
         """
         return torch.ops.workhorse_heap.keep.default(keeps)
 
@@ -27,7 +31,7 @@ class Heap:
 
 
 def load() -> Heap:
-    """The heap, compiled first, for a few seconds, if it never was on this machine.
+    """The heap; if it was never compiled on this machine, that takes a few seconds.
 
     Raises:
         build.Unavailable: why it cannot be used, in one line.

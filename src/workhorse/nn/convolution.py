@@ -78,7 +78,7 @@ def _past(x: Hidden, width: int, context: Context) -> list[Hidden]:
 
 
 def _stored(x: Hidden, context: Context, cache: CacheEntry, conv: ShortConvolution) -> list[Hidden]:
-    """Likewise of texts whose beginning is in a cache, which takes in the new inputs."""
+    """The same for texts whose beginning is in a cache, which takes in the new inputs."""
     new = x[:, None]  # (batch, one head, seq, d_model)
     held, _ = cache.update(new, new[..., :0])
     slots, exists = context.slots_before(conv.width)  # (batch, seq, width - 1)

@@ -1,9 +1,8 @@
 """What a program allocates, recorded while it runs on tensors without data.
 
 PyTorch's fake tensors, and those of its device `meta`, have shapes and storages but no memory, and
-every operator, ours included, can run on them. So the program that trains runs here, for any size,
-and what is recorded is what it does and no formula about it. What operators need inside themselves
-is not seen.
+every operator, ours included, can run on them. So a program can run here at any size, and what is
+recorded is what it does: no formula is involved. What operators need inside themselves is not seen.
 """
 
 from collections.abc import Callable, Generator, Iterable
@@ -31,7 +30,7 @@ class Allocation:
         n_bytes: its size.
         born: the number of operators that had run when it was allocated.
         died: the same when it was freed; None while it lives.
-        kind: what it is for, as whoever looks at the tape finds out.
+        kind: what it is for, which whoever uses the tape finds out.
         part: what was running, see `Tape.part`.
     """
 
@@ -47,7 +46,7 @@ class Tape(TorchDispatchMode):
 
     Attributes:
         now: the number of operators that have run.
-        part: of the program that runs; to be set meanwhile.
+        part: of the program that is running; whoever uses the tape sets it.
         allocations: all that were made.
     """
 
@@ -72,7 +71,7 @@ class Tape(TorchDispatchMode):
 
     @property
     def alive(self) -> Iterable[Allocation]:
-        """Those that were not freed yet."""
+        """Those not freed yet."""
         return self._alive.values()
 
     def mark(self, tensors: Iterable[Tensor], kind: str) -> None:
@@ -111,7 +110,7 @@ def without_data(device: torch.device = CPU) -> Generator[Tape]:
 
 @contextmanager
 def _fused() -> Generator[None]:
-    """Take the kernels of attention and dropout that a GPU would; on `meta` PyTorch does not.
+    """Use the kernels of attention and dropout that a GPU would, which PyTorch does not on `meta`.
 
     PyTorch's modes for this are off while a backward pass computes activations again.
     """
@@ -175,7 +174,7 @@ def _dense(values: Iterable[Any]) -> Iterable[Tensor]:
 
 
 def _read(tensor: Tensor, **options: Any) -> Any:
-    """For a tensor without data that is read by the CPU: ones."""
+    """For a tensor without data that is copied to the CPU: ones."""
     place = options.get("device")
     if tensor.device.type != "meta" or place is None or torch.device(place).type == "meta":
         return NotImplemented
@@ -183,12 +182,12 @@ def _read(tensor: Tensor, **options: Any) -> Any:
 
 
 def _number(tensor: Tensor) -> float | int:
-    """For what decides on a value: one, as of a loss that is finite or a row that is there."""
+    """For code that branches on a value: one, as for a finite loss or a row that exists."""
     return 1.0 if tensor.is_floating_point() else 1
 
 
 def _all_different(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tensor]:
-    """For the distinct values of a tensor: as many as can be."""
+    """For the distinct values of a tensor: as many as there can be."""
     flat = x.numel()
     return x.new_empty(flat), x.new_empty(x.shape), x.new_empty(flat)
 
@@ -200,7 +199,7 @@ def _added_in_place(dense: Any, other: Any, *_: Any, **__: Any) -> Any:
 
 
 def _split(x: Tensor, sizes: list[int], dim: int = 0) -> Any:
-    """For parts whose sizes are numbers of a tensor, as rows of each expert: even ones."""
+    """For parts whose sizes come from a tensor, as the rows of each expert: equal ones."""
     if sum(sizes) == x.shape[dim]:
         return NotImplemented
     even, rest = divmod(x.shape[dim], len(sizes))
@@ -225,4 +224,4 @@ _INSTEAD: dict[Any, Callable[..., Any]] = {
     aten.split_with_sizes.default: _split,
     aten._grouped_mm.default: _grouped_mm,
 }
-"""What depends on numbers, or has no fake kernel, and what is taken in its place."""
+"""Operators that depend on values or have no fake kernel, and what runs in their place."""

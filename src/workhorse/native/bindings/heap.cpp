@@ -8,7 +8,7 @@
 namespace workhorse::bindings {
 namespace {
 
-// Bytes; smaller blocks are the C library's.
+// Bytes; smaller blocks come from the C library.
 constexpr size_t kLarge = size_t{1} << 16;
 
 // Never destroyed: tensors may outlive everything else.
@@ -46,7 +46,7 @@ class Allocator final : public c10::Allocator {
   }
 };
 
-// Whether large tensors are made in the heap from now on; true if that is as asked.
+// Begins or ends making large tensors in the heap; false if addresses cannot be reserved for it.
 bool keep(bool keeps) {
   static auto* ours = new Allocator;
   static c10::Allocator* before = nullptr;

@@ -1,9 +1,9 @@
 // A heap for the large tensors of training, in one reserved range of addresses.
 //
 // The C library's heap scatters: `posix_memalign` asks for more than it returns and frees both ends,
-// small objects settle in those ends, and a freed block then has no room for one of its own size.
-// Here only large blocks lie, so they join again when they are freed, and the next step finds their
-// memory where the last one left it. Best fit; freed memory stays resident until `give_back`.
+// small objects settle in those ends, and a block that is freed then has no room for another of its
+// size. Only large blocks lie here, so freed ones join again, and the next step finds their memory
+// where the last one left it. Best fit; while `keep` says so, freed memory stays resident.
 #pragma once
 
 #ifdef __linux__
@@ -24,12 +24,12 @@ namespace workhorse::heap {
 
 class TensorHeap {
  public:
-  // Of a block: what stands before the data, and a distance that keeps tensors of equal size from
-  // beginning at equal offsets into pages, where their cache lines would push each other out.
+  // Of a block: the header before its data, and a gap that keeps tensors of equal size from
+  // beginning at equal offsets into pages, where their cache lines would evict each other.
   static constexpr size_t kLine = 64, kHeader = kLine, kApart = 4 * kLine;
 
-  // Reserve addresses, twice as many as the machine has memory: pages are used only where something
-  // is written. False where that is not allowed, or would count against a limit.
+  // Reserves addresses for twice the memory of the machine; pages take some only once written to.
+  // False where that is not possible, or would count against a limit.
   bool reserve() {
     if (begin_ != 0) return true;
 #ifdef __linux__
@@ -53,7 +53,7 @@ class TensorHeap {
     return begin_ <= at && at < end_;
   }
 
-  // Null: the range is full.
+  // Memory for `bytes`; null if the range is full.
   void* take(size_t bytes) {
     const size_t size = (bytes + kLine - 1) / kLine * kLine + kHeader + kApart;
     const std::lock_guard<std::mutex> guard(lock_);
@@ -67,7 +67,7 @@ class TensorHeap {
       at = top_;
       if (const auto last = by_place_.rbegin();
           last != by_place_.rend() && last->first + last->second == top_) {
-        at = last->first;  // grows the free end
+        at = last->first;  // the free block at the end grows
       }
       if (end_ - at < size) return nullptr;
       if (at != top_) remove(at, top_ - at);
@@ -97,7 +97,7 @@ class TensorHeap {
     if (!keeps_) give_back(at, size);
   }
 
-  // Whether freed memory stays resident; if not, what is free now is given back too.
+  // Sets whether freed memory stays resident; if not, what is free now is given back too.
   void keep(bool keeps) {
     {
       const std::lock_guard<std::mutex> guard(lock_);
@@ -106,6 +106,7 @@ class TensorHeap {
     if (!keeps) give_back();
   }
 
+  // Returns what is free now to the system; its addresses stay reserved.
   void give_back() {
     const std::lock_guard<std::mutex> guard(lock_);
     for (const auto& [place, size] : by_place_) give_back(place, size);

@@ -32,10 +32,10 @@ def keep_freed_memory(device: torch.device) -> Iterator[None]:
     """While a model is trained on a CPU, keep freed memory for the next step; elsewhere do nothing.
 
     By default glibc returns every large block to the system and allocates it again, and the system
-    clears each of its pages: 22 % of a step of GPT-2 in bfloat16 on two cores. Large tensors go to
-    a heap of their own, where there is a compiler: glibc's, told to keep what is freed, scatters
-    them and takes up to a quarter more. Both belong to the process, so the last context to exit
-    resets them and returns the memory.
+    clears each of its pages: 22 % of a step of GPT-2 in bfloat16 on two cores. Where there is a
+    compiler, large tensors go to a heap of their own: glibc's, told to keep what is freed, scatters
+    them and takes up to a quarter more. Both heaps belong to the process, so the last context to
+    exit resets them and returns the memory.
 
     Args:
         device: where the model is trained.
@@ -61,7 +61,7 @@ def keep_freed_memory(device: torch.device) -> Iterator[None]:
 
 
 def give_back_freed_memory() -> None:
-    """Return the memory freed so far to the system, once; without glibc that of large tensors.
+    """Return the memory freed so far to the system; without glibc, that of large tensors alone.
 
     The gaps that building a model leaves between its tensors are too scattered for a step to use:
     170 MiB for GPT-2 in bfloat16.

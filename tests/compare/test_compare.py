@@ -83,7 +83,7 @@ def test_losses_by_context_are_those_of_evaluate(finished: Finished):
     more = [losses[seed, 16] - losses[seed, 4] for seed in ("1", "2")]
     assert by_context["16"]["more"]["mean"] == pytest.approx(sum(more) / 2)
     assert by_context["4"]["more"]["mean"] == 0
-    assert "Beside a context of 4" in (found.folder / "report.md").read_text()
+    assert "Difference from a context of 4" in (found.folder / "report.md").read_text()
 
 
 def test_one_seed_gives_the_same_order_of_the_data_and_the_same_start(finished: Finished):

@@ -28,7 +28,7 @@ FOR_PEOPLE = ("name", "description")
 """Keys of the base that no trial depends on."""
 
 COSTS = ("seconds", "tokens_per_second", "peak_memory")
-"""What an outcome holds that differs each time it is measured."""
+"""What an outcome holds that is different each time it is measured."""
 OUTCOME = (
     *("loss", "bits_per_byte", "unknown_rate", "diverged", "skipped_steps", "parameters"),
     "by_context",

@@ -1,13 +1,14 @@
-"""What a study will train: the recipe of every variant at the budget, all of it checked before.
+"""What a study will train: the recipe of every variant at the budget, checked before the first run.
 
-Nothing is trained and nothing written here.
+Nothing is trained or written here.
 """
 
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
+from workhorse.compare.comparable import Measure, check_different, check_parameters, measure_of
 from workhorse.compare.study import BudgetConfig, Settings, Study
 from workhorse.config import ConfigError
 from workhorse.data.corpus.sources import check_outside
@@ -18,15 +19,12 @@ from workhorse.optim.muon import MuonConfig
 from workhorse.overrides import written
 from workhorse.train import Recipe, override_recipe, with_init
 from workhorse.train.check import check_length, check_recipe
-from workhorse.train.resume.resume import differences
 
-Measure = Literal["loss", "bits_per_byte"]
-"""What is compared, as a run's metrics name it."""
 Vocabulary = Callable[[Recipe], int]
 StepSeconds = Callable[[str, Recipe], float]
 
 SAVES = 5
-"""Checkpoints of a trial, at least: what a kill can cost is a part of one trial."""
+"""The fewest checkpoints of a trial: a kill then costs no more than a part of one trial."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ class Plan:
     variants: dict[str, Variant]
     measure: Measure
     notices: list[str] = field(default_factory=list)
-    """Settings that a variant leaves out or shortens, a line each."""
+    """Settings that variants leave out or shorten, a line each."""
 
     @property
     def searching(self) -> list[Trial]:
@@ -106,8 +104,8 @@ class Plan:
     def recipe(self, trial: Trial, cache: str, threads: int) -> Recipe:
         """The recipe of one trial.
 
-        It generates no samples and is saved often. Token shards are shared, and so are the
-        threads, unless the study says otherwise.
+        It generates no samples and is saved often. Trials share token shards and threads, unless
+        the recipe sets its own.
 
         Args:
             trial: of this plan.
@@ -197,10 +195,11 @@ def make_plan(
 
         recipe = _recipe(study, name, [f"train.steps={steps}"], tell)
         variants[name] = Variant(name, settings, recipe, parameters, flops)
-    _check_different(variants.values())
     recipes = {name: variant.recipe for name, variant in variants.items()}
-    measure = _measure(recipes, study.compared_with)
-    _check_parameters(study, variants)
+    check_different(recipes)
+    measure = measure_of(recipes, study.compared_with)
+    counts = {name: variant.parameters for name, variant in variants.items()}
+    check_parameters(counts, study.compared_with, study.budget.parameters)
     notices = [
         line if len(names) == len(variants) else f"{', '.join(names)}: {line}"
         for line, names in told.items()
@@ -220,7 +219,7 @@ def check_variants(study: Study, out: Path) -> None:
     """
     _check_base(study)
     recipes = {name: _recipe(study, name, [], lambda line: None) for name in study.all_variants()}
-    _measure(recipes, study.compared_with)
+    measure_of(recipes, study.compared_with)
     for name, recipe in recipes.items():
         try:
             check_recipe(recipe)
@@ -237,7 +236,7 @@ def check_variants(study: Study, out: Path) -> None:
 
 
 def _check_base(study: Study) -> None:
-    """Tell the mistakes of the base as its own."""
+    """Report mistakes of the base as its own, not as those of a variant."""
     try:
         Recipe.from_dict(with_init(study.base) if isinstance(study.base, dict) else study.base)
     except ConfigError as error:
@@ -299,51 +298,3 @@ def _steps(
             f"takes {cost:.4g}; raise it, or lower train.batch_size or train.seq_len"
         )
     return steps
-
-
-def _check_different(variants: Iterable[Variant]) -> None:
-    seen: dict[str, str] = {}
-    for variant in variants:
-        fields = repr(variant.recipe.written_out().to_dict())
-        if (other := seen.setdefault(fields, variant.name)) != variant.name:
-            raise ConfigError(
-                f"{other!r} and {variant.name!r} are the same once written out; change or remove "
-                "one of them",
-                "variants",
-            )
-
-
-def _measure(recipes: dict[str, Recipe], baseline: str) -> Measure:
-    """Nats per token where all have the same tokens, otherwise bits per byte of the same text."""
-    first = recipes[baseline]
-    measure: Measure = "loss"
-    for name, recipe in recipes.items():
-        for section in ("data", "tokenizer"):
-            before, now = (getattr(one, section).to_dict() for one in (first, recipe))
-            for path, _, _ in differences(before, now, (section,)):
-                if path[:2] == ("data", "cache_dir"):
-                    continue
-                if path[0] == "data" and path[1:] != ("packing",):
-                    raise WorkhorseError(
-                        f"{name!r} has another {'.'.join(path)} than {baseline!r}: losses on "
-                        "different text say nothing about the design; give all variants the same, "
-                        "in the base"
-                    )
-                measure = "bits_per_byte"
-    return measure
-
-
-def _check_parameters(study: Study, variants: dict[str, Variant]) -> None:
-    allowed = study.budget.parameters
-    if allowed is False:
-        return
-    share = 0.0 if allowed is True else allowed
-    wanted = variants[study.compared_with].parameters
-    for variant in variants.values():
-        if abs(variant.parameters - wanted) > share * wanted:
-            off = variant.parameters / wanted - 1
-            raise WorkhorseError(
-                f"{variant.name!r} has {variant.parameters:,} parameters, {off:+.2%} beside the "
-                f"{wanted:,} of {study.compared_with!r}, and budget.parameters allows {share:.2%}; "
-                "change its sizes, or budget.parameters"
-            )

@@ -41,10 +41,10 @@ class _Worker:
     errors: IO[str]
     reader: threading.Thread | None = None
 
-    def stop(self, number: int) -> None:
+    def stop(self, received: signal.Signals) -> None:
         """Send a signal, once: a second one would not let it save."""
         if self.process.poll() is None:
-            self.process.send_signal(number)
+            self.process.send_signal(received)
 
     def leave(self) -> None:
         """End its standard input, upon which it saves and stops."""
@@ -75,7 +75,7 @@ class _Worker:
 
 
 Events = queue.SimpleQueue[tuple[_Worker, Event | None]]
-"""Of all processes; None: one ended without its last."""
+"""Of all processes; None: one ended without its last event."""
 
 
 def run_in_processes(
@@ -161,7 +161,7 @@ class _Pool:
         worker.wait()
         if event is None and self.stopped is not None:
             worker.errors.close()
-            return  # it was stopped before it had begun
+            return  # it was stopped before it could catch the signal
         stopped_by = _stopped_by(worker, event)
         if stopped_by is None:
             self.on_end(worker.trial)
@@ -177,7 +177,7 @@ class _Pool:
 
 
 def _stopped_by(worker: _Worker, event: Event | None) -> str | None:
-    """The signal that ended a process in order; raises what made it fail."""
+    """The name of the signal after which a process saved and ended; raises what made it fail."""
     with worker.errors:
         if event is None:
             raise worker.why()
@@ -186,7 +186,7 @@ def _stopped_by(worker: _Worker, event: Event | None) -> str | None:
     return event["stopped_by"]
 
 
-def _start(trial: Trial, job: Job, events: "Events") -> _Worker:
+def _start(trial: Trial, job: Job, events: Events) -> _Worker:
     errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
     process = subprocess.Popen(
         [sys.executable, "-m", __name__],
@@ -206,8 +206,8 @@ def _start(trial: Trial, job: Job, events: "Events") -> _Worker:
     return worker
 
 
-def _read(worker: _Worker, events: "Events") -> None:
-    """Pass on a process's events; None if it ends without its last."""
+def _read(worker: _Worker, events: Events) -> None:
+    """Pass on a process's events; None if it ends without the last one."""
     assert worker.process.stdout is not None
     for line in worker.process.stdout:
         event = json.loads(line)

@@ -1,4 +1,4 @@
-"""`report.md` and `report.html`: what a study found, in one table, in words and in curves."""
+"""`report.md` and `report.html`: what a study found, in words, tables and curves."""
 
 import json
 from collections.abc import Callable
@@ -56,7 +56,7 @@ def as_markdown(results: dict[str, Any]) -> str:
 
 
 def verdicts(results: dict[str, Any]) -> list[str]:
-    """What was found about each variant, in words; of one seed that there is nothing to say."""
+    """What was found about each variant, in words; with one seed, that there is nothing to say."""
     found = [one["verdict"]["words"] for one in results["variants"].values() if one["verdict"]]
     return list(dict.fromkeys(found)) or [ONE_SEED]
 
@@ -92,14 +92,16 @@ def tables(results: dict[str, Any]) -> list[tuple[str, Rows]]:
         found.append(
             ("Losses by tokens of context", _by_context(results, "loss", [shortest, *longer], ""))
         )
-        found.append((f"Beside a context of {shortest}", _by_context(results, "more", longer, "+")))
+        found.append(
+            (f"Difference from a context of {shortest}", _by_context(results, "more", longer, "+"))
+        )
     if results["search_seed"] is not None:
         found.append(("Search for the learning rate", _search(results)))
     return found
 
 
 def _losses(results: dict[str, Any]) -> Rows:
-    head = ["variant", f"loss, {results['unit']}", "95 %", f"less {results['baseline']}'s"]
+    head = ["variant", f"loss, {results['unit']}", "95 %", f"minus {results['baseline']}"]
     head += ["95 %", "p", "p, corrected", *(f"seed {seed}" for seed in results["seeds"])]
     rows = [head]
     for name, one in results["variants"].items():

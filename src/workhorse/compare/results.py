@@ -12,13 +12,13 @@ ONE_SEED = "one seed: no interval and no verdict; give the study two seeds or mo
 
 
 def chosen_factors(plan: Plan, folder: StudyFolder) -> dict[str, float]:
-    """The factor on its learning rate of every variant: that of the lowest loss in the search."""
+    """Every variant's factor on the learning rate: that of the lowest loss in the search."""
     if not plan.searching:
         return dict.fromkeys(plan.variants, plan.study.learning_rates[0])
     found: dict[str, float] = {}
     for name, losses in _searched(plan, folder).items():
         finite = {factor: loss for factor, loss in losses.items() if loss is not None}
-        # Of one that never stayed finite the lowest, whose trials will say so.
+        # Where no run stayed finite, the lowest factor; the trials will say that they diverged.
         found[name] = min(finite, key=lambda factor: finite[factor]) if finite else min(losses)
     return found
 
@@ -70,9 +70,9 @@ def _variant(
     outcomes: list[dict[str, Any]],
     searched: dict[float, float | None],
 ) -> dict[str, Any]:
-    """One variant: its size and its spending (of one run), its losses by seed, its mean.
+    """One variant: its size, what one run spent, its losses by seed, and their mean.
 
-    `mean` is None where a run diverged, `low` and `high` (95 %) also with one seed.
+    `mean` is None if a run diverged; `low` and `high` (95 %) are None with one seed as well.
     """
     losses = [outcome[plan.measure] for outcome in outcomes]
     known = [loss for loss in losses if loss is not None]
@@ -165,7 +165,7 @@ def _compare(plan: Plan, variants: dict[str, dict[str, Any]]) -> None:
 
 
 def _why_none(plan: Plan, name: str, variants: dict[str, dict[str, Any]]) -> str:
-    """Why a variant cannot be judged beside the baseline; empty if it can."""
+    """Why a variant cannot be compared with the baseline; empty if it can."""
     for one in (plan.study.compared_with, name):
         if variants[one]["diverged"]:
             return f"{one} did not stay finite on every seed"
@@ -194,7 +194,7 @@ def _outcome(folder: StudyFolder, trial: Trial) -> dict[str, Any]:
 
 
 def _cost(outcomes: list[dict[str, Any]]) -> dict[str, float | None]:
-    """Medians over the seeds; of memory the least, for a process's first run loads libraries."""
+    """Medians over the seeds; of memory the least, since a process's first run loads libraries."""
     cost: dict[str, float | None] = {}
     for name in COSTS:
         known = [outcome[name] for outcome in outcomes if outcome[name] is not None]
@@ -228,7 +228,7 @@ def _notes(
 
 
 def _environment(outcomes: list[dict[str, Any]]) -> list[str]:
-    """What the trials ran on, each kind once; more than one rounds in more than one way."""
+    """What the trials ran on, each kind once; several may round differently."""
     lines = {
         f"{outcome['device']}, {outcome['threads']} CPU threads, "
         + ", ".join(f"{name} {version}" for name, version in outcome["versions"].items())

@@ -1,4 +1,4 @@
-"""`compare`: from a study to its results, going on where it stands."""
+"""`compare`: from a study to its results, begun or continued."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -87,7 +87,7 @@ def compare(
 
 
 def _real_plan(study: Study, folder: StudyFolder, on_event: Listener) -> Plan:
-    """The plan by the vocabulary that the text fills, and by steps that were timed here."""
+    """The plan with the vocabulary that the text really fills, and with steps timed here."""
 
     def vocabulary(recipe: Recipe) -> int:
         made = prepare_tokenizer(
@@ -111,7 +111,7 @@ def _real_plan(study: Study, folder: StudyFolder, on_event: Listener) -> Plan:
 
 
 def seconds_of_step(recipe: Recipe, vocabulary: int) -> float:
-    """The time of a step of a recipe here, of the fastest of a few on random tokens."""
+    """The time of a recipe's step on this machine: the fastest of a few on random tokens."""
     device = resolve_device(recipe.train.device)
     return time_steps(recipe.train, recipe.decoder_config(vocabulary), device)
 

@@ -18,8 +18,9 @@ LEVEL = 1 - CONFIDENCE
 POWER = 0.8
 """The share of studies that would show a difference as large as `detectable` gives."""
 MOST_SEEDS = 1000
+"""More are not looked for, see `seeds_for`."""
 NODES = 200
-"""Of the integral over that deviation."""
+"""Of the integral over the deviations that a study may find, see `power`."""
 FEWEST = 2
 """Values that an interval needs."""
 
@@ -84,9 +85,9 @@ def paired(first: Sequence[float], second: Sequence[float]) -> Difference:
 
 
 def holm(ps: Sequence[float]) -> list[float]:
-    """The p of several tests, corrected such that one false alarm in all of them is as rare.
+    """The p of several tests, corrected so that a false alarm in any of them is as rare as in one.
 
-    The i-th smallest of m is multiplied by `m - i + 1`, none becomes smaller than one before it.
+    The i-th smallest of m is multiplied by `m - i + 1`; none becomes smaller than the one before.
 
     Paper: Holm, "A simple sequentially rejective multiple test procedure", 1979.
     """

@@ -42,8 +42,8 @@ class BudgetConfig(Config):
     seconds: float | None = Field(default=None, gt=0)
     """Time of the training steps. A variant's time per step is measured once and then kept."""
     parameters: bool | Annotated[float, Field(ge=0, lt=1)] = False
-    """Refuse variants with another number of parameters than the baseline: true for any other, a
-    number for one that differs by more than this share (0.01: one per cent)."""
+    """Whether variants must have as many parameters as the baseline. True: exactly as many; a
+    number: up to this share more or fewer (0.01: one per cent)."""
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:

@@ -24,7 +24,7 @@ from workhorse.train.step.allocator import give_back_freed_memory
 from workhorse.writing import write_atomically
 
 PATIENCE = 60.0
-"""Seconds that a trial waits for a process that still saves it: one whose study was killed."""
+"""Seconds that a trial waits for another process to finish saving it, after a study was killed."""
 
 
 def run_trial(

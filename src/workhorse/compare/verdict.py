@@ -46,7 +46,7 @@ def verdict(
         unit: of the loss.
         smallest_effect: a difference that would matter.
     """
-    level = LEVEL / tests  # what the hardest of Holm's steps asks
+    level = LEVEL / tests  # what the strictest of Holm's steps asks
     seen = detectable(found.deviation, n, level)
     could = f"this study could have seen one of {seen:.2g} {unit} or more (80 % power)"
     if p < LEVEL:

@@ -197,15 +197,16 @@ operators, {plain} with PyTorch's alone. `kernel: flex` has no row: it does not 
 
 - **operations**: PyTorch's counter, forward and backward, on the kernel `eager`. It also counts the
   keys that windows and chunks hide; these are added to ours here, and to nothing else. It does not
-  know the grouped product of experts, so it is told; nor what checkpointing repeats.
+  know the grouped product of experts, so it is told. What checkpointing repeats is counted by
+  neither.
 - **activations**: saved-tensor hooks, each storage once, if autograd still has it when the forward
-  pass ends, and what checkpointing keeps in closures, but for one thing: the state of the random
-  generator, 5,056 bytes a layer, which no account has.
+  pass ends, and what checkpointing keeps in closures; but not the state of the random generator,
+  5,056 bytes a layer, which `plan` leaves out.
 - **cache**: of the paged cache, all layers, in float32.
 - **peak**: PyTorch's own record of its CPU allocator during the second step. What is missing is
   what operators allocate inside themselves and free before they end: for most rows oneDNN's copies
-  of matrices in the order that it multiplies. They are as large as one matrix, so they matter less
-  the more layers there are.
+  of matrices in the order in which it multiplies them. They are as large as one matrix, so they
+  matter less the more layers there are.
 
 """
 COLUMNS = (

@@ -73,7 +73,7 @@ def method(results: dict[str, Any]) -> str:
         text += (
             " Intervals are of 95 %, by Student's t over the seeds; differences from "
             f"{results['baseline']} are paired by seed, p of a paired t-test, after Holm's "
-            "correction for the number of variants. A verdict counts as shown with p < 0.05."
+            "correction for the number of comparisons. A verdict counts as shown with p < 0.05."
         )
     if results["search_seed"] is not None:
         factors = ", ".join(f"{factor:g}" for factor in results["learning_rates"])

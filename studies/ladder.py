@@ -16,7 +16,7 @@ from typing import Any
 
 from workhorse.dial import recipe_of_depth
 from workhorse.overrides import apply_overrides
-from workhorse.scaling import fit_laws
+from workhorse.scaling import fit_laws, read_points
 from workhorse.train import Event, Recipe, train
 from workhorse.writing import write_atomically
 
@@ -60,29 +60,35 @@ def _tell(event: Event) -> None:
 
 
 def foretell(runs: Sequence[Path], recipe: Recipe, out: Path) -> dict[str, Any]:
-    """What all laws say of a rung; written before it is trained, and not again."""
+    """What all laws say of a rung; written before it is trained, and never again."""
     file = out / f"{recipe.name}.json"
     if not file.exists():
         write_atomically(file, json.dumps(fit_laws(runs, [recipe]), indent=1) + "\n")
     return json.loads(file.read_text("utf-8"))
 
 
-def report(found: dict[str, Any], tested: list[tuple[str, dict[str, Any], float]]) -> str:
-    """The ladder as text: its runs, the laws fitted to them, each rung foretold and measured."""
+def report(tested: list[tuple[str, dict[str, Any], float]]) -> str:
+    """The ladder as text: its runs, the laws fitted to them, each next rung foretold and measured.
+
+    Args:
+        tested: of each next rung its name, what `foretell` gave, and its loss; the first was
+            foretold from the ladder alone.
+    """
+    ladder = tested[0][1]
     lines = ["# The ladder", "", "| run | parameters | tokens | FLOPs | loss |"]
     lines.append("| --- | --: | --: | --: | --: |")
     lines += [
         f"| {one['name']} | {one['parameters']:,.0f} | {one['tokens']:,} | {one['flops']:.3g} "
         f"| {one['loss']:.4f} |"
-        for one in found["runs"]
+        for one in ladder["runs"]
     ]
-    for law in found["laws"]:
+    for law in ladder["laws"]:
         numbers = ", ".join(
             f"{name} = {one['value']:.4g} ({one['low']:.4g} to {one['high']:.4g})"
             for name, one in law["constants"].items()
         )
-        lines += ["", f"**{law['name']}**: loss = {law['written']}; {numbers}; "]
-        lines[-1] += f"error of a run {law['error']:.2%}"
+        error = f"error of a run {law['error']:.2%}"
+        lines += ["", f"**{law['name']}**: loss = {law['written']}; {numbers}; {error}"]
     lines += ["", "| rung | law | foretold | 95 % | measured | inside |"]
     lines.append("| --- | --- | --: | --: | --: | --- |")
     for name, foretold, loss in tested:
@@ -106,15 +112,14 @@ def main() -> None:
     asked = parser.parse_args()
     rungs = [rung(depth, tokens) for depth in asked.depths for tokens in asked.tokens]
     runs = list(climb(rungs, asked.out))
-    first = fit_laws(runs)
     tested = []
     for depth in asked.next:
         recipe = rung(depth, max(asked.tokens))
         foretold = foretell(runs, recipe, asked.out)
         runs += climb([recipe], asked.out)
-        (own,) = [one for one in fit_laws(runs, draws=1)["runs"] if one["name"] == recipe.name]
-        tested.append((recipe.name, foretold, own["loss"]))
-    write_atomically(asked.out / "ladder.md", report(first, tested))
+        (own,) = read_points(runs[-1:])
+        tested.append((recipe.name, foretold, own.loss))
+    write_atomically(asked.out / "ladder.md", report(tested))
     print(asked.out / "ladder.md")
 
 

@@ -1,4 +1,4 @@
-"""What `workhorse plan` says of a training step is what a step does, over about 150 models and settings.
+"""What `workhorse plan` says of a step is what a step does, over about 150 models and settings.
 
     make campaign-accounting
 

@@ -32,7 +32,7 @@ def _plain() -> Iterator[Show]:
             print(line, file=sys.stderr, flush=True)
         elif event["kind"] == "step" and time.monotonic() - last > PLAIN_INTERVAL:
             last = time.monotonic()
-            print(f"{view.place()}: {view.running()}", file=sys.stderr, flush=True)
+            print(f"{view.how_far()}: {view.running()}", file=sys.stderr, flush=True)
 
     yield show
 
@@ -59,7 +59,7 @@ def _live() -> Iterator[Show]:
                     task,
                     total=view.total,
                     completed=view.steps_done(),
-                    description=view.place(),
+                    description=view.how_far(),
                     figures=view.reading(event) or view.running(),
                 )
             elif reading := view.reading(event):
@@ -108,7 +108,7 @@ class _View:
     def steps_done(self) -> int:
         return self.finished + sum(self.steps.values())
 
-    def place(self) -> str:
+    def how_far(self) -> str:
         return f"{self.done} of {self.trials} trials"
 
     def running(self) -> str:
@@ -137,6 +137,6 @@ class _View:
                     found = event["diverged"]
                 else:
                     found = f"held-out loss {event['loss']:.4f}"
-                return f"{self.place()}: {event['trial']}: {found}, {duration(event['seconds'])}"
+                return f"{self.how_far()}: {event['trial']}: {found}, {duration(event['seconds'])}"
             case _:
                 return ""

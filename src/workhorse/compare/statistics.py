@@ -93,9 +93,9 @@ def holm(ps: Sequence[float]) -> list[float]:
     """
     corrected = [0.0] * len(ps)
     largest = 0.0
-    for rank, place in enumerate(sorted(range(len(ps)), key=lambda place: ps[place])):
-        largest = max(largest, min(1.0, (len(ps) - rank) * ps[place]))
-        corrected[place] = largest
+    for rank, index in enumerate(sorted(range(len(ps)), key=ps.__getitem__)):
+        largest = max(largest, min(1.0, (len(ps) - rank) * ps[index]))
+        corrected[index] = largest
     return corrected
 
 

@@ -100,7 +100,7 @@ class Study(Config):
     """By name, the dotted keys of the recipe in which a variant differs from the base. Values are
     written over the base as the command line's settings are: a mapping replaces a whole section."""
     grid: dict[str, list[Any]] = Field(default={})
-    """In the place of `variants`: dotted keys with lists of values. Every combination is one."""
+    """Instead of `variants`: dotted keys with lists of values. Every combination is one."""
     baseline: str | None = None
     """The variant that the others are compared with; None: the first."""
     budget: BudgetConfig
@@ -201,7 +201,7 @@ class Study(Config):
 
 
 def read_study(file: str | Path) -> Study:
-    """The study in a file, with the fields of its base in the place of the base's file.
+    """The study in a file, with the fields of its base instead of its file.
 
     Raises:
         ConfigError: a file is missing, or no study or recipe.
@@ -256,10 +256,10 @@ def _combinations(grid: dict[str, list[Any]]) -> Iterator[tuple[str, Settings]]:
     """The product of a grid's values, each combination named after its values."""
     words = {key: _words(values) for key, values in grid.items()}
     short = _shortened(list(grid))
-    for places in itertools.product(*(range(len(values)) for values in grid.values())):
-        chosen = dict(zip(grid, places, strict=True))
-        name = ",".join(f"{short[key]}={words[key][place]}" for key, place in chosen.items())
-        yield name, {key: grid[key][place] for key, place in chosen.items()}
+    for indices in itertools.product(*(range(len(values)) for values in grid.values())):
+        chosen = dict(zip(grid, indices, strict=True))
+        name = ",".join(f"{short[key]}={words[key][index]}" for key, index in chosen.items())
+        yield name, {key: grid[key][index] for key, index in chosen.items()}
 
 
 def _words(values: list[Any]) -> list[str]:

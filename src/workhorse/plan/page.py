@@ -97,10 +97,10 @@ def stacked(bars: Sequence[Bar], room: int | None = None) -> str:
         for mark in marks
     ]
     labelled = -(-len(bars) // MOST_LABELS)
-    for place, bar in enumerate(bars):
-        x = LEFT + place * step
+    for number, bar in enumerate(bars):
+        x = LEFT + number * step
         drawn.append(_drawn(bar, x, step, y))
-        if place % labelled == 0:
+        if number % labelled == 0:
             drawn.append(
                 f'<text class="x" x="{x + step / 2:.1f}" y="{HEIGHT - BOTTOM + 16}">'
                 f"{escape(bar.name)}</text>"

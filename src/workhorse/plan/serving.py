@@ -13,7 +13,7 @@ from workhorse.nn.experts.grouped_linear import GroupedLinear
 from workhorse.nn.experts.mixture import MixtureOfExperts
 from workhorse.plan.devices import GIGA
 from workhorse.plan.kv_cache import cache_bytes, cache_of_layers
-from workhorse.tensors.tape import CPU, without_data
+from workhorse.tensors.tape import stand_in, without_data
 from workhorse.transforms.quantization.codes import FormatName
 from workhorse.transforms.quantization.quantize import place_codes
 from workhorse.transforms.quantization.quantized_linear import QuantizedWeight
@@ -85,12 +85,12 @@ def bytes_of_weights(
     Raises:
         WorkhorseError: no layer is wide enough for codes.
     """
-    place = device if device == CPU else torch.device("meta")
+    here = stand_in(device)
 
     def of(names: Sequence[str]) -> tuple[int, int]:
         few = config.replace(n_layers=len(names), pattern=tuple(names))
-        with without_data(place):
-            decoder = few.build(device=place, dtype=torch.bfloat16).eval()
+        with without_data(here):
+            decoder = few.build(device=here, dtype=torch.bfloat16).eval()
             if format is not None:
                 place_codes(decoder, format)
         return allocated(decoder), multiplied_bytes(decoder)

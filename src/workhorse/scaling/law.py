@@ -63,12 +63,12 @@ class Law:
 
     def predict(self, point: Point) -> Estimate:
         """The loss of a further run."""
-        draw, place = np.random.default_rng(SEED), _beside([point], self.middle)
+        draw, sizes = np.random.default_rng(SEED), _log_sizes([point], self.middle)
         drawn = [
-            self.form.log_loss(theta, *place)[0] + draw.normal(0, error)
+            self.form.log_loss(theta, *sizes)[0] + draw.normal(0, error)
             for theta, error in self.others
         ]
-        logs = (self.form.log_loss(self.theta, *place)[0], *np.quantile(drawn, (LOW, HIGH)))
+        logs = (self.form.log_loss(self.theta, *sizes)[0], *np.quantile(drawn, (LOW, HIGH)))
         return Estimate(*(math.exp(log) for log in logs))
 
     def constants(self) -> dict[str, Estimate]:
@@ -101,17 +101,17 @@ def fit_law(form: Form, points: Sequence[Point], draws: int = DRAWS) -> Law:
         math.exp(fmean(math.log(point.parameters) for point in points)),
         math.exp(fmean(math.log(point.tokens) for point in points)),
     )
-    place = _beside(points, middle)
+    sizes = _log_sizes(points, middle)
     measured = np.log([point.loss for point in points])
-    theta = _fitted(form, place, measured, form.starts(points), MOST_STEPS)
-    fitted = form.log_loss(theta, *place)
+    theta = _fitted(form, sizes, measured, form.starts(points), MOST_STEPS)
+    fitted = form.log_loss(theta, *sizes)
     left = len(points) - form.free
     error = math.sqrt(((measured - fitted) ** 2).sum() / left)
     draw, others = np.random.default_rng(SEED), []
     for _ in range(draws):
-        size = error * math.sqrt(left / draw.chisquare(left))
-        drawn = fitted + draw.normal(0, size, len(points))
-        others.append((_fitted(form, place, drawn, [theta], MOST_AGAIN), size))
+        spread = error * math.sqrt(left / draw.chisquare(left))
+        drawn = fitted + draw.normal(0, spread, len(points))
+        others.append((_fitted(form, sizes, drawn, [theta], MOST_AGAIN), spread))
     return Law(form, points, middle, theta, error, others)
 
 
@@ -120,14 +120,14 @@ def fewest(form: Form) -> int:
     return form.free + SPARE
 
 
-def _beside(points: Sequence[Point], middle: Point) -> tuple[Logs, Logs]:
+def _log_sizes(points: Sequence[Point], middle: Point) -> tuple[Logs, Logs]:
     """Logarithms of parameters and tokens, less those of the middle."""
     n = np.log([point.parameters / middle.parameters for point in points])
     return n, np.log([point.tokens / middle.tokens for point in points])
 
 
 def _fitted(
-    form: Form, place: tuple[Logs, Logs], measured: Logs, starts: Iterable[Theta], most: int
+    form: Form, sizes: tuple[Logs, Logs], measured: Logs, starts: Iterable[Theta], most: int
 ) -> Theta:
     """The numbers with the least error, after at most `most` evaluations from each start."""
     try:
@@ -138,7 +138,7 @@ def _fitted(
         ) from None
 
     def errors(theta: Theta) -> Logs:
-        return measured - form.log_loss(theta, *place)
+        return measured - form.log_loss(theta, *sizes)
 
     coefficients = form.free - form.exponents
     low = [-math.inf] * coefficients + [SLOWEST] * form.exponents

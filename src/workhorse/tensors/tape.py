@@ -95,16 +95,24 @@ class Tape(TorchDispatchMode):
         self._alive.pop(key).died = self.now
 
 
+def stand_in(device: torch.device) -> torch.device:
+    """The device on which a program runs without data to show what it does on another.
+
+    Fake tensors say that they are on a CPU, as native operators want it; all other devices have
+    PyTorch's own operators, as `meta` has.
+    """
+    return CPU if device.type == "cpu" else torch.device("meta")
+
+
 @contextmanager
 def without_data(device: torch.device = CPU) -> Generator[Tape]:
     """A context in which tensors have no data, and the record of what is allocated in it.
 
     Args:
-        device: of the tensors that the program makes: the CPU, whose operators depend on its being
-            one, or `meta`, for all others.
+        device: that the program makes tensors on, a `stand_in`.
     """
-    place = FakeTensorMode(allow_non_fake_inputs=True) if device == CPU else _fused()
-    with place, Tape() as tape:
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if device == CPU else _fused()
+    with mode, Tape() as tape:
         yield tape
 
 
@@ -175,8 +183,8 @@ def _dense(values: Iterable[Any]) -> Iterable[Tensor]:
 
 def _read(tensor: Tensor, **options: Any) -> Any:
     """For a tensor without data that is copied to the CPU: ones."""
-    place = options.get("device")
-    if tensor.device.type != "meta" or place is None or torch.device(place).type == "meta":
+    target = options.get("device")
+    if tensor.device.type != "meta" or target is None or torch.device(target).type == "meta":
         return NotImplemented
     return torch.ones(tensor.shape, dtype=options.get("dtype") or tensor.dtype)
 

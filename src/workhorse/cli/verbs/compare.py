@@ -21,7 +21,9 @@ from workhorse.cli.output import ExitCode, counted, print_result, warn
     show_default=True,
     help="Trials at once, each in a process of its own with its share of the threads.",
 )
-@click.option("--quick", is_flag=True, help="What the study's quick section says, in little time.")
+@click.option(
+    "--quick", is_flag=True, help="Run the study as its quick section changes it, in little time."
+)
 @click.option("--dry-run", is_flag=True, help="Show trials, sizes and time; train nothing.")
 @partial(runtime_options, default="the recipe's")
 @json_option
@@ -53,14 +55,14 @@ def command(
     flags = {"device": device, "dtype": dtype}
     if settings := [f"train.{name}={value}" for name, value in flags.items() if is_given(name)]:
         asked = library.with_settings(asked, settings)
-    place = out or Path("runs") / (f"{asked.name}-quick" if quick else asked.name)
+    folder = out or Path("runs") / (f"{asked.name}-quick" if quick else asked.name)
     if dry_run:
-        found = library.dry_run(asked, place, jobs=jobs, threads=threads)
+        found = library.dry_run(asked, folder, jobs=jobs, threads=threads)
         for line in found["notices"]:
             warn(line)
-        print_result(found, as_json, text=_account(found, place))
+        print_result(found, as_json, text=_account(found, folder))
     else:
-        _compare(asked, place, jobs, threads, as_json)
+        _compare(asked, folder, jobs, threads, as_json)
 
 
 def _compare(study: Any, out: Path, jobs: int, threads: int, as_json: bool) -> None:

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from workhorse.data import Batch
 from workhorse.models.parameters import components_of
 from workhorse.nn import Decoder, DecoderConfig, HeadLoss
-from workhorse.tensors.tape import Tape, without_data
+from workhorse.tensors.tape import Tape, stand_in, without_data
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
 
@@ -77,7 +77,7 @@ class StepMemory:
 
     @property
     def peak_moment(self) -> int:
-        """The place in the timeline where all kinds together take most."""
+        """The index in the timeline at which all kinds together take most."""
         return self.totals.index(self.total)
 
     @property
@@ -128,10 +128,10 @@ def step_memory(
     train = train.replace(kernel=kernel, fp8=False, compile=False)
     size = train.micro_batch_size
     rows = train.batch_size if size is None else min(train.batch_size, 2 * int(size))
-    place = device if device.type == "cpu" else torch.device("meta")
-    with without_data(place) as tape:
-        decoder = config.build(train.kernel, device=place)
-        step = build_step(decoder, train, place)
+    here = stand_in(device)
+    with without_data(here) as tape:
+        decoder = config.build(train.kernel, device=here)
+        step = build_step(decoder, train, here)
         optimizer, places = step.optimizer, _places(decoder)
         held: dict[Kind, dict[str, Tensor]] = {
             "weights": dict(decoder.state_dict(keep_vars=True)),
@@ -142,7 +142,7 @@ def step_memory(
             tape.mark(tensors.values(), kind)
         recorder = _Recorder(tape, step.objective, decoder)
         begin = tape.now
-        tokens = torch.zeros(rows, train.seq_len, dtype=torch.int64, device=place)
+        tokens = torch.zeros(rows, train.seq_len, dtype=torch.int64, device=here)
         batch = Batch(
             tokens, tokens, tokens if packed else None, torch.zeros(rows, dtype=torch.int64)
         )

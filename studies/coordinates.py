@@ -118,7 +118,7 @@ def sections() -> list[Section]:
         found = changes(rules)
         grown = ", ".join(f"{part} {slope:+.2f}" for part, slope in slopes(found).items())
         series = [
-            Series(part, [(math.log2(width), math.log2(size)) for width, size in points], True)
+            Series(part, [(math.log2(width), math.log2(size)) for width, size in points])
             for part, points in found.items()
         ]
         made.append(

@@ -76,9 +76,9 @@ def line_chart(title: str, series: Sequence[Series], unit: str = "") -> str:
         f'<tspan fill="{color}">{escape(line.name)} {shown(line.points[-1][1])}</tspan>'
         for color, line in zip(cycle(COLORS), lines, strict=False)
     ]
-    note = f"<tspan>{escape(unit)}</tspan>" if unit else ""
+    note = [f"<tspan>{escape(unit)}</tspan>"] if unit else []
     letters = len(title) + sum(len(line.name) + 8 for line in lines)
-    rows = [[*entries, note]] if letters <= LETTERS else [[entry] for entry in entries]
+    rows = [[*entries, *note]] if letters <= LETTERS else [[one] for one in [*entries, *note]]
     for number, row in enumerate(rows):
         y = 16 if len(rows) == 1 else HEIGHT + ROW * number
         parts.append(f'<text class="legend" x="{WIDTH - RIGHT}" y="{y}">{"  ".join(row)}</text>')

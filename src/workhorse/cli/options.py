@@ -63,7 +63,11 @@ def runtime_options(verb: Callable[..., Any], *, default: str | bool = True) -> 
     return verb
 
 
-def is_given(name: str) -> bool:
-    """Whether an option of the running verb is on the command line, even with its default value."""
-    source = click.get_current_context().get_parameter_source(name)
-    return source is ParameterSource.COMMANDLINE
+def train_settings(**flags: Any) -> list[str]:
+    """Flags that are on the command line, even with a default value, as settings of `train`."""
+    source = click.get_current_context().get_parameter_source
+    return [
+        f"train.{name}={value}"
+        for name, value in flags.items()
+        if source(name) is ParameterSource.COMMANDLINE
+    ]

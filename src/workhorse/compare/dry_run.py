@@ -57,7 +57,7 @@ def _account(study: Study, folder: StudyFolder, jobs: int) -> dict[str, Any]:
 
     plan = make_plan(study, vocab_size_of, step_seconds)
     seconds = {name: _seconds(plan, name, timings) for name in plan.variants}
-    trials = [*plan.searching, *plan.trials(dict.fromkeys(plan.variants, 1.0))]
+    trials = plan.all_trials
     rows = [
         {
             "trial": str(trial),

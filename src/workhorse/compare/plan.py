@@ -101,6 +101,11 @@ class Plan:
             Trial(name, seed, factors[name]) for seed in self.study.seeds for name in self.variants
         ]
 
+    @property
+    def all_trials(self) -> list[Trial]:
+        """The search and the trials that are compared, with 1 for factors still to be found."""
+        return [*self.searching, *self.trials(dict.fromkeys(self.variants, 1.0))]
+
     def recipe(self, trial: Trial, cache: str, threads: int) -> Recipe:
         """The recipe of one trial.
 

@@ -127,29 +127,26 @@ class _Run:
 
     def run(self) -> Comparison:
         """All trials that are not finished, the search first; then the reports."""
-        searching = self.plan.searching
-        usual = self.plan.trials(dict.fromkeys(self.plan.variants, 1.0))
-        everything = [*searching, *usual]
+        everything = self.plan.all_trials
+        done = [trial for trial in everything if self._is_done(trial)]
         self.on_event(
             {
                 "kind": "plan",
                 "trials": len(everything),
-                "done": self._done(everything),
-                "steps": sum(self._steps(trial) for trial in everything),
-                "steps_done": sum(
-                    self._steps(trial) for trial in everything if self._is_done(trial)
-                ),
+                "done": len(done),
+                "steps": sum(map(self._steps, everything)),
+                "steps_done": sum(map(self._steps, done)),
             }
         )
-        stopped = self._train(searching)
+        stopped = self._train(self.plan.searching)
         if stopped is None:
             stopped = self._train(self.plan.trials(chosen_factors(self.plan, self.folder)))
         results = None
         if stopped is None:
             results = collect(self.plan, self.folder)
             write_reports(self.plan, self.folder, results)
-        done = self._done(everything)
-        return Comparison(self.folder.path, done, len(everything), results, stopped)
+        finished = sum(map(self._is_done, everything))
+        return Comparison(self.folder.path, finished, len(everything), results, stopped)
 
     def _train(self, trials: list[Trial]) -> str | None:
         """Run those that are not finished; returns the name of the signal that stopped them."""
@@ -184,6 +181,3 @@ class _Run:
 
     def _is_done(self, trial: Trial) -> bool:
         return self.folder.outcome(trial) is not None
-
-    def _done(self, trials: list[Trial]) -> int:
-        return sum(map(self._is_done, trials))

@@ -7,7 +7,7 @@ from typing import Any
 
 import click
 
-from workhorse.cli.options import PATH, is_given, json_option, runtime_options
+from workhorse.cli.options import PATH, json_option, runtime_options, train_settings
 from workhorse.cli.output import ExitCode, counted, print_result, warn
 
 
@@ -52,8 +52,7 @@ def command(
     asked = library.read_study(study)
     if quick:
         asked = library.quick(asked)
-    flags = {"device": device, "dtype": dtype}
-    if settings := [f"train.{name}={value}" for name, value in flags.items() if is_given(name)]:
+    if settings := train_settings(device=device, dtype=dtype):
         asked = library.with_settings(asked, settings)
     folder = out or Path("runs") / (f"{asked.name}-quick" if quick else asked.name)
     if dry_run:

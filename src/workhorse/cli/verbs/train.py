@@ -10,7 +10,7 @@ from typing import Any
 import click
 
 from workhorse.cli.loading import recipe_of_run
-from workhorse.cli.options import PATH, is_given, json_option, runtime_options
+from workhorse.cli.options import PATH, json_option, runtime_options, train_settings
 from workhorse.cli.output import ExitCode, counted, print_result
 
 
@@ -84,15 +84,10 @@ def command(
     """
     if show_recipe and not dry_run:
         raise click.UsageError("--show-recipe belongs to --dry-run; leave it out")
-    flags = [
-        f"train.{name}={value}"
-        for name, value in {"device": device, "dtype": dtype, "threads": threads}.items()
-        if is_given(name)
-    ]
     if recipe.is_dir():
         recipe, out = _own_recipe(recipe, out, resume)
     notices: list[str] = []
-    changes = [*overrides, *flags]
+    changes = [*overrides, *train_settings(device=device, dtype=dtype, threads=threads)]
     settings = _read(recipe, changes, out, resume, notices.append)
     if dry_run:
         _dry_run(settings, out, resume, as_json, notices, show_recipe=show_recipe)

@@ -2,10 +2,10 @@
 
     python -m studies.ladder [--depths 1 2 3] [--tokens 4e5 8e5 1.6e6] [--next 4 5] [--out FOLDER]
 
-Every depth is trained on every number of tokens, all with one tokenizer and one context, since
-losses per token can be compared only so. Then each next depth, on the most tokens, is predicted by
-all laws, the prediction is written down, and only then the rung is trained. The same command goes
-on where it was stopped; ladder.md in the folder says what came out.
+Every depth is trained on every number of tokens, all with one tokenizer and one context: otherwise
+losses per token could not be compared. Then all laws predict the loss of each next depth on the most
+tokens; the prediction is written down, and only then the rung is trained. The same command goes on
+where it was stopped; ladder.md in the folder says what came out.
 """
 
 import argparse
@@ -59,7 +59,7 @@ def _tell(event: Event) -> None:
         print(f"  step {event['step']}: held-out loss {event['loss']:.4f}", flush=True)
 
 
-def foretell(runs: Sequence[Path], recipe: Recipe, out: Path) -> dict[str, Any]:
+def predict(runs: Sequence[Path], recipe: Recipe, out: Path) -> dict[str, Any]:
     """What all laws say of a rung; written before it is trained, and never again."""
     file = out / f"{recipe.name}.json"
     if not file.exists():
@@ -68,11 +68,11 @@ def foretell(runs: Sequence[Path], recipe: Recipe, out: Path) -> dict[str, Any]:
 
 
 def report(tested: list[tuple[str, dict[str, Any], float]]) -> str:
-    """The ladder as text: its runs, the laws fitted to them, each next rung foretold and measured.
+    """The ladder as text: its runs, the laws fitted to them, each next rung predicted and measured.
 
     Args:
-        tested: of each next rung its name, what `foretell` gave, and its loss; the first was
-            foretold from the ladder alone.
+        tested: of each next rung its name, what `predict` gave, and its loss; the first was
+            predicted from the ladder alone.
     """
     ladder = tested[0][1]
     lines = ["# The ladder", "", "| run | parameters | tokens | FLOPs | loss |"]
@@ -89,10 +89,10 @@ def report(tested: list[tuple[str, dict[str, Any], float]]) -> str:
         )
         error = f"error of a run {law['error']:.2%}"
         lines += ["", f"**{law['name']}**: loss = {law['written']}; {numbers}; {error}"]
-    lines += ["", "| rung | law | foretold | 95 % | measured | inside |"]
+    lines += ["", "| rung | law | predicted | 95 % | measured | inside |"]
     lines.append("| --- | --- | --: | --: | --: | --- |")
-    for name, foretold, loss in tested:
-        for law in foretold["laws"]:
+    for name, predicted, loss in tested:
+        for law in predicted["laws"]:
             (one,) = law["predictions"]
             inside = "yes" if one["low"] <= loss <= one["high"] else "no"
             lines.append(
@@ -115,10 +115,10 @@ def main() -> None:
     tested = []
     for depth in asked.next:
         recipe = rung(depth, max(asked.tokens))
-        foretold = foretell(runs, recipe, asked.out)
+        predicted = predict(runs, recipe, asked.out)
         runs += climb([recipe], asked.out)
         (own,) = read_points(runs[-1:])
-        tested.append((recipe.name, foretold, own.loss))
+        tested.append((recipe.name, predicted, own.loss))
     write_atomically(asked.out / "ladder.md", report(tested))
     print(asked.out / "ladder.md")
 

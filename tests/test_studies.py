@@ -65,7 +65,7 @@ def test_coordinates_grow_with_the_width_by_the_usual_rules_and_not_by_mup():
         assert max(map(abs, slopes[rules].values())) < 0.25
 
 
-def test_a_ladder_foretells_its_next_rung_and_then_trains_it(
+def test_a_ladder_predicts_its_next_rung_and_then_trains_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ):
     texts = tmp_path / "texts"
@@ -80,6 +80,6 @@ def test_a_ladder_foretells_its_next_rung_and_then_trains_it(
     ladder.main()
     text = (out / "ladder.md").read_text()
     assert text.count("power law of compute") == 2
-    (foretold,) = out.glob("depth-2-*.json")
-    assert len(json.loads(foretold.read_text())["runs"]) == 5  # not the rung itself
-    assert foretold.stat().st_mtime < (out / foretold.stem / "metrics.jsonl").stat().st_mtime
+    (predicted,) = out.glob("depth-2-*.json")
+    assert len(json.loads(predicted.read_text())["runs"]) == 5  # not the rung itself
+    assert predicted.stat().st_mtime < (out / predicted.stem / "metrics.jsonl").stat().st_mtime

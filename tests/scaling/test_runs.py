@@ -30,8 +30,8 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def test_a_point_is_what_its_run_says(runs: list[Path], tmp_path: Path):
     for point, steps in zip(read_points(runs), STEPS, strict=True):
-        foretold = point_of(recipe(tmp_path, steps=steps))
-        assert point[:2] == foretold[:2]
+        predicted = point_of(recipe(tmp_path, steps=steps))
+        assert point[:2] == predicted[:2]
         assert point.tokens == 32 * steps
         events = read_metrics(runs[0].parent / point.name / "metrics.jsonl")
         *_, validation = [event for event in events if event["kind"] == "validation"]

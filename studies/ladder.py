@@ -3,9 +3,9 @@
     python -m studies.ladder [--depths 1 2 3] [--tokens 4e5 8e5 1.6e6] [--next 4 5] [--out FOLDER]
 
 Every depth is trained on every number of tokens, all with one tokenizer and one context: otherwise
-losses per token could not be compared. Then all laws predict the loss of each next depth on the most
-tokens; the prediction is written down, and only then the rung is trained. The same command goes on
-where it was stopped; ladder.md in the folder says what came out.
+losses per token could not be compared. Then all laws predict the loss of each next depth on the
+most tokens; the prediction is written down, and only then the rung is trained. The same command
+goes on where it was stopped; ladder.md in the folder says what came out.
 """
 
 import argparse

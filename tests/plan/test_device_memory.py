@@ -5,6 +5,7 @@ import torch
 
 from workhorse.config import ConfigError
 from workhorse.nn import DecoderConfig
+from workhorse.plan import device_memory as accounts
 from workhorse.plan.device_memory import DeviceMemory, device_memory
 from workhorse.plan.limits import longest, most_rows, smallest_mesh
 from workhorse.plan.mesh import MeshConfig
@@ -190,3 +191,13 @@ def test_remedies_save_what_they_say() -> None:
     after = device_memory(config, train.replace(micro_batch_size=1), CUDA).total
     assert one.saves == before - after
     assert one.fits == (after <= before // 2)
+
+
+def test_few_records_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A session that plans many models does not grow with each; a forgotten one is made again."""
+    monkeypatch.setattr(accounts, "_RECORDS", {})
+    monkeypatch.setattr(accounts, "MOST_RECORDS", 1)
+    first = memory(standard(), {}, batch_size=1)
+    memory(standard(), {}, batch_size=2)
+    assert len(accounts._RECORDS) == 1
+    assert memory(standard(), {}, batch_size=1) == first

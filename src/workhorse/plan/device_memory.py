@@ -25,6 +25,8 @@ from workhorse.train.step.step_memory import (
 HELD: tuple[Kind, ...] = ("weights", "low_bits", "optimizer")
 LAYER = "layers."
 _RECORDS: dict[str, StepMemory] = {}
+MOST_RECORDS = 16
+"""More are not remembered: one of a large model takes megabytes."""
 
 
 @dataclass(frozen=True)
@@ -185,6 +187,8 @@ def _recorded(
     found = _RECORDS.get(key)
     if found is None or (updates and found.spans[-1].phase != "update"):
         found = _RECORDS[key] = step_memory(config, train, device, packed=packed, updates=updates)
+        if len(_RECORDS) > MOST_RECORDS:
+            del _RECORDS[next(iter(_RECORDS))]  # the oldest
     return found if updates else found.passes
 
 

@@ -1,5 +1,6 @@
 """One training step on tensors without data: what it keeps, what it needs, and when."""
 
+from array import array
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import accumulate
@@ -62,7 +63,7 @@ class StepMemory:
 
     held: dict[Kind, dict[Place, int]]
     activations: dict[str, int]
-    timeline: dict[Kind, list[int]]
+    timeline: dict[Kind, "array[int]"]
     spans: list[Span]
 
     @property
@@ -255,6 +256,6 @@ def _account(
     return StepMemory(
         held,
         dict(activations),
-        {kind: list(accumulate(change)) for kind, change in changes.items()},
+        {kind: array("q", accumulate(change)) for kind, change in changes.items()},
         [span._replace(begin=span.begin - begin) for span in recorder.spans],
     )

@@ -116,6 +116,15 @@ def test_a_hugging_face_directory(tmp_path: Path) -> None:
     assert found["train"]["seq_len"] == 16
 
 
+def test_settings_hold_for_a_model_without_a_recipe() -> None:
+    settings = [*SMALL[1:], "train.batch_size=2", "train.schedule.warmup_steps=20"]
+    whole = plan(SMALL[0], settings, device="h100")
+    packed = plan(SMALL[0], [*settings, "data.packing=documents"], device="h100")
+    layer = "layers.0"
+    assert packed["memory"]["activations"][layer] > whole["memory"]["activations"][layer]
+    assert whole["train"]["steps"] == round(20 * whole["parameters"]["total"] / (2 * 64))
+
+
 def test_what_does_not_fit_has_remedies(capsys: pytest.CaptureFixture[str]) -> None:
     batch = "train.batch_size=64"
     found = plan(SMALL[0], [*SMALL[1:], batch], device="h100", memory=0.05)
@@ -176,6 +185,15 @@ def test_what_no_tensor_without_data_runs_is_planned_as_what_needs_as_much(setti
         (["nothing"], "there is no folder, hub id or preset 'nothing'"),
         (["missing.yaml"], "cannot read missing.yaml"),
         (["gpt2", "--memory", "0"], "Invalid value for '--memory'"),
+        (["gpt2", "--memory", "nan"], "--memory nan is out of range; give a number from"),
+        (["gpt2", "--memory", "1e300"], "--memory 1e+300 is out of range"),
+        (["gpt2", "--budget", "inf"], "--budget inf is out of range"),
+        (["gpt2", "--device", "h100", "--price", "nan"], "--price nan is out of range"),
+        (["gpt2", "--device", "h100", "--utilization", "1e-320"], "is out of range"),
+        (["gpt2", "train.batch_size=0"], "train.batch_size: 0 is too small"),
+        (["gpt2", "train.seq_len=long"], "train.seq_len: 'long' is no whole number"),
+        (["gpt2", "train=3"], "train: 3 is not settings"),
+        (["gpt2", "train={batch_size: 2}"], "train: 'steps' is missing"),
     ],
 )
 def test_wrong_input_gets_one_line(

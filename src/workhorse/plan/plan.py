@@ -29,6 +29,8 @@ HERE = "this machine"
 UTILIZATION = 0.4
 """The part of a device's peak that training reaches, where nothing else is known."""
 HOUR = 3600
+MOST = 1e100
+"""Of any quantity that is given, for what is computed of them to be finite."""
 
 
 def plan(
@@ -66,6 +68,7 @@ def plan(
         WorkhorseError: there is no such source or device, the mesh does not divide the model or its
             batches evenly, or an option would have no effect.
     """
+    _check_finite(memory=memory, utilization=utilization, price=price, budget=budget)
     _check_options(device, measure, price=price, utilization=utilization)
     subject = find_subject(source, list(settings), tell)
     spec = None if device is None else find_device(device)
@@ -117,6 +120,14 @@ def plan(
             bandwidth=spec.bandwidth if spec else None,
         ),
     }
+
+
+def _check_finite(**numbers: float | None) -> None:
+    for name, value in numbers.items():
+        if value and not 1 / MOST <= value <= MOST:
+            raise WorkhorseError(
+                f"--{name} {value:g} is out of range; give a number from {1 / MOST:g} to {MOST:g}"
+            )
 
 
 def _check_options(device: str | None, measure: bool, **of_time: float | None) -> None:

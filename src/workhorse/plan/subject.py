@@ -21,6 +21,8 @@ from workhorse.train.recipe.recipe import TrainConfig
 
 LONGEST_ASSUMED = 4096
 """Tokens a row, at most, where no recipe says."""
+MOST_STEPS = 10**12
+"""Until the size of a model and of its steps are known."""
 PARALLEL = "parallel."
 """Settings of the mesh begin so."""
 
@@ -77,10 +79,10 @@ def find_subject(
         config = _config_of(recipe)
         return Subject(str(source), "run", config, recipe.train, mesh, recipe.data.packed)
     kind, config = _model(source, tell)
-    fields, assumed = _assumed(str(source), config, others)
-    recipe = Recipe.from_dict(override_recipe(fields, others, tell))
+    recipe, assumed = _assumed(config, others, tell)
     config = _config_of(recipe)
-    return Subject(str(source), kind, config, recipe.train, mesh, assumed=tuple(assumed))
+    packed = recipe.data.packed
+    return Subject(str(source), kind, config, recipe.train, mesh, packed, tuple(assumed))
 
 
 def _mesh(settings: list[str]) -> MeshConfig:
@@ -102,19 +104,16 @@ def _model(source: str | Path, tell: Callable[[str], object]) -> tuple[str, Deco
 
 
 def _assumed(
-    name: str, config: DecoderConfig, settings: list[str]
-) -> tuple[dict[str, Any], list[str]]:
-    """The fields of a recipe for a model that comes without one, and what of them was assumed."""
-    length = min(config.max_seq_len, LONGEST_ASSUMED)
+    config: DecoderConfig, settings: list[str], tell: Callable[[str], object]
+) -> tuple[Recipe, list[str]]:
+    """The recipe of a model that comes without one, and what of it was assumed."""
     train: dict[str, Any] = {
         "batch_size": 1,
-        "seq_len": length,
+        "seq_len": min(config.max_seq_len, LONGEST_ASSUMED),
         "dtype": "bfloat16",
         "optimizer": {"kind": "adamw", "learning_rate": 3e-4},
+        "steps": MOST_STEPS,
     }
-    given = apply_overrides({"train": train, "model": {}}, settings)["train"]
-    tokens = TOKENS_PER_PARAMETER * count_parameters(config)["total"]
-    train["steps"] = max(1, round(tokens / (given["batch_size"] * given["seq_len"])))
     fields = {
         "name": "plan",
         "model": config.to_dict(),
@@ -122,11 +121,15 @@ def _assumed(
         "data": {"corpus": {"kind": "text", "path": "none"}},
         "train": train,
     }
+    endless = Recipe.from_dict(override_recipe(fields, settings, lambda line: None))
+    tokens = TOKENS_PER_PARAMETER * count_parameters(_config_of(endless))["total"]
+    train["steps"] = max(1, round(tokens / endless.train.tokens_per_step))
+    recipe = Recipe.from_dict(override_recipe(fields, settings, tell))
+    said = {setting.partition("=")[0] for setting in settings}
     shown = {**train, "optimizer.kind": "adamw"}
     del shown["optimizer"]
-    said = {setting.partition("=")[0] for setting in settings}
     assumed = [f"train.{key}={value}" for key, value in shown.items() if f"train.{key}" not in said]
-    return fields, assumed
+    return recipe, [] if "train" in said else assumed
 
 
 def _config_of(recipe: Recipe) -> DecoderConfig:

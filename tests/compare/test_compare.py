@@ -313,8 +313,21 @@ def test_damaged_files_of_a_study_are_named(finished: Finished, tmp_path: Path):
     out = tmp_path / "out"
     shutil.copytree(found.folder, out)
     outcome = out / "trials" / "plain" / "seed-1" / "trial.json"
+    whole = json.loads(outcome.read_text())
+    for changes, said in [
+        ({"loss": "low"}, "loss: 'low' is no number"),
+        ({"loss": None}, "it has no loss, and did not diverge"),
+        ({"versions": None}, "versions: null is not settings"),
+        ({"seconds": []}, r"seconds: \[\] is no number"),
+    ]:
+        outcome.write_text(json.dumps({**whole, **changes}))
+        with pytest.raises(WorkhorseError, match=rf"trial.json is damaged \({said}\); remove it"):
+            compare(study, out)
     outcome.write_text("{}")
-    with pytest.raises(WorkhorseError, match=r"trial.json is damaged: it has no loss; remove it"):
+    with pytest.raises(WorkhorseError, match=r"trial.json is damaged \('loss' is missing\)"):
+        compare(study, out)
+    outcome.write_text("{")
+    with pytest.raises(WorkhorseError, match=r"trial.json is damaged \(.* no.* JSON.*remove it"):
         compare(study, out)
     outcome.unlink()
     assert without_costs(compare(study, out).results) == without_costs(found.results)

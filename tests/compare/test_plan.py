@@ -71,6 +71,8 @@ def test_names_of_a_grid_tell_its_values_apart(make_study: MakeStudy):
         "feed_forward=mlp-2",
         "feed_forward=null",
     ]
+    alike = {"data.eos": ["a", "a ", "a-1"]}
+    assert len(make_study(variants={}, grid=alike, baseline=None).all_variants()) == 3
     same = {"model.blocks.a.norm.eps": [1e-5], "model.blocks.b.norm.eps": [1e-5, 1e-6]}
     assert list(make_study(variants={}, grid=same, baseline=None).all_variants()) == [
         "a.norm.eps=1e-05,b.norm.eps=1e-05",

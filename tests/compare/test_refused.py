@@ -10,6 +10,7 @@ from workhorse.compare import Study, compare, dry_run, quick, read_study
 from workhorse.errors import WorkhorseError
 
 NARROW = {"model.d_model": 8}
+FAST = {"train.optimizer.learning_rate": 1e9}
 CASES: list[tuple[dict[str, Any], str]] = [
     ({"seedz": [1]}, "unknown key 'seedz'; did you mean 'seeds'?"),
     ({"variants": {"a": {}}}, "'a' is the only variant; a comparison needs two"),
@@ -31,6 +32,17 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"variants": {"a": {}, "b/c": NARROW}}, "'b/c' cannot name a folder"),
     ({"variants": {"a": {}, "b": {"model.d_modle": 8}}}, "did you mean 'd_model'?"),
     ({"variants": {"a": {}, "b": {"model.d_model": 16}}}, "'a' and 'b' are the same once written"),
+    ({"variants": {"a": {}, "b": {"description": "x"}}}, "'a' and 'b' are the same"),
+    ({"variants": {"a": {"data.cache_dir": "x"}, "b": {}}}, "'a' and 'b' are the same"),
+    ({"variants": {"a" * 101: {}, "b": NARROW}}, "has 101 characters and cannot name a folder"),
+    (
+        {"variants": {}, "grid": {"model.blocks." + "x" * 99: [1, 2]}},
+        "grid: '" + "x" * 99 + "='… has 101 characters",
+    ),
+    (
+        {"learning_rates": [1, 1e308], "variants": {"fast": FAST, "plain": {}}},
+        "learning_rates: 1e+308 times the learning rate of 'fast' is none",
+    ),
     ({"variants": {"a": {}, "b": NARROW}}, "'b' has 3,104 parameters, -53.81% beside the 6,720"),
     ({"variants": {"a": {}, "b": {"data.corpus": "stdlib"}}}, "'b' has another data.corpus than"),
     ({"variants": {"a": {}, "b": {"data.eos": False}}}, "'b' has another data.eos than 'a'"),

@@ -52,7 +52,8 @@ def check_different(recipes: Mapping[str, Recipe]) -> None:
     """
     seen: dict[str, str] = {}
     for name, recipe in recipes.items():
-        fields = repr(recipe.written_out().to_dict())
+        same = recipe.written_out().replace(description="")
+        fields = repr(same.replace(data=same.data.replace(cache_dir=None)).to_dict())
         if (other := seen.setdefault(fields, name)) != name:
             raise ConfigError(
                 f"{other!r} and {name!r} are the same once written out; change or remove one of "

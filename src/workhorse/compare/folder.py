@@ -10,31 +10,56 @@ results.json, report.md, report.html
 
 import json
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Self
 
 import yaml
+from pydantic import Field, model_validator
 
 from workhorse.checkpoints.runs.lock import FolderLock
 from workhorse.compare.plan import Trial
 from workhorse.compare.study import Study
-from workhorse.config import read_yaml
+from workhorse.config import Config, ConfigError, read_yaml
 from workhorse.config_errors import as_written
 from workhorse.errors import WorkhorseError
 from workhorse.train.resume.resume import differences
 from workhorse.untrusted import read_json
 from workhorse.writing import write_atomically, writing
 
+NotNegative = Annotated[float, Field(ge=0)]
+
 FOR_PEOPLE = ("name", "description")
 """Keys of the base that no trial depends on."""
 
 COSTS = ("seconds", "tokens_per_second", "peak_memory")
 """What an outcome holds that is different each time it is measured."""
-OUTCOME = (
-    *("loss", "bits_per_byte", "unknown_rate", "diverged", "skipped_steps", "parameters"),
-    "by_context",
-    *("flops_per_token", "device", "threads", "versions", *COSTS),
-)
-"""The keys of an outcome that results are made from."""
+
+
+class Outcome(Config):
+    """What a finished trial came to: the fields of its `trial.json`."""
+
+    loss: NotNegative | None
+    bits_per_byte: NotNegative | None
+    unknown_rate: NotNegative | None
+    diverged: str | None
+    """Why there are no losses; None: there are."""
+    steps: int = 0
+    tokens: int = 0
+    skipped_steps: int
+    parameters: int
+    flops_per_token: int
+    device: str
+    threads: int
+    versions: dict[str, str]
+    seconds: float
+    tokens_per_second: float | None
+    peak_memory: int | None
+    by_context: dict[str, dict[str, float]]
+
+    @model_validator(mode="after")
+    def _has_a_loss(self) -> Self:
+        if self.diverged is None and (self.loss is None or self.bits_per_byte is None):
+            raise ConfigError("it has no loss, and did not diverge")
+        return self
 
 
 class StudyFolder:
@@ -111,12 +136,14 @@ class StudyFolder:
         file = outcome_file(self.trial(trial))
         if not file.is_file():
             return None
-        found = read_json(file)
-        if missing := [name for name in OUTCOME if name not in found]:
+        try:
+            found = read_json(file)
+            Outcome.from_dict(found)
+        except WorkhorseError as error:
             raise WorkhorseError(
-                f"{file} is damaged: it has no {missing[0]}; remove it, and it is made again from "
-                "the run"
-            )
+                f"{file} is damaged ({str(error).partition(';')[0]}); remove it, and it is made "
+                "again from the run"
+            ) from None
         return found
 
     def timings(self) -> dict[str, float]:

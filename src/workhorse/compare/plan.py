@@ -199,6 +199,7 @@ def make_plan(
             told.setdefault(line, []).append(name)
 
         recipe = _recipe(study, name, [f"train.steps={steps}"], tell)
+        _check_rates(study, name, recipe)
         variants[name] = Variant(name, settings, recipe, parameters, flops)
     recipes = {name: variant.recipe for name, variant in variants.items()}
     check_different(recipes)
@@ -274,6 +275,18 @@ def _check_contexts(study: Study, name: str, recipe: Recipe, vocabulary: int) ->
             "model.max_seq_len in the base",
             "contexts",
         )
+
+
+def _check_rates(study: Study, name: str, recipe: Recipe) -> None:
+    for factor in study.learning_rates:
+        try:
+            scaled(recipe.train.optimizer, factor)
+        except ConfigError as error:
+            raise ConfigError(
+                f"{factor:g} times the learning rate of {name!r} is none ({error.reason}); choose "
+                "another factor",
+                "learning_rates",
+            ) from None
 
 
 def _steps(

@@ -21,7 +21,8 @@ Settings = dict[str, Any]
 
 SEARCH_SEED = 1_000_000
 """Of the search for a learning rate, unless the study names one."""
-_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=,+-]{0,99}")
+LONGEST_NAME = 100
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=,+-]*")
 _SET_BY_STUDY = {
     "name": "a trial is named after its variant",
     "train": "write its settings one by one, as train.batch_size",
@@ -138,10 +139,9 @@ class Study(Config):
         for key, values in self.grid.items():
             if not values:
                 raise ConfigError("it has no values; list two or more", f"grid.{key}")
-        check_settings(self.grid, "grid")
-        for name, settings in self.variants.items():
-            _check_name(name, "variants")
-            check_settings(settings, f"variants.{name}")
+        for name, settings in self.all_variants().items():
+            _check_name(name, "grid" if self.grid else "variants")
+            check_settings(settings, "grid" if self.grid else f"variants.{name}")
         names = list(self.all_variants())
         if len(names) == 1:
             raise ConfigError(
@@ -237,6 +237,12 @@ def check_settings(settings: Settings, place: str) -> None:
 
 
 def _check_name(name: str, place: str) -> None:
+    if len(name) > LONGEST_NAME:
+        raise ConfigError(
+            f"{name[:LONGEST_NAME]!r}… has {len(name)} characters and cannot name a folder; "
+            f"{LONGEST_NAME} are the most",
+            place,
+        )
     if not _NAME.fullmatch(name):
         raise ConfigError(
             f"{name!r} cannot name a folder; use letters, digits and '_.=,+-' after the first",
@@ -269,10 +275,12 @@ def _words(values: list[Any]) -> list[str]:
         word = value.get("kind") if isinstance(value, dict) else value
         text = word if isinstance(word, str) else json.dumps(word)
         found.append(re.sub(r"[^A-Za-z0-9_.+-]+", "-", text).strip("-")[:30] or "value")
-    return [
-        word if found.count(word) == 1 else f"{word}-{number}"
-        for number, word in enumerate(found, start=1)
+    numbered = [f"{word}-{number}" for number, word in enumerate(found, start=1)]
+    mixed = [
+        word if found.count(word) == 1 else other
+        for word, other in zip(found, numbered, strict=True)
     ]
+    return mixed if len(set(mixed)) == len(mixed) else numbered
 
 
 def _shortened(keys: list[str]) -> dict[str, str]:

@@ -64,5 +64,12 @@ def test_more_noise_gives_wider_intervals():
 
 
 def test_too_few_runs():
-    with pytest.raises(WorkhorseError, match=r"4 runs are too few .* give at least 7"):
+    with pytest.raises(WorkhorseError, match=r"5 numbers to find: 7 runs are the fewest, 4 given"):
         fit_law(FORMS["hoffmann"], HOFFMANN[:4])
+
+
+@pytest.mark.parametrize("form", ["hoffmann", "kaplan", "compute"])
+def test_runs_of_one_size_show_no_law(form: str):
+    same = [Point(1e6, 2e7, 3 + seed / 100) for seed in range(8)]
+    with pytest.raises(WorkhorseError, match=r"different (parameters|flops) are the fewest"):
+        fit_law(FORMS[form], same)

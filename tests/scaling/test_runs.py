@@ -53,7 +53,7 @@ def test_the_command(runs: list[Path], capsys: pytest.CaptureFixture[str]):
 
 
 def test_what_cannot_be_fitted(runs: list[Path], tmp_path: Path):
-    with pytest.raises(WorkhorseError, match="2 runs are too few"):
+    with pytest.raises(WorkhorseError, match="5 runs are the fewest, 2 given"):
         fit_laws(runs[:2])
     with pytest.raises(WorkhorseError, match="is not a run directory"):
         read_points([tmp_path])
@@ -61,6 +61,10 @@ def test_what_cannot_be_fitted(runs: list[Path], tmp_path: Path):
     train(other, tmp_path / "other")
     with pytest.raises(WorkhorseError, match="has other data or another tokenizer than"):
         read_points([runs[0], tmp_path / "other"])
+    with pytest.raises(WorkhorseError, match="tiny has other data or another tokenizer than"):
+        fit_laws(runs, [other])
+    with pytest.raises(WorkhorseError, match=r"steps-2 is given twice"):
+        read_points([runs[0], runs[0].parent / "." / "steps-2"])
     stopped = tmp_path / "stopped"
     train(recipe(runs[0].parent, steps=3), stopped)
     metrics = stopped / "metrics.jsonl"
@@ -68,4 +72,12 @@ def test_what_cannot_be_fitted(runs: list[Path], tmp_path: Path):
     kept = [line for line in lines if line["kind"] != "validation"]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in kept))
     with pytest.raises(WorkhorseError, match="has no loss of the whole held-out text"):
+        read_points([stopped])
+    diverged = [{**line, "loss": None} for line in lines]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in diverged))
+    with pytest.raises(WorkhorseError, match="has null for its loss after 3 steps, and only"):
+        read_points([stopped])
+    earlier = [{**line, "step": 2} for line in lines]
+    metrics.write_text("".join(json.dumps(line) + "\n" for line in earlier))
+    with pytest.raises(WorkhorseError, match=r"stopped has 2 of 3 steps; let it end"):
         read_points([stopped])

@@ -6,7 +6,7 @@ coefficients are as large as losses, which keeps the fit well conditioned.
 
 import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
@@ -47,6 +47,8 @@ class Form(Protocol):
     """How many numbers are fitted."""
     exponents: int
     """How many of them, the last ones, are exponents."""
+    sizes: Mapping[str, int]
+    """How many different values of a quantity it takes to tell these numbers apart, at least."""
 
     def log_loss(self, theta: Theta, n: Logs, d: Logs) -> Logs:
         """The logarithm of the loss.
@@ -77,6 +79,7 @@ class Hoffmann:
     written = "E + A / N^alpha + B / D^beta"
     free = 5
     exponents = 2
+    sizes: Mapping[str, int] = {"parameters": 3, "tokens": 3}
 
     def log_loss(self, theta: Theta, n: Logs, d: Logs) -> Logs:
         e, a, b, alpha, beta = theta
@@ -109,6 +112,7 @@ class Kaplan:
     written = "((Nc / N)^(alpha_N / alpha_D) + Dc / D)^alpha_D"
     free = 4
     exponents = 2
+    sizes: Mapping[str, int] = {"parameters": 2, "tokens": 2}
 
     def log_loss(self, theta: Theta, n: Logs, d: Logs) -> Logs:
         of_n, of_d, alpha_n, alpha_d = theta
@@ -140,6 +144,7 @@ class Compute:
     written = "E + c / C^gamma"
     free = 3
     exponents = 1
+    sizes: Mapping[str, int] = {"flops": 3}
 
     def log_loss(self, theta: Theta, n: Logs, d: Logs) -> Logs:
         e, c, gamma = theta

@@ -86,17 +86,14 @@ def fit_law(form: Form, points: Sequence[Point], draws: int = DRAWS) -> Law:
 
     Args:
         form: one of `FORMS`.
-        points: at least `fewest` of the form.
+        points: at least `fewest` of the form, and not all of one size.
         draws: how many times it is fitted again, to losses drawn anew.
 
     Raises:
         WorkhorseError: there are too few points, or SciPy is missing.
     """
-    if len(points) < fewest(form):
-        raise WorkhorseError(
-            f"{len(points)} runs are too few for {form.written}, which has {form.free} numbers; "
-            f"give at least {fewest(form)}"
-        )
+    if few := too_few(form, points):
+        raise WorkhorseError(f"{form.written} has {form.free} numbers to find: {few}")
     middle = Point(
         math.exp(fmean(math.log(point.parameters) for point in points)),
         math.exp(fmean(math.log(point.tokens) for point in points)),
@@ -118,6 +115,16 @@ def fit_law(form: Form, points: Sequence[Point], draws: int = DRAWS) -> Law:
 def fewest(form: Form) -> int:
     """The fewest runs that a form can be fitted to."""
     return form.free + SPARE
+
+
+def too_few(form: Form, points: Sequence[Point]) -> str:
+    """Why a form cannot be fitted to some points; empty if it can."""
+    if len(points) < fewest(form):
+        return f"{fewest(form)} runs are the fewest, {len(points)} given"
+    for what, least in form.sizes.items():
+        if (found := len({getattr(point, what) for point in points})) < least:
+            return f"{least} different {what} are the fewest, {found} given"
+    return ""
 
 
 def _log_sizes(points: Sequence[Point], middle: Point) -> tuple[Logs, Logs]:

@@ -4,10 +4,11 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from workhorse.checkpoints import RunDirectory
 from workhorse.plan.compute_optimal import Parametric
 from workhorse.scaling.forms import FORMS, Hoffmann, Point
-from workhorse.scaling.law import DRAWS, Law, fewest, fit_law
-from workhorse.scaling.runs import point_of, read_points
+from workhorse.scaling.law import DRAWS, Law, fewest, fit_law, too_few
+from workhorse.scaling.runs import check_text, point_of, read_points
 from workhorse.train import Recipe
 
 
@@ -31,12 +32,16 @@ def fit_laws(
     Raises:
         WorkhorseError: runs cannot be compared, or are too few for any law.
     """
-    points = sorted(read_points(runs), key=lambda point: point.flops)
+    runs = list(runs)
+    points = sorted(read_points(runs), key=lambda point: (point.flops, point.loss, point.name))
+    for recipe in recipes if runs else ():
+        beside = Recipe.from_dict(RunDirectory(Path(runs[0])).recipe())
+        check_text(recipe, recipe.name, beside, str(runs[0]))
     wanted = [point_of(recipe) for recipe in recipes]
     laws, left_out = [], {}
     for form in FORMS.values():
-        if len(points) < fewest(form):
-            left_out[form.name] = f"{fewest(form)} runs are the fewest, {len(points)} given"
+        if few := too_few(form, points):
+            left_out[form.name] = few
             continue
         laws.append(_described(fit_law(form, points, draws), wanted))
     if not laws:

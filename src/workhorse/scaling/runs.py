@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.checkpoints import RunDirectory
+from workhorse.config_errors import as_written
 from workhorse.dial import read_recipe
 from workhorse.errors import WorkhorseError
 from workhorse.models.flops import FLOPS_PER_PARAMETER, flops_per_token
@@ -26,35 +27,59 @@ def read_points(runs: Iterable[str | Path]) -> list[Point]:
         WorkhorseError: one is no run, has not ended, or has other data or another tokenizer.
     """
     points: list[Point] = []
-    text: dict[str, Any] = {}
-    first = ""
+    first: tuple[Recipe, str] | None = None
+    seen: set[Path] = set()
     for run in runs:
         directory = RunDirectory(Path(run))
         if not directory.exists:
             raise WorkhorseError(f"{run} is not a run directory; give folders that train made")
-        recipe = directory.recipe()
-        own = {name: recipe[name] for name in ("data", "tokenizer")}
-        own["data"] = {key: value for key, value in own["data"].items() if key != "cache_dir"}
-        text, first = text or own, first or str(run)
-        if own != text:
-            raise WorkhorseError(
-                f"{run} has other data or another tokenizer than {first}, so their losses cannot "
-                "be compared; leave one of them out"
-            )
-        points.append(_point(directory))
+        if (place := Path(run).resolve()) in seen:
+            raise WorkhorseError(f"{run} is given twice; leave one of them out")
+        seen.add(place)
+        recipe = Recipe.from_dict(directory.recipe())
+        first = first or (recipe, str(run))
+        check_text(recipe, str(run), *first)
+        points.append(_point(directory, recipe.train.steps))
     return points
 
 
-def _point(directory: RunDirectory) -> Point:
+def check_text(recipe: Recipe, name: str, other: Recipe, beside: str) -> None:
+    """Refuse a recipe whose losses are of other text, or of other tokens, than those of another.
+
+    Raises:
+        WorkhorseError: they are.
+    """
+    own, wanted = (
+        (one.data.replace(cache_dir=None), one.tokenizer.to_dict()) for one in (recipe, other)
+    )
+    if own != wanted:
+        raise WorkhorseError(
+            f"{name} has other data or another tokenizer than {beside}, so their losses cannot "
+            "be compared; leave one of them out"
+        )
+
+
+def _point(directory: RunDirectory, steps: int) -> Point:
     last: dict[str, Any] = {event["kind"]: event for event in read_metrics(directory.metrics_file)}
-    validation, step = last.get("validation"), last.get("step")
-    if not validation or not validation["whole"] or not step or validation["step"] != step["step"]:
+    start, step, validation = (last.get(kind, {}) for kind in ("start", "step", "validation"))
+    done = step.get("step", 0)
+    if done < steps:
+        raise WorkhorseError(
+            f"{directory.path} has {done} of {steps} steps; let it end, or leave it out"
+        )
+    if not validation.get("whole") or validation["step"] != done:
         raise WorkhorseError(
             f"{directory.path} has no loss of the whole held-out text after its last step; let it "
             "end, or leave it out"
         )
-    parameters = last["start"]["flops_per_token"] / FLOPS_PER_PARAMETER
-    return Point(parameters, step["tokens"], validation["loss"], directory.path.name)
+    flops, tokens = start.get("flops_per_token"), step.get("tokens")
+    loss = validation.get("loss")
+    if not all(isinstance(one, int | float) and one > 0 for one in (flops, tokens, loss)):
+        raise WorkhorseError(
+            f"{directory.path} has {as_written(loss)} for its loss after {done} steps, and "
+            "only losses above 0 can be fitted; leave it out"
+        )
+    return Point(flops / FLOPS_PER_PARAMETER, tokens, loss, directory.path.name)
 
 
 def point_of(recipe: Recipe) -> Point:

@@ -40,6 +40,8 @@ def test_its_weights_take_steps_of_vectors_and_never_decay() -> None:
     assert not any("convolution" in name for role in ("hidden", "head") for name in roles[role])
 
 
-def test_a_sub_layer_named_twice_is_refused() -> None:
+def test_a_sub_layer_named_twice_and_a_width_that_no_text_has_are_refused() -> None:
+    with pytest.raises(ConfigError, match="width: 1000000 is too large"):
+        decoder(width=1_000_000)
     with pytest.raises(ConfigError, match="names a sub-layer twice; leave one out"):
         decoder(before=["attention", "attention"])

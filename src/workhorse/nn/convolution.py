@@ -23,8 +23,8 @@ class ShortConvolutionConfig(Config):
     The weights start at 0.
     """
 
-    width: int = Field(default=4, ge=2)
-    """Tokens that it sees, its own included."""
+    width: int = Field(default=4, ge=2, le=256)
+    """Tokens that it sees, its own included. Each costs a pass over the input."""
     before: tuple[SubLayer, ...] = Field(default=("attention", "feed_forward"), min_length=1)
     """The sub-layers whose input, after its norm, is convolved."""
 

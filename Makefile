@@ -1,6 +1,5 @@
 # Works on a machine that has Python 3.11 or newer and nothing else:
-#   make demo    train a small model on real text, evaluate it, generate with it, and write it as a
-#                directory that transformers loads
+#   make demo    train a small model on real text, evaluate it and generate with it
 #   make test    lint and the default tests
 # Variables:
 #   PYTHON=python3.12        the interpreter that makes .venv
@@ -47,9 +46,7 @@ demo: $(INSTALLED)
 	$(WORKHORSE) train recipes/stdlib-small.yaml --out $(DEMO) $(if $(wildcard $(DEMO)/recipe.yaml),--resume)
 	$(WORKHORSE) evaluate $(DEMO) --compare-gzip
 	$(WORKHORSE) generate $(DEMO) --prompt "def " --prompt "class " --prompt "import " --seed 1
-	rm -rf $(DEMO)-hf
-	$(WORKHORSE) convert $(DEMO) $(DEMO)-hf --to hf
-	@echo "The whole run in one page: $(DEMO)/report.html; for transformers: $(DEMO)-hf"
+	@echo "The whole run in one page: $(DEMO)/report.html"
 
 test: lint
 	$(PYTEST) --numprocesses $(WORKERS) --dist worksteal

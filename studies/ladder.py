@@ -1,6 +1,6 @@
 """A ladder of the dial's models: laws, a prediction of the next rung, then the rung itself.
 
-    python -m studies.ladder [--depths 1 2 3] [--tokens 4e5 8e5 1.6e6] [--next 4 5] [--out FOLDER]
+    python -m studies.ladder [--depths 1 2 3] [--tokens 8e5 1.6e6 3.2e6] [--next 4 5] [--out FOLDER]
 
 Every depth is trained on every number of tokens, all with one tokenizer and one context: otherwise
 losses per token could not be compared. Then all laws predict the loss of each next depth on the
@@ -22,7 +22,7 @@ from workhorse.writing import write_atomically
 
 SAME = ("tokenizer.vocab_size=4096", "train.seq_len=256", "train.samples=null")
 """Of all rungs; the dial would let vocabulary and context grow."""
-STEP_TOKENS = 4096
+STEP_TOKENS = 2048
 
 
 def rung(depth: int, tokens: float) -> Recipe:
@@ -106,7 +106,7 @@ def main() -> None:
     """Climb the ladder and test the next rungs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--tokens", type=float, nargs="+", default=[4e5, 8e5, 1.6e6])
+    parser.add_argument("--tokens", type=float, nargs="+", default=[8e5, 1.6e6, 3.2e6])
     parser.add_argument("--next", type=int, nargs="+", default=[4, 5])
     parser.add_argument("--out", type=Path, default=Path("runs/ladder"))
     asked = parser.parse_args()

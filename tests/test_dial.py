@@ -9,11 +9,15 @@ import pytest
 
 from workhorse.cli.main import main
 from workhorse.compare import read_study
+from workhorse.config import read_yaml
 from workhorse.dial import DEEPEST, read_recipe, recipe_of_depth
 from workhorse.errors import WorkhorseError
 from workhorse.models.flops import flops_per_token
 from workhorse.train import Recipe
 from workhorse.train.estimate import vocab_size_of
+
+
+ROOT = Path(__file__).parent.parent
 
 
 def sizes(depth: int) -> dict[str, float]:
@@ -72,6 +76,19 @@ def test_every_verb_that_takes_a_recipe_takes_a_depth(
     assert "choose depth-1 to depth-64" in capsys.readouterr().err
 
 
+def test_the_demo_is_a_notch():
+    demo = Recipe.from_dict(read_yaml(ROOT / "recipes" / "stdlib-small.yaml"))
+    notch = Recipe.from_dict(read_recipe("depth-3"))
+    assert demo.model == notch.model
+    assert (demo.tokenizer, demo.data) == (notch.tokenizer, notch.data)
+    watched = {"seed", "eval_every", "eval_batches", "samples"}
+    assert {
+        key
+        for key, value in demo.train.to_dict().items()
+        if notch.train.to_dict().get(key) != value
+    } <= watched
+
+
 def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.chdir(tmp_path)
     Path("depth-3").write_text("name: mine\n")
@@ -79,7 +96,7 @@ def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_the_table_of_the_documentation():
-    text = (Path(__file__).parent.parent / "docs" / "scaling.md").read_text("utf-8")
+    text = (ROOT / "docs" / "scaling.md").read_text("utf-8")
     rows = re.findall(
         r"^\| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|", text, re.M
     )

@@ -6,8 +6,8 @@ Everything else follows from it, and grows with it:
   to a multiple of 64;
 - vocabulary: 1,024 for each layer, to the nearest power of two, from 1,024 to 65,536;
 - context: 64 tokens for each layer, to the next power of two, from 256 to 4,096;
-- tokens: `TOKENS_PER_PARAMETER` for each parameter that multiplies, as the demo has them; what a
-  ladder finds best (docs/scaling.md) is not measured yet;
+- tokens: `TOKENS_PER_PARAMETER` for each parameter that multiplies, what fits into three minutes
+  at depth 3; what a ladder finds best (docs/scaling.md) is not measured yet;
 - tokens of a step: in proportion to the root of all tokens, to the nearest power of two;
 - learning rates: Muon's the same at every width, since its update has the same spectral norm;
   AdamW's, of embeddings and norms, as one over the root of the width.
@@ -26,8 +26,8 @@ NAMED = re.compile(rf"{NAMED_AFTER}\d{{1,6}}")
 """What a recipe of the dial is called in the place of a file."""
 DEEPEST = 64
 HEAD = 64
-TOKENS_PER_PARAMETER = 0.5
-STEP_TOKENS = 2048 / 1.6e6**0.5
+TOKENS_PER_PARAMETER = 0.4
+STEP_TOKENS = 2048 / 1.4e6**0.5
 """Tokens of a step for the root of all tokens."""
 ADAMW_RATE, ADAMW_WIDTH = 0.03, 256
 """The learning rate of embeddings and norms at that width."""
@@ -87,6 +87,7 @@ def recipe_of_depth(depth: int) -> dict[str, Any]:
                         },
                     },
                     "feed_forward": {"kind": "gated_mlp", "d_ff": d_ff, "activation": "silu"},
+                    "convolution": {"width": 3},
                 }
             },
             "final_norm": {"kind": "layer_norm"},
@@ -99,6 +100,7 @@ def recipe_of_depth(depth: int) -> dict[str, Any]:
             "steps": steps,
             "batch_size": batch_size,
             "seq_len": seq_len,
+            "dtype": "auto",
             "optimizer": {
                 "kind": "muon",
                 "learning_rate": 0.02,

@@ -16,7 +16,6 @@ from workhorse.models.flops import flops_per_token
 from workhorse.train import Recipe
 from workhorse.train.estimate import vocab_size_of
 
-
 ROOT = Path(__file__).parent.parent
 
 

@@ -182,7 +182,7 @@ def test_a_tokenizer_is_replaced_and_nothing_else_is(
         (["CORPUS", "--vocab-size", "300", "--set", "digits"], "'digits' is not a setting"),
         (["CORPUS", "--vocab-size", "300", "--set", "kind=unigram"], "use --algorithm"),
         (["CORPUS", "--vocab-size", "300", "--set", "vocab_size=400"], "use --vocab-size"),
-        (["CORPUS", "--vocab-size", "many"], "'many' is not a valid integer"),
+        (["CORPUS", "--vocab-size", "many"], "'many' is not a whole number"),
         (["nowhere.txt", "--vocab-size", "300"], "nowhere.txt"),
         (["CORPUS/empty", "--vocab-size", "300"], "the corpus holds no text"),
         (["CORPUS/latin", "--vocab-size", "300"], "UTF-8"),

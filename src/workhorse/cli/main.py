@@ -35,6 +35,7 @@ after saving) prints its result and then calls `click.get_current_context().exit
 import errno
 import importlib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -168,6 +169,11 @@ def as_text(arguments: Sequence[str]) -> list[str]:
     return texts
 
 
+NUMBERS = {"integer": "a whole number", "float": "a number"}
+VALID = re.compile(r"a valid (integer|float)( range)?")
+"""What click calls a number."""
+
+
 def mistake(error: Exception, arguments: Sequence[str] = ()) -> str:
     """The line for an error that the user can correct; empty for a bug of ours.
 
@@ -182,6 +188,7 @@ def mistake(error: Exception, arguments: Sequence[str] = ()) -> str:
         case click.UsageError():
             where = error.ctx.command_path if error.ctx else _verb_in(arguments)
             said = error.format_message().rstrip(".")
+            said = VALID.sub(lambda kind: NUMBERS[kind[1]], said)
             if isinstance(error, click.NoSuchOption) and (flags := _begun(error)):
                 said = f"no such option {error.option_name}; did you mean {' or '.join(flags)}?"
             reason = f"{said} (see {where} --help)"

@@ -51,9 +51,10 @@ def command(
 ) -> None:
     """Show what SOURCE needs to be trained and served: arithmetic, memory, time, cost.
 
-    SOURCE is a recipe, a run directory, a preset, a Hugging Face directory or hub id, or a GGUF
-    file. Nothing of the model is allocated. Settings after it are those of `train`; those of
-    `parallel` divide the work among devices: data, shard, tensor, pipeline, expert, context.
+    SOURCE is a recipe, `depth-N` for one of the dial, a run directory, a preset, a Hugging Face
+    directory or hub id, or a GGUF file. Nothing of the model is allocated. Settings after it are
+    those of `train`; those of `parallel` divide the work among devices: data, shard, tensor,
+    pipeline, expert, context.
     """
     from workhorse.plan import plan
     from workhorse.plan.text import lines

@@ -400,6 +400,7 @@ def test_an_option_that_is_a_setting_is_told_as_one(
 )
 def test_signals_have_their_exit_codes(recipe: str, number: signal.Signals, code: int) -> None:
     arguments = ["train", recipe, "train.steps=100000", "train.log_every=1", "--out", "run"]
+    before = signal.signal(number, signal.SIG_DFL)  # `nohup` ignores SIGHUP, which is inherited
     with subprocess.Popen(
         [sys.executable, "-m", "workhorse", *arguments],
         stdout=subprocess.PIPE,
@@ -413,6 +414,7 @@ def test_signals_have_their_exit_codes(recipe: str, number: signal.Signals, code
                 break
         process.stderr.read()
         said = process.stdout.read()
+    signal.signal(number, before)
     assert process.returncode == code
     assert f"stopped by {number.name} and saved" in said
     assert "resume with workhorse train run --resume" in said

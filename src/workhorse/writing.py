@@ -55,10 +55,10 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
     """Write a file under another name, sync it, rename it: it is whole, or what was there stays.
 
     Raises:
-        CannotWriteError: the disk is full or refuses, or a device or a pipe has that name.
+        CannotWriteError: the disk is full or refuses, or a device has that name.
     """
-    if path.exists() and not path.is_file() and not path.is_dir():
-        raise CannotWriteError(path, "it is no plain file, and would be replaced; name another")
+    if path.is_char_device() or path.is_block_device():
+        raise CannotWriteError(path, "it is a device, and would be replaced; name a file")
     temporary = path.with_name(f".tmp-{path.name}")
     with writing(path):
         try:

@@ -6,7 +6,7 @@ import torch
 from tests.nn.grid import COVERING
 from tests.plan.families import small
 from tests.plan.measure import CPU, gradient_bytes, held_by, kept_by_autograd, most_allocated
-from workhorse.nn import DecoderConfig
+from workhorse.nn import DecoderConfig, head_loss
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.step_memory import StepMemory, step_memory
@@ -107,6 +107,30 @@ def test_the_timeline_begins_and_ends_with_what_is_held() -> None:
     assert phases == sorted(phases, key=["forward", "backward", "update"].index)
     layers = [span.part for span in memory.spans if span.part.startswith("layers.")]
     assert layers == [*(names := [f"layers.{n}" for n in range(CONFIGS[2].n_layers)]), *names[::-1]]
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_like_parts_of_the_loss_are_recorded_once(
+    device: str, dtype: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = small("llama", num_hidden_layers=1, vocab_size=20_000)
+    train = training(dtype=dtype, batch_size=64, seq_len=512)
+    short = step_memory(config, train, torch.device(device))
+    monkeypatch.setattr(head_loss, "has_data", lambda _: True)
+    whole = step_memory(config, train, torch.device(device))
+    assert len(short.totals) < len(whole.totals)
+    assert (short.total, short.peak, short.held) == (whole.total, whole.peak, whole.held)
+    assert short.activations == whole.activations
+    for phase in ("forward", "backward", "update"):
+        assert most(short, phase) == most(whole, phase)
+
+
+def most(memory: StepMemory, phase: str) -> int:
+    """The most bytes at any moment of a phase."""
+    begin = memory.spans[0].begin
+    moments = enumerate(memory.totals[begin:], begin)
+    return max(total for at, total in moments if memory.span_at(at).phase == phase)
 
 
 def test_another_device_needs_no_such_device() -> None:

@@ -14,6 +14,7 @@ from workhorse.nn.head import Head
 from workhorse.nn.loss import IGNORE, Losses, chunked_next_token_losses
 from workhorse.nn.shapes import Hidden, Tokens
 from workhorse.nn.watched import watched
+from workhorse.tensors.tape import has_data
 
 MAX_LOGITS = 2**26
 """That exist at once, in the type of the weights: 128 MiB in bfloat16."""
@@ -159,32 +160,47 @@ def rows_at_once(max_logits: int, vocab: int) -> int:
     return max(1, max_logits // vocab)
 
 
+def parts_of(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows of tensors, so many at a time.
+
+    Where the tensors have no data, what lies between the third part and the last is left out: it
+    would do what the third does, which is the first that meets a sum in float32.
+    """
+    begins = range(0, max(1, len(tensors[0])), size)
+    if not has_data(tensors[0]):
+        begins = (*begins[:3], *begins[3:][-1:])
+    return (tuple(tensor[begin : begin + size] for tensor in tensors) for begin in begins)
+
+
 def blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Rows of logits, few enough to be in float32 at once, with what belongs to them."""
     size = rows_at_once(BLOCK.get(logits.device.type, LARGE_BLOCK), logits.shape[1])
-    return zip(*(torch.split(tensor, size) for tensor in (logits, *others)), strict=True)
+    return parts_of(size, logits, *others)
 
 
 class ProductGradients:
     """Gradients of `x Wᵀ + bias`, from the gradient of the product in parts of its rows.
 
     Args:
+        rows: of x.
         wanted: of x, the weight and the bias; of what is not, nothing is computed.
         multiply: two matrices.
     """
 
-    def __init__(self, wanted: Sequence[bool], multiply: Multiply) -> None:
+    def __init__(self, rows: int, wanted: Sequence[bool], multiply: Multiply) -> None:
+        self._rows = rows
         self._wanted = wanted
         self._multiply = multiply
-        self._of_x: list[Tensor] = []
+        self._done = 0
+        self._of_x: Tensor | None = None
         self._of_weight: Tensor | None = None
         self._of_bias: Tensor | None = None
 
     def add(self, above: Tensor, x: Tensor, weight: Tensor) -> None:
-        """Take the gradient of some rows of the product, whose rows of x these are."""
+        """Take the gradient of the next rows of the product, whose rows of x these are."""
         for_x, for_weight, for_bias = self._wanted
         if for_x:
-            self._of_x.append(self._multiply(above, weight, None))
+            self._add_of_x(self._multiply(above, weight, None))
         if for_weight:
             self._of_weight = _sum(self._of_weight, self._multiply(above.t(), x, None))
         if for_bias:
@@ -195,12 +211,20 @@ class ProductGradients:
         self, weight: Tensor, bias: Tensor | None
     ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
         """Of x, of the weight and of the bias, each in the type of its own."""
-        of_x = self._of_x
         return (
-            (torch.cat(of_x) if len(of_x) > 1 else of_x[0]) if of_x else None,
+            self._of_x,
             None if self._of_weight is None else self._of_weight.to(weight.dtype),
             None if self._of_bias is None or bias is None else self._of_bias.to(bias.dtype),
         )
+
+    def _add_of_x(self, part: Tensor) -> None:
+        if len(part) == self._rows:
+            self._of_x = part
+            return
+        if self._of_x is None:
+            self._of_x = part.new_empty(self._rows, part.shape[1])
+        self._of_x[self._done : self._done + len(part)] = part
+        self._done += len(part)
 
 
 def _sum(total: Tensor | None, part: Tensor) -> Tensor:
@@ -229,9 +253,8 @@ class _LinearHeadLoss(torch.autograd.Function):
     ) -> Tensor:
         total = torch.zeros(2, device=x.device)
         wanted = [learn and one for one in ctx.needs_input_grad[:3]]
-        gradients = ProductGradients(wanted, way.multiply)
-        rows = rows_at_once(way.max_logits, len(weight))
-        for part, expected in zip(torch.split(x, rows), torch.split(targets, rows), strict=True):
+        gradients = ProductGradients(len(x), wanted, way.multiply)
+        for part, expected in parts_of(rows_at_once(way.max_logits, len(weight)), x, targets):
             logits = way.multiply(part, weight.t(), bias)
             total += way.differentiate(logits, expected, shaping)
             gradients.add(logits, part, weight)

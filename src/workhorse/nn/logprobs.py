@@ -15,6 +15,7 @@ from workhorse.nn.head_loss import (
     Shaping,
     blocks,
     is_linear,
+    parts_of,
     product,
     rows_at_once,
     shape_logits,
@@ -74,26 +75,24 @@ class _LinearTokenLogprobs(torch.autograd.Function):
         shaping: Shaping,
         rows: int,
     ) -> Float[Tensor, " tokens"]:
-        chosen: list[Tensor] = []
-        normalisers: list[Tensor] = []
-        for part, expected in zip(torch.split(x, rows), torch.split(targets, rows), strict=True):
+        wide = torch.promote_types(x.dtype, torch.float32)
+        chosen, normaliser = x.new_empty(2, len(x), dtype=wide)
+        for part, *of_part in parts_of(rows, x, targets, chosen, normaliser):
             logits = product(part, weight.t(), bias)
-            for block, wanted in blocks(logits, expected):
+            for block, wanted, chosen_of, normaliser_of in blocks(logits, *of_part):
                 shaped = shape_logits(block, shaping)
-                chosen.append(shaped.gather(1, wanted.clamp(min=0)[:, None])[:, 0])
-                normalisers.append(shaped.logsumexp(dim=1))
-        normaliser = torch.cat(normalisers)
+                torch.gather(shaped, 1, wanted.clamp(min=0)[:, None], out=chosen_of[:, None])
+                torch.logsumexp(shaped, dim=1, out=normaliser_of)
         ctx.save_for_backward(x, weight, bias, targets, normaliser)
         ctx.shaping, ctx.rows = shaping, rows
-        return (torch.cat(chosen) - normaliser) * (targets != IGNORE)
+        return (chosen - normaliser) * (targets != IGNORE)
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, bias, targets, normaliser = ctx.saved_tensors
-        gradients = ProductGradients(ctx.needs_input_grad[:3], product)
+        gradients = ProductGradients(len(x), ctx.needs_input_grad[:3], product)
         slopes = above[0] * (targets != IGNORE)
-        split = (torch.split(tensor, ctx.rows) for tensor in (x, targets, normaliser, slopes))
-        for part, *of_part in zip(*split, strict=True):
+        for part, *of_part in parts_of(ctx.rows, x, targets, normaliser, slopes):
             logits = product(part, weight.t(), bias)
             for block, *of_block in blocks(logits, *of_part):
                 _into_gradient(block, *of_block, shaping=ctx.shaping)

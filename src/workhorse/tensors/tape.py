@@ -14,7 +14,7 @@ from weakref import finalize
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -93,6 +93,11 @@ class Tape(TorchDispatchMode):
 
     def _free(self, key: int) -> None:
         self._alive.pop(key).died = self.now
+
+
+def has_data(tensor: Tensor) -> bool:
+    """Whether a tensor holds numbers; those made in `without_data` hold none."""
+    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
 
 
 def stand_in(device: torch.device) -> torch.device:

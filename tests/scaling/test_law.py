@@ -1,13 +1,17 @@
 """Fits of losses whose law is known."""
 
+import itertools
+import json
 import math
 import random
+from collections.abc import Callable
 
 import pytest
 
 from workhorse.errors import WorkhorseError
-from workhorse.plan.compute_optimal import BESIROGLU
-from workhorse.scaling import FORMS, Point, fit_law
+from workhorse.plan.compute_optimal import BESIROGLU, Parametric
+from workhorse.scaling import FORMS, Law, Point, fit_law
+from workhorse.scaling.laws import _described
 
 SIZES = [(n, d) for n in (1e6, 4e6, 2e7, 1e8) for d in (2e7, 1e8, 1e9)]
 HOFFMANN = [Point(n, d, BESIROGLU.loss(n, d)) for n, d in SIZES]
@@ -53,6 +57,19 @@ def test_intervals_hold_what_they_predict():
     assert inside >= 4
 
 
+def test_intervals_of_few_runs_hold_the_numbers():
+    """Seven noisy runs hardly tell what the loss tends to: its interval says so, fit after fit."""
+    of_law = Parametric(1.5, 80, 78, 0.35, 0.3)
+    sizes = [(n, d) for n, d in itertools.product((5e4, 1e5, 3e5), (25e3, 8e4)) if n * d < 2e10]
+    sizes += [(1e5, 2e5), (5e4, 2e5)]
+    draw, inside = random.Random(1), 0
+    for _ in range(6):
+        points = [Point(*at, of_law.loss(*at) * math.exp(draw.gauss(0, 0.01))) for at in sizes]
+        limit = fit_law(FORMS["hoffmann"], points, draws=20).constants()["E"]
+        inside += limit.low <= of_law.e <= limit.high
+    assert inside >= 5
+
+
 def test_more_noise_gives_wider_intervals():
     widths = []
     for noise in (0.001, 0.01):
@@ -73,3 +90,22 @@ def test_runs_of_one_size_show_no_law(form: str):
     same = [Point(1e6, 2e7, 3 + seed / 100) for seed in range(8)]
     with pytest.raises(WorkhorseError, match=r"different (parameters|flops) are the fewest"):
         fit_law(FORMS[form], same)
+
+
+@pytest.mark.parametrize("form", ["hoffmann", "kaplan", "compute"])
+@pytest.mark.parametrize("loss", [lambda n, d: 1.5 + n**0.05, lambda n, d: 4 + 1e-9 * math.sin(n)])
+def test_runs_that_follow_no_law_give_finite_numbers(
+    form: str, loss: Callable[[float, float], float]
+):
+    """What they leave open is a very large or small number, and no best division of FLOPs."""
+    points = [Point(n, d, loss(n, d)) for n, d in SIZES]
+    described = _described(fit_law(FORMS[form], points, draws=8), [Point(1e12, 1e13)])
+    json.dumps(described, allow_nan=False)
+
+
+@pytest.mark.parametrize(
+    "theta", [(0, -800, 0, 0.1, 0.1), (0, 0, -800, 0.1, 0.1), (0, 5, 0, 0.001, 0.001)]
+)
+def test_losses_that_one_size_does_not_lower_have_no_best_division(theta: tuple[float, ...]):
+    law = Law(FORMS["hoffmann"], HOFFMANN, HOFFMANN[0], theta, 0.01, [(theta, 0.01)])
+    assert _described(law, [])["optimum"] is None

@@ -6,6 +6,7 @@ coefficients are as large as losses, which keeps the fit well conditioned.
 
 import itertools
 import math
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -17,6 +18,7 @@ Theta = Sequence[float]
 """The numbers of a law that are fitted, in the order of its form."""
 Logs = Any
 """An array of logarithms, one for each run."""
+LARGEST = math.log(sys.float_info.max)
 
 
 class Point(NamedTuple):
@@ -94,9 +96,9 @@ class Hoffmann:
     def constants(self, theta: Theta, middle: Point) -> dict[str, float]:
         e, a, b, alpha, beta = theta
         return {
-            "E": math.exp(e),
-            "A": math.exp(a + alpha * math.log(middle.parameters)),
-            "B": math.exp(b + beta * math.log(middle.tokens)),
+            "E": _exp(e),
+            "A": _exp(a + alpha * math.log(middle.parameters)),
+            "B": _exp(b + beta * math.log(middle.tokens)),
             "alpha": alpha,
             "beta": beta,
         }
@@ -127,8 +129,8 @@ class Kaplan:
     def constants(self, theta: Theta, middle: Point) -> dict[str, float]:
         of_n, of_d, alpha_n, alpha_d = theta
         return {
-            "Nc": middle.parameters * math.exp(of_n * alpha_d / alpha_n),
-            "Dc": middle.tokens * math.exp(of_d),
+            "Nc": _exp(math.log(middle.parameters) + of_n * alpha_d / alpha_n),
+            "Dc": _exp(math.log(middle.tokens) + of_d),
             "alpha_N": alpha_n,
             "alpha_D": alpha_d,
         }
@@ -158,10 +160,15 @@ class Compute:
     def constants(self, theta: Theta, middle: Point) -> dict[str, float]:
         e, c, gamma = theta
         return {
-            "E": math.exp(e),
-            "c": math.exp(c + gamma * math.log(middle.flops)),
+            "E": _exp(e),
+            "c": _exp(c + gamma * math.log(middle.flops)),
             "gamma": gamma,
         }
 
 
 FORMS: dict[str, Form] = {"hoffmann": Hoffmann(), "kaplan": Kaplan(), "compute": Compute()}
+
+
+def _exp(log: float) -> float:
+    """Of a constant that runs hardly determine; never more than a float holds."""
+    return math.exp(min(log, LARGEST))

@@ -25,9 +25,9 @@ SPARE = 2
 DRAWS = 200
 """How many times a law is fitted again, for the intervals."""
 SEED = 0
-MOST_STEPS, MOST_AGAIN = 300, 30
-"""Evaluations of a first fit, and of one that begins at its numbers; losses that no law fits would
-take thousands."""
+MOST_STEPS, MOST_AGAIN = 300, 60
+"""Evaluations of a first fit, and of one to losses drawn anew, from each start; losses that no law
+fits would take thousands. With fewer, or from one start, intervals come out too narrow."""
 LOW, HIGH = 0.025, 0.975
 SLOWEST, STEEPEST = 1e-3, 3.0
 """The exponents that a fit may come to."""
@@ -105,10 +105,12 @@ def fit_law(form: Form, points: Sequence[Point], draws: int = DRAWS) -> Law:
     left = len(points) - form.free
     error = math.sqrt(((measured - fitted) ** 2).sum() / left)
     draw, others = np.random.default_rng(SEED), []
+    # Where the fit let a summand vanish, no slope leads back from there: hence a second start.
+    again = [theta, next(iter(form.starts(points)))]
     for _ in range(draws):
         spread = error * math.sqrt(left / draw.chisquare(left))
         drawn = fitted + draw.normal(0, spread, len(points))
-        others.append((_fitted(form, sizes, drawn, [theta], MOST_AGAIN), spread))
+        others.append((_fitted(form, sizes, drawn, again, MOST_AGAIN), spread))
     return Law(form, points, middle, theta, error, others)
 
 

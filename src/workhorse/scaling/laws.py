@@ -26,8 +26,8 @@ def fit_laws(
         `runs` (points, by FLOPs); `laws`, each with `name`, `written`, `constants` (`value`, `low`
         and `high` of each), `error` (relative, of a run), `predictions` (`name`, `loss`, `low`,
         `high`) and `optimum` (`parameters` and `tokens` for the most `flops` of any run or recipe;
-        None where the form has no best division); `left_out` (why a law has too few runs, by its
-        name).
+        None where the form, or the runs, show no best division); `left_out` (why a law has too few
+        runs, by its name).
 
     Raises:
         WorkhorseError: runs cannot be compared, or are too few for any law.
@@ -50,20 +50,28 @@ def fit_laws(
 
 
 def _described(law: Law, wanted: Sequence[Point]) -> dict[str, Any]:
-    constants = law.constants()
-    flops = max(point.flops for point in [*law.points, *wanted])
-    optimum = None
-    if isinstance(law.form, Hoffmann):
-        best = Parametric(*(constant.value for constant in constants.values())).optimum(flops)
-        optimum = {"flops": flops, "parameters": best[0], "tokens": best[1]}
     return {
         "name": law.form.name,
         "written": law.form.written,
-        "constants": {name: value._asdict() for name, value in constants.items()},
+        "constants": {name: value._asdict() for name, value in law.constants().items()},
         "error": law.error,
         "predictions": [_prediction(law, one) for one in wanted],
-        "optimum": optimum,
+        "optimum": _optimum(law, max(point.flops for point in [*law.points, *wanted])),
     }
+
+
+def _optimum(law: Law, flops: float) -> dict[str, float] | None:
+    """How the FLOPs are best divided; None where the form, or the runs, show no best division."""
+    if not isinstance(law.form, Hoffmann):
+        return None
+    numbers = law.form.constants(law.theta, law.middle)
+    try:
+        parameters, tokens = Parametric(*numbers.values()).optimum(flops)
+    except ArithmeticError:  # one of the summands is 0, or as good as that
+        return None
+    if min(parameters, tokens) < 1:
+        return None
+    return {"flops": flops, "parameters": parameters, "tokens": tokens}
 
 
 def _prediction(law: Law, point: Point) -> dict[str, Any]:

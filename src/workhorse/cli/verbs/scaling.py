@@ -6,7 +6,7 @@ from typing import Any
 import click
 
 from workhorse.cli.options import PATH, json_option
-from workhorse.cli.output import print_result
+from workhorse.cli.output import print_result, status
 
 
 @click.command("scaling")
@@ -27,7 +27,9 @@ def command(*, runs: tuple[Path, ...], predict: tuple[Path, ...], as_json: bool)
     """
     from workhorse.scaling import fit_laws, recipe_at
 
-    found = fit_laws(runs, [recipe_at(path) for path in predict])
+    with status() as show:
+        show("fitting laws")
+        found = fit_laws(runs, [recipe_at(path) for path in predict])
     print_result(found, as_json, text="\n".join(_lines(found)))
 
 

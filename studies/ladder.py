@@ -1,22 +1,27 @@
 """A ladder of the dial's models: laws, a prediction of the next rung, then the rung itself.
 
-    python -m studies.ladder [--depths 1 2 3] [--tokens 8e5 1.6e6 3.2e6] [--next 4 5] [--out FOLDER]
+    python -m studies.ladder [--depths 1 2 3] [--tokens 8e5 1.6e6 3.2e6] [--next 4 5]
+                             [--notches 1 2 3] [--out FOLDER]
 
 Every depth is trained on every number of tokens, all with one tokenizer and one context: otherwise
 losses per token could not be compared. Then all laws predict the loss of each next depth on the
-most tokens; the prediction is written down, and only then the rung is trained. The same command
-goes on where it was stopped; ladder.md in the folder says what came out.
+most tokens, and then of depths on as many tokens for a parameter as the dial gives; each prediction
+is written down, and only then the rung is trained. The same command goes on where it was stopped;
+ladder.md in the folder says what came out.
 """
 
-import argparse
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from workhorse.dial import recipe_of_depth
+from studies.command import errors_in_one_line, parser
+from workhorse.dial import TOKENS_PER_PARAMETER, recipe_of_depth
+from workhorse.errors import WorkhorseError
 from workhorse.overrides import apply_overrides
-from workhorse.scaling import fit_laws, read_points
+from workhorse.plan.compute_optimal import Parametric
+from workhorse.scaling import FORMS, fit_laws, point_of, read_points
+from workhorse.scaling.law import too_few
 from workhorse.train import Event, Recipe, train
 from workhorse.writing import write_atomically
 
@@ -37,6 +42,12 @@ def rung(depth: int, tokens: float) -> Recipe:
         f"train.checkpoint_every={max(1, steps // 5)}",
     ]
     return Recipe.from_dict(apply_overrides(recipe_of_depth(depth), settings))
+
+
+def notch(depth: int) -> Recipe:
+    """The rung of a depth that has as many tokens for a parameter as the dial gives."""
+    parameters = point_of(rung(depth, STEP_TOKENS)).parameters
+    return rung(depth, TOKENS_PER_PARAMETER * parameters)
 
 
 def climb(recipes: Sequence[Recipe], out: Path) -> Iterator[Path]:
@@ -67,29 +78,24 @@ def predict(runs: Sequence[Path], recipe: Recipe, out: Path) -> dict[str, Any]:
     return json.loads(file.read_text("utf-8"))
 
 
-def report(tested: list[tuple[str, dict[str, Any], float]]) -> str:
-    """The ladder as text: its runs, the laws fitted to them, each next rung predicted and measured.
+def report(tested: list[tuple[str, dict[str, Any], float]], everything: dict[str, Any]) -> str:
+    """The ladder as text: its runs, each next rung predicted and measured, and the laws of all.
 
     Args:
         tested: of each next rung its name, what `predict` gave, and its loss; the first was
             predicted from the ladder alone.
+        everything: what `fit_laws` gives of the ladder and these rungs.
     """
-    ladder = tested[0][1]
-    lines = ["# The ladder", "", "| run | parameters | tokens | FLOPs | loss |"]
+    lines = ["# A ladder", "", "`python -m studies.ladder`", ""]
+    lines.append("| run | parameters | tokens | FLOPs | loss |")
     lines.append("| --- | --: | --: | --: | --: |")
     lines += [
         f"| {one['name']} | {one['parameters']:,.0f} | {one['tokens']:,} | {one['flops']:.3g} "
         f"| {one['loss']:.4f} |"
-        for one in ladder["runs"]
+        for one in everything["runs"]
     ]
-    for law in ladder["laws"]:
-        numbers = ", ".join(
-            f"{name} = {one['value']:.4g} ({one['low']:.4g} to {one['high']:.4g})"
-            for name, one in law["constants"].items()
-        )
-        error = f"error of a run {law['error']:.2%}"
-        lines += ["", f"**{law['name']}**: loss = {law['written']}; {numbers}; {error}"]
-    lines += ["", "| rung | law | predicted | 95 % | measured | inside |"]
+    lines += ["", "Each of these was predicted from all runs before it, and then trained:", ""]
+    lines.append("| rung | law | predicted | 95 % | measured | inside |")
     lines.append("| --- | --- | --: | --: | --: | --- |")
     for name, predicted, loss in tested:
         for law in predicted["laws"]:
@@ -99,28 +105,76 @@ def report(tested: list[tuple[str, dict[str, Any], float]]) -> str:
                 f"| {name} | {law['name']} | {one['loss']:.4f} | {one['low']:.4f} to "
                 f"{one['high']:.4f} | {loss:.4f} | {inside} |"
             )
+    lines += ["", "The laws of all these runs:"]
+    for law in everything["laws"]:
+        numbers = ", ".join(
+            f"{name} = {one['value']:.4g} ({one['low']:.4g} to {one['high']:.4g})"
+            for name, one in law["constants"].items()
+        )
+        error = f"error of a run {law['error']:.2%}"
+        lines += ["", f"**{law['name']}**: loss = {law['written']}; {numbers}; {error}"]
+        if law["optimum"]:
+            own = Parametric(*(one["value"] for one in law["constants"].values()))
+            lines += ["", *_divisions(own, [one["flops"] for one in everything["runs"]])]
     return "\n".join(lines) + "\n"
+
+
+def _divisions(law: Parametric, flops: Sequence[float]) -> list[str]:
+    """How a law divides the least FLOPs of some runs, the most, and what lies in their middle."""
+    lines = ["| FLOPs | parameters | tokens | tokens a parameter |", "| --: | --: | --: | --: |"]
+    for budget in (min(flops), (min(flops) * max(flops)) ** 0.5, max(flops)):
+        parameters, tokens = law.optimum(budget)
+        lines.append(
+            f"| {budget:.3g} | {parameters:,.0f} | {tokens:,.0f} | {tokens / parameters:.2f} |"
+        )
+    return lines
 
 
 def main() -> None:
     """Climb the ladder and test the next rungs."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3])
-    parser.add_argument("--tokens", type=float, nargs="+", default=[8e5, 1.6e6, 3.2e6])
-    parser.add_argument("--next", type=int, nargs="+", default=[4, 5])
-    parser.add_argument("--out", type=Path, default=Path("runs/ladder"))
-    asked = parser.parse_args()
-    rungs = [rung(depth, tokens) for depth in asked.depths for tokens in asked.tokens]
-    runs = list(climb(rungs, asked.out))
+    words = parser(__doc__)
+    add = words.add_argument
+    add("--depths", type=int, nargs="+", default=[1, 2, 3], help="of the rungs that are fitted")
+    add("--tokens", type=float, nargs="+", default=[8e5, 1.6e6, 3.2e6], help="each is trained on")
+    add("--next", type=int, nargs="+", default=[4, 5], help="depths to predict, then train")
+    add("--notches", type=int, nargs="*", default=[1, 2, 3], help="likewise, on the dial's tokens")
+    add("--out", type=Path, default=Path("runs/ladder"), help="folder of the runs and ladder.md")
+    asked = words.parse_args()
+    with errors_in_one_line():
+        rungs = [rung(depth, amount) for depth in asked.depths for amount in asked.tokens]
+        further = [rung(depth, max(asked.tokens)) for depth in asked.next]
+        print(run(rungs, further + [notch(depth) for depth in asked.notches], asked.out))
+
+
+def run(rungs: Sequence[Recipe], further: Sequence[Recipe], out: Path) -> Path:
+    """Train the rungs, predict and train further ones; returns what came out.
+
+    Raises:
+        WorkhorseError: a rung cannot be trained, or the rungs are too few for any law; said before
+            the first is trained.
+    """
+    check_rungs(rungs)
+    runs = list(climb(rungs, out))
     tested = []
-    for depth in asked.next:
-        recipe = rung(depth, max(asked.tokens))
-        predicted = predict(runs, recipe, asked.out)
-        runs += climb([recipe], asked.out)
+    for recipe in further:
+        predicted = predict(runs, recipe, out)
+        runs += climb([recipe], out)
         (own,) = read_points(runs[-1:])
         tested.append((recipe.name, predicted, own.loss))
-    write_atomically(asked.out / "ladder.md", report(tested))
-    print(asked.out / "ladder.md")
+    write_atomically(out / "ladder.md", report(tested, fit_laws(runs)))
+    return out / "ladder.md"
+
+
+def check_rungs(rungs: Sequence[Recipe]) -> None:
+    """Refuse rungs that no law can be fitted to.
+
+    Raises:
+        WorkhorseError: why not.
+    """
+    points = [point_of(recipe) for recipe in rungs]
+    reasons = [too_few(form, points) for form in FORMS.values()]
+    if all(reasons):
+        raise WorkhorseError(f"no law can be fitted to these rungs: {reasons[-1]}; add rungs")
 
 
 if __name__ == "__main__":

@@ -1,12 +1,12 @@
 """A page of charts and tables, in one file that needs no network."""
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from studies.command import errors_in_one_line, parser
 from workhorse.train.report.page import rendered
-from workhorse.writing import write_atomically
+from workhorse.writing import write_atomically, writing
 
 
 @dataclass
@@ -30,9 +30,11 @@ def write_page(
         sections: make what it shows.
         about: the docstring of the program, whose first line is its help.
     """
-    parser = argparse.ArgumentParser(description=(about or "").partition("\n")[0])
-    parser.add_argument("--out", type=Path, default=Path(f"runs/{name}.html"))
-    out: Path = parser.parse_args().out
-    out.parent.mkdir(parents=True, exist_ok=True)
-    write_atomically(out, rendered("studies", "page.html", title=title, sections=sections()))
+    words = parser(about)
+    words.add_argument("--out", type=Path, default=Path(f"runs/{name}.html"), help="the page")
+    out: Path = words.parse_args().out
+    with errors_in_one_line():
+        with writing(out.parent):
+            out.parent.mkdir(parents=True, exist_ok=True)
+        write_atomically(out, rendered("studies", "page.html", title=title, sections=sections()))
     print(out)

@@ -4,13 +4,13 @@ For each, docs/studies/NAME.md, its report, with the curves of the held-out loss
 NAME.svg. Nothing else of a study is kept in the repository; anyone can run it again.
 """
 
-import argparse
-import json
 import re
 from importlib.resources import files
 from pathlib import Path
 
+from studies.command import errors_in_one_line, parser
 from workhorse.compare.report import as_markdown
+from workhorse.untrusted import read_json
 from workhorse.writing import write_atomically
 
 PAGES = Path(__file__).parent.parent / "docs" / "studies"
@@ -39,7 +39,7 @@ def picture(page: str) -> str:
 
 def publish(study: Path, pages: Path = PAGES) -> Path:
     """Write the page and the picture of a finished study; returns the page."""
-    results = json.loads((study / "results.json").read_text("utf-8"))
+    results = read_json(study / "results.json")
     name = results["study"]
     title, _, rest = as_markdown(results).partition("\n\n")
     command = f"```\nworkhorse compare studies/{name}.yaml\n```"
@@ -53,10 +53,14 @@ def publish(study: Path, pages: Path = PAGES) -> Path:
 
 def main() -> None:
     """Publish the studies that are named."""
-    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("studies", type=Path, nargs="+", metavar="FOLDER")
-    for study in parser.parse_args().studies:
-        print(publish(study))
+    words = parser(__doc__)
+    words.add_argument(
+        "studies", type=Path, nargs="+", metavar="FOLDER", help="of a study that has ended"
+    )
+    asked = words.parse_args()
+    with errors_in_one_line():
+        for study in asked.studies:
+            print(publish(study))
 
 
 if __name__ == "__main__":

@@ -3,10 +3,11 @@
 import json
 import math
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from studies import coordinates, depth, ladder
+from studies import coordinates, depth, ladder, publish
 from workhorse.compare import quick, read_study
 from workhorse.compare.plan import make_plan
 
@@ -75,11 +76,43 @@ def test_a_ladder_predicts_its_next_rung_and_then_trains_it(
     monkeypatch.setattr(ladder, "SAME", LADDER.format(texts=texts).split("; "))
     monkeypatch.setattr(ladder, "STEP_TOKENS", 256)
     out = tmp_path / "out"
-    words = ["--depths", "1", "--tokens", *["256", "512", "768", "1024", "1280"], "--next", "2"]
+    monkeypatch.setattr(ladder, "TOKENS_PER_PARAMETER", 0.02)
+    tokens = ["256", "512", "768", "1024", "1280"]
+    words = ["--depths", "1", "--tokens", *tokens, "--next", "2", "--notches", "1"]
     monkeypatch.setattr("sys.argv", ["ladder", *words, "--out", str(out)])
     ladder.main()
     text = (out / "ladder.md").read_text()
-    assert text.count("power law of compute") == 2
+    assert text.count("power law of compute") == 3
     (predicted,) = out.glob("depth-2-*.json")
     assert len(json.loads(predicted.read_text())["runs"]) == 5  # not the rung itself
     assert predicted.stat().st_mtime < (out / predicted.stem / "metrics.jsonl").stat().st_mtime
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "told"),
+    [
+        (ladder, ["--next", "99"], "depth-99 is not on the dial; choose depth-1 to depth-64"),
+        (ladder, ["--tokens", "10"], "train.steps: 0 is too small"),
+        (ladder, ["--depths", "1"], "no law can be fitted to these rungs: 5 runs are the fewest"),
+        (publish, ["nowhere"], "nowhere"),
+        (depth, ["--out", "file/depth.html"], "cannot write file"),
+    ],
+)
+def test_what_cannot_be_is_said_in_one_line_before_anything_is_done(
+    *,
+    program: ModuleType,
+    words: list[str],
+    told: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+):
+    monkeypatch.chdir(tmp_path)
+    Path("file").touch()
+    monkeypatch.setattr("sys.argv", ["study", *words])
+    with pytest.raises(SystemExit) as end:
+        program.main()
+    said = capsys.readouterr()
+    assert (end.value.code, said.out, said.err.count("\n")) == (2, "", 1)
+    assert told in said.err
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]

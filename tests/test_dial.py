@@ -49,6 +49,12 @@ def test_a_depth_beyond_the_dial(depth: int):
         recipe_of_depth(depth)
 
 
+@pytest.mark.parametrize("name", ["depth8", "depth_8", "depth=8", "depth 8"])
+def test_a_name_that_is_nearly_of_the_dial(name: str):
+    with pytest.raises(WorkhorseError, match="is no file; a recipe of the dial is depth-8"):
+        read_recipe(name)
+
+
 def test_every_verb_that_takes_a_recipe_takes_a_depth(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ):
@@ -77,15 +83,12 @@ def test_every_verb_that_takes_a_recipe_takes_a_depth(
 
 def test_the_demo_is_a_notch():
     demo = Recipe.from_dict(read_yaml(ROOT / "recipes" / "stdlib-small.yaml"))
-    notch = Recipe.from_dict(read_recipe("depth-3"))
+    notch = Recipe.from_dict(read_recipe("depth-2"))
     assert demo.model == notch.model
     assert (demo.tokenizer, demo.data) == (notch.tokenizer, notch.data)
-    watched = {"seed", "eval_every", "eval_batches", "samples"}
-    assert {
-        key
-        for key, value in demo.train.to_dict().items()
-        if notch.train.to_dict().get(key) != value
-    } <= watched
+    own, its = demo.train.to_dict(), notch.train.to_dict()
+    differ = {key for key in own | its if own.get(key) != its.get(key)}
+    assert differ == {"seed", "eval_every", "eval_batches", "samples"}
 
 
 def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):

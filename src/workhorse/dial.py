@@ -4,10 +4,10 @@ Everything else follows from it, and grows with it:
 
 - width: 64 for each layer and 64 more; heads of 64; feed-forwards of 8/3 of the width, rounded up
   to a multiple of 64;
-- vocabulary: 1,024 for each layer, to the nearest power of two, from 1,024 to 65,536;
+- vocabulary: 2,048 for each layer, to the nearest power of two, up to 65,536;
 - context: 64 tokens for each layer, to the next power of two, from 256 to 4,096;
-- tokens: `TOKENS_PER_PARAMETER` for each parameter that multiplies, what fits into three minutes
-  at depth 3; what a ladder finds best (docs/scaling.md) is not measured yet;
+- tokens: `TOKENS_PER_PARAMETER` for each parameter that multiplies, which is what a ladder of
+  these models finds best for the arithmetic (docs/scaling.md);
 - tokens of a step: in proportion to the root of all tokens, to the nearest power of two;
 - learning rates: Muon's the same at every width, since its update has the same spectral norm;
   AdamW's, of embeddings and norms, as one over the root of the width.
@@ -24,10 +24,12 @@ from workhorse.errors import WorkhorseError
 NAMED_AFTER = "depth-"
 NAMED = re.compile(rf"{NAMED_AFTER}\d{{1,6}}")
 """What a recipe of the dial is called in the place of a file."""
+NEARLY = re.compile(r"depth[ _=:]?-?(\d{1,6})")
+"""What is meant for such a name."""
 DEEPEST = 64
 HEAD = 64
-TOKENS_PER_PARAMETER = 0.4
-STEP_TOKENS = 2048 / 1.4e6**0.5
+TOKENS_PER_PARAMETER = 1.8
+STEP_TOKENS = 2048 / 3e6**0.5
 """Tokens of a step for the root of all tokens."""
 ADAMW_RATE, ADAMW_WIDTH = 0.03, 256
 """The learning rate of embeddings and norms at that width."""
@@ -45,6 +47,10 @@ def read_recipe(source: str | Path) -> dict[str, Any]:
         WorkhorseError: there is no such file, it holds no YAML, or the depth is out of range.
     """
     if not is_on_dial(source):
+        if (meant := NEARLY.fullmatch(str(source))) and not Path(source).exists():
+            raise WorkhorseError(
+                f"{source} is no file; a recipe of the dial is {NAMED_AFTER}{meant[1]}"
+            )
         return read_yaml(source)
     return recipe_of_depth(int(str(source).removeprefix(NAMED_AFTER)))
 
@@ -62,7 +68,7 @@ def recipe_of_depth(depth: int) -> dict[str, Any]:
         raise WorkhorseError(f"depth-{depth} is not on the dial; choose depth-1 to depth-{DEEPEST}")
     width = HEAD * (depth + 1)
     d_ff = math.ceil(8 / 3 * width / 64) * 64
-    vocab_size = min(65_536, 1024 * 2 ** round(math.log2(depth)))
+    vocab_size = min(65_536, 2048 * 2 ** round(math.log2(depth)))
     seq_len = min(4096, max(256, 2 ** math.ceil(math.log2(64 * depth))))
     parameters = depth * (4 * width**2 + 3 * width * d_ff) + vocab_size * width
     tokens = TOKENS_PER_PARAMETER * parameters

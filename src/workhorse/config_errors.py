@@ -168,7 +168,8 @@ def _plain(arm: Any, marks: list[Any]) -> str:
     elif kinds := kinds_in(arm):
         words = f"{{kind: {kinds.pop()}}}"
     else:
-        words = _OTHERS.get(kind, "settings, as {key: value}")
+        keys = list(getattr(kind, "model_fields", ()))
+        words = _OTHERS.get(kind, f"settings, as {{{keys[0] if keys else 'key'}: value}}")
     return words
 
 

@@ -42,8 +42,8 @@ class Outcome(Config):
     unknown_rate: NotNegative | None
     diverged: str | None
     """Why there are no losses; None: there are."""
-    steps: int = 0
-    tokens: int = 0
+    steps: int
+    tokens: int
     skipped_steps: int
     parameters: int
     flops_per_token: int

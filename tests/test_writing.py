@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from workhorse.errors import WorkhorseError
-from workhorse.writing import write_atomically, writing
+from workhorse.writing import CannotWriteError, check_place, write_atomically, writing
 
 
 def test_a_text_file_is_replaced_whole_or_not_at_all(
@@ -53,3 +53,11 @@ def test_the_outermost_place_is_named(tmp_path: Path) -> None:
         writing(Path("out")),
     ):
         write_atomically(Path("/dev/null/.tmp-out"), "new")
+
+
+def test_a_place_is_refused_before_the_work_for_it(tmp_path: Path):
+    check_place(tmp_path / "page.html")
+    assert list(tmp_path.iterdir()) == []
+    for path in (tmp_path, tmp_path / "missing" / "page.html", Path("/dev/null")):
+        with pytest.raises(CannotWriteError, match=f"cannot write {path}"):
+            check_place(path)

@@ -3,6 +3,7 @@
 import contextlib
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -57,8 +58,7 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
     Raises:
         CannotWriteError: the disk is full or refuses, or a device has that name.
     """
-    if path.is_char_device() or path.is_block_device():
-        raise CannotWriteError(path, "it is a device, and would be replaced; name a file")
+    _refuse_device(path)
     temporary = path.with_name(f".tmp-{path.name}")
     with writing(path):
         try:
@@ -73,6 +73,26 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
                 temporary.unlink(missing_ok=True)
             raise
         sync(path.parent)
+
+
+def _refuse_device(path: Path) -> None:
+    if path.is_char_device() or path.is_block_device():
+        raise CannotWriteError(path, "it is a device, and would be replaced; name a file")
+
+
+def check_place(path: Path) -> None:
+    """Refuse, before the work for it is done, a place where a file cannot be.
+
+    Raises:
+        CannotWriteError: it is a folder or a device, its own folder is missing, or a file may not
+            be made there.
+    """
+    _refuse_device(path)
+    with writing(path):
+        if path.is_dir():
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+        with tempfile.TemporaryFile(dir=path.parent):
+            pass
 
 
 def sync(path: Path) -> None:

@@ -83,7 +83,7 @@ def _memory(plan: dict[str, Any]) -> Iterator[str]:
             enough = "fits then" if remedy["fits"] else "not enough alone"
             saved = f"saves {size(remedy['saves'])}"
             yield f"  {remedy['setting']}: {saved}, {enough} ({remedy['cost']})"
-    yield from _limits(plan["limits"], plan["train"])
+    yield from _limits(plan["limits"], plan["train"], mesh["devices"])
 
 
 def step_lines(memory: dict[str, Any], of: str = "") -> Iterator[str]:
@@ -97,12 +97,15 @@ def step_lines(memory: dict[str, Any], of: str = "") -> Iterator[str]:
     yield f"{size(held)} between steps"
 
 
-def _limits(limits: dict[str, Any], train: dict[str, Any]) -> Iterator[str]:
+def _limits(limits: dict[str, Any], train: dict[str, Any], devices: int) -> Iterator[str]:
     rows, length, mesh = limits["micro_batch_size"], limits["seq_len"], limits["mesh"]
+    of = " on each device" * (devices > 1)
     if rows:
         tried = MOST_TOKENS // train["seq_len"]
         limit = "at least" if rows >= tried else "at most"
-        yield f"{limit} {_counted(rows, 'row')} of {train['seq_len']:,} tokens at once"
+        yield f"{limit} {_counted(rows, 'row')} of {train['seq_len']:,} tokens at once{of}"
+    else:
+        yield f"not one row of {train['seq_len']:,} tokens at once{of}"
     if length:
         yield f"{'at least' if length >= MOST_TOKENS else 'at most'} {length:,} tokens in one row"
     if mesh is None:
@@ -148,6 +151,9 @@ def _serving(serving: dict[str, Any]) -> Iterator[str]:
             yield f"{name}: no layer is wide enough"
             continue
         line = f"{name}: weights {size(way['weights'])}"
+        if way["texts"] == 0:
+            yield f"{line}, too much for one such text"
+            continue
         if way["texts"] is not None:
             line += f", {way['texts']:,} such texts at once"
         if way["tokens_per_second"] is not None:

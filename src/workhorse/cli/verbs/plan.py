@@ -7,6 +7,7 @@ import click
 
 from workhorse.cli.options import PATH, json_option
 from workhorse.cli.output import print_result, status, warn
+from workhorse.writing import check_place
 
 
 @click.command("plan")
@@ -59,10 +60,12 @@ def command(
     from workhorse.plan import plan
     from workhorse.plan.text import lines
 
+    if page is not None:
+        check_place(page)  # a large plan takes minutes
     with status() as show:
         found = plan(source, overrides, **options, tell=warn, show=show)
+    print_result(found, as_json, text="\n".join(lines(found)))
     if page is not None:
         from workhorse.plan.page import write_page
 
         write_page(page, found)
-    print_result(found, as_json, text="\n".join(lines(found)))

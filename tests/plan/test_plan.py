@@ -135,6 +135,9 @@ def test_what_does_not_fit_has_remedies(capsys: pytest.CaptureFixture[str]) -> N
     out = printed(capsys, *SMALL, batch, "--device", "h100", "--memory", "0.05")
     assert "does not fit: NVIDIA H100 SXM has 51.2 MiB" in out
     assert "train.micro_batch_size=1: saves" in out
+    out = printed(capsys, *SMALL, batch, "--device", "h100", "--memory", "0.0005")
+    assert "not one row of 64 tokens at once" in out
+    assert "MiB, too much for one such text" in out
 
 
 def test_the_micro_batch_is_the_one_that_training_would_take() -> None:
@@ -193,6 +196,10 @@ def test_what_no_tensor_without_data_runs_is_planned_as_what_needs_as_much(setti
         (["gpt2", "train.batch_size=0"], "train.batch_size: 0 is too small"),
         (["gpt2", "train.seq_len=long"], "train.seq_len: 'long' is no whole number"),
         (["gpt2", "train=3"], "train: 3 is not settings"),
+        ([*SMALL, "--device", "h100", "train.batch_size=1000000000000"], "not enough memory"),
+        (["gpt2", "--device", "h100", "model.d_model=1200000000"], "a step needs 2^63 bytes"),
+        (["gpt2", "--page", "."], "cannot write .: Is a directory"),
+        (["gpt2", "--page", "missing/page.html"], "No such file or directory"),
         (["gpt2", "train={batch_size: 2}"], "train: 'steps' is missing"),
     ],
 )

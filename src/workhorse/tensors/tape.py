@@ -5,6 +5,7 @@ every operator, ours included, can run on them. So a program can run here at any
 recorded is what it does: no formula is involved. What operators need inside themselves is not seen.
 """
 
+import logging
 from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -117,8 +118,19 @@ def without_data(device: torch.device = CPU) -> Generator[Tape]:
         device: that the program makes tensors on, a `stand_in`.
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True) if device == CPU else _fused()
-    with mode, Tape() as tape:
+    with mode, Tape() as tape, _without_log():
         yield tape
+
+
+@contextmanager
+def _without_log() -> Generator[None]:
+    """Keep PyTorch from printing the traceback of an error that is raised as well."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before, log.disabled = log.disabled, True
+    try:
+        yield
+    finally:
+        log.disabled = before
 
 
 @contextmanager

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from workhorse.data import Batch
+from workhorse.errors import WorkhorseError
 from workhorse.models.parameters import components_of
 from workhorse.nn import Decoder, DecoderConfig, HeadLoss
 from workhorse.tensors.tape import Tape, stand_in, without_data
@@ -253,9 +254,13 @@ def _account(
             changes[kind][one.died - begin + 1] -= one.n_bytes  # freed after that operator
         if kind == "activations" and one.born > recorder.begun:  # of the last micro-batch
             activations[one.part] += one.n_bytes
+    try:
+        sizes = {kind: array("q", accumulate(change)) for kind, change in changes.items()}
+    except OverflowError:
+        raise WorkhorseError("a step needs 2^63 bytes or more; choose smaller sizes") from None
     return StepMemory(
         held,
         dict(activations),
-        {kind: array("q", accumulate(change)) for kind, change in changes.items()},
+        sizes,
         [span._replace(begin=span.begin - begin) for span in recorder.spans],
     )

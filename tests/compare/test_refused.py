@@ -17,6 +17,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"variants": {}}, "neither is given"),
     ({"grid": {"model.d_model": [8, 16]}}, "both are given"),
     ({"variants": {}, "grid": {"model.d_model": []}}, "grid.model.d_model: it has no values"),
+    (
+        {"variants": {}, "grid": {"model.d_model": list(range(1001))}},
+        "1,001 combinations, and 1,000",
+    ),
     ({"baseline": "plian"}, "'plian' is no variant; did you mean 'plain'?"),
     ({"budget": {}}, "one of steps, tokens, flops or seconds; none is set"),
     ({"budget": {"steps": 1, "flops": 1e9}}, "steps and flops are set"),
@@ -48,6 +52,7 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"variants": {"a": {}, "b": {"data.eos": False}}}, "'b' has another data.eos than 'a'"),
     ({"contexts": [8, 32]}, "contexts: 32 is more than the max_seq_len=16 of 'gated'"),
     ({"contexts": [16, 8]}, "contexts: they are not in order"),
+    ({"variants": {"a": {}, "b": {"model.d_model": 8 * 10**6}}}, "variants.b: the model with its"),
     ({"base": {"name": "x"}}, "base: 'model' is missing"),
 ]
 

@@ -12,6 +12,7 @@ from workhorse.compare.comparable import Measure, check_different, check_paramet
 from workhorse.compare.study import BudgetConfig, Settings, Study
 from workhorse.config import ConfigError
 from workhorse.data.corpus.sources import check_outside
+from workhorse.devices import resolve_device
 from workhorse.errors import WorkhorseError
 from workhorse.models.flops import flops_per_token
 from workhorse.optim.groups import OptimizerConfig
@@ -19,6 +20,7 @@ from workhorse.optim.muon import MuonConfig
 from workhorse.overrides import written
 from workhorse.train import Recipe, override_recipe, with_init
 from workhorse.train.check import check_length, check_recipe
+from workhorse.train.room import check_held
 
 Vocabulary = Callable[[Recipe], int]
 StepSeconds = Callable[[str, Recipe], float]
@@ -191,6 +193,7 @@ def make_plan(
         tokenizer = plain.tokenizer.to_json()
         if tokenizer not in sizes:
             sizes[tokenizer] = vocabulary(plain)
+        _check_room(name, plain, sizes[tokenizer])
         parameters, flops = _size(plain, sizes[tokenizer])
         _check_contexts(study, name, plain, sizes[tokenizer])
         steps = _steps(study.budget, name, plain, flops, step_seconds)
@@ -265,6 +268,14 @@ def _size(recipe: Recipe, vocabulary: int) -> tuple[int, int]:
     decoder = config.build(recipe.train.kernel, device="meta")
     parameters = sum(parameter.numel() for parameter in decoder.parameters())
     return parameters, flops_per_token(decoder, recipe.train.seq_len)
+
+
+def _check_room(name: str, recipe: Recipe, vocabulary: int) -> None:
+    device = resolve_device(recipe.train.device)
+    try:
+        check_held(recipe.decoder_config(vocabulary), recipe.train, device)
+    except WorkhorseError as error:
+        raise WorkhorseError(f"variants.{name}: {error}") from None
 
 
 def _check_contexts(study: Study, name: str, recipe: Recipe, vocabulary: int) -> None:

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -22,6 +23,7 @@ Settings = dict[str, Any]
 SEARCH_SEED = 1_000_000
 """Of the search for a learning rate, unless the study names one."""
 LONGEST_NAME = 100
+MOST_VARIANTS = 1000
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.=,+-]*")
 _SET_BY_STUDY = {
     "name": "a trial is named after its variant",
@@ -136,9 +138,7 @@ class Study(Config):
         if bool(self.variants) == bool(self.grid):
             there = "both are given" if self.grid else "neither is given"
             raise ConfigError(f"a study has variants or a grid; {there}")
-        for key, values in self.grid.items():
-            if not values:
-                raise ConfigError("it has no values; list two or more", f"grid.{key}")
+        _check_grid(self.grid)
         for name, settings in self.all_variants().items():
             _check_name(name, "grid" if self.grid else "variants")
             check_settings(settings, "grid" if self.grid else f"variants.{name}")
@@ -247,6 +247,17 @@ def _check_name(name: str, place: str) -> None:
         raise ConfigError(
             f"{name!r} cannot name a folder; use letters, digits and '_.=,+-' after the first",
             place,
+        )
+
+
+def _check_grid(grid: dict[str, list[Any]]) -> None:
+    for key, values in grid.items():
+        if not values:
+            raise ConfigError("it has no values; list two or more", f"grid.{key}")
+    if (count := math.prod(map(len, grid.values()))) > MOST_VARIANTS:
+        raise ConfigError(
+            f"it has {count:,} combinations, and {MOST_VARIANTS:,} are the most; list fewer values",
+            "grid",
         )
 
 

@@ -30,7 +30,7 @@ class MuonConfig(Config):
     """Muon for the matrices inside the layers, AdamW for everything else."""
 
     kind: Annotated[Literal["muon"], OnResume.NEW_RUN] = "muon"
-    learning_rate: Annotated[float, OfItsKind()] = Field(default=1e-3, gt=0)
+    learning_rate: Annotated[float, OfItsKind()] = Field(default=1e-3, gt=0, le=1e9)
     """Of the hidden matrices, at the schedule's peak."""
     momentum: float = Field(default=0.95, ge=0, lt=1)
     """Decay of the running sum of gradients: the share that a step keeps."""

@@ -36,8 +36,24 @@ def check_training(
     Raises:
         WorkhorseError: there is less.
     """
+    check_held(config, train, device)
     decoder = config.build(train.kernel, device="meta")
     operations = train.steps * train.tokens_per_step * flops_per_token(decoder, train.seq_len)
+    if device.type == "cpu" and operations >= LONG:
+        rows = train.micro_batch_size or train.batch_size
+        assert rows != "auto", "determined by fit_micro_batch"
+        what = f"a step with {rows:,} rows of {train.seq_len:,} tokens at once"
+        remedy = "set train.micro_batch_size=auto, or see what workhorse plan suggests"
+        check_fits(step_bytes(config, train, device, packed=packed), device, what, remedy)
+
+
+def check_held(config: DecoderConfig, train: TrainConfig, device: torch.device) -> None:
+    """Refuse to train where weights, gradients and optimizer alone have no room.
+
+    Raises:
+        WorkhorseError: there is less.
+    """
+    decoder = config.build(train.kernel, device="meta")
     narrow = training_dtype(train.dtype, device) == torch.bfloat16
     low_bits = round_weights(decoder) if narrow else {}
     optimizer = build_optimizer(decoder, train.optimizer, low_bits)
@@ -45,12 +61,6 @@ def check_training(
     held = [*decoder.parameters(), *learning, *optimizer.tensors().values(), *low_bits.values()]
     what = "the model with its gradients and optimizer"
     check_fits(_bytes(held), device, what, "take a smaller model, or a device with more memory")
-    if device.type == "cpu" and operations >= LONG:
-        rows = train.micro_batch_size or train.batch_size
-        assert rows != "auto", "determined by fit_micro_batch"
-        what = f"a step with {rows:,} rows of {train.seq_len:,} tokens at once"
-        remedy = "set train.micro_batch_size=auto, or see what workhorse plan suggests"
-        check_fits(step_bytes(config, train, device, packed=packed), device, what, remedy)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

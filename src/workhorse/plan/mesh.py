@@ -51,8 +51,14 @@ def check_mesh(mesh: MeshConfig, config: DecoderConfig, train: TrainConfig) -> N
     """Refuse a mesh that a model or its batches cannot be divided by.
 
     Raises:
-        ConfigError: with the number that is not divisible.
+        ConfigError: with the number that is not divisible, or there are no experts to divide.
     """
+    mixtures = [isinstance(block.feed_forward, MoEConfig) for block in config.blocks.values()]
+    if mesh.expert > 1 and not any(mixtures):
+        raise ConfigError(
+            f"expert={mesh.expert} divides routed experts, and this model has none; leave it out",
+            "parallel",
+        )
     for name, ways, what, whole in _divided(mesh, config, train):
         if whole % ways:
             raise ConfigError(

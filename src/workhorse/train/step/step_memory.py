@@ -255,7 +255,9 @@ def _account(
         if kind == "activations" and one.born > recorder.begun:  # of the last micro-batch
             activations[one.part] += one.n_bytes
     try:
-        sizes = {kind: array("q", accumulate(change)) for kind, change in changes.items()}
+        sizes: dict[Kind, array[int]] = {
+            kind: array("q", accumulate(change)) for kind, change in changes.items()
+        }
     except OverflowError:
         raise WorkhorseError("a step needs 2^63 bytes or more; choose smaller sizes") from None
     return StepMemory(

@@ -62,7 +62,7 @@ def _arithmetic(flops: dict[str, Any]) -> Iterator[str]:
     once = flops["forward_per_token"]
     for name, number in flops["forward"].items():
         yield _row(name.replace("_", " "), f"{shown(number)} FLOP", f"{number / once:.1%}")
-    yield f"{shown(flops['training'])} FLOP for {flops['tokens']:,} tokens"
+    yield f"{flops['training']:.4g} FLOP for {flops['tokens']:,} tokens"
 
 
 def _memory(plan: dict[str, Any]) -> Iterator[str]:
@@ -131,7 +131,7 @@ def _time(plan: dict[str, Any]) -> Iterator[str]:
 
 
 def _optima(plan: dict[str, Any]) -> Iterator[str]:
-    yield f"{shown(plan['compute_optimal']['flops'])} FLOP"
+    yield f"{plan['compute_optimal']['flops']:.4g} FLOP"
     for law in plan["compute_optimal"]["laws"]:
         loss = "" if law["loss"] is None else f", loss {law['loss']:.3f}"
         yield (

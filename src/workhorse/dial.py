@@ -6,8 +6,8 @@ Everything else follows from it, and grows with it:
   to a multiple of 64;
 - vocabulary: 2,048 for each layer, to the nearest power of two, up to 65,536;
 - context: 64 tokens for each layer, to the next power of two, from 256 to 4,096;
-- tokens: `TOKENS_PER_PARAMETER` for each parameter that multiplies, which is what a ladder of
-  these models finds best for the arithmetic (docs/scaling.md);
+- tokens: `TOKENS_PER_PARAMETER` for each parameter that multiplies, about what a ladder of these
+  models finds best for the arithmetic (docs/scaling.md);
 - tokens of a step: in proportion to the root of all tokens, to the nearest power of two;
 - learning rates: Muon's the same at every width, since its update has the same spectral norm;
   AdamW's, of embeddings and norms, as one over the root of the width.

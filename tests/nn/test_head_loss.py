@@ -2,11 +2,12 @@
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from tests.nn.grid import COVERING, make, random_tokens
 from workhorse.nn import IGNORE, head_loss, next_token_loss
 from workhorse.nn.head import HeadConfig
-from workhorse.nn.head_loss import HeadLoss, is_linear
+from workhorse.nn.head_loss import HeadLoss, is_linear, parts_of
 
 BATCH, SEQ, VOCAB, WIDTH = 3, 5, 11, 6
 
@@ -144,3 +145,18 @@ class Counted(HeadLoss):
     ) -> torch.Tensor:
         self.products += 1
         return super().multiply(a, b, bias)
+
+
+@pytest.mark.parametrize("way", ["compile", "trace"])
+def test_no_part_is_left_out_of_what_others_record(way: str) -> None:
+    """Of their tensors without data they make a program for tensors with data."""
+
+    def doubled(x: torch.Tensor) -> torch.Tensor:
+        return torch.cat([2 * part for (part,) in parts_of(2, x)])
+
+    x = torch.randn(20, 4)
+    if way == "compile":
+        program = torch.compile(doubled, backend="aot_eager", fullgraph=True)
+    else:
+        program = make_fx(doubled, tracing_mode="fake")(x)
+    assert torch.equal(program(x), 2 * x)

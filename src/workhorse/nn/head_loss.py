@@ -14,7 +14,7 @@ from workhorse.nn.head import Head
 from workhorse.nn.loss import IGNORE, Losses, chunked_next_token_losses
 from workhorse.nn.shapes import Hidden, Tokens
 from workhorse.nn.watched import watched
-from workhorse.tensors.tape import has_data
+from workhorse.tensors.tape import recording
 
 MAX_LOGITS = 2**26
 """That exist at once, in the type of the weights: 128 MiB in bfloat16."""
@@ -163,11 +163,11 @@ def rows_at_once(max_logits: int, vocab: int) -> int:
 def parts_of(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Rows of tensors, so many at a time.
 
-    Where the tensors have no data, what lies between the third part and the last is left out: it
-    would do what the third does, which is the first that meets a sum in float32.
+    While a step is recorded, what lies between the third part and the last is left out: it would
+    do what the third does, which is the first that meets a sum in float32.
     """
     begins = range(0, max(1, len(tensors[0])), size)
-    if not has_data(tensors[0]):
+    if recording():
         begins = (*begins[:3], *begins[3:][-1:])
     return (tuple(tensor[begin : begin + size] for tensor in tensors) for begin in begins)
 

@@ -15,8 +15,8 @@ from weakref import finalize
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
 aten = torch.ops.aten
@@ -96,9 +96,11 @@ class Tape(TorchDispatchMode):
         self._alive.pop(key).died = self.now
 
 
-def has_data(tensor: Tensor) -> bool:
-    """Whether a tensor holds numbers; those made in `without_data` hold none."""
-    return not (tensor.is_meta or isinstance(tensor, FakeTensor))
+def recording() -> bool:
+    """Whether this thread is in `without_data`: what it computes is seen, and never used."""
+    if torch.compiler.is_compiling():  # which never happens there, and cannot look at the modes
+        return False
+    return any(isinstance(mode, Tape) for mode in _get_current_dispatch_mode_stack())
 
 
 def stand_in(device: torch.device) -> torch.device:

@@ -142,7 +142,10 @@ ERRORS = [
         "shape: unknown kind 'sqare'; did you mean 'square'?",
     ),
     ({"width": 3, "shape": {"kind": "ball"}}, "shape: unknown kind 'ball'; known: round, square"),
-    ({"width": 3, "shape": {"radius": 1}}, "shape: {'radius': 1} has no 'kind'; give it one"),
+    (
+        {"width": 3, "shape": {"radius": 1}},
+        "shape: {'radius': 1} has no 'kind'; known: round, square",
+    ),
     ({"width": 3, "shape": 7}, "shape: 7 "),
     (
         {"width": 3, "shape": {"kind": "round", "radios": 1}},

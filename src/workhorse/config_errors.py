@@ -109,7 +109,7 @@ def first_problem(
             reason = _unknown_kind(config, path, context["tag"], tags)
         case "union_tag_not_found":
             near = difflib.get_close_matches(path[-1], _beside(fields, path), n=1, cutoff=NEAR)
-            remedy = f"did you mean {near[0]!r}?" if near else "give it one"
+            remedy = f"did you mean {near[0]!r}?" if near else _kinds_known(config, path)
             reason = f"{shown(value)} has no 'kind'; {remedy}"
         case "value_error":
             reason = str(cause)
@@ -240,6 +240,12 @@ def _beside(fields: Mapping[str, Any], path: list[str]) -> list[str]:
 def _unknown_kind(config: "type[Config]", path: list[str], kind: str, known: Iterable[str]) -> str:
     remedy = config.elsewhere.get(f"{'.'.join(path)}={kind}") or nearest(kind, known)
     return f"unknown kind {shown(kind)}; {remedy}"
+
+
+def _kinds_known(config: "type[Config]", path: list[str]) -> str:
+    """The kinds that settings at a path may have."""
+    kinds = kinds_in(_field_at(config, path)[0])
+    return nearest("", kinds) if kinds else "give it one"
 
 
 def _no_settings(value: Any, config: "type[Config]", path: list[str]) -> str:

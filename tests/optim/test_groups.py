@@ -74,9 +74,20 @@ def test_a_base_width_that_nothing_follows_is_refused(decoder: Decoder) -> None:
     muon = MuonConfig(adamw=AdamWConfig(base_width=4))
     with pytest.raises(WorkhorseError, match=r"base_width=4 concerns an untied head .* leave it"):
         check_base_width(decoder, muon)
-    check_base_width(decoder, AdamWConfig(base_width=4))
     fields = decoder.config.to_dict() | {"head": {"tied": False}}
     check_base_width(DecoderConfig.from_dict(fields).build(), muon)
+
+
+def test_a_base_width_beside_matrices_drawn_alike_at_any_width_is_refused(decoder: Decoder) -> None:
+    drawn_alike = decoder.config.to_dict() | {"init": {"kind": "normal", "std": 0.5}}
+    wide = DecoderConfig.from_dict(drawn_alike).build()
+    narrower = AdamWConfig(base_width=4)
+    with pytest.raises(WorkhorseError, match=r"base_width=4 .* a std of 0\.5 .*=\{kind: fan_in\}"):
+        check_base_width(wide, narrower)
+    check_base_width(wide, narrower, drawn=False)
+    check_base_width(wide, AdamWConfig(base_width=wide.config.d_model))
+    by_width = drawn_alike | {"init": {"kind": "fan_in"}}
+    check_base_width(DecoderConfig.from_dict(by_width).build(), narrower)
 
 
 def test_a_narrow_mean_is_rounded_and_nothing_else() -> None:

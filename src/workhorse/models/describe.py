@@ -112,7 +112,7 @@ def _sentences(found: Mapping[str, Any], config: DecoderConfig) -> Iterator[str]
 
 def _shape(config: DecoderConfig) -> Iterator[str]:
     """The sizes of a model; where its layers differ, those of each kind of layer."""
-    width = f"{config.n_layers} layers of width {config.d_model}"
+    width = f"{_layers(config.n_layers)} of width {config.d_model}"
     ends = f"vocabulary {config.vocab_size:,}, texts of up to {config.max_seq_len:,} tokens"
     if len(config.blocks) == 1:
         (block,) = config.blocks.values()
@@ -124,7 +124,11 @@ def _shape(config: DecoderConfig) -> Iterator[str]:
     for name, block in config.blocks.items():
         count = names.count(name)
         parts = [_heads(block, config.d_model), *_sees(block), _feed_forward(block)]
-        yield f"- {count} {'layer' if count == 1 else 'layers'} `{name}`: {', '.join(parts)}."
+        yield f"- {_layers(count)} `{name}`: {', '.join(parts)}."
+
+
+def _layers(count: int) -> str:
+    return f"{count} {'layer' if count == 1 else 'layers'}"
 
 
 def _heads(block: WiringConfig, d_model: int) -> str:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from workhorse.errors import WorkhorseError
 from workhorse.native import Training
 from workhorse.nn import Decoder
+from workhorse.nn.init import NormalInitConfig
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.master_weights import MasterWeights
 from workhorse.optim.muon import Muon, MuonConfig
@@ -44,13 +45,31 @@ def parameters_by_role(decoder: Decoder) -> dict[str, Parameters]:
     return roles
 
 
-def check_base_width(decoder: Decoder, config: OptimizerConfig) -> None:
-    """Refuse a `base_width` that no matrix of AdamW's would follow.
+def check_base_width(decoder: Decoder, config: OptimizerConfig, *, drawn: bool = True) -> None:
+    """Refuse a `base_width` that no matrix of AdamW's would follow, or that fits no start.
+
+    Args:
+        decoder: on any device.
+        config: of its optimizer.
+        drawn: whether its weights are drawn, as `init` says.
 
     Raises:
-        WorkhorseError: Muon has all matrices, the head being tied.
+        WorkhorseError: Muon has all matrices, the head being tied; or those of a wider model would
+            be drawn as large as a narrower one's.
     """
     muon = isinstance(config, MuonConfig)
+    width, init = decoder.config.d_model, decoder.config.init
+    if (
+        drawn
+        and isinstance(config, AdamWConfig)
+        and config.base_width not in (None, width)
+        and isinstance(init, NormalInitConfig)
+    ):
+        raise WorkhorseError(
+            f"train.optimizer.base_width={config.base_width} is for matrices that start smaller in "
+            f"a wider model, and model.init draws them with a std of {init.std:g} at any width; "
+            "write model.init={kind: fan_in}"
+        )
     if muon and config.adamw.base_width is not None and not parameters_by_role(decoder)["head"]:
         raise WorkhorseError(
             f"train.optimizer.adamw.base_width={config.adamw.base_width} concerns an untied head "

@@ -36,7 +36,7 @@ class MuonConfig(Config):
     """Decay of the running sum of gradients: the share that a step keeps."""
     nesterov: bool = True
     """Look one step of the momentum ahead."""
-    iterations: int = Field(default=5, ge=1)
+    iterations: int = Field(default=5, ge=1, le=100)
     """Newton–Schulz iterations; fewer are faster and less orthogonal."""
     scale: Literal["match_adamw", "spectral"] = "match_adamw"
     """`match_adamw` multiplies an update by `0.2·sqrt(max(rows, columns))`, which gives it the size

@@ -141,6 +141,6 @@ def _check_model(recipe: Recipe) -> None:
     of_tokenizer = 1 if recipe.init is None else open_stored(recipe.init).config.vocab_size
     config = recipe.decoder_config(given if isinstance(given, int) else of_tokenizer)
     decoder = config.build(recipe.train.kernel, device="meta")
-    check_base_width(decoder, recipe.train.optimizer)
+    check_base_width(decoder, recipe.train.optimizer, drawn=recipe.init is None)
     if recipe.init is not None:
         check_weights(recipe.init, decoder)

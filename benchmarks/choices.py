@@ -2,7 +2,7 @@
 
     python -m benchmarks.choices [--work training attention decoding]
 
-The figures behind the speeds of docs/claims.md: training steps of a small decoder with one choice
+What docs/claims.md asks about speed: training steps of a small decoder with one choice
 changed, in both types; forward and backward of one attention by each kernel, at growing lengths;
 new tokens after a long text, with fewer heads of keys and values.
 """
@@ -62,9 +62,10 @@ ROUNDING = {
 HEADS = {"multi-head": 8, "grouped-query": 2, "multi-query": 1}
 LENGTHS = (256, 512, 1024, 2048)
 ROWS, SEQ, STEPS = 8, 256, 2
-HEADED: dict[str, Any] = {"d_model": 512, "n_heads": 8}
-"""The attention that is timed alone."""
+WIDTH, N_HEADS = 512, 8
+"""Of the attention that is timed alone."""
 PROMPT, NEW_TOKENS = 1900, 100
+WORK = ("training", "attention", "decoding")
 
 _PROCESS = ExitStack()
 """What stays as it is until the process ends."""
@@ -86,8 +87,8 @@ def training(*, settings: list[str], dtype: str, threads: int) -> Round:
     device = torch.device("cpu")
     _PROCESS.enter_context(keep_freed_memory(device))  # as `train` does
     given: dict[str, Any] = {"steps": 1_000_000, "batch_size": ROWS, "seq_len": SEQ, "dtype": dtype}
-    training = build_step(config(settings).build(), TrainConfig.from_dict(given), device)
-    step = step_on(training, *_rows())
+    built = build_step(config(settings).build(), TrainConfig.from_dict(given), device)
+    step = step_on(built, *_rows())
 
     def steps() -> None:
         for _ in range(STEPS):
@@ -124,9 +125,8 @@ def _rows() -> tuple[Tensor, Tensor]:
 def attention(*, kernel: KernelName, length: int, threads: int) -> Round:
     """Rounds that give `tokens` a second, forward and backward, of one attention in float32."""
     torch.set_num_threads(threads)
-    width = HEADED["d_model"]
-    layer = AttentionConfig(n_heads=HEADED["n_heads"]).build(width, 0, kernel)
-    x = torch.randn(1, length, width, requires_grad=True)
+    layer = AttentionConfig(n_heads=N_HEADS).build(WIDTH, 0, kernel)
+    x = torch.randn(1, length, WIDTH, requires_grad=True)
     context = Context(1, length, torch.device("cpu"))
     passes = max(LENGTHS) // length
 
@@ -178,9 +178,6 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
             for name, count in HEADS.items()
         ]
         yield Case("decoding", "decode", "tokens/s", tuple(heads))
-
-
-WORK = ("training", "attention", "decoding")
 
 
 def options() -> argparse.ArgumentParser:

@@ -127,7 +127,7 @@ def sections() -> list[Section]:
                 f"Grows with this power of the width: {grown}.",
                 [
                     line_chart(
-                        "change after five steps, against the width, as powers of two", series
+                        f"change after {STEPS} steps, against the width, as powers of two", series
                     )
                 ],
             )

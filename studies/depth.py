@@ -142,13 +142,13 @@ def sections() -> list[Section]:
             "Norms bound what a layer adds: with pre-norm the stream grows like the root of the "
             "number of layers, with post-norm it stays. Without norms it explodes, and a line ends "
             "where a number is not finite.",
-            [_chart(f"{w}", {n: runs[w, n][0] for n in NORMS}) for w in WIRINGS],
+            [_chart(w, {n: runs[w, n][0] for n in NORMS}) for w in WIRINGS],
         ),
         Section(
             "Gradients back through them",
             "The gradient of the loss in the stream after each layer, on its way from the last to "
             "the first.",
-            [_chart(f"{w}", {n: runs[w, n][1] for n in NORMS}) for w in WIRINGS],
+            [_chart(w, {n: runs[w, n][1] for n in NORMS}) for w in WIRINGS],
         ),
         Section(
             "Xavier, He and neither",

@@ -30,9 +30,9 @@ def write_page(
         sections: make what it shows.
         about: the docstring of the program, whose first line is its help.
     """
-    words = parser(about)
-    words.add_argument("--out", type=Path, default=Path(f"runs/{name}.html"), help="the page")
-    out: Path = words.parse_args().out
+    command = parser(about)
+    command.add_argument("--out", type=Path, default=Path(f"runs/{name}.html"), help="the page")
+    out: Path = command.parse_args().out
     with errors_in_one_line():
         with writing(out.parent):
             out.parent.mkdir(parents=True, exist_ok=True)

@@ -53,11 +53,11 @@ def publish(study: Path, pages: Path = PAGES) -> Path:
 
 def main() -> None:
     """Publish the studies that are named."""
-    words = parser(__doc__)
-    words.add_argument(
+    command = parser(__doc__)
+    command.add_argument(
         "studies", type=Path, nargs="+", metavar="FOLDER", help="of a study that has ended"
     )
-    asked = words.parse_args()
+    asked = command.parse_args()
     with errors_in_one_line():
         for study in asked.studies:
             print(publish(study))

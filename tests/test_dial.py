@@ -6,6 +6,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+from torch import nn
 
 from workhorse.cli.main import main
 from workhorse.compare import read_study
@@ -31,6 +32,9 @@ def sizes(depth: int) -> dict[str, float]:
         "tokens of a step": train.tokens_per_step,
         "tokens": train.steps * train.tokens_per_step,
         "parameters": sum(weight.numel() for weight in decoder.parameters()),
+        "parameters that multiply": sum(
+            part.weight.numel() for part in decoder.modules() if isinstance(part, nn.Linear)
+        ),
         "flops": flops_per_token(decoder, train.seq_len) * train.steps * train.tokens_per_step,
         "slowness": 1 / train.optimizer.to_dict()["adamw"]["learning_rate"],
     }
@@ -100,11 +104,18 @@ def test_a_file_of_that_name_comes_first(tmp_path: Path, monkeypatch: pytest.Mon
 def test_the_table_of_the_documentation():
     text = (ROOT / "docs" / "scaling.md").read_text("utf-8")
     rows = re.findall(
-        r"^\| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \|", text, re.M
+        r"^\| (\d+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) \| ([\d,]+) "
+        r"\| ([\d.]+) ([MB]) \|$",
+        text,
+        re.MULTILINE,
     )
     assert len(rows) == 6
-    for row in rows:
+    for *row, size, unit in rows:
         depth, *figures = (int(cell.replace(",", "")) for cell in row)
         found = sizes(depth)
         names = ("width", "feed-forward", "vocabulary", "context", "tokens of a step")
         assert figures == [found[name] for name in names]
+        multiply = found["parameters that multiply"]
+        assert f"{multiply:,} parameters that multiply" in recipe_of_depth(depth)["description"]
+        decimals = len(size.partition(".")[2])
+        assert f"{multiply / {'M': 1e6, 'B': 1e9}[unit]:.{decimals}f}" == size

@@ -27,7 +27,8 @@ NAMED = re.compile(rf"{NAMED_AFTER}\d{{1,6}}")
 NEARLY = re.compile(r"depth[ _=:]?-?(\d{1,6})")
 """What is meant for such a name."""
 DEEPEST = 64
-HEAD = 64
+HEAD_DIM = 64
+"""Width of a head, and what the width grows by for each layer."""
 TOKENS_PER_PARAMETER = 1.8
 STEP_TOKENS = 2048 / 3e6**0.5
 """Tokens of a step for the root of all tokens."""
@@ -65,8 +66,11 @@ def recipe_of_depth(depth: int) -> dict[str, Any]:
         WorkhorseError: the depth is out of range.
     """
     if not 1 <= depth <= DEEPEST:
-        raise WorkhorseError(f"depth-{depth} is not on the dial; choose depth-1 to depth-{DEEPEST}")
-    width = HEAD * (depth + 1)
+        raise WorkhorseError(
+            f"{NAMED_AFTER}{depth} is not on the dial; choose {NAMED_AFTER}1 to "
+            f"{NAMED_AFTER}{DEEPEST}"
+        )
+    width = HEAD_DIM * (depth + 1)
     d_ff = math.ceil(8 / 3 * width / 64) * 64
     vocab_size = min(65_536, 2048 * 2 ** round(math.log2(depth)))
     seq_len = min(4096, max(256, 2 ** math.ceil(math.log2(64 * depth))))
@@ -75,7 +79,7 @@ def recipe_of_depth(depth: int) -> dict[str, Any]:
     batch_size = max(1, 2 ** round(math.log2(STEP_TOKENS * tokens**0.5 / seq_len)))
     steps = math.ceil(tokens / (batch_size * seq_len))
     return {
-        "name": f"depth-{depth}",
+        "name": f"{NAMED_AFTER}{depth}",
         "description": f"The dial at {depth}: {parameters:,} parameters that multiply.",
         "model": {
             "d_model": width,
@@ -85,7 +89,7 @@ def recipe_of_depth(depth: int) -> dict[str, Any]:
                     "kind": "parallel",
                     "norm": {"kind": "layer_norm"},
                     "attention": {
-                        "n_heads": width // HEAD,
+                        "n_heads": width // HEAD_DIM,
                         "position": {"kind": "rope"},
                         "qk_norm": {
                             "norm": {"kind": "layer_norm", "bias": False},

@@ -132,13 +132,17 @@ def test_a_finished_study_is_not_repeated(finished: Finished):
     assert {name: (found.folder / name).read_text() for name in texts} == texts
 
 
-def test_a_seed_and_a_variant_may_be_added(make_study: MakeStudy, tmp_path: Path):
+def test_a_seed_and_a_variant_may_be_added_and_the_question_reworded(
+    make_study: MakeStudy, tmp_path: Path
+):
     out = tmp_path / "out"
     compare(make_study(seeds=[1]), out)
     study = make_study(seeds=[3, 1])
     other = {FEED_FORWARD: {**PLAIN, "activation": "relu"}}
-    study = study.replace(variants={**study.variants, "relu": other})
+    study = study.replace(variants={**study.variants, "relu": other}, question="Do gates pay?")
     found = compare(study, out)
+    assert found.results
+    assert found.results["question"] == "Do gates pay?"
     assert found.trials == 6
     assert set(starts(out).values()) == {1}
 

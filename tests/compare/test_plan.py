@@ -1,4 +1,5 @@
 import math
+import re
 from pathlib import Path
 
 import yaml
@@ -10,6 +11,7 @@ from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.muon import MuonConfig
 
 BYTES = 263
+ROOT = Path(__file__).parents[2]
 
 
 def plan(study: Study) -> Plan:
@@ -147,3 +149,13 @@ def test_a_base_is_found_beside_the_study(fields, tmp_path: Path, monkeypatch):
     file.write_text(yaml.safe_dump({**fields, "base": "../recipes/base.yaml"}))
     monkeypatch.chdir("/")
     assert read_study(file).base == fields["base"]
+
+
+def test_the_study_of_the_documentation_can_be_planned(tmp_path: Path):
+    text = (ROOT / "docs" / "compare.md").read_text("utf-8")
+    found = re.search(r"```yaml\n(# depth.yaml.*?)```", text, re.DOTALL)
+    assert found
+    (tmp_path / "recipes").symlink_to(ROOT / "recipes")
+    file = tmp_path / "depth.yaml"
+    file.write_text(found[1])
+    assert len(make_plan(read_study(file), lambda recipe: 4096).variants) == 3

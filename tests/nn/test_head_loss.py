@@ -80,6 +80,14 @@ def test_bfloat16_logits_never_exist_in_float32(monkeypatch: pytest.MonkeyPatch)
     expected = head.proj.weight.grad
     head.zero_grad()
     head.bfloat16()
+    wide: list[int] = []
+    widened = head_loss.widened
+
+    def counted(logits: torch.Tensor) -> torch.Tensor:
+        wide.append(logits.numel())
+        return widened(logits)
+
+    monkeypatch.setattr(head_loss, "widened", counted)
     losses, _ = HeadLoss()(x.bfloat16(), targets(), head)
     loss = losses.sum()
     loss.backward()
@@ -87,6 +95,7 @@ def test_bfloat16_logits_never_exist_in_float32(monkeypatch: pytest.MonkeyPatch)
     assert loss.item() == pytest.approx(exact.item(), rel=0.01)
     error = (head.proj.weight.grad.float() - expected).norm() / expected.norm()
     assert error < 0.02
+    assert max(wide) == 2 * VOCAB
 
 
 def test_without_gradients_there_is_the_loss_alone() -> None:

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from workhorse.config import ConfigError
-from workhorse.nn import DecoderConfig
+from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.plan import device_memory as accounts
 from workhorse.plan.device_memory import DeviceMemory, device_memory
-from workhorse.plan.limits import longest, most_rows, smallest_mesh
-from workhorse.plan.mesh import MeshConfig
+from workhorse.plan.limits import FINEST, longest, most_rows, smallest_mesh
+from workhorse.plan.mesh import MeshConfig, check_mesh, part_of_model
 from workhorse.plan.remedies import remedies
 from workhorse.train.recipe.recipe import TrainConfig
 
@@ -78,11 +78,12 @@ def test_a_standard_layer_keeps_what_korthikanti_et_al_count() -> None:
 
 
 def test_an_unfused_kernel_keeps_scores() -> None:
-    # 2205.05198 counts 5 · a · s / h for softmax, dropout and its mask; our softmax is float32.
+    # 2205.05198 counts 5 · a · s / h for softmax, dropout and its mask, all but it in 16 bits.
     fused = memory(standard(), {}, micro_batch_size=2)
     plain = memory(standard(dropout=0.1), {}, micro_batch_size=2, kernel="eager")
     of_scores = (per_token_and_layer(plain, 2) - per_token_and_layer(fused, 2)) / (8 * 32 / 64)
-    assert 5 <= of_scores <= 9
+    # 4 of the softmax in float32, 1 of dropout's mask, 2 of its output.
+    assert of_scores == pytest.approx(7, abs=0.01)
 
 
 def test_tensor_and_sequence_parallel() -> None:
@@ -116,7 +117,8 @@ def test_pipeline() -> None:
     assert first.in_flight == 4  # 2205.05198 §4.2.3: as many as there are stages
     assert first.activations["layers.0"] == whole.activations["layers.0"]
     assert held(first, "attention") == held(whole, "attention") / 4
-    assert held(first, "head") == 0 or held(first, "embedding") == 0
+    assert (first.stage, held(first, "head")) == (0, 0)
+    assert held(first, "embedding") > 0
 
 
 def test_experts() -> None:
@@ -147,6 +149,19 @@ def test_an_impossible_mesh(mesh: dict[str, object], message: str) -> None:
         memory(standard(), mesh)
 
 
+def test_heads_of_keys_and_values_are_divided_or_copied() -> None:
+    def keys_of(n_kv_heads: int) -> int:
+        config = standard(n_heads=12, head_dim=8, n_kv_heads=n_kv_heads)
+        check_mesh(MeshConfig(tensor=4), config, training())
+        attention = part_of_model(config, MeshConfig(tensor=4), 0).blocks["main"].attention
+        assert isinstance(attention, AttentionConfig)
+        return attention.n_kv_heads or attention.n_heads
+
+    assert [keys_of(count) for count in (12, 4, 2, 1)] == [3, 1, 1, 1]
+    with pytest.raises(ConfigError, match="tensor=4 does not divide n_kv_heads=6"):
+        keys_of(6)
+
+
 def test_more_expert_ways_than_experts() -> None:
     with pytest.raises(ConfigError, match="expert=3 does not divide n_experts=8"):
         memory(mixture(), {"data": 8, "expert": 3})
@@ -169,7 +184,7 @@ def test_longest() -> None:
 
     for room, start in [(150, 256), (1_000, 256), (50_000, 256), (2_130, 1_030), (777, 333)]:
         found = longest(needed, room, start)
-        assert needed(found) <= room < needed(found + found // 4 + 8)
+        assert needed(found) <= room < needed(found + max(1, found // FINEST))
     assert longest(needed, 10, 256) == 0
 
 

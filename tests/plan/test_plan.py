@@ -116,6 +116,13 @@ def test_a_hugging_face_directory(tmp_path: Path) -> None:
     assert found["train"]["seq_len"] == 16
 
 
+def test_what_is_given_is_not_assumed() -> None:
+    given = [*SMALL[1:], "train.optimizer={kind: muon}", "train.batch_size=2"]
+    assumed = plan(SMALL[0], given, device="h100")["assumed"]
+    assert not [one for one in assumed if one.startswith(("train.optimizer", "train.batch_size"))]
+    assert "train.dtype=bfloat16" in assumed
+
+
 def test_settings_hold_for_a_model_without_a_recipe() -> None:
     settings = [*SMALL[1:], "train.batch_size=2", "train.schedule.warmup_steps=20"]
     whole = plan(SMALL[0], settings, device="h100")

@@ -16,6 +16,7 @@ import yaml
 from pydantic import Field, model_validator
 
 from workhorse.checkpoints.runs.lock import FolderLock
+from workhorse.compare.comparable import Measure
 from workhorse.compare.plan import Trial
 from workhorse.compare.study import Study
 from workhorse.config import Config, ConfigError, read_yaml
@@ -53,13 +54,18 @@ class Outcome(Config):
     seconds: float
     tokens_per_second: float | None
     peak_memory: int | None
-    by_context: dict[str, dict[str, float]]
+    by_context: dict[str, dict[Measure, float]]
+    """The losses at each of the study's contexts."""
 
     @model_validator(mode="after")
     def _has_a_loss(self) -> Self:
         if self.diverged is None and (self.loss is None or self.bits_per_byte is None):
             raise ConfigError("it has no loss, and did not diverge")
         return self
+
+    def measured(self, measure: Measure) -> float | None:
+        """The loss in one of its units; None: it diverged."""
+        return self.loss if measure == "loss" else self.bits_per_byte
 
 
 class StudyFolder:
@@ -127,7 +133,7 @@ class StudyFolder:
         """The run directory of a trial."""
         return self.path / trial.folder
 
-    def outcome(self, trial: Trial) -> dict[str, Any] | None:
+    def outcome(self, trial: Trial) -> Outcome | None:
         """What a finished trial came to; None: it is not finished.
 
         Raises:
@@ -137,14 +143,12 @@ class StudyFolder:
         if not file.is_file():
             return None
         try:
-            found = read_json(file)
-            Outcome.from_dict(found)
+            return Outcome.from_dict(read_json(file))
         except WorkhorseError as error:
             raise WorkhorseError(
                 f"{file} is damaged ({str(error).partition(';')[0]}); remove it, and it is made "
                 "again from the run"
             ) from None
-        return found
 
     def timings(self) -> dict[str, float]:
         """The seconds per step measured so far, by variant.
@@ -172,7 +176,7 @@ def outcome_file(run: Path) -> Path:
 
 
 def identity(study: Study) -> dict[str, Any]:
-    """All that a study's results depend on, as plain data."""
+    """All that a study's results depend on, and its question, as plain data."""
     fields = study.to_dict()
     base = {key: value for key, value in fields["base"].items() if key not in FOR_PEOPLE}
     left_out = ("base", "variants", "grid", "quick")
@@ -191,6 +195,7 @@ def _refused_change(before: dict[str, Any], now: dict[str, Any]) -> str:
             return f"{name!r} was taken out of the variants"
     now = {
         **now,
+        "question": before.get("question"),  # for people
         "seeds": before["seeds"],
         "variants": {name: now["variants"][name] for name in before["variants"]},
     }

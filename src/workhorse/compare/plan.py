@@ -163,9 +163,19 @@ def quick(study: Study) -> Study:
     Raises:
         ConfigError: the study does not say how, or its settings cannot be applied.
     """
-    changed = study.made_quick()
-    settings = changed.quick.settings if changed.quick else {}
-    return with_settings(changed, [f"{key}={written(value)}" for key, value in settings.items()])
+    if study.quick is None:
+        raise ConfigError(
+            "the study does not say what --quick changes; add quick, as "
+            "quick: {budget: {steps: 10}, seeds: [1, 2]}",
+            "quick",
+        )
+    changes = {
+        name: value
+        for name in ("budget", "seeds", "learning_rates")
+        if (value := getattr(study.quick, name)) is not None
+    }
+    settings = [f"{key}={written(value)}" for key, value in study.quick.settings.items()]
+    return with_settings(study.replace(**changes), settings)
 
 
 def make_plan(
@@ -189,7 +199,7 @@ def make_plan(
     variants: dict[str, Variant] = {}
     sizes: dict[str, int] = {}
     for name, settings in study.all_variants().items():
-        plain = _recipe(study, name, [], lambda line: None)
+        plain = _recipe(study, name, settings)
         tokenizer = plain.tokenizer.to_json()
         if tokenizer not in sizes:
             sizes[tokenizer] = vocabulary(plain)
@@ -201,7 +211,7 @@ def make_plan(
         def tell(line: str, name: str = name) -> None:
             told.setdefault(line, []).append(name)
 
-        recipe = _recipe(study, name, [f"train.steps={steps}"], tell)
+        recipe = _recipe(study, name, {**settings, "train.steps": steps}, tell)
         _check_rates(study, name, recipe)
         variants[name] = Variant(name, settings, recipe, parameters, flops)
     recipes = {name: variant.recipe for name, variant in variants.items()}
@@ -227,7 +237,9 @@ def check_variants(study: Study, out: Path) -> None:
         WorkhorseError: there is one, or nothing is held out to measure it on.
     """
     _check_base(study)
-    recipes = {name: _recipe(study, name, [], lambda line: None) for name in study.all_variants()}
+    recipes = {
+        name: _recipe(study, name, settings) for name, settings in study.all_variants().items()
+    }
     measure_of(recipes, study.compared_with)
     for name, recipe in recipes.items():
         try:
@@ -252,12 +264,17 @@ def _check_base(study: Study) -> None:
         raise error.below("base") from None
 
 
-def _recipe(study: Study, name: str, more: list[str], tell: Callable[[str], object]) -> Recipe:
-    """A variant's recipe: the base with its settings and `more` of them."""
+def _recipe(
+    study: Study,
+    name: str,
+    settings: Settings,
+    tell: Callable[[str], object] = lambda line: None,
+) -> Recipe:
+    """A variant's recipe: the base with settings written over it."""
     assert isinstance(study.base, dict), "read_study reads the base"
-    settings = [f"{key}={written(value)}" for key, value in study.all_variants()[name].items()]
+    changes = [f"{key}={written(value)}" for key, value in settings.items()]
     try:
-        return Recipe.from_dict(with_init(override_recipe(study.base, [*settings, *more], tell)))
+        return Recipe.from_dict(with_init(override_recipe(study.base, changes, tell)))
     except ConfigError as error:
         raise error.below(f"variants.{name}") from None
 

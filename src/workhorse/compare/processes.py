@@ -1,13 +1,7 @@
-"""Several trials at once, each in a process of its own.
-
-The process is `python -m workhorse.compare.processes`. It reads one line of JSON, the trial, from
-its standard input and writes events to its standard output, a line of JSON each; the last is of
-kind `ended`. When its standard input ends, whoever started it is gone: it saves and stops.
-"""
+"""Several trials at once, each in a process of its own: `workhorse.compare.worker`."""
 
 import contextlib
 import json
-import os
 import queue
 import signal
 import subprocess
@@ -17,19 +11,16 @@ import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 from workhorse.compare.plan import Trial
+from workhorse.compare.worker import Job
 from workhorse.errors import WorkhorseError
 from workhorse.train import Event, Recipe
 from workhorse.train.signals import StopSignals
 
 WAKE = 0.1
 """Seconds between two looks at the signals."""
-Job = dict[str, Any]
-"""What a process is to do: a `recipe`, where (`out`), and the `contexts` to measure it at."""
-TOLD = ("start", "step", "validation", "notice", "data")
-"""Kinds of event that are passed on."""
 
 
 @dataclass
@@ -42,7 +33,7 @@ class _Worker:
     reader: threading.Thread | None = None
 
     def stop(self, received: signal.Signals) -> None:
-        """Send a signal, once: a second one would not let it save."""
+        """Send it a signal, if it still runs."""
         if self.process.poll() is None:
             self.process.send_signal(received)
 
@@ -142,7 +133,7 @@ class _Pool:
             self.on_event(worker.trial, {"kind": "begin"})
 
     def stop(self, received: signal.Signals) -> None:
-        """Pass on a signal, once."""
+        """Pass on a signal, once: a second one would not let them save."""
         if self.stopped is None:
             self.stopped = received.name
             for worker in self.running:
@@ -189,7 +180,7 @@ def _stopped_by(worker: _Worker, event: Event | None) -> str | None:
 def _start(trial: Trial, job: Job, events: Events) -> _Worker:
     errors = tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace")  # noqa: SIM115
     process = subprocess.Popen(
-        [sys.executable, "-m", __name__],
+        [sys.executable, "-m", "workhorse.compare.worker"],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         stderr=errors,
@@ -215,40 +206,3 @@ def _read(worker: _Worker, events: Events) -> None:
         if event["kind"] == "ended":
             return
     events.put((worker, None))
-
-
-def main() -> None:
-    """Run the trial that stands on the standard input."""
-    out = os.fdopen(os.dup(sys.stdout.fileno()), "w", encoding="utf-8")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever else prints does not disturb
-    job: Job = json.loads(sys.stdin.readline())
-    threading.Thread(target=_stop_when_alone, daemon=True).start()
-    from workhorse.compare.trials import run_trial
-
-    def say(event: dict[str, Any]) -> None:
-        with contextlib.suppress(BrokenPipeError):  # nobody listens any more: save, do not fail
-            out.write(json.dumps(event) + "\n")
-            out.flush()
-
-    def tell(event: dict[str, Any]) -> None:
-        if event["kind"] in TOLD:
-            say(event)
-
-    ended: dict[str, Any] = {"kind": "ended", "stopped_by": None, "error": None}
-    try:
-        recipe = Recipe.from_dict(job["recipe"])
-        ended["stopped_by"] = run_trial(recipe, Path(job["out"]), tell, contexts=job["contexts"])
-    except WorkhorseError as error:
-        ended["error"] = str(error)
-    say(ended)
-
-
-def _stop_when_alone() -> None:
-    """Ask for an orderly stop when the standard input ends."""
-    while os.read(0, 1):  # not through sys.stdin, whose lock would be held at exit
-        pass
-    os.kill(os.getpid(), signal.SIGTERM)
-
-
-if __name__ == "__main__":
-    main()

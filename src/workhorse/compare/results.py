@@ -3,7 +3,7 @@
 from statistics import fmean, median
 from typing import Any
 
-from workhorse.compare.folder import COSTS, StudyFolder
+from workhorse.compare.folder import COSTS, Outcome, StudyFolder
 from workhorse.compare.plan import Plan, Trial, Variant
 from workhorse.compare.statistics import FEWEST, holm, interval, paired
 from workhorse.compare.verdict import UNITS, verdict
@@ -29,7 +29,7 @@ def collect(plan: Plan, folder: StudyFolder) -> dict[str, Any]:
     Returns:
         `study`, `question`, `measure` (`loss` in nats per token, or `bits_per_byte`), `unit`,
         `budget`, `baseline`, `seeds`, `learning_rates`, `contexts`, `smallest_effect`, `variants`
-        (a mapping for each, see `_variant`), `notes` and `environment`. Times and memory stand in
+        (a mapping for each), `notes` and `environment`. Times and memory stand in
         the variants' `cost` alone; everything else is the same however often the study was
         stopped.
     """
@@ -67,14 +67,14 @@ def _variant(
     plan: Plan,
     variant: Variant,
     factor: float,
-    outcomes: list[dict[str, Any]],
+    outcomes: list[Outcome],
     searched: dict[float, float | None],
 ) -> dict[str, Any]:
     """One variant: its size, what one run spent, its losses by seed, and their mean.
 
     `mean` is None if a run diverged; `low` and `high` (95 %) are None with one seed as well.
     """
-    losses = [outcome[plan.measure] for outcome in outcomes]
+    losses = [outcome.measured(plan.measure) for outcome in outcomes]
     known = [loss for loss in losses if loss is not None]
     whole = len(known) == len(losses)
     found = interval(known) if whole and len(known) >= FEWEST else None
@@ -82,10 +82,10 @@ def _variant(
     at_end = bool(searched) and factor in (min(rates), max(rates))
     return {
         "settings": variant.settings,
-        "parameters": outcomes[0]["parameters"],
+        "parameters": outcomes[0].parameters,
         "steps": variant.recipe.train.steps,
         "tokens": variant.tokens,
-        "flops": outcomes[0]["flops_per_token"] * variant.tokens,
+        "flops": outcomes[0].flops_per_token * variant.tokens,
         "learning_rate_factor": factor,
         "learning_rate": variant.recipe.train.optimizer.learning_rate * factor,
         "learning_rate_at_end": at_end,
@@ -95,9 +95,9 @@ def _variant(
         "diverged": [
             seed
             for seed, outcome in zip(plan.study.seeds, outcomes, strict=True)
-            if outcome["diverged"]
+            if outcome.diverged
         ],
-        "unknown_rate": max(outcome["unknown_rate"] or 0.0 for outcome in outcomes),
+        "unknown_rate": max(outcome.unknown_rate or 0.0 for outcome in outcomes),
         "mean": fmean(known) if whole else None,
         "low": found.low if found else None,
         "high": found.high if found else None,
@@ -107,12 +107,12 @@ def _variant(
     }
 
 
-def _by_context(plan: Plan, outcomes: list[dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def _by_context(plan: Plan, outcomes: list[Outcome]) -> dict[str, dict[str, Any]]:
     """At each context the loss, and how much more it is than at the shortest, with intervals."""
     found: dict[str, dict[str, Any]] = {}
     shortest: list[float] = []
     for context in map(str, plan.study.contexts):
-        losses = [outcome["by_context"][context][plan.measure] for outcome in outcomes]
+        losses = [outcome.by_context[context][plan.measure] for outcome in outcomes]
         shortest = shortest or losses
         more = [loss - first for loss, first in zip(losses, shortest, strict=True)]
         several = len(losses) >= FEWEST
@@ -183,28 +183,28 @@ def _searched(plan: Plan, folder: StudyFolder) -> dict[str, dict[float, float | 
     found: dict[str, dict[float, float | None]] = {}
     for trial in plan.searching:
         outcome = _outcome(folder, trial)
-        found.setdefault(trial.variant, {})[trial.factor] = outcome[plan.measure]
+        found.setdefault(trial.variant, {})[trial.factor] = outcome.measured(plan.measure)
     return found
 
 
-def _outcome(folder: StudyFolder, trial: Trial) -> dict[str, Any]:
+def _outcome(folder: StudyFolder, trial: Trial) -> Outcome:
     outcome = folder.outcome(trial)
     assert outcome is not None, f"{trial} is finished"
     return outcome
 
 
-def _cost(outcomes: list[dict[str, Any]]) -> dict[str, float | None]:
+def _cost(outcomes: list[Outcome]) -> dict[str, float | None]:
     """Medians over the seeds; of memory the least, since a process's first run loads libraries."""
     cost: dict[str, float | None] = {}
     for name in COSTS:
-        known = [outcome[name] for outcome in outcomes if outcome[name] is not None]
+        known = [value for one in outcomes if (value := getattr(one, name)) is not None]
         typical = min if name == "peak_memory" else median
         cost[name] = typical(known) if known else None
     return cost
 
 
 def _notes(
-    plan: Plan, variants: dict[str, dict[str, Any]], outcomes: dict[str, list[dict[str, Any]]]
+    plan: Plan, variants: dict[str, dict[str, Any]], outcomes: dict[str, list[Outcome]]
 ) -> list[str]:
     """What a reader should know before trusting the table."""
     notes = list(plan.notices)
@@ -215,10 +215,10 @@ def _notes(
                 ", is at an end of the list; a better one may lie beyond it"
             )
         for seed, outcome in zip(plan.study.seeds, outcomes[name], strict=True):
-            if outcome["diverged"]:
-                notes.append(f"{name}, seed {seed}: {outcome['diverged']}")
-            elif outcome["skipped_steps"]:
-                notes.append(f"{name}, seed {seed}: {outcome['skipped_steps']} steps were skipped")
+            if outcome.diverged:
+                notes.append(f"{name}, seed {seed}: {outcome.diverged}")
+            elif outcome.skipped_steps:
+                notes.append(f"{name}, seed {seed}: {outcome.skipped_steps} steps were skipped")
         if unknown := variant["unknown_rate"]:
             notes.append(
                 f"{name}: {unknown:.2%} of the held-out tokens are unknown characters, so its "
@@ -227,11 +227,11 @@ def _notes(
     return notes
 
 
-def _environment(outcomes: list[dict[str, Any]]) -> list[str]:
+def _environment(outcomes: list[Outcome]) -> list[str]:
     """What the trials ran on, each kind once; several may round differently."""
     lines = {
-        f"{outcome['device']}, {outcome['threads']} CPU threads, "
-        + ", ".join(f"{name} {version}" for name, version in outcome["versions"].items())
+        f"{outcome.device}, {outcome.threads} CPU threads, "
+        + ", ".join(f"{name} {version}" for name, version in outcome.versions.items())
         for outcome in outcomes
     }
     return sorted(lines)

@@ -10,6 +10,7 @@ import torch
 
 from workhorse.compare.folder import StudyFolder
 from workhorse.compare.plan import Plan, Trial, check_variants, make_plan
+from workhorse.compare.processes import run_in_processes
 from workhorse.compare.report import write_reports
 from workhorse.compare.results import chosen_factors, collect
 from workhorse.compare.statistics import FEWEST, scipy_stats
@@ -153,8 +154,6 @@ class _Run:
         left = [trial for trial in trials if not self._is_done(trial)]
         work = [(trial, self._recipe(trial), self.folder.trial(trial)) for trial in left]
         if self.jobs > 1:
-            from workhorse.compare.processes import run_in_processes  # which is also a program
-
             return run_in_processes(
                 work, self.jobs, self.plan.study.contexts, self._tell, self._end
             )
@@ -173,8 +172,11 @@ class _Run:
         self.on_event({**event, "trial": str(trial)})
 
     def _end(self, trial: Trial) -> None:
-        outcome = self.folder.outcome(trial) or {}
-        self._tell(trial, {"kind": "end_of_trial", "steps": self._steps(trial), **outcome})
+        outcome = self.folder.outcome(trial)
+        assert outcome is not None, f"{trial} is finished"
+        self._tell(
+            trial, {"kind": "end_of_trial", "steps": self._steps(trial), **outcome.to_dict()}
+        )
 
     def _steps(self, trial: Trial) -> int:
         return self.plan.variants[trial.variant].recipe.train.steps

@@ -6,7 +6,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_args
 
 from pydantic import Field, field_validator, model_validator
 
@@ -17,6 +17,8 @@ from workhorse.errors import WorkhorseError, shown
 Count = Annotated[int, Field(ge=1)]
 Seed = Annotated[int, Field(ge=0, lt=2**63)]
 Factor = Annotated[float, Field(gt=0)]
+BudgetKind = Literal["steps", "tokens", "flops", "seconds"]
+BUDGETS: tuple[BudgetKind, ...] = get_args(BudgetKind)
 Settings = dict[str, Any]
 """Dotted keys of a recipe, `model.n_layers`, with their values."""
 
@@ -50,20 +52,16 @@ class BudgetConfig(Config):
 
     @model_validator(mode="after")
     def _one_of_them(self) -> Self:
-        given = [name for name in ("steps", "tokens", "flops", "seconds") if getattr(self, name)]
+        given = [name for name in BUDGETS if getattr(self, name)]
         if len(given) != 1:
             said = f"{' and '.join(given)} are set" if given else "none is set"
             raise ConfigError(f"a budget is one of steps, tokens, flops or seconds; {said}")
         return self
 
     @property
-    def kind(self) -> Literal["steps", "tokens", "flops", "seconds"]:
+    def kind(self) -> BudgetKind:
         """Which of them is given."""
-        if self.steps is not None:
-            return "steps"
-        if self.tokens is not None:
-            return "tokens"
-        return "flops" if self.flops is not None else "seconds"
+        return next(name for name in BUDGETS if getattr(self, name) is not None)
 
     @property
     def amount(self) -> float:
@@ -178,26 +176,6 @@ class Study(Config):
     def all_variants(self) -> dict[str, Settings]:
         """The settings of every variant, by name; those of a grid written out."""
         return dict(self.variants) if self.variants else dict(_combinations(self.grid))
-
-    def made_quick(self) -> "Study":
-        """The study that `--quick` runs.
-
-        Raises:
-            ConfigError: the study does not say how.
-        """
-        quick = self.quick
-        if quick is None:
-            raise ConfigError(
-                "the study does not say what --quick changes; add quick, as "
-                "quick: {budget: {steps: 10}, seeds: [1, 2]}",
-                "quick",
-            )
-        changes = {
-            name: value
-            for name in ("budget", "seeds", "learning_rates")
-            if (value := getattr(quick, name)) is not None
-        }
-        return self.replace(**changes)
 
 
 def read_study(file: str | Path) -> Study:

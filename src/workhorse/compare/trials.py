@@ -1,6 +1,5 @@
 """One trial: a run that begins, goes on or is finished already, and what it came to."""
 
-import json
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -12,7 +11,8 @@ import torch
 
 from workhorse.checkpoints import RunDirectory
 from workhorse.checkpoints.runs.lock import FolderLock
-from workhorse.compare.folder import outcome_file
+from workhorse.compare.comparable import Measure
+from workhorse.compare.folder import Outcome, outcome_file
 from workhorse.data import read_documents
 from workhorse.devices import resolve_device
 from workhorse.errors import WorkhorseError
@@ -61,13 +61,16 @@ def run_trial(
             diverged = "the held-out loss was not finite after the last step"
     except DivergedError as error:
         diverged = str(error).partition(";")[0]
-    outcome = _outcome(run, diverged) | {"peak_memory": _peak_memory(device, before)}
-    outcome["by_context"] = {} if diverged else _by_context(out, device, contexts)
-    write_atomically(outcome_file(out), json.dumps(outcome, indent=2) + "\n")
+    outcome = Outcome(
+        **_from_metrics(run, diverged),
+        peak_memory=_peak_memory(device, before),
+        by_context={} if diverged else _by_context(out, device, contexts),
+    )
+    write_atomically(outcome_file(out), outcome.to_json() + "\n")
     return None
 
 
-def _outcome(run: RunDirectory, diverged: str | None) -> dict[str, Any]:
+def _from_metrics(run: RunDirectory, diverged: str | None) -> dict[str, Any]:
     """What a run's metrics say it came to; no losses where it diverged."""
     events = read_metrics(run.metrics_file)
     last = {event["kind"]: event for event in events}
@@ -91,13 +94,13 @@ def _outcome(run: RunDirectory, diverged: str | None) -> dict[str, Any]:
 
 def _by_context(
     run: Path, device: torch.device, contexts: Sequence[int]
-) -> dict[str, dict[str, float]]:
+) -> dict[str, dict[Measure, float]]:
     """The losses of a run over its held-out text at each context."""
     if not contexts:
         return {}
     model = load(run, device=device, dtype="float32")
     assert model.data is not None, "a run has its data"
-    found: dict[str, dict[str, float]] = {}
+    found: dict[str, dict[Measure, float]] = {}
     for context in contexts:
         documents = (
             document

@@ -1,6 +1,7 @@
 """What a comparison shows, in words that claim no more than it does."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from workhorse.compare.statistics import (
     LEVEL,
@@ -16,8 +17,8 @@ UNITS = {"loss": "nats", "bits_per_byte": "bits per byte"}
 class Verdict:
     """The outcome of one variant beside the baseline."""
 
-    outcome: str
-    """`better`, `worse`, `equal` (within the smallest effect that matters) or `not shown`."""
+    outcome: Literal["better", "worse", "equal", "not shown"]
+    """`equal`: within the smallest effect that matters."""
     words: str
     detectable: float
     """The difference that a study like this shows four times in five, in the unit of the loss."""

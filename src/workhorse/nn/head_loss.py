@@ -21,6 +21,7 @@ MAX_LOGITS = 2**26
 BLOCK = {"cpu": 2**20}
 """Logits that are in float32 at once: on a CPU what its cache holds."""
 LARGE_BLOCK = 2**24
+"""The same on every other device."""
 
 
 class Shaping(NamedTuple):
@@ -32,7 +33,7 @@ class Shaping(NamedTuple):
 
 
 Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
-"""Two matrices and what is added to each row, or None, to their product."""
+"""Multiplies two matrices and adds the third argument, unless it is None, to each row."""
 
 
 Matrix = Float[Tensor, "vocab width"]
@@ -118,7 +119,7 @@ class HeadLoss(nn.Module):
 
 
 def is_linear(head: Head) -> bool:
-    """Whether a head is a product and what `Shaping` says, and nobody must be shown its parts."""
+    """Whether a head is one product and what `Shaping` says, and no hook must see its parts."""
     parts = (head, head.proj, head.multiply, head.cap)
     return type(head.proj) is nn.Linear and not watched(*parts)
 
@@ -184,7 +185,7 @@ class ProductGradients:
     Args:
         rows: of x.
         wanted: of x, the weight and the bias; of what is not, nothing is computed.
-        multiply: two matrices.
+        multiply: gives the product of two matrices.
     """
 
     def __init__(self, rows: int, wanted: Sequence[bool], multiply: Multiply) -> None:

@@ -46,7 +46,7 @@ HOFFMANN = Parametric(1.69, 406.4, 410.7, 0.34, 0.28)
 """2203.15556 §3.3, eq. 10."""
 BESIROGLU = Parametric(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 """The same points fitted again: 2404.10102 table 1."""
-TOKENS_PER_PARAMETER = 20
+CHINCHILLA_TOKENS_PER_PARAMETER = 20
 """About what the first two ways of 2203.15556 come to at every budget (its table 3)."""
 
 
@@ -62,8 +62,8 @@ def _kaplan(flops: float) -> tuple[float, float, float | None]:
 
 
 def _twenty(flops: float) -> tuple[float, float, float | None]:
-    parameters = (flops / (FLOPS_PER_PARAMETER * TOKENS_PER_PARAMETER)) ** 0.5
-    return parameters, TOKENS_PER_PARAMETER * parameters, None
+    parameters = (flops / (FLOPS_PER_PARAMETER * CHINCHILLA_TOKENS_PER_PARAMETER)) ** 0.5
+    return parameters, CHINCHILLA_TOKENS_PER_PARAMETER * parameters, None
 
 
 def _fitted(law: Parametric) -> Callable[[float], tuple[float, float, float | None]]:

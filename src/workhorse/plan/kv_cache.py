@@ -14,7 +14,7 @@ from workhorse.tensors.tape import without_data
 
 
 class LayerCache(NamedTuple):
-    """Of one layer's attention, or of the inputs of one of its convolutions."""
+    """The cache of one layer's attention, or of the inputs of one of its convolutions."""
 
     bytes_per_token: int
     reach: int | None

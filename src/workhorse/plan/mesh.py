@@ -76,6 +76,10 @@ def _divided(
     for block in config.blocks.values():
         attention, feed_forward = block.attention, block.feed_forward
         yield "tensor", mesh.tensor, "n_heads", attention.n_heads
+        if isinstance(attention, AttentionConfig):
+            kv_heads = attention.n_kv_heads or attention.n_heads
+            if mesh.tensor % kv_heads:  # else each head is copied to as many devices
+                yield "tensor", mesh.tensor, "n_kv_heads", kv_heads
         yield "tensor", mesh.tensor, "d_ff", feed_forward.d_ff
         if isinstance(feed_forward, MoEConfig):
             yield "expert", mesh.expert, "n_experts", feed_forward.n_experts

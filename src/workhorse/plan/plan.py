@@ -16,7 +16,7 @@ from workhorse.plan.compute_optimal import optima
 from workhorse.plan.device_memory import DeviceMemory, device_memory
 from workhorse.plan.devices import GIGA, DeviceConfig, find_device
 from workhorse.plan.limits import limits
-from workhorse.plan.mesh import MeshConfig, check_mesh
+from workhorse.plan.mesh import MeshConfig
 from workhorse.plan.remedies import remedies
 from workhorse.plan.serving import serving
 from workhorse.plan.subject import Subject, find_subject
@@ -64,6 +64,11 @@ def plan(
         tell: called with each remark on the settings.
         show: called with what is being done.
 
+    Returns:
+        What `--json` prints: `source`, `kind`, `assumed`, `config`, `train`, `parameters`, `flops`,
+        `device`, `parallel`, `memory` and `moments` (bytes), `remedies`, `limits` and `time`
+        (seconds; None where they are not known), `compute_optimal` and `serving`.
+
     Raises:
         WorkhorseError: there is no such source or device, the mesh does not divide the model or its
             batches evenly, or an option would have no effect.
@@ -72,24 +77,23 @@ def plan(
     _check_options(device, measure, price=price, utilization=utilization)
     subject = find_subject(source, list(settings), tell)
     spec = None if device is None else find_device(device)
-    here = torch.device("cuda") if spec else resolve_device(subject.train.device)
-    train = _for_device(subject.train, here, spec)
-    room = _room(memory, here, spec)
+    target = torch.device("cuda") if spec else resolve_device(subject.train.device)
+    train = _for_device(subject.train, target, spec)
+    room = _room(memory, target, spec)
     config, mesh = subject.config, subject.mesh
     if context is not None and context > config.max_seq_len:
         raise WorkhorseError(
             f"--context {context} is more than the model's max_seq_len={config.max_seq_len}; "
             "choose at most that"
         )
-    peak = _peak(train, here, spec, measure)
+    peak = _peak(train, target, spec, measure)
     show("recording a training step")
-    train = _with_micro_batch(config, train, here, mesh, room, packed=subject.packed)
-    check_mesh(mesh, config, train)
-    fullest = device_memory(config, train, here, mesh, packed=subject.packed)
+    train = _with_micro_batch(config, train, target, mesh, room, packed=subject.packed)
+    fullest = device_memory(config, train, target, mesh, packed=subject.packed)
     show("searching for the most that fits")
-    most = None if room is None else _limits(subject, train, here, room)
+    most = None if room is None else _limits(subject, train, target, room)
     show("comparing remedies")
-    found = _remedies(subject, train, here, room, fullest)
+    found = _remedies(subject, train, target, room, fullest)
     show("counting what serving needs")
     flops = _flops(config, train)
     total = flops["training"]
@@ -101,7 +105,7 @@ def plan(
         "train": train.to_dict(),
         "parameters": {**count_parameters(config), "active": active_parameters(config)},
         "flops": flops,
-        "device": _described(spec, here),
+        "device": _described(spec, target),
         "parallel": {**mesh.to_dict(), "devices": mesh.devices},
         "memory": _memory(fullest, room),
         "moments": _moments(fullest),
@@ -114,7 +118,7 @@ def plan(
         },
         "serving": serving(
             config,
-            here,
+            target,
             context=context or config.max_seq_len,
             room=room,
             bandwidth=spec.bandwidth if spec else None,

@@ -13,7 +13,7 @@ from workhorse.models import find_preset, preset_names
 from workhorse.models.parameters import count_parameters
 from workhorse.nn import DecoderConfig
 from workhorse.overrides import apply_overrides
-from workhorse.plan.compute_optimal import TOKENS_PER_PARAMETER
+from workhorse.plan.compute_optimal import CHINCHILLA_TOKENS_PER_PARAMETER
 from workhorse.plan.mesh import MeshConfig
 from workhorse.train import Recipe, override_recipe, with_init
 from workhorse.train.estimate import vocab_size_of
@@ -122,14 +122,18 @@ def _assumed(
         "train": train,
     }
     endless = Recipe.from_dict(override_recipe(fields, settings, lambda line: None))
-    tokens = TOKENS_PER_PARAMETER * count_parameters(_config_of(endless))["total"]
+    tokens = CHINCHILLA_TOKENS_PER_PARAMETER * count_parameters(_config_of(endless))["total"]
     train["steps"] = max(1, round(tokens / endless.train.tokens_per_step))
     recipe = Recipe.from_dict(override_recipe(fields, settings, tell))
     said = {setting.partition("=")[0] for setting in settings}
     shown = {**train, "optimizer.kind": "adamw"}
     del shown["optimizer"]
-    assumed = [f"train.{key}={value}" for key, value in shown.items() if f"train.{key}" not in said]
-    return recipe, [] if "train" in said else assumed
+    assumed = [
+        f"train.{key}={value}"
+        for key, value in shown.items()
+        if not any(f"train.{key}.".startswith(f"{name}.") for name in said)
+    ]
+    return recipe, assumed
 
 
 def _config_of(recipe: Recipe) -> DecoderConfig:

@@ -5,6 +5,7 @@ from typing import Any
 
 from workhorse.memory import size
 from workhorse.plan.limits import MOST_DEVICES, MOST_TOKENS
+from workhorse.plan.serving import WAYS
 from workhorse.train.report.chart import shown
 from workhorse.train.report.page import duration
 
@@ -145,7 +146,7 @@ def _serving(serving: dict[str, Any]) -> Iterator[str]:
         f"{serving['bytes_per_token']:,} bytes of cache a token, "
         f"{size(serving['bytes_per_text'])} for a text of {serving['context']:,}"
     )
-    for name in ("bfloat16", "int8", "int4"):
+    for name in WAYS:
         way = serving[name]
         if way is None:
             yield f"{name}: no layer is wide enough"

@@ -8,15 +8,16 @@ import itertools
 import math
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workhorse.models.flops import FLOPS_PER_PARAMETER
 
 Theta = Sequence[float]
 """The numbers of a law that are fitted, in the order of its form."""
-Logs = Any
+Logs = NDArray[np.float64]
 """An array of logarithms, one for each run."""
 LARGEST = math.log(sys.float_info.max)
 

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from workhorse.errors import WorkhorseError
-from workhorse.scaling.forms import Form, Logs, Point, Theta
+from workhorse.scaling.forms import FORMS, Form, Logs, Point, Theta
 
 HUBER = 1e-3
 """Errors of the logarithm beyond which they count linearly (2203.15556 appendix D.3)."""
@@ -63,9 +63,10 @@ class Law:
 
     def predict(self, point: Point) -> Estimate:
         """The loss of a further run."""
-        draw, sizes = np.random.default_rng(SEED), _log_sizes([point], self.middle)
+        rng = np.random.default_rng(SEED)
+        sizes = _log_sizes([point], self.middle)
         drawn = [
-            self.form.log_loss(theta, *sizes)[0] + draw.normal(0, error)
+            self.form.log_loss(theta, *sizes)[0] + rng.normal(0, error)
             for theta, error in self.others
         ]
         logs = (self.form.log_loss(self.theta, *sizes)[0], *np.quantile(drawn, (LOW, HIGH)))
@@ -104,12 +105,13 @@ def fit_law(form: Form, points: Sequence[Point], draws: int = DRAWS) -> Law:
     fitted = form.log_loss(theta, *sizes)
     left = len(points) - form.free
     error = math.sqrt(((measured - fitted) ** 2).sum() / left)
-    draw, others = np.random.default_rng(SEED), []
+    rng = np.random.default_rng(SEED)
+    others: list[tuple[Theta, float]] = []
     # Where the fit let a summand vanish, no slope leads back from there: hence a second start.
     again = [theta, next(iter(form.starts(points)))]
     for _ in range(draws):
-        spread = error * math.sqrt(left / draw.chisquare(left))
-        drawn = fitted + draw.normal(0, spread, len(points))
+        spread = error * math.sqrt(left / rng.chisquare(left))
+        drawn = fitted + rng.normal(0, spread, len(points))
         others.append((_fitted(form, sizes, drawn, again, MOST_AGAIN), spread))
     return Law(form, points, middle, theta, error, others)
 
@@ -127,6 +129,17 @@ def too_few(form: Form, points: Sequence[Point]) -> str:
         if (found := len({getattr(point, what) for point in points})) < least:
             return f"{least} different {what} are the fewest, {found} given"
     return ""
+
+
+def check_points(points: Sequence[Point]) -> None:
+    """Refuse points that no form can be fitted to.
+
+    Raises:
+        WorkhorseError: with the reason of the form that needs the fewest.
+    """
+    if all(too_few(form, points) for form in FORMS.values()):
+        reason = too_few(min(FORMS.values(), key=fewest), points)
+        raise WorkhorseError(f"no law can be fitted to these runs: {reason}; add runs")
 
 
 def _log_sizes(points: Sequence[Point], middle: Point) -> tuple[Logs, Logs]:

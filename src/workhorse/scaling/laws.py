@@ -7,7 +7,7 @@ from typing import Any
 from workhorse.checkpoints import RunDirectory
 from workhorse.plan.compute_optimal import Parametric
 from workhorse.scaling.forms import FORMS, Hoffmann, Point
-from workhorse.scaling.law import DRAWS, Law, fewest, fit_law, too_few
+from workhorse.scaling.law import DRAWS, Law, check_points, fit_law, too_few
 from workhorse.scaling.runs import check_text, point_of, read_points
 from workhorse.train import Recipe
 
@@ -38,14 +38,13 @@ def fit_laws(
         beside = Recipe.from_dict(RunDirectory(Path(runs[0])).recipe())
         check_text(recipe, recipe.name, beside, str(runs[0]))
     wanted = [point_of(recipe) for recipe in recipes]
+    check_points(points)
     laws, left_out = [], {}
     for form in FORMS.values():
         if few := too_few(form, points):
             left_out[form.name] = few
             continue
         laws.append(_described(fit_law(form, points, draws), wanted))
-    if not laws:
-        fit_law(min(FORMS.values(), key=fewest), points)  # raises, and says how many are needed
     return {"runs": [_point(point) for point in points], "laws": laws, "left_out": left_out}
 
 
@@ -65,8 +64,9 @@ def _optimum(law: Law, flops: float) -> dict[str, float] | None:
     if not isinstance(law.form, Hoffmann):
         return None
     numbers = law.form.constants(law.theta, law.middle)
+    own = Parametric(**{name.lower(): value for name, value in numbers.items()})
     try:
-        parameters, tokens = Parametric(*numbers.values()).optimum(flops)
+        parameters, tokens = own.optimum(flops)
     except ArithmeticError:  # one of the summands is 0, or as good as that
         return None
     if min(parameters, tokens) < 1:

@@ -74,7 +74,9 @@ def _point(directory: RunDirectory, steps: int) -> Point:
         )
     flops, tokens = start.get("flops_per_token"), step.get("tokens")
     loss = validation.get("loss")
-    if not all(isinstance(one, int | float) and one > 0 for one in (flops, tokens, loss)):
+    if not all(isinstance(one, int | float) and one > 0 for one in (flops, tokens)):
+        raise WorkhorseError(f"{directory.path} does not record its FLOPs and tokens; leave it out")
+    if not isinstance(loss, int | float) or loss <= 0:
         raise WorkhorseError(
             f"{directory.path} has {as_written(loss)} for its loss after {done} steps, and "
             "only losses above 0 can be fitted; leave it out"

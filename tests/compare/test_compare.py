@@ -23,7 +23,7 @@ from workhorse.data import read_documents
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
 from workhorse.load_model import load
-from workhorse.train import Recipe, read_metrics, train
+from workhorse.train import Event, Recipe, read_metrics, train
 
 Finished = tuple[Study, Comparison]
 
@@ -300,6 +300,17 @@ def test_trials_at_once_save_when_their_study_is_killed_and_give_the_same_result
     assert without_costs(found.results) == without_costs(whole.results)
 
 
+def test_a_signal_between_trials_stops_the_study(make_study: MakeStudy, tmp_path: Path):
+    def stop_after_one(event: Event) -> None:
+        if event["kind"] == "end_of_trial":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    study = make_study()
+    stopped = compare(study, tmp_path / "out", on_event=stop_after_one)
+    assert (stopped.stopped_by, stopped.done) == ("SIGTERM", 1)
+    assert compare(study, tmp_path / "out").done == stopped.trials
+
+
 def test_an_error_in_a_process_of_its_own_is_one_line(make_study: MakeStudy, tmp_path: Path):
     study = make_study(seeds=[1])
     folder = StudyFolder(tmp_path / "out")
@@ -323,6 +334,8 @@ def test_damaged_files_of_a_study_are_named(finished: Finished, tmp_path: Path):
         ({"loss": None}, "it has no loss, and did not diverge"),
         ({"versions": None}, "versions: null is not settings"),
         ({"seconds": []}, r"seconds: \[\] is no number"),
+        ({"by_context": {}}, "by_context: it has not the study's contexts"),
+        ({"by_context": {"4": {}, "16": {}}}, "by_context.4: 'loss' is missing"),
     ]:
         outcome.write_text(json.dumps({**whole, **changes}))
         with pytest.raises(WorkhorseError, match=rf"trial.json is damaged \({said}\); remove it"):
@@ -335,6 +348,13 @@ def test_damaged_files_of_a_study_are_named(finished: Finished, tmp_path: Path):
         compare(study, out)
     outcome.unlink()
     assert without_costs(compare(study, out).results) == without_costs(found.results)
+    metrics = outcome.with_name("metrics.jsonl")
+    lines = metrics.read_text().splitlines(keepends=True)
+    metrics.write_text("".join(line for line in lines if '"kind": "validation"' not in line))
+    outcome.unlink()
+    with pytest.raises(WorkhorseError, match=r"metrics.jsonl is damaged: it has no validation"):
+        compare(study, out)
+    metrics.write_text("".join(lines))
     (out / "timings.json").write_text('{"plain": 0}')
     with pytest.raises(WorkhorseError, match=r"timings.json is damaged"):
         compare(study, out)

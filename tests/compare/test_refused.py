@@ -54,6 +54,12 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"contexts": [16, 8]}, "contexts: they are not in order"),
     ({"variants": {"a": {}, "b": {"model.d_model": 8 * 10**6}}}, "variants.b: the model with its"),
     ({"base": {"name": "x"}}, "base: 'model' is missing"),
+    ({"variants": {1: {}, "1": NARROW}}, "variants: two of them have the same name"),
+    ({"budget": {"flops": 1e300}}, "budget.flops: 1e+300 pays for 2^63 steps of 'gated' or more"),
+    (
+        {"variants": {"a": {}, "b": {"train.batch_size": 10**12}}, "budget": {"steps": 1}},
+        "variants.b: a step with 1,000,000,000,000 rows of 16 tokens at once needs",
+    ),
 ]
 
 

@@ -8,6 +8,7 @@ from tests.nn.grid import COVERING, make, random_tokens
 from workhorse.nn import IGNORE, head_loss, next_token_loss
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.head_loss import HeadLoss, is_linear, parts_of
+from workhorse.nn.logprobs import token_logprobs
 
 BATCH, SEQ, VOCAB, WIDTH = 3, 5, 11, 6
 
@@ -169,3 +170,12 @@ def test_no_part_is_left_out_of_what_others_record(way: str) -> None:
     else:
         program = make_fx(doubled, tracing_mode="fake")(x)
     assert torch.equal(program(x), 2 * x)
+
+
+@pytest.mark.parametrize("wrong", [-1, -99, VOCAB])
+def test_a_target_that_is_no_token_is_refused(wrong: int) -> None:
+    head = HeadConfig().build(VOCAB, WIDTH, WIDTH)
+    x, expected = torch.randn(1, SEQ, WIDTH), torch.full((1, SEQ), wrong)
+    for compute in (HeadLoss(), token_logprobs):
+        with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+            compute(x, expected, head)

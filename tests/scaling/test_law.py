@@ -109,3 +109,21 @@ def test_runs_that_follow_no_law_give_finite_numbers(
 def test_losses_that_one_size_does_not_lower_have_no_best_division(theta: tuple[float, ...]):
     law = Law(FORMS["hoffmann"], HOFFMANN, HOFFMANN[0], theta, 0.01, [(theta, 0.01)])
     assert _described(law, [])["optimum"] is None
+
+
+def test_runs_on_one_ray_cannot_tell_parameters_from_tokens():
+    """The usual compute-optimal ladder: 20 tokens for each parameter, to the nearest step."""
+    ray = [Point(n, 2048 * round(20 * n / 2048)) for n in (1e6, 2e6, 4e6, 8e6, 1.6e7, 3.2e7, 6.4e7)]
+    points = [point._replace(loss=BESIROGLU.loss(*point[:2])) for point in ray]
+    for form in ("hoffmann", "kaplan"):
+        with pytest.raises(WorkhorseError, match="tokens rise with parameters in one way"):
+            fit_law(FORMS[form], points)
+    law = fit_law(FORMS["compute"], points, draws=3)
+    assert law.predict(Point(1.28e8, 2.56e9)).value == pytest.approx(
+        BESIROGLU.loss(1.28e8, 2.56e9), rel=0.01
+    )
+
+
+def test_losses_that_are_all_equal_have_no_best_division():
+    flat = [Point(n, d, 3.0) for n, d in SIZES]
+    assert _described(fit_law(FORMS["hoffmann"], flat, draws=3), [])["optimum"] is None

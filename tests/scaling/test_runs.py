@@ -10,7 +10,7 @@ from tests.compare.conftest import study_fields
 from workhorse.cli.main import main
 from workhorse.errors import WorkhorseError
 from workhorse.scaling import fit_laws, point_of, read_points
-from workhorse.train import Recipe, read_metrics, train
+from workhorse.train import Recipe, read_metrics, train, with_init
 
 STEPS = (2, 4, 6, 9, 14)
 
@@ -57,6 +57,16 @@ def test_what_cannot_be_fitted(runs: list[Path], tmp_path: Path):
         fit_laws(runs[:2])
     with pytest.raises(WorkhorseError, match="is not a run directory"):
         read_points([tmp_path])
+    constant = recipe(tmp_path, steps=1, schedule={"kind": "constant"})
+    train(constant, tmp_path / "constant")
+    with pytest.raises(WorkhorseError, match=r"constant ended with 100% of its learning rate"):
+        read_points([tmp_path / "constant"])
+    again = Recipe.from_dict(
+        with_init({**recipe(tmp_path, steps=1).to_dict(), "init": str(runs[0]), "model": {}})
+    )
+    train(again, tmp_path / "again")
+    with pytest.raises(WorkhorseError, match=r"again began from the weights of .*steps-2"):
+        read_points([tmp_path / "again"])
     other = recipe(tmp_path, steps=1).replace(tokenizer={"kind": "bpe", "vocab_size": 300})
     train(other, tmp_path / "other")
     with pytest.raises(WorkhorseError, match="has other data or another tokenizer than"):
@@ -77,6 +87,12 @@ def test_what_cannot_be_fitted(runs: list[Path], tmp_path: Path):
     metrics.write_text("".join(json.dumps(line) + "\n" for line in diverged))
     with pytest.raises(WorkhorseError, match="has null for its loss after 3 steps, and only"):
         read_points([stopped])
+    for key, name in (("tokens", "tokens"), ("flops_per_token", "FLOPs of a token")):
+        for wrong in (0, True, 10**400, "many"):
+            changed = [line | ({key: wrong} if key in line else {}) for line in lines]
+            metrics.write_text("".join(json.dumps(line) + "\n" for line in changed))
+            with pytest.raises(WorkhorseError, match=rf"stopped has .* for its {name}; leave it"):
+                read_points([stopped])
     earlier = [{**line, "step": 2} for line in lines]
     metrics.write_text("".join(json.dumps(line) + "\n" for line in earlier))
     with pytest.raises(WorkhorseError, match=r"stopped has 2 of 3 steps; let it end"):

@@ -63,7 +63,7 @@ def _account(study: Study, folder: StudyFolder, jobs: int) -> dict[str, Any]:
             "trial": str(trial),
             "folder": trial.folder,
             "steps": plan.variants[trial.variant].recipe.train.steps,
-            "done": folder.outcome(trial) is not None,
+            "done": folder.outcome(trial, study.contexts) is not None,
         }
         for trial in trials
     ]

@@ -9,6 +9,7 @@ results.json, report.md, report.html
 """
 
 import json
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
@@ -27,12 +28,20 @@ from workhorse.untrusted import read_json
 from workhorse.writing import write_atomically, writing
 
 NotNegative = Annotated[float, Field(ge=0)]
+Count = Annotated[int, Field(ge=0)]
 
 FOR_PEOPLE = ("name", "description")
 """Keys of the base that no trial depends on."""
 
 COSTS = ("seconds", "tokens_per_second", "peak_memory")
 """What an outcome holds that is different each time it is measured."""
+
+
+class Losses(Config):
+    """A loss in its two units."""
+
+    loss: NotNegative
+    bits_per_byte: NotNegative
 
 
 class Outcome(Config):
@@ -43,19 +52,19 @@ class Outcome(Config):
     unknown_rate: NotNegative | None
     diverged: str | None
     """Why there are no losses; None: there are."""
-    steps: int
-    tokens: int
-    skipped_steps: int
-    parameters: int
-    flops_per_token: int
+    steps: Count
+    tokens: Count
+    skipped_steps: Count
+    parameters: Count
+    flops_per_token: Count
     device: str
-    threads: int
+    threads: Count
     versions: dict[str, str]
-    seconds: float
-    tokens_per_second: float | None
-    peak_memory: int | None
-    by_context: dict[str, dict[Measure, float]]
-    """The losses at each of the study's contexts."""
+    seconds: NotNegative
+    tokens_per_second: NotNegative | None
+    peak_memory: Count | None
+    by_context: dict[str, Losses]
+    """At each of the study's contexts; empty if it diverged."""
 
     @model_validator(mode="after")
     def _has_a_loss(self) -> Self:
@@ -87,6 +96,8 @@ class StudyFolder:
             WorkhorseError: the folder is something else's, or the study has changed since in more
                 than further seeds and variants.
         """
+        if self.path.exists() and not self.path.is_dir():
+            raise WorkhorseError(f"{self.path} is no folder; choose another --out")
         if not self.study_file.is_file():
             others = [path.name for path in self.path.iterdir()] if self.path.is_dir() else []
             others = [name for name in others if name != "data" and not name.startswith(".")]
@@ -133,8 +144,12 @@ class StudyFolder:
         """The run directory of a trial."""
         return self.path / trial.folder
 
-    def outcome(self, trial: Trial) -> Outcome | None:
+    def outcome(self, trial: Trial, contexts: Sequence[int]) -> Outcome | None:
         """What a finished trial came to; None: it is not finished.
+
+        Args:
+            trial: of the study.
+            contexts: of the study.
 
         Raises:
             WorkhorseError: its file is damaged.
@@ -143,7 +158,10 @@ class StudyFolder:
         if not file.is_file():
             return None
         try:
-            return Outcome.from_dict(read_json(file))
+            found = Outcome.from_dict(read_json(file))
+            if found.diverged is None and [*found.by_context] != [*map(str, contexts)]:
+                raise ConfigError("it has not the study's contexts", "by_context")
+            return found
         except WorkhorseError as error:
             raise WorkhorseError(
                 f"{file} is damaged ({str(error).partition(';')[0]}); remove it, and it is made "

@@ -11,6 +11,7 @@ from typing import Any
 from workhorse.compare.comparable import Measure, check_different, check_parameters, measure_of
 from workhorse.compare.study import BudgetConfig, Settings, Study
 from workhorse.config import ConfigError
+from workhorse.config_errors import LARGEST
 from workhorse.data.corpus.sources import check_outside
 from workhorse.devices import resolve_device
 from workhorse.errors import WorkhorseError
@@ -20,7 +21,7 @@ from workhorse.optim.muon import MuonConfig
 from workhorse.overrides import written
 from workhorse.train import Recipe, override_recipe, with_init
 from workhorse.train.check import check_length, check_recipe
-from workhorse.train.room import check_held
+from workhorse.train.room import check_held, check_training
 
 Vocabulary = Callable[[Recipe], int]
 StepSeconds = Callable[[str, Recipe], float]
@@ -203,7 +204,6 @@ def make_plan(
         tokenizer = plain.tokenizer.to_json()
         if tokenizer not in sizes:
             sizes[tokenizer] = vocabulary(plain)
-        _check_room(name, plain, sizes[tokenizer])
         parameters, flops = _size(plain, sizes[tokenizer])
         _check_contexts(study, name, plain, sizes[tokenizer])
         steps = _steps(study.budget, name, plain, flops, step_seconds)
@@ -213,6 +213,7 @@ def make_plan(
 
         recipe = _recipe(study, name, {**settings, "train.steps": steps}, tell)
         _check_rates(study, name, recipe)
+        _check_room(name, recipe, sizes[tokenizer])
         variants[name] = Variant(name, settings, recipe, parameters, flops)
     recipes = {name: variant.recipe for name, variant in variants.items()}
     check_different(recipes)
@@ -288,9 +289,12 @@ def _size(recipe: Recipe, vocabulary: int) -> tuple[int, int]:
 
 
 def _check_room(name: str, recipe: Recipe, vocabulary: int) -> None:
-    device = resolve_device(recipe.train.device)
+    device, config = resolve_device(recipe.train.device), recipe.decoder_config(vocabulary)
     try:
-        check_held(recipe.decoder_config(vocabulary), recipe.train, device)
+        if recipe.train.micro_batch_size == "auto":
+            check_held(config, recipe.train, device)
+        else:
+            check_training(config, recipe.train, device, packed=recipe.data.packed)
     except WorkhorseError as error:
         raise WorkhorseError(f"variants.{name}: {error}") from None
 
@@ -337,7 +341,12 @@ def _steps(
             if step_seconds is None:
                 return recipe.train.steps
             cost = step_seconds(name, recipe)
-    steps = int(budget.amount // cost)
+    steps = int(min(budget.amount // cost, LARGEST + 1.0))
+    if steps > LARGEST:
+        raise ConfigError(
+            f"{budget.amount:g} pays for 2^63 steps of {name!r} or more; lower it",
+            f"budget.{budget.kind}",
+        )
     if steps < 1:
         raise WorkhorseError(
             f"budget.{budget.kind}={budget.amount:g} is less than one step of {name!r}, which "

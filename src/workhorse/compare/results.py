@@ -36,7 +36,7 @@ def collect(plan: Plan, folder: StudyFolder) -> dict[str, Any]:
     study = plan.study
     factors = chosen_factors(plan, folder)
     outcomes = {
-        name: [_outcome(folder, Trial(name, seed, factors[name])) for seed in study.seeds]
+        name: [_outcome(plan, folder, Trial(name, seed, factors[name])) for seed in study.seeds]
         for name in plan.variants
     }
     searched = _searched(plan, folder)
@@ -112,7 +112,7 @@ def _by_context(plan: Plan, outcomes: list[Outcome]) -> dict[str, dict[str, Any]
     found: dict[str, dict[str, Any]] = {}
     shortest: list[float] = []
     for context in map(str, plan.study.contexts):
-        losses = [outcome.by_context[context][plan.measure] for outcome in outcomes]
+        losses = [getattr(outcome.by_context[context], plan.measure) for outcome in outcomes]
         shortest = shortest or losses
         more = [loss - first for loss, first in zip(losses, shortest, strict=True)]
         several = len(losses) >= FEWEST
@@ -182,13 +182,13 @@ def _searched(plan: Plan, folder: StudyFolder) -> dict[str, dict[float, float | 
     """The losses of the search, by variant and factor; None where a run diverged."""
     found: dict[str, dict[float, float | None]] = {}
     for trial in plan.searching:
-        outcome = _outcome(folder, trial)
+        outcome = _outcome(plan, folder, trial)
         found.setdefault(trial.variant, {})[trial.factor] = outcome.measured(plan.measure)
     return found
 
 
-def _outcome(folder: StudyFolder, trial: Trial) -> Outcome:
-    outcome = folder.outcome(trial)
+def _outcome(plan: Plan, folder: StudyFolder, trial: Trial) -> Outcome:
+    outcome = folder.outcome(trial, plan.study.contexts)
     assert outcome is not None, f"{trial} is finished"
     return outcome
 

@@ -20,6 +20,7 @@ from workhorse.data import prepare_tokenizer
 from workhorse.devices import resolve_device, use_threads
 from workhorse.train import Event, Recipe
 from workhorse.train.estimate import time_steps, vocab_size_of
+from workhorse.train.signals import StopSignals
 
 Listener = Callable[[Event], None]
 
@@ -139,9 +140,11 @@ class _Run:
                 "steps_done": sum(map(self._steps, done)),
             }
         )
-        stopped = self._train(self.plan.searching)
-        if stopped is None:
-            stopped = self._train(self.plan.trials(chosen_factors(self.plan, self.folder)))
+        with StopSignals() as signals:
+            stopped = self._train(self.plan.searching, signals)
+            if stopped is None:
+                chosen = self.plan.trials(chosen_factors(self.plan, self.folder))
+                stopped = self._train(chosen, signals)
         results = None
         if stopped is None:
             results = collect(self.plan, self.folder)
@@ -149,7 +152,7 @@ class _Run:
         finished = sum(map(self._is_done, everything))
         return Comparison(self.folder.path, finished, len(everything), results, stopped)
 
-    def _train(self, trials: list[Trial]) -> str | None:
+    def _train(self, trials: list[Trial], signals: StopSignals) -> str | None:
         """Run those that are not finished; returns the name of the signal that stopped them."""
         left = [trial for trial in trials if not self._is_done(trial)]
         work = [(trial, self._recipe(trial), self.folder.trial(trial)) for trial in left]
@@ -158,6 +161,8 @@ class _Run:
                 work, self.jobs, self.plan.study.contexts, self._tell, self._end
             )
         for trial, recipe, out in work:
+            if signals.received:  # between the steps of two trials
+                return signals.received.name
             self._tell(trial, {"kind": "begin"})
             tell = partial(self._tell, trial)
             if stopped := run_trial(recipe, out, tell, contexts=self.plan.study.contexts):
@@ -172,7 +177,7 @@ class _Run:
         self.on_event({**event, "trial": str(trial)})
 
     def _end(self, trial: Trial) -> None:
-        outcome = self.folder.outcome(trial)
+        outcome = self.folder.outcome(trial, self.plan.study.contexts)
         assert outcome is not None, f"{trial} is finished"
         self._tell(
             trial, {"kind": "end_of_trial", "steps": self._steps(trial), **outcome.to_dict()}
@@ -182,4 +187,4 @@ class _Run:
         return self.plan.variants[trial.variant].recipe.train.steps
 
     def _is_done(self, trial: Trial) -> bool:
-        return self.folder.outcome(trial) is not None
+        return self.folder.outcome(trial, self.plan.study.contexts) is not None

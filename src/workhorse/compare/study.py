@@ -128,7 +128,10 @@ class Study(Config):
         """A variant without settings, `base:` alone on its line, is the base as it is."""
         if not isinstance(variants, dict):
             return variants
-        return {str(name): {} if said is None else said for name, said in variants.items()}
+        named = {str(name): {} if said is None else said for name, said in variants.items()}
+        if len(named) < len(variants):
+            raise ConfigError("two of them have the same name; rename one", "variants")
+        return named
 
     @model_validator(mode="after")
     def _can_be(self) -> Self:

@@ -11,8 +11,7 @@ import torch
 
 from workhorse.checkpoints import RunDirectory
 from workhorse.checkpoints.runs.lock import FolderLock
-from workhorse.compare.comparable import Measure
-from workhorse.compare.folder import Outcome, outcome_file
+from workhorse.compare.folder import Losses, Outcome, outcome_file
 from workhorse.data import read_documents
 from workhorse.devices import resolve_device
 from workhorse.errors import WorkhorseError
@@ -57,6 +56,7 @@ def run_trial(
         result = train(recipe, out, resume=run.exists, on_event=on_event)
         if result.stopped_by is not None:
             return result.stopped_by
+        _check_validated(run, result.step)
         if result.validation_loss is None:
             diverged = "the held-out loss was not finite after the last step"
     except DivergedError as error:
@@ -68,6 +68,21 @@ def run_trial(
     )
     write_atomically(outcome_file(out), outcome.to_json() + "\n")
     return None
+
+
+def _check_validated(run: RunDirectory, step: int) -> None:
+    """Refuse a finished run whose metrics no longer say what it came to.
+
+    Raises:
+        WorkhorseError: they do not.
+    """
+    events = read_metrics(run.metrics_file)
+    ended = any(event["kind"] == "validation" and event["step"] == step for event in events)
+    if not ended or not any(event["kind"] == "start" for event in events):
+        raise WorkhorseError(
+            f"{run.metrics_file} is damaged: it has no validation after step {step}; put it back, "
+            f"or remove {run.path}, and the trial is trained again"
+        )
 
 
 def _from_metrics(run: RunDirectory, diverged: str | None) -> dict[str, Any]:
@@ -92,15 +107,13 @@ def _from_metrics(run: RunDirectory, diverged: str | None) -> dict[str, Any]:
     }
 
 
-def _by_context(
-    run: Path, device: torch.device, contexts: Sequence[int]
-) -> dict[str, dict[Measure, float]]:
+def _by_context(run: Path, device: torch.device, contexts: Sequence[int]) -> dict[str, Losses]:
     """The losses of a run over its held-out text at each context."""
     if not contexts:
         return {}
     model = load(run, device=device, dtype="float32")
     assert model.data is not None, "a run has its data"
-    found: dict[str, dict[Measure, float]] = {}
+    found: dict[str, Losses] = {}
     for context in contexts:
         documents = (
             document
@@ -109,7 +122,7 @@ def _by_context(
             for document in read_documents(source, "validation")
         )
         result = evaluate(model.decoder, model.text, documents, start=model.start, context=context)
-        found[str(context)] = {"loss": result.loss, "bits_per_byte": result.bits_per_byte}
+        found[str(context)] = Losses(loss=result.loss, bits_per_byte=result.bits_per_byte)
     return found
 
 

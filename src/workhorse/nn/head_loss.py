@@ -283,7 +283,7 @@ def loss_into_gradient(
     total = torch.zeros(2, device=logits.device)
     for block, wanted in blocks(logits, targets):
         counted = (wanted != IGNORE)[:, None]
-        expected = wanted.clamp(min=0)[:, None]
+        expected = wanted[:, None].where(counted, 0)
         shaped = shape_logits(block, shaping)
         chosen = shaped.gather(1, expected)
         largest = shaped.amax(dim=1, keepdim=True)

@@ -60,7 +60,7 @@ def _of_any_head(
     head: Head, x: Float[Tensor, "tokens d_model"], targets: Int[Tensor, " tokens"]
 ) -> Float[Tensor, " tokens"]:
     shaped = shape_logits(head(x[None])[0], Shaping())
-    chosen = shaped.gather(1, targets.clamp(min=0)[:, None])[:, 0]
+    chosen = shaped.gather(1, _known(targets)[:, None])[:, 0]
     return (chosen - shaped.logsumexp(dim=1)) * (targets != IGNORE)
 
 
@@ -81,7 +81,7 @@ class _LinearTokenLogprobs(torch.autograd.Function):
             logits = product(part, weight.t(), bias)
             for block, wanted, chosen_of, normaliser_of in blocks(logits, *of_part):
                 shaped = shape_logits(block, shaping)
-                torch.gather(shaped, 1, wanted.clamp(min=0)[:, None], out=chosen_of[:, None])
+                torch.gather(shaped, 1, _known(wanted)[:, None], out=chosen_of[:, None])
                 torch.logsumexp(shaped, dim=1, out=normaliser_of)
         ctx.save_for_backward(x, weight, bias, targets, normaliser)
         ctx.shaping, ctx.rows = shaping, rows
@@ -110,6 +110,11 @@ def _into_gradient(
     """Logits become the gradient of the log-probabilities' sum, each weighted by its slope."""
     shaped = shape_logits(logits, shaping)
     gradient = (shaped - normaliser[:, None]).exp_().mul_(-slopes[:, None])
-    gradient.scatter_add_(1, targets.clamp(min=0)[:, None], slopes[:, None])
+    gradient.scatter_add_(1, _known(targets)[:, None], slopes[:, None])
     unshape_gradient(gradient, shaped, shaping)
     logits.copy_(gradient)
+
+
+def _known(targets: Int[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
+    """Targets with some token for `IGNORE`; what is no token otherwise stays, and is refused."""
+    return targets.where(targets != IGNORE, 0)

@@ -57,7 +57,7 @@ def find_device(name: str) -> DeviceConfig:
     Raises:
         WorkhorseError: there is none.
     """
-    devices = known_devices()
-    if name not in devices:
-        raise ConfigError(f"no device {name!r}; {nearest(name, devices)}", "device")
-    return devices[name]
+    devices, known = known_devices(), name.lower()
+    if known not in devices:
+        raise ConfigError(f"no device {name!r}; {nearest(known, devices)}", "device")
+    return devices[known]

@@ -31,6 +31,8 @@ fits would take thousands. With fewer, or from one start, intervals come out too
 LOW, HIGH = 0.025, 0.975
 SLOWEST, STEEPEST = 1e-3, 3.0
 """The exponents that a fit may come to."""
+APART = 0.1
+"""Root mean square that ln D must have beside its regression on ln N, so that both can be told."""
 
 
 class Estimate(NamedTuple):
@@ -128,7 +130,16 @@ def too_few(form: Form, points: Sequence[Point]) -> str:
     for what, least in form.sizes.items():
         if (found := len({getattr(point, what) for point in points})) < least:
             return f"{least} different {what} are the fewest, {found} given"
+    if {"parameters", "tokens"} <= form.sizes.keys() and _rise_together(points):
+        return "tokens rise with parameters in one way; train some sizes on more or fewer as well"
     return ""
+
+
+def _rise_together(points: Sequence[Point]) -> bool:
+    """Whether tokens are nearly a power of the parameters, so that no fit tells them apart."""
+    n, d = _log_sizes(points, points[0])
+    rest = (d - d.mean()) - np.polyval(np.polyfit(n, d - d.mean(), 1), n)
+    return bool(np.sqrt((rest**2).mean()) < APART)
 
 
 def check_points(points: Sequence[Point]) -> None:

@@ -7,7 +7,15 @@ from typing import Any
 from workhorse.checkpoints import RunDirectory
 from workhorse.plan.compute_optimal import Parametric
 from workhorse.scaling.forms import FORMS, Hoffmann, Point
-from workhorse.scaling.law import DRAWS, Law, check_points, fit_law, too_few
+from workhorse.scaling.law import (
+    DRAWS,
+    SLOWEST,
+    STEEPEST,
+    Law,
+    check_points,
+    fit_law,
+    too_few,
+)
 from workhorse.scaling.runs import check_text, point_of, read_points
 from workhorse.train import Recipe
 
@@ -65,6 +73,8 @@ def _optimum(law: Law, flops: float) -> dict[str, float] | None:
         return None
     numbers = law.form.constants(law.theta, law.middle)
     own = Parametric(**{name.lower(): value for name, value in numbers.items()})
+    if min(own.alpha, own.beta) < 1.01 * SLOWEST or max(own.alpha, own.beta) > 0.99 * STEEPEST:
+        return None
     try:
         parameters, tokens = own.optimum(flops)
     except ArithmeticError:  # one of the summands is 0, or as good as that

@@ -5,13 +5,16 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.checkpoints import RunDirectory
-from workhorse.config_errors import as_written
+from workhorse.config_errors import LARGEST, as_written
 from workhorse.dial import read_recipe
 from workhorse.errors import WorkhorseError
 from workhorse.models.flops import FLOPS_PER_PARAMETER, flops_per_token
 from workhorse.scaling.forms import Point
 from workhorse.train import Recipe, read_metrics, with_init
 from workhorse.train.estimate import vocab_size_of
+
+DECAYED = 0.5
+"""The most that may be left of the learning rate at the end."""
 
 
 def recipe_at(path: str | Path) -> Recipe:
@@ -39,8 +42,28 @@ def read_points(runs: Iterable[str | Path]) -> list[Point]:
         recipe = Recipe.from_dict(directory.recipe())
         first = first or (recipe, str(run))
         check_text(recipe, str(run), *first)
+        _check_whole(recipe, str(run))
         points.append(_point(directory, recipe.train.steps))
     return points
+
+
+def _check_whole(recipe: Recipe, name: str) -> None:
+    """Refuse a run that was trained before, or whose learning rate did not decay.
+
+    Raises:
+        WorkhorseError: it is one.
+    """
+    if recipe.init is not None:
+        raise WorkhorseError(
+            f"{name} began from the weights of {recipe.init}, which saw other tokens before; leave "
+            "it out"
+        )
+    train = recipe.train
+    if (last := train.schedule.factor(train.steps, train.steps)) > DECAYED:
+        raise WorkhorseError(
+            f"{name} ended with {last:.0%} of its learning rate, so its loss is not that of a run "
+            "of that length; let its schedule decay, or leave it out"
+        )
 
 
 def check_text(recipe: Recipe, name: str, other: Recipe, beside: str) -> None:
@@ -74,14 +97,23 @@ def _point(directory: RunDirectory, steps: int) -> Point:
         )
     flops, tokens = start.get("flops_per_token"), step.get("tokens")
     loss = validation.get("loss")
-    if not all(isinstance(one, int | float) and one > 0 for one in (flops, tokens)):
-        raise WorkhorseError(f"{directory.path} does not record its FLOPs and tokens; leave it out")
-    if not isinstance(loss, int | float) or loss <= 0:
+    for name, figure in (("FLOPs of a token", flops), ("tokens", tokens)):
+        if not _is_size(figure):
+            raise WorkhorseError(
+                f"{directory.path} has {as_written(figure)} for its {name}; leave it out"
+            )
+    if not _is_size(loss):
         raise WorkhorseError(
             f"{directory.path} has {as_written(loss)} for its loss after {done} steps, and "
             "only losses above 0 can be fitted; leave it out"
         )
     return Point(flops / FLOPS_PER_PARAMETER, tokens, loss, directory.path.name)
+
+
+def _is_size(value: Any) -> bool:
+    """Whether a figure of a file is a number above 0, and not beyond every count."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    return number and 0 < value <= LARGEST
 
 
 def point_of(recipe: Recipe) -> Point:

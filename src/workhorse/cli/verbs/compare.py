@@ -96,7 +96,7 @@ def _account(found: dict[str, Any], out: Path) -> str:
 
     wide = max(len(name) for name in found["variants"])
     lines = [
-        f"{name:{wide}}  {one['parameters']:,} parameters, {one['steps']:,} steps, "
+        f"{name:{wide}}  {one['parameters']:,} parameters, {counted(one['steps'], 'step')}, "
         f"{one['tokens']:,} tokens, {one['flops']:.3g} FLOPs, {duration(one['seconds'])} a run"
         for name, one in found["variants"].items()
     ]

@@ -129,6 +129,23 @@ class MasterWeights:
             gradients.append(local(gradient))
         return gradients
 
+    def take_gradients(self) -> list[Tensor]:
+        """This process's parts of all gradients, in float32; the parameters have none afterwards.
+
+        They belong to the caller, who may write over them.
+        """
+        taken = [gradient.float().contiguous() for gradient in self.gradients(self.parameters)]
+        self.zero_grad()
+        return taken
+
+    def put_gradients(self, gradients: Iterable[Tensor]) -> None:
+        """Give the parameters gradients in float32, in the order of `take_gradients`."""
+        for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
+            if name in self.low_bits:
+                self.sums[name] = gradient
+            else:
+                parameter.grad = placed_like(gradient, parameter)
+
     def zero_grad(self) -> None:
         for parameter in self.parameters.values():
             parameter.grad = None

@@ -64,29 +64,31 @@ def find_subject(
     """
     of_mesh = [one for one in settings if one.startswith(PARALLEL)]
     others = [one for one in settings if not one.startswith(PARALLEL)]
-    mesh = _mesh(of_mesh)
     path = Path(source)
     in_file = path.suffix in (".yaml", ".yml") or (path.is_file() and path.suffix != ".gguf")
     if in_file or is_on_dial(source):
         recipe = Recipe.from_dict(with_init(override_recipe(read_recipe(source), others, tell)))
         config = recipe.decoder_config(vocab_size_of(recipe))
+        mesh = _mesh(of_mesh, recipe)
         return Subject(str(source), "recipe", config, recipe.train, mesh, recipe.data.packed)
     if (run := RunDirectory(path)).exists:
         fields = run.recipe()
         config = DecoderConfig.from_dict(run.config.to_dict())
         fields["model"] = config.to_dict()
         recipe = Recipe.from_dict(override_recipe(fields, others, tell))
-        config = _config_of(recipe)
+        config, mesh = _config_of(recipe), _mesh(of_mesh, recipe)
         return Subject(str(source), "run", config, recipe.train, mesh, recipe.data.packed)
     kind, config = _model(source, tell)
     recipe, assumed = _assumed(config, others, tell)
-    config = _config_of(recipe)
+    config, mesh = _config_of(recipe), _mesh(of_mesh, recipe)
     packed = recipe.data.packed
     return Subject(str(source), kind, config, recipe.train, mesh, packed, tuple(assumed))
 
 
-def _mesh(settings: list[str]) -> MeshConfig:
-    fields = apply_overrides({"parallel": {}}, settings)["parallel"]
+def _mesh(settings: list[str], recipe: Recipe) -> MeshConfig:
+    """The recipe's processes, divided as the settings say."""
+    own = {"data": recipe.parallel.data}
+    fields = apply_overrides({"parallel": own}, settings)["parallel"]
     try:
         return MeshConfig.from_dict(fields)
     except ConfigError as error:

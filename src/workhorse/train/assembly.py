@@ -13,6 +13,7 @@ from workhorse.devices import name_of, training_dtype, use_threads
 from workhorse.models.flops import flops_per_token
 from workhorse.models.parameters import active_parameters
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.parallel.world import World
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.init_from import check_tokens, start_optimizer, start_weights
 from workhorse.train.loop import Loop, Store
@@ -41,6 +42,7 @@ def assemble(
     *,
     at: Resumption,
     settings: Sequence[str] = (),
+    world: World,
 ) -> Loop:
     """Tokenizer, data, model and optimizer, fresh or from a checkpoint.
 
@@ -52,17 +54,18 @@ def assemble(
     tell = partial(_tell, on_event)
     if config.threads:
         use_threads(config.threads)
-    listener = _with_trackers(recipe, run, on_event)
-    tokenizer = _tokenizer(recipe, run, tell)
-    if recipe.init is not None and checkpoint is None:
-        check_tokens(recipe.init, tokenizer)
-    dataset = prepare(
-        recipe.data,
-        tokenizer,
-        run.data_folder,
-        progress=lambda done, total: on_event({"kind": "data", "done": done, "total": total}),
-        tell=tell,
-    )
+    listener = _with_trackers(recipe, run, on_event) if world.is_first else on_event
+    with world.first_before_others():
+        tokenizer = _tokenizer(recipe, run, tell)
+        if recipe.init is not None and checkpoint is None:
+            check_tokens(recipe.init, tokenizer)
+        dataset = prepare(
+            recipe.data,
+            tokenizer,
+            run.data_folder,
+            progress=lambda done, total: on_event({"kind": "data", "done": done, "total": total}),
+            tell=tell,
+        )
     batches = _batches(recipe, dataset, at)
     decoder_config = recipe.decoder_config(tokenizer.vocab_size)
     constants = _constants(recipe, decoder_config, tokenizer, dataset)
@@ -72,18 +75,18 @@ def assemble(
     check_training(decoder_config, fitted, device, packed=recipe.data.packed)
     seed_everything(config.seed)
     decoder, other = _decoder(recipe, decoder_config, device, checkpoint, tell)
-    step = build_step(decoder, fitted, device)
+    step = build_step(decoder, fitted, device, parallel=recipe.parallel, world=world)
     if other is not None:
         start_optimizer(str(recipe.init), other, step.optimizer, config.optimizer.kind)
     constants["micro_batch_size"] = step.micro_batch_size
+    samples = config.samples if world.is_first else None
     loop = Loop(
         config=config,
         step=step,
         weights=lambda: step.optimizer.masters.weights(decoder),
         batches=batches,
-        validator=_validator(recipe, step, dataset),
-        sample=config.samples
-        and Sampler(decoder, tokenizer, config.samples, beginning(tokenizer, recipe.data)),
+        validator=_validator(recipe, step, dataset, world),
+        sample=samples and Sampler(decoder, tokenizer, samples, beginning(tokenizer, recipe.data)),
         store=store,
         metrics=MetricsFile(run.metrics_file, at.step),
         on_event=listener,
@@ -91,9 +94,13 @@ def assemble(
         flops_per_token=flops_per_token(decoder, config.seq_len),
         peak=Peak(partial(measured_peak, config, device)),
         check_place=run.check_place,
+        world=world,
     )
     if checkpoint is not None:
         loop.restore(checkpoint, at.rows)
+    if not world.is_first:
+        return loop
+    if checkpoint is not None:
         store.prune(checkpoint.step)  # makes room on a full disk if fewer are kept from now on
     run.save_config(decoder_config)
     loop.metrics.open()
@@ -199,7 +206,9 @@ def _tokenizer(recipe: Recipe, run: RunDirectory, tell: Callable[[str], None]) -
     return run.tokenizer()
 
 
-def _validator(recipe: Recipe, step: TrainingStep, dataset: Dataset) -> Validator | None:
+def _validator(
+    recipe: Recipe, step: TrainingStep, dataset: Dataset, world: World
+) -> Validator | None:
     """The validator, which runs the trained module itself so that it is compiled once."""
     if dataset.validation is None:
         return None
@@ -211,6 +220,7 @@ def _validator(recipe: Recipe, step: TrainingStep, dataset: Dataset) -> Validato
         seq_len=recipe.train.seq_len,
         batch_size=step.micro_batch_size,
         packing=recipe.data.packing,
+        world=world,
     )
 
 

@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from signal import Signals
 from typing import Any, Protocol
 
 from torch import Tensor
@@ -15,6 +16,7 @@ from torch import Tensor
 from workhorse.checkpoints import Checkpoint
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
+from workhorse.parallel.world import ALONE, World
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.report.metrics import Event, MetricsFile
 from workhorse.train.resume.random_state import random_state, set_random_state
@@ -87,6 +89,7 @@ class Loop:
         flops_per_token: of training.
         peak: floating-point operations per second that the device reaches.
         check_place: raises if a checkpoint would no longer be written into the run's folder.
+        world: the processes of the run, of which the first writes.
     """
 
     config: TrainConfig
@@ -102,6 +105,7 @@ class Loop:
     flops_per_token: int
     peak: Peak
     check_place: Callable[[], None]
+    world: World = ALONE
     counters: Counters = field(default_factory=Counters)
     saved: int = 0
     """Steps done when the newest checkpoint was written."""
@@ -147,8 +151,8 @@ class Loop:
         logged, logged_tokens = time.perf_counter(), counters.tokens
         warming_up = True  # the first step of a session waits for compilation and page faults
         batch = self._read(counters.step)
-        while batch is not None and signals.received is None:
-            loss, counted = self.step.backward(batch)
+        while batch is not None and not self._is_to_stop(signals):
+            loss, counted = self.step.backward(batch, counters.step)
             following = counters.step + 1
             batch = self._read(following)  # while a GPU works; `update` waits for it
             schedule = config.schedule.factor(counters.step, config.steps)
@@ -177,9 +181,18 @@ class Loop:
         if self.saved != counters.step:
             self.save()
 
+    def _is_to_stop(self, signals: StopSignals) -> bool:
+        """Whether any process was told to stop, which all then do after the same step."""
+        number = self.world.largest(signals.received or 0)
+        if number:
+            signals.received = Signals(number)
+        return bool(number)
+
     def save(self) -> None:
         """Write a checkpoint, after the metrics up to it are on disk."""
         self.saved = self.counters.step  # or tried: a failed save is not tried again
+        if not self.world.is_first:
+            return
         self.check_place()
         self.metrics.sync()
         state = {
@@ -254,7 +267,9 @@ class Loop:
             self.tell("samples", samples=self.sample())
 
     def tell(self, kind: str, **values: Any) -> None:
-        """Write one line of metrics and pass it on."""
+        """Write one line of metrics and pass it on, where this is the process that does."""
+        if not self.world.is_first:
+            return
         event = {"kind": kind, "step": self.counters.step, **values}
         self.metrics.write(event)
         self.on_event(event)

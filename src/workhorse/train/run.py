@@ -1,5 +1,6 @@
 """`train`: from a recipe to a trained model in a run directory."""
 
+import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -8,6 +9,7 @@ from typing import Any
 from workhorse.checkpoints import RunDirectory
 from workhorse.data.corpus.sources import check_outside
 from workhorse.errors import WorkhorseError
+from workhorse.parallel.world import World, open_world
 from workhorse.train.assembly import assemble
 from workhorse.train.check import check_recipe, remarks_on
 from workhorse.train.loop import Loop, Store
@@ -84,10 +86,28 @@ def train(
             resume that is refused changes nothing.
     """
     run = RunDirectory(out)
-    _check_place(run, resume)  # before the lock, which would leave its file in somebody's folder
-    device = check_recipe(recipe, resume=resume)
-    check_outside(recipe.data, run.path)
-    with run.lock(), keep_freed_memory(device):
+    with open_world() as world:
+        _check_processes(recipe, world)
+        return _train(recipe, run, world, resume, settings=settings, on_event=on_event, store=store)
+
+
+def _train(
+    recipe: Recipe,
+    run: RunDirectory,
+    world: World,
+    resume: bool,
+    *,
+    settings: Sequence[str],
+    on_event: Callable[[Event], None],
+    store: Store | None,
+) -> TrainResult:
+    with world.first_before_others():
+        if world.is_first:
+            _check_place(run, resume)  # before the lock, which leaves its file in the folder
+        device = check_recipe(recipe, resume=resume)
+        check_outside(recipe.data, run.path)
+    lock = run.lock() if world.is_first else contextlib.nullcontext()
+    with lock, keep_freed_memory(device):
         into = store or run.store(recipe.train.keep)
         if resume:
             resumed = plan_resumption(run, recipe, into.newest)
@@ -95,12 +115,15 @@ def train(
             resumed = Resumption(notices=remarks_on(recipe))
         for line in resumed.notices:
             on_event({"kind": "notice", "message": line})
-        if not resume:
+        fresh = world.is_first and not resume
+        if fresh:
             run.begin(recipe.to_yaml())
         try:
-            loop = assemble(recipe, run, device, on_event, into, at=resumed, settings=settings)
+            loop = assemble(
+                recipe, run, device, on_event, into, at=resumed, settings=settings, world=world
+            )
         except Exception:  # out of memory, for one: a model without a step is not worth keeping
-            if not resume:
+            if fresh:
                 run.undo()
             raise
         try:
@@ -115,8 +138,20 @@ def train(
             ) from error
         finally:
             loop.metrics.close()
-        write_report(run)
-        return _result(loop, run, signals)
+        with world.first_before_others():
+            if world.is_first:
+                write_report(run)
+            return _result(loop, run, signals)
+
+
+def _check_processes(recipe: Recipe, world: World) -> None:
+    asked = recipe.parallel.data
+    if asked != world.size:
+        there = "this is one" if world.size == 1 else f"there are {world.size}"
+        raise WorkhorseError(
+            f"parallel.data={asked} asks for {asked} processes, and {there}; start as many, by "
+            f"workhorse train --workers {asked} or by torchrun, or set parallel.data={world.size}"
+        )
 
 
 def rehearse(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resumption:

@@ -8,6 +8,7 @@ import torch
 
 from workhorse.data import Split, ValidationBatches
 from workhorse.data.config import Packing
+from workhorse.parallel.world import ALONE, World
 from workhorse.train.objectives.objective import Objective, Outcome
 from workhorse.train.step.precision import Precision
 
@@ -40,6 +41,7 @@ class Validator:
         seq_len: predictions per row.
         batch_size: rows per forward pass.
         packing: as in training.
+        world: the processes that share the batches.
     """
 
     def __init__(
@@ -52,11 +54,13 @@ class Validator:
         seq_len: int,
         batch_size: int,
         packing: Packing,
+        world: World = ALONE,
     ) -> None:
         self.objective = objective
         self.split = split
         self.device = device
         self.precision = precision
+        self.world = world
         self._sizes: dict[str, Any] = {
             "seq_len": seq_len,
             "batch_size": batch_size,
@@ -66,19 +70,22 @@ class Validator:
     @torch.no_grad()
     def __call__(self, max_rows: int | None = None) -> Validation:
         """The loss without dropout, over the whole split or over `max_rows` rows evenly spread."""
-        losses, counts = [], []
+        batches = ValidationBatches(self.split, **self._sizes, max_rows=max_rows)
+        losses = torch.zeros(len(batches), dtype=torch.float64, device=self.device)
+        counts = torch.zeros(len(batches), dtype=torch.int64, device=self.device)
         self.objective.eval()
         try:
-            for batch in ValidationBatches(self.split, **self._sizes, max_rows=max_rows):
-                rows = batch.to(self.device, non_blocking=True)
+            for number in self.world.share(len(batches)):
+                rows = batches[number].to(self.device, non_blocking=True)
                 with self.precision.products(), self.precision():
                     outcome: Outcome = self.objective(rows)
-                losses.append(outcome.figures.get("loss", outcome.loss))
-                counts.append(outcome.count)
+                losses[number] = outcome.figures.get("loss", outcome.loss)
+                counts[number] = outcome.count
         finally:
             self.objective.train()
-        tokens = int(torch.stack(counts).sum())
-        mean = float(torch.stack(losses).cpu().double().sum()) / tokens
+        self.world.add([losses, counts])  # each figure is 0 on all processes but one
+        tokens = int(counts.sum())
+        mean = float(losses.cpu().sum()) / tokens
         return Validation(mean, self._bits_per_byte(mean), self.split.unknown_rate, tokens)
 
     def _bits_per_byte(self, loss: float) -> float | None:

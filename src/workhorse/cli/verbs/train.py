@@ -13,12 +13,19 @@ from workhorse.cli.loading import recipe_of_run
 from workhorse.cli.options import PATH, json_option, runtime_options, train_settings
 from workhorse.cli.output import ExitCode, counted, print_result
 
+MOST_WORKERS = 4096
+
+
+GIVEN = "workhorse.arguments"
+"""Of the verb, in the context of a command line."""
+
 
 class _Train(click.Command):
     """For an unknown option that is a recipe's key, tells how to write the setting."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         given = list(args)
+        ctx.meta[GIVEN] = given
         try:
             return super().parse_args(ctx, args)
         except click.NoSuchOption as error:
@@ -57,6 +64,11 @@ def _as_settings(option: str, given: list[str]) -> str:
     is_flag=True,
     help="With --dry-run: also the recipe, with all defaults and the whole model written out.",
 )
+@click.option(
+    "--workers",
+    type=click.IntRange(min=1, max=MOST_WORKERS),
+    help="Processes on this machine that share every batch: the recipe's parallel.data.",
+)
 @partial(runtime_options, default="the recipe's")
 @json_option
 def command(
@@ -67,6 +79,7 @@ def command(
     resume: bool,
     dry_run: bool,
     show_recipe: bool,
+    workers: int | None,
     device: str,
     dtype: str,
     threads: int,
@@ -88,12 +101,25 @@ def command(
         recipe, out = _own_recipe(recipe, out, resume)
     notices: list[str] = []
     changes = [*overrides, *train_settings(device=device, dtype=dtype, threads=threads)]
+    if workers is not None:
+        changes.append(f"parallel.data={workers}")
     settings = _read(recipe, changes, out, resume, notices.append)
+    if not dry_run and workers is not None and workers > 1:
+        _start(workers)
     if dry_run:
         _dry_run(settings, out, resume, as_json, notices, show_recipe=show_recipe)
     else:
         place = out or _default(settings.name)
         _train(settings, place, resume, as_json, notices=notices, changes=changes)
+
+
+def _start(workers: int) -> None:
+    """Do what this command line says in several processes, unless this is one of them."""
+    from workhorse.parallel.launch import is_started, launch
+
+    if not is_started():
+        context = click.get_current_context()
+        context.exit(launch(["train", *context.meta[GIVEN]], workers))
 
 
 def _own_recipe(folder: Path, out: Path | None, resume: bool) -> tuple[Path, Path]:
@@ -143,8 +169,16 @@ def _train(
     changes: list[str],
 ) -> None:
     from workhorse.cli.train_progress import show_training
+    from workhorse.parallel.launch import rank_here
+    from workhorse.parallel.world import LostError
     from workhorse.train import train
 
+    if rank_here():
+        try:
+            train(settings, out, resume=resume, settings=changes)
+        except LostError:  # the first process, or the one that has gone, says why
+            click.get_current_context().exit(ExitCode.USAGE)
+        return
     with show_training(settings.train.steps) as show:
         for line in notices:
             show({"kind": "notice", "message": line})

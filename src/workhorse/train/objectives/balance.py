@@ -51,6 +51,9 @@ class Balanced(Objective):
             figures["balance_loss"] = balance.detach()
         return Outcome(loss + balance, count, figures)
 
+    def tallies(self) -> list[Tensor]:
+        return [*self.objective.tallies(), *self.balancer.loads.values()]
+
     def after_update(self, finite: bool) -> None:
         self.objective.after_update(finite)
         self.balancer.update(finite)

@@ -47,6 +47,10 @@ class Objective(nn.Module, ABC):
     def forward(self, batch: Any) -> Outcome:
         """Loss, count and figures of a micro-batch on the decoder's device."""
 
+    def tallies(self) -> list[Tensor]:
+        """What `after_update` reads, in whole numbers; each process adds those of the others."""
+        return []
+
     def after_update(self, finite: bool) -> None:
         """Called at the end of every step; `finite`: whether the weights were updated."""
 

@@ -14,6 +14,7 @@ from workhorse.on_resume import OnResume
 from workhorse.optim.groups import OptimizerConfig
 from workhorse.optim.muon import MuonConfig
 from workhorse.optim.schedules import CosineConfig, ScheduleConfig
+from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.tokenizers import TokenizerConfig
 from workhorse.train.objectives.balance import check_balance
 from workhorse.train.report.trackers import TrackerName
@@ -201,6 +202,8 @@ class Recipe(Config):
     """Where the text is, and how it becomes rows of tokens."""
     train: TrainConfig
     """How the weights are trained."""
+    parallel: ParallelismConfig = UNDIVIDED
+    """How the work is divided among processes."""
 
     @model_validator(mode="before")
     @classmethod
@@ -213,6 +216,19 @@ class Recipe(Config):
                 "init",
             )
         return fields
+
+    @model_validator(mode="after")
+    def _rows_for_all(self) -> Self:
+        exact = self.parallel.reduction == "exact"
+        name = "logical_shards" if exact else "data"
+        parts, rows = getattr(self.parallel, name), self.train.batch_size
+        if parts > rows:
+            raise ConfigError(
+                f"{name}={parts} is more than train.batch_size={rows}, so that some have no row; "
+                "choose at most that",
+                "parallel",
+            )
+        return self
 
     @model_validator(mode="after")
     def _optimizer_of_something(self) -> Self:

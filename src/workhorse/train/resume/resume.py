@@ -141,8 +141,12 @@ def check_same_run(run: RunDirectory, recipe: Recipe, at: Resumption, now: dict[
 
 def changes_of(before: Recipe, now: Recipe) -> Iterator[Change]:
     """Every setting that differs, in the order of the recipe."""
+    exact = before.parallel.reduction == now.parallel.reduction == "exact"
     for path, old, new in differences(before.to_dict(), now.to_dict()):
-        yield Change(".".join(path), old, new, rule_of(now, path))
+        rule = rule_of(now, path)
+        if exact and path == ("parallel", "data"):
+            rule = OnResume.TAKEN
+        yield Change(".".join(path), old, new, rule)
 
 
 def differences(

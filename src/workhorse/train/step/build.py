@@ -9,6 +9,8 @@ from workhorse.nn import Decoder
 from workhorse.nn.head_loss import product
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import round_weights
+from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.world import ALONE, World
 from workhorse.train.objectives.balance import Balanced, Balancer, has_mixtures
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.objectives.objective import Objective
@@ -17,6 +19,7 @@ from workhorse.train.speed import peak_flops
 from workhorse.train.step.allocator import give_back_freed_memory
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
+from workhorse.train.step.reduction import Reduction
 from workhorse.train.step.step import TrainingStep
 from workhorse.transforms.checkpointing import checkpoint_activations
 from workhorse.transforms.compiled.compiled_layers import compile_layers
@@ -24,7 +27,14 @@ from workhorse.transforms.float8 import multiply_in_float8
 from workhorse.transforms.native_training import Gemm, replace_embeddings, train_natively
 
 
-def build_step(decoder: Decoder, config: TrainConfig, device: torch.device) -> TrainingStep:
+def build_step(
+    decoder: Decoder,
+    config: TrainConfig,
+    device: torch.device,
+    *,
+    parallel: ParallelismConfig = UNDIVIDED,
+    world: World = ALONE,
+) -> TrainingStep:
     """The step that trains a float32 decoder, whose weights it may round to bfloat16.
 
     On a CPU, build and run it within `keep_freed_memory`; otherwise it is slower.
@@ -33,6 +43,8 @@ def build_step(decoder: Decoder, config: TrainConfig, device: torch.device) -> T
         decoder: on the device, with the initial weights.
         config: how it is trained, with what `fit_micro_batch` made of `micro_batch_size: auto`.
         device: where it is trained.
+        parallel: how the gradients of the batch's parts are added up.
+        world: the processes that have these parts.
 
     Raises:
         WorkhorseError: nothing is to be trained.
@@ -59,6 +71,7 @@ def build_step(decoder: Decoder, config: TrainConfig, device: torch.device) -> T
     optimizer = build_optimizer(decoder, config.optimizer, low_bits, operators=operators.training)
     if device.type == "cpu":
         give_back_freed_memory()
+    divided = world.size > 1 or parallel.reduction == "exact"
     step = TrainingStep(
         objective,
         optimizer,
@@ -71,6 +84,7 @@ def build_step(decoder: Decoder, config: TrainConfig, device: torch.device) -> T
         scale=LossScale(enabled=dtype == torch.float16),
         micro_batch_size=config.micro_batch_size or config.batch_size,
         grad_clip=config.grad_clip,
+        reduction=Reduction(world, parallel, optimizer.masters, config.seed) if divided else None,
     )
     if config.compile:
         compile_layers(decoder)

@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -11,6 +12,7 @@ from workhorse.optim.norm import total_norm
 from workhorse.train.objectives.objective import Objective, Outcome, Rows
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
+from workhorse.train.step.reduction import Reduction
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,7 @@ class TrainingStep:
         scale: of the loss.
         micro_batch_size: rows per pass.
         grad_clip: largest norm of the gradient; None for no limit.
+        reduction: adds up the gradients of a batch that is divided; None: it is not.
     """
 
     def __init__(
@@ -56,6 +59,7 @@ class TrainingStep:
         scale: LossScale,
         micro_batch_size: int,
         grad_clip: float | None,
+        reduction: Reduction | None = None,
     ) -> None:
         self.objective = objective
         self.optimizer = optimizer
@@ -64,35 +68,46 @@ class TrainingStep:
         self.scale = scale
         self.micro_batch_size = micro_batch_size
         self.grad_clip = grad_clip
+        self.reduction = reduction
         self._terms: dict[str, Tensor] = {}
         """The means of what `backward` saw beside the loss."""
 
-    def backward(self, batch: Rows) -> tuple[Tensor, int]:
+    def backward(self, batch: Rows, step: int = 0) -> tuple[Tensor, int]:
         """Compute the gradient of the batch's mean loss, left on the parameters.
 
         The sum over micro-batches is divided by the count of the whole batch, so that the gradient
         does not depend on how rows are distributed over them.
 
+        Args:
+            batch: of all processes.
+            step: its number, which determines dropout where the batch is divided.
+
         Returns:
             The mean loss as shown, still on the device, and the count.
         """
-        with self.precision.products():
-            return self._backward(batch)
-
-    def _backward(self, batch: Rows) -> tuple[Tensor, int]:
         counted = int(self.objective.count(batch))
+        passes = partial(self._passes, batch, counted)
+        with self.precision.products():
+            if self.reduction is None:
+                sums = passes(0, len(batch))
+            else:
+                sums = self.reduction(step, len(batch), passes)
+        self._terms = {name: total / max(counted, 1) for name, total in sums.items()}
+        return self._terms.pop("loss"), counted
+
+    def _passes(self, batch: Rows, counted: int, begin: int, end: int) -> dict[str, Tensor]:
+        """Leave the gradient of some rows, divided by the batch's count; returns sums to log."""
         sums: dict[str, Tensor] = {}
-        for start in range(0, len(batch), self.micro_batch_size):
-            rows = batch.rows(start, start + self.micro_batch_size)
+        for start in range(begin, end, self.micro_batch_size):
+            rows = batch.rows(start, min(start + self.micro_batch_size, end))
             with self.precision():
                 outcome: Outcome = self.objective(rows.to(self.device, non_blocking=True))
             for name, figure in {"loss": outcome.loss.detach(), **outcome.figures}.items():
                 sums[name] = sums[name] + figure if name in sums else figure
             (outcome.loss * (self.scale.value / max(counted, 1))).backward()
-            if len(batch) > self.micro_batch_size:
+            if end - begin > self.micro_batch_size:
                 self.optimizer.masters.accumulate()
-        self._terms = {name: total / max(counted, 1) for name, total in sums.items()}
-        return self._terms.pop("loss"), counted
+        return sums
 
     def update(self, loss: Tensor, counted: int, schedule: float) -> StepResult:
         """Update the weights with the gradient that `backward` left, if all of it is finite.
@@ -102,6 +117,8 @@ class TrainingStep:
             counted: likewise.
             schedule: multiplies the learning rates.
         """
+        if self.reduction is not None:
+            self.reduction.world.add(self.objective.tallies())
         norm = total_norm(self.optimizer.gradients(), self.optimizer.masters.operators)
         # The step's only wait for the device.
         figures = torch.stack([loss, norm.to(loss.dtype), *self._terms.values()]).tolist()

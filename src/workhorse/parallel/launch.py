@@ -1,0 +1,61 @@
+"""Several processes on this machine, started and watched by PyTorch's elastic agent."""
+
+import logging
+import os
+import sys
+from collections.abc import Sequence
+from signal import Signals
+
+
+def is_started() -> bool:
+    """Whether this process is one of several, which `torchrun` or `launch` started."""
+    return "WORLD_SIZE" in os.environ
+
+
+def rank_here() -> int:
+    """The number of this process among them; 0 if it was started by itself."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def launch(arguments: Sequence[str], workers: int) -> int:
+    """Run `workhorse` with these arguments in several processes, and wait for them.
+
+    If one fails, the agent stops the others. A signal to this process is passed on to all of them.
+    Each gets its share of the CPU's threads, unless `OMP_NUM_THREADS` is set.
+
+    Args:
+        arguments: of the command line, without its name.
+        workers: how many processes.
+
+    Returns:
+        The exit code: that of the process that failed first, or 0.
+    """
+    from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
+    from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
+    from torch.distributed.launcher.api import LaunchConfig, elastic_launch
+
+    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers tell
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    config = LaunchConfig(
+        min_nodes=1,
+        max_nodes=1,
+        nproc_per_node=workers,
+        run_id="workhorse",
+        rdzv_backend="c10d",
+        rdzv_endpoint="localhost:0",
+        max_restarts=0,
+        monitor_interval=0.1,
+        logs_specs=DefaultLogsSpecs(),
+    )
+    try:
+        elastic_launch(config, sys.executable)("-m", "workhorse", *arguments)
+    except ChildFailedError as error:
+        rank, failure = error.get_first_failure()
+        if failure.exitcode >= 0:
+            return failure.exitcode
+        ended_by = Signals(-failure.exitcode)
+        print(f"workhorse: worker {rank} was ended by {ended_by.name}", file=sys.stderr)
+        return 128 + ended_by
+    except SignalException as error:
+        return 128 + error.sigval
+    return 0

@@ -1,0 +1,115 @@
+"""The processes that train one model: which of them this is, and what they tell each other.
+
+`torchrun`, or `workhorse train --workers`, starts them and says in the environment how many there
+are. A process that was started by itself is a world of one, in which nothing is sent.
+"""
+
+import os
+from collections.abc import Generator, Sequence
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from workhorse.errors import WorkhorseError
+
+PATIENCE = timedelta(minutes=30)
+"""How long a process waits for the others: the first one may be saving, or reading its text."""
+
+
+class LostError(WorkhorseError):
+    """Another process has gone."""
+
+
+class World:
+    """The processes of a run.
+
+    Args:
+        rank: the number of this one, from 0.
+        size: how many there are.
+    """
+
+    def __init__(self, rank: int = 0, size: int = 1) -> None:
+        self.rank, self.size = rank, size
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes what the run writes."""
+        return self.rank == 0
+
+    def share(self, count: int, rank: int | None = None) -> range:
+        """Which of so many things are this process's, or another's: consecutive ones."""
+        rank = self.rank if rank is None else rank
+        return range(rank * count // self.size, (rank + 1) * count // self.size)
+
+    def largest(self, number: int) -> int:
+        """The largest of the numbers that the processes give."""
+        if self.size == 1:
+            return number
+        tensor = torch.tensor(number)
+        with self.sending():
+            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        return int(tensor)
+
+    def wait(self) -> None:
+        """Wait until all others wait too."""
+        self.largest(0)
+
+    @contextmanager
+    def first_before_others(self) -> Generator[None]:
+        """Let the first process do what stands inside, then all others, who find it done."""
+        if not self.is_first:
+            self.wait()
+        yield
+        if self.is_first:
+            self.wait()
+
+    def add(self, tensors: Sequence[Tensor]) -> None:
+        """Add up tensors over the processes, in place, in the backend's order.
+
+        Whole numbers, and numbers that all other processes have as 0, come out the same in any.
+        """
+        if self.size > 1:
+            with self.sending():
+                for tensor in tensors:
+                    dist.all_reduce(tensor)
+
+    @contextmanager
+    def sending(self) -> Generator[None]:
+        """Turn the backend's failure to reach another process into `LostError`."""
+        try:
+            yield
+        except RuntimeError as error:
+            raise LostError(
+                "another process of the run has gone, or does not answer; its own message says why"
+            ) from error
+
+
+ALONE = World()
+"""A process that trains by itself."""
+
+
+@contextmanager
+def open_world() -> Generator[World]:
+    """Join the processes that the environment tells of; none: a world of one.
+
+    Raises:
+        WorkhorseError: the environment is incomplete, or the others do not come.
+    """
+    size = os.environ.get("WORLD_SIZE", "1")
+    if size == "1" or dist.is_initialized():
+        yield World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ALONE
+        return
+    try:
+        dist.init_process_group("gloo", timeout=PATIENCE)
+    except (ValueError, RuntimeError) as error:
+        raise WorkhorseError(
+            f"WORLD_SIZE is {size}, and the other processes are not to be found ({error}); start "
+            "all by torchrun, or unset it"
+        ) from error
+    try:
+        yield World(dist.get_rank(), dist.get_world_size())
+    finally:
+        dist.destroy_process_group()

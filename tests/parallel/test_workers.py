@@ -1,0 +1,211 @@
+"""`workhorse train` in several processes of this machine: the same bits, the same run."""
+
+import hashlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from workhorse.cli.main import main
+from workhorse.errors import WorkhorseError
+from workhorse.train import Recipe, read_metrics, train
+
+MIXTURE = {
+    "kind": "moe",
+    "router": {"selection_bias": True},
+    "n_experts": 4,
+    "top_k": 2,
+    "d_ff": 16,
+    "activation": "silu",
+}
+GATED = {"kind": "gated_mlp", "d_ff": 48, "activation": "silu"}
+
+
+def fields(folder: Path, feed_forward: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    texts = folder / "texts"
+    texts.mkdir(exist_ok=True)
+    for number in range(12):
+        lines = (f"{number} times {factor} is {number * factor}\n" for factor in range(60))
+        (texts / f"{number}.txt").write_text("".join(lines))
+    block = {
+        "kind": "pre_norm",
+        "norm": "rms_norm",
+        "attention": {"n_heads": 4, "n_kv_heads": 2, "position": "rope"},
+        "feed_forward": feed_forward,
+        "dropout": 0.1,
+    }
+    train = {
+        **{"steps": 6, "batch_size": 7, "seq_len": 16, "log_every": 1, "threads": 1},
+        **{"checkpoint_every": 2, "schedule": {"kind": "constant"}},
+    }
+    return {
+        "name": "tiny",
+        "model": {
+            "d_model": 32,
+            "n_layers": 2,
+            "blocks": {"main": block},
+            "final_norm": "rms_norm",
+            "head": {"tied": True},
+        },
+        "tokenizer": {"kind": "bytes"},
+        "data": {"corpus": {"kind": "folder", "path": str(texts)}},
+        "train": {**train, **settings},
+        "parallel": {"reduction": "exact", "logical_shards": 5},
+    }
+
+
+def run(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "workhorse", "train", *words]
+    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
+
+
+def state_of(folder: Path) -> dict[str, Any]:
+    """What a finished run came to, to the bit: weights, optimizer and every figure of a step."""
+    checkpoint = max((folder / "checkpoints").iterdir())
+    hashes = {
+        name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
+        for name in ("model.safetensors", "optimizer.safetensors")
+    }
+    timed = ("seconds", "tokens_per_second", "peak_fraction", "warming_up")
+    events = [
+        {name: value for name, value in event.items() if name not in timed}
+        for event in _steps(folder)
+    ]
+    return {**hashes, "events": events, "validation": _validation(folder)}
+
+
+def _validation(folder: Path) -> float:
+    """The loss after the last step."""
+    events = read_metrics(folder / "metrics.jsonl")
+    return [event["loss"] for event in events if event["kind"] == "validation"][-1]
+
+
+def test_any_number_of_workers_gives_the_same_bits(tmp_path: Path) -> None:
+    """A mixture on one, and through one, three and two, resumed where another number stopped."""
+    recipe = fields(tmp_path, MIXTURE, balance_rate=0.001, balance_loss=0.01)
+    train(Recipe.from_dict(recipe), tmp_path / "one")
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    walk = tmp_path / "walk"
+    for steps, workers in ((2, 1), (4, 3), (6, 2)):
+        more = ["--resume"] if walk.exists() else []
+        words = [str(file), f"train.steps={steps}", "--out", str(walk), "--workers", str(workers)]
+        done = run([*words, *more])
+        assert done.returncode == 0, done.stderr
+        assert "rounded differently" not in done.stderr
+    assert state_of(walk) == state_of(tmp_path / "one")
+
+
+def test_bfloat16_in_micro_batches(tmp_path: Path) -> None:
+    recipe = fields(tmp_path, GATED, dtype="bfloat16", micro_batch_size=1)
+    train(Recipe.from_dict(recipe), tmp_path / "one")
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    three = run([str(file), "--out", str(tmp_path / "three"), "--workers", "3", "--json"])
+    assert three.returncode == 0, three.stderr
+    assert json.loads(three.stdout)["step"] == 6
+    assert state_of(tmp_path / "three") == state_of(tmp_path / "one")
+
+
+def test_the_fast_reduction_differs_by_rounding_alone(tmp_path: Path) -> None:
+    recipe = fields(tmp_path, GATED)
+    recipe["parallel"] = {}
+    recipe["model"]["blocks"]["main"]["dropout"] = 0.0
+    train(Recipe.from_dict(recipe), tmp_path / "one")
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    two = run([str(file), "--out", str(tmp_path / "two"), "--workers", "2"])
+    assert two.returncode == 0, two.stderr
+    for one, other in zip(*(_steps(tmp_path / name) for name in ("one", "two")), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+
+
+def _steps(folder: Path) -> list[dict[str, Any]]:
+    return [one for one in read_metrics(folder / "metrics.jsonl") if one["kind"] == "step"]
+
+
+@pytest.mark.parametrize("kind", ["stopped", "killed"])
+def test_workers_that_are_stopped_go_on(tmp_path: Path, kind: str) -> None:
+    """SIGTERM to all saves once; without one of them the others end, and lose nothing saved."""
+    recipe = fields(tmp_path, GATED, steps=100_000, checkpoint_every=5)
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "workhorse", "train", str(file), "--out", str(out)]
+    process = subprocess.Popen(
+        [*command, "--workers", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
+    until = time.monotonic() + 120
+    while not list(out.glob("checkpoints/step-*")) and time.monotonic() < until:
+        time.sleep(0.2)
+    if kind == "stopped":
+        process.send_signal(signal.SIGTERM)
+    else:
+        os.kill(_worker(process.pid), signal.SIGKILL)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == (143 if kind == "stopped" else 137), said
+    assert "Traceback" not in said
+    if kind == "killed":
+        assert "was ended by SIGKILL" in said
+    saved = max(int(path.name.partition("-")[2]) for path in out.glob("checkpoints/step-*"))
+    if kind == "stopped":
+        events = read_metrics(out / "metrics.jsonl")
+        assert events[-1]["kind"] == "end"
+        assert events[-1]["step"] == saved
+    steps = f"train.steps={saved + 2}"
+    assert main(["train", str(file), "--out", str(out), "--resume", "--workers=1", steps]) == 0
+
+
+def _worker(parent: int) -> int:
+    """A process that a process started, other than the first worker."""
+    children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
+    ranks = {
+        pid: dict(
+            pair.split("=", 1)
+            for pair in Path(f"/proc/{pid}/environ").read_text().split("\0")
+            if "=" in pair
+        ).get("RANK")
+        for pid in children
+    }
+    return next(int(pid) for pid, rank in ranks.items() if rank == "1")
+
+
+@pytest.mark.parametrize(
+    ("parallel", "said"),
+    [
+        ({"data": 2}, "parallel.data=2 asks for 2 processes, and this is one; start as many, by"),
+        ({"data": 8}, "parallel: data=8 is more than train.batch_size=7"),
+        ({"reduction": "exact"}, "parallel: logical_shards=8 is more than train.batch_size=7"),
+        (
+            {"reduction": "exact", "logical_shards": 2, "data": 3},
+            "parallel: logical_shards=2 is less than data=3",
+        ),
+        ({"reduction": "slow"}, "parallel.reduction: 'slow' is not allowed; give 'fast' or"),
+    ],
+)
+def test_what_cannot_be_divided_is_refused(
+    tmp_path: Path, parallel: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(WorkhorseError) as refused:
+        train(Recipe.from_dict({**fields(tmp_path, GATED), "parallel": parallel}), tmp_path / "run")
+    assert said in str(refused.value)
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_mistake_of_several_workers_is_one_line(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(fields(tmp_path, GATED)))
+    (tmp_path / "taken").mkdir()
+    (tmp_path / "taken" / "mine.txt").write_text("something else")
+    found = run([str(file), "--out", str(tmp_path / "taken"), "--workers", "2"])
+    assert found.returncode == 2
+    (line,) = found.stderr.splitlines()
+    assert "is not empty and not a run" in line

@@ -13,7 +13,6 @@ from typing import Any
 import pytest
 import yaml
 
-from workhorse.cli.main import main
 from workhorse.errors import WorkhorseError
 from workhorse.train import Recipe, read_metrics, train
 
@@ -132,36 +131,46 @@ def _steps(folder: Path) -> list[dict[str, Any]]:
     return [one for one in read_metrics(folder / "metrics.jsonl") if one["kind"] == "step"]
 
 
-@pytest.mark.parametrize("kind", ["stopped", "killed"])
-def test_workers_that_are_stopped_go_on(tmp_path: Path, kind: str) -> None:
-    """SIGTERM to all saves once; without one of them the others end, and lose nothing saved."""
-    recipe = fields(tmp_path, GATED, steps=100_000, checkpoint_every=5)
-    file = tmp_path / "tiny.yaml"
-    file.write_text(yaml.safe_dump(recipe))
-    out = tmp_path / "run"
+def test_a_signal_ends_all_after_one_step(tmp_path: Path) -> None:
+    process, out = _begun(tmp_path, steps=100_000)
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 143, said
+    assert "Traceback" not in said
+    *_, checkpoint, end = read_metrics(out / "metrics.jsonl")
+    assert (checkpoint["kind"], end["kind"], end["reason"]) == ("checkpoint", "end", "SIGTERM")
+    assert checkpoint["step"] == end["step"]
+
+
+def test_a_killed_worker_costs_the_others_nothing(tmp_path: Path) -> None:
+    """All are started again, and end where a single process does, to the bit."""
+    process, out = _begun(tmp_path, "--max-restarts", "1", steps=60)
+    os.kill(_worker(process.pid), signal.SIGKILL)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 0, said
+    assert "Traceback" not in said
+    starts = [one["step"] for one in read_metrics(out / "metrics.jsonl") if one["kind"] == "start"]
+    assert len(starts) == 2
+    assert starts[1] > 0
+    train(Recipe.from_dict(fields(tmp_path, GATED, steps=60)), tmp_path / "one")
+    assert state_of(out) == state_of(tmp_path / "one")
+
+
+def _begun(folder: Path, *more: str, steps: int) -> tuple["subprocess.Popen[str]", Path]:
+    """A run of two workers with a checkpoint, and its folder."""
+    file, out = folder / "tiny.yaml", folder / "run"
+    file.write_text(yaml.safe_dump(fields(folder, GATED, steps=steps, checkpoint_every=5)))
     command = [sys.executable, "-m", "workhorse", "train", str(file), "--out", str(out)]
     process = subprocess.Popen(
-        [*command, "--workers", "2"], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+        [*command, "--workers", "2", *more],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
     )
     until = time.monotonic() + 120
     while not list(out.glob("checkpoints/step-*")) and time.monotonic() < until:
-        time.sleep(0.2)
-    if kind == "stopped":
-        process.send_signal(signal.SIGTERM)
-    else:
-        os.kill(_worker(process.pid), signal.SIGKILL)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == (143 if kind == "stopped" else 137), said
-    assert "Traceback" not in said
-    if kind == "killed":
-        assert "was ended by SIGKILL" in said
-    saved = max(int(path.name.partition("-")[2]) for path in out.glob("checkpoints/step-*"))
-    if kind == "stopped":
-        events = read_metrics(out / "metrics.jsonl")
-        assert events[-1]["kind"] == "end"
-        assert events[-1]["step"] == saved
-    steps = f"train.steps={saved + 2}"
-    assert main(["train", str(file), "--out", str(out), "--resume", "--workers=1", steps]) == 0
+        time.sleep(0.05)
+    return process, out
 
 
 def _worker(parent: int) -> int:

@@ -15,6 +15,7 @@ from workhorse.data import Batch
 from workhorse.nn import Decoder, DecoderConfig, HeadLoss
 from workhorse.nn.cache.blocks import BLOCK
 from workhorse.nn.cache.paged_view import PagedView
+from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
@@ -31,9 +32,11 @@ def random_batch(config: DecoderConfig, train: TrainConfig, *, packed: bool = Fa
     return Batch(tokens, tokens, documents, torch.zeros(rows, dtype=torch.int64))
 
 
-def make_step(config: DecoderConfig, train: TrainConfig) -> TrainingStep:
+def make_step(
+    config: DecoderConfig, train: TrainConfig, parallel: ParallelismConfig = UNDIVIDED
+) -> TrainingStep:
     torch.manual_seed(0)
-    return build_step(config.build(train.kernel), train, CPU)
+    return build_step(config.build(train.kernel), train, CPU, parallel=parallel)
 
 
 class Saved:
@@ -155,9 +158,11 @@ def cache_bytes_per_token(decoder: Decoder) -> int:
     )
 
 
-def most_allocated(config: DecoderConfig, train: TrainConfig) -> int:
+def most_allocated(
+    config: DecoderConfig, train: TrainConfig, parallel: ParallelismConfig = UNDIVIDED
+) -> int:
     """The peak of PyTorch's CPU allocator in the second step, by its own record of allocations."""
-    step, batch = make_step(config, train), random_batch(config, train)
+    step, batch = make_step(config, train, parallel), random_batch(config, train)
     held = sum(held_by(config, train).values())
     step.update(*step.backward(batch), schedule=1.0)
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:

@@ -8,6 +8,7 @@ from tests.plan.families import small
 from tests.plan.measure import CPU, gradient_bytes, held_by, kept_by_autograd, most_allocated
 from workhorse.nn import DecoderConfig, head_loss
 from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.parallel.config import ParallelismConfig
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.step_memory import StepMemory, step_memory
 
@@ -84,6 +85,15 @@ def test_the_peak_is_the_allocators(number: int, dtype: str) -> None:
     constants = memory.timeline["temporary"][0]  # tables of activations: made with the step
     predicted = max(memory.totals) - constants
     assert predicted == pytest.approx(most_allocated(config, train), rel=0.08)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_the_peak_where_gradients_are_added_exactly(dtype: str) -> None:
+    config, train = CONFIGS[0], training(dtype=dtype, batch_size=8, seq_len=24)
+    parallel = ParallelismConfig(reduction="exact", logical_shards=7)
+    memory = step_memory(config, train, CPU, parallel=parallel)
+    predicted = max(memory.totals) - memory.timeline["temporary"][0]
+    assert predicted == pytest.approx(most_allocated(config, train, parallel), rel=0.08)
 
 
 def test_gradients_and_their_sums_over_micro_batches() -> None:

@@ -294,7 +294,13 @@ def _check_room(name: str, recipe: Recipe, vocabulary: int) -> None:
         if recipe.train.micro_batch_size == "auto":
             check_held(config, recipe.train, device)
         else:
-            check_training(config, recipe.train, device, packed=recipe.data.packed)
+            check_training(
+                config,
+                recipe.train,
+                device,
+                packed=recipe.data.packed,
+                parallel=recipe.parallel,
+            )
     except WorkhorseError as error:
         raise WorkhorseError(f"variants.{name}: {error}") from None
 

@@ -25,6 +25,11 @@ class ParallelismConfig(Config):
     """Parts of a batch that `exact` computes one by one, in the same shapes whichever process has
     them, and adds up; at least as many as processes. Each takes `micro_batch_size` rows at once."""
 
+    @property
+    def parts(self) -> int:
+        """Into how many parts the rows of a batch are divided."""
+        return self.logical_shards if self.reduction == "exact" else self.data
+
     @model_validator(mode="after")
     def _shards_for_all(self) -> Self:
         if self.reduction == "exact" and self.logical_shards < self.data:

@@ -17,18 +17,30 @@ def rank_here() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
-def launch(arguments: Sequence[str], workers: int) -> int:
+def processes_here() -> int:
+    """How many of them share this machine's memory."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+
+
+def was_restarted() -> bool:
+    """Whether the processes before these failed."""
+    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
+
+
+def launch(arguments: Sequence[str], workers: int, restarts: int = 0) -> int:
     """Run `workhorse` with these arguments in several processes, and wait for them.
 
-    If one fails, the agent stops the others. A signal to this process is passed on to all of them.
-    Each gets its share of the CPU's threads, unless `OMP_NUM_THREADS` is set.
+    If one fails, the agent stops the others, and starts all again. A signal to this process is
+    passed on to all of them, and ends them. Each gets its share of the CPU's threads, unless
+    `OMP_NUM_THREADS` is set.
 
     Args:
         arguments: of the command line, without its name.
         workers: how many processes.
+        restarts: how often they are started again at most.
 
     Returns:
-        The exit code: that of the process that failed first, or 0.
+        The exit code: that of the process that failed first the last time, or 0.
     """
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
@@ -43,7 +55,7 @@ def launch(arguments: Sequence[str], workers: int) -> int:
         run_id="workhorse",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
-        max_restarts=0,
+        max_restarts=restarts,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(),
     )

@@ -71,8 +71,10 @@ def assemble(
     constants = _constants(recipe, decoder_config, tokenizer, dataset)
     if checkpoint is not None:
         check_same_run(run, recipe, at, constants)
-    fitted = _fitted(recipe, decoder_config, device, at)
-    check_training(decoder_config, fitted, device, packed=recipe.data.packed)
+    fitted = _fitted(recipe, decoder_config, device, at, world)
+    check_training(
+        decoder_config, fitted, device, packed=recipe.data.packed, parallel=recipe.parallel
+    )
     seed_everything(config.seed)
     decoder, other = _decoder(recipe, decoder_config, device, checkpoint, tell)
     step = build_step(decoder, fitted, device, parallel=recipe.parallel, world=world)
@@ -189,13 +191,22 @@ def _decoder(
 
 
 def _fitted(
-    recipe: Recipe, config: DecoderConfig, device: torch.device, at: Resumption
+    recipe: Recipe, config: DecoderConfig, device: torch.device, at: Resumption, world: World
 ) -> TrainConfig:
-    """The settings with a number for `micro_batch_size: auto`: the checkpoint's, if it has one."""
+    """The settings with a number for `micro_batch_size: auto`: the checkpoint's, if it has one.
+
+    All processes take the least that any of them has room for.
+    """
     train = recipe.train
     if train.micro_batch_size == "auto" and at.checkpoint is not None:
         train = train.replace(micro_batch_size=at.micro_batch_size(train.batch_size))
-    return fit_micro_batch(config, train, device, packed=recipe.data.packed)
+    if train.micro_batch_size != "auto":
+        return train
+    fitted = fit_micro_batch(
+        config, train, device, packed=recipe.data.packed, parallel=recipe.parallel
+    )
+    assert isinstance(fitted.micro_batch_size, int)
+    return fitted.replace(micro_batch_size=-world.largest(-fitted.micro_batch_size))
 
 
 def _tokenizer(recipe: Recipe, run: RunDirectory, tell: Callable[[str], None]) -> Tokenizer:

@@ -57,8 +57,11 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     active = active_parameters(decoder_config)
     flops = flops_per_token(decoder, config.seq_len)
     packed = recipe.data.packed
-    config = fit_micro_batch(decoder_config, config, device, packed=packed)
-    step = step_memory(decoder_config, recordable(config, device), device, packed=packed)
+    parallel = recipe.parallel
+    config = fit_micro_batch(decoder_config, config, device, packed=packed, parallel=parallel)
+    step = step_memory(
+        decoder_config, recordable(config, device), device, packed=packed, parallel=parallel
+    )
     memory = account(step.held, step.activations, fullest(step), available(device))
     roles = {
         role: sum(parameter.numel() for parameter in parameters.values())

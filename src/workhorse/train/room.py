@@ -11,6 +11,7 @@ from workhorse.models.flops import flops_per_token
 from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import round_weights
+from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.micro_batch import step_bytes
 
@@ -19,7 +20,12 @@ LONG = 2e14
 
 
 def check_training(
-    config: DecoderConfig, train: TrainConfig, device: torch.device, *, packed: bool = False
+    config: DecoderConfig,
+    train: TrainConfig,
+    device: torch.device,
+    *,
+    packed: bool = False,
+    parallel: ParallelismConfig = UNDIVIDED,
 ) -> None:
     """Refuse to train what memory has no room for.
 
@@ -32,6 +38,7 @@ def check_training(
         train: how it is trained; `micro_batch_size` is a number or None.
         device: where.
         packed: whether rows hold several documents.
+        parallel: how gradients are added up.
 
     Raises:
         WorkhorseError: there is less.
@@ -44,7 +51,8 @@ def check_training(
         assert rows != "auto", "determined by fit_micro_batch"
         what = f"a step with {rows:,} rows of {train.seq_len:,} tokens at once"
         remedy = "set train.micro_batch_size=auto, or see what workhorse plan suggests"
-        check_fits(step_bytes(config, train, device, packed=packed), device, what, remedy)
+        needed = step_bytes(config, train, device, packed=packed, parallel=parallel)
+        check_fits(needed, device, what, remedy)
 
 
 def check_held(config: DecoderConfig, train: TrainConfig, device: torch.device) -> None:

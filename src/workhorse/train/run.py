@@ -87,7 +87,6 @@ def train(
     """
     run = RunDirectory(out)
     with open_world() as world:
-        _check_processes(recipe, world)
         return _train(recipe, run, world, resume, settings=settings, on_event=on_event, store=store)
 
 
@@ -105,6 +104,7 @@ def _train(
         if world.is_first:
             _check_place(run, resume)  # before the lock, which leaves its file in the folder
         device = check_recipe(recipe, resume=resume)
+        _check_processes(recipe, world)
         check_outside(recipe.data, run.path)
     lock = run.lock() if world.is_first else contextlib.nullcontext()
     with lock, keep_freed_memory(device):

@@ -69,6 +69,13 @@ def _as_settings(option: str, given: list[str]) -> str:
     type=click.IntRange(min=1, max=MOST_WORKERS),
     help="Processes on this machine that share every batch: the recipe's parallel.data.",
 )
+@click.option(
+    "--max-restarts",
+    type=click.IntRange(min=0),
+    default=0,
+    show_default=True,
+    help="With --workers: how often to start them again and resume where one failed.",
+)
 @partial(runtime_options, default="the recipe's")
 @json_option
 def command(
@@ -80,6 +87,7 @@ def command(
     dry_run: bool,
     show_recipe: bool,
     workers: int | None,
+    max_restarts: int,
     device: str,
     dtype: str,
     threads: int,
@@ -101,11 +109,14 @@ def command(
         recipe, out = _own_recipe(recipe, out, resume)
     notices: list[str] = []
     changes = [*overrides, *train_settings(device=device, dtype=dtype, threads=threads)]
+    if max_restarts and (workers or 1) == 1:
+        raise click.UsageError("--max-restarts restarts several workers; give --workers")
     if workers is not None:
         changes.append(f"parallel.data={workers}")
+    resume = resume or _goes_on(recipe, changes, out)
     settings = _read(recipe, changes, out, resume, notices.append)
     if not dry_run and workers is not None and workers > 1:
-        _start(workers)
+        _start(workers, max_restarts)
     if dry_run:
         _dry_run(settings, out, resume, as_json, notices, show_recipe=show_recipe)
     else:
@@ -113,13 +124,27 @@ def command(
         _train(settings, place, resume, as_json, notices=notices, changes=changes)
 
 
-def _start(workers: int) -> None:
+def _start(workers: int, max_restarts: int) -> None:
     """Do what this command line says in several processes, unless this is one of them."""
     from workhorse.parallel.launch import is_started, launch
 
     if not is_started():
         context = click.get_current_context()
-        context.exit(launch(["train", *context.meta[GIVEN]], workers))
+        context.exit(launch(["train", *context.meta[GIVEN]], workers, max_restarts))
+
+
+def _goes_on(recipe: Path, changes: list[str], out: Path | None) -> bool:
+    """Whether these are processes in the place of others that failed after the run had begun."""
+    from workhorse.parallel.launch import was_restarted
+
+    if not was_restarted():
+        return False
+    from workhorse.checkpoints import RunDirectory
+    from workhorse.dial import read_recipe
+    from workhorse.train import override_recipe
+
+    fields = override_recipe(read_recipe(recipe), changes, lambda line: None)
+    return RunDirectory(out or _default(fields.get("name"))).exists
 
 
 def _own_recipe(folder: Path, out: Path | None, resume: bool) -> tuple[Path, Path]:

@@ -219,9 +219,8 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _rows_for_all(self) -> Self:
-        exact = self.parallel.reduction == "exact"
-        name = "logical_shards" if exact else "data"
-        parts, rows = getattr(self.parallel, name), self.train.batch_size
+        name = "logical_shards" if self.parallel.reduction == "exact" else "data"
+        parts, rows = self.parallel.parts, self.train.batch_size
         if parts > rows:
             raise ConfigError(
                 f"{name}={parts} is more than train.batch_size={rows}, so that some have no row; "

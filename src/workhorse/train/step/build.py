@@ -44,7 +44,7 @@ def build_step(
         config: how it is trained, with what `fit_micro_batch` made of `micro_batch_size: auto`.
         device: where it is trained.
         parallel: how the gradients of the batch's parts are added up.
-        world: the processes that have these parts.
+        world: the processes that have these parts: `parallel.data`, or one that has all.
 
     Raises:
         WorkhorseError: nothing is to be trained.

@@ -13,6 +13,8 @@ from workhorse.memory import available, free_memory, size
 from workhorse.models.parameters import count_parameters
 from workhorse.native import resolve
 from workhorse.nn import DecoderConfig
+from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.launch import processes_here
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.step_memory import step_memory
 
@@ -22,7 +24,12 @@ themselves, and gaps; and where the C library's heap scatters the tensors of a C
 
 
 def fit_micro_batch(
-    config: DecoderConfig, train: TrainConfig, device: torch.device, *, packed: bool = False
+    config: DecoderConfig,
+    train: TrainConfig,
+    device: torch.device,
+    *,
+    packed: bool = False,
+    parallel: ParallelismConfig = UNDIVIDED,
 ) -> TrainConfig:
     """The settings with a number for `micro_batch_size: auto`; others as they are.
 
@@ -34,6 +41,7 @@ def fit_micro_batch(
         train: how it is trained.
         device: where.
         packed: whether rows hold several documents.
+        parallel: how the batch is divided; processes on this machine share its memory.
 
     Raises:
         WorkhorseError: not even one row fits, or free memory is not known on this device.
@@ -43,12 +51,16 @@ def fit_micro_batch(
     check_fitting(device)
     free = available(device) if device.type == "cuda" else free_memory()
     assert free is not None  # `check_fitting` refused
+    if device.type == "cpu":
+        free //= processes_here()
 
     @cache
     def needed(rows: int) -> int:
-        return step_bytes(config, train.replace(micro_batch_size=rows), device, packed=packed)
+        tried = train.replace(micro_batch_size=rows)
+        return step_bytes(config, tried, device, packed=packed, parallel=parallel)
 
-    rows = largest_share(needed, usable(free, device), train.batch_size)
+    most = -(-train.batch_size // parallel.parts)
+    rows = largest_share(needed, usable(free, device), most)
     if not rows:
         raise WorkhorseError(
             f"one row of {train.seq_len} tokens needs {size(needed(1))} and {size(free)} are free "
@@ -79,7 +91,12 @@ def check_fitting(device: torch.device) -> None:
 
 
 def step_bytes(
-    config: DecoderConfig, train: TrainConfig, device: torch.device, *, packed: bool = False
+    config: DecoderConfig,
+    train: TrainConfig,
+    device: torch.device,
+    *,
+    packed: bool = False,
+    parallel: ParallelismConfig = UNDIVIDED,
 ) -> int:
     """The most bytes of a step, with the copies of weights that float16's autocast makes.
 
@@ -88,8 +105,10 @@ def step_bytes(
         train: how it is trained; `micro_batch_size` is a number or None.
         device: where.
         packed: whether rows hold several documents.
+        parallel: how gradients are added up.
     """
-    found = step_memory(config, recordable(train, device), device, packed=packed)
+    train_here = recordable(train, device)
+    found = step_memory(config, train_here, device, packed=packed, parallel=parallel)
     copies = 2 * count_parameters(config)["total"] if train.dtype == "float16" else 0
     return found.total + copies
 

@@ -34,7 +34,7 @@ class Reduction:
     ) -> None:
         self.world, self.masters, self.seed = world, masters, seed
         self.exact = config.reduction == "exact"
-        self.parts = config.logical_shards if self.exact else world.size
+        self.parts = config.parts
 
     def __call__(self, step: int, rows: int, passes: Passes) -> dict[str, Tensor]:
         """The sums to be logged of all rows, whose gradient is then that of the parameters.

@@ -13,6 +13,7 @@ from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
 from workhorse.models.parameters import components_of
 from workhorse.nn import Decoder, DecoderConfig, HeadLoss
+from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.tensors.tape import Tape, stand_in, without_data
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
@@ -110,8 +111,11 @@ def step_memory(
     *,
     packed: bool = False,
     updates: bool = True,
+    parallel: ParallelismConfig = UNDIVIDED,
 ) -> StepMemory:
     """Record a step, of two micro-batches at most: further ones are like the second.
+
+    Where gradients are added exactly it is the whole step, as one process does it.
 
     For a CPU, what is recorded is what a CPU does, with the native operators of this machine if it
     has them; for any other device, what PyTorch's own operators do there. What runs on no tensors
@@ -125,15 +129,19 @@ def step_memory(
         device: where it is trained; it need not be there.
         packed: whether rows hold several documents, which a mask keeps apart.
         updates: whether the update is recorded too, which depends on no batch.
+        parallel: how gradients are added up.
     """
     kernel = "sdpa" if train.kernel.startswith("flex") else train.kernel
     train = train.replace(kernel=kernel, fp8=False, compile=False)
     size = train.micro_batch_size
-    rows = train.batch_size if size is None else min(train.batch_size, 2 * int(size))
+    rows = train.batch_size
+    if parallel.reduction == "fast":
+        rows = -(-rows // parallel.data)
+        rows = rows if size is None else min(rows, 2 * int(size))
     here = stand_in(device)
     with without_data(here) as tape:
         decoder = config.build(train.kernel, device=here)
-        step = build_step(decoder, train, here)
+        step = build_step(decoder, train, here, parallel=parallel)
         optimizer, places = step.optimizer, _places(decoder)
         held: dict[Kind, dict[str, Tensor]] = {
             "weights": dict(decoder.state_dict(keep_vars=True)),

@@ -102,8 +102,17 @@ def open_world() -> Generator[World]:
     if size == "1" or dist.is_initialized():
         yield World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ALONE
         return
+    from torch.distributed.rendezvous import rendezvous
+
     try:
-        dist.init_process_group("gloo", timeout=PATIENCE)
+        store, rank, _ = next(rendezvous("env://", timeout=PATIENCE))
+        # The agent keeps its store when it starts workers again; of those before these it holds
+        # addresses at which nobody answers any more.
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        own = dist.PrefixStore(f"attempt-{attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(
+            "gloo", store=own, rank=rank, world_size=int(size), timeout=PATIENCE
+        )
     except (ValueError, RuntimeError) as error:
         raise WorkhorseError(
             f"WORLD_SIZE is {size}, and the other processes are not to be found ({error}); start "

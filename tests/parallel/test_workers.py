@@ -56,7 +56,7 @@ def fields(folder: Path, feed_forward: dict[str, Any], **settings: Any) -> dict[
         "tokenizer": {"kind": "bytes"},
         "data": {"corpus": {"kind": "folder", "path": str(texts)}},
         "train": {**train, **settings},
-        "parallel": {"reduction": "exact", "logical_shards": 5},
+        "parallel": {"reduction": {"kind": "exact", "logical_shards": 5}},
     }
 
 
@@ -192,12 +192,19 @@ def _worker(parent: int) -> int:
     [
         ({"data": 2}, "parallel.data=2 asks for 2 processes, and this is one; start as many, by"),
         ({"data": 8}, "parallel: data=8 is more than train.batch_size=7"),
-        ({"reduction": "exact"}, "parallel: logical_shards=8 is more than train.batch_size=7"),
         (
-            {"reduction": "exact", "logical_shards": 2, "data": 3},
-            "parallel: logical_shards=2 is less than data=3",
+            {"reduction": "exact"},
+            "parallel: reduction.logical_shards=8 is more than train.batch_size=7",
         ),
-        ({"reduction": "slow"}, "parallel.reduction: 'slow' is not allowed; give 'fast' or"),
+        (
+            {"reduction": {"kind": "exact", "logical_shards": 2}, "data": 3},
+            "parallel: reduction.logical_shards=2 is less than data=3",
+        ),
+        ({"reduction": "slow"}, "parallel.reduction: unknown kind 'slow'; known: exact, fast"),
+        (
+            {"reduction": {"kind": "fast", "logical_shards": 4}},
+            "parallel.reduction: unknown key 'logical_shards'",
+        ),
     ],
 )
 def test_what_cannot_be_divided_is_refused(

@@ -90,7 +90,7 @@ def test_the_peak_is_the_allocators(number: int, dtype: str) -> None:
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_the_peak_where_gradients_are_added_exactly(dtype: str) -> None:
     config, train = CONFIGS[0], training(dtype=dtype, batch_size=8, seq_len=24)
-    parallel = ParallelismConfig(reduction="exact", logical_shards=7)
+    parallel = ParallelismConfig(reduction={"kind": "exact", "logical_shards": 7})
     memory = step_memory(config, train, CPU, parallel=parallel)
     predicted = max(memory.totals) - memory.timeline["temporary"][0]
     assert predicted == pytest.approx(most_allocated(config, train, parallel), rel=0.08)

@@ -115,7 +115,8 @@ def _real_plan(study: Study, folder: StudyFolder, on_event: Listener) -> Plan:
 def seconds_of_step(recipe: Recipe, vocabulary: int) -> float:
     """The time of a recipe's step on this machine: the fastest of a few on random tokens."""
     device = resolve_device(recipe.train.device)
-    return time_steps(recipe.train, recipe.decoder_config(vocabulary), device)
+    config = recipe.decoder_config(vocabulary)
+    return time_steps(recipe.train, config, device, recipe.parallel)
 
 
 class _Run:

@@ -7,26 +7,6 @@ from collections.abc import Sequence
 from signal import Signals
 
 
-def is_started() -> bool:
-    """Whether this process is one of several, which `torchrun` or `launch` started."""
-    return "WORLD_SIZE" in os.environ
-
-
-def rank_here() -> int:
-    """The number of this process among them; 0 if it was started by itself."""
-    return int(os.environ.get("RANK", "0"))
-
-
-def processes_here() -> int:
-    """How many of them share this machine's memory."""
-    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
-
-
-def was_restarted() -> bool:
-    """Whether the processes before these failed."""
-    return os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"
-
-
 def launch(arguments: Sequence[str], workers: int, restarts: int = 0) -> int:
     """Run `workhorse` with these arguments in several processes, and wait for them.
 

@@ -62,13 +62,8 @@ class TreeSum:
 
 def nodes_of(begin: int, end: int) -> list[tuple[int, int]]:
     """Level and index of the nodes that `TreeSum` leaves of the leaves `begin` to `end` - 1."""
-    found: list[tuple[int, int]] = []
-    for leaf in range(begin, end):
-        found.append((0, leaf))
-        while len(found) > 1 and found[-2] == (found[-1][0], found[-1][1] - 1) and found[-1][1] % 2:
-            level, index = found.pop()
-            found[-1] = (level + 1, index // 2)
-    return found
+    tree = TreeSum(Node(0, leaf, []) for leaf in range(begin, end))
+    return [(node.level, node.index) for node in tree.nodes]
 
 
 def _are_halves(left: Node, right: Node) -> bool:

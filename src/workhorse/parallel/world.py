@@ -4,7 +4,6 @@
 are. A process that was started by itself is a world of one, in which nothing is sent.
 """
 
-import os
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -14,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
+from workhorse.parallel import environment
 
 PATIENCE = timedelta(minutes=30)
 """How long a process waits for the others: the first one may be saving, or reading its text."""
@@ -98,9 +98,9 @@ def open_world() -> Generator[World]:
     Raises:
         WorkhorseError: the environment is incomplete, or the others do not come.
     """
-    size = os.environ.get("WORLD_SIZE", "1")
-    if size == "1" or dist.is_initialized():
-        yield World(dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else ALONE
+    size = environment.count()
+    if size == 1:
+        yield ALONE
         return
     from torch.distributed.rendezvous import rendezvous
 
@@ -108,11 +108,9 @@ def open_world() -> Generator[World]:
         store, rank, _ = next(rendezvous("env://", timeout=PATIENCE))
         # The agent keeps its store when it starts workers again; of those before these it holds
         # addresses at which nobody answers any more.
-        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-        own = dist.PrefixStore(f"attempt-{attempt}", store)  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(
-            "gloo", store=own, rank=rank, world_size=int(size), timeout=PATIENCE
-        )
+        prefix = f"attempt-{environment.attempt()}"
+        own = dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise WorkhorseError(
             f"WORLD_SIZE is {size}, and the other processes are not to be found ({error}); start "

@@ -200,13 +200,13 @@ def _fitted(
     train = recipe.train
     if train.micro_batch_size == "auto" and at.checkpoint is not None:
         train = train.replace(micro_batch_size=at.micro_batch_size(train.batch_size))
-    if train.micro_batch_size != "auto":
-        return train
     fitted = fit_micro_batch(
         config, train, device, packed=recipe.data.packed, parallel=recipe.parallel
     )
-    assert isinstance(fitted.micro_batch_size, int)
-    return fitted.replace(micro_batch_size=-world.largest(-fitted.micro_batch_size))
+    size = fitted.micro_batch_size
+    return (
+        fitted.replace(micro_batch_size=-world.largest(-size)) if isinstance(size, int) else fitted
+    )
 
 
 def _tokenizer(recipe: Recipe, run: RunDirectory, tell: Callable[[str], None]) -> Tokenizer:

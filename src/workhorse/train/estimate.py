@@ -13,6 +13,7 @@ from workhorse.models.flops import flops_per_token
 from workhorse.models.parameters import active_parameters
 from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import parameters_by_role
+from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.tokenizers import train_tokenizer
 from workhorse.train.check import check_length, check_recipe
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
@@ -70,14 +71,14 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     tokens = config.steps * config.tokens_per_step
     seconds, source = flops * config.tokens_per_step / measured_peak(config, device), MATRIX_PRODUCT
     if step.total <= TIMED_BYTES and memory["fits"] is not False and seconds <= TIMED_SECONDS:
-        seconds, source = time_steps(config, decoder_config, device), "steps"
+        seconds, source = time_steps(config, decoder_config, device, parallel), "steps"
     return {
         "recipe": recipe.written_out().to_dict(),
         "config": decoder_config.to_dict(),
         "exports_as": exports_as(decoder_config),
         "parameters": {"total": sum(roles.values()), "active": active, **roles},
         "memory": memory,
-        "micro_batch_size": config.micro_batch_size or config.batch_size,
+        "micro_batch_size": config.micro_batch_size or -(-config.batch_size // parallel.parts),
         "tokens": tokens,
         "flops_per_token": flops,
         "seconds": config.steps * seconds,
@@ -97,14 +98,23 @@ def vocab_size_of(recipe: Recipe) -> int:
     return train_tokenizer(recipe.tokenizer, iterate_texts(recipe.data)).vocab_size
 
 
-def time_steps(train: TrainConfig, config: DecoderConfig, device: torch.device) -> float:
-    """The seconds of the fastest of a few steps on random tokens; the first does not count."""
-    train = fit_micro_batch(config, train, device)
+def time_steps(
+    train: TrainConfig,
+    config: DecoderConfig,
+    device: torch.device,
+    parallel: ParallelismConfig = UNDIVIDED,
+) -> float:
+    """The seconds of the fastest of a few steps on random tokens; the first does not count.
+
+    One process does all of each, as it would with the whole machine to itself.
+    """
+    train = fit_micro_batch(config, train, device, parallel=parallel)
     tokens = torch.randint(config.vocab_size, (train.batch_size, train.seq_len))
     batch = Batch(tokens, tokens, None, torch.zeros(train.batch_size, dtype=torch.int64))
     times = []
     with keep_freed_memory(device):
-        step = build_step(config.build(train.kernel, device=device), train, device)
+        decoder = config.build(train.kernel, device=device)
+        step = build_step(decoder, train, device, parallel=parallel)
         for _ in range(1 + TIMED_STEPS):
             start = time.perf_counter()
             step.update(*step.backward(batch), schedule=1.0)

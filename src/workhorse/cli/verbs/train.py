@@ -12,9 +12,10 @@ import click
 from workhorse.cli.loading import recipe_of_run
 from workhorse.cli.options import PATH, json_option, runtime_options, train_settings
 from workhorse.cli.output import ExitCode, counted, print_result
+from workhorse.parallel import environment
 
 MOST_WORKERS = 4096
-
+"""Of one machine."""
 
 GIVEN = "workhorse.arguments"
 """Of the verb, in the context of a command line."""
@@ -113,38 +114,26 @@ def command(
         raise click.UsageError("--max-restarts restarts several workers; give --workers")
     if workers is not None:
         changes.append(f"parallel.data={workers}")
-    resume = resume or _goes_on(recipe, changes, out)
-    settings = _read(recipe, changes, out, resume, notices.append)
-    if not dry_run and workers is not None and workers > 1:
-        _start(workers, max_restarts)
+    goes_on = resume or environment.attempt() > 0
+    settings = _read(recipe, changes, out, goes_on, notices.append)
     if dry_run:
         _dry_run(settings, out, resume, as_json, notices, show_recipe=show_recipe)
+    elif (workers or 1) > 1 and environment.count() == 1:
+        from workhorse.parallel.launch import launch
+
+        context = click.get_current_context()
+        context.exit(launch(["train", *context.meta[GIVEN]], workers or 1, max_restarts))
     else:
         place = out or _default(settings.name)
+        resume = resume or (goes_on and _has_begun(place))
         _train(settings, place, resume, as_json, notices=notices, changes=changes)
 
 
-def _start(workers: int, max_restarts: int) -> None:
-    """Do what this command line says in several processes, unless this is one of them."""
-    from workhorse.parallel.launch import is_started, launch
-
-    if not is_started():
-        context = click.get_current_context()
-        context.exit(launch(["train", *context.meta[GIVEN]], workers, max_restarts))
-
-
-def _goes_on(recipe: Path, changes: list[str], out: Path | None) -> bool:
-    """Whether these are processes in the place of others that failed after the run had begun."""
-    from workhorse.parallel.launch import was_restarted
-
-    if not was_restarted():
-        return False
+def _has_begun(run: Path) -> bool:
+    """Whether processes before these have made a run directory."""
     from workhorse.checkpoints import RunDirectory
-    from workhorse.dial import read_recipe
-    from workhorse.train import override_recipe
 
-    fields = override_recipe(read_recipe(recipe), changes, lambda line: None)
-    return RunDirectory(out or _default(fields.get("name"))).exists
+    return RunDirectory(run).exists
 
 
 def _own_recipe(folder: Path, out: Path | None, resume: bool) -> tuple[Path, Path]:
@@ -194,11 +183,10 @@ def _train(
     changes: list[str],
 ) -> None:
     from workhorse.cli.train_progress import show_training
-    from workhorse.parallel.launch import rank_here
     from workhorse.parallel.world import LostError
     from workhorse.train import train
 
-    if rank_here():
+    if environment.rank():
         try:
             train(settings, out, resume=resume, settings=changes)
         except LostError:  # the first process, or the one that has gone, says why

@@ -219,7 +219,7 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _rows_for_all(self) -> Self:
-        name = "logical_shards" if self.parallel.reduction == "exact" else "data"
+        name = "reduction.logical_shards" if self.parallel.is_exact else "data"
         parts, rows = self.parallel.parts, self.train.batch_size
         if parts > rows:
             raise ConfigError(

@@ -141,7 +141,7 @@ def check_same_run(run: RunDirectory, recipe: Recipe, at: Resumption, now: dict[
 
 def changes_of(before: Recipe, now: Recipe) -> Iterator[Change]:
     """Every setting that differs, in the order of the recipe."""
-    exact = before.parallel.reduction == now.parallel.reduction == "exact"
+    exact = before.parallel.is_exact and now.parallel.is_exact
     for path, old, new in differences(before.to_dict(), now.to_dict()):
         rule = rule_of(now, path)
         if exact and path == ("parallel", "data"):

@@ -71,7 +71,7 @@ def build_step(
     optimizer = build_optimizer(decoder, config.optimizer, low_bits, operators=operators.training)
     if device.type == "cpu":
         give_back_freed_memory()
-    divided = world.size > 1 or parallel.reduction == "exact"
+    divided = world.size > 1 or parallel.is_exact
     step = TrainingStep(
         objective,
         optimizer,
@@ -82,7 +82,7 @@ def build_step(
             config.matmul_precision,
         ),
         scale=LossScale(enabled=dtype == torch.float16),
-        micro_batch_size=config.micro_batch_size or config.batch_size,
+        micro_batch_size=config.micro_batch_size or -(-config.batch_size // parallel.parts),
         grad_clip=config.grad_clip,
         reduction=Reduction(world, parallel, optimizer.masters, config.seed) if divided else None,
     )

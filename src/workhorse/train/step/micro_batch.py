@@ -13,8 +13,8 @@ from workhorse.memory import available, free_memory, size
 from workhorse.models.parameters import count_parameters
 from workhorse.native import resolve
 from workhorse.nn import DecoderConfig
+from workhorse.parallel import environment
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
-from workhorse.parallel.launch import processes_here
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.step_memory import step_memory
 
@@ -52,7 +52,7 @@ def fit_micro_batch(
     free = available(device) if device.type == "cuda" else free_memory()
     assert free is not None  # `check_fitting` refused
     if device.type == "cpu":
-        free //= processes_here()
+        free //= environment.count_here()
 
     @cache
     def needed(rows: int) -> int:

@@ -33,7 +33,7 @@ class Reduction:
         self, world: World, config: ParallelismConfig, masters: MasterWeights, seed: int
     ) -> None:
         self.world, self.masters, self.seed = world, masters, seed
-        self.exact = config.reduction == "exact"
+        self.exact = config.is_exact
         self.parts = config.parts
 
     def __call__(self, step: int, rows: int, passes: Passes) -> dict[str, Tensor]:

@@ -135,7 +135,7 @@ def step_memory(
     train = train.replace(kernel=kernel, fp8=False, compile=False)
     size = train.micro_batch_size
     rows = train.batch_size
-    if parallel.reduction == "fast":
+    if not parallel.is_exact:
         rows = -(-rows // parallel.data)
         rows = rows if size is None else min(rows, 2 * int(size))
     here = stand_in(device)

@@ -1,89 +1,17 @@
 """`workhorse train` in several processes of this machine: the same bits, the same run."""
 
-import hashlib
 import json
 import os
 import signal
-import subprocess
-import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 
+from tests.parallel.runs import GATED, MIXTURE, begun, fields, run, state_of, steps_of
 from workhorse.errors import WorkhorseError
 from workhorse.train import Recipe, read_metrics, train
-
-MIXTURE = {
-    "kind": "moe",
-    "router": {"selection_bias": True},
-    "n_experts": 4,
-    "top_k": 2,
-    "d_ff": 16,
-    "activation": "silu",
-}
-GATED = {"kind": "gated_mlp", "d_ff": 48, "activation": "silu"}
-
-
-def fields(folder: Path, feed_forward: dict[str, Any], **settings: Any) -> dict[str, Any]:
-    texts = folder / "texts"
-    texts.mkdir(exist_ok=True)
-    for number in range(12):
-        lines = (f"{number} times {factor} is {number * factor}\n" for factor in range(60))
-        (texts / f"{number}.txt").write_text("".join(lines))
-    block = {
-        "kind": "pre_norm",
-        "norm": "rms_norm",
-        "attention": {"n_heads": 4, "n_kv_heads": 2, "position": "rope"},
-        "feed_forward": feed_forward,
-        "dropout": 0.1,
-    }
-    train = {
-        **{"steps": 6, "batch_size": 7, "seq_len": 16, "log_every": 1, "threads": 1},
-        **{"checkpoint_every": 2, "schedule": {"kind": "constant"}},
-    }
-    return {
-        "name": "tiny",
-        "model": {
-            "d_model": 32,
-            "n_layers": 2,
-            "blocks": {"main": block},
-            "final_norm": "rms_norm",
-            "head": {"tied": True},
-        },
-        "tokenizer": {"kind": "bytes"},
-        "data": {"corpus": {"kind": "folder", "path": str(texts)}},
-        "train": {**train, **settings},
-        "parallel": {"reduction": {"kind": "exact", "logical_shards": 5}},
-    }
-
-
-def run(words: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "workhorse", "train", *words]
-    return subprocess.run(command, capture_output=True, text=True, check=False, **options)
-
-
-def state_of(folder: Path) -> dict[str, Any]:
-    """What a finished run came to, to the bit: weights, optimizer and every figure of a step."""
-    checkpoint = max((folder / "checkpoints").iterdir())
-    hashes = {
-        name: hashlib.sha256((checkpoint / name).read_bytes()).hexdigest()
-        for name in ("model.safetensors", "optimizer.safetensors")
-    }
-    timed = ("seconds", "tokens_per_second", "peak_fraction", "warming_up")
-    events = [
-        {name: value for name, value in event.items() if name not in timed}
-        for event in _steps(folder)
-    ]
-    return {**hashes, "events": events, "validation": _validation(folder)}
-
-
-def _validation(folder: Path) -> float:
-    """The loss after the last step."""
-    events = read_metrics(folder / "metrics.jsonl")
-    return [event["loss"] for event in events if event["kind"] == "validation"][-1]
 
 
 def test_any_number_of_workers_gives_the_same_bits(tmp_path: Path) -> None:
@@ -122,17 +50,13 @@ def test_the_fast_reduction_differs_by_rounding_alone(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(recipe))
     two = run([str(file), "--out", str(tmp_path / "two"), "--workers", "2"])
     assert two.returncode == 0, two.stderr
-    for one, other in zip(*(_steps(tmp_path / name) for name in ("one", "two")), strict=True):
+    for one, other in zip(*(steps_of(tmp_path / name) for name in ("one", "two")), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
 
 
-def _steps(folder: Path) -> list[dict[str, Any]]:
-    return [one for one in read_metrics(folder / "metrics.jsonl") if one["kind"] == "step"]
-
-
 def test_a_signal_ends_all_after_one_step(tmp_path: Path) -> None:
-    process, out = _begun(tmp_path, steps=100_000)
+    process, out = begun(tmp_path, fields(tmp_path, GATED, steps=100_000, checkpoint_every=5))
     process.send_signal(signal.SIGTERM)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 143, said
@@ -144,7 +68,9 @@ def test_a_signal_ends_all_after_one_step(tmp_path: Path) -> None:
 
 def test_a_killed_worker_costs_the_others_nothing(tmp_path: Path) -> None:
     """All are started again, and end where a single process does, to the bit."""
-    process, out = _begun(tmp_path, "--max-restarts", "1", steps=60)
+    process, out = begun(
+        tmp_path, fields(tmp_path, GATED, steps=60, checkpoint_every=5), "--max-restarts", "1"
+    )
     os.kill(_worker(process.pid), signal.SIGKILL)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
@@ -154,23 +80,6 @@ def test_a_killed_worker_costs_the_others_nothing(tmp_path: Path) -> None:
     assert starts[1] > 0
     train(Recipe.from_dict(fields(tmp_path, GATED, steps=60)), tmp_path / "one")
     assert state_of(out) == state_of(tmp_path / "one")
-
-
-def _begun(folder: Path, *more: str, steps: int) -> tuple["subprocess.Popen[str]", Path]:
-    """A run of two workers with a checkpoint, and its folder."""
-    file, out = folder / "tiny.yaml", folder / "run"
-    file.write_text(yaml.safe_dump(fields(folder, GATED, steps=steps, checkpoint_every=5)))
-    command = [sys.executable, "-m", "workhorse", "train", str(file), "--out", str(out)]
-    process = subprocess.Popen(
-        [*command, "--workers", "2", *more],
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-    until = time.monotonic() + 120
-    while not list(out.glob("checkpoints/step-*")) and time.monotonic() < until:
-        time.sleep(0.05)
-    return process, out
 
 
 def _worker(parent: int) -> int:
@@ -190,8 +99,16 @@ def _worker(parent: int) -> int:
 @pytest.mark.parametrize(
     ("parallel", "said"),
     [
-        ({"data": 2}, "parallel.data=2 asks for 2 processes, and this is one; start as many, by"),
+        (
+            {"data": 2},
+            "parallel asks for 2 processes, and this is one; start as many, by workhorse",
+        ),
         ({"data": 8}, "parallel: data=8 is more than train.batch_size=7"),
+        ({"shard": 2}, "parallel: data=1 times shard=2 does not divide train.batch_size=7"),
+        (
+            {"shard": 2, "reduction": {"kind": "exact", "logical_shards": 5}},
+            "parallel: data=1 times shard=2 does not divide reduction.logical_shards=5",
+        ),
         (
             {"reduction": "exact"},
             "parallel: reduction.logical_shards=8 is more than train.batch_size=7",

@@ -1,5 +1,6 @@
 """AdamW: Adam with decoupled weight decay (1711.05101)."""
 
+import math
 from collections.abc import Mapping
 from typing import Annotated, Literal, NamedTuple
 
@@ -62,6 +63,16 @@ class AdamW:
     It calls PyTorch's fused kernel without `torch.optim.Optimizer`, whose first instance imports
     the compiler and makes every start a second slower. Each process updates its own part of a
     sharded parameter.
+
+    Args:
+        parameters: by name.
+        config: of the rule.
+        weight_decay: of these parameters.
+        rate_factor: multiplies the learning rate.
+        masters: of the parameters and maybe others.
+        uniform: whether each number is rounded alike wherever it lies in a tensor, and so whichever
+            process has it. PyTorch's fused kernel for CPUs rounds the last few of a tensor
+            differently.
     """
 
     def __init__(
@@ -72,11 +83,13 @@ class AdamW:
         weight_decay: float,
         rate_factor: float = 1.0,
         masters: MasterWeights | None = None,
+        uniform: bool = False,
     ) -> None:
         self.learning_rate = config.learning_rate * rate_factor
         self.weight_decay = weight_decay / rate_factor
         self.parameters = dict(parameters)
         self.config = config
+        self.uniform = uniform
         self.masters = masters or MasterWeights(parameters)
         weights = [local(weight) for weight in self.parameters.values()]
         mean_dtype = getattr(torch, config.mean_dtype)
@@ -154,6 +167,10 @@ class AdamW:
         """Update by PyTorch's kernel; all tensors except the counts are float32."""
         if not states:
             return
+        if self.uniform and states[0].weight.device.type == "cpu":
+            for one in states:
+                self._update_uniformly(one, schedule)
+            return
         adamw(
             [one.weight for one in states],
             [one.gradient for one in states],
@@ -170,6 +187,17 @@ class AdamW:
             eps=self.config.eps,
             maximize=False,
         )
+
+    def _update_uniformly(self, one: State, schedule: float) -> None:
+        """The same by operations that add or multiply, so that each result is rounded once."""
+        config, rate = self.config, self.learning_rate * schedule
+        one.updates.add_(1)
+        updates = int(one.updates)
+        one.mean.mul_(config.beta1).add_(one.gradient * (1 - config.beta1))
+        one.mean_square.mul_(config.beta2).add_(one.gradient.square().mul_(1 - config.beta2))
+        root = one.mean_square.sqrt().div_(math.sqrt(1 - config.beta2**updates)).add_(config.eps)
+        move = (one.mean / root).mul_(rate / (1 - config.beta1**updates))
+        one.weight.mul_(1 - rate * self.weight_decay).sub_(move)
 
     def tensors(self) -> dict[str, Tensor]:
         """The state that the next step depends on, by parameter name; no copies."""

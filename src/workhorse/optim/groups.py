@@ -84,6 +84,7 @@ def build_optimizer(
     low_bits: Mapping[str, Tensor] | None = None,
     *,
     operators: Training | None = None,
+    uniform: bool = False,
 ) -> "Optimizer":
     """The optimizer of a decoder's trainable parameters, sharded or not.
 
@@ -92,6 +93,7 @@ def build_optimizer(
         config: of the optimizer.
         low_bits: of the weights that `round_weights` rounded.
         operators: of training, which update tensors on the CPU.
+        uniform: see `AdamW`.
     """
     masters = MasterWeights(dict(decoder.named_parameters()), low_bits, operators=operators)
     roles = {
@@ -111,7 +113,14 @@ def build_optimizer(
     groups[decay if adamw.decay_embeddings else 0.0, 1.0].update(roles["embedding"])
     groups[0.0, 1.0].update(roles["vector"])
     parts += [
-        AdamW(parameters, adamw, weight_decay=decay, rate_factor=factor, masters=masters)
+        AdamW(
+            parameters,
+            adamw,
+            weight_decay=decay,
+            rate_factor=factor,
+            masters=masters,
+            uniform=uniform,
+        )
         for (decay, factor), parameters in groups.items()
         if parameters
     ]

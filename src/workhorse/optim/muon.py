@@ -128,25 +128,31 @@ class Muon:
     ) -> None:
         """`_update` of whole matrices, with one pass over memory before the gemms and one after."""
         config = self.config
+        weights = [local(weight).detach() for weight in group.values()]
+        gradients = [gradient.contiguous() for gradient in self.masters.gradients(group)]
+        like = next(iter(group.values()))
+        whole = momenta
+        if is_sharded(like):
+            gradients = list(whole_stack(torch.stack(gradients), like).unbind())
+            whole = whole_stack(momenta, like)
         directions = operators.muon_directions(
-            [gradient.contiguous() for gradient in self.masters.gradients(group)],
-            momenta,
-            shrink=shrink,
-            momentum=config.momentum,
-            nesterov=config.nesterov,
+            gradients, whole, shrink=shrink, momentum=config.momentum, nesterov=config.nesterov
         )
-        operators.split_move_(
-            [weight.detach() for weight in group.values()],
-            [self.masters.low_bits[name] for name in group],
-            newton_schulz(directions, config.iterations),
-            kept=kept,
-            size=size,
-        )
+        update = newton_schulz(directions, config.iterations)
+        if is_sharded(like):
+            momenta.copy_(part_of_stack(whole, like))
+            upright = update.mT if like.shape[-2] > like.shape[-1] else update
+            update = part_of_stack(upright.reshape(whole.shape), like)
+            rows, columns = update.shape[-2:]
+            update = (update.mT if rows > columns else update).contiguous()
+        if update.numel():
+            lower = [self.masters.low_bits[name] for name in group]
+            operators.split_move_(weights, lower, update, kept=kept, size=size)
 
     def _operators_for(self, group: Mapping[str, nn.Parameter]) -> Training | None:
         """The native operators, if they can update this group."""
         suitable = all(
-            name in self.masters.low_bits and weight.device.type == "cpu" and not is_sharded(weight)
+            name in self.masters.low_bits and weight.device.type == "cpu"
             for name, weight in group.items()
         )
         return self.masters.operators if suitable else None

@@ -7,7 +7,10 @@ from torch import Tensor, nn
 
 from workhorse.native import Training
 from workhorse.optim.master_weights import chunks
-from workhorse.optim.shards import is_sharded, local, summed_over_shards
+from workhorse.optim.shards import is_sharded, local, summed_over_shards, whole_rows
+
+PIECE = 1024
+"""Numbers that are added up at once."""
 
 
 def total_norm(gradients: list[Tensor], operators: Training | None = None) -> Tensor:
@@ -28,6 +31,28 @@ def total_norm(gradients: list[Tensor], operators: Training | None = None) -> Te
         for some in by_place.values()
     ]
     return torch.stack(squares).sum().sqrt()
+
+
+def norm_by_rows(gradients: list[Tensor]) -> Tensor:
+    """The same norm with the same bits however gradients are sharded by rows: one sum a row.
+
+    Sums of many numbers are made of sums of `PIECE`, in which no number of threads makes a
+    difference.
+    """
+    squares = [whole_rows(_squares_of_rows(local(gradient)), gradient) for gradient in gradients]
+    total = torch.cat(squares)
+    while total.numel() > 1:
+        total = nn.functional.pad(total, (0, -total.numel() % PIECE)).view(-1, PIECE).sum(1)
+    return total.sqrt().squeeze()
+
+
+def _squares_of_rows(tensor: Tensor) -> Tensor:
+    """The sum of the squares of each row of a tensor, of a vector each square, in float32."""
+    rows = tensor.detach().float().reshape(len(tensor), tensor.shape[1:].numel())
+    sums = rows.new_zeros(len(rows))
+    for piece in rows.split(PIECE, dim=1):
+        sums += piece.square().sum(dim=1)
+    return sums
 
 
 def _length(gradients: list[Tensor], operators: Training | None) -> Tensor:

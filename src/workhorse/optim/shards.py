@@ -56,6 +56,17 @@ def summed_over_shards(value: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(value, like.device_mesh, placements).full_tensor()
 
 
+def whole_rows(figures: Tensor, like: Tensor) -> Tensor:
+    """A number for each row of a sharded tensor, from those for this process's rows."""
+    if not is_sharded(like):
+        return figures
+    from torch.distributed.tensor import DTensor
+
+    shape, stride = torch.Size(like.shape[:1]), (1,)
+    mesh, placements = like.device_mesh, like.placements
+    return DTensor.from_local(figures, mesh, placements, shape=shape, stride=stride).full_tensor()
+
+
 def whole_stack(parts: Tensor, member: Tensor) -> Tensor:
     """A stack of whole tensors of one shape and placement, from a stack of this process's parts.
 

@@ -35,6 +35,9 @@ class ParallelismConfig(Config):
     """Processes that each hold the whole model and share the rows of every batch.
     `workhorse train --workers N` starts so many on this machine; under `torchrun` it is the number
     of processes there are. With an exact `reduction` another number changes nothing."""
+    shard: Annotated[Ways, OnResume.ROUNDED] = 1
+    """Processes that divide weights, gradients and optimizer among them, and share the rows of
+    every batch too (FSDP; ZeRO stage 3, 1910.02054). With `data` there are so many groups."""
     reduction: Annotated[
         FastConfig | ExactConfig, Field(discriminator="kind"), OnResume.ROUNDED
     ] = FastConfig()
@@ -49,16 +52,64 @@ class ParallelismConfig(Config):
     def parts(self) -> int:
         """Into how many parts the rows of a batch are divided."""
         exact = self.reduction
-        return exact.logical_shards if isinstance(exact, ExactConfig) else self.data
+        return exact.logical_shards if isinstance(exact, ExactConfig) else self.processes
+
+    @property
+    def processes(self) -> int:
+        """How many there are."""
+        return self.data * self.shard
+
+    def on(self, processes: int) -> Self:
+        """The same division with as much `data` as makes so many processes.
+
+        Raises:
+            ConfigError: there is none.
+        """
+        if processes % self.shard:
+            raise ConfigError(
+                f"shard={self.shard} does not divide {processes} processes; choose a divisor"
+            )
+        return self.replace(data=processes // self.shard)
 
     @model_validator(mode="after")
     def _a_part_for_each(self) -> Self:
-        if self.parts < self.data:
+        if self.parts < self.processes:
             raise ConfigError(
-                f"reduction.logical_shards={self.parts} is less than data={self.data}, so that "
+                f"reduction.logical_shards={self.parts} is less than {self._product}, so that "
                 "some processes have none; choose at least that"
             )
+        if self.shard > 1 and self.parts % self.processes:
+            raise ConfigError(
+                f"{self._product} does not divide reduction.logical_shards={self.parts}: processes "
+                "that divide weights compute in step; choose a multiple"
+            )
         return self
+
+    @property
+    def _product(self) -> str:
+        return f"data={self.data}" + (f" times shard={self.shard}" if self.shard > 1 else "")
+
+    def check_rows(self, rows: int) -> None:
+        """Refuse a batch that cannot be divided.
+
+        Args:
+            rows: of the batch.
+
+        Raises:
+            ConfigError: it has fewer rows than parts; or parts of several sizes, where processes
+                that divide weights compute in step.
+        """
+        name = f"reduction.logical_shards={self.parts}" if self.is_exact else self._product
+        if self.parts > rows:
+            raise ConfigError(
+                f"{name} is more than train.batch_size={rows}, so that some have no row; choose at "
+                "most that"
+            )
+        if self.shard > 1 and rows % self.parts:
+            raise ConfigError(
+                f"{name} does not divide train.batch_size={rows}: processes that divide weights "
+                "compute in step; choose a divisor"
+            )
 
 
 UNDIVIDED = ParallelismConfig()

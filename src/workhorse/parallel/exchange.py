@@ -44,8 +44,7 @@ def add_exactly(world: World, tree: TreeSum, leaves: int) -> list[Tensor]:
     shares = [world.share(leaves, rank) for rank in range(world.size)]
     places = [nodes_of(share.start, share.stop) for share in shares]
     for buckets in zip(*map(_buckets, own), strict=True):
-        with world.sending():
-            total = _exchange(torch.stack([_flat(bucket) for bucket in buckets]), places)
+        total = _exchange(torch.stack([_flat(bucket) for bucket in buckets]), places)
         _spread(total, buckets[0])
     return own[0]
 

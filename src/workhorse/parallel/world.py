@@ -4,7 +4,7 @@
 are. A process that was started by itself is a world of one, in which nothing is sent.
 """
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -29,10 +29,12 @@ class World:
     Args:
         rank: the number of this one, from 0.
         size: how many there are.
+        in_step: whether a pass of one needs one of every other at the same time, since each has a
+            part of the weights.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1) -> None:
-        self.rank, self.size = rank, size
+    def __init__(self, rank: int = 0, size: int = 1, *, in_step: bool = False) -> None:
+        self.rank, self.size, self.in_step = rank, size, in_step
 
     @property
     def is_first(self) -> bool:
@@ -44,14 +46,31 @@ class World:
         rank = self.rank if rank is None else rank
         return range(rank * count // self.size, (rank + 1) * count // self.size)
 
+    def passes(self, count: int) -> Iterator[tuple[int, bool]]:
+        """Which of so many things this process passes, and whether they are its to count.
+
+        In step, all processes do as many, so that some pass one that another has too.
+        """
+        share = self.share(count)
+        yield from ((number, True) for number in share)
+        if self.in_step and len(share) < -(-count // self.size):
+            yield 0, False
+
     def largest(self, number: int) -> int:
         """The largest of the numbers that the processes give."""
         if self.size == 1:
             return number
         tensor = torch.tensor(number)
-        with self.sending():
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX)
         return int(tensor)
+
+    def gather(self, tensor: Tensor) -> Tensor:
+        """The tensors of all processes, of one shape, stacked in the order of their numbers."""
+        if self.size == 1:
+            return tensor[None]
+        gathered = tensor.new_empty(self.size, *tensor.shape)
+        dist.all_gather(list(gathered), tensor)
+        return gathered
 
     def wait(self) -> None:
         """Wait until all others wait too."""
@@ -72,19 +91,8 @@ class World:
         Whole numbers, and numbers that all other processes have as 0, come out the same in any.
         """
         if self.size > 1:
-            with self.sending():
-                for tensor in tensors:
-                    dist.all_reduce(tensor)
-
-    @contextmanager
-    def sending(self) -> Generator[None]:
-        """Turn the backend's failure to reach another process into `LostError`."""
-        try:
-            yield
-        except RuntimeError as error:
-            raise LostError(
-                "another process of the run has gone, or does not answer; its own message says why"
-            ) from error
+            for tensor in tensors:
+                dist.all_reduce(tensor)
 
 
 ALONE = World()
@@ -92,11 +100,15 @@ ALONE = World()
 
 
 @contextmanager
-def open_world() -> Generator[World]:
+def open_world(*, in_step: bool = False) -> Generator[World]:
     """Join the processes that the environment tells of; none: a world of one.
+
+    Args:
+        in_step: see `World`.
 
     Raises:
         WorkhorseError: the environment is incomplete, or the others do not come.
+        LostError: one of them has gone.
     """
     size = environment.count()
     if size == 1:
@@ -117,6 +129,17 @@ def open_world() -> Generator[World]:
             "all by torchrun, or unset it"
         ) from error
     try:
-        yield World(dist.get_rank(), dist.get_world_size())
+        yield World(dist.get_rank(), dist.get_world_size(), in_step=in_step)
+    except RuntimeError as error:
+        if not _is_loss(error):
+            raise
+        raise LostError(
+            "another process of the run has gone, or does not answer; its own message says why"
+        ) from error
     finally:
         dist.destroy_process_group()
+
+
+def _is_loss(error: RuntimeError) -> bool:
+    """Whether a backend failed to reach another process; gloo says so in words alone."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error)

@@ -5,7 +5,7 @@ from workhorse.train.dry_run import dry_run
 from workhorse.train.estimate import estimate
 from workhorse.train.loop import DivergedError
 from workhorse.train.recipe.init import with_init
-from workhorse.train.recipe.overrides import override_recipe
+from workhorse.train.recipe.overrides import on_workers, override_recipe
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
 from workhorse.train.report.metrics import Event, read_metrics
 from workhorse.train.resume.resume import Change, Resumption, resumed_recipe
@@ -21,6 +21,7 @@ __all__ = [
     "TrainResult",
     "dry_run",
     "estimate",
+    "on_workers",
     "override_recipe",
     "read_metrics",
     "rehearse",

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -31,6 +31,8 @@ from workhorse.train.step.step import TrainingStep
 from workhorse.train.validation import Validator
 
 Listener = Callable[[Event], None]
+Given = ParamSpec("Given")
+Result = TypeVar("Result")
 
 
 def assemble(
@@ -81,14 +83,14 @@ def assemble(
     if other is not None:
         start_optimizer(str(recipe.init), other, step.optimizer, config.optimizer.kind)
     constants["micro_batch_size"] = step.micro_batch_size
-    samples = config.samples if world.is_first else None
+    together = partial(_together, step, world)
     loop = Loop(
         config=config,
         step=step,
         weights=lambda: step.optimizer.masters.weights(decoder),
         batches=batches,
-        validator=_validator(recipe, step, dataset, world),
-        sample=samples and Sampler(decoder, tokenizer, samples, beginning(tokenizer, recipe.data)),
+        validate=together(_validator(recipe, step, dataset, world)),
+        sample=together(_sampler(recipe, decoder, tokenizer, world)),
         store=store,
         metrics=MetricsFile(run.metrics_file, at.step),
         on_event=listener,
@@ -233,6 +235,32 @@ def _validator(
         packing=recipe.data.packing,
         world=world,
     )
+
+
+def _sampler(
+    recipe: Recipe, decoder: Decoder, tokenizer: Tokenizer, world: World
+) -> Sampler | None:
+    """What generates sample texts: the first process, or all where each has a part of the model."""
+    samples = recipe.train.samples
+    if samples is None or not (world.is_first or world.in_step):
+        return None
+    return Sampler(decoder, tokenizer, samples, beginning(tokenizer, recipe.data))
+
+
+def _together(
+    step: TrainingStep, world: World, call: Callable[Given, Result] | None
+) -> Callable[Given, Result] | None:
+    """A call of parts of the model, which are gathered for it where each process has some."""
+    if call is None or not world.in_step:
+        return call
+
+    def gather_and_call(*given: Given.args, **options: Given.kwargs) -> Result:
+        from workhorse.parallel.sharding import gathered
+
+        with gathered(step.objective):
+            return call(*given, **options)
+
+    return gather_and_call
 
 
 def _with_trackers(recipe: Recipe, run: RunDirectory, on_event: Listener) -> Listener:

@@ -23,7 +23,7 @@ from workhorse.train.resume.random_state import random_state, set_random_state
 from workhorse.train.signals import StopSignals
 from workhorse.train.speed import Peak
 from workhorse.train.step.step import StepResult, TrainingStep
-from workhorse.train.validation import Validator
+from workhorse.train.validation import Validation
 
 TensorsOf = Callable[[], dict[str, Tensor]]
 
@@ -80,7 +80,8 @@ class Loop:
         step: performs one step.
         weights: returns the weights to save.
         batches: the batch of each step.
-        validator: measures the held-out loss; None without held-out text.
+        validate: measures the held-out loss of so many rows, of all for None; None without held-out
+            text.
         sample: generates the sample texts; None for none.
         store: writes checkpoints.
         metrics: the file of events.
@@ -96,7 +97,7 @@ class Loop:
     step: TrainingStep
     weights: TensorsOf
     batches: BatchSource
-    validator: Validator | None
+    validate: Callable[[int | None], Validation] | None
     sample: Callable[[], list[dict[str, str]]] | None
     store: Store
     metrics: MetricsFile
@@ -139,7 +140,8 @@ class Loop:
         try:
             self._train(signals)
         except Exception:
-            if self._whole and self.saved != self.counters.step:
+            alone = self._whole and not self.world.in_step  # else others would have to save too
+            if alone and self.saved != self.counters.step:
                 with contextlib.suppress(Exception):  # the first failure is the one to report
                     self.save()
             raise
@@ -191,6 +193,11 @@ class Loop:
     def save(self) -> None:
         """Write a checkpoint, after the metrics up to it are on disk."""
         self.saved = self.counters.step  # or tried: a failed save is not tried again
+        model, optimizer = self.weights(), self.step.optimizer.tensors()
+        if self.world.in_step:
+            from workhorse.parallel.sharding import whole_on_first
+
+            model, optimizer = whole_on_first(model), whole_on_first(optimizer)
         if not self.world.is_first:
             return
         self.check_place()
@@ -201,9 +208,7 @@ class Loop:
             "loss_scale": self.step.scale.state(),
             "random": random_state(),
         }
-        path = self.store.save(
-            self.counters.step, self.weights(), self.step.optimizer.tensors(), state
-        )
+        path = self.store.save(self.counters.step, model, optimizer, state)
         self.tell("checkpoint", path=str(path))
 
     def _read(self, step: int) -> Batch | None:
@@ -258,9 +263,9 @@ class Loop:
         """Validate and generate samples when they are due."""
         config, step = self.config, self.counters.step
         every = config.steps_between_validations
-        if self.validator is not None and (ended or (every and step % every == 0)):
+        if self.validate is not None and (ended or (every and step % every == 0)):
             rows = None if ended else config.rows_in_validation
-            measured = self.validator(rows)
+            measured = self.validate(rows)
             self.tell("validation", **asdict(measured), whole=rows is None)
         samples = config.samples
         if self.sample and samples and (ended or step % samples.every == 0):

@@ -86,7 +86,7 @@ def train(
             resume that is refused changes nothing.
     """
     run = RunDirectory(out)
-    with open_world() as world:
+    with open_world(in_step=recipe.parallel.shard > 1) as world:
         return _train(recipe, run, world, resume, settings=settings, on_event=on_event, store=store)
 
 
@@ -145,12 +145,12 @@ def _train(
 
 
 def _check_processes(recipe: Recipe, world: World) -> None:
-    asked = recipe.parallel.data
+    asked = recipe.parallel.processes
     if asked != world.size:
         there = "this is one" if world.size == 1 else f"there are {world.size}"
         raise WorkhorseError(
-            f"parallel.data={asked} asks for {asked} processes, and {there}; start as many, by "
-            f"workhorse train --workers {asked} or by torchrun, or set parallel.data={world.size}"
+            f"parallel asks for {asked} processes, and {there}; start as many, by workhorse train "
+            f"--workers {asked} or by torchrun, or change parallel.data"
         )
 
 

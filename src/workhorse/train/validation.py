@@ -75,12 +75,13 @@ class Validator:
         counts = torch.zeros(len(batches), dtype=torch.int64, device=self.device)
         self.objective.eval()
         try:
-            for number in self.world.share(len(batches)):
+            for number, counts_here in self.world.passes(len(batches)):
                 rows = batches[number].to(self.device, non_blocking=True)
                 with self.precision.products(), self.precision():
                     outcome: Outcome = self.objective(rows)
-                losses[number] = outcome.figures.get("loss", outcome.loss)
-                counts[number] = outcome.count
+                if counts_here:
+                    losses[number] = outcome.figures.get("loss", outcome.loss)
+                    counts[number] = outcome.count
         finally:
             self.objective.train()
         self.world.add([losses, counts])  # each figure is 0 on all processes but one

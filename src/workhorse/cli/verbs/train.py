@@ -68,7 +68,7 @@ def _as_settings(option: str, given: list[str]) -> str:
 @click.option(
     "--workers",
     type=click.IntRange(min=1, max=MOST_WORKERS),
-    help="Processes on this machine that share every batch: the recipe's parallel.data.",
+    help="Processes on this machine; they share every batch, as parallel.data says.",
 )
 @click.option(
     "--max-restarts",
@@ -112,10 +112,10 @@ def command(
     changes = [*overrides, *train_settings(device=device, dtype=dtype, threads=threads)]
     if max_restarts and (workers or 1) == 1:
         raise click.UsageError("--max-restarts restarts several workers; give --workers")
-    if workers is not None:
-        changes.append(f"parallel.data={workers}")
     goes_on = resume or environment.attempt() > 0
-    settings = _read(recipe, changes, out, goes_on, notices.append)
+    settings = _read(recipe, changes, out, resume=goes_on, workers=workers, tell=notices.append)
+    if workers is not None:
+        changes.append(f"parallel.data={settings.parallel.data}")
     if dry_run:
         _dry_run(settings, out, resume, as_json, notices, show_recipe=show_recipe)
     elif (workers or 1) > 1 and environment.count() == 1:
@@ -153,19 +153,26 @@ def _read(
     file: Path,
     overrides: list[str],
     out: Path | None,
+    *,
     resume: bool,
+    workers: int | None,
     tell: Callable[[str], object],
 ) -> Any:
-    """A recipe with overrides; to resume a run, the model that it started from is not needed."""
+    """A recipe with overrides, for so many workers if that is given.
+
+    To resume a run, the model that it started from is not needed.
+    """
     from workhorse.dial import read_recipe
 
     written = read_recipe(file)  # first, so that a file that is none does not wait for torch
     from workhorse.checkpoints import RunDirectory
-    from workhorse.train import Recipe, override_recipe, resumed_recipe, with_init
+    from workhorse.train import Recipe, on_workers, override_recipe, resumed_recipe, with_init
 
     fields = override_recipe(written, overrides, tell)
     if resume and (run := RunDirectory(out or _default(fields.get("name")))).exists:
         fields = resumed_recipe(fields, run)
+    if workers is not None:
+        fields = on_workers(fields, workers)
     return Recipe.from_dict(with_init(fields))
 
 

@@ -55,18 +55,19 @@ struct Momentum {
   }
 };
 
-// weight · kept - size · update, of one matrix; the update may lie transposed.
+// weight · kept - size · update, of one matrix; the update may lie transposed. As in adamw.h, nothing is
+// left for the compiler to contract.
 inline void move(weights::Split weight, weights::Narrow update, int64_t rows, int64_t columns, bool transposed,
                  float kept, float size) {
   if (!transposed) {
     for (int64_t i = 0; i < rows * columns; ++i)
-      weight.write(i, weight.read(i) * kept - size * update.read(i));
+      weight.write(i, std::fma(weight.read(i), kept, -(size * update.read(i))));
     return;
   }
   for (int64_t i = 0; i < rows; ++i)
     for (int64_t j = 0; j < columns; ++j)
-      weight.write(i * columns + j,
-                   weight.read(i * columns + j) * kept - size * update.read(j * rows + i));
+      weight.write(i * columns + j, std::fma(weight.read(i * columns + j), kept,
+                                             -(size * update.read(j * rows + i))));
 }
 
 }  // namespace workhorse::muon

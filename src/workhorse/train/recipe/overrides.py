@@ -6,6 +6,7 @@ from typing import Any
 from workhorse.config import Config, ConfigError
 from workhorse.on_resume import OfItsKind
 from workhorse.overrides import apply_overrides
+from workhorse.parallel.config import ParallelismConfig
 from workhorse.train.recipe.recipe import preset_with
 from workhorse.train.recipe.reference import NAME, configs_at, names_at
 
@@ -164,3 +165,19 @@ def _fit_warmup(
     )
     schedule = {**now["schedule"], "warmup_steps": short}
     return {**fields, "train": {**now, "schedule": schedule}}
+
+
+def on_workers(fields: dict[str, Any], workers: int) -> dict[str, Any]:
+    """The recipe with as much `parallel.data` as makes so many processes of its other divisions.
+
+    Raises:
+        ConfigError: there is none, or `parallel` is not what it should be.
+    """
+    parallel = fields.get("parallel") or {}
+    if not isinstance(parallel, dict):
+        return fields  # the recipe will be refused
+    try:
+        divided = ParallelismConfig.from_dict({**parallel, "data": 1}).on(workers)
+    except ConfigError as error:
+        raise error.below("parallel") from None
+    return {**fields, "parallel": divided.to_dict()}

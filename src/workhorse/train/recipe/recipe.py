@@ -219,14 +219,10 @@ class Recipe(Config):
 
     @model_validator(mode="after")
     def _rows_for_all(self) -> Self:
-        name = "reduction.logical_shards" if self.parallel.is_exact else "data"
-        parts, rows = self.parallel.parts, self.train.batch_size
-        if parts > rows:
-            raise ConfigError(
-                f"{name}={parts} is more than train.batch_size={rows}, so that some have no row; "
-                "choose at most that",
-                "parallel",
-            )
+        try:
+            self.parallel.check_rows(self.train.batch_size)
+        except ConfigError as error:
+            raise error.below("parallel") from None
         return self
 
     @model_validator(mode="after")

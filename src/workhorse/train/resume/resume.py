@@ -144,7 +144,7 @@ def changes_of(before: Recipe, now: Recipe) -> Iterator[Change]:
     exact = before.parallel.is_exact and now.parallel.is_exact
     for path, old, new in differences(before.to_dict(), now.to_dict()):
         rule = rule_of(now, path)
-        if exact and path == ("parallel", "data"):
+        if exact and path in (("parallel", "data"), ("parallel", "shard")):
             rule = OnResume.TAKEN
         yield Change(".".join(path), old, new, rule)
 

@@ -1,5 +1,7 @@
 """Building the step that trains a decoder, for a device and a precision."""
 
+from functools import partial
+
 import torch
 
 from workhorse.devices import training_dtype
@@ -19,7 +21,7 @@ from workhorse.train.speed import peak_flops
 from workhorse.train.step.allocator import give_back_freed_memory
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
-from workhorse.train.step.reduction import Reduction
+from workhorse.train.step.reduction import Reduction, ShardedReduction
 from workhorse.train.step.step import TrainingStep
 from workhorse.transforms.checkpointing import checkpoint_activations
 from workhorse.transforms.compiled.compiled_layers import compile_layers
@@ -68,7 +70,19 @@ def build_step(
         multiply_in_float8(decoder)
     if config.activation_checkpointing:
         checkpoint_activations(decoder)
-    optimizer = build_optimizer(decoder, config.optimizer, low_bits, operators=operators.training)
+    reduction = partial(Reduction, world, parallel)
+    if world.size > 1 and parallel.shard > 1:
+        from workhorse.parallel.sharding import shard  # takes a second
+
+        exact_sums = shard(objective, decoder.layers, parallel, device)
+        reduction = partial(ShardedReduction, world, parallel, exact_sums=exact_sums)
+    optimizer = build_optimizer(
+        decoder,
+        config.optimizer,
+        low_bits,
+        operators=operators.training,
+        uniform=parallel.is_exact,
+    )
     if device.type == "cpu":
         give_back_freed_memory()
     divided = world.size > 1 or parallel.is_exact
@@ -84,7 +98,7 @@ def build_step(
         scale=LossScale(enabled=dtype == torch.float16),
         micro_batch_size=config.micro_batch_size or -(-config.batch_size // parallel.parts),
         grad_clip=config.grad_clip,
-        reduction=Reduction(world, parallel, optimizer.masters, config.seed) if divided else None,
+        reduction=reduction(optimizer.masters, config.seed) if divided else None,
     )
     if config.compile:
         compile_layers(decoder)

@@ -1,6 +1,7 @@
 """The gradient of a batch whose rows are divided: among processes, or into parts of fixed shape."""
 
 from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -11,6 +12,9 @@ from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.exchange import add_exactly, add_fast
 from workhorse.parallel.tree import Node, TreeSum
 from workhorse.parallel.world import World
+
+if TYPE_CHECKING:
+    from workhorse.parallel.sharding import ExactSums
 
 Passes = Callable[[int, int], dict[str, Tensor]]
 """Leaves the gradient of the rows from one number to another, and returns sums to be logged."""
@@ -47,8 +51,7 @@ class Reduction:
         tree = TreeSum()
         figures: dict[str, Tensor] = {}
         for part in self.world.share(self.parts):
-            torch.manual_seed(derive(self.seed, "part", step, part) % 2**63)
-            figures = passes(part * rows // self.parts, (part + 1) * rows // self.parts)
+            figures = self.pass_part(step, part, rows, passes)
             tensors = self.masters.take_gradients()
             tree.push(Node(0, part, [*tensors, torch.stack(list(figures.values())).float()]))
         if self.exact:
@@ -58,3 +61,43 @@ class Reduction:
             add_fast(self.world, [*gradients, sums])
         self.masters.put_gradients(gradients)
         return dict(zip(figures, sums.unbind(), strict=True))
+
+    def pass_part(self, step: int, part: int, rows: int, passes: Passes) -> dict[str, Tensor]:
+        """Leave the gradient of one part of a batch of so many rows; returns sums to be logged."""
+        torch.manual_seed(derive(self.seed, "part", step, part) % 2**63)
+        return passes(part * rows // self.parts, (part + 1) * rows // self.parts)
+
+
+class ShardedReduction(Reduction):
+    """The same where each process keeps its share of every gradient, which FSDP sends it.
+
+    Processes compute in step: in every round each has one part, and passes it whole if the sums are
+    to be exact.
+
+    Args:
+        exact_sums: adds them up; None: FSDP does.
+    """
+
+    def __init__(
+        self,
+        world: World,
+        config: ParallelismConfig,
+        masters: MasterWeights,
+        seed: int,
+        exact_sums: "ExactSums | None",
+    ) -> None:
+        super().__init__(world, config, masters, seed)
+        self.exact_sums = exact_sums
+
+    def __call__(self, step: int, rows: int, passes: Passes) -> dict[str, Tensor]:
+        sums, figures = TreeSum(), dict[str, Tensor]()
+        for first in range(0, self.parts, self.world.size):
+            figures = self.pass_part(step, first + self.world.rank, rows, passes)
+            of_all = self.world.gather(torch.stack(list(figures.values())).float())
+            for number, of_part in enumerate(of_all):
+                sums.push(Node(0, first + number, [of_part]))
+        if self.exact_sums is not None:
+            taken = self.exact_sums.take()
+            self.masters.put_gradients(taken[one] for one in self.masters.parameters.values())
+        (total,) = sums.result()
+        return dict(zip(figures, total.unbind(), strict=True))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workhorse.optim.groups import Optimizer
-from workhorse.optim.norm import total_norm
+from workhorse.optim.norm import norm_by_rows, total_norm
 from workhorse.train.objectives.objective import Objective, Outcome, Rows
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
@@ -119,7 +119,7 @@ class TrainingStep:
         """
         if self.reduction is not None:
             self.reduction.world.add(self.objective.tallies())
-        norm = total_norm(self.optimizer.gradients(), self.optimizer.masters.operators)
+        norm = self._norm()
         # The step's only wait for the device.
         figures = torch.stack([loss, norm.to(loss.dtype), *self._terms.values()]).tolist()
         loss_value, norm_value, *extra = figures
@@ -135,6 +135,12 @@ class TrainingStep:
         self.scale.update(result.finite)
         self.optimizer.masters.zero_grad()
         return result
+
+    def _norm(self) -> Tensor:
+        gradients = self.optimizer.gradients()
+        if self.reduction is not None and self.reduction.exact:
+            return norm_by_rows(gradients)
+        return total_norm(gradients, self.optimizer.masters.operators)
 
     def forget(self) -> None:
         """Discard the gradient that `backward` left, without an update."""

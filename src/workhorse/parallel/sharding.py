@@ -1,0 +1,192 @@
+"""Weights, gradients and optimizer state divided among processes, block by block: FSDP2.
+
+Each process keeps its rows of every tensor (2304.11277; ZeRO stage 3, 1910.02054). PyTorch's
+`fully_shard` gathers the weights of a block before they are used and sends each process its part of
+their gradients after the block's backward pass.
+"""
+
+from collections.abc import Generator, Iterable, Mapping
+from contextlib import contextmanager
+from functools import partial
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
+from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+
+from workhorse.optim.shards import is_sharded, local
+from workhorse.parallel.config import ParallelismConfig
+from workhorse.parallel.tree import Node, TreeSum
+
+
+def shard(
+    root: nn.Module, blocks: Iterable[nn.Module], config: ParallelismConfig, device: torch.device
+) -> "ExactSums | None":
+    """Divide the weights of a module among the processes, in place; all must hold the same.
+
+    A vector that takes no gradient, as a router's selection bias, stays whole on each process.
+
+    Args:
+        root: called for every pass; it gathers what is in no block, for the whole of a pass.
+        blocks: of it, which are gathered one at a time.
+        config: into how many parts, and how many processes have each of them.
+        device: of the weights.
+
+    Returns:
+        What adds up the gradients if that is to be exact; otherwise FSDP does, in float32.
+    """
+    mesh = init_device_mesh(
+        device.type, (config.data, config.shard), mesh_dim_names=("data", "shard")
+    )
+    whole = {
+        parameter
+        for parameter in root.parameters()
+        if not parameter.requires_grad and parameter.ndim <= 1
+    }
+    divide = partial(
+        fully_shard,
+        mesh=mesh["shard"] if config.is_exact or config.data == 1 else mesh,
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=None if config.is_exact else torch.float32),
+        ignored_params=whole,
+    )
+    groups = [cast(FSDPModule, divide(module)) for module in (*blocks, root)]
+    for group in groups:
+        group.set_gradient_divide_factor(1.0)
+        group.set_force_sum_reduction_for_comms(True)
+    return ExactSums(groups, mesh) if config.is_exact else None
+
+
+@contextmanager
+def gathered(root: nn.Module) -> Generator[None]:
+    """Hold what is in no block whole, for calls of parts of a sharded module by all processes."""
+    sharded = cast(FSDPModule, root)
+    sharded.unshard()
+    try:
+        yield
+    finally:
+        sharded.reshard()
+
+
+def whole_on_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The whole tensors on the first process, in the CPU's memory; all must call it.
+
+    The other processes get none.
+    """
+    first = dist.get_rank() == 0
+    whole: dict[str, Tensor] = {}
+    for name, tensor in tensors.items():
+        full = tensor.full_tensor() if is_sharded(tensor) else tensor
+        if first:
+            whole[name] = full.cpu()
+    return whole
+
+
+class ExactSums:
+    """Adds up the gradients of a batch's parts in a fixed tree, each process its rows of them.
+
+    In one round every process passes one part of the batch, in the order of their numbers.
+
+    Args:
+        groups: what `fully_shard` made of modules.
+        mesh: of `data` times `shard` processes.
+    """
+
+    def __init__(self, groups: Iterable[FSDPModule], mesh: DeviceMesh) -> None:
+        self.groups: list[_Group] = []
+        for group in groups:
+            sums = _Group(mesh)
+            group.set_custom_reduce_scatter(sums)
+            module = cast(nn.Module, group)
+            for parameter in _own_parameters(module):
+                if parameter.requires_grad:
+                    parameter.register_post_accumulate_grad_hook(sums.note)
+            self.groups.append(sums)
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        """This process's rows of the sums since the last call, in float32, by parameter."""
+        return {
+            parameter: rows for group in self.groups for parameter, rows in group.take().items()
+        }
+
+
+class _Group(ReduceScatter):
+    """The sums of the parameters that are gathered together: what FSDP calls to reduce them."""
+
+    def __init__(self, mesh: DeviceMesh) -> None:
+        self.mesh = mesh
+        self.parts = 0
+        self.tree = TreeSum()
+        self.parameters: list[nn.Parameter] = []
+        """In the order in which their rows follow one another."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Exchange the gradients of one part of the batch for all processes' of some rows.
+
+        Each process gets the rows that it keeps; where several keep the same, a share of them each.
+
+        Args:
+            output_tensor: written with zeros: the sums are not there yet.
+            input_tensor: the rows of each of `shard` processes, one after the other.
+            group: these processes.
+            op: how FSDP would add.
+            async_op: False.
+        """
+        data, ways = self.mesh.shape
+        share = -(-len(output_tensor) // data)
+        sent = input_tensor.new_zeros(ways, data * share)
+        sent[:, : len(output_tensor)] = input_tensor.view(ways, -1)
+        sent = sent.view(ways, data, share).transpose(0, 1).contiguous()
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received.view(-1), sent.view(-1))
+        for rows in received.view(-1, share):
+            self.tree.push(Node(0, self.parts, [rows.float().clone()]))
+            self.parts += 1
+        output_tensor.zero_()
+        self.parameters.clear()
+
+    def note(self, parameter: Tensor) -> None:
+        """Called for each parameter in turn, after the exchange."""
+        parameter.grad = None
+        self.parameters.append(cast(nn.Parameter, parameter))
+
+    def take(self) -> dict[nn.Parameter, Tensor]:
+        data, ways = self.mesh.shape
+        (share,) = self.tree.result()
+        self.tree, self.parts = TreeSum(), 0
+        flat = share
+        if data > 1:
+            flat = share.new_empty(data * len(share))
+            dist.all_gather(list(flat.view(data, -1)), share, group=self.mesh.get_group("data"))
+        taken: dict[nn.Parameter, Tensor] = {}
+        begin = 0
+        for parameter in self.parameters:
+            part = local(parameter)
+            taken[parameter] = flat[begin : begin + part.numel()].view(part.shape)
+            rows = -(-parameter.shape[0] // ways)  # the last processes' parts are filled up
+            begin += rows * parameter.shape[1:].numel()
+        self.parameters.clear()
+        return taken
+
+
+def _own_parameters(module: nn.Module) -> list[nn.Parameter]:
+    """The parameters that belong to a group and not to one inside it."""
+    inside = {
+        parameter
+        for part in module.modules()
+        if part is not module and isinstance(part, FSDPModule)
+        for parameter in part.parameters()
+    }
+    return [parameter for parameter in module.parameters() if parameter not in inside]

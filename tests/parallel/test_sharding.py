@@ -1,0 +1,78 @@
+"""`workhorse train` where processes divide the weights: the bits of one process, the same run."""
+
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+
+from tests.parallel.runs import GATED, MIXTURE, begun, fields, run, state_of, steps_of
+from workhorse.train import Recipe, read_metrics, train
+
+
+def divisible(folder: Path, feed_forward: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """A recipe for 1, 2, 3, 4, 6 or 12 processes that compute in step."""
+    recipe = fields(folder, feed_forward, batch_size=12, **settings)
+    return {**recipe, "parallel": {"reduction": {"kind": "exact", "logical_shards": 12}}}
+
+
+def test_any_division_of_the_weights_gives_the_same_bits(tmp_path: Path) -> None:
+    """On one, and through three, of which one has no expert, two pairs, and two whole copies."""
+    recipe = divisible(
+        tmp_path,
+        MIXTURE,
+        dtype="bfloat16",
+        optimizer={"kind": "muon", "learning_rate": 3e-3},
+        **{"balance_rate": 0.001, "balance_loss": 0.01, "eval_every": 3},
+        samples={"prompts": ["1 times"], "every": 3, "max_new_tokens": 9},
+    )
+    train(Recipe.from_dict(recipe), tmp_path / "one")
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    walk = tmp_path / "walk"
+    for steps, workers, ways in ((2, 3, 3), (4, 4, 2), (6, 2, 1)):
+        more = ["--resume"] if walk.exists() else []
+        words = [str(file), f"train.steps={steps}", f"parallel.shard={ways}", "--out", str(walk)]
+        done = run([*words, "--workers", str(workers), *more])
+        assert done.returncode == 0, done.stderr
+        assert "rounded differently" not in done.stderr
+    assert state_of(walk) == state_of(tmp_path / "one")
+
+
+def test_the_fast_reduction_differs_by_rounding_alone(tmp_path: Path) -> None:
+    """Two pairs; an AdamW of few steps makes more of the last bits of a small gradient."""
+    recipe = divisible(tmp_path, GATED)
+    recipe["parallel"] = {}
+    recipe["model"]["blocks"]["main"]["dropout"] = 0.0
+    train(Recipe.from_dict(recipe), tmp_path / "one")
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    words = [str(file), "parallel.shard=2", "--out", str(tmp_path / "many")]
+    many = run([*words, "--workers", "4"])
+    assert many.returncode == 0, many.stderr
+    for one, other in zip(*(steps_of(tmp_path / name) for name in ("one", "many")), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
+        bound = 1e-6 if one["step"] == 1 else 1e-4
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=bound)
+
+
+def test_a_signal_ends_all_after_one_step(tmp_path: Path) -> None:
+    recipe = divisible(tmp_path, GATED, steps=100_000, checkpoint_every=5)
+    process, out = begun(tmp_path, recipe, "parallel.shard=2")
+    process.send_signal(signal.SIGTERM)
+    _, said = process.communicate(timeout=120)
+    assert process.returncode == 143, said
+    assert "Traceback" not in said
+    *_, checkpoint, end = read_metrics(out / "metrics.jsonl")
+    assert (checkpoint["kind"], end["kind"], end["reason"]) == ("checkpoint", "end", "SIGTERM")
+    assert checkpoint["step"] == end["step"]
+
+
+def test_workers_that_the_division_does_not_divide_are_refused(tmp_path: Path) -> None:
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(divisible(tmp_path, GATED)))
+    found = run([str(file), "parallel.shard=2", "--workers", "3"])
+    assert found.returncode == 2
+    (line,) = found.stderr.splitlines()
+    assert "shard=2 does not divide 3 processes; choose a divisor" in line

@@ -173,7 +173,7 @@ def test_a_run_folder_that_is_moved_ends_its_training(
     out, now = tmp_path / "run", tmp_path / "now"
 
     def move(event: dict[str, Any]) -> None:
-        if event["kind"] == "step" and event["step"] == 6:
+        if event["kind"] == "checkpoint":
             out.rename(now)
             if removed:
                 shutil.rmtree(now)

@@ -100,11 +100,8 @@ ALONE = World()
 
 
 @contextmanager
-def open_world(*, in_step: bool = False) -> Generator[World]:
+def open_world() -> Generator[World]:
     """Join the processes that the environment tells of; none: a world of one.
-
-    Args:
-        in_step: see `World`.
 
     Raises:
         WorkhorseError: the environment is incomplete, or the others do not come.
@@ -129,7 +126,7 @@ def open_world(*, in_step: bool = False) -> Generator[World]:
             "all by torchrun, or unset it"
         ) from error
     try:
-        yield World(dist.get_rank(), dist.get_world_size(), in_step=in_step)
+        yield World(dist.get_rank(), dist.get_world_size())
     except RuntimeError as error:
         if not _is_loss(error):
             raise

@@ -16,7 +16,7 @@ from workhorse.nn import Decoder, DecoderConfig
 from workhorse.parallel.world import World
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.init_from import check_tokens, start_optimizer, start_weights
-from workhorse.train.loop import Loop, Store
+from workhorse.train.loop import Loop
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
 from workhorse.train.report.metrics import Event, MetricsFile
 from workhorse.train.report.trackers import open_tracker
@@ -24,6 +24,7 @@ from workhorse.train.resume.random_state import seed_everything
 from workhorse.train.resume.resume import Resumption, check_same_run
 from workhorse.train.room import check_training
 from workhorse.train.samples import Sampler
+from workhorse.train.saver import Store
 from workhorse.train.speed import Peak
 from workhorse.train.step.build import build_step, measured_peak, training_operators
 from workhorse.train.step.micro_batch import fit_micro_batch

@@ -8,6 +8,7 @@ import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
 from signal import Signals
 from typing import Any, Protocol
 
@@ -20,6 +21,7 @@ from workhorse.parallel.world import ALONE, World
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.report.metrics import Event, MetricsFile
 from workhorse.train.resume.random_state import random_state, set_random_state
+from workhorse.train.saver import Saver, Store
 from workhorse.train.signals import StopSignals
 from workhorse.train.speed import Peak
 from workhorse.train.step.step import StepResult, TrainingStep
@@ -36,22 +38,6 @@ class BatchSource(Protocol):
     """The batch of every step, a pure function of the step."""
 
     def __getitem__(self, step: int) -> Batch: ...
-
-
-class Store(Protocol):
-    """Where checkpoints are written and read."""
-
-    def save(
-        self,
-        step: int,
-        model: dict[str, Tensor],
-        optimizer: dict[str, Tensor],
-        state: dict[str, Any],
-    ) -> object: ...
-
-    def newest(self, on_skip: Callable[[str], None]) -> Checkpoint | None: ...
-
-    def prune(self, step: int) -> None: ...
 
 
 @dataclass
@@ -113,6 +99,9 @@ class Loop:
     _whole: bool = True
     """Whether weights, optimizer and counters belong to the same step: false during an update."""
 
+    def __post_init__(self) -> None:
+        self._saver = Saver(self.store, self._saved)
+
     def restore(self, checkpoint: Checkpoint, rows: int) -> None:
         """Take over everything but the weights: the next step is what it would have been.
 
@@ -140,10 +129,13 @@ class Loop:
         try:
             self._train(signals)
         except Exception:
-            alone = self._whole and not self.world.in_step  # else others would have to save too
-            if alone and self.saved != self.counters.step:
-                with contextlib.suppress(Exception):  # the first failure is the one to report
+            if self._saver.failed:
+                self.check_place()  # which would say why
+            with contextlib.suppress(Exception):  # the first failure is the one to report
+                alone = self._whole and not self.world.in_step  # else others would have to save too
+                if alone and not self._saver.failed and self.saved != self.counters.step:
                     self.save()
+                self._saver.wait()
             raise
         self.tell("end", reason=signals.received.name if signals.received else "finished")
 
@@ -176,12 +168,14 @@ class Loop:
             warming_up = False
             pause = time.perf_counter()
             self._look(ended)
+            self._saver.look()
             if following % config.checkpoint_every == 0 and not ended:
                 self.save()
             logged += time.perf_counter() - pause  # the speed is that of training alone
             counters.seconds = time.perf_counter() - started
         if self.saved != counters.step:
             self.save()
+        self._saver.wait()
 
     def _is_to_stop(self, signals: StopSignals) -> bool:
         """Whether any process was told to stop, which all then do after the same step."""
@@ -191,7 +185,7 @@ class Loop:
         return bool(number)
 
     def save(self) -> None:
-        """Write a checkpoint, after the metrics up to it are on disk."""
+        """Begin to write a checkpoint, after the metrics up to it are on disk."""
         self.saved = self.counters.step  # or tried: a failed save is not tried again
         model, optimizer = self.weights(), self.step.optimizer.tensors()
         if self.world.in_step:
@@ -200,6 +194,7 @@ class Loop:
             model, optimizer = whole_on_first(model), whole_on_first(optimizer)
         if not self.world.is_first:
             return
+        self._saver.wait()
         self.check_place()
         self.metrics.sync()
         state = {
@@ -208,8 +203,7 @@ class Loop:
             "loss_scale": self.step.scale.state(),
             "random": random_state(),
         }
-        path = self.store.save(self.counters.step, model, optimizer, state)
-        self.tell("checkpoint", path=str(path))
+        self._saver.save(self.counters.step, model, optimizer, state)
 
     def _read(self, step: int) -> Batch | None:
         """The batch of a step, ready to be moved to the device; None after the last step."""
@@ -270,6 +264,9 @@ class Loop:
         samples = config.samples
         if self.sample and samples and (ended or step % samples.every == 0):
             self.tell("samples", samples=self.sample())
+
+    def _saved(self, step: int, path: Path) -> None:
+        self.tell("checkpoint", step=step, path=str(path))
 
     def tell(self, kind: str, **values: Any) -> None:
         """Write one line of metrics and pass it on, where this is the process that does."""

@@ -12,11 +12,12 @@ from workhorse.errors import WorkhorseError
 from workhorse.parallel.world import World, open_world
 from workhorse.train.assembly import assemble
 from workhorse.train.check import check_recipe, remarks_on
-from workhorse.train.loop import Loop, Store
+from workhorse.train.loop import Loop
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.report.metrics import Event, read_metrics
 from workhorse.train.report.page import write_report
 from workhorse.train.resume.resume import Resumption, plan_resumption
+from workhorse.train.saver import Store
 from workhorse.train.signals import StopSignals
 from workhorse.train.step.allocator import keep_freed_memory
 from workhorse.writing import TAKES_NO_MORE, refusal
@@ -86,7 +87,7 @@ def train(
             resume that is refused changes nothing.
     """
     run = RunDirectory(out)
-    with open_world(in_step=recipe.parallel.shard > 1) as world:
+    with open_world() as world:
         return _train(recipe, run, world, resume, settings=settings, on_event=on_event, store=store)
 
 
@@ -106,6 +107,7 @@ def _train(
         device = check_recipe(recipe, resume=resume)
         _check_processes(recipe, world)
         check_outside(recipe.data, run.path)
+    world = World(world.rank, world.size, in_step=recipe.parallel.shard > 1)
     lock = run.lock() if world.is_first else contextlib.nullcontext()
     with lock, keep_freed_memory(device):
         into = store or run.store(recipe.train.keep)

@@ -56,6 +56,11 @@ LINES = {
         {"study": "study.yaml", "--out": "out"},
         {"study": "study.yaml", "--out": "out", "--dry-run": None},
     ],
+    "plan": [
+        {"source": "recipe.yaml", "--page": "out"},
+        {"source": "gpt2", "--device": "h100", "--context": "64"},
+    ],
+    "scaling": [{"runs": "run", "--predict": "recipe.yaml"}],
     "data prepare": [{"recipe": "recipe.yaml", "--out": "out"}],
     "data inspect": [{"recipe": "recipe.yaml", "--out": "out"}],
     "tokenizer train": [
@@ -115,7 +120,8 @@ def attempts(turn: int = 0) -> Iterator[Attempt]:
 
 def _writes(line: dict[str, str | None]) -> tuple[str, ...]:
     """What the line may make or change: what it names as its output, and its run."""
-    named = (line.get("--out") or line.get("target") or "out").strip("/").partition("/")[0]
+    given = (line.get(name) for name in ("--out", "--page", "target"))
+    named = (next(filter(None, given), "out")).strip("/").partition("/")[0]
     output = () if named in SOUND else (named,)
     return (*EVERYWHERE, *output, *(["run"] if "--resume" in line else []))
 

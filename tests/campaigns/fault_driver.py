@@ -9,18 +9,18 @@ a point of `POINTS` and the number of a save (from 1), the process kills itself 
 import os
 import signal
 import sys
-from collections.abc import Mapping
 from pathlib import Path
-
-from torch import Tensor
 
 from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
 from workhorse.config import read_yaml
 from workhorse.overrides import apply_overrides
+from workhorse.tensors.slices import Slices
 from workhorse.train import Recipe, train
 
 POINTS = (
     "before the folder is made",
+    "before model.safetensors is filled",
+    "before optimizer.safetensors is filled",
     "in model.safetensors",
     "after model.safetensors",
     "in optimizer.safetensors",
@@ -55,8 +55,12 @@ class KillingDisk(Disk):
         self.reach("before the folder is made")
         super().make_folder(path)
 
-    def write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        super().write_tensors(path, tensors)
+    def lay_out(self, path: Path, slices: Slices) -> None:
+        super().lay_out(path, slices)
+        self.reach(f"before {path.name} is filled")
+
+    def fill(self, path: Path, slices: Slices) -> None:
+        super().fill(path, slices)
         self.reach_inside(path)
         self.reach(f"after {path.name}")
 

@@ -27,7 +27,7 @@ DRIVER = Path(__file__).with_name("fault_driver.py")
 POINTS = runpy.run_path(str(DRIVER))["POINTS"]
 RECIPE = Path(__file__).with_name("faults.yaml")
 RANDOM_KILLS = 35
-DAMAGED = 200
+DAMAGED = 500
 RESUMED_AFTER_DAMAGE = 5
 
 Losses = list[tuple[int, float]]

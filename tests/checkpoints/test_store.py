@@ -290,9 +290,13 @@ class RecordingDisk(Disk):
         self._note("make", path)
         super().make_folder(path)
 
-    def write_tensors(self, path, tensors) -> None:
+    def lay_out(self, path, slices) -> None:
+        self._note("lay out", path)
+        super().lay_out(path, slices)
+
+    def fill(self, path, slices) -> None:
         self._note("write", path)
-        super().write_tensors(path, tensors)
+        super().fill(path, slices)
 
     def write_text(self, path: Path, text: str) -> None:
         self._note("write", path)
@@ -319,7 +323,7 @@ def test_everything_is_synced_before_it_gets_its_name(tmp_path: Path) -> None:
     assert order[rename + 1] == "sync checkpoints"
 
 
-@pytest.mark.parametrize("operation", range(11))
+@pytest.mark.parametrize("operation", range(13))
 def test_a_full_disk_leaves_the_others_whole(store: CheckpointStore, operation: int) -> None:
     store.disk = RecordingDisk(fail_at=operation)
     with pytest.raises(
@@ -330,6 +334,36 @@ def test_a_full_disk_leaves_the_others_whole(store: CheckpointStore, operation: 
     assert [store.load(step).step for step in store.steps()] == [30, 20, 10]
     assert not list(store.folder.glob(".*"))
     store.disk = Disk()
+    store.save(**contents(40))
+    assert store.newest().step == 40
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO])
+def test_an_error_at_any_offset_leaves_the_others_whole(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, number: int
+) -> None:
+    """The disk takes so many bytes of the tensors, and no more."""
+    write = os.pwrite
+    left = 0
+
+    def limited(file: int, data: memoryview, offset: int) -> int:
+        nonlocal left
+        if left == 0:
+            raise OSError(number, os.strerror(number))
+        written = write(file, data[:left], offset)
+        left -= written
+        return written
+
+    monkeypatch.setattr(os, "pwrite", limited)
+    tensors = (*contents(40)["model"].values(), *contents(40)["optimizer"].values())
+    size = sum(tensor.nbytes for tensor in tensors)
+    for part in range(50):
+        left = part * size // 50
+        with pytest.raises(WorkhorseError, match=rf"40: {os.strerror(number)}.*step-00000030"):
+            store.save(**contents(40))
+        assert [store.load(step).step for step in store.steps()] == [30, 20, 10]
+        assert not list(store.folder.glob(".*"))
+    left = size
     store.save(**contents(40))
     assert store.newest().step == 40
 

@@ -116,6 +116,12 @@ def test_chats_and_examples_are_those_of_the_hf_model(folder, tasks):
     assert_same(found, references(theirs(folder, 8), tasks, **options))
 
 
+def test_more_examples_than_there_are(folder, tasks):
+    with pytest.raises(WorkhorseError, match=r"task 'prose' has fewer than 13 examples"):
+        results(ours(folder), tasks, fewshot=13)
+    results(ours(folder), tasks, fewshot=12, limit=1)
+
+
 @pytest.mark.parametrize("last", ["so far", "so far ", " <end> so far"])
 def test_a_chat_whose_last_message_goes_on(folder, last):
     messages = [{"role": "user", "content": "so far?"}, {"role": "assistant", "content": last}]

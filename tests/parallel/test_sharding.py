@@ -13,25 +13,27 @@ from workhorse.train import Recipe, read_metrics, train
 
 def divisible(folder: Path, feed_forward: dict[str, Any], **settings: Any) -> dict[str, Any]:
     """A recipe for 1, 2, 3, 4, 6 or 12 processes that compute in step."""
-    recipe = fields(folder, feed_forward, batch_size=12, **settings)
+    recipe = fields(folder, feed_forward, **{"batch_size": 12, **settings})
     return {**recipe, "parallel": {"reduction": {"kind": "exact", "logical_shards": 12}}}
 
 
 def test_any_division_of_the_weights_gives_the_same_bits(tmp_path: Path) -> None:
-    """On one, and through three, of which one has no expert, two pairs, and two whole copies."""
+    """On one, and through three, of which one has no expert, and two pairs."""
     recipe = divisible(
         tmp_path,
         MIXTURE,
         dtype="bfloat16",
+        batch_size=24,
+        micro_batch_size=1,  # half a part
         optimizer={"kind": "muon", "learning_rate": 3e-3},
-        **{"balance_rate": 0.001, "balance_loss": 0.01, "eval_every": 3},
-        samples={"prompts": ["1 times"], "every": 3, "max_new_tokens": 9},
+        **{"balance_rate": 0.001, "balance_loss": 0.01, "eval_every": 2},
+        samples={"prompts": ["1 times"], "every": 2, "max_new_tokens": 9},
     )
     train(Recipe.from_dict(recipe), tmp_path / "one")
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(recipe))
     walk = tmp_path / "walk"
-    for steps, workers, ways in ((2, 3, 3), (4, 4, 2), (6, 2, 1)):
+    for steps, workers, ways in ((3, 3, 3), (6, 4, 2)):
         more = ["--resume"] if walk.exists() else []
         words = [str(file), f"train.steps={steps}", f"parallel.shard={ways}", "--out", str(walk)]
         done = run([*words, "--workers", str(workers), *more])

@@ -15,13 +15,13 @@ from workhorse.train import Recipe, read_metrics, train
 
 
 def test_any_number_of_workers_gives_the_same_bits(tmp_path: Path) -> None:
-    """A mixture on one, and through one, three and two, resumed where another number stopped."""
+    """A mixture on one, and through three and two, resumed where another number stopped."""
     recipe = fields(tmp_path, MIXTURE, balance_rate=0.001, balance_loss=0.01)
     train(Recipe.from_dict(recipe), tmp_path / "one")
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(recipe))
     walk = tmp_path / "walk"
-    for steps, workers in ((2, 1), (4, 3), (6, 2)):
+    for steps, workers in ((4, 3), (6, 2)):
         more = ["--resume"] if walk.exists() else []
         words = [str(file), f"train.steps={steps}", "--out", str(walk), "--workers", str(workers)]
         done = run([*words, *more])

@@ -129,12 +129,12 @@ class FullDisk(Disk):
     def __init__(self) -> None:
         self.writes = 0
 
-    def write_tensors(self, path: Path, tensors: Any) -> None:
+    def fill(self, path: Path, slices: Any) -> None:
         self.writes += 1
         if self.writes == 4:
             path.write_bytes(b"half")
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        super().write_tensors(path, tensors)
+        super().fill(path, slices)
 
 
 def test_a_full_disk_leaves_the_last_checkpoint_whole(make_recipe, tmp_path: Path) -> None:

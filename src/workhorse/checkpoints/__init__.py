@@ -2,7 +2,7 @@
 
 from workhorse.checkpoints.runs.disk import Disk
 from workhorse.checkpoints.runs.lock import FolderLock
-from workhorse.checkpoints.runs.manifest import DamagedCheckpoint
+from workhorse.checkpoints.runs.manifest import MODEL, OPTIMIZER, DamagedCheckpoint
 from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.runs.store import Checkpoint, CheckpointStore
 from workhorse.checkpoints.tensors import (
@@ -15,6 +15,8 @@ from workhorse.checkpoints.tensors import (
 )
 
 __all__ = [
+    "MODEL",
+    "OPTIMIZER",
     "Checkpoint",
     "CheckpointStore",
     "DamagedCheckpoint",

@@ -59,7 +59,8 @@ class Tasks:
             and in `config` the model and the settings.
 
         Raises:
-            WorkhorseError: as `HarnessModel`, or a `limit` or `fewshot` below 0.
+            WorkhorseError: as `HarnessModel`; a `limit` or `fewshot` below 0; or more examples than
+                a task has.
         """
         from lm_eval.evaluator import evaluate
 
@@ -71,7 +72,9 @@ class Tasks:
             model.check_chat()
         for task in self.loaded["tasks"].values():
             own = task.get_config("num_fewshot")
-            task.set_config("num_fewshot", (own or 0) if fewshot is None or own == 0 else fewshot)
+            examples = (own or 0) if fewshot is None or own == 0 else fewshot
+            _check_examples(task, examples)
+            task.set_config("num_fewshot", examples)
             task.set_fewshot_seed(SEEDS["fewshot_seed"])
         with _quiet():
             found: Any = evaluate(
@@ -175,6 +178,19 @@ def _check(task: Any) -> None:
         )
     if getattr(task, "MULTIMODAL", False):
         raise WorkhorseError(f"task {name!r} has more than text; choose one of text alone")
+
+
+def _check_examples(task: Any, count: int) -> None:
+    """Refuse more examples before a question than the task has beside it."""
+    beside = task.fewshot_cfg.split == task.config.test_split
+    question = next(iter(task.eval_docs), None) if beside else None
+    try:
+        task.sampler.sample(count, eval_doc=question)
+    except (ValueError, AssertionError):
+        raise WorkhorseError(
+            f"task {task.config.task!r} has fewer than {count} examples to put before a question; "
+            "choose a smaller number (fewshot)"
+        ) from None
 
 
 def _line(error: Exception) -> str:

@@ -93,8 +93,10 @@ class AdamW:
         self.masters = masters or MasterWeights(parameters)
         weights = [local(weight) for weight in self.parameters.values()]
         mean_dtype = getattr(torch, config.mean_dtype)
-        self.mean = [torch.zeros_like(weight, dtype=mean_dtype) for weight in weights]
-        self.mean_square = [torch.zeros_like(weight, dtype=torch.float32) for weight in weights]
+        self.mean = [weight.new_zeros(weight.shape, dtype=mean_dtype) for weight in weights]
+        self.mean_square = [
+            weight.new_zeros(weight.shape, dtype=torch.float32) for weight in weights
+        ]
         self.updates = [torch.zeros((), device=weight.device) for weight in weights]
 
     @torch.no_grad()

@@ -5,7 +5,7 @@ lets it share AdamW's learning rate and weight decay is Moonshot's (2502.16982 Â
 """
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Annotated, Literal
 
@@ -69,12 +69,7 @@ class Muon:
         self.groups: dict[torch.Size, dict[str, nn.Parameter]] = {}
         for name, weight in parameters.items():
             self.groups.setdefault(weight.shape, {})[name] = weight
-        self.momenta = {
-            shape: torch.stack(
-                [torch.zeros_like(local(weight), dtype=torch.float32) for weight in group.values()]
-            )
-            for shape, group in self.groups.items()
-        }
+        self.momenta = {shape: _zeros(list(group.values())) for shape, group in self.groups.items()}
 
     @torch.no_grad()
     def step(self, schedule: float, shrink: float = 1.0) -> None:
@@ -216,3 +211,9 @@ def update_scale(kind: str, rows: int, columns: int) -> float:
     if kind == "match_adamw":
         return 0.2 * math.sqrt(max(rows, columns))
     return math.sqrt(max(1.0, rows / columns))
+
+
+def _zeros(weights: Sequence[Tensor]) -> Tensor:
+    """This process's part of a stack of weights of one shape, zero and in float32."""
+    part = local(weights[0])
+    return part.new_zeros(len(weights), *part.shape, dtype=torch.float32)

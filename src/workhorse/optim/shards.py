@@ -4,6 +4,7 @@ A process updates its own part only, so the optimizers compute with plain tensor
 not sharded is its own part, and these functions return it at no cost.
 """
 
+import sys
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
@@ -15,11 +16,8 @@ if TYPE_CHECKING:
 
 def is_sharded(tensor: Tensor) -> "TypeGuard[DTensor]":
     """Whether a tensor is distributed over processes."""
-    if not (torch.distributed.is_available() and torch.distributed.is_initialized()):
-        return False
-    from torch.distributed.tensor import DTensor  # takes nearly a second, so only when sharding
-
-    return isinstance(tensor, DTensor)
+    module = sys.modules.get("torch.distributed.tensor")  # which takes nearly a second to import
+    return module is not None and isinstance(tensor, module.DTensor)
 
 
 def local(tensor: Tensor) -> Tensor:

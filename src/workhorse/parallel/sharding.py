@@ -20,6 +20,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from workhorse.optim.shards import is_sharded, local
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.tree import Node, TreeSum
+from workhorse.tensors.slices import Slice
 
 
 def shard(
@@ -70,18 +71,23 @@ def gathered(root: nn.Module) -> Generator[None]:
         sharded.reshard()
 
 
-def whole_on_first(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The whole tensors on the first process, in the CPU's memory; all must call it.
+def own_rows(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Slice]:
+    """The rows of each tensor that a process has to write, so that all together write all.
 
-    The other processes get none.
+    What several processes have, the first of them writes; the others' slices are empty.
     """
-    first = dist.get_rank() == 0
-    whole: dict[str, Tensor] = {}
-    for name, tensor in tensors.items():
-        full = tensor.full_tensor() if is_sharded(tensor) else tensor
-        if first:
-            whole[name] = full.cpu()
-    return whole
+    return {name: _own_rows(tensor.detach(), rank) for name, tensor in tensors.items()}
+
+
+def _own_rows(tensor: Tensor, rank: int) -> Slice:
+    shape = tuple(tensor.shape)
+    if not is_sharded(tensor):
+        return Slice(tensor if rank == 0 else tensor.reshape(-1)[:0], 0, shape)
+    ways = tensor.device_mesh.size(-1)  # the dimension of `shard` is the last
+    number = rank % ways
+    rows = tensor.to_local()
+    first = min(number * -(-shape[0] // ways), shape[0])
+    return Slice(rows if rank < ways else rows[:0], first, shape)
 
 
 class ExactSums:
@@ -105,6 +111,11 @@ class ExactSums:
                     parameter.register_post_accumulate_grad_hook(sums.note)
             self.groups.append(sums)
 
+    def end_part(self) -> None:
+        """Add to the sums what the passes since the last call left: one part of the batch."""
+        for group in self.groups:
+            group.end_part()
+
     def take(self) -> dict[nn.Parameter, Tensor]:
         """This process's rows of the sums since the last call, in float32, by parameter."""
         return {
@@ -119,6 +130,8 @@ class _Group(ReduceScatter):
         self.mesh = mesh
         self.parts = 0
         self.tree = TreeSum()
+        self.received: Tensor | None = None
+        """This process's rows of the parts that all processes are passing, in float32."""
         self.parameters: list[nn.Parameter] = []
         """In the order in which their rows follow one another."""
 
@@ -133,7 +146,7 @@ class _Group(ReduceScatter):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Exchange the gradients of one part of the batch for all processes' of some rows.
+        """Exchange the gradients of one pass for all processes' of some rows.
 
         Each process gets the rows that it keeps; where several keep the same, a share of them each.
 
@@ -151,9 +164,8 @@ class _Group(ReduceScatter):
         sent = sent.view(ways, data, share).transpose(0, 1).contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received.view(-1), sent.view(-1))
-        for rows in received.view(-1, share):
-            self.tree.push(Node(0, self.parts, [rows.float().clone()]))
-            self.parts += 1
+        rows = received.view(-1, share).float()
+        self.received = rows if self.received is None else self.received.add_(rows)
         output_tensor.zero_()
         self.parameters.clear()
 
@@ -161,6 +173,14 @@ class _Group(ReduceScatter):
         """Called for each parameter in turn, after the exchange."""
         parameter.grad = None
         self.parameters.append(cast(nn.Parameter, parameter))
+
+    def end_part(self) -> None:
+        if self.received is None:
+            return
+        for rows in self.received:
+            self.tree.push(Node(0, self.parts, [rows.clone()]))
+            self.parts += 1
+        self.received = None
 
     def take(self) -> dict[nn.Parameter, Tensor]:
         data, ways = self.mesh.shape

@@ -31,10 +31,26 @@ class World:
         size: how many there are.
         in_step: whether a pass of one needs one of every other at the same time, since each has a
             part of the weights.
+        group: exchanges what they tell each other; None for PyTorch's default.
     """
 
-    def __init__(self, rank: int = 0, size: int = 1, *, in_step: bool = False) -> None:
-        self.rank, self.size, self.in_step = rank, size, in_step
+    def __init__(
+        self,
+        rank: int = 0,
+        size: int = 1,
+        *,
+        in_step: bool = False,
+        group: dist.ProcessGroup | None = None,
+    ) -> None:
+        self.rank, self.size, self.in_step, self.group = rank, size, in_step, group
+
+    def apart(self) -> "World":
+        """The same processes for another thread of each; all must call it."""
+        if self.size == 1:
+            return self
+        group = dist.new_group(timeout=PATIENCE, backend="gloo")
+        assert isinstance(group, dist.ProcessGroup)  # this process belongs to it
+        return World(self.rank, self.size, in_step=self.in_step, group=group)
 
     @property
     def is_first(self) -> bool:
@@ -61,7 +77,7 @@ class World:
         if self.size == 1:
             return number
         tensor = torch.tensor(number)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX)
+        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return int(tensor)
 
     def gather(self, tensor: Tensor) -> Tensor:
@@ -69,7 +85,7 @@ class World:
         if self.size == 1:
             return tensor[None]
         gathered = tensor.new_empty(self.size, *tensor.shape)
-        dist.all_gather(list(gathered), tensor)
+        dist.all_gather(list(gathered), tensor, group=self.group)
         return gathered
 
     def wait(self) -> None:
@@ -92,7 +108,7 @@ class World:
         """
         if self.size > 1:
             for tensor in tensors:
-                dist.all_reduce(tensor)
+                dist.all_reduce(tensor, group=self.group)
 
 
 ALONE = World()

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 
 from torch import Tensor
 
-from workhorse.checkpoints import Checkpoint
+from workhorse.checkpoints import MODEL, OPTIMIZER, Checkpoint
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
 from workhorse.parallel.world import ALONE, World
@@ -100,7 +100,7 @@ class Loop:
     """Whether weights, optimizer and counters belong to the same step: false during an update."""
 
     def __post_init__(self) -> None:
-        self._saver = Saver(self.store, self._saved)
+        self._saver = Saver(self.store, self._saved, self.world if self.world.in_step else ALONE)
 
     def restore(self, checkpoint: Checkpoint, rows: int) -> None:
         """Take over everything but the weights: the next step is what it would have been.
@@ -187,23 +187,20 @@ class Loop:
     def save(self) -> None:
         """Begin to write a checkpoint, after the metrics up to it are on disk."""
         self.saved = self.counters.step  # or tried: a failed save is not tried again
-        model, optimizer = self.weights(), self.step.optimizer.tensors()
-        if self.world.in_step:
-            from workhorse.parallel.sharding import whole_on_first
-
-            model, optimizer = whole_on_first(model), whole_on_first(optimizer)
-        if not self.world.is_first:
-            return
         self._saver.wait()
-        self.check_place()
-        self.metrics.sync()
+        if self.world.is_first:
+            self.check_place()
+            self.metrics.sync()
+        elif not self.world.in_step:
+            return
         state = {
             **self.constants,
             "counters": asdict(self.counters),
             "loss_scale": self.step.scale.state(),
             "random": random_state(),
         }
-        self._saver.save(self.counters.step, model, optimizer, state)
+        tensors = {MODEL: self.weights(), OPTIMIZER: self.step.optimizer.tensors()}
+        self._saver.save(self.counters.step, tensors, state)
 
     def _read(self, step: int) -> Batch | None:
         """The batch of a step, ready to be moved to the device; None after the last step."""

@@ -9,22 +9,27 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from workhorse.checkpoints import Checkpoint
+from workhorse.errors import WorkhorseError
 from workhorse.memory import free_memory
+from workhorse.parallel import environment
+from workhorse.parallel.world import World
+from workhorse.tensors.slices import Slices, whole
 
 COPIES = 2
 """A checkpoint's tensors are copied only if so many times their size is free."""
+Tensors = Mapping[str, Slices]
 
 
 class Store(Protocol):
     """Where checkpoints are written and read."""
 
-    def save(
-        self,
-        step: int,
-        model: Mapping[str, Tensor],
-        optimizer: Mapping[str, Tensor],
-        state: Mapping[str, Any],
-    ) -> Path: ...
+    def begin(self, step: int, tensors: Tensors) -> None: ...
+
+    def fill(self, step: int, tensors: Tensors) -> None: ...
+
+    def commit(self, step: int, state: Mapping[str, Any]) -> Path: ...
+
+    def give_up(self) -> None: ...
 
     def newest(self, on_skip: Callable[[str], None]) -> Checkpoint | None: ...
 
@@ -34,56 +39,57 @@ class Store(Protocol):
 class Saver:
     """Writes one checkpoint at a time, by a thread, from copies of the tensors.
 
-    Without memory for the copies it writes before training goes on.
+    Without memory for the copies it writes before training goes on. Of divided tensors each process
+    writes its rows, and the first begins and ends the checkpoint.
 
     Args:
-        store: writes it.
+        store: of the run.
         saved: called with the step and the folder of each, by the caller's thread.
+        world: the processes that save, which must do so together.
 
     Attributes:
         failed: whether a checkpoint could not be written.
     """
 
-    def __init__(self, store: Store, saved: Callable[[int, Path], None]) -> None:
+    def __init__(self, store: Store, saved: Callable[[int, Path], None], world: World) -> None:
         self.store = store
         self.saved = saved
+        self.world = world.apart()
         self.failed = False
         self._thread = ThreadPoolExecutor(1, "saver")
-        self._writing: tuple[int, Future[Path]] | None = None
+        self._writing: tuple[int, Future[Path | None]] | None = None
 
     def save(
-        self,
-        step: int,
-        model: Mapping[str, Tensor],
-        optimizer: Mapping[str, Tensor],
-        state: Mapping[str, Any],
+        self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
     ) -> None:
         """Write what the tensors hold now, after the checkpoint before.
+
+        Args:
+            step: training steps done.
+            tensors: by name, of each file.
+            state: data that JSON can express; the first process's is written.
 
         Raises:
             WorkhorseError: that one could not be written, or this one is written at once and cannot
                 be.
         """
         self.wait()
-        size = sum(tensor.nbytes for tensor in (*model.values(), *optimizer.values()))
-        free = free_memory()
-        if free is None or COPIES * size > free:
-            with self._noting_failure():
-                path = self.store.save(step, model, optimizer, state)
-            self.saved(step, path)
-            return
-        written = self._thread.submit(
-            self.store.save, step, _copies(model), _copies(optimizer), state
-        )
-        self._writing = step, written
+        own = {file: self._own(named) for file, named in tensors.items()}
+        room = self._has_room_for_copies(own)
+        kept = {file: _copies(slices) for file, slices in own.items()} if room else own
+        self._writing = step, self._thread.submit(self._write, step, kept, state)
+        if not room:
+            self.wait()
 
     def look(self) -> None:
         """Tell of a checkpoint that has been written meanwhile, without waiting.
 
         Raises:
-            WorkhorseError: it could not be.
+            WorkhorseError: it could not be, and no other process need fail at the same time.
         """
         if self._writing is not None and self._writing[1].done():
+            if self.world.in_step and self._writing[1].exception():
+                return  # `wait` raises it in all of them
             self.wait()
 
     def wait(self) -> None:
@@ -92,20 +98,66 @@ class Saver:
         Raises:
             WorkhorseError: it could not be written.
         """
-        if self._writing is not None:
-            (step, written), self._writing = self._writing, None
-            with self._noting_failure():
-                path = written.result()
-            self.saved(step, path)
-
-    @contextmanager
-    def _noting_failure(self) -> Generator[None]:
+        if self._writing is None:
+            return
+        (step, written), self._writing = self._writing, None
         try:
-            yield
+            path = written.result()
         except BaseException:
             self.failed = True
             raise
+        if path is not None:
+            self.saved(step, path)
+
+    def _own(self, tensors: Mapping[str, Tensor]) -> Slices:
+        """What this process has to write."""
+        if not self.world.in_step:
+            return whole(tensors)
+        from workhorse.parallel.sharding import own_rows
+
+        return own_rows(tensors, self.world.rank)
+
+    def _has_room_for_copies(self, tensors: Tensors) -> bool:
+        size = sum(one.rows.nbytes for slices in tensors.values() for one in slices.values())
+        free = free_memory()
+        return free is not None and COPIES * size * environment.count_here() <= free
+
+    def _write(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path | None:
+        """Returns the checkpoint, where this is the process that gave it its name."""
+        first = self.world.is_first
+        try:
+            with self._by_all():
+                if first:
+                    self.store.begin(step, tensors)
+            with self._by_all():
+                self.store.fill(step, tensors)
+            with self._by_all():
+                return self.store.commit(step, state) if first else None
+        except WorkhorseError:
+            if first:
+                self.store.give_up()
+            raise
+
+    @contextmanager
+    def _by_all(self) -> Generator[None]:
+        """What stands inside must succeed in all processes before any goes on.
+
+        Raises:
+            WorkhorseError: it failed here, or in another.
+        """
+        failure: Exception | None = None
+        try:
+            yield
+        except Exception as error:
+            failure = error
+        failed = self.world.largest(failure is not None)
+        if failure is not None:
+            raise failure
+        if failed:
+            raise WorkhorseError(
+                "another process could not write its part of a checkpoint; its own message says why"
+            )
 
 
-def _copies(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: tensor.detach().to("cpu", copy=True) for name, tensor in tensors.items()}
+def _copies(slices: Slices) -> Slices:
+    return {name: one._replace(rows=one.rows.to("cpu", copy=True)) for name, one in slices.items()}

@@ -2,15 +2,10 @@
 
 import errno
 import os
-import re
 import shutil
-from collections.abc import Mapping
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import save_file
-from torch import Tensor
-
+from workhorse.tensors.slices import Slices, fill, lay_out
 from workhorse.writing import sync
 
 
@@ -23,14 +18,13 @@ class Disk:
             raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
         path.mkdir(parents=True, exist_ok=True)
 
-    def write_tensors(self, path: Path, tensors: Mapping[str, Tensor]) -> None:
-        path.touch()
-        mode = path.stat().st_mode
-        try:
-            save_file(dict(tensors), path)
-        except SafetensorError as error:
-            raise _system_error(error) from error
-        path.chmod(mode)  # safetensors makes a file that only its owner may read
+    def lay_out(self, path: Path, slices: Slices) -> None:
+        """Make the file of whole tensors, without their bytes."""
+        lay_out(path, slices)
+
+    def fill(self, path: Path, slices: Slices) -> None:
+        """Write rows to their places in a file that was laid out."""
+        fill(path, slices)
 
     def write_text(self, path: Path, text: str) -> None:
         """Write a new file. An existing one is removed first: a link is not followed."""
@@ -51,11 +45,3 @@ class Disk:
             path.unlink()
         else:
             shutil.rmtree(path)
-
-
-def _system_error(error: SafetensorError) -> OSError:
-    """The OSError whose number safetensors gives in its message, `… (os error 28)`."""
-    found = re.search(r"\(os error (\d+)\)", str(error))
-    if found is None:
-        return OSError(errno.EIO, str(error))
-    return OSError(int(found[1]), os.strerror(int(found[1])))

@@ -14,7 +14,7 @@ import contextlib
 import json
 import os
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -32,6 +32,7 @@ from workhorse.checkpoints.runs.manifest import (
     open_checkpoint,
 )
 from workhorse.errors import WorkhorseError
+from workhorse.tensors.slices import Slices, whole
 from workhorse.writing import refusal
 
 TEMPORARY = ".tmp-"
@@ -39,6 +40,8 @@ LOOKS = 100
 """How often to look for the newest checkpoint while each is removed before it is read."""
 
 Found = TypeVar("Found")
+Tensors = Mapping[str, Slices]
+"""What a process has to write into each file of tensors."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,50 @@ class CheckpointStore:
         optimizer: Mapping[str, Tensor],
         state: Mapping[str, Any],
     ) -> Path:
-        """Write a checkpoint, then remove the oldest beyond `keep`.
+        """Write a checkpoint: `begin`, `fill` and `commit` at once, of whole tensors.
+
+        Raises:
+            WorkhorseError: the disk is full or refuses; earlier checkpoints are untouched.
+        """
+        tensors = {MODEL: whole(model), OPTIMIZER: whole(optimizer)}
+        try:
+            self.begin(step, tensors)
+            self.fill(step, tensors)
+            return self.commit(step, state)
+        except WorkhorseError:
+            self.give_up()
+            raise
+
+    def begin(self, step: int, tensors: Tensors) -> None:
+        """Make a checkpoint's files of tensors, without their bytes, under a temporary name.
+
+        Args:
+            step: training steps done.
+            tensors: by name, of `MODEL`, a shared weight once, and of `OPTIMIZER`.
+
+        Raises:
+            WorkhorseError: the disk is full or refuses; earlier checkpoints are untouched.
+        """
+        with self._in_one_line(step) as folder:
+            self.clean()
+            self.disk.make_folder(folder)
+            for name, slices in tensors.items():
+                self.disk.lay_out(folder / name, slices)
+
+    def fill(self, step: int, tensors: Tensors) -> None:
+        """Write rows into files that were begun, here or by another process.
+
+        Raises:
+            WorkhorseError: the disk is full or refuses; earlier checkpoints are untouched.
+        """
+        with self._in_one_line(step) as folder:
+            for name, slices in tensors.items():
+                self.disk.fill(folder / name, slices)
+            for name in tensors:
+                self.disk.sync(folder / name)
+
+    def commit(self, step: int, state: Mapping[str, Any]) -> Path:
+        """Give a checkpoint its name, when all rows are written; then remove those beyond `keep`.
 
         Only this one and older ones count. Newer ones, which a run left behind when it went back
         because they were damaged, stay until their step comes again: what is whole in them is not
@@ -91,28 +137,38 @@ class CheckpointStore:
 
         Args:
             step: training steps done.
-            model: weights by parameter name; a shared one once.
-            optimizer: the optimizer's tensors.
             state: data that JSON can express.
 
         Raises:
             WorkhorseError: the disk is full or refuses; earlier checkpoints are untouched.
         """
         final = self.path(step)
-        temporary = self.folder / f"{TEMPORARY}{final.name}"
-        try:
-            self.clean()
-            self.disk.make_folder(temporary)
-            self._write(temporary, step, model, optimizer, state)
+        with self._in_one_line(step) as folder:
+            self.disk.write_text(folder / STATE, json.dumps(state, indent=1))
+            self.disk.sync(folder / STATE)
+            self.disk.write_text(folder / MANIFEST, manifest_of(folder, step))
+            self.disk.sync(folder / MANIFEST)
+            self.disk.sync(folder)
             if final.exists():  # damaged: this run went back behind it
                 self._discard(final)
-            self.disk.rename(temporary, final)
+            self.disk.rename(folder, final)
             self.disk.sync(self.folder)
-        except OSError as error:
-            self._give_up(temporary)
-            raise WorkhorseError(self._failure(final, error)) from error
         self.prune(step)
         return final
+
+    def give_up(self) -> None:
+        """Remove what there is of a checkpoint that cannot be finished."""
+        with contextlib.suppress(OSError):  # the first failure is the one to tell
+            self.clean()
+
+    @contextlib.contextmanager
+    def _in_one_line(self, step: int) -> Iterator[Path]:
+        """The temporary folder of a checkpoint; what the disk refuses is told in one line."""
+        final = self.path(step)
+        try:
+            yield self.folder / f"{TEMPORARY}{final.name}"
+        except OSError as error:
+            raise WorkhorseError(self._failure(final, error)) from error
 
     def prune(self, step: int) -> None:
         """Of the checkpoints up to a step, which is whole, remove the oldest beyond `keep`."""
@@ -242,35 +298,11 @@ class CheckpointStore:
             for path in self.folder.glob(f"{TEMPORARY}*"):
                 self.disk.remove(path)
 
-    def _write(
-        self,
-        folder: Path,
-        step: int,
-        model: Mapping[str, Tensor],
-        optimizer: Mapping[str, Tensor],
-        state: Mapping[str, Any],
-    ) -> None:
-        self.disk.write_tensors(folder / MODEL, model)
-        self.disk.write_tensors(folder / OPTIMIZER, optimizer)
-        self.disk.write_text(folder / STATE, json.dumps(state, indent=1))
-        for name in (MODEL, OPTIMIZER, STATE):
-            self.disk.sync(folder / name)
-        self.disk.write_text(folder / MANIFEST, manifest_of(folder, step))
-        self.disk.sync(folder / MANIFEST)
-        self.disk.sync(folder)
-
     def _discard(self, checkpoint: Path) -> None:
         """Remove a checkpoint so that no part of it ever has its name."""
         doomed = self.folder / f"{TEMPORARY}removed-{checkpoint.name}"
         self.disk.rename(checkpoint, doomed)
         self.disk.remove(doomed)
-
-    def _give_up(self, temporary: Path) -> None:
-        try:
-            if temporary.exists():
-                self.disk.remove(temporary)
-        except OSError:
-            pass  # the first failure is the one to tell; the next save cleans up
 
     def _failure(self, final: Path, error: OSError) -> str:
         reason, remedy = refusal(error)

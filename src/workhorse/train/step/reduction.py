@@ -71,8 +71,7 @@ class Reduction:
 class ShardedReduction(Reduction):
     """The same where each process keeps its share of every gradient, which FSDP sends it.
 
-    Processes compute in step: in every round each has one part, and passes it whole if the sums are
-    to be exact.
+    Processes compute in step: in every round each has one part.
 
     Args:
         exact_sums: adds them up; None: FSDP does.
@@ -93,6 +92,8 @@ class ShardedReduction(Reduction):
         sums, figures = TreeSum(), dict[str, Tensor]()
         for first in range(0, self.parts, self.world.size):
             figures = self.pass_part(step, first + self.world.rank, rows, passes)
+            if self.exact_sums is not None:
+                self.exact_sums.end_part()
             of_all = self.world.gather(torch.stack(list(figures.values())).float())
             for number, of_part in enumerate(of_all):
                 sums.push(Node(0, first + number, [of_part]))

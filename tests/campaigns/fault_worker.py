@@ -1,0 +1,85 @@
+"""`workhorse` in one worker of a run in which workers are killed; to be started by `torchrun`.
+
+    torchrun … -m tests.campaigns.fault_worker KILLS.json BATCHES.txt train RECIPE.yaml …
+
+`KILLS.json` lists who dies in which attempt: `{"rank": 1, "steps": 3, "seconds": 0.01}` so long
+after so many steps, `{"rank": 0, "point": "in model.safetensors", "save": 2}` at a point of
+`fault_driver.POINTS`. Every worker adds to `BATCHES.txt` the number and the hash of each batch that
+it is given, and a line `killed` before it dies.
+"""
+
+import hashlib
+import json
+import os
+import signal
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from tests.campaigns.fault_driver import KillingDisk
+from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
+from workhorse.cli.main import main
+from workhorse.parallel import environment
+from workhorse.train.step.step import TrainingStep
+
+
+def note_batches(file: Path) -> None:
+    """Have every step add its number and the SHA-256 of its batch to a file."""
+    backward = TrainingStep.backward
+
+    def noting(self: TrainingStep, batch: Any, step: int = 0) -> tuple[Tensor, int]:
+        digest = hashlib.sha256(batch.tokens.numpy()).hexdigest()
+        with file.open("a") as lines:
+            lines.write(f"{step} {digest}\n")
+        return backward(self, batch, step)
+
+    TrainingStep.backward = noting
+
+
+def note_kills(file: Path) -> None:
+    """Have a process that kills itself say so in a file."""
+    kill = os.kill
+
+    def noting(pid: int, number: int) -> None:
+        with file.open("a") as lines:
+            lines.write("killed\n")
+        kill(pid, number)
+
+    os.kill = noting
+
+
+def die_after(steps: int, seconds: float) -> None:
+    """Have the process killed so long after so many steps."""
+    update = TrainingStep.update
+    left = steps
+
+    def counting(self: TrainingStep, *given: Any) -> Any:
+        nonlocal left
+        if left == 0:
+            threading.Timer(seconds, lambda: os.kill(os.getpid(), signal.SIGKILL)).start()
+        left -= 1
+        return update(self, *given)
+
+    TrainingStep.update = counting
+
+
+def save_on(disk: Disk) -> None:
+    """Have runs save on a disk."""
+    RunDirectory.store = lambda run, keep=2: CheckpointStore(run.checkpoints_folder, keep, disk)
+
+
+if __name__ == "__main__":
+    kills_file, batches, *words = sys.argv[1:]
+    kills: list[dict[str, Any]] = json.loads(Path(kills_file).read_text())
+    note_batches(Path(batches))
+    note_kills(Path(batches))
+    for kill in kills[environment.attempt() : environment.attempt() + 1]:
+        if kill["rank"] == environment.rank():
+            if "point" in kill:
+                save_on(KillingDisk(kill["point"], kill["save"]))
+            else:
+                die_after(kill["steps"], kill["seconds"])
+    sys.exit(main(words))

@@ -23,6 +23,7 @@ from tests.campaigns.fault_driver import KillingDisk
 from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
 from workhorse.cli.main import main
 from workhorse.parallel import environment
+from workhorse.tensors.slices import Slices
 from workhorse.train.step.step import TrainingStep
 
 
@@ -66,6 +67,14 @@ def die_after(steps: int, seconds: float) -> None:
     TrainingStep.update = counting
 
 
+class FillingDisk(KillingDisk):
+    """That of a worker that only fills files which the first has made."""
+
+    def fill(self, path: Path, slices: Slices) -> None:
+        self.saves += path.name == "model.safetensors"
+        super().fill(path, slices)
+
+
 def save_on(disk: Disk) -> None:
     """Have runs save on a disk."""
     RunDirectory.store = lambda run, keep=2: CheckpointStore(run.checkpoints_folder, keep, disk)
@@ -79,7 +88,8 @@ if __name__ == "__main__":
     for kill in kills[environment.attempt() : environment.attempt() + 1]:
         if kill["rank"] == environment.rank():
             if "point" in kill:
-                save_on(KillingDisk(kill["point"], kill["save"]))
+                kind = KillingDisk if kill["rank"] == 0 else FillingDisk
+                save_on(kind(kill["point"], kill["save"]))
             else:
                 die_after(kill["steps"], kill["seconds"])
     sys.exit(main(words))

@@ -1,4 +1,7 @@
+import hashlib
+import random
 from collections.abc import Callable, Sequence
+from dataclasses import fields
 
 import numpy as np
 import pytest
@@ -52,6 +55,49 @@ def test_the_stream_of_rows_does_not_depend_on_the_batch_size(make_split: MakeSp
     four = Batches(split, seq_len=8, batch_size=4, seed=1)
     thrice = torch.cat([four[step].tokens for step in range(3)])
     assert torch.equal(twelve[0].tokens, thrice)
+
+
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_random_stops_leave_the_stream_as_it_is(make_split: MakeSplit, packing: str) -> None:
+    """A thousand, now and then with another batch size, on one to four processes; over epochs."""
+    chance = random.Random(packing)
+    split = make_split([40, 7, 90] * 20, [300, 5] * 4, weights=[2, 1])
+    settings = {"seq_len": 8, "seed": 3, "packing": packing}
+    stream = Stream()
+    step = rows = 0
+    size = 6
+    for _ in range(1000):
+        if chance.random() < 0.3:
+            size = chance.randint(4, 9)
+        offset = rows - step * size
+        batches = Batches(split, batch_size=size, offset=offset, **settings)
+        processes = chance.randint(1, 4)
+        for _ in range(chance.randint(1, 3)):
+            for process in range(processes):
+                begin, end = (number * size // processes for number in (process, process + 1))
+                stream.add(batches.rows(step, begin, end))
+            step, rows = step + 1, rows + size
+    whole = Batches(split, batch_size=rows, **settings)
+    assert max(rows / epoch for epoch in whole.rows_per_epoch.values()) > 20
+    uninterrupted = Stream()
+    uninterrupted.add(whole[0])
+    assert stream.digests() == uninterrupted.digests()
+
+
+class Stream:
+    """SHA-256 of the rows that are added, of their tokens, targets … each."""
+
+    def __init__(self) -> None:
+        self.hashes = {field.name: hashlib.sha256() for field in fields(Batch)}
+
+    def add(self, batch: Batch) -> None:
+        for name, digest in self.hashes.items():
+            tensor = getattr(batch, name)
+            if tensor is not None:
+                digest.update(tensor.contiguous().numpy())
+
+    def digests(self) -> dict[str, str]:
+        return {name: digest.hexdigest() for name, digest in self.hashes.items()}
 
 
 @pytest.mark.parametrize("packing", PACKINGS)

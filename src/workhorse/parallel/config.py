@@ -42,6 +42,9 @@ class ParallelismConfig(Config):
         FastConfig | ExactConfig, Field(discriminator="kind"), OnResume.ROUNDED
     ] = FastConfig()
     """How gradients are added up."""
+    patience: Annotated[float, OnResume.TAKEN] = Field(default=1800.0, gt=0)
+    """Seconds without a step, with its validation and its save, after which each of several
+    processes prints where it is, and ends: one of them hangs, and all would wait for it."""
 
     @property
     def is_exact(self) -> bool:

@@ -19,5 +19,5 @@ def count_here() -> int:
 
 
 def attempt() -> int:
-    """How often processes before these have failed."""
+    """How often processes of this machine before these have failed."""
     return int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0"))

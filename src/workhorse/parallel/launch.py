@@ -6,6 +6,9 @@ import sys
 from collections.abc import Sequence
 from signal import Signals
 
+TIME_TO_SAVE = 600
+"""Seconds that workers have to end after a signal."""
+
 
 def launch(arguments: Sequence[str], workers: int, restarts: int = 0) -> int:
     """Run `workhorse` with these arguments in several processes, and wait for them.
@@ -28,6 +31,7 @@ def launch(arguments: Sequence[str], workers: int, restarts: int = 0) -> int:
 
     logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers tell
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
+    os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(TIME_TO_SAVE))
     config = LaunchConfig(
         min_nodes=1,
         max_nodes=1,

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from workhorse.errors import WorkhorseError
 from workhorse.parallel import environment
+from workhorse.parallel.meeting import meet
 
 PATIENCE = timedelta(minutes=30)
 """How long a process waits for the others: the first one may be saving, or reading its text."""
@@ -131,15 +132,13 @@ def open_world() -> Generator[World]:
 
     try:
         store, rank, _ = next(rendezvous("env://", timeout=PATIENCE))
-        # The agent keeps its store when it starts workers again; of those before these it holds
-        # addresses at which nobody answers any more.
-        prefix = f"attempt-{environment.attempt()}"
-        own = dist.PrefixStore(prefix, store)  # pyright: ignore[reportPrivateImportUsage]
+        own = meet(store, rank, size, PATIENCE)
         dist.init_process_group("gloo", store=own, rank=rank, world_size=size, timeout=PATIENCE)
     except (ValueError, RuntimeError) as error:
         raise WorkhorseError(
             f"WORLD_SIZE is {size}, and the other processes are not to be found ({error}); start "
-            "all by torchrun, or unset it"
+            "all by torchrun, and give each its network interface as GLOO_SOCKET_IFNAME if the "
+            "machine has several; or unset it"
         ) from error
     try:
         yield World(dist.get_rank(), dist.get_world_size())

@@ -116,10 +116,14 @@ class Loop:
             self.counters.bad_in_a_row = 0  # it ended for them, and shall have another chance
         set_random_state(checkpoint.state["random"])
 
-    def run(self, signals: StopSignals) -> None:
+    def run(self, signals: StopSignals, progress: Callable[[], None] = lambda: None) -> None:
         """Train until the last step or a signal, then save the last step done.
 
         It is also saved if something other than the step fails: validation, samples, a listener.
+
+        Args:
+            signals: that end it.
+            progress: called after every step.
 
         Raises:
             DivergedError: too many steps in a row were not finite.
@@ -127,7 +131,7 @@ class Loop:
         """
         self.saved = self.counters.step
         try:
-            self._train(signals)
+            self._train(signals, progress)
         except Exception:
             if self._saver.failed:
                 self.check_place()  # which would say why
@@ -139,7 +143,7 @@ class Loop:
             raise
         self.tell("end", reason=signals.received.name if signals.received else "finished")
 
-    def _train(self, signals: StopSignals) -> None:
+    def _train(self, signals: StopSignals, progress: Callable[[], None]) -> None:
         config, counters = self.config, self.counters
         started = time.perf_counter() - counters.seconds
         logged, logged_tokens = time.perf_counter(), counters.tokens
@@ -166,6 +170,7 @@ class Loop:
             elif warming_up:
                 logged, logged_tokens = time.perf_counter(), counters.tokens
             warming_up = False
+            progress()
             pause = time.perf_counter()
             self._look(ended)
             self._saver.look()

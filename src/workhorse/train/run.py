@@ -9,6 +9,7 @@ from typing import Any
 from workhorse.checkpoints import RunDirectory
 from workhorse.data.corpus.sources import check_outside
 from workhorse.errors import WorkhorseError
+from workhorse.parallel.watchdog import watched
 from workhorse.parallel.world import World, open_world
 from workhorse.train.assembly import assemble
 from workhorse.train.check import check_recipe, remarks_on
@@ -101,6 +102,7 @@ def _train(
     on_event: Callable[[Event], None],
     store: Store | None,
 ) -> TrainResult:
+    resume = bool(world.largest(resume))  # where one was started again, all were
     with world.first_before_others():
         if world.is_first:
             _check_place(run, resume)  # before the lock, which leaves its file in the folder
@@ -129,8 +131,8 @@ def _train(
                 run.undo()
             raise
         try:
-            with StopSignals() as signals:
-                loop.run(signals)
+            with StopSignals() as signals, watched(world, recipe.parallel.patience) as progress:
+                loop.run(signals, progress)
         except OSError as error:
             if error.errno not in TAKES_NO_MORE:
                 raise

@@ -112,6 +112,7 @@ def command(
     changes = [*overrides, *train_settings(device=device, dtype=dtype, threads=threads)]
     if max_restarts and (workers or 1) == 1:
         raise click.UsageError("--max-restarts restarts several workers; give --workers")
+    workers = workers or (environment.count() if environment.count() > 1 else None)
     goes_on = resume or environment.attempt() > 0
     settings = _read(recipe, changes, out, resume=goes_on, workers=workers, tell=notices.append)
     if workers is not None:

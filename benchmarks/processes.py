@@ -1,0 +1,67 @@
+"""Training by two processes of one thread each, beside one: tokens a second, of everyone.
+
+    python -m benchmarks.processes [--dtypes float32 bfloat16] [--scaling strong weak]
+
+Strong scaling: the batch stays the same. Weak: each process has as many rows as the one. The plain
+loop trains the same decoder with PyTorch's operators, by DistributedDataParallel and by
+`fully_shard`; ours is with native operators. `exact` is `parallel.reduction: exact`, of 8 parts.
+"""
+
+import argparse
+from collections.abc import Iterator
+from typing import Any
+
+from benchmarks.command import main, parser
+from benchmarks.contest import Case
+from benchmarks.shapes import TRAINING
+from benchmarks.worker import Contestant
+
+SHAPE = "baby"
+PROCESSES = 2
+EXACT = {"reduction": {"kind": "exact", "logical_shards": 8}}
+OURS: dict[str, dict[str, Any]] = {
+    "data": {"data": PROCESSES},
+    "data, exact": {"data": PROCESSES, **EXACT},
+    "shard": {"shard": PROCESSES},
+    "shard, exact": {"shard": PROCESSES, **EXACT},
+}
+PLAIN = {"DistributedDataParallel": "ddp", "fully_shard": "fsdp"}
+
+
+def cases(options: argparse.Namespace) -> Iterator[Case]:
+    """One for each kind of scaling and type."""
+    for scaling in options.scaling:
+        for dtype in options.dtypes:
+            yield _case(scaling, dtype)
+
+
+def _case(scaling: str, dtype: str) -> Case:
+    rows = TRAINING[SHAPE].batch
+    one = {"shape": SHAPE, "dtype": dtype, "processes": 1, "rows": rows}
+    two = one | {"processes": PROCESSES, "rows": rows * (PROCESSES if scaling == "weak" else 1)}
+    build = "benchmarks.several:train"
+    ours = {"how": "workhorse"}
+    contestants = [
+        Contestant("Workhorse", build, one | ours),
+        Contestant("Workhorse, exact", build, one | ours | {"parallel": EXACT}),
+        *(
+            Contestant(f"Workhorse × 2, {name}", build, two | ours | {"parallel": parallel})
+            for name, parallel in OURS.items()
+        ),
+        Contestant("plain loop", build, one | {"how": "ddp"}),
+        *(
+            Contestant(f"plain loop × 2, {name}", build, two | {"how": how})
+            for name, how in PLAIN.items()
+        ),
+    ]
+    return Case(f"{scaling} {dtype}", "tokens", "tokens/s", tuple(contestants))
+
+
+if __name__ == "__main__":
+    options = parser(__doc__)
+    options.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    options.add_argument(
+        "--scaling", nargs="+", choices=["strong", "weak"], default=["strong", "weak"]
+    )
+    options.set_defaults(threads=1)
+    main("processes", cases, options.parse_args())

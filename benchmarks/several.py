@@ -1,0 +1,167 @@
+"""Contestants of several processes, which train one model: Workhorse, and a plain PyTorch loop.
+
+The contestant's process is the first of them. It has the others, which it starts, take every round
+with it.
+"""
+
+import datetime
+import tempfile
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+from benchmarks.limits import seconds_of
+from benchmarks.ours import gpt, step_on
+from benchmarks.shapes import TRAINING
+from benchmarks.training import (
+    BETAS,
+    GRAD_CLIP,
+    LEARNING_RATE,
+    STEPS,
+    WARM_UP,
+    WEIGHT_DECAY,
+    fused_adamw,
+    plain_step,
+)
+from benchmarks.worker import Round
+from workhorse.optim.adamw import AdamWConfig
+from workhorse.parallel.config import ParallelismConfig
+from workhorse.parallel.world import World
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.allocator import keep_freed_memory
+from workhorse.train.step.build import build_step
+
+CPU = torch.device("cpu")
+PATIENCE = datetime.timedelta(hours=4)
+"""For which processes wait for their next round."""
+Step = Callable[[], object]
+
+
+def train(
+    *,
+    shape: str,
+    dtype: str,
+    rows: int,
+    processes: int,
+    how: Literal["workhorse", "ddp", "fsdp"],
+    parallel: Mapping[str, Any] | None = None,
+    threads: int,
+) -> Round:
+    """Rounds of training steps that several processes take together.
+
+    Args:
+        shape: of `TRAINING`.
+        dtype: of the products.
+        rows: of the batch of all.
+        processes: how many.
+        how: who trains; `ddp` on one process is the plain loop.
+        parallel: the section of a Workhorse recipe.
+        threads: of each process.
+    """
+    place = f"file://{tempfile.mkdtemp()}/meeting"
+    job = Job(shape, dtype, rows, processes, how, parallel or {}, threads, place)
+    for rank in range(1, processes):
+        mp.get_context("spawn").Process(target=_help, args=(rank, job), daemon=True).start()
+    steps = _steps(rank=0, job=job)
+    tokens = rows * TRAINING[shape].context * STEPS[shape]
+
+    def take() -> dict[str, float]:
+        _next_round()
+        return {"tokens": tokens / seconds_of(steps, "cpu")}
+
+    return take
+
+
+@dataclass(frozen=True)
+class Job:
+    """What `train` is given, and the address at which processes meet."""
+
+    shape: str
+    dtype: str
+    rows: int
+    processes: int
+    how: str
+    parallel: Mapping[str, Any]
+    threads: int
+    place: str
+
+
+def _help(rank: int, job: Job) -> None:
+    steps = _steps(rank, job)
+    while True:
+        _next_round()
+        steps()
+
+
+def _next_round() -> None:
+    """Wait until the first process begins a round."""
+    if dist.is_initialized():
+        dist.broadcast(torch.zeros(1), src=0)
+
+
+def _steps(rank: int, job: Job) -> Step:
+    """The steps of a round, after the first ones."""
+    torch.set_num_threads(job.threads)
+    keep_freed_memory(CPU).__enter__()  # until the process ends
+    if job.processes > 1:
+        size = job.processes
+        dist.init_process_group("gloo", job.place, PATIENCE, world_size=size, rank=rank)
+    torch.manual_seed(0)
+    sizes = TRAINING[job.shape]
+    texts = torch.randint(sizes.vocab_size, (job.rows, sizes.context + 1))
+    tokens, targets = texts[:, :-1].contiguous(), texts[:, 1:].contiguous()
+    step = (_ours if job.how == "workhorse" else _plain)(rank, job, tokens, targets)
+
+    def steps() -> None:
+        for _ in range(STEPS[job.shape]):
+            step()
+
+    for _ in range(WARM_UP):
+        step()
+    return steps
+
+
+def _ours(rank: int, job: Job, tokens: Tensor, targets: Tensor) -> Step:
+    optimizer = AdamWConfig(
+        learning_rate=LEARNING_RATE, beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY
+    )
+    config = TrainConfig(
+        steps=1_000_000,
+        batch_size=job.rows,
+        seq_len=TRAINING[job.shape].context,
+        optimizer=optimizer,
+        grad_clip=GRAD_CLIP,
+        dtype=job.dtype,  # pyright: ignore[reportArgumentType]
+    )
+    parallel = ParallelismConfig.from_dict(job.parallel)
+    world = World(rank, job.processes, in_step=parallel.shard > 1)
+    decoder = gpt(TRAINING[job.shape]).build()
+    training = build_step(decoder, config, CPU, parallel=parallel, world=world)
+    return step_on(training, tokens, targets)
+
+
+def _plain(rank: int, job: Job, tokens: Tensor, targets: Tensor) -> Step:
+    """The same decoder, as people train one with PyTorch."""
+    decoder = gpt(TRAINING[job.shape]).build().train()
+    model: nn.Module = decoder
+    if job.how == "fsdp":
+        for layer in decoder.layers:
+            fully_shard(layer)
+        fully_shard(decoder)
+    elif job.processes > 1:
+        model = DistributedDataParallel(decoder)
+    share = len(tokens) // job.processes
+    own = slice(rank * share, (rank + 1) * share)
+    read, predicted = tokens[own], targets[own].flatten()
+
+    def loss() -> Tensor:
+        return nn.functional.cross_entropy(model(read).flatten(0, 1), predicted)
+
+    return plain_step(model, fused_adamw(model), loss, job.dtype, "cpu")

@@ -1,0 +1,44 @@
+"""Processes that hang say where, and end."""
+
+import subprocess
+import sys
+import time
+
+import pytest
+
+from workhorse.parallel.watchdog import HANGS, watched
+from workhorse.parallel.world import ALONE, World
+
+HANGING = """
+import time
+from workhorse.parallel.watchdog import watched
+from workhorse.parallel.world import World
+
+def wait_for_nobody():
+    time.sleep(600)
+
+with watched(World(1, 3), 0.3) as progress:
+    for _ in range(5):
+        time.sleep(0.1)
+        progress()
+    print("five steps", flush=True)
+    wait_for_nobody()
+"""
+
+
+def test_a_process_that_hangs_says_where_and_ends() -> None:
+    command = [sys.executable, "-c", HANGING]
+    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert done.stdout == "five steps\n"
+    assert done.returncode == HANGS
+    first, *stacks = done.stderr.splitlines()
+    assert first.startswith("workhorse: process 1 of 3 has made no step for 0.3 s: it hangs, or")
+    assert stacks[0] == "MainThread:"
+    assert any("in wait_for_nobody" in line for line in stacks)
+
+
+@pytest.mark.parametrize("world", [ALONE, World(0, 2)])
+def test_after_the_last_step_nothing_is_watched(world: World) -> None:
+    with watched(world, 0.05) as progress:
+        progress()
+    time.sleep(0.2)

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 from torch import Tensor
 
 from workhorse.checkpoints import Checkpoint
+from workhorse.checkpoints.runs.store import Tensors
 from workhorse.errors import WorkhorseError
 from workhorse.memory import free_memory
 from workhorse.parallel import environment
@@ -17,7 +18,6 @@ from workhorse.tensors.slices import Slices, whole
 
 COPIES = 2
 """A checkpoint's tensors are copied only if so many times their size is free."""
-Tensors = Mapping[str, Slices]
 
 
 class Store(Protocol):
@@ -119,8 +119,9 @@ class Saver:
 
     def _has_room_for_copies(self, tensors: Tensors) -> bool:
         size = sum(one.rows.nbytes for slices in tensors.values() for one in slices.values())
+        sharers = environment.count_here() if self.world.in_step else 1
         free = free_memory()
-        return free is not None and COPIES * size * environment.count_here() <= free
+        return free is not None and COPIES * size * sharers <= free
 
     def _write(self, step: int, tensors: Tensors, state: Mapping[str, Any]) -> Path | None:
         """Returns the checkpoint, where this is the process that gave it its name."""

@@ -11,7 +11,13 @@ from tests.train.test_balance import MIXED, recipe_of
 from workhorse.checkpoints import RunDirectory
 from workhorse.train import read_metrics, train
 from workhorse.train.report.metrics import Event
-from workhorse.train.report.page import duration, figures, validation_series, write_report
+from workhorse.train.report.page import (
+    duration,
+    figures,
+    goodput,
+    validation_series,
+    write_report,
+)
 from workhorse.train.report.trackers import scalars
 
 
@@ -110,3 +116,15 @@ def test_a_report_shows_how_the_experts_are_used(make_recipe, tmp_path):
 )
 def test_times_have_two_units(seconds: float, text: str):
     assert duration(seconds) == text
+
+
+def test_goodput_counts_what_a_kill_cost_and_no_pause() -> None:
+    def at(*times: float) -> list[Event]:
+        return [{"time": time} for time in times]
+
+    assert goodput({"start": at(0), "end": at(100)}, useful=90) == []
+    assert goodput({"start": at(0, 500), "end": at(100, 600)}, useful=190) == []
+    # killed before 60, ended by a signal at 100, gone on from 500 to 600
+    [(name, part)] = goodput({"start": at(0, 60, 500), "end": at(100, 600)}, useful=150)
+    assert (name, part) == ("of the time since its starts (goodput)", "75%")
+    assert goodput({"start": [{}, {}], "end": [{}]}, useful=1) == []

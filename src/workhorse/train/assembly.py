@@ -1,5 +1,6 @@
 """From a recipe to a training loop that is ready for its next step."""
 
+import time
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, ParamSpec, TypeVar
@@ -150,6 +151,7 @@ def _tell_start(
 ) -> None:
     loop.tell(
         "start",
+        time=time.time(),
         name=recipe.name,
         settings=list(settings),
         device=name_of(loop.step.device),

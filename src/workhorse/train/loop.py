@@ -141,7 +141,8 @@ class Loop:
                     self.save()
                 self._saver.wait()
             raise
-        self.tell("end", reason=signals.received.name if signals.received else "finished")
+        reason = signals.received.name if signals.received else "finished"
+        self.tell("end", reason=reason, time=time.time())
 
     def _train(self, signals: StopSignals, progress: Callable[[], None]) -> None:
         config, counters = self.config, self.counters

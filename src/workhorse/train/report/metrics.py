@@ -6,7 +6,7 @@ Every line has `kind` and `step` (steps done when it was written):
   a token), `steps`, `flops_per_token` and `peak_flops` (a second, of the quickest matrix product in
   the training's type; where training is quicker, `peak_fraction` is of its own best),
   `micro_batch_size` (in use), `device`, versions, `settings` (of the command line, over the
-  recipe's)
+  recipe's), `time` (seconds since 1970)
 - `change`: of a setting, when the run was resumed: `setting` (its name), `before`, `now`
 - `step`: `loss` (the cross-entropy, nats per token), `z_loss` and `balance_loss` (what is added to
   it, weighted, where it is), `learning_rate` (the schedule's factor times the optimizer's),
@@ -21,7 +21,7 @@ Every line has `kind` and `step` (steps done when it was written):
 - `samples`: `samples`, a list of `prompt` and `text`
 - `checkpoint`: `path`, once it is whole
 - `skipped_step`: `loss` and `grad_norm`, of which one is not finite and so null
-- `end`: `reason`, "finished" or the signal's name; a session that was killed has none
+- `end`: `reason`, "finished" or the signal's name, and `time`; a session that was killed has none
 """
 
 import json

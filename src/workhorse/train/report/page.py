@@ -4,6 +4,7 @@ import json
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
+from itertools import pairwise
 from statistics import median
 from typing import Any
 
@@ -99,10 +100,31 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
             ("steps", f"{last['step']:,}{of_steps}"),
             ("tokens trained on", shown(last["tokens"])),
             ("training time", duration(last["seconds"])),
+            *goodput(of_kind, last["seconds"]),
             ("tokens per second, median", f"{speeds[len(speeds) // 2]:,.0f}"),
             ("of the matrix-product peak, median", f"{peak[len(peak) // 2]:.0%}"),
         ]
     return rows
+
+
+def goodput(of_kind: dict[str, list[Event]], useful: float) -> list[tuple[str, str]]:
+    """The part of the run's time that its steps took, once a session did not end by itself.
+
+    Steps that were lost and the time until the next start do not count as useful; the time after an
+    end that was asked for does not count at all.
+    """
+    marks = [
+        (event["time"], kind)
+        for kind in ("start", "end")
+        for event in of_kind.get(kind, [])
+        if "time" in event  # not in runs of before
+    ]
+    spent, killed = 0.0, False
+    for (begin, kind), (end, following) in pairwise(sorted(marks)):
+        if kind == "start":
+            spent += end - begin
+            killed |= following == "start"
+    return [("of the time since its starts (goodput)", f"{useful / spent:.0%}")] if killed else []
 
 
 def experts(of_kind: dict[str, list[Event]]) -> list[tuple[str, str, str]]:

@@ -141,6 +141,12 @@ class Loop:
                     self.save()
                 self._saver.wait()
             raise
+        except (
+            KeyboardInterrupt
+        ):  # what is being written would be finished in any case, at the exit
+            with contextlib.suppress(WorkhorseError):
+                self._saver.wait()
+            raise
         reason = signals.received.name if signals.received else "finished"
         self.tell("end", reason=reason, time=time.time())
 

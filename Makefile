@@ -18,7 +18,7 @@ WORKHORSE := .venv/bin/workhorse
 # One thread a test process: the models of the tests are too small to share out.
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
-CAMPAIGNS := $(addprefix campaign-,faults exact mutations flex fast cpus hostile inputs gguf harness requests accounting)
+CAMPAIGNS := $(addprefix campaign-,faults exact meshes mutations flex fast cpus hostile inputs gguf harness requests accounting)
 
 .PHONY: help install demo test lint format bench reference families clean campaigns $(CAMPAIGNS)
 help:

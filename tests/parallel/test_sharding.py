@@ -43,15 +43,19 @@ def test_any_division_of_the_weights_gives_the_same_bits(tmp_path: Path) -> None
 
 
 def test_the_fast_reduction_differs_by_rounding_alone(tmp_path: Path) -> None:
-    """Two pairs; an AdamW of few steps makes more of the last bits of a small gradient."""
-    recipe = divisible(tmp_path, GATED)
+    """All four divide weights, two the rows of a batch and two its sequences.
+
+    An AdamW of few steps makes more of the last bits of a small gradient.
+    """
+    adamw = {"kind": "adamw"}
+    recipe = divisible(tmp_path, MIXTURE, optimizer=adamw, balance_loss=0.01, eval_every=3)
     recipe["parallel"] = {}
     recipe["model"]["blocks"]["main"]["dropout"] = 0.0
     train(Recipe.from_dict(recipe), tmp_path / "one")
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(recipe))
-    words = [str(file), "parallel.shard=2", "--out", str(tmp_path / "many")]
-    many = run([*words, "--workers", "4"])
+    divided = ["parallel.shard=2", "parallel.context=2"]
+    many = run([str(file), *divided, "--out", str(tmp_path / "many"), "--workers", "4"])
     assert many.returncode == 0, many.stderr
     for one, other in zip(*(steps_of(tmp_path / name) for name in ("one", "many")), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
@@ -77,4 +81,4 @@ def test_workers_that_the_division_does_not_divide_are_refused(tmp_path: Path) -
     found = run([str(file), "parallel.shard=2", "--workers", "3"])
     assert found.returncode == 2
     (line,) = found.stderr.splitlines()
-    assert "shard=2 does not divide 3 processes; choose a divisor" in line
+    assert "shard=2 does not divide 3 processes; choose divisors" in line

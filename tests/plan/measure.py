@@ -16,6 +16,7 @@ from workhorse.nn import Decoder, DecoderConfig, HeadLoss
 from workhorse.nn.cache.blocks import BLOCK
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.sequences import AbsentTeam
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
@@ -36,7 +37,8 @@ def make_step(
     config: DecoderConfig, train: TrainConfig, parallel: ParallelismConfig = UNDIVIDED
 ) -> TrainingStep:
     torch.manual_seed(0)
-    return build_step(config.build(train.kernel), train, CPU, parallel=parallel)
+    team = AbsentTeam(parallel.context) if parallel.context > 1 else None
+    return build_step(config.build(train.kernel), train, CPU, parallel=parallel, team=team)
 
 
 class Saved:
@@ -50,14 +52,19 @@ class Saved:
 
 
 def kept_by_autograd(
-    config: DecoderConfig, train: TrainConfig, *, packed: bool = False
+    config: DecoderConfig,
+    train: TrainConfig,
+    parallel: ParallelismConfig = UNDIVIDED,
+    *,
+    packed: bool = False,
 ) -> Counter[str]:
     """Bytes that each layer is the first to keep for the backward pass, and `head` the loss.
 
     By saved-tensor hooks, each storage once, and tensors that checkpointing keeps in closures; the
     states of its random generator, weights and the batch itself do not count.
     """
-    step, batch = make_step(config, train), random_batch(config, train, packed=packed)
+    step = make_step(config, train, parallel)
+    batch = random_batch(config, train, packed=packed)
     part = ["embedding"]
 
     def enter(label: str):

@@ -128,11 +128,11 @@ def test_experts() -> None:
 
 
 def test_context() -> None:
+    """The last part of two has half the activations, and keys and values of the first too."""
     whole, part = memory(standard(), {}), memory(standard(), {"context": 2})
-    assert sum(part.activations.values()) == pytest.approx(
-        sum(whole.activations.values()) / 2, rel=0.01
-    )
-    assert part.gathered > 0
+    more = part.activations["layers.1"] - whole.activations["layers.1"] / 2
+    keys_and_values = 8 * 16 * 2 * 64 * 2  # of 8 rows of 16 tokens, in bfloat16
+    assert keys_and_values <= more < 1.2 * keys_and_values
 
 
 @pytest.mark.parametrize(

@@ -62,6 +62,17 @@ def test_documents_are_kept_apart_by_a_mask(dtype: str) -> None:
     assert sum(found.values()) > sum(step_memory(config, train, CPU).activations.values())
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("family", ["llama", "gemma2", "deepseek_v3"])
+def test_the_last_part_of_a_sequence_keeps_the_keys_of_all(family: str, packed: bool) -> None:
+    config, train = small(family, num_hidden_layers=2), training()
+    thirds = ParallelismConfig(context=3)
+    found = step_memory(config, train, CPU, packed=packed, parallel=thirds).activations
+    kept = kept_by_autograd(config, train, thirds, packed=packed)
+    kept.pop("head", None)
+    assert sum(found.values()) == sum(kept.values())
+
+
 def held(memory: StepMemory) -> dict[str, int]:
     return {kind: total for kind, sizes in memory.held.items() if (total := sum(sizes.values()))}
 

@@ -100,26 +100,10 @@ class Context:
         return self._once((pattern, type(kernel), dtype), make)
 
     def slots_before(self, reach: int) -> tuple[Slots, Slots]:
-        """Where a cache's entry of that reach holds the `reach - 1` tokens before each new one.
-
-        Returns:
-            slots: (batch, seq, reach - 1), the token just before first; any slot where there is
-                no such token.
-            exists: whether there is, a bool of that shape.
-        """
-        assert self.cache is not None
-        rows, place = len(self.cache.lengths), self.cache.place(reach)
-
-        def make() -> tuple[Slots, Slots]:
-            queries, keys = place.queries, place.keys.expand(rows, -1)
-            back = torch.arange(1, reach, device=keys.device)
-            wanted = (queries[..., None] - back).expand(len(keys), -1, -1)
-            ordered, order = keys.sort(dim=1)
-            found = torch.searchsorted(ordered, wanted.flatten(1)).clamp(max=keys.shape[1] - 1)
-            exists = (ordered.gather(1, found) == wanted.flatten(1)).view_as(wanted) & (wanted >= 0)
-            return order.gather(1, found).view_as(wanted), exists
-
-        return self._once(("slots_before", reach), make)
+        """What the cache says of it; see `CacheView.slots_before`."""
+        cache = self.cache
+        assert cache is not None
+        return self._once(("slots_before", reach), lambda: cache.slots_before(reach))
 
     def _once(self, key: Hashable, make: Callable[[], Any]) -> Any:
         if key not in self._made:
@@ -129,12 +113,11 @@ class Context:
     def _lengths(self) -> Lengths:
         """Tokens of each row so far, or of each token's document; padding does not count."""
         if self.cache is not None:
-            return self.cache.lengths[:, None]
-        ends, documents = self.positions + 1, self.place.documents
+            return self.cache.text_lengths()
+        documents = self.place.documents
         if documents is None:
-            return ends.amax(dim=1, keepdim=True)
-        longest = ends.new_zeros(ends.shape[0], ends.shape[1] + 1)  # documents count from 1
-        return longest.scatter_reduce(1, documents, ends, "amax").gather(1, documents)
+            return self.positions.amax(dim=1, keepdim=True) + 1
+        return lengths_of_documents(self.positions, documents)
 
     def _check_positions(self, limit: int) -> None:
         used = self.length if self.uniform else int(self.positions.max()) + 1
@@ -221,3 +204,15 @@ def number_runs(documents: Tokens) -> Runs:
     first = torch.ones_like(documents, dtype=torch.bool)
     first[:, 1:] = documents[:, 1:] != documents[:, :-1]
     return Runs(first.cumsum(dim=1), torch.where(first, index, 0).cummax(dim=1).values)
+
+
+def lengths_of_documents(positions: Positions, numbers: Tokens) -> Lengths:
+    """Tokens in the document of each token.
+
+    Args:
+        positions: in the document.
+        numbers: of the documents in each row, from 1.
+    """
+    ends = positions + 1
+    longest = ends.new_zeros(ends.shape[0], ends.shape[1] + 1)
+    return longest.scatter_reduce(1, numbers, ends, "amax").gather(1, numbers)

@@ -2,7 +2,7 @@
 
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import cast
+from typing import TypeVar, cast
 
 import torch
 from pydantic import Field
@@ -13,7 +13,7 @@ from workhorse.nn.attention.kernels import KernelName
 from workhorse.nn.blocks import Block, BlockConfig
 from workhorse.nn.cache.contiguous import Cache
 from workhorse.nn.cache.paged import PagedCache
-from workhorse.nn.cache.view import CacheView
+from workhorse.nn.cache.view import CacheView, Layers
 from workhorse.nn.context import Context
 from workhorse.nn.embedding import EmbeddingConfig, batch_and_seq
 from workhorse.nn.head import HeadConfig
@@ -22,6 +22,8 @@ from workhorse.nn.norms import NoNormConfig, NormConfig
 from workhorse.nn.positions.absolute import OF_PARTS, LearnedPositionConfig
 from workhorse.nn.positions.rope import RopeConfig
 from workhorse.nn.shapes import Hidden, Logits, NextLogits, Positions, Tokens
+
+Room = TypeVar("Room")
 
 
 class DecoderConfig(Config):
@@ -205,8 +207,12 @@ class Decoder(nn.Module):
                 not causal.
         """
         cache = Cache(batch, capacity, self.embedding.tokens.weight.device, slack)
-        cache.entries = [room for layer in self._blocks() for room in layer.rooms(cache)]
+        cache.entries = self.rooms(cache)
         return cache
+
+    def rooms(self, cache: Layers[Room]) -> list[Room]:
+        """The rooms of all layers in a cache; see `Block.rooms`."""
+        return [room for layer in self._blocks() for room in layer.rooms(cache)]
 
     def new_paged_cache(self, tokens: int, texts: int, slack: int = 0) -> PagedCache:
         """An empty cache for texts that come and go.
@@ -221,7 +227,7 @@ class Decoder(nn.Module):
         """
         device, context = self.embedding.tokens.weight.device, self.max_seq_len
         cache = PagedCache(tokens, texts, device, context, slack)
-        cache.stores = [room for layer in self._blocks() for room in layer.rooms(cache)]
+        cache.stores = self.rooms(cache)
         return cache
 
     def initialize(self, generator: torch.Generator | None = None) -> "Decoder":

@@ -1,5 +1,6 @@
 """The section `parallel` of a recipe: how many processes train one model, and how they add up."""
 
+import math
 from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
@@ -38,6 +39,10 @@ class ParallelismConfig(Config):
     shard: Annotated[Ways, OnResume.ROUNDED] = 1
     """Processes that divide weights, gradients and optimizer among them, and share the rows of
     every batch too (FSDP; ZeRO stage 3, 1910.02054). With `data` there are so many groups."""
+    context: Annotated[Ways, OnResume.ROUNDED] = 1
+    """Processes that divide each sequence: every one has consecutive tokens of it, and takes the
+    keys and values before them from the others (2405.07719 §2). They divide weights too, as those
+    of `shard` do, once `shard` is more than 1."""
     reduction: Annotated[
         FastConfig | ExactConfig, Field(discriminator="kind"), OnResume.ROUNDED
     ] = FastConfig()
@@ -55,12 +60,17 @@ class ParallelismConfig(Config):
     def parts(self) -> int:
         """Into how many parts the rows of a batch are divided."""
         exact = self.reduction
-        return exact.logical_shards if isinstance(exact, ExactConfig) else self.processes
+        return exact.logical_shards if isinstance(exact, ExactConfig) else self.replicas
+
+    @property
+    def replicas(self) -> int:
+        """Processes, or teams of `context` of them, among which the rows of a batch are divided."""
+        return self.data * self.shard
 
     @property
     def processes(self) -> int:
         """How many there are."""
-        return self.data * self.shard
+        return self.replicas * self.context
 
     def on(self, processes: int) -> Self:
         """The same division with as much `data` as makes so many processes.
@@ -68,20 +78,26 @@ class ParallelismConfig(Config):
         Raises:
             ConfigError: there is none.
         """
-        if processes % self.shard:
-            raise ConfigError(
-                f"shard={self.shard} does not divide {processes} processes; choose a divisor"
-            )
-        return self.replace(data=processes // self.shard)
+        others = {name: ways for name in ("shard", "context") if (ways := getattr(self, name)) > 1}
+        if processes % (product := math.prod(others.values())):
+            named = " times ".join(f"{name}={ways}" for name, ways in others.items())
+            verb = "do" if len(others) > 1 else "does"
+            raise ConfigError(f"{named} {verb} not divide {processes} processes; choose divisors")
+        return self.replace(data=processes // product)
 
     @model_validator(mode="after")
     def _a_part_for_each(self) -> Self:
-        if self.parts < self.processes:
+        if self.is_exact and self.context > 1:
+            raise ConfigError(
+                f"context={self.context} divides sequences, whose parts reduction=exact would add "
+                "up in another order; leave one of the two out"
+            )
+        if self.parts < self.replicas:
             raise ConfigError(
                 f"reduction.logical_shards={self.parts} is less than {self._product}, so that "
                 "some processes have none; choose at least that"
             )
-        if self.shard > 1 and self.parts % self.processes:
+        if self.shard > 1 and self.parts % self.replicas:
             raise ConfigError(
                 f"{self._product} does not divide reduction.logical_shards={self.parts}: processes "
                 "that divide weights compute in step; choose a multiple"
@@ -92,16 +108,21 @@ class ParallelismConfig(Config):
     def _product(self) -> str:
         return f"data={self.data}" + (f" times shard={self.shard}" if self.shard > 1 else "")
 
-    def check_rows(self, rows: int) -> None:
+    def check_batch(self, rows: int, seq_len: int) -> None:
         """Refuse a batch that cannot be divided.
 
         Args:
             rows: of the batch.
+            seq_len: tokens of each.
 
         Raises:
             ConfigError: it has fewer rows than parts; or parts of several sizes, where processes
-                that divide weights compute in step.
+                that divide weights or sequences compute in step.
         """
+        if seq_len % self.context:
+            raise ConfigError(
+                f"context={self.context} does not divide train.seq_len={seq_len}; choose a divisor"
+            )
         name = f"reduction.logical_shards={self.parts}" if self.is_exact else self._product
         if self.parts > rows:
             raise ConfigError(

@@ -40,7 +40,9 @@ def shard(
         What adds up the gradients if that is to be exact; otherwise FSDP does, in float32.
     """
     mesh = init_device_mesh(
-        device.type, (config.data, config.shard), mesh_dim_names=("data", "shard")
+        device.type,
+        (config.data, config.shard * config.context),
+        mesh_dim_names=("data", "shard"),
     )
     whole = {
         parameter

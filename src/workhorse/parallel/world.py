@@ -32,6 +32,7 @@ class World:
         size: how many there are.
         in_step: whether a pass of one needs one of every other at the same time, since each has a
             part of the weights.
+        team: so many consecutive processes have a part each of the same sequences.
         group: exchanges what they tell each other; None for PyTorch's default.
     """
 
@@ -41,9 +42,17 @@ class World:
         size: int = 1,
         *,
         in_step: bool = False,
+        team: int = 1,
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self.rank, self.size, self.in_step, self.group = rank, size, in_step, group
+        self.team = team
+        self.teams = size // team
+
+    @property
+    def member(self) -> int:
+        """The number of this process in its team, from 0."""
+        return self.rank % self.team
 
     def apart(self) -> "World":
         """The same processes for another thread of each; all must call it."""
@@ -51,7 +60,7 @@ class World:
             return self
         group = dist.new_group(timeout=PATIENCE, backend="gloo")
         assert isinstance(group, dist.ProcessGroup)  # this process belongs to it
-        return World(self.rank, self.size, in_step=self.in_step, group=group)
+        return World(self.rank, self.size, in_step=self.in_step, team=self.team, group=group)
 
     @property
     def is_first(self) -> bool:
@@ -59,9 +68,9 @@ class World:
         return self.rank == 0
 
     def share(self, count: int, rank: int | None = None) -> range:
-        """Which of so many things are this process's, or another's: consecutive ones."""
-        rank = self.rank if rank is None else rank
-        return range(rank * count // self.size, (rank + 1) * count // self.size)
+        """Which of so many things are this process's team's, or another's: consecutive ones."""
+        team = (self.rank if rank is None else rank) // self.team
+        return range(team * count // self.teams, (team + 1) * count // self.teams)
 
     def passes(self, count: int) -> Iterator[tuple[int, bool]]:
         """Which of so many things this process passes, and whether they are its to count.
@@ -70,7 +79,7 @@ class World:
         """
         share = self.share(count)
         yield from ((number, True) for number in share)
-        if self.in_step and len(share) < -(-count // self.size):
+        if self.in_step and len(share) < -(-count // self.teams):
             yield 0, False
 
     def largest(self, number: int) -> int:

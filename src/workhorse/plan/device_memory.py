@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from workhorse.nn import DecoderConfig
-from workhorse.nn.blocks import AnyAttentionConfig
+from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.mesh import MeshConfig, check_mesh, part_of_model
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.account import Moment
@@ -85,7 +85,8 @@ def device_memory(
     - `pipeline`: stage s of p keeps p - s micro-batches (2205.05198 §4.2.3); the first has the
       embedding, the last the head and the loss.
     - `expert`: routed experts are divided; tokens are assumed to spread evenly among them.
-    - `context`: sequences are divided, and a layer's keys and values gathered.
+    - `context`: sequences are divided; the last part needs the keys and values of all, which each
+      layer keeps for its backward pass.
 
     Args:
         config: of the whole decoder.
@@ -115,7 +116,6 @@ def _of_one_device(train: TrainConfig, mesh: MeshConfig) -> TrainConfig:
     return train.replace(
         batch_size=rows,
         micro_batch_size=min(size, rows) if isinstance(size, int) else size,
-        seq_len=train.seq_len // mesh.context,
     )
 
 
@@ -140,7 +140,8 @@ def _of_stage(
     updates: bool,
 ) -> DeviceMemory:
     part = part_of_model(config, mesh, stage)
-    step = _recorded(part, train, device, packed=packed, updates=updates)
+    ways = mesh.context
+    step = _recorded(part, train, device, context=ways, packed=packed, updates=updates)
     shards = mesh.shard * mesh.context if mesh.shard > 1 else 1
     missing = set(_missing(config, mesh, stage))
     held: dict[Kind, dict[Place, int]] = {
@@ -157,11 +158,11 @@ def _of_stage(
     activations = {part: size for part, size in step.activations.items() if part not in missing}
     if mesh.tensor > 1 and mesh.sequence:
         undivided = part_of_model(config, mesh.replace(tensor=1), stage)
-        whole = _recorded(undivided, train, device, packed=packed, updates=False)
+        whole = _recorded(undivided, train, device, context=ways, packed=packed, updates=False)
         activations = {name: -(-whole.activations[name] // mesh.tensor) for name in activations}
     shares["activations"] = _share(activations, step.activations)
     in_flight = min(mesh.pipeline - stage, _micro_batches(train))
-    gathered = _gathered(step, mesh, shards) + _keys_and_values(part, train, mesh)
+    gathered = _gathered(step, mesh, shards)
     earlier = (in_flight - 1) * sum(activations.values())
     return DeviceMemory(
         stage,
@@ -178,15 +179,19 @@ def _recorded(
     train: TrainConfig,
     device: torch.device,
     *,
+    context: int,
     packed: bool,
     updates: bool,
 ) -> StepMemory:
     """The record of a step, made once: meshes with the same part of the model share it."""
     train = _as_recorded(train)
-    key = json.dumps([config.to_dict(), train.to_dict(), str(device), packed])
+    key = json.dumps([config.to_dict(), train.to_dict(), str(device), context, packed])
     found = _RECORDS.get(key)
     if found is None or (updates and found.spans[-1].phase != "update"):
-        found = _RECORDS[key] = step_memory(config, train, device, packed=packed, updates=updates)
+        parallel = ParallelismConfig(context=context)
+        found = _RECORDS[key] = step_memory(
+            config, train, device, packed=packed, updates=updates, parallel=parallel
+        )
         if len(_RECORDS) > MOST_RECORDS:
             del _RECORDS[next(iter(_RECORDS))]  # the oldest
     return found if updates else found.passes
@@ -229,26 +234,6 @@ def _gathered(step: StepMemory, mesh: MeshConfig, shards: int) -> int:
     for place, size in step.held["weights"].items():
         layers[place.part] += size // mesh.expert if place.component == "experts" else size
     return 3 * max(size for part, size in layers.items() if part.startswith(LAYER))
-
-
-def _keys_and_values(part: DecoderConfig, train: TrainConfig, mesh: MeshConfig) -> int:
-    """Of the whole sequence, in the layer that needs most; with their gradients."""
-    if mesh.context == 1:
-        return 0
-    size = train.micro_batch_size
-    rows = size if isinstance(size, int) else train.batch_size
-    tokens = rows * train.seq_len * mesh.context
-    widths = [_kv_width(block.attention, part.d_model) for block in part.blocks.values()]
-    bytes_each = 4 if train.dtype == "float32" else 2
-    return 2 * tokens * max(widths) * bytes_each
-
-
-def _kv_width(attention: AnyAttentionConfig, d_model: int) -> int:
-    """Numbers in the keys and values of a token."""
-    key_dim = attention.key_dim(d_model)
-    return (attention.n_kv_heads or attention.n_heads) * (
-        key_dim + (attention.value_dim or key_dim)
-    )
 
 
 def _moments(

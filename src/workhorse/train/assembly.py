@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 import torch
 
@@ -31,6 +31,9 @@ from workhorse.train.step.build import build_step, measured_peak, training_opera
 from workhorse.train.step.micro_batch import fit_micro_batch
 from workhorse.train.step.step import TrainingStep
 from workhorse.train.validation import Validator
+
+if TYPE_CHECKING:
+    from workhorse.parallel.sequences import Team
 
 Listener = Callable[[Event], None]
 Given = ParamSpec("Given")
@@ -81,7 +84,8 @@ def assemble(
     )
     seed_everything(config.seed)
     decoder, other = _decoder(recipe, decoder_config, device, checkpoint, tell)
-    step = build_step(decoder, fitted, device, parallel=recipe.parallel, world=world)
+    team = _team(world, decoder, device)
+    step = build_step(decoder, fitted, device, parallel=recipe.parallel, world=world, team=team)
     if other is not None:
         start_optimizer(str(recipe.init), other, step.optimizer, config.optimizer.kind)
     constants["micro_batch_size"] = step.micro_batch_size
@@ -118,6 +122,14 @@ def assemble(
         tell(f"no native operators, so slower: {reason}")
     _tell_start(loop, recipe, decoder, dataset.train.n_tokens, settings)
     return loop
+
+
+def _team(world: World, decoder: Decoder, device: torch.device) -> "Team | None":
+    if world.team == 1:
+        return None
+    from workhorse.parallel.sequences import make_team  # takes a second
+
+    return make_team(world, decoder, device)
 
 
 def _batches(recipe: Recipe, dataset: Dataset, at: Resumption) -> Batches:

@@ -109,7 +109,8 @@ def _train(
         device = check_recipe(recipe, resume=resume)
         _check_processes(recipe, world)
         check_outside(recipe.data, run.path)
-    world = World(world.rank, world.size, in_step=recipe.parallel.shard > 1)
+    parallel = recipe.parallel
+    world = World(world.rank, world.size, in_step=parallel.shard > 1, team=parallel.context)
     lock = run.lock() if world.is_first else contextlib.nullcontext()
     with lock, keep_freed_memory(device):
         into = store or run.store(recipe.train.keep)

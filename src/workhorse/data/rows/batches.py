@@ -46,6 +46,11 @@ class Batch:
             self.tokens[start:stop], self.targets[start:stop], documents, self.sources[start:stop]
         )
 
+    def columns(self, own: slice) -> "Batch":
+        """Those tokens of every row."""
+        documents = None if self.documents is None else self.documents[:, own]
+        return Batch(self.tokens[:, own], self.targets[:, own], documents, self.sources)
+
     def to(self, device: torch.device | str, *, non_blocking: bool = False) -> "Batch":
         """The same batch on another device."""
 

@@ -204,12 +204,15 @@ class Flex(Kernel):
         """A block mask and the function that adds ALiBi to a score."""
         del dtype
         queries, keys, documents = place.queries, place.keys, place.documents
+        of_keys = documents if place.key_documents is None else place.key_documents
         rows = queries.shape[0]  # 1 where all rows of the batch are alike
 
         def mask(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
             del h
             seen = sees(pattern, queries[b % rows, q], keys[b % rows, k])
-            return seen if documents is None else seen & (documents[b, q] == documents[b, k])
+            if documents is None or of_keys is None:
+                return seen
+            return seen & (documents[b, q] == of_keys[b, k])
 
         slopes = torch.tensor(pattern.alibi_slopes, device=keys.device)
 

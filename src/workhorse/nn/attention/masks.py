@@ -49,8 +49,8 @@ class Placement:
     Attributes:
         queries: positions; -1 is padding.
         keys: positions of the keys, -1 for padding and empty slots.
-        documents: number of the document that each token belongs to (queries and keys are then
-            the same tokens), or None.
+        documents: number of the document that each query belongs to, or None.
+        key_documents: the same of the keys; None: queries and keys are the same tokens.
         aligned: queries and keys are the same tokens, at 0, 1, 2 … in every row, nothing padded.
         last: each row has one query, at or after every key, and no key is padding.
         in_blocks: whether the keys are those of blocks: slot n of a row's blocks holds position n.
@@ -59,6 +59,7 @@ class Placement:
     queries: Positions
     keys: KeyPositions
     documents: Tokens | None = None
+    key_documents: Tokens | None = None
     aligned: bool = False
     last: bool = False
     in_blocks: bool = False
@@ -70,7 +71,8 @@ def visible(pattern: AttentionPattern, place: Placement) -> Mask:
     j = place.keys[:, None, None, :]
     mask = sees(pattern, i, j)
     if place.documents is not None:
-        mask = mask & (place.documents[:, None, :, None] == place.documents[:, None, None, :])
+        keys = place.documents if place.key_documents is None else place.key_documents
+        mask = mask & (place.documents[:, None, :, None] == keys[:, None, None, :])
     return mask
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workhorse.nn.attention.masks import Placement
-from workhorse.nn.shapes import NewKeys, NewValues, Positions
+from workhorse.nn.shapes import Lengths, NewKeys, NewValues, Positions, Slots
 
 
 class CacheEntry(ABC):
@@ -70,6 +70,27 @@ class CacheView(ABC):
     def next_positions(self, seq: int) -> Positions:
         """The positions of the next `seq` tokens of each row, (batch, seq)."""
         return self.lengths[:, None] + torch.arange(seq, device=self.lengths.device)
+
+    def text_lengths(self) -> Lengths:
+        """Tokens of the text that each new one belongs to, (batch, 1 or seq)."""
+        return self.lengths[:, None]
+
+    def slots_before(self, reach: int) -> tuple[Slots, Slots]:
+        """Where a layer's entry of that reach holds the `reach - 1` tokens before each new one.
+
+        Returns:
+            slots: (batch, seq, reach - 1), the token just before first; any slot where there is
+                no such token.
+            exists: whether there is, a bool of that shape.
+        """
+        place = self.place(reach)
+        queries, keys = place.queries, place.keys.expand(len(self.lengths), -1)
+        back = torch.arange(1, reach, device=keys.device)
+        wanted = (queries[..., None] - back).expand(len(keys), -1, -1)
+        ordered, order = keys.sort(dim=1)
+        found = torch.searchsorted(ordered, wanted.flatten(1)).clamp(max=keys.shape[1] - 1)
+        exists = (ordered.gather(1, found) == wanted.flatten(1)).view_as(wanted) & (wanted >= 0)
+        return order.gather(1, found).view_as(wanted), exists
 
     @abstractmethod
     def begin(self, positions: Positions, *, uniform: bool) -> None:

@@ -12,7 +12,7 @@ The loss is a product of two means, so if these were taken over a micro-batch (S
 import math
 from collections.abc import Generator
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -22,6 +22,9 @@ from workhorse.nn import IGNORE, DecoderConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import AdjustedRouter, Router, Routing
 from workhorse.train.objectives.objective import Objective, Outcome
+
+if TYPE_CHECKING:
+    from workhorse.parallel.sequences import Team
 
 
 class Balanced(Objective):
@@ -77,13 +80,22 @@ class Balancer:
             weighted by its number of predictions.
         rate: how far an update moves the bias of each expert, up if fewer choices of the whole
             batch fell on it than on average, down if more.
+        team: has the other parts of the sequences, where these are divided.
 
     Attributes:
         loads: how many choices fell on each expert of a router since the last update.
         latest: the same for the last update's batch, a row per router in the order of execution.
     """
 
-    def __init__(self, decoder: nn.Module, *, weight: float = 0.0, rate: float = 0.0) -> None:
+    def __init__(
+        self,
+        decoder: nn.Module,
+        *,
+        weight: float = 0.0,
+        rate: float = 0.0,
+        team: "Team | None" = None,
+    ) -> None:
+        self.team = team
         self.weight = weight
         self.rate = rate
         self.watching = False
@@ -122,6 +134,7 @@ class Balancer:
             loads = loads_of(routing, counted)
             self.loads[router] = self.loads.get(router, 0.0) + loads.sum(dim=0)
             if self.weight:
+                loads = loads if self.team is None else self.team.add(loads)
                 total = total + self.weight * imbalance(routing.scores, loads, counted).sum()
         self.routings.clear()
         return total
@@ -187,8 +200,8 @@ def imbalance(scores: Tensor, loads: Tensor, counted: Tensor) -> Tensor:
 
     Args:
         scores: (rows · seq, n_experts), positive.
-        loads: (rows, n_experts).
-        counted: (rows, seq).
+        loads: (rows, n_experts), of whole sequences.
+        counted: (rows, seq), of the part of each whose share is wanted.
     """
     rows, n_experts = loads.shape
     parts = (scores / scores.sum(dim=-1, keepdim=True)).view(rows, -1, n_experts)

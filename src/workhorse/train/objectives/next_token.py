@@ -1,10 +1,16 @@
 """The next token's cross-entropy."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor
 
 from workhorse.data import Batch
 from workhorse.nn import IGNORE, Decoder, HeadLoss
+from workhorse.nn.shapes import Hidden
 from workhorse.train.objectives.objective import Objective, Outcome
+
+if TYPE_CHECKING:
+    from workhorse.parallel.sequences import Team
 
 
 class NextToken(Objective):
@@ -13,10 +19,12 @@ class NextToken(Objective):
     Args:
         decoder: the model to train.
         z_loss: weight of the z-loss, see `next_token_loss`; logged as a figure unless 0.
+        team: has the other parts of the sequences, where these are divided.
     """
 
-    def __init__(self, decoder: Decoder, z_loss: float = 0.0) -> None:
+    def __init__(self, decoder: Decoder, z_loss: float = 0.0, team: "Team | None" = None) -> None:
         super().__init__()
+        self.team = team
         self.decoder = decoder
         self.z_loss = z_loss
         self.head_loss = HeadLoss()
@@ -27,9 +35,15 @@ class NextToken(Objective):
     def forward(self, batch: Batch) -> Outcome:
         head = self.decoder.head
         matrix = self.head_loss.matrix(head)
-        x = self.decoder.hidden(batch.tokens, documents=batch.documents)
+        x = self._hidden(batch)
         z_loss = self.z_loss if self.training else 0.0
         losses, count = self.head_loss(x, batch.targets, head, z_loss, matrix)
         cross_entropy, z = losses.detach().unbind()
         figures = {"loss": cross_entropy} | ({"z_loss": z} if z_loss else {})
         return Outcome(losses.sum(), count, figures)
+
+    def _hidden(self, batch: Batch) -> Hidden:
+        if self.team is None:
+            return self.decoder.hidden(batch.tokens, documents=batch.documents)
+        view = self.team.view(self.decoder, batch.tokens, batch.documents)
+        return self.decoder.hidden(batch.tokens, cache=view)

@@ -220,7 +220,7 @@ class Recipe(Config):
     @model_validator(mode="after")
     def _rows_for_all(self) -> Self:
         try:
-            self.parallel.check_rows(self.train.batch_size)
+            self.parallel.check_batch(self.train.batch_size, self.train.seq_len)
         except ConfigError as error:
             raise error.below("parallel") from None
         return self

@@ -1,6 +1,7 @@
 """Building the step that trains a decoder, for a device and a precision."""
 
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -14,6 +15,7 @@ from workhorse.optim.master_weights import round_weights
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.world import ALONE, World
 from workhorse.train.objectives.balance import Balanced, Balancer, has_mixtures
+from workhorse.train.objectives.divided import Divided
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.objectives.objective import Objective
 from workhorse.train.recipe.recipe import TrainConfig
@@ -28,6 +30,9 @@ from workhorse.transforms.compiled.compiled_layers import compile_layers
 from workhorse.transforms.float8 import multiply_in_float8
 from workhorse.transforms.native_training import Gemm, replace_embeddings, train_natively
 
+if TYPE_CHECKING:
+    from workhorse.parallel.sequences import Team
+
 
 def build_step(
     decoder: Decoder,
@@ -36,6 +41,7 @@ def build_step(
     *,
     parallel: ParallelismConfig = UNDIVIDED,
     world: World = ALONE,
+    team: "Team | None" = None,
 ) -> TrainingStep:
     """The step that trains a float32 decoder, whose weights it may round to bfloat16.
 
@@ -46,7 +52,8 @@ def build_step(
         config: how it is trained, with what `fit_micro_batch` made of `micro_batch_size: auto`.
         device: where it is trained.
         parallel: how the gradients of the batch's parts are added up.
-        world: the processes that have these parts: `parallel.data`, or one that has all.
+        world: the processes that have these parts: those of `parallel`, or one that has all.
+        team: has the other parts of the sequences, where these are divided.
 
     Raises:
         WorkhorseError: nothing is to be trained.
@@ -57,10 +64,7 @@ def build_step(
     dtype = training_dtype(config.dtype, device)
     operators = training_operators(device, dtype)
     low_bits = round_weights(decoder) if dtype == torch.bfloat16 else {}
-    objective: Objective = NextToken(decoder, config.z_loss)
-    if has_mixtures(decoder):
-        balancer = Balancer(decoder, weight=config.balance_loss, rate=config.balance_rate)
-        objective = Balanced(objective, balancer)
+    objective = _objective(decoder, config, team)
     objective.train()
     if device.type == "cpu" and dtype != torch.float16:
         if dtype == torch.bfloat16:
@@ -103,6 +107,15 @@ def build_step(
     if config.compile:
         compile_layers(decoder)
     return step
+
+
+def _objective(decoder: Decoder, config: TrainConfig, team: "Team | None") -> Objective:
+    objective: Objective = NextToken(decoder, config.z_loss, team)
+    if has_mixtures(decoder):
+        weight, rate = config.balance_loss, config.balance_rate
+        balancer = Balancer(decoder, weight=weight, rate=rate, team=team)
+        objective = Balanced(objective, balancer)
+    return objective if team is None else Divided(objective, team)
 
 
 def measured_peak(config: TrainConfig, device: torch.device) -> float:

@@ -64,7 +64,8 @@ class Reduction:
 
     def pass_part(self, step: int, part: int, rows: int, passes: Passes) -> dict[str, Tensor]:
         """Leave the gradient of one part of a batch of so many rows; returns sums to be logged."""
-        torch.manual_seed(derive(self.seed, "part", step, part) % 2**63)
+        who = [self.world.member] if self.world.team > 1 else []
+        torch.manual_seed(derive(self.seed, "part", step, part, *who) % 2**63)
         return passes(part * rows // self.parts, (part + 1) * rows // self.parts)
 
 
@@ -89,14 +90,15 @@ class ShardedReduction(Reduction):
         self.exact_sums = exact_sums
 
     def __call__(self, step: int, rows: int, passes: Passes) -> dict[str, Tensor]:
+        world = self.world
         sums, figures = TreeSum(), dict[str, Tensor]()
-        for first in range(0, self.parts, self.world.size):
-            figures = self.pass_part(step, first + self.world.rank, rows, passes)
+        for first in range(0, self.parts, world.teams):
+            figures = self.pass_part(step, first + world.rank // world.team, rows, passes)
             if self.exact_sums is not None:
                 self.exact_sums.end_part()
-            of_all = self.world.gather(torch.stack(list(figures.values())).float())
-            for number, of_part in enumerate(of_all):
-                sums.push(Node(0, first + number, [of_part]))
+            of_all = world.gather(torch.stack(list(figures.values())).float())
+            for number, of_process in enumerate(of_all, first * world.team):
+                sums.push(Node(0, number, [of_process]))
         if self.exact_sums is not None:
             taken = self.exact_sums.take()
             self.masters.put_gradients(taken[one] for one in self.masters.parameters.values())

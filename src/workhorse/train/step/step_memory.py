@@ -4,7 +4,7 @@ from array import array
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import Any, Literal, NamedTuple, cast, get_args
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -17,6 +17,9 @@ from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.tensors.tape import Tape, stand_in, without_data
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
+
+if TYPE_CHECKING:
+    from workhorse.parallel.sequences import Team
 
 Kind = Literal[
     "weights", "low_bits", "optimizer", "sums", "gradients", "activations", "loss", "temporary"
@@ -129,19 +132,20 @@ def step_memory(
         device: where it is trained; it need not be there.
         packed: whether rows hold several documents, which a mask keeps apart.
         updates: whether the update is recorded too, which depends on no batch.
-        parallel: how gradients are added up.
+        parallel: how the batch is divided.
     """
     kernel = "sdpa" if train.kernel.startswith("flex") else train.kernel
     train = train.replace(kernel=kernel, fp8=False, compile=False)
     size = train.micro_batch_size
     rows = train.batch_size
     if not parallel.is_exact:
-        rows = -(-rows // parallel.data)
+        rows = -(-rows // parallel.parts)
         rows = rows if size is None else min(rows, 2 * int(size))
     here = stand_in(device)
     with without_data(here) as tape:
         decoder = config.build(train.kernel, device=here)
-        step = build_step(decoder, train, here, parallel=parallel)
+        team = _absent_team(parallel.context) if parallel.context > 1 else None
+        step = build_step(decoder, train, here, parallel=parallel, team=team)
         optimizer, places = step.optimizer, _places(decoder)
         held: dict[Kind, dict[str, Tensor]] = {
             "weights": dict(decoder.state_dict(keep_vars=True)),
@@ -166,6 +170,12 @@ def step_memory(
             kind: _by_place(held[kind], places) for kind in held
         }
     return _account(tape, recorder, by_place, begin, end)
+
+
+def _absent_team(members: int) -> "Team":
+    from workhorse.parallel.sequences import AbsentTeam  # takes a second
+
+    return AbsentTeam(members)
 
 
 class _Recorder:

@@ -1,0 +1,233 @@
+"""Sequences divided among processes, which give each other keys and values: context parallelism.
+
+Every process of a team has consecutive tokens of the same sequences. To the model, what comes from
+the other processes is a cache: attention takes in its own keys and values and gets back all that
+its queries may see (2405.07719 §2; 2411.01783 §3). Short convolutions get their inputs likewise.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+
+from workhorse.errors import WorkhorseError
+from workhorse.nn import Decoder
+from workhorse.nn.attention.masks import Placement
+from workhorse.nn.attention.self_attention import SelfAttention
+from workhorse.nn.cache.view import CacheEntry, CacheView
+from workhorse.nn.context import lengths_of_documents, number_runs
+from workhorse.nn.shapes import Keys, Lengths, NewKeys, NewValues, Positions, Slots, Tokens, Values
+from workhorse.parallel.world import World
+
+
+def check_divisible(decoder: Decoder, ways: int) -> None:
+    """Refuse a decoder whose sequences cannot be divided.
+
+    Raises:
+        WorkhorseError: its attention looks ahead, or its kernel is compiled for one length.
+    """
+    for attention in (module for module in decoder.modules() if isinstance(module, SelfAttention)):
+        remedy = "leave parallel.context out"
+        if not attention.pattern.causal:
+            raise WorkhorseError(
+                f"parallel.context={ways} divides sequences, of which causal=false sees the end; "
+                f"{remedy}"
+            )
+        if not attention.kernel.decodes:
+            raise WorkhorseError(
+                f"parallel.context={ways} does not go with kernel=flex, which takes as many keys "
+                f"as queries; {remedy}, or choose another kernel"
+            )
+
+
+def make_team(world: World, decoder: Decoder, device: torch.device) -> "Team":
+    """The processes that have a part each of this one's sequences; all of the run must call it.
+
+    Raises:
+        WorkhorseError: the decoder needs whole sequences.
+    """
+    check_divisible(decoder, world.team)
+    names = ("team", "member")
+    teams = init_device_mesh(device.type, (world.teams, world.team), mesh_dim_names=names)
+    return Team(world.member, world.team, teams.get_group("member"))
+
+
+class Team:
+    """The processes that each have a part of the same sequences.
+
+    Args:
+        member: the number of this process, from 0: its tokens follow those of the one before.
+        size: how many processes there are.
+        group: of them.
+    """
+
+    def __init__(self, member: int, size: int, group: dist.ProcessGroup | None = None) -> None:
+        self.member, self.size, self.group = member, size, group
+
+    def own(self, columns: int) -> slice:
+        """Which of a sequence's tokens are this process's."""
+        length = columns // self.size
+        return slice(self.member * length, (self.member + 1) * length)
+
+    def view(
+        self, decoder: Decoder, tokens: Tokens, documents: Tokens | None
+    ) -> "DividedSequences":
+        """What one forward pass sees of the sequences whose own tokens are these.
+
+        Args:
+            decoder: that makes the pass.
+            tokens: of this process, as many as of each other.
+            documents: of them, as in `Context`.
+        """
+        return DividedSequences(self, decoder, tokens, documents)
+
+    def gather(self, own: Tensor) -> list[Tensor]:
+        """The tensors of all members, in the order of the sequence."""
+        gathered = [torch.empty_like(own) for _ in range(self.size)]
+        dist.all_gather(gathered, own.contiguous(), group=self.group)
+        return gathered
+
+    def exchange(self, parts: Tensor, counts: list[int], senders: list[int]) -> Tensor:
+        """What the members send this one, in the order of their numbers.
+
+        Args:
+            parts: that this one sends, in the order of the members.
+            counts: how many of them each member gets.
+            senders: how many each member sends.
+        """
+        received = parts.new_empty(sum(senders), *parts.shape[1:])
+        dist.all_to_all_single(received, parts, senders, counts, group=self.group)
+        return received
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """The sum over the members, which takes no gradient."""
+        total = tensor.detach().clone()
+        dist.all_reduce(total, group=self.group)
+        return total
+
+
+class AbsentTeam(Team):
+    """The last member of a team that is not there, for passes on tensors without data."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__(size - 1, size)
+
+    def gather(self, own: Tensor) -> list[Tensor]:
+        return [torch.empty_like(own) for _ in range(self.size)]
+
+    def exchange(self, parts: Tensor, counts: list[int], senders: list[int]) -> Tensor:
+        del counts
+        return parts.new_empty(sum(senders), *parts.shape[1:])
+
+    def add(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor)
+
+
+class DividedSequences(CacheView):
+    """The other members' tokens, as a model sees them; see `Team.view`."""
+
+    def __init__(
+        self, team: Team, decoder: Decoder, tokens: Tokens, documents: Tokens | None
+    ) -> None:
+        rows, seq = tokens.shape
+        self.team = team
+        columns = seq * team.size
+        self.own = team.own(columns)
+        self.length = columns - seq
+        self.lengths = torch.full((rows,), columns, device=tokens.device)
+        self.uniform = documents is None
+        self.slack = 0
+        self.positions = torch.arange(columns, device=tokens.device)[None]
+        self.documents: Tokens | None = None
+        if documents is not None:
+            runs = number_runs(torch.cat(team.gather(documents), dim=1))
+            self.positions = self.positions - runs.starts
+            self.documents = runs.numbers
+        self.entries = decoder.rooms(self)
+
+    def layer(self, reach: int | None, *, in_blocks: bool = False) -> "DividedEntry":
+        """The entry of a layer of that reach; see `Layers`."""
+        assert not in_blocks, "only a kernel that generates reads blocks"
+        return DividedEntry(self.team, reach)
+
+    def next_positions(self, seq: int) -> Positions:
+        del seq
+        return self.positions[:, self.own]
+
+    def text_lengths(self) -> Lengths:
+        if self.documents is None:
+            return super().text_lengths()
+        return lengths_of_documents(self.positions, self.documents)[:, self.own]
+
+    def slots_before(self, reach: int) -> tuple[Slots, Slots]:
+        back = torch.arange(1, reach, device=self.positions.device)
+        columns = torch.arange(self.own.start, self.own.stop, device=back.device)
+        slots = columns[:, None] - back - _first(self.own.start, reach)
+        exists = self.next_positions(0)[..., None] >= back
+        return slots.clamp(min=0).expand(len(self.lengths), -1, -1), exists
+
+    def begin(self, positions: Positions, *, uniform: bool) -> None:
+        del positions, uniform
+
+    def place(self, reach: int | None) -> Placement:
+        keys = slice(_first(self.own.start, reach), self.own.stop)
+        documents = self.documents
+        return Placement(
+            self.positions[:, self.own],
+            self.positions[:, keys],
+            documents=None if documents is None else documents[:, self.own],
+            key_documents=None if documents is None else documents[:, keys],
+            aligned=self.uniform and self.own.start == 0,
+        )
+
+
+class DividedEntry(CacheEntry):
+    """The keys and values of a layer, of which each member computes those of its tokens.
+
+    Args:
+        team: who has the others.
+        reach: how many of the latest tokens a query sees; None: all.
+    """
+
+    def __init__(self, team: Team, reach: int | None) -> None:
+        self.team = team
+        self.reach = reach
+
+    def update(self, k: NewKeys, v: NewValues) -> tuple[Keys, Values]:
+        """All that the own tokens may attend to."""
+        both = _Gathered.apply(torch.cat((k, v), dim=-1), self.team, self.reach)
+        k, v = both.split([k.shape[-1], v.shape[-1]], dim=-1)
+        return k, v
+
+
+class _Gathered(torch.autograd.Function):
+    """The features of the members' tokens up to the last own one, as far back as a query sees."""
+
+    @staticmethod
+    def forward(ctx: Any, own: Tensor, team: Team, reach: int | None) -> Tensor:
+        seq = own.shape[2]
+        ctx.team, ctx.reach, ctx.seq = team, reach, seq
+        first = _first(team.member * seq, reach)
+        seen = team.gather(own)[first // seq : team.member + 1]
+        return torch.cat(seen, dim=2)[:, :, first % seq :]
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        """Send each member the gradient of its features, and add up what all send."""
+        (gradient,), team, seq = above, ctx.team, ctx.seq
+        first = [_first(member * seq, ctx.reach) // seq for member in range(team.size)]
+        padded = F.pad(gradient, (0, 0, -gradient.shape[2] % seq, 0))
+        sent = padded.unflatten(2, (-1, seq)).movedim(2, 0).contiguous()  # one for each seen
+        counts = [int(first[team.member] <= other <= team.member) for other in range(team.size)]
+        senders = [int(first[other] <= team.member <= other) for other in range(team.size)]
+        received = team.exchange(sent, counts, senders)
+        wide = torch.promote_types(gradient.dtype, torch.float32)
+        return received.sum(dim=0, dtype=wide).to(gradient.dtype), None, None
+
+
+def _first(start: int, reach: int | None) -> int:
+    """The first token that the one at `start` may see."""
+    return 0 if reach is None else max(0, start - reach + 1)

@@ -1,0 +1,103 @@
+"""Campaign: every division of a run among processes gives what one process gives, to rounding.
+
+`make campaign-meshes` runs it and prints the largest differences. An AdamW's update of a gradient
+that is nearly nothing hangs on its last bits; so eps is large enough that it does not.
+"""
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import yaml
+from safetensors.torch import load_file
+from torch import Tensor
+
+from tests.parallel.runs import GATED, MIXTURE, fields, run, steps_of
+
+pytestmark = pytest.mark.campaign
+
+STEPS = 50
+MESHES = [
+    {"data": 2},
+    {"data": 4},
+    {"shard": 2},
+    {"shard": 4},
+    {"context": 2},
+    {"context": 4},
+    {"data": 2, "shard": 2},
+    {"data": 2, "context": 2},
+    {"shard": 2, "context": 2},
+    {"data": 2, "shard": 2, "context": 2},
+]
+GROUPED = {"n_heads": 4, "n_kv_heads": 2, "position": "rope"}
+LATENT = {
+    **{"kind": "latent_attention", "n_heads": 4},
+    **{"q_rank": 16, "kv_rank": 12, "nope_dim": 8, "rope_dim": 4, "value_dim": 8},
+}
+MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "dense": (GATED, {"attention": {"n_heads": 4, "position": "rope"}}, {}),
+    "grouped, a window, convolutions, documents": (
+        GATED,
+        {"attention": {**GROUPED, "window": 6}, "convolution": {"width": 3}},
+        {"packing": "documents"},
+    ),
+    "latent": (GATED, {"attention": LATENT}, {}),
+    "mixture": (MIXTURE, {"attention": GROUPED}, {}),
+}
+"""Feed-forward, what else a block has, and how rows are packed."""
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_every_mesh_trains_as_one_process(model: str, tmp_path: Path) -> None:
+    feed_forward, more, data = MODELS[model]
+    adamw = {"kind": "adamw", "eps": 1e-3}
+    recipe = fields(tmp_path, feed_forward, steps=STEPS, batch_size=8, optimizer=adamw, keep=STEPS)
+    recipe["train"]["checkpoint_every"] = 1
+    if feed_forward is MIXTURE:
+        recipe["train"] |= {"balance_loss": 0.01, "balance_rate": 0.001}
+    recipe["model"]["blocks"]["main"] |= {"dropout": 0.0, **more}
+    recipe["data"] |= data
+    recipe["parallel"] = {}
+    file = tmp_path / "recipe.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    one = trained(file, {})
+    print(
+        f"\n{model}: {STEPS} steps, largest relative difference of a loss and of the first gradient"
+    )
+    for mesh in MESHES:
+        many = trained(file, mesh)
+        losses = max(
+            abs(b["loss"] / a["loss"] - 1)
+            for a, b in zip(steps_of(one), steps_of(many), strict=True)
+        )
+        gradient = max(differences(first_gradient(one), first_gradient(many)))
+        name = " × ".join(f"{key} {ways}" for key, ways in mesh.items())
+        print(f"  {name:28} {losses:.1e} {gradient:.1e}")
+        assert losses < 1e-6, name
+        assert gradient < 1e-6, name
+
+
+def trained(file: Path, mesh: dict[str, int]) -> Path:
+    out = file.parent / ("-".join(f"{key}-{ways}" for key, ways in mesh.items()) or "one")
+    words = [f"parallel.{key}={ways}" for key, ways in mesh.items()]
+    workers = torch.tensor(list(mesh.values())).prod().item()
+    words += ["--workers", str(int(workers))] if mesh else []
+    done = run([str(file), *words, "--out", str(out)], env={**os.environ, "OMP_NUM_THREADS": "1"})
+    assert done.returncode == 0, done.stderr
+    return out
+
+
+def first_gradient(run: Path) -> dict[str, Tensor]:
+    """A tenth of it: the mean that AdamW begins with."""
+    tensors = load_file(run / "checkpoints" / "step-00000001" / "optimizer.safetensors")
+    return {name: tensor for name, tensor in tensors.items() if name.endswith(".mean")}
+
+
+def differences(one: dict[str, Tensor], other: dict[str, Tensor]) -> Iterator[float]:
+    """Of each tensor, relative to the largest number of all."""
+    largest = max(float(tensor.abs().max()) for tensor in one.values())
+    for name, tensor in one.items():
+        yield float((tensor - other[name]).abs().max()) / largest

@@ -180,3 +180,16 @@ def test_a_decoder_on_meta_needs_no_compiler() -> None:
     """Its import takes 75 MB and a second of every model that is loaded."""
     command = [sys.executable, "-c", IMPORTS]
     assert subprocess.check_output(command, text=True).strip() == "False"
+
+
+@pytest.mark.parametrize("config", COVERING)
+def test_weights_drawn_one_by_one_are_those_of_a_whole_decoder(config: DecoderConfig) -> None:
+    torch.manual_seed(0)
+    decoder = config.build()
+    after = torch.get_rng_state()
+    torch.manual_seed(0)
+    drawn = dict(config.draw(torch.device("cpu")))
+    assert torch.equal(torch.get_rng_state(), after)
+    whole = dict(decoder.named_parameters())
+    assert drawn.keys() == whole.keys()
+    assert all(torch.equal(drawn[name], weight) for name, weight in whole.items())

@@ -1,12 +1,12 @@
 """The decoder: token embedding, a stack of blocks, a final norm and a head."""
 
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
 from contextlib import contextmanager
 from typing import TypeVar, cast
 
 import torch
 from pydantic import Field
-from torch import nn
+from torch import Tensor, nn
 
 from workhorse.config import Config, ConfigError, nearest
 from workhorse.nn.attention.kernels import KernelName
@@ -17,7 +17,13 @@ from workhorse.nn.cache.view import CacheView, Layers
 from workhorse.nn.context import Context
 from workhorse.nn.embedding import EmbeddingConfig, batch_and_seq
 from workhorse.nn.head import HeadConfig
-from workhorse.nn.init import InitConfig, NormalInitConfig, initialize, undrawn
+from workhorse.nn.init import (
+    InitConfig,
+    NormalInitConfig,
+    initial_weights,
+    initialize,
+    undrawn,
+)
 from workhorse.nn.norms import NoNormConfig, NormConfig
 from workhorse.nn.positions.absolute import OF_PARTS, LearnedPositionConfig
 from workhorse.nn.positions.rope import RopeConfig
@@ -119,6 +125,12 @@ class DecoderConfig(Config):
         with torch.device(device), undrawn(dtype):
             decoder = Decoder(self, kernel)
         return decoder if device.type == "meta" else decoder.initialize()
+
+    def draw(self, device: torch.device) -> Iterator[tuple[str, Tensor]]:
+        """The fresh weights that `build` would make there, by name, a module's at a time."""
+        with torch.device("meta"), undrawn(torch.float32, discard_on=device):
+            decoder = Decoder(self)
+        return initial_weights(decoder, self.init, self.n_layers, device)
 
 
 class Decoder(nn.Module):

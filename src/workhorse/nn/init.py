@@ -2,7 +2,7 @@
 
 import math
 from abc import abstractmethod
-from collections.abc import Generator, Iterable
+from collections.abc import Generator, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Annotated, Any, Literal, Protocol, cast, runtime_checkable
 
@@ -17,6 +17,7 @@ from workhorse.nn.experts.grouped_linear import GroupedLinear
 RESIDUAL_PROJECTIONS = ("out_proj", "down_proj")
 """The projections whose outputs are added to the residual stream."""
 HEAD = "head.proj"
+Weights = Mapping[str, nn.Parameter]
 
 
 @runtime_checkable
@@ -102,12 +103,18 @@ InitConfig = Annotated[
 
 
 @contextmanager
-def undrawn(dtype: torch.dtype) -> Generator[None]:
-    """Make modules with uninitialised weights of that dtype: PyTorch's own init is skipped."""
+def undrawn(dtype: torch.dtype, discard_on: torch.device | None = None) -> Generator[None]:
+    """Make modules with uninitialised weights of that dtype.
+
+    Args:
+        dtype: of the weights.
+        discard_on: where as many random numbers are drawn for modules on the meta device as for
+            modules on this one, each tensor's by itself.
+    """
     usual = torch.get_default_dtype()
     torch.set_default_dtype(dtype)
     try:
-        with _SkipDraws():
+        with _SkipDraws(discard_on):
             yield
     finally:
         torch.set_default_dtype(usual)
@@ -118,6 +125,10 @@ ON_META = (nn.init.kaiming_uniform_, nn.init.normal_, nn.init.uniform_)
 
 
 class _SkipDraws(TorchFunctionMode):
+    def __init__(self, discard_on: torch.device | None) -> None:
+        super().__init__()
+        self.discard_on = discard_on
+
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: Any | None = None
     ) -> Any:
@@ -127,6 +138,9 @@ class _SkipDraws(TorchFunctionMode):
         if func in ON_META:
             tensor: Tensor = args[0] if args else given["tensor"]
             if tensor.is_meta:
+                if self.discard_on is not None:
+                    given.pop("tensor", None)
+                    func(torch.empty(tensor.shape, device=self.discard_on), *args[1:], **given)
                 return tensor
         return func(*args, **given)
 
@@ -146,17 +160,66 @@ def initialize(
         n_layers: depth, which sets the scale of residual projections.
         generator: random numbers, on the weights' device; the global generator by default.
     """
-    drawn: set[Tensor] = set()  # a tied matrix is drawn once, as the embedding
+    for name, module, own in _owners(decoder):
+        _start(name, module, own, scheme=scheme, n_layers=n_layers, generator=generator)
+
+
+@torch.no_grad()
+def initial_weights(
+    decoder: nn.Module, scheme: SchemeConfig, n_layers: int, device: torch.device
+) -> Iterator[tuple[str, Tensor]]:
+    """What `initialize` gives each weight of a decoder, which need not fit into memory at once.
+
+    The weights of one module are allocated at a time, and drawn from the global generator.
+
+    Args:
+        decoder: on the meta device; it stays there.
+        scheme: how weights are drawn.
+        n_layers: depth, which sets the scale of residual projections.
+        device: where they are drawn.
+
+    Yields:
+        the name and the values of each.
+    """
+    for name, module, own in _owners(decoder):
+        for key, empty in own.items():
+            room = torch.empty(empty.shape, dtype=empty.dtype, device=device)
+            setattr(module, key, nn.Parameter(room, requires_grad=empty.requires_grad))
+        _start(name, module, own, scheme=scheme, n_layers=n_layers)
+        for key, empty in own.items():
+            yield f"{name}.{key}", getattr(module, key).detach()
+            setattr(module, key, empty)
+
+
+def _owners(decoder: nn.Module) -> Iterator[tuple[str, nn.Module, Weights]]:
+    """The modules with the weights that belong to each; a tied matrix is the embedding's."""
+    seen: set[Tensor] = set()  # in the order of modules, in which the embedding comes first
     modules = cast(Iterable[tuple[str, nn.Module]], decoder.named_modules())
     for name, module in modules:
-        if isinstance(module, nn.Embedding):
-            nn.init.normal_(module.weight, std=scheme.embedding_std, generator=generator)
-            drawn.add(module.weight)
-        elif isinstance(module, nn.Linear | GroupedLinear):
-            matrices = module.weight if isinstance(module, GroupedLinear) else module.weight[None]
-            for matrix in () if module.weight in drawn else matrices:
-                scheme.draw_linear(name, matrix, n_layers, generator)
-            for bias in (tensor for key, tensor in module.named_parameters() if key == "bias"):
-                nn.init.zeros_(bias)
-        elif isinstance(module, HasOwnStart):
-            module.reset_parameters()
+        weights = module.named_parameters(recurse=False)
+        own = {key: weight for key, weight in weights if weight not in seen}
+        seen.update(own.values())
+        if own:
+            yield name, module, own
+
+
+def _start(
+    name: str,
+    module: nn.Module,
+    own: Weights,
+    *,
+    scheme: SchemeConfig,
+    n_layers: int,
+    generator: torch.Generator | None = None,
+) -> None:
+    """Initialise the weights that belong to one module."""
+    if isinstance(module, nn.Embedding):
+        nn.init.normal_(module.weight, std=scheme.embedding_std, generator=generator)
+    elif isinstance(module, nn.Linear | GroupedLinear):
+        matrices = module.weight if isinstance(module, GroupedLinear) else module.weight[None]
+        for matrix in matrices if "weight" in own else ():
+            scheme.draw_linear(name, matrix, n_layers, generator)
+        if "bias" in own:
+            nn.init.zeros_(cast(Tensor, module.bias))
+    elif isinstance(module, HasOwnStart):
+        module.reset_parameters()

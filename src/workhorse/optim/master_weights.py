@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from workhorse.native import Training
 from workhorse.optim.shards import is_sharded, local, placed_like, sharded_like
+from workhorse.tensors.destination import Destination
 
 CHUNK = 2**18
 """Numbers that a CPU updates at once: few enough for intermediate results to stay in the cache."""
@@ -54,6 +55,40 @@ def round_weights(module: nn.Module) -> dict[str, Tensor]:
     return low_bits
 
 
+def _room_beside(weight: Tensor, bits: Tensor) -> Tensor:
+    """Memory for such low bits of this process's part of a weight."""
+    part = local(weight)
+    return torch.empty(part.shape, dtype=bits.dtype, device=part.device)
+
+
+class _Part:
+    """Takes this process's part of a whole float32 tensor.
+
+    Args:
+        weight: to be written, of any dtype.
+        low_bits: those of its float32 master, if that is not the weight itself.
+    """
+
+    def __init__(self, weight: nn.Parameter, low_bits: Tensor | None) -> None:
+        self.weight, self.low_bits = weight, low_bits
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.weight.shape
+
+    @property
+    def nbytes(self) -> int:
+        return self.weight.numel() * torch.float32.itemsize
+
+    def copy_(self, source: Tensor) -> None:
+        part = local(sharded_like(source, self.weight))
+        weight = local(self.weight).detach()
+        if self.low_bits is not None:
+            part, low_bits = split(part)
+            self.low_bits.copy_(low_bits)
+        weight.copy_(part)
+
+
 class MasterWeights:
     """Float32 values and float32 gradients of trainable parameters, by name, whatever their dtype.
 
@@ -62,7 +97,8 @@ class MasterWeights:
 
     Args:
         parameters: by name; those without gradients are left out.
-        low_bits: from `round_weights`, of whole parameters even if these are sharded by now.
+        low_bits: from `round_weights`, of whole parameters even if these are sharded by now; on
+            the meta device if these had no values yet, which `places` then takes.
         operators: of training, which update tensors on the CPU.
     """
 
@@ -76,7 +112,9 @@ class MasterWeights:
         trained = {name: weight for name, weight in parameters.items() if weight.requires_grad}
         self.parameters = trained
         self.low_bits = {
-            name: local(sharded_like(bits, trained[name]))
+            name: _room_beside(trained[name], bits)
+            if bits.is_meta
+            else local(sharded_like(bits, trained[name]))
             for name, bits in (low_bits or {}).items()
         }
         self.operators = operators
@@ -98,6 +136,13 @@ class MasterWeights:
         """Every weight of the module, trained or not, once, in float32, by name."""
         return {
             name: placed_like(self.read(name), weight) if name in self.low_bits else weight.detach()
+            for name, weight in module.named_parameters()
+        }
+
+    def places(self, module: nn.Module) -> dict[str, Destination]:
+        """Where whole float32 weights of the module are copied to, by name: this process's part."""
+        return {
+            name: _Part(weight, self.low_bits.get(name))
             for name, weight in module.named_parameters()
         }
 

@@ -8,7 +8,14 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 import torch
 
 from workhorse import __version__
-from workhorse.checkpoints import Checkpoint, RunDirectory, empty_decoder, load_weights
+from workhorse.checkpoints import (
+    Checkpoint,
+    Places,
+    RunDirectory,
+    empty_decoder,
+    load_weights,
+    weights_of,
+)
 from workhorse.data import Batches, Dataset, beginning, prepare, prepare_tokenizer
 from workhorse.devices import name_of, training_dtype, use_threads
 from workhorse.models.flops import flops_per_token
@@ -36,6 +43,7 @@ if TYPE_CHECKING:
     from workhorse.parallel.sequences import Team
 
 Listener = Callable[[Event], None]
+GiveWeights = Callable[[Decoder, Places], Checkpoint | None]
 Given = ParamSpec("Given")
 Result = TypeVar("Result")
 
@@ -83,11 +91,13 @@ def assemble(
         decoder_config, fitted, device, packed=recipe.data.packed, parallel=recipe.parallel
     )
     seed_everything(config.seed)
-    decoder, other = _decoder(recipe, decoder_config, device, checkpoint, tell)
-    team = _team(world, decoder, device)
-    step = build_step(decoder, fitted, device, parallel=recipe.parallel, world=world, team=team)
-    if other is not None:
-        start_optimizer(str(recipe.init), other, step.optimizer, config.optimizer.kind)
+    decoder, step = _built(
+        recipe.replace(train=fitted.to_dict()),
+        decoder_config,
+        device,
+        world,
+        partial(_give_weights, recipe, checkpoint, tell),
+    )
     constants["micro_batch_size"] = step.micro_batch_size
     together = partial(_together, step, world)
     loop = Loop(
@@ -122,6 +132,26 @@ def assemble(
         tell(f"no native operators, so slower: {reason}")
     _tell_start(loop, recipe, decoder, dataset.train.n_tokens, settings)
     return loop
+
+
+def _built(
+    recipe: Recipe,
+    config: DecoderConfig,
+    device: torch.device,
+    world: World,
+    give_weights: GiveWeights,
+) -> tuple[Decoder, TrainingStep]:
+    """The decoder, with the weights it begins with, and the step that trains it."""
+    train, divided = recipe.train, world.in_step
+    decoder = empty_decoder(config, train.kernel, "meta" if divided else device, torch.float32)
+    other = None if divided else give_weights(decoder, weights_of)
+    team = _team(world, decoder, device)
+    step = build_step(decoder, train, device, parallel=recipe.parallel, world=world, team=team)
+    if divided:  # only its parts of the weights were allocated
+        other = give_weights(decoder, step.optimizer.masters.places)
+    if other is not None:
+        start_optimizer(str(recipe.init), other, step.optimizer, train.optimizer.kind)
+    return decoder, step
 
 
 def _team(world: World, decoder: Decoder, device: torch.device) -> "Team | None":
@@ -184,27 +214,37 @@ def _tell(on_event: Listener, line: str) -> None:
     on_event({"kind": "notice", "message": line})
 
 
-def _decoder(
+def _give_weights(
     recipe: Recipe,
-    config: DecoderConfig,
-    device: torch.device,
     checkpoint: Checkpoint | None,
     tell: Callable[[str], None],
-) -> tuple[Decoder, Checkpoint | None]:
-    """The decoder, with the weights of a checkpoint, of the recipe's `init`, or fresh ones.
+    decoder: Decoder,
+    places: Places,
+) -> Checkpoint | None:
+    """Give a decoder the weights of a checkpoint, of the recipe's `init`, or fresh ones.
 
-    Also the checkpoint whose optimizer state is to be loaded, or None.
+    Args:
+        recipe: of the run.
+        checkpoint: to go on from.
+        tell: called with remarks.
+        decoder: allocated.
+        places: where its weights are copied to.
+
+    Returns:
+        The checkpoint whose optimizer state is to be loaded, beside the weights of `init`.
     """
-    kernel = recipe.train.kernel
     if checkpoint is not None:
-        decoder = empty_decoder(config, kernel, device, torch.float32)
-        load_weights(decoder, checkpoint.model)
-        return decoder, None
-    decoder = config.build(kernel, device=device)
-    if recipe.init is None:
-        return decoder, None
-    with_optimizer = recipe.init_optimizer
-    return decoder, start_weights(recipe.init, decoder, tell, with_optimizer=with_optimizer)
+        load_weights(decoder, checkpoint.model, places)
+        return None
+    if recipe.init is not None:
+        with_optimizer = recipe.init_optimizer
+        return start_weights(
+            recipe.init, decoder, tell, places=places, with_optimizer=with_optimizer
+        )
+    into = places(decoder)
+    for name, values in decoder.config.draw(decoder.embedding.tokens.weight.device):
+        into[name].copy_(values)
+    return None
 
 
 def _fitted(

@@ -7,7 +7,7 @@ from itertools import islice
 import torch
 from torch import Tensor
 
-from workhorse.checkpoints import Checkpoint, RunDirectory, load_weights, weights_of
+from workhorse.checkpoints import Checkpoint, Places, RunDirectory, load_weights, weights_of
 from workhorse.checkpoints.stored import open_stored
 from workhorse.errors import WorkhorseError, shown
 from workhorse.nn import Decoder, DecoderConfig
@@ -20,7 +20,12 @@ SETTINGS_SHOWN = 3
 
 
 def start_weights(
-    init: str, decoder: Decoder, tell: Callable[[str], None], *, with_optimizer: bool = False
+    init: str,
+    decoder: Decoder,
+    tell: Callable[[str], None],
+    *,
+    places: Places = weights_of,
+    with_optimizer: bool = False,
 ) -> Checkpoint | None:
     """Give a decoder the weights of a trained model.
 
@@ -28,6 +33,7 @@ def start_weights(
         init: the model: a folder or a hub id; with an optimizer, a run directory.
         decoder: takes the weights.
         tell: called with each remark, in one line.
+        places: where in the decoder the weights are copied to.
         with_optimizer: whether the optimizer's state will be loaded too.
 
     Returns:
@@ -46,13 +52,13 @@ def start_weights(
                 "set init_optimizer=false"
             )
         config = DecoderConfig.from_dict(checkpoint.state["config"])
-        _copy_weights(init, decoder, config, checkpoint.model)
+        _copy_weights(init, decoder, config, checkpoint.model, places)
         return replace(checkpoint, model={})
     stored = open_stored(init)
     trained = stored.load_decoder(dtype=torch.float32)
     for remark in stored.remarks:
         tell(remark)
-    _copy_weights(init, decoder, trained.config, weights_of(trained))
+    _copy_weights(init, decoder, trained.config, weights_of(trained), places)
     return None
 
 
@@ -89,11 +95,15 @@ def check_weights(init: str, decoder: Decoder) -> None:
 
 
 def _copy_weights(
-    init: str, decoder: Decoder, config: DecoderConfig, weights: Mapping[str, Tensor]
+    init: str,
+    decoder: Decoder,
+    config: DecoderConfig,
+    weights: Mapping[str, Tensor],
+    places: Places = weights_of,
 ) -> None:
     """Copy the weights of a model with another config; an error names the differences."""
     try:
-        load_weights(decoder, weights)
+        load_weights(decoder, weights, places)
     except WorkhorseError as error:
         found = differences(config.to_dict(), decoder.config.to_dict())
         settings = [

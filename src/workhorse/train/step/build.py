@@ -48,7 +48,8 @@ def build_step(
     On a CPU, build and run it within `keep_freed_memory`; otherwise it is slower.
 
     Args:
-        decoder: on the device, with the initial weights.
+        decoder: on the device, with the initial weights; or, if they are to be divided, on the meta
+            device: their parts are allocated, and `MasterWeights.places` takes the values.
         config: how it is trained, with what `fit_micro_batch` made of `micro_batch_size: auto`.
         device: where it is trained.
         parallel: how the gradients of the batch's parts are added up.
@@ -79,6 +80,9 @@ def build_step(
         from workhorse.parallel.sharding import shard  # takes a second
 
         exact_sums = shard(objective, decoder.layers, parallel, device)
+        if next(decoder.parameters()).is_meta:
+            objective.to_empty(device=device)
+            decoder.tie_weights()  # moving from meta parts what was shared
         reduction = partial(ShardedReduction, world, parallel, exact_sums=exact_sums)
     optimizer = build_optimizer(
         decoder,

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.train.runs import notices, step_losses, weights
-from workhorse.checkpoints import RunDirectory, load_weights
+from workhorse.checkpoints import Places, RunDirectory, load_weights
 from workhorse.cli.main import main
 from workhorse.data import Batches, DataConfig, prepare
 from workhorse.errors import WorkhorseError
@@ -200,8 +200,8 @@ def test_weights_and_optimizer_are_of_one_checkpoint(
     store = RunDirectory(run).store()
     trained = store.newest()
 
-    def load_and_save(decoder: Decoder, given: dict[str, torch.Tensor]) -> None:
-        load_weights(decoder, given)
+    def load_and_save(decoder: Decoder, given: dict[str, torch.Tensor], places: Places) -> None:
+        load_weights(decoder, given, places)
         if decoder.embedding.tokens.weight.is_meta:  # only whether they fit
             return
         weights = {name: torch.zeros_like(tensor) for name, tensor in trained.model.items()}

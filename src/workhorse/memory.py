@@ -79,6 +79,13 @@ def most_resident() -> int:
     return _kib(STATUS, "VmHWM:")
 
 
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process has taken of a device at most; of a CPU all that it holds."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    return most_resident()
+
+
 def _kib(file: Path, name: str) -> int:
     return 1024 * (_field(file, name) or 0)
 

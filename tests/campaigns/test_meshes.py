@@ -1,7 +1,8 @@
 """Campaign: every division of a run among processes gives what one process gives, to rounding.
 
-`make campaign-meshes` runs it and prints the largest differences. An AdamW's update of a gradient
-that is nearly nothing hangs on its last bits; so eps is large enough that it does not.
+`make campaign-meshes` runs it and prints the largest differences, and the memory of each process
+beside what `plan` says. An AdamW's update of a gradient that is nearly nothing hangs on its last
+bits; so eps is large enough that it does not.
 """
 
 import os
@@ -16,6 +17,8 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.parallel.runs import GATED, MIXTURE, fields, run, steps_of
+from workhorse.plan import plan
+from workhorse.train import read_metrics
 
 pytestmark = pytest.mark.campaign
 
@@ -80,8 +83,44 @@ def test_every_mesh_trains_as_one_process(model: str, tmp_path: Path) -> None:
         assert gradient < 1e-6, name
 
 
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_each_process_holds_what_plan_says(dtype: str, tmp_path: Path) -> None:
+    """Beside what one with a tiny model holds, whose libraries are the same.
+
+    Where only the first process saves, it holds copies for its checkpoints too, and the last one is
+    looked at.
+    """
+    adamw = {"kind": "adamw"}
+    recipe = fields(tmp_path, {**GATED, "d_ff": 1536}, steps=3, batch_size=8, optimizer=adamw)
+    recipe["train"] |= {"seq_len": 256, "micro_batch_size": 2, "dtype": dtype}
+    recipe["train"]["checkpoint_every"] = 100
+    recipe["model"] |= {"d_model": 512, "n_layers": 8}
+    recipe["model"]["blocks"]["main"] |= {"attention": {**GROUPED, "n_heads": 8, "n_kv_heads": 4}}
+    recipe["model"]["blocks"]["main"]["dropout"] = 0.0
+    recipe["parallel"] = {}
+    tiny = {**recipe, "train": {**recipe["train"], "seq_len": 16}}
+    tiny["model"] = {**recipe["model"], "d_model": 32, "n_layers": 1}
+    files = tmp_path / "tiny.yaml", tmp_path / "large.yaml"
+    for file, written in zip(files, (tiny, recipe), strict=True):
+        file.write_text(yaml.safe_dump(written))
+    print(f"\n{dtype}: MiB of the last process, and by plan")
+    for mesh in [{"data": 2}, {"shard": 2}, {"shard": 4}, {"context": 2}, MESHES[-2]]:
+        below, above = (peaks_of(trained(file, mesh))[-1] for file in files)
+        words = [f"parallel.{key}={ways}" for key, ways in mesh.items()]
+        planned = plan(files[1], words)["memory"]["peak"]["total"]
+        name = " × ".join(f"{key} {ways}" for key, ways in mesh.items())
+        print(f"  {name:28} {(above - below) / 2**20:.0f} {planned / 2**20:.0f}")
+        assert above - below == pytest.approx(planned, rel=0.08)
+
+
+def peaks_of(run: Path) -> list[int]:
+    events = read_metrics(run / "metrics.jsonl")
+    return next(event["peak_memory"] for event in events if event["kind"] == "end")
+
+
 def trained(file: Path, mesh: dict[str, int]) -> Path:
-    out = file.parent / ("-".join(f"{key}-{ways}" for key, ways in mesh.items()) or "one")
+    name = "-".join(f"{key}-{ways}" for key, ways in mesh.items()) or "one"
+    out = file.with_name(f"{file.stem}-{name}")
     words = [f"parallel.{key}={ways}" for key, ways in mesh.items()]
     workers = torch.tensor(list(mesh.values())).prod().item()
     words += ["--workers", str(int(workers))] if mesh else []

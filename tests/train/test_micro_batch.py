@@ -15,6 +15,9 @@ from workhorse.errors import WorkhorseError
 from workhorse.memory import most_resident, resident
 from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.parallel.config import ParallelismConfig
+from workhorse.plan.device_memory import device_memory
+from workhorse.plan.mesh import MeshConfig
 from workhorse.train import Recipe, estimate, read_metrics, train
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.resume.random_state import random_state
@@ -144,6 +147,29 @@ def test_a_long_run_is_refused_if_a_step_does_not_fit(
     monkeypatch.setattr("workhorse.memory.available", lambda device, root: 100)
     with pytest.raises(WorkhorseError, match="the model with its gradients and optimizer needs"):
         check_training(decoder.config, short, CPU)
+
+
+def test_processes_of_one_machine_need_room_for_all(
+    monkeypatch: pytest.MonkeyPatch, decoder: Decoder
+) -> None:
+    """Each for its part of the weights."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
+    quarters = ParallelismConfig(shard=4)
+    needed = step_bytes(decoder.config, config(8), CPU, parallel=quarters)
+    assert needed < step_bytes(decoder.config, config(2), CPU)
+    long = config(8).replace(steps=int(LONG))
+    monkeypatch.setattr("workhorse.memory.available", lambda device, root: 4 * needed)
+    check_training(decoder.config, long, CPU, parallel=quarters)
+    monkeypatch.setattr("workhorse.memory.available", lambda device, root: 4 * needed - 1)
+    with pytest.raises(WorkhorseError, match="rows of 8 tokens at once in 4 processes needs"):
+        check_training(decoder.config, long, CPU, parallel=quarters)
+
+
+@pytest.mark.parametrize("divided", [{"data": 2}, {"shard": 2}, {"context": 2}])
+def test_a_process_needs_what_plan_says(divided: dict[str, int], decoder: Decoder) -> None:
+    own = step_bytes(decoder.config, config(8), CPU, parallel=ParallelismConfig(**divided))
+    planned = device_memory(decoder.config, config(8), CPU, MeshConfig(**divided))
+    assert own == pytest.approx(planned.total, abs=100)  # shares are rounded up by kind, or not
 
 
 def test_what_a_process_takes_is_measured() -> None:

@@ -15,6 +15,7 @@ from workhorse.train.report.page import (
     duration,
     figures,
     goodput,
+    memory,
     validation_series,
     write_report,
 )
@@ -116,6 +117,20 @@ def test_a_report_shows_how_the_experts_are_used(make_recipe, tmp_path):
 )
 def test_times_have_two_units(seconds: float, text: str):
     assert duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("peaks", "shown"),
+    [
+        ([[2**30]], [("memory at most", "1.0 GiB")]),
+        ([[2**30, 2**29], [2**31, 2**30]], [("memory at most", "1.0 GiB to 2.0 GiB each")]),
+        ([[2**30, 2**30 + 1]], [("memory at most", "1.0 GiB each")]),
+        ([[0]], []),
+        ([], []),
+    ],
+)
+def test_the_memory_of_each_process(peaks: list[list[int]], shown: list[tuple[str, str]]) -> None:
+    assert memory({"end": [{}, *({"peak_memory": most} for most in peaks)]}) == shown
 
 
 def test_goodput_counts_what_a_kill_cost_and_no_pause() -> None:

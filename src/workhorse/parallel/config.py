@@ -68,6 +68,11 @@ class ParallelismConfig(Config):
         return self.data * self.shard
 
     @property
+    def weight_parts(self) -> int:
+        """Into how many parts weights, gradients and optimizer are divided."""
+        return self.shard * self.context if self.shard > 1 else 1
+
+    @property
     def processes(self) -> int:
         """How many there are."""
         return self.replicas * self.context

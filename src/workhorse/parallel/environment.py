@@ -13,6 +13,11 @@ def rank() -> int:
     return int(os.environ.get("RANK", "0"))
 
 
+def rank_here() -> int:
+    """The number of this one among those of its machine."""
+    return int(os.environ.get("LOCAL_RANK", "0"))
+
+
 def count_here() -> int:
     """How many of them share this machine's memory."""
     return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

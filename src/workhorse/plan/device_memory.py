@@ -1,7 +1,6 @@
 """The memory of one device of a mesh: a recorded step, divided among the devices."""
 
 import json
-from collections import defaultdict
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -12,18 +11,15 @@ from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.mesh import MeshConfig, check_mesh, part_of_model
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.account import Moment
+from workhorse.train.step.account import Moment, moments_of_part, whole_at_once
 from workhorse.train.step.step_memory import (
-    KINDS,
     Kind,
     Place,
-    Span,
     StepMemory,
     step_memory,
 )
 
 HELD: tuple[Kind, ...] = ("weights", "low_bits", "optimizer")
-LAYER = "layers."
 _RECORDS: dict[str, StepMemory] = {}
 MOST_RECORDS = 16
 """More are not remembered: one of a large model takes megabytes."""
@@ -162,7 +158,7 @@ def _of_stage(
         activations = {name: -(-whole.activations[name] // mesh.tensor) for name in activations}
     shares["activations"] = _share(activations, step.activations)
     in_flight = min(mesh.pipeline - stage, _micro_batches(train))
-    gathered = _gathered(step, mesh, shards)
+    gathered = whole_at_once(step, mesh.expert) if shards > 1 else 0
     earlier = (in_flight - 1) * sum(activations.values())
     return DeviceMemory(
         stage,
@@ -170,7 +166,7 @@ def _of_stage(
         activations,
         in_flight,
         gathered,
-        list(_moments(step, shares, earlier, gathered)),
+        list(moments_of_part(step, shares, earlier, gathered)),
     )
 
 
@@ -224,40 +220,3 @@ def _share(part: Mapping[Any, int], whole: Mapping[Any, int]) -> float:
 def _micro_batches(train: TrainConfig) -> int:
     size = train.micro_batch_size
     return -(-train.batch_size // size) if isinstance(size, int) else 1
-
-
-def _gathered(step: StepMemory, mesh: MeshConfig, shards: int) -> int:
-    """Two layers' weights and one's gradient, those of the largest; experts stay where they are."""
-    if shards == 1:
-        return 0
-    layers: dict[str, int] = defaultdict(int)
-    for place, size in step.held["weights"].items():
-        layers[place.part] += size // mesh.expert if place.component == "experts" else size
-    return 3 * max(size for part, size in layers.items() if part.startswith(LAYER))
-
-
-def _moments(
-    step: StepMemory, shares: dict[Kind, float], earlier: int, gathered: int
-) -> Iterator[Moment]:
-    """The recorded timeline, each kind by the share that this device has of it.
-
-    Args:
-        step: recorded.
-        shares: of each kind; 1 where left out.
-        earlier: activations of the micro-batches that wait for their backward pass.
-        gathered: bytes of other devices, while layers compute.
-    """
-    spans = iter([*step.spans, Span(len(step.totals), "", "update")])
-    span, following = next(spans), next(spans)
-    for moment in range(len(step.totals)):
-        while moment >= following.begin:
-            span, following = following, next(spans)
-        kinds: dict[Kind, int] = {
-            kind: round(step.timeline[kind][moment] * shares.get(kind, 1.0)) for kind in KINDS
-        }
-        if span.phase == "update":
-            kinds["temporary"] = round(kinds["temporary"] * shares["weights"])
-        else:
-            kinds["activations"] += earlier
-            kinds["temporary"] += gathered
-        yield Moment(span.phase, span.part, kinds)

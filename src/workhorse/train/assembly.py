@@ -21,6 +21,7 @@ from workhorse.devices import name_of, training_dtype, use_threads
 from workhorse.models.flops import flops_per_token
 from workhorse.models.parameters import active_parameters
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.parallel import environment
 from workhorse.parallel.world import World
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.init_from import check_tokens, start_optimizer, start_weights
@@ -87,9 +88,11 @@ def assemble(
     if checkpoint is not None:
         check_same_run(run, recipe, at, constants)
     fitted = _fitted(recipe, decoder_config, device, at, world)
-    check_training(
-        decoder_config, fitted, device, packed=recipe.data.packed, parallel=recipe.parallel
-    )
+    if environment.rank_here() == 0:  # for all on this machine, before any takes memory
+        check_training(
+            decoder_config, fitted, device, packed=recipe.data.packed, parallel=recipe.parallel
+        )
+    world.wait()
     seed_everything(config.seed)
     decoder, step = _built(
         recipe.replace(train=fitted.to_dict()),

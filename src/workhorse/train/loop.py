@@ -12,11 +12,13 @@ from pathlib import Path
 from signal import Signals
 from typing import Any, Protocol
 
+import torch
 from torch import Tensor
 
 from workhorse.checkpoints import MODEL, OPTIMIZER, Checkpoint
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
+from workhorse.memory import peak_memory
 from workhorse.parallel.world import ALONE, World
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.report.metrics import Event, MetricsFile
@@ -148,7 +150,8 @@ class Loop:
                 self._saver.wait()
             raise
         reason = signals.received.name if signals.received else "finished"
-        self.tell("end", reason=reason, time=time.time())
+        peaks = self.world.gather(torch.tensor(peak_memory(self.step.device)))
+        self.tell("end", reason=reason, time=time.time(), peak_memory=peaks.tolist())
 
     def _train(self, signals: StopSignals, progress: Callable[[], None]) -> None:
         config, counters = self.config, self.counters

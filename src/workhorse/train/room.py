@@ -11,6 +11,7 @@ from workhorse.models.flops import flops_per_token
 from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import round_weights
+from workhorse.parallel import environment
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.micro_batch import step_bytes
@@ -38,12 +39,12 @@ def check_training(
         train: how it is trained; `micro_batch_size` is a number or None.
         device: where.
         packed: whether rows hold several documents.
-        parallel: how gradients are added up.
+        parallel: how weights and batch are divided; every process on this machine needs as much.
 
     Raises:
         WorkhorseError: there is less.
     """
-    check_held(config, train, device)
+    check_held(config, train, device, parallel)
     decoder = config.build(train.kernel, device="meta")
     operations = train.steps * train.tokens_per_step * flops_per_token(decoder, train.seq_len)
     if device.type == "cpu" and operations >= LONG:
@@ -52,10 +53,15 @@ def check_training(
         what = f"a step with {rows:,} rows of {train.seq_len:,} tokens at once"
         remedy = "set train.micro_batch_size=auto, or see what workhorse plan suggests"
         needed = step_bytes(config, train, device, packed=packed, parallel=parallel)
-        check_fits(needed, device, what, remedy)
+        _check(needed, device, what, remedy)
 
 
-def check_held(config: DecoderConfig, train: TrainConfig, device: torch.device) -> None:
+def check_held(
+    config: DecoderConfig,
+    train: TrainConfig,
+    device: torch.device,
+    parallel: ParallelismConfig = UNDIVIDED,
+) -> None:
     """Refuse to train where weights, gradients and optimizer alone have no room.
 
     Raises:
@@ -68,7 +74,15 @@ def check_held(config: DecoderConfig, train: TrainConfig, device: torch.device) 
     learning = [weight for weight in decoder.parameters() if weight.requires_grad]
     held = [*decoder.parameters(), *learning, *optimizer.tensors().values(), *low_bits.values()]
     what = "the model with its gradients and optimizer"
-    check_fits(_bytes(held), device, what, "take a smaller model, or a device with more memory")
+    needed = _bytes(held) // parallel.weight_parts
+    _check(needed, device, what, "take a smaller model, or a device with more memory")
+
+
+def _check(n_bytes: int, device: torch.device, what: str, remedy: str) -> None:
+    """Refuse what each of the processes that share this device's memory needs."""
+    sharers = environment.count_here() if device.type == "cpu" else 1
+    each = f" in {sharers} processes" if sharers > 1 else ""
+    check_fits(sharers * n_bytes, device, what + each, remedy)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -11,6 +11,7 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from workhorse.checkpoints import RunDirectory
+from workhorse.memory import size
 from workhorse.train.report.chart import Series, line_chart, shown
 from workhorse.train.report.metrics import Event, read_metrics
 from workhorse.writing import write_atomically
@@ -104,7 +105,19 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
             ("tokens per second, median", f"{speeds[len(speeds) // 2]:,.0f}"),
             ("of the matrix-product peak, median", f"{peak[len(peak) // 2]:.0%}"),
         ]
-    return rows
+    return [*rows, *memory(of_kind)]
+
+
+def memory(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
+    """The most that each process held, in the session that needed most."""
+    ends = [event["peak_memory"] for event in of_kind.get("end", []) if "peak_memory" in event]
+    peaks = sorted(max(ends, key=max, default=[0]))
+    if not peaks[-1]:  # a run of before, or a system that does not say
+        return []
+    each = " each" if len(peaks) > 1 else ""
+    most = size(peaks[-1])
+    shown_peaks = most if size(peaks[0]) == most else f"{size(peaks[0])} to {most}"
+    return [("memory at most", shown_peaks + each)]
 
 
 def goodput(of_kind: dict[str, list[Event]], useful: float) -> list[tuple[str, str]]:

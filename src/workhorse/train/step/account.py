@@ -1,11 +1,12 @@
 """The memory of a training step as plain data: what `plan` and `train --dry-run` show."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from workhorse.train.step.step_memory import KINDS, Kind, Place, StepMemory
+from workhorse.train.step.step_memory import KINDS, Kind, Place, Span, StepMemory
 
+LAYER = "layers."
 Held = dict[Kind, dict[Place, int]]
 
 
@@ -21,6 +22,45 @@ def fullest(memory: StepMemory) -> Moment:
     """The moment of a recorded step at which most is held."""
     span = memory.span_at(memory.peak_moment)
     return Moment(span.phase, span.part, {kind: memory.peak.get(kind, 0) for kind in KINDS})
+
+
+def moments_of_part(
+    step: StepMemory, shares: Mapping[Kind, float], earlier: int = 0, gathered: int = 0
+) -> Iterator[Moment]:
+    """The moments of a recorded step where a process has a share of each kind.
+
+    Args:
+        step: of the whole.
+        shares: of each kind; 1 where left out.
+        earlier: bytes of activations of the micro-batches that wait for their backward pass.
+        gathered: bytes of other processes, while layers compute.
+    """
+    spans = iter([*step.spans, Span(len(step.totals), "", "update")])
+    span, following = next(spans), next(spans)
+    for moment in range(len(step.totals)):
+        while moment >= following.begin:
+            span, following = following, next(spans)
+        kinds: dict[Kind, int] = {
+            kind: round(step.timeline[kind][moment] * shares.get(kind, 1.0)) for kind in KINDS
+        }
+        if span.phase == "update":
+            kinds["temporary"] = round(kinds["temporary"] * shares.get("weights", 1.0))
+        else:
+            kinds["activations"] += earlier
+            kinds["temporary"] += gathered
+        yield Moment(span.phase, span.part, kinds)
+
+
+def whole_at_once(step: StepMemory, expert: int = 1) -> int:
+    """Bytes that are whole for a moment where weights are divided (FSDP).
+
+    Two layers' weights, since the next are fetched meanwhile (2304.11277 §3), and one's gradient:
+    those of the largest. Experts that `expert` processes divide stay where they are.
+    """
+    layers: dict[str, int] = defaultdict(int)
+    for place, size in step.held["weights"].items():
+        layers[place.part] += size // expert if place.component == "experts" else size
+    return 3 * max(size for part, size in layers.items() if part.startswith(LAYER))
 
 
 def account(

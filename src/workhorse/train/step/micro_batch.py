@@ -16,7 +16,8 @@ from workhorse.nn import DecoderConfig
 from workhorse.parallel import environment
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.step_memory import step_memory
+from workhorse.train.step.account import moments_of_part, whole_at_once
+from workhorse.train.step.step_memory import OF_WEIGHTS, StepMemory, step_memory
 
 MARGIN, SCATTERED = 0.1, 0.3
 """Fraction of the free memory that is left for validation, samples, what operators need inside
@@ -98,19 +99,28 @@ def step_bytes(
     packed: bool = False,
     parallel: ParallelismConfig = UNDIVIDED,
 ) -> int:
-    """The most bytes of a step, with the copies of weights that float16's autocast makes.
+    """The most bytes of a step in one process, with the copies that float16's autocast makes.
 
     Args:
         config: of the decoder.
         train: how it is trained; `micro_batch_size` is a number or None.
         device: where.
         packed: whether rows hold several documents.
-        parallel: how gradients are added up.
+        parallel: how weights and batch are divided.
     """
     train_here = recordable(train, device)
     found = step_memory(config, train_here, device, packed=packed, parallel=parallel)
     copies = 2 * count_parameters(config)["total"] if train.dtype == "float16" else 0
-    return found.total + copies
+    return _of_one_process(found, parallel) + copies
+
+
+def _of_one_process(step: StepMemory, parallel: ParallelismConfig) -> int:
+    ways = parallel.weight_parts
+    if ways == 1:
+        return step.total
+    shares = dict.fromkeys(OF_WEIGHTS, 1 / ways)
+    moments = moments_of_part(step, shares, gathered=whole_at_once(step))
+    return max(sum(moment.kinds.values()) for moment in moments)
 
 
 def recordable(train: TrainConfig, device: torch.device) -> TrainConfig:

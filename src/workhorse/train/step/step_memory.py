@@ -33,6 +33,8 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 - `loss`: what the head and the loss allocate in the forward pass: logits, their gradient.
 - `temporary`: all else.
 """
+OF_WEIGHTS: tuple[Kind, ...] = ("weights", "low_bits", "optimizer", "sums", "gradients")
+"""Those that are divided where weights are."""
 Phase = Literal["forward", "backward", "update"]
 
 

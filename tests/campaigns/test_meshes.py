@@ -5,18 +5,19 @@ beside what `plan` says. An AdamW's update of a gradient that is nearly nothing 
 bits; so eps is large enough that it does not.
 """
 
+import math
 import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 import yaml
 from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.parallel.runs import GATED, MIXTURE, fields, run, steps_of
+from tests.parallel.teams import DOCUMENTS, check
 from workhorse.plan import plan
 from workhorse.train import read_metrics
 
@@ -34,6 +35,15 @@ MESHES = [
     {"data": 2, "context": 2},
     {"shard": 2, "context": 2},
     {"data": 2, "shard": 2, "context": 2},
+]
+OF_EXPERTS = [
+    {"data": 2, "expert": 2},
+    {"data": 4, "expert": 2},
+    {"shard": 2, "expert": 2},
+    {"data": 2, "shard": 2, "expert": 4},
+    {"data": 2, "context": 2, "expert": 2},
+    {"shard": 2, "context": 2, "expert": 2},
+    {"data": 2, "shard": 2, "context": 2, "expert": 2},
 ]
 GROUPED = {"n_heads": 4, "n_kv_heads": 2, "position": "rope"}
 LATENT = {
@@ -70,7 +80,7 @@ def test_every_mesh_trains_as_one_process(model: str, tmp_path: Path) -> None:
     print(
         f"\n{model}: {STEPS} steps, largest relative difference of a loss and of the first gradient"
     )
-    for mesh in MESHES:
+    for mesh in MESHES + (OF_EXPERTS if feed_forward is MIXTURE else []):
         many = trained(file, mesh)
         losses = max(
             abs(b["loss"] / a["loss"] - 1)
@@ -81,6 +91,10 @@ def test_every_mesh_trains_as_one_process(model: str, tmp_path: Path) -> None:
         print(f"  {name:28} {losses:.1e} {gradient:.1e}")
         assert losses < 1e-6, name
         assert gradient < 1e-6, name
+
+
+def test_every_decoder_passes_with_documents_and_without(tmp_path: Path) -> None:
+    check(tmp_path, [[None, DOCUMENTS]])
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -122,8 +136,8 @@ def trained(file: Path, mesh: dict[str, int]) -> Path:
     name = "-".join(f"{key}-{ways}" for key, ways in mesh.items()) or "one"
     out = file.with_name(f"{file.stem}-{name}")
     words = [f"parallel.{key}={ways}" for key, ways in mesh.items()]
-    workers = torch.tensor(list(mesh.values())).prod().item()
-    words += ["--workers", str(int(workers))] if mesh else []
+    workers = math.prod(ways for key, ways in mesh.items() if key != "expert")
+    words += ["--workers", str(workers)] if mesh else []
     done = run([str(file), *words, "--out", str(out)], env={**os.environ, "OMP_NUM_THREADS": "1"})
     assert done.returncode == 0, done.stderr
     return out

@@ -1,12 +1,20 @@
-"""Passes of a team of processes that divide sequences, beside those of one process."""
+"""Passes of a team of processes that divide sequences or experts, beside those of one process."""
+
+from copy import deepcopy
+from itertools import cycle
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, multiprocessing
 
-from tests.nn.grid import CAUSAL, make, random_tokens
+from tests.nn.grid import CAUSAL, error, make, random_tokens
 from workhorse.data import Batch
 from workhorse.nn import IGNORE, Decoder, DecoderConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import Routing
+from workhorse.optim.shards import local
+from workhorse.parallel.experts import ExpertTeam
 from workhorse.parallel.sequences import Team, make_team
 from workhorse.parallel.world import World
 from workhorse.train.objectives.divided import Divided
@@ -49,25 +57,68 @@ def worst_difference(team: Team, config: DecoderConfig, documents: Tensor | None
     for tensor in together:
         dist.all_reduce(tensor)
     assert torch.equal(together[1], alone[1])
-    return max(
-        float((ours - expected).abs().max() / expected.abs().max().clamp(min=1.0))
-        for ours, expected in zip(together, alone, strict=True)
-    )
+    return max(error(ours, expected) for ours, expected in zip(together, alone, strict=True))
 
 
-def compare_all(rank: int, folder: str) -> None:
-    """One process of the team; the first leaves the differences in the folder."""
+def worst_of_experts(world: World, chosen: list[int]) -> float:
+    """Of outputs and gradients, where each process routes all its tokens to one expert."""
+    torch.manual_seed(0)
+    config = MoEConfig(n_experts=2 * world.size, top_k=1, d_ff=8, bias=True)
+    whole = config.build(8)
+    with torch.no_grad():
+        for weight in whole.parameters():
+            weight.normal_()
+    own = deepcopy(whole)
+    team = ExpertTeam(world, world.size, torch.device("cpu"))
+    team.divide(own)
+    x = torch.randn(world.size, 5, 8)
+    found: list[tuple[Tensor, Tensor]] = []
+    for rank, expert in enumerate(chosen):
+        routing = Routing(torch.full((5, 1), expert), torch.ones(5, 1), torch.ones(5, 1))
+        y = whole.experts(x[rank], routing)
+        y.square().sum().backward()
+        if rank == world.rank:
+            part = own.experts(x[rank], routing)
+            found.append((part, y))
+    found[0][0].square().sum().backward()
+    for weight, part in zip(whole.experts.parameters(), own.experts.parameters(), strict=True):
+        assert team.owns(part)
+        assert part.grad is not None
+        assert weight.grad is not None
+        found.append((local(part.grad), weight.grad.chunk(world.size)[world.rank]))
+    return max(error(ours, expected) for ours, expected in found)
+
+
+def compare_all(rank: int, folder: str, turns: list[list[Tensor | None]]) -> None:
+    """One process of the team; the first leaves the differences in the folder.
+
+    Args:
+        rank: its number.
+        folder: where they meet.
+        turns: the documents of the batches, for each decoder of the grid in turn.
+    """
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=MEMBERS)
     try:
         world, cpu = World(rank, MEMBERS, team=MEMBERS), torch.device("cpu")
-        team = make_team(world, make(CAUSAL[0]), cpu)
+        team = make_team(world, cpu)
+        experts = World(rank, MEMBERS)
+        of_experts = [worst_of_experts(experts, chosen) for chosen in ([5, 5, 5], [0, 3, 1])]
         found = [
-            [worst_difference(team, config, documents) for documents in (None, DOCUMENTS)]
-            for config in CAUSAL
+            max(worst_difference(team, config, documents) for documents in rows)
+            for config, rows in zip(CAUSAL, cycle(turns), strict=False)
         ]
     finally:
         dist.destroy_process_group()
     if rank == 0:
-        torch.save(found, f"{folder}/differences")
+        torch.save({"sequences": found, "experts": of_experts}, f"{folder}/differences")
+
+
+def check(folder: Path, turns: list[list[Tensor | None]]) -> None:
+    """Every causal decoder of the grid, and experts, give together what they give whole."""
+    multiprocessing.spawn(compare_all, args=(str(folder), turns), nprocs=MEMBERS)
+    found = torch.load(folder / "differences")
+    for config, difference in zip(CAUSAL, found["sequences"], strict=True):
+        assert difference < 1e-5, config
+    assert max(found["experts"]) < 1e-6

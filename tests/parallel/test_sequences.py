@@ -1,33 +1,39 @@
-"""Sequences divided among processes: every causal decoder of the grid gives what it gives whole."""
+"""Sequences and experts divided among processes: what every decoder of the grid gives whole."""
 
 from pathlib import Path
 
 import pytest
-import torch
-from torch import multiprocessing
 
-from tests.nn.grid import CAUSAL, COVERING, make
-from tests.parallel.teams import MEMBERS, compare_all
-from workhorse.errors import WorkhorseError
-from workhorse.parallel.sequences import check_divisible
+from tests.nn.grid import CAUSAL, COVERING, mixes_experts
+from tests.parallel.teams import DOCUMENTS, check
+from workhorse.config import ConfigError
+from workhorse.nn import DecoderConfig
+from workhorse.nn.attention.kernels import KernelName
+from workhorse.parallel.config import ParallelismConfig
+from workhorse.parallel.divisible import check_divisible
 
 
 def test_three_members_pass_as_one(tmp_path: Path) -> None:
-    """All in one test, so that processes are started once; with documents and without."""
-    multiprocessing.spawn(compare_all, args=(str(tmp_path),), nprocs=MEMBERS)
-    for config, differences in zip(CAUSAL, torch.load(tmp_path / "differences"), strict=True):
-        assert max(differences) < 1e-5, config
+    """All in one test, so that processes are started once; with documents or without, in turn."""
+    check(tmp_path, [[None], [DOCUMENTS]])
 
 
-def test_attention_that_looks_ahead_is_refused() -> None:
-    ahead = next(config for config in COVERING if config not in CAUSAL)
-    with pytest.raises(WorkhorseError, match="context=2 divides sequences, of which causal=false"):
-        check_divisible(make(ahead), 2)
+AHEAD = next(config for config in COVERING if config not in CAUSAL)
+DENSE = next(config for config in CAUSAL if not mixes_experts(config))
+MIXED = next(config for config in CAUSAL if mixes_experts(config))
 
 
-def test_a_kernel_of_one_length_is_refused() -> None:
-    config = next(
-        one for one in CAUSAL if not any(b.attention.dropout for b in one.blocks.values())
-    )
-    with pytest.raises(WorkhorseError, match="context=2 does not go with kernel=flex"):
-        check_divisible(config.build("flex"), 2)
+@pytest.mark.parametrize(
+    ("config", "kernel", "ways", "said"),
+    [
+        (AHEAD, "auto", {"context": 2}, "context=2 divides sequences, of which causal=false sees"),
+        (DENSE, "flex", {"context": 2}, "context=2 does not go with train.kernel=flex"),
+        (DENSE, "auto", {"data": 2, "expert": 2}, "expert=2 divides routed experts, and this mod"),
+        (MIXED, "auto", {"data": 5, "expert": 5}, "expert=5 does not divide n_experts="),
+    ],
+)
+def test_what_a_model_cannot_be_divided_into(
+    config: DecoderConfig, kernel: KernelName, ways: dict[str, int], said: str
+) -> None:
+    with pytest.raises(ConfigError, match=said):
+        check_divisible(config, kernel, ParallelismConfig(**ways))

@@ -5,9 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 import yaml
 
 from tests.parallel.runs import GATED, MIXTURE, begun, fields, run, state_of, steps_of
+from workhorse.checkpoints import RunDirectory
 from workhorse.train import Recipe, read_metrics, train
 
 
@@ -43,7 +45,7 @@ def test_any_division_of_the_weights_gives_the_same_bits(tmp_path: Path) -> None
 
 
 def test_the_fast_reduction_differs_by_rounding_alone(tmp_path: Path) -> None:
-    """All four divide weights, two the rows of a batch and two its sequences.
+    """All four divide weights, two the rows of a batch and two its sequences, and two the experts.
 
     An AdamW of few steps makes more of the last bits of a small gradient.
     """
@@ -54,13 +56,17 @@ def test_the_fast_reduction_differs_by_rounding_alone(tmp_path: Path) -> None:
     train(Recipe.from_dict(recipe), tmp_path / "one")
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(recipe))
-    divided = ["parallel.shard=2", "parallel.context=2"]
+    divided = ["parallel.shard=2", "parallel.context=2", "parallel.expert=2"]
     many = run([str(file), *divided, "--out", str(tmp_path / "many"), "--workers", "4"])
     assert many.returncode == 0, many.stderr
     for one, other in zip(*(steps_of(tmp_path / name) for name in ("one", "many")), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
         bound = 1e-6 if one["step"] == 1 else 1e-4
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=bound)
+    weights = [RunDirectory(tmp_path / name).store().newest().model for name in ("one", "many")]
+    assert weights[0].keys() == weights[1].keys()
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, atol=1e-4, rtol=0)
 
 
 def test_a_signal_ends_all_after_one_step(tmp_path: Path) -> None:

@@ -109,6 +109,12 @@ def _worker(parent: int) -> int:
             {"shard": 2, "reduction": {"kind": "exact", "logical_shards": 5}},
             "parallel: data=1 times shard=2 does not divide reduction.logical_shards=5",
         ),
+        ({"context": 3}, "parallel: context=3 does not divide train.seq_len=16; choose a divisor"),
+        ({"data": 3, "expert": 2}, "parallel: expert=2 does not divide data=3; choose a divisor"),
+        (
+            {"context": 2, "reduction": "exact"},
+            "parallel: context=2 divides sequences, of which reduction=exact adds up whole ones",
+        ),
         (
             {"reduction": "exact"},
             "parallel: reduction.logical_shards=8 is more than train.batch_size=7",

@@ -8,7 +8,7 @@ weight takes no more memory than these bits beside the weight:
     bits of the master = bits of the weight · 2^16 + low bits, -2^15 <= low bits < 2^15
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -185,9 +185,23 @@ class MasterWeights:
 
     def put_gradients(self, gradients: Iterable[Tensor]) -> None:
         """Give the parameters gradients in float32, in the order of `take_gradients`."""
-        for (name, parameter), gradient in zip(self.parameters.items(), gradients, strict=True):
+        self._put(dict(zip(self.parameters, gradients, strict=True)))
+
+    def change_gradients(
+        self, which: Callable[[Tensor], bool], change: Callable[[list[Tensor]], object]
+    ) -> None:
+        """Change this process's parts of some parameters' gradients, in place, in float32."""
+        names = [name for name, parameter in self.parameters.items() if which(parameter)]
+        parts = [gradient.float().contiguous() for gradient in self.gradients(names)]
+        change(parts)
+        self._put(dict(zip(names, parts, strict=True)))
+
+    def _put(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, gradient in gradients.items():
+            parameter = self.parameters[name]
             if name in self.low_bits:
                 self.sums[name] = gradient
+                parameter.grad = None
             else:
                 parameter.grad = placed_like(gradient, parameter)
 

@@ -43,6 +43,9 @@ class ParallelismConfig(Config):
     """Processes that divide each sequence: every one has consecutive tokens of it, and takes the
     keys and values before them from the others (2405.07719 §2). They divide weights too, as those
     of `shard` do, once `shard` is more than 1."""
+    expert: Annotated[Ways, OnResume.ROUNDED] = 1
+    """Of the processes of `data` and `shard`, so many divide the routed experts of every mixture
+    and send each other tokens (2006.16668 §3). Experts stay in so many parts with `shard` too."""
     reduction: Annotated[
         FastConfig | ExactConfig, Field(discriminator="kind"), OnResume.ROUNDED
     ] = FastConfig()
@@ -50,6 +53,11 @@ class ParallelismConfig(Config):
     patience: Annotated[float, OnResume.TAKEN] = Field(default=1800.0, gt=0)
     """Seconds without a step, with its validation and its save, after which each of several
     processes prints where it is, and ends: one of them hangs, and all would wait for it."""
+
+    @property
+    def in_step(self) -> bool:
+        """Whether a process has parts of weights, and so makes no pass without the others."""
+        return self.shard > 1 or self.expert > 1
 
     @property
     def is_exact(self) -> bool:
@@ -92,10 +100,15 @@ class ParallelismConfig(Config):
 
     @model_validator(mode="after")
     def _a_part_for_each(self) -> Self:
-        if self.is_exact and self.context > 1:
+        for name, what in (("context", "sequences"), ("expert", "experts")):
+            if self.is_exact and (ways := getattr(self, name)) > 1:
+                raise ConfigError(
+                    f"{name}={ways} divides {what}, of which reduction=exact adds up whole ones; "
+                    "leave one of the two out"
+                )
+        if self.replicas % self.expert:
             raise ConfigError(
-                f"context={self.context} divides sequences, whose parts reduction=exact would add "
-                "up in another order; leave one of the two out"
+                f"expert={self.expert} does not divide {self._product}; choose a divisor"
             )
         if self.parts < self.replicas:
             raise ConfigError(
@@ -134,7 +147,7 @@ class ParallelismConfig(Config):
                 f"{name} is more than train.batch_size={rows}, so that some have no row; choose at "
                 "most that"
             )
-        if self.shard > 1 and rows % self.parts:
+        if self.in_step and rows % self.parts:
             raise ConfigError(
                 f"{name} does not divide train.batch_size={rows}: processes that divide weights "
                 "compute in step; choose a divisor"

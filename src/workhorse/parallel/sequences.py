@@ -13,43 +13,16 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 
-from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder
 from workhorse.nn.attention.masks import Placement
-from workhorse.nn.attention.self_attention import SelfAttention
 from workhorse.nn.cache.view import CacheEntry, CacheView
 from workhorse.nn.context import lengths_of_documents, number_runs
 from workhorse.nn.shapes import Keys, Lengths, NewKeys, NewValues, Positions, Slots, Tokens, Values
 from workhorse.parallel.world import World
 
 
-def check_divisible(decoder: Decoder, ways: int) -> None:
-    """Refuse a decoder whose sequences cannot be divided.
-
-    Raises:
-        WorkhorseError: its attention looks ahead, or its kernel is compiled for one length.
-    """
-    for attention in (module for module in decoder.modules() if isinstance(module, SelfAttention)):
-        remedy = "leave parallel.context out"
-        if not attention.pattern.causal:
-            raise WorkhorseError(
-                f"parallel.context={ways} divides sequences, of which causal=false sees the end; "
-                f"{remedy}"
-            )
-        if not attention.kernel.decodes:
-            raise WorkhorseError(
-                f"parallel.context={ways} does not go with kernel=flex, which takes as many keys "
-                f"as queries; {remedy}, or choose another kernel"
-            )
-
-
-def make_team(world: World, decoder: Decoder, device: torch.device) -> "Team":
-    """The processes that have a part each of this one's sequences; all of the run must call it.
-
-    Raises:
-        WorkhorseError: the decoder needs whole sequences.
-    """
-    check_divisible(decoder, world.team)
+def make_team(world: World, device: torch.device) -> "Team":
+    """The processes that have a part each of this one's sequences; all of the run must call it."""
     names = ("team", "member")
     teams = init_device_mesh(device.type, (world.teams, world.team), mesh_dim_names=names)
     return Team(world.member, world.team, teams.get_group("member"))

@@ -28,7 +28,8 @@ def shard(
 ) -> "ExactSums | None":
     """Divide the weights of a module among the processes, in place; all must hold the same.
 
-    A vector that takes no gradient, as a router's selection bias, stays whole on each process.
+    A vector that takes no gradient, as a router's selection bias, stays whole on each process, and
+    what is divided already stays as it is.
 
     Args:
         root: called for every pass; it gathers what is in no block, for the whole of a pass.
@@ -44,16 +45,12 @@ def shard(
         (config.data, config.shard * config.context),
         mesh_dim_names=("data", "shard"),
     )
-    whole = {
-        parameter
-        for parameter in root.parameters()
-        if not parameter.requires_grad and parameter.ndim <= 1
-    }
+    ignored = {parameter for parameter in root.parameters() if _stays(parameter)}
     divide = partial(
         fully_shard,
         mesh=mesh["shard"] if config.is_exact or config.data == 1 else mesh,
         mp_policy=MixedPrecisionPolicy(reduce_dtype=None if config.is_exact else torch.float32),
-        ignored_params=whole,
+        ignored_params=ignored,
     )
     groups = [cast(FSDPModule, divide(module)) for module in (*blocks, root)]
     for group in groups:
@@ -65,12 +62,14 @@ def shard(
 @contextmanager
 def gathered(root: nn.Module) -> Generator[None]:
     """Hold what is in no block whole, for calls of parts of a sharded module by all processes."""
-    sharded = cast(FSDPModule, root)
-    sharded.unshard()
+    if not isinstance(root, FSDPModule):  # experts alone are divided
+        yield
+        return
+    root.unshard()
     try:
         yield
     finally:
-        sharded.reshard()
+        root.reshard()
 
 
 def own_rows(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Slice]:
@@ -85,11 +84,13 @@ def _own_rows(tensor: Tensor, rank: int) -> Slice:
     shape = tuple(tensor.shape)
     if not is_sharded(tensor):
         return Slice(tensor if rank == 0 else tensor.reshape(-1)[:0], 0, shape)
-    ways = tensor.device_mesh.size(-1)  # the dimension of `shard` is the last
-    number = rank % ways
+    ranks = tensor.device_mesh.mesh
+    copies = ranks.view(-1, ranks.shape[-1])  # each has all rows
+    number = int((copies == rank).nonzero()[0, 1])
+    writes = rank in copies[0] and 0 in copies[0]
     rows = tensor.to_local()
-    first = min(number * -(-shape[0] // ways), shape[0])
-    return Slice(rows if rank < ways else rows[:0], first, shape)
+    first = min(number * -(-shape[0] // len(copies[0])), shape[0])
+    return Slice(rows if writes else rows[:0], first, shape)
 
 
 class ExactSums:
@@ -201,6 +202,11 @@ class _Group(ReduceScatter):
             begin += rows * parameter.shape[1:].numel()
         self.parameters.clear()
         return taken
+
+
+def _stays(parameter: nn.Parameter) -> bool:
+    """Whether FSDP leaves a parameter as it is."""
+    return is_sharded(parameter) or (not parameter.requires_grad and parameter.ndim <= 1)
 
 
 def _own_parameters(module: nn.Module) -> list[nn.Parameter]:

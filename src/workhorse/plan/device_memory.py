@@ -11,7 +11,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.mesh import MeshConfig, check_mesh, part_of_model
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.account import Moment, moments_of_part, whole_at_once
+from workhorse.train.step.account import Moment, moments_of_part, ways_of, whole_at_once
 from workhorse.train.step.step_memory import (
     Kind,
     Place,
@@ -80,7 +80,8 @@ def device_memory(
       its activations are `1 / tensor` of the whole's (2205.05198 eq. 4).
     - `pipeline`: stage s of p keeps p - s micro-batches (2205.05198 §4.2.3); the first has the
       embedding, the last the head and the loss.
-    - `expert`: routed experts are divided; tokens are assumed to spread evenly among them.
+    - `expert`: routed experts are divided, by no more with `shard`; tokens are assumed to spread
+      evenly among them.
     - `context`: sequences are divided; the last part needs the keys and values of all, which each
       layer keeps for its backward pass.
 
@@ -142,7 +143,7 @@ def _of_stage(
     missing = set(_missing(config, mesh, stage))
     held: dict[Kind, dict[Place, int]] = {
         kind: {
-            place: -(-size // _ways(place, shards, mesh))
+            place: -(-size // ways_of(place, shards, mesh.expert))
             for place, size in sizes.items()
             if place.part not in missing
         }
@@ -207,10 +208,6 @@ def _missing(config: DecoderConfig, mesh: MeshConfig, stage: int) -> Iterator[st
         yield "embedding"
     if stage < mesh.pipeline - 1:
         yield from ("head", "final_norm")
-
-
-def _ways(place: Place, shards: int, mesh: MeshConfig) -> int:
-    return max(shards, mesh.expert) if place.component == "experts" else shards
 
 
 def _share(part: Mapping[Any, int], whole: Mapping[Any, int]) -> float:

@@ -87,7 +87,7 @@ def find_subject(
 
 def _mesh(settings: list[str], recipe: Recipe) -> MeshConfig:
     """The recipe's processes, divided as the settings say."""
-    own = {name: getattr(recipe.parallel, name) for name in ("data", "shard", "context")}
+    own = {name: getattr(recipe.parallel, name) for name in ("data", "shard", "context", "expert")}
     fields = apply_overrides({"parallel": own}, settings)["parallel"]
     try:
         return MeshConfig.from_dict(fields)

@@ -148,7 +148,7 @@ def _built(
     train, divided = recipe.train, world.in_step
     decoder = empty_decoder(config, train.kernel, "meta" if divided else device, torch.float32)
     other = None if divided else give_weights(decoder, weights_of)
-    team = _team(world, decoder, device)
+    team = _team(world, device)
     step = build_step(decoder, train, device, parallel=recipe.parallel, world=world, team=team)
     if divided:  # only its parts of the weights were allocated
         other = give_weights(decoder, step.optimizer.masters.places)
@@ -157,12 +157,12 @@ def _built(
     return decoder, step
 
 
-def _team(world: World, decoder: Decoder, device: torch.device) -> "Team | None":
+def _team(world: World, device: torch.device) -> "Team | None":
     if world.team == 1:
         return None
     from workhorse.parallel.sequences import make_team  # takes a second
 
-    return make_team(world, decoder, device)
+    return make_team(world, device)
 
 
 def _batches(recipe: Recipe, dataset: Dataset, at: Resumption) -> Batches:

@@ -51,9 +51,14 @@ class GroupedLinear(nn.Module):
     def forward(
         self, x: Float[Tensor, "rows in_features"], groups: Groups
     ) -> Float[Tensor, "rows out_features"]:
-        dtype = autocast_dtype(x) or self.weight.dtype
-        y = grouped_product(x.to(dtype), self.weight.to(dtype), groups.ends)
-        return y if self.bias is None else y + self.bias[groups.of_row].to(dtype)
+        return self.product(x, groups, self.weight, self.bias)
+
+    @staticmethod
+    def product(x: Tensor, groups: Groups, weight: Tensor, bias: Tensor | None) -> Tensor:
+        """The same with other weights."""
+        dtype = autocast_dtype(x) or weight.dtype
+        y = grouped_product(x.to(dtype), weight.to(dtype), groups.ends)
+        return y if bias is None else y + bias[groups.of_row].to(dtype)
 
 
 def grouped_product(

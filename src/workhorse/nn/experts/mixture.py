@@ -7,7 +7,7 @@ DeepSeekMoE, 2401.06066.
 from typing import Literal
 
 import torch
-from jaxtyping import Float
+from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
@@ -169,10 +169,16 @@ class Experts(nn.Module):
     ) -> Float[Tensor, "tokens d_model"]:
         top_k = routing.experts.shape[1]
         experts, order = routing.experts.flatten().sort(stable=True)  # (tokens · top_k)
-        groups = group_sorted(experts, self.n_experts)
         weights = routing.weights.flatten()[order, None]
         rows = self.weigh_input(x[order // top_k], weights)  # (tokens · top_k, d_model)
-        hidden = self.activation(self.gate_proj(rows, groups), self.up_proj(rows, groups))
-        y = self.weigh_output(self.down_proj(self.dropout(hidden), groups), weights)
+        y = self.weigh_output(self.of_sorted(rows, experts), weights)
         y = torch.empty_like(y).index_copy_(0, order, y)  # each pair back beside its token
         return y.view(len(x), top_k, -1).sum(dim=1).to(x.dtype)
+
+    def of_sorted(
+        self, rows: Float[Tensor, "rows d_model"], experts: Int[Tensor, " rows"]
+    ) -> Float[Tensor, "rows d_model"]:
+        """What each row's expert makes of it; the numbers of the experts ascend."""
+        groups = group_sorted(experts, self.n_experts)
+        hidden = self.activation(self.gate_proj(rows, groups), self.up_proj(rows, groups))
+        return self.down_proj(self.dropout(hidden), groups)

@@ -177,7 +177,8 @@ def on_workers(fields: dict[str, Any], workers: int) -> dict[str, Any]:
     if not isinstance(parallel, dict):
         return fields  # the recipe will be refused
     try:
-        divided = ParallelismConfig.from_dict({**parallel, "data": 1}).on(workers)
+        divided = ParallelismConfig.from_dict({**parallel, "data": 1, "expert": 1}).on(workers)
     except ConfigError as error:
         raise error.below("parallel") from None
-    return {**fields, "parallel": divided.to_dict()}
+    # Whether experts can be divided is known once there are so many processes.
+    return {**fields, "parallel": divided.to_dict() | {"expert": parallel.get("expert", 1)}}

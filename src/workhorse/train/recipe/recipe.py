@@ -15,6 +15,7 @@ from workhorse.optim.groups import OptimizerConfig
 from workhorse.optim.muon import MuonConfig
 from workhorse.optim.schedules import CosineConfig, ScheduleConfig
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.divisible import check_divisible
 from workhorse.tokenizers import TokenizerConfig
 from workhorse.train.objectives.balance import check_balance
 from workhorse.train.report.trackers import TrackerName
@@ -262,8 +263,8 @@ class Recipe(Config):
 
         Raises:
             ConfigError: the model is invalid, its vocabulary is smaller than the tokenizer's, its
-                context is shorter than the training sequences, or it is to be balanced but has no
-                mixture of experts.
+                context is shorter than the training sequences, it is to be balanced but has no
+                mixture of experts, or cannot be divided among processes.
         """
         fields = dict(self.model)
         if "preset" in fields:
@@ -287,6 +288,7 @@ class Recipe(Config):
                 "model",
             )
         check_balance(config, weight=self.train.balance_loss, rate=self.train.balance_rate)
+        check_divisible(config, self.train.kernel, self.parallel)
         return config
 
     def written_out(self) -> Self:

@@ -51,6 +51,11 @@ def moments_of_part(
         yield Moment(span.phase, span.part, kinds)
 
 
+def ways_of(place: Place, shards: int, expert: int) -> int:
+    """Into how many parts the weights of a place are divided."""
+    return expert if expert > 1 and place.component == "experts" else shards
+
+
 def whole_at_once(step: StepMemory, expert: int = 1) -> int:
     """Bytes that are whole for a moment where weights are divided (FSDP).
 

@@ -1,5 +1,6 @@
 """Building the step that trains a decoder, for a device and a precision."""
 
+from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -11,7 +12,7 @@ from workhorse.native import Operators, resolve
 from workhorse.nn import Decoder
 from workhorse.nn.head_loss import product
 from workhorse.optim.groups import build_optimizer
-from workhorse.optim.master_weights import round_weights
+from workhorse.optim.master_weights import MasterWeights, round_weights
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.world import ALONE, World
 from workhorse.train.objectives.balance import Balanced, Balancer, has_mixtures
@@ -75,15 +76,7 @@ def build_step(
         multiply_in_float8(decoder)
     if config.activation_checkpointing:
         checkpoint_activations(decoder)
-    reduction = partial(Reduction, world, parallel)
-    if world.size > 1 and parallel.shard > 1:
-        from workhorse.parallel.sharding import shard  # takes a second
-
-        exact_sums = shard(objective, decoder.layers, parallel, device)
-        if next(decoder.parameters()).is_meta:
-            objective.to_empty(device=device)
-            decoder.tie_weights()  # moving from meta parts what was shared
-        reduction = partial(ShardedReduction, world, parallel, exact_sums=exact_sums)
+    reduction = _divide(objective, decoder, parallel, world, device)
     optimizer = build_optimizer(
         decoder,
         config.optimizer,
@@ -111,6 +104,34 @@ def build_step(
     if config.compile:
         compile_layers(decoder)
     return step
+
+
+def _divide(
+    objective: Objective,
+    decoder: Decoder,
+    parallel: ParallelismConfig,
+    world: World,
+    device: torch.device,
+) -> Callable[[MasterWeights, int], Reduction]:
+    """Divide weights among the processes; returns what makes the sum of their gradients."""
+    if not world.in_step:
+        return partial(Reduction, world, parallel)
+    from workhorse.parallel.experts import ExpertTeam  # takes a second
+    from workhorse.parallel.sharding import shard
+
+    experts = ExpertTeam(world, parallel.expert, device) if parallel.expert > 1 else None
+    if experts is not None:
+        experts.divide(objective)
+    reduction = partial(Reduction, world, parallel, experts=experts)
+    if parallel.shard > 1:
+        exact_sums = shard(objective, decoder.layers, parallel, device)
+        reduction = partial(
+            ShardedReduction, world, parallel, exact_sums=exact_sums, experts=experts
+        )
+    if next(decoder.parameters()).is_meta:
+        objective.to_empty(device=device)
+        decoder.tie_weights()  # moving from meta parts what was shared
+    return reduction
 
 
 def _objective(decoder: Decoder, config: TrainConfig, team: "Team | None") -> Objective:

@@ -16,7 +16,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.parallel import environment
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.account import moments_of_part, whole_at_once
+from workhorse.train.step.account import moments_of_part, ways_of, whole_at_once
 from workhorse.train.step.step_memory import OF_WEIGHTS, StepMemory, step_memory
 
 MARGIN, SCATTERED = 0.1, 0.3
@@ -115,12 +115,16 @@ def step_bytes(
 
 
 def _of_one_process(step: StepMemory, parallel: ParallelismConfig) -> int:
-    ways = parallel.weight_parts
-    if ways == 1:
+    if not parallel.in_step:
         return step.total
-    shares = dict.fromkeys(OF_WEIGHTS, 1 / ways)
-    moments = moments_of_part(step, shares, gathered=whole_at_once(step))
-    return max(sum(moment.kinds.values()) for moment in moments)
+    shards, expert = parallel.weight_parts, parallel.expert
+    weights = step.held["weights"]
+    own = sum(size / ways_of(place, shards, expert) for place, size in weights.items())
+    shares = dict.fromkeys(OF_WEIGHTS, own / sum(weights.values()))
+    gathered = whole_at_once(step, expert) if shards > 1 else 0
+    return max(
+        sum(moment.kinds.values()) for moment in moments_of_part(step, shares, gathered=gathered)
+    )
 
 
 def recordable(train: TrainConfig, device: torch.device) -> TrainConfig:

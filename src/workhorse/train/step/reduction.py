@@ -1,6 +1,7 @@
 """The gradient of a batch whose rows are divided: among processes, or into parts of fixed shape."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from workhorse.parallel.tree import Node, TreeSum
 from workhorse.parallel.world import World
 
 if TYPE_CHECKING:
+    from workhorse.parallel.experts import ExpertTeam
     from workhorse.parallel.sharding import ExactSums
 
 Passes = Callable[[int, int], dict[str, Tensor]]
@@ -31,12 +33,20 @@ class Reduction:
         config: how to add.
         masters: hold the gradients.
         seed: of the run.
+        experts: the processes among which experts are divided, if they are.
     """
 
     def __init__(
-        self, world: World, config: ParallelismConfig, masters: MasterWeights, seed: int
+        self,
+        world: World,
+        config: ParallelismConfig,
+        masters: MasterWeights,
+        seed: int,
+        *,
+        experts: "ExpertTeam | None" = None,
     ) -> None:
         self.world, self.masters, self.seed = world, masters, seed
+        self.experts = experts
         self.exact = config.is_exact
         self.parts = config.parts
 
@@ -58,9 +68,20 @@ class Reduction:
             *gradients, sums = add_exactly(self.world, tree, self.parts)
         else:
             *gradients, sums = tree.result()
-            add_fast(self.world, [*gradients, sums])
+            self._add_fast(gradients, sums)
         self.masters.put_gradients(gradients)
         return dict(zip(figures, sums.unbind(), strict=True))
+
+    def _add_fast(self, gradients: list[Tensor], sums: Tensor) -> None:
+        """Add up what all processes have, and of experts what those with the same ones have."""
+        if self.experts is None:
+            add_fast(self.world, [*gradients, sums])
+            return
+        owned = [self.experts.owns(weight) for weight in self.masters.parameters.values()]
+        of_all = [one for one, own in zip(gradients, owned, strict=True) if not own]
+        of_experts = [one for one, own in zip(gradients, owned, strict=True) if own]
+        add_fast(self.world, [*of_all, sums])
+        add_fast(self.experts.replicas, of_experts)
 
     def pass_part(self, step: int, part: int, rows: int, passes: Passes) -> dict[str, Tensor]:
         """Leave the gradient of one part of a batch of so many rows; returns sums to be logged."""
@@ -84,9 +105,11 @@ class ShardedReduction(Reduction):
         config: ParallelismConfig,
         masters: MasterWeights,
         seed: int,
+        *,
         exact_sums: "ExactSums | None",
+        experts: "ExpertTeam | None" = None,
     ) -> None:
-        super().__init__(world, config, masters, seed)
+        super().__init__(world, config, masters, seed, experts=experts)
         self.exact_sums = exact_sums
 
     def __call__(self, step: int, rows: int, passes: Passes) -> dict[str, Tensor]:
@@ -102,5 +125,7 @@ class ShardedReduction(Reduction):
         if self.exact_sums is not None:
             taken = self.exact_sums.take()
             self.masters.put_gradients(taken[one] for one in self.masters.parameters.values())
+        if (experts := self.experts) is not None:  # which FSDP does not know
+            self.masters.change_gradients(experts.owns, partial(add_fast, experts.replicas))
         (total,) = sums.result()
         return dict(zip(figures, total.unbind(), strict=True))

@@ -1,0 +1,125 @@
+"""The experts of mixtures divided among processes, which send each other tokens.
+
+A process keeps the weights of its experts and sends the tokens that are routed to others', whose
+outputs come back (2006.16668 §3). Tokens are sorted by expert, so what goes to one process lies
+together.
+"""
+
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Shard
+
+from workhorse.nn.experts.grouped_linear import GroupedLinear, Groups
+from workhorse.nn.experts.mixture import Experts
+from workhorse.optim.shards import is_sharded, local
+from workhorse.parallel.world import PATIENCE, World
+from workhorse.transforms.replace import become, combined, replace_modules
+
+
+class ExpertTeam:
+    """The processes that have a part each of every mixture's experts.
+
+    Args:
+        world: of the run; all its processes must make their team together.
+        ways: how many processes are in a team; it divides the number of `World.teams`.
+        device: of the weights.
+
+    Attributes:
+        replicas: the processes that have the same experts as this one, each in its own team.
+    """
+
+    def __init__(self, world: World, ways: int, device: torch.device) -> None:
+        ranks = torch.arange(world.size).view(-1, ways, world.team)
+        names = ("team", "expert", "member")
+        self.ways = ways
+        self.mesh: DeviceMesh = DeviceMesh(device.type, ranks, mesh_dim_names=names)["expert"]
+        self.group = self.mesh.get_group()
+        for part in range(ways):  # every process makes all groups
+            alike = ranks[:, part].flatten().tolist()
+            group = dist.new_group(alike, timeout=PATIENCE)
+            if world.rank in alike:
+                assert isinstance(group, dist.ProcessGroup)
+                self.replicas = World(alike.index(world.rank), len(alike), group=group)
+
+    def owns(self, parameter: Tensor) -> bool:
+        """Whether a parameter is of experts, of which this process has a part."""
+        return is_sharded(parameter) and parameter.device_mesh == self.mesh
+
+    def divide(self, root: nn.Module) -> None:
+        """Let this process keep its part of every mixture's experts, in place."""
+
+        def choose(module: nn.Module) -> nn.Module:
+            if isinstance(module, GroupedLinear):
+                made = become(module, combined("Divided", _DividedLinear, type(module)))
+                for name, weight in list(made.named_parameters(recurse=False)):
+                    setattr(made, name, self._part(weight))
+                return made
+            if isinstance(module, Experts):
+                kind = combined("Divided", _DividedExperts, type(module))
+                own = module.n_experts // self.ways
+                return become(module, kind, team=self, n_experts=own)
+            return module
+
+        replace_modules(root, choose)
+
+    def _part(self, weight: nn.Parameter) -> nn.Parameter:
+        own = weight.detach().chunk(self.ways)[self.mesh.get_local_rank()].clone()
+        part = DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
+        return nn.Parameter(part, requires_grad=weight.requires_grad)
+
+    def exchange(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        """The rows that the others send this process, in the order of their numbers.
+
+        Args:
+            rows: for each of them, one after the other.
+            sends: how many for each.
+            receives: how many from each.
+        """
+        received = rows.new_empty(sum(receives), *rows.shape[1:])
+        dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=self.group)
+        return received
+
+
+class _DividedLinear(GroupedLinear):
+    """A mixin for the maps of experts of which this process has a part."""
+
+    def forward(self, x: Tensor, groups: Groups) -> Tensor:
+        bias = None if self.bias is None else local(self.bias)
+        return self.product(x, groups, local(self.weight), bias)
+
+
+class _DividedExperts(Experts):
+    """A mixin for experts of which this process has a part: `n_experts` of them."""
+
+    team: ExpertTeam
+
+    def of_sorted(self, rows: Tensor, experts: Tensor) -> Tensor:
+        ways, own = self.team.ways, self.n_experts
+        counts = torch.bincount(experts, minlength=ways * own).view(ways, own)
+        arriving = self.team.exchange(counts, [1] * ways, [1] * ways)  # (processes, experts)
+        sends, receives = counts.sum(dim=1).tolist(), arriving.sum(dim=1).tolist()
+        arrived = _Exchanged.apply(rows, self.team, sends, receives)
+        of_row = torch.arange(own, device=rows.device).repeat(ways)
+        sorted_experts, order = of_row.repeat_interleave(arriving.flatten()).sort(stable=True)
+        y = super().of_sorted(arrived[order], sorted_experts)
+        y = torch.empty_like(y).index_copy_(0, order, y)
+        return _Exchanged.apply(y, self.team, receives, sends)
+
+
+class _Exchanged(torch.autograd.Function):
+    """`ExpertTeam.exchange`; the gradients go back the same way."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, rows: Tensor, team: ExpertTeam, sends: list[int], receives: list[int]
+    ) -> Tensor:
+        ctx.team, ctx.sends, ctx.receives = team, sends, receives
+        return team.exchange(rows, sends, receives)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.team.exchange(above[0], ctx.receives, ctx.sends), None, None, None

@@ -41,8 +41,8 @@ class ParallelismConfig(Config):
     every batch too (FSDP; ZeRO stage 3, 1910.02054). With `data` there are so many groups."""
     context: Annotated[Ways, OnResume.ROUNDED] = 1
     """Processes that divide each sequence: every one has consecutive tokens of it, and takes the
-    keys and values before them from the others (2405.07719 §2). They divide weights too, as those
-    of `shard` do, once `shard` is more than 1."""
+    keys and values before them from the others (2407.21783 §3.3.2). They divide weights too, as
+    those of `shard` do, once `shard` is more than 1."""
     expert: Annotated[Ways, OnResume.ROUNDED] = 1
     """Of the processes of `data` and `shard`, so many divide the routed experts of every mixture
     and send each other tokens (2006.16668 §3). Experts stay in so many parts with `shard` too."""

@@ -1,6 +1,6 @@
 """Sums of gradients over the processes: as the backend adds, or in a tree that is always the same.
 
-Tensors travel in buckets, so that what is copied for it stays small.
+Tensors travel in buckets, so that what is copied for it stays small. Also rows for one another.
 """
 
 from collections.abc import Iterator, Sequence
@@ -47,6 +47,22 @@ def add_exactly(world: World, tree: TreeSum, leaves: int) -> list[Tensor]:
         total = _exchange(torch.stack([_flat(bucket) for bucket in buckets]), places)
         _spread(total, buckets[0])
     return own[0]
+
+
+def exchange_rows(
+    rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup | None
+) -> Tensor:
+    """The rows that the processes of a group send this one, in the order of their numbers.
+
+    Args:
+        rows: for each of them, one after the other.
+        sends: how many for each.
+        receives: how many from each.
+        group: of processes.
+    """
+    received = rows.new_empty(sum(receives), *rows.shape[1:])
+    dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=group)
+    return received
 
 
 def _exchange(nodes: Tensor, places: list[list[tuple[int, int]]]) -> Tensor:

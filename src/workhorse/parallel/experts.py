@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor, Shard
 from workhorse.nn.experts.grouped_linear import GroupedLinear, Groups
 from workhorse.nn.experts.mixture import Experts
 from workhorse.optim.shards import is_sharded, local
+from workhorse.parallel.exchange import exchange_rows
 from workhorse.parallel.world import PATIENCE, World
 from workhorse.transforms.replace import become, combined, replace_modules
 
@@ -71,18 +72,6 @@ class ExpertTeam:
         part = DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
         return nn.Parameter(part, requires_grad=weight.requires_grad)
 
-    def exchange(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        """The rows that the others send this process, in the order of their numbers.
-
-        Args:
-            rows: for each of them, one after the other.
-            sends: how many for each.
-            receives: how many from each.
-        """
-        received = rows.new_empty(sum(receives), *rows.shape[1:])
-        dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=self.group)
-        return received
-
 
 class _DividedLinear(GroupedLinear):
     """A mixin for the maps of experts of which this process has a part."""
@@ -100,26 +89,27 @@ class _DividedExperts(Experts):
     def of_sorted(self, rows: Tensor, experts: Tensor) -> Tensor:
         ways, own = self.team.ways, self.n_experts
         counts = torch.bincount(experts, minlength=ways * own).view(ways, own)
-        arriving = self.team.exchange(counts, [1] * ways, [1] * ways)  # (processes, experts)
+        one_each = [1] * ways
+        arriving = exchange_rows(counts, one_each, one_each, self.team.group)
         sends, receives = counts.sum(dim=1).tolist(), arriving.sum(dim=1).tolist()
-        arrived = _Exchanged.apply(rows, self.team, sends, receives)
+        arrived = _Exchanged.apply(rows, sends, receives, self.team.group)
         of_row = torch.arange(own, device=rows.device).repeat(ways)
         sorted_experts, order = of_row.repeat_interleave(arriving.flatten()).sort(stable=True)
         y = super().of_sorted(arrived[order], sorted_experts)
         y = torch.empty_like(y).index_copy_(0, order, y)
-        return _Exchanged.apply(y, self.team, receives, sends)
+        return _Exchanged.apply(y, receives, sends, self.team.group)
 
 
 class _Exchanged(torch.autograd.Function):
-    """`ExpertTeam.exchange`; the gradients go back the same way."""
+    """`exchange_rows`; the gradients go back the same way."""
 
     @staticmethod
     def forward(
-        ctx: Any, rows: Tensor, team: ExpertTeam, sends: list[int], receives: list[int]
+        ctx: Any, rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup
     ) -> Tensor:
-        ctx.team, ctx.sends, ctx.receives = team, sends, receives
-        return team.exchange(rows, sends, receives)
+        ctx.back = receives, sends, group
+        return exchange_rows(rows, sends, receives, group)
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.team.exchange(above[0], ctx.receives, ctx.sends), None, None, None
+        return exchange_rows(above[0], *ctx.back), None, None, None

@@ -2,7 +2,7 @@
 
 Every process of a team has consecutive tokens of the same sequences. To the model, what comes from
 the other processes is a cache: attention takes in its own keys and values and gets back all that
-its queries may see (2405.07719 §2; 2411.01783 §3). Short convolutions get their inputs likewise.
+its queries may see (2407.21783 §3.3.2). Short convolutions get their inputs likewise.
 """
 
 from typing import Any
@@ -18,6 +18,7 @@ from workhorse.nn.attention.masks import Placement
 from workhorse.nn.cache.view import CacheEntry, CacheView
 from workhorse.nn.context import lengths_of_documents, number_runs
 from workhorse.nn.shapes import Keys, Lengths, NewKeys, NewValues, Positions, Slots, Tokens, Values
+from workhorse.parallel.exchange import exchange_rows
 from workhorse.parallel.world import World
 
 
@@ -63,17 +64,9 @@ class Team:
         dist.all_gather(gathered, own.contiguous(), group=self.group)
         return gathered
 
-    def exchange(self, parts: Tensor, counts: list[int], senders: list[int]) -> Tensor:
-        """What the members send this one, in the order of their numbers.
-
-        Args:
-            parts: that this one sends, in the order of the members.
-            counts: how many of them each member gets.
-            senders: how many each member sends.
-        """
-        received = parts.new_empty(sum(senders), *parts.shape[1:])
-        dist.all_to_all_single(received, parts, senders, counts, group=self.group)
-        return received
+    def exchange(self, parts: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        """What the members send this one; see `exchange_rows`."""
+        return exchange_rows(parts, sends, receives, self.group)
 
     def add(self, tensor: Tensor) -> Tensor:
         """The sum over the members, which takes no gradient."""
@@ -91,9 +84,9 @@ class AbsentTeam(Team):
     def gather(self, own: Tensor) -> list[Tensor]:
         return [torch.empty_like(own) for _ in range(self.size)]
 
-    def exchange(self, parts: Tensor, counts: list[int], senders: list[int]) -> Tensor:
-        del counts
-        return parts.new_empty(sum(senders), *parts.shape[1:])
+    def exchange(self, parts: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        del sends
+        return parts.new_empty(sum(receives), *parts.shape[1:])
 
     def add(self, tensor: Tensor) -> Tensor:
         return torch.empty_like(tensor)
@@ -193,10 +186,10 @@ class _Gathered(torch.autograd.Function):
         (gradient,), team, seq = above, ctx.team, ctx.seq
         first = [_first(member * seq, ctx.reach) // seq for member in range(team.size)]
         padded = F.pad(gradient, (0, 0, -gradient.shape[2] % seq, 0))
-        sent = padded.unflatten(2, (-1, seq)).movedim(2, 0).contiguous()  # one for each seen
-        counts = [int(first[team.member] <= other <= team.member) for other in range(team.size)]
-        senders = [int(first[other] <= team.member <= other) for other in range(team.size)]
-        received = team.exchange(sent, counts, senders)
+        parts = padded.unflatten(2, (-1, seq)).movedim(2, 0)  # one for each member that is seen
+        sends = [int(first[team.member] <= other <= team.member) for other in range(team.size)]
+        receives = [int(first[other] <= team.member <= other) for other in range(team.size)]
+        received = team.exchange(parts, sends, receives)
         wide = torch.promote_types(gradient.dtype, torch.float32)
         return received.sum(dim=0, dtype=wide).to(gradient.dtype), None, None
 

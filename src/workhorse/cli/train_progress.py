@@ -122,13 +122,24 @@ class _View:
             case "samples":
                 texts = (f"  {sample['prompt']}|{sample['text']}" for sample in event["samples"])
                 return "\n".join([f"step {event['step']:,}, samples:", *texts])
-            case "skipped_step":
-                return (
-                    f"step {event['step']:,} skipped: loss {event['loss']:g}, "
-                    f"gradient norm {event['grad_norm']:g}"
-                )
             case _:
-                return ""
+                return _trouble(event)
+
+
+def _trouble(event: Event) -> str:
+    match event["kind"]:
+        case "skipped_step":
+            return (
+                f"step {event['step']:,} skipped: loss {event['loss']:g}, "
+                f"gradient norm {event['grad_norm']:g}"
+            )
+        case "back":
+            return (
+                f"the loss jumped at step {event['jumped']:,}: back to step {event['step']:,}, "
+                f"and on without {event['rows']:,} rows"
+            )
+        case _:
+            return ""
 
 
 def _held_out(event: Event) -> str:

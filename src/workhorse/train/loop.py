@@ -55,6 +55,11 @@ class Counters:
     skipped_steps: int = 0
     """Steps whose loss or gradient was not finite, which left the weights unchanged."""
     bad_in_a_row: int = 0
+    jumps_in_a_row: int = 0
+    losses: list[float] = field(default_factory=list)
+    """Of the last steps without a jump, as many as `train.jumps` looks at."""
+    times_back: int = 0
+    """How often the run has gone back to before a jump."""
     seconds: float = 0.0
     """Time in the loop over all sessions, including validation and checkpoints."""
 
@@ -118,7 +123,7 @@ class Loop:
             self.counters.bad_in_a_row = 0  # it ended for them, and shall have another chance
         set_random_state(checkpoint.state["random"])
 
-    def run(self, signals: StopSignals, progress: Callable[[], None] = lambda: None) -> None:
+    def run(self, signals: StopSignals, progress: Callable[[], None] = lambda: None) -> bool:
         """Train until the last step or a signal, then save the last step done.
 
         It is also saved if something other than the step fails: validation, samples, a listener.
@@ -127,13 +132,16 @@ class Loop:
             signals: that end it.
             progress: called after every step.
 
+        Returns:
+            Whether it got there; False: the loss jumped before.
+
         Raises:
             DivergedError: too many steps in a row were not finite.
             WorkhorseError: the disk refuses.
         """
         self.saved = self.counters.step
         try:
-            self._train(signals, progress)
+            whole = self._train(signals, progress)
         except Exception:
             if self._saver.failed:
                 self.check_place()  # which would say why
@@ -149,11 +157,14 @@ class Loop:
             with contextlib.suppress(WorkhorseError):
                 self._saver.wait()
             raise
+        if not whole:
+            return False
         reason = signals.received.name if signals.received else "finished"
         peaks = self.world.gather(torch.tensor(peak_memory(self.step.device)))
         self.tell("end", reason=reason, time=time.time(), peak_memory=peaks.tolist())
+        return True
 
-    def _train(self, signals: StopSignals, progress: Callable[[], None]) -> None:
+    def _train(self, signals: StopSignals, progress: Callable[[], None]) -> bool:
         config, counters = self.config, self.counters
         started = time.perf_counter() - counters.seconds
         logged, logged_tokens = time.perf_counter(), counters.tokens
@@ -181,16 +192,25 @@ class Loop:
                 logged, logged_tokens = time.perf_counter(), counters.tokens
             warming_up = False
             progress()
+            if self._has_jumped():
+                self._saver.wait()
+                return False
             pause = time.perf_counter()
             self._look(ended)
             self._saver.look()
-            if following % config.checkpoint_every == 0 and not ended:
+            if following % config.checkpoint_every == 0 and not (ended or counters.jumps_in_a_row):
                 self.save()
             logged += time.perf_counter() - pause  # the speed is that of training alone
             counters.seconds = time.perf_counter() - started
         if self.saved != counters.step:
             self.save()
         self._saver.wait()
+        return True
+
+    def _has_jumped(self) -> bool:
+        """Whether the loss has jumped so often that the run is to go back."""
+        jumps, counters = self.config.jumps, self.counters
+        return jumps is not None and counters.jumps_in_a_row >= jumps.steps
 
     def _is_to_stop(self, signals: StopSignals) -> bool:
         """Whether any process was told to stop, which all then do after the same step."""
@@ -229,6 +249,7 @@ class Loop:
         counters.tokens += result.tokens
         if result.finite:
             counters.bad_in_a_row = 0
+            self._compare(result.loss)
             return
         counters.skipped_steps += 1
         counters.bad_in_a_row += 1
@@ -246,6 +267,17 @@ class Loop:
                 f"(loss {result.loss:g}, gradient {result.grad_norm:g}); {go_on} with a lower "
                 "learning rate, a longer warm-up or a wider dtype"
             )
+
+    def _compare(self, loss: float) -> None:
+        """Note a loss, and whether it jumps from those before."""
+        jumps, counters = self.config.jumps, self.counters
+        if jumps is None:
+            return
+        if jumps.is_jump(loss, counters.losses):
+            counters.jumps_in_a_row += 1
+        else:
+            counters.jumps_in_a_row = 0
+            counters.losses = [*counters.losses, loss][-jumps.window :]
 
     def _log(
         self, result: StepResult, schedule: float, tokens_per_second: float, warming_up: bool

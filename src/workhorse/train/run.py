@@ -1,8 +1,10 @@
 """`train`: from a recipe to a trained model in a run directory."""
 
 import contextlib
+import gc
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +19,7 @@ from workhorse.train.loop import Loop
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.report.metrics import Event, read_metrics
 from workhorse.train.report.page import write_report
-from workhorse.train.resume.resume import Resumption, plan_resumption
+from workhorse.train.resume.resume import Resumption, before_jump, plan_resumption
 from workhorse.train.saver import Store
 from workhorse.train.signals import StopSignals
 from workhorse.train.step.allocator import keep_freed_memory
@@ -123,30 +125,43 @@ def _train(
         fresh = world.is_first and not resume
         if fresh:
             run.begin(recipe.to_yaml())
+        start = partial(
+            assemble, recipe, run, device, on_event, into, settings=settings, world=world
+        )
         try:
-            loop = assemble(
-                recipe, run, device, on_event, into, at=resumed, settings=settings, world=world
-            )
+            loop = start(at=resumed)
         except Exception:  # out of memory, for one: a model without a step is not worth keeping
             if fresh:
                 run.undo()
             raise
-        try:
-            with StopSignals() as signals, watched(world, recipe.parallel.patience) as progress:
-                loop.run(signals, progress)
-        except OSError as error:
-            if error.errno not in TAKES_NO_MORE:
-                raise
-            reason, remedy = refusal(error)
-            raise WorkhorseError(
-                f"cannot write in {run.path}: {reason}; {remedy}, then go on with --resume"
-            ) from error
-        finally:
-            loop.metrics.close()
+        signals = StopSignals()
+        while not _get_through(loop, signals, run, parallel.patience):
+            jumped = loop.counters
+            at = before_jump(into.newest, recipe, jumped)
+            del loop  # its memory is wanted
+            gc.collect()
+            loop = start(at=at)
+            loop.tell("back", jumped=jumped.step, rows=at.rows - at.state["counters"]["rows"])
         with world.first_before_others():
             if world.is_first:
                 write_report(run)
             return _result(loop, run, signals)
+
+
+def _get_through(loop: Loop, signals: StopSignals, run: RunDirectory, patience: float) -> bool:
+    """Whether a loop got to its end, or to a signal, before the loss jumped."""
+    try:
+        with signals, watched(loop.world, patience) as progress:
+            return loop.run(signals, progress)
+    except OSError as error:
+        if error.errno not in TAKES_NO_MORE:
+            raise
+        reason, remedy = refusal(error)
+        raise WorkhorseError(
+            f"cannot write in {run.path}: {reason}; {remedy}, then go on with --resume"
+        ) from error
+    finally:
+        loop.metrics.close()
 
 
 def _check_processes(recipe: Recipe, world: World) -> None:

@@ -18,6 +18,7 @@ from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.divisible import check_divisible
 from workhorse.tokenizers import TokenizerConfig
 from workhorse.train.objectives.balance import check_balance
+from workhorse.train.recipe.jumps import JumpConfig
 from workhorse.train.report.trackers import TrackerName
 
 Count = Annotated[int, Field(ge=1)]
@@ -76,6 +77,8 @@ class TrainConfig(Config):
     2408.15664)."""
     max_bad_steps: Annotated[Count, OnResume.TAKEN] = 10
     """Stop after this many consecutive steps whose loss or gradient is not finite."""
+    jumps: Annotated[JumpConfig | None, OnResume.GOES_ON] = None
+    """What to do where the loss jumps; None: go on."""
 
     device: Annotated[str, OnResume.ROUNDED] = "auto"
     """`auto` (CUDA where there is one), `cpu`, `cuda`, `cuda:N` or `mps`."""

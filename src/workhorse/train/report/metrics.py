@@ -21,7 +21,10 @@ Every line has `kind` and `step` (steps done when it was written):
 - `samples`: `samples`, a list of `prompt` and `text`
 - `checkpoint`: `path`, once it is whole
 - `skipped_step`: `loss` and `grad_norm`, of which one is not finite and so null
-- `end`: `reason`, "finished" or the signal's name, and `time`; a session that was killed has none
+- `back`, at the checkpoint that the run went back to: `jumped` (the step at which the loss did) and
+  `rows` (left out)
+- `end`: `reason`, "finished" or the signal's name, `time` and `peak_memory` (bytes of each process;
+  on a CPU all that it held, 0 where the system does not say); a session that was killed has none
 """
 
 import json
@@ -45,7 +48,7 @@ class MetricsFile:
         path: of the file.
         step: the step after which the run continues. Later lines, and an incomplete one, were
             written by a process that died, and are dropped: their steps will be done again. So are
-            changes at the step itself, which no checkpoint holds yet.
+            changes at the step itself and returns to it, which no checkpoint holds yet.
 
     Raises:
         WorkhorseError: the file is not one of metrics.
@@ -56,7 +59,7 @@ class MetricsFile:
         self._kept = [
             line
             for line, event in _events(path)
-            if event["step"] < step + (event["kind"] != "change")
+            if event["step"] < step + (event["kind"] not in ("change", "back"))
         ]
         self._file: IO[str] | None = None
 

@@ -6,8 +6,8 @@ with the command that begins a new run with them.
 
 import shlex
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, Protocol
 
 from workhorse.checkpoints import Checkpoint, RunDirectory
 from workhorse.data.corpus.file_changes import file_changes
@@ -18,6 +18,7 @@ from workhorse.train.recipe.recipe import Recipe, written_over
 from workhorse.train.report.metrics import read_metrics
 from workhorse.train.resume.another_run import command, fresh, from_weights, spare
 
+Newest = Callable[[Callable[[str], None]], Checkpoint | None]
 SHOWN = 40
 """The most characters of a value that a message shows."""
 
@@ -63,9 +64,7 @@ class Resumption:
         return self.state["micro_batch_size"] if tried_on == batch_size else "auto"
 
 
-def plan_resumption(
-    run: RunDirectory, recipe: Recipe, newest: Callable[[Callable[[str], None]], Any] | None = None
-) -> Resumption:
+def plan_resumption(run: RunDirectory, recipe: Recipe, newest: Newest | None = None) -> Resumption:
     """Find where a run continues, and compare its recipe with the one to resume it with.
 
     Writes nothing.
@@ -107,6 +106,48 @@ def plan_resumption(
             f"train.steps={2 * step}"
         )
     return Resumption(step, rows, state, changes, notices, checkpoint)
+
+
+class JumpedError(WorkhorseError):
+    """The loss jumped, and there is nothing to go back to, or too often."""
+
+
+class Progress(Protocol):
+    """How far a run has come."""
+
+    step: int
+    rows: int
+    times_back: int
+
+
+def before_jump(newest: Newest, recipe: Recipe, jumped: Progress) -> Resumption:
+    """Where a run goes on whose loss has jumped: none of the rows read until then is read again.
+
+    Args:
+        newest: returns the newest whole checkpoint.
+        recipe: of the run.
+        jumped: where the run was then.
+
+    Raises:
+        JumpedError: nothing is saved, or the run went back as often as it may.
+    """
+    assert recipe.train.jumps is not None
+    remedy = "with a lower learning rate or a longer warm-up"
+    if jumped.times_back == recipe.train.jumps.most:
+        raise JumpedError(
+            f"the loss jumped at step {jumped.step}, after going back {jumped.times_back} times "
+            f"(train.jumps.most); go on from the last checkpoint by --resume {remedy}"
+        )
+    checkpoint = newest(lambda line: None)
+    if checkpoint is None:
+        raise JumpedError(
+            f"the loss jumped at step {jumped.step}, and there is no checkpoint to go back to; "
+            f"begin again {remedy}, or save more often by train.checkpoint_every"
+        )
+    counters = {**checkpoint.state["counters"], "times_back": jumped.times_back + 1}
+    state = {**checkpoint.state, "counters": counters}
+    checkpoint = replace(checkpoint, state=state)
+    return Resumption(checkpoint.step, jumped.rows, state, checkpoint=checkpoint)
 
 
 def resumed_recipe(fields: dict[str, Any], run: RunDirectory) -> dict[str, Any]:

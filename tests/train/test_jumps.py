@@ -1,0 +1,117 @@
+"""Where the loss jumps, a run goes back to the last checkpoint and on with other rows."""
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.train.runs import assert_same_run, step_losses
+from workhorse.checkpoints import CheckpointStore
+from workhorse.train import read_metrics, train
+from workhorse.train.recipe.jumps import JumpConfig
+from workhorse.train.resume.resume import JumpedError
+
+JUMPS = {"window": 2, "steps": 1}
+
+
+def jumping_at(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
+    """Let these losses be jumps, as they come."""
+    monkeypatch.setattr(JumpConfig, "is_jump", lambda _, loss, before: loss in losses)
+
+
+def losses(run: Path) -> list[float]:
+    return [loss for _, loss in step_losses(run)]
+
+
+def backs(run: Path) -> list[dict[str, Any]]:
+    return [event for event in read_metrics(run / "metrics.jsonl") if event["kind"] == "back"]
+
+
+@pytest.mark.parametrize(
+    ("before", "loss", "jumps"),
+    [
+        ([1.0, 3.0], 4.1, True),  # mean 2, deviation 1
+        ([1.0, 3.0], 4.0, False),
+        ([3.0], 100.0, False),
+        ([2.0, 2.0], 2.0, False),
+    ],
+)
+def test_what_a_jump_is(before: list[float], loss: float, jumps: bool) -> None:
+    assert JumpConfig(deviations=2.0, window=2).is_jump(loss, before) == jumps
+
+
+def test_a_run_goes_back_and_on_without_the_rows_since(
+    make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As one would that was resumed from a checkpoint whose rows had been changed by hand."""
+    train(make_recipe(), tmp_path / "whole")
+    by_hand = tmp_path / "by-hand"
+    train(make_recipe(keep=3), by_hand)
+    store = CheckpointStore(by_hand / "checkpoints")
+    for step in (8, 12):
+        shutil.rmtree(store.path(step))
+    at = store.load(4)
+    at.state["counters"]["rows"] = 7 * 4
+    shutil.rmtree(store.path(4))
+    store.save(4, at.model, at.optimizer, at.state)
+    train(make_recipe(keep=3), by_hand, resume=True)
+
+    jumping_at(monkeypatch, losses(tmp_path / "whole")[6])
+    train(make_recipe(jumps=JUMPS), tmp_path / "run")
+    assert_same_run(by_hand, tmp_path / "run")
+    (back,) = backs(tmp_path / "run")
+    assert (back["step"], back["jumped"], back["rows"]) == (4, 7, 3 * 4)
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "the loss jumped at step 7: back to step 4, and on without 12 rows" in page
+
+
+def test_the_losses_it_compares_with_survive_a_stop(
+    make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[list[float]] = []
+
+    def note(_: JumpConfig, loss: float, before: list[float]) -> bool:
+        del loss
+        seen.append(before)
+        return False
+
+    monkeypatch.setattr(JumpConfig, "is_jump", note)
+    constant = {"jumps": JUMPS, "schedule": {"kind": "constant"}}
+    train(make_recipe(**constant), tmp_path / "whole")
+    whole = seen.copy()
+    seen.clear()
+    train(make_recipe(**constant, steps=5), tmp_path / "run")
+    train(make_recipe(**constant), tmp_path / "run", resume=True)
+    assert [len(before) for before in whole] == [0, 1, *[2] * 10]
+    assert seen[:5] == whole[:5]
+    assert seen[5] == losses(tmp_path / "run")[3:5]
+
+
+def test_no_checkpoint_is_saved_while_the_loss_is_high(
+    make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    train(make_recipe(), tmp_path / "whole")
+    jumping_at(monkeypatch, losses(tmp_path / "whole")[7])
+    train(make_recipe(jumps={**JUMPS, "steps": 2}), tmp_path / "run")
+    assert CheckpointStore(tmp_path / "run/checkpoints").steps() == [12, 4]
+    assert_same_run(tmp_path / "whole", tmp_path / "run")
+
+
+def test_where_nothing_is_saved_a_jump_is_the_end(
+    make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(JumpConfig, "is_jump", lambda _, loss, before: len(before) == 2)
+    with pytest.raises(JumpedError, match="jumped at step 3, and there is no checkpoint to go"):
+        train(make_recipe(jumps=JUMPS), tmp_path / "run")
+
+
+def test_a_run_does_not_go_back_for_ever(
+    make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(JumpConfig, "is_jump", lambda _, loss, before: len(before) == 2)
+    recipe = make_recipe(jumps={**JUMPS, "most": 3}, checkpoint_every=2)
+    with pytest.raises(JumpedError, match="jumped at step 3, after going back 3 times"):
+        train(recipe, tmp_path / "run")
+    (back,) = backs(tmp_path / "run")  # the latest, since no checkpoint came after any
+    assert back["rows"] == 3 * 4

@@ -12,7 +12,7 @@ from workhorse.train import read_metrics, train
 from workhorse.train.recipe.jumps import JumpConfig
 from workhorse.train.resume.resume import JumpedError
 
-JUMPS = {"window": 2, "steps": 1}
+JUMPS = {"window": 2, "in_a_row": 1}
 
 
 def jumping_at(monkeypatch: pytest.MonkeyPatch, *losses: float) -> None:
@@ -93,7 +93,7 @@ def test_no_checkpoint_is_saved_while_the_loss_is_high(
 ) -> None:
     train(make_recipe(), tmp_path / "whole")
     jumping_at(monkeypatch, losses(tmp_path / "whole")[7])
-    train(make_recipe(jumps={**JUMPS, "steps": 2}), tmp_path / "run")
+    train(make_recipe(jumps={**JUMPS, "in_a_row": 2}), tmp_path / "run")
     assert CheckpointStore(tmp_path / "run/checkpoints").steps() == [12, 4]
     assert_same_run(tmp_path / "whole", tmp_path / "run")
 

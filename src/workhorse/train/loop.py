@@ -210,7 +210,7 @@ class Loop:
     def _has_jumped(self) -> bool:
         """Whether the loss has jumped so often that the run is to go back."""
         jumps, counters = self.config.jumps, self.counters
-        return jumps is not None and counters.jumps_in_a_row >= jumps.steps
+        return jumps is not None and counters.jumps_in_a_row >= jumps.in_a_row
 
     def _is_to_stop(self, signals: StopSignals) -> bool:
         """Whether any process was told to stop, which all then do after the same step."""

@@ -19,7 +19,7 @@ class JumpConfig(Config):
     did not."""
     window: int = Field(default=100, ge=2, le=10_000)
     """Steps that a loss is compared with."""
-    steps: int = Field(default=2, ge=1)
+    in_a_row: int = Field(default=2, ge=1)
     """Jumps in a row, after which the run goes back. Meanwhile no checkpoint is saved."""
     most: int = Field(default=5, ge=1)
     """Times that a run goes back; the next jump ends it."""

@@ -103,7 +103,7 @@ class _View:
     def line(self, event: Event) -> str:
         """The line for an event; empty for one that is not shown."""
         match event["kind"]:
-            case "notice":
+            case "notice" | "back":
                 return event["message"]
             case "start":
                 self.tokens_per_step = event["tokens_per_step"]
@@ -122,24 +122,13 @@ class _View:
             case "samples":
                 texts = (f"  {sample['prompt']}|{sample['text']}" for sample in event["samples"])
                 return "\n".join([f"step {event['step']:,}, samples:", *texts])
+            case "skipped_step":
+                return (
+                    f"step {event['step']:,} skipped: loss {event['loss']:g}, "
+                    f"gradient norm {event['grad_norm']:g}"
+                )
             case _:
-                return _trouble(event)
-
-
-def _trouble(event: Event) -> str:
-    match event["kind"]:
-        case "skipped_step":
-            return (
-                f"step {event['step']:,} skipped: loss {event['loss']:g}, "
-                f"gradient norm {event['grad_norm']:g}"
-            )
-        case "back":
-            return (
-                f"the loss jumped at step {event['jumped']:,}: back to step {event['step']:,}, "
-                f"and on without {event['rows']:,} rows"
-            )
-        case _:
-            return ""
+                return ""
 
 
 def _held_out(event: Event) -> str:

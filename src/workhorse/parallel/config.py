@@ -135,7 +135,7 @@ class ParallelismConfig(Config):
 
         Raises:
             ConfigError: it has fewer rows than parts; or parts of several sizes, where processes
-                that divide weights or sequences compute in step.
+                that divide weights compute in step; or the sequences cannot be divided.
         """
         if seq_len % self.context:
             raise ConfigError(

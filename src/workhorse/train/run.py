@@ -141,7 +141,12 @@ def _train(
             del loop  # its memory is wanted
             gc.collect()
             loop = start(at=at)
-            loop.tell("back", jumped=jumped.step, rows=at.rows - at.state["counters"]["rows"])
+            rows = at.rows - at.state["counters"]["rows"]
+            line = (
+                f"the loss jumped at step {jumped.step:,}: back to step {at.step:,}, and on "
+                f"without {rows:,} rows"
+            )
+            loop.tell("back", jumped=jumped.step, rows=rows, message=line)
         with world.first_before_others():
             if world.is_first:
                 write_report(run)

@@ -84,7 +84,7 @@ class Validator:
                     counts[number] = outcome.count
         finally:
             self.objective.train()
-        self.world.add([losses, counts])  # each figure is 0 on all processes but one
+        self.world.add([losses, counts])  # 0 on all processes but the team that passed it
         tokens = int(counts.sum())
         mean = float(losses.cpu().sum()) / tokens
         return Validation(mean, self._bits_per_byte(mean), self.split.unknown_rate, tokens)

@@ -21,13 +21,13 @@ from workhorse.config import ConfigError
 from workhorse.nn import IGNORE, DecoderConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import AdjustedRouter, Router, Routing
-from workhorse.train.objectives.objective import Objective, Outcome
+from workhorse.train.objectives.objective import Objective, Outcome, Wrapped
 
 if TYPE_CHECKING:
     from workhorse.parallel.sequences import Team
 
 
-class Balanced(Objective):
+class Balanced(Wrapped):
     """An objective of rows with targets, plus the balance loss during training.
 
     Args:
@@ -36,12 +36,8 @@ class Balanced(Objective):
     """
 
     def __init__(self, objective: Objective, balancer: "Balancer") -> None:
-        super().__init__()
-        self.objective = objective
+        super().__init__(objective)
         self.balancer = balancer
-
-    def count(self, batch: Any) -> Tensor:
-        return self.objective.count(batch)
 
     def forward(self, batch: Any) -> Outcome:
         if not self.training:
@@ -55,18 +51,18 @@ class Balanced(Objective):
         return Outcome(loss + balance, count, figures)
 
     def tallies(self) -> list[Tensor]:
-        return [*self.objective.tallies(), *self.balancer.loads.values()]
+        return [*super().tallies(), *self.balancer.loads.values()]
 
     def after_update(self, finite: bool) -> None:
-        self.objective.after_update(finite)
+        super().after_update(finite)
         self.balancer.update(finite)
 
     def forget(self) -> None:
-        self.objective.forget()
+        super().forget()
         self.balancer.forget()
 
     def state_of_update(self) -> dict[str, Any]:
-        return self.objective.state_of_update() | self.balancer.figures()
+        return super().state_of_update() | self.balancer.figures()
 
 
 class Balancer:

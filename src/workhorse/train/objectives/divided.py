@@ -1,18 +1,16 @@
 """An objective of sequences of which each process has a part."""
 
-from typing import TYPE_CHECKING, Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING
 
 from workhorse.data import Batch
-from workhorse.train.objectives.objective import Objective, Outcome
+from workhorse.train.objectives.objective import Objective, Outcome, Wrapped
 
 if TYPE_CHECKING:
     from workhorse.parallel.sequences import Team
 
 
-class Divided(Objective):
-    """Another objective, of this process's tokens of every row.
+class Divided(Wrapped):
+    """Another objective, of this process's tokens of every row; it counts whole rows.
 
     Args:
         objective: of these tokens.
@@ -20,25 +18,8 @@ class Divided(Objective):
     """
 
     def __init__(self, objective: Objective, team: "Team") -> None:
-        super().__init__()
-        self.objective = objective
+        super().__init__(objective)
         self.team = team
-
-    def count(self, batch: Batch) -> Tensor:
-        """Over whole rows."""
-        return self.objective.count(batch)
 
     def forward(self, batch: Batch) -> Outcome:
         return self.objective(batch.columns(self.team.own(batch.tokens.shape[1])))
-
-    def tallies(self) -> list[Tensor]:
-        return self.objective.tallies()
-
-    def after_update(self, finite: bool) -> None:
-        self.objective.after_update(finite)
-
-    def forget(self) -> None:
-        self.objective.forget()
-
-    def state_of_update(self) -> dict[str, Any]:
-        return self.objective.state_of_update()

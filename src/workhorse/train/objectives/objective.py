@@ -60,3 +60,30 @@ class Objective(nn.Module, ABC):
     def state_of_update(self) -> dict[str, Any]:
         """Figures of the last update, to be logged besides those of the rows."""
         return {}
+
+
+class Wrapped(Objective):
+    """Another objective, of whose methods all are as they were but `forward`.
+
+    Args:
+        objective: the other one.
+    """
+
+    def __init__(self, objective: Objective) -> None:
+        super().__init__()
+        self.objective = objective
+
+    def count(self, batch: Any) -> Tensor:
+        return self.objective.count(batch)
+
+    def tallies(self) -> list[Tensor]:
+        return self.objective.tallies()
+
+    def after_update(self, finite: bool) -> None:
+        self.objective.after_update(finite)
+
+    def forget(self) -> None:
+        self.objective.forget()
+
+    def state_of_update(self) -> dict[str, Any]:
+        return self.objective.state_of_update()

@@ -21,8 +21,8 @@ Every line has `kind` and `step` (steps done when it was written):
 - `samples`: `samples`, a list of `prompt` and `text`
 - `checkpoint`: `path`, once it is whole
 - `skipped_step`: `loss` and `grad_norm`, of which one is not finite and so null
-- `back`, at the checkpoint that the run went back to: `jumped` (the step at which the loss did) and
-  `rows` (left out)
+- `back`, at the checkpoint that the run went back to: `jumped` (the step at which the loss did),
+  `rows` (left out) and `message` (both in words)
 - `end`: `reason`, "finished" or the signal's name, `time` and `peak_memory` (bytes of each process;
   on a CPU all that it held, 0 where the system does not say); a session that was killed has none
 """

@@ -240,11 +240,7 @@ def notes(of_kind: dict[str, list[Event]]) -> list[str]:
         f"{json.dumps(event['now'])} instead of {json.dumps(event['before'])}"
         for event in of_kind.get("change", [])
     ]
-    lines += [
-        f"the loss jumped at step {event['jumped']:,}: back to step {event['step']:,}, and on "
-        f"without {event['rows']:,} rows"
-        for event in of_kind.get("back", [])
-    ]
+    lines += [event["message"] for event in of_kind.get("back", [])]
     ends = of_kind.get("end", [])
     if not ends or ends[-1]["reason"] != "finished":
         lines.append("the run has not finished")

@@ -1,5 +1,6 @@
-"""Files of tensors that are written row by row, beside the safetensors library."""
+"""Files of tensors that are written part by part, beside the safetensors library."""
 
+import itertools
 from pathlib import Path
 
 import pytest
@@ -19,25 +20,33 @@ TENSORS = {
 }
 
 
-def rows_of(process: int, processes: int) -> dict[str, Slice]:
-    """As many rows of each for all processes but the last; what has no rows is the first's."""
-    slices: dict[str, Slice] = {}
-    for name, tensor in TENSORS.items():
-        each = -(-len(tensor) // processes) if tensor.ndim else 1
-        first = min(process * each, len(tensor) if tensor.ndim else 1)
-        rows = tensor.reshape(1) if tensor.ndim == 0 else tensor
-        slices[name] = Slice(rows[first : first + each], first, tuple(tensor.shape))
-    return slices
+def part_of(tensor: torch.Tensor, places: tuple[int, ...], ways: tuple[int, ...]) -> Slice:
+    """One of as many parts along each axis, all of one size but the last."""
+    starts: list[int] = []
+    values = tensor
+    for axis, size in enumerate(tensor.shape):
+        each = -(-size // ways[axis])
+        starts.append(min(places[axis] * each, size))
+        values = values.narrow(axis, starts[-1], min(each, size - starts[-1]))
+    if any(places[tensor.ndim :]):  # another has written all of it
+        return Slice(tensor.reshape(-1)[:0], tuple(starts), tuple(tensor.shape))
+    return Slice(values, tuple(starts), tuple(tensor.shape))
 
 
-@pytest.mark.parametrize("processes", [1, 2, 3, 8])
-def test_rows_in_any_order_make_the_file_of_one_writer(tmp_path: Path, processes: int) -> None:
+@pytest.mark.parametrize("ways", [(1, 1, 1), (2, 1, 1), (8, 1, 1), (1, 2, 1), (3, 1, 2), (2, 3, 2)])
+def test_parts_in_any_order_make_the_file_of_one_writer(
+    tmp_path: Path, ways: tuple[int, int, int]
+) -> None:
     alone, together = tmp_path / "alone", tmp_path / "together"
     lay_out(alone, whole(TENSORS))
     fill(alone, whole(TENSORS))
-    lay_out(together, rows_of(0, processes))
-    for process in reversed(range(processes)):
-        fill(together, rows_of(process, processes))
+    parts = [
+        {name: part_of(tensor, places, ways) for name, tensor in TENSORS.items()}
+        for places in itertools.product(*map(range, ways))
+    ]
+    lay_out(together, parts[0])
+    for part in reversed(parts):
+        fill(together, part)
     assert together.read_bytes() == alone.read_bytes()
     read = load_file(together)
     assert read.keys() == TENSORS.keys()

@@ -9,13 +9,19 @@ import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
 from tests.nn.grid import CAUSAL, error, make, random_tokens
+from workhorse.config import ConfigError
 from workhorse.data import Batch
 from workhorse.nn import IGNORE, Decoder, DecoderConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import Routing
 from workhorse.optim.shards import local
+from workhorse.parallel.config import ParallelismConfig
+from workhorse.parallel.divisible import check_divisible
 from workhorse.parallel.experts import ExpertTeam
-from workhorse.parallel.sequences import Team, make_team
+from workhorse.parallel.layers import divide_layers
+from workhorse.parallel.part import ModelPart, part_of_model
+from workhorse.parallel.sequences import Team
+from workhorse.parallel.teams import Teams, make_teams
 from workhorse.parallel.world import World
 from workhorse.train.objectives.divided import Divided
 from workhorse.train.objectives.next_token import NextToken
@@ -23,6 +29,8 @@ from workhorse.train.objectives.objective import Objective
 from workhorse.transforms.checkpointing import checkpoint_activations
 
 MEMBERS = 3
+FOUR = 4
+OF_LAYERS = [{"tensor": 4}, {"context": 2, "tensor": 2}]
 ROWS, COLUMNS = 2, 12
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 7 + [2] * 2, [4] * 12])
 """One that two processes have, one that all have."""
@@ -89,6 +97,80 @@ def worst_of_experts(world: World, chosen: list[int]) -> float:
     return max(error(ours, expected) for ours, expected in found)
 
 
+def worst_of_layers(teams: Teams, config: DecoderConfig, documents: Tensor | None) -> float:
+    """As `worst_difference`, where layers are divided too, and maybe sequences."""
+    team = teams.layers
+    assert team is not None
+    whole, batch = make(config), batch_of(config, documents)
+    alone = pass_over(whole, NextToken(whole), batch)
+    own = part_of_model(config, team.size, team.member)
+    decoder = own.build().train(whole.training)
+    part = ModelPart(config.build(device="meta"), {}, decoder, team)
+    weights = dict(whole.named_parameters())
+    with torch.no_grad():
+        for name, weight in decoder.named_parameters():
+            weight.copy_(part.cuts[name].of(weights[part.cuts[name].name]))
+    objective: Objective = NextToken(decoder, team=teams.sequences)
+    divide_layers(objective, config, team)
+    if documents is None:
+        checkpoint_activations(decoder)
+    if teams.sequences is not None:
+        objective = Divided(objective, teams.sequences)
+    loss, count, *gradients = pass_over(decoder, objective, batch)
+    summed = {name: torch.zeros_like(weight) for name, weight in weights.items()}
+    for cut, gradient in zip(part.cuts.values(), gradients, strict=True):
+        cut.of(summed[cut.name]).copy_(gradient)
+    together = [loss, count, *summed.values()]
+    for tensor in together:
+        dist.all_reduce(tensor)
+    assert torch.equal(together[1], alone[1])
+    return max(error(ours, expected) for ours, expected in zip(together, alone, strict=True))
+
+
+def compare_layers(
+    rank: int, folder: str, configs: list[DecoderConfig], turns: list[list[Tensor | None]]
+) -> None:
+    """As `compare_all`, for processes that divide layers, alone or in teams that divide sequences.
+
+    Args:
+        rank: its number.
+        folder: where they meet.
+        configs: of decoders, of which those that cannot be divided are left out.
+        turns: the documents of the batches, for each decoder in turn.
+    """
+    torch.set_num_threads(1)
+    meeting = f"file://{folder}/meeting-of-four"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=FOUR)
+    try:
+        world = World(rank, FOUR)
+        found: dict[int, float] = {}
+        for number, (config, rows) in enumerate(zip(configs, cycle(turns), strict=False)):
+            for ways in OF_LAYERS:
+                parallel = ParallelismConfig(**ways)
+                try:
+                    check_divisible(config, "auto", parallel)
+                except ConfigError:
+                    continue
+                teams = make_teams(world, parallel, config.vocab_size)
+                worst = max(worst_of_layers(teams, config, documents) for documents in rows)
+                found[number] = max(worst, found.get(number, 0.0))
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        torch.save(found, f"{folder}/differences-of-layers")
+
+
+def check_layers(
+    folder: Path, configs: list[DecoderConfig], turns: list[list[Tensor | None]]
+) -> None:
+    """Decoders give by layers what they give whole."""
+    multiprocessing.spawn(compare_layers, args=(str(folder), configs, turns), nprocs=FOUR)
+    found = torch.load(folder / "differences-of-layers")
+    assert len(found) > len(configs) // 2
+    for number, difference in found.items():
+        assert difference < 1e-5, configs[number]
+
+
 def compare_all(rank: int, folder: str, turns: list[list[Tensor | None]]) -> None:
     """One process of the team; the first leaves the differences in the folder.
 
@@ -101,8 +183,7 @@ def compare_all(rank: int, folder: str, turns: list[list[Tensor | None]]) -> Non
     meeting = f"file://{folder}/meeting"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=MEMBERS)
     try:
-        world, cpu = World(rank, MEMBERS, team=MEMBERS), torch.device("cpu")
-        team = make_team(world, cpu)
+        team = Team(World(rank, MEMBERS))
         experts = World(rank, MEMBERS)
         of_experts = [worst_of_experts(experts, chosen) for chosen in ([5, 5, 5], [0, 3, 1])]
         found = [

@@ -30,6 +30,7 @@ MIXED = next(config for config in CAUSAL if mixes_experts(config))
         (DENSE, "flex", {"context": 2}, "context=2 does not go with train.kernel=flex"),
         (DENSE, "auto", {"data": 2, "expert": 2}, "expert=2 divides routed experts, and this mod"),
         (MIXED, "auto", {"data": 5, "expert": 5}, "expert=5 does not divide n_experts="),
+        (DENSE, "auto", {"tensor": 7}, "tensor=7 does not divide n_heads="),
     ],
 )
 def test_what_a_model_cannot_be_divided_into(

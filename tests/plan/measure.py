@@ -16,7 +16,8 @@ from workhorse.nn import Decoder, DecoderConfig, HeadLoss
 from workhorse.nn.cache.blocks import BLOCK
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
-from workhorse.parallel.sequences import AbsentTeam
+from workhorse.parallel.part import part_of_model
+from workhorse.parallel.teams import absent_teams
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
@@ -37,8 +38,10 @@ def make_step(
     config: DecoderConfig, train: TrainConfig, parallel: ParallelismConfig = UNDIVIDED
 ) -> TrainingStep:
     torch.manual_seed(0)
-    team = AbsentTeam(parallel.context) if parallel.context > 1 else None
-    return build_step(config.build(train.kernel), train, CPU, parallel=parallel, team=team)
+    teams = absent_teams(parallel, config.vocab_size)
+    own = part_of_model(config, parallel.tensor, parallel.tensor - 1)
+    decoder = own.build(train.kernel)
+    return build_step(decoder, train, CPU, parallel=parallel, teams=teams, whole=config)
 
 
 class Saved:

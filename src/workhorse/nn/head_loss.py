@@ -77,13 +77,21 @@ class HeadLoss(nn.Module):
         # Under autocast to float16 the loss must be scaled before its gradient is taken.
         if not is_linear(head) or autocast_dtype(x):
             return chunked_next_token_losses(x, targets, head, vocab=head.vocab_size, z_loss=z_loss)
-        x = head.project(head.transform(x)).flatten(0, 1)
+        x = self.read(x, head).flatten(0, 1)
         matrix = self.matrix(head) if matrix is None else matrix
         return self.losses(x, targets.flatten(), head, matrix, z_loss), (targets != IGNORE).sum()
 
     def matrix(self, head: Head) -> Matrix:
         """The matrix of a head, as this loss takes it; asked for before the pass that makes x."""
         return head.proj.weight
+
+    def read(self, x: Hidden, head: Head) -> Float[Tensor, "batch seq width"]:
+        """What the projection of a head reads."""
+        return head.project(head.transform(x))
+
+    def rows_at_once(self, matrix: Matrix) -> int:
+        """How many rows of logits may exist at once."""
+        return rows_at_once(self.max_logits, len(matrix))
 
     def losses(
         self,
@@ -255,7 +263,7 @@ class _LinearHeadLoss(torch.autograd.Function):
         total = torch.zeros(2, device=x.device)
         wanted = [learn and one for one in ctx.needs_input_grad[:3]]
         gradients = ProductGradients(len(x), wanted, way.multiply)
-        for part, expected in parts_of(rows_at_once(way.max_logits, len(weight)), x, targets):
+        for part, expected in parts_of(way.rows_at_once(weight), x, targets):
             logits = way.multiply(part, weight.t(), bias)
             total += way.differentiate(logits, expected, shaping)
             gradients.add(logits, part, weight)
@@ -276,24 +284,54 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(a, b.t(), bias)
 
 
+class Vocabulary:
+    """The tokens that logits are of: here, all of them."""
+
+    def rows_at_once(self, logits: Tensor, most: int) -> int:
+        """How many rows of logits are no more than so many numbers."""
+        return rows_at_once(most, logits.shape[1])
+
+    def places(self, targets: Int[Tensor, " tokens"]) -> tuple[Tensor, Tensor]:
+        """Which targets have a logit here, and where it is in its row; (tokens, 1)."""
+        here = (targets != IGNORE)[:, None]
+        return here, targets[:, None].where(here, 0)
+
+    def largest(self, of_rows: Tensor) -> Tensor:
+        """Of all logits of each row, from those here."""
+        return of_rows
+
+    def add(self, of_rows: Tensor) -> Tensor:
+        """Sums over all logits of each row, from those over the logits here."""
+        return of_rows
+
+
+WHOLE = Vocabulary()
+
+
 def loss_into_gradient(
-    logits: Float[Tensor, "tokens vocab"], targets: Int[Tensor, " tokens"], shaping: Shaping
+    logits: Float[Tensor, "tokens vocab"],
+    targets: Int[Tensor, " tokens"],
+    shaping: Shaping,
+    vocabulary: Vocabulary = WHOLE,
 ) -> Tensor:
     """The summed losses, cross-entropy and z-loss; the logits become the gradient of their sum."""
     total = torch.zeros(2, device=logits.device)
-    for block, wanted in blocks(logits, targets):
+    size = vocabulary.rows_at_once(logits, BLOCK.get(logits.device.type, LARGE_BLOCK))
+    for block, wanted in parts_of(size, logits, targets):
         counted = (wanted != IGNORE)[:, None]
-        expected = wanted[:, None].where(counted, 0)
+        here, expected = vocabulary.places(wanted)
         shaped = shape_logits(block, shaping)
-        chosen = shaped.gather(1, expected)
-        largest = shaped.amax(dim=1, keepdim=True)
+        chosen = shaped.gather(1, expected).where(here, 0)
+        largest = vocabulary.largest(shaped.amax(dim=1, keepdim=True))
         powers = (shaped - largest).exp_()
-        sums = powers.sum(dim=1, keepdim=True)
+        of_rows = torch.cat((powers.sum(dim=1, keepdim=True), chosen), dim=1)
+        of_rows = vocabulary.add(of_rows)
+        sums, chosen = of_rows[:, :1], of_rows[:, 1:]
         normaliser = sums.log() + largest
         losses = torch.cat((normaliser - chosen, shaping.z_loss * normaliser.square()), dim=1)
         total += (losses * counted).sum(dim=0)
         gradient = powers.mul_(counted * (1 + 2 * shaping.z_loss * normaliser) / sums)
-        gradient.scatter_add_(1, expected, -counted.to(gradient.dtype))
+        gradient.scatter_add_(1, expected, -here.to(gradient.dtype))
         unshape_gradient(gradient, shaped, shaping)
         block.copy_(gradient)
     return total

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Mapping
-from typing import Annotated, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 from pydantic import Field
 from torch import Tensor, nn
@@ -14,8 +14,10 @@ from workhorse.nn.init import NormalInitConfig
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.master_weights import MasterWeights
 from workhorse.optim.muon import Muon, MuonConfig
-from workhorse.optim.shards import sharded_like
 from workhorse.tensors.destination import copy_tensors
+
+if TYPE_CHECKING:
+    from workhorse.parallel.part import ModelPart
 
 OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="kind")]
 Parameters = dict[str, nn.Parameter]
@@ -85,6 +87,7 @@ def build_optimizer(
     *,
     operators: Training | None = None,
     uniform: bool = False,
+    part: "ModelPart | None" = None,
 ) -> "Optimizer":
     """The optimizer of a decoder's trainable parameters, sharded or not.
 
@@ -94,8 +97,10 @@ def build_optimizer(
         low_bits: of the weights that `round_weights` rounded.
         operators: of training, which update tensors on the CPU.
         uniform: see `AdamW`.
+        part: of a model that the decoder is, where layers are divided.
     """
-    masters = MasterWeights(dict(decoder.named_parameters()), low_bits, operators=operators)
+    parameters = dict(decoder.named_parameters())
+    masters = MasterWeights(parameters, low_bits, operators=operators, part=part)
     roles = {
         role: {name: weight for name, weight in parameters.items() if name in masters.parameters}
         for role, parameters in parameters_by_role(decoder).items()
@@ -162,9 +167,5 @@ class Optimizer:
         return {name: tensor for part in self.parts for name, tensor in part.tensors().items()}
 
     def load(self, tensors: Mapping[str, Tensor]) -> None:
-        """Copy the state of another optimizer of the same parameters and config."""
-        own = self.tensors()
-        placed = {
-            name: sharded_like(tensor, own.get(name, tensor)) for name, tensor in tensors.items()
-        }
-        copy_tensors(own, placed, "optimizer")
+        """Copy the state of another optimizer of the same whole parameters and config."""
+        copy_tensors(self.masters.destinations(self.tensors()), tensors, "optimizer")

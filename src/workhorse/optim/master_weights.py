@@ -8,14 +8,18 @@ weight takes no more memory than these bits beside the weight:
     bits of the master = bits of the weight · 2^16 + low bits, -2^15 <= low bits < 2^15
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from workhorse.native import Training
 from workhorse.optim.shards import is_sharded, local, placed_like, sharded_like
-from workhorse.tensors.destination import Destination
+from workhorse.tensors.destination import Destination, Elsewhere
+
+if TYPE_CHECKING:
+    from workhorse.parallel.part import Cut, ModelPart
 
 CHUNK = 2**18
 """Numbers that a CPU updates at once: few enough for intermediate results to stay in the cache."""
@@ -61,26 +65,30 @@ def _room_beside(weight: Tensor, bits: Tensor) -> Tensor:
     return torch.empty(part.shape, dtype=bits.dtype, device=part.device)
 
 
-class _Part:
+class OwnPart:
     """Takes this process's part of a whole float32 tensor.
 
     Args:
         weight: to be written, of any dtype.
         low_bits: those of its float32 master, if that is not the weight itself.
+        cut: where it lies in the whole; None: it is whole, but for its shards.
     """
 
-    def __init__(self, weight: nn.Parameter, low_bits: Tensor | None) -> None:
-        self.weight, self.low_bits = weight, low_bits
+    def __init__(
+        self, weight: Tensor, low_bits: Tensor | None = None, cut: "Cut | None" = None
+    ) -> None:
+        self.weight, self.low_bits, self.cut = weight, low_bits, cut
 
     @property
     def shape(self) -> torch.Size:
-        return self.weight.shape
+        return self.weight.shape if self.cut is None else self.cut.shape
 
     @property
     def nbytes(self) -> int:
         return self.weight.numel() * torch.float32.itemsize
 
     def copy_(self, source: Tensor) -> None:
+        source = source if self.cut is None else self.cut.of(source)
         part = local(sharded_like(source, self.weight))
         weight = local(self.weight).detach()
         if self.low_bits is not None:
@@ -100,6 +108,7 @@ class MasterWeights:
         low_bits: from `round_weights`, of whole parameters even if these are sharded by now; on
             the meta device if these had no values yet, which `places` then takes.
         operators: of training, which update tensors on the CPU.
+        part: of the model that these are, where layers are divided.
     """
 
     def __init__(
@@ -108,7 +117,9 @@ class MasterWeights:
         low_bits: Mapping[str, Tensor] | None = None,
         *,
         operators: Training | None = None,
+        part: "ModelPart | None" = None,
     ) -> None:
+        self.part = part
         trained = {name: weight for name, weight in parameters.items() if weight.requires_grad}
         self.parameters = trained
         self.low_bits = {
@@ -141,10 +152,23 @@ class MasterWeights:
 
     def places(self, module: nn.Module) -> dict[str, Destination]:
         """Where whole float32 weights of the module are copied to, by name: this process's part."""
-        return {
-            name: _Part(weight, self.low_bits.get(name))
-            for name, weight in module.named_parameters()
-        }
+        return self.destinations(dict(module.named_parameters()))
+
+    def destinations(self, tensors: Mapping[str, Tensor]) -> dict[str, Destination]:
+        """Where whole tensors are copied to, by their names in the whole model.
+
+        Args:
+            tensors: this process's parameters, or what an optimizer keeps of them, by name.
+        """
+        into: dict[str, Destination] = {}
+        if self.part is not None:
+            beside = self.part.beside(tensors)
+            into |= {name: Elsewhere(tensor.shape) for name, tensor in beside.items()}
+        for name, tensor in tensors.items():
+            cut = None if self.part is None else self.part.cut(name, tensor)
+            own = OwnPart(tensor, self.low_bits.get(name), cut)
+            into[name if cut is None else cut.name] = own
+        return into
 
     def accumulate(self) -> None:
         """Add a micro-batch's gradients to float32 sums; in bfloat16 small ones would vanish."""
@@ -188,10 +212,9 @@ class MasterWeights:
         self._put(dict(zip(self.parameters, gradients, strict=True)))
 
     def change_gradients(
-        self, which: Callable[[Tensor], bool], change: Callable[[list[Tensor]], object]
+        self, names: Sequence[str], change: Callable[[list[Tensor]], object]
     ) -> None:
         """Change this process's parts of some parameters' gradients, in place, in float32."""
-        names = [name for name, parameter in self.parameters.items() if which(parameter)]
         parts = [gradient.float().contiguous() for gradient in self.gradients(names)]
         change(parts)
         self._put(dict(zip(names, parts, strict=True)))

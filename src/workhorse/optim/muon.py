@@ -7,7 +7,7 @@ lets it share AdamW's learning rate and weight decay is Moonshot's (2502.16982 �
 import math
 from collections.abc import Mapping, Sequence
 from functools import partial
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import torch
 from pydantic import Field
@@ -21,9 +21,16 @@ from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.master_weights import MasterWeights
 from workhorse.optim.shards import is_sharded, local, part_of_stack, placed_like, whole_stack
 
+if TYPE_CHECKING:
+    from workhorse.parallel.part import Cut
+
 QUINTIC = (3.4445, -4.7750, 2.0315)
 """Coefficients of the iteration `X ← aX + b(XXᵀ)X + c(XXᵀ)²X`: the steepest at 0 that keep singular
 values within about 0.7 to 1.2 (Keller Jordan)."""
+
+
+Shapes = tuple[torch.Size, torch.Size]
+"""Of a whole matrix, and of the part in a process's layers."""
 
 
 class MuonConfig(Config):
@@ -66,23 +73,27 @@ class Muon:
     ) -> None:
         self.config = config
         self.masters = masters or MasterWeights(parameters)
-        self.groups: dict[torch.Size, dict[str, nn.Parameter]] = {}
+        self.groups: dict[Shapes, dict[str, nn.Parameter]] = {}
         for name, weight in parameters.items():
-            self.groups.setdefault(weight.shape, {})[name] = weight
-        self.momenta = {shape: _zeros(list(group.values())) for shape, group in self.groups.items()}
+            cut = self._cut(name)
+            shapes = weight.shape if cut is None else cut.shape, weight.shape
+            self.groups.setdefault(shapes, {})[name] = weight
+        self.momenta = {
+            shapes: _zeros(list(group.values())) for shapes, group in self.groups.items()
+        }
 
     @torch.no_grad()
     def step(self, schedule: float, shrink: float = 1.0) -> None:
         """One update; `schedule` multiplies the learning rate and `shrink` the gradient."""
         config = self.config
-        for shape, group in self.groups.items():
+        for shapes, group in self.groups.items():
             rate = config.learning_rate * schedule
             kept = 1 - rate * config.weight_decay
-            size = rate * update_scale(config.scale, *shape[-2:])
+            size = rate * update_scale(config.scale, *shapes[0][-2:])
             operators, update = self._operators_for(group), self._update
             if operators is not None:
                 update = partial(self._update_natively, operators)
-            update(group, self.momenta[shape], shrink=shrink, kept=kept, size=size)
+            update(group, self.momenta[shapes], shrink=shrink, kept=kept, size=size)
 
     def _update(
         self,
@@ -101,9 +112,9 @@ class Muon:
         momentum = self.config.momentum
         momenta.lerp_(update, 1 - momentum)
         update = update.lerp_(momenta, momentum) if self.config.nesterov else momenta
-        like = next(iter(group.values()))
-        update = orthogonalize(whole_stack(update, like), self.config.iterations)
-        update = part_of_stack(update, like).to(weights[0].dtype)
+        name = next(iter(group))
+        update = orthogonalize(self._whole(update, name), self.config.iterations)
+        update = self._part(update, name).to(weights[0].dtype)
         torch._foreach_mul_(weights, kept)  # pyright: ignore[reportPrivateImportUsage]
         torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
             weights, list(update.unbind()), alpha=-size
@@ -125,24 +136,42 @@ class Muon:
         config = self.config
         weights = [local(weight).detach() for weight in group.values()]
         gradients = [gradient.contiguous() for gradient in self.masters.gradients(group)]
-        like = next(iter(group.values()))
+        name, like = next(iter(group.items()))
+        divided = is_sharded(like) or self._cut(name) is not None
         whole = momenta
-        if is_sharded(like):
-            gradients = list(whole_stack(torch.stack(gradients), like).unbind())
-            whole = whole_stack(momenta, like)
+        if divided:
+            gradients = list(self._whole(torch.stack(gradients), name).unbind())
+            whole = self._whole(momenta, name)
         directions = operators.muon_directions(
             gradients, whole, shrink=shrink, momentum=config.momentum, nesterov=config.nesterov
         )
         update = newton_schulz(directions, config.iterations)
-        if is_sharded(like):
-            momenta.copy_(part_of_stack(whole, like))
-            upright = update.mT if like.shape[-2] > like.shape[-1] else update
-            update = part_of_stack(upright.reshape(whole.shape), like)
+        if divided:
+            momenta.copy_(self._part(whole, name))
+            upright = update.mT if whole.shape[-2] > whole.shape[-1] else update
+            update = self._part(upright.reshape(whole.shape), name)
             rows, columns = update.shape[-2:]
             update = (update.mT if rows > columns else update).contiguous()
         if update.numel():
             lower = [self.masters.low_bits[name] for name in group]
             operators.split_move_(weights, lower, update, kept=kept, size=size)
+
+    def _cut(self, name: str) -> "Cut | None":
+        """Where a matrix lies in the whole model's, if layers are divided."""
+        part = self.masters.part
+        return None if part is None else part.cuts[name]
+
+    def _whole(self, stack: Tensor, name: str) -> Tensor:
+        """A stack of whole matrices from that of this process's parts, of a group with that one."""
+        part, like = self.masters.part, self.masters.parameters[name]
+        stack = whole_stack(stack, like)
+        return stack if part is None else part.whole_stack(stack, part.cuts[name])
+
+    def _part(self, stack: Tensor, name: str) -> Tensor:
+        """This process's part of the result of `_whole`."""
+        part, like = self.masters.part, self.masters.parameters[name]
+        stack = stack if part is None else part.part_of_stack(stack, part.cuts[name])
+        return part_of_stack(stack, like)
 
     def _operators_for(self, group: Mapping[str, nn.Parameter]) -> Training | None:
         """The native operators, if they can update this group."""
@@ -156,9 +185,9 @@ class Muon:
         """The state that the next step depends on, by parameter name; no copies."""
         return {
             f"{name}.momentum": placed_like(momentum, weight)
-            for shape, group in self.groups.items()
+            for shapes, group in self.groups.items()
             for (name, weight), momentum in zip(
-                group.items(), self.momenta[shape].unbind(), strict=True
+                group.items(), self.momenta[shapes].unbind(), strict=True
             )
         }
 

@@ -1,13 +1,17 @@
 """The norm of a gradient."""
 
 from collections import defaultdict
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
 from workhorse.native import Training
-from workhorse.optim.master_weights import chunks
+from workhorse.optim.master_weights import MasterWeights, chunks
 from workhorse.optim.shards import is_sharded, local, summed_over_shards, whole_rows
+
+if TYPE_CHECKING:
+    from workhorse.parallel.part import ModelPart
 
 PIECE = 1024
 """Numbers that are added up at once."""
@@ -31,6 +35,20 @@ def total_norm(gradients: list[Tensor], operators: Training | None = None) -> Te
         for some in by_place.values()
     ]
     return torch.stack(squares).sum().sqrt()
+
+
+def norm_over_parts(masters: MasterWeights, part: "ModelPart") -> Tensor:
+    """The norm of the gradient of a model of whose layers each process has a part."""
+    by_copies: dict[int, list[Tensor]] = defaultdict(list)
+    for name, cut in part.cuts.items():
+        gradient = masters.gradient(name) if name in masters.parameters else None
+        if gradient is not None:
+            by_copies[part.copies(cut)].append(gradient)
+    squares = [
+        total_norm(gradients, masters.operators).square() / copies
+        for copies, gradients in by_copies.items()
+    ]
+    return part.team.add(torch.stack(squares).sum()).sqrt()
 
 
 def norm_by_rows(gradients: list[Tensor]) -> Tensor:

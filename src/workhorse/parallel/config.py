@@ -43,6 +43,10 @@ class ParallelismConfig(Config):
     """Processes that divide each sequence: every one has consecutive tokens of it, and takes the
     keys and values before them from the others (2407.21783 §3.3.2). They divide weights too, as
     those of `shard` do, once `shard` is more than 1."""
+    tensor: Annotated[Ways, OnResume.ROUNDED] = 1
+    """Processes that divide every layer: each has some heads, hidden features and tokens of the
+    vocabulary (1909.08053), and between layers some tokens of each sequence (2205.05198 §4.2.2).
+    They send each other most, so they are neighbours."""
     expert: Annotated[Ways, OnResume.ROUNDED] = 1
     """Of the processes of `data` and `shard`, so many divide the routed experts of every mixture
     and send each other tokens (2006.16668 §3). Experts stay in so many parts with `shard` too."""
@@ -57,7 +61,7 @@ class ParallelismConfig(Config):
     @property
     def in_step(self) -> bool:
         """Whether a process has parts of weights, and so makes no pass without the others."""
-        return self.shard > 1 or self.expert > 1
+        return self.shard > 1 or self.expert > 1 or self.tensor > 1
 
     @property
     def is_exact(self) -> bool:
@@ -72,8 +76,13 @@ class ParallelismConfig(Config):
 
     @property
     def replicas(self) -> int:
-        """Processes, or teams of `context` of them, among which the rows of a batch are divided."""
+        """Processes, or teams of them, among which the rows of a batch are divided."""
         return self.data * self.shard
+
+    @property
+    def team(self) -> int:
+        """Processes that have the same rows."""
+        return self.context * self.tensor
 
     @property
     def weight_parts(self) -> int:
@@ -83,7 +92,7 @@ class ParallelismConfig(Config):
     @property
     def processes(self) -> int:
         """How many there are."""
-        return self.replicas * self.context
+        return self.replicas * self.team
 
     def on(self, processes: int) -> Self:
         """The same division with as much `data` as makes so many processes.
@@ -91,7 +100,11 @@ class ParallelismConfig(Config):
         Raises:
             ConfigError: there is none.
         """
-        others = {name: ways for name in ("shard", "context") if (ways := getattr(self, name)) > 1}
+        others = {
+            name: ways
+            for name in ("shard", "context", "tensor")
+            if (ways := getattr(self, name)) > 1
+        }
         if processes % (product := math.prod(others.values())):
             named = " times ".join(f"{name}={ways}" for name, ways in others.items())
             verb = "do" if len(others) > 1 else "does"
@@ -100,7 +113,8 @@ class ParallelismConfig(Config):
 
     @model_validator(mode="after")
     def _a_part_for_each(self) -> Self:
-        for name, what in (("context", "sequences"), ("expert", "experts")):
+        whole = (("context", "sequences"), ("expert", "experts"), ("tensor", "layers"))
+        for name, what in whole:
             if self.is_exact and (ways := getattr(self, name)) > 1:
                 raise ConfigError(
                     f"{name}={ways} divides {what}, of which reduction=exact adds up whole ones; "
@@ -126,6 +140,11 @@ class ParallelismConfig(Config):
     def _product(self) -> str:
         return f"data={self.data}" + (f" times shard={self.shard}" if self.shard > 1 else "")
 
+    @property
+    def _of_sequences(self) -> str:
+        ways = {"context": self.context, "tensor": self.tensor}
+        return " times ".join(f"{name}={number}" for name, number in ways.items() if number > 1)
+
     def check_batch(self, rows: int, seq_len: int) -> None:
         """Refuse a batch that cannot be divided.
 
@@ -137,9 +156,9 @@ class ParallelismConfig(Config):
             ConfigError: it has fewer rows than parts; or parts of several sizes, where processes
                 that divide weights compute in step; or the sequences cannot be divided.
         """
-        if seq_len % self.context:
+        if seq_len % self.team:
             raise ConfigError(
-                f"context={self.context} does not divide train.seq_len={seq_len}; choose a divisor"
+                f"{self._of_sequences} does not divide train.seq_len={seq_len}; choose a divisor"
             )
         name = f"reduction.logical_shards={self.parts}" if self.is_exact else self._product
         if self.parts > rows:

@@ -1,7 +1,10 @@
 """Whether a model can be divided as a recipe asks."""
 
+from collections.abc import Iterator
+
 from workhorse.config import ConfigError
 from workhorse.nn import DecoderConfig
+from workhorse.nn.attention.grouped import AttentionConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.parallel.config import ParallelismConfig
@@ -12,7 +15,7 @@ def check_divisible(config: DecoderConfig, kernel: KernelName, parallel: Paralle
 
     Raises:
         ConfigError: sequences whose attention looks ahead or whose kernel is compiled for one
-            length; experts that there are not, or that the processes do not divide.
+            length; experts that there are not; or a number that is not divisible.
     """
     blocks = config.blocks.values()
     if parallel.context > 1:
@@ -28,19 +31,42 @@ def check_divisible(config: DecoderConfig, kernel: KernelName, parallel: Paralle
                 "queries; leave one of the two out",
                 "parallel",
             )
-    if parallel.expert > 1:
-        expert = f"expert={parallel.expert}"
-        mixtures = [
-            block.feed_forward for block in blocks if isinstance(block.feed_forward, MoEConfig)
-        ]
-        if not mixtures:
+    mixes = any(isinstance(block.feed_forward, MoEConfig) for block in blocks)
+    if parallel.expert > 1 and not mixes:
+        raise ConfigError(
+            f"expert={parallel.expert} divides routed experts, and this model has none; leave it "
+            "out",
+            "parallel",
+        )
+    check_layers(config, parallel.tensor, parallel.expert)
+
+
+def check_layers(config: DecoderConfig, tensor: int, expert: int = 1) -> None:
+    """Refuse to divide layers of which some part cannot be.
+
+    Raises:
+        ConfigError: a number is not divisible.
+    """
+    for name, ways, what, whole in _divided(config, tensor, expert):
+        if whole % ways:
             raise ConfigError(
-                f"{expert} divides routed experts, and this model has none; leave it out",
-                "parallel",
+                f"{name}={ways} does not divide {what}={whole}; choose a divisor", "parallel"
             )
-        for mixture in mixtures:
-            if mixture.n_experts % parallel.expert:
-                raise ConfigError(
-                    f"{expert} does not divide n_experts={mixture.n_experts}; choose a divisor",
-                    "parallel",
-                )
+
+
+def _divided(
+    config: DecoderConfig, tensor: int, expert: int
+) -> Iterator[tuple[str, int, str, int]]:
+    """Into how many parts what is divided, each with its name."""
+    for block in config.blocks.values():
+        attention, feed_forward = block.attention, block.feed_forward
+        yield "tensor", tensor, "n_heads", attention.n_heads
+        if isinstance(attention, AttentionConfig):
+            kv_heads = attention.n_kv_heads or attention.n_heads
+            if tensor % kv_heads:  # else each head is copied to as many processes
+                yield "tensor", tensor, "n_kv_heads", kv_heads
+        yield "tensor", tensor, "d_ff", feed_forward.d_ff
+        if isinstance(feed_forward, MoEConfig):
+            yield "expert", expert, "n_experts", feed_forward.n_experts
+            if feed_forward.shared is not None:
+                yield "tensor", tensor, "shared.d_ff", feed_forward.shared.d_ff

@@ -17,7 +17,7 @@ from workhorse.nn.experts.grouped_linear import GroupedLinear, Groups
 from workhorse.nn.experts.mixture import Experts
 from workhorse.optim.shards import is_sharded, local
 from workhorse.parallel.exchange import exchange_rows
-from workhorse.parallel.world import PATIENCE, World
+from workhorse.parallel.world import World
 from workhorse.transforms.replace import become, combined, replace_modules
 
 
@@ -28,9 +28,6 @@ class ExpertTeam:
         world: of the run; all its processes must make their team together.
         ways: how many processes are in a team; it divides the number of `World.teams`.
         device: of the weights.
-
-    Attributes:
-        replicas: the processes that have the same experts as this one, each in its own team.
     """
 
     def __init__(self, world: World, ways: int, device: torch.device) -> None:
@@ -39,12 +36,6 @@ class ExpertTeam:
         self.ways = ways
         self.mesh: DeviceMesh = DeviceMesh(device.type, ranks, mesh_dim_names=names)["expert"]
         self.group = self.mesh.get_group()
-        for part in range(ways):  # every process makes all groups
-            alike = ranks[:, part].flatten().tolist()
-            group = dist.new_group(alike, timeout=PATIENCE)
-            if world.rank in alike:
-                assert isinstance(group, dist.ProcessGroup)
-                self.replicas = World(alike.index(world.rank), len(alike), group=group)
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether a parameter is of experts, of which this process has a part."""

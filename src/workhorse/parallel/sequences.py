@@ -8,38 +8,19 @@ its queries may see (2407.21783 §3.3.2). Short convolutions get their inputs li
 from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.device_mesh import init_device_mesh
 
 from workhorse.nn import Decoder
 from workhorse.nn.attention.masks import Placement
 from workhorse.nn.cache.view import CacheEntry, CacheView
 from workhorse.nn.context import lengths_of_documents, number_runs
 from workhorse.nn.shapes import Keys, Lengths, NewKeys, NewValues, Positions, Slots, Tokens, Values
-from workhorse.parallel.exchange import exchange_rows
-from workhorse.parallel.world import World
+from workhorse.parallel.members import AbsentMembers, Members
 
 
-def make_team(world: World, device: torch.device) -> "Team":
-    """The processes that have a part each of this one's sequences; all of the run must call it."""
-    names = ("team", "member")
-    teams = init_device_mesh(device.type, (world.teams, world.team), mesh_dim_names=names)
-    return Team(world.member, world.team, teams.get_group("member"))
-
-
-class Team:
-    """The processes that each have a part of the same sequences.
-
-    Args:
-        member: the number of this process, from 0: its tokens follow those of the one before.
-        size: how many processes there are.
-        group: of them.
-    """
-
-    def __init__(self, member: int, size: int, group: dist.ProcessGroup | None = None) -> None:
-        self.member, self.size, self.group = member, size, group
+class Team(Members):
+    """The processes that each have a part of the same sequences, one's tokens after another's."""
 
     def own(self, columns: int) -> slice:
         """Which of a sequence's tokens are this process's."""
@@ -58,38 +39,9 @@ class Team:
         """
         return DividedSequences(self, decoder, tokens, documents)
 
-    def gather(self, own: Tensor) -> list[Tensor]:
-        """The tensors of all members, in the order of the sequence."""
-        gathered = [torch.empty_like(own) for _ in range(self.size)]
-        dist.all_gather(gathered, own.contiguous(), group=self.group)
-        return gathered
 
-    def exchange(self, parts: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        """What the members send this one; see `exchange_rows`."""
-        return exchange_rows(parts, sends, receives, self.group)
-
-    def add(self, tensor: Tensor) -> Tensor:
-        """The sum over the members, which takes no gradient."""
-        total = tensor.detach().clone()
-        dist.all_reduce(total, group=self.group)
-        return total
-
-
-class AbsentTeam(Team):
+class AbsentTeam(AbsentMembers, Team):
     """The last member of a team that is not there, for passes on tensors without data."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__(size - 1, size)
-
-    def gather(self, own: Tensor) -> list[Tensor]:
-        return [torch.empty_like(own) for _ in range(self.size)]
-
-    def exchange(self, parts: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        del sends
-        return parts.new_empty(sum(receives), *parts.shape[1:])
-
-    def add(self, tensor: Tensor) -> Tensor:
-        return torch.empty_like(tensor)
 
 
 class DividedSequences(CacheView):

@@ -5,7 +5,7 @@ Each process keeps its rows of every tensor (2304.11277; ZeRO stage 3, 1910.0205
 their gradients after the block's backward pass.
 """
 
-from collections.abc import Generator, Iterable, Mapping
+from collections.abc import Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -20,7 +20,6 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from workhorse.optim.shards import is_sharded, local
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.tree import Node, TreeSum
-from workhorse.tensors.slices import Slice
 
 
 def shard(
@@ -40,11 +39,9 @@ def shard(
     Returns:
         What adds up the gradients if that is to be exact; otherwise FSDP does, in float32.
     """
-    mesh = init_device_mesh(
-        device.type,
-        (config.data, config.shard * config.context),
-        mesh_dim_names=("data", "shard"),
-    )
+    shape = config.data, config.shard * config.context, config.tensor
+    every = init_device_mesh(device.type, shape, mesh_dim_names=("data", "shard", "tensor"))
+    mesh = every["data", "shard"]
     ignored = {parameter for parameter in root.parameters() if _stays(parameter)}
     divide = partial(
         fully_shard,
@@ -70,27 +67,6 @@ def gathered(root: nn.Module) -> Generator[None]:
         yield
     finally:
         root.reshard()
-
-
-def own_rows(tensors: Mapping[str, Tensor], rank: int) -> dict[str, Slice]:
-    """The rows of each tensor that a process has to write, so that all together write all.
-
-    What several processes have, the first of them writes; the others' slices are empty.
-    """
-    return {name: _own_rows(tensor.detach(), rank) for name, tensor in tensors.items()}
-
-
-def _own_rows(tensor: Tensor, rank: int) -> Slice:
-    shape = tuple(tensor.shape)
-    if not is_sharded(tensor):
-        return Slice(tensor if rank == 0 else tensor.reshape(-1)[:0], 0, shape)
-    ranks = tensor.device_mesh.mesh
-    copies = ranks.view(-1, ranks.shape[-1])  # each has all rows
-    number = int((copies == rank).nonzero()[0, 1])
-    writes = rank in copies[0] and 0 in copies[0]
-    rows = tensor.to_local()
-    first = min(number * -(-shape[0] // len(copies[0])), shape[0])
-    return Slice(rows if writes else rows[:0], first, shape)
 
 
 class ExactSums:

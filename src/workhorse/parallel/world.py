@@ -4,7 +4,7 @@
 are. A process that was started by itself is a world of one, in which nothing is sent.
 """
 
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
 
@@ -61,6 +61,23 @@ class World:
         group = dist.new_group(timeout=PATIENCE, backend="gloo")
         assert isinstance(group, dist.ProcessGroup)  # this process belongs to it
         return World(self.rank, self.size, in_step=self.in_step, team=self.team, group=group)
+
+    def alike(self, key: Callable[[int], Hashable]) -> "World":
+        """The processes whose number has the same key as this one's; all must call it."""
+        groups: dict[Hashable, list[int]] = {}
+        for rank in range(self.size):
+            groups.setdefault(key(rank), []).append(rank)
+        own = groups[key(self.rank)]
+        if len(own) == self.size:
+            return self
+        own_group: dist.ProcessGroup | None = None
+        for ranks in groups.values():
+            if len(ranks) > 1:  # every process makes all groups
+                group = dist.new_group(ranks, timeout=PATIENCE)
+                if ranks is own:
+                    assert isinstance(group, dist.ProcessGroup)
+                    own_group = group
+        return World(own.index(self.rank), len(own), group=own_group)
 
     @property
     def is_first(self) -> bool:

@@ -9,7 +9,7 @@ import torch
 
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.plan.mesh import MeshConfig, check_mesh, part_of_model
+from workhorse.plan.mesh import MeshConfig, check_mesh, stage_of_model
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.account import Moment, moments_of_part, ways_of, whole_at_once
 from workhorse.train.step.step_memory import (
@@ -76,8 +76,8 @@ def device_memory(
 
     - `data`, `shard`: the rows of the batch are divided. `shard` divides what is held too, and two
       layers' weights and one's gradient are whole for a moment (prefetching, 2304.11277 §3).
-    - `tensor`: a device has `1 / tensor` of heads, hidden features and vocabulary. With `sequence`
-      its activations are `1 / tensor` of the whole's (2205.05198 eq. 4).
+    - `tensor`: a device has `1 / tensor` of heads, hidden features and vocabulary, and between
+      layers of each sequence (2205.05198 §4.2.2).
     - `pipeline`: stage s of p keeps p - s micro-batches (2205.05198 §4.2.3); the first has the
       embedding, the last the head and the loss.
     - `expert`: routed experts are divided, by no more with `shard`; tokens are assumed to spread
@@ -136,9 +136,8 @@ def _of_stage(
     packed: bool,
     updates: bool,
 ) -> DeviceMemory:
-    part = part_of_model(config, mesh, stage)
-    ways = mesh.context
-    step = _recorded(part, train, device, context=ways, packed=packed, updates=updates)
+    part = stage_of_model(config, mesh, stage)
+    step = _recorded(part, train, device, mesh, packed=packed, updates=updates)
     shards = mesh.shard * mesh.context if mesh.shard > 1 else 1
     missing = set(_missing(config, mesh, stage))
     held: dict[Kind, dict[Place, int]] = {
@@ -153,10 +152,6 @@ def _of_stage(
     shares["gradients"] = shares["sums"] = shares["weights"]
     shares["loss"] = float("head" not in missing)
     activations = {part: size for part, size in step.activations.items() if part not in missing}
-    if mesh.tensor > 1 and mesh.sequence:
-        undivided = part_of_model(config, mesh.replace(tensor=1), stage)
-        whole = _recorded(undivided, train, device, context=ways, packed=packed, updates=False)
-        activations = {name: -(-whole.activations[name] // mesh.tensor) for name in activations}
     shares["activations"] = _share(activations, step.activations)
     in_flight = min(mesh.pipeline - stage, _micro_batches(train))
     gathered = whole_at_once(step, mesh.expert) if shards > 1 else 0
@@ -175,17 +170,17 @@ def _recorded(
     config: DecoderConfig,
     train: TrainConfig,
     device: torch.device,
+    mesh: MeshConfig,
     *,
-    context: int,
     packed: bool,
     updates: bool,
 ) -> StepMemory:
     """The record of a step, made once: meshes with the same part of the model share it."""
     train = _as_recorded(train)
-    key = json.dumps([config.to_dict(), train.to_dict(), str(device), context, packed])
+    parallel = ParallelismConfig(context=mesh.context, tensor=mesh.tensor)
+    key = json.dumps([config.to_dict(), train.to_dict(), str(device), parallel.to_dict(), packed])
     found = _RECORDS.get(key)
     if found is None or (updates and found.spans[-1].phase != "update"):
-        parallel = ParallelismConfig(context=context)
         found = _RECORDS[key] = step_memory(
             config, train, device, packed=packed, updates=updates, parallel=parallel
         )

@@ -87,7 +87,8 @@ def find_subject(
 
 def _mesh(settings: list[str], recipe: Recipe) -> MeshConfig:
     """The recipe's processes, divided as the settings say."""
-    own = {name: getattr(recipe.parallel, name) for name in ("data", "shard", "context", "expert")}
+    divided = ("data", "shard", "tensor", "context", "expert")
+    own = {name: getattr(recipe.parallel, name) for name in divided}
     fields = apply_overrides({"parallel": own}, settings)["parallel"]
     try:
         return MeshConfig.from_dict(fields)

@@ -21,6 +21,22 @@ class Destination(Protocol):
     def copy_(self, source: Tensor, /) -> object: ...
 
 
+class Elsewhere:
+    """Takes nothing: another process has the tensor.
+
+    Args:
+        shape: of the tensor.
+    """
+
+    nbytes = 0
+
+    def __init__(self, shape: torch.Size) -> None:
+        self.shape = shape
+
+    def copy_(self, source: Tensor, /) -> None:
+        del source
+
+
 @torch.no_grad()
 def copy_tensors(into: Mapping[str, Destination], source: Mapping[str, Tensor], what: str) -> None:
     """Copy tensor by tensor, by name.

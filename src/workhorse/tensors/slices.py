@@ -1,10 +1,12 @@
-"""Rows of tensors of which other processes hold the rest, written into one safetensors file.
+"""Parts of tensors of which other processes hold the rest, written into one safetensors file.
 
-The rows of a tensor lie one after the other in a file. So each process writes its own to their
+The numbers of a tensor lie one after the other in a file. So each process writes its own to their
 places, and what comes out is the file that one process would have written.
 """
 
+import itertools
 import math
+import operator
 import os
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -17,11 +19,11 @@ from workhorse.tensors.safetensors_header import header_bytes
 
 
 class Slice(NamedTuple):
-    """Consecutive rows of a tensor, which may be all or none."""
+    """A part of a tensor, consecutive along each of its axes; it may be all or nothing."""
 
-    rows: Tensor
-    first: int
-    """The number of the first."""
+    values: Tensor
+    starts: tuple[int, ...]
+    """Where it begins along each axis."""
     shape: tuple[int, ...]
     """Of the whole tensor."""
 
@@ -30,9 +32,10 @@ Slices = Mapping[str, Slice]
 
 
 def whole(tensors: Mapping[str, Tensor]) -> dict[str, Slice]:
-    """All rows of each tensor."""
+    """All of each tensor."""
     return {
-        name: Slice(tensor.detach(), 0, tuple(tensor.shape)) for name, tensor in tensors.items()
+        name: Slice(tensor.detach(), (0,) * tensor.ndim, tuple(tensor.shape))
+        for name, tensor in tensors.items()
     }
 
 
@@ -46,33 +49,46 @@ def lay_out(path: Path, slices: Slices) -> None:
 
 
 def fill(path: Path, slices: Slices) -> None:
-    """Write the rows to their places in a file that was laid out for them."""
+    """Write the parts to their places in a file that was laid out for them."""
     with path.open("r+b", buffering=0) as file:
-        for at, rows in _placed(slices):
-            data = rows.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
-            done = 0
-            while done < len(data):
-                done += os.pwrite(file.fileno(), data[done:], at + done)
+        at = len(_header(slices))
+        for _, one in _ordered(slices):
+            for first, run in _runs(one):
+                _write(file.fileno(), run, at + first * one.values.itemsize)
+            at += _bytes(one)
 
 
-def _placed(slices: Slices) -> Iterator[tuple[int, Tensor]]:
-    """Where in the file each tensor's rows begin, and the rows."""
-    at = len(_header(slices))
-    for _, one in _ordered(slices):
-        row = _bytes(one) // one.shape[0] if one.shape and one.shape[0] else 0
-        yield at + one.first * row, one.rows
-        at += _bytes(one)
+def _runs(one: Slice) -> Iterator[tuple[int, Tensor]]:
+    """The pieces of a part that lie without gaps in the whole, and where in it each begins."""
+    if not one.values.numel():
+        return
+    values = one.values.cpu().contiguous()
+    partial = [axis for axis, size in enumerate(values.shape) if size != one.shape[axis]]
+    outer = values.shape[: partial[-1]] if partial else ()
+    steps = [math.prod(one.shape[axis + 1 :]) for axis in range(values.ndim)]
+    begin = sum(start * step for start, step in zip(one.starts, steps, strict=True))
+    for place, run in zip(
+        itertools.product(*map(range, outer)), values.reshape(math.prod(outer), -1), strict=True
+    ):
+        yield begin + sum(map(operator.mul, place, steps)), run
+
+
+def _write(file: int, values: Tensor, at: int) -> None:
+    data = values.view(torch.uint8).numpy().data
+    done = 0
+    while done < len(data):
+        done += os.pwrite(file, data[done:], at + done)
 
 
 def _ordered(slices: Slices) -> list[tuple[str, Slice]]:
     """The widest numbers first, so that all are aligned; then by name."""
-    return sorted(slices.items(), key=lambda item: (-item[1].rows.dtype.itemsize, item[0]))
+    return sorted(slices.items(), key=lambda item: (-item[1].values.itemsize, item[0]))
 
 
 def _header(slices: Slices) -> bytes:
-    return header_bytes((name, one.rows.dtype, one.shape) for name, one in _ordered(slices))
+    return header_bytes((name, one.values.dtype, one.shape) for name, one in _ordered(slices))
 
 
 def _bytes(one: Slice) -> int:
     """Of the whole tensor."""
-    return math.prod(one.shape) * one.rows.dtype.itemsize
+    return math.prod(one.shape) * one.values.itemsize

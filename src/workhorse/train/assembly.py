@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -19,9 +19,12 @@ from workhorse.checkpoints import (
 from workhorse.data import Batches, Dataset, beginning, prepare, prepare_tokenizer
 from workhorse.devices import name_of, training_dtype, use_threads
 from workhorse.models.flops import flops_per_token
-from workhorse.models.parameters import active_parameters
+from workhorse.models.parameters import active_parameters, count_parameters
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.parallel import environment
+from workhorse.parallel.layers import undivided
+from workhorse.parallel.part import part_of_model
+from workhorse.parallel.teams import make_teams
 from workhorse.parallel.world import World
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.init_from import check_tokens, start_optimizer, start_weights
@@ -39,9 +42,6 @@ from workhorse.train.step.build import build_step, measured_peak, training_opera
 from workhorse.train.step.micro_batch import fit_micro_batch
 from workhorse.train.step.step import TrainingStep
 from workhorse.train.validation import Validator
-
-if TYPE_CHECKING:
-    from workhorse.parallel.sequences import Team
 
 Listener = Callable[[Event], None]
 GiveWeights = Callable[[Decoder, Places], Checkpoint | None]
@@ -99,7 +99,7 @@ def assemble(
         decoder_config,
         device,
         world,
-        partial(_give_weights, recipe, checkpoint, tell),
+        partial(_give_weights, recipe, decoder_config, checkpoint, tell=tell),
     )
     constants["micro_batch_size"] = step.micro_batch_size
     together = partial(_together, step, world)
@@ -109,12 +109,12 @@ def assemble(
         weights=lambda: step.optimizer.masters.weights(decoder),
         batches=batches,
         validate=together(_validator(recipe, step, dataset, world)),
-        sample=together(_sampler(recipe, decoder, tokenizer, world)),
+        sample=together(_sampler(recipe, decoder, tokenizer, step, world)),
         store=store,
         metrics=MetricsFile(run.metrics_file, at.step),
         on_event=listener,
         constants=constants,
-        flops_per_token=flops_per_token(decoder, config.seq_len),
+        flops_per_token=flops_per_token(decoder_config.build(device="meta"), config.seq_len),
         peak=Peak(partial(measured_peak, config, device)),
         check_place=run.check_place,
         world=world,
@@ -133,7 +133,7 @@ def assemble(
     operators = training_operators(device, training_dtype(config.dtype, device))
     if reason := operators.why_not.get("training"):
         tell(f"no native operators, so slower: {reason}")
-    _tell_start(loop, recipe, decoder, dataset.train.n_tokens, settings)
+    _tell_start(loop, recipe, decoder_config, dataset.train.n_tokens, settings)
     return loop
 
 
@@ -145,24 +145,19 @@ def _built(
     give_weights: GiveWeights,
 ) -> tuple[Decoder, TrainingStep]:
     """The decoder, with the weights it begins with, and the step that trains it."""
-    train, divided = recipe.train, world.in_step
-    decoder = empty_decoder(config, train.kernel, "meta" if divided else device, torch.float32)
+    train, parallel, divided = recipe.train, recipe.parallel, world.in_step
+    teams = make_teams(world, parallel, config.vocab_size)
+    part = part_of_model(config, parallel.tensor, world.rank % parallel.tensor)
+    decoder = empty_decoder(part, train.kernel, "meta" if divided else device, torch.float32)
     other = None if divided else give_weights(decoder, weights_of)
-    team = _team(world, device)
-    step = build_step(decoder, train, device, parallel=recipe.parallel, world=world, team=team)
+    step = build_step(
+        decoder, train, device, parallel=parallel, world=world, teams=teams, whole=config
+    )
     if divided:  # only its parts of the weights were allocated
         other = give_weights(decoder, step.optimizer.masters.places)
     if other is not None:
         start_optimizer(str(recipe.init), other, step.optimizer, train.optimizer.kind)
     return decoder, step
-
-
-def _team(world: World, device: torch.device) -> "Team | None":
-    if world.team == 1:
-        return None
-    from workhorse.parallel.sequences import make_team  # takes a second
-
-    return make_team(world, device)
 
 
 def _batches(recipe: Recipe, dataset: Dataset, at: Resumption) -> Batches:
@@ -192,7 +187,7 @@ def _constants(
 
 
 def _tell_start(
-    loop: Loop, recipe: Recipe, decoder: Decoder, train_tokens: int, settings: Sequence[str]
+    loop: Loop, recipe: Recipe, config: DecoderConfig, train_tokens: int, settings: Sequence[str]
 ) -> None:
     loop.tell(
         "start",
@@ -201,8 +196,8 @@ def _tell_start(
         settings=list(settings),
         device=name_of(loop.step.device),
         threads=torch.get_num_threads(),
-        parameters=sum(parameter.numel() for parameter in decoder.parameters()),
-        active_parameters=active_parameters(decoder.config),
+        parameters=count_parameters(config)["total"],
+        active_parameters=active_parameters(config),
         steps=loop.config.steps,
         tokens_per_step=loop.config.tokens_per_step,
         micro_batch_size=loop.step.micro_batch_size,
@@ -219,19 +214,22 @@ def _tell(on_event: Listener, line: str) -> None:
 
 def _give_weights(
     recipe: Recipe,
+    config: DecoderConfig,
     checkpoint: Checkpoint | None,
-    tell: Callable[[str], None],
     decoder: Decoder,
     places: Places,
+    *,
+    tell: Callable[[str], None],
 ) -> Checkpoint | None:
     """Give a decoder the weights of a checkpoint, of the recipe's `init`, or fresh ones.
 
     Args:
         recipe: of the run.
+        config: of the whole model.
         checkpoint: to go on from.
-        tell: called with remarks.
         decoder: allocated.
         places: where its weights are copied to.
+        tell: called with remarks.
 
     Returns:
         The checkpoint whose optimizer state is to be loaded, beside the weights of `init`.
@@ -245,7 +243,7 @@ def _give_weights(
             recipe.init, decoder, tell, places=places, with_optimizer=with_optimizer
         )
     into = places(decoder)
-    for name, values in decoder.config.draw(decoder.embedding.tokens.weight.device):
+    for name, values in config.draw(decoder.embedding.tokens.weight.device):
         into[name].copy_(values)
     return None
 
@@ -296,19 +294,21 @@ def _validator(
 
 
 def _sampler(
-    recipe: Recipe, decoder: Decoder, tokenizer: Tokenizer, world: World
-) -> Sampler | None:
+    recipe: Recipe, decoder: Decoder, tokenizer: Tokenizer, step: TrainingStep, world: World
+) -> Callable[[], list[dict[str, str]]] | None:
     """What generates sample texts: the first process, or all where each has a part of the model."""
     samples = recipe.train.samples
     if samples is None or not (world.is_first or world.in_step):
         return None
-    return Sampler(decoder, tokenizer, samples, beginning(tokenizer, recipe.data))
+    sampler = Sampler(decoder, tokenizer, samples, beginning(tokenizer, recipe.data))
+    part = step.optimizer.masters.part
+    return sampler if part is None else undivided(part.team)(sampler)
 
 
 def _together(
     step: TrainingStep, world: World, call: Callable[Given, Result] | None
 ) -> Callable[Given, Result] | None:
-    """A call of parts of the model, which are gathered for it where each process has some."""
+    """A call of parts of the model, which are gathered for it where FSDP divides weights."""
     if call is None or not world.in_step:
         return call
 

@@ -6,8 +6,9 @@ be replaced without changing the loop.
 
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from signal import Signals
 from typing import Any, Protocol
@@ -19,7 +20,9 @@ from workhorse.checkpoints import MODEL, OPTIMIZER, Checkpoint
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
 from workhorse.memory import peak_memory
+from workhorse.parallel.slices import own_slices
 from workhorse.parallel.world import ALONE, World
+from workhorse.tensors.slices import Slices, whole
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.report.metrics import Event, MetricsFile
 from workhorse.train.resume.random_state import random_state, set_random_state
@@ -107,7 +110,12 @@ class Loop:
     """Whether weights, optimizer and counters belong to the same step: false during an update."""
 
     def __post_init__(self) -> None:
-        self._saver = Saver(self.store, self._saved, self.world if self.world.in_step else ALONE)
+        own: Callable[[Mapping[str, Tensor]], Slices] = whole
+        world = ALONE
+        if self.world.in_step:
+            world = self.world
+            own = partial(own_slices, rank=world.rank, part=self.step.optimizer.masters.part)
+        self._saver = Saver(self.store, self._saved, world, own)
 
     def restore(self, checkpoint: Checkpoint, rows: int) -> None:
         """Take over everything but the weights: the next step is what it would have been.

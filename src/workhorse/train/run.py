@@ -11,6 +11,8 @@ from typing import Any
 from workhorse.checkpoints import RunDirectory
 from workhorse.data.corpus.sources import check_outside
 from workhorse.errors import WorkhorseError
+from workhorse.models.parameters import count_parameters
+from workhorse.nn import DecoderConfig
 from workhorse.parallel.watchdog import watched
 from workhorse.parallel.world import World, open_world
 from workhorse.train.assembly import assemble
@@ -112,7 +114,7 @@ def _train(
         _check_processes(recipe, world)
         check_outside(recipe.data, run.path)
     parallel = recipe.parallel
-    world = World(world.rank, world.size, in_step=parallel.in_step, team=parallel.context)
+    world = World(world.rank, world.size, in_step=parallel.in_step, team=parallel.team)
     lock = run.lock() if world.is_first else contextlib.nullcontext()
     with lock, keep_freed_memory(device):
         into = store or run.store(recipe.train.keep)
@@ -222,7 +224,7 @@ def _result(loop: Loop, run: RunDirectory, signals: StopSignals) -> TrainResult:
         run_directory=run.path,
         step=loop.counters.step,
         steps=loop.config.steps,
-        parameters=sum(weight.numel() for weight in loop.step.objective.parameters()),
+        parameters=count_parameters(DecoderConfig.from_dict(loop.constants["config"]))["total"],
         loss=events.get("step", {}).get("loss"),
         validation_loss=validation.get("loss"),
         bits_per_byte=validation.get("bits_per_byte"),

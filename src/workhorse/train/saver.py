@@ -46,13 +46,21 @@ class Saver:
         store: of the run.
         saved: called with the step and the folder of each, by the caller's thread.
         world: the processes that save, which must do so together.
+        own: what this process has to write of the tensors.
 
     Attributes:
         failed: whether a checkpoint could not be written.
     """
 
-    def __init__(self, store: Store, saved: Callable[[int, Path], None], world: World) -> None:
+    def __init__(
+        self,
+        store: Store,
+        saved: Callable[[int, Path], None],
+        world: World,
+        own: Callable[[Mapping[str, Tensor]], Slices] = whole,
+    ) -> None:
         self.store = store
+        self.own = own
         self.saved = saved
         self.world = world.apart()
         self.failed = False
@@ -74,7 +82,7 @@ class Saver:
                 be.
         """
         self.wait()
-        own = {file: self._own(named) for file, named in tensors.items()}
+        own = {file: self.own(named) for file, named in tensors.items()}
         room = self._has_room_for_copies(own)
         kept = {file: _copies(slices) for file, slices in own.items()} if room else own
         self._writing = step, self._thread.submit(self._write, step, kept, state)
@@ -109,16 +117,8 @@ class Saver:
         if path is not None:
             self.saved(step, path)
 
-    def _own(self, tensors: Mapping[str, Tensor]) -> Slices:
-        """What this process has to write."""
-        if not self.world.in_step:
-            return whole(tensors)
-        from workhorse.parallel.sharding import own_rows
-
-        return own_rows(tensors, self.world.rank)
-
     def _has_room_for_copies(self, tensors: Tensors) -> bool:
-        size = sum(one.rows.nbytes for slices in tensors.values() for one in slices.values())
+        size = sum(one.values.nbytes for slices in tensors.values() for one in slices.values())
         sharers = environment.count_here() if self.world.in_step else 1
         free = free_memory()
         return free is not None and COPIES * size * sharers <= free
@@ -161,4 +161,6 @@ class Saver:
 
 
 def _copies(slices: Slices) -> Slices:
-    return {name: one._replace(rows=one.rows.to("cpu", copy=True)) for name, one in slices.items()}
+    return {
+        name: one._replace(values=one.values.to("cpu", copy=True)) for name, one in slices.items()
+    }

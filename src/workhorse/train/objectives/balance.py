@@ -77,6 +77,7 @@ class Balancer:
         rate: how far an update moves the bias of each expert, up if fewer choices of the whole
             batch fell on it than on average, down if more.
         team: has the other parts of the sequences, where these are divided.
+        tells: False where another process counts the same routings.
 
     Attributes:
         loads: how many choices fell on each expert of a router since the last update.
@@ -90,8 +91,10 @@ class Balancer:
         weight: float = 0.0,
         rate: float = 0.0,
         team: "Team | None" = None,
+        tells: bool = True,
     ) -> None:
         self.team = team
+        self.tells = tells
         self.weight = weight
         self.rate = rate
         self.watching = False
@@ -131,6 +134,8 @@ class Balancer:
             self.loads[router] = self.loads.get(router, 0.0) + loads.sum(dim=0)
             if self.weight:
                 loads = loads if self.team is None else self.team.add(loads)
+                if not self.tells:
+                    continue
                 total = total + self.weight * imbalance(routing.scores, loads, counted).sum()
         self.routings.clear()
         return total

@@ -2,18 +2,20 @@
 
 from collections.abc import Callable
 from functools import partial
-from typing import TYPE_CHECKING
 
 import torch
 
 from workhorse.devices import training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.native import Operators, resolve
-from workhorse.nn import Decoder
+from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.head_loss import product
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import MasterWeights, round_weights
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.layers import divide_layers
+from workhorse.parallel.part import ModelPart
+from workhorse.parallel.teams import NO_TEAMS, Teams
 from workhorse.parallel.world import ALONE, World
 from workhorse.train.objectives.balance import Balanced, Balancer, has_mixtures
 from workhorse.train.objectives.divided import Divided
@@ -31,9 +33,6 @@ from workhorse.transforms.compiled.compiled_layers import compile_layers
 from workhorse.transforms.float8 import multiply_in_float8
 from workhorse.transforms.native_training import Gemm, replace_embeddings, train_natively
 
-if TYPE_CHECKING:
-    from workhorse.parallel.sequences import Team
-
 
 def build_step(
     decoder: Decoder,
@@ -42,7 +41,8 @@ def build_step(
     *,
     parallel: ParallelismConfig = UNDIVIDED,
     world: World = ALONE,
-    team: "Team | None" = None,
+    teams: Teams = NO_TEAMS,
+    whole: DecoderConfig | None = None,
 ) -> TrainingStep:
     """The step that trains a float32 decoder, whose weights it may round to bfloat16.
 
@@ -55,7 +55,9 @@ def build_step(
         device: where it is trained.
         parallel: how the gradients of the batch's parts are added up.
         world: the processes that have these parts: those of `parallel`, or one that has all.
-        team: has the other parts of the sequences, where these are divided.
+        teams: of this process, where sequences or layers are divided.
+        whole: the config of the model of whose layers the decoder has this process's part; None:
+            it has all.
 
     Raises:
         WorkhorseError: nothing is to be trained.
@@ -66,23 +68,30 @@ def build_step(
     dtype = training_dtype(config.dtype, device)
     operators = training_operators(device, dtype)
     low_bits = round_weights(decoder) if dtype == torch.bfloat16 else {}
-    objective = _objective(decoder, config, team)
+    objective = _objective(decoder, config, teams)
     objective.train()
     if device.type == "cpu" and dtype != torch.float16:
         if dtype == torch.bfloat16:
             replace_embeddings(decoder)
         train_natively(objective, operators, precision=config.matmul_precision)
+    part = None
+    if teams.layers is not None:
+        undivided = (whole or decoder.config).build(device="meta")
+        states = build_optimizer(undivided, config.optimizer).tensors()
+        part = ModelPart(undivided, states, decoder, teams.layers)
+        divide_layers(objective, undivided.config, teams.layers)
     if config.fp8:
         multiply_in_float8(decoder)
     if config.activation_checkpointing:
         checkpoint_activations(decoder)
-    reduction = _divide(objective, decoder, parallel, world, device)
+    reduction = _divide(objective, decoder, parallel, world, device=device, part=part)
     optimizer = build_optimizer(
         decoder,
         config.optimizer,
         low_bits,
         operators=operators.training,
         uniform=parallel.is_exact,
+        part=part,
     )
     if device.type == "cpu":
         give_back_freed_memory()
@@ -111,22 +120,27 @@ def _divide(
     decoder: Decoder,
     parallel: ParallelismConfig,
     world: World,
+    *,
     device: torch.device,
+    part: ModelPart | None,
 ) -> Callable[[MasterWeights, int], Reduction]:
     """Divide weights among the processes; returns what makes the sum of their gradients."""
     if not world.in_step:
         return partial(Reduction, world, parallel)
     from workhorse.parallel.experts import ExpertTeam  # takes a second
+    from workhorse.parallel.holders import holders
     from workhorse.parallel.sharding import shard
 
     experts = ExpertTeam(world, parallel.expert, device) if parallel.expert > 1 else None
     if experts is not None:
         experts.divide(objective)
-    reduction = partial(Reduction, world, parallel, experts=experts)
+    trained = {name: own for name, own in decoder.named_parameters() if own.requires_grad}
+    held_by = holders(trained, world, parallel, part, experts)
+    reduction = partial(Reduction, world, parallel, holders=held_by)
     if parallel.shard > 1:
         exact_sums = shard(objective, decoder.layers, parallel, device)
         reduction = partial(
-            ShardedReduction, world, parallel, exact_sums=exact_sums, experts=experts
+            ShardedReduction, world, parallel, exact_sums=exact_sums, holders=held_by
         )
     if next(decoder.parameters()).is_meta:
         objective.to_empty(device=device)
@@ -134,11 +148,17 @@ def _divide(
     return reduction
 
 
-def _objective(decoder: Decoder, config: TrainConfig, team: "Team | None") -> Objective:
+def _objective(decoder: Decoder, config: TrainConfig, teams: Teams) -> Objective:
+    team = teams.sequences
     objective: Objective = NextToken(decoder, config.z_loss, team)
     if has_mixtures(decoder):
-        weight, rate = config.balance_loss, config.balance_rate
-        balancer = Balancer(decoder, weight=weight, rate=rate, team=team)
+        balancer = Balancer(
+            decoder,
+            weight=config.balance_loss,
+            rate=config.balance_rate,
+            team=team,
+            tells=teams.tells,
+        )
         objective = Balanced(objective, balancer)
     return objective if team is None else Divided(objective, team)
 

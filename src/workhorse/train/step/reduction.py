@@ -1,6 +1,6 @@
 """The gradient of a batch whose rows are divided: among processes, or into parts of fixed shape."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,11 +15,12 @@ from workhorse.parallel.tree import Node, TreeSum
 from workhorse.parallel.world import World
 
 if TYPE_CHECKING:
-    from workhorse.parallel.experts import ExpertTeam
     from workhorse.parallel.sharding import ExactSums
 
 Passes = Callable[[int, int], dict[str, Tensor]]
 """Leaves the gradient of the rows from one number to another, and returns sums to be logged."""
+
+Holders = Mapping[World, Sequence[str]]
 
 
 class Reduction:
@@ -33,7 +34,8 @@ class Reduction:
         config: how to add.
         masters: hold the gradients.
         seed: of the run.
-        experts: the processes among which experts are divided, if they are.
+        holders: the processes that add up the gradients of the parameters of these names; None:
+            all processes those of all.
     """
 
     def __init__(
@@ -43,10 +45,10 @@ class Reduction:
         masters: MasterWeights,
         seed: int,
         *,
-        experts: "ExpertTeam | None" = None,
+        holders: Holders | None = None,
     ) -> None:
         self.world, self.masters, self.seed = world, masters, seed
-        self.experts = experts
+        self.holders = {world: list(masters.parameters)} if holders is None else holders
         self.exact = config.is_exact
         self.parts = config.parts
 
@@ -73,15 +75,12 @@ class Reduction:
         return dict(zip(figures, sums.unbind(), strict=True))
 
     def _add_fast(self, gradients: list[Tensor], sums: Tensor) -> None:
-        """Add up what all processes have, and of experts what those with the same ones have."""
-        if self.experts is None:
-            add_fast(self.world, [*gradients, sums])
-            return
-        owned = [self.experts.owns(weight) for weight in self.masters.parameters.values()]
-        of_all = [one for one, own in zip(gradients, owned, strict=True) if not own]
-        of_experts = [one for one, own in zip(gradients, owned, strict=True) if own]
-        add_fast(self.world, [*of_all, sums])
-        add_fast(self.experts.replicas, of_experts)
+        """Add up what all processes have, and of what is divided what those with the same have."""
+        named = dict(zip(self.masters.parameters, gradients, strict=True))
+        by_world = {world: [named[name] for name in names] for world, names in self.holders.items()}
+        by_world.setdefault(self.world, []).append(sums)
+        for world, tensors in by_world.items():
+            add_fast(world, tensors)
 
     def pass_part(self, step: int, part: int, rows: int, passes: Passes) -> dict[str, Tensor]:
         """Leave the gradient of one part of a batch of so many rows; returns sums to be logged."""
@@ -107,9 +106,9 @@ class ShardedReduction(Reduction):
         seed: int,
         *,
         exact_sums: "ExactSums | None",
-        experts: "ExpertTeam | None" = None,
+        holders: Holders,
     ) -> None:
-        super().__init__(world, config, masters, seed, experts=experts)
+        super().__init__(world, config, masters, seed, holders=holders)
         self.exact_sums = exact_sums
 
     def __call__(self, step: int, rows: int, passes: Passes) -> dict[str, Tensor]:
@@ -125,7 +124,8 @@ class ShardedReduction(Reduction):
         if self.exact_sums is not None:
             taken = self.exact_sums.take()
             self.masters.put_gradients(taken[one] for one in self.masters.parameters.values())
-        if (experts := self.experts) is not None:  # which FSDP does not know
-            self.masters.change_gradients(experts.owns, partial(add_fast, experts.replicas))
+        for holders, names in self.holders.items():  # of whom FSDP does not know
+            if holders.size > 1:
+                self.masters.change_gradients(names, partial(add_fast, holders))
         (total,) = sums.result()
         return dict(zip(figures, total.unbind(), strict=True))

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from workhorse.optim.groups import Optimizer
-from workhorse.optim.norm import norm_by_rows, total_norm
+from workhorse.optim.norm import norm_by_rows, norm_over_parts, total_norm
 from workhorse.train.objectives.objective import Objective, Outcome, Rows
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
@@ -137,10 +137,12 @@ class TrainingStep:
         return result
 
     def _norm(self) -> Tensor:
-        gradients = self.optimizer.gradients()
+        masters, gradients = self.optimizer.masters, self.optimizer.gradients()
+        if masters.part is not None:
+            return norm_over_parts(masters, masters.part)
         if self.reduction is not None and self.reduction.exact:
             return norm_by_rows(gradients)
-        return total_norm(gradients, self.optimizer.masters.operators)
+        return total_norm(gradients, masters.operators)
 
     def forget(self) -> None:
         """Discard the gradient that `backward` left, without an update."""

@@ -4,7 +4,7 @@ from array import array
 from collections import defaultdict
 from dataclasses import dataclass, replace
 from itertools import accumulate
-from typing import TYPE_CHECKING, Any, Literal, NamedTuple, cast, get_args
+from typing import Any, Literal, NamedTuple, cast, get_args
 
 import torch
 from torch import Tensor, nn
@@ -14,12 +14,11 @@ from workhorse.errors import WorkhorseError
 from workhorse.models.parameters import components_of
 from workhorse.nn import Decoder, DecoderConfig, HeadLoss
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.part import part_of_model
+from workhorse.parallel.teams import absent_teams
 from workhorse.tensors.tape import Tape, stand_in, without_data
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
-
-if TYPE_CHECKING:
-    from workhorse.parallel.sequences import Team
 
 Kind = Literal[
     "weights", "low_bits", "optimizer", "sums", "gradients", "activations", "loss", "temporary"
@@ -128,7 +127,7 @@ def step_memory(
     those in 16, compiled layers as they are.
 
     Args:
-        config: of the decoder.
+        config: of the whole decoder.
         train: how it is trained; `micro_batch_size` is a number or None, `dtype` is not `auto`
             unless the device is here.
         device: where it is trained; it need not be there.
@@ -145,9 +144,10 @@ def step_memory(
         rows = rows if size is None else min(rows, 2 * int(size))
     here = stand_in(device)
     with without_data(here) as tape:
-        decoder = config.build(train.kernel, device=here)
-        team = _absent_team(parallel.context) if parallel.context > 1 else None
-        step = build_step(decoder, train, here, parallel=parallel, team=team)
+        own = part_of_model(config, parallel.tensor, parallel.tensor - 1)
+        decoder = own.build(train.kernel, device=here)
+        teams = absent_teams(parallel, config.vocab_size)
+        step = build_step(decoder, train, here, parallel=parallel, teams=teams, whole=config)
         optimizer, places = step.optimizer, _places(decoder)
         held: dict[Kind, dict[str, Tensor]] = {
             "weights": dict(decoder.state_dict(keep_vars=True)),
@@ -172,12 +172,6 @@ def step_memory(
             kind: _by_place(held[kind], places) for kind in held
         }
     return _account(tape, recorder, by_place, begin, end)
-
-
-def _absent_team(members: int) -> "Team":
-    from workhorse.parallel.sequences import AbsentTeam  # takes a second
-
-    return AbsentTeam(members)
 
 
 class _Recorder:

@@ -25,6 +25,8 @@ NAMES: dict[type[nn.Module], training.ActivationName] = {
     ReluSquared: "relu_squared",
 }
 
+PLAIN = nn.Linear.forward, NativeLinear.forward
+
 
 def activation_of(module: nn.Module) -> training.Activation | None:
     """An activation as the operators know it, or None; one with weights has no fixed table."""
@@ -121,7 +123,7 @@ def _is_simple(x: Tensor, linears: Sequence[nn.Linear], between: Sequence[nn.Mod
     return (
         x.dtype in TYPES
         and all(isinstance(part, nn.Identity) for part in between)
-        and all(type(linear) in (nn.Linear, NativeLinear) for linear in linears)
+        and all(type(linear).forward in PLAIN for linear in linears)
         and all(linear.weight.dtype == x.dtype for linear in linears)
     )
 

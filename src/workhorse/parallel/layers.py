@@ -1,0 +1,350 @@
+"""Layers divided among processes: tensor parallelism, with sequences divided between layers.
+
+Every process of a team has some heads, hidden features and tokens of the vocabulary
+(`parallel.part`), and of the residual stream consecutive tokens (2205.05198 §4.2.2). A sub-layer
+takes in the tokens of all, computes with what it has of the layer, and each process gets the sum
+of all outputs for its own tokens. So the gradient that a process has of weights that all have is a
+part of it, to be added up.
+"""
+
+from collections.abc import Generator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from workhorse.nn import Decoder, DecoderConfig, HeadLoss
+from workhorse.nn.attention.grouped import Attention, AttentionConfig
+from workhorse.nn.attention.latent import LatentAttention
+from workhorse.nn.attention.masks import AttentionPattern
+from workhorse.nn.attention.qk_norm import AllHeadsNorm
+from workhorse.nn.attention.self_attention import SelfAttention
+from workhorse.nn.blocks import Block
+from workhorse.nn.cache.view import CacheEntry
+from workhorse.nn.context import Context
+from workhorse.nn.experts.grouped_linear import GroupedLinear
+from workhorse.nn.experts.mixture import Experts, MixtureOfExperts
+from workhorse.nn.feedforward import GatedMlp, Mlp
+from workhorse.nn.head import Head
+from workhorse.nn.head_loss import (
+    Matrix,
+    Shaping,
+    Vocabulary,
+    loss_into_gradient,
+    rows_at_once,
+)
+from workhorse.nn.loss import Losses
+from workhorse.nn.norms import LayerNorm, RMSNorm, RMSNormMultipliedFirst
+from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
+from workhorse.optim.shards import is_sharded
+from workhorse.parallel.members import AbsentMembers, Members
+from workhorse.parallel.part import share_of
+from workhorse.parallel.world import World
+from workhorse.transforms.replace import become, combined, replace_modules
+
+
+class TensorTeam(Members):
+    """The processes that have a part each of every layer.
+
+    Args:
+        world: they alone.
+        vocabulary: tokens of the whole model.
+
+    Attributes:
+        divides: whether the tokens between layers are divided; texts that grow are not.
+    """
+
+    def __init__(self, world: World, vocabulary: int) -> None:
+        super().__init__(world)
+        self.vocabulary = vocabulary
+        self.divides = True
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process adds what is to be added once."""
+        return self.member == 0
+
+    def tokens_of(self, member: int) -> range:
+        """The tokens of the vocabulary that a process has."""
+        return share_of(self.vocabulary, self.size, member)
+
+    @property
+    def most_tokens(self) -> int:
+        """Of the vocabulary, that any process has."""
+        return -(-self.vocabulary // self.size)
+
+    def own(self, x: Tensor) -> Tensor:
+        """This process's tokens, of (batch, seq, …)."""
+        return x.chunk(self.size, dim=1)[self.member] if self.divides else x
+
+    def take_in(self, x: Tensor) -> Tensor:
+        """The tokens of all, of what each has of (batch, seq, …), for all to compute with."""
+        return _TakenIn.apply(x, self) if self.divides else x
+
+    def give_out(self, y: Tensor) -> Tensor:
+        """This process's tokens of the sum of what all processes computed."""
+        return _GivenOut.apply(y, self) if self.divides else self.add(y)
+
+    def sum(self, x: Tensor) -> Tensor:
+        """The sum of what all processes have, with a gradient."""
+        return _Summed.apply(x, self)
+
+    def joined(self, own: Tensor) -> Tensor:
+        """Of (batch, seq, …) all tokens, in their order."""
+        return torch.cat(self.gather(own), dim=1)
+
+    def parted(self, x: Tensor) -> Tensor:
+        """The sum over the processes of (batch, seq, …), for this process's tokens."""
+        parts = torch.stack(x.chunk(self.size, dim=1))
+        one_each = [1] * self.size
+        arrived = self.exchange(parts, one_each, one_each)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return arrived.sum(dim=0, dtype=wide).to(x.dtype)
+
+
+class AbsentTensorTeam(AbsentMembers, TensorTeam):
+    """The last member of a team that is not there, for passes on tensors without data."""
+
+    def __init__(self, size: int, vocabulary: int) -> None:
+        TensorTeam.__init__(self, World(size - 1, size), vocabulary)
+
+
+class _TakenIn(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, team: TensorTeam) -> Tensor:
+        ctx.team = team
+        return team.joined(x)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.team.parted(above[0]), None
+
+
+class _GivenOut(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, team: TensorTeam) -> Tensor:
+        ctx.team = team
+        return team.parted(y)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.team.joined(above[0]), None
+
+
+class _Summed(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, team: TensorTeam) -> Tensor:
+        ctx.team = team
+        return team.add(x)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.team.add(above[0]), None
+
+
+@contextmanager
+def undivided(team: TensorTeam) -> Generator[None]:
+    """Leave the tokens between layers whole, for texts that grow."""
+    team.divides = False
+    try:
+        yield
+    finally:
+        team.divides = True
+
+
+def divide_layers(objective: nn.Module, config: DecoderConfig, team: TensorTeam) -> None:
+    """Let the part of a model that a process has compute together with the others, in place.
+
+    Args:
+        objective: holds a decoder that `part_of_model` describes.
+        config: of the whole model.
+        team: has the other parts.
+    """
+    (decoder,) = (part for part in objective.modules() if isinstance(part, Decoder))
+    (loss,) = (part for part in objective.modules() if isinstance(part, HeadLoss))
+    embedding = decoder.embedding
+    changes: dict[nn.Module, type[_OfTeam]] = {
+        **{loss: _HeadLoss, decoder.head: _Head},
+        **{embedding: _Embedding, embedding.tokens: _Table},
+    }
+    patterns: dict[nn.Module, AttentionPattern] = {}
+    for layer, (block, name) in enumerate(zip(decoder.layers, config.layer_names(), strict=True)):
+        assert isinstance(block, Block)
+        mixes = isinstance(block.feed_forward, MixtureOfExperts)
+        changes |= {block: _Block, block.attention: _SubLayer}
+        changes[block.feed_forward] = _Mixture if mixes else _SubLayer
+        patterns[block.attention] = _pattern(block.attention, config, name, layer, team)
+    for module in decoder.modules():
+        changes |= dict.fromkeys(_norms_over_parts(module), _Norm)
+        changes |= dict.fromkeys(_last_products(module), _LastProduct)
+
+    def choose(module: nn.Module) -> nn.Module:
+        if module not in changes:
+            return module
+        options = {"pattern": patterns[module]} if module in patterns else {}
+        kind = combined("Divided", changes[module], type(module))
+        return become(module, kind, team=team, **options)
+
+    replace_modules(objective, choose)
+    decoder.config = config  # to all who call it, it is the whole
+
+
+def _pattern(
+    attention: SelfAttention, config: DecoderConfig, name: str, layer: int, team: TensorTeam
+) -> AttentionPattern:
+    """What the heads of this process see."""
+    whole = config.blocks[name].attention
+    if not isinstance(whole, AttentionConfig):
+        return attention.pattern
+    heads = slice(team.member * attention.n_heads, (team.member + 1) * attention.n_heads)
+    slopes = whole.pattern(config.d_model, layer).alibi_slopes[heads]
+    return replace(attention.pattern, alibi_slopes=slopes)
+
+
+def _norms_over_parts(module: nn.Module) -> list[nn.Module]:
+    """Norms of a module over features that are divided."""
+    norms: list[nn.Module] = []
+    if isinstance(module, AllHeadsNorm):
+        norms.append(module.norm)
+    if isinstance(module, Attention | Mlp | GatedMlp):
+        norms.append(module.inner_norm)
+    return [norm for norm in norms if not isinstance(norm, nn.Identity)]
+
+
+def _last_products(module: nn.Module) -> list[nn.Module]:
+    """Products of a module with divided inputs, if they have a bias."""
+    products: list[nn.Linear | GroupedLinear] = []
+    if isinstance(module, Attention | LatentAttention):
+        products.append(module.out_proj)
+    if isinstance(module, Mlp | GatedMlp | Experts):
+        products.append(module.down_proj)
+    return [product for product in products if product.bias is not None]
+
+
+class _OfTeam(nn.Module):
+    """A mixin for a class of modules of which a team has parts."""
+
+    team: TensorTeam
+
+
+class _Block(_OfTeam, Block):
+    def attend(self, x: Hidden, context: Context | None, cache: CacheEntry | None) -> Hidden:
+        return super().attend(self.team.take_in(x), context, cache)
+
+    def feed(self, x: Hidden, context: Context | None, cache: CacheEntry | None) -> Hidden:
+        return super().feed(self.team.take_in(x), context, cache)
+
+
+class _SubLayer(_OfTeam):
+    def forward(self, x: Hidden, *others: Any) -> Hidden:
+        return self.team.give_out(super().forward(x, *others))
+
+
+class _Mixture(_OfTeam, MixtureOfExperts):
+    """What follows the sum of experts is not linear, so the sum must be that of all processes."""
+
+    def mix(self, x: Hidden) -> Hidden:
+        return self.team.give_out(super().mix(x))
+
+
+class _LastProduct(_OfTeam):
+    """Its outputs are added up over the processes, of which one adds the bias."""
+
+    @property
+    def bias(self) -> Tensor:
+        bias = self._parameters["bias"]
+        assert bias is not None
+        if self.team.is_first or is_sharded(bias):  # FSDP asks for the parameter between passes
+            return bias
+        return bias * 0
+
+
+class _Norm(_OfTeam):
+    def forward(self, x: Tensor) -> Tensor:
+        assert isinstance(self, LayerNorm | RMSNorm)
+        width = self.team.size * x.shape[-1]
+        wide = x.float()
+        if isinstance(self, LayerNorm):
+            wide = wide - self.team.sum(wide.sum(-1, keepdim=True)) / width
+        square = self.team.sum(wide.square().sum(-1, keepdim=True)) / width
+        y = wide * torch.rsqrt(square + self.eps)
+        if isinstance(self, LayerNorm):
+            y = y if self.weight is None else y * (self.weight.float() + self.offset)
+            return (y if self.bias is None else y + self.bias.float()).to(x.dtype)
+        if isinstance(self, RMSNormMultipliedFirst):
+            return self.multiply(y).to(x.dtype)
+        return self.multiply(y.to(x.dtype))
+
+
+class _Embedding(_OfTeam):
+    def forward(self, tokens: Tokens, positions: Positions) -> Hidden:
+        return super().forward(tokens, self.team.own(positions))
+
+
+class _Table(_OfTeam):
+    """The vectors of this process's tokens of the text, from all processes' vocabularies."""
+
+    def forward(self, tokens: Tokens) -> Hidden:
+        here, row = _here(tokens, self.team)
+        return self.team.give_out(super().forward(row) * here[..., None])
+
+
+class _Head(_OfTeam):
+    """All logits, from this process's; for generation, since a loss needs this process's alone."""
+
+    def forward(self, x: Hidden) -> Logits:
+        team = self.team
+        own = super().forward(x)
+        assert not team.divides, "of a loss, HeadLoss takes care"
+        padded = F.pad(own, (0, team.most_tokens - own.shape[-1]))
+        tokens = [team.tokens_of(member) for member in range(team.size)]
+        logits = zip(team.gather(padded), tokens, strict=True)
+        return torch.cat([one[..., : len(its)] for one, its in logits], dim=-1)
+
+
+class _HeadLoss(_OfTeam, HeadLoss):
+    """Of all logits, from this process's; one process tells what all see."""
+
+    def forward(self, x: Hidden, targets: Tokens, *others: Any) -> tuple[Losses, Tensor]:
+        losses, count = super().forward(x, targets, *others)
+        if self.team.is_first:
+            return losses, count
+        return losses - losses.detach(), torch.zeros_like(count)
+
+    def read(self, x: Hidden, head: Head) -> Tensor:
+        return self.team.take_in(super().read(x, head))
+
+    def rows_at_once(self, matrix: Matrix) -> int:
+        del matrix
+        return rows_at_once(self.max_logits, self.team.most_tokens)
+
+    def differentiate(self, logits: Tensor, targets: Tensor, shaping: Shaping) -> Tensor:
+        return loss_into_gradient(logits, targets, shaping, _PartOfVocabulary(self.team))
+
+
+class _PartOfVocabulary(Vocabulary):
+    def __init__(self, team: TensorTeam) -> None:
+        self.team = team
+
+    def rows_at_once(self, logits: Tensor, most: int) -> int:
+        del logits
+        return rows_at_once(most, self.team.most_tokens)
+
+    def places(self, targets: Tensor) -> tuple[Tensor, Tensor]:
+        return _here(targets[:, None], self.team)
+
+    def largest(self, of_rows: Tensor) -> Tensor:
+        return self.team.largest(of_rows)
+
+    def add(self, of_rows: Tensor) -> Tensor:
+        return self.team.add(of_rows)
+
+
+def _here(tokens: Tensor, team: TensorTeam) -> tuple[Tensor, Tensor]:
+    """Which tokens are of this process's vocabulary, and where in it; 0 for the others."""
+    own = team.tokens_of(team.member)
+    here = (tokens >= own.start) & (tokens < own.stop)
+    return here, (tokens - own.start).where(here, 0)

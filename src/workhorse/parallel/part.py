@@ -1,0 +1,189 @@
+"""The part of a model that a process has where every layer is divided: tensor parallelism.
+
+A process builds a smaller decoder, of some of each layer's heads and hidden features and of some
+tokens of the vocabulary (1909.08053 §3). What it does not divide, norms above all, is there whole.
+"""
+
+import re
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from workhorse.config import ConfigError
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.attention.grouped import AttentionConfig
+from workhorse.nn.blocks import BlockConfig
+from workhorse.nn.experts.mixture import MoEConfig
+
+if TYPE_CHECKING:
+    from workhorse.parallel.layers import TensorTeam
+
+_OF_ONE_HEAD = re.compile(r"(.+\.[qk]_norm\.heads\.)(\d+)(\..+)")
+
+
+def part_of_model(config: DecoderConfig, ways: int, member: int = 0) -> DecoderConfig:
+    """The decoder of one of so many processes that divide a model evenly.
+
+    Heads of keys and values that are fewer than processes are copied.
+
+    Raises:
+        ConfigError: there are fewer tokens than processes.
+    """
+    if ways == 1:
+        return config
+    if ways > config.vocab_size:
+        raise ConfigError(
+            f"tensor={ways} is more than vocab_size={config.vocab_size}; choose less", "parallel"
+        )
+    tokens = share_of(config.vocab_size, ways, member)
+    blocks = {name: _part_of(block, config.d_model, ways) for name, block in config.blocks.items()}
+    return config.replace(
+        vocab_size=len(tokens), blocks={name: block.to_dict() for name, block in blocks.items()}
+    )
+
+
+def share_of(whole: int, ways: int, member: int) -> range:
+    """Consecutive ones of so many things, for one of so many processes."""
+    return range(member * whole // ways, (member + 1) * whole // ways)
+
+
+def _part_of(block: BlockConfig, d_model: int, ways: int) -> BlockConfig:
+    attention, feed_forward = block.attention, block.feed_forward
+    heads = {"n_heads": attention.n_heads // ways}
+    if isinstance(attention, AttentionConfig):
+        heads["n_kv_heads"] = max(1, (attention.n_kv_heads or attention.n_heads) // ways)
+        heads["head_dim"] = attention.key_dim(d_model)
+    part = feed_forward.replace(d_ff=feed_forward.d_ff // ways)
+    if isinstance(feed_forward, MoEConfig) and feed_forward.shared is not None:
+        shared = feed_forward.shared
+        part = part.replace(shared=shared.replace(d_ff=shared.d_ff // ways).to_dict())
+    return block.replace(attention=attention.replace(**heads), feed_forward=part)
+
+
+@dataclass(frozen=True)
+class Cut:
+    """Where a tensor of a part lies in that of the whole model."""
+
+    name: str
+    """In the whole."""
+    shape: torch.Size
+    """Of the whole."""
+    starts: tuple[int, ...]
+    """Where the part begins along each axis."""
+    sizes: torch.Size
+    """Of the part."""
+    ways: int
+    """In how many different parts the tensor is divided; 1: each process has all of it."""
+
+    def of(self, whole: Tensor) -> Tensor:
+        """The part of a tensor that is whole."""
+        for axis, (start, size) in enumerate(zip(self.starts, self.sizes, strict=True)):
+            whole = whole.narrow(axis, start, size)
+        return whole
+
+
+class ModelPart:
+    """The weights that a process has, and where they lie in the whole model.
+
+    Args:
+        whole: the whole decoder, on the meta device.
+        states: what an optimizer would keep of it, likewise.
+        part: the decoder here, as `part_of_model` says; of its weights names and shapes are read.
+        team: the processes that have the other parts.
+
+    Attributes:
+        cuts: where each parameter lies, by its name here.
+        elsewhere: those that are not here at all, by name, on the meta device.
+    """
+
+    def __init__(
+        self, whole: Decoder, states: Mapping[str, Tensor], part: Decoder, team: "TensorTeam"
+    ) -> None:
+        self.team = team
+        weights = dict(whole.named_parameters())
+        own = {name: weight.shape for name, weight in part.named_parameters()}
+        shapes = {name: weight.shape for name, weight in weights.items()}
+        self.cuts = _cuts(shapes, own, whole.config.vocab_size, team.member, team.size)
+        here = {cut.name for cut in self.cuts.values()}
+        self.elsewhere = {name: weight for name, weight in weights.items() if name not in here}
+        self._states_elsewhere = {
+            name: state for name, state in states.items() if _owner(name) in self.elsewhere
+        }
+
+    def cut(self, name: str, tensor: Tensor) -> Cut:
+        """Where a parameter, or what an optimizer keeps of it under a name below its own, lies."""
+        if name in self.cuts:
+            return self.cuts[name]
+        own = self.cuts[_owner(name)]
+        named = replace(own, name=f"{own.name}.{name.rpartition('.')[2]}")
+        if tensor.ndim:
+            return named
+        ways = own.ways if own.sizes == own.shape else 1  # else all have one of the same name
+        return replace(named, shape=torch.Size(), starts=(), sizes=torch.Size(), ways=ways)
+
+    def beside(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        """On the meta device, what other processes have beside all parameters, or all states."""
+        return self.elsewhere if tensors.keys() <= self.cuts.keys() else self._states_elsewhere
+
+    def copies(self, cut: Cut) -> int:
+        """How many processes of the team have the same part of a tensor."""
+        return self.team.size // cut.ways
+
+    def whole_stack(self, parts: Tensor, cut: Cut) -> Tensor:
+        """A stack of whole tensors from that of this process's parts, all of one cut."""
+        if cut.ways == 1:
+            return parts
+        of_members = self.team.gather(parts)[:: self.copies(cut)]
+        return torch.cat(of_members, dim=1 + _divided_axis(cut))
+
+    def part_of_stack(self, stack: Tensor, cut: Cut) -> Tensor:
+        """This process's part of the result of `whole_stack`."""
+        if cut.ways == 1:
+            return stack
+        axis = _divided_axis(cut)
+        return stack.narrow(1 + axis, cut.starts[axis], cut.sizes[axis])
+
+
+def _owner(state: str) -> str:
+    """The parameter of which an optimizer keeps something under that name."""
+    return state.rpartition(".")[0]
+
+
+def _divided_axis(cut: Cut) -> int:
+    (axis,) = (n for n, size in enumerate(cut.shape) if size != cut.sizes[n])
+    return axis
+
+
+def _cuts(
+    whole: Mapping[str, torch.Size],
+    own: Mapping[str, torch.Size],
+    vocabulary: int,
+    member: int,
+    members: int,
+) -> dict[str, Cut]:
+    heads = Counter(found[1] for name in whole if (found := _OF_ONE_HEAD.fullmatch(name)))
+    own_heads = Counter(found[1] for name in own if (found := _OF_ONE_HEAD.fullmatch(name)))
+    cuts: dict[str, Cut] = {}
+    for name, sizes in own.items():
+        if found := _OF_ONE_HEAD.fullmatch(name):  # which has a tensor of its own
+            before, head, after = found.groups()
+            ways = heads[before] // own_heads[before]
+            first = member * ways // members * own_heads[before]
+            there = f"{before}{first + int(head)}{after}"
+            cuts[name] = Cut(there, sizes, (0,) * len(sizes), sizes, ways)
+            continue
+        shape = whole[name]
+        starts, ways = [0] * len(shape), 1
+        for axis, (size, of) in enumerate(zip(sizes, shape, strict=True)):
+            if size != of and not name.startswith("layers."):
+                ways = members
+                starts[axis] = share_of(vocabulary, members, member).start
+            elif size != of:
+                ways = of // size
+                starts[axis] = member * ways // members * size
+        cuts[name] = Cut(name, shape, tuple(starts), sizes, ways)
+    return cuts

@@ -1,0 +1,69 @@
+"""`workhorse train` where processes divide layers: the run of one process, to rounding."""
+
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+
+from tests.nn.grid import COVERING
+from tests.parallel.runs import GATED, fields, run, steps_of
+from tests.parallel.teams import DOCUMENTS, check_layers
+from workhorse.checkpoints import RunDirectory
+from workhorse.config import ConfigError
+from workhorse.parallel.part import part_of_model
+from workhorse.train import Recipe, read_metrics, train
+
+
+def test_four_processes_pass_as_one(tmp_path: Path) -> None:
+    """Some of the grid, which is whole in a campaign; with documents or without, in turn."""
+    check_layers(tmp_path, COVERING[::3], [[None], [DOCUMENTS]])
+
+
+def test_a_run_goes_on_with_other_parts_of_the_layers(tmp_path: Path) -> None:
+    """Muon's matrices are whole, heads of keys copied, and some norms of heads here and there."""
+    recipe = fields(
+        tmp_path,
+        GATED,
+        batch_size=8,
+        optimizer={"kind": "muon"},
+        eval_every=2,
+        samples={"prompts": ["1 times"], "every": 2, "max_new_tokens": 9},
+    )
+    recipe["model"]["blocks"]["main"] |= {
+        "dropout": 0.0,
+        "attention": {
+            **{"n_heads": 4, "n_kv_heads": 1, "position": "rope", "qkv_bias": True},
+            **{"out_bias": True, "qk_norm": {"norm": "rms_norm", "over": "each_head"}},
+        },
+    }
+    recipe["parallel"] = {}
+    train(Recipe.from_dict(recipe), tmp_path / "one")
+    file, walk = tmp_path / "tiny.yaml", tmp_path / "walk"
+    file.write_text(yaml.safe_dump(recipe))
+    for steps, workers in ((2, 2), (6, 4)):
+        words = [str(file), f"train.steps={steps}", "--out", str(walk), "--workers", str(workers)]
+        words += ["parallel.tensor=2", f"parallel.shard={workers // 2}"]
+        done = run([*words, *(["--resume"] if walk.exists() else [])])
+        assert done.returncode == 0, done.stderr
+    for one, other in zip(*(steps_of(tmp_path / name) for name in ("one", "walk")), strict=True):
+        assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)
+    weights = [RunDirectory(tmp_path / name).store().newest().model for name in ("one", "walk")]
+    assert weights[0].keys() == weights[1].keys()
+    for name, weight in weights[0].items():
+        torch.testing.assert_close(weights[1][name], weight, atol=2e-4, rtol=0)
+    assert told_by(tmp_path / "one") == told_by(tmp_path / "walk")
+
+
+def told_by(run: Path) -> dict[str, str]:
+    """Sample texts by step, and the number of parameters."""
+    events = list(read_metrics(run / "metrics.jsonl"))
+    samples = {str(one["step"]): str(one["samples"]) for one in events if one["kind"] == "samples"}
+    (parameters,) = {str(one["parameters"]) for one in events if one["kind"] == "start"}
+    return samples | {"parameters": parameters}
+
+
+def test_fewer_tokens_than_processes_are_refused() -> None:
+    with pytest.raises(ConfigError, match="tensor=99 is more than vocab_size="):
+        part_of_model(COVERING[0], 99)

@@ -70,7 +70,7 @@ MODELS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         {"packing": "documents"},
     ),
     "latent": (GATED, {"attention": LATENT}, {}),
-    "mixture": (MIXTURE, {"attention": GROUPED}, {}),
+    "mixture": (MIXTURE, {"attention": GROUPED, "feed_forward": {**MIXTURE, "bias": True}}, {}),
 }
 """Feed-forward, what else a block has, and how rows are packed."""
 

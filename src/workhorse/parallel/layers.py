@@ -25,7 +25,7 @@ from workhorse.nn.attention.self_attention import SelfAttention
 from workhorse.nn.blocks import Block
 from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context
-from workhorse.nn.experts.grouped_linear import GroupedLinear
+from workhorse.nn.experts.grouped_linear import GroupedLinear, Groups
 from workhorse.nn.experts.mixture import Experts, MixtureOfExperts
 from workhorse.nn.feedforward import GatedMlp, Mlp
 from workhorse.nn.head import Head
@@ -179,7 +179,9 @@ def divide_layers(objective: nn.Module, config: DecoderConfig, team: TensorTeam)
         patterns[block.attention] = _pattern(block.attention, config, name, layer, team)
     for module in decoder.modules():
         changes |= dict.fromkeys(_norms_over_parts(module), _Norm)
-        changes |= dict.fromkeys(_last_products(module), _LastProduct)
+        for product in _last_products(module):
+            grouped = isinstance(product, GroupedLinear)
+            changes[product] = _LastProducts if grouped else _LastProduct
 
     def choose(module: nn.Module) -> nn.Module:
         if module not in changes:
@@ -260,6 +262,14 @@ class _LastProduct(_OfTeam):
         if self.team.is_first or is_sharded(bias):  # FSDP asks for the parameter between passes
             return bias
         return bias * 0
+
+
+class _LastProducts(_OfTeam, GroupedLinear):
+    """The same of experts."""
+
+    def product(self, x: Tensor, groups: Groups, weight: Tensor, bias: Tensor | None) -> Tensor:
+        assert bias is not None
+        return super().product(x, groups, weight, bias if self.team.is_first else bias * 0)
 
 
 class _Norm(_OfTeam):

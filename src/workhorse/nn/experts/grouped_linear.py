@@ -53,8 +53,7 @@ class GroupedLinear(nn.Module):
     ) -> Float[Tensor, "rows out_features"]:
         return self.product(x, groups, self.weight, self.bias)
 
-    @staticmethod
-    def product(x: Tensor, groups: Groups, weight: Tensor, bias: Tensor | None) -> Tensor:
+    def product(self, x: Tensor, groups: Groups, weight: Tensor, bias: Tensor | None) -> Tensor:
         """The same with other weights."""
         dtype = autocast_dtype(x) or weight.dtype
         y = grouped_product(x.to(dtype), weight.to(dtype), groups.ends)

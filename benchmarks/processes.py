@@ -24,6 +24,7 @@ OURS: dict[str, dict[str, Any]] = {
     "data, exact": {"data": PROCESSES, **EXACT},
     "shard": {"shard": PROCESSES},
     "shard, exact": {"shard": PROCESSES, **EXACT},
+    "tensor": {"tensor": PROCESSES},
 }
 PLAIN = {"DistributedDataParallel": "ddp", "fully_shard": "fsdp"}
 

@@ -33,6 +33,8 @@ from benchmarks.training import (
 from benchmarks.worker import Round
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.parallel.config import ParallelismConfig
+from workhorse.parallel.part import part_of_model
+from workhorse.parallel.teams import make_teams
 from workhorse.parallel.world import World
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.allocator import keep_freed_memory
@@ -141,9 +143,13 @@ def _ours(rank: int, job: Job, tokens: Tensor, targets: Tensor) -> Step:
         dtype=job.dtype,  # pyright: ignore[reportArgumentType]
     )
     parallel = ParallelismConfig.from_dict(job.parallel)
-    world = World(rank, job.processes, in_step=parallel.shard > 1)
-    decoder = gpt(TRAINING[job.shape]).build()
-    training = build_step(decoder, config, CPU, parallel=parallel, world=world)
+    world = World(rank, job.processes, in_step=parallel.in_step, team=parallel.team)
+    whole = gpt(TRAINING[job.shape])
+    teams = make_teams(world, parallel, whole.vocab_size)
+    decoder = part_of_model(whole, parallel.tensor, rank % parallel.tensor).build()
+    training = build_step(
+        decoder, config, CPU, parallel=parallel, world=world, teams=teams, whole=whole
+    )
     return step_on(training, tokens, targets)
 
 

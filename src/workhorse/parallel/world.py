@@ -63,7 +63,10 @@ class World:
         return World(self.rank, self.size, in_step=self.in_step, team=self.team, group=group)
 
     def alike(self, key: Callable[[int], Hashable]) -> "World":
-        """The processes whose number has the same key as this one's; all must call it."""
+        """Of a run's processes, those whose number has the same key as this one's.
+
+        All must call it, in the same order of calls.
+        """
         groups: dict[Hashable, list[int]] = {}
         for rank in range(self.size):
             groups.setdefault(key(rank), []).append(rank)

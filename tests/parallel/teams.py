@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, multiprocessing
 
-from tests.nn.grid import CAUSAL, error, make, random_tokens
+from tests.nn.grid import error, make, random_tokens
 from workhorse.config import ConfigError
 from workhorse.data import Batch
 from workhorse.nn import IGNORE, Decoder, DecoderConfig
@@ -29,8 +29,6 @@ from workhorse.train.objectives.objective import Objective
 from workhorse.transforms.checkpointing import checkpoint_activations
 
 MEMBERS = 3
-FOUR = 4
-OF_LAYERS = [{"tensor": 4}, {"context": 2, "tensor": 2}]
 ROWS, COLUMNS = 2, 12
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 7 + [2] * 2, [4] * 12])
 """One that two processes have, one that all have."""
@@ -128,25 +126,29 @@ def worst_of_layers(teams: Teams, config: DecoderConfig, documents: Tensor | Non
 
 
 def compare_layers(
-    rank: int, folder: str, configs: list[DecoderConfig], turns: list[list[Tensor | None]]
+    rank: int,
+    folder: str,
+    meshes: list[ParallelismConfig],
+    configs: list[DecoderConfig],
+    turns: list[list[Tensor | None]],
 ) -> None:
     """As `compare_all`, for processes that divide layers, alone or in teams that divide sequences.
 
     Args:
         rank: its number.
         folder: where they meet.
+        meshes: of as many processes each as there are.
         configs: of decoders, of which those that cannot be divided are left out.
         turns: the documents of the batches, for each decoder in turn.
     """
     torch.set_num_threads(1)
-    meeting = f"file://{folder}/meeting-of-four"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=FOUR)
+    meeting, size = f"file://{folder}/meeting-of-layers", meshes[0].processes
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     try:
-        world = World(rank, FOUR)
+        world = World(rank, size)
         found: dict[int, float] = {}
         for number, (config, rows) in enumerate(zip(configs, cycle(turns), strict=False)):
-            for ways in OF_LAYERS:
-                parallel = ParallelismConfig(**ways)
+            for parallel in meshes:
                 try:
                     check_divisible(config, "auto", parallel)
                 except ConfigError:
@@ -161,23 +163,30 @@ def compare_layers(
 
 
 def check_layers(
-    folder: Path, configs: list[DecoderConfig], turns: list[list[Tensor | None]]
+    folder: Path,
+    meshes: list[ParallelismConfig],
+    configs: list[DecoderConfig],
+    turns: list[list[Tensor | None]],
 ) -> None:
     """Decoders give by layers what they give whole."""
-    multiprocessing.spawn(compare_layers, args=(str(folder), configs, turns), nprocs=FOUR)
+    given = str(folder), meshes, configs, turns
+    multiprocessing.spawn(compare_layers, args=given, nprocs=meshes[0].processes)
     found = torch.load(folder / "differences-of-layers")
     assert len(found) > len(configs) // 2
     for number, difference in found.items():
         assert difference < 1e-5, configs[number]
 
 
-def compare_all(rank: int, folder: str, turns: list[list[Tensor | None]]) -> None:
+def compare_all(
+    rank: int, folder: str, configs: list[DecoderConfig], turns: list[list[Tensor | None]]
+) -> None:
     """One process of the team; the first leaves the differences in the folder.
 
     Args:
         rank: its number.
         folder: where they meet.
-        turns: the documents of the batches, for each decoder of the grid in turn.
+        configs: of decoders.
+        turns: the documents of the batches, for each decoder in turn.
     """
     torch.set_num_threads(1)
     meeting = f"file://{folder}/meeting"
@@ -188,7 +197,7 @@ def compare_all(rank: int, folder: str, turns: list[list[Tensor | None]]) -> Non
         of_experts = [worst_of_experts(experts, chosen) for chosen in ([5, 5, 5], [0, 3, 1])]
         found = [
             max(worst_difference(team, config, documents) for documents in rows)
-            for config, rows in zip(CAUSAL, cycle(turns), strict=False)
+            for config, rows in zip(configs, cycle(turns), strict=False)
         ]
     finally:
         dist.destroy_process_group()
@@ -196,10 +205,10 @@ def compare_all(rank: int, folder: str, turns: list[list[Tensor | None]]) -> Non
         torch.save({"sequences": found, "experts": of_experts}, f"{folder}/differences")
 
 
-def check(folder: Path, turns: list[list[Tensor | None]]) -> None:
-    """Every causal decoder of the grid, and experts, give together what they give whole."""
-    multiprocessing.spawn(compare_all, args=(str(folder), turns), nprocs=MEMBERS)
+def check(folder: Path, configs: list[DecoderConfig], turns: list[list[Tensor | None]]) -> None:
+    """Causal decoders, and experts, give together what they give whole."""
+    multiprocessing.spawn(compare_all, args=(str(folder), configs, turns), nprocs=MEMBERS)
     found = torch.load(folder / "differences")
-    for config, difference in zip(CAUSAL, found["sequences"], strict=True):
+    for config, difference in zip(configs, found["sequences"], strict=True):
         assert difference < 1e-5, config
     assert max(found["experts"]) < 1e-6

@@ -11,13 +11,14 @@ from tests.parallel.runs import GATED, fields, run, steps_of
 from tests.parallel.teams import DOCUMENTS, check_layers
 from workhorse.checkpoints import RunDirectory
 from workhorse.config import ConfigError
+from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.part import part_of_model
 from workhorse.train import Recipe, read_metrics, train
 
 
-def test_four_processes_pass_as_one(tmp_path: Path) -> None:
+def test_two_processes_pass_as_one(tmp_path: Path) -> None:
     """Some of the grid, which is whole in a campaign; with documents or without, in turn."""
-    check_layers(tmp_path, COVERING[::3], [[None], [DOCUMENTS]])
+    check_layers(tmp_path, [ParallelismConfig(tensor=2)], COVERING[::3], [[None], [DOCUMENTS]])
 
 
 def test_a_run_goes_on_with_other_parts_of_the_layers(tmp_path: Path) -> None:

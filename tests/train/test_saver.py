@@ -1,7 +1,8 @@
 """Checkpoints written by a thread while the caller goes on."""
 
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +35,15 @@ def tensors() -> dict[str, dict[str, torch.Tensor]]:
     return {MODEL: {"weight": torch.zeros(3, 4)}, OPTIMIZER: {"weight.mean": torch.zeros(3)}}
 
 
+def given() -> dict[str, Callable[[], dict[str, torch.Tensor]]]:
+    return {file: partial(dict, named) for file, named in tensors().items()}
+
+
 def test_a_checkpoint_holds_the_values_of_its_own_step(tmp_path: Path) -> None:
     store, told = SlowStore(tmp_path), []
     saver = Saver(store, lambda step, path: told.append((step, path.name)), ALONE)
     current = tensors()
-    saver.save(5, current, {"step": 5})
+    saver.save(5, {file: partial(dict, named) for file, named in current.items()}, {"step": 5})
     for named in current.values():
         for tensor in named.values():
             tensor.add_(1)  # the next step, while the file is still empty
@@ -57,10 +62,10 @@ def test_a_checkpoint_holds_the_values_of_its_own_step(tmp_path: Path) -> None:
 def test_a_failure_is_raised_when_it_is_looked_for(tmp_path: Path) -> None:
     store = SlowStore(tmp_path, failure=WorkhorseError("full"))
     saver = Saver(store, lambda step, path: None, ALONE)
-    saver.save(5, tensors(), {})
+    saver.save(5, given(), {})
     store.may.set()
     with pytest.raises(WorkhorseError, match="full"):
-        saver.save(6, tensors(), {})
+        saver.save(6, given(), {})
     assert saver.failed
     assert list(tmp_path.iterdir()) == []
 
@@ -77,7 +82,7 @@ class Others(World):
 
 def test_what_another_process_cannot_write_is_given_up_by_all(tmp_path: Path) -> None:
     saver = Saver(CheckpointStore(tmp_path), lambda step, path: None, Others(0, 2, in_step=True))
-    saver.save(5, tensors(), {})
+    saver.save(5, given(), {})
     with pytest.raises(WorkhorseError, match="another process could not write its part"):
         saver.wait()
     assert list(tmp_path.iterdir()) == []
@@ -90,5 +95,5 @@ def test_without_memory_for_copies_it_is_written_at_once(
     monkeypatch.setattr(saver_module, "free_memory", lambda: free)
     told: list[int] = []
     saver = Saver(CheckpointStore(tmp_path), lambda step, path: told.append(step), ALONE)
-    saver.save(5, tensors(), {})
+    saver.save(5, given(), {})
     assert told == [5]

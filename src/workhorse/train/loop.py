@@ -242,7 +242,7 @@ class Loop:
             "loss_scale": self.step.scale.state(),
             "random": random_state(),
         }
-        tensors = {MODEL: self.weights(), OPTIMIZER: self.step.optimizer.tensors()}
+        tensors = {MODEL: self.weights, OPTIMIZER: self.step.optimizer.tensors}
         self._saver.save(self.counters.step, tensors, state)
 
     def _read(self, step: int) -> Batch | None:

@@ -14,7 +14,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.memory import free_memory
 from workhorse.parallel import environment
 from workhorse.parallel.world import World
-from workhorse.tensors.slices import Slices, whole
+from workhorse.tensors.slices import Slice, Slices, whole
 
 COPIES = 2
 """A checkpoint's tensors are copied only if so many times their size is free."""
@@ -68,13 +68,16 @@ class Saver:
         self._writing: tuple[int, Future[Path | None]] | None = None
 
     def save(
-        self, step: int, tensors: Mapping[str, Mapping[str, Tensor]], state: Mapping[str, Any]
+        self,
+        step: int,
+        tensors: Mapping[str, Callable[[], Mapping[str, Tensor]]],
+        state: Mapping[str, Any],
     ) -> None:
         """Write what the tensors hold now, after the checkpoint before.
 
         Args:
             step: training steps done.
-            tensors: by name, of each file.
+            tensors: give those of each file, by name.
             state: data that JSON can express; the first process's is written.
 
         Raises:
@@ -82,7 +85,7 @@ class Saver:
                 be.
         """
         self.wait()
-        own = {file: self.own(named) for file, named in tensors.items()}
+        own = {file: dict(self.own(read())) for file, read in tensors.items()}
         room = self._has_room_for_copies(own)
         kept = {file: _copies(slices) for file, slices in own.items()} if room else own
         self._writing = step, self._thread.submit(self._write, step, kept, state)
@@ -160,7 +163,10 @@ class Saver:
             )
 
 
-def _copies(slices: Slices) -> Slices:
-    return {
-        name: one._replace(values=one.values.to("cpu", copy=True)) for name, one in slices.items()
-    }
+def _copies(slices: dict[str, Slice]) -> Slices:
+    """A copy of each in turn, which is then let go: some, read from bfloat16, exist for this."""
+    copies: dict[str, Slice] = {}
+    for name in list(slices):
+        one = slices.pop(name)
+        copies[name] = one._replace(values=one.values.to("cpu", copy=True))
+    return copies

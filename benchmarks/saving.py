@@ -23,7 +23,7 @@ from benchmarks.shapes import TRAINING
 from benchmarks.timing import in_turn
 from workhorse.checkpoints import MODEL, OPTIMIZER, CheckpointStore
 from workhorse.data import Batch
-from workhorse.parallel.world import ALONE
+from workhorse.parallel.processes.world import ALONE
 from workhorse.train import saver
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.saver import Saver

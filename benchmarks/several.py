@@ -33,9 +33,9 @@ from benchmarks.training import (
 from benchmarks.worker import Round
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.part import part_of_model
-from workhorse.parallel.teams import make_teams
-from workhorse.parallel.world import World
+from workhorse.parallel.division.part import part_of_model
+from workhorse.parallel.division.teams import make_teams
+from workhorse.parallel.processes.world import World
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.allocator import keep_freed_memory
 from workhorse.train.step.build import build_step

@@ -22,7 +22,7 @@ from torch import Tensor
 from tests.campaigns.fault_driver import KillingDisk
 from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
 from workhorse.cli.main import main
-from workhorse.parallel import environment
+from workhorse.parallel.processes import environment
 from workhorse.tensors.slices import Slices
 from workhorse.train.step.step import TrainingStep
 

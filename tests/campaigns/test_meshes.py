@@ -8,6 +8,7 @@ bits; so eps is large enough that it does not.
 import math
 import os
 from collections.abc import Iterator
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -26,25 +27,10 @@ from workhorse.train import read_metrics
 pytestmark = pytest.mark.campaign
 
 STEPS = 50
+PARTS = ["data", "shard", "context", "tensor"]
 MESHES = [
-    {"data": 2},
-    {"data": 4},
-    {"shard": 2},
-    {"shard": 4},
-    {"context": 2},
-    {"context": 4},
-    {"data": 2, "shard": 2},
-    {"data": 2, "context": 2},
-    {"shard": 2, "context": 2},
-    {"data": 2, "shard": 2, "context": 2},
-    {"tensor": 2},
-    {"tensor": 4},
-    {"data": 2, "tensor": 2},
-    {"shard": 2, "tensor": 2},
-    {"context": 2, "tensor": 2},
-    {"data": 2, "shard": 2, "tensor": 2},
-    {"data": 2, "context": 2, "tensor": 2},
-    {"shard": 2, "context": 2, "tensor": 2},
+    *({part: ways} for part in PARTS for ways in (2, 4)),
+    *(dict.fromkeys(parts, 2) for number in (2, 3) for parts in combinations(PARTS, number)),
 ]
 OF_EXPERTS = [
     {"data": 2, "expert": 2},

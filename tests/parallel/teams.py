@@ -16,13 +16,13 @@ from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import Routing
 from workhorse.optim.shards import local
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.divisible import check_divisible
-from workhorse.parallel.experts import ExpertTeam
-from workhorse.parallel.layers import divide_layers
-from workhorse.parallel.part import ModelPart, part_of_model
-from workhorse.parallel.sequences import Team
-from workhorse.parallel.teams import Teams, make_teams
-from workhorse.parallel.world import World
+from workhorse.parallel.division.divisible import check_divisible
+from workhorse.parallel.division.experts import ExpertTeam
+from workhorse.parallel.division.layers import divide_layers
+from workhorse.parallel.division.part import ModelPart, part_of_model
+from workhorse.parallel.division.sequences import Team
+from workhorse.parallel.division.teams import Teams, make_teams
+from workhorse.parallel.processes.world import World
 from workhorse.train.objectives.divided import Divided
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.objectives.objective import Objective

@@ -12,7 +12,7 @@ from tests.parallel.teams import DOCUMENTS, check_layers
 from workhorse.checkpoints import RunDirectory
 from workhorse.config import ConfigError
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.part import part_of_model
+from workhorse.parallel.division.part import part_of_model
 from workhorse.train import Recipe, read_metrics, train
 
 

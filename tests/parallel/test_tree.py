@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from workhorse.parallel.tree import Node, TreeSum, nodes_of
-from workhorse.parallel.world import World
+from workhorse.parallel.processes.tree import Node, TreeSum, nodes_of
+from workhorse.parallel.processes.world import World
 
 
 def summands(count: int) -> list[Tensor]:

@@ -6,13 +6,13 @@ import threading
 
 import pytest
 
-from workhorse.parallel.watchdog import HANGS, watched
-from workhorse.parallel.world import ALONE, World
+from workhorse.parallel.processes.watchdog import HANGS, watched
+from workhorse.parallel.processes.world import ALONE, World
 
 HANGING = """
 import time
-from workhorse.parallel.watchdog import watched
-from workhorse.parallel.world import World
+from workhorse.parallel.processes.watchdog import watched
+from workhorse.parallel.processes.world import World
 
 def wait_for_nobody():
     time.sleep(600)

@@ -16,8 +16,8 @@ from workhorse.nn import Decoder, DecoderConfig, HeadLoss
 from workhorse.nn.cache.blocks import BLOCK
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
-from workhorse.parallel.part import part_of_model
-from workhorse.parallel.teams import absent_teams
+from workhorse.parallel.division.part import part_of_model
+from workhorse.parallel.division.teams import absent_teams
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step

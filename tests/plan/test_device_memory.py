@@ -5,8 +5,8 @@ import torch
 
 from workhorse.config import ConfigError
 from workhorse.nn import AttentionConfig, DecoderConfig
-from workhorse.parallel.divisible import check_layers
-from workhorse.parallel.part import part_of_model
+from workhorse.parallel.division.divisible import check_layers
+from workhorse.parallel.division.part import part_of_model
 from workhorse.plan import device_memory as accounts
 from workhorse.plan.device_memory import DeviceMemory, device_memory
 from workhorse.plan.limits import FINEST, longest, most_rows, smallest_mesh

@@ -11,7 +11,7 @@ import torch
 
 from workhorse.checkpoints import MODEL, OPTIMIZER, CheckpointStore
 from workhorse.errors import WorkhorseError
-from workhorse.parallel.world import ALONE, World
+from workhorse.parallel.processes.world import ALONE, World
 from workhorse.train import saver as saver_module
 from workhorse.train.saver import Saver
 

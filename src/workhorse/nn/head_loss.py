@@ -39,6 +39,30 @@ Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 Matrix = Float[Tensor, "vocab width"]
 
 
+class Vocabulary:
+    """The tokens that logits are of: here, all of them."""
+
+    def most(self, own: int) -> int:
+        """How many any process has, where this one has so many."""
+        return own
+
+    def places(self, targets: Int[Tensor, " tokens"]) -> tuple[Tensor, Tensor]:
+        """Which targets have a logit here, and where it is in its row; (tokens, 1)."""
+        here = (targets != IGNORE)[:, None]
+        return here, targets[:, None].where(here, 0)
+
+    def largest(self, of_rows: Tensor) -> Tensor:
+        """Of all logits of each row, from those here."""
+        return of_rows
+
+    def add(self, of_rows: Tensor) -> Tensor:
+        """Sums over all logits of each row, from those over the logits here."""
+        return of_rows
+
+
+WHOLE = Vocabulary()
+
+
 class HeadLoss(nn.Module):
     """`next_token_losses(head(x), targets, z_loss)`, fused where the head is linear.
 
@@ -48,7 +72,12 @@ class HeadLoss(nn.Module):
 
     Args:
         max_logits: that may exist at once. Gradients of parts of the batch add up in float32.
+
+    Attributes:
+        vocabulary: the tokens of the head.
     """
+
+    vocabulary: Vocabulary = WHOLE
 
     def __init__(self, max_logits: int = MAX_LOGITS) -> None:
         super().__init__()
@@ -89,10 +118,6 @@ class HeadLoss(nn.Module):
         """What the projection of a head reads."""
         return head.project(head.transform(x))
 
-    def rows_at_once(self, matrix: Matrix) -> int:
-        """How many rows of logits may exist at once."""
-        return rows_at_once(self.max_logits, len(matrix))
-
     def losses(
         self,
         x: Float[Tensor, "tokens width"],
@@ -123,7 +148,7 @@ class HeadLoss(nn.Module):
         shaping: Shaping,
     ) -> Tensor:
         """The summed losses, cross-entropy and z-loss; the logits become their sum's gradient."""
-        return loss_into_gradient(logits, targets, shaping)
+        return loss_into_gradient(logits, targets, shaping, self.vocabulary)
 
 
 def is_linear(head: Head) -> bool:
@@ -183,8 +208,11 @@ def parts_of(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
 
 def blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
     """Rows of logits, few enough to be in float32 at once, with what belongs to them."""
-    size = rows_at_once(BLOCK.get(logits.device.type, LARGE_BLOCK), logits.shape[1])
-    return parts_of(size, logits, *others)
+    return parts_of(_rows_of_block(logits, logits.shape[1]), logits, *others)
+
+
+def _rows_of_block(logits: Tensor, vocab: int) -> int:
+    return rows_at_once(BLOCK.get(logits.device.type, LARGE_BLOCK), vocab)
 
 
 class ProductGradients:
@@ -263,7 +291,8 @@ class _LinearHeadLoss(torch.autograd.Function):
         total = torch.zeros(2, device=x.device)
         wanted = [learn and one for one in ctx.needs_input_grad[:3]]
         gradients = ProductGradients(len(x), wanted, way.multiply)
-        for part, expected in parts_of(way.rows_at_once(weight), x, targets):
+        size = rows_at_once(way.max_logits, way.vocabulary.most(len(weight)))
+        for part, expected in parts_of(size, x, targets):
             logits = way.multiply(part, weight.t(), bias)
             total += way.differentiate(logits, expected, shaping)
             gradients.add(logits, part, weight)
@@ -284,30 +313,6 @@ def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(a, b.t(), bias)
 
 
-class Vocabulary:
-    """The tokens that logits are of: here, all of them."""
-
-    def rows_at_once(self, logits: Tensor, most: int) -> int:
-        """How many rows of logits are no more than so many numbers."""
-        return rows_at_once(most, logits.shape[1])
-
-    def places(self, targets: Int[Tensor, " tokens"]) -> tuple[Tensor, Tensor]:
-        """Which targets have a logit here, and where it is in its row; (tokens, 1)."""
-        here = (targets != IGNORE)[:, None]
-        return here, targets[:, None].where(here, 0)
-
-    def largest(self, of_rows: Tensor) -> Tensor:
-        """Of all logits of each row, from those here."""
-        return of_rows
-
-    def add(self, of_rows: Tensor) -> Tensor:
-        """Sums over all logits of each row, from those over the logits here."""
-        return of_rows
-
-
-WHOLE = Vocabulary()
-
-
 def loss_into_gradient(
     logits: Float[Tensor, "tokens vocab"],
     targets: Int[Tensor, " tokens"],
@@ -316,7 +321,7 @@ def loss_into_gradient(
 ) -> Tensor:
     """The summed losses, cross-entropy and z-loss; the logits become the gradient of their sum."""
     total = torch.zeros(2, device=logits.device)
-    size = vocabulary.rows_at_once(logits, BLOCK.get(logits.device.type, LARGE_BLOCK))
+    size = _rows_of_block(logits, vocabulary.most(logits.shape[1]))
     for block, wanted in parts_of(size, logits, targets):
         counted = (wanted != IGNORE)[:, None]
         here, expected = vocabulary.places(wanted)

@@ -8,7 +8,7 @@ from pydantic import Field
 from workhorse.config import Config, ConfigError
 from workhorse.nn import DecoderConfig
 from workhorse.nn.experts.mixture import MoEConfig
-from workhorse.parallel.divisible import check_layers
+from workhorse.parallel.division.divisible import check_layers
 from workhorse.train.recipe.recipe import TrainConfig
 
 Ways = Annotated[int, Field(ge=1)]

@@ -21,11 +21,11 @@ from workhorse.devices import name_of, training_dtype, use_threads
 from workhorse.models.flops import flops_per_token
 from workhorse.models.parameters import active_parameters, count_parameters
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.parallel import environment
-from workhorse.parallel.layers import undivided
-from workhorse.parallel.part import part_of_model
-from workhorse.parallel.teams import make_teams
-from workhorse.parallel.world import World
+from workhorse.parallel.division.layers import undivided
+from workhorse.parallel.division.part import part_of_model
+from workhorse.parallel.division.teams import make_teams
+from workhorse.parallel.processes import environment
+from workhorse.parallel.processes.world import World
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.init_from import check_tokens, start_optimizer, start_weights
 from workhorse.train.loop import Loop
@@ -313,7 +313,7 @@ def _together(
         return call
 
     def gather_and_call(*given: Given.args, **options: Given.kwargs) -> Result:
-        from workhorse.parallel.sharding import gathered
+        from workhorse.parallel.division.sharding import gathered
 
         with gathered(step.objective):
             return call(*given, **options)

@@ -20,8 +20,8 @@ from workhorse.checkpoints import MODEL, OPTIMIZER, Checkpoint
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
 from workhorse.memory import peak_memory
-from workhorse.parallel.slices import own_slices
-from workhorse.parallel.world import ALONE, World
+from workhorse.parallel.division.slices import own_slices
+from workhorse.parallel.processes.world import ALONE, World
 from workhorse.tensors.slices import Slices, whole
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.report.metrics import Event, MetricsFile

@@ -11,8 +11,8 @@ from workhorse.models.flops import flops_per_token
 from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import round_weights
-from workhorse.parallel import environment
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.processes import environment
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.micro_batch import step_bytes
 

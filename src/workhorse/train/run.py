@@ -13,8 +13,8 @@ from workhorse.data.corpus.sources import check_outside
 from workhorse.errors import WorkhorseError
 from workhorse.models.parameters import count_parameters
 from workhorse.nn import DecoderConfig
-from workhorse.parallel.watchdog import watched
-from workhorse.parallel.world import World, open_world
+from workhorse.parallel.processes.watchdog import watched
+from workhorse.parallel.processes.world import World, open_world
 from workhorse.train.assembly import assemble
 from workhorse.train.check import check_recipe, remarks_on
 from workhorse.train.loop import Loop

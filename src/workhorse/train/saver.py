@@ -12,8 +12,8 @@ from workhorse.checkpoints import Checkpoint
 from workhorse.checkpoints.runs.store import Tensors
 from workhorse.errors import WorkhorseError
 from workhorse.memory import free_memory
-from workhorse.parallel import environment
-from workhorse.parallel.world import World
+from workhorse.parallel.processes import environment
+from workhorse.parallel.processes.world import World
 from workhorse.tensors.slices import Slice, Slices, whole
 
 COPIES = 2

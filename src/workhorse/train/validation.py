@@ -8,7 +8,7 @@ import torch
 
 from workhorse.data import Split, ValidationBatches
 from workhorse.data.config import Packing
-from workhorse.parallel.world import ALONE, World
+from workhorse.parallel.processes.world import ALONE, World
 from workhorse.train.objectives.objective import Objective, Outcome
 from workhorse.train.step.precision import Precision
 

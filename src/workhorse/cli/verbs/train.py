@@ -12,7 +12,7 @@ import click
 from workhorse.cli.loading import recipe_of_run
 from workhorse.cli.options import PATH, json_option, runtime_options, train_settings
 from workhorse.cli.output import ExitCode, counted, print_result
-from workhorse.parallel import environment
+from workhorse.parallel.processes import environment
 
 MOST_WORKERS = 4096
 """Of one machine."""
@@ -120,7 +120,7 @@ def command(
     if dry_run:
         _dry_run(settings, out, resume, as_json, notices, show_recipe=show_recipe)
     elif (workers or 1) > 1 and environment.count() == 1:
-        from workhorse.parallel.launch import launch
+        from workhorse.parallel.processes.launch import launch
 
         context = click.get_current_context()
         context.exit(launch(["train", *context.meta[GIVEN]], workers or 1, max_restarts))
@@ -191,7 +191,7 @@ def _train(
     changes: list[str],
 ) -> None:
     from workhorse.cli.train_progress import show_training
-    from workhorse.parallel.world import LostError
+    from workhorse.parallel.processes.world import LostError
     from workhorse.train import train
 
     if environment.rank():

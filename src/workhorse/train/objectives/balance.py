@@ -24,7 +24,7 @@ from workhorse.nn.experts.router import AdjustedRouter, Router, Routing
 from workhorse.train.objectives.objective import Objective, Outcome, Wrapped
 
 if TYPE_CHECKING:
-    from workhorse.parallel.sequences import Team
+    from workhorse.parallel.division.sequences import Team
 
 
 class Balanced(Wrapped):

@@ -6,7 +6,7 @@ from workhorse.data import Batch
 from workhorse.train.objectives.objective import Objective, Outcome, Wrapped
 
 if TYPE_CHECKING:
-    from workhorse.parallel.sequences import Team
+    from workhorse.parallel.division.sequences import Team
 
 
 class Divided(Wrapped):

@@ -10,7 +10,7 @@ from workhorse.nn.shapes import Hidden
 from workhorse.train.objectives.objective import Objective, Outcome
 
 if TYPE_CHECKING:
-    from workhorse.parallel.sequences import Team
+    from workhorse.parallel.division.sequences import Team
 
 
 class NextToken(Objective):

@@ -15,7 +15,7 @@ from workhorse.optim.groups import OptimizerConfig
 from workhorse.optim.muon import MuonConfig
 from workhorse.optim.schedules import CosineConfig, ScheduleConfig
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
-from workhorse.parallel.divisible import check_divisible
+from workhorse.parallel.division.divisible import check_divisible
 from workhorse.tokenizers import TokenizerConfig
 from workhorse.train.objectives.balance import check_balance
 from workhorse.train.recipe.jumps import JumpConfig

@@ -13,10 +13,10 @@ from workhorse.nn.head_loss import product
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import MasterWeights, round_weights
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
-from workhorse.parallel.layers import divide_layers
-from workhorse.parallel.part import ModelPart
-from workhorse.parallel.teams import NO_TEAMS, Teams
-from workhorse.parallel.world import ALONE, World
+from workhorse.parallel.division.layers import divide_layers
+from workhorse.parallel.division.part import ModelPart
+from workhorse.parallel.division.teams import NO_TEAMS, Teams
+from workhorse.parallel.processes.world import ALONE, World
 from workhorse.train.objectives.balance import Balanced, Balancer, has_mixtures
 from workhorse.train.objectives.divided import Divided
 from workhorse.train.objectives.next_token import NextToken
@@ -127,9 +127,9 @@ def _divide(
     """Divide weights among the processes; returns what makes the sum of their gradients."""
     if not world.in_step:
         return partial(Reduction, world, parallel)
-    from workhorse.parallel.experts import ExpertTeam  # takes a second
-    from workhorse.parallel.holders import holders
-    from workhorse.parallel.sharding import shard
+    from workhorse.parallel.division.experts import ExpertTeam  # takes a second
+    from workhorse.parallel.division.holders import holders
+    from workhorse.parallel.division.sharding import shard
 
     experts = ExpertTeam(world, parallel.expert, device) if parallel.expert > 1 else None
     if experts is not None:

@@ -13,8 +13,8 @@ from workhorse.memory import available, free_memory, size
 from workhorse.models.parameters import count_parameters
 from workhorse.native import resolve
 from workhorse.nn import DecoderConfig
-from workhorse.parallel import environment
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.processes import environment
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.account import moments_of_part, ways_of, whole_at_once
 from workhorse.train.step.step_memory import OF_WEIGHTS, StepMemory, step_memory

@@ -10,12 +10,12 @@ from torch import Tensor
 from workhorse.data.rows.permutation import derive
 from workhorse.optim.master_weights import MasterWeights
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.exchange import add_exactly, add_fast
-from workhorse.parallel.tree import Node, TreeSum
-from workhorse.parallel.world import World
+from workhorse.parallel.processes.exchange import add_exactly, add_fast
+from workhorse.parallel.processes.tree import Node, TreeSum
+from workhorse.parallel.processes.world import World
 
 if TYPE_CHECKING:
-    from workhorse.parallel.sharding import ExactSums
+    from workhorse.parallel.division.sharding import ExactSums
 
 Passes = Callable[[int, int], dict[str, Tensor]]
 """Leaves the gradient of the rows from one number to another, and returns sums to be logged."""

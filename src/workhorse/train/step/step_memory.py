@@ -14,8 +14,8 @@ from workhorse.errors import WorkhorseError
 from workhorse.models.parameters import components_of
 from workhorse.nn import Decoder, DecoderConfig, HeadLoss
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
-from workhorse.parallel.part import part_of_model
-from workhorse.parallel.teams import absent_teams
+from workhorse.parallel.division.part import part_of_model
+from workhorse.parallel.division.teams import absent_teams
 from workhorse.tensors.tape import Tape, stand_in, without_data
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 
 from workhorse.native import Training
 from workhorse.nn.head import Head
-from workhorse.nn.head_loss import HeadLoss, Multiply, Shaping, product
+from workhorse.nn.head_loss import WHOLE, HeadLoss, Multiply, Shaping, product
 from workhorse.transforms.replace import become, replace_modules
 
 
@@ -24,7 +24,8 @@ class NativeHeadLoss(HeadLoss):
         return _Late.apply(head.proj.weight)
 
     def differentiate(self, logits: Tensor, targets: Tensor, shaping: Shaping) -> Tensor:
-        if self.operators is None or shaping.cap is not None or not logits.is_contiguous():
+        plain = shaping.cap is not None or self.vocabulary is not WHOLE
+        if self.operators is None or plain or not logits.is_contiguous():
             return super().differentiate(logits, targets, shaping)
         return self.operators.loss_into_gradient_(
             logits, targets, multiplier=shaping.multiplier, z_loss=shaping.z_loss

@@ -19,7 +19,7 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 
 from workhorse.optim.shards import is_sharded, local
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.tree import Node, TreeSum
+from workhorse.parallel.processes.tree import Node, TreeSum
 
 
 def shard(

@@ -20,7 +20,7 @@ from workhorse.nn.blocks import BlockConfig
 from workhorse.nn.experts.mixture import MoEConfig
 
 if TYPE_CHECKING:
-    from workhorse.parallel.layers import TensorTeam
+    from workhorse.parallel.division.layers import TensorTeam
 
 _OF_ONE_HEAD = re.compile(r"(.+\.[qk]_norm\.heads\.)(\d+)(\..+)")
 

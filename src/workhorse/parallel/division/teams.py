@@ -3,9 +3,9 @@
 from typing import NamedTuple
 
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.layers import AbsentTensorTeam, TensorTeam
-from workhorse.parallel.sequences import AbsentTeam, Team
-from workhorse.parallel.world import World
+from workhorse.parallel.division.layers import AbsentTensorTeam, TensorTeam
+from workhorse.parallel.division.sequences import AbsentTeam, Team
+from workhorse.parallel.processes.world import World
 
 
 class Teams(NamedTuple):

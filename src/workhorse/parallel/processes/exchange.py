@@ -9,8 +9,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workhorse.parallel.tree import Node, TreeSum, nodes_of
-from workhorse.parallel.world import World
+from workhorse.parallel.processes.tree import Node, TreeSum, nodes_of
+from workhorse.parallel.processes.world import World
 
 BUCKET = 2**22
 """Numbers that travel at once, at least: 16 MiB in float32."""

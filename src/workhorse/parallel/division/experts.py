@@ -5,10 +5,9 @@ outputs come back (2006.16668 §3). Tokens are sorted by expert, so what goes to
 together.
 """
 
-from typing import Any
+from functools import partial
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard
@@ -16,8 +15,9 @@ from torch.distributed.tensor import DTensor, Shard
 from workhorse.nn.experts.grouped_linear import GroupedLinear, Groups
 from workhorse.nn.experts.mixture import Experts
 from workhorse.optim.shards import is_sharded, local
-from workhorse.parallel.exchange import exchange_rows
-from workhorse.parallel.world import World
+from workhorse.parallel.processes.exchange import exchange_rows
+from workhorse.parallel.processes.members import with_gradient
+from workhorse.parallel.processes.world import World
 from workhorse.transforms.replace import become, combined, replace_modules
 
 
@@ -83,24 +83,11 @@ class _DividedExperts(Experts):
         one_each = [1] * ways
         arriving = exchange_rows(counts, one_each, one_each, self.team.group)
         sends, receives = counts.sum(dim=1).tolist(), arriving.sum(dim=1).tolist()
-        arrived = _Exchanged.apply(rows, sends, receives, self.team.group)
+        there = partial(exchange_rows, sends=sends, receives=receives, group=self.team.group)
+        back = partial(exchange_rows, sends=receives, receives=sends, group=self.team.group)
+        arrived = with_gradient(there, back, rows)
         of_row = torch.arange(own, device=rows.device).repeat(ways)
         sorted_experts, order = of_row.repeat_interleave(arriving.flatten()).sort(stable=True)
         y = super().of_sorted(arrived[order], sorted_experts)
         y = torch.empty_like(y).index_copy_(0, order, y)
-        return _Exchanged.apply(y, receives, sends, self.team.group)
-
-
-class _Exchanged(torch.autograd.Function):
-    """`exchange_rows`; the gradients go back the same way."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, sends: list[int], receives: list[int], group: dist.ProcessGroup
-    ) -> Tensor:
-        ctx.back = receives, sends, group
-        return exchange_rows(rows, sends, receives, group)
-
-    @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        return exchange_rows(above[0], *ctx.back), None, None, None
+        return with_gradient(back, there, y)

@@ -5,7 +5,7 @@ the other processes is a cache: attention takes in its own keys and values and g
 its queries may see (2407.21783 §3.3.2). Short convolutions get their inputs likewise.
 """
 
-from typing import Any
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +16,7 @@ from workhorse.nn.attention.masks import Placement
 from workhorse.nn.cache.view import CacheEntry, CacheView
 from workhorse.nn.context import lengths_of_documents, number_runs
 from workhorse.nn.shapes import Keys, Lengths, NewKeys, NewValues, Positions, Slots, Tokens, Values
-from workhorse.parallel.members import AbsentMembers, Members
+from workhorse.parallel.processes.members import AbsentMembers, Members, with_gradient
 
 
 class Team(Members):
@@ -116,34 +116,33 @@ class DividedEntry(CacheEntry):
 
     def update(self, k: NewKeys, v: NewValues) -> tuple[Keys, Values]:
         """All that the own tokens may attend to."""
-        both = _Gathered.apply(torch.cat((k, v), dim=-1), self.team, self.reach)
-        k, v = both.split([k.shape[-1], v.shape[-1]], dim=-1)
+        team, reach = self.team, self.reach
+        own = torch.cat((k, v), dim=-1)
+        seen = with_gradient(
+            partial(_seen, team, reach), partial(_sent_back, team, reach, k.shape[2]), own
+        )
+        k, v = seen.split([k.shape[-1], v.shape[-1]], dim=-1)
         return k, v
 
 
-class _Gathered(torch.autograd.Function):
+def _seen(team: Team, reach: int | None, own: Tensor) -> Tensor:
     """The features of the members' tokens up to the last own one, as far back as a query sees."""
+    seq = own.shape[2]
+    first = _first(team.member * seq, reach)
+    seen = team.gather(own)[first // seq : team.member + 1]
+    return torch.cat(seen, dim=2)[:, :, first % seq :]
 
-    @staticmethod
-    def forward(ctx: Any, own: Tensor, team: Team, reach: int | None) -> Tensor:
-        seq = own.shape[2]
-        ctx.team, ctx.reach, ctx.seq = team, reach, seq
-        first = _first(team.member * seq, reach)
-        seen = team.gather(own)[first // seq : team.member + 1]
-        return torch.cat(seen, dim=2)[:, :, first % seq :]
 
-    @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        """Send each member the gradient of its features, and add up what all send."""
-        (gradient,), team, seq = above, ctx.team, ctx.seq
-        first = [_first(member * seq, ctx.reach) // seq for member in range(team.size)]
-        padded = F.pad(gradient, (0, 0, -gradient.shape[2] % seq, 0))
-        parts = padded.unflatten(2, (-1, seq)).movedim(2, 0)  # one for each member that is seen
-        sends = [int(first[team.member] <= other <= team.member) for other in range(team.size)]
-        receives = [int(first[other] <= team.member <= other) for other in range(team.size)]
-        received = team.exchange(parts, sends, receives)
-        wide = torch.promote_types(gradient.dtype, torch.float32)
-        return received.sum(dim=0, dtype=wide).to(gradient.dtype), None, None
+def _sent_back(team: Team, reach: int | None, seq: int, gradient: Tensor) -> Tensor:
+    """The gradient of the own features, of which each member sends its share."""
+    first = [_first(member * seq, reach) // seq for member in range(team.size)]
+    padded = F.pad(gradient, (0, 0, -gradient.shape[2] % seq, 0))
+    parts = padded.unflatten(2, (-1, seq)).movedim(2, 0)  # one for each member that is seen
+    sends = [int(first[team.member] <= other <= team.member) for other in range(team.size)]
+    receives = [int(first[other] <= team.member <= other) for other in range(team.size)]
+    received = team.exchange(parts, sends, receives)
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    return received.sum(dim=0, dtype=wide).to(gradient.dtype)
 
 
 def _first(start: int, reach: int | None) -> int:

@@ -1,11 +1,32 @@
 """What the processes of a team send each other."""
 
+from collections.abc import Callable
+from typing import Any, cast
+
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from workhorse.parallel.exchange import exchange_rows
-from workhorse.parallel.world import World
+from workhorse.parallel.processes.exchange import exchange_rows
+from workhorse.parallel.processes.world import World
+
+Change = Callable[[Tensor], Tensor]
+
+
+def with_gradient(change: Change, back: Change, x: Tensor) -> Tensor:
+    """What one function makes of a tensor; its gradient is what the other makes of the result's."""
+    return cast(Tensor, _WithGradient.apply(x, change, back))
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Change, back: Change) -> Tensor:
+        ctx.back = back
+        return change(x)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(above[0]), None, None
 
 
 class Members:

@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
-from workhorse.parallel import environment
-from workhorse.parallel.meeting import meet
+from workhorse.parallel.processes import environment
+from workhorse.parallel.processes.meeting import meet
 
 PATIENCE = timedelta(minutes=30)
 """How long a process waits for the others: the first one may be saving, or reading its text."""

@@ -29,20 +29,14 @@ from workhorse.nn.experts.grouped_linear import GroupedLinear, Groups
 from workhorse.nn.experts.mixture import Experts, MixtureOfExperts
 from workhorse.nn.feedforward import GatedMlp, Mlp
 from workhorse.nn.head import Head
-from workhorse.nn.head_loss import (
-    Matrix,
-    Shaping,
-    Vocabulary,
-    loss_into_gradient,
-    rows_at_once,
-)
+from workhorse.nn.head_loss import Vocabulary
 from workhorse.nn.loss import Losses
 from workhorse.nn.norms import LayerNorm, RMSNorm, RMSNormMultipliedFirst
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
 from workhorse.optim.shards import is_sharded
-from workhorse.parallel.members import AbsentMembers, Members
-from workhorse.parallel.part import share_of
-from workhorse.parallel.world import World
+from workhorse.parallel.division.part import share_of
+from workhorse.parallel.processes.members import AbsentMembers, Members, with_gradient
+from workhorse.parallel.processes.world import World
 from workhorse.transforms.replace import become, combined, replace_modules
 
 
@@ -82,15 +76,15 @@ class TensorTeam(Members):
 
     def take_in(self, x: Tensor) -> Tensor:
         """The tokens of all, of what each has of (batch, seq, …), for all to compute with."""
-        return _TakenIn.apply(x, self) if self.divides else x
+        return with_gradient(self.joined, self.parted, x) if self.divides else x
 
     def give_out(self, y: Tensor) -> Tensor:
         """This process's tokens of the sum of what all processes computed."""
-        return _GivenOut.apply(y, self) if self.divides else self.add(y)
+        return with_gradient(self.parted, self.joined, y) if self.divides else self.add(y)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of what all processes have, with a gradient."""
-        return _Summed.apply(x, self)
+        return with_gradient(self.add, self.add, x)
 
     def joined(self, own: Tensor) -> Tensor:
         """Of (batch, seq, …) all tokens, in their order."""
@@ -110,39 +104,6 @@ class AbsentTensorTeam(AbsentMembers, TensorTeam):
 
     def __init__(self, size: int, vocabulary: int) -> None:
         TensorTeam.__init__(self, World(size - 1, size), vocabulary)
-
-
-class _TakenIn(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, team: TensorTeam) -> Tensor:
-        ctx.team = team
-        return team.joined(x)
-
-    @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.team.parted(above[0]), None
-
-
-class _GivenOut(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, y: Tensor, team: TensorTeam) -> Tensor:
-        ctx.team = team
-        return team.parted(y)
-
-    @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.team.joined(above[0]), None
-
-
-class _Summed(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, team: TensorTeam) -> Tensor:
-        ctx.team = team
-        return team.add(x)
-
-    @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.team.add(above[0]), None
 
 
 @contextmanager
@@ -327,21 +288,18 @@ class _HeadLoss(_OfTeam, HeadLoss):
     def read(self, x: Hidden, head: Head) -> Tensor:
         return self.team.take_in(super().read(x, head))
 
-    def rows_at_once(self, matrix: Matrix) -> int:
-        del matrix
-        return rows_at_once(self.max_logits, self.team.most_tokens)
-
-    def differentiate(self, logits: Tensor, targets: Tensor, shaping: Shaping) -> Tensor:
-        return loss_into_gradient(logits, targets, shaping, _PartOfVocabulary(self.team))
+    @property
+    def vocabulary(self) -> Vocabulary:
+        return _PartOfVocabulary(self.team)
 
 
 class _PartOfVocabulary(Vocabulary):
     def __init__(self, team: TensorTeam) -> None:
         self.team = team
 
-    def rows_at_once(self, logits: Tensor, most: int) -> int:
-        del logits
-        return rows_at_once(most, self.team.most_tokens)
+    def most(self, own: int) -> int:
+        del own
+        return self.team.most_tokens
 
     def places(self, targets: Tensor) -> tuple[Tensor, Tensor]:
         return _here(targets[:, None], self.team)

@@ -7,7 +7,7 @@ import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from workhorse.parallel.world import World
+from workhorse.parallel.processes.world import World
 
 HANGS = 1
 """The exit code of a process that was ended."""

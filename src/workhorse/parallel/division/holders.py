@@ -6,9 +6,9 @@ from functools import partial
 from torch import Tensor
 
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.experts import ExpertTeam
-from workhorse.parallel.part import ModelPart
-from workhorse.parallel.world import World
+from workhorse.parallel.division.experts import ExpertTeam
+from workhorse.parallel.division.part import ModelPart
+from workhorse.parallel.processes.world import World
 
 
 def holders(

@@ -1,0 +1,1 @@
+"""What processes divide: weights, layers, sequences, experts, and who has which part."""

@@ -5,9 +5,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from torch import multiprocessing
 
 from tests.optim.sharded import PROCESSES, STEPS, Training, possible_cases, train_all, trained
+from tests.parallel.forked import start
 
 pytestmark = pytest.mark.skipif(
     not (dist.is_available() and dist.is_gloo_available()), reason="this torch has no gloo"
@@ -25,7 +25,7 @@ to 0.4 % (seen: 2e-4 and 6e-4).
 
 def test_two_processes_train_as_one(tmp_path: Path) -> None:
     """All cases in one test, so that two processes are started once."""
-    multiprocessing.spawn(train_all, args=(str(tmp_path),), nprocs=PROCESSES)
+    start(train_all, (str(tmp_path),), PROCESSES)
     results = torch.load(tmp_path / "results")
     for case in possible_cases():
         one, two = trained(case), Training(**results[str(case)])

@@ -6,9 +6,10 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, multiprocessing
+from torch import Tensor
 
 from tests.nn.grid import error, make, random_tokens
+from tests.parallel.forked import start
 from workhorse.config import ConfigError
 from workhorse.data import Batch
 from workhorse.nn import IGNORE, Decoder, DecoderConfig
@@ -170,7 +171,7 @@ def check_layers(
 ) -> None:
     """Decoders give by layers what they give whole."""
     given = str(folder), meshes, configs, turns
-    multiprocessing.spawn(compare_layers, args=given, nprocs=meshes[0].processes)
+    start(compare_layers, given, meshes[0].processes)
     found = torch.load(folder / "differences-of-layers")
     assert len(found) > len(configs) // 2
     for number, difference in found.items():
@@ -207,7 +208,7 @@ def compare_all(
 
 def check(folder: Path, configs: list[DecoderConfig], turns: list[list[Tensor | None]]) -> None:
     """Causal decoders, and experts, give together what they give whole."""
-    multiprocessing.spawn(compare_all, args=(str(folder), configs, turns), nprocs=MEMBERS)
+    start(compare_all, (str(folder), configs, turns), MEMBERS)
     found = torch.load(folder / "differences")
     for config, difference in zip(configs, found["sequences"], strict=True):
         assert difference < 1e-5, config

@@ -7,7 +7,8 @@ import torch
 import yaml
 
 from tests.nn.grid import COVERING
-from tests.parallel.runs import GATED, fields, run, steps_of
+from tests.parallel import forked
+from tests.parallel.runs import GATED, fields, steps_of
 from tests.parallel.teams import DOCUMENTS, check_layers
 from workhorse.checkpoints import RunDirectory
 from workhorse.config import ConfigError
@@ -43,10 +44,10 @@ def test_a_run_goes_on_with_other_parts_of_the_layers(tmp_path: Path) -> None:
     file, walk = tmp_path / "tiny.yaml", tmp_path / "walk"
     file.write_text(yaml.safe_dump(recipe))
     for steps, workers in ((2, 2), (6, 4)):
-        words = [str(file), f"train.steps={steps}", "--out", str(walk), "--workers", str(workers)]
+        words = [str(file), f"train.steps={steps}", "--out", str(walk)]
         words += ["parallel.tensor=2", f"parallel.shard={workers // 2}"]
-        done = run([*words, *(["--resume"] if walk.exists() else [])])
-        assert done.returncode == 0, done.stderr
+        words += ["--resume"] if walk.exists() else []
+        forked.train(words, workers, tmp_path / "said")
     for one, other in zip(*(steps_of(tmp_path / name) for name in ("one", "walk")), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)

@@ -8,6 +8,7 @@ import pytest
 import torch
 import yaml
 
+from tests.parallel import forked
 from tests.parallel.runs import GATED, MIXTURE, begun, fields, run, state_of, steps_of
 from workhorse.checkpoints import RunDirectory
 from workhorse.train import Recipe, read_metrics, train
@@ -38,9 +39,8 @@ def test_any_division_of_the_weights_gives_the_same_bits(tmp_path: Path) -> None
     for steps, workers, ways in ((3, 3, 3), (6, 4, 2)):
         more = ["--resume"] if walk.exists() else []
         words = [str(file), f"train.steps={steps}", f"parallel.shard={ways}", "--out", str(walk)]
-        done = run([*words, "--workers", str(workers), *more])
-        assert done.returncode == 0, done.stderr
-        assert "rounded differently" not in done.stderr
+        said = forked.train([*words, *more], workers, tmp_path / "said")
+        assert "rounded differently" not in said
     assert state_of(walk) == state_of(tmp_path / "one")
 
 
@@ -57,8 +57,7 @@ def test_the_fast_reduction_differs_by_rounding_alone(tmp_path: Path) -> None:
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(recipe))
     divided = ["parallel.shard=2", "parallel.context=2", "parallel.expert=2"]
-    many = run([str(file), *divided, "--out", str(tmp_path / "many"), "--workers", "4"])
-    assert many.returncode == 0, many.stderr
+    forked.train([str(file), *divided, "--out", str(tmp_path / "many")], 4, tmp_path / "said")
     for one, other in zip(*(steps_of(tmp_path / name) for name in ("one", "many")), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
         bound = 1e-6 if one["step"] == 1 else 1e-4

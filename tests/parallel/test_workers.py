@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import yaml
 
+from tests.parallel import forked
 from tests.parallel.runs import GATED, MIXTURE, begun, fields, run, state_of, steps_of
 from workhorse.errors import WorkhorseError
 from workhorse.train import Recipe, read_metrics, train
@@ -23,10 +24,9 @@ def test_any_number_of_workers_gives_the_same_bits(tmp_path: Path) -> None:
     walk = tmp_path / "walk"
     for steps, workers in ((4, 3), (6, 2)):
         more = ["--resume"] if walk.exists() else []
-        words = [str(file), f"train.steps={steps}", "--out", str(walk), "--workers", str(workers)]
-        done = run([*words, *more])
-        assert done.returncode == 0, done.stderr
-        assert "rounded differently" not in done.stderr
+        words = [str(file), f"train.steps={steps}", "--out", str(walk), *more]
+        said = forked.train(words, workers, tmp_path / "said")
+        assert "rounded differently" not in said
     assert state_of(walk) == state_of(tmp_path / "one")
 
 
@@ -48,8 +48,7 @@ def test_the_fast_reduction_differs_by_rounding_alone(tmp_path: Path) -> None:
     train(Recipe.from_dict(recipe), tmp_path / "one")
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(recipe))
-    two = run([str(file), "--out", str(tmp_path / "two"), "--workers", "2"])
-    assert two.returncode == 0, two.stderr
+    forked.train([str(file), "--out", str(tmp_path / "two")], 2, tmp_path / "said")
     for one, other in zip(*(steps_of(tmp_path / name) for name in ("one", "two")), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)

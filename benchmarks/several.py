@@ -33,7 +33,6 @@ from benchmarks.training import (
 from benchmarks.worker import Round
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.division.part import part_of_model
 from workhorse.parallel.division.teams import make_teams
 from workhorse.parallel.processes.world import World
 from workhorse.train.recipe.recipe import TrainConfig
@@ -143,10 +142,10 @@ def _ours(rank: int, job: Job, tokens: Tensor, targets: Tensor) -> Step:
         dtype=job.dtype,  # pyright: ignore[reportArgumentType]
     )
     parallel = ParallelismConfig.from_dict(job.parallel)
-    world = World(rank, job.processes, in_step=parallel.in_step, team=parallel.team)
+    world = World(rank, job.processes, parallel)
     whole = gpt(TRAINING[job.shape])
     teams = make_teams(world, parallel, whole.vocab_size)
-    decoder = part_of_model(whole, parallel.tensor, rank % parallel.tensor).build()
+    decoder = teams.build(whole, "auto", CPU)
     training = build_step(
         decoder, config, CPU, parallel=parallel, world=world, teams=teams, whole=whole
     )

@@ -179,7 +179,7 @@ def save(
 
 def _check_weights(decoder: Decoder) -> None:
     """Refuse a decoder of which only the shapes are there."""
-    if decoder.embedding.tokens.weight.is_meta:
+    if decoder.device.type == "meta":
         raise WorkhorseError(
             "the decoder is on the device meta, without weights; load or draw them"
         )

@@ -1,4 +1,4 @@
-"""Passes of a team of processes that divide sequences or experts, beside those of one process."""
+"""Passes of a team of processes that divide something, beside those of one process."""
 
 from copy import deepcopy
 from itertools import cycle
@@ -20,8 +20,9 @@ from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.division.divisible import check_divisible
 from workhorse.parallel.division.experts import ExpertTeam
 from workhorse.parallel.division.layers import divide_layers
-from workhorse.parallel.division.part import ModelPart, part_of_model
+from workhorse.parallel.division.part import ModelPart
 from workhorse.parallel.division.sequences import Team
+from workhorse.parallel.division.stages import divide_stages
 from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes.world import World
 from workhorse.train.objectives.divided import Divided
@@ -96,21 +97,21 @@ def worst_of_experts(world: World, chosen: list[int]) -> float:
     return max(error(ours, expected) for ours, expected in found)
 
 
-def worst_of_layers(teams: Teams, config: DecoderConfig, documents: Tensor | None) -> float:
-    """As `worst_difference`, where layers are divided too, and maybe sequences."""
-    team = teams.layers
-    assert team is not None
+def worst_of_parts(teams: Teams, config: DecoderConfig, documents: Tensor | None) -> float:
+    """As `worst_difference`, where layers are divided or those of stages, and maybe sequences."""
     whole, batch = make(config), batch_of(config, documents)
     alone = pass_over(whole, NextToken(whole), batch)
-    own = part_of_model(config, team.size, team.member)
-    decoder = own.build().train(whole.training)
-    part = ModelPart(config.build(device="meta"), {}, decoder, team)
+    decoder = teams.build(config, "auto", "cpu").train(whole.training)
+    part = ModelPart(config.build(device="meta"), {}, decoder, teams)
     weights = dict(whole.named_parameters())
     with torch.no_grad():
         for name, weight in decoder.named_parameters():
             weight.copy_(part.cuts[name].of(weights[part.cuts[name].name]))
     objective: Objective = NextToken(decoder, team=teams.sequences)
-    divide_layers(objective, config, team)
+    if teams.stages is not None:
+        divide_stages(objective, teams.stages, torch.float32)
+    if teams.layers is not None:
+        divide_layers(objective, config, teams.layers)
     if documents is None:
         checkpoint_activations(decoder)
     if teams.sequences is not None:
@@ -126,14 +127,14 @@ def worst_of_layers(teams: Teams, config: DecoderConfig, documents: Tensor | Non
     return max(error(ours, expected) for ours, expected in zip(together, alone, strict=True))
 
 
-def compare_layers(
+def compare_parts(
     rank: int,
     folder: str,
     meshes: list[ParallelismConfig],
     configs: list[DecoderConfig],
     turns: list[list[Tensor | None]],
 ) -> None:
-    """As `compare_all`, for processes that divide layers, alone or in teams that divide sequences.
+    """As `compare_all`, for processes that divide the model, and maybe sequences.
 
     Args:
         rank: its number.
@@ -143,7 +144,7 @@ def compare_layers(
         turns: the documents of the batches, for each decoder in turn.
     """
     torch.set_num_threads(1)
-    meeting, size = f"file://{folder}/meeting-of-layers", meshes[0].processes
+    meeting, size = f"file://{folder}/meeting-of-parts", meshes[0].processes
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     try:
         world = World(rank, size)
@@ -155,24 +156,24 @@ def compare_layers(
                 except ConfigError:
                     continue
                 teams = make_teams(world, parallel, config.vocab_size)
-                worst = max(worst_of_layers(teams, config, documents) for documents in rows)
+                worst = max(worst_of_parts(teams, config, documents) for documents in rows)
                 found[number] = max(worst, found.get(number, 0.0))
     finally:
         dist.destroy_process_group()
     if rank == 0:
-        torch.save(found, f"{folder}/differences-of-layers")
+        torch.save(found, f"{folder}/differences-of-parts")
 
 
-def check_layers(
+def check_parts(
     folder: Path,
     meshes: list[ParallelismConfig],
     configs: list[DecoderConfig],
     turns: list[list[Tensor | None]],
 ) -> None:
-    """Decoders give by layers what they give whole."""
+    """Decoders give in parts what they give whole."""
     given = str(folder), meshes, configs, turns
-    start(compare_layers, given, meshes[0].processes)
-    found = torch.load(folder / "differences-of-layers")
+    start(compare_parts, given, meshes[0].processes)
+    found = torch.load(folder / "differences-of-parts")
     assert len(found) > len(configs) // 2
     for number, difference in found.items():
         assert difference < 1e-5, configs[number]

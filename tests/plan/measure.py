@@ -16,7 +16,6 @@ from workhorse.nn import Decoder, DecoderConfig, HeadLoss
 from workhorse.nn.cache.blocks import BLOCK
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
-from workhorse.parallel.division.part import part_of_model
 from workhorse.parallel.division.teams import absent_teams
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.recipe.recipe import TrainConfig
@@ -39,8 +38,7 @@ def make_step(
 ) -> TrainingStep:
     torch.manual_seed(0)
     teams = absent_teams(parallel, config.vocab_size)
-    own = part_of_model(config, parallel.tensor, parallel.tensor - 1)
-    decoder = own.build(train.kernel)
+    decoder = teams.build(config, train.kernel, CPU)
     return build_step(decoder, train, CPU, parallel=parallel, teams=teams, whole=config)
 
 

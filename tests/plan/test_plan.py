@@ -182,7 +182,10 @@ def test_what_no_tensor_without_data_runs_is_planned_as_what_needs_as_much(setti
         (["gpt2", "--device", "h10"], "no device 'h10'; did you mean 'h100'?"),
         ([*SMALL, "--device", "h100", "parallel.tensor=5"], "tensor=5 does not divide n_heads=12"),
         ([*SMALL, "parallel.foo=2"], "unknown key 'foo'"),
-        ([*SMALL, "parallel.expert=2"], "expert=2 divides routed experts, and this model has none"),
+        (
+            [*SMALL, "parallel.data=2", "parallel.expert=2"],
+            "expert=2 divides routed experts, and this model has none",
+        ),
         (["gpt2", "--device", "t4"], "no matrix products in bfloat16; choose train.dtype=float32"),
         (["gpt2", "--device", "v100", "train.dtype=float16"], "float16 cannot be planned"),
         (["gpt2", "--device", "h100", "--measure"], "--measure measures this machine"),

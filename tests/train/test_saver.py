@@ -11,6 +11,7 @@ import torch
 
 from workhorse.checkpoints import MODEL, OPTIMIZER, CheckpointStore
 from workhorse.errors import WorkhorseError
+from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.processes.world import ALONE, World
 from workhorse.train import saver as saver_module
 from workhorse.train.saver import Saver
@@ -81,7 +82,9 @@ class Others(World):
 
 
 def test_what_another_process_cannot_write_is_given_up_by_all(tmp_path: Path) -> None:
-    saver = Saver(CheckpointStore(tmp_path), lambda step, path: None, Others(0, 2, in_step=True))
+    saver = Saver(
+        CheckpointStore(tmp_path), lambda step, path: None, Others(0, 2, ParallelismConfig(shard=2))
+    )
     saver.save(5, given(), {})
     with pytest.raises(WorkhorseError, match="another process could not write its part"):
         saver.wait()

@@ -99,7 +99,7 @@ def _completions(
             found = generate(asked.decoder, [prompt], drawn, tokenizer=asked.tokenizer)
             yield from zip(same[prompt], found, strict=True)
         return
-    device = asked.decoder.embedding.tokens.weight.device
+    device = asked.decoder.device
     for batch in by_length(prompts, asked.batch_size, device, room=config.max_new_tokens):
         found = generate(
             asked.decoder, batch, config, tokenizer=asked.tokenizer, batch_size=len(batch)

@@ -89,7 +89,7 @@ def evaluate(
             sees the future, no token to predict, or a loss that is not finite.
     """
     context = decoder.max_seq_len if context is None else context
-    device = decoder.embedding.tokens.weight.device
+    device = decoder.device
     stride = context if stride is None else stride
     _check(decoder, context, stride, batch_size)
     if batch_size is None:

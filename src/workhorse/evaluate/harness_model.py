@@ -89,7 +89,7 @@ class HarnessModel(TemplateLM):
         """Number of requests truncated on the left because they did not fit."""
         self._model = model
         self._progress = progress
-        self._device = model.decoder.embedding.tokens.weight.device
+        self._device = model.decoder.device
 
     @property
     def eot_token_id(self) -> int:

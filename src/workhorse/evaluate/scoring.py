@@ -65,7 +65,7 @@ def score(
         _check(question, limit)
         same.setdefault(question.inputs(limit), []).append(number)
     rows = sorted(same, key=lambda inputs: (-len(inputs), inputs))
-    device = decoder.embedding.tokens.weight.device
+    device = decoder.device
     with evaluation_mode(decoder), torch.no_grad():
         for batch in by_length(rows, batch_size, device):
             numbers = [same[inputs] for inputs in batch]

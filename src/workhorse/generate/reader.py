@@ -110,7 +110,7 @@ class Reader:
         self.context = context or decoder.max_seq_len
         self.slack = slack
         self.cache = decoder.new_paged_cache(tokens, texts, slack)
-        self._device = decoder.embedding.tokens.weight.device
+        self._device = decoder.device
         if self._device.type == "meta":
             raise WorkhorseError(
                 "a decoder on the device meta has no weights; build it on another device"

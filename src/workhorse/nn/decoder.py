@@ -158,6 +158,11 @@ class Decoder(nn.Module):
         self.head = config.head.build(config.vocab_size, config.d_model, self.embedding.width)
         self.tie_weights()
 
+    @property
+    def device(self) -> torch.device:
+        """Where its weights are."""
+        return next(self.parameters()).device
+
     def forward(
         self,
         tokens: Tokens,
@@ -218,7 +223,7 @@ class Decoder(nn.Module):
             WorkhorseError: an empty cache, one that does not fit into memory, or attention that is
                 not causal.
         """
-        cache = Cache(batch, capacity, self.embedding.tokens.weight.device, slack)
+        cache = Cache(batch, capacity, self.device, slack)
         cache.entries = self.rooms(cache)
         return cache
 
@@ -237,8 +242,7 @@ class Decoder(nn.Module):
         Raises:
             WorkhorseError: an empty cache, or attention that is not causal.
         """
-        device, context = self.embedding.tokens.weight.device, self.max_seq_len
-        cache = PagedCache(tokens, texts, device, context, slack)
+        cache = PagedCache(tokens, texts, self.device, self.max_seq_len, slack)
         cache.stores = self.rooms(cache)
         return cache
 

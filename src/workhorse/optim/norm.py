@@ -38,17 +38,17 @@ def total_norm(gradients: list[Tensor], operators: Training | None = None) -> Te
 
 
 def norm_over_parts(masters: MasterWeights, part: "ModelPart") -> Tensor:
-    """The norm of the gradient of a model of whose layers each process has a part."""
+    """The norm of the gradient of a model of which each process has a part."""
     by_copies: dict[int, list[Tensor]] = defaultdict(list)
     for name, cut in part.cuts.items():
         gradient = masters.gradient(name) if name in masters.parameters else None
-        if gradient is not None:
+        if gradient is not None and not cut.again:
             by_copies[part.copies(cut)].append(gradient)
     squares = [
         total_norm(gradients, masters.operators).square() / copies
         for copies, gradients in by_copies.items()
     ]
-    return part.team.add(torch.stack(squares).sum()).sqrt()
+    return part.added(torch.stack(squares).sum()).sqrt()
 
 
 def norm_by_rows(gradients: list[Tensor]) -> Tensor:

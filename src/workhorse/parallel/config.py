@@ -9,6 +9,11 @@ from workhorse.config import Config, ConfigError
 from workhorse.on_resume import OnResume
 
 Ways = Annotated[int, Field(ge=1)]
+DIVIDED = ("data", "shard", "context", "tensor", "pipeline", "expert")
+"""The keys that tell into how many parts something is divided."""
+MICRO_BATCHES = 4
+"""That go through a pipeline for each of its stages, so that at most a fifth of its time is lost
+while it fills and empties."""
 
 
 class FastConfig(Config):
@@ -47,6 +52,11 @@ class ParallelismConfig(Config):
     """Processes that divide every layer: each has some heads, hidden features and tokens of the
     vocabulary (1909.08053), and between layers some tokens of each sequence (2205.05198 §4.2.2).
     They send each other most, so they are neighbours."""
+    pipeline: Annotated[Ways, OnResume.ROUNDED] = 1
+    """Processes that have consecutive layers each, the stages of a pipeline (1811.06965), through
+    which micro-batches go one after another: one forward and one backward pass in turn (2104.04473
+    §2.2.1). Without a `micro_batch_size` there are at least four of them for each stage, as far as
+    there are rows. Stages send each other least, so they are farthest apart."""
     expert: Annotated[Ways, OnResume.ROUNDED] = 1
     """Of the processes of `data` and `shard`, so many divide the routed experts of every mixture
     and send each other tokens (2006.16668 §3). Experts stay in so many parts with `shard` too."""
@@ -59,9 +69,14 @@ class ParallelismConfig(Config):
     processes prints where it is, and ends: one of them hangs, and all would wait for it."""
 
     @property
+    def ways(self) -> dict[str, int]:
+        """Into how many parts each thing is divided, by the name of its key."""
+        return {name: getattr(self, name) for name in DIVIDED}
+
+    @property
     def in_step(self) -> bool:
         """Whether a process has parts of weights, and so makes no pass without the others."""
-        return self.shard > 1 or self.expert > 1 or self.tensor > 1
+        return max(self.shard, self.expert, self.tensor, self.pipeline) > 1
 
     @property
     def is_exact(self) -> bool:
@@ -81,7 +96,7 @@ class ParallelismConfig(Config):
 
     @property
     def team(self) -> int:
-        """Processes that have the same rows."""
+        """Processes of one stage that have the same rows."""
         return self.context * self.tensor
 
     @property
@@ -92,7 +107,12 @@ class ParallelismConfig(Config):
     @property
     def processes(self) -> int:
         """How many there are."""
-        return self.replicas * self.team
+        return self.replicas * self.team * self.pipeline
+
+    def rows_at_once(self, batch_size: int) -> int:
+        """Of a batch, how many one process passes at once if nothing else is said."""
+        rows = -(-batch_size // self.parts)
+        return rows if self.pipeline == 1 else max(1, rows // (MICRO_BATCHES * self.pipeline))
 
     def on(self, processes: int) -> Self:
         """The same division with as much `data` as makes so many processes.
@@ -100,11 +120,8 @@ class ParallelismConfig(Config):
         Raises:
             ConfigError: there is none.
         """
-        others = {
-            name: ways
-            for name in ("shard", "context", "tensor")
-            if (ways := getattr(self, name)) > 1
-        }
+        others = {name: ways for name, ways in self.ways.items() if ways > 1}
+        others = {name: ways for name, ways in others.items() if name not in ("data", "expert")}
         if processes % (product := math.prod(others.values())):
             named = " times ".join(f"{name}={ways}" for name, ways in others.items())
             verb = "do" if len(others) > 1 else "does"
@@ -113,7 +130,10 @@ class ParallelismConfig(Config):
 
     @model_validator(mode="after")
     def _a_part_for_each(self) -> Self:
-        whole = (("context", "sequences"), ("expert", "experts"), ("tensor", "layers"))
+        whole = (
+            *(("context", "sequences"), ("expert", "experts")),
+            *(("tensor", "layers"), ("pipeline", "layers")),
+        )
         for name, what in whole:
             if self.is_exact and (ways := getattr(self, name)) > 1:
                 raise ConfigError(

@@ -9,9 +9,9 @@ import torch
 
 from workhorse.config import ConfigError
 from workhorse.nn import DecoderConfig
-from workhorse.plan.device_memory import device_memory
-from workhorse.plan.mesh import MeshConfig
+from workhorse.parallel.config import ParallelismConfig
 from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.device_memory import device_memory
 
 MOST_DEVICES = 4096
 MOST_TOKENS = 2**17
@@ -27,7 +27,7 @@ class Limits(NamedTuple):
     """The most rows at once, of the planned length; 0: not one."""
     seq_len: int
     """The longest rows, one at a time; 0: none that was tried."""
-    mesh: MeshConfig | None
+    mesh: ParallelismConfig | None
     """The fewest devices, a row of the planned length for each replica; None: no number tried."""
 
 
@@ -35,7 +35,7 @@ def limits(
     config: DecoderConfig,
     train: TrainConfig,
     device: torch.device,
-    mesh: MeshConfig,
+    mesh: ParallelismConfig,
     room: int,
     *,
     packed: bool = False,
@@ -143,14 +143,14 @@ def smallest_mesh(
     room: int,
     *,
     packed: bool = False,
-) -> MeshConfig | None:
+) -> ParallelismConfig | None:
     """The fewest devices that hold a step with one row for each replica.
 
     Powers of two are tried, divided among `shard` and `tensor`.
     """
     held = 0
     for mesh in _meshes():
-        if held > room * mesh.devices:
+        if held > room * mesh.processes:
             continue
         changed = train.replace(batch_size=mesh.replicas, micro_batch_size=1)
         try:
@@ -159,16 +159,16 @@ def smallest_mesh(
             continue  # the model cannot be divided like this
         if found.total <= room:
             return mesh
-        if mesh.devices == 1:
+        if mesh.processes == 1:
             held = sum(sum(sizes.values()) for sizes in found.held.values())
     return None
 
 
-def _meshes() -> Iterator[MeshConfig]:
+def _meshes() -> Iterator[ParallelismConfig]:
     """Fewer devices first; of as many, less tensor parallelism, the dearest way to divide."""
     devices = 1
     while devices <= MOST_DEVICES:
         for tensor in (1, 2, 4, 8):
             if devices % tensor == 0:
-                yield MeshConfig(shard=devices // tensor, tensor=tensor)
+                yield ParallelismConfig(shard=devices // tensor, tensor=tensor)
         devices *= 2

@@ -12,17 +12,17 @@ from workhorse.memory import GIB, available
 from workhorse.models.flops import forward_flops
 from workhorse.models.parameters import active_parameters, count_parameters
 from workhorse.nn import DecoderConfig
+from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.compute_optimal import optima
-from workhorse.plan.device_memory import DeviceMemory, device_memory
 from workhorse.plan.devices import GIGA, DeviceConfig, find_device
 from workhorse.plan.limits import limits
-from workhorse.plan.mesh import MeshConfig
 from workhorse.plan.remedies import remedies
 from workhorse.plan.serving import serving
 from workhorse.plan.subject import Subject, find_subject
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.account import account
 from workhorse.train.step.build import measured_peak
+from workhorse.train.step.device_memory import DeviceMemory, device_memory
 from workhorse.train.step.micro_batch import largest_share, usable
 
 HERE = "this machine"
@@ -106,7 +106,7 @@ def plan(
         "parameters": {**count_parameters(config), "active": active_parameters(config)},
         "flops": flops,
         "device": _described(spec, target),
-        "parallel": {**mesh.to_dict(), "devices": mesh.devices},
+        "parallel": {**mesh.ways, "devices": mesh.processes},
         "memory": _memory(fullest, room),
         "moments": _moments(fullest),
         "remedies": found,
@@ -170,7 +170,7 @@ def _with_micro_batch(
     config: DecoderConfig,
     train: TrainConfig,
     device: torch.device,
-    mesh: MeshConfig,
+    mesh: ParallelismConfig,
     room: int | None,
     *,
     packed: bool,
@@ -263,14 +263,14 @@ def _limits(
     subject: Subject, train: TrainConfig, device: torch.device, room: int
 ) -> dict[str, Any]:
     found = limits(subject.config, train, device, subject.mesh, room, packed=subject.packed)
-    smallest = found.mesh and {**found.mesh.to_dict(), "devices": found.mesh.devices}
+    smallest = found.mesh and {**found.mesh.ways, "devices": found.mesh.processes}
     return {**found._asdict(), "mesh": smallest}
 
 
 def _time(
     train: TrainConfig,
     flops: int,
-    mesh: MeshConfig,
+    mesh: ParallelismConfig,
     peak: tuple[float, str] | None,
     utilization: float,
     *,
@@ -279,8 +279,8 @@ def _time(
     if peak is None:
         return None
     rate, of = peak
-    seconds = flops / (rate * utilization * mesh.devices)
-    hours = seconds * mesh.devices / HOUR
+    seconds = flops / (rate * utilization * mesh.processes)
+    hours = seconds * mesh.processes / HOUR
     return {
         "seconds": seconds,
         "device_hours": hours,

@@ -9,9 +9,9 @@ import torch
 from workhorse.config import ConfigError
 from workhorse.nn import DecoderConfig
 from workhorse.optim.muon import MuonConfig
-from workhorse.plan.device_memory import device_memory
-from workhorse.plan.mesh import MeshConfig
+from workhorse.parallel.config import ParallelismConfig
 from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.device_memory import device_memory
 
 WORTHWHILE = 0.01
 """The smallest part of the peak whose saving makes a change a remedy."""
@@ -33,7 +33,7 @@ def remedies(
     config: DecoderConfig,
     train: TrainConfig,
     device: torch.device,
-    mesh: MeshConfig,
+    mesh: ParallelismConfig,
     room: int,
     *,
     packed: bool = False,
@@ -71,8 +71,8 @@ def remedies(
 
 
 def _changes(
-    train: TrainConfig, mesh: MeshConfig
-) -> Iterator[tuple[str, str, TrainConfig, MeshConfig]]:
+    train: TrainConfig, mesh: ParallelismConfig
+) -> Iterator[tuple[str, str, TrainConfig, ParallelismConfig]]:
     """Setting, cost and what they lead to, from changes of no result to those of the training."""
     rows = train.batch_size // mesh.replicas
     size = train.micro_batch_size if isinstance(train.micro_batch_size, int) else rows

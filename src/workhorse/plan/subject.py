@@ -13,8 +13,8 @@ from workhorse.models import find_preset, preset_names
 from workhorse.models.parameters import count_parameters
 from workhorse.nn import DecoderConfig
 from workhorse.overrides import apply_overrides
+from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.compute_optimal import CHINCHILLA_TOKENS_PER_PARAMETER
-from workhorse.plan.mesh import MeshConfig
 from workhorse.train import Recipe, override_recipe, with_init
 from workhorse.train.estimate import vocab_size_of
 from workhorse.train.recipe.recipe import TrainConfig
@@ -42,7 +42,7 @@ class Subject:
     kind: str
     config: DecoderConfig
     train: TrainConfig
-    mesh: MeshConfig
+    mesh: ParallelismConfig
     packed: bool = False
     assumed: tuple[str, ...] = ()
 
@@ -85,13 +85,11 @@ def find_subject(
     return Subject(str(source), kind, config, recipe.train, mesh, packed, tuple(assumed))
 
 
-def _mesh(settings: list[str], recipe: Recipe) -> MeshConfig:
+def _mesh(settings: list[str], recipe: Recipe) -> ParallelismConfig:
     """The recipe's processes, divided as the settings say."""
-    divided = ("data", "shard", "tensor", "context", "expert")
-    own = {name: getattr(recipe.parallel, name) for name in divided}
-    fields = apply_overrides({"parallel": own}, settings)["parallel"]
+    fields = apply_overrides({"parallel": recipe.parallel.ways}, settings)["parallel"]
     try:
-        return MeshConfig.from_dict(fields)
+        return ParallelismConfig.from_dict(fields)
     except ConfigError as error:
         raise error.below("parallel") from None
 

@@ -21,9 +21,7 @@ from workhorse.devices import name_of, training_dtype, use_threads
 from workhorse.models.flops import flops_per_token
 from workhorse.models.parameters import active_parameters, count_parameters
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.parallel.division.layers import undivided
-from workhorse.parallel.division.part import part_of_model
-from workhorse.parallel.division.teams import make_teams
+from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.world import World
 from workhorse.tokenizers import Tokenizer
@@ -94,7 +92,7 @@ def assemble(
         )
     world.wait()
     seed_everything(config.seed)
-    decoder, step = _built(
+    decoder, step, teams = _built(
         recipe.replace(train=fitted.to_dict()),
         decoder_config,
         device,
@@ -109,7 +107,7 @@ def assemble(
         weights=lambda: step.optimizer.masters.weights(decoder),
         batches=batches,
         validate=together(_validator(recipe, step, dataset, world)),
-        sample=together(_sampler(recipe, decoder, tokenizer, step, world)),
+        sample=together(_sampler(recipe, decoder, tokenizer, teams, world)),
         store=store,
         metrics=MetricsFile(run.metrics_file, at.step),
         on_event=listener,
@@ -143,13 +141,15 @@ def _built(
     device: torch.device,
     world: World,
     give_weights: GiveWeights,
-) -> tuple[Decoder, TrainingStep]:
+) -> tuple[Decoder, TrainingStep, Teams]:
     """The decoder, with the weights it begins with, and the step that trains it."""
     train, parallel, divided = recipe.train, recipe.parallel, world.in_step
     teams = make_teams(world, parallel, config.vocab_size)
-    part = part_of_model(config, parallel.tensor, world.rank % parallel.tensor)
-    decoder = empty_decoder(part, train.kernel, "meta" if divided else device, torch.float32)
-    other = None if divided else give_weights(decoder, weights_of)
+    if divided:
+        decoder, other = teams.build(config, train.kernel, "meta"), None
+    else:
+        decoder = empty_decoder(config, train.kernel, device, torch.float32)
+        other = give_weights(decoder, weights_of)
     step = build_step(
         decoder, train, device, parallel=parallel, world=world, teams=teams, whole=config
     )
@@ -157,7 +157,7 @@ def _built(
         other = give_weights(decoder, step.optimizer.masters.places)
     if other is not None:
         start_optimizer(str(recipe.init), other, step.optimizer, train.optimizer.kind)
-    return decoder, step
+    return decoder, step, teams
 
 
 def _batches(recipe: Recipe, dataset: Dataset, at: Resumption) -> Batches:
@@ -243,7 +243,7 @@ def _give_weights(
             recipe.init, decoder, tell, places=places, with_optimizer=with_optimizer
         )
     into = places(decoder)
-    for name, values in config.draw(decoder.embedding.tokens.weight.device):
+    for name, values in config.draw(decoder.device):
         into[name].copy_(values)
     return None
 
@@ -294,15 +294,14 @@ def _validator(
 
 
 def _sampler(
-    recipe: Recipe, decoder: Decoder, tokenizer: Tokenizer, step: TrainingStep, world: World
+    recipe: Recipe, decoder: Decoder, tokenizer: Tokenizer, teams: Teams, world: World
 ) -> Callable[[], list[dict[str, str]]] | None:
     """What generates sample texts: the first process, or all where each has a part of the model."""
     samples = recipe.train.samples
     if samples is None or not (world.is_first or world.in_step):
         return None
     sampler = Sampler(decoder, tokenizer, samples, beginning(tokenizer, recipe.data))
-    part = step.optimizer.masters.part
-    return sampler if part is None else undivided(part.team)(sampler)
+    return teams.of_texts()(sampler)
 
 
 def _together(

@@ -114,7 +114,7 @@ def _train(
         _check_processes(recipe, world)
         check_outside(recipe.data, run.path)
     parallel = recipe.parallel
-    world = World(world.rank, world.size, in_step=parallel.in_step, team=parallel.team)
+    world = World(world.rank, world.size, parallel)
     lock = run.lock() if world.is_first else contextlib.nullcontext()
     with lock, keep_freed_memory(device):
         into = store or run.store(recipe.train.keep)

@@ -38,6 +38,12 @@ def check_divisible(config: DecoderConfig, kernel: KernelName, parallel: Paralle
             "out",
             "parallel",
         )
+    if parallel.pipeline > config.n_layers:
+        raise ConfigError(
+            f"pipeline={parallel.pipeline} is more than n_layers={config.n_layers}; choose at most "
+            "that",
+            "parallel",
+        )
     check_layers(config, parallel.tensor, parallel.expert)
 
 

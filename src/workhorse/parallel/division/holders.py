@@ -1,8 +1,12 @@
 """Which processes have a share each of a parameter's gradient, to be added up."""
 
-from collections.abc import Hashable, Mapping
+from collections import defaultdict
+from collections.abc import Collection, Hashable, Mapping
 from functools import partial
+from itertools import product
+from typing import NamedTuple
 
+import torch
 from torch import Tensor
 
 from workhorse.parallel.config import ParallelismConfig
@@ -17,6 +21,8 @@ def holders(
     parallel: ParallelismConfig,
     part: ModelPart | None,
     experts: ExpertTeam | None,
+    *,
+    tied: bool = False,
 ) -> dict[World, list[str]]:
     """The names of the parameters whose gradients the processes of each world add up.
 
@@ -29,23 +35,50 @@ def holders(
         parallel: how it is divided.
         part: of the model that this process has; None: all layers are whole.
         experts: the processes that divide experts, if they are divided.
+        tied: whether the first of several stages and the last have the same table.
     """
-    kinds: dict[tuple[bool, int], list[str]] = {}
+    kinds: dict[_Kind, list[str]] = defaultdict(list)
     for name, parameter in parameters.items():
-        of_experts = experts is not None and experts.owns(parameter)
-        ways = 1 if part is None else part.cuts[name].ways
-        kinds.setdefault((of_experts, ways), []).append(name)
+        kind = _Kind(
+            of_experts=experts is not None and experts.owns(parameter),
+            ways=1 if part is None else part.cuts[name].ways,
+            tied=tied and name.startswith("embedding.tokens."),
+        )
+        kinds[kind].append(name)
     found: dict[World, list[str]] = {}
-    for (of_experts, ways), names in sorted(kinds.items()):
-        own = world.alike(partial(_part_of, parallel, of_experts, ways))
-        found.setdefault(own, []).extend(names)
+    for kind in _of_any(world, kinds, parallel):
+        own = world.alike(partial(_part_of, parallel, kind))
+        if kind in kinds:
+            found.setdefault(own, []).extend(kinds[kind])
     return found
 
 
-def _part_of(parallel: ParallelismConfig, of_experts: bool, ways: int, rank: int) -> Hashable:
+class _Kind(NamedTuple):
+    """What decides who has the same part of a parameter."""
+
+    of_experts: bool
+    """Routed ones, which processes divide."""
+    ways: int
+    """In how many parts layers are divided here."""
+    tied: bool
+    """The first stage and the last have it."""
+
+
+def _of_any(world: World, own: Collection[_Kind], parallel: ParallelismConfig) -> list[_Kind]:
+    """The kinds that some process has, in an order that all agree on."""
+    ways = range(1, parallel.tensor + 1)
+    every = [_Kind(*one) for one in product((False, True), ways, (False, True))]
+    here = world.gather(torch.tensor([kind in own for kind in every])).any(dim=0)
+    return [kind for kind, there in zip(every, here.tolist(), strict=True) if there]
+
+
+def _part_of(parallel: ParallelismConfig, kind: _Kind, rank: int) -> Hashable:
     """What a process has of a parameter."""
-    team, member = divmod(rank, parallel.tensor)
-    of_layers = member * ways // parallel.tensor
-    if of_experts:
-        return of_layers, rank // parallel.team % parallel.expert
-    return (of_layers, team) if parallel.shard > 1 else of_layers
+    stage, of_stage = divmod(rank, parallel.processes // parallel.pipeline)
+    if kind.tied and stage == parallel.pipeline - 1:
+        stage = 0
+    team, member = divmod(of_stage, parallel.tensor)
+    of_layers = member * kind.ways // parallel.tensor
+    if kind.of_experts:
+        return stage, of_layers, rank // parallel.team % parallel.expert
+    return (stage, of_layers, team) if parallel.shard > 1 else (stage, of_layers)

@@ -7,8 +7,6 @@ of all outputs for its own tokens. So the gradient that a process has of weights
 part of it, to be added up.
 """
 
-from collections.abc import Generator
-from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -106,16 +104,6 @@ class AbsentTensorTeam(AbsentMembers, TensorTeam):
         TensorTeam.__init__(self, World(size - 1, size), vocabulary)
 
 
-@contextmanager
-def undivided(team: TensorTeam) -> Generator[None]:
-    """Leave the tokens between layers whole, for texts that grow."""
-    team.divides = False
-    try:
-        yield
-    finally:
-        team.divides = True
-
-
 def divide_layers(objective: nn.Module, config: DecoderConfig, team: TensorTeam) -> None:
     """Let the part of a model that a process has compute together with the others, in place.
 
@@ -128,12 +116,14 @@ def divide_layers(objective: nn.Module, config: DecoderConfig, team: TensorTeam)
     (loss,) = (part for part in objective.modules() if isinstance(part, HeadLoss))
     embedding = decoder.embedding
     changes: dict[nn.Module, type[_OfTeam]] = {
-        **{loss: _HeadLoss, decoder.head: _Head},
-        **{embedding: _Embedding, embedding.tokens: _Table},
+        **{loss: _HeadLoss, decoder.head: _Head, embedding: _Embedding},
+        **{part: _Table for part in embedding.children() if isinstance(part, nn.Embedding)},
     }
     patterns: dict[nn.Module, AttentionPattern] = {}
-    for layer, (block, name) in enumerate(zip(decoder.layers, config.layer_names(), strict=True)):
+    for number, block in decoder.layers.named_children():
         assert isinstance(block, Block)
+        layer = int(number)
+        name = config.layer_names()[layer]
         mixes = isinstance(block.feed_forward, MixtureOfExperts)
         changes |= {block: _Block, block.attention: _SubLayer}
         changes[block.feed_forward] = _Mixture if mixes else _SubLayer
@@ -152,7 +142,6 @@ def divide_layers(objective: nn.Module, config: DecoderConfig, team: TensorTeam)
         return become(module, kind, team=team, **options)
 
     replace_modules(objective, choose)
-    decoder.config = config  # to all who call it, it is the whole
 
 
 def _pattern(

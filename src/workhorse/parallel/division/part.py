@@ -1,7 +1,8 @@
-"""The part of a model that a process has where every layer is divided: tensor parallelism.
+"""The part of a model that a process has, where layers are divided or are those of a stage.
 
-A process builds a smaller decoder, of some of each layer's heads and hidden features and of some
-tokens of the vocabulary (1909.08053 §3). What it does not divide, norms above all, is there whole.
+To divide layers, a process builds a smaller decoder, of some of each layer's heads and hidden
+features and of some tokens of the vocabulary (1909.08053 §3). What it does not divide, norms above
+all, is there whole. A stage is what `keep_stage` leaves of a decoder.
 """
 
 import re
@@ -20,7 +21,7 @@ from workhorse.nn.blocks import BlockConfig
 from workhorse.nn.experts.mixture import MoEConfig
 
 if TYPE_CHECKING:
-    from workhorse.parallel.division.layers import TensorTeam
+    from workhorse.parallel.division.teams import Teams
 
 _OF_ONE_HEAD = re.compile(r"(.+\.[qk]_norm\.heads\.)(\d+)(\..+)")
 
@@ -78,6 +79,8 @@ class Cut:
     """Of the part."""
     ways: int
     """In how many different parts the tensor is divided; 1: each process has all of it."""
+    again: bool = False
+    """Whether an earlier stage has it too: the table of a tied head."""
 
     def of(self, whole: Tensor) -> Tensor:
         """The part of a tensor that is whole."""
@@ -93,21 +96,27 @@ class ModelPart:
         whole: the whole decoder, on the meta device.
         states: what an optimizer would keep of it, likewise.
         part: the decoder here, as `part_of_model` says; of its weights names and shapes are read.
-        team: the processes that have the other parts.
+        teams: of this process, and so of those that have the other parts.
 
     Attributes:
         cuts: where each parameter lies, by its name here.
         elsewhere: those that are not here at all, by name, on the meta device.
+        first: the number of the first process of the run that has the same part.
     """
 
     def __init__(
-        self, whole: Decoder, states: Mapping[str, Tensor], part: Decoder, team: "TensorTeam"
+        self, whole: Decoder, states: Mapping[str, Tensor], part: Decoder, teams: "Teams"
     ) -> None:
-        self.team = team
+        self.teams, self.first = teams, teams.first
         weights = dict(whole.named_parameters())
         own = {name: weight.shape for name, weight in part.named_parameters()}
         shapes = {name: weight.shape for name, weight in weights.items()}
-        self.cuts = _cuts(shapes, own, whole.config.vocab_size, team.member, team.size)
+        team = teams.layers
+        self.member, self.members = (0, 1) if team is None else (team.member, team.size)
+        is_later = teams.stages is not None and not teams.stages.is_first
+        again = {name for name in own if is_later and name.startswith("embedding.")}
+        cuts = _cuts(shapes, own, whole.config.vocab_size, self.member, self.members)
+        self.cuts = {name: replace(cut, again=name in again) for name, cut in cuts.items()}
         here = {cut.name for cut in self.cuts.values()}
         self.elsewhere = {name: weight for name, weight in weights.items() if name not in here}
         self._states_elsewhere = {
@@ -131,13 +140,20 @@ class ModelPart:
 
     def copies(self, cut: Cut) -> int:
         """How many processes of the team have the same part of a tensor."""
-        return self.team.size // cut.ways
+        return self.members // cut.ways
+
+    def added(self, own: Tensor) -> Tensor:
+        """The sum over the processes that have the other parts; all must call it."""
+        for team in (self.teams.layers, self.teams.stages):
+            own = own if team is None else team.add(own)
+        return own
 
     def whole_stack(self, parts: Tensor, cut: Cut) -> Tensor:
         """A stack of whole tensors from that of this process's parts, all of one cut."""
         if cut.ways == 1:
             return parts
-        of_members = self.team.gather(parts)[:: self.copies(cut)]
+        assert self.teams.layers is not None
+        of_members = self.teams.layers.gather(parts)[:: self.copies(cut)]
         return torch.cat(of_members, dim=1 + _divided_axis(cut))
 
     def part_of_stack(self, stack: Tensor, cut: Cut) -> Tensor:

@@ -39,8 +39,9 @@ def shard(
     Returns:
         What adds up the gradients if that is to be exact; otherwise FSDP does, in float32.
     """
-    shape = config.data, config.shard * config.context, config.tensor
-    every = init_device_mesh(device.type, shape, mesh_dim_names=("data", "shard", "tensor"))
+    shape = config.pipeline, config.data, config.shard * config.context, config.tensor
+    names = "pipeline", "data", "shard", "tensor"
+    every = init_device_mesh(device.type, shape, mesh_dim_names=names)
     mesh = every["data", "shard"]
     ignored = {parameter for parameter in root.parameters() if _stays(parameter)}
     divide = partial(

@@ -33,31 +33,31 @@ def own_slices(
     for name, tensor in tensors.items():
         whole, shape = name, tensor.shape
         starts = (0,) * tensor.ndim
-        member, writes = 0, True
+        first_of_all, writes = 0, True
         if part is not None:
             cut = part.cut(name, tensor)
             whole, shape, starts = cut.name, cut.shape, cut.starts
-            member = part.team.member
-            writes = member % part.copies(cut) == 0
+            first_of_all = part.first
+            writes = part.member % part.copies(cut) == 0 and not cut.again
         values = tensor.detach()
         if is_sharded(values):
-            first, has_first = _place(values, rank, member)
+            first, has_first = _place(values, rank, first_of_all)
             starts = (starts[0] + first, *starts[1:])
             writes &= has_first
             values = values.to_local()
         else:
-            writes &= rank == member
+            writes &= rank == first_of_all
         slices[whole] = Slice(values if writes else values.reshape(-1)[:0], starts, tuple(shape))
     return slices
 
 
-def _place(tensor: Tensor, rank: int, member: int) -> tuple[int, bool]:
+def _place(tensor: Tensor, rank: int, first_of_all: int) -> tuple[int, bool]:
     """The first row that a process has of a sharded tensor, and whether it is the first with it.
 
     Args:
         tensor: sharded by rows.
         rank: of the process.
-        member: of all processes with the same part of the layers, the first has this number.
+        first_of_all: the number of the first process with the same part of the model.
     """
     assert is_sharded(tensor)
     ranks = tensor.device_mesh.mesh
@@ -65,4 +65,4 @@ def _place(tensor: Tensor, rank: int, member: int) -> tuple[int, bool]:
     number = int((copies == rank).nonzero()[0, 1])
     rows = len(tensor)
     first = min(number * -(-rows // len(copies[0])), rows)
-    return first, rank in copies[0] and member in copies[0]
+    return first, rank in copies[0] and first_of_all in copies[0]

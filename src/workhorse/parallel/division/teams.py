@@ -1,10 +1,18 @@
-"""The teams that a process belongs to: those with other parts of its sequences, of its layers."""
+"""The teams that a process belongs to: those with other parts of its sequences, of its model."""
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from typing import NamedTuple
 
+import torch
+
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn.attention.kernels import KernelName
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.division.layers import AbsentTensorTeam, TensorTeam
+from workhorse.parallel.division.part import part_of_model
 from workhorse.parallel.division.sequences import AbsentTeam, Team
+from workhorse.parallel.division.stages import AbsentPipeline, Pipeline, keep_stage
 from workhorse.parallel.processes.world import World
 
 
@@ -13,11 +21,41 @@ class Teams(NamedTuple):
 
     sequences: Team | None = None
     layers: TensorTeam | None = None
+    stages: Pipeline | None = None
+    first: int = 0
+    """The number of the first process of the run that has the same part of the model."""
 
     @property
     def tells(self) -> bool:
         """Whether this process counts what all that divide layers see."""
         return self.layers is None or self.layers.is_first
+
+    def build(
+        self, whole: DecoderConfig, kernel: KernelName, device: torch.device | str
+    ) -> Decoder:
+        """The part of a model that this process has, as `DecoderConfig.build` would make it."""
+        config = whole
+        if self.layers is not None:
+            config = part_of_model(whole, self.layers.size, self.layers.member)
+        decoder = config.build(kernel, device=device)
+        if self.stages is not None:
+            keep_stage(decoder, self.stages)
+        return decoder
+
+    @contextmanager
+    def of_texts(self) -> Generator[None]:
+        """Let passes be of texts that grow: of all their tokens, with logits for all processes."""
+        if self.layers is not None:
+            self.layers.divides = False
+        if self.stages is not None:
+            self.stages.grows = True
+        try:
+            yield
+        finally:
+            if self.layers is not None:
+                self.layers.divides = True
+            if self.stages is not None:
+                self.stages.grows = False
 
 
 NO_TEAMS = Teams()
@@ -28,22 +66,36 @@ def make_teams(world: World, parallel: ParallelismConfig, vocabulary: int) -> Te
 
     Args:
         world: of the run. Processes that divide layers are neighbours, and so are teams of them
-            that divide sequences.
+            that divide sequences; all of a stage come before those of the next.
         parallel: how many there are in each.
         vocabulary: tokens of the model.
     """
-    sequences = layers = None
+    sequences = layers = stages = None
     tensor, team = parallel.tensor, parallel.team
+    of_stage = parallel.processes // parallel.pipeline
     if parallel.context > 1:
         sequences = Team(world.alike(lambda rank: (rank // team, rank % tensor)))
     if tensor > 1:
         layers = TensorTeam(world.alike(lambda rank: rank // tensor), vocabulary)
-    return Teams(sequences, layers)
+    if parallel.pipeline > 1:
+        stages = Pipeline(world.alike(lambda rank: rank % of_stage))
+    first = world.rank // of_stage * of_stage + world.rank % tensor
+    return Teams(sequences, layers, stages, first)
 
 
-def absent_teams(parallel: ParallelismConfig, vocabulary: int) -> Teams:
-    """The same for passes on tensors without data, where there are no other processes."""
+def absent_teams(parallel: ParallelismConfig, vocabulary: int, stage: int | None = None) -> Teams:
+    """The same for passes on tensors without data, where there are no other processes.
+
+    Args:
+        parallel: how many there are in each.
+        vocabulary: tokens of the model.
+        stage: of the process; None for the last.
+    """
+    pipeline = parallel.pipeline
     return Teams(
         AbsentTeam(parallel.context) if parallel.context > 1 else None,
         AbsentTensorTeam(parallel.tensor, vocabulary) if parallel.tensor > 1 else None,
+        AbsentPipeline(pipeline, pipeline - 1 if stage is None else stage)
+        if pipeline > 1
+        else None,
     )

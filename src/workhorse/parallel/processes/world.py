@@ -13,6 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
+from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.meeting import meet
 
@@ -30,29 +31,38 @@ class World:
     Args:
         rank: the number of this one, from 0.
         size: how many there are.
+        parallel: how they divide what they do.
+        group: exchanges what they tell each other; None for PyTorch's default.
+
+    Attributes:
         in_step: whether a pass of one needs one of every other at the same time, since each has a
             part of the weights.
-        team: so many consecutive processes have a part each of the same sequences.
-        group: exchanges what they tell each other; None for PyTorch's default.
+        team: so many consecutive processes have the same rows of a batch.
+        teams: how many of them there are, with different rows; each stage of a pipeline has as many
+            again.
     """
 
     def __init__(
         self,
         rank: int = 0,
         size: int = 1,
+        parallel: ParallelismConfig = UNDIVIDED,
         *,
-        in_step: bool = False,
-        team: int = 1,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.rank, self.size, self.in_step, self.group = rank, size, in_step, group
-        self.team = team
-        self.teams = size // team
+        self.rank, self.size, self.parallel, self.group = rank, size, parallel, group
+        self.in_step, self.team = parallel.in_step, parallel.team
+        self.teams = size // (parallel.team * parallel.pipeline)
 
     @property
     def member(self) -> int:
-        """The number of this process in its team, from 0."""
-        return self.rank % self.team
+        """The number of this process among those that have the same rows, from 0."""
+        stage = self.rank // (self.teams * self.team)
+        return stage * self.team + self.rank % self.team
+
+    def team_of(self, rank: int) -> int:
+        """The number of a process's team among those of its stage, which have different rows."""
+        return rank // self.team % self.teams
 
     def apart(self) -> "World":
         """The same processes for another thread of each; all must call it."""
@@ -60,7 +70,7 @@ class World:
             return self
         group = dist.new_group(timeout=PATIENCE, backend="gloo")
         assert isinstance(group, dist.ProcessGroup)  # this process belongs to it
-        return World(self.rank, self.size, in_step=self.in_step, team=self.team, group=group)
+        return World(self.rank, self.size, self.parallel, group=group)
 
     def alike(self, key: Callable[[int], Hashable]) -> "World":
         """Of a run's processes, those whose number has the same key as this one's.
@@ -89,7 +99,7 @@ class World:
 
     def share(self, count: int, rank: int | None = None) -> range:
         """Which of so many things are this process's team's, or another's: consecutive ones."""
-        team = (self.rank if rank is None else rank) // self.team
+        team = self.team_of(self.rank if rank is None else rank)
         return range(team * count // self.teams, (team + 1) * count // self.teams)
 
     def passes(self, count: int) -> Iterator[tuple[int, bool]]:

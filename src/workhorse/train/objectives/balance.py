@@ -12,13 +12,14 @@ The loss is a product of two means, so if these were taken over a micro-batch (S
 import math
 from collections.abc import Generator
 from contextlib import contextmanager
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from workhorse.config import ConfigError
-from workhorse.nn import IGNORE, DecoderConfig
+from workhorse.nn import IGNORE, Decoder, DecoderConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import AdjustedRouter, Router, Routing
 from workhorse.train.objectives.objective import Objective, Outcome, Wrapped
@@ -70,6 +71,7 @@ class Balancer:
 
     Args:
         decoder: its routers are observed.
+        whole: the config of the model of which it is a stage; None: it has all layers.
         weight: of the loss `n_experts · Σ load_e · score_e` of each router and sequence, which is 1
             if all experts are equally loaded: `load_e` is the fraction of the sequence's choices
             that fell on expert e, `score_e` its mean fraction of a token's scores. A sequence is
@@ -80,13 +82,15 @@ class Balancer:
         tells: False where another process counts the same routings.
 
     Attributes:
-        loads: how many choices fell on each expert of a router since the last update.
-        latest: the same for the last update's batch, a row per router in the order of execution.
+        loads: how many choices fell on each expert since the last update, by layer; of those that
+            are not here none.
+        latest: the same for the last update's batch, in the order of the layers.
     """
 
     def __init__(
         self,
-        decoder: nn.Module,
+        decoder: Decoder,
+        whole: DecoderConfig | None = None,
         *,
         weight: float = 0.0,
         rate: float = 0.0,
@@ -98,12 +102,16 @@ class Balancer:
         self.weight = weight
         self.rate = rate
         self.watching = False
-        self.routings: list[tuple[Router, Routing]] = []
-        self.loads: dict[Router, Tensor] = {}
+        self.n_experts = _mixtures(decoder.config if whole is None else whole)
+        self.routers: dict[int, Router] = {}
+        self.routings: list[tuple[int, Routing]] = []
+        self.loads: dict[int, Tensor] = {}
         self.latest: list[Tensor] = []
-        for router in decoder.modules():
-            if isinstance(router, Router):
-                router.register_forward_hook(self._note)
+        for number, layer in decoder.layers.named_children():
+            for router in layer.modules():
+                if isinstance(router, Router):
+                    self.routers[int(number)] = router
+                    router.register_forward_hook(partial(self._note, int(number)))
 
     @contextmanager
     def watch(self) -> Generator[None]:
@@ -129,9 +137,11 @@ class Balancer:
         """
         counted = targets != IGNORE
         total = torch.zeros((), device=targets.device)
-        for router, routing in self.routings:
+        for layer, n_experts in self.n_experts.items():
+            self.loads.setdefault(layer, torch.zeros(n_experts, device=targets.device))
+        for layer, routing in self.routings:
             loads = loads_of(routing, counted)
-            self.loads[router] = self.loads.get(router, 0.0) + loads.sum(dim=0)
+            self.loads[layer] += loads.sum(dim=0)
             if self.weight:
                 loads = loads if self.team is None else self.team.add(loads)
                 if not self.tells:
@@ -143,9 +153,10 @@ class Balancer:
     @torch.no_grad()
     def update(self, finite: bool) -> None:
         """Move the biases by the loads since the last update, unless that update was skipped."""
-        for router, load in self.loads.items():
+        for layer, router in self.routers.items():
             bias = router.selection_bias if isinstance(router, AdjustedRouter) else None
             if finite and bias is not None:
+                load = self.loads[layer]
                 bias.add_(torch.sign(load.mean() - load), alpha=self.rate)
         self.latest = list(self.loads.values())
         self.forget()
@@ -176,9 +187,11 @@ class Balancer:
         self.routings.clear()
         self.loads.clear()
 
-    def _note(self, router: Router, _inputs: tuple[Tensor, ...], routing: Routing) -> None:
+    def _note(
+        self, layer: int, _router: Router, _inputs: tuple[Tensor, ...], routing: Routing
+    ) -> None:
         if self.watching:
-            self.routings.append((router, routing))
+            self.routings.append((layer, routing))
 
 
 def loads_of(routing: Routing, counted: Tensor) -> Tensor:
@@ -210,9 +223,19 @@ def imbalance(scores: Tensor, loads: Tensor, counted: Tensor) -> Tensor:
     return n_experts * (loads * summed).sum(dim=1) / loads.sum(dim=1).clamp(min=1)
 
 
-def has_mixtures(decoder: nn.Module) -> bool:
+def has_mixtures(config: DecoderConfig) -> bool:
     """Whether a decoder has mixtures of experts, whose loads can be counted."""
-    return any(isinstance(module, Router) for module in decoder.modules())
+    return bool(_mixtures(config))
+
+
+def _mixtures(config: DecoderConfig) -> dict[int, int]:
+    """The number of experts of each layer that is a mixture."""
+    feed_forwards = [config.blocks[name].feed_forward for name in config.layer_names()]
+    return {
+        layer: mixture.n_experts
+        for layer, mixture in enumerate(feed_forwards)
+        if isinstance(mixture, MoEConfig)
+    }
 
 
 def check_balance(config: DecoderConfig, *, weight: float, rate: float) -> None:

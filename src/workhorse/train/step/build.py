@@ -15,7 +15,9 @@ from workhorse.optim.master_weights import MasterWeights, round_weights
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.layers import divide_layers
 from workhorse.parallel.division.part import ModelPart
+from workhorse.parallel.division.stages import divide_stages
 from workhorse.parallel.division.teams import NO_TEAMS, Teams
+from workhorse.parallel.division.turns import one_forward_one_backward
 from workhorse.parallel.processes.world import ALONE, World
 from workhorse.train.objectives.balance import Balanced, Balancer, has_mixtures
 from workhorse.train.objectives.divided import Divided
@@ -56,8 +58,8 @@ def build_step(
         parallel: how the gradients of the batch's parts are added up.
         world: the processes that have these parts: those of `parallel`, or one that has all.
         teams: of this process, where sequences or layers are divided.
-        whole: the config of the model of whose layers the decoder has this process's part; None:
-            it has all.
+        whole: the config of the model of which the decoder is this process's part; None: it has
+            all.
 
     Raises:
         WorkhorseError: nothing is to be trained.
@@ -68,23 +70,20 @@ def build_step(
     dtype = training_dtype(config.dtype, device)
     operators = training_operators(device, dtype)
     low_bits = round_weights(decoder) if dtype == torch.bfloat16 else {}
-    objective = _objective(decoder, config, teams)
+    whole = whole or decoder.config
+    objective = _objective(decoder, config, teams, whole)
     objective.train()
     if device.type == "cpu" and dtype != torch.float16:
         if dtype == torch.bfloat16:
             replace_embeddings(decoder)
         train_natively(objective, operators, precision=config.matmul_precision)
-    part = None
-    if teams.layers is not None:
-        undivided = (whole or decoder.config).build(device="meta")
-        states = build_optimizer(undivided, config.optimizer).tensors()
-        part = ModelPart(undivided, states, decoder, teams.layers)
-        divide_layers(objective, undivided.config, teams.layers)
+    between = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    part = _take_part(objective, decoder, config, teams, whole, dtype=between)
     if config.fp8:
         multiply_in_float8(decoder)
     if config.activation_checkpointing:
         checkpoint_activations(decoder)
-    reduction = _divide(objective, decoder, parallel, world, device=device, part=part)
+    reduction = _divide(objective, decoder, parallel, world, whole, device=device, part=part)
     optimizer = build_optimizer(
         decoder,
         config.optimizer,
@@ -106,13 +105,50 @@ def build_step(
             config.matmul_precision,
         ),
         scale=LossScale(enabled=dtype == torch.float16),
-        micro_batch_size=config.micro_batch_size or -(-config.batch_size // parallel.parts),
+        micro_batch_size=config.micro_batch_size or parallel.rows_at_once(config.batch_size),
+        turns=partial(
+            one_forward_one_backward,
+            stages=1 if teams.stages is None else teams.stages.size,
+            stage=0 if teams.stages is None else teams.stages.member,
+        ),
         grad_clip=config.grad_clip,
         reduction=reduction(optimizer.masters, config.seed) if divided else None,
     )
     if config.compile:
         compile_layers(decoder)
+    decoder.config = whole  # to all who call it, it is the whole
     return step
+
+
+def _take_part(
+    objective: Objective,
+    decoder: Decoder,
+    config: TrainConfig,
+    teams: Teams,
+    whole: DecoderConfig,
+    *,
+    dtype: torch.dtype,
+) -> ModelPart | None:
+    """Let the part of a model that this process has compute together with the others.
+
+    Args:
+        objective: holds the part.
+        decoder: is the part.
+        config: how it is trained.
+        teams: have the other parts.
+        whole: the config of all of it.
+        dtype: of the residual stream.
+    """
+    if teams.layers is None and teams.stages is None:
+        return None
+    undivided = whole.build(device="meta")
+    states = build_optimizer(undivided, config.optimizer).tensors()
+    part = ModelPart(undivided, states, decoder, teams)
+    if teams.stages is not None:
+        divide_stages(objective, teams.stages, dtype)
+    if teams.layers is not None:
+        divide_layers(objective, whole, teams.layers)
+    return part
 
 
 def _divide(
@@ -120,6 +156,7 @@ def _divide(
     decoder: Decoder,
     parallel: ParallelismConfig,
     world: World,
+    whole: DecoderConfig,
     *,
     device: torch.device,
     part: ModelPart | None,
@@ -135,7 +172,8 @@ def _divide(
     if experts is not None:
         experts.divide(objective)
     trained = {name: own for name, own in decoder.named_parameters() if own.requires_grad}
-    held_by = holders(trained, world, parallel, part, experts)
+    tied = parallel.pipeline > 1 and whole.head.tied
+    held_by = holders(trained, world, parallel, part, experts, tied=tied)
     reduction = partial(Reduction, world, parallel, holders=held_by)
     if parallel.shard > 1:
         exact_sums = shard(objective, decoder.layers, parallel, device)
@@ -148,12 +186,15 @@ def _divide(
     return reduction
 
 
-def _objective(decoder: Decoder, config: TrainConfig, teams: Teams) -> Objective:
+def _objective(
+    decoder: Decoder, config: TrainConfig, teams: Teams, whole: DecoderConfig
+) -> Objective:
     team = teams.sequences
     objective: Objective = NextToken(decoder, config.z_loss, team)
-    if has_mixtures(decoder):
+    if has_mixtures(whole):
         balancer = Balancer(
             decoder,
+            whole,
             weight=config.balance_loss,
             rate=config.balance_rate,
             team=team,

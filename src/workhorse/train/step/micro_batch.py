@@ -16,8 +16,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.processes import environment
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.account import moments_of_part, ways_of, whole_at_once
-from workhorse.train.step.step_memory import OF_WEIGHTS, StepMemory, step_memory
+from workhorse.train.step.device_memory import device_memory
 
 MARGIN, SCATTERED = 0.1, 0.3
 """Fraction of the free memory that is left for validation, samples, what operators need inside
@@ -60,7 +59,7 @@ def fit_micro_batch(
         tried = train.replace(micro_batch_size=rows)
         return step_bytes(config, tried, device, packed=packed, parallel=parallel)
 
-    most = -(-train.batch_size // parallel.parts)
+    most = parallel.rows_at_once(train.batch_size)
     rows = largest_share(needed, usable(free, device), most)
     if not rows:
         raise WorkhorseError(
@@ -108,23 +107,10 @@ def step_bytes(
         packed: whether rows hold several documents.
         parallel: how weights and batch are divided.
     """
-    train_here = recordable(train, device)
-    found = step_memory(config, train_here, device, packed=packed, parallel=parallel)
+    recorded = recordable(train, device)
+    found = device_memory(config, recorded, device, parallel, packed=packed)
     copies = 2 * count_parameters(config)["total"] if train.dtype == "float16" else 0
-    return _of_one_process(found, parallel) + copies
-
-
-def _of_one_process(step: StepMemory, parallel: ParallelismConfig) -> int:
-    if not parallel.in_step:
-        return step.total
-    shards, expert = parallel.weight_parts, parallel.expert
-    weights = step.held["weights"]
-    own = sum(size / ways_of(place, shards, expert) for place, size in weights.items())
-    shares = dict.fromkeys(OF_WEIGHTS, own / sum(weights.values()))
-    gathered = whole_at_once(step, expert) if shards > 1 else 0
-    return max(
-        sum(moment.kinds.values()) for moment in moments_of_part(step, shares, gathered=gathered)
-    )
+    return found.total + copies
 
 
 def recordable(train: TrainConfig, device: torch.device) -> TrainConfig:

@@ -84,7 +84,8 @@ class Reduction:
 
     def pass_part(self, step: int, part: int, rows: int, passes: Passes) -> dict[str, Tensor]:
         """Leave the gradient of one part of a batch of so many rows; returns sums to be logged."""
-        who = [self.world.member] if self.world.team > 1 else []
+        alone = self.world.teams == self.world.size
+        who = [] if alone else [self.world.member]
         torch.manual_seed(derive(self.seed, "part", step, part, *who) % 2**63)
         return passes(part * rows // self.parts, (part + 1) * rows // self.parts)
 
@@ -115,11 +116,11 @@ class ShardedReduction(Reduction):
         world = self.world
         sums, figures = TreeSum(), dict[str, Tensor]()
         for first in range(0, self.parts, world.teams):
-            figures = self.pass_part(step, first + world.rank // world.team, rows, passes)
+            figures = self.pass_part(step, first + world.team_of(world.rank), rows, passes)
             if self.exact_sums is not None:
                 self.exact_sums.end_part()
             of_all = world.gather(torch.stack(list(figures.values())).float())
-            for number, of_process in enumerate(of_all, first * world.team):
+            for number, of_process in enumerate(of_all, first * world.size // world.teams):
                 sums.push(Node(0, number, [of_process]))
         if self.exact_sums is not None:
             taken = self.exact_sums.take()

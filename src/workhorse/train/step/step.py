@@ -1,6 +1,7 @@
 """One training step: loss and gradient of a batch, then the update, unless it is not finite."""
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from workhorse.optim.groups import Optimizer
 from workhorse.optim.norm import norm_by_rows, norm_over_parts, total_norm
+from workhorse.parallel.division.turns import Turn, one_forward_one_backward
 from workhorse.train.objectives.objective import Objective, Outcome, Rows
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
@@ -46,6 +48,7 @@ class TrainingStep:
         scale: of the loss.
         micro_batch_size: rows per pass.
         grad_clip: largest norm of the gradient; None for no limit.
+        turns: the order of the passes of so many micro-batches.
         reduction: adds up the gradients of a batch that is divided; None: it is not.
     """
 
@@ -59,6 +62,7 @@ class TrainingStep:
         scale: LossScale,
         micro_batch_size: int,
         grad_clip: float | None,
+        turns: Callable[[int], Iterable[Turn]] = one_forward_one_backward,
         reduction: Reduction | None = None,
     ) -> None:
         self.objective = objective
@@ -68,6 +72,7 @@ class TrainingStep:
         self.scale = scale
         self.micro_batch_size = micro_batch_size
         self.grad_clip = grad_clip
+        self.turns = turns
         self.reduction = reduction
         self._terms: dict[str, Tensor] = {}
         """The means of what `backward` saw beside the loss."""
@@ -98,14 +103,20 @@ class TrainingStep:
     def _passes(self, batch: Rows, counted: int, begin: int, end: int) -> dict[str, Tensor]:
         """Leave the gradient of some rows, divided by the batch's count; returns sums to log."""
         sums: dict[str, Tensor] = {}
-        for start in range(begin, end, self.micro_batch_size):
-            rows = batch.rows(start, min(start + self.micro_batch_size, end))
-            with self.precision():
-                outcome: Outcome = self.objective(rows.to(self.device, non_blocking=True))
-            for name, figure in {"loss": outcome.loss.detach(), **outcome.figures}.items():
-                sums[name] = sums[name] + figure if name in sums else figure
-            (outcome.loss * (self.scale.value / max(counted, 1))).backward()
-            if end - begin > self.micro_batch_size:
+        starts = range(begin, end, self.micro_batch_size)
+        losses: dict[int, Tensor] = {}
+        """Of micro-batches whose backward pass is still to come."""
+        for number, forward in self.turns(len(starts)):
+            if forward:
+                rows = batch.rows(starts[number], min(starts[number] + starts.step, end))
+                with self.precision():
+                    outcome: Outcome = self.objective(rows.to(self.device, non_blocking=True))
+                for name, figure in {"loss": outcome.loss.detach(), **outcome.figures}.items():
+                    sums[name] = sums[name] + figure if name in sums else figure
+                losses[number] = outcome.loss * (self.scale.value / max(counted, 1))
+                continue
+            losses.pop(number).backward()
+            if len(starts) > 1:
                 self.optimizer.masters.accumulate()
         return sums
 

@@ -14,7 +14,6 @@ from workhorse.errors import WorkhorseError
 from workhorse.models.parameters import components_of
 from workhorse.nn import Decoder, DecoderConfig, HeadLoss
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
-from workhorse.parallel.division.part import part_of_model
 from workhorse.parallel.division.teams import absent_teams
 from workhorse.tensors.tape import Tape, stand_in, without_data
 from workhorse.train.recipe.recipe import TrainConfig
@@ -116,6 +115,7 @@ def step_memory(
     packed: bool = False,
     updates: bool = True,
     parallel: ParallelismConfig = UNDIVIDED,
+    stage: int | None = None,
 ) -> StepMemory:
     """Record a step, of two micro-batches at most: further ones are like the second.
 
@@ -134,19 +134,20 @@ def step_memory(
         packed: whether rows hold several documents, which a mask keeps apart.
         updates: whether the update is recorded too, which depends on no batch.
         parallel: how the batch is divided.
+        stage: of a pipeline; None for the last. Of all micro-batches that wait for their backward
+            pass it holds one.
     """
     kernel = "sdpa" if train.kernel.startswith("flex") else train.kernel
     train = train.replace(kernel=kernel, fp8=False, compile=False)
     size = train.micro_batch_size
     rows = train.batch_size
     if not parallel.is_exact:
-        rows = -(-rows // parallel.parts)
-        rows = rows if size is None else min(rows, 2 * int(size))
+        size = size or parallel.rows_at_once(rows)
+        rows = min(-(-rows // parallel.parts), 2 * int(size))
     here = stand_in(device)
     with without_data(here) as tape:
-        own = part_of_model(config, parallel.tensor, parallel.tensor - 1)
-        decoder = own.build(train.kernel, device=here)
-        teams = absent_teams(parallel, config.vocab_size)
+        teams = absent_teams(parallel, config.vocab_size, stage)
+        decoder = teams.build(config, train.kernel, here)
         step = build_step(decoder, train, here, parallel=parallel, teams=teams, whole=config)
         optimizer, places = step.optimizer, _places(decoder)
         held: dict[Kind, dict[str, Tensor]] = {
@@ -185,10 +186,10 @@ class _Recorder:
         objective.register_forward_pre_hook(self._begin)
         objective.register_forward_hook(self._end_of_forward)
         layers = dict(decoder.layers.named_children())
+        first, *_, last = [*layers, *layers]
         for name, layer in layers.items():
-            layer.register_forward_pre_hook(self._before(f"layers.{name}", name == "0"))
-            last = name == str(len(layers) - 1)
-            layer.register_forward_hook(self._after(f"layers.{name}", last))
+            layer.register_forward_pre_hook(self._before(f"layers.{name}", name == first))
+            layer.register_forward_hook(self._after(f"layers.{name}", name == last))
         (loss,) = (part for part in objective.modules() if isinstance(part, HeadLoss))
         loss.register_forward_pre_hook(lambda *_: self.enter("head", "forward"))
         for parameter in decoder.parameters():

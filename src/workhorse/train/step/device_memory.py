@@ -1,15 +1,17 @@
-"""The memory of one device of a mesh: a recorded step, divided among the devices."""
+"""The memory of one of several processes: a step recorded on what it has of model and batch."""
 
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from workhorse.config import ConfigError
 from workhorse.nn import DecoderConfig
-from workhorse.parallel.config import ParallelismConfig
-from workhorse.plan.mesh import MeshConfig, check_mesh, stage_of_model
+from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.division.divisible import check_divisible
+from workhorse.parallel.division.part import share_of
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.account import Moment, moments_of_part, ways_of, whole_at_once
 from workhorse.train.step.step_memory import (
@@ -27,7 +29,7 @@ MOST_RECORDS = 16
 
 @dataclass(frozen=True)
 class DeviceMemory:
-    """What the fullest device of a mesh needs for a training step, in bytes.
+    """What the fullest of several devices needs for a training step, in bytes.
 
     Attributes:
         stage: of the pipeline, from 0, that the device belongs to.
@@ -67,7 +69,7 @@ def device_memory(
     config: DecoderConfig,
     train: TrainConfig,
     device: torch.device,
-    mesh: MeshConfig | None = None,
+    parallel: ParallelismConfig = UNDIVIDED,
     *,
     packed: bool = False,
     updates: bool = True,
@@ -87,82 +89,77 @@ def device_memory(
 
     Args:
         config: of the whole decoder.
-        train: how it is trained, all devices together.
+        train: how it is trained, all devices together; `micro_batch_size` is a number or None.
         device: the kind.
-        mesh: None for one device.
+        parallel: how the work is divided among them.
         packed: whether rows hold several documents.
         updates: whether the update is recorded too.
 
     Raises:
-        ConfigError: the mesh does not divide the model or its batches evenly.
+        ConfigError: the model or its batches cannot be divided like this.
     """
-    mesh = mesh or MeshConfig()
-    check_mesh(mesh, config, train)
-    local = _of_one_device(train, mesh)
-    stages = _distinct_stages(config, mesh)
+    check_divisible(config, train.kernel, parallel)
+    try:
+        parallel.check_batch(train.batch_size, train.seq_len)
+    except ConfigError as error:
+        raise error.below("parallel") from None
     found = [
-        _of_stage(config, local, device, mesh, stage, packed=packed, updates=updates)
-        for stage in stages
+        _of_stage(config, train, device, parallel, stage, packed=packed, updates=updates)
+        for stage in _distinct_stages(config, parallel.pipeline)
     ]
     return max(found, key=lambda memory: memory.total)
 
 
-def _of_one_device(train: TrainConfig, mesh: MeshConfig) -> TrainConfig:
-    rows = train.batch_size // mesh.replicas
-    size = train.micro_batch_size
-    return train.replace(
-        batch_size=rows,
-        micro_batch_size=min(size, rows) if isinstance(size, int) else size,
-    )
-
-
-def _distinct_stages(config: DecoderConfig, mesh: MeshConfig) -> list[int]:
-    """The first and the last, and of the others the first of each sequence of layers."""
-    names, length = config.layer_names(), config.n_layers // mesh.pipeline
+def _distinct_stages(config: DecoderConfig, stages: int) -> list[int]:
+    """The last, and of the others the first with the same layers: it waits longest."""
+    names = config.layer_names()
     first_of: dict[Any, int] = {}
-    for stage in range(mesh.pipeline):
-        own = tuple(names[stage * length : (stage + 1) * length])
-        first_of.setdefault((own, stage == mesh.pipeline - 1), stage)
-    return sorted(first_of.values())
+    for stage in range(stages):
+        own = tuple(names[layer] for layer in share_of(len(names), stages, stage))
+        first_of.setdefault((own, stage == stages - 1), stage)
+    return list(first_of.values())
 
 
 def _of_stage(
     config: DecoderConfig,
     train: TrainConfig,
     device: torch.device,
-    mesh: MeshConfig,
+    parallel: ParallelismConfig,
     stage: int,
     *,
     packed: bool,
     updates: bool,
 ) -> DeviceMemory:
-    part = stage_of_model(config, mesh, stage)
-    step = _recorded(part, train, device, mesh, packed=packed, updates=updates)
-    shards = mesh.shard * mesh.context if mesh.shard > 1 else 1
-    missing = set(_missing(config, mesh, stage))
+    local = _of_one_device(train, parallel)
+    step = _recorded(config, local, device, parallel, stage, packed=packed, updates=updates)
+    shards, expert = parallel.weight_parts, parallel.expert
     held: dict[Kind, dict[Place, int]] = {
-        kind: {
-            place: -(-size // ways_of(place, shards, mesh.expert))
-            for place, size in sizes.items()
-            if place.part not in missing
-        }
+        kind: {place: -(-size // ways_of(place, shards, expert)) for place, size in sizes.items()}
         for kind, sizes in step.held.items()
     }
     shares: dict[Kind, float] = {kind: _share(held[kind], step.held[kind]) for kind in HELD}
     shares["gradients"] = shares["sums"] = shares["weights"]
-    shares["loss"] = float("head" not in missing)
-    activations = {part: size for part, size in step.activations.items() if part not in missing}
-    shares["activations"] = _share(activations, step.activations)
-    in_flight = min(mesh.pipeline - stage, _micro_batches(train))
-    gathered = whole_at_once(step, mesh.expert) if shards > 1 else 0
-    earlier = (in_flight - 1) * sum(activations.values())
+    in_flight = min(parallel.pipeline - stage, _micro_batches(local))
+    gathered = whole_at_once(step, expert) if shards > 1 else 0
+    earlier = (in_flight - 1) * sum(step.activations.values())
     return DeviceMemory(
         stage,
         held,
-        activations,
+        step.activations,
         in_flight,
         gathered,
         list(moments_of_part(step, shares, earlier, gathered)),
+    )
+
+
+def _of_one_device(train: TrainConfig, parallel: ParallelismConfig) -> TrainConfig:
+    """What one device does; where gradients are added exactly, as if it did all."""
+    rows = train.batch_size if parallel.is_exact else -(-train.batch_size // parallel.parts)
+    size = train.micro_batch_size
+    if size is None and not parallel.is_exact:
+        size = parallel.rows_at_once(train.batch_size)
+    return train.replace(
+        batch_size=rows, micro_batch_size=min(size, rows) if isinstance(size, int) else size
     )
 
 
@@ -170,19 +167,21 @@ def _recorded(
     config: DecoderConfig,
     train: TrainConfig,
     device: torch.device,
-    mesh: MeshConfig,
+    parallel: ParallelismConfig,
+    stage: int,
     *,
     packed: bool,
     updates: bool,
 ) -> StepMemory:
-    """The record of a step, made once: meshes with the same part of the model share it."""
-    train = _as_recorded(train)
-    parallel = ParallelismConfig(context=mesh.context, tensor=mesh.tensor)
-    key = json.dumps([config.to_dict(), train.to_dict(), str(device), parallel.to_dict(), packed])
+    """The record of a step, made once: all with the same part of the model share it."""
+    train = train if parallel.is_exact else _as_recorded(train)
+    parallel = parallel.replace(data=1, shard=1, expert=1)
+    parts = [config.to_dict(), train.to_dict(), str(device), parallel.to_dict(), stage, packed]
+    key = json.dumps(parts)
     found = _RECORDS.get(key)
     if found is None or (updates and found.spans[-1].phase != "update"):
         found = _RECORDS[key] = step_memory(
-            config, train, device, packed=packed, updates=updates, parallel=parallel
+            config, train, device, packed=packed, updates=updates, parallel=parallel, stage=stage
         )
         if len(_RECORDS) > MOST_RECORDS:
             del _RECORDS[next(iter(_RECORDS))]  # the oldest
@@ -195,14 +194,6 @@ def _as_recorded(train: TrainConfig) -> TrainConfig:
     if not isinstance(size, int) or size >= train.batch_size:
         return train.replace(micro_batch_size=None)
     return train.replace(batch_size=min(train.batch_size, 2 * size))
-
-
-def _missing(config: DecoderConfig, mesh: MeshConfig, stage: int) -> Iterator[str]:
-    """The parts that a stage of the pipeline is recorded with and does not have."""
-    if stage > 0 and not (config.head.tied and stage == mesh.pipeline - 1):
-        yield "embedding"
-    if stage < mesh.pipeline - 1:
-        yield from ("head", "final_norm")
 
 
 def _share(part: Mapping[Any, int], whole: Mapping[Any, int]) -> float:

@@ -1,5 +1,6 @@
-"""`workhorse train` where processes divide layers: the run of one process, to rounding."""
+"""`workhorse train` where processes divide the model: the run of one process, to rounding."""
 
+import math
 from pathlib import Path
 
 import pytest
@@ -9,24 +10,26 @@ import yaml
 from tests.nn.grid import COVERING
 from tests.parallel import forked
 from tests.parallel.runs import GATED, fields, steps_of
-from tests.parallel.teams import DOCUMENTS, check_layers
+from tests.parallel.teams import DOCUMENTS, check_parts
 from workhorse.checkpoints import RunDirectory
 from workhorse.config import ConfigError
-from workhorse.parallel.config import ParallelismConfig
+from workhorse.parallel.config import DIVIDED, ParallelismConfig
 from workhorse.parallel.division.part import part_of_model
 from workhorse.train import Recipe, read_metrics, train
 
 
 def test_two_processes_pass_as_one(tmp_path: Path) -> None:
     """Some of the grid, which is whole in a campaign; with documents or without, in turn."""
-    check_layers(tmp_path, [ParallelismConfig(tensor=2)], COVERING[::3], [[None], [DOCUMENTS]])
+    meshes = [ParallelismConfig(tensor=2), ParallelismConfig(pipeline=2)]
+    check_parts(tmp_path, meshes, COVERING[::3], [[None], [DOCUMENTS]])
 
 
-def test_a_run_goes_on_with_other_parts_of_the_layers(tmp_path: Path) -> None:
+def test_a_run_goes_on_with_other_parts_of_the_model(tmp_path: Path) -> None:
     """Muon's matrices are whole, heads of keys copied, and some norms of heads here and there."""
     recipe = fields(
         tmp_path,
         GATED,
+        steps=8,
         batch_size=8,
         optimizer={"kind": "muon"},
         eval_every=2,
@@ -43,11 +46,12 @@ def test_a_run_goes_on_with_other_parts_of_the_layers(tmp_path: Path) -> None:
     train(Recipe.from_dict(recipe), tmp_path / "one")
     file, walk = tmp_path / "tiny.yaml", tmp_path / "walk"
     file.write_text(yaml.safe_dump(recipe))
-    for steps, workers in ((2, 2), (6, 4)):
-        words = [str(file), f"train.steps={steps}", "--out", str(walk)]
-        words += ["parallel.tensor=2", f"parallel.shard={workers // 2}"]
+    pairs = {"tensor": 2, "shard": 2}, {"tensor": 2, "pipeline": 2}
+    for number, divided in enumerate(({"tensor": 2}, *pairs, {"pipeline": 2})):
+        words = [str(file), f"train.steps={2 + 2 * number}", "--out", str(walk)]
+        words += [f"parallel.{name}={divided.get(name, 1)}" for name in DIVIDED]
         words += ["--resume"] if walk.exists() else []
-        forked.train(words, workers, tmp_path / "said")
+        forked.train(words, math.prod(divided.values()), tmp_path / "said")
     for one, other in zip(*(steps_of(tmp_path / name) for name in ("one", "walk")), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-5)
         assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-4)

@@ -1,0 +1,215 @@
+"""Consecutive layers on each of several processes: pipeline parallelism.
+
+A process has the layers of its stage, and takes in what the stage before makes of each micro-batch
+(1811.06965). The gradient comes back the same way, as part of the backward pass. The last stage
+alone has a loss; that of the others is nothing but what makes autograd ask for their gradient.
+"""
+
+from collections import deque
+
+import torch
+import torch.distributed as dist
+from jaxtyping import Int
+from torch import Tensor, nn
+
+from workhorse.nn import Decoder, HeadLoss
+from workhorse.nn.head import Head
+from workhorse.nn.head_loss import Matrix
+from workhorse.nn.loss import Losses
+from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
+from workhorse.parallel.division.part import share_of
+from workhorse.parallel.processes.members import AbsentMembers, Members, with_gradient
+from workhorse.parallel.processes.world import World
+from workhorse.transforms.replace import become, combined, replace_modules
+
+
+class Pipeline(Members):
+    """The processes that have the stages of a model, in their order.
+
+    Attributes:
+        grows: whether a text does, whose logits all stages need.
+        dtype: of what goes from one stage to the next.
+    """
+
+    dtype = torch.float32
+
+    def __init__(self, world: World) -> None:
+        super().__init__(world)
+        self.grows = False
+        self._sent: deque[tuple[dist.Work, Tensor]] = deque()
+
+    @property
+    def is_first(self) -> bool:
+        return self.member == 0
+
+    @property
+    def is_last(self) -> bool:
+        return self.member == self.size - 1
+
+    def own(self, layers: int) -> range:
+        """Which of so many layers this process has."""
+        return share_of(layers, self.size, self.member)
+
+    def send(self, x: Tensor, stage: int) -> None:
+        """Send a tensor to another stage, without waiting for it to arrive."""
+        x = x.detach().contiguous()
+        work = dist.isend(x, group=self.group, group_dst=stage)
+        assert work is not None
+        self._sent.append((work, x))
+        if len(self._sent) > 2 * self.size + 2:  # in `one_forward_one_backward` it has arrived
+            self._sent.popleft()[0].wait()
+
+    def receive(self, into: Tensor, stage: int) -> Tensor:
+        """Wait for what another stage sends; returns the tensor, which it is written to."""
+        dist.recv(into, group=self.group, group_src=stage)
+        return into
+
+    def of_last(self, x: Tensor) -> Tensor:
+        """What the last stage has, a tensor of that shape, on all."""
+        dist.broadcast(x, group=self.group, group_src=self.size - 1)
+        return x
+
+
+class AbsentPipeline(AbsentMembers, Pipeline):
+    """A stage of a pipeline whose others are not there, for passes on tensors without data."""
+
+    def __init__(self, size: int, stage: int) -> None:
+        Pipeline.__init__(self, World(stage, size))
+
+    def send(self, x: Tensor, stage: int) -> None:
+        del x, stage
+
+    def receive(self, into: Tensor, stage: int) -> Tensor:
+        del stage
+        return into
+
+
+def keep_stage(decoder: Decoder, pipeline: Pipeline) -> None:
+    """Leave a decoder the layers of a stage, under their names, in place.
+
+    The first stage has the embedding, the last the norm and the head; a table that is tied to it is
+    on both.
+    """
+    own, config = pipeline.own(len(decoder.layers)), decoder.config
+    for name, _ in list(decoder.layers.named_children()):
+        if int(name) not in own:
+            delattr(decoder.layers, name)
+    if not pipeline.is_first:
+        tied = decoder.embedding.tokens if pipeline.is_last and config.head.tied else None
+        decoder.set_submodule("embedding", _FromBefore(pipeline, config.d_model, tied))
+    if not pipeline.is_last:
+        decoder.set_submodule("final_norm", _ToNext(pipeline))
+        decoder.set_submodule("head", _FromLast(pipeline, config.vocab_size))
+        decoder.config = config.replace(head=config.head.replace(tied=False).to_dict())
+
+
+def divide_stages(objective: nn.Module, pipeline: Pipeline, dtype: torch.dtype) -> None:
+    """Let the stage of a model that a process has compute together with the others, in place.
+
+    Args:
+        objective: holds a decoder of which `keep_stage` left a stage.
+        pipeline: has the other stages.
+        dtype: of what goes from one to the next.
+    """
+    pipeline.dtype = dtype
+
+    def choose(module: nn.Module) -> nn.Module:
+        if isinstance(module, HeadLoss) and not pipeline.is_last:
+            return become(module, combined("Staged", _LaterLoss, type(module)))
+        if isinstance(module, Head):
+            return become(module, combined("Staged", _ToAll, type(module)), pipeline=pipeline)
+        return module
+
+    replace_modules(objective, choose)
+
+
+class _FromBefore(nn.Module):
+    """In place of the embedding, what the stage before gives."""
+
+    def __init__(self, pipeline: Pipeline, d_model: int, tokens: nn.Module | None) -> None:
+        super().__init__()
+        self.pipeline, self.d_model = pipeline, d_model
+        self.tokens = tokens
+
+    def forward(self, tokens: Tokens, positions: Positions) -> Hidden:
+        shape = len(tokens), positions.shape[1], self.d_model
+        before = self.pipeline.member - 1
+
+        def receive(anchor: Tensor) -> Tensor:
+            into = torch.empty(shape, dtype=self.pipeline.dtype, device=anchor.device)
+            return self.pipeline.receive(into, before)
+
+        def give_back(gradient: Tensor) -> Tensor:
+            self.pipeline.send(gradient, before)
+            return gradient.new_zeros((), dtype=torch.float32)
+
+        anchor = torch.zeros((), device=tokens.device, requires_grad=True)
+        return with_gradient(receive, give_back, anchor)
+
+
+class _ToNext(nn.Module):
+    """In place of the final norm; gives the stage after what the layers made.
+
+    Its result holds no numbers, and what comes as the gradient of it is not that of any.
+    """
+
+    def __init__(self, pipeline: Pipeline) -> None:
+        super().__init__()
+        self.pipeline = pipeline
+
+    def forward(self, x: Hidden) -> Hidden:
+        after = self.pipeline.member + 1
+
+        def give(x: Tensor) -> Tensor:
+            self.pipeline.send(x, after)
+            return x.new_zeros(()).expand(x.shape)
+
+        def receive(above: Tensor) -> Tensor:
+            into = torch.empty(above.shape, dtype=self.pipeline.dtype, device=above.device)
+            return self.pipeline.receive(into, after)
+
+        return with_gradient(give, receive, x)
+
+
+class _LaterLoss(HeadLoss):
+    """Zero, which depends on the layers of this stage."""
+
+    def matrix(self, head: Head) -> Matrix:
+        return torch.empty(0, 0)
+
+    def forward(
+        self,
+        x: Hidden,
+        targets: Tokens,
+        head: Head,
+        z_loss: float = 0.0,
+        matrix: Matrix | None = None,
+    ) -> tuple[Losses, Int[Tensor, ""]]:
+        losses = with_gradient(
+            lambda x: torch.zeros(2, device=x.device),
+            lambda above: above.new_zeros((), dtype=x.dtype).expand(x.shape),
+            x,
+        )
+        return losses, torch.zeros((), dtype=torch.int64, device=targets.device)
+
+
+class _FromLast(nn.Module):
+    """In place of the head, the logits of a text, from the last stage."""
+
+    def __init__(self, pipeline: Pipeline, vocab_size: int) -> None:
+        super().__init__()
+        self.pipeline, self.vocab_size = pipeline, vocab_size
+
+    def forward(self, x: Hidden) -> Logits:
+        logits = torch.empty(*x.shape[:-1], self.vocab_size, dtype=x.dtype, device=x.device)
+        return self.pipeline.of_last(logits)
+
+
+class _ToAll(Head):
+    """Gives the other stages the logits of a text."""
+
+    pipeline: Pipeline
+
+    def forward(self, x: Hidden) -> Logits:
+        logits = super().forward(x)
+        return self.pipeline.of_last(logits.contiguous()) if self.pipeline.grows else logits

@@ -62,9 +62,10 @@ def test_json_has_the_account(capsys: pytest.CaptureFixture[str]) -> None:
         sum(size for key, size in moment.items() if key not in ("phase", "part"))
         for moment in found["moments"]
     )
-    hours = found["time"]["seconds"] / 3600
-    rate = found["flops"]["training"] / (found["time"]["peak_flops"] * 0.4) / 3600
-    assert hours == pytest.approx(rate)
+    time = found["time"]
+    reached = time["peak_flops"] * time["utilization"]
+    assert time["seconds"] == pytest.approx(found["flops"]["training"] / reached)
+    assert time["seconds"] == pytest.approx(time["steps"] * sum(time["step"].values()))
 
 
 @pytest.fixture
@@ -159,10 +160,12 @@ def test_the_micro_batch_is_the_one_that_training_would_take() -> None:
 
 def test_a_mesh_divides_the_work() -> None:
     settings = [*SMALL[1:], "train.batch_size=8"]
-    one = plan("gpt2", settings, device="h100")
-    eight = plan("gpt2", [*settings, "parallel.shard=4", "parallel.tensor=2"], device="h100")
+    given = {"device": "h100", "utilization": 0.4}
+    one = plan("gpt2", settings, **given)
+    eight = plan("gpt2", [*settings, "parallel.shard=4", "parallel.tensor=2"], **given)
     assert eight["parallel"]["devices"] == 8
     assert eight["time"]["seconds"] == pytest.approx(one["time"]["seconds"] / 8)
+    assert eight["time"]["step"] is None
     assert eight["memory"]["peak"]["total"] < one["memory"]["peak"]["total"] / 4
 
 

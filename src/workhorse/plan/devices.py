@@ -25,6 +25,14 @@ class DeviceConfig(Config):
     float16: float | None = None
     tf32: float | None = None
     float32: float | None = None
+    link: float | None = None
+    """What it sends at once to other devices of its node, 10^9 bytes a second; None: not known."""
+    network: float | None = None
+    """The same to those of other nodes."""
+    reached: float | None = None
+    """The part of its peak that matrix products reach in training."""
+    node: int = 8
+    """How many are in a node."""
     source: str
 
     def peak(self, dtype: torch.dtype, *, tf32: bool = False) -> float:

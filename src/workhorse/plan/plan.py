@@ -1,6 +1,7 @@
 """`plan`: what a model and its training need, before either is allocated."""
 
 from collections.abc import Callable, Iterable
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ from workhorse.plan.compute_optimal import optima
 from workhorse.plan.devices import GIGA, DeviceConfig, find_device
 from workhorse.plan.limits import limits
 from workhorse.plan.remedies import remedies
+from workhorse.plan.schedule import simulated_step
 from workhorse.plan.serving import serving
 from workhorse.plan.subject import Subject, find_subject
 from workhorse.train.recipe.recipe import TrainConfig
@@ -29,6 +31,10 @@ HERE = "this machine"
 UTILIZATION = 0.4
 """The part of a device's peak that training reaches, where nothing else is known."""
 HOUR = 3600
+HOURS_BETWEEN_FAILURES = 54 * 24 * 16_384 / 419
+"""Of one device: 419 interruptions that nobody meant, of 16,384 in 54 days (2407.21783 §3.3.4)."""
+RESTART = 600
+"""Seconds from a failure to the next step."""
 MOST = 1e100
 """Of any quantity that is given, for what is computed of them to be finite."""
 
@@ -54,7 +60,8 @@ def plan(
         settings: `section.key=value`, as for `train`, and `parallel.key=value` for the mesh.
         device: a name of `known_devices`; None: this machine.
         memory: of each device in GiB; None: what it has, or what is free here.
-        utilization: the part of the peak that training reaches; None: `UTILIZATION`.
+        utilization: the part of the peak that training reaches; None: what its schedule leaves, on
+            devices whose links are known, and `UTILIZATION` on others.
         price: of a device for an hour, in any currency; needs a known device, or `measure`, as
             `utilization` does.
         budget: floating-point operations to find the best model and tokens for; None: those of the
@@ -111,7 +118,7 @@ def plan(
         "moments": _moments(fullest),
         "remedies": found,
         "limits": most,
-        "time": _time(train, total, mesh, peak, utilization or UTILIZATION, price=price),
+        "time": _time(subject, train, total, peak, spec, utilization=utilization, price=price),
         "compute_optimal": {
             "flops": budget or total,
             "laws": [law._asdict() for law in optima(budget or total)],
@@ -268,19 +275,25 @@ def _limits(
 
 
 def _time(
+    subject: Subject,
     train: TrainConfig,
     flops: int,
-    mesh: ParallelismConfig,
     peak: tuple[float, str] | None,
-    utilization: float,
+    spec: DeviceConfig | None,
     *,
+    utilization: float | None,
     price: float | None,
 ) -> dict[str, Any] | None:
     if peak is None:
         return None
-    rate, of = peak
-    seconds = flops / (rate * utilization * mesh.processes)
-    hours = seconds * mesh.processes / HOUR
+    (rate, of), devices = peak, subject.mesh.processes
+    step = None
+    if utilization is None and spec is not None and spec.reached is not None:
+        step = simulated_step(subject.config, train, subject.mesh, spec, packed=subject.packed)
+        utilization = flops / (train.steps * step.seconds * rate * devices)
+    utilization = utilization or UTILIZATION
+    seconds = flops / (rate * utilization * devices)
+    hours = seconds * devices / HOUR
     return {
         "seconds": seconds,
         "device_hours": hours,
@@ -289,4 +302,16 @@ def _time(
         "peak_of": of,
         "utilization": utilization,
         "steps": train.steps,
+        "step": step and asdict(step),
+        "failures": failures(train, seconds, devices),
+    }
+
+
+def failures(train: TrainConfig, seconds: float, devices: int) -> dict[str, float]:
+    """How often a device fails meanwhile, and the part of the time that is not lost by it."""
+    between = HOURS_BETWEEN_FAILURES * HOUR / devices
+    since_checkpoint = min(seconds, train.checkpoint_every * seconds / train.steps)
+    return {
+        "expected": seconds / between,
+        "goodput": 1 / (1 + (since_checkpoint / 2 + RESTART) / between),
     }

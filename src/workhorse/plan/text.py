@@ -127,8 +127,23 @@ def _time(plan: dict[str, Any]) -> Iterator[str]:
         f"{_counted(plan['parallel']['devices'], 'device')} at {time['utilization']:.0%} of "
         f"{shown(time['peak_flops'])} FLOP/s ({time['peak_of']})"
     )
+    if time["step"] is not None:
+        step = time["step"]
+        whole = sum(step.values())
+        parts = [f"{name} {part / whole:.0%}" for name, part in step.items() if part > whole / 200]
+        yield f"a step takes {_seconds(whole)}, simulated: {', '.join(parts)}"
+    if time["failures"]["expected"] >= 1:
+        failures = time["failures"]
+        yield (
+            f"about {failures['expected']:,.0f} failures of a device, which leave "
+            f"{failures['goodput']:.1%} of the time"
+        )
     hours = f"{time['device_hours']:,.1f} device hours"
     yield hours if time["cost"] is None else f"{hours}, {time['cost']:,.2f} at the price given"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.3g} s" if seconds >= 1 else f"{1000 * seconds:.3g} ms"
 
 
 def _optima(plan: dict[str, Any]) -> Iterator[str]:

@@ -9,7 +9,7 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -89,6 +89,13 @@ class Cut:
         return whole
 
 
+class Absent(NamedTuple):
+    """A tensor that is on other processes alone."""
+
+    shape: torch.Size
+    dtype: torch.dtype
+
+
 class ModelPart:
     """The weights that a process has, and where they lie in the whole model.
 
@@ -100,7 +107,7 @@ class ModelPart:
 
     Attributes:
         cuts: where each parameter lies, by its name here.
-        elsewhere: those that are not here at all, by name, on the meta device.
+        elsewhere: those that are not here at all, by name.
         first: the number of the first process of the run that has the same part.
     """
 
@@ -118,9 +125,15 @@ class ModelPart:
         cuts = _cuts(shapes, own, whole.config.vocab_size, self.member, self.members)
         self.cuts = {name: replace(cut, again=name in again) for name, cut in cuts.items()}
         here = {cut.name for cut in self.cuts.values()}
-        self.elsewhere = {name: weight for name, weight in weights.items() if name not in here}
+        self.elsewhere = {
+            name: Absent(weight.shape, weight.dtype)
+            for name, weight in weights.items()
+            if name not in here
+        }
         self._states_elsewhere = {
-            name: state for name, state in states.items() if _owner(name) in self.elsewhere
+            name: Absent(state.shape, state.dtype)
+            for name, state in states.items()
+            if _owner(name) in self.elsewhere
         }
 
     def cut(self, name: str, tensor: Tensor) -> Cut:
@@ -134,8 +147,8 @@ class ModelPart:
         ways = own.ways if own.sizes == own.shape else 1  # else all have one of the same name
         return replace(named, shape=torch.Size(), starts=(), sizes=torch.Size(), ways=ways)
 
-    def beside(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        """On the meta device, what other processes have beside all parameters, or all states."""
+    def beside(self, tensors: Mapping[str, Tensor]) -> Mapping[str, Absent]:
+        """What other processes have beside all parameters, or all states."""
         return self.elsewhere if tensors.keys() <= self.cuts.keys() else self._states_elsewhere
 
     def copies(self, cut: Cut) -> int:

@@ -27,9 +27,8 @@ def own_slices(
     """
     slices: dict[str, Slice] = {}
     if part is not None:
-        for name, tensor in part.beside(tensors).items():
-            nothing = torch.empty(0, dtype=tensor.dtype)
-            slices[name] = Slice(nothing, (0,) * tensor.ndim, tuple(tensor.shape))
+        for name, (shape, dtype) in part.beside(tensors).items():
+            slices[name] = Slice(torch.empty(0, dtype=dtype), (0,) * len(shape), tuple(shape))
     for name, tensor in tensors.items():
         whole, shape = name, tensor.shape
         starts = (0,) * tensor.ndim

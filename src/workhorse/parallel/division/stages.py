@@ -6,6 +6,7 @@ alone has a loss; that of the others is nothing but what makes autograd ask for 
 """
 
 from collections import deque
+from collections.abc import Iterator
 
 import torch
 import torch.distributed as dist
@@ -18,6 +19,7 @@ from workhorse.nn.head_loss import Matrix
 from workhorse.nn.loss import Losses
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
 from workhorse.parallel.division.part import share_of
+from workhorse.parallel.division.turns import Turn, one_forward_one_backward
 from workhorse.parallel.processes.members import AbsentMembers, Members, with_gradient
 from workhorse.parallel.processes.world import World
 from workhorse.transforms.replace import become, combined, replace_modules
@@ -50,6 +52,10 @@ class Pipeline(Members):
         """Which of so many layers this process has."""
         return share_of(layers, self.size, self.member)
 
+    def turns(self, micro_batches: int) -> Iterator[Turn]:
+        """The order of this stage's passes."""
+        return one_forward_one_backward(micro_batches, self.size, self.member)
+
     def send(self, x: Tensor, stage: int) -> None:
         """Send a tensor to another stage, without waiting for it to arrive."""
         x = x.detach().contiguous()
@@ -75,6 +81,10 @@ class AbsentPipeline(AbsentMembers, Pipeline):
 
     def __init__(self, size: int, stage: int) -> None:
         Pipeline.__init__(self, World(stage, size))
+
+    def turns(self, micro_batches: int) -> Iterator[Turn]:
+        """One after another: how many are kept for others is known without them."""
+        return one_forward_one_backward(micro_batches)
 
     def send(self, x: Tensor, stage: int) -> None:
         del x, stage

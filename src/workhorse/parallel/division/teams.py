@@ -37,10 +37,15 @@ class Teams(NamedTuple):
         config = whole
         if self.layers is not None:
             config = part_of_model(whole, self.layers.size, self.layers.member)
-        decoder = config.build(kernel, device=device)
-        if self.stages is not None:
-            keep_stage(decoder, self.stages)
-        return decoder
+        if self.stages is None:
+            return config.build(kernel, device=device)
+        decoder = config.build(kernel, device="meta")
+        keep_stage(decoder, self.stages)
+        if torch.device(device).type == "meta":
+            return decoder
+        decoder.to_empty(device=device)
+        decoder.tie_weights()  # moving from meta parts what was shared
+        return decoder.initialize()
 
     @contextmanager
     def of_texts(self) -> Generator[None]:

@@ -106,11 +106,7 @@ def build_step(
         ),
         scale=LossScale(enabled=dtype == torch.float16),
         micro_batch_size=config.micro_batch_size or parallel.rows_at_once(config.batch_size),
-        turns=partial(
-            one_forward_one_backward,
-            stages=1 if teams.stages is None else teams.stages.size,
-            stage=0 if teams.stages is None else teams.stages.member,
-        ),
+        turns=one_forward_one_backward if teams.stages is None else teams.stages.turns,
         grad_clip=config.grad_clip,
         reduction=reduction(optimizer.masters, config.seed) if divided else None,
     )

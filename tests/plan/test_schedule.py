@@ -1,0 +1,107 @@
+"""How long a step takes on several devices."""
+
+import pytest
+
+from workhorse.models import find_preset
+from workhorse.models.flops import forward_flops
+from workhorse.parallel.config import ParallelismConfig
+from workhorse.plan.devices import find_device
+from workhorse.plan.plan import failures
+from workhorse.plan.schedule import (
+    Collectives,
+    Group,
+    Link,
+    Machine,
+    StepTime,
+    pipeline_seconds,
+    simulated_step,
+)
+from workhorse.train.recipe.recipe import TrainConfig
+
+MACHINE = Machine(1e12, 1e12, near=Link(300e9, 0.0), far=Link(25e9, 0.0), node=8)
+
+
+def step(ways: dict[str, int], **fields: object) -> StepTime:
+    adamw = {"kind": "adamw", "learning_rate": 1e-3}
+    given = {"steps": 1, "batch_size": 64, "seq_len": 512, "dtype": "bfloat16", "optimizer": adamw}
+    config = find_preset("gpt2").config.replace(n_layers=4)
+    train = TrainConfig(**{**given, **fields})
+    return simulated_step(config, train, ParallelismConfig(**ways), find_device("a100"))
+
+
+@pytest.mark.parametrize("micro_batches", [1, 3, 16])
+@pytest.mark.parametrize("stages", [1, 2, 5])
+def test_a_pipeline_fills_and_empties(stages: int, micro_batches: int) -> None:
+    # 2104.04473 §2.2.1: p - 1 passes in each direction are lost.
+    found = pipeline_seconds([(1.0, 2.0)] * stages, micro_batches)
+    assert found == pytest.approx(3 * (micro_batches + stages - 1))
+
+
+def test_a_slow_stage_holds_up_the_others() -> None:
+    even, uneven = [(1.0, 2.0)] * 3, [(1.0, 2.0), (2.0, 4.0), (1.0, 2.0)]
+    assert pipeline_seconds(uneven, 100) > 1.9 * pipeline_seconds(even, 100)
+    assert pipeline_seconds(even, 4, transfer=1.0) > pipeline_seconds(even, 4)
+
+
+def test_rings() -> None:
+    rings = Collectives(MACHINE)
+    assert rings.gather(Group(8, 1), 8e9) == pytest.approx(7e9 / 300e9)
+    assert rings.add(Group(4, 2), 8e9) == pytest.approx(2 * 6e9 / 300e9)
+    assert rings.gather(Group(4, 8), 8e9) == pytest.approx(6e9 / 25e9)  # one device of each node
+    assert rings.gather(Group(16, 1), 16e9) == pytest.approx(15e9 / 200e9)  # eight of each
+    assert rings.send(1, 3e9) < rings.send(8, 3e9)
+
+
+def test_one_device_only_computes() -> None:
+    alone = step({})
+    assert (alone.exchanges, alone.fetches, alone.idles, alone.adds) == (0, 0, 0, 0)
+    assert step({}, activation_checkpointing=True).computes > 1.1 * alone.computes
+
+
+def test_each_division_takes_what_it_takes() -> None:
+    assert step({"data": 8}).adds > 0
+    assert step({"tensor": 4}).exchanges > 0
+    assert step({"context": 4}).exchanges > 0
+    assert step({"pipeline": 4}).idles > 0
+    few = {"batch_size": 8, "seq_len": 32}
+    assert step({"shard": 8}, **few).fetches > 0
+    assert step({"shard": 8}).fetches == 0  # while layers compute
+    far = step({"shard": 64}, batch_size=64, seq_len=32)
+    assert far.fetches > step({"shard": 8}, **few).fetches
+
+
+def test_what_a_published_run_reached_is_near() -> None:
+    """2104.04473 table 1, 39.1 billion parameters; `studies.scale` has the others."""
+    config = find_preset("gpt2").config.replace(
+        **{"vocab_size": 51_200, "d_model": 8192, "n_layers": 48, "max_seq_len": 2048},
+        blocks={
+            "main": {
+                **find_preset("gpt2").config.to_dict()["blocks"]["main"],
+                "attention": {"n_heads": 64},
+                "feed_forward": {"kind": "mlp", "d_ff": 4 * 8192},
+            }
+        },
+    )
+    train = TrainConfig(
+        **{"steps": 1, "batch_size": 1536, "seq_len": 2048, "micro_batch_size": 1},
+        **{"dtype": "bfloat16", "activation_checkpointing": True, "kernel": "eager"},
+        optimizer={"kind": "adamw", "learning_rate": 1e-3},
+    )
+    mesh = ParallelismConfig(data=32, tensor=8, pipeline=2)
+    seconds = simulated_step(config, train, mesh, find_device("a100")).seconds
+    once = sum(forward_flops(config.build(device="meta"), 2048).values())
+    reached = 4 * once * train.tokens_per_step / (seconds * mesh.processes)
+    assert reached == pytest.approx(138e12, rel=0.15)
+
+
+def test_failures() -> None:
+    """Llama 3's rate is of 16,384 devices; a checkpoint every half of a day loses much."""
+    train = TrainConfig(
+        **{"steps": 100, "batch_size": 1, "seq_len": 8, "checkpoint_every": 1},
+        optimizer={"kind": "adamw", "learning_rate": 1e-3},
+    )
+    seconds = 54 * 86_400.0
+    assert failures(train, seconds, 16_384)["expected"] == pytest.approx(419)
+    rarely = train.replace(checkpoint_every=50)
+    often, rare = (failures(one, seconds, 16_384)["goodput"] for one in (train, rarely))
+    assert 0 < rare < often < 1

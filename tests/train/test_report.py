@@ -16,6 +16,7 @@ from workhorse.train.report.page import (
     figures,
     goodput,
     memory,
+    slowest,
     validation_series,
     write_report,
 )
@@ -131,6 +132,13 @@ def test_times_have_two_units(seconds: float, text: str):
 )
 def test_the_memory_of_each_process(peaks: list[list[int]], shown: list[tuple[str, str]]) -> None:
     assert memory({"end": [{}, *({"peak_memory": most} for most in peaks)]}) == shown
+
+
+def test_the_slowest_of_several_processes() -> None:
+    """Where the run had other processes before, those of the end."""
+    assert slowest([{}, {"pass_seconds": [1.0]}]) == []
+    steps = [{"pass_seconds": times} for times in ([9.0, 1.0], [1.0, 2.0, 4.0], [3.0, 2.0, 4.0])]
+    assert slowest(steps) == [("slowest passes", "process 2, 4 s a step; the median 2 s")]
 
 
 def test_goodput_counts_what_a_kill_cost_and_no_pause() -> None:

@@ -176,6 +176,7 @@ class Loop:
         config, counters = self.config, self.counters
         started = time.perf_counter() - counters.seconds
         logged, logged_tokens = time.perf_counter(), counters.tokens
+        passed, passed_at = self.step.pass_seconds, counters.step
         warming_up = True  # the first step of a session waits for compilation and page faults
         batch = self._read(counters.step)
         while batch is not None and not self._is_to_stop(signals):
@@ -195,7 +196,9 @@ class Loop:
                 now = time.perf_counter()
                 rate = (counters.tokens - logged_tokens) / (now - logged)
                 logged, logged_tokens = now, counters.tokens
-                self._log(result, schedule, rate, warming_up)
+                own = (self.step.pass_seconds - passed) / (following - passed_at)
+                passed, passed_at = self.step.pass_seconds, following
+                self._log(result, schedule, rate, self._of_processes(own), warming_up=warming_up)
             elif warming_up:
                 logged, logged_tokens = time.perf_counter(), counters.tokens
             warming_up = False
@@ -287,8 +290,20 @@ class Loop:
             counters.jumps_in_a_row = 0
             counters.losses = [*counters.losses, loss][-jumps.window :]
 
+    def _of_processes(self, seconds: float) -> dict[str, list[float]]:
+        """How long each process passes its rows in a step, where there are several."""
+        if self.world.size == 1:
+            return {}
+        return {"pass_seconds": self.world.gather(torch.tensor(seconds)).tolist()}
+
     def _log(
-        self, result: StepResult, schedule: float, tokens_per_second: float, warming_up: bool
+        self,
+        result: StepResult,
+        schedule: float,
+        tokens_per_second: float,
+        of_processes: dict[str, list[float]],
+        *,
+        warming_up: bool,
     ) -> None:
         self.tell(
             "step",
@@ -303,6 +318,7 @@ class Loop:
             peak_fraction=self.peak.fraction(tokens_per_second * self.flops_per_token),
             skipped_steps=self.counters.skipped_steps,
             seconds=self.counters.seconds,
+            **of_processes,
         )
 
     def _look(self, ended: bool) -> None:

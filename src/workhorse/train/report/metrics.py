@@ -13,9 +13,10 @@ Every line has `kind` and `step` (steps done when it was written):
   `grad_norm`, `tokens` (predictions so far), `tokens_per_second` and `peak_fraction` (since the
   line before; `warming_up` is true where that is the session's first step alone, which waits for
   compilers; a longer first interval leaves that step out), `skipped_steps` (so far), `seconds` (in
-  the training loop so far, validation and checkpoints included); of a model with mixtures
-  `expert_load_max` and `expert_load_entropy`, lists of a number for each mixture: how this step's
-  batch was spread (see `Balancer.figures`)
+  the training loop so far, validation and checkpoints included); of several processes
+  `pass_seconds` (that each passed its rows in, a step, since the line before); of a model with
+  mixtures `expert_load_max` and `expert_load_entropy`, lists of a number for each mixture: how this
+  step's batch was spread (see `Balancer.figures`)
 - `validation`: `loss`, `bits_per_byte` (or null; see `Validation`), `unknown_rate` (likewise),
   `tokens`, `whole` (the split, or a part)
 - `samples`: `samples`, a list of `prompt` and `text`

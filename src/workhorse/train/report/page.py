@@ -105,7 +105,19 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
             ("tokens per second, median", f"{speeds[len(speeds) // 2]:,.0f}"),
             ("of the matrix-product peak, median", f"{peak[len(peak) // 2]:.0%}"),
         ]
-    return [*rows, *memory(of_kind)]
+    return [*rows, *memory(of_kind), *slowest(steps)]
+
+
+def slowest(steps: list[Event]) -> list[tuple[str, str]]:
+    """The process that passed its rows most slowly, beside the median of all."""
+    timed = [event["pass_seconds"] for event in steps if "pass_seconds" in event]
+    if not timed or len(timed[-1]) == 1:
+        return []
+    last = [one for one in timed if len(one) == len(timed[-1])]  # the run may have had others
+    means = [sum(times) / len(last) for times in zip(*last, strict=True)]
+    longest, median = max(means), sorted(means)[(len(means) - 1) // 2]
+    said = f"process {means.index(longest)}, {longest:.3g} s a step; the median {median:.3g} s"
+    return [("slowest passes", said)]
 
 
 def memory(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:

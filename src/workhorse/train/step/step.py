@@ -1,6 +1,7 @@
 """One training step: loss and gradient of a batch, then the update, unless it is not finite."""
 
 import math
+import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
@@ -73,6 +74,8 @@ class TrainingStep:
         self.micro_batch_size = micro_batch_size
         self.grad_clip = grad_clip
         self.turns = turns
+        self.pass_seconds = 0.0
+        """In which this process has passed rows so far, as its clock sees it."""
         self.reduction = reduction
         self._terms: dict[str, Tensor] = {}
         """The means of what `backward` saw beside the loss."""
@@ -102,6 +105,7 @@ class TrainingStep:
 
     def _passes(self, batch: Rows, counted: int, begin: int, end: int) -> dict[str, Tensor]:
         """Leave the gradient of some rows, divided by the batch's count; returns sums to log."""
+        started = time.perf_counter()
         sums: dict[str, Tensor] = {}
         starts = range(begin, end, self.micro_batch_size)
         losses: dict[int, Tensor] = {}
@@ -118,6 +122,7 @@ class TrainingStep:
             losses.pop(number).backward()
             if len(starts) > 1:
                 self.optimizer.masters.accumulate()
+        self.pass_seconds += time.perf_counter() - started
         return sums
 
     def update(self, loss: Tensor, counted: int, schedule: float) -> StepResult:

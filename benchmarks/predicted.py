@@ -1,0 +1,132 @@
+"""Training by two processes of one thread each, beside what `plan`'s simulation says of it.
+
+    python -m benchmarks.predicted [--dtypes float32 bfloat16] [--rounds 3]
+
+One process is measured, and so is what two send each other; from these two figures the simulation
+predicts every way to divide the work, which is then measured. The batch stays the same.
+"""
+
+import argparse
+import multiprocessing
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from benchmarks import several
+from benchmarks.machine import describe
+from benchmarks.ours import gpt
+from benchmarks.shapes import TRAINING
+from workhorse.parallel.config import ParallelismConfig
+from workhorse.plan.schedule import Link, Machine, step_time
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.device_memory import device_memory
+
+SHAPE = "baby"
+CPU = torch.device("cpu")
+WAYS: list[dict[str, int]] = [
+    *({"data": 2}, {"shard": 2}, {"context": 2}, {"tensor": 2}, {"pipeline": 2})
+]
+LARGE, SMALL, REPEATS = 2**24, 2**4, 20
+"""Numbers that are gathered to measure a link, and how often."""
+UNLIMITED = 1e18
+"""Of memory, whose traffic is part of the rate that one process reaches."""
+
+
+def in_process(work: Callable[[], float]) -> float:
+    """What a function gives in a process of its own, which may have others."""
+    context = multiprocessing.get_context("spawn")
+    answers = context.SimpleQueue()
+    process = context.Process(target=_answer, args=(work, answers))
+    process.start()
+    answer = answers.get()
+    process.join()
+    return answer
+
+
+def _answer(work: Callable[[], float], answers: Any) -> None:
+    answers.put(work())
+
+
+def tokens_per_second(dtype: str, ways: dict[str, int], rounds: int) -> float:
+    """The median of some rounds."""
+    processes = 2 if ways else 1
+    take = several.train(
+        shape=SHAPE,
+        dtype=dtype,
+        rows=TRAINING[SHAPE].batch,
+        processes=processes,
+        how="workhorse",
+        parallel=ways,
+        threads=1,
+    )
+    return statistics.median(take()["tokens"] for _ in range(rounds))
+
+
+def gather_seconds(numbers: int) -> float:
+    """Of an all-gather of so many float32 numbers of each of two processes, by gloo."""
+    place = f"file://{tempfile.mkdtemp()}/meeting"
+    context = multiprocessing.get_context("spawn")
+    other = context.Process(target=_gather, args=(1, place, numbers), daemon=True)
+    other.start()
+    return _gather(0, place, numbers)
+
+
+def _gather(rank: int, place: str, numbers: int) -> float:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=place, rank=rank, world_size=2)
+    own = torch.ones(numbers)
+    both = [torch.empty(numbers) for _ in range(2)]
+    dist.all_gather(both, own)
+    begin = time.perf_counter()
+    for _ in range(REPEATS):
+        dist.all_gather(both, own)
+    seconds = (time.perf_counter() - begin) / REPEATS
+    dist.destroy_process_group()
+    return seconds
+
+
+def main() -> None:
+    """Measure, predict, and print both."""
+    options = argparse.ArgumentParser(description=__doc__)
+    options.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    options.add_argument("--rounds", type=int, default=3)
+    given = options.parse_args()
+    sizes = TRAINING[SHAPE]
+    config = gpt(sizes)
+    latency = in_process(partial(gather_seconds, SMALL))
+    bandwidth = LARGE * 4 / (in_process(partial(gather_seconds, LARGE)) - latency)
+    print(", ".join(describe(1, "cpu").values()))
+    print(f"{bandwidth / 1e9:.2f} GB/s and {1e6 * latency:.0f} µs between two processes\n")
+    print("| | measured, tokens/s | predicted | difference |\n|---|---|---|---|")
+    for dtype in given.dtypes:
+        train = TrainConfig.from_dict(
+            {"steps": 1, "batch_size": sizes.batch, "seq_len": sizes.context, "dtype": dtype}
+        )
+        tokens = train.tokens_per_step
+        alone = in_process(partial(tokens_per_second, dtype, {}, given.rounds))
+        print(f"| {dtype}, one process | {alone:,.0f} | | |", flush=True)
+
+        def predicted(flops: float, ways: dict[str, int], train: TrainConfig = train) -> float:
+            link = Link(bandwidth, latency)
+            machine = Machine(flops, UNLIMITED, link, link, node=2)
+            parallel = ParallelismConfig(**ways)
+            memory = device_memory(config, train, CPU, parallel.replace(pipeline=1), updates=False)
+            return step_time(config, train, parallel, machine, memory).seconds
+
+        flops = predicted(1.0, {}) * alone / tokens  # time is arithmetic alone
+        for ways in WAYS:
+            measured = in_process(partial(tokens_per_second, dtype, ways, given.rounds))
+            simulated = tokens / predicted(flops, ways)
+            name = ", ".join(f"{key} {number}" for key, number in ways.items())
+            figures = f"{measured:,.0f} | {simulated:,.0f} | {simulated / measured - 1:+.0%}"
+            print(f"| {dtype}, {name} | {figures} |", flush=True)
+
+
+if __name__ == "__main__":
+    main()

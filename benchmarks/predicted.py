@@ -23,7 +23,8 @@ from benchmarks.machine import describe
 from benchmarks.ours import gpt
 from benchmarks.shapes import TRAINING
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.plan.schedule import Link, Machine, step_time
+from workhorse.plan.links import Link, Machine
+from workhorse.plan.step_time import step_time
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.device_memory import device_memory
 

@@ -15,14 +15,14 @@ from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.devices import DeviceConfig, find_device
 from workhorse.plan.plan import failures
-from workhorse.plan.schedule import StepTime, simulated_step
+from workhorse.plan.step_time import StepTime, simulated_step
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.device_memory import device_memory
 
 CUDA = torch.device("cuda")  # none is needed
 DAY = 86_400
-SHOWN = 0.005
-"""Of a step's time; smaller parts are not shown."""
+SHOWN, TEN = 0.005, 10
+"""Of a step's time: smaller parts are not shown. Smaller numbers have a decimal."""
 
 
 class Run(NamedTuple):
@@ -102,7 +102,8 @@ LLAMA_405B = [  # data, context, tokens, rows, MFU
 def published() -> Iterator[Run]:
     """Runs of four papers and pages."""
     a100, h100 = find_device("a100"), find_device("h100")
-    for width, layers, heads, tensor, pipeline, devices, rows, rate in MEGATRON:
+    for number, sizes in enumerate(MEGATRON):
+        width, layers, heads, tensor, pipeline, devices, rows, rate = sizes
         config = gpt(width, layers, heads, 51_200, 2048)
         data = devices // (tensor * pipeline)
         train = training(
@@ -110,12 +111,13 @@ def published() -> Iterator[Run]:
         )
         mesh = ParallelismConfig(data=data, tensor=tensor, pipeline=pipeline)
         source = "2104.04473 table 1"
-        yield Run("GPT", source, config, a100, train, mesh, "FLOP/s", rate, width == MEGATRON[0][0])
-    for width, layers, heads, tokens, devices, rows, at_once, again, mfu in MPT:
+        yield Run("GPT", source, config, a100, train, mesh, "FLOP/s", rate, number == 0)
+    for number, sizes in enumerate(MPT):
+        width, layers, heads, tokens, devices, rows, at_once, again, mfu = sizes
         config = gpt(width, layers, heads, 50_368, tokens)
         train = training(rows, tokens, micro_batch_size=at_once, activation_checkpointing=again)
         mesh = ParallelismConfig(shard=devices)
-        yield Run("MPT", "llm-foundry", config, h100, train, mesh, "MFU", mfu, mfu == MPT[0][-1])
+        yield Run("MPT", "llm-foundry", config, h100, train, mesh, "MFU", mfu, number == 0)
     slower = h100.replace(bandwidth=2400)  # as that page says of its devices
     for devices, rate in ((8, 6667), (128, 6514)):
         config = find_preset("llama-3.1-8b").config
@@ -184,7 +186,7 @@ def main() -> None:
         train = training(
             rows, seq_len, micro_batch_size=at_once, activation_checkpointing=again
         ).replace(steps=steps, checkpoint_every=100)
-        held = device_memory(config, train, CUDA, mesh, updates=False).total
+        held = device_memory(config, train, CUDA, mesh).total
         step = simulated_step(config, train, mesh, h100)
         seconds = steps * step.seconds
         lost = failures(train, seconds, mesh.processes)
@@ -193,10 +195,15 @@ def main() -> None:
         mfu = speed * 3 * once / h100.peak(torch.bfloat16)
         days = seconds / DAY / lost["goodput"]
         print(
-            f"| {name} | {mesh.processes:,} | {named(mesh)} | {at_once}{', repeated' * again} "
-            f"| {held / 1e9:.0f} GB | {mfu:.0%} | {speed:,.0f} | {days:,.3g} "
-            f"| {lost['expected']:,.2g} | {lost['goodput']:.1%} |"
+            f"| {name} | {mesh.processes:,} | {named(mesh)} | {at_once}{', checkpointed' * again} "
+            f"| {held / 1e9:.0f} GB | {mfu:.0%} | {speed:,.0f} | {rounded(days)} "
+            f"| {rounded(lost['expected'])} | {lost['goodput']:.1%} |"
         )
+
+
+def rounded(number: float) -> str:
+    """To whole ones where there are ten or more."""
+    return f"{number:,.0f}" if number >= TEN else f"{number:.2g}"
 
 
 def parameters(config: DecoderConfig) -> str:
@@ -213,7 +220,8 @@ def named(mesh: ParallelismConfig) -> str:
 def parts(step: StepTime) -> str:
     """Where the time of a step goes."""
     shares = {name: seconds / step.seconds for name, seconds in vars(step).items()}
-    return ", ".join(f"{name} {share:.0%}" for name, share in shares.items() if share > SHOWN)
+    shown = {name.replace("_", " "): share for name, share in shares.items() if share > SHOWN}
+    return ", ".join(f"{name} {share:.0%}" for name, share in shown.items())
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from torch import Tensor
 from tests.nn.grid import CAUSAL, COVERING
 from tests.parallel import forked
 from tests.parallel.runs import GATED, MIXTURE, fields, run, steps_of
-from tests.parallel.teams import DOCUMENTS, check, check_parts
+from tests.parallel.teams import DOCUMENTS, check_experts, check_parts
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan import plan
 from workhorse.train import read_metrics
@@ -91,14 +91,15 @@ def test_every_mesh_trains_as_one_process(model: str, tmp_path: Path) -> None:
             for a, b in zip(steps_of(one), steps_of(many), strict=True)
         )
         gradient = max(differences(first_gradient(one), first_gradient(many)))
-        name = " × ".join(f"{key} {ways}" for key, ways in mesh.items())
+        name = named(mesh)
         print(f"  {name:28} {losses:.1e} {gradient:.1e}")
         assert losses < 1e-6, name
         assert gradient < 1e-6, name
 
 
 def test_every_decoder_passes_with_documents_and_without(tmp_path: Path) -> None:
-    check(tmp_path, CAUSAL, [[None, DOCUMENTS]])
+    check_parts(tmp_path, [ParallelismConfig(context=3)], CAUSAL, [[None, DOCUMENTS]])
+    check_experts(tmp_path)
     meshes = [{"tensor": 4}, {"context": 2, "tensor": 2}]
     meshes += [{"context": 2, "pipeline": 2}, {"tensor": 2, "pipeline": 2}]
     parallel = [ParallelismConfig(**mesh) for mesh in meshes]
@@ -121,11 +122,19 @@ MEASURED = [
 NOT_YET = "in bfloat16, weights in four parts took 14 % more than the account says; not known why"
 
 
-@pytest.mark.parametrize(
-    "dtype",
-    ["float32", pytest.param("bfloat16", marks=pytest.mark.xfail(reason=NOT_YET, strict=True))],
-)
-def test_each_process_holds_what_plan_says(dtype: str, tmp_path: Path) -> None:
+def measured() -> Iterator[Any]:
+    """Types and meshes, with what is known to fail."""
+    for dtype in ("float32", "bfloat16"):
+        for mesh in MEASURED:
+            marks = [pytest.mark.xfail(reason=NOT_YET, strict=True)]
+            fails = dtype == "bfloat16" and mesh == {"shard": 4}
+            yield pytest.param(dtype, mesh, id=f"{dtype}-{named(mesh)}", marks=marks * fails)
+
+
+@pytest.mark.parametrize(("dtype", "mesh"), measured())
+def test_each_process_holds_what_plan_says(
+    dtype: str, mesh: dict[str, int], tmp_path: Path
+) -> None:
     """Beside what one with a tiny model holds, whose libraries are the same.
 
     Where processes divide weights each holds copies of its parts while it saves, if there is room;
@@ -144,21 +153,25 @@ def test_each_process_holds_what_plan_says(dtype: str, tmp_path: Path) -> None:
     files = tmp_path / "tiny.yaml", tmp_path / "large.yaml"
     for file, written in zip(files, (tiny, recipe), strict=True):
         file.write_text(yaml.safe_dump(written))
-    print(f"\n{dtype}: MiB of the last process of the fullest stage, and by plan")
-    for mesh in MEASURED:
-        words = [f"parallel.{key}={ways}" for key, ways in mesh.items()]
-        memory = plan(files[1], words)["memory"]
-        stages = mesh.get("pipeline", 1)
-        below, above = (
-            peaks[(memory["stage"] + 1) * len(peaks) // stages - 1]
-            for peaks in (peaks_of(trained(file, mesh)) for file in files)
-        )
-        held = sum(size for sizes in memory["held"].values() for size in sizes.values())
-        saves = mesh.keys() & {"shard", "tensor", "pipeline"}  # by all processes, from copies
-        planned = max(memory["peak"]["total"], 2 * held if saves else 0)
-        name = " × ".join(f"{key} {ways}" for key, ways in mesh.items())
-        print(f"  {name:28} {(above - below) / 2**20:.0f} {planned / 2**20:.0f}")
-        assert above - below == pytest.approx(planned, rel=0.08)
+    words = [f"parallel.{key}={ways}" for key, ways in mesh.items()]
+    memory = plan(files[1], words)["memory"]
+    stages = mesh.get("pipeline", 1)
+    below, above = (
+        peaks[(memory["stage"] + 1) * len(peaks) // stages - 1]
+        for peaks in (peaks_of(trained(file, mesh)) for file in files)
+    )
+    held = sum(size for sizes in memory["held"].values() for size in sizes.values())
+    saves = mesh.keys() & {"shard", "tensor", "pipeline"}  # by all processes, from copies
+    planned = max(memory["peak"]["total"], 2 * held if saves else 0)
+    print(
+        f"  {dtype} {named(mesh):28} {(above - below) / 2**20:.0f} MiB, by plan "
+        f"{planned / 2**20:.0f}"
+    )
+    assert above - below == pytest.approx(planned, rel=0.08)
+
+
+def named(mesh: dict[str, int]) -> str:
+    return " × ".join(f"{key} {ways}" for key, ways in mesh.items())
 
 
 def peaks_of(run: Path) -> list[int]:

@@ -21,7 +21,6 @@ from workhorse.parallel.division.divisible import check_divisible
 from workhorse.parallel.division.experts import ExpertTeam
 from workhorse.parallel.division.layers import divide_layers
 from workhorse.parallel.division.part import ModelPart
-from workhorse.parallel.division.sequences import Team
 from workhorse.parallel.division.stages import divide_stages
 from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes.world import World
@@ -30,7 +29,6 @@ from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.objectives.objective import Objective
 from workhorse.transforms.checkpointing import checkpoint_activations
 
-MEMBERS = 3
 ROWS, COLUMNS = 2, 12
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 7 + [2] * 2, [4] * 12])
 """One that two processes have, one that all have."""
@@ -53,19 +51,6 @@ def pass_over(decoder: Decoder, objective: Objective, batch: Batch) -> list[Tens
         for weight in decoder.parameters()
     ]
     return [outcome.loss.detach(), outcome.count.float(), *gradients]
-
-
-def worst_difference(team: Team, config: DecoderConfig, documents: Tensor | None) -> float:
-    """Of the loss and any gradient, relative to its largest number, or to 1."""
-    decoder, batch = make(config), batch_of(config, documents)
-    alone = pass_over(decoder, NextToken(decoder), batch)
-    if documents is None:
-        checkpoint_activations(decoder)
-    together = pass_over(decoder, Divided(NextToken(decoder, team=team), team), batch)
-    for tensor in together:
-        dist.all_reduce(tensor)
-    assert torch.equal(together[1], alone[1])
-    return max(error(ours, expected) for ours, expected in zip(together, alone, strict=True))
 
 
 def worst_of_experts(world: World, chosen: list[int]) -> float:
@@ -98,7 +83,7 @@ def worst_of_experts(world: World, chosen: list[int]) -> float:
 
 
 def worst_of_parts(teams: Teams, config: DecoderConfig, documents: Tensor | None) -> float:
-    """As `worst_difference`, where layers are divided or those of stages, and maybe sequences."""
+    """Of the loss and any gradient, relative to its largest number, or to 1."""
     whole, batch = make(config), batch_of(config, documents)
     alone = pass_over(whole, NextToken(whole), batch)
     decoder = teams.build(config, "auto", "cpu").train(whole.training)
@@ -134,7 +119,7 @@ def compare_parts(
     configs: list[DecoderConfig],
     turns: list[list[Tensor | None]],
 ) -> None:
-    """As `compare_all`, for processes that divide the model, and maybe sequences.
+    """One process of several; the first leaves the differences in the folder.
 
     Args:
         rank: its number.
@@ -179,38 +164,21 @@ def check_parts(
         assert difference < 1e-5, configs[number]
 
 
-def compare_all(
-    rank: int, folder: str, configs: list[DecoderConfig], turns: list[list[Tensor | None]]
-) -> None:
-    """One process of the team; the first leaves the differences in the folder.
-
-    Args:
-        rank: its number.
-        folder: where they meet.
-        configs: of decoders.
-        turns: the documents of the batches, for each decoder in turn.
-    """
+def compare_experts(rank: int, folder: str, members: int) -> None:
+    """One process of those that divide experts; the first leaves the difference in the folder."""
     torch.set_num_threads(1)
-    meeting = f"file://{folder}/meeting"
-    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=MEMBERS)
+    meeting = f"file://{folder}/meeting-of-experts"
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=members)
     try:
-        team = Team(World(rank, MEMBERS))
-        experts = World(rank, MEMBERS)
-        of_experts = [worst_of_experts(experts, chosen) for chosen in ([5, 5, 5], [0, 3, 1])]
-        found = [
-            max(worst_difference(team, config, documents) for documents in rows)
-            for config, rows in zip(configs, cycle(turns), strict=False)
-        ]
+        world = World(rank, members)
+        worst = max(worst_of_experts(world, chosen) for chosen in ([5, 5, 5], [0, 3, 1]))
     finally:
         dist.destroy_process_group()
     if rank == 0:
-        torch.save({"sequences": found, "experts": of_experts}, f"{folder}/differences")
+        torch.save(worst, f"{folder}/difference-of-experts")
 
 
-def check(folder: Path, configs: list[DecoderConfig], turns: list[list[Tensor | None]]) -> None:
-    """Causal decoders, and experts, give together what they give whole."""
-    start(compare_all, (str(folder), configs, turns), MEMBERS)
-    found = torch.load(folder / "differences")
-    for config, difference in zip(configs, found["sequences"], strict=True):
-        assert difference < 1e-5, config
-    assert max(found["experts"]) < 1e-6
+def check_experts(folder: Path) -> None:
+    """Experts give together what they give whole, where one process has all tokens, or each one."""
+    start(compare_experts, (str(folder), 3), 3)
+    assert torch.load(folder / "difference-of-experts") < 1e-6

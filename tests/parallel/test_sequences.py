@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from tests.nn.grid import CAUSAL, COVERING, mixes_experts
-from tests.parallel.teams import DOCUMENTS, check
+from tests.parallel.teams import DOCUMENTS, check_experts, check_parts
 from workhorse.config import ConfigError
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
@@ -15,7 +15,12 @@ from workhorse.parallel.division.divisible import check_divisible
 
 def test_three_members_pass_as_one(tmp_path: Path) -> None:
     """Some of the grid, which is whole in a campaign; with documents or without, in turn."""
-    check(tmp_path, CAUSAL[::4], [[None], [DOCUMENTS]])
+    context = [ParallelismConfig(context=3)]
+    check_parts(tmp_path, context, CAUSAL[::4], [[None], [DOCUMENTS]])
+
+
+def test_three_members_have_the_experts_of_one(tmp_path: Path) -> None:
+    check_experts(tmp_path)
 
 
 AHEAD = next(config for config in COVERING if config not in CAUSAL)

@@ -8,9 +8,9 @@ import pytest
 from tests.nn.grid import COVERING
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
+from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
 from workhorse.parallel.division.stages import AbsentPipeline
 from workhorse.parallel.division.teams import Teams, absent_teams
-from workhorse.parallel.division.turns import Turn, one_forward_one_backward
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])

@@ -43,7 +43,7 @@ class Vocabulary:
     """The tokens that logits are of: here, all of them."""
 
     def most(self, own: int) -> int:
-        """How many any process has, where this one has so many."""
+        """The most that any process has, where this one has so many: all cut the same blocks."""
         return own
 
     def places(self, targets: Int[Tensor, " tokens"]) -> tuple[Tensor, Tensor]:

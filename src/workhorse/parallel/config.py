@@ -1,7 +1,7 @@
 """The section `parallel` of a recipe: how many processes train one model, and how they add up."""
 
 import math
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
@@ -11,9 +11,14 @@ from workhorse.on_resume import OnResume
 Ways = Annotated[int, Field(ge=1)]
 DIVIDED = ("data", "shard", "context", "tensor", "pipeline", "expert")
 """The keys that tell into how many parts something is divided."""
+NOT_EXACT = {
+    **{"context": "sequences", "expert": "experts"},
+    **{"tensor": "layers", "pipeline": "layers"},
+}
+"""Those that `reduction: exact` does not go with, and what they divide."""
 MICRO_BATCHES = 4
-"""That go through a pipeline for each of its stages, so that at most a fifth of its time is lost
-while it fills and empties."""
+"""For each stage of a pipeline where no `micro_batch_size` is given: its bubble is then less than a
+fifth of the time."""
 
 
 class FastConfig(Config):
@@ -23,7 +28,7 @@ class FastConfig(Config):
 
 
 class ExactConfig(Config):
-    """In an order that is always the same.
+    """In the order of a fixed tree.
 
     Loss and weights have the same bits on any number of processes, one included.
     """
@@ -32,6 +37,32 @@ class ExactConfig(Config):
     logical_shards: Ways = 8
     """Parts of a batch that are computed one by one, in the same shapes whichever process has them,
     and added up; at least as many as processes. Each takes `micro_batch_size` rows at once."""
+
+
+class MicroBatches(NamedTuple):
+    """How the rows of a batch pass through one process, or through those that have the same."""
+
+    rows: int
+    """Of a part of the batch, the largest."""
+    size: int
+    """Rows that pass at once."""
+    parts: int
+    """Of the batch, that one process passes."""
+
+    @property
+    def count(self) -> int:
+        """Micro-batches of a step."""
+        return self.parts * -(-self.rows // self.size)
+
+
+class Coordinates(NamedTuple):
+    """The place of a process on the mesh of all, from 0 on each axis; the last runs fastest."""
+
+    pipeline: int
+    data: int
+    shard: int
+    context: int
+    tensor: int
 
 
 class ParallelismConfig(Config):
@@ -109,10 +140,30 @@ class ParallelismConfig(Config):
         """How many there are."""
         return self.replicas * self.team * self.pipeline
 
-    def rows_at_once(self, batch_size: int) -> int:
-        """Of a batch, how many one process passes at once if nothing else is said."""
+    def micro_batches(self, batch_size: int, size: int | None = None) -> MicroBatches:
+        """How the rows of a batch pass.
+
+        Args:
+            batch_size: rows of the batch of all processes.
+            size: rows at once; None: as many as there are, but for a pipeline.
+        """
         rows = -(-batch_size // self.parts)
-        return rows if self.pipeline == 1 else max(1, rows // (MICRO_BATCHES * self.pipeline))
+        if size is None:
+            size = rows if self.pipeline == 1 else rows // (MICRO_BATCHES * self.pipeline)
+        return MicroBatches(rows, max(1, min(rows, size)), -(-self.parts // self.replicas))
+
+    def coordinates(self, rank: int) -> Coordinates:
+        """The place of a process: those that divide layers are neighbours."""
+        rank, tensor = divmod(rank, self.tensor)
+        rank, context = divmod(rank, self.context)
+        rank, shard = divmod(rank, self.shard)
+        pipeline, data = divmod(rank, self.data)
+        return Coordinates(pipeline, data, shard, context, tensor)
+
+    def rank(self, at: Coordinates) -> int:
+        """The number of the process at a place."""
+        replica = (at.pipeline * self.data + at.data) * self.shard + at.shard
+        return (replica * self.context + at.context) * self.tensor + at.tensor
 
     def on(self, processes: int) -> Self:
         """The same division with as much `data` as makes so many processes.
@@ -130,11 +181,7 @@ class ParallelismConfig(Config):
 
     @model_validator(mode="after")
     def _a_part_for_each(self) -> Self:
-        whole = (
-            *(("context", "sequences"), ("expert", "experts")),
-            *(("tensor", "layers"), ("pipeline", "layers")),
-        )
-        for name, what in whole:
+        for name, what in NOT_EXACT.items():
             if self.is_exact and (ways := getattr(self, name)) > 1:
                 raise ConfigError(
                     f"{name}={ways} divides {what}, of which reduction=exact adds up whole ones; "

@@ -12,6 +12,19 @@ from workhorse.errors import WorkhorseError
 GIGA, TERA = 10**9, 10**12
 
 
+class LinksConfig(Config):
+    """What a device and its ways to others reach in training."""
+
+    node: float
+    """What it sends at once to others of its node, 10^9 bytes a second."""
+    network: float
+    """The same to those of other nodes."""
+    devices: int = 8
+    """Of a node."""
+    reached: float
+    """The part of its peak that matrix products reach."""
+
+
 class DeviceConfig(Config):
     """An accelerator as its maker describes it."""
 
@@ -25,14 +38,8 @@ class DeviceConfig(Config):
     float16: float | None = None
     tf32: float | None = None
     float32: float | None = None
-    link: float | None = None
-    """What it sends at once to other devices of its node, 10^9 bytes a second; None: not known."""
-    network: float | None = None
-    """The same to those of other nodes."""
-    reached: float | None = None
-    """The part of its peak that matrix products reach in training."""
-    node: int = 8
-    """How many are in a node."""
+    links: LinksConfig | None = None
+    """How it exchanges with others; None: not known."""
     source: str
 
     def peak(self, dtype: torch.dtype, *, tf32: bool = False) -> float:

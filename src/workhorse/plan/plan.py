@@ -18,8 +18,8 @@ from workhorse.plan.compute_optimal import optima
 from workhorse.plan.devices import GIGA, DeviceConfig, find_device
 from workhorse.plan.limits import limits
 from workhorse.plan.remedies import remedies
-from workhorse.plan.schedule import simulated_step
 from workhorse.plan.serving import serving
+from workhorse.plan.step_time import simulated_step
 from workhorse.plan.subject import Subject, find_subject
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.account import account
@@ -194,7 +194,8 @@ def _with_micro_batch(
         fixed = train.replace(micro_batch_size=rows)
         return device_memory(config, fixed, device, mesh, packed=packed).total
 
-    rows = largest_share(needed, usable(room, device), train.batch_size // mesh.replicas)
+    most = mesh.micro_batches(train.batch_size).size
+    rows = largest_share(needed, usable(room, device), most)
     return train.replace(micro_batch_size=max(1, rows))
 
 
@@ -288,7 +289,7 @@ def _time(
         return None
     (rate, of), devices = peak, subject.mesh.processes
     step = None
-    if utilization is None and spec is not None and spec.reached is not None:
+    if utilization is None and spec is not None and spec.links is not None:
         step = simulated_step(subject.config, train, subject.mesh, spec, packed=subject.packed)
         utilization = flops / (train.steps * step.seconds * rate * devices)
     utilization = utilization or UTILIZATION

@@ -1,6 +1,7 @@
 """What to change when a training step does not fit, and what each change saves and costs."""
 
 from collections.abc import Iterator
+from contextlib import suppress
 from functools import partial
 from typing import NamedTuple
 
@@ -74,9 +75,9 @@ def _changes(
     train: TrainConfig, mesh: ParallelismConfig
 ) -> Iterator[tuple[str, str, TrainConfig, ParallelismConfig]]:
     """Setting, cost and what they lead to, from changes of no result to those of the training."""
-    rows = train.batch_size // mesh.replicas
-    size = train.micro_batch_size if isinstance(train.micro_batch_size, int) else rows
-    if size > 1:
+    assert train.micro_batch_size != "auto", "determined before"
+    own = mesh.micro_batches(train.batch_size, train.micro_batch_size)
+    if own.size > 1:
         yield (
             "train.micro_batch_size=1",
             "the same gradient; small gemms are slower",
@@ -97,19 +98,14 @@ def _changes(
             train.replace(dtype="bfloat16"),
             mesh,
         )
-    if rows > 1:
+    with suppress(ConfigError):  # a division that does not go with twice as many
+        wider, batch = mesh.replace(shard=2 * mesh.shard), train.batch_size
+        more = "" if own.rows > 1 else f" train.batch_size={2 * batch}"
         yield (
-            f"parallel.shard={2 * mesh.shard}",
+            f"parallel.shard={wider.shard}{more}",
             "twice the devices",
-            train,
-            mesh.replace(shard=2 * mesh.shard),
-        )
-    else:
-        yield (
-            f"parallel.shard={2 * mesh.shard} train.batch_size={2 * train.batch_size}",
-            "twice the devices",
-            train.replace(batch_size=2 * train.batch_size),
-            mesh.replace(shard=2 * mesh.shard),
+            train.replace(batch_size=2 * batch if more else batch),
+            wider,
         )
     if not isinstance(train.optimizer, MuonConfig):
         yield (

@@ -87,7 +87,7 @@ def find_subject(
 
 def _mesh(settings: list[str], recipe: Recipe) -> ParallelismConfig:
     """The recipe's processes, divided as the settings say."""
-    fields = apply_overrides({"parallel": recipe.parallel.ways}, settings)["parallel"]
+    fields = apply_overrides({"parallel": recipe.parallel.to_dict()}, settings)["parallel"]
     try:
         return ParallelismConfig.from_dict(fields)
     except ConfigError as error:

@@ -130,7 +130,11 @@ def _time(plan: dict[str, Any]) -> Iterator[str]:
     if time["step"] is not None:
         step = time["step"]
         whole = sum(step.values())
-        parts = [f"{name} {part / whole:.0%}" for name, part in step.items() if part > whole / 200]
+        parts = [
+            f"{name.replace('_', ' ')} {part / whole:.0%}"
+            for name, part in step.items()
+            if part > whole / 200
+        ]
         yield f"a step takes {_seconds(whole)}, simulated: {', '.join(parts)}"
     if time["failures"]["expected"] >= 1:
         failures = time["failures"]

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, TypeVar
 
 import torch
 
@@ -43,8 +43,7 @@ from workhorse.train.validation import Validator
 
 Listener = Callable[[Event], None]
 GiveWeights = Callable[[Decoder, Places], Checkpoint | None]
-Given = ParamSpec("Given")
-Result = TypeVar("Result")
+Call = TypeVar("Call", bound=Callable[..., object])
 
 
 def assemble(
@@ -304,20 +303,13 @@ def _sampler(
     return teams.of_texts()(sampler)
 
 
-def _together(
-    step: TrainingStep, world: World, call: Callable[Given, Result] | None
-) -> Callable[Given, Result] | None:
+def _together(step: TrainingStep, world: World, call: Call | None) -> Call | None:
     """A call of parts of the model, which are gathered for it where FSDP divides weights."""
     if call is None or not world.in_step:
         return call
+    from workhorse.parallel.division.sharding import gathered  # takes a second
 
-    def gather_and_call(*given: Given.args, **options: Given.kwargs) -> Result:
-        from workhorse.parallel.division.sharding import gathered
-
-        with gathered(step.objective):
-            return call(*given, **options)
-
-    return gather_and_call
+    return gathered(step.objective)(call)
 
 
 def _with_trackers(recipe: Recipe, run: RunDirectory, on_event: Listener) -> Listener:

@@ -96,7 +96,7 @@ class Saver:
         """Tell of a checkpoint that has been written meanwhile, without waiting.
 
         Raises:
-            WorkhorseError: it could not be, and no other process need fail at the same time.
+            WorkhorseError: it could not be, and no other process waits for this one.
         """
         if self._writing is not None and self._writing[1].done():
             if self.world.in_step and self._writing[1].exception():

@@ -11,7 +11,7 @@ from workhorse.parallel.config import ParallelismConfig
 
 
 def check_divisible(config: DecoderConfig, kernel: KernelName, parallel: ParallelismConfig) -> None:
-    """Refuse what cannot be.
+    """Refuse a mesh that this model cannot be divided by.
 
     Raises:
         ConfigError: sequences whose attention looks ahead or whose kernel is compiled for one

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.division.experts import ExpertTeam
-from workhorse.parallel.division.part import ModelPart
+from workhorse.parallel.division.part import TIED_TABLE, ModelPart
 from workhorse.parallel.processes.world import World
 
 
@@ -42,7 +42,7 @@ def holders(
         kind = _Kind(
             of_experts=experts is not None and experts.owns(parameter),
             ways=1 if part is None else part.cuts[name].ways,
-            tied=tied and name.startswith("embedding.tokens."),
+            tied=tied and name == TIED_TABLE,
         )
         kinds[kind].append(name)
     found: dict[World, list[str]] = {}
@@ -74,11 +74,10 @@ def _of_any(world: World, own: Collection[_Kind], parallel: ParallelismConfig) -
 
 def _part_of(parallel: ParallelismConfig, kind: _Kind, rank: int) -> Hashable:
     """What a process has of a parameter."""
-    stage, of_stage = divmod(rank, parallel.processes // parallel.pipeline)
-    if kind.tied and stage == parallel.pipeline - 1:
-        stage = 0
-    team, member = divmod(of_stage, parallel.tensor)
-    of_layers = member * kind.ways // parallel.tensor
+    at = parallel.coordinates(rank)
+    stage = 0 if kind.tied and at.pipeline == parallel.pipeline - 1 else at.pipeline
+    of_layers = at.tensor * kind.ways // parallel.tensor
     if kind.of_experts:
-        return stage, of_layers, rank // parallel.team % parallel.expert
-    return (stage, of_layers, team) if parallel.shard > 1 else (stage, of_layers)
+        return stage, of_layers, (at.data * parallel.shard + at.shard) % parallel.expert
+    rows = (at.data, at.shard, at.context) if parallel.shard > 1 else ()
+    return stage, of_layers, rows

@@ -1,7 +1,7 @@
 """Layers divided among processes: tensor parallelism, with sequences divided between layers.
 
 Every process of a team has some heads, hidden features and tokens of the vocabulary
-(`parallel.part`), and of the residual stream consecutive tokens (2205.05198 §4.2.2). A sub-layer
+(`part_of_model`), and of the residual stream consecutive tokens (2205.05198 §4.2.2). A sub-layer
 takes in the tokens of all, computes with what it has of the layer, and each process gets the sum
 of all outputs for its own tokens. So the gradient that a process has of weights that all have is a
 part of it, to be added up.

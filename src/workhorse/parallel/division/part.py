@@ -23,6 +23,8 @@ from workhorse.nn.experts.mixture import MoEConfig
 if TYPE_CHECKING:
     from workhorse.parallel.division.teams import Teams
 
+TIED_TABLE = "embedding.tokens.weight"
+"""Which the first stage of a pipeline and the last both have where the head is tied to it."""
 _OF_ONE_HEAD = re.compile(r"(.+\.[qk]_norm\.heads\.)(\d+)(\..+)")
 
 
@@ -120,8 +122,7 @@ class ModelPart:
         shapes = {name: weight.shape for name, weight in weights.items()}
         team = teams.layers
         self.member, self.members = (0, 1) if team is None else (team.member, team.size)
-        is_later = teams.stages is not None and not teams.stages.is_first
-        again = {name for name in own if is_later and name.startswith("embedding.")}
+        again = {TIED_TABLE} if teams.stages is not None and not teams.stages.is_first else set()
         cuts = _cuts(shapes, own, whole.config.vocab_size, self.member, self.members)
         self.cuts = {name: replace(cut, again=name in again) for name, cut in cuts.items()}
         here = {cut.name for cut in self.cuts.values()}

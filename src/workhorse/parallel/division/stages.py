@@ -2,11 +2,12 @@
 
 A process has the layers of its stage, and takes in what the stage before makes of each micro-batch
 (1811.06965). The gradient comes back the same way, as part of the backward pass. The last stage
-alone has a loss; that of the others is nothing but what makes autograd ask for their gradient.
+alone has a loss.
 """
 
 from collections import deque
 from collections.abc import Iterator
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -19,7 +20,7 @@ from workhorse.nn.head_loss import Matrix
 from workhorse.nn.loss import Losses
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
 from workhorse.parallel.division.part import share_of
-from workhorse.parallel.division.turns import Turn, one_forward_one_backward
+from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
 from workhorse.parallel.processes.members import AbsentMembers, Members, with_gradient
 from workhorse.parallel.processes.world import World
 from workhorse.transforms.replace import become, combined, replace_modules
@@ -53,8 +54,10 @@ class Pipeline(Members):
         return share_of(layers, self.size, self.member)
 
     def turns(self, micro_batches: int) -> Iterator[Turn]:
-        """The order of this stage's passes."""
-        return one_forward_one_backward(micro_batches, self.size, self.member)
+        """The order of this stage's passes, after which all that it sent has arrived."""
+        yield from one_forward_one_backward(micro_batches, self.size, self.member)
+        while self._sent:
+            self._sent.popleft()[0].wait()
 
     def send(self, x: Tensor, stage: int) -> None:
         """Send a tensor to another stage, without waiting for it to arrive."""
@@ -125,7 +128,7 @@ def divide_stages(objective: nn.Module, pipeline: Pipeline, dtype: torch.dtype) 
 
     def choose(module: nn.Module) -> nn.Module:
         if isinstance(module, HeadLoss) and not pipeline.is_last:
-            return become(module, combined("Staged", _LaterLoss, type(module)))
+            return become(module, combined("Staged", _NoLoss, type(module)))
         if isinstance(module, Head):
             return become(module, combined("Staged", _ToAll, type(module)), pipeline=pipeline)
         return module
@@ -181,20 +184,13 @@ class _ToNext(nn.Module):
         return with_gradient(give, receive, x)
 
 
-class _LaterLoss(HeadLoss):
-    """Zero, which depends on the layers of this stage."""
+class _NoLoss(HeadLoss):
+    """Zero, by which autograd asks for the gradient of this stage's layers."""
 
     def matrix(self, head: Head) -> Matrix:
         return torch.empty(0, 0)
 
-    def forward(
-        self,
-        x: Hidden,
-        targets: Tokens,
-        head: Head,
-        z_loss: float = 0.0,
-        matrix: Matrix | None = None,
-    ) -> tuple[Losses, Int[Tensor, ""]]:
+    def forward(self, x: Hidden, targets: Tokens, *others: Any) -> tuple[Losses, Int[Tensor, ""]]:
         losses = with_gradient(
             lambda x: torch.zeros(2, device=x.device),
             lambda above: above.new_zeros((), dtype=x.dtype).expand(x.shape),

@@ -70,22 +70,23 @@ def make_teams(world: World, parallel: ParallelismConfig, vocabulary: int) -> Te
     """The teams of this process; all of the run must call it.
 
     Args:
-        world: of the run. Processes that divide layers are neighbours, and so are teams of them
-            that divide sequences; all of a stage come before those of the next.
+        world: of the run.
         parallel: how many there are in each.
         vocabulary: tokens of the model.
     """
+
+    def alike_but_for(axis: str) -> World:
+        return world.alike(lambda rank: parallel.coordinates(rank)._replace(**{axis: 0}))
+
     sequences = layers = stages = None
-    tensor, team = parallel.tensor, parallel.team
-    of_stage = parallel.processes // parallel.pipeline
     if parallel.context > 1:
-        sequences = Team(world.alike(lambda rank: (rank // team, rank % tensor)))
-    if tensor > 1:
-        layers = TensorTeam(world.alike(lambda rank: rank // tensor), vocabulary)
+        sequences = Team(alike_but_for("context"))
+    if parallel.tensor > 1:
+        layers = TensorTeam(alike_but_for("tensor"), vocabulary)
     if parallel.pipeline > 1:
-        stages = Pipeline(world.alike(lambda rank: rank % of_stage))
-    first = world.rank // of_stage * of_stage + world.rank % tensor
-    return Teams(sequences, layers, stages, first)
+        stages = Pipeline(alike_but_for("pipeline"))
+    at = parallel.coordinates(world.rank)
+    return Teams(sequences, layers, stages, parallel.rank(at._replace(data=0, shard=0, context=0)))
 
 
 def absent_teams(parallel: ParallelismConfig, vocabulary: int, stage: int | None = None) -> Teams:

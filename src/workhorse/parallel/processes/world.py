@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
-from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.meeting import meet
 
@@ -31,7 +31,7 @@ class World:
     Args:
         rank: the number of this one, from 0.
         size: how many there are.
-        parallel: how they divide what they do.
+        parallel: how they divide what they do; None: each has rows of its own.
         group: exchanges what they tell each other; None for PyTorch's default.
 
     Attributes:
@@ -46,23 +46,25 @@ class World:
         self,
         rank: int = 0,
         size: int = 1,
-        parallel: ParallelismConfig = UNDIVIDED,
+        parallel: ParallelismConfig | None = None,
         *,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.rank, self.size, self.parallel, self.group = rank, size, parallel, group
+        self.rank, self.size, self.group = rank, size, group
+        self.parallel = parallel = parallel or ParallelismConfig(data=size)
         self.in_step, self.team = parallel.in_step, parallel.team
         self.teams = size // (parallel.team * parallel.pipeline)
 
     @property
     def member(self) -> int:
         """The number of this process among those that have the same rows, from 0."""
-        stage = self.rank // (self.teams * self.team)
-        return stage * self.team + self.rank % self.team
+        at, parallel = self.parallel.coordinates(self.rank), self.parallel
+        return (at.pipeline * parallel.context + at.context) * parallel.tensor + at.tensor
 
     def team_of(self, rank: int) -> int:
         """The number of a process's team among those of its stage, which have different rows."""
-        return rank // self.team % self.teams
+        at = self.parallel.coordinates(rank)
+        return at.data * self.parallel.shard + at.shard
 
     def apart(self) -> "World":
         """The same processes for another thread of each; all must call it."""

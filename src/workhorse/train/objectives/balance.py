@@ -139,13 +139,11 @@ class Balancer:
         total = torch.zeros((), device=targets.device)
         for layer, n_experts in self.n_experts.items():
             self.loads.setdefault(layer, torch.zeros(n_experts, device=targets.device))
-        for layer, routing in self.routings:
+        for layer, routing in self.routings if self.tells else ():
             loads = loads_of(routing, counted)
             self.loads[layer] += loads.sum(dim=0)
             if self.weight:
                 loads = loads if self.team is None else self.team.add(loads)
-                if not self.tells:
-                    continue
                 total = total + self.weight * imbalance(routing.scores, loads, counted).sum()
         self.routings.clear()
         return total

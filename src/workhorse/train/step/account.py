@@ -7,6 +7,13 @@ from typing import Any, NamedTuple
 from workhorse.train.step.step_memory import KINDS, Kind, Place, Span, StepMemory
 
 LAYER = "layers."
+
+
+def is_of_layer(name: str) -> bool:
+    """Whether a parameter, or a part of a model, belongs to a layer."""
+    return name.startswith(LAYER)
+
+
 Held = dict[Kind, dict[Place, int]]
 
 
@@ -65,7 +72,7 @@ def whole_at_once(step: StepMemory, expert: int = 1) -> int:
     layers: dict[str, int] = defaultdict(int)
     for place, size in step.held["weights"].items():
         layers[place.part] += size // expert if place.component == "experts" else size
-    return 3 * max(size for part, size in layers.items() if part.startswith(LAYER))
+    return 3 * max(size for part, size in layers.items() if is_of_layer(part))
 
 
 def account(

@@ -15,9 +15,9 @@ from workhorse.optim.master_weights import MasterWeights, round_weights
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.layers import divide_layers
 from workhorse.parallel.division.part import ModelPart
+from workhorse.parallel.division.schedule import one_forward_one_backward
 from workhorse.parallel.division.stages import divide_stages
 from workhorse.parallel.division.teams import NO_TEAMS, Teams
-from workhorse.parallel.division.turns import one_forward_one_backward
 from workhorse.parallel.processes.world import ALONE, World
 from workhorse.train.objectives.balance import Balanced, Balancer, has_mixtures
 from workhorse.train.objectives.divided import Divided
@@ -105,7 +105,7 @@ def build_step(
             config.matmul_precision,
         ),
         scale=LossScale(enabled=dtype == torch.float16),
-        micro_batch_size=config.micro_batch_size or parallel.rows_at_once(config.batch_size),
+        micro_batch_size=config.micro_batch_size or parallel.micro_batches(config.batch_size).size,
         turns=one_forward_one_backward if teams.stages is None else teams.stages.turns,
         grad_clip=config.grad_clip,
         reduction=reduction(optimizer.masters, config.seed) if divided else None,

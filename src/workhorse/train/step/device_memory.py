@@ -131,6 +131,8 @@ def _of_stage(
     updates: bool,
 ) -> DeviceMemory:
     local = _of_one_device(train, parallel)
+    assert train.micro_batch_size != "auto", "determined before"
+    count = parallel.micro_batches(train.batch_size, train.micro_batch_size).count
     step = _recorded(config, local, device, parallel, stage, packed=packed, updates=updates)
     shards, expert = parallel.weight_parts, parallel.expert
     held: dict[Kind, dict[Place, int]] = {
@@ -139,7 +141,7 @@ def _of_stage(
     }
     shares: dict[Kind, float] = {kind: _share(held[kind], step.held[kind]) for kind in HELD}
     shares["gradients"] = shares["sums"] = shares["weights"]
-    in_flight = min(parallel.pipeline - stage, _micro_batches(local))
+    in_flight = min(parallel.pipeline - stage, count)
     gathered = whole_at_once(step, expert) if shards > 1 else 0
     earlier = (in_flight - 1) * sum(step.activations.values())
     return DeviceMemory(
@@ -154,13 +156,11 @@ def _of_stage(
 
 def _of_one_device(train: TrainConfig, parallel: ParallelismConfig) -> TrainConfig:
     """What one device does; where gradients are added exactly, as if it did all."""
-    rows = train.batch_size if parallel.is_exact else -(-train.batch_size // parallel.parts)
-    size = train.micro_batch_size
-    if size is None and not parallel.is_exact:
-        size = parallel.rows_at_once(train.batch_size)
-    return train.replace(
-        batch_size=rows, micro_batch_size=min(size, rows) if isinstance(size, int) else size
-    )
+    if parallel.is_exact:
+        return train
+    assert train.micro_batch_size != "auto"
+    own = parallel.micro_batches(train.batch_size, train.micro_batch_size)
+    return train.replace(batch_size=own.rows, micro_batch_size=own.size)
 
 
 def _recorded(
@@ -198,8 +198,3 @@ def _as_recorded(train: TrainConfig) -> TrainConfig:
 
 def _share(part: Mapping[Any, int], whole: Mapping[Any, int]) -> float:
     return sum(part.values()) / (sum(whole.values()) or 1)
-
-
-def _micro_batches(train: TrainConfig) -> int:
-    size = train.micro_batch_size
-    return -(-train.batch_size // size) if isinstance(size, int) else 1

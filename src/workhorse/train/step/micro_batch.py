@@ -59,7 +59,7 @@ def fit_micro_batch(
         tried = train.replace(micro_batch_size=rows)
         return step_bytes(config, tried, device, packed=packed, parallel=parallel)
 
-    most = parallel.rows_at_once(train.batch_size)
+    most = parallel.micro_batches(train.batch_size).size
     rows = largest_share(needed, usable(free, device), most)
     if not rows:
         raise WorkhorseError(

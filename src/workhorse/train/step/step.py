@@ -11,7 +11,7 @@ from torch import Tensor
 
 from workhorse.optim.groups import Optimizer
 from workhorse.optim.norm import norm_by_rows, norm_over_parts, total_norm
-from workhorse.parallel.division.turns import Turn, one_forward_one_backward
+from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
 from workhorse.train.objectives.objective import Objective, Outcome, Rows
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision

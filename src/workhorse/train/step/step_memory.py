@@ -31,8 +31,6 @@ KINDS: tuple[Kind, ...] = get_args(Kind)
 - `loss`: what the head and the loss allocate in the forward pass: logits, their gradient.
 - `temporary`: all else.
 """
-OF_WEIGHTS: tuple[Kind, ...] = ("weights", "low_bits", "optimizer", "sums", "gradients")
-"""Those that are divided where weights are."""
 Phase = Literal["forward", "backward", "update"]
 
 
@@ -142,8 +140,9 @@ def step_memory(
     size = train.micro_batch_size
     rows = train.batch_size
     if not parallel.is_exact:
-        size = size or parallel.rows_at_once(rows)
-        rows = min(-(-rows // parallel.parts), 2 * int(size))
+        assert size != "auto", "determined before"
+        own = parallel.micro_batches(rows, size)
+        rows = min(own.rows, 2 * own.size)
     here = stand_in(device)
     with without_data(here) as tape:
         teams = absent_teams(parallel, config.vocab_size, stage)

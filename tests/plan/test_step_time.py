@@ -6,16 +6,9 @@ from workhorse.models import find_preset
 from workhorse.models.flops import forward_flops
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.devices import find_device
+from workhorse.plan.links import Collectives, Group, Link, Machine
 from workhorse.plan.plan import failures
-from workhorse.plan.schedule import (
-    Collectives,
-    Group,
-    Link,
-    Machine,
-    StepTime,
-    pipeline_seconds,
-    simulated_step,
-)
+from workhorse.plan.step_time import StepTime, pipeline_seconds, simulated_step
 from workhorse.train.recipe.recipe import TrainConfig
 
 MACHINE = Machine(1e12, 1e12, near=Link(300e9, 0.0), far=Link(25e9, 0.0), node=8)
@@ -54,20 +47,25 @@ def test_rings() -> None:
 
 def test_one_device_only_computes() -> None:
     alone = step({})
-    assert (alone.exchanges, alone.fetches, alone.idles, alone.adds) == (0, 0, 0, 0)
-    assert step({}, activation_checkpointing=True).computes > 1.1 * alone.computes
+    assert (
+        alone.activation_exchange,
+        alone.exposed_fsdp,
+        alone.pipeline_bubble,
+        alone.gradient_sync,
+    ) == (0, 0, 0, 0)
+    assert step({}, activation_checkpointing=True).compute > 1.1 * alone.compute
 
 
 def test_each_division_takes_what_it_takes() -> None:
-    assert step({"data": 8}).adds > 0
-    assert step({"tensor": 4}).exchanges > 0
-    assert step({"context": 4}).exchanges > 0
-    assert step({"pipeline": 4}).idles > 0
+    assert step({"data": 8}).gradient_sync > 0
+    assert step({"tensor": 4}).activation_exchange > 0
+    assert step({"context": 4}).activation_exchange > 0
+    assert step({"pipeline": 4}).pipeline_bubble > 0
     few = {"batch_size": 8, "seq_len": 32}
-    assert step({"shard": 8}, **few).fetches > 0
-    assert step({"shard": 8}).fetches == 0  # while layers compute
+    assert step({"shard": 8}, **few).exposed_fsdp > 0
+    assert step({"shard": 8}).exposed_fsdp == 0  # while layers compute
     far = step({"shard": 64}, batch_size=64, seq_len=32)
-    assert far.fetches > step({"shard": 8}, **few).fetches
+    assert far.exposed_fsdp > step({"shard": 8}, **few).exposed_fsdp
 
 
 def test_what_a_published_run_reached_is_near() -> None:

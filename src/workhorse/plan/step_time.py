@@ -1,26 +1,29 @@
 """How long a training step takes on several devices: its passes, and what they send each other.
 
-Arithmetic and the traffic of activations give the time of a layer; what is sent, its bytes by the
-bandwidth of a ring, and a latency for each hop (2104.04473 §3). The passes of a pipeline follow
-`one_forward_one_backward`. FSDP sends while layers compute; everything else waits, as in training.
+Arithmetic and the traffic of activations give the time of a layer; `links.py` says how long an
+exchange takes. The passes of a pipeline follow `one_forward_one_backward`. FSDP sends while layers
+compute; everything else waits, as in training.
 """
 
-from collections.abc import Iterator, Mapping
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from workhorse.models.flops import SCORES, forward_flops
-from workhorse.models.parameters import count_parameters
+from workhorse.models.parameters import components_of
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.grouped import AttentionConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.division.part import share_of
-from workhorse.parallel.division.turns import Turn, one_forward_one_backward
-from workhorse.plan.devices import GIGA, DeviceConfig
+from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
+from workhorse.plan.devices import DeviceConfig
+from workhorse.plan.links import Collectives, Group, Machine, machine_of
 from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.account import is_of_layer
 from workhorse.train.step.device_memory import DeviceMemory, device_memory
 
 FORWARD_PASSES, BACKWARD_PASSES = 2, 4
@@ -28,68 +31,8 @@ FORWARD_PASSES, BACKWARD_PASSES = 2, 4
 memory: each writes what the next reads, and in the backward pass gradients as well."""
 UPDATE_PASSES = 2
 """Of weights, gradients and optimizer: each is read and written once."""
-MEMORY_REACHED = 0.8
-"""The part of their bandwidth that memory and links reach."""
-NEAR_LATENCY, FAR_LATENCY = 5e-6, 10e-6
-"""Seconds of a message inside a node and between nodes, as libraries send them."""
 GRADIENT = 4
 """Bytes of a number of a gradient that processes add up."""
-
-
-class Link(NamedTuple):
-    """A way from a device to others."""
-
-    bandwidth: float
-    """Bytes a second that it sends, while it receives as many."""
-    latency: float
-    """Seconds of a message."""
-
-
-class Machine(NamedTuple):
-    """What of a device and its links is reached."""
-
-    flops: float
-    """Of matrix products, a second."""
-    bandwidth: float
-    """Of its memory, bytes a second."""
-    near: Link
-    """To the devices of its node."""
-    far: Link
-    """To all others."""
-    node: int
-    """How many devices share near links."""
-
-
-class Group(NamedTuple):
-    """Devices that exchange something: so many, each `stride` from the next in their order."""
-
-    size: int
-    stride: int
-
-
-class Collectives:
-    """Seconds of what groups of devices exchange by rings."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-
-    def gather(self, group: Group, n_bytes: float) -> float:
-        """All get so many bytes, of which each has a part; also to add up and keep a part."""
-        here = max(1, min(group.size, self.machine.node // group.stride))
-        nodes = -(-group.size // here)
-        near, far = self.machine.near, self.machine.far
-        bandwidth = near.bandwidth if nodes == 1 else min(near.bandwidth, here * far.bandwidth)
-        hops = near.latency * (here - 1) + far.latency * (nodes - 1)
-        return n_bytes * (group.size - 1) / group.size / bandwidth + hops
-
-    def add(self, group: Group, n_bytes: float) -> float:
-        """All get the sum of so many bytes."""
-        return 2 * self.gather(group, n_bytes)
-
-    def send(self, stride: int, n_bytes: float) -> float:
-        """One device sends another so many bytes."""
-        link = self.machine.near if stride < self.machine.node else self.machine.far
-        return n_bytes / link.bandwidth + link.latency
 
 
 class Pass(NamedTuple):
@@ -118,24 +61,56 @@ class StepTime:
     """Seconds of a step, on its slowest stage.
 
     Attributes:
-        computes: arithmetic and memory, what checkpointing repeats included.
-        exchanges: activations of divided layers, sequences and experts.
-        fetches: weights and gradients, beyond the time that layers compute meanwhile.
-        idles: while a pipeline fills and empties, or waits for a slower stage.
-        adds: gradients, after the passes.
-        updates: the weights.
+        compute: arithmetic and memory, what checkpointing repeats included.
+        activation_exchange: between devices that divide layers, sequences and experts.
+        exposed_fsdp: weights and gradients, beyond the time that layers compute meanwhile.
+        pipeline_bubble: while a pipeline fills and empties, or waits for a slower stage.
+        gradient_sync: after the passes.
+        optimizer: the update.
     """
 
-    computes: float
-    exchanges: float
-    fetches: float
-    idles: float
-    adds: float
-    updates: float
+    compute: float
+    activation_exchange: float
+    exposed_fsdp: float
+    pipeline_bubble: float
+    gradient_sync: float
+    optimizer: float
 
     @property
     def seconds(self) -> float:
+        """Of the whole step."""
         return sum(vars(self).values())
+
+
+def simulated_step(
+    config: DecoderConfig,
+    train: TrainConfig,
+    parallel: ParallelismConfig,
+    device: DeviceConfig,
+    *,
+    packed: bool = False,
+) -> StepTime:
+    """How long a step takes on devices whose links are known.
+
+    What a layer keeps is recorded on one layer of each kind.
+    """
+    period = len(config.pattern or config.blocks)
+    assert train.micro_batch_size != "auto", "determined before"
+    rows = parallel.micro_batches(train.batch_size, train.micro_batch_size).size
+    recorded = ParallelismConfig(context=parallel.context, tensor=parallel.tensor)
+    memory = device_memory(
+        config.replace(n_layers=period, pattern=config.pattern[:period]),
+        train.replace(
+            batch_size=rows,
+            micro_batch_size=None,
+            activation_checkpointing=False,
+        ),
+        torch.device("cuda"),
+        recorded,
+        packed=packed,
+        updates=False,
+    )
+    return step_time(config, train, parallel, machine_of(device, train), memory)
 
 
 def step_time(
@@ -163,58 +138,12 @@ def step_time(
     both = (forward + backward).times(count)
     busy = (forward.seconds + backward.seconds) * count
     return StepTime(
-        computes=both.computes,
-        exchanges=both.waits,
-        fetches=max(0.0, busy - both.computes - both.waits),
-        idles=max(0.0, total - busy),
-        adds=work.add_gradients(),
-        updates=work.update(),
-    )
-
-
-def simulated_step(
-    config: DecoderConfig,
-    train: TrainConfig,
-    parallel: ParallelismConfig,
-    device: DeviceConfig,
-    *,
-    packed: bool = False,
-) -> StepTime:
-    """How long a step takes on devices whose links are known.
-
-    What a layer keeps is recorded on one layer of each kind.
-    """
-    period = len(config.pattern or config.blocks)
-    rows = parallel.rows_at_once(train.batch_size)
-    rows = min(rows, int(train.micro_batch_size or rows))
-    memory = device_memory(
-        config.replace(n_layers=period, pattern=config.pattern[:period]),
-        train.replace(
-            batch_size=rows * parallel.replicas,
-            micro_batch_size=None,
-            activation_checkpointing=False,
-        ),
-        torch.device("cuda"),
-        parallel.replace(pipeline=1),
-        packed=packed,
-        updates=False,
-    )
-    return step_time(config, train, parallel, machine_of(device, train), memory)
-
-
-def machine_of(device: DeviceConfig, train: TrainConfig) -> Machine:
-    """What of a device whose links are known is reached in training."""
-    assert device.link is not None
-    assert device.network is not None
-    assert device.reached is not None
-    peak = device.peak(getattr(torch, train.dtype), tf32=train.matmul_precision == "high")
-    reached = MEMORY_REACHED * GIGA
-    return Machine(
-        flops=device.reached * peak,
-        bandwidth=reached * device.bandwidth,
-        near=Link(reached * device.link, NEAR_LATENCY),
-        far=Link(reached * device.network, FAR_LATENCY),
-        node=device.node,
+        compute=both.computes,
+        activation_exchange=both.waits,
+        exposed_fsdp=max(0.0, busy - both.computes - both.waits),
+        pipeline_bubble=max(0.0, total - busy),
+        gradient_sync=work.add_gradients(),
+        optimizer=work.update(),
     )
 
 
@@ -269,32 +198,38 @@ class _Work:
         self.config, self.train, self.parallel = config, train, parallel
         self.machine, self.collectives = machine, Collectives(machine)
         self.item = getattr(torch, train.dtype).itemsize
-        size = train.micro_batch_size
-        assert size != "auto", "determined before"
-        rows = -(-train.batch_size // parallel.parts)
-        at_once = min(rows, size or parallel.rows_at_once(train.batch_size))
-        self.micro_batches = -(-rows // at_once)
-        self.tokens = at_once * train.seq_len // parallel.context
+        assert train.micro_batch_size != "auto", "determined before"
+        own = parallel.micro_batches(train.batch_size, train.micro_batch_size)
+        self.micro_batches = own.count
+        self.tokens = own.size * train.seq_len // parallel.context
         """Of a micro-batch, of those that divide layers together."""
         tensor, context = parallel.tensor, parallel.context
         self.of_tensor = Group(tensor, 1)
         self.of_context = Group(context, tensor)
         self.of_shard = Group(parallel.weight_parts, tensor)
-        self.of_data = Group(parallel.replicas * context // parallel.weight_parts, tensor)
-        if parallel.shard > 1:
-            self.of_data = Group(parallel.data, tensor * parallel.weight_parts)
+        copies = parallel.replicas * context // parallel.weight_parts
+        self.of_data = Group(copies, tensor * parallel.weight_parts)
         self.of_experts = Group(parallel.expert, parallel.team)
-        self.keeps = _mean_of_layers(memory)
-        counts = count_parameters(config)
-        per_token = forward_flops(config.build(device="meta"), train.seq_len)
+        kept = [size for part, size in memory.activations.items() if is_of_layer(part)]
+        self.keeps = sum(kept) / len(kept)
+        """Bytes that a layer keeps of a micro-batch, on one device."""
+        whole = config.build(device="meta")
+        per_token = forward_flops(whole, train.seq_len)
         if train.kernel != "eager":  # the others leave out what a causal mask hides
             per_token[SCORES] = per_token.get(SCORES, 0) // 2
         self.head_flops = per_token.get("head", 0)
         layers = sum(per_token.values()) - self.head_flops
         self.layer_flops = layers / config.n_layers
-        outside = counts["embedding"] + counts.get("head", 0)
-        self.layer_weights = (counts["total"] - outside) / config.n_layers
-        self.outside_weights = outside
+        numbers: Counter[str] = Counter()
+        components = components_of(whole)
+        for name, weight in whole.named_parameters():
+            of_experts = parallel.expert > 1 and components[name] == "experts"
+            place = "experts" if of_experts else "layers" if is_of_layer(name) else "outside"
+            numbers[place] += weight.numel()
+        self.layer_weights = numbers["layers"] / config.n_layers
+        """Numbers of a layer, without experts that processes divide."""
+        self.layer_experts = numbers["experts"] / config.n_layers / parallel.expert
+        self.outside_weights = numbers["outside"]
 
     @property
     def transfer(self) -> float:
@@ -371,33 +306,26 @@ class _Work:
         parts = [self.config.blocks[name].feed_forward for name in self.config.layer_names()]
         return sum(part.top_k for part in parts if isinstance(part, MoEConfig)) / len(parts)
 
-    @property
-    def _own_weights(self) -> float:
-        """Numbers of the largest stage's layers, and of embedding or head, on one device."""
-        layers = -(-self.config.n_layers // self.parallel.pipeline) * self.layer_weights
+    def _own_weights(self) -> Iterator[tuple[Group, float]]:
+        """Numbers of the largest stage on one device, each with those that have the same."""
+        layers = -(-self.config.n_layers // self.parallel.pipeline)
         outside = self.outside_weights / min(2, self.parallel.pipeline)
-        return (layers + outside) / self.parallel.tensor
+        shared = (layers * self.layer_weights + outside) / self.parallel.tensor
+        yield self.of_data, shared / self.parallel.weight_parts
+        if self.layer_experts:
+            copies = self.parallel.replicas * self.parallel.context // self.parallel.expert
+            own = Group(copies, self.parallel.expert * self.parallel.team)
+            yield own, layers * self.layer_experts / self.parallel.tensor
 
     def add_gradients(self) -> float:
-        """Seconds in which copies of the model add up their gradients."""
-        if self.of_data.size == 1:
-            return 0.0
-        own = self._own_weights / self.parallel.weight_parts
-        return self.collectives.add(self.of_data, own * GRADIENT)
+        """Seconds in which those with the same weights add up their gradients."""
+        return sum(
+            self.collectives.add(group, numbers * GRADIENT)
+            for group, numbers in self._own_weights()
+            if group.size > 1
+        )
 
     def update(self) -> float:
         """Seconds of the optimizer: weights, their low bits, two moments and a gradient."""
-        own = self._own_weights / self.parallel.weight_parts
+        own = sum(numbers for _, numbers in self._own_weights())
         return UPDATE_PASSES * own * 4 * GRADIENT / self.machine.bandwidth
-
-
-def _mean_of_layers(memory: DeviceMemory) -> float:
-    """Bytes that a layer keeps of a micro-batch."""
-    kept = list(_of_layers(memory.activations))
-    return sum(kept) / max(len(kept), 1)
-
-
-def _of_layers(activations: Mapping[str, int]) -> Iterator[int]:
-    for part, size in activations.items():
-        if part.startswith("layers."):
-            yield size

@@ -29,7 +29,7 @@ class Run(NamedTuple):
     """A run that someone measured.
 
     Attributes:
-        figure: the speed of a device: `FLOP/s`, in 10^12, with what checkpointing repeats; `MFU`;
+        figure: the speed of a device: `TFLOP/s`, with what checkpointing repeats; `MFU`;
             or `tokens/s`.
         calibrates: whether the device's `reached` is from this run.
     """
@@ -111,7 +111,7 @@ def published() -> Iterator[Run]:
         )
         mesh = ParallelismConfig(data=data, tensor=tensor, pipeline=pipeline)
         source = "2104.04473 table 1"
-        yield Run("GPT", source, config, a100, train, mesh, "FLOP/s", rate, number == 0)
+        yield Run("GPT", source, config, a100, train, mesh, "TFLOP/s", rate, number == 0)
     for number, sizes in enumerate(MPT):
         width, layers, heads, tokens, devices, rows, at_once, again, mfu = sizes
         config = gpt(width, layers, heads, 50_368, tokens)
@@ -140,7 +140,7 @@ def simulated(run: Run) -> tuple[float, StepTime]:
         return tokens, step
     forward = forward_flops(run.config.build(device="meta"), run.train.seq_len)
     once = sum(forward.values())
-    if run.figure == "FLOP/s":
+    if run.figure == "TFLOP/s":
         return tokens * (4 * once - forward["head"]) / 1e12, step
     return 100 * tokens * 3 * once / run.device.peak(torch.bfloat16), step
 

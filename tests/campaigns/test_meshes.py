@@ -131,7 +131,7 @@ def measured() -> Iterator[Any]:
             yield pytest.param(dtype, mesh, id=f"{dtype}-{named(mesh)}", marks=marks * fails)
 
 
-@pytest.mark.parametrize(("dtype", "mesh"), measured())
+@pytest.mark.parametrize(("dtype", "mesh"), list(measured()))
 def test_each_process_holds_what_plan_says(
     dtype: str, mesh: dict[str, int], tmp_path: Path
 ) -> None:

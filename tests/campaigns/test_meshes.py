@@ -122,6 +122,10 @@ MEASURED = [
 NOT_YET = "in bfloat16, weights in four parts took 14 % more than the account says; not known why"
 
 
+def named(mesh: dict[str, int]) -> str:
+    return " × ".join(f"{key} {ways}" for key, ways in mesh.items())
+
+
 def measured() -> Iterator[Any]:
     """Types and meshes, with what is known to fail."""
     for dtype in ("float32", "bfloat16"):
@@ -168,10 +172,6 @@ def test_each_process_holds_what_plan_says(
         f"{planned / 2**20:.0f}"
     )
     assert above - below == pytest.approx(planned, rel=0.08)
-
-
-def named(mesh: dict[str, int]) -> str:
-    return " × ".join(f"{key} {ways}" for key, ways in mesh.items())
 
 
 def peaks_of(run: Path) -> list[int]:

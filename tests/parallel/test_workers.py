@@ -143,7 +143,8 @@ def test_a_mistake_of_several_workers_is_one_line(tmp_path: Path) -> None:
     file.write_text(yaml.safe_dump(fields(tmp_path, GATED)))
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "mine.txt").write_text("something else")
-    found = run([str(file), "--out", str(tmp_path / "taken"), "--workers", "2"])
+    words = [str(file), "--out", str(tmp_path / "taken"), "--workers", "2"]
+    found = run([*words, "--max-restarts", "3"])
     assert found.returncode == 2
     (line,) = found.stderr.splitlines()
     assert "is not empty and not a run" in line

@@ -91,6 +91,15 @@ def test_a_recipe_here(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert "this machine" in found["device"]["name"]
 
 
+def test_a_pipeline_here(recipe: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Recorded with this machine's operators; the first stage has the embedding."""
+    stages = ["model.n_layers=4", "parallel.pipeline=2"]
+    found = json.loads(printed(capsys, str(recipe), *stages, "--json"))
+    assert found["memory"]["stage"] == 0
+    assert "embedding" in found["memory"]["held"]["weights"]
+    assert main(["train", str(recipe), *stages, "train.micro_batch_size=auto", "--dry-run"]) == 0
+
+
 def test_documents_in_rows_need_a_mask(recipe: Path) -> None:
     whole = plan(recipe, device="h100")["memory"]["activations"]
     packed = plan(recipe, ["data.packing=documents"], device="h100")["memory"]["activations"]

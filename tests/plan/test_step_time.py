@@ -5,6 +5,7 @@ import pytest
 from workhorse.models import find_preset
 from workhorse.models.flops import forward_flops
 from workhorse.parallel.config import ParallelismConfig
+from workhorse.plan import step_time
 from workhorse.plan.devices import find_device
 from workhorse.plan.links import Collectives, Group, Link, Machine
 from workhorse.plan.plan import failures
@@ -34,6 +35,15 @@ def test_a_slow_stage_holds_up_the_others() -> None:
     even, uneven = [(1.0, 2.0)] * 3, [(1.0, 2.0), (2.0, 4.0), (1.0, 2.0)]
     assert pipeline_seconds(uneven, 100) > 1.9 * pipeline_seconds(even, 100)
     assert pipeline_seconds(even, 4, transfer=1.0) > pipeline_seconds(even, 4)
+
+
+def test_a_steady_pipeline_is_not_followed() -> None:
+    stages = [(1.0, 2.5), (1.2, 2.1), (0.4, 3.3), (1.1, 2.2)]
+    for transfer in (0.0, 0.3):
+        assert pipeline_seconds(stages, 100, transfer) == pytest.approx(
+            step_time._followed(stages, 100, transfer)
+        )
+    assert pipeline_seconds(stages, 10**9) == pytest.approx(10**9 * 3.7, rel=1e-6)
 
 
 def test_rings() -> None:

@@ -176,7 +176,9 @@ class ParallelismConfig(Config):
         if processes % (product := math.prod(others.values())):
             named = " times ".join(f"{name}={ways}" for name, ways in others.items())
             verb = "do" if len(others) > 1 else "does"
-            raise ConfigError(f"{named} {verb} not divide {processes} processes; choose divisors")
+            raise ConfigError(
+                f"{named} {verb} not divide {processes} processes; choose divisors, or 1"
+            )
         return self.replace(data=processes // product)
 
     @model_validator(mode="after")

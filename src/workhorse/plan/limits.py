@@ -54,7 +54,7 @@ def limits(
     update = memory(config, train, device, mesh).update
 
     def needed(rows: int, length: int) -> int:
-        batch = rows * mesh.parts
+        batch = rows * mesh.parts * mesh.pipeline  # so that the first stage is as full as it gets
         changed = train.replace(batch_size=batch, micro_batch_size=rows, seq_len=length)
         longer = config.replace(max_seq_len=max(config.max_seq_len, length))
         return max(update, memory(longer, changed, device, mesh, updates=False).total)

@@ -31,6 +31,8 @@ FORWARD_PASSES, BACKWARD_PASSES = 2, 4
 memory: each writes what the next reads, and in the backward pass gradients as well."""
 UPDATE_PASSES = 2
 """Of weights, gradients and optimizer: each is read and written once."""
+STEADY = 3
+"""Micro-batches for each stage, after which every further one takes a pipeline the same time."""
 GRADIENT = 4
 """Bytes of a number of a gradient that processes add up."""
 
@@ -157,7 +159,19 @@ def pipeline_seconds(
         micro_batches: how many pass.
         transfer: seconds from one stage to the next.
     """
+    steady = STEADY * len(stages)
+    if micro_batches > steady:  # each more takes as long as the one before
+        settled = _followed(stages, steady, transfer)
+        more = settled - _followed(stages, steady - 1, transfer)
+        return settled + (micro_batches - steady) * more
+    return _followed(stages, micro_batches, transfer)
+
+
+def _followed(stages: list[tuple[float, float]], micro_batches: int, transfer: float) -> float:
+    """`pipeline_seconds`, from the end of each pass."""
     last = len(stages) - 1
+    if last == 0:
+        return micro_batches * sum(stages[0])
     turns = [
         list(one_forward_one_backward(micro_batches, len(stages), stage))
         for stage in range(len(stages))

@@ -139,8 +139,8 @@ def _time(plan: dict[str, Any]) -> Iterator[str]:
     if time["failures"]["expected"] >= 1:
         failures = time["failures"]
         yield (
-            f"about {failures['expected']:,.0f} failures of a device, which leave "
-            f"{failures['goodput']:.1%} of the time"
+            f"{_counted(round(failures['expected']), 'failure')} of a device to be expected, which "
+            f"leave {failures['goodput']:.1%} of the time"
         )
     hours = f"{time['device_hours']:,.1f} device hours"
     yield hours if time["cost"] is None else f"{hours}, {time['cost']:,.2f} at the price given"

@@ -177,6 +177,7 @@ class Loop:
         started = time.perf_counter() - counters.seconds
         logged, logged_tokens = time.perf_counter(), counters.tokens
         passed, passed_at = self.step.pass_seconds, counters.step
+        of_processes: dict[str, list[float]] = {}
         warming_up = True  # the first step of a session waits for compilation and page faults
         batch = self._read(counters.step)
         while batch is not None and not self._is_to_stop(signals):
@@ -184,6 +185,12 @@ class Loop:
             following = counters.step + 1
             batch = self._read(following)  # while a GPU works; `update` waits for it
             schedule = config.schedule.factor(counters.step, config.steps)
+            ended = batch is None
+            logs = following % config.log_every == 0 or ended
+            if logs:  # before the update: from there to its line in the log nobody is asked
+                own = (self.step.pass_seconds - passed) / (following - passed_at)
+                passed, passed_at = self.step.pass_seconds, following
+                of_processes = self._of_processes(own)
             self._whole = False
             result = self.step.update(loss, counted, schedule)
             counters.step = following
@@ -191,14 +198,11 @@ class Loop:
             self._count(result)
             self._whole = True
             counters.seconds = time.perf_counter() - started
-            ended = batch is None
-            if following % config.log_every == 0 or ended:
+            if logs:
                 now = time.perf_counter()
                 rate = (counters.tokens - logged_tokens) / (now - logged)
                 logged, logged_tokens = now, counters.tokens
-                own = (self.step.pass_seconds - passed) / (following - passed_at)
-                passed, passed_at = self.step.pass_seconds, following
-                self._log(result, schedule, rate, self._of_processes(own), warming_up=warming_up)
+                self._log(result, schedule, rate, of_processes, warming_up=warming_up)
             elif warming_up:
                 logged, logged_tokens = time.perf_counter(), counters.tokens
             warming_up = False

@@ -13,6 +13,7 @@ from workhorse.data.corpus.sources import check_outside
 from workhorse.errors import WorkhorseError
 from workhorse.models.parameters import count_parameters
 from workhorse.nn import DecoderConfig
+from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.processes.watchdog import watched
 from workhorse.parallel.processes.world import World, open_world
 from workhorse.train.assembly import assemble
@@ -177,8 +178,14 @@ def _check_processes(recipe: Recipe, world: World) -> None:
         there = "this is one" if world.size == 1 else f"there are {world.size}"
         raise WorkhorseError(
             f"parallel asks for {asked} processes, and {there}; start as many, by workhorse train "
-            f"--workers {asked} or by torchrun, or change parallel.data"
+            f"--workers {asked} or by torchrun, or change {_named(recipe.parallel)}"
         )
+
+
+def _named(parallel: ParallelismConfig) -> str:
+    """The keys by which there are several processes."""
+    several = [f"parallel.{name}" for name, ways in parallel.ways.items() if ways > 1]
+    return ", ".join(several) or "parallel.data"
 
 
 def rehearse(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resumption:

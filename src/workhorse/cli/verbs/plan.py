@@ -23,7 +23,7 @@ from workhorse.writing import check_place
 @click.option(
     "--utilization",
     type=click.FloatRange(min=0, max=1, min_open=True),
-    help="Part of a device's peak that training reaches.  [default: 0.4]",
+    help="Part of a device's peak that training reaches.  [default: simulated, or 0.4]",
 )
 @click.option(
     "--price", type=click.FloatRange(min=0), help="Of a device for an hour, to give the cost."

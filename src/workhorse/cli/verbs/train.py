@@ -122,12 +122,21 @@ def command(
     elif (workers or 1) > 1 and environment.count() == 1:
         from workhorse.parallel.processes.launch import launch
 
+        if not resume:
+            _check_free(out or _default(settings.name))  # or they would take it up when restarted
         context = click.get_current_context()
         context.exit(launch(["train", *context.meta[GIVEN]], workers or 1, max_restarts))
     else:
         place = out or _default(settings.name)
         resume = resume or (goes_on and _has_begun(place))
         _train(settings, place, resume, as_json, notices=notices, changes=changes)
+
+
+def _check_free(run: Path) -> None:
+    """Refuse a run directory that is taken."""
+    from workhorse.checkpoints import RunDirectory
+
+    RunDirectory(run).check_free()
 
 
 def _has_begun(run: Path) -> bool:
@@ -217,7 +226,10 @@ def _summary(result: Any) -> str:
     lines = [f"{run}: step {result.step:,} of {result.steps:,}"]
     if result.stopped_by is not None:
         lines[0] += f", stopped by {result.stopped_by} and saved"
-        following = f"resume with workhorse {shlex.join(['train', run, '--resume'])}"
+        words = ["train", run, "--resume"]
+        if (several := environment.count()) > 1:
+            words += ["--workers", str(several)]
+        following = f"resume with workhorse {shlex.join(words)}"
     if result.validation_loss is not None:
         held_out = f"validation loss {result.validation_loss:.4f}"
         if result.bits_per_byte is not None:

@@ -5,6 +5,7 @@ from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
+from torch import nn
 
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
@@ -43,8 +44,11 @@ class Teams(NamedTuple):
         keep_stage(decoder, self.stages)
         if torch.device(device).type == "meta":
             return decoder
-        decoder.to_empty(device=device)
-        decoder.tie_weights()  # moving from meta parts what was shared
+        for module in decoder.modules():
+            for name, weight in module.named_parameters(recurse=False):
+                room = torch.empty(weight.shape, dtype=weight.dtype, device=device)
+                setattr(module, name, nn.Parameter(room, requires_grad=weight.requires_grad))
+        decoder.tie_weights()  # replacing parts what was shared
         return decoder.initialize()
 
     @contextmanager

@@ -4,6 +4,7 @@
 are. A process that was started by itself is a world of one, in which nothing is sent.
 """
 
+import gc
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -191,6 +192,7 @@ def open_world() -> Generator[World]:
         ) from error
     finally:
         dist.destroy_process_group()
+        gc.collect()  # groups that the run's objects still hold end now, and not with Python
 
 
 def _is_loss(error: RuntimeError) -> bool:

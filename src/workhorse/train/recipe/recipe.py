@@ -43,7 +43,10 @@ class SamplesConfig(Config):
 
 
 class TrainConfig(Config):
-    """How a model is trained. Sizes are totals, whatever the number of devices."""
+    """How a model is trained.
+
+    Sizes are totals, whatever the number of processes, but `micro_batch_size`, which is of each.
+    """
 
     steps: Annotated[Count, OnResume.GOES_ON]
     """Updates of the weights."""

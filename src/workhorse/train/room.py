@@ -74,7 +74,7 @@ def check_held(
     learning = [weight for weight in decoder.parameters() if weight.requires_grad]
     held = [*decoder.parameters(), *learning, *optimizer.tensors().values(), *low_bits.values()]
     what = "the model with its gradients and optimizer"
-    ways = max(parallel.weight_parts, parallel.expert) * parallel.tensor  # at most
+    ways = max(parallel.weight_parts, parallel.expert) * parallel.tensor * parallel.pipeline
     needed = _bytes(held) // ways
     _check(needed, device, what, "take a smaller model, or a device with more memory")
 

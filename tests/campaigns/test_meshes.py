@@ -162,7 +162,7 @@ def test_each_process_holds_what_plan_says(
     recipe["model"]["blocks"]["main"]["dropout"] = 0.0
     recipe["parallel"] = {}
     tiny = {**recipe, "train": {**recipe["train"], "seq_len": 16}}
-    tiny["model"] = {**recipe["model"], "d_model": 32, "n_layers": 4}
+    tiny["model"] = {**recipe["model"], "d_model": 32, "n_layers": mesh.get("pipeline", 1)}
     files = tmp_path / "tiny.yaml", tmp_path / "large.yaml"
     for file, written in zip(files, (tiny, recipe), strict=True):
         file.write_text(yaml.safe_dump(written))

@@ -122,6 +122,7 @@ def _worker(parent: int) -> int:
             {"reduction": {"kind": "exact", "logical_shards": 2}, "data": 3},
             "parallel: reduction.logical_shards=2 is less than data=3",
         ),
+        ({"patience": 1e9}, "parallel.patience: 1000000000.0 is too large"),
         ({"reduction": "slow"}, "parallel.reduction: unknown kind 'slow'; known: exact, fast"),
         (
             {"reduction": {"kind": "fast", "logical_shards": 4}},
@@ -148,3 +149,12 @@ def test_a_mistake_of_several_workers_is_one_line(tmp_path: Path) -> None:
     assert found.returncode == 2
     (line,) = found.stderr.splitlines()
     assert "is not empty and not a run" in line
+
+
+def test_what_the_environment_says_is_a_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WORLD_SIZE", "two")
+    with pytest.raises(WorkhorseError, match="WORLD_SIZE='two' in the environment is no number"):
+        train(Recipe.from_dict(fields(tmp_path, GATED)), tmp_path / "run")
+    assert not (tmp_path / "run").exists()

@@ -1,10 +1,14 @@
 """What a run would do and take, said before it does."""
 
+import importlib
 from pathlib import Path
 
 import pytest
+import torch
 
-from workhorse.train import dry_run, estimate, train
+from tests.parallel.runs import GATED, fields
+from workhorse.train import Recipe, dry_run, estimate, train
+from workhorse.train.step.device_memory import device_memory
 
 FIGURES = ("parameters", "micro_batch_size", "tokens", "exports_as")
 
@@ -34,3 +38,21 @@ def test_a_taken_folder_is_refused_where_given_and_else_told(
     assert "run_directory" not in dry_run(recipe, tell=said.append)
     assert said[0].startswith(f"{folder} holds a run already")
     assert dry_run(make_recipe(steps=2), folder, resume=True)["step"] == 1
+
+
+def test_each_of_several_processes_has_its_share_of_the_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What it needs is what `plan` says, and all share what is free on this machine."""
+    written = fields(tmp_path, GATED, batch_size=8)
+    one = estimate(Recipe.from_dict({**written, "parallel": {}}))
+    divided = Recipe.from_dict({**written, "parallel": {"shard": 2, "data": 2}})
+    module = importlib.import_module("workhorse.train.estimate")
+    monkeypatch.setattr(module, "available", lambda _: 1000)
+    found = estimate(divided)
+    own = device_memory(
+        divided.decoder_config(257), divided.train, torch.device("cpu"), divided.parallel
+    )
+    assert (one["processes"], found["processes"]) == (1, 4)
+    assert found["memory"]["peak"]["total"] == own.total < one["memory"]["peak"]["total"]
+    assert (found["memory"]["room"], found["memory"]["fits"]) == (250, False)

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 
 from workhorse.config import ConfigError
-from workhorse.train import Recipe, override_recipe
+from workhorse.train import Recipe, on_workers, override_recipe
 
 ATTENTION = {"n_heads": 2, "window": 4, "position": {"kind": "rope", "theta": 500.0}}
 BLOCK = {
@@ -164,3 +164,11 @@ def test_a_preset_does_not_go_under_a_model_that_is_written_out() -> None:
     assert list(blocks) == ["main"]
     blocks, _ = overridden({**OF_PRESET, "model": {"preset": "gpt2"}}, "model.preset=pythia-70m")
     assert list(blocks) == ["main"]
+
+
+def test_workers_make_what_data_is_left_and_contradict_none_that_is_given() -> None:
+    shared = {**WRITTEN, "parallel": {"shard": 2, "data": 4}}
+    assert on_workers(shared, 6)["parallel"]["data"] == 3
+    assert on_workers(shared, 8, data_is_given=True)["parallel"]["data"] == 4
+    with pytest.raises(ConfigError, match=r"parallel: data=4 does not make 6 processes, and 3"):
+        on_workers(shared, 6, data_is_given=True)

@@ -16,6 +16,8 @@ NOT_EXACT = {
     **{"tensor": "layers", "pipeline": "layers"},
 }
 """Those that `reduction: exact` does not go with, and what they divide."""
+LONGEST_PATIENCE = 1e8
+"""Three years, in seconds."""
 MICRO_BATCHES = 4
 """For each stage of a pipeline where no `micro_batch_size` is given: its bubble is then less than a
 fifth of the time."""
@@ -95,7 +97,7 @@ class ParallelismConfig(Config):
         FastConfig | ExactConfig, Field(discriminator="kind"), OnResume.ROUNDED
     ] = FastConfig()
     """How gradients are added up."""
-    patience: Annotated[float, OnResume.TAKEN] = Field(default=1800.0, gt=0)
+    patience: Annotated[float, OnResume.TAKEN] = Field(default=1800.0, gt=0, le=LONGEST_PATIENCE)
     """Seconds without a step, with its validation and its save, after which each of several
     processes prints where it is, and ends: one of them hangs, and all would wait for it."""
 

@@ -14,14 +14,15 @@ from workhorse.models.parameters import active_parameters
 from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import parameters_by_role
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.processes import environment
 from workhorse.tokenizers import train_tokenizer
 from workhorse.train.check import check_length, check_recipe
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
-from workhorse.train.step.account import account, fullest
+from workhorse.train.step.account import account
 from workhorse.train.step.allocator import keep_freed_memory
 from workhorse.train.step.build import build_step, measured_peak
+from workhorse.train.step.device_memory import device_memory
 from workhorse.train.step.micro_batch import fit_micro_batch, recordable
-from workhorse.train.step.step_memory import step_memory
 
 TIMED_BYTES = 2**30
 TIMED_SECONDS = 1.0
@@ -38,7 +39,8 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         `recipe` (with its defaults, its model in full), the `device`, `config` (of the decoder, in
         full), `exports_as` (the class of transformers that can hold it, or the differences from the
         nearest), `parameters` (`total`, `active` per token, and by role), `memory` (bytes of a
-        step, see `account`; of float16 those of float32, see `recordable`), `micro_batch_size`
+        step in the fullest process, see `account`; of float16 those of float32, see `recordable`;
+        on a CPU all processes are taken to share this machine), `processes`, `micro_batch_size`
         (what `auto` comes to now), `tokens` of the whole run,
         `flops_per_token`, `seconds`, and `seconds_from`: `"steps"` if steps were timed, on random
         tokens and without text generation and validation, or, for a large model,
@@ -60,17 +62,18 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
     packed = recipe.data.packed
     parallel = recipe.parallel
     config = fit_micro_batch(decoder_config, config, device, packed=packed, parallel=parallel)
-    step = step_memory(
-        decoder_config, recordable(config, device), device, packed=packed, parallel=parallel
-    )
-    memory = account(step.held, step.activations, fullest(step), available(device))
+    own = device_memory(decoder_config, recordable(config, device), device, parallel, packed=packed)
+    free = available(device)
+    if free is not None and device.type == "cpu":
+        free //= environment.count_here(parallel.processes)
+    memory = account(own.held, own.activations, own.peak, free)
     roles = {
         role: sum(parameter.numel() for parameter in parameters.values())
         for role, parameters in parameters_by_role(decoder).items()
     }
     tokens = config.steps * config.tokens_per_step
     seconds, source = flops * config.tokens_per_step / measured_peak(config, device), MATRIX_PRODUCT
-    if step.total <= TIMED_BYTES and memory["fits"] is not False and seconds <= TIMED_SECONDS:
+    if own.total <= TIMED_BYTES and memory["fits"] is not False and seconds <= TIMED_SECONDS:
         seconds, source = time_steps(config, decoder_config, device, parallel), "steps"
     return {
         "recipe": recipe.written_out().to_dict(),
@@ -85,6 +88,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "seconds": config.steps * seconds,
         "seconds_from": source,
         "device": str(device),
+        "processes": parallel.processes,
     }
 
 

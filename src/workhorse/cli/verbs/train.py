@@ -182,7 +182,8 @@ def _read(
     if resume and (run := RunDirectory(out or _default(fields.get("name")))).exists:
         fields = resumed_recipe(fields, run)
     if workers is not None:
-        fields = on_workers(fields, workers)
+        said = any(one.startswith("parallel.data=") for one in overrides)
+        fields = on_workers(fields, workers, data_is_given=said)
     return Recipe.from_dict(with_init(fields))
 
 
@@ -226,9 +227,7 @@ def _summary(result: Any) -> str:
     lines = [f"{run}: step {result.step:,} of {result.steps:,}"]
     if result.stopped_by is not None:
         lines[0] += f", stopped by {result.stopped_by} and saved"
-        words = ["train", run, "--resume"]
-        if (several := environment.count()) > 1:
-            words += ["--workers", str(several)]
+        words = ["train", run, "--resume", *environment.workers()]
         following = f"resume with workhorse {shlex.join(words)}"
     if result.validation_loss is not None:
         held_out = f"validation loss {result.validation_loss:.4f}"
@@ -279,7 +278,8 @@ def _figures(found: dict[str, Any]) -> list[str]:
     most, *parts = step_lines(memory)
     if memory["fits"] is not None:
         fits = "fits" if memory["fits"] else "does not fit"
-        parts.append(f"{fits}: {size(memory['room'])} are free on {found['device']}")
+        each = f" for each of {found['processes']} processes" if found["processes"] > 1 else ""
+        parts.append(f"{fits}: {size(memory['room'])} are free on {found['device']}{each}")
     basis = {
         "steps": "from a few steps on random tokens; validation and samples come on top",
         "matrix product": "at the rate of the quickest matrix product, so at least that",

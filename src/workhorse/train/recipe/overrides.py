@@ -167,11 +167,18 @@ def _fit_warmup(
     return {**fields, "train": {**now, "schedule": schedule}}
 
 
-def on_workers(fields: dict[str, Any], workers: int) -> dict[str, Any]:
+def on_workers(
+    fields: dict[str, Any], workers: int, *, data_is_given: bool = False
+) -> dict[str, Any]:
     """The recipe with as much `parallel.data` as makes so many processes of its other divisions.
 
+    Args:
+        fields: of the recipe.
+        workers: how many.
+        data_is_given: whether its own `parallel.data` is to hold.
+
     Raises:
-        ConfigError: there is none, or `parallel` is not what it should be.
+        ConfigError: there is none, it is not the one given, or `parallel` is not what it should be.
     """
     parallel = fields.get("parallel") or {}
     if not isinstance(parallel, dict):
@@ -180,5 +187,11 @@ def on_workers(fields: dict[str, Any], workers: int) -> dict[str, Any]:
         divided = ParallelismConfig.from_dict({**parallel, "data": 1, "expert": 1}).on(workers)
     except ConfigError as error:
         raise error.below("parallel") from None
+    if data_is_given and parallel["data"] != divided.data:
+        raise ConfigError(
+            f"data={parallel['data']} does not make {workers} processes, and {divided.data} does; "
+            "leave it out",
+            "parallel",
+        )
     # Whether experts can be divided is known once there are so many processes.
     return {**fields, "parallel": divided.to_dict() | {"expert": parallel.get("expert", 1)}}

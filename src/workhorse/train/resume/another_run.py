@@ -11,6 +11,7 @@ from workhorse.config import Config
 from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
 from workhorse.overrides import written
+from workhorse.parallel.processes import environment
 from workhorse.train.recipe.recipe import Recipe
 
 Settings = Sequence[tuple[str, Any]]
@@ -45,7 +46,7 @@ def command(run: RunDirectory, settings: Settings) -> str:
     """`workhorse train` on a run's own recipe with settings, into an unused folder."""
     words = ["workhorse", "train", str(run.path)]
     words += [f"{name}={written(value)}" for name, value in settings]
-    return shlex.join([*words, "--out", _free_name(run)])
+    return shlex.join([*words, "--out", _free_name(run), *environment.workers()])
 
 
 def spare(recipe: Recipe, name: str, value: Any) -> Any:

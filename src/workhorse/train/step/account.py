@@ -25,12 +25,6 @@ class Moment(NamedTuple):
     kinds: dict[Kind, int]
 
 
-def fullest(memory: StepMemory) -> Moment:
-    """The moment of a recorded step at which most is held."""
-    span = memory.span_at(memory.peak_moment)
-    return Moment(span.phase, span.part, {kind: memory.peak.get(kind, 0) for kind in KINDS})
-
-
 def moments_of_part(
     step: StepMemory, shares: Mapping[Kind, float], earlier: int = 0, gathered: int = 0
 ) -> Iterator[Moment]:

@@ -3,6 +3,7 @@
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -103,8 +104,14 @@ def device_memory(
         parallel.check_batch(train.batch_size, train.seq_len)
     except ConfigError as error:
         raise error.below("parallel") from None
+    assert train.micro_batch_size != "auto", "determined before"
+    own = parallel.micro_batches(train.batch_size, train.micro_batch_size)
+    local = train
+    if not parallel.is_exact:  # else one process is recorded as if it did all
+        local = _as_recorded(train.replace(batch_size=own.rows, micro_batch_size=own.size))
+    record = partial(_recorded, config, local, device, packed=packed, updates=updates)
     found = [
-        _of_stage(config, train, device, parallel, stage, packed=packed, updates=updates)
+        _of_stage(record(parallel, stage), parallel, stage, own.count)
         for stage in _distinct_stages(config, parallel.pipeline)
     ]
     return max(found, key=lambda memory: memory.total)
@@ -121,19 +128,9 @@ def _distinct_stages(config: DecoderConfig, stages: int) -> list[int]:
 
 
 def _of_stage(
-    config: DecoderConfig,
-    train: TrainConfig,
-    device: torch.device,
-    parallel: ParallelismConfig,
-    stage: int,
-    *,
-    packed: bool,
-    updates: bool,
+    step: StepMemory, parallel: ParallelismConfig, stage: int, micro_batches: int
 ) -> DeviceMemory:
-    local = _of_one_device(train, parallel)
-    assert train.micro_batch_size != "auto", "determined before"
-    count = parallel.micro_batches(train.batch_size, train.micro_batch_size).count
-    step = _recorded(config, local, device, parallel, stage, packed=packed, updates=updates)
+    """What a device of a stage holds of a step that was recorded there."""
     shards, expert = parallel.weight_parts, parallel.expert
     held: dict[Kind, dict[Place, int]] = {
         kind: {place: -(-size // ways_of(place, shards, expert)) for place, size in sizes.items()}
@@ -141,7 +138,7 @@ def _of_stage(
     }
     shares: dict[Kind, float] = {kind: _share(held[kind], step.held[kind]) for kind in HELD}
     shares["gradients"] = shares["sums"] = shares["weights"]
-    in_flight = min(parallel.pipeline - stage, count)
+    in_flight = min(parallel.pipeline - stage, micro_batches)
     gathered = whole_at_once(step, expert) if shards > 1 else 0
     earlier = (in_flight - 1) * sum(step.activations.values())
     return DeviceMemory(
@@ -152,15 +149,6 @@ def _of_stage(
         gathered,
         list(moments_of_part(step, shares, earlier, gathered)),
     )
-
-
-def _of_one_device(train: TrainConfig, parallel: ParallelismConfig) -> TrainConfig:
-    """What one device does; where gradients are added exactly, as if it did all."""
-    if parallel.is_exact:
-        return train
-    assert train.micro_batch_size != "auto"
-    own = parallel.micro_batches(train.batch_size, train.micro_batch_size)
-    return train.replace(batch_size=own.rows, micro_batch_size=own.size)
 
 
 def _recorded(
@@ -174,7 +162,6 @@ def _recorded(
     updates: bool,
 ) -> StepMemory:
     """The record of a step, made once: all with the same part of the model share it."""
-    train = train if parallel.is_exact else _as_recorded(train)
     parallel = parallel.replace(data=1, shard=1, expert=1)
     parts = [config.to_dict(), train.to_dict(), str(device), parallel.to_dict(), stage, packed]
     key = json.dumps(parts)

@@ -52,7 +52,7 @@ def fit_micro_batch(
     free = available(device) if device.type == "cuda" else free_memory()
     assert free is not None  # `check_fitting` refused
     if device.type == "cpu":
-        free //= environment.count_here()
+        free //= environment.count_here(parallel.processes)
 
     @cache
     def needed(rows: int) -> int:

@@ -24,7 +24,9 @@ OURS: dict[str, dict[str, Any]] = {
     "data, exact": {"data": PROCESSES, **EXACT},
     "shard": {"shard": PROCESSES},
     "shard, exact": {"shard": PROCESSES, **EXACT},
+    "context": {"context": PROCESSES},
     "tensor": {"tensor": PROCESSES},
+    "pipeline": {"pipeline": PROCESSES},
 }
 PLAIN = {"DistributedDataParallel": "ddp", "fully_shard": "fsdp"}
 

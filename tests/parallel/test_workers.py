@@ -60,6 +60,7 @@ def test_a_signal_ends_all_after_one_step(tmp_path: Path) -> None:
     _, said = process.communicate(timeout=120)
     assert process.returncode == 143, said
     assert "Traceback" not in said
+    assert "closing signal" not in said  # of PyTorch's agent
     *_, checkpoint, end = read_metrics(out / "metrics.jsonl")
     assert (checkpoint["kind"], end["kind"], end["reason"]) == ("checkpoint", "end", "SIGTERM")
     assert checkpoint["step"] == end["step"]
@@ -73,6 +74,7 @@ def test_a_killed_worker_costs_the_others_nothing(tmp_path: Path) -> None:
     os.kill(_worker(process.pid), signal.SIGKILL)
     _, said = process.communicate(timeout=120)
     assert process.returncode == 0, said
+    assert "since one had failed (restart 1)" in said
     assert "Traceback" not in said
     starts = [one["step"] for one in read_metrics(out / "metrics.jsonl") if one["kind"] == "start"]
     assert len(starts) == 2
@@ -149,6 +151,18 @@ def test_a_mistake_of_several_workers_is_one_line(tmp_path: Path) -> None:
     assert found.returncode == 2
     (line,) = found.stderr.splitlines()
     assert "is not empty and not a run" in line
+
+
+def test_what_every_worker_refuses_is_told_by_one(tmp_path: Path) -> None:
+    recipe = fields(tmp_path, GATED, steps=1)
+    train(Recipe.from_dict(recipe), tmp_path / "run")
+    file = tmp_path / "tiny.yaml"
+    file.write_text(yaml.safe_dump(recipe))
+    words = [str(file), "--out", str(tmp_path / "run"), "--resume", "model.d_model=64"]
+    found = run([*words, "--workers", "2"])
+    assert found.returncode == 2
+    (line,) = found.stderr.splitlines()
+    assert "model.d_model" in line
 
 
 def test_what_the_environment_says_is_a_number(

@@ -2,7 +2,7 @@
 
 import contextlib
 import gc
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -117,7 +117,7 @@ def _train(
     parallel = recipe.parallel
     world = World(world.rank, world.size, parallel)
     lock = run.lock() if world.is_first else contextlib.nullcontext()
-    with lock, keep_freed_memory(device):
+    with lock, keep_freed_memory(device), _naming(run):
         into = store or run.store(recipe.train.keep)
         if resume:
             resumed = plan_resumption(run, recipe, into.newest)
@@ -138,7 +138,7 @@ def _train(
                 run.undo()
             raise
         signals = StopSignals()
-        while not _get_through(loop, signals, run, parallel.patience):
+        while not _get_through(loop, signals, parallel.patience):
             jumped = loop.counters
             at = before_jump(into.newest, recipe, jumped)
             del loop  # its memory is wanted
@@ -156,20 +156,28 @@ def _train(
             return _result(loop, run, signals)
 
 
-def _get_through(loop: Loop, signals: StopSignals, run: RunDirectory, patience: float) -> bool:
+def _get_through(loop: Loop, signals: StopSignals, patience: float) -> bool:
     """Whether a loop got to its end, or to a signal, before the loss jumped."""
     try:
         with signals, watched(loop.world, patience) as progress:
             return loop.run(signals, progress)
+    finally:
+        loop.metrics.close()
+
+
+@contextlib.contextmanager
+def _naming(run: RunDirectory) -> Generator[None]:
+    """Name the run directory, and what to do, where a disk takes no more."""
+    try:
+        yield
     except OSError as error:
         if error.errno not in TAKES_NO_MORE:
             raise
         reason, remedy = refusal(error)
+        following = ", then go on with --resume" if run.exists else ""
         raise WorkhorseError(
-            f"cannot write in {run.path}: {reason}; {remedy}, then go on with --resume"
+            f"cannot write in {run.path}: {reason}; {remedy}{following}"
         ) from error
-    finally:
-        loop.metrics.close()
 
 
 def _check_processes(recipe: Recipe, world: World) -> None:

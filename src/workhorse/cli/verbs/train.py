@@ -115,6 +115,8 @@ def command(
     workers = workers or (environment.count() if environment.count() > 1 else None)
     goes_on = resume or environment.attempt() > 0
     settings = _read(recipe, changes, out, resume=goes_on, workers=workers, tell=notices.append)
+    if again := environment.attempt():
+        notices.append(f"all processes were started again, since one had failed (restart {again})")
     if workers is not None:
         changes.append(f"parallel.data={settings.parallel.data}")
     if dry_run:
@@ -201,7 +203,7 @@ def _train(
     changes: list[str],
 ) -> None:
     from workhorse.cli.train_progress import show_training
-    from workhorse.parallel.processes.world import LostError
+    from workhorse.parallel.processes.world import LostError, ToldError
     from workhorse.train import train
 
     if environment.rank():
@@ -213,7 +215,10 @@ def _train(
     with show_training(settings.train.steps) as show:
         for line in notices:
             show({"kind": "notice", "message": line})
-        result = train(settings, out, resume=resume, settings=changes, on_event=show)
+        try:
+            result = train(settings, out, resume=resume, settings=changes, on_event=show)
+        except ToldError:
+            click.get_current_context().exit(ExitCode.USAGE)
     print_result(result.to_dict(), as_json, text=_summary(result))
     if result.stopped_by is not None:
         click.get_current_context().exit(ExitCode.after(result.stopped_by))

@@ -5,6 +5,7 @@ are. A process that was started by itself is a world of one, in which nothing is
 """
 
 import gc
+import time
 from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -12,6 +13,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._C._distributed_c10d import Store
 
 from workhorse.errors import WorkhorseError
 from workhorse.parallel.config import ParallelismConfig
@@ -20,10 +22,18 @@ from workhorse.parallel.processes.meeting import meet
 
 PATIENCE = timedelta(minutes=30)
 """How long a process waits for the others: the first one may be saving, or reading its text."""
+REFUSED = "refused"
+"""In the store: how many processes are."""
+TELLING = 2.0
+"""Seconds that one process has to say what all of them refuse, before the others end."""
 
 
 class LostError(WorkhorseError):
     """Another process has gone."""
+
+
+class ToldError(LostError):
+    """Another process says what is wrong."""
 
 
 class World:
@@ -162,9 +172,12 @@ ALONE = World()
 def open_world() -> Generator[World]:
     """Join the processes that the environment tells of; none: a world of one.
 
+    What several of them refuse is told by the one that finds it first.
+
     Raises:
         WorkhorseError: the environment is incomplete, or the others do not come.
         LostError: one of them has gone.
+        ToldError: one of them says why it ends.
     """
     size = environment.count()
     if size == 1:
@@ -187,12 +200,26 @@ def open_world() -> Generator[World]:
     except RuntimeError as error:
         if not _is_loss(error):
             raise
-        raise LostError(
+        kind = ToldError if _is_told(own) else LostError
+        raise kind(
             "another process of the run has gone, or does not answer; its own message says why"
         ) from error
+    except WorkhorseError as error:
+        if own.add(REFUSED, 1) == 1:
+            raise
+        time.sleep(TELLING)  # when one has gone, an agent ends all
+        raise ToldError("another process of the run was refused first; it says why") from error
     finally:
         dist.destroy_process_group()
         gc.collect()  # groups that the run's objects still hold end now, and not with Python
+
+
+def _is_told(store: Store) -> bool:
+    """Whether a process says why it ends, as far as the store can be reached."""
+    try:
+        return store.check([REFUSED])
+    except RuntimeError:
+        return False
 
 
 def _is_loss(error: RuntimeError) -> bool:

@@ -120,6 +120,20 @@ def test_pipeline() -> None:
     assert held(first, "embedding") > 0
 
 
+def test_a_short_pipeline_passes_no_micro_batch_beside_gradients_and_all_others() -> None:
+    """With as many micro-batches as stages all have passed before the first gradients are there."""
+    few, many = (
+        memory(standard(), {"pipeline": 4}, micro_batch_size=4, batch_size=rows)
+        for rows in (16, 32)
+    )
+    assert few.in_flight == many.in_flight == 4
+    most = [max(one.kinds["activations"] for one in found.moments) for found in (few, many)]
+    assert most[0] == pytest.approx(most[1], rel=1e-4)
+    assert many.peak.kinds["gradients"] > 0
+    each = sum(few.activations.values())
+    assert 0.75 * each < many.total - few.total < 1.01 * each
+
+
 def test_experts() -> None:
     whole, part = memory(mixture(), {"data": 4}), memory(mixture(), {"data": 4, "expert": 4})
     assert held(part, "experts") == held(whole, "experts") / 4

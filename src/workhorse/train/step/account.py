@@ -26,18 +26,23 @@ class Moment(NamedTuple):
 
 
 def moments_of_part(
-    step: StepMemory, shares: Mapping[Kind, float], earlier: int = 0, gathered: int = 0
+    step: StepMemory,
+    shares: Mapping[Kind, float],
+    waiting: tuple[int, int] = (0, 0),
+    gathered: int = 0,
 ) -> Iterator[Moment]:
     """The moments of a recorded step where a process has a share of each kind.
 
     Args:
         step: of the whole.
         shares: of each kind; 1 where left out.
-        earlier: bytes of activations of the micro-batches that wait for their backward pass.
+        waiting: bytes of activations of other micro-batches, whose backward pass comes later:
+            while the first one passes, and while those after it do.
         gathered: bytes of other processes, while layers compute.
     """
     spans = iter([*step.spans, Span(len(step.totals), "", "update")])
     span, following = next(spans), next(spans)
+    begins = [one.begin for one in step.spans if one[1:] == ("embedding", "forward")]
     for moment in range(len(step.totals)):
         while moment >= following.begin:
             span, following = following, next(spans)
@@ -47,7 +52,7 @@ def moments_of_part(
         if span.phase == "update":
             kinds["temporary"] = round(kinds["temporary"] * shares.get("weights", 1.0))
         else:
-            kinds["activations"] += earlier
+            kinds["activations"] += waiting[len(begins) > 1 and moment >= begins[1]]
             kinds["temporary"] += gathered
         yield Moment(span.phase, span.part, kinds)
 

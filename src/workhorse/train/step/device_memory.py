@@ -138,16 +138,17 @@ def _of_stage(
     }
     shares: dict[Kind, float] = {kind: _share(held[kind], step.held[kind]) for kind in HELD}
     shares["gradients"] = shares["sums"] = shares["weights"]
-    in_flight = min(parallel.pipeline - stage, micro_batches)
+    ahead = parallel.pipeline - stage - 1
+    others = [min(ahead, max(0, micro_batches - passed)) for passed in (1, 2)]
+    each = sum(step.activations.values())
     gathered = whole_at_once(step, expert) if shards > 1 else 0
-    earlier = (in_flight - 1) * sum(step.activations.values())
     return DeviceMemory(
         stage,
         held,
         step.activations,
-        in_flight,
+        1 + others[0],
         gathered,
-        list(moments_of_part(step, shares, earlier, gathered)),
+        list(moments_of_part(step, shares, (others[0] * each, others[1] * each), gathered)),
     )
 
 

@@ -6,6 +6,7 @@ choose theirs by `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`.
 
 import functools
 import os
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -84,6 +85,17 @@ def used() -> list[str]:
 def levels_here() -> list[str]:
     """The levels that this CPU has, from the lowest."""
     return [name for name in LEVELS if _up_to(name) <= _on_this_cpu()]
+
+
+@functools.cache
+def vendor() -> str:
+    """Who made the CPU, as it says itself; empty where the system does not tell."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return ""
+    found = (line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id"))
+    return next(found, "")
 
 
 def _level() -> str | None:

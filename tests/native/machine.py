@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 
+from workhorse.instructions import cpu_has
 from workhorse.native import Library, resolve
 from workhorse.nn import Decoder
 from workhorse.transforms.native_attention import attend_natively
@@ -22,6 +23,11 @@ def decode_natively(decoder: Decoder) -> None:
         pytest.skip(OPERATORS.why_not["decoding"])
     stream_weights(decoder, OPERATORS)
     attend_natively(decoder, OPERATORS.decoding)
+
+
+needs_vectors = pytest.mark.skipif(
+    TRAINING is None or not cpu_has("avx512_f"), reason="the CPU has no vectors of 64 bytes"
+)
 
 
 def needs(library: Library) -> pytest.MarkDecorator:

@@ -1,13 +1,15 @@
 """Linear layers that multiply natively train as PyTorch's do."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.native.machine import MATRIX_UNIT, needs
+from tests.native.machine import MATRIX_UNIT, TRAINING, needs, needs_vectors
 from tests.train.conftest import MODEL
-from workhorse.native import MatrixUnit
+from workhorse.native import MatrixUnit, Operators
 from workhorse.nn import DecoderConfig, HeadLoss
 from workhorse.transforms.checkpointing import checkpoint_activations
 from workhorse.transforms.native_training.linear import (
@@ -17,7 +19,13 @@ from workhorse.transforms.native_training.linear import (
 )
 from workhorse.transforms.native_training.loss import replace_head_loss
 
-pytestmark = needs("matrix_unit")
+UNIT = Operators(matrix_unit=MATRIX_UNIT)
+FLOAT32 = frozenset({torch.float32})
+VECTORS = Operators(training=TRAINING and replace(TRAINING, product_types=FLOAT32))
+"""Also where PyTorch's products are as quick."""
+BY_UNIT = pytest.param(UNIT, torch.bfloat16, id="unit", marks=needs("matrix_unit"))
+SPLIT = pytest.param(UNIT, torch.float32, id="split", marks=needs("matrix_unit"))
+BY_VECTORS = pytest.param(VECTORS, torch.float32, id="vectors", marks=needs_vectors)
 
 
 def results(layer: nn.Module, x: Tensor, above: Tensor) -> list[Tensor]:
@@ -29,16 +37,17 @@ def results(layer: nn.Module, x: Tensor, above: Tensor) -> list[Tensor]:
 
 @pytest.mark.parametrize("bias", [False, True])
 @pytest.mark.parametrize("shape", [(3, 50, 48), (2, 7, 33), (1, 1600, 64), (70,)])
-@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 2**-8), (torch.float32, 2**-16)])
+@pytest.mark.parametrize(("operators", "dtype"), [BY_UNIT, SPLIT, BY_VECTORS])
 def test_gradients_are_those_of_pytorch(
-    dtype: torch.dtype, error: float, shape: tuple[int, ...], bias: bool
+    operators: Operators, dtype: torch.dtype, shape: tuple[int, ...], bias: bool
 ) -> None:
-    """To half a step of bfloat16, or of a float32 number's two parts, taken over all numbers."""
+    """To half a step of bfloat16, of a float32 number's two parts, or of sums in float32."""
+    error = 2**-20 if operators is VECTORS else 2**-8 if dtype == torch.bfloat16 else 2**-16
     layer = nn.Linear(shape[-1], 40, bias=bias).to(dtype)
     x, above = torch.randn(shape).to(dtype), torch.randn(*shape[:-1], 40).to(dtype)
     wide = nn.Linear(shape[-1], 40, bias=bias).double()
     wide.load_state_dict(layer.state_dict())
-    layer = replace_linear(layer, Gemm(MATRIX_UNIT, "high"))
+    layer = replace_linear(layer, Gemm(operators, "high"))
     expected = results(wide, x.double(), above.double())
     ours = results(layer, x, above)
     for exact, value in zip(expected, ours, strict=True):
@@ -47,26 +56,30 @@ def test_gradients_are_those_of_pytorch(
         assert (value.double() - exact).norm() <= error * exact.norm()
 
 
-def test_gradients_of_any_order_in_memory() -> None:
-    layer = nn.Linear(32, 48).bfloat16()
-    x = torch.randn(32, 20, 3).bfloat16().permute(2, 1, 0)
+@pytest.mark.parametrize(("operators", "dtype"), [BY_UNIT, BY_VECTORS])
+def test_gradients_of_any_order_in_memory(operators: Operators, dtype: torch.dtype) -> None:
+    layer = nn.Linear(32, 48).to(dtype)
+    x = torch.randn(32, 20, 3).to(dtype).permute(2, 1, 0)
     aboves = [
-        torch.ones(1).bfloat16().expand(3, 20, 48),
-        torch.randn(48, 20, 3).bfloat16().permute(2, 1, 0),
+        torch.ones(1).to(dtype).expand(3, 20, 48),
+        torch.randn(48, 20, 3).to(dtype).permute(2, 1, 0),
     ]
     plain = [results(layer, x, above) for above in aboves]
-    layer = replace_linear(layer, Gemm(MATRIX_UNIT))
+    layer = replace_linear(layer, Gemm(operators))
+    atol, rtol = (0.05, 2**-7) if dtype == torch.bfloat16 else (1e-5, 1e-5)
     for above, expected in zip(aboves, plain, strict=True):
         for exact, value in zip(expected, results(layer, x, above), strict=True):
-            torch.testing.assert_close(value, exact, atol=0.05, rtol=2**-7)
+            torch.testing.assert_close(value, exact, atol=atol, rtol=rtol)
 
 
-def test_only_what_is_wanted_is_computed(monkeypatch: pytest.MonkeyPatch) -> None:
-    layer = nn.Linear(32, 32).bfloat16()
+@pytest.mark.parametrize(("operators", "dtype"), [BY_UNIT, BY_VECTORS])
+def test_only_what_is_wanted_is_computed(operators: Operators, dtype: torch.dtype) -> None:
+    layer = nn.Linear(32, 32).to(dtype)
     layer.weight.requires_grad_(False)
-    layer = replace_linear(layer, Gemm(MATRIX_UNIT))
-    y = layer(torch.randn(4, 32).bfloat16())
-    monkeypatch.setattr(MatrixUnit, "gemm", None)
+    layer = replace_linear(layer, multiply := Gemm(operators))
+    y = layer(torch.randn(4, 32).to(dtype))
+    multiply.products.clear()
+    multiply.products[dtype] = lambda *_: pytest.fail("multiplied")
     y.sum().backward()
     assert layer.weight.grad is None
     assert layer.bias.grad is not None
@@ -78,25 +91,31 @@ def test_plain_layers_alone_are_replaced_and_names_stay() -> None:
 
     module = nn.Sequential(nn.Linear(4, 4), Other(4, 4))
     names = list(module.state_dict())
-    replace_linear(module, Gemm(MATRIX_UNIT))
+    replace_linear(module, Gemm(UNIT))
     assert [type(part) for part in module] == [NativeLinear, Other]
     assert list(module.state_dict()) == names
 
 
+@needs("matrix_unit")
 def test_highest_precision_of_float32_is_left_to_pytorch(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MatrixUnit, "gemm", None)
     layer, x = nn.Linear(8, 4), torch.randn(3, 8)
     expected = layer(x)
-    layer = replace_linear(layer, Gemm(MATRIX_UNIT))
+    layer = replace_linear(layer, Gemm(UNIT))
     assert torch.equal(layer(x), expected)
-    assert torch.equal(Gemm(MATRIX_UNIT)(x, layer.weight.t(), layer.bias), expected)
-    assert torch.equal(Gemm(MATRIX_UNIT)(x, layer.weight.t()), F.linear(x, layer.weight))
+    assert torch.equal(Gemm(UNIT)(x, layer.weight.t(), layer.bias), expected)
+    assert torch.equal(Gemm(UNIT)(x, layer.weight.t()), F.linear(x, layer.weight))
 
 
-def test_compiled_and_checkpointed_layers_have_the_same_gradients() -> None:
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # PyTorch's compiler warns of itself
+@pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
+@pytest.mark.parametrize(("operators", "dtype"), [BY_UNIT, BY_VECTORS])
+def test_compiled_and_checkpointed_layers_have_the_same_gradients(
+    operators: Operators, dtype: torch.dtype
+) -> None:
     config = DecoderConfig.from_dict({**MODEL, "vocab_size": 11, "max_seq_len": 8})
-    decoder = config.build().bfloat16()
-    replace_linear(decoder, Gemm(MATRIX_UNIT))
+    decoder = config.build().to(dtype)
+    replace_linear(decoder, Gemm(operators))
     tokens = torch.randint(11, (2, 8))
     gradients = []
     for change in (
@@ -122,15 +141,18 @@ def eagerly_compiled(decoder: nn.Module):
 
 
 @pytest.mark.parametrize("max_logits", [2**20, 2**11])
-@pytest.mark.parametrize(("dtype", "error"), [(torch.bfloat16, 0.02), (torch.float32, 2**-16)])
-def test_head_loss_multiplies_natively(dtype: torch.dtype, error: float, max_logits: int) -> None:
+@pytest.mark.parametrize(("operators", "dtype"), [BY_UNIT, SPLIT, BY_VECTORS])
+def test_head_loss_multiplies_natively(
+    operators: Operators, dtype: torch.dtype, max_logits: int
+) -> None:
     """In one part and in several, as near to float32 as the type allows."""
+    error = 0.02 if dtype == torch.bfloat16 else 2**-16
     config = DecoderConfig.from_dict({**MODEL, "vocab_size": 190, "max_seq_len": 32})
     head = config.build().head
     x, targets = torch.randn(2, 32, config.d_model), torch.randint(190, (2, 32))
     results = []
     plain = HeadLoss(max_logits)
-    native = replace_head_loss(HeadLoss(max_logits), Gemm(MATRIX_UNIT, "high"))
+    native = replace_head_loss(HeadLoss(max_logits), Gemm(operators, "high"))
     for each, way in ((torch.float32, plain), (dtype, native)):
         head = head.to(each)
         y = x.to(each).requires_grad_()

@@ -7,6 +7,7 @@
 
 #include <optional>
 
+#include "bindings/grid.h"
 #include "ops/gemm.h"
 
 #ifdef __AMX_BF16__
@@ -34,26 +35,12 @@ gemm::Operand<T> operand(const Tensor& x, int lane_axis) {
   return {at, x.stride(k_axis), false};
 }
 
-// Divides C among the threads, in the grid whose parts read the fewest rows of A and columns of B.
 template <class T>
 void in_threads(const gemm::Product<T>& product, int64_t rows, int64_t columns) {
-  const int64_t threads = torch::stable::get_num_threads();
-  int64_t high = threads;  // parts along the rows
-  for (int64_t h = 1; h <= threads; h++)
-    if (threads % h == 0 &&
-        rows / h + columns * h / threads < rows / high + columns * high / threads)
-      high = h;
-  const int64_t wide = threads / high;
-  const auto border = [](int64_t size, int64_t parts, int64_t i) {
-    return std::min(size, (size + gemm::kPanel - 1) / gemm::kPanel * i / parts * gemm::kPanel);
-  };
-  torch::stable::parallel_for(0, threads, 1, [&](int64_t from, int64_t to) {
-    for (int64_t t = from; t < to; t++) {
-      const int64_t m = border(rows, high, t / wide), m_end = border(rows, high, t / wide + 1);
-      const int64_t n = border(columns, wide, t % wide), n_end = border(columns, wide, t % wide + 1);
-      if (m < m_end && n < n_end) product.run(m, m_end, n, n_end);
-    }
-  });
+  in_grid(rows, columns, gemm::kPanel, gemm::kPanel,
+          [&](int64_t m, int64_t m_end, int64_t n, int64_t n_end) {
+            product.run(m, m_end, n, n_end);
+          });
 }
 
 template <class T>

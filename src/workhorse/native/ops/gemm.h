@@ -13,15 +13,9 @@
 // its sums, overlaps with the computation of the next (gemm_sums.h).
 #pragma once
 
-#ifdef __linux__
-#include <sys/mman.h>
-#endif
-
-#include <cstdlib>
-#include <new>
-
 #include "ops/gemm_operands.h"
 #include "ops/gemm_sums.h"
+#include "ops/room.h"
 
 namespace workhorse::gemm {
 
@@ -31,37 +25,6 @@ constexpr int64_t kWhole = 1536;        // the longest k that is not split, in b
 constexpr int64_t kCut = 512;           // the k of a part otherwise, likewise
 constexpr int64_t kBlock = 3 << 18;     // bytes of a block of B
 constexpr int64_t kTotals = 1 << 18;    // partial sums kept between parts of k
-
-inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
-
-// The size, a multiple of `step`, of the fewest equal parts of n that are not larger than `most`.
-inline int64_t part(int64_t n, int64_t most, int64_t step) {
-  const int64_t parts = (n + most - 1) / most;
-  return round_up((n + parts - 1) / parts, step);
-}
-
-// A thread's scratch memory, kept for its next gemm, in huge pages if the system has them.
-class Room {
- public:
-  char* of(size_t bytes) {
-    constexpr size_t page = 1 << 21;
-    if (bytes > size_) {
-      std::free(at_);
-      size_ = round_up(bytes, page);
-      at_ = static_cast<char*>(std::aligned_alloc(page, size_));
-      if (!at_) throw std::bad_alloc();
-#ifdef MADV_HUGEPAGE
-      madvise(at_, size_, MADV_HUGEPAGE);
-#endif
-    }
-    return at_;
-  }
-  ~Room() { std::free(at_); }
-
- private:
-  char* at_ = nullptr;
-  size_t size_ = 0;
-};
 
 template <class T>
 struct Product {

@@ -9,7 +9,6 @@ from workhorse.devices import training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.native import Operators, resolve
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.head_loss import product
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import MasterWeights, round_weights
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
@@ -203,8 +202,7 @@ def _objective(
 def measured_peak(config: TrainConfig, device: torch.device) -> float:
     """Floating-point operations per second of the gemms that training uses."""
     dtype = training_dtype(config.dtype, device)
-    unit = training_operators(device, dtype).matrix_unit
-    multiply = product if unit is None else Gemm(unit, config.matmul_precision)
+    multiply = Gemm(training_operators(device, dtype), config.matmul_precision)
     with Precision(device, dtype, config.matmul_precision).products():
         return peak_flops(device, dtype, multiply)
 

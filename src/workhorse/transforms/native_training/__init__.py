@@ -32,9 +32,9 @@ def train_natively(root: nn.Module, operators: Operators, *, precision: str = "h
     """
     check(root, "train_natively")
     multiply: Multiply = product
-    if operators.matrix_unit is not None:
-        multiply = Gemm(operators.matrix_unit, precision)
-        replace_linear(root, multiply)
+    if (gemm := Gemm(operators, precision)).products:
+        multiply = gemm
+        replace_linear(root, gemm)
     replace_head_loss(root, multiply, operators.training)
     if operators.training is not None:
         replace_embeddings(root)

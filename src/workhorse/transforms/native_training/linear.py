@@ -1,34 +1,40 @@
-"""Linear layers for training on a CPU's matrix unit."""
+"""Linear layers for training on a CPU, with products on its matrix unit or in its vectors."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from workhorse.native import MatrixUnit
+from workhorse.native import Operators
 from workhorse.native.matrix_unit import rows
 from workhorse.nn.head import Head
+from workhorse.nn.head_loss import product
 from workhorse.transforms.replace import become, replace_modules
 
-MULTIPLIED = {"highest": (torch.bfloat16,), "high": (torch.bfloat16, torch.float32)}
+ON_UNIT = {"highest": (torch.bfloat16,), "high": (torch.bfloat16, torch.float32)}
 """The dtypes that the matrix unit multiplies at each precision of float32 gemms."""
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Gemm:
-    """`a b + bias` of two matrices, without gradients: on the matrix unit, or by PyTorch.
+    """`a b + bias` of two matrices, without gradients: by the quickest operator, or by PyTorch.
 
     Args:
-        unit: the CPU's matrix unit.
+        operators: of training and of the matrix unit, those that there are.
         precision: of float32 gemms, `highest` or `high`; see `MatrixUnit.gemm`.
     """
 
-    def __init__(self, unit: MatrixUnit, precision: str = "highest") -> None:
-        self.unit = unit
-        self.dtypes = MULTIPLIED[precision]
+    def __init__(self, operators: Operators, precision: str = "highest") -> None:
+        self.products: dict[torch.dtype, Product] = {}
+        if (training := operators.training) is not None:
+            self.products |= dict.fromkeys(training.product_types, training.product)
+        if (unit := operators.matrix_unit) is not None:
+            self.products |= dict.fromkeys(ON_UNIT[precision], unit.gemm)
 
     def takes(self, a: Tensor, b: Tensor) -> bool:
-        """Whether the unit multiplies these."""
-        return a.dtype == b.dtype and a.dtype in self.dtypes and bool(a.numel() and b.numel())
+        """Whether an operator multiplies these."""
+        return a.dtype == b.dtype and a.dtype in self.products and bool(a.numel() and b.numel())
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """The product.
@@ -39,8 +45,8 @@ class Gemm:
             bias: (columns).
         """
         if self.takes(a, b):
-            return self.unit.gemm(a, b, bias)
-        return a @ b if bias is None else torch.addmm(bias, a, b)
+            return self.products[a.dtype](a, b, bias)
+        return product(a, b, bias)
 
 
 class NativeLinear(nn.Linear):
@@ -50,7 +56,8 @@ class NativeLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         if self.multiply.takes(input, self.weight):
-            return _Linear.apply(input, self.weight, self.bias, self.multiply.unit)
+            of_dtype = self.multiply.products[input.dtype]
+            return _Linear.apply(input, self.weight, self.bias, of_dtype)
         return super().forward(input)
 
 
@@ -72,21 +79,19 @@ def replace_linear(root: nn.Module, multiply: Gemm) -> nn.Module:
 
 class _Linear(torch.autograd.Function):
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, unit: MatrixUnit
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Product) -> Tensor:
         ctx.save_for_backward(x, weight)
-        ctx.unit = unit
-        return unit.linear(x, weight, bias)
+        ctx.gemm = gemm
+        return gemm(rows(x), weight.t(), bias).view(*x.shape[:-1], len(weight))
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
         for_x, for_weight, for_bias, _ = ctx.needs_input_grad
-        gradient, gemm = rows(above[0]), ctx.unit.gemm
+        gradient, gemm = rows(above[0]), ctx.gemm
         return (
-            gemm(gradient, weight).view(x.shape) if for_x else None,
-            gemm(gradient.t(), rows(x)) if for_weight else None,
+            gemm(gradient, weight, None).view(x.shape) if for_x else None,
+            gemm(gradient.t(), rows(x), None) if for_weight else None,
             gradient.sum(dim=0) if for_bias else None,
             None,
         )

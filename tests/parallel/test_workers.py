@@ -42,7 +42,8 @@ def test_bfloat16_in_micro_batches(tmp_path: Path) -> None:
 
 
 def test_the_fast_reduction_differs_by_rounding_alone(tmp_path: Path) -> None:
-    recipe = fields(tmp_path, GATED)
+    """With a small eps AdamW would move by as much where a gradient is nothing but rounding."""
+    recipe = fields(tmp_path, GATED, optimizer={"kind": "adamw", "eps": 1e-3})
     recipe["parallel"] = {}
     recipe["model"]["blocks"]["main"]["dropout"] = 0.0
     train(Recipe.from_dict(recipe), tmp_path / "one")
@@ -51,7 +52,7 @@ def test_the_fast_reduction_differs_by_rounding_alone(tmp_path: Path) -> None:
     forked.train([str(file), "--out", str(tmp_path / "two")], 2, tmp_path / "said")
     for one, other in zip(*(steps_of(tmp_path / name) for name in ("one", "two")), strict=True):
         assert other["loss"] == pytest.approx(one["loss"], rel=1e-6)
-        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-5)
+        assert other["grad_norm"] == pytest.approx(one["grad_norm"], rel=1e-6)
 
 
 def test_a_signal_ends_all_after_one_step(tmp_path: Path) -> None:

@@ -88,14 +88,18 @@ def levels_here() -> list[str]:
 
 
 @functools.cache
-def vendor() -> str:
-    """Who made the CPU, as it says itself; empty where the system does not tell."""
+def told_of_cpu(*names: str) -> str:
+    """What Linux tells of the CPU under the first of these names; empty where it does not."""
     try:
         lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
     except OSError:
         return ""
-    found = (line.partition(":")[2].strip() for line in lines if line.startswith("vendor_id"))
-    return next(found, "")
+    return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
+
+
+def is_intel() -> bool:
+    """Whether the CPU says that Intel made it."""
+    return told_of_cpu("vendor_id") == "GenuineIntel"
 
 
 def _level() -> str | None:

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tests.native.machine import TRAINING, needs_vectors
+from workhorse.native import training
 
 pytestmark = needs_vectors
 
@@ -62,6 +63,16 @@ def test_rounding_depends_on_the_inner_size_alone() -> None:
             assert torch.equal(TRAINING.product(a, b), whole)
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize(
+    ("maker", "types"), [("GenuineIntel", set()), ("AuthenticAMD", {torch.float32})]
+)
+def test_pytorchs_products_stay_where_they_are_as_quick(
+    monkeypatch: pytest.MonkeyPatch, maker: str, types: set[torch.dtype]
+) -> None:
+    monkeypatch.setattr("workhorse.instructions.told_of_cpu", lambda _: maker)
+    assert training.load().product_types == types
 
 
 def test_rows_apart_and_expanded() -> None:

@@ -146,7 +146,7 @@ def test_head_loss_multiplies_natively(
     operators: Operators, dtype: torch.dtype, max_logits: int
 ) -> None:
     """In one part and in several, as near to float32 as the type allows."""
-    error = 0.02 if dtype == torch.bfloat16 else 2**-16
+    error = 2**-20 if operators is VECTORS else 0.02 if dtype == torch.bfloat16 else 2**-16
     config = DecoderConfig.from_dict({**MODEL, "vocab_size": 190, "max_seq_len": 32})
     head = config.build().head
     x, targets = torch.randn(2, 32, config.d_model), torch.randint(190, (2, 32))

@@ -26,7 +26,7 @@ from torch.utils import cpp_extension
 
 from workhorse.devices import cache_folder
 from workhorse.errors import WorkhorseError
-from workhorse.instructions import SWITCH, compiler_flags, switched_off
+from workhorse.instructions import SWITCH, compiler_flags, switched_off, told_of_cpu
 
 _FLAGS = ("-O3", "-fno-math-errno", "-std=c++20", "-fPIC", "-shared")
 _SECONDS = 300
@@ -166,14 +166,9 @@ def _sources() -> Path:
     return Path(str(importlib.resources.files("workhorse.native")))
 
 
-@functools.cache
 def _cpu() -> str:
     """The instructions this CPU has: `-march=native` compiles for them."""
-    try:
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-    except OSError:
-        return platform.machine() + platform.processor()
-    return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    return told_of_cpu("flags", "Features") or platform.machine() + platform.processor()
 
 
 def _paths(name: str) -> list[str]:

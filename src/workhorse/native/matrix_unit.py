@@ -4,6 +4,7 @@ They are compiled separately from the other operators, which run on any CPU.
 """
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,6 +14,9 @@ from torch import Tensor
 
 from workhorse.instructions import cpu_has
 from workhorse.native import build
+
+Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""`a b + bias` of two matrices."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,12 @@ class MatrixUnit:
         bias: Float[Tensor, " out_features"] | None = None,
     ) -> Float[Tensor, "*batch out_features"]:
         """`x Wᵀ + bias`, for any order of x in memory; see `gemm`."""
-        return self.gemm(rows(x), weight.t(), bias).view(*x.shape[:-1], len(weight))
+        return linear(self.gemm, x, weight, bias)
+
+
+def linear(gemm: Product, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """`x Wᵀ + bias` by a gemm, for any order of x in memory."""
+    return gemm(rows(x), weight.t(), bias).view(*x.shape[:-1], len(weight))
 
 
 def rows(x: Tensor) -> Tensor:

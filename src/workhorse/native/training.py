@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from workhorse.instructions import cpu_has, vendor
+from workhorse.instructions import cpu_has, is_intel
 from workhorse.native import build
 
 ActivationName = Literal["gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu"]
@@ -319,8 +319,9 @@ def _attention_types() -> frozenset[torch.dtype]:
 
 def _product_types() -> frozenset[torch.dtype]:
     """Float32 with vectors of 64 bytes, which MKL, and so PyTorch, takes on Intel's CPUs alone."""
-    held_back = cpu_has("avx512_f") and vendor() != "GenuineIntel"
-    return frozenset({torch.float32}) if held_back else frozenset()
+    if cpu_has("avx512_f") and not is_intel():
+        return frozenset({torch.float32})
+    return frozenset()
 
 
 @cache

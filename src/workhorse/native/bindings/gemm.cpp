@@ -7,7 +7,7 @@
 
 #include <optional>
 
-#include "bindings/grid.h"
+#include "bindings/matrices.h"
 #include "ops/gemm.h"
 
 #ifdef __AMX_BF16__
@@ -26,16 +26,6 @@ bool is_matrix(const Tensor& x, ScalarType type, int64_t rows, int64_t columns) 
 }
 
 template <class T>
-gemm::Operand<T> operand(const Tensor& x, int lane_axis) {
-  const int k_axis = 1 - lane_axis;
-  const T* at = static_cast<const T*>(x.const_data_ptr());
-  if (x.stride(k_axis) == 1 || x.size(k_axis) == 1) return {at, x.stride(lane_axis), true};
-  STD_TORCH_CHECK(x.stride(lane_axis) == 1 || x.size(lane_axis) == 1,
-                  "workhorse: the rows or the columns of a matrix must be contiguous");
-  return {at, x.stride(k_axis), false};
-}
-
-template <class T>
 void in_threads(const gemm::Product<T>& product, int64_t rows, int64_t columns) {
   in_grid(rows, columns, gemm::kPanel, gemm::kPanel,
           [&](int64_t m, int64_t m_end, int64_t n, int64_t n_end) {
@@ -46,7 +36,7 @@ void in_threads(const gemm::Product<T>& product, int64_t rows, int64_t columns) 
 template <class T>
 void multiply_into(const Tensor& c, const Tensor& a, const Tensor& b, const Tensor* bias) {
   const int64_t rows = c.size(0), columns = c.size(1), k = a.size(1);
-  const gemm::Operand<T> left = operand<T>(a, 0), right = operand<T>(b, 1);
+  const auto left = operand<gemm::Operand<T>, T>(a, 0), right = operand<gemm::Operand<T>, T>(b, 1);
   T* const at = static_cast<T*>(c.mutable_data_ptr());
   const T* const added = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr;
   // A left operand in bfloat16 can be loaded in place: if C has few rows, that should be B. In float32, k

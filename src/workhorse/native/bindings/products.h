@@ -6,21 +6,13 @@
 
 #include <optional>
 
-#include "bindings/grid.h"
 #include "bindings/layers.h"
+#include "bindings/matrices.h"
 #include "ops/gemm_vectors.h"
 
 namespace workhorse::bindings {
 
 #ifdef __AVX512F__
-
-inline gemm_vectors::Operand operand(const Tensor& x, int lane_axis) {
-  const int k_axis = 1 - lane_axis;
-  if (x.stride(k_axis) == 1 || x.size(k_axis) == 1) return {from<float>(x), x.stride(lane_axis), true};
-  TORCH_CHECK(x.stride(lane_axis) == 1 || x.size(lane_axis) == 1,
-              "workhorse: the rows or the columns of a matrix must be contiguous");
-  return {from<float>(x), x.stride(k_axis), false};
-}
 
 // a b + bias.
 inline Tensor product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
@@ -34,7 +26,8 @@ inline Tensor product(const Tensor& a, const Tensor& b, const std::optional<Tens
   const int64_t rows = a.size(0), columns = b.size(1);
   const Tensor c = at::empty({rows, columns}, a.options());
   if (rows * columns == 0) return c;
-  const gemm_vectors::Product all{operand(a, 0), operand(b, 1), into<float>(c), columns,
+  const gemm_vectors::Product all{operand<gemm_vectors::Operand, float>(a, 0),
+                                  operand<gemm_vectors::Operand, float>(b, 1), into<float>(c), columns,
                                   bias ? from<float>(*bias) : nullptr, a.size(1)};
   in_grid(rows, columns, gemm_vectors::kHigh, gemm_vectors::kWide,
           [&](int64_t m, int64_t m_end, int64_t n, int64_t n_end) { all.run(m, m_end, n, n_end); });

@@ -116,7 +116,7 @@ struct Product {
     thread_local Room room;
     const bool whole = k <= kWhole;
     const int64_t deep = whole ? k : part(k, kCut, 1);
-    const int64_t wide = part(n_end - n, std::max<int64_t>(1, kBlock / deep / kWide) * kWide, kWide);
+    const int64_t wide = part(n_end - n, kBlock / deep / kWide * kWide, kWide);
     const int64_t high = whole ? m_end - m : part(m_end - m, kTotals / wide / kHigh * kHigh, kHigh);
     const int64_t left = round_up(kHigh * deep, 16), right = wide * deep;
     const int64_t totals = whole ? 0 : round_up(high, kHigh) * wide;

@@ -205,13 +205,21 @@ def open_world() -> Generator[World]:
             "another process of the run has gone, or does not answer; its own message says why"
         ) from error
     except WorkhorseError as error:
-        if own.add(REFUSED, 1) == 1:
+        if _tells(own):
             raise
         time.sleep(TELLING)  # when one has gone, an agent ends all
         raise ToldError("another process of the run was refused first; it says why") from error
     finally:
         dist.destroy_process_group()
         gc.collect()  # groups that the run's objects still hold end now, and not with Python
+
+
+def _tells(store: Store) -> bool:
+    """Whether this process is the first to be refused, as far as the store can be reached."""
+    try:
+        return store.add(REFUSED, 1) == 1
+    except RuntimeError:
+        return True
 
 
 def _is_told(store: Store) -> bool:

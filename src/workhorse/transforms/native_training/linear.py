@@ -1,20 +1,18 @@
 """Linear layers for training on a CPU, with products on its matrix unit or in its vectors."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from workhorse.native import Operators
-from workhorse.native.matrix_unit import rows
+from workhorse.native.matrix_unit import Product, linear, rows
 from workhorse.nn.head import Head
 from workhorse.nn.head_loss import product
 from workhorse.transforms.replace import become, replace_modules
 
 ON_UNIT = {"highest": (torch.bfloat16,), "high": (torch.bfloat16, torch.float32)}
 """The dtypes that the matrix unit multiplies at each precision of float32 gemms."""
-Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 
 
 class Gemm:
@@ -82,7 +80,7 @@ class _Linear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, gemm: Product) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.gemm = gemm
-        return gemm(rows(x), weight.t(), bias).view(*x.shape[:-1], len(weight))
+        return linear(gemm, x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:

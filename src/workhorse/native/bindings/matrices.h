@@ -1,11 +1,24 @@
-// A matrix divided among the threads.
+// The matrices of a gemm: operands in memory, and the result divided among the threads.
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
+#include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 
 namespace workhorse::bindings {
+
+// A tensor of numbers T, of either of PyTorch's interfaces, as the operand of a gemm whose lanes are its rows
+// (0) or columns (1).
+template <class Operand, class T, class Tensor>
+Operand operand(const Tensor& x, int lane_axis) {
+  const int k_axis = 1 - lane_axis;
+  const T* at = static_cast<const T*>(x.const_data_ptr());
+  if (x.stride(k_axis) == 1 || x.size(k_axis) == 1) return {at, x.stride(lane_axis), true};
+  STD_TORCH_CHECK(x.stride(lane_axis) == 1 || x.size(lane_axis) == 1,
+                  "workhorse: the rows or the columns of a matrix must be contiguous");
+  return {at, x.stride(k_axis), false};
+}
 
 // Calls f(row, end of rows, column, end of columns) for the parts of a matrix, on a thread each: those of the
 // grid whose parts read the fewest rows of A and columns of B. Borders are multiples of the steps.

@@ -115,7 +115,7 @@ def main() -> None:
 
         def predicted(flops: float, ways: dict[str, int], train: TrainConfig = train) -> float:
             link = Link(bandwidth, latency)
-            machine = Machine(flops, UNLIMITED, link, link, node=2)
+            machine = Machine(flops, UNLIMITED, link, link, node=2, sends_aside=False)
             parallel = ParallelismConfig(**ways)
             memory = device_memory(config, train, CPU, parallel.replace(pipeline=1), updates=False)
             return step_time(config, train, parallel, machine, memory).seconds

@@ -4,7 +4,9 @@
 
 Strong scaling: the batch stays the same. Weak: each process has as many rows as the one. The plain
 loop trains the same decoder with PyTorch's operators, by DistributedDataParallel and by
-`fully_shard`; ours is with native operators. `exact` is `parallel.reduction: exact`, of 8 parts.
+`fully_shard`; ours is with native operators. `exact` is `parallel.reduction: exact` of 8 parts, of
+which each of two processes passes four; so `shard` is there also in four passes that are not exact,
+and exact of two parts.
 """
 
 import argparse
@@ -18,12 +20,18 @@ from benchmarks.worker import Contestant
 
 SHAPE = "baby"
 PROCESSES = 2
-EXACT = {"reduction": {"kind": "exact", "logical_shards": 8}}
+PARTS = 8
+EXACT = {"reduction": {"kind": "exact", "logical_shards": PARTS}}
 OURS: dict[str, dict[str, Any]] = {
     "data": {"data": PROCESSES},
     "data, exact": {"data": PROCESSES, **EXACT},
     "shard": {"shard": PROCESSES},
+    "shard, four passes": {"shard": PROCESSES},
     "shard, exact": {"shard": PROCESSES, **EXACT},
+    "shard, exact of two": {
+        "shard": PROCESSES,
+        "reduction": {"kind": "exact", "logical_shards": 2},
+    },
     "context": {"context": PROCESSES},
     "tensor": {"tensor": PROCESSES},
     "pipeline": {"pipeline": PROCESSES},
@@ -44,11 +52,16 @@ def _case(scaling: str, dtype: str) -> Case:
     two = one | {"processes": PROCESSES, "rows": rows * (PROCESSES if scaling == "weak" else 1)}
     build = "benchmarks.several:train"
     ours = {"how": "workhorse"}
+    at_once = {"shard, four passes": {"micro_batch_size": two["rows"] // PARTS}}
     contestants = [
         Contestant("Workhorse", build, one | ours),
         Contestant("Workhorse, exact", build, one | ours | {"parallel": EXACT}),
         *(
-            Contestant(f"Workhorse × 2, {name}", build, two | ours | {"parallel": parallel})
+            Contestant(
+                f"Workhorse × 2, {name}",
+                build,
+                {**two, **ours, "parallel": parallel, **at_once.get(name, {})},
+            )
             for name, parallel in OURS.items()
         ),
         Contestant("plain loop", build, one | {"how": "ddp"}),

@@ -53,6 +53,7 @@ def train(
     processes: int,
     how: Literal["workhorse", "ddp", "fsdp"],
     parallel: Mapping[str, Any] | None = None,
+    micro_batch_size: int | None = None,
     threads: int,
 ) -> Round:
     """Rounds of training steps that several processes take together.
@@ -64,10 +65,11 @@ def train(
         processes: how many.
         how: who trains; `ddp` on one process is the plain loop.
         parallel: the section of a Workhorse recipe.
+        micro_batch_size: rows at once, for Workhorse; None: all of a process.
         threads: of each process.
     """
     place = f"file://{tempfile.mkdtemp()}/meeting"
-    job = Job(shape, dtype, rows, processes, how, parallel or {}, threads, place)
+    job = Job(shape, dtype, rows, processes, how, parallel or {}, micro_batch_size, threads, place)
     for rank in range(1, processes):
         mp.get_context("spawn").Process(target=_help, args=(rank, job), daemon=True).start()
     steps = _steps(rank=0, job=job)
@@ -90,6 +92,7 @@ class Job:
     processes: int
     how: str
     parallel: Mapping[str, Any]
+    micro_batch_size: int | None
     threads: int
     place: str
 
@@ -136,6 +139,7 @@ def _ours(rank: int, job: Job, tokens: Tensor, targets: Tensor) -> Step:
     config = TrainConfig(
         steps=1_000_000,
         batch_size=job.rows,
+        micro_batch_size=job.micro_batch_size,
         seq_len=TRAINING[job.shape].context,
         optimizer=optimizer,
         grad_clip=GRAD_CLIP,

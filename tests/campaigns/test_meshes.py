@@ -119,28 +119,14 @@ MEASURED = [
     {"pipeline": 4},
     {"shard": 2, "pipeline": 2},
 ]
-NOT_YET: dict[tuple[str, str], str] = {
-    ("bfloat16", "shard 4"): "174 MiB, by plan 152",
-    ("bfloat16", "shard 2 × context 2"): "178 MiB, by plan 151",
-    ("bfloat16", "shard 2 × pipeline 2"): "171 MiB, by plan 152",
-}
-"""Seen on two cores; probably FSDP's and gloo's copies of a layer's gradient in float32."""
 
 
 def named(mesh: dict[str, int]) -> str:
     return " × ".join(f"{key} {ways}" for key, ways in mesh.items())
 
 
-def measured() -> Iterator[Any]:
-    """Types and meshes, with what is known to fail."""
-    for dtype in ("float32", "bfloat16"):
-        for mesh in MEASURED:
-            seen = NOT_YET.get((dtype, named(mesh)))
-            marks = [] if seen is None else [pytest.mark.xfail(reason=seen, strict=True)]
-            yield pytest.param(dtype, mesh, id=f"{dtype}-{named(mesh)}", marks=marks)
-
-
-@pytest.mark.parametrize(("dtype", "mesh"), list(measured()))
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("mesh", MEASURED, ids=named)
 def test_each_process_holds_what_plan_says(
     dtype: str, mesh: dict[str, int], tmp_path: Path
 ) -> None:

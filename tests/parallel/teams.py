@@ -17,10 +17,10 @@ from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import Routing
 from workhorse.optim.shards import local
 from workhorse.parallel.config import ParallelismConfig
+from workhorse.parallel.division.cuts import ModelPart
 from workhorse.parallel.division.divisible import check_divisible
 from workhorse.parallel.division.experts import ExpertTeam
 from workhorse.parallel.division.layers import divide_layers
-from workhorse.parallel.division.part import ModelPart
 from workhorse.parallel.division.stages import divide_stages
 from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes.world import World

@@ -9,8 +9,9 @@ from tests.nn.grid import COVERING
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
-from workhorse.parallel.division.stages import AbsentPipeline
+from workhorse.parallel.division.stages import Pipeline
 from workhorse.parallel.division.teams import Teams, absent_teams
+from workhorse.parallel.processes.group import AbsentGroup
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 8])
@@ -70,6 +71,6 @@ def test_stages_have_all_layers_once() -> None:
 
 
 def test_a_stage_knows_its_place() -> None:
-    teams = Teams(stages=AbsentPipeline(4, 1))
+    teams = Teams(stages=Pipeline(AbsentGroup(1, 4)))
     assert teams.stages is not None
     assert list(teams.stages.own(10)) == [2, 3, 4]

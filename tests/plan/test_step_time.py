@@ -9,7 +9,7 @@ from workhorse.plan import step_time
 from workhorse.plan.devices import find_device
 from workhorse.plan.links import Collectives, Group, Link, Machine
 from workhorse.plan.plan import failures
-from workhorse.plan.step_time import StepTime, pipeline_seconds, simulated_step
+from workhorse.plan.step_time import Pass, StepTime, pipeline_seconds, simulated_step
 from workhorse.train.recipe.recipe import TrainConfig
 
 MACHINE = Machine(1e12, 1e12, near=Link(300e9, 0.0), far=Link(25e9, 0.0), node=8)
@@ -76,6 +76,12 @@ def test_each_division_takes_what_it_takes() -> None:
     assert step({"shard": 8}).exposed_fsdp == 0  # while layers compute
     far = step({"shard": 64}, batch_size=64, seq_len=32)
     assert far.exposed_fsdp > step({"shard": 8}, **few).exposed_fsdp
+
+
+def test_what_is_not_sent_aside_takes_its_time() -> None:
+    one = Pass(computes=2.0, waits=1.0, fetches=2.5)
+    assert one.seconds(aside=True) == 3.0
+    assert one.seconds(aside=False) == 5.5
 
 
 def test_what_a_published_run_reached_is_near() -> None:

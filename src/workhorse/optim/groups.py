@@ -17,7 +17,7 @@ from workhorse.optim.muon import Muon, MuonConfig
 from workhorse.tensors.destination import copy_tensors
 
 if TYPE_CHECKING:
-    from workhorse.parallel.division.part import ModelPart
+    from workhorse.parallel.division.cuts import ModelPart
 
 OptimizerConfig = Annotated[AdamWConfig | MuonConfig, Field(discriminator="kind")]
 Parameters = dict[str, nn.Parameter]

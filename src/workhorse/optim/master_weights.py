@@ -19,7 +19,7 @@ from workhorse.optim.shards import is_sharded, local, placed_like, sharded_like
 from workhorse.tensors.destination import Destination, Elsewhere
 
 if TYPE_CHECKING:
-    from workhorse.parallel.division.part import Cut, ModelPart
+    from workhorse.parallel.division.cuts import Cut, ModelPart
 
 CHUNK = 2**18
 """Numbers that a CPU updates at once: few enough for intermediate results to stay in the cache."""

@@ -11,7 +11,7 @@ from workhorse.optim.master_weights import MasterWeights, chunks
 from workhorse.optim.shards import is_sharded, local, summed_over_shards, whole_rows
 
 if TYPE_CHECKING:
-    from workhorse.parallel.division.part import ModelPart
+    from workhorse.parallel.division.cuts import ModelPart
 
 PIECE = 1024
 """Numbers that are added up at once."""

@@ -52,9 +52,14 @@ class MicroBatches(NamedTuple):
     """Of the batch, that one process passes."""
 
     @property
+    def passes(self) -> int:
+        """Micro-batches of a part."""
+        return -(-self.rows // self.size)
+
+    @property
     def count(self) -> int:
         """Micro-batches of a step."""
-        return self.parts * -(-self.rows // self.size)
+        return self.parts * self.passes
 
 
 class Coordinates(NamedTuple):

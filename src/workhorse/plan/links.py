@@ -35,6 +35,8 @@ class Machine(NamedTuple):
     """To all others."""
     node: int
     """How many devices share near links."""
+    sends_aside: bool = True
+    """Whether it computes while weights and gradients are on their way."""
 
 
 class Group(NamedTuple):

@@ -8,6 +8,7 @@ compute; everything else waits, as in training.
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -44,7 +45,7 @@ class Pass(NamedTuple):
     waits: float = 0.0
     """For activations that others send, or take."""
     fetches: float = 0.0
-    """For weights and gradients that FSDP sends beside it."""
+    """For weights and gradients that FSDP sends."""
 
     def __add__(self, other: "Pass") -> "Pass":  # type: ignore[override]
         return Pass(*(a + b for a, b in zip(self, other, strict=True)))
@@ -52,10 +53,10 @@ class Pass(NamedTuple):
     def times(self, number: float) -> "Pass":
         return Pass(*(number * part for part in self))
 
-    @property
-    def seconds(self) -> float:
-        """Of all: what FSDP sends takes time only if it takes longer than the rest."""
-        return max(self.computes + self.waits, self.fetches)
+    def seconds(self, *, aside: bool) -> float:
+        """Of all; what FSDP sends aside takes time only if it takes longer than the rest."""
+        rest = self.computes + self.waits
+        return max(rest, self.fetches) if aside else rest + self.fetches
 
 
 @dataclass(frozen=True)
@@ -134,11 +135,13 @@ def step_time(
     work = _Work(config, train, parallel, machine, memory)
     stages = [work.of_stage(stage) for stage in range(parallel.pipeline)]
     count = work.micro_batches
-    of_pass = [(forward.seconds, backward.seconds) for forward, backward in stages]
+    seconds = partial(Pass.seconds, aside=machine.sends_aside)
+    of_pass = [(seconds(forward), seconds(backward)) for forward, backward in stages]
     total = pipeline_seconds(of_pass, count, work.transfer)
-    forward, backward = max(stages, key=lambda both: both[0].seconds + both[1].seconds)
+    slowest = max(of_pass, key=sum)
+    forward, backward = stages[of_pass.index(slowest)]
     both = (forward + backward).times(count)
-    busy = (forward.seconds + backward.seconds) * count
+    busy = sum(slowest) * count
     return StepTime(
         compute=both.computes,
         activation_exchange=both.waits,

@@ -261,9 +261,7 @@ def _fitted(
         config, train, device, packed=recipe.data.packed, parallel=recipe.parallel
     )
     size = fitted.micro_batch_size
-    return (
-        fitted.replace(micro_batch_size=-world.largest(-size)) if isinstance(size, int) else fitted
-    )
+    return fitted.replace(micro_batch_size=-world.most(-size)) if isinstance(size, int) else fitted
 
 
 def _tokenizer(recipe: Recipe, run: RunDirectory, tell: Callable[[str], None]) -> Tokenizer:

@@ -229,7 +229,7 @@ class Loop:
 
     def _is_to_stop(self, signals: StopSignals) -> bool:
         """Whether any process was told to stop, which all then do after the same step."""
-        number = self.world.largest(signals.received or 0)
+        number = self.world.most(signals.received or 0)
         if number:
             signals.received = Signals(number)
         return bool(number)

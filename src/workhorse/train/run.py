@@ -107,7 +107,7 @@ def _train(
     on_event: Callable[[Event], None],
     store: Store | None,
 ) -> TrainResult:
-    resume = bool(world.largest(resume))  # where one was started again, all were
+    resume = bool(world.most(resume))  # where one was started again, all were
     with world.first_before_others():
         if world.is_first:
             _check_place(run, resume)  # before the lock, which leaves its file in the folder

@@ -154,7 +154,7 @@ class Saver:
             yield
         except Exception as error:
             failure = error
-        failed = self.world.largest(failure is not None)
+        failed = self.world.most(failure is not None)
         if failure is not None:
             raise failure
         if failed:

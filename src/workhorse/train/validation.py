@@ -84,7 +84,8 @@ class Validator:
                     counts[number] = outcome.count
         finally:
             self.objective.train()
-        self.world.add([losses, counts])  # 0 on all processes but the team that passed it
+        for tensor in (losses, counts):  # 0 on all processes but those that passed it
+            self.world.add_(tensor)
         tokens = int(counts.sum())
         mean = float(losses.cpu().sum()) / tokens
         return Validation(mean, self._bits_per_byte(mean), self.split.unknown_rate, tokens)

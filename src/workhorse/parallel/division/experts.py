@@ -15,8 +15,7 @@ from torch.distributed.tensor import DTensor, Shard
 from workhorse.nn.experts.grouped_linear import GroupedLinear, Groups
 from workhorse.nn.experts.mixture import Experts
 from workhorse.optim.shards import is_sharded, local
-from workhorse.parallel.processes.exchange import exchange_rows
-from workhorse.parallel.processes.members import with_gradient
+from workhorse.parallel.processes.group import Group, with_gradient
 from workhorse.parallel.processes.world import World
 from workhorse.transforms.replace import become, combined, replace_modules
 
@@ -26,16 +25,15 @@ class ExpertTeam:
 
     Args:
         world: of the run; all its processes must make their team together.
-        ways: how many processes are in a team; it divides the number of `World.teams`.
+        ways: how many processes are in a team; it divides the number of `World.replicas`.
         device: of the weights.
     """
 
     def __init__(self, world: World, ways: int, device: torch.device) -> None:
-        ranks = torch.arange(world.size).view(-1, ways, world.team)
+        ranks = torch.arange(world.size).view(-1, ways, world.parallel.team)
         names = ("team", "expert", "member")
-        self.ways = ways
         self.mesh: DeviceMesh = DeviceMesh(device.type, ranks, mesh_dim_names=names)["expert"]
-        self.group = self.mesh.get_group()
+        self.group = Group(self.mesh.get_local_rank(), ways, self.mesh.get_group())
 
     def owns(self, parameter: Tensor) -> bool:
         """Whether a parameter is of experts, of which this process has a part."""
@@ -52,14 +50,14 @@ class ExpertTeam:
                 return made
             if isinstance(module, Experts):
                 kind = combined("Divided", _DividedExperts, type(module))
-                own = module.n_experts // self.ways
+                own = module.n_experts // self.group.size
                 return become(module, kind, team=self, n_experts=own)
             return module
 
         replace_modules(root, choose)
 
     def _part(self, weight: nn.Parameter) -> nn.Parameter:
-        own = weight.detach().chunk(self.ways)[self.mesh.get_local_rank()].clone()
+        own = weight.detach().chunk(self.group.size)[self.group.rank].clone()
         part = DTensor.from_local(own, self.mesh, [Shard(0)], run_check=False)
         return nn.Parameter(part, requires_grad=weight.requires_grad)
 
@@ -78,13 +76,14 @@ class _DividedExperts(Experts):
     team: ExpertTeam
 
     def of_sorted(self, rows: Tensor, experts: Tensor) -> Tensor:
-        ways, own = self.team.ways, self.n_experts
+        group, own = self.team.group, self.n_experts
+        ways = group.size
         counts = torch.bincount(experts, minlength=ways * own).view(ways, own)
         one_each = [1] * ways
-        arriving = exchange_rows(counts, one_each, one_each, self.team.group)
+        arriving = group.exchange(counts, one_each, one_each)
         sends, receives = counts.sum(dim=1).tolist(), arriving.sum(dim=1).tolist()
-        there = partial(exchange_rows, sends=sends, receives=receives, group=self.team.group)
-        back = partial(exchange_rows, sends=receives, receives=sends, group=self.team.group)
+        there = partial(group.exchange, sends=sends, receives=receives)
+        back = partial(group.exchange, sends=receives, receives=sends)
         arrived = with_gradient(there, back, rows)
         of_row = torch.arange(own, device=rows.device).repeat(ways)
         sorted_experts, order = of_row.repeat_interleave(arriving.flatten()).sort(stable=True)

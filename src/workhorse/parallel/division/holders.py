@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from workhorse.parallel.config import ParallelismConfig
+from workhorse.parallel.division.cuts import TIED_TABLE, ModelPart
 from workhorse.parallel.division.experts import ExpertTeam
-from workhorse.parallel.division.part import TIED_TABLE, ModelPart
+from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.world import World
 
 
@@ -23,8 +24,8 @@ def holders(
     experts: ExpertTeam | None,
     *,
     tied: bool = False,
-) -> dict[World, list[str]]:
-    """The names of the parameters whose gradients the processes of each world add up.
+) -> dict[Group, list[str]]:
+    """The names of the parameters whose gradients the processes of each group add up.
 
     They are those that have the same part of the parameter; if FSDP divides it, which adds up by
     itself, those that have also the same rows. All processes of the run must call it.
@@ -45,7 +46,7 @@ def holders(
             tied=tied and name == TIED_TABLE,
         )
         kinds[kind].append(name)
-    found: dict[World, list[str]] = {}
+    found: dict[Group, list[str]] = {}
     for kind in _of_any(world, kinds, parallel):
         own = world.alike(partial(_part_of, parallel, kind))
         if kind in kinds:

@@ -33,44 +33,37 @@ from workhorse.nn.norms import LayerNorm, RMSNorm, RMSNormMultipliedFirst
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
 from workhorse.optim.shards import is_sharded
 from workhorse.parallel.division.part import share_of
-from workhorse.parallel.processes.members import AbsentMembers, Members, with_gradient
-from workhorse.parallel.processes.world import World
+from workhorse.parallel.processes.group import Group, with_gradient
 from workhorse.transforms.replace import become, combined, replace_modules
 
 
-class TensorTeam(Members):
+class LayerTeam:
     """The processes that have a part each of every layer.
 
     Args:
-        world: they alone.
+        group: they alone.
         vocabulary: tokens of the whole model.
 
     Attributes:
         divides: whether the tokens between layers are divided; texts that grow are not.
     """
 
-    def __init__(self, world: World, vocabulary: int) -> None:
-        super().__init__(world)
-        self.vocabulary = vocabulary
+    def __init__(self, group: Group, vocabulary: int) -> None:
+        self.group, self.vocabulary = group, vocabulary
         self.divides = True
 
-    @property
-    def is_first(self) -> bool:
-        """Whether this process adds what is to be added once."""
-        return self.member == 0
-
-    def tokens_of(self, member: int) -> range:
+    def tokens_of(self, rank: int) -> range:
         """The tokens of the vocabulary that a process has."""
-        return share_of(self.vocabulary, self.size, member)
+        return share_of(self.vocabulary, self.group.size, rank)
 
     @property
     def most_tokens(self) -> int:
         """Of the vocabulary, that any process has."""
-        return -(-self.vocabulary // self.size)
+        return -(-self.vocabulary // self.group.size)
 
     def own(self, x: Tensor) -> Tensor:
         """This process's tokens, of (batch, seq, …)."""
-        return x.chunk(self.size, dim=1)[self.member] if self.divides else x
+        return x.chunk(self.group.size, dim=1)[self.group.rank] if self.divides else x
 
     def take_in(self, x: Tensor) -> Tensor:
         """The tokens of all, of what each has of (batch, seq, …), for all to compute with."""
@@ -78,33 +71,26 @@ class TensorTeam(Members):
 
     def give_out(self, y: Tensor) -> Tensor:
         """This process's tokens of the sum of what all processes computed."""
-        return with_gradient(self.parted, self.joined, y) if self.divides else self.add(y)
+        return with_gradient(self.parted, self.joined, y) if self.divides else self.group.add(y)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of what all processes have, with a gradient."""
-        return with_gradient(self.add, self.add, x)
+        return with_gradient(self.group.add, self.group.add, x)
 
     def joined(self, own: Tensor) -> Tensor:
         """Of (batch, seq, …) all tokens, in their order."""
-        return torch.cat(self.gather(own), dim=1)
+        return torch.cat(self.group.gather(own).unbind(), dim=1)
 
     def parted(self, x: Tensor) -> Tensor:
         """The sum over the processes of (batch, seq, …), for this process's tokens."""
-        parts = torch.stack(x.chunk(self.size, dim=1))
-        one_each = [1] * self.size
-        arrived = self.exchange(parts, one_each, one_each)
+        parts = torch.stack(x.chunk(self.group.size, dim=1))
+        one_each = [1] * self.group.size
+        arrived = self.group.exchange(parts, one_each, one_each)
         wide = torch.promote_types(x.dtype, torch.float32)
         return arrived.sum(dim=0, dtype=wide).to(x.dtype)
 
 
-class AbsentTensorTeam(AbsentMembers, TensorTeam):
-    """The last member of a team that is not there, for passes on tensors without data."""
-
-    def __init__(self, size: int, vocabulary: int) -> None:
-        TensorTeam.__init__(self, World(size - 1, size), vocabulary)
-
-
-def divide_layers(objective: nn.Module, config: DecoderConfig, team: TensorTeam) -> None:
+def divide_layers(objective: nn.Module, config: DecoderConfig, team: LayerTeam) -> None:
     """Let the part of a model that a process has compute together with the others, in place.
 
     Args:
@@ -145,13 +131,13 @@ def divide_layers(objective: nn.Module, config: DecoderConfig, team: TensorTeam)
 
 
 def _pattern(
-    attention: SelfAttention, config: DecoderConfig, name: str, layer: int, team: TensorTeam
+    attention: SelfAttention, config: DecoderConfig, name: str, layer: int, team: LayerTeam
 ) -> AttentionPattern:
     """What the heads of this process see."""
     whole = config.blocks[name].attention
     if not isinstance(whole, AttentionConfig):
         return attention.pattern
-    heads = slice(team.member * attention.n_heads, (team.member + 1) * attention.n_heads)
+    heads = slice(team.group.rank * attention.n_heads, (team.group.rank + 1) * attention.n_heads)
     slopes = whole.pattern(config.d_model, layer).alibi_slopes[heads]
     return replace(attention.pattern, alibi_slopes=slopes)
 
@@ -179,7 +165,7 @@ def _last_products(module: nn.Module) -> list[nn.Module]:
 class _OfTeam(nn.Module):
     """A mixin for a class of modules of which a team has parts."""
 
-    team: TensorTeam
+    team: LayerTeam
 
 
 class _Block(_OfTeam, Block):
@@ -209,7 +195,8 @@ class _LastProduct(_OfTeam):
     def bias(self) -> Tensor:
         bias = self._parameters["bias"]
         assert bias is not None
-        if self.team.is_first or is_sharded(bias):  # FSDP asks for the parameter between passes
+        asks_fsdp = is_sharded(bias)  # between passes, for the parameter
+        if self.team.group.is_first or asks_fsdp:
             return bias
         return bias * 0
 
@@ -219,13 +206,13 @@ class _LastProducts(_OfTeam, GroupedLinear):
 
     def product(self, x: Tensor, groups: Groups, weight: Tensor, bias: Tensor | None) -> Tensor:
         assert bias is not None
-        return super().product(x, groups, weight, bias if self.team.is_first else bias * 0)
+        return super().product(x, groups, weight, bias if self.team.group.is_first else bias * 0)
 
 
 class _Norm(_OfTeam):
     def forward(self, x: Tensor) -> Tensor:
         assert isinstance(self, LayerNorm | RMSNorm)
-        width = self.team.size * x.shape[-1]
+        width = self.team.group.size * x.shape[-1]
         wide = x.float()
         if isinstance(self, LayerNorm):
             wide = wide - self.team.sum(wide.sum(-1, keepdim=True)) / width
@@ -260,8 +247,8 @@ class _Head(_OfTeam):
         own = super().forward(x)
         assert not team.divides, "of a loss, HeadLoss takes care"
         padded = F.pad(own, (0, team.most_tokens - own.shape[-1]))
-        tokens = [team.tokens_of(member) for member in range(team.size)]
-        logits = zip(team.gather(padded), tokens, strict=True)
+        tokens = [team.tokens_of(rank) for rank in range(team.group.size)]
+        logits = zip(team.group.gather(padded), tokens, strict=True)
         return torch.cat([one[..., : len(its)] for one, its in logits], dim=-1)
 
 
@@ -270,7 +257,7 @@ class _HeadLoss(_OfTeam, HeadLoss):
 
     def forward(self, x: Hidden, targets: Tokens, *others: Any) -> tuple[Losses, Tensor]:
         losses, count = super().forward(x, targets, *others)
-        if self.team.is_first:
+        if self.team.group.is_first:
             return losses, count
         return losses - losses.detach(), torch.zeros_like(count)
 
@@ -283,7 +270,7 @@ class _HeadLoss(_OfTeam, HeadLoss):
 
 
 class _PartOfVocabulary(Vocabulary):
-    def __init__(self, team: TensorTeam) -> None:
+    def __init__(self, team: LayerTeam) -> None:
         self.team = team
 
     def most(self, own: int) -> int:
@@ -294,14 +281,14 @@ class _PartOfVocabulary(Vocabulary):
         return _here(targets[:, None], self.team)
 
     def largest(self, of_rows: Tensor) -> Tensor:
-        return self.team.largest(of_rows)
+        return self.team.group.largest(of_rows)
 
     def add(self, of_rows: Tensor) -> Tensor:
-        return self.team.add(of_rows)
+        return self.team.group.add(of_rows)
 
 
-def _here(tokens: Tensor, team: TensorTeam) -> tuple[Tensor, Tensor]:
+def _here(tokens: Tensor, team: LayerTeam) -> tuple[Tensor, Tensor]:
     """Which tokens are of this process's vocabulary, and where in it; 0 for the others."""
-    own = team.tokens_of(team.member)
+    own = team.tokens_of(team.group.rank)
     here = (tokens >= own.start) & (tokens < own.stop)
     return here, (tokens - own.start).where(here, 0)

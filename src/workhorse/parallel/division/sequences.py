@@ -16,16 +16,23 @@ from workhorse.nn.attention.masks import Placement
 from workhorse.nn.cache.view import CacheEntry, CacheView
 from workhorse.nn.context import lengths_of_documents, number_runs
 from workhorse.nn.shapes import Keys, Lengths, NewKeys, NewValues, Positions, Slots, Tokens, Values
-from workhorse.parallel.processes.members import AbsentMembers, Members, with_gradient
+from workhorse.parallel.processes.group import Group, with_gradient
 
 
-class Team(Members):
-    """The processes that each have a part of the same sequences, one's tokens after another's."""
+class SequenceTeam:
+    """The processes that each have a part of the same sequences, one's tokens after another's.
+
+    Args:
+        group: they alone.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.group = group
 
     def own(self, columns: int) -> slice:
         """Which of a sequence's tokens are this process's."""
-        length = columns // self.size
-        return slice(self.member * length, (self.member + 1) * length)
+        length = columns // self.group.size
+        return slice(self.group.rank * length, (self.group.rank + 1) * length)
 
     def view(
         self, decoder: Decoder, tokens: Tokens, documents: Tokens | None
@@ -40,19 +47,15 @@ class Team(Members):
         return DividedSequences(self, decoder, tokens, documents)
 
 
-class AbsentTeam(AbsentMembers, Team):
-    """The last member of a team that is not there, for passes on tensors without data."""
-
-
 class DividedSequences(CacheView):
-    """The other members' tokens, as a model sees them; see `Team.view`."""
+    """The other members' tokens, as a model sees them; see `SequenceTeam.view`."""
 
     def __init__(
-        self, team: Team, decoder: Decoder, tokens: Tokens, documents: Tokens | None
+        self, team: SequenceTeam, decoder: Decoder, tokens: Tokens, documents: Tokens | None
     ) -> None:
         rows, seq = tokens.shape
         self.team = team
-        columns = seq * team.size
+        columns = seq * team.group.size
         self.own = team.own(columns)
         self.length = columns - seq
         self.lengths = torch.full((rows,), columns, device=tokens.device)
@@ -61,7 +64,7 @@ class DividedSequences(CacheView):
         self.positions = torch.arange(columns, device=tokens.device)[None]
         self.documents: Tokens | None = None
         if documents is not None:
-            runs = number_runs(torch.cat(team.gather(documents), dim=1))
+            runs = number_runs(torch.cat(team.group.gather(documents).unbind(), dim=1))
             self.positions = self.positions - runs.starts
             self.documents = runs.numbers
         self.entries = decoder.rooms(self)
@@ -110,37 +113,37 @@ class DividedEntry(CacheEntry):
         reach: how many of the latest tokens a query sees; None: all.
     """
 
-    def __init__(self, team: Team, reach: int | None) -> None:
+    def __init__(self, team: SequenceTeam, reach: int | None) -> None:
         self.team = team
         self.reach = reach
 
     def update(self, k: NewKeys, v: NewValues) -> tuple[Keys, Values]:
         """All that the own tokens may attend to."""
-        team, reach = self.team, self.reach
+        group, reach = self.team.group, self.reach
         own = torch.cat((k, v), dim=-1)
         seen = with_gradient(
-            partial(_seen, team, reach), partial(_sent_back, team, reach, k.shape[2]), own
+            partial(_seen, group, reach), partial(_sent_back, group, reach, k.shape[2]), own
         )
         k, v = seen.split([k.shape[-1], v.shape[-1]], dim=-1)
         return k, v
 
 
-def _seen(team: Team, reach: int | None, own: Tensor) -> Tensor:
+def _seen(group: Group, reach: int | None, own: Tensor) -> Tensor:
     """The features of the members' tokens up to the last own one, as far back as a query sees."""
     seq = own.shape[2]
-    first = _first(team.member * seq, reach)
-    seen = team.gather(own)[first // seq : team.member + 1]
-    return torch.cat(seen, dim=2)[:, :, first % seq :]
+    first = _first(group.rank * seq, reach)
+    seen = group.gather(own)[first // seq : group.rank + 1]
+    return torch.cat(seen.unbind(), dim=2)[:, :, first % seq :]
 
 
-def _sent_back(team: Team, reach: int | None, seq: int, gradient: Tensor) -> Tensor:
+def _sent_back(group: Group, reach: int | None, seq: int, gradient: Tensor) -> Tensor:
     """The gradient of the own features, of which each member sends its share."""
-    first = [_first(member * seq, reach) // seq for member in range(team.size)]
+    first = [_first(member * seq, reach) // seq for member in range(group.size)]
     padded = F.pad(gradient, (0, 0, -gradient.shape[2] % seq, 0))
     parts = padded.unflatten(2, (-1, seq)).movedim(2, 0)  # one for each member that is seen
-    sends = [int(first[team.member] <= other <= team.member) for other in range(team.size)]
-    receives = [int(first[other] <= team.member <= other) for other in range(team.size)]
-    received = team.exchange(parts, sends, receives)
+    sends = [int(first[group.rank] <= other <= group.rank) for other in range(group.size)]
+    receives = [int(first[other] <= group.rank <= other) for other in range(group.size)]
+    received = group.exchange(parts, sends, receives)
     wide = torch.promote_types(gradient.dtype, torch.float32)
     return received.sum(dim=0, dtype=wide).to(gradient.dtype)
 

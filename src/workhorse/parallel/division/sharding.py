@@ -23,7 +23,11 @@ from workhorse.parallel.processes.tree import Node, TreeSum
 
 
 def shard(
-    root: nn.Module, blocks: Iterable[nn.Module], config: ParallelismConfig, device: torch.device
+    root: nn.Module,
+    blocks: Iterable[nn.Module],
+    config: ParallelismConfig,
+    device: torch.device,
+    passes: int,
 ) -> "ExactSums | None":
     """Divide the weights of a module among the processes, in place; all must hold the same.
 
@@ -35,26 +39,30 @@ def shard(
         blocks: of it, which are gathered one at a time.
         config: into how many parts, and how many processes have each of them.
         device: of the weights.
+        passes: in which one part of a batch goes through.
 
     Returns:
-        What adds up the gradients if that is to be exact; otherwise FSDP does, in float32.
+        What adds up the gradients if that is to be exact; otherwise FSDP has them added in float32.
     """
     shape = config.pipeline, config.data, config.shard * config.context, config.tensor
     names = "pipeline", "data", "shard", "tensor"
     every = init_device_mesh(device.type, shape, mesh_dim_names=names)
     mesh = every["data", "shard"]
+    by_exchange = config.is_exact or (device.type == "cpu" and config.data == 1)
     ignored = {parameter for parameter in root.parameters() if _stays(parameter)}
     divide = partial(
         fully_shard,
         mesh=mesh["shard"] if config.is_exact or config.data == 1 else mesh,
-        mp_policy=MixedPrecisionPolicy(reduce_dtype=None if config.is_exact else torch.float32),
+        mp_policy=MixedPrecisionPolicy(reduce_dtype=None if by_exchange else torch.float32),
         ignored_params=ignored,
     )
     groups = [cast(FSDPModule, divide(module)) for module in (*blocks, root)]
     for group in groups:
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)
-    return ExactSums(groups, mesh) if config.is_exact else None
+        if by_exchange and not config.is_exact:
+            group.set_custom_reduce_scatter(_ByExchange())
+    return ExactSums(groups, mesh, passes) if config.is_exact else None
 
 
 @contextmanager
@@ -70,6 +78,41 @@ def gathered(root: nn.Module) -> Generator[None]:
         root.reshard()
 
 
+class _ByExchange(ReduceScatter):
+    """Adds up in float32 what processes send each other once, in the dtype that it has.
+
+    gloo's own reduce-scatter is an all-reduce: it sends twice as much, and of a copy.
+    """
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(*size, dtype=dtype, device=device)
+
+    def __call__(
+        self,
+        output_tensor: Tensor,
+        input_tensor: Tensor,
+        group: dist.ProcessGroup,
+        op: Any,
+        async_op: bool = False,
+    ) -> None:
+        """Write the sum of this process's rows.
+
+        Args:
+            output_tensor: of them.
+            input_tensor: the rows of each process of the group, one after the other.
+            group: these processes.
+            op: how to add: a sum.
+            async_op: False.
+        """
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        first, *others = received.view(-1, len(output_tensor))
+        total = first.float()
+        for rows in others:
+            total += rows
+        output_tensor.copy_(total)
+
+
 class ExactSums:
     """Adds up the gradients of a batch's parts in a fixed tree, each process its rows of them.
 
@@ -78,23 +121,19 @@ class ExactSums:
     Args:
         groups: what `fully_shard` made of modules.
         mesh: of `data` times `shard` processes.
+        passes: of a process in a round.
     """
 
-    def __init__(self, groups: Iterable[FSDPModule], mesh: DeviceMesh) -> None:
+    def __init__(self, groups: Iterable[FSDPModule], mesh: DeviceMesh, passes: int) -> None:
         self.groups: list[_Group] = []
         for group in groups:
-            sums = _Group(mesh)
+            sums = _Group(mesh, passes)
             group.set_custom_reduce_scatter(sums)
             module = cast(nn.Module, group)
             for parameter in _own_parameters(module):
                 if parameter.requires_grad:
                     parameter.register_post_accumulate_grad_hook(sums.note)
             self.groups.append(sums)
-
-    def end_part(self) -> None:
-        """Add to the sums what the passes since the last call left: one part of the batch."""
-        for group in self.groups:
-            group.end_part()
 
     def take(self) -> dict[nn.Parameter, Tensor]:
         """This process's rows of the sums since the last call, in float32, by parameter."""
@@ -103,20 +142,17 @@ class ExactSums:
         }
 
 
-class _Group(ReduceScatter):
+class _Group(_ByExchange):
     """The sums of the parameters that are gathered together: what FSDP calls to reduce them."""
 
-    def __init__(self, mesh: DeviceMesh) -> None:
-        self.mesh = mesh
-        self.parts = 0
+    def __init__(self, mesh: DeviceMesh, passes: int) -> None:
+        self.mesh, self.passes = mesh, passes
+        self.passed = self.parts = 0
         self.tree = TreeSum()
         self.received: Tensor | None = None
-        """This process's rows of the parts that all processes are passing, in float32."""
+        """This process's rows of the parts that all processes have begun to pass, in float32."""
         self.parameters: list[nn.Parameter] = []
         """In the order in which their rows follow one another."""
-
-    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
-        return torch.empty(*size, dtype=dtype, device=device)
 
     def __call__(
         self,
@@ -144,23 +180,27 @@ class _Group(ReduceScatter):
         sent = sent.view(ways, data, share).transpose(0, 1).contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received.view(-1), sent.view(-1))
+        del sent  # memory is at its fullest here
         rows = received.view(-1, share).float()
-        self.received = rows if self.received is None else self.received.add_(rows)
+        del received
+        self._add(rows if self.received is None else self.received.add_(rows))
         output_tensor.zero_()
         self.parameters.clear()
+
+    def _add(self, rows: Tensor) -> None:
+        """Add to the sums what one pass left of the parts, after which they may be whole."""
+        self.passed += 1
+        self.received = rows
+        if self.passed == self.passes:
+            for of_part in rows:
+                self.tree.push(Node(0, self.parts, [of_part.clone()]))
+                self.parts += 1
+            self.received, self.passed = None, 0
 
     def note(self, parameter: Tensor) -> None:
         """Called for each parameter in turn, after the exchange."""
         parameter.grad = None
         self.parameters.append(cast(nn.Parameter, parameter))
-
-    def end_part(self) -> None:
-        if self.received is None:
-            return
-        for rows in self.received:
-            self.tree.push(Node(0, self.parts, [rows.clone()]))
-            self.parts += 1
-        self.received = None
 
     def take(self) -> dict[nn.Parameter, Tensor]:
         data, ways = self.mesh.shape

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from workhorse.optim.shards import is_sharded
-from workhorse.parallel.division.part import ModelPart
+from workhorse.parallel.division.cuts import ModelPart
 from workhorse.tensors.slices import Slice
 
 

@@ -6,7 +6,7 @@ alone has a loss.
 """
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -21,13 +21,15 @@ from workhorse.nn.loss import Losses
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
 from workhorse.parallel.division.part import share_of
 from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
-from workhorse.parallel.processes.members import AbsentMembers, Members, with_gradient
-from workhorse.parallel.processes.world import World
+from workhorse.parallel.processes.group import Group, with_gradient
 from workhorse.transforms.replace import become, combined, replace_modules
 
 
-class Pipeline(Members):
+class Pipeline:
     """The processes that have the stages of a model, in their order.
+
+    Args:
+        group: they alone.
 
     Attributes:
         grows: whether a text does, whose logits all stages need.
@@ -36,65 +38,34 @@ class Pipeline(Members):
 
     dtype = torch.float32
 
-    def __init__(self, world: World) -> None:
-        super().__init__(world)
+    def __init__(self, group: Group) -> None:
+        self.group = group
         self.grows = False
         self._sent: deque[tuple[dist.Work, Tensor]] = deque()
 
-    @property
-    def is_first(self) -> bool:
-        return self.member == 0
-
-    @property
-    def is_last(self) -> bool:
-        return self.member == self.size - 1
-
     def own(self, layers: int) -> range:
         """Which of so many layers this process has."""
-        return share_of(layers, self.size, self.member)
+        return share_of(layers, self.group.size, self.group.rank)
 
     def turns(self, micro_batches: int) -> Iterator[Turn]:
         """The order of this stage's passes, after which all that it sent has arrived."""
-        yield from one_forward_one_backward(micro_batches, self.size, self.member)
+        yield from one_forward_one_backward(micro_batches, self.group.size, self.group.rank)
         while self._sent:
             self._sent.popleft()[0].wait()
 
     def send(self, x: Tensor, stage: int) -> None:
         """Send a tensor to another stage, without waiting for it to arrive."""
         x = x.detach().contiguous()
-        work = dist.isend(x, group=self.group, group_dst=stage)
-        assert work is not None
+        if (work := self.group.send(x, stage)) is None:
+            return
         self._sent.append((work, x))
-        if len(self._sent) > 2 * self.size + 2:  # in `one_forward_one_backward` it has arrived
+        if len(self._sent) > 2 * self.group.size + 2:  # in `turns` it has arrived
             self._sent.popleft()[0].wait()
 
-    def receive(self, into: Tensor, stage: int) -> Tensor:
-        """Wait for what another stage sends; returns the tensor, which it is written to."""
-        dist.recv(into, group=self.group, group_src=stage)
-        return into
-
-    def of_last(self, x: Tensor) -> Tensor:
-        """What the last stage has, a tensor of that shape, on all."""
-        dist.broadcast(x, group=self.group, group_src=self.size - 1)
-        return x
-
-
-class AbsentPipeline(AbsentMembers, Pipeline):
-    """A stage of a pipeline whose others are not there, for passes on tensors without data."""
-
-    def __init__(self, size: int, stage: int) -> None:
-        Pipeline.__init__(self, World(stage, size))
-
-    def turns(self, micro_batches: int) -> Iterator[Turn]:
-        """One after another: how many are kept for others is known without them."""
-        return one_forward_one_backward(micro_batches)
-
-    def send(self, x: Tensor, stage: int) -> None:
-        del x, stage
-
-    def receive(self, into: Tensor, stage: int) -> Tensor:
-        del stage
-        return into
+    def receive(self, like: Tensor, shape: Sequence[int], stage: int) -> Tensor:
+        """Wait for what another stage sends, of that shape, on the device of a tensor."""
+        into = torch.empty(shape, dtype=self.dtype, device=like.device)
+        return self.group.receive(into, stage)
 
 
 def keep_stage(decoder: Decoder, pipeline: Pipeline) -> None:
@@ -107,10 +78,10 @@ def keep_stage(decoder: Decoder, pipeline: Pipeline) -> None:
     for name, _ in list(decoder.layers.named_children()):
         if int(name) not in own:
             delattr(decoder.layers, name)
-    if not pipeline.is_first:
-        tied = decoder.embedding.tokens if pipeline.is_last and config.head.tied else None
+    if not pipeline.group.is_first:
+        tied = decoder.embedding.tokens if pipeline.group.is_last and config.head.tied else None
         decoder.set_submodule("embedding", _FromBefore(pipeline, config.d_model, tied))
-    if not pipeline.is_last:
+    if not pipeline.group.is_last:
         decoder.set_submodule("final_norm", _ToNext(pipeline))
         decoder.set_submodule("head", _FromLast(pipeline, config.vocab_size))
         decoder.config = config.replace(head=config.head.replace(tied=False).to_dict())
@@ -127,7 +98,7 @@ def divide_stages(objective: nn.Module, pipeline: Pipeline, dtype: torch.dtype) 
     pipeline.dtype = dtype
 
     def choose(module: nn.Module) -> nn.Module:
-        if isinstance(module, HeadLoss) and not pipeline.is_last:
+        if isinstance(module, HeadLoss) and not pipeline.group.is_last:
             return become(module, combined("Staged", _NoLoss, type(module)))
         if isinstance(module, Head):
             return become(module, combined("Staged", _ToAll, type(module)), pipeline=pipeline)
@@ -146,11 +117,10 @@ class _FromBefore(nn.Module):
 
     def forward(self, tokens: Tokens, positions: Positions) -> Hidden:
         shape = len(tokens), positions.shape[1], self.d_model
-        before = self.pipeline.member - 1
+        before = self.pipeline.group.rank - 1
 
         def receive(anchor: Tensor) -> Tensor:
-            into = torch.empty(shape, dtype=self.pipeline.dtype, device=anchor.device)
-            return self.pipeline.receive(into, before)
+            return self.pipeline.receive(anchor, shape, before)
 
         def give_back(gradient: Tensor) -> Tensor:
             self.pipeline.send(gradient, before)
@@ -171,15 +141,14 @@ class _ToNext(nn.Module):
         self.pipeline = pipeline
 
     def forward(self, x: Hidden) -> Hidden:
-        after = self.pipeline.member + 1
+        after = self.pipeline.group.rank + 1
 
         def give(x: Tensor) -> Tensor:
             self.pipeline.send(x, after)
             return x.new_zeros(()).expand(x.shape)
 
         def receive(above: Tensor) -> Tensor:
-            into = torch.empty(above.shape, dtype=self.pipeline.dtype, device=above.device)
-            return self.pipeline.receive(into, after)
+            return self.pipeline.receive(above, above.shape, after)
 
         return with_gradient(give, receive, x)
 
@@ -208,7 +177,7 @@ class _FromLast(nn.Module):
 
     def forward(self, x: Hidden) -> Logits:
         logits = torch.empty(*x.shape[:-1], self.vocab_size, dtype=x.dtype, device=x.device)
-        return self.pipeline.of_last(logits)
+        return self.pipeline.group.of_last(logits)
 
 
 class _ToAll(Head):
@@ -218,4 +187,4 @@ class _ToAll(Head):
 
     def forward(self, x: Hidden) -> Logits:
         logits = super().forward(x)
-        return self.pipeline.of_last(logits.contiguous()) if self.pipeline.grows else logits
+        return self.pipeline.group.of_last(logits.contiguous()) if self.pipeline.grows else logits

@@ -1,6 +1,6 @@
 """The teams that a process belongs to: those with other parts of its sequences, of its model."""
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from typing import NamedTuple
 
@@ -10,18 +10,19 @@ from torch import nn
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.division.layers import AbsentTensorTeam, TensorTeam
+from workhorse.parallel.division.layers import LayerTeam
 from workhorse.parallel.division.part import part_of_model
-from workhorse.parallel.division.sequences import AbsentTeam, Team
-from workhorse.parallel.division.stages import AbsentPipeline, Pipeline, keep_stage
+from workhorse.parallel.division.sequences import SequenceTeam
+from workhorse.parallel.division.stages import Pipeline, keep_stage
+from workhorse.parallel.processes.group import AbsentGroup, Group
 from workhorse.parallel.processes.world import World
 
 
 class Teams(NamedTuple):
     """The teams of a process; None where nothing is divided so."""
 
-    sequences: Team | None = None
-    layers: TensorTeam | None = None
+    sequences: SequenceTeam | None = None
+    layers: LayerTeam | None = None
     stages: Pipeline | None = None
     first: int = 0
     """The number of the first process of the run that has the same part of the model."""
@@ -29,7 +30,7 @@ class Teams(NamedTuple):
     @property
     def tells(self) -> bool:
         """Whether this process counts what all that divide layers see."""
-        return self.layers is None or self.layers.is_first
+        return self.layers is None or self.layers.group.is_first
 
     def build(
         self, whole: DecoderConfig, kernel: KernelName, device: torch.device | str
@@ -37,7 +38,8 @@ class Teams(NamedTuple):
         """The part of a model that this process has, as `DecoderConfig.build` would make it."""
         config = whole
         if self.layers is not None:
-            config = part_of_model(whole, self.layers.size, self.layers.member)
+            group = self.layers.group
+            config = part_of_model(whole, group.size, group.rank)
         if self.stages is None:
             return config.build(kernel, device=device)
         decoder = config.build(kernel, device="meta")
@@ -79,18 +81,12 @@ def make_teams(world: World, parallel: ParallelismConfig, vocabulary: int) -> Te
         vocabulary: tokens of the model.
     """
 
-    def alike_but_for(axis: str) -> World:
+    def alike_but_for(axis: str) -> Group:
         return world.alike(lambda rank: parallel.coordinates(rank)._replace(**{axis: 0}))
 
-    sequences = layers = stages = None
-    if parallel.context > 1:
-        sequences = Team(alike_but_for("context"))
-    if parallel.tensor > 1:
-        layers = TensorTeam(alike_but_for("tensor"), vocabulary)
-    if parallel.pipeline > 1:
-        stages = Pipeline(alike_but_for("pipeline"))
     at = parallel.coordinates(world.rank)
-    return Teams(sequences, layers, stages, parallel.rank(at._replace(data=0, shard=0, context=0)))
+    first = parallel.rank(at._replace(data=0, shard=0, context=0))
+    return _teams(parallel, vocabulary, alike_but_for)._replace(first=first)
 
 
 def absent_teams(parallel: ParallelismConfig, vocabulary: int, stage: int | None = None) -> Teams:
@@ -101,11 +97,23 @@ def absent_teams(parallel: ParallelismConfig, vocabulary: int, stage: int | None
         vocabulary: tokens of the model.
         stage: of the process; None for the last.
     """
-    pipeline = parallel.pipeline
-    return Teams(
-        AbsentTeam(parallel.context) if parallel.context > 1 else None,
-        AbsentTensorTeam(parallel.tensor, vocabulary) if parallel.tensor > 1 else None,
-        AbsentPipeline(pipeline, pipeline - 1 if stage is None else stage)
-        if pipeline > 1
-        else None,
-    )
+
+    def last_of(axis: str) -> Group:
+        size = parallel.ways[axis]
+        return AbsentGroup(stage if axis == "pipeline" and stage is not None else size - 1, size)
+
+    return _teams(parallel, vocabulary, last_of)
+
+
+def _teams(
+    parallel: ParallelismConfig, vocabulary: int, group_along: Callable[[str], Group]
+) -> Teams:
+    """The teams along the axes of the mesh that have more than one process."""
+    sequences = layers = stages = None
+    if parallel.context > 1:
+        sequences = SequenceTeam(group_along("context"))
+    if parallel.tensor > 1:
+        layers = LayerTeam(group_along("tensor"), vocabulary)
+    if parallel.pipeline > 1:
+        stages = Pipeline(group_along("pipeline"))
+    return Teams(sequences, layers, stages)

@@ -6,18 +6,18 @@ are. A process that was started by itself is a world of one, in which nothing is
 
 import gc
 import time
-from collections.abc import Callable, Generator, Hashable, Iterator, Sequence
+from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 from torch._C._distributed_c10d import Store
 
 from workhorse.errors import WorkhorseError
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.processes import environment
+from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.meeting import meet
 
 PATIENCE = timedelta(minutes=30)
@@ -36,21 +36,18 @@ class ToldError(LostError):
     """Another process says what is wrong."""
 
 
-class World:
-    """The processes of a run.
+class World(Group):
+    """The processes of a run; the first writes what the run writes.
 
     Args:
         rank: the number of this one, from 0.
         size: how many there are.
         parallel: how they divide what they do; None: each has rows of its own.
-        group: exchanges what they tell each other; None for PyTorch's default.
+        process_group: takes what they send each other; None for PyTorch's default.
 
     Attributes:
         in_step: whether a pass of one needs one of every other at the same time, since each has a
             part of the weights.
-        team: so many consecutive processes have the same rows of a batch.
-        teams: how many of them there are, with different rows; each stage of a pipeline has as many
-            again.
     """
 
     def __init__(
@@ -59,12 +56,16 @@ class World:
         size: int = 1,
         parallel: ParallelismConfig | None = None,
         *,
-        group: dist.ProcessGroup | None = None,
+        process_group: dist.ProcessGroup | None = None,
     ) -> None:
-        self.rank, self.size, self.group = rank, size, group
-        self.parallel = parallel = parallel or ParallelismConfig(data=size)
-        self.in_step, self.team = parallel.in_step, parallel.team
-        self.teams = size // (parallel.team * parallel.pipeline)
+        super().__init__(rank, size, process_group)
+        self.parallel = parallel or ParallelismConfig(data=size)
+        self.in_step = self.parallel.in_step
+
+    @property
+    def replicas(self) -> int:
+        """Into how many shares the rows of a batch are divided."""
+        return self.parallel.replicas
 
     @property
     def member(self) -> int:
@@ -72,8 +73,8 @@ class World:
         at, parallel = self.parallel.coordinates(self.rank), self.parallel
         return (at.pipeline * parallel.context + at.context) * parallel.tensor + at.tensor
 
-    def team_of(self, rank: int) -> int:
-        """The number of a process's team among those of its stage, which have different rows."""
+    def replica_of(self, rank: int) -> int:
+        """Which share of the rows a process has, from 0."""
         at = self.parallel.coordinates(rank)
         return at.data * self.parallel.shard + at.shard
 
@@ -81,11 +82,11 @@ class World:
         """The same processes for another thread of each; all must call it."""
         if self.size == 1:
             return self
-        group = dist.new_group(timeout=PATIENCE, backend="gloo")
-        assert isinstance(group, dist.ProcessGroup)  # this process belongs to it
-        return World(self.rank, self.size, self.parallel, group=group)
+        own = dist.new_group(timeout=PATIENCE, backend="gloo")
+        assert isinstance(own, dist.ProcessGroup)  # this process belongs to it
+        return World(self.rank, self.size, self.parallel, process_group=own)
 
-    def alike(self, key: Callable[[int], Hashable]) -> "World":
+    def alike(self, key: Callable[[int], Hashable]) -> Group:
         """Of a run's processes, those whose number has the same key as this one's.
 
         All must call it, in the same order of calls.
@@ -96,24 +97,19 @@ class World:
         own = groups[key(self.rank)]
         if len(own) == self.size:
             return self
-        own_group: dist.ProcessGroup | None = None
+        of_own: dist.ProcessGroup | None = None
         for ranks in groups.values():
             if len(ranks) > 1:  # every process makes all groups
-                group = dist.new_group(ranks, timeout=PATIENCE)
+                made = dist.new_group(ranks, timeout=PATIENCE)
                 if ranks is own:
-                    assert isinstance(group, dist.ProcessGroup)
-                    own_group = group
-        return World(own.index(self.rank), len(own), group=own_group)
-
-    @property
-    def is_first(self) -> bool:
-        """Whether this process writes what the run writes."""
-        return self.rank == 0
+                    assert isinstance(made, dist.ProcessGroup)
+                    of_own = made
+        return Group(own.index(self.rank), len(own), of_own)
 
     def share(self, count: int, rank: int | None = None) -> range:
-        """Which of so many things are this process's team's, or another's: consecutive ones."""
-        team = self.team_of(self.rank if rank is None else rank)
-        return range(team * count // self.teams, (team + 1) * count // self.teams)
+        """Which of so many things are this process's replica's, or another's: consecutive ones."""
+        replica = self.replica_of(self.rank if rank is None else rank)
+        return range(replica * count // self.replicas, (replica + 1) * count // self.replicas)
 
     def passes(self, count: int) -> Iterator[tuple[int, bool]]:
         """Which of so many things this process passes, and whether they are its to count.
@@ -122,28 +118,16 @@ class World:
         """
         share = self.share(count)
         yield from ((number, True) for number in share)
-        if self.in_step and len(share) < -(-count // self.teams):
+        if self.in_step and len(share) < -(-count // self.replicas):
             yield 0, False
 
-    def largest(self, number: int) -> int:
-        """The largest of the numbers that the processes give."""
-        if self.size == 1:
-            return number
-        tensor = torch.tensor(number)
-        dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
-        return int(tensor)
-
-    def gather(self, tensor: Tensor) -> Tensor:
-        """The tensors of all processes, of one shape, stacked in the order of their numbers."""
-        if self.size == 1:
-            return tensor[None]
-        gathered = tensor.new_empty(self.size, *tensor.shape)
-        dist.all_gather(list(gathered), tensor, group=self.group)
-        return gathered
+    def most(self, number: int) -> int:
+        """The largest of the whole numbers that the processes give."""
+        return int(self.largest(torch.tensor(number)))
 
     def wait(self) -> None:
         """Wait until all others wait too."""
-        self.largest(0)
+        self.most(0)
 
     @contextmanager
     def first_before_others(self) -> Generator[None]:
@@ -153,15 +137,6 @@ class World:
         yield
         if self.is_first:
             self.wait()
-
-    def add(self, tensors: Sequence[Tensor]) -> None:
-        """Add up tensors over the processes, in place, in the backend's order.
-
-        Whole numbers, and numbers that all other processes have as 0, come out the same in any.
-        """
-        if self.size > 1:
-            for tensor in tensors:
-                dist.all_reduce(tensor, group=self.group)
 
 
 ALONE = World()

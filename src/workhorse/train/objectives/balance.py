@@ -25,7 +25,7 @@ from workhorse.nn.experts.router import AdjustedRouter, Router, Routing
 from workhorse.train.objectives.objective import Objective, Outcome, Wrapped
 
 if TYPE_CHECKING:
-    from workhorse.parallel.division.sequences import Team
+    from workhorse.parallel.division.sequences import SequenceTeam
 
 
 class Balanced(Wrapped):
@@ -94,7 +94,7 @@ class Balancer:
         *,
         weight: float = 0.0,
         rate: float = 0.0,
-        team: "Team | None" = None,
+        team: "SequenceTeam | None" = None,
         tells: bool = True,
     ) -> None:
         self.team = team
@@ -143,7 +143,7 @@ class Balancer:
             loads = loads_of(routing, counted)
             self.loads[layer] += loads.sum(dim=0)
             if self.weight:
-                loads = loads if self.team is None else self.team.add(loads)
+                loads = loads if self.team is None else self.team.group.add(loads)
                 total = total + self.weight * imbalance(routing.scores, loads, counted).sum()
         self.routings.clear()
         return total

@@ -6,7 +6,7 @@ from workhorse.data import Batch
 from workhorse.train.objectives.objective import Objective, Outcome, Wrapped
 
 if TYPE_CHECKING:
-    from workhorse.parallel.division.sequences import Team
+    from workhorse.parallel.division.sequences import SequenceTeam
 
 
 class Divided(Wrapped):
@@ -17,7 +17,7 @@ class Divided(Wrapped):
         team: has the others.
     """
 
-    def __init__(self, objective: Objective, team: "Team") -> None:
+    def __init__(self, objective: Objective, team: "SequenceTeam") -> None:
         super().__init__(objective)
         self.team = team
 

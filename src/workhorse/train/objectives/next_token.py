@@ -10,7 +10,7 @@ from workhorse.nn.shapes import Hidden
 from workhorse.train.objectives.objective import Objective, Outcome
 
 if TYPE_CHECKING:
-    from workhorse.parallel.division.sequences import Team
+    from workhorse.parallel.division.sequences import SequenceTeam
 
 
 class NextToken(Objective):
@@ -22,7 +22,9 @@ class NextToken(Objective):
         team: has the other parts of the sequences, where these are divided.
     """
 
-    def __init__(self, decoder: Decoder, z_loss: float = 0.0, team: "Team | None" = None) -> None:
+    def __init__(
+        self, decoder: Decoder, z_loss: float = 0.0, team: "SequenceTeam | None" = None
+    ) -> None:
         super().__init__()
         self.team = team
         self.decoder = decoder

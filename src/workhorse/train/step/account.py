@@ -65,13 +65,18 @@ def ways_of(place: Place, shards: int, expert: int) -> int:
 def whole_at_once(step: StepMemory, expert: int = 1) -> int:
     """Bytes that are whole for a moment where weights are divided (FSDP).
 
-    Two layers' weights, since the next are fetched meanwhile (2304.11277 §3), and one's gradient:
-    those of the largest. Experts that `expert` processes divide stay where they are.
+    Of the largest layer twice the weights, since the next are fetched meanwhile (2304.11277 §3),
+    once the gradient, and that of the layer before, which is kept until this one's is sent, in
+    float32 where processes add up in it. Experts that `expert` processes divide stay where they
+    are.
     """
     layers: dict[str, int] = defaultdict(int)
-    for place, size in step.held["weights"].items():
-        layers[place.part] += size // expert if place.component == "experts" else size
-    return 3 * max(size for part, size in layers.items() if is_of_layer(part))
+    times_of: dict[Kind, int] = {"weights": 4, "low_bits": 1}  # together they are float32
+    for kind, times in times_of.items():
+        for place, size in step.held[kind].items():
+            own = size // expert if place.component == "experts" else size
+            layers[place.part] += times * own
+    return max(size for part, size in layers.items() if is_of_layer(part))
 
 
 def account(

@@ -12,8 +12,8 @@ from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import MasterWeights, round_weights
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.division.cuts import ModelPart
 from workhorse.parallel.division.layers import divide_layers
-from workhorse.parallel.division.part import ModelPart
 from workhorse.parallel.division.schedule import one_forward_one_backward
 from workhorse.parallel.division.stages import divide_stages
 from workhorse.parallel.division.teams import NO_TEAMS, Teams
@@ -82,7 +82,10 @@ def build_step(
         multiply_in_float8(decoder)
     if config.activation_checkpointing:
         checkpoint_activations(decoder)
-    reduction = _divide(objective, decoder, parallel, world, whole, device=device, part=part)
+    own = parallel.micro_batches(config.batch_size, config.micro_batch_size)
+    reduction = _divide(
+        objective, decoder, parallel, world, whole, device=device, part=part, passes=own.passes
+    )
     optimizer = build_optimizer(
         decoder,
         config.optimizer,
@@ -155,6 +158,7 @@ def _divide(
     *,
     device: torch.device,
     part: ModelPart | None,
+    passes: int,
 ) -> Callable[[MasterWeights, int], Reduction]:
     """Divide weights among the processes; returns what makes the sum of their gradients."""
     if not world.in_step:
@@ -171,7 +175,7 @@ def _divide(
     held_by = holders(trained, world, parallel, part, experts, tied=tied)
     reduction = partial(Reduction, world, parallel, holders=held_by)
     if parallel.shard > 1:
-        exact_sums = shard(objective, decoder.layers, parallel, device)
+        exact_sums = shard(objective, decoder.layers, parallel, device, passes)
         reduction = partial(
             ShardedReduction, world, parallel, exact_sums=exact_sums, holders=held_by
         )

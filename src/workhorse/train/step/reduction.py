@@ -11,6 +11,7 @@ from workhorse.data.rows.permutation import derive
 from workhorse.optim.master_weights import MasterWeights
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.processes.exchange import add_exactly, add_fast
+from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.tree import Node, TreeSum
 from workhorse.parallel.processes.world import World
 
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
 Passes = Callable[[int, int], dict[str, Tensor]]
 """Leaves the gradient of the rows from one number to another, and returns sums to be logged."""
 
-Holders = Mapping[World, Sequence[str]]
+Holders = Mapping[Group, Sequence[str]]
 
 
 class Reduction:
@@ -77,14 +78,14 @@ class Reduction:
     def _add_fast(self, gradients: list[Tensor], sums: Tensor) -> None:
         """Add up what all processes have, and of what is divided what those with the same have."""
         named = dict(zip(self.masters.parameters, gradients, strict=True))
-        by_world = {world: [named[name] for name in names] for world, names in self.holders.items()}
-        by_world.setdefault(self.world, []).append(sums)
-        for world, tensors in by_world.items():
-            add_fast(world, tensors)
+        shared = {group: [named[name] for name in names] for group, names in self.holders.items()}
+        shared.setdefault(self.world, []).append(sums)
+        for group, tensors in shared.items():
+            add_fast(group, tensors)
 
     def pass_part(self, step: int, part: int, rows: int, passes: Passes) -> dict[str, Tensor]:
         """Leave the gradient of one part of a batch of so many rows; returns sums to be logged."""
-        alone = self.world.teams == self.world.size
+        alone = self.world.replicas == self.world.size
         who = [] if alone else [self.world.member]
         torch.manual_seed(derive(self.seed, "part", step, part, *who) % 2**63)
         return passes(part * rows // self.parts, (part + 1) * rows // self.parts)
@@ -115,12 +116,10 @@ class ShardedReduction(Reduction):
     def __call__(self, step: int, rows: int, passes: Passes) -> dict[str, Tensor]:
         world = self.world
         sums, figures = TreeSum(), dict[str, Tensor]()
-        for first in range(0, self.parts, world.teams):
-            figures = self.pass_part(step, first + world.team_of(world.rank), rows, passes)
-            if self.exact_sums is not None:
-                self.exact_sums.end_part()
+        for first in range(0, self.parts, world.replicas):
+            figures = self.pass_part(step, first + world.replica_of(world.rank), rows, passes)
             of_all = world.gather(torch.stack(list(figures.values())).float())
-            for number, of_process in enumerate(of_all, first * world.size // world.teams):
+            for number, of_process in enumerate(of_all, first * world.size // world.replicas):
                 sums.push(Node(0, number, [of_process]))
         if self.exact_sums is not None:
             taken = self.exact_sums.take()

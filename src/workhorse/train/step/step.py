@@ -134,7 +134,8 @@ class TrainingStep:
             schedule: multiplies the learning rates.
         """
         if self.reduction is not None:
-            self.reduction.world.add(self.objective.tallies())
+            for tally in self.objective.tallies():
+                self.reduction.world.add_(tally)
         norm = self._norm()
         # The step's only wait for the device.
         figures = torch.stack([loss, norm.to(loss.dtype), *self._terms.values()]).tolist()

@@ -14,6 +14,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.models.parameters import components_of
 from workhorse.nn import Decoder, DecoderConfig, HeadLoss
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.division.schedule import one_forward_one_backward
 from workhorse.parallel.division.teams import absent_teams
 from workhorse.tensors.tape import Tape, stand_in, without_data
 from workhorse.train.recipe.recipe import TrainConfig
@@ -148,6 +149,7 @@ def step_memory(
         teams = absent_teams(parallel, config.vocab_size, stage)
         decoder = teams.build(config, train.kernel, here)
         step = build_step(decoder, train, here, parallel=parallel, teams=teams, whole=config)
+        step.turns = one_forward_one_backward  # one after another, whichever the stage
         optimizer, places = step.optimizer, _places(decoder)
         held: dict[Kind, dict[str, Tensor]] = {
             "weights": dict(decoder.state_dict(keep_vars=True)),

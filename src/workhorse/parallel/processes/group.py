@@ -1,0 +1,133 @@
+"""Processes that send each other tensors."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+Change = Callable[[Tensor], Tensor]
+
+
+class Group:
+    """Some processes of a run; what one calls of this, all of them call, in the same order.
+
+    Args:
+        rank: the number of this one among them, from 0.
+        size: how many there are.
+        process_group: takes what they send; None for PyTorch's default.
+    """
+
+    def __init__(
+        self, rank: int = 0, size: int = 1, process_group: dist.ProcessGroup | None = None
+    ) -> None:
+        self.rank, self.size, self.process_group = rank, size, process_group
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process does what one of them is to do."""
+        return self.rank == 0
+
+    @property
+    def is_last(self) -> bool:
+        """Whether no other follows this one."""
+        return self.rank == self.size - 1
+
+    def gather(self, own: Tensor) -> Tensor:
+        """The tensors of all, which have one shape, stacked in the order of their numbers."""
+        if self.size == 1:
+            return own[None]
+        gathered = own.new_empty(self.size, *own.shape)
+        dist.all_gather(list(gathered), own.contiguous(), group=self.process_group)
+        return gathered
+
+    def exchange(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        """The rows that the processes send this one, in the order of their numbers.
+
+        Args:
+            rows: for each of them, one after the other.
+            sends: how many for each.
+            receives: how many from each.
+        """
+        received = rows.new_empty(sum(receives), *rows.shape[1:])
+        group = self.process_group
+        dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=group)
+        return received
+
+    def add_(self, tensor: Tensor) -> Tensor:
+        """Add up a tensor over the processes, in place, in the backend's order.
+
+        Whole numbers, and numbers that all other processes have as 0, come out the same in any.
+        """
+        if self.size > 1:
+            dist.all_reduce(tensor, group=self.process_group)
+        return tensor
+
+    def add(self, tensor: Tensor) -> Tensor:
+        """The sum over the processes, which takes no gradient."""
+        return self.add_(tensor.detach().clone(memory_format=torch.contiguous_format))
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        """The largest that any process has, of each number."""
+        result = tensor.detach().clone(memory_format=torch.contiguous_format)
+        if self.size > 1:
+            dist.all_reduce(result, dist.ReduceOp.MAX, group=self.process_group)
+        return result
+
+    def send(self, x: Tensor, to: int) -> dist.Work | None:
+        """Begin to send a tensor, which must stay as it is until that is done."""
+        return dist.isend(x, group=self.process_group, group_dst=to)
+
+    def receive(self, into: Tensor, sender: int) -> Tensor:
+        """Wait for a tensor from another process; returns the one that it is written to."""
+        dist.recv(into, group=self.process_group, group_src=sender)
+        return into
+
+    def of_last(self, x: Tensor) -> Tensor:
+        """What the last process has, a tensor of that shape, on all."""
+        dist.broadcast(x, group=self.process_group, group_src=self.size - 1)
+        return x
+
+
+class AbsentGroup(Group):
+    """One whose other processes are not there, for passes on tensors without data."""
+
+    def gather(self, own: Tensor) -> Tensor:
+        return own.new_empty(self.size, *own.shape)
+
+    def exchange(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+        del sends
+        return rows.new_empty(sum(receives), *rows.shape[1:])
+
+    def add_(self, tensor: Tensor) -> Tensor:
+        return tensor
+
+    def largest(self, tensor: Tensor) -> Tensor:
+        return torch.empty_like(tensor)
+
+    def send(self, x: Tensor, to: int) -> None:
+        del x, to
+
+    def receive(self, into: Tensor, sender: int) -> Tensor:
+        del sender
+        return into
+
+    def of_last(self, x: Tensor) -> Tensor:
+        return x
+
+
+def with_gradient(change: Change, back: Change, x: Tensor) -> Tensor:
+    """What one function makes of a tensor; its gradient is what the other makes of the result's."""
+    return cast(Tensor, _WithGradient.apply(x, change, back))
+
+
+class _WithGradient(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, change: Change, back: Change) -> Tensor:
+        ctx.back = back
+        return change(x)
+
+    @staticmethod
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        return ctx.back(above[0]), None, None

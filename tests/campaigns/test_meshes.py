@@ -106,7 +106,8 @@ def test_every_decoder_passes_with_documents_and_without(tmp_path: Path) -> None
     check_parts(tmp_path, parallel, COVERING, [[None, DOCUMENTS]])
 
 
-MEASURED = [
+Mesh = dict[str, Any]
+MEASURED: list[Mesh] = [
     {"data": 2},
     {"shard": 2},
     {"shard": 4},
@@ -118,18 +119,19 @@ MEASURED = [
     {"pipeline": 2},
     {"pipeline": 4},
     {"shard": 2, "pipeline": 2},
+    {"data": 2, "reduction": "exact"},
+    {"shard": 2, "reduction": "exact"},
+    {"shard": 4, "reduction": "exact"},
 ]
 
 
-def named(mesh: dict[str, int]) -> str:
+def named(mesh: Mesh) -> str:
     return " × ".join(f"{key} {ways}" for key, ways in mesh.items())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("mesh", MEASURED, ids=named)
-def test_each_process_holds_what_plan_says(
-    dtype: str, mesh: dict[str, int], tmp_path: Path
-) -> None:
+def test_each_process_holds_what_plan_says(dtype: str, mesh: Mesh, tmp_path: Path) -> None:
     """Beside what one with a tiny model holds, whose libraries are the same.
 
     Where processes divide weights each holds copies of its parts while it saves, if there is room;
@@ -170,7 +172,7 @@ def peaks_of(run: Path) -> list[int]:
     return next(event["peak_memory"] for event in events if event["kind"] == "end")
 
 
-def trained(file: Path, mesh: dict[str, int]) -> Path:
+def trained(file: Path, mesh: Mesh) -> Path:
     out, words, workers = told(file, mesh)
     words += ["--workers", str(workers)] if mesh else []
     done = run([str(file), *words, "--out", str(out)], env={**os.environ, "OMP_NUM_THREADS": "1"})
@@ -178,18 +180,18 @@ def trained(file: Path, mesh: dict[str, int]) -> Path:
     return out
 
 
-def trained_by_forks(file: Path, mesh: dict[str, int]) -> Path:
+def trained_by_forks(file: Path, mesh: Mesh) -> Path:
     """As `trained`, in a third of the time; what they hold cannot be told apart."""
     out, words, workers = told(file, mesh)
     forked.train([str(file), *words, "--out", str(out)], workers, file.with_name("said"))
     return out
 
 
-def told(file: Path, mesh: dict[str, int]) -> tuple[Path, list[str], int]:
+def told(file: Path, mesh: Mesh) -> tuple[Path, list[str], int]:
     """Of a run: its folder, its settings, and how many workers it has."""
     name = "-".join(f"{key}-{ways}" for key, ways in mesh.items()) or "one"
     words = [f"parallel.{key}={ways}" for key, ways in mesh.items()]
-    workers = math.prod(ways for key, ways in mesh.items() if key != "expert")
+    workers = math.prod(mesh.get(part, 1) for part in PARTS)
     return file.with_name(f"{file.stem}-{name}"), words, workers
 
 

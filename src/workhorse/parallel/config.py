@@ -142,6 +142,10 @@ class ParallelismConfig(Config):
         """Into how many parts weights, gradients and optimizer are divided."""
         return self.shard * self.context if self.shard > 1 else 1
 
+    def adds_by_exchange(self, device_type: str) -> bool:
+        """Whether gradients that FSDP divides travel as they are, and become float32 on arrival."""
+        return self.is_exact or (device_type == "cpu" and self.data == 1)
+
     @property
     def processes(self) -> int:
         """How many there are."""

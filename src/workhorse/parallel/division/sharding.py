@@ -48,7 +48,7 @@ def shard(
     names = "pipeline", "data", "shard", "tensor"
     every = init_device_mesh(device.type, shape, mesh_dim_names=names)
     mesh = every["data", "shard"]
-    by_exchange = config.is_exact or (device.type == "cpu" and config.data == 1)
+    by_exchange = config.adds_by_exchange(device.type)
     ignored = {parameter for parameter in root.parameters() if _stays(parameter)}
     divide = partial(
         fully_shard,

@@ -4,6 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from workhorse.parallel.config import ParallelismConfig
 from workhorse.train.step.step_memory import KINDS, Kind, Place, Span, StepMemory
 
 LAYER = "layers."
@@ -62,19 +63,20 @@ def ways_of(place: Place, shards: int, expert: int) -> int:
     return expert if expert > 1 and place.component == "experts" else shards
 
 
-def whole_at_once(step: StepMemory, expert: int = 1) -> int:
+def whole_at_once(step: StepMemory, parallel: ParallelismConfig, device_type: str) -> int:
     """Bytes that are whole for a moment where weights are divided (FSDP).
 
     Of the largest layer twice the weights, since the next are fetched meanwhile (2304.11277 §3),
-    once the gradient, and that of the layer before, which is kept until this one's is sent, in
-    float32 where processes add up in it. Experts that `expert` processes divide stay where they
-    are.
+    once the gradient, and that of the layer before, which is kept until this one's is sent. The
+    latter is in float32 unless processes exchange it; where they add exactly, what they receive is,
+    and what they add it to. Experts that processes divide stay where they are.
     """
     layers: dict[str, int] = defaultdict(int)
-    times_of: dict[Kind, int] = {"weights": 4, "low_bits": 1}  # together they are float32
+    wide = 2 if parallel.is_exact else int(not parallel.adds_by_exchange(device_type))
+    times_of: dict[Kind, int] = {"weights": 4, "low_bits": wide}  # together they are float32
     for kind, times in times_of.items():
         for place, size in step.held[kind].items():
-            own = size // expert if place.component == "experts" else size
+            own = size // parallel.expert if place.component == "experts" else size
             layers[place.part] += times * own
     return max(size for part, size in layers.items() if is_of_layer(part))
 

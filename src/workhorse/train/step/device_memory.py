@@ -111,7 +111,7 @@ def device_memory(
         local = _as_recorded(train.replace(batch_size=own.rows, micro_batch_size=own.size))
     record = partial(_recorded, config, local, device, packed=packed, updates=updates)
     found = [
-        _of_stage(record(parallel, stage), parallel, stage, own.count)
+        _of_stage(record(parallel, stage), parallel, stage, own.count, device.type)
         for stage in _distinct_stages(config, parallel.pipeline)
     ]
     return max(found, key=lambda memory: memory.total)
@@ -128,7 +128,7 @@ def _distinct_stages(config: DecoderConfig, stages: int) -> list[int]:
 
 
 def _of_stage(
-    step: StepMemory, parallel: ParallelismConfig, stage: int, micro_batches: int
+    step: StepMemory, parallel: ParallelismConfig, stage: int, micro_batches: int, device_type: str
 ) -> DeviceMemory:
     """What a device of a stage holds of a step that was recorded there."""
     shards, expert = parallel.weight_parts, parallel.expert
@@ -141,7 +141,7 @@ def _of_stage(
     ahead = parallel.pipeline - stage - 1
     others = [min(ahead, max(0, micro_batches - passed)) for passed in (1, 2)]
     each = sum(step.activations.values())
-    gathered = whole_at_once(step, expert) if shards > 1 else 0
+    gathered = whole_at_once(step, parallel, device_type) if shards > 1 else 0
     return DeviceMemory(
         stage,
         held,

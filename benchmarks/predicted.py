@@ -23,7 +23,7 @@ from benchmarks.machine import describe
 from benchmarks.ours import gpt
 from benchmarks.shapes import TRAINING
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.plan.links import Link, Machine
+from workhorse.plan.links import Cluster, Link
 from workhorse.plan.step_time import step_time
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.device_memory import device_memory
@@ -115,10 +115,10 @@ def main() -> None:
 
         def predicted(flops: float, ways: dict[str, int], train: TrainConfig = train) -> float:
             link = Link(bandwidth, latency)
-            machine = Machine(flops, UNLIMITED, link, link, node=2, sends_aside=False)
+            cluster = Cluster(flops, UNLIMITED, link, link, node=2, sends_aside=False)
             parallel = ParallelismConfig(**ways)
             memory = device_memory(config, train, CPU, parallel.replace(pipeline=1), updates=False)
-            return step_time(config, train, parallel, machine, memory).seconds
+            return step_time(config, train, parallel, cluster, memory).seconds
 
         flops = predicted(1.0, {}) * alone / tokens  # time is arithmetic alone
         for ways in WAYS:

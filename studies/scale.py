@@ -29,7 +29,7 @@ class Run(NamedTuple):
     """A run that someone measured.
 
     Attributes:
-        figure: the speed of a device: `TFLOP/s`, with what checkpointing repeats; `MFU`;
+        figure: the speed of a device: `TFLOP/s`, with what checkpointing repeats; `% MFU`;
             or `tokens/s`.
         calibrates: whether the device's `reached` is from this run.
     """
@@ -129,7 +129,7 @@ def published() -> Iterator[Run]:
             mesh = ParallelismConfig(shard=devices)
             source = f"llm-foundry, {device.upper()}"
             known = find_device(device)
-            yield Run("MPT", source, config, known, train, mesh, "MFU", mfu, number == 0)
+            yield Run("MPT", source, config, known, train, mesh, "% MFU", mfu, number == 0)
     slower = h100.replace(bandwidth=2400)  # as that page says of its devices
     for devices, rate in ((8, 6667), (128, 6514)):
         config = find_preset("llama-3.1-8b").config
@@ -141,7 +141,7 @@ def published() -> Iterator[Run]:
         mesh = ParallelismConfig(data=data, context=context, tensor=8, pipeline=16)
         train = training(rows, tokens, micro_batch_size=1)
         source = "2407.21783 table 4"
-        yield Run("Llama 3.1", source, config, h100, train, mesh, "MFU", mfu)
+        yield Run("Llama 3.1", source, config, h100, train, mesh, "% MFU", mfu)
 
 
 def simulated(run: Run) -> tuple[float, StepTime]:

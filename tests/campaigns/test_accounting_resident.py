@@ -69,7 +69,7 @@ def test_resident_memory_is_the_predicted() -> None:
                 **settings,
             }
         )
-        predicted, taken = step_memory(config, train, CPU).total, measured(config, train)
+        predicted, taken = max(step_memory(config, train, CPU).totals), measured(config, train)
         difference = predicted / taken - 1
         case = f"{name}, {config.n_layers} layers | {json.dumps(settings)[1:-1]}"
         off[case] = difference

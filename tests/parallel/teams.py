@@ -132,7 +132,7 @@ def compare_parts(
     meeting, size = f"file://{folder}/meeting-of-parts", meshes[0].processes
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=size)
     try:
-        world = World(rank, size)
+        world = World(rank, size, ParallelismConfig(data=size))
         found: dict[int, float] = {}
         for number, (config, rows) in enumerate(zip(configs, cycle(turns), strict=False)):
             for parallel in meshes:
@@ -170,7 +170,7 @@ def compare_experts(rank: int, folder: str, members: int) -> None:
     meeting = f"file://{folder}/meeting-of-experts"
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=members)
     try:
-        world = World(rank, members)
+        world = World(rank, members, ParallelismConfig(data=members))
         worst = max(worst_of_experts(world, chosen) for chosen in ([5, 5, 5], [0, 3, 1]))
     finally:
         dist.destroy_process_group()

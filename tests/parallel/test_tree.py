@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import Tensor
 
+from workhorse.parallel.config import share_of
 from workhorse.parallel.processes.tree import Node, TreeSum, nodes_of
-from workhorse.parallel.processes.world import World
 
 
 def summands(count: int) -> list[Tensor]:
@@ -36,7 +36,7 @@ def test_any_division_gives_the_same_bits(count: int) -> None:
     for ways in range(1, count + 1):
         whole = TreeSum()
         for rank in range(ways):
-            share = World(rank, ways).share(count)
+            share = share_of(count, ways, rank)
             own = TreeSum(Node(0, leaf, [leaves[leaf].clone()]) for leaf in share)
             assert [node[:2] for node in own.nodes] == nodes_of(share.start, share.stop)
             for node in own.nodes:
@@ -56,6 +56,6 @@ def test_the_order_of_the_summands_shows() -> None:
 
 @pytest.mark.parametrize("ways", [1, 2, 3, 7])
 def test_shares_are_all_and_even(ways: int) -> None:
-    shares = [list(World(rank, ways).share(7)) for rank in range(ways)]
+    shares = [list(share_of(7, ways, rank)) for rank in range(ways)]
     assert list(itertools.chain(*shares)) == list(range(7))
     assert max(map(len, shares)) - min(map(len, shares)) <= 1

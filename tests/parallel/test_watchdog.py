@@ -6,18 +6,18 @@ import threading
 
 import pytest
 
+from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.watchdog import HANGS, watched
-from workhorse.parallel.processes.world import ALONE, World
 
 HANGING = """
 import time
+from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.watchdog import watched
-from workhorse.parallel.processes.world import World
 
 def wait_for_nobody():
     time.sleep(600)
 
-with watched(World(1, 3), 0.3) as progress:
+with watched(Group(1, 3), 0.3) as progress:
     for _ in range(5):
         time.sleep(0.1)
         progress()
@@ -37,10 +37,10 @@ def test_a_process_that_hangs_says_where_and_ends() -> None:
     assert any("in wait_for_nobody" in line for line in stacks)
 
 
-@pytest.mark.parametrize("world", [ALONE, World(0, 2)])
-def test_after_the_last_step_nothing_is_watched(world: World) -> None:
-    with watched(world, 60) as progress:
-        assert watching() == (world.size > 1)
+@pytest.mark.parametrize("group", [Group(), Group(0, 2)])
+def test_after_the_last_step_nothing_is_watched(group: Group) -> None:
+    with watched(group, 60) as progress:
+        assert watching() == (group.size > 1)
         progress()
     assert not watching()
 

@@ -106,10 +106,10 @@ def _worker(parent: int) -> int:
             "parallel asks for 2 processes, and this is one; start as many, by workhorse",
         ),
         ({"data": 8}, "parallel: data=8 is more than train.batch_size=7"),
-        ({"shard": 2}, "parallel: data=1 times shard=2 does not divide train.batch_size=7"),
+        ({"shard": 2}, "parallel: shard=2 does not divide train.batch_size=7"),
         (
             {"shard": 2, "reduction": {"kind": "exact", "logical_shards": 5}},
-            "parallel: data=1 times shard=2 does not divide reduction.logical_shards=5",
+            "parallel: shard=2 does not divide reduction.logical_shards=5",
         ),
         ({"context": 3}, "parallel: context=3 does not divide train.seq_len=16; choose a divisor"),
         ({"data": 3, "expert": 2}, "parallel: expert=2 does not divide data=3; choose a divisor"),

@@ -153,7 +153,7 @@ def test_context() -> None:
     [
         ({"tensor": 3}, "tensor=3 does not divide n_heads=8"),
         ({"pipeline": 5}, "pipeline=5 is more than n_layers=4"),
-        ({"shard": 3}, "data=1 times shard=3 does not divide train.batch_size=8"),
+        ({"shard": 3}, "shard=3 does not divide train.batch_size=8"),
         ({"context": 5}, "context=5 does not divide train.seq_len=32"),
     ],
 )

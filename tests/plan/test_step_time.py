@@ -7,12 +7,12 @@ from workhorse.models.flops import forward_flops
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan import step_time
 from workhorse.plan.devices import find_device
-from workhorse.plan.links import Collectives, Group, Link, Machine
+from workhorse.plan.links import Cluster, Link, Ring
 from workhorse.plan.plan import failures
 from workhorse.plan.step_time import Pass, StepTime, pipeline_seconds, simulated_step
 from workhorse.train.recipe.recipe import TrainConfig
 
-MACHINE = Machine(1e12, 1e12, near=Link(300e9, 0.0), far=Link(25e9, 0.0), node=8)
+CLUSTER = Cluster(1e12, 1e12, near=Link(300e9, 0.0), far=Link(25e9, 0.0), node=8)
 
 
 def step(ways: dict[str, int], **fields: object) -> StepTime:
@@ -47,12 +47,12 @@ def test_a_steady_pipeline_is_not_followed() -> None:
 
 
 def test_rings() -> None:
-    rings = Collectives(MACHINE)
-    assert rings.gather(Group(8, 1), 8e9) == pytest.approx(7e9 / 300e9)
-    assert rings.add(Group(4, 2), 8e9) == pytest.approx(2 * 6e9 / 300e9)
-    assert rings.gather(Group(4, 8), 8e9) == pytest.approx(6e9 / 25e9)  # one device of each node
-    assert rings.gather(Group(16, 1), 16e9) == pytest.approx(15e9 / 200e9)  # eight of each
-    assert rings.send(1, 3e9) < rings.send(8, 3e9)
+    gather = CLUSTER.all_gather
+    assert gather(Ring(8, 1), 8e9) == pytest.approx(7e9 / 300e9)
+    assert CLUSTER.all_reduce(Ring(4, 2), 8e9) == pytest.approx(2 * 6e9 / 300e9)
+    assert gather(Ring(4, 8), 8e9) == pytest.approx(6e9 / 25e9)  # one device of each node
+    assert gather(Ring(16, 1), 16e9) == pytest.approx(15e9 / 200e9)  # eight of each
+    assert CLUSTER.send(1, 3e9) < CLUSTER.send(8, 3e9)
 
 
 def test_one_device_only_computes() -> None:

@@ -45,6 +45,7 @@ import click
 import workhorse
 from workhorse.cli.output import ExitCode, give_up_stdout, one_line, settle_streams
 from workhorse.errors import WorkhorseError
+from workhorse.waiting import share_cores
 
 VERBS = {
     "train": "Train a model from a recipe, or resume a run.",
@@ -241,6 +242,7 @@ def out_of_memory(error: Exception) -> bool:
 
 def run() -> None:
     """The console script: `main` over the process's arguments."""
+    share_cores()
     settle_streams()
     if "_WORKHORSE_COMPLETE" in os.environ:  # a shell asks for completions
         command.main(prog_name="workhorse")

@@ -1,6 +1,5 @@
 """The section `parallel` of a recipe: how many processes train one model, and how they add up."""
 
-import math
 from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
@@ -12,15 +11,22 @@ Ways = Annotated[int, Field(ge=1)]
 DIVIDED = ("data", "shard", "context", "tensor", "pipeline", "expert")
 """The keys that tell into how many parts something is divided."""
 NOT_EXACT = {
-    **{"context": "sequences", "expert": "experts"},
-    **{"tensor": "layers", "pipeline": "layers"},
+    "context": "sequences",
+    "expert": "experts",
+    "tensor": "layers",
+    "pipeline": "layers",
 }
 """Those that `reduction: exact` does not go with, and what they divide."""
-LONGEST_PATIENCE = 1e8
-"""Three years, in seconds."""
+LONGEST_PATIENCE = 1800.0
+"""In seconds; after that PyTorch's gloo gives up by itself, and does not say where."""
 MICRO_BATCHES = 4
 """For each stage of a pipeline where no `micro_batch_size` is given: its bubble is then less than a
 fifth of the time."""
+
+
+def share_of(whole: int, ways: int, number: int) -> range:
+    """Consecutive ones of so many things, for one of so many who share them."""
+    return range(number * whole // ways, (number + 1) * whole // ways)
 
 
 class FastConfig(Config):
@@ -165,16 +171,21 @@ class ParallelismConfig(Config):
 
     def coordinates(self, rank: int) -> Coordinates:
         """The place of a process: those that divide layers are neighbours."""
-        rank, tensor = divmod(rank, self.tensor)
-        rank, context = divmod(rank, self.context)
-        rank, shard = divmod(rank, self.shard)
-        pipeline, data = divmod(rank, self.data)
+        outer, tensor = divmod(rank, self.tensor)
+        outer, context = divmod(outer, self.context)
+        outer, shard = divmod(outer, self.shard)
+        pipeline, data = divmod(outer, self.data)
         return Coordinates(pipeline, data, shard, context, tensor)
 
     def rank(self, at: Coordinates) -> int:
         """The number of the process at a place."""
-        replica = (at.pipeline * self.data + at.data) * self.shard + at.shard
-        return (replica * self.context + at.context) * self.tensor + at.tensor
+        outer = (at.pipeline * self.data + at.data) * self.shard + at.shard
+        return (outer * self.context + at.context) * self.tensor + at.tensor
+
+    def replica(self, rank: int) -> int:
+        """Which share of the rows a process has, from 0."""
+        at = self.coordinates(rank)
+        return at.data * self.shard + at.shard
 
     def on(self, processes: int) -> Self:
         """The same division with as much `data` as makes so many processes.
@@ -182,15 +193,14 @@ class ParallelismConfig(Config):
         Raises:
             ConfigError: there is none.
         """
-        others = {name: ways for name, ways in self.ways.items() if ways > 1}
-        others = {name: ways for name, ways in others.items() if name not in ("data", "expert")}
-        if processes % (product := math.prod(others.values())):
-            named = " times ".join(f"{name}={ways}" for name, ways in others.items())
-            verb = "do" if len(others) > 1 else "does"
+        rest = self.processes // self.data
+        if processes % rest:
+            named = self._times("shard", "context", "tensor", "pipeline")
+            verb = "do" if " times " in named else "does"
             raise ConfigError(
                 f"{named} {verb} not divide {processes} processes; choose divisors, or 1"
             )
-        return self.replace(data=processes // product)
+        return self.replace(data=processes // rest)
 
     @model_validator(mode="after")
     def _a_part_for_each(self) -> Self:
@@ -202,28 +212,28 @@ class ParallelismConfig(Config):
                 )
         if self.replicas % self.expert:
             raise ConfigError(
-                f"expert={self.expert} does not divide {self._product}; choose a divisor"
+                f"expert={self.expert} does not divide {self._of_rows}; choose a divisor"
             )
         if self.parts < self.replicas:
             raise ConfigError(
-                f"reduction.logical_shards={self.parts} is less than {self._product}, so that "
+                f"reduction.logical_shards={self.parts} is less than {self._of_rows}, so that "
                 "some processes have none; choose at least that"
             )
         if self.shard > 1 and self.parts % self.replicas:
             raise ConfigError(
-                f"{self._product} does not divide reduction.logical_shards={self.parts}: processes "
+                f"{self._of_rows} does not divide reduction.logical_shards={self.parts}: processes "
                 "that divide weights compute in step; choose a multiple"
             )
         return self
 
-    @property
-    def _product(self) -> str:
-        return f"data={self.data}" + (f" times shard={self.shard}" if self.shard > 1 else "")
+    def _times(self, *names: str) -> str:
+        """The keys above 1 as a product, such as `data=2 times shard=4`; else the first."""
+        several = [name for name in names if self.ways[name] > 1] or names[:1]
+        return " times ".join(f"{name}={self.ways[name]}" for name in several)
 
     @property
-    def _of_sequences(self) -> str:
-        ways = {"context": self.context, "tensor": self.tensor}
-        return " times ".join(f"{name}={number}" for name, number in ways.items() if number > 1)
+    def _of_rows(self) -> str:
+        return self._times("data", "shard")
 
     def check_batch(self, rows: int, seq_len: int) -> None:
         """Refuse a batch that cannot be divided.
@@ -238,9 +248,10 @@ class ParallelismConfig(Config):
         """
         if seq_len % self.team:
             raise ConfigError(
-                f"{self._of_sequences} does not divide train.seq_len={seq_len}; choose a divisor"
+                f"{self._times('context', 'tensor')} does not divide train.seq_len={seq_len}; "
+                "choose a divisor"
             )
-        name = f"reduction.logical_shards={self.parts}" if self.is_exact else self._product
+        name = f"reduction.logical_shards={self.parts}" if self.is_exact else self._of_rows
         if self.parts > rows:
             raise ConfigError(
                 f"{name} is more than train.batch_size={rows}, so that some have no row; choose at "

@@ -22,13 +22,20 @@ class Link(NamedTuple):
     """Seconds of a message."""
 
 
-class Machine(NamedTuple):
-    """What of a device and its links is reached."""
+class Ring(NamedTuple):
+    """Devices that exchange something: so many, each `stride` from the next in their order."""
+
+    size: int
+    stride: int
+
+
+class Cluster(NamedTuple):
+    """Devices of one kind and their links: what of each is reached."""
 
     flops: float
-    """Of matrix products, a second."""
+    """Of a device's matrix products, a second."""
     bandwidth: float
-    """Of its memory, bytes a second."""
+    """Of a device's memory, bytes a second."""
     near: Link
     """To the devices of its node."""
     far: Link
@@ -36,48 +43,37 @@ class Machine(NamedTuple):
     node: int
     """How many devices share near links."""
     sends_aside: bool = True
-    """Whether it computes while weights and gradients are on their way."""
+    """Whether a device computes while weights and gradients are on their way."""
 
+    def all_gather(self, ring: Ring, n_bytes: float) -> float:
+        """Seconds until all have `n_bytes`, of which each had a part.
 
-class Group(NamedTuple):
-    """Devices that exchange something: so many, each `stride` from the next in their order."""
-
-    size: int
-    stride: int
-
-
-class Collectives:
-    """Seconds of what groups of devices exchange by rings."""
-
-    def __init__(self, machine: Machine) -> None:
-        self.machine = machine
-
-    def gather(self, group: Group, n_bytes: float) -> float:
-        """All get so many bytes, of which each has a part; also to add up and keep a part."""
-        here = max(1, min(group.size, self.machine.node // group.stride))
-        nodes = -(-group.size // here)
-        near, far = self.machine.near, self.machine.far
+        A reduce-scatter takes as long.
+        """
+        here = max(1, min(ring.size, self.node // ring.stride))
+        nodes = -(-ring.size // here)
+        near, far = self.near, self.far
         bandwidth = near.bandwidth if nodes == 1 else min(near.bandwidth, here * far.bandwidth)
         hops = near.latency * (here - 1) + far.latency * (nodes - 1)
-        return n_bytes * (group.size - 1) / group.size / bandwidth + hops
+        return n_bytes * (ring.size - 1) / ring.size / bandwidth + hops
 
-    def add(self, group: Group, n_bytes: float) -> float:
-        """All get the sum of so many bytes."""
-        return 2 * self.gather(group, n_bytes)
+    def all_reduce(self, ring: Ring, n_bytes: float) -> float:
+        """Seconds until all have the sum of what each had, `n_bytes`."""
+        return 2 * self.all_gather(ring, n_bytes)
 
     def send(self, stride: int, n_bytes: float) -> float:
-        """One device sends another so many bytes."""
-        link = self.machine.near if stride < self.machine.node else self.machine.far
+        """Seconds until the device that is `stride` further has `n_bytes`."""
+        link = self.near if stride < self.node else self.far
         return n_bytes / link.bandwidth + link.latency
 
 
-def machine_of(device: DeviceConfig, train: TrainConfig) -> Machine:
-    """What of a device whose links are known is reached in training."""
+def cluster_of(device: DeviceConfig, train: TrainConfig) -> Cluster:
+    """Devices whose links are known: what of them is reached in training."""
     links = device.links
     assert links is not None
     peak = device.peak(getattr(torch, train.dtype), tf32=train.matmul_precision == "high")
     reached = BANDWIDTH_REACHED * GIGA
-    return Machine(
+    return Cluster(
         flops=links.reached * peak,
         bandwidth=reached * device.bandwidth,
         near=Link(reached * links.node, NEAR_LATENCY),

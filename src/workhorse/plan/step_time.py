@@ -7,9 +7,8 @@ compute; everything else waits, as in training.
 
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
-from typing import NamedTuple
 
 import torch
 
@@ -18,11 +17,10 @@ from workhorse.models.parameters import components_of
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.grouped import AttentionConfig
 from workhorse.nn.experts.mixture import MoEConfig
-from workhorse.parallel.config import ParallelismConfig
-from workhorse.parallel.division.part import share_of
+from workhorse.parallel.config import ParallelismConfig, share_of
 from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
 from workhorse.plan.devices import DeviceConfig
-from workhorse.plan.links import Collectives, Group, Machine, machine_of
+from workhorse.plan.links import Cluster, Ring, cluster_of
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.account import is_of_layer
 from workhorse.train.step.device_memory import DeviceMemory, device_memory
@@ -34,11 +32,14 @@ UPDATE_PASSES = 2
 """Of weights, gradients and optimizer: each is read and written once."""
 STEADY = 3
 """Micro-batches for each stage, after which every further one takes a pipeline the same time."""
-GRADIENT = 4
-"""Bytes of a number of a gradient that processes add up."""
+FLOAT32 = 4
+"""Bytes of a number that processes add up, or that the optimizer keeps."""
+STATE = 4
+"""Numbers of an update for each weight: itself with its low bits, two moments, a gradient."""
 
 
-class Pass(NamedTuple):
+@dataclass(frozen=True)
+class Pass:
     """Seconds of a layer, or of a stage, in one direction."""
 
     computes: float = 0.0
@@ -47,11 +48,15 @@ class Pass(NamedTuple):
     fetches: float = 0.0
     """For weights and gradients that FSDP sends."""
 
-    def __add__(self, other: "Pass") -> "Pass":  # type: ignore[override]
-        return Pass(*(a + b for a, b in zip(self, other, strict=True)))
+    def __add__(self, other: "Pass") -> "Pass":
+        return Pass(
+            self.computes + other.computes,
+            self.waits + other.waits,
+            self.fetches + other.fetches,
+        )
 
     def times(self, number: float) -> "Pass":
-        return Pass(*(number * part for part in self))
+        return Pass(number * self.computes, number * self.waits, number * self.fetches)
 
     def seconds(self, *, aside: bool) -> float:
         """Of all; what FSDP sends aside takes time only if it takes longer than the rest."""
@@ -113,14 +118,14 @@ def simulated_step(
         packed=packed,
         updates=False,
     )
-    return step_time(config, train, parallel, machine_of(device, train), memory)
+    return step_time(config, train, parallel, cluster_of(device, train), memory)
 
 
 def step_time(
     config: DecoderConfig,
     train: TrainConfig,
     parallel: ParallelismConfig,
-    machine: Machine,
+    cluster: Cluster,
     memory: DeviceMemory,
 ) -> StepTime:
     """How long a step takes.
@@ -129,13 +134,13 @@ def step_time(
         config: of the whole decoder.
         train: how it is trained, by all devices together; `micro_batch_size` is a number or None.
         parallel: how the work is divided among them.
-        machine: the devices.
+        cluster: the devices.
         memory: of the fullest device, without checkpointing; what layers keep is read from it.
     """
-    work = _Work(config, train, parallel, machine, memory)
+    work = _Work(config, train, parallel, cluster, memory)
     stages = [work.of_stage(stage) for stage in range(parallel.pipeline)]
     count = work.micro_batches
-    seconds = partial(Pass.seconds, aside=machine.sends_aside)
+    seconds = partial(Pass.seconds, aside=cluster.sends_aside)
     of_pass = [(seconds(forward), seconds(backward)) for forward, backward in stages]
     total = pipeline_seconds(of_pass, count, work.transfer)
     slowest = max(of_pass, key=sum)
@@ -209,11 +214,11 @@ class _Work:
         config: DecoderConfig,
         train: TrainConfig,
         parallel: ParallelismConfig,
-        machine: Machine,
+        cluster: Cluster,
         memory: DeviceMemory,
     ) -> None:
         self.config, self.train, self.parallel = config, train, parallel
-        self.machine, self.collectives = machine, Collectives(machine)
+        self.cluster = cluster
         self.item = getattr(torch, train.dtype).itemsize
         assert train.micro_batch_size != "auto", "determined before"
         own = parallel.micro_batches(train.batch_size, train.micro_batch_size)
@@ -221,12 +226,12 @@ class _Work:
         self.tokens = own.size * train.seq_len // parallel.context
         """Of a micro-batch, of those that divide layers together."""
         tensor, context = parallel.tensor, parallel.context
-        self.of_tensor = Group(tensor, 1)
-        self.of_context = Group(context, tensor)
-        self.of_shard = Group(parallel.weight_parts, tensor)
+        self.of_tensor = Ring(tensor, 1)
+        self.of_context = Ring(context, tensor)
+        self.of_shard = Ring(parallel.weight_parts, tensor)
         copies = parallel.replicas * context // parallel.weight_parts
-        self.of_data = Group(copies, tensor * parallel.weight_parts)
-        self.of_experts = Group(parallel.expert, parallel.team)
+        self.of_data = Ring(copies, tensor * parallel.weight_parts)
+        self.of_experts = Ring(parallel.expert, parallel.team)
         kept = [size for part, size in memory.activations.items() if is_of_layer(part)]
         self.keeps = sum(kept) / len(kept)
         """Bytes that a layer keeps of a micro-batch, on one device."""
@@ -253,7 +258,7 @@ class _Work:
         """Seconds from one stage to the next: each device's own tokens."""
         tokens = self.tokens / self.parallel.tensor
         stride = self.parallel.processes // self.parallel.pipeline
-        return self.collectives.send(stride, tokens * self.config.d_model * self.item)
+        return self.cluster.send(stride, tokens * self.config.d_model * self.item)
 
     def of_stage(self, stage: int) -> tuple[Pass, Pass]:
         """The two passes of a micro-batch."""
@@ -263,27 +268,26 @@ class _Work:
         )
         if stage == self.parallel.pipeline - 1:
             flops = self.head_flops * self.tokens / self.parallel.tensor
-            waits = self.collectives.gather(self.of_tensor, self._residual)
-            forward += Pass(flops / self.machine.flops, waits)
-            backward += Pass(2 * flops / self.machine.flops, waits)
+            waits = self.cluster.all_gather(self.of_tensor, self._residual)
+            forward += Pass(flops / self.cluster.flops, waits)
+            backward += Pass(2 * flops / self.cluster.flops, waits)
         return forward, backward
 
     def of_layer(self, *, backward: bool) -> Pass:
         """A layer of average size; with checkpointing its forward pass comes twice."""
         flops = self.layer_flops * self.tokens / self.parallel.tensor
-        computes = flops / self.machine.flops * (2 if backward else 1)
+        computes = flops / self.cluster.flops * (2 if backward else 1)
         passes = BACKWARD_PASSES if backward else FORWARD_PASSES
-        computes += passes * self.keeps / self.machine.bandwidth
+        computes += passes * self.keeps / self.cluster.bandwidth
         weights = self.layer_weights / self.parallel.tensor
         fetches = 0.0
         if self.of_shard.size > 1:
-            fetches = self.collectives.gather(self.of_shard, weights * self.item)
+            fetches = self.cluster.all_gather(self.of_shard, weights * self.item)
             if backward:
-                fetches += self.collectives.gather(self.of_shard, weights * GRADIENT)
+                fetches += self.cluster.all_gather(self.of_shard, weights * FLOAT32)
         own = Pass(computes, self._sent_in_layer(), fetches)
         if backward and self.train.activation_checkpointing:
-            again = self.of_layer(backward=False)
-            return Pass(own.computes + again.computes, own.waits + again.waits, own.fetches)
+            return own + replace(self.of_layer(backward=False), fetches=0.0)
         return own
 
     @property
@@ -295,12 +299,12 @@ class _Work:
         """Seconds that a layer waits for others, in either direction."""
         seconds = 0.0
         if self.of_tensor.size > 1:  # taken in and given out, by each half
-            seconds += 4 * self.collectives.gather(self.of_tensor, self._residual)
+            seconds += 4 * self.cluster.all_gather(self.of_tensor, self._residual)
         if self.of_context.size > 1:
             whole = self.tokens * self.parallel.context * self._width_of_keys * self.item
-            seconds += self.collectives.gather(self.of_context, whole)
+            seconds += self.cluster.all_gather(self.of_context, whole)
         if self.of_experts.size > 1:
-            seconds += 2 * self._chosen * self.collectives.gather(self.of_experts, self._residual)
+            seconds += 2 * self._chosen * self.cluster.all_gather(self.of_experts, self._residual)
         return seconds
 
     @property
@@ -323,7 +327,7 @@ class _Work:
         parts = [self.config.blocks[name].feed_forward for name in self.config.layer_names()]
         return sum(part.top_k for part in parts if isinstance(part, MoEConfig)) / len(parts)
 
-    def _own_weights(self) -> Iterator[tuple[Group, float]]:
+    def _own_weights(self) -> Iterator[tuple[Ring, float]]:
         """Numbers of the largest stage on one device, each with those that have the same."""
         layers = -(-self.config.n_layers // self.parallel.pipeline)
         outside = self.outside_weights / min(2, self.parallel.pipeline)
@@ -331,18 +335,18 @@ class _Work:
         yield self.of_data, shared / self.parallel.weight_parts
         if self.layer_experts:
             copies = self.parallel.replicas * self.parallel.context // self.parallel.expert
-            own = Group(copies, self.parallel.expert * self.parallel.team)
+            own = Ring(copies, self.parallel.expert * self.parallel.team)
             yield own, layers * self.layer_experts / self.parallel.tensor
 
     def add_gradients(self) -> float:
         """Seconds in which those with the same weights add up their gradients."""
         return sum(
-            self.collectives.add(group, numbers * GRADIENT)
-            for group, numbers in self._own_weights()
-            if group.size > 1
+            self.cluster.all_reduce(ring, numbers * FLOAT32)
+            for ring, numbers in self._own_weights()
+            if ring.size > 1
         )
 
     def update(self) -> float:
-        """Seconds of the optimizer: weights, their low bits, two moments and a gradient."""
+        """Seconds of the optimizer."""
         own = sum(numbers for _, numbers in self._own_weights())
-        return UPDATE_PASSES * own * 4 * GRADIENT / self.machine.bandwidth
+        return UPDATE_PASSES * own * STATE * FLOAT32 / self.cluster.bandwidth

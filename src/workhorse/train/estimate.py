@@ -81,8 +81,7 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "exports_as": exports_as(decoder_config),
         "parameters": {"total": sum(roles.values()), "active": active, **roles},
         "memory": memory,
-        "micro_batch_size": config.micro_batch_size
-        or parallel.micro_batches(config.batch_size).size,
+        "micro_batch_size": config.micro_batches(parallel).size,
         "tokens": tokens,
         "flops_per_token": flops,
         "seconds": config.steps * seconds,

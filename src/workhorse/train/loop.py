@@ -11,7 +11,7 @@ from dataclasses import asdict, dataclass, field
 from functools import partial
 from pathlib import Path
 from signal import Signals
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -67,6 +67,16 @@ class Counters:
     """Time in the loop over all sessions, including validation and checkpoints."""
 
 
+class _Mark(NamedTuple):
+    """Where the loop was when it last logged."""
+
+    time: float
+    """Of `time.perf_counter`, moved on by the pauses since: validation and saving."""
+    step: int
+    tokens: int
+    pass_seconds: float
+
+
 @dataclass
 class Loop:
     """One run's training, from its counters to the last step.
@@ -106,7 +116,7 @@ class Loop:
     counters: Counters = field(default_factory=Counters)
     saved: int = 0
     """Steps done when the newest checkpoint was written."""
-    _whole: bool = True
+    _consistent: bool = True
     """Whether weights, optimizer and counters belong to the same step: false during an update."""
 
     def __post_init__(self) -> None:
@@ -149,23 +159,23 @@ class Loop:
         """
         self.saved = self.counters.step
         try:
-            whole = self._train(signals, progress)
+            reached_end = self._train(signals, progress)
         except Exception:
             if self._saver.failed:
                 self.check_place()  # which would say why
             with contextlib.suppress(Exception):  # the first failure is the one to report
-                alone = self._whole and not self.world.in_step  # else others would have to save too
+                # in step, others would have to save too
+                alone = self._consistent and not self.world.in_step
                 if alone and not self._saver.failed and self.saved != self.counters.step:
                     self.save()
                 self._saver.wait()
             raise
-        except (
-            KeyboardInterrupt
-        ):  # what is being written would be finished in any case, at the exit
+        except KeyboardInterrupt:
+            # what is being written would be finished in any case, at exit
             with contextlib.suppress(WorkhorseError):
                 self._saver.wait()
             raise
-        if not whole:
+        if not reached_end:
             return False
         reason = signals.received.name if signals.received else "finished"
         peaks = self.world.gather(torch.tensor(peak_memory(self.step.device)))
@@ -175,8 +185,7 @@ class Loop:
     def _train(self, signals: StopSignals, progress: Callable[[], None]) -> bool:
         config, counters = self.config, self.counters
         started = time.perf_counter() - counters.seconds
-        logged, logged_tokens = time.perf_counter(), counters.tokens
-        passed, passed_at = self.step.pass_seconds, counters.step
+        mark = self._mark()
         of_processes: dict[str, list[float]] = {}
         warming_up = True  # the first step of a session waits for compilation and page faults
         batch = self._read(counters.step)
@@ -187,24 +196,24 @@ class Loop:
             schedule = config.schedule.factor(counters.step, config.steps)
             ended = batch is None
             logs = following % config.log_every == 0 or ended
-            if logs:  # before the update: from there to its line in the log nobody is asked
-                own = (self.step.pass_seconds - passed) / (following - passed_at)
-                passed, passed_at = self.step.pass_seconds, following
+            if logs:
+                # before the update, so that no exchange can fail between it and the step's line in
+                # the log
+                own = (self.step.pass_seconds - mark.pass_seconds) / (following - mark.step)
                 of_processes = self._of_processes(own)
-            self._whole = False
+            self._consistent = False
             result = self.step.update(loss, counted, schedule)
             counters.step = following
             counters.rows += config.batch_size
             self._count(result)
-            self._whole = True
+            self._consistent = True
             counters.seconds = time.perf_counter() - started
             if logs:
-                now = time.perf_counter()
-                rate = (counters.tokens - logged_tokens) / (now - logged)
-                logged, logged_tokens = now, counters.tokens
+                last, mark = mark, self._mark()
+                rate = (mark.tokens - last.tokens) / (mark.time - last.time)
                 self._log(result, schedule, rate, of_processes, warming_up=warming_up)
-            elif warming_up:
-                logged, logged_tokens = time.perf_counter(), counters.tokens
+            elif warming_up:  # the speed leaves this step out
+                mark = mark._replace(time=time.perf_counter(), tokens=counters.tokens)
             warming_up = False
             progress()
             if self._has_jumped():
@@ -215,12 +224,17 @@ class Loop:
             self._saver.look()
             if following % config.checkpoint_every == 0 and not (ended or counters.jumps_in_a_row):
                 self.save()
-            logged += time.perf_counter() - pause  # the speed is that of training alone
+            # the speed is that of training alone
+            mark = mark._replace(time=mark.time + time.perf_counter() - pause)
             counters.seconds = time.perf_counter() - started
         if self.saved != counters.step:
             self.save()
         self._saver.wait()
         return True
+
+    def _mark(self) -> _Mark:
+        counters = self.counters
+        return _Mark(time.perf_counter(), counters.step, counters.tokens, self.step.pass_seconds)
 
     def _has_jumped(self) -> bool:
         """Whether the loss has jumped so often that the run is to go back."""

@@ -48,8 +48,7 @@ def check_training(
     decoder = config.build(train.kernel, device="meta")
     operations = train.steps * train.tokens_per_step * flops_per_token(decoder, train.seq_len)
     if device.type == "cpu" and operations >= LONG:
-        rows = train.micro_batch_size or train.batch_size
-        assert rows != "auto", "determined by fit_micro_batch"
+        rows = train.micro_batches(parallel).size
         what = f"a step with {rows:,} rows of {train.seq_len:,} tokens at once"
         remedy = "set train.micro_batch_size=auto, or see what workhorse plan suggests"
         needed = step_bytes(config, train, device, packed=packed, parallel=parallel)

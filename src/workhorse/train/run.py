@@ -14,6 +14,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.models.parameters import count_parameters
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
+from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.watchdog import watched
 from workhorse.parallel.processes.world import World, open_world
 from workhorse.train.assembly import assemble
@@ -93,29 +94,29 @@ def train(
             resume that is refused changes nothing.
     """
     run = RunDirectory(out)
-    with open_world() as world:
-        return _train(recipe, run, world, resume, settings=settings, on_event=on_event, store=store)
+    with open_world() as group:
+        return _train(recipe, run, group, resume, settings=settings, on_event=on_event, store=store)
 
 
 def _train(
     recipe: Recipe,
     run: RunDirectory,
-    world: World,
+    group: Group,
     resume: bool,
     *,
     settings: Sequence[str],
     on_event: Callable[[Event], None],
     store: Store | None,
 ) -> TrainResult:
-    resume = bool(world.most(resume))  # where one was started again, all were
-    with world.first_before_others():
-        if world.is_first:
+    resume = bool(group.most(resume))  # where one was started again, all were
+    with group.first_before_others():
+        if group.is_first:
             _check_place(run, resume)  # before the lock, which leaves its file in the folder
         device = check_recipe(recipe, resume=resume)
-        _check_processes(recipe, world)
+        _check_processes(recipe, group.size)
         check_outside(recipe.data, run.path)
     parallel = recipe.parallel
-    world = World(world.rank, world.size, parallel)
+    world = World(group.rank, group.size, parallel)
     lock = run.lock() if world.is_first else contextlib.nullcontext()
     with lock, keep_freed_memory(device), _naming(run):
         into = store or run.store(recipe.train.keep)
@@ -180,10 +181,10 @@ def _naming(run: RunDirectory) -> Generator[None]:
         ) from error
 
 
-def _check_processes(recipe: Recipe, world: World) -> None:
+def _check_processes(recipe: Recipe, size: int) -> None:
     asked = recipe.parallel.processes
-    if asked != world.size:
-        there = "this is one" if world.size == 1 else f"there are {world.size}"
+    if asked != size:
+        there = "this is one" if size == 1 else f"there are {size}"
         raise WorkhorseError(
             f"parallel asks for {asked} processes, and {there}; start as many, by workhorse train "
             f"--workers {asked} or by torchrun, or change {_named(recipe.parallel)}"

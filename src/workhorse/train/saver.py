@@ -21,19 +21,35 @@ COPIES = 2
 
 
 class Store(Protocol):
-    """Where checkpoints are written and read."""
+    """Where checkpoints are written and read.
 
-    def begin(self, step: int, tensors: Tensors) -> None: ...
+    `begin` is called by the first process, `fill` by each, `commit` by the first. These three raise
+    WorkhorseError where the disk refuses.
+    """
 
-    def fill(self, step: int, tensors: Tensors) -> None: ...
+    def begin(self, step: int, tensors: Tensors) -> None:
+        """Make the files, without their bytes, under a temporary name."""
+        ...
 
-    def commit(self, step: int, state: Mapping[str, Any]) -> Path: ...
+    def fill(self, step: int, tensors: Tensors) -> None:
+        """Write this process's slices to their places."""
+        ...
 
-    def give_up(self) -> None: ...
+    def commit(self, step: int, state: Mapping[str, Any]) -> Path:
+        """Write the state, give the checkpoint its name, and prune; returns its folder."""
+        ...
 
-    def newest(self, on_skip: Callable[[str], None]) -> Checkpoint | None: ...
+    def give_up(self) -> None:
+        """Remove what was begun; raises nothing."""
+        ...
 
-    def prune(self, step: int) -> None: ...
+    def newest(self, on_skip: Callable[[str], None]) -> Checkpoint | None:
+        """The newest whole checkpoint or None; `on_skip` gets a line for each newer damaged one."""
+        ...
+
+    def prune(self, step: int) -> None:
+        """Of the checkpoints up to `step`, remove the oldest beyond those to keep."""
+        ...
 
 
 class Saver:

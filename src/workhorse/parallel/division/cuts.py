@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from workhorse.nn import Decoder
-from workhorse.parallel.division.part import share_of
+from workhorse.parallel.config import share_of
 from workhorse.parallel.division.teams import Teams
 from workhorse.parallel.processes.group import Group
 
@@ -60,11 +60,13 @@ class ModelPart:
         whole: the whole decoder, on the meta device.
         states: what an optimizer would keep of it, likewise.
         part: the decoder here, as `part_of_model` says; of its weights names and shapes are read.
-        teams: of this process, and so of those that have the other parts.
+        teams: of this process; they have the other parts.
 
     Attributes:
         cuts: where each parameter lies, by its name here.
-        elsewhere: those that are not here at all, by name.
+        elsewhere: the parameters that are not here at all, by name.
+        member: the number of this process among those that divide layers.
+        members: how many those are.
         first: the number of the first process of the run that has the same part.
     """
 
@@ -77,11 +79,11 @@ class ModelPart:
         shapes = {name: weight.shape for name, weight in weights.items()}
         team = Group() if teams.layers is None else teams.layers.group
         self.member, self.members = team.rank, team.size
-        again = (
-            {TIED_TABLE} if teams.stages is not None and not teams.stages.group.is_first else set()
-        )
+        later = teams.stages is not None and not teams.stages.group.is_first
         cuts = _cuts(shapes, own, whole.config.vocab_size, self.member, self.members)
-        self.cuts = {name: replace(cut, again=name in again) for name, cut in cuts.items()}
+        self.cuts = {
+            name: replace(cut, again=later and name == TIED_TABLE) for name, cut in cuts.items()
+        }
         here = {cut.name for cut in self.cuts.values()}
         self.elsewhere = {
             name: Absent(weight.shape, weight.dtype)
@@ -152,6 +154,7 @@ def _cuts(
     member: int,
     members: int,
 ) -> dict[str, Cut]:
+    """The place of each own parameter: by its head, its tokens, or equal parts of one axis."""
     heads = Counter(found[1] for name in whole if (found := _OF_ONE_HEAD.fullmatch(name)))
     own_heads = Counter(found[1] for name in own if (found := _OF_ONE_HEAD.fullmatch(name)))
     cuts: dict[str, Cut] = {}

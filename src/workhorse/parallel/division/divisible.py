@@ -15,7 +15,8 @@ def check_divisible(config: DecoderConfig, kernel: KernelName, parallel: Paralle
 
     Raises:
         ConfigError: sequences whose attention looks ahead or whose kernel is compiled for one
-            length; experts that there are not; or a number that is not divisible.
+            length; experts that there are not; more stages than layers; or a number that is not
+            divisible. Whether there are tokens enough is seen when they are known: `part_of_model`.
     """
     blocks = config.blocks.values()
     if parallel.context > 1:
@@ -27,8 +28,8 @@ def check_divisible(config: DecoderConfig, kernel: KernelName, parallel: Paralle
             )
         if kernel == "flex":
             raise ConfigError(
-                f"{context} does not go with train.kernel=flex, which takes as many keys as "
-                "queries; leave one of the two out",
+                f"{context} does not go with train.kernel=flex, which is compiled for as many "
+                "keys as queries; leave one of the two out",
                 "parallel",
             )
     mixes = any(isinstance(block.feed_forward, MoEConfig) for block in blocks)

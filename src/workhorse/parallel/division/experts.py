@@ -79,8 +79,7 @@ class _DividedExperts(Experts):
         group, own = self.team.group, self.n_experts
         ways = group.size
         counts = torch.bincount(experts, minlength=ways * own).view(ways, own)
-        one_each = [1] * ways
-        arriving = group.exchange(counts, one_each, one_each)
+        arriving = group.exchange(counts)
         sends, receives = counts.sum(dim=1).tolist(), arriving.sum(dim=1).tolist()
         there = partial(group.exchange, sends=sends, receives=receives)
         back = partial(group.exchange, sends=receives, receives=sends)

@@ -60,7 +60,7 @@ class _Kind(NamedTuple):
     of_experts: bool
     """Routed ones, which processes divide."""
     ways: int
-    """In how many parts layers are divided here."""
+    """Into how many different parts the parameter is divided; see `Cut.ways`."""
     tied: bool
     """The first stage and the last have it."""
 
@@ -79,6 +79,6 @@ def _part_of(parallel: ParallelismConfig, kind: _Kind, rank: int) -> Hashable:
     stage = 0 if kind.tied and at.pipeline == parallel.pipeline - 1 else at.pipeline
     of_layers = at.tensor * kind.ways // parallel.tensor
     if kind.of_experts:
-        return stage, of_layers, (at.data * parallel.shard + at.shard) % parallel.expert
+        return stage, of_layers, parallel.replica(rank) % parallel.expert
     rows = (at.data, at.shard, at.context) if parallel.shard > 1 else ()
     return stage, of_layers, rows

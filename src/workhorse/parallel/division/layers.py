@@ -32,8 +32,8 @@ from workhorse.nn.loss import Losses
 from workhorse.nn.norms import LayerNorm, RMSNorm, RMSNormMultipliedFirst
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
 from workhorse.optim.shards import is_sharded
-from workhorse.parallel.division.part import share_of
-from workhorse.parallel.processes.group import Group, with_gradient
+from workhorse.parallel.config import share_of
+from workhorse.parallel.processes.group import Group, summed, with_gradient
 from workhorse.transforms.replace import become, combined, replace_modules
 
 
@@ -45,12 +45,12 @@ class LayerTeam:
         vocabulary: tokens of the whole model.
 
     Attributes:
-        divides: whether the tokens between layers are divided; texts that grow are not.
+        grows: whether passes are of a text that grows: of all its tokens, with logits for all.
     """
 
     def __init__(self, group: Group, vocabulary: int) -> None:
         self.group, self.vocabulary = group, vocabulary
-        self.divides = True
+        self.grows = False
 
     def tokens_of(self, rank: int) -> range:
         """The tokens of the vocabulary that a process has."""
@@ -63,31 +63,27 @@ class LayerTeam:
 
     def own(self, x: Tensor) -> Tensor:
         """This process's tokens, of (batch, seq, …)."""
-        return x.chunk(self.group.size, dim=1)[self.group.rank] if self.divides else x
+        return x if self.grows else x.chunk(self.group.size, dim=1)[self.group.rank]
 
     def take_in(self, x: Tensor) -> Tensor:
         """The tokens of all, of what each has of (batch, seq, …), for all to compute with."""
-        return with_gradient(self.joined, self.parted, x) if self.divides else x
+        return x if self.grows else with_gradient(self.joined, self.parted, x)
 
     def give_out(self, y: Tensor) -> Tensor:
         """This process's tokens of the sum of what all processes computed."""
-        return with_gradient(self.parted, self.joined, y) if self.divides else self.group.add(y)
+        return self.group.add(y) if self.grows else with_gradient(self.parted, self.joined, y)
 
     def sum(self, x: Tensor) -> Tensor:
         """The sum of what all processes have, with a gradient."""
         return with_gradient(self.group.add, self.group.add, x)
 
     def joined(self, own: Tensor) -> Tensor:
-        """Of (batch, seq, …) all tokens, in their order."""
+        """All-gather: of (batch, seq, …) all tokens, in their order."""
         return torch.cat(self.group.gather(own).unbind(), dim=1)
 
     def parted(self, x: Tensor) -> Tensor:
-        """The sum over the processes of (batch, seq, …), for this process's tokens."""
-        parts = torch.stack(x.chunk(self.group.size, dim=1))
-        one_each = [1] * self.group.size
-        arrived = self.group.exchange(parts, one_each, one_each)
-        wide = torch.promote_types(x.dtype, torch.float32)
-        return arrived.sum(dim=0, dtype=wide).to(x.dtype)
+        """Reduce-scatter: the sum of all (batch, seq, …), for this process's tokens."""
+        return summed(self.group.exchange(torch.stack(x.chunk(self.group.size, dim=1))))
 
 
 def divide_layers(objective: nn.Module, config: DecoderConfig, team: LayerTeam) -> None:
@@ -245,7 +241,7 @@ class _Head(_OfTeam):
     def forward(self, x: Hidden) -> Logits:
         team = self.team
         own = super().forward(x)
-        assert not team.divides, "of a loss, HeadLoss takes care"
+        assert team.grows, "of a loss, HeadLoss takes care"
         padded = F.pad(own, (0, team.most_tokens - own.shape[-1]))
         tokens = [team.tokens_of(rank) for rank in range(team.group.size)]
         logits = zip(team.group.gather(padded), tokens, strict=True)

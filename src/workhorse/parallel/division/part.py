@@ -9,6 +9,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.grouped import AttentionConfig
 from workhorse.nn.blocks import BlockConfig
 from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.parallel.config import share_of
 
 
 def part_of_model(config: DecoderConfig, ways: int, member: int = 0) -> DecoderConfig:
@@ -30,11 +31,6 @@ def part_of_model(config: DecoderConfig, ways: int, member: int = 0) -> DecoderC
     return config.replace(
         vocab_size=len(tokens), blocks={name: block.to_dict() for name, block in blocks.items()}
     )
-
-
-def share_of(whole: int, ways: int, member: int) -> range:
-    """Consecutive ones of so many things, for one of so many processes."""
-    return range(member * whole // ways, (member + 1) * whole // ways)
 
 
 def _part_of(block: BlockConfig, d_model: int, ways: int) -> BlockConfig:

@@ -16,7 +16,8 @@ from workhorse.nn.attention.masks import Placement
 from workhorse.nn.cache.view import CacheEntry, CacheView
 from workhorse.nn.context import lengths_of_documents, number_runs
 from workhorse.nn.shapes import Keys, Lengths, NewKeys, NewValues, Positions, Slots, Tokens, Values
-from workhorse.parallel.processes.group import Group, with_gradient
+from workhorse.parallel.config import share_of
+from workhorse.parallel.processes.group import Group, summed, with_gradient
 
 
 class SequenceTeam:
@@ -31,8 +32,8 @@ class SequenceTeam:
 
     def own(self, columns: int) -> slice:
         """Which of a sequence's tokens are this process's."""
-        length = columns // self.group.size
-        return slice(self.group.rank * length, (self.group.rank + 1) * length)
+        own = share_of(columns, self.group.size, self.group.rank)
+        return slice(own.start, own.stop)
 
     def view(
         self, decoder: Decoder, tokens: Tokens, documents: Tokens | None
@@ -143,9 +144,7 @@ def _sent_back(group: Group, reach: int | None, seq: int, gradient: Tensor) -> T
     parts = padded.unflatten(2, (-1, seq)).movedim(2, 0)  # one for each member that is seen
     sends = [int(first[group.rank] <= other <= group.rank) for other in range(group.size)]
     receives = [int(first[other] <= group.rank <= other) for other in range(group.size)]
-    received = group.exchange(parts, sends, receives)
-    wide = torch.promote_types(gradient.dtype, torch.float32)
-    return received.sum(dim=0, dtype=wide).to(gradient.dtype)
+    return summed(group.exchange(parts, sends, receives))
 
 
 def _first(start: int, reach: int | None) -> int:

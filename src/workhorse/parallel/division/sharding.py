@@ -39,7 +39,7 @@ def shard(
         blocks: of it, which are gathered one at a time.
         config: into how many parts, and how many processes have each of them.
         device: of the weights.
-        passes: in which one part of a batch goes through.
+        passes: forward and backward passes that one part of a batch takes.
 
     Returns:
         What adds up the gradients if that is to be exact; otherwise FSDP has them added in float32.
@@ -101,8 +101,8 @@ class _ByExchange(ReduceScatter):
             output_tensor: of them.
             input_tensor: the rows of each process of the group, one after the other.
             group: these processes.
-            op: how to add: a sum.
-            async_op: False.
+            op: a sum; not used.
+            async_op: not used.
         """
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
@@ -125,9 +125,9 @@ class ExactSums:
     """
 
     def __init__(self, groups: Iterable[FSDPModule], mesh: DeviceMesh, passes: int) -> None:
-        self.groups: list[_Group] = []
+        self.groups: list[_ExactSum] = []
         for group in groups:
-            sums = _Group(mesh, passes)
+            sums = _ExactSum(mesh, passes)
             group.set_custom_reduce_scatter(sums)
             module = cast(nn.Module, group)
             for parameter in _own_parameters(module):
@@ -142,7 +142,7 @@ class ExactSums:
         }
 
 
-class _Group(_ByExchange):
+class _ExactSum(_ByExchange):
     """The sums of the parameters that are gathered together: what FSDP calls to reduce them."""
 
     def __init__(self, mesh: DeviceMesh, passes: int) -> None:
@@ -170,8 +170,8 @@ class _Group(_ByExchange):
             output_tensor: written with zeros: the sums are not there yet.
             input_tensor: the rows of each of `shard` processes, one after the other.
             group: these processes.
-            op: how FSDP would add.
-            async_op: False.
+            op: a sum; not used.
+            async_op: not used.
         """
         data, ways = self.mesh.shape
         share = -(-len(output_tensor) // data)

@@ -19,7 +19,7 @@ from workhorse.nn.head import Head
 from workhorse.nn.head_loss import Matrix
 from workhorse.nn.loss import Losses
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
-from workhorse.parallel.division.part import share_of
+from workhorse.parallel.config import share_of
 from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
 from workhorse.parallel.processes.group import Group, with_gradient
 from workhorse.transforms.replace import become, combined, replace_modules
@@ -32,7 +32,7 @@ class Pipeline:
         group: they alone.
 
     Attributes:
-        grows: whether a text does, whose logits all stages need.
+        grows: whether passes are of a text that grows: of all its tokens, with logits for all.
         dtype: of what goes from one stage to the next.
     """
 
@@ -177,7 +177,7 @@ class _FromLast(nn.Module):
 
     def forward(self, x: Hidden) -> Logits:
         logits = torch.empty(*x.shape[:-1], self.vocab_size, dtype=x.dtype, device=x.device)
-        return self.pipeline.group.of_last(logits)
+        return self.pipeline.group.broadcast_last_(logits)
 
 
 class _ToAll(Head):
@@ -187,4 +187,8 @@ class _ToAll(Head):
 
     def forward(self, x: Hidden) -> Logits:
         logits = super().forward(x)
-        return self.pipeline.group.of_last(logits.contiguous()) if self.pipeline.grows else logits
+        return (
+            self.pipeline.group.broadcast_last_(logits.contiguous())
+            if self.pipeline.grows
+            else logits
+        )

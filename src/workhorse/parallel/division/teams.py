@@ -50,23 +50,20 @@ class Teams(NamedTuple):
             for name, weight in module.named_parameters(recurse=False):
                 room = torch.empty(weight.shape, dtype=weight.dtype, device=device)
                 setattr(module, name, nn.Parameter(room, requires_grad=weight.requires_grad))
-        decoder.tie_weights()  # replacing parts what was shared
+        decoder.tie_weights()  # a parameter that was replaced is no longer tied
         return decoder.initialize()
 
     @contextmanager
     def of_texts(self) -> Generator[None]:
         """Let passes be of texts that grow: of all their tokens, with logits for all processes."""
-        if self.layers is not None:
-            self.layers.divides = False
-        if self.stages is not None:
-            self.stages.grows = True
+        teams = [team for team in (self.layers, self.stages) if team is not None]
+        for team in teams:
+            team.grows = True
         try:
             yield
         finally:
-            if self.layers is not None:
-                self.layers.divides = True
-            if self.stages is not None:
-                self.stages.grows = False
+            for team in teams:
+                team.grows = False
 
 
 NO_TEAMS = Teams()

@@ -1,6 +1,7 @@
 """Processes that send each other tensors."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import Any, cast
 
 import torch
@@ -12,6 +13,9 @@ Change = Callable[[Tensor], Tensor]
 
 class Group:
     """Some processes of a run; what one calls of this, all of them call, in the same order.
+
+    Where one of them has gone, the others get a RuntimeError, which `open_world` turns into a
+    `LostError`.
 
     Args:
         rank: the number of this one among them, from 0.
@@ -35,28 +39,30 @@ class Group:
         return self.rank == self.size - 1
 
     def gather(self, own: Tensor) -> Tensor:
-        """The tensors of all, which have one shape, stacked in the order of their numbers."""
+        """All-gather: the (…) of every process, of one shape, as (size, …) in their order."""
         if self.size == 1:
             return own[None]
         gathered = own.new_empty(self.size, *own.shape)
         dist.all_gather(list(gathered), own.contiguous(), group=self.process_group)
         return gathered
 
-    def exchange(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
-        """The rows that the processes send this one, in the order of their numbers.
+    def exchange(
+        self, rows: Tensor, sends: list[int] | None = None, receives: list[int] | None = None
+    ) -> Tensor:
+        """All-to-all: the rows that the processes send this one, in the order of their numbers.
 
         Args:
-            rows: for each of them, one after the other.
-            sends: how many for each.
-            receives: how many from each.
+            rows: (rows, …), those for each process, one after the other.
+            sends: how many for each; None: as many for all.
+            receives: how many from each, likewise.
         """
-        received = rows.new_empty(sum(receives), *rows.shape[1:])
+        received = rows.new_empty(_total(receives, rows), *rows.shape[1:])
         group = self.process_group
         dist.all_to_all_single(received, rows.contiguous(), receives, sends, group=group)
         return received
 
     def add_(self, tensor: Tensor) -> Tensor:
-        """Add up a tensor over the processes, in place, in the backend's order.
+        """All-reduce: add up a tensor over the processes, in place, in the backend's order.
 
         Whole numbers, and numbers that all other processes have as 0, come out the same in any.
         """
@@ -65,15 +71,32 @@ class Group:
         return tensor
 
     def add(self, tensor: Tensor) -> Tensor:
-        """The sum over the processes, which takes no gradient."""
+        """All-reduce into a new tensor, which takes no gradient."""
         return self.add_(tensor.detach().clone(memory_format=torch.contiguous_format))
 
     def largest(self, tensor: Tensor) -> Tensor:
-        """The largest that any process has, of each number."""
+        """All-reduce by maximum, number by number, into a new tensor."""
         result = tensor.detach().clone(memory_format=torch.contiguous_format)
         if self.size > 1:
             dist.all_reduce(result, dist.ReduceOp.MAX, group=self.process_group)
         return result
+
+    def most(self, number: int) -> int:
+        """The largest of the whole numbers that the processes give."""
+        return int(self.largest(torch.tensor(number)))
+
+    def wait(self) -> None:
+        """Wait until all others wait too."""
+        self.most(0)
+
+    @contextmanager
+    def first_before_others(self) -> Generator[None]:
+        """Let the first process do what stands inside, then all others, who find it done."""
+        if not self.is_first:
+            self.wait()
+        yield
+        if self.is_first:
+            self.wait()
 
     def send(self, x: Tensor, to: int) -> dist.Work | None:
         """Begin to send a tensor, which must stay as it is until that is done."""
@@ -84,8 +107,8 @@ class Group:
         dist.recv(into, group=self.process_group, group_src=sender)
         return into
 
-    def of_last(self, x: Tensor) -> Tensor:
-        """What the last process has, a tensor of that shape, on all."""
+    def broadcast_last_(self, x: Tensor) -> Tensor:
+        """Broadcast: write what the last process has over a tensor of that shape; returns it."""
         dist.broadcast(x, group=self.process_group, group_src=self.size - 1)
         return x
 
@@ -96,9 +119,11 @@ class AbsentGroup(Group):
     def gather(self, own: Tensor) -> Tensor:
         return own.new_empty(self.size, *own.shape)
 
-    def exchange(self, rows: Tensor, sends: list[int], receives: list[int]) -> Tensor:
+    def exchange(
+        self, rows: Tensor, sends: list[int] | None = None, receives: list[int] | None = None
+    ) -> Tensor:
         del sends
-        return rows.new_empty(sum(receives), *rows.shape[1:])
+        return rows.new_empty(_total(receives, rows), *rows.shape[1:])
 
     def add_(self, tensor: Tensor) -> Tensor:
         return tensor
@@ -113,8 +138,18 @@ class AbsentGroup(Group):
         del sender
         return into
 
-    def of_last(self, x: Tensor) -> Tensor:
+    def broadcast_last_(self, x: Tensor) -> Tensor:
         return x
+
+
+def _total(receives: list[int] | None, rows: Tensor) -> int:
+    return len(rows) if receives is None else sum(receives)
+
+
+def summed(parts: Tensor) -> Tensor:
+    """The sum along the first axis, in float32 at least, rounded once to the dtype of the parts."""
+    wide = torch.promote_types(parts.dtype, torch.float32)
+    return parts.sum(dim=0, dtype=wide).to(parts.dtype)
 
 
 def with_gradient(change: Change, back: Change, x: Tensor) -> Tensor:

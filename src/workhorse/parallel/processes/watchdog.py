@@ -7,24 +7,24 @@ import traceback
 from collections.abc import Callable, Generator
 from contextlib import contextmanager
 
-from workhorse.parallel.processes.world import World
+from workhorse.parallel.processes.group import Group
 
 HANGS = 1
 """The exit code of a process that was ended."""
 
 
 @contextmanager
-def watched(world: World, patience: float) -> Generator[Callable[[], None]]:
+def watched(group: Group, patience: float) -> Generator[Callable[[], None]]:
     """Give a function that is to be called after every step.
 
     If it is not called for so long, this process prints where each of its threads is, and ends at
     once: it or another hangs. A process alone is not watched.
 
     Args:
-        world: of the run.
+        group: all of the run.
         patience: in seconds.
     """
-    if world.size == 1:
+    if group.size == 1:
         yield lambda: None
         return
     progress, ended = threading.Event(), threading.Event()
@@ -35,7 +35,7 @@ def watched(world: World, patience: float) -> Generator[Callable[[], None]]:
             if ended.is_set():
                 return
         own = threading.get_ident()
-        print(_report(world, patience, own), file=sys.stderr, flush=True)
+        print(_report(group, patience, own), file=sys.stderr, flush=True)
         os._exit(HANGS)
 
     thread = threading.Thread(target=watch, name="watchdog", daemon=True)
@@ -48,7 +48,7 @@ def watched(world: World, patience: float) -> Generator[Callable[[], None]]:
         thread.join()
 
 
-def _report(world: World, patience: float, own: int) -> str:
+def _report(group: Group, patience: float, own: int) -> str:
     names = {thread.ident: thread.name for thread in threading.enumerate()}
     stacks = [
         f"{names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame))}"
@@ -57,7 +57,7 @@ def _report(world: World, patience: float, own: int) -> str:
     ]
     return "\n".join(
         [
-            f"workhorse: process {world.rank} of {world.size} has made no step for {patience:g} s: "
+            f"workhorse: process {group.rank} of {group.size} has made no step for {patience:g} s: "
             "it hangs, or waits for another that does. It is at",
             *stacks,
         ]

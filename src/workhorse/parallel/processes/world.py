@@ -10,12 +10,11 @@ from collections.abc import Callable, Generator, Hashable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
-import torch
 import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from workhorse.errors import WorkhorseError
-from workhorse.parallel.config import ParallelismConfig
+from workhorse.parallel.config import UNDIVIDED, ParallelismConfig, share_of
 from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.meeting import meet
@@ -42,7 +41,7 @@ class World(Group):
     Args:
         rank: the number of this one, from 0.
         size: how many there are.
-        parallel: how they divide what they do; None: each has rows of its own.
+        parallel: how they divide what they do.
         process_group: takes what they send each other; None for PyTorch's default.
 
     Attributes:
@@ -52,15 +51,15 @@ class World(Group):
 
     def __init__(
         self,
-        rank: int = 0,
-        size: int = 1,
-        parallel: ParallelismConfig | None = None,
+        rank: int,
+        size: int,
+        parallel: ParallelismConfig,
         *,
         process_group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(rank, size, process_group)
-        self.parallel = parallel or ParallelismConfig(data=size)
-        self.in_step = self.parallel.in_step
+        self.parallel = parallel
+        self.in_step = parallel.in_step
 
     @property
     def replicas(self) -> int:
@@ -72,11 +71,6 @@ class World(Group):
         """The number of this process among those that have the same rows, from 0."""
         at, parallel = self.parallel.coordinates(self.rank), self.parallel
         return (at.pipeline * parallel.context + at.context) * parallel.tensor + at.tensor
-
-    def replica_of(self, rank: int) -> int:
-        """Which share of the rows a process has, from 0."""
-        at = self.parallel.coordinates(rank)
-        return at.data * self.parallel.shard + at.shard
 
     def apart(self) -> "World":
         """The same processes for another thread of each; all must call it."""
@@ -107,9 +101,14 @@ class World(Group):
         return Group(own.index(self.rank), len(own), of_own)
 
     def share(self, count: int, rank: int | None = None) -> range:
-        """Which of so many things are this process's replica's, or another's: consecutive ones."""
-        replica = self.replica_of(self.rank if rank is None else rank)
-        return range(replica * count // self.replicas, (replica + 1) * count // self.replicas)
+        """The consecutive ones of so many things that a process's replica has.
+
+        Args:
+            count: of them.
+            rank: of the process; None: this one.
+        """
+        replica = self.parallel.replica(self.rank if rank is None else rank)
+        return share_of(count, self.replicas, replica)
 
     def passes(self, count: int) -> Iterator[tuple[int, bool]]:
         """Which of so many things this process passes, and whether they are its to count.
@@ -121,31 +120,14 @@ class World(Group):
         if self.in_step and len(share) < -(-count // self.replicas):
             yield 0, False
 
-    def most(self, number: int) -> int:
-        """The largest of the whole numbers that the processes give."""
-        return int(self.largest(torch.tensor(number)))
 
-    def wait(self) -> None:
-        """Wait until all others wait too."""
-        self.most(0)
-
-    @contextmanager
-    def first_before_others(self) -> Generator[None]:
-        """Let the first process do what stands inside, then all others, who find it done."""
-        if not self.is_first:
-            self.wait()
-        yield
-        if self.is_first:
-            self.wait()
-
-
-ALONE = World()
+ALONE = World(0, 1, UNDIVIDED)
 """A process that trains by itself."""
 
 
 @contextmanager
-def open_world() -> Generator[World]:
-    """Join the processes that the environment tells of; none: a world of one.
+def open_world() -> Generator[Group]:
+    """Join the processes that the environment tells of; none: this one is alone.
 
     What several of them refuse is told by the one that finds it first.
 
@@ -171,7 +153,7 @@ def open_world() -> Generator[World]:
             "machine has several; or unset it"
         ) from error
     try:
-        yield World(dist.get_rank(), dist.get_world_size())
+        yield Group(dist.get_rank(), dist.get_world_size())
     except RuntimeError as error:
         if not _is_loss(error):
             raise

@@ -14,7 +14,7 @@ from workhorse.on_resume import OnResume
 from workhorse.optim.groups import OptimizerConfig
 from workhorse.optim.muon import MuonConfig
 from workhorse.optim.schedules import CosineConfig, ScheduleConfig
-from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.config import UNDIVIDED, MicroBatches, ParallelismConfig
 from workhorse.parallel.division.divisible import check_divisible
 from workhorse.tokenizers import TokenizerConfig
 from workhorse.train.objectives.balance import check_balance
@@ -163,6 +163,11 @@ class TrainConfig(Config):
                 "dtype",
             )
         return self
+
+    def micro_batches(self, parallel: ParallelismConfig) -> MicroBatches:
+        """How the rows of a batch pass through each process; `auto` must have become a number."""
+        assert self.micro_batch_size != "auto", "see fit_micro_batch"
+        return parallel.micro_batches(self.batch_size, self.micro_batch_size)
 
     @property
     def tokens_per_step(self) -> int:

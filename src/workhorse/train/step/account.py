@@ -43,7 +43,7 @@ def moments_of_part(
     """
     spans = iter([*step.spans, Span(len(step.totals), "", "update")])
     span, following = next(spans), next(spans)
-    begins = [one.begin for one in step.spans if one[1:] == ("embedding", "forward")]
+    begins = [one.begin for one in step.spans if (one.part, one.phase) == ("embedding", "forward")]
     for moment in range(len(step.totals)):
         while moment >= following.begin:
             span, following = following, next(spans)
@@ -64,12 +64,12 @@ def ways_of(place: Place, shards: int, expert: int) -> int:
 
 
 def whole_at_once(step: StepMemory, parallel: ParallelismConfig, device_type: str) -> int:
-    """Bytes that are whole for a moment where weights are divided (FSDP).
+    """Bytes that FSDP holds whole for a moment, at its largest layer.
 
-    Of the largest layer twice the weights, since the next are fetched meanwhile (2304.11277 §3),
-    once the gradient, and that of the layer before, which is kept until this one's is sent. The
-    latter is in float32 unless processes exchange it; where they add exactly, what they receive is,
-    and what they add it to. Experts that processes divide stay where they are.
+    The layer's weights and the next one's, prefetched (2304.11277 §3); its gradient, and that of
+    the layer before, until it is sent. The one being sent is float32 unless `adds_by_exchange`.
+    With exact sums what is received is float32, and so is what it is added to. Experts that
+    processes divide stay where they are.
     """
     layers: dict[str, int] = defaultdict(int)
     wide = 2 if parallel.is_exact else int(not parallel.adds_by_exchange(device_type))

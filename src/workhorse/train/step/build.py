@@ -63,7 +63,6 @@ def build_step(
     Raises:
         WorkhorseError: nothing is to be trained.
     """
-    assert config.micro_batch_size != "auto", "determined by fit_micro_batch"
     if not any(parameter.requires_grad for parameter in decoder.parameters()):
         raise WorkhorseError("no weight takes a gradient; give requires_grad to those to train")
     dtype = training_dtype(config.dtype, device)
@@ -82,7 +81,7 @@ def build_step(
         multiply_in_float8(decoder)
     if config.activation_checkpointing:
         checkpoint_activations(decoder)
-    own = parallel.micro_batches(config.batch_size, config.micro_batch_size)
+    own = config.micro_batches(parallel)
     reduction = _divide(
         objective, decoder, parallel, world, whole, device=device, part=part, passes=own.passes
     )
@@ -107,7 +106,7 @@ def build_step(
             config.matmul_precision,
         ),
         scale=LossScale(enabled=dtype == torch.float16),
-        micro_batch_size=config.micro_batch_size or parallel.micro_batches(config.batch_size).size,
+        micro_batch_size=own.size,
         turns=one_forward_one_backward if teams.stages is None else teams.stages.turns,
         grad_clip=config.grad_clip,
         reduction=reduction(optimizer.masters, config.seed) if divided else None,
@@ -181,7 +180,7 @@ def _divide(
         )
     if next(decoder.parameters()).is_meta:
         objective.to_empty(device=device)
-        decoder.tie_weights()  # moving from meta parts what was shared
+        decoder.tie_weights()  # a parameter that was replaced is no longer tied
     return reduction
 
 

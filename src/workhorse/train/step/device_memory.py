@@ -10,9 +10,8 @@ import torch
 
 from workhorse.config import ConfigError
 from workhorse.nn import DecoderConfig
-from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.config import UNDIVIDED, ParallelismConfig, share_of
 from workhorse.parallel.division.divisible import check_divisible
-from workhorse.parallel.division.part import share_of
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.account import Moment, moments_of_part, ways_of, whole_at_once
 from workhorse.train.step.step_memory import (
@@ -77,8 +76,8 @@ def device_memory(
 ) -> DeviceMemory:
     """The account of the fullest device, from a step recorded on the part of the model it has.
 
-    - `data`, `shard`: the rows of the batch are divided. `shard` divides what is held too, and two
-      layers' weights and one's gradient are whole for a moment (prefetching, 2304.11277 §3).
+    - `data`, `shard`: the rows of the batch are divided. `shard` divides what is held too; for a
+      moment two layers' weights and two layers' gradients are whole (`whole_at_once`).
     - `tensor`: a device has `1 / tensor` of heads, hidden features and vocabulary, and between
       layers of each sequence (2205.05198 §4.2.2).
     - `pipeline`: stage s of p keeps p - s micro-batches (2205.05198 §4.2.3); the first has the
@@ -104,8 +103,7 @@ def device_memory(
         parallel.check_batch(train.batch_size, train.seq_len)
     except ConfigError as error:
         raise error.below("parallel") from None
-    assert train.micro_batch_size != "auto", "determined before"
-    own = parallel.micro_batches(train.batch_size, train.micro_batch_size)
+    own = train.micro_batches(parallel)
     local = train
     if not parallel.is_exact:  # else one process is recorded as if it did all
         local = _as_recorded(train.replace(batch_size=own.rows, micro_batch_size=own.size))
@@ -173,7 +171,7 @@ def _recorded(
         )
         if len(_RECORDS) > MOST_RECORDS:
             del _RECORDS[next(iter(_RECORDS))]  # the oldest
-    return found if updates else found.passes
+    return found if updates else found.without_update
 
 
 def _as_recorded(train: TrainConfig) -> TrainConfig:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from workhorse.data.rows.permutation import derive
 from workhorse.optim.master_weights import MasterWeights
-from workhorse.parallel.config import ParallelismConfig
+from workhorse.parallel.config import ParallelismConfig, share_of
 from workhorse.parallel.processes.exchange import add_exactly, add_fast
 from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.tree import Node, TreeSum
@@ -18,7 +18,7 @@ from workhorse.parallel.processes.world import World
 if TYPE_CHECKING:
     from workhorse.parallel.division.sharding import ExactSums
 
-Passes = Callable[[int, int], dict[str, Tensor]]
+PassRows = Callable[[int, int], dict[str, Tensor]]
 """Leaves the gradient of the rows from one number to another, and returns sums to be logged."""
 
 Holders = Mapping[Group, Sequence[str]]
@@ -53,18 +53,21 @@ class Reduction:
         self.exact = config.is_exact
         self.parts = config.parts
 
-    def __call__(self, step: int, rows: int, passes: Passes) -> dict[str, Tensor]:
-        """The sums to be logged of all rows, whose gradient is then that of the parameters.
+    def __call__(self, step: int, rows: int, pass_rows: PassRows) -> dict[str, Tensor]:
+        """Leave the gradient of the whole batch on the parameters.
 
         Args:
             step: its number.
             rows: of the batch.
-            passes: computes the gradient of some of them.
+            pass_rows: computes the gradient of some of them.
+
+        Returns:
+            The sums to be logged, over all rows of the batch, by name.
         """
         tree = TreeSum()
         figures: dict[str, Tensor] = {}
         for part in self.world.share(self.parts):
-            figures = self.pass_part(step, part, rows, passes)
+            figures = self.pass_part(step, part, rows, pass_rows)
             tensors = self.masters.take_gradients()
             tree.push(Node(0, part, [*tensors, torch.stack(list(figures.values())).float()]))
         if self.exact:
@@ -83,12 +86,13 @@ class Reduction:
         for group, tensors in shared.items():
             add_fast(group, tensors)
 
-    def pass_part(self, step: int, part: int, rows: int, passes: Passes) -> dict[str, Tensor]:
+    def pass_part(self, step: int, part: int, rows: int, pass_rows: PassRows) -> dict[str, Tensor]:
         """Leave the gradient of one part of a batch of so many rows; returns sums to be logged."""
         alone = self.world.replicas == self.world.size
         who = [] if alone else [self.world.member]
         torch.manual_seed(derive(self.seed, "part", step, part, *who) % 2**63)
-        return passes(part * rows // self.parts, (part + 1) * rows // self.parts)
+        own = share_of(rows, self.parts, part)
+        return pass_rows(own.start, own.stop)
 
 
 class ShardedReduction(Reduction):
@@ -113,19 +117,20 @@ class ShardedReduction(Reduction):
         super().__init__(world, config, masters, seed, holders=holders)
         self.exact_sums = exact_sums
 
-    def __call__(self, step: int, rows: int, passes: Passes) -> dict[str, Tensor]:
+    def __call__(self, step: int, rows: int, pass_rows: PassRows) -> dict[str, Tensor]:
         world = self.world
         sums, figures = TreeSum(), dict[str, Tensor]()
+        replica = world.parallel.replica(world.rank)
         for first in range(0, self.parts, world.replicas):
-            figures = self.pass_part(step, first + world.replica_of(world.rank), rows, passes)
+            figures = self.pass_part(step, first + replica, rows, pass_rows)
             of_all = world.gather(torch.stack(list(figures.values())).float())
             for number, of_process in enumerate(of_all, first * world.size // world.replicas):
                 sums.push(Node(0, number, [of_process]))
         if self.exact_sums is not None:
             taken = self.exact_sums.take()
             self.masters.put_gradients(taken[one] for one in self.masters.parameters.values())
-        for holders, names in self.holders.items():  # of whom FSDP does not know
-            if holders.size > 1:
-                self.masters.change_gradients(names, partial(add_fast, holders))
+        for group, names in self.holders.items():  # of whom FSDP does not know
+            if group.size > 1:
+                self.masters.change_gradients(names, partial(add_fast, group))
         (total,) = sums.result()
         return dict(zip(figures, total.unbind(), strict=True))

@@ -75,7 +75,7 @@ class TrainingStep:
         self.grad_clip = grad_clip
         self.turns = turns
         self.pass_seconds = 0.0
-        """In which this process has passed rows so far, as its clock sees it."""
+        """Seconds that this process has spent in forward and backward passes, by its own clock."""
         self.reduction = reduction
         self._terms: dict[str, Tensor] = {}
         """The means of what `backward` saw beside the loss."""

@@ -76,23 +76,7 @@ class StepMemory:
         return [sum(values) for values in zip(*self.timeline.values(), strict=True)]
 
     @property
-    def total(self) -> int:
-        """The most bytes at any moment."""
-        return max(self.totals)
-
-    @property
-    def peak_moment(self) -> int:
-        """The index in the timeline at which all kinds together take most."""
-        return self.totals.index(self.total)
-
-    @property
-    def peak(self) -> dict[Kind, int]:
-        """Bytes at that moment by kind; kinds without any are left out."""
-        moment = self.peak_moment
-        return {kind: values[moment] for kind, values in self.timeline.items() if values[moment]}
-
-    @property
-    def passes(self) -> "StepMemory":
+    def without_update(self) -> "StepMemory":
         """The step without its update."""
         begin = next((span.begin for span in self.spans if span.phase == "update"), None)
         if begin is None:
@@ -100,10 +84,6 @@ class StepMemory:
         timeline = {kind: values[: begin + 1] for kind, values in self.timeline.items()}
         spans = [span for span in self.spans if span.phase != "update"]
         return replace(self, timeline=timeline, spans=spans)
-
-    def span_at(self, moment: int) -> Span:
-        """The part of the step that is running then."""
-        return next(span for span in reversed(self.spans) if span.begin <= moment)
 
 
 def step_memory(
@@ -138,11 +118,9 @@ def step_memory(
     """
     kernel = "sdpa" if train.kernel.startswith("flex") else train.kernel
     train = train.replace(kernel=kernel, fp8=False, compile=False)
-    size = train.micro_batch_size
     rows = train.batch_size
     if not parallel.is_exact:
-        assert size != "auto", "determined before"
-        own = parallel.micro_batches(rows, size)
+        own = train.micro_batches(parallel)
         rows = min(own.rows, 2 * own.size)
     here = stand_in(device)
     with without_data(here) as tape:
@@ -173,7 +151,7 @@ def step_memory(
         by_place: dict[Kind, dict[Place, int]] = {
             kind: _by_place(held[kind], places) for kind in held
         }
-    return _account(tape, recorder, by_place, begin, end)
+    return _recorded_memory(tape, recorder, by_place, begin, end)
 
 
 class _Recorder:
@@ -252,7 +230,7 @@ def _by_place(tensors: dict[str, Tensor], places: dict[str, Place]) -> dict[Plac
     return dict(sizes)
 
 
-def _account(
+def _recorded_memory(
     tape: Tape,
     recorder: _Recorder,
     held: dict[Kind, dict[Place, int]],

@@ -1,0 +1,49 @@
+"""How threads wait is settled before torch is imported, unless the environment says it."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from workhorse import waiting
+
+SHOW = "import os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
+
+
+def shown(program: str, **settings: str) -> str:
+    environment = {
+        name: value for name, value in os.environ.items() if name not in waiting.SETTINGS
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        env=environment | settings,
+        capture_output=True,
+        text=True,
+        check=True,
+    )
+    return done.stdout.splitlines()[-1]
+
+
+CALL = f"from workhorse.waiting import share_cores; share_cores(); {SHOW}"
+COMMAND = f"""
+import sys
+from workhorse.cli.main import run
+sys.argv = ["workhorse", "--version"]
+try:
+    run()
+except SystemExit:
+    {SHOW}
+"""
+
+
+@pytest.mark.parametrize("program", [CALL, COMMAND], ids=["a program", "the command line"])
+def test_threads_sleep_soon_unless_told_otherwise(program: str) -> None:
+    assert shown(program) == f"{waiting.SPINS} False"
+    assert shown(program, GOMP_SPINCOUNT="7") == "7 False"
+    assert shown(program, OMP_WAIT_POLICY="ACTIVE") == "None False"
+
+
+def test_it_is_too_late_once_torch_is_there() -> None:
+    with pytest.raises(RuntimeError, match="before"):
+        waiting.share_cores()  # the tests have imported it

@@ -62,7 +62,11 @@ format: $(FOR_TESTS)
 	.venv/bin/ruff check --fix .
 
 bench: $(FOR_TESTS)
+ifdef QUICK
+	.venv/bin/python -m benchmarks.row
+else
 	.venv/bin/python -m benchmarks --quick $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(DATA),--data $(DATA))
+endif
 
 reference: $(INSTALLED)
 	$(WORKHORSE) recipe --markdown > docs/recipe.md

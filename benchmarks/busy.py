@@ -14,38 +14,25 @@ import subprocess
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
-from pathlib import Path
 
+from benchmarks.command import with_models
 from benchmarks.machine import default_threads, describe
-from benchmarks.worker import Contestant, Worker
+from benchmarks.worker import Worker
+from benchmarks.works import Work, decoding, training
 from workhorse.waiting import SETTINGS, share_cores
 
 LOADS = (0, 1, 2)
 SPIN = "while True: pass"
-MODELS = Path("runs/benchmarks").resolve()
 
 
-def works() -> dict[str, tuple[str, Contestant]]:
-    """By name: the measure of a round, and who takes it."""
-    made: dict[str, tuple[str, Contestant]] = {}
-    for shape, dtype in (("tiny", "float32"), ("tiny", "bfloat16"), ("baby", "bfloat16")):
-        name = f"train {shape} {dtype}"
-        given = {"shape": shape, "dtype": dtype, "device": "cpu"}
-        made[name] = "tokens", Contestant(name, "benchmarks.ours:train", given)
-    for precision in ("bfloat16", "int4"):
-        name = f"decode 160m {precision}"
-        given = {
-            "shape": "160m",
-            "precision": precision,
-            "batch": 1,
-            "prompt_tokens": 128,
-            "new_tokens": 64,
-            "compiled": False,
-            "device": "cpu",
-            "models": str(MODELS),
-        }
-        made[name] = "decode", Contestant(name, "benchmarks.ours:generate", given)
-    return made
+def works(models: str) -> list[Work]:
+    """What is measured."""
+    trained = [("tiny", "float32"), ("tiny", "bfloat16"), ("baby", "bfloat16")]
+    decoded = ("bfloat16", "int4")
+    return [
+        *(training(shape, dtype) for shape, dtype in trained),
+        *(decoding("160m", precision, models) for precision in decoded),
+    ]
 
 
 @contextmanager
@@ -63,7 +50,7 @@ def beside(programs: int) -> Generator[None]:
 
 def main() -> None:
     """Measure each, and print a row."""
-    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    options = with_models(argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]))
     options.add_argument("--plain", action="store_true", help="threads wait as OpenMP has them")
     options.add_argument("--rounds", type=int, default=5)
     options.add_argument("--only", nargs="+", metavar="WORK", help="these alone")
@@ -74,9 +61,10 @@ def main() -> None:
     print(", ".join(describe(threads, "cpu").values()))
     print(", ".join(f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ))
     print("\n| | alone | beside one | | beside two | |\n|---|--:|--:|--:|--:|--:|")
-    for name, (measure, contestant) in works().items():
-        if given.only and name not in given.only:
+    for contestant, measures in works(str(given.models)):
+        if given.only and contestant.name not in given.only:
             continue
+        (measure,) = measures
         worker = Worker(contestant, threads)
         found: dict[int, list[float]] = {load: [] for load in LOADS}
         for _ in range(given.rounds):
@@ -86,7 +74,7 @@ def main() -> None:
         worker.close()
         alone, *others = (statistics.median(found[load]) for load in LOADS)
         shares = " | ".join(f"{one:,.0f} | {one / alone:.0%}" for one in others)
-        print(f"| {name} | {alone:,.0f} | {shares} |", flush=True)
+        print(f"| {contestant.name} | {alone:,.0f} | {shares} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -47,7 +47,7 @@ def quicken(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Decoder
     """The transforms."""
 
     def apply(decoder: Decoder) -> Decoder:
-        operators = resolve("decoding", "matrix_unit", wait=True)
+        operators = resolve("decoding", "matrix_unit", "vectors", wait=True)
         assert operators.decoding is not None
         stream_weights(decoder, operators)
         attend_natively(decoder, operators.decoding)

@@ -4,17 +4,22 @@ from typing import Any
 
 import pytest
 
-from workhorse.instructions import cpu_has
-from workhorse.native import Library, resolve
+from workhorse.native import Library, resolve, vectors
+from workhorse.native.build import Unavailable
 from workhorse.nn import Decoder
 from workhorse.transforms.native_attention import attend_natively
 from workhorse.transforms.stream import stream_weights
 
-OPERATORS = resolve("decoding", "matrix_unit", "training", wait=True)
+OPERATORS = resolve("decoding", "matrix_unit", "training", "vectors", wait=True)
 # Where one is None, what uses it is skipped by `needs`.
 DECODING: Any = OPERATORS.decoding
 MATRIX_UNIT: Any = OPERATORS.matrix_unit
 TRAINING: Any = OPERATORS.training
+try:
+    VECTORS: Any = vectors.load_anywhere(wait=True)  # also where PyTorch's products are as quick
+except Unavailable:
+    VECTORS = None
+needs_vectors = pytest.mark.skipif(VECTORS is None, reason="no vectors of 64 bytes, or no compiler")
 
 
 def decode_natively(decoder: Decoder) -> None:
@@ -23,11 +28,6 @@ def decode_natively(decoder: Decoder) -> None:
         pytest.skip(OPERATORS.why_not["decoding"])
     stream_weights(decoder, OPERATORS)
     attend_natively(decoder, OPERATORS.decoding)
-
-
-needs_vectors = pytest.mark.skipif(
-    TRAINING is None or not cpu_has("avx512_f"), reason="the CPU has no vectors of 64 bytes"
-)
 
 
 def needs(library: Library) -> pytest.MarkDecorator:

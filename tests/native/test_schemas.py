@@ -8,7 +8,6 @@ import torch
 from torch import Tensor, nn
 
 from tests.native.machine import DECODING, OPERATORS
-from workhorse.instructions import cpu_has
 from workhorse.transforms.native_training.feedforward import activation_of
 from workhorse.transforms.quantization.quantized_linear import QuantizedLinear
 
@@ -88,7 +87,7 @@ CASES: dict[str, tuple[str, str, Callable[[torch.dtype], Arguments]]] = {
     "packed_linear of experts": ("decoding", "packed_linear", packed([2, 5])),
     "gemm": ("matrix_unit", "gemm", lambda d: (randn(3, 8)(d), randn(8, 5)(d), randn(5)(d))),
     "product": (
-        "training",
+        "vectors",
         "product",
         lambda _: (torch.randn(3, 8), torch.randn(8, 5), torch.randn(5)),
     ),
@@ -174,8 +173,6 @@ def test_an_operator_is_what_its_schema_and_its_shapes_say(case: str, dtype: tor
         pytest.skip("the CPU has no avx512_vnni")
     if name.startswith("attention") and dtype not in OPERATORS.training.attention_types:
         pytest.skip(f"this CPU leaves attention of {dtype} to PyTorch")
-    if name == "product" and not cpu_has("avx512_f"):
-        pytest.skip("the CPU has no vectors of 64 bytes")
     operator = getattr(torch.ops.workhorse, name).default
     torch.library.opcheck(operator, arguments(dtype), test_utils=("test_schema", "test_faketensor"))
 

@@ -1,13 +1,11 @@
 """Linear layers that multiply natively train as PyTorch's do."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.native.machine import MATRIX_UNIT, TRAINING, needs, needs_vectors
+from tests.native.machine import MATRIX_UNIT, VECTORS, needs, needs_vectors
 from tests.train.conftest import MODEL
 from workhorse.native import MatrixUnit, Operators
 from workhorse.nn import DecoderConfig, HeadLoss
@@ -20,12 +18,10 @@ from workhorse.transforms.native_training.linear import (
 from workhorse.transforms.native_training.loss import replace_head_loss
 
 UNIT = Operators(matrix_unit=MATRIX_UNIT)
-FLOAT32 = frozenset({torch.float32})
-VECTORS = Operators(training=TRAINING and replace(TRAINING, product_types=FLOAT32))
-"""Also where PyTorch's products are as quick."""
+IN_VECTORS = Operators(vectors=VECTORS)
 BY_UNIT = pytest.param(UNIT, torch.bfloat16, id="unit", marks=needs("matrix_unit"))
 SPLIT = pytest.param(UNIT, torch.float32, id="split", marks=needs("matrix_unit"))
-BY_VECTORS = pytest.param(VECTORS, torch.float32, id="vectors", marks=needs_vectors)
+BY_VECTORS = pytest.param(IN_VECTORS, torch.float32, id="vectors", marks=needs_vectors)
 
 
 def results(layer: nn.Module, x: Tensor, above: Tensor) -> list[Tensor]:
@@ -42,7 +38,7 @@ def test_gradients_are_those_of_pytorch(
     operators: Operators, dtype: torch.dtype, shape: tuple[int, ...], bias: bool
 ) -> None:
     """To half a step of bfloat16, of a float32 number's two parts, or of sums in float32."""
-    error = 2**-20 if operators is VECTORS else 2**-8 if dtype == torch.bfloat16 else 2**-16
+    error = 2**-20 if operators is IN_VECTORS else 2**-8 if dtype == torch.bfloat16 else 2**-16
     layer = nn.Linear(shape[-1], 40, bias=bias).to(dtype)
     x, above = torch.randn(shape).to(dtype), torch.randn(*shape[:-1], 40).to(dtype)
     wide = nn.Linear(shape[-1], 40, bias=bias).double()
@@ -146,7 +142,7 @@ def test_head_loss_multiplies_natively(
     operators: Operators, dtype: torch.dtype, max_logits: int
 ) -> None:
     """In one part and in several, as near to float32 as the type allows."""
-    error = 2**-20 if operators is VECTORS else 0.02 if dtype == torch.bfloat16 else 2**-16
+    error = 2**-20 if operators is IN_VECTORS else 0.02 if dtype == torch.bfloat16 else 2**-16
     config = DecoderConfig.from_dict({**MODEL, "vocab_size": 190, "max_seq_len": 32})
     head = config.build().head
     x, targets = torch.randn(2, 32, config.d_model), torch.randint(190, (2, 32))

@@ -5,8 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.native.machine import OPERATORS, needs
-from workhorse.native import MatrixUnit, Operators
+from tests.native.machine import DECODING, MATRIX_UNIT, OPERATORS, VECTORS, needs, needs_vectors
+from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.transforms.record import transforms_of
 from workhorse.transforms.stream import FEW_ROWS, ONE_PASS, StreamedLinear, stream_weights
@@ -54,7 +54,7 @@ def test_same_model(decoder: Decoder) -> None:
 def test_many_rows_and_training_are_as_before(decoder: Decoder) -> None:
     layer = nn.Linear(32, 16)
     streamed = nn.Sequential(layer)
-    stream_weights(streamed, OPERATORS)
+    stream_weights(streamed, Operators(DECODING))
     many = torch.randn(FEW_ROWS[torch.float32] + 1, 32)
     with torch.no_grad():
         assert torch.equal(streamed(many), layer(many))
@@ -64,21 +64,41 @@ def test_many_rows_and_training_are_as_before(decoder: Decoder) -> None:
     torch.testing.assert_close(layer.weight.grad, x.sum(0).expand(16, 32))
 
 
+ON_UNIT = pytest.param(
+    Operators(DECODING, matrix_unit=MATRIX_UNIT),
+    torch.bfloat16,
+    id="unit",
+    marks=needs("matrix_unit"),
+)
+IN_VECTORS = pytest.param(
+    Operators(DECODING, vectors=VECTORS),
+    torch.float32,
+    id="vectors",
+    marks=needs_vectors,
+)
+
+
 @needs("decoding")
-@needs("matrix_unit")
-@pytest.mark.parametrize("rows", [ONE_PASS, ONE_PASS + 1])
-def test_many_rows_of_bfloat16_are_a_product(monkeypatch: pytest.MonkeyPatch, rows: int) -> None:
-    layer = nn.Linear(48, 80).bfloat16()
-    x = torch.randn(2, rows, 48).bfloat16()[:1]
+@pytest.mark.parametrize("more", [0, 1])
+@pytest.mark.parametrize(("operators", "dtype"), [ON_UNIT, IN_VECTORS])
+def test_many_rows_are_a_product(
+    monkeypatch: pytest.MonkeyPatch,
+    operators: Operators,
+    dtype: torch.dtype,
+    more: int,
+) -> None:
+    layer = nn.Linear(48, 80).to(dtype)
+    x = torch.randn(2, ONE_PASS[dtype] + more, 48).to(dtype)[:1]
     exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
     streamed = nn.Sequential(layer)
-    stream_weights(streamed, OPERATORS)
+    stream_weights(streamed, operators)
     with torch.no_grad():
         y = streamed(x)
         assert y.shape == exact.shape
-        assert ((y - exact).abs() <= exact.abs() * 2**-8 + 1e-4).all()
-        monkeypatch.setattr(MatrixUnit, "linear", lambda *_: "a product")
-        assert (streamed(x) == "a product") is (rows > ONE_PASS)
+        rtol, atol = (2**-8, 1e-4) if dtype == torch.bfloat16 else (1e-5, 1e-6)
+        torch.testing.assert_close(y.double(), exact, rtol=rtol, atol=atol)
+        monkeypatch.setattr(streamed[0], "many_rows", lambda *_: "a product")
+        assert (streamed(x) == "a product") is bool(more)
 
 
 @needs("decoding")

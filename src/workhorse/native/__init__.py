@@ -8,5 +8,6 @@ from workhorse.native.decoding import Decoding
 from workhorse.native.matrix_unit import MatrixUnit
 from workhorse.native.operators import Library, Operators, resolve
 from workhorse.native.training import Training
+from workhorse.native.vectors import Vectors
 
-__all__ = ["Decoding", "Library", "MatrixUnit", "Operators", "Training", "resolve"]
+__all__ = ["Decoding", "Library", "MatrixUnit", "Operators", "Training", "Vectors", "resolve"]

@@ -80,10 +80,11 @@ def _load(library: Path) -> MatrixUnit:
     build.load(library)
     if not hasattr(torch.ops.workhorse, "gemm"):  # the library found that it may not
         raise build.Unavailable("the system gives no process the matrix unit")
-    torch.library.register_fake("workhorse::gemm", _shape)
+    torch.library.register_fake("workhorse::gemm", result_shape)
     return MatrixUnit()
 
 
-def _shape(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+def result_shape(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """Of a gemm, for tracing."""
     del bias
     return a.new_empty((a.shape[0], b.shape[1]))

@@ -3,14 +3,15 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from workhorse.native import decoding, heap, matrix_unit, training
+from workhorse.native import decoding, heap, matrix_unit, training, vectors
 from workhorse.native.build import Unavailable
 from workhorse.native.decoding import Decoding
 from workhorse.native.heap import Heap
 from workhorse.native.matrix_unit import MatrixUnit
 from workhorse.native.training import Training
+from workhorse.native.vectors import Vectors
 
-Library = Literal["decoding", "heap", "matrix_unit", "training"]
+Library = Literal["decoding", "heap", "matrix_unit", "training", "vectors"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Operators:
     heap: Heap | None = None
     matrix_unit: MatrixUnit | None = None
     training: Training | None = None
+    vectors: Vectors | None = None
     why_not: dict[Library, str] = field(default_factory=dict, compare=False, repr=False)
     """For each requested library that is not available, the reason in one line."""
 
@@ -47,7 +49,15 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
     return Operators(**found, why_not=why_not)
 
 
-def _load(library: Library, wait: bool) -> Decoding | Heap | MatrixUnit | Training:
-    if library in ("training", "heap"):
-        return training.load() if library == "training" else heap.load()
-    return decoding.load(wait=wait) if library == "decoding" else matrix_unit.load(wait=wait)
+def _load(library: Library, wait: bool) -> object:
+    match library:
+        case "training":
+            return training.load()
+        case "heap":
+            return heap.load()
+        case "decoding":
+            return decoding.load(wait=wait)
+        case "matrix_unit":
+            return matrix_unit.load(wait=wait)
+        case "vectors":
+            return vectors.load(wait=wait)

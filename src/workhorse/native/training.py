@@ -13,7 +13,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import Tensor
 
-from workhorse.instructions import cpu_has, is_intel
+from workhorse.instructions import cpu_has
 from workhorse.native import build
 
 ActivationName = Literal["gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu"]
@@ -34,18 +34,6 @@ class Training:
 
     attention_types: frozenset[torch.dtype]
     """The dtypes for which attention is faster on this CPU than PyTorch's."""
-    product_types: frozenset[torch.dtype] = frozenset()
-    """The same of products."""
-
-    def product(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
-        """`a b + bias`, summed in float32; how a number is rounded depends on the inner size alone.
-
-        Args:
-            a: (rows, inner), float32, with rows or columns contiguous.
-            b: (inner, columns), likewise.
-            bias: (columns), float32.
-        """
-        return torch.ops.workhorse.product.default(a, b, bias)
 
     def attention(
         self, q: Tensor, k: Tensor, v: Tensor, *, scale: float, causal: bool
@@ -303,7 +291,7 @@ def load() -> Training:
         build.Unavailable: why they cannot be called, in one line.
     """
     _load(build.ensure("training", wait=True))
-    return Training(_attention_types(), _product_types())
+    return Training(_attention_types())
 
 
 def _attention_types() -> frozenset[torch.dtype]:
@@ -315,13 +303,6 @@ def _attention_types() -> frozenset[torch.dtype]:
         return frozenset()
     needed = {torch.bfloat16: "avx512_bf16", torch.float32: "avx512_f"}
     return frozenset(dtype for dtype, what in needed.items() if cpu_has(what))
-
-
-def _product_types() -> frozenset[torch.dtype]:
-    """Float32 with vectors of 64 bytes, which MKL, and so PyTorch, takes on Intel's CPUs alone."""
-    if cpu_has("avx512_f") and not is_intel():
-        return frozenset({torch.float32})
-    return frozenset()
 
 
 @cache
@@ -382,7 +363,6 @@ _SHAPES: dict[str, Callable[..., object]] = {
     "add_norm": _add_norm_shapes,
     "norm_backward": _norm_gradient_shapes,
     "loss_into_gradient_": lambda logits, *_: logits.new_empty((2,), dtype=torch.float32),
-    "product": lambda a, b, bias: a.new_empty((a.shape[0], b.shape[1])),
     "squared_length": lambda tensors: tensors[0].new_empty((), dtype=torch.float32),
     "adamw_": lambda *_: None,
     "muon_directions": _direction_shapes,

@@ -24,7 +24,9 @@ def prepare_for_inference(decoder: Decoder, *, compile: bool = False) -> Decoder
         WorkhorseError: the decoder cannot be compiled.
     """
     on_cpu = next(decoder.parameters()).device.type == "cpu"
-    operators = resolve("decoding", "matrix_unit", wait=compile) if on_cpu else Operators()
+    operators = (
+        resolve("decoding", "matrix_unit", "vectors", wait=compile) if on_cpu else Operators()
+    )
     if operators.decoding is not None:
         stream_weights(decoder, operators)
         attend_natively(decoder, operators.decoding)

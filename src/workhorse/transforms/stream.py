@@ -2,30 +2,35 @@
 
 Decoding computes one row per text, so a layer takes as long as reading its weights; PyTorch's
 `linear` reaches a half to two thirds of the memory's bandwidth. The many rows of a prompt are a
-gemm, for which the matrix unit of some CPUs has its own operator in bfloat16.
+gemm, for which there are operators too: in bfloat16 on the matrix unit of some CPUs, in float32 in
+the vectors of others.
 """
+
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workhorse.native import Decoding, MatrixUnit, Operators
+from workhorse.native import Decoding, Operators
 from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become, replace_modules
 
 FEW_ROWS = {torch.bfloat16: 128, torch.float32: 16}
 """The most rows for which `Decoding.linear` beat PyTorch's `linear`, by dtype of the weights."""
-ONE_PASS = 64
-"""The same against the matrix unit, for bfloat16; up to 128 rows the two were equally fast."""
+ONE_PASS = {torch.bfloat16: 64, torch.float32: 32}
+"""The same where many rows have an operator of their own. On the matrix unit the two were equally
+fast for 64 to 128, in vectors for 24 to 48."""
+Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""`F.linear`, and what computes the same."""
 
 
 class StreamedLinear(nn.Linear):
     """`nn.Linear` by a native operator, for a few rows and without gradients."""
 
     decoding: Decoding
-    matrix_unit: MatrixUnit | None
-    """For many rows."""
     few_rows: int
+    many_rows: Linear
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // self.in_features
@@ -34,8 +39,7 @@ class StreamedLinear(nn.Linear):
             return F.linear(input, self.weight, self.bias)
         if rows <= self.few_rows:
             return self.decoding.linear(input, self.weight, self.bias)
-        multiply = F.linear if self.matrix_unit is None else self.matrix_unit.linear
-        return multiply(input, self.weight, self.bias)
+        return self.many_rows(input, self.weight, self.bias)
 
 
 def stream_weights(model: nn.Module, operators: Operators) -> None:
@@ -48,7 +52,7 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
 
     Args:
         model: to change.
-        operators: of decoding, without which nothing is replaced, and of the matrix unit.
+        operators: of decoding, without which nothing is replaced, and those of many rows.
 
     Raises:
         WorkhorseError: the model carries a transform that this cannot follow.
@@ -58,14 +62,17 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
     if decoding is None:
         return
 
+    gemms = {torch.bfloat16: operators.matrix_unit, torch.float32: operators.vectors}
+
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is not nn.Linear or not _streams(module):
             return module
         dtype = module.weight.dtype
-        unit = operators.matrix_unit if dtype == torch.bfloat16 else None
-        few_rows = FEW_ROWS[dtype] if unit is None else ONE_PASS
+        gemm = gemms[dtype]
+        few_rows = (FEW_ROWS if gemm is None else ONE_PASS)[dtype]
+        many_rows = F.linear if gemm is None else gemm.linear
         return become(
-            module, StreamedLinear, decoding=decoding, matrix_unit=unit, few_rows=few_rows
+            module, StreamedLinear, decoding=decoding, few_rows=few_rows, many_rows=many_rows
         )
 
     replace_modules(model, choose)

@@ -1,9 +1,6 @@
 // The gemm of ops/gemm.h for PyTorch.
 
 #include <torch/csrc/stable/library.h>
-#include <torch/csrc/stable/ops.h>
-#include <torch/csrc/stable/tensor.h>
-#include <torch/headeronly/core/ScalarType.h>
 
 #include <optional>
 
@@ -15,15 +12,7 @@
 namespace workhorse::bindings {
 namespace {
 
-using torch::headeronly::ScalarType;
-using torch::stable::Tensor;
-
 constexpr int64_t kFewRows = 256;
-
-bool is_matrix(const Tensor& x, ScalarType type, int64_t rows, int64_t columns) {
-  return x.is_cpu() && x.scalar_type() == type && x.dim() == 2 &&
-         x.size(0) == rows && x.size(1) == columns;
-}
 
 template <class T>
 void in_threads(const gemm::Product<T>& product, int64_t rows, int64_t columns) {
@@ -50,19 +39,11 @@ void multiply_into(const Tensor& c, const Tensor& a, const Tensor& b, const Tens
 }
 
 Tensor gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
-  STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2, "workhorse: a and b must have two axes");
-  const int64_t rows = a.size(0), k = a.size(1), columns = b.size(1);
   const ScalarType type = a.scalar_type();
   STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Float,
                   "workhorse: a and b must be bfloat16 or float32");
-  STD_TORCH_CHECK(k > 0 && is_matrix(a, type, rows, k) && is_matrix(b, type, k, columns),
-                  "workhorse: a and b must be on the CPU, of one type, and match in shape");
-  if (bias)
-    STD_TORCH_CHECK(bias->is_cpu() && bias->scalar_type() == type && bias->dim() == 1 &&
-                        bias->size(0) == columns && bias->stride(0) == 1,
-                    "workhorse: bias must be on the CPU, of the type of a, one number for each column");
-  Tensor c = torch::stable::new_empty(a, {rows, columns});
-  if (rows * columns == 0) return c;
+  Tensor c = result_of(a, b, bias);
+  if (c.numel() == 0) return c;
   const auto into = type == ScalarType::Float ? multiply_into<float> : multiply_into<BFloat16>;
   into(c, a, b, bias ? &*bias : nullptr);
   return c;

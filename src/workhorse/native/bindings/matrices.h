@@ -2,15 +2,34 @@
 #pragma once
 
 #include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
 #include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
+#include <optional>
 
 namespace workhorse::bindings {
 
-// A tensor of numbers T, of either of PyTorch's interfaces, as the operand of a gemm whose lanes are its rows
-// (0) or columns (1).
-template <class Operand, class T, class Tensor>
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+// Room for a b + bias, which may be multiplied if this returns.
+inline Tensor result_of(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
+  STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2, "workhorse: a and b must have two axes");
+  const int64_t columns = b.size(1);
+  const ScalarType type = a.scalar_type();
+  STD_TORCH_CHECK(a.is_cpu() && b.is_cpu() && b.scalar_type() == type && a.size(1) == b.size(0) && a.size(1) > 0,
+                  "workhorse: a and b must be on the CPU, of one type, and match in shape");
+  if (bias)
+    STD_TORCH_CHECK(bias->is_cpu() && bias->scalar_type() == type && bias->dim() == 1 &&
+                        bias->size(0) == columns && bias->stride(0) == 1,
+                    "workhorse: bias must be on the CPU, of the type of a, one number for each column");
+  return torch::stable::new_empty(a, {a.size(0), columns});
+}
+
+// A tensor of numbers T as the operand of a gemm whose lanes are its rows (0) or columns (1).
+template <class Operand, class T>
 Operand operand(const Tensor& x, int lane_axis) {
   const int k_axis = 1 - lane_axis;
   const T* at = static_cast<const T*>(x.const_data_ptr());

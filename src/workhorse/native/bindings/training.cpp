@@ -16,7 +16,6 @@
 #include <vector>
 
 #include "bindings/layers.h"
-#include "bindings/products.h"
 #include "ops/adamw.h"
 #include "ops/attention.h"
 #include "ops/muon.h"
@@ -246,7 +245,6 @@ TORCH_LIBRARY_FRAGMENT(workhorse, library) {
       "adamw_(Tensor(a!)[] weights, Tensor(b!)[] low_bits, Tensor[] gradients, Tensor(c!)[] means, "
       "Tensor(d!)[] mean_squares, int[] updates, float shrink, float rate, float beta1, float beta2, "
       "float eps, float weight_decay) -> ()");
-  library.def("product(Tensor a, Tensor b, Tensor? bias) -> Tensor");
   library.def(
       "muon_directions(Tensor[] gradients, Tensor(a!) momenta, float shrink, float momentum, bool "
       "nesterov) -> Tensor");
@@ -266,7 +264,6 @@ TORCH_LIBRARY_IMPL(workhorse, CPU, library) {
   library.impl("norm", norm);
   library.impl("norm_backward", norm_backward);
   library.impl("adamw_", adamw_);
-  library.impl("product", product);
   library.impl("muon_directions", muon_directions);
   library.impl("split_move_", split_move_);
 }

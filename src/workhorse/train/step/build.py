@@ -214,4 +214,4 @@ def training_operators(device: torch.device, dtype: torch.dtype) -> Operators:
     """The native operators that training in a dtype can use on a device; waits for the compiler."""
     if device.type != "cpu" or dtype == torch.float16:
         return Operators()
-    return resolve("training", "matrix_unit", wait=True)
+    return resolve("training", "matrix_unit", "vectors", wait=True)

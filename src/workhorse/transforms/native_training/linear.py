@@ -19,14 +19,14 @@ class Gemm:
     """`a b + bias` of two matrices, without gradients: by the quickest operator, or by PyTorch.
 
     Args:
-        operators: of training and of the matrix unit, those that there are.
+        operators: of the matrix unit and of vectors, those that there are.
         precision: of float32 gemms, `highest` or `high`; see `MatrixUnit.gemm`.
     """
 
     def __init__(self, operators: Operators, precision: str = "highest") -> None:
         self.products: dict[torch.dtype, Product] = {}
-        if (training := operators.training) is not None:
-            self.products |= dict.fromkeys(training.product_types, training.product)
+        if (vectors := operators.vectors) is not None:
+            self.products[torch.float32] = vectors.gemm
         if (unit := operators.matrix_unit) is not None:
             self.products |= dict.fromkeys(ON_UNIT[precision], unit.gemm)
 

@@ -75,8 +75,7 @@ def _changes(
     train: TrainConfig, mesh: ParallelismConfig
 ) -> Iterator[tuple[str, str, TrainConfig, ParallelismConfig]]:
     """Setting, cost and what they lead to, from changes of no result to those of the training."""
-    assert train.micro_batch_size != "auto", "determined before"
-    own = mesh.micro_batches(train.batch_size, train.micro_batch_size)
+    own = train.micro_batches(mesh)
     if own.size > 1:
         yield (
             "train.micro_batch_size=1",

@@ -103,8 +103,7 @@ def simulated_step(
     What a layer keeps is recorded on one layer of each kind.
     """
     period = len(config.pattern or config.blocks)
-    assert train.micro_batch_size != "auto", "determined before"
-    rows = parallel.micro_batches(train.batch_size, train.micro_batch_size).size
+    rows = train.micro_batches(parallel).size
     recorded = ParallelismConfig(context=parallel.context, tensor=parallel.tensor)
     memory = device_memory(
         config.replace(n_layers=period, pattern=config.pattern[:period]),
@@ -220,8 +219,7 @@ class _Work:
         self.config, self.train, self.parallel = config, train, parallel
         self.cluster = cluster
         self.item = getattr(torch, train.dtype).itemsize
-        assert train.micro_batch_size != "auto", "determined before"
-        own = parallel.micro_batches(train.batch_size, train.micro_batch_size)
+        own = train.micro_batches(parallel)
         self.micro_batches = own.count
         self.tokens = own.size * train.seq_len // parallel.context
         """Of a micro-batch, of those that divide layers together."""

@@ -1,0 +1,48 @@
+"""What a GPU must tell, in blocks of less than ten minutes, whose results are kept as they come.
+
+    python -m benchmarks.gpu BLOCK … [--device cpu --tiny] [--out FILE]
+
+Results are lines of JSON. A check that fails is kept as its error, and the next one runs. A block
+is tried first on a CPU, with sizes that need seconds.
+"""
+
+import argparse
+import datetime
+import importlib
+from pathlib import Path
+
+import torch
+
+from benchmarks.gpu.block import Setting, keep, run
+from benchmarks.machine import describe, versions
+
+BLOCKS = ("correct", "job", "speed", "memory", "decoding", "precision", "host", "scale")
+"""In the order in which they are worth their minutes; each is a module that has `checks`."""
+SECONDS = 540.0
+
+
+def main() -> None:
+    """Run the blocks that were asked for."""
+    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    options.add_argument(
+        "blocks", nargs="+", choices=BLOCKS, metavar="BLOCK", help=", ".join(BLOCKS)
+    )
+    options.add_argument("--device", default="cuda")
+    options.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    options.add_argument("--out", type=Path, default=Path("runs/gpu.jsonl"))
+    options.add_argument("--models", type=Path, default=Path("runs/benchmarks"))
+    options.add_argument("--seconds", type=float, default=SECONDS, help="of each block")
+    given = options.parse_args()
+    given.out.parent.mkdir(parents=True, exist_ok=True)
+    device = torch.device(given.device)
+    setting = Setting(device, given.tiny, given.models.resolve())
+    about = {"date": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")}
+    about |= describe(torch.get_num_threads(), given.device) | {"versions": versions()}
+    keep([{"block": "machine", **about}], given.out)
+    for name in given.blocks:
+        block = importlib.import_module(f"benchmarks.gpu.{name}").checks
+        keep(run(name, block, setting, given.seconds), given.out)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,99 @@
+"""A block: checks that run one after the other, whose results are kept as they come."""
+
+import json
+import time
+import traceback
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+Figures = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Setting:
+    """Where a block runs.
+
+    Attributes:
+        device: `cuda`, or `cpu` to try a block.
+        tiny: sizes that a CPU computes in seconds.
+        models: where models are kept that are made once.
+    """
+
+    device: torch.device
+    tiny: bool
+    models: Path
+
+
+@dataclass(frozen=True)
+class Check:
+    """What is measured or compared.
+
+    Attributes:
+        name: of it.
+        work: gives figures that JSON can express. A goal that is missed is a figure too: an
+            exception means that it did not run.
+    """
+
+    name: str
+    work: Callable[[], Figures]
+
+
+Block = Callable[[Setting], Iterable[Check]]
+"""Yields checks; what it makes for several of them lives as long as it runs."""
+
+
+def run(name: str, block: Block, setting: Setting, seconds: float) -> Iterator[Figures]:
+    """The results of a block's checks, each as it comes; an error is a result.
+
+    Args:
+        name: of the block.
+        block: to run.
+        setting: where.
+        seconds: after which no further check begins; those left are named.
+    """
+    begun = time.perf_counter()
+    for check in block(setting):
+        about = {"block": name, "check": check.name}
+        if time.perf_counter() - begun > seconds:
+            yield about | {"left_out": f"{seconds:.0f} s are over"}
+            continue
+        started = time.perf_counter()
+        try:
+            figures = check.work()
+        except Exception as error:
+            last = traceback.extract_tb(error.__traceback__)[-1]
+            where = f"{Path(last.filename).name}:{last.lineno}"
+            figures = {"error": f"{type(error).__name__}: {error}"[:1000], "at": where}
+        if setting.device.type == "cuda":
+            torch.cuda.synchronize()
+            torch.cuda.empty_cache()
+        yield about | figures | {"seconds": round(time.perf_counter() - started, 2)}
+
+
+def keep(results: Iterable[Figures], file: Path) -> None:
+    """Append results to a file, a line each, and print them."""
+    with file.open("a", encoding="utf-8") as lines:
+        for result in results:
+            line = json.dumps(result)
+            lines.write(line + "\n")
+            lines.flush()
+            print(line, flush=True)
+
+
+def seconds_of(work: Callable[[], object], device: torch.device, repeats: int = 10) -> float:
+    """The median time of some work, after one time that does not count."""
+    work()
+    found: list[float] = []
+    for _ in range(repeats):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        started = time.perf_counter()
+        work()
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        found.append(time.perf_counter() - started)
+    return sorted(found)[repeats // 2]

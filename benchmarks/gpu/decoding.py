@@ -1,0 +1,215 @@
+"""How fast a GPU decodes: tokens a second, and what share of the rate at which it copies memory.
+
+A step reads every weight once, and the keys and values of every token before it.
+"""
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import cache, partial
+from itertools import product
+from typing import Literal
+
+import torch
+
+from benchmarks import limits
+from benchmarks.gpu.block import Check, Figures, Setting
+from benchmarks.gpu.speed import alone, at_least, decoder_config, llama_fields
+from benchmarks.ours import greedy
+from benchmarks.shapes import DECODING, NEW_TOKENS, PROMPT_TOKENS, Shape
+from benchmarks.tokens import TokenClock, random_tokens
+from workhorse.generate import GenerationConfig, generate
+from workhorse.nn import Decoder
+from workhorse.transforms.compiled.compiled_step import compile_steps
+from workhorse.transforms.inference import prepare_for_inference
+from workhorse.transforms.quantization.codes import FormatName
+from workhorse.transforms.quantization.quantize import quantize
+
+LARGE = Shape("8b", 32, 32, 8, 4096, 14_336, 128_256, context=2048, batch=1, gated=True)
+TINY = Shape("tiny", 2, 4, 2, 64, 128, 64, context=256, batch=1, gated=True)
+Precision = Literal["bfloat16"] | FormatName
+PRECISIONS: tuple[Precision, ...] = ("bfloat16", "int8", "int4")
+BATCHES = (1, 8, 64)
+LONG_PROMPT, TINY_PROMPT = 1024, 16
+PROMPTS = (1, 8)
+PEER_BATCHES = (1, 64)
+GUESSES = 4
+PREFERRED = {0: 1e6}
+"""Added to a token's logit, so that it is always chosen, and every guess is right."""
+TINY_NEW = 8
+COPIED, TINY_COPIED = 1 << 32, 1 << 22
+"""Bytes of the tensor that is copied."""
+TRIES = 10
+BANDWIDTH_SHARE = 0.75
+FASTER_THAN_TRANSFORMERS = 2.0
+
+
+class Rates:
+    """What was measured so far, and later checks are held to."""
+
+    def __init__(self) -> None:
+        self.copy: float | None = None
+        """Bytes per second, each counted when it is read and when it is written."""
+        self.transformers: dict[tuple[str, int], float] = {}
+        """New tokens per second by shape and batch, in bfloat16."""
+
+
+@dataclass(frozen=True)
+class Subject:
+    """A model of ours, and how it is made when it is first asked for."""
+
+    shape: Shape
+    precision: Precision
+    make: Callable[[], Decoder]
+
+
+def checks(setting: Setting) -> Iterator[Check]:
+    """The copy; then bfloat16, whose peer comes first, and 8 and 4 bits."""
+    rates = Rates()
+    yield Check("copy", partial(_copy, setting, rates))
+    shapes = (TINY,) if setting.tiny else (DECODING["1b"], LARGE)
+    for precision, shape in product(PRECISIONS, shapes):
+        if precision == "bfloat16":
+            for batch in PEER_BATCHES:
+                work = partial(_transformers, shape, batch, setting, rates)
+                yield Check(f"{shape.name}, transformers, batch {batch}", partial(alone, work))
+        yield from _ours(shape, precision, setting, rates)
+
+
+def _ours(shape: Shape, precision: Precision, setting: Setting, rates: Rates) -> Iterator[Check]:
+    """What one model is measured at: plain, then compiled, which takes its modules."""
+    about = f"{shape.name} {precision}"
+    plain = cache(partial(_model, shape, precision, setting.device))
+    compiled = cache(lambda: compile_steps(plain()))
+    for name, make in (("plain", plain), ("compiled", compiled)):
+        subject = Subject(shape, precision, make)
+        for batch in BATCHES:
+            work = partial(_decode, subject, batch, setting, rates)
+            yield Check(f"{about}, {name}, batch {batch}", work)
+        if precision == "bfloat16":
+            yield Check(f"{about}, {name}, guesses", partial(_guess, subject, setting))
+    for batch in PROMPTS:
+        work = partial(_prefill, Subject(shape, precision, plain), batch, setting)
+        yield Check(f"{about}, prompts, batch {batch}", work)
+
+
+def _copy(setting: Setting, rates: Rates) -> Figures:
+    size = TINY_COPIED if setting.tiny else COPIED
+    source = torch.ones(size, dtype=torch.uint8, device=setting.device)
+    target = torch.empty_like(source)
+
+    def copy() -> None:
+        target.copy_(source)
+
+    copy()
+    fastest = min(limits.seconds_of(copy, str(setting.device)) for _ in range(TRIES))
+    rates.copy = 2 * size / fastest
+    return {"bytes": size, "gbytes_per_second": rates.copy / 1e9}
+
+
+def _model(shape: Shape, precision: Precision, device: torch.device) -> Decoder:
+    """Random weights, made ready as `workhorse.load` does a preset's."""
+    torch.manual_seed(0)
+    decoder = decoder_config(shape).build(device=device, dtype=torch.bfloat16).eval()
+    if precision != "bfloat16":
+        quantize(decoder, precision)
+    return prepare_for_inference(decoder)
+
+
+def _decode(subject: Subject, batch: int, setting: Setting, rates: Rates) -> Figures:
+    decoder, shape = subject.make(), subject.shape
+    prompt, new = _lengths(setting)
+    config = GenerationConfig(max_new_tokens=new, temperature=0, stop_tokens=())
+    found = greedy(decoder, random_tokens(batch, prompt, shape.vocab_size), config)()
+    figures: Figures = {"tokens_per_second": found["decode"], "prompt_tokens": found["prefill"]}
+    if rates.copy is not None:
+        read = _weight_bytes(decoder) + batch * (prompt + new / 2) * _token_bytes(shape)
+        share = found["decode"] / batch * read / rates.copy
+        figures["share_of_copy"] = at_least(share, BANDWIDTH_SHARE) if batch == 1 else share
+    theirs = rates.transformers.get((shape.name, batch))
+    if theirs is not None and subject.precision == "bfloat16":
+        figures["times_transformers"] = at_least(found["decode"] / theirs, FASTER_THAN_TRANSFORMERS)
+    return figures
+
+
+def _lengths(setting: Setting) -> tuple[int, int]:
+    """Tokens of a prompt, and new ones."""
+    return (TINY_PROMPT, TINY_NEW) if setting.tiny else (PROMPT_TOKENS, NEW_TOKENS)
+
+
+def _weight_bytes(decoder: Decoder) -> int:
+    """What a step reads of the weights: all but the embedding, of which it looks up a row."""
+    state = {**dict(decoder.named_parameters()), **dict(decoder.named_buffers())}
+    return sum(one.nbytes for name, one in state.items() if not name.startswith("embedding."))
+
+
+def _token_bytes(shape: Shape) -> int:
+    """The cache of a token, in bfloat16."""
+    return 2 * 2 * shape.n_layers * shape.n_kv_heads * (shape.d_model // shape.n_heads)
+
+
+def _prefill(subject: Subject, batch: int, setting: Setting) -> Figures:
+    """Prompts of a thousand tokens, up to their first new token."""
+    length = TINY_PROMPT if setting.tiny else LONG_PROMPT
+    prompts = random_tokens(batch, length, subject.shape.vocab_size)
+    config = GenerationConfig(max_new_tokens=1, temperature=0, stop_tokens=())
+    tokens = greedy(subject.make(), prompts, config)()["prefill"]
+    return {"tokens_per_second": tokens, "tflops": tokens * subject.shape.forward_flops / 1e12}
+
+
+def _guess(subject: Subject, setting: Setting) -> Figures:
+    """What guesses gain at most: all of them are right. They are looked up in the text."""
+    decoder = subject.make()
+    length, new = _lengths(setting)
+    prompts = random_tokens(1, length, subject.shape.vocab_size)
+    figures: Figures = {}
+    for guesses in (0, GUESSES):
+        config = GenerationConfig(
+            max_new_tokens=new,
+            temperature=0,
+            stop_tokens=(),
+            speculate=guesses,
+            logit_bias=PREFERRED,
+        )
+        generate(decoder, prompts, config)
+        started = time.perf_counter()
+        (text,) = generate(decoder, prompts, config)
+        name = "with_guesses" if guesses else "without"
+        figures[name] = {"tokens_per_second": new / (time.perf_counter() - started)}
+        if guesses:
+            figures[name] |= {"proposed": text.proposed, "accepted": text.accepted}
+    return figures
+
+
+def _transformers(shape: Shape, batch: int, setting: Setting, rates: Rates) -> Figures:
+    """Its static cache, for which it compiles the step on a GPU."""
+    import transformers
+
+    from benchmarks.peers.transformers import _Streamer
+
+    prompt, new = _lengths(setting)
+    with setting.device:
+        model = transformers.AutoModelForCausalLM.from_config(
+            transformers.LlamaConfig(**llama_fields(shape)), dtype=torch.bfloat16
+        ).eval()
+        rows = torch.tensor(random_tokens(batch, prompt, shape.vocab_size))
+    model.generation_config.eos_token_id = None
+
+    def take() -> dict[str, float]:
+        clock = TokenClock(batch, prompt)
+        model.generate(
+            rows,
+            attention_mask=torch.ones_like(rows),
+            max_new_tokens=new,
+            do_sample=False,
+            pad_token_id=0,
+            cache_implementation="static",
+            streamer=_Streamer(clock),
+        )
+        return clock.rates(new)
+
+    take()
+    take()  # a second text may compile again
+    found = take()
+    rates.transformers[shape.name, batch] = found["decode"]
+    return {"tokens_per_second": found["decode"], "prompt_tokens": found["prefill"]}

@@ -1,0 +1,221 @@
+"""What the host costs a GPU: waits within a step, the time it has nothing to do, and batches."""
+
+import re
+import statistics
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import numpy as np
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from benchmarks import limits
+from benchmarks.gpu.block import Check, Figures, Setting
+from benchmarks.gpu.memory import mixture
+from benchmarks.gpu.speed import (
+    GPT2,
+    TINY_GPT2,
+    alone,
+    at_most,
+    built,
+    decoder_config,
+    random_batch,
+    taking,
+    training,
+)
+from benchmarks.training import WARM_UP
+from workhorse.data import Batch
+from workhorse.data.rows.batches import Batches
+from workhorse.data.shards.dataset import Split
+from workhorse.data.shards.stream import TokenStream
+from workhorse.nn import DecoderConfig
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.step.step import TrainingStep
+
+STEPS, TINY_STEPS = 10, 2
+ROUNDS = 3
+PROFILED = 3
+IDLE, WAIT = 0.02, 0.02
+"""Shares of a step."""
+ROWS = 16
+WAITS = (
+    *("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
+    *("aten::_local_scalar_dense", "aten::nonzero"),
+)
+"""Where the host waits for a GPU; the last two also on a CPU, which waits for nothing."""
+OURS = re.compile(r"(?:.*/)?(workhorse/(?!benchmarks|src|tests).*)")
+"""The name that the profiler gives a function of the package: `FILE(LINE): NAME`."""
+TOKENS, DOCUMENT = 10_000_000, 1000
+"""Of the corpus that batches are read from, and of each of its documents."""
+
+
+def checks(setting: Setting) -> Iterator[Check]:
+    """Waits and idle time of a dense model and of a mixture; then batches."""
+    shape = TINY_GPT2 if setting.tiny else GPT2
+    rows = shape.batch if setting.tiny else ROWS
+    for name, config, fields in (
+        ("dense", decoder_config(shape), {}),
+        ("dense, compiled", decoder_config(shape), {"compile": True}),
+        ("mixture", mixture(shape), {"balance_rate": 0.001}),
+    ):
+        train = training(rows, shape.context, **fields)
+        for what, work in (("waits", _waits), ("idle", _idle)):
+            yield Check(f"{what}: {name}", partial(alone, partial(work, config, train, setting)))
+    for packing in ("windows", "documents"):
+        train = training(rows, shape.context)
+        work = partial(_reading, decoder_config(shape), train, setting, packing)
+        yield Check(f"batches: {packing}", partial(alone, work))
+
+
+def _warm(config: DecoderConfig, train: TrainConfig, setting: Setting) -> Callable[[], None]:
+    """A step after those that compile and allocate."""
+    batch = random_batch(config, train, setting.device)
+    take = taking(built(config, train, setting.device), batch)
+    for _ in range(WARM_UP):
+        take()
+    return take
+
+
+def _waits(config: DecoderConfig, train: TrainConfig, setting: Setting) -> Figures:
+    """The waits of a step: of each kind and place how many, and microseconds of the host."""
+    take = _warm(config, train, setting)
+    activities = [ProfilerActivity.CPU]
+    if setting.device.type == "cuda":
+        activities.append(ProfilerActivity.CUDA)
+    with profile(activities=activities, with_stack=True) as profiler:
+        for _ in range(PROFILED):
+            take()
+    on_host = [event for event in profiler.events() if event.device_type == DeviceType.CPU]
+    frames = [(event, found[1]) for event in on_host if (found := OURS.fullmatch(event.name))]
+    counts: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
+    for event in on_host:
+        if event.name in WAITS:
+            counts[event.name, _innermost(event, frames)].append(event.time_range.elapsed_us())
+    found = [
+        {
+            "kind": kind,
+            "place": place,
+            "per_step": len(times) / PROFILED,
+            "us_per_step": sum(times) / PROFILED,
+        }
+        for (kind, place), times in counts.items()
+    ]
+    synchronised = [one for one in found if one["kind"].startswith("cuda")]
+    return {
+        "synchronisations": sum(one["per_step"] for one in synchronised),
+        "waits": sorted(found, key=lambda one: -one["us_per_step"]),
+    }
+
+
+def _innermost(event: Any, frames: list[tuple[Any, str]]) -> str:
+    """The function of the package that ran when an event began, by the clock.
+
+    So what autograd's own thread does belongs to what started the backward pass.
+    """
+    at = event.time_range.start
+    around = [
+        (frame.time_range.start, name)
+        for frame, name in frames
+        if frame.time_range.start <= at <= frame.time_range.end
+    ]
+    return max(around, default=(0, "outside"))[1]
+
+
+def _idle(config: DecoderConfig, train: TrainConfig, setting: Setting) -> Figures:
+    """The share of some steps in which no kernel runs, from the first kernel to the last."""
+    take = _warm(config, train, setting)
+    count = TINY_STEPS if setting.tiny else STEPS
+    seconds = _seconds(take, setting)
+    figures: Figures = {"seconds_of_step": seconds}
+    if setting.device.type != "cuda":
+        return figures
+    with profile(activities=[ProfilerActivity.CUDA]) as profiler:
+        for _ in range(count):
+            take()
+        torch.cuda.synchronize()
+    spans = sorted(
+        (event.time_range.start, event.time_range.end)
+        for event in profiler.events()
+        if event.device_type == DeviceType.CUDA
+    )
+    busy, until = 0.0, spans[0][0]
+    for begin, end in spans:
+        busy += max(0.0, end - max(begin, until))
+        until = max(until, end)
+    whole = until - spans[0][0]
+    figures |= {
+        "kernels_per_step": len(spans) / count,
+        "busy_seconds_of_step": busy / 1e6 / count,
+        "idle": at_most(1 - busy / whole, IDLE),
+        "idle_unprofiled": at_most(1 - busy / 1e6 / count / seconds, IDLE),
+    }
+    return figures
+
+
+def _seconds(take: Callable[[], object], setting: Setting) -> float:
+    """Of a step, the median of some rounds."""
+    count = TINY_STEPS if setting.tiny else STEPS
+
+    def steps() -> None:
+        for _ in range(count):
+            take()
+
+    return statistics.median(
+        limits.seconds_of(steps, str(setting.device)) / count for _ in range(ROUNDS)
+    )
+
+
+def _reading(config: DecoderConfig, train: TrainConfig, setting: Setting, packing: Any) -> Figures:
+    """What steps wait for batches that are read while the device works, as training reads them.
+
+    Beside them: the same step with a batch that is there already, and unpinned ones.
+    """
+    is_cuda = setting.device.type == "cuda"
+    step = built(config, train, setting.device)
+    batches = _batches(config, train, packing)
+
+    def read(number: int, pinned: bool) -> Batch:
+        batch = batches[number]
+        return batch.pinned() if pinned else batch
+
+    ready = read(0, is_cuda)
+    for _ in range(WARM_UP):
+        taking(step, ready)()
+    there = _seconds(taking(step, ready), setting)
+    figures: Figures = {
+        "seconds_with_batch_there": there,
+        "seconds_to_read": limits.seconds_of(lambda: read(1, is_cuda), "cpu"),
+    }
+    for name, pinned in (("pinned", is_cuda), ("unpinned", False)):
+        seconds = _seconds(_Reading(step, partial(read, pinned=pinned)), setting)
+        figures[name] = {
+            "seconds_of_step": seconds,
+            "waiting": at_most(max(0.0, seconds / there - 1), WAIT),
+        }
+    return figures
+
+
+class _Reading:
+    """Steps that read the next batch after the passes of this one were queued."""
+
+    def __init__(self, step: TrainingStep, read: Callable[[int], Batch]) -> None:
+        self.step, self.read = step, read
+        self.number = 0
+        self.next = read(0)
+
+    def __call__(self) -> None:
+        loss, counted = self.step.backward(self.next)
+        self.number += 1
+        self.next = self.read(self.number)
+        self.step.update(loss, counted, schedule=1.0)
+
+
+def _batches(config: DecoderConfig, train: TrainConfig, packing: Any) -> Batches:
+    """Of random tokens in documents of one length."""
+    tokens = np.random.default_rng(0).integers(config.vocab_size, size=TOKENS, dtype=np.uint16)
+    ends = np.arange(DOCUMENT, TOKENS + 1, DOCUMENT)
+    split = Split("train", (TokenStream("random", [tokens], ends),), (1.0,))
+    return Batches(split, seq_len=train.seq_len, batch_size=train.batch_size, packing=packing)

@@ -10,7 +10,7 @@ from workhorse.nn import Decoder
 from workhorse.transforms.native_attention import attend_natively
 from workhorse.transforms.stream import stream_weights
 
-OPERATORS = resolve("decoding", "matrix_unit", "training", "vectors", wait=True)
+OPERATORS = resolve("decoding", "matrix_unit", "steps", "training", "vectors", wait=True)
 # Where one is None, what uses it is skipped by `needs`.
 DECODING: Any = OPERATORS.decoding
 MATRIX_UNIT: Any = OPERATORS.matrix_unit

@@ -3,10 +3,10 @@
     make campaign-fast    or    python -m pytest -m campaign tests/campaigns/test_fast.py
 
 Each model decodes with streamed weights and native attention, with whole steps or compiled ones,
-beside itself without them. In float32 the greedy tokens are the same. In bfloat16 every way rounds in its own order:
-along one text the logits differ from those of the same weights in float32 by at most `BFLOAT16` of
-the largest, and the likeliest token is the same wherever the second likeliest is further away than
-twice that.
+beside itself without them. In float32 the greedy tokens are the same. In bfloat16 every way rounds
+in its own order: along one text the logits differ from those of the same weights in float32 by at
+most `BFLOAT16` of the largest, and the likeliest token is the same wherever the second likeliest is
+further away than twice that.
 """
 
 from collections.abc import Callable

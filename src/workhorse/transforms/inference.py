@@ -14,9 +14,9 @@ def prepare_for_inference(decoder: Decoder, *, compile: bool = False) -> Decoder
     Args:
         decoder: in evaluation mode, quantised if it is to be, on the device and in the dtype that
             it will run in.
-        compile: decode by compiled steps; see `compile_steps`. On a CPU this also waits until the
-            native operators are compiled; otherwise they are used if they are there, and compiled
-            in the background for the next start.
+        compile: decode by compiled steps (see `compile_steps`) where there are no native ones. On
+            a CPU this also waits until the native operators are compiled; otherwise they are used
+            if they are there, and compiled in the background for the next start.
 
     Returns:
         The decoder to use: the same one unless it is compiled.
@@ -34,5 +34,5 @@ def prepare_for_inference(decoder: Decoder, *, compile: bool = False) -> Decoder
         stream_weights(decoder, operators)
         attend_natively(decoder, operators.decoding)
     if compile:
-        return compile_steps(decoder)
+        decoder = compile_steps(decoder)
     return decoder if operators.steps is None else step_natively(decoder, operators)

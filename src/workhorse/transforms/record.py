@@ -39,7 +39,7 @@ MAY_FOLLOW: dict[TransformName, tuple[TransformName, ...]] = {
     "quantize": ("group_heads", "stream_weights", "attend_natively"),
     "stream_weights": ("group_heads", "quantize", "attend_natively"),
     "attend_natively": ("group_heads", "quantize", "stream_weights"),
-    "step_natively": ("group_heads", *_INFERENCE),
+    "step_natively": ("group_heads", *_INFERENCE, "compile_steps"),
     "compile_steps": ("group_heads", *_INFERENCE),
     "train_natively": ("group_heads",),
     "multiply_in_float8": ("group_heads", *_TRAINING[:1]),

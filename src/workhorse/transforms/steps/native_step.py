@@ -17,6 +17,7 @@ from workhorse.nn.cache.fixed import tensors_of
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.cache.view import CacheView
 from workhorse.nn.watched import Watch
+from workhorse.transforms.compiled.compiled_step import CompiledDecoder
 from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become
 from workhorse.transforms.steps.program import CannotTranslate, Program, Turn, translate
@@ -30,7 +31,8 @@ def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
     """A decoder that adds tokens to a `PagedView` by one native call.
 
     Prompts and everything else run as before; so does a decoder with hooks, and one that computes
-    what the operator does not. Its weights may change afterwards, in place; its modules may not.
+    what the operator does not, by compiled steps if it has them. Its weights may change afterwards,
+    in place; its modules may not.
 
     Args:
         decoder: in evaluation mode, on the CPU, after the other transforms of inference. What is
@@ -40,7 +42,8 @@ def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
     check(decoder, "step_natively")
     most_rows = MOST_ROWS if operators.matrix_unit is None else 1
     options = {"steps": operators.steps, "most_rows": most_rows, "angles": Angles()}
-    made = become(decoder, SteppingDecoder, **options, watch=Watch(decoder.modules()))
+    kind = SteppingCompiledDecoder if type(decoder) is CompiledDecoder else SteppingDecoder
+    made = become(decoder, kind, **options, watch=Watch(decoder.modules()))
     record(made, "step_natively")
     return made
 
@@ -74,10 +77,15 @@ class SteppingDecoder(Decoder):
     watch: Watch
     program: Program | None
 
+    @property
+    def rows_apart(self) -> int:
+        stepping = self._translated() is not None and not self.watch.sees_hooks
+        return self.most_rows if stepping else super().rows_apart
+
     def next_logits(
         self, tokens: Tensor, *, positions: Tensor | None = None, cache: CacheView | None = None
     ) -> Tensor:
-        if positions is None and (program := self._program(tokens, cache)):
+        if positions is None and (program := self._program_for(tokens, cache)):
             assert isinstance(cache, PagedView)
             return self._step(program, tokens, cache, 1)[:, 0]
         return super().next_logits(tokens, positions=positions, cache=cache)
@@ -91,18 +99,21 @@ class SteppingDecoder(Decoder):
         cache: CacheView | None = None,
     ) -> Tensor:
         counted = positions is None and documents is None
-        if counted and (program := self._program(tokens, cache)):
+        if counted and (program := self._program_for(tokens, cache)):
             assert isinstance(cache, PagedView)
             return self._step(program, tokens, cache, tokens.shape[1])
         return super().forward(tokens, positions=positions, documents=documents, cache=cache)
 
-    def _program(self, tokens: Tensor, cache: CacheView | None) -> Program | None:
+    def _program_for(self, tokens: Tensor, cache: CacheView | None) -> Program | None:
         """The program, if this pass is a step that it can take."""
         if not isinstance(cache, PagedView) or torch.is_grad_enabled():
             return None
         few = tokens.shape[1] <= cache.slack + 1 and tokens.numel() <= self.most_rows
         if not few or not all(text.length for text in cache.texts) or self.watch.sees_hooks:
             return None
+        return self._translated()
+
+    def _translated(self) -> Program | None:
         if "program" not in vars(self):
             try:
                 self.program = translate(self)
@@ -132,3 +143,7 @@ class SteppingDecoder(Decoder):
         view.lengths += seq
         view.advance(seq)
         return logits
+
+
+class SteppingCompiledDecoder(SteppingDecoder, CompiledDecoder):
+    """Whose other steps are compiled programs."""

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.native.machine import DECODING, OPERATORS
+from tests.native.machine import OPERATORS
 from workhorse.transforms.native_training.feedforward import activation_of
 from workhorse.transforms.quantization.quantized_linear import QuantizedLinear
 
@@ -169,8 +169,6 @@ def test_an_operator_is_what_its_schema_and_its_shapes_say(case: str, dtype: tor
     library, name, arguments = CASES[case]
     if reason := OPERATORS.why_not.get(library):  # pyright: ignore[reportArgumentType, reportCallIssue]
         pytest.skip(reason)
-    if name == "packed_linear" and not DECODING.packs:
-        pytest.skip("the CPU has no avx512_vnni")
     if name.startswith("attention") and dtype not in OPERATORS.training.attention_types:
         pytest.skip(f"this CPU leaves attention of {dtype} to PyTorch")
     operator = getattr(torch.ops.workhorse, name).default

@@ -202,8 +202,6 @@ def test_an_operator_is_what_its_schema_and_its_shapes_say(case: str, dtype: tor
     library, name, arguments = CASES[case]
     if reason := OPERATORS.why_not.get(library):  # pyright: ignore[reportArgumentType, reportCallIssue]
         pytest.skip(reason)
-    if name == "packed_linear" and not DECODING.packs:
-        pytest.skip("the CPU has no avx512_vnni")
     if name.startswith("attention") and dtype not in OPERATORS.training.attention_types:
         pytest.skip(f"this CPU leaves attention of {dtype} to PyTorch")
     operator = getattr(torch.ops.workhorse, name).default

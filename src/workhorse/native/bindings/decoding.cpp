@@ -236,7 +236,6 @@ Tensor argmax(const Tensor& logits) {
   return tokens;
 }
 
-#ifdef WORKHORSE_PACKS
 template <class T, int Bits>
 void multiply_packed(const T* x, const packed_linear::PackedWeight<Bits>& weight, const T* bias, T* y, int64_t rows,
               int64_t out) {
@@ -318,7 +317,6 @@ Tensor packed_linear(const Tensor& x, const Tensor& codes, const Tensor& scales,
   multiply(given, codes, scales, levels, bias, ends, y);
   return y;
 }
-#endif
 
 }  // namespace
 }  // namespace workhorse::bindings
@@ -330,11 +328,9 @@ STABLE_TORCH_LIBRARY(workhorse, m) {
       "attend(Tensor q, Tensor k, Tensor v, Tensor table, Tensor first, Tensor last, float scale) "
       "-> Tensor");
   m.def("argmax(Tensor logits) -> Tensor");
-#ifdef WORKHORSE_PACKS
   m.def(
       "packed_linear(Tensor x, Tensor codes, Tensor scales, Tensor? levels, Tensor? bias, "
       "Tensor? ends, int out) -> Tensor");
-#endif
 }
 
 STABLE_TORCH_LIBRARY_IMPL(workhorse, CPU, m) {
@@ -342,7 +338,5 @@ STABLE_TORCH_LIBRARY_IMPL(workhorse, CPU, m) {
   m.impl("linear_each", TORCH_BOX(&workhorse::bindings::linear_each));
   m.impl("attend", TORCH_BOX(&workhorse::bindings::attend));
   m.impl("argmax", TORCH_BOX(&workhorse::bindings::argmax));
-#ifdef WORKHORSE_PACKS
   m.impl("packed_linear", TORCH_BOX(&workhorse::bindings::packed_linear));
-#endif
 }

@@ -127,9 +127,7 @@ class Prepared {
       begins.push_back(bytes);
       const int64_t width = registers[2 * i];
       int64_t size = width * sizeof(T);
-#ifdef WORKHORSE_PACKS
       if (registers[2 * i + 1]) size = width / packed_linear::kGroup * sizeof(packed_linear::Fixed);
-#endif
       if (i > 0) bytes += (rows * size + kLine - 1) / kLine * kLine;
     }
     scratch_.resize(bytes);
@@ -175,7 +173,6 @@ class Prepared {
       case Op::kLinear:
         size(now.weight, type_, now.options[0] * width(now.from));
         return size(now.bias, type_, now.options[0]);
-#ifdef WORKHORSE_PACKS
       case Op::kPackedLinear: {
         using namespace packed_linear;
         const bool four_bits = now.options[2] >= 0;
@@ -185,7 +182,6 @@ class Prepared {
         if (four_bits) size(now.options[2], ScalarType::Byte, kLanes);
         return size(now.bias, type_, now.options[0]);
       }
-#endif
       case Op::kStore:
         return check_layer(now.options[0], now.options[1]);
       case Op::kAttend:

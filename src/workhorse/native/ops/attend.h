@@ -9,7 +9,6 @@
 
 #include <algorithm>
 #include <limits>
-#include <utility>
 #include <vector>
 
 #include "simd/dot.h"
@@ -21,29 +20,12 @@ constexpr int kWide = 16;  // lanes of a vector, and slots at a time
 constexpr int kSoon = 48;  // how many slots ahead to prefetch
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
-// In each group of 2 W lanes, adds the first W and the last W; sums of a go to the first W, of b to the
-// last W.
-template <int W, int... Lane>
-inline F32x16 fold(F32x16 a, F32x16 b, std::integer_sequence<int, Lane...>) {
-  return __builtin_shufflevector(
-             a, b, (Lane / W % 2 * kWide + Lane / (2 * W) * (2 * W) + Lane % W)...) +
-         __builtin_shufflevector(
-             a, b, (Lane / W % 2 * kWide + Lane / (2 * W) * (2 * W) + Lane % W + W)...);
-}
-
-template <int W>
-inline void fold(F32x16 (&v)[kWide]) {
-  for (int n = 0; n < W; n++)
-    v[n] = fold<W>(v[n], v[n + W], std::make_integer_sequence<int, kWide>());
-}
-
 // Lane n: the sum of vector n.
 inline F32x16 sums(F32x16 (&v)[kWide]) {
-  fold<8>(v);
-  fold<4>(v);
-  fold<2>(v);
-  fold<1>(v);
-  return v[0];
+  for (int n = 0; n < 8; n++) v[n] = fold<8>(v[n], v[n + 8]);
+  for (int n = 0; n < 4; n++) v[n] = fold<4>(v[n], v[n + 4]);
+  for (int n = 0; n < 2; n++) v[n] = fold<2>(v[n], v[n + 2]);
+  return fold<1>(v[0], v[1]);
 }
 
 // Keys or values, (heads, blocks, slots of a block, width), contiguous along the width.
@@ -142,16 +124,14 @@ struct Attend {
       for (int64_t g = 0; g < unit.end - unit.begin; g++) {
         const F32x16 all = dots(of(q, unit, g), keys, g ? nullptr : later, count);
         const auto seen = inside(slot, first[place(unit, g)], last[place(unit, g)]);
-        const F32x16 some = seen ? all * scale : F32x16{} + kHidden;
-        std::memcpy(scores + g * room + slot - unit.first, &some, sizeof some);
+        put(scores + g * room + slot - unit.first, select(seen, all * scale, F32x16{} + kHidden));
       }
     }
   }
 
   // True in the lanes whose slots are in [first, last).
-  static auto inside(int64_t slot, int64_t first, int64_t last) {
-    typedef int32_t I32x16 __attribute__((vector_size(64)));
-    const I32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  static I32x16 inside(int64_t slot, int64_t first, int64_t last) {
+    const I32x16 lanes = lane_numbers();
     const int32_t from = int32_t(std::clamp<int64_t>(first - slot, 0, kWide));
     const int32_t to = int32_t(std::clamp<int64_t>(last - slot, 0, kWide));
     return (lanes >= from) & (lanes < to);
@@ -171,8 +151,11 @@ struct Attend {
         totals[n] = Dot<T>::add(totals[n], keys[n] + i, query + i);
       }
     F32x16 all = sums(totals);
-    for (; i < width; i++)
-      for (int n = 0; n < kWide; n++) all[n] += to_float(keys[n][i]) * to_float(query[i]);
+    for (; i < width; i++) {
+      float key[kWide];
+      for (int n = 0; n < kWide; n++) key[n] = to_float(keys[n][i]);
+      all += load<F32x16>(key) * to_float(query[i]);
+    }
     return all;
   }
 
@@ -181,7 +164,7 @@ struct Attend {
     F32x16 most = load<F32x16>(scores);
     for (int64_t i = kWide; i < padded; i += kWide) {
       const F32x16 some = load<F32x16>(scores + i);
-      most = some > most ? some : most;
+      most = select(some > most, some, most);
     }
     float peak = most[0];
     for (int i = 1; i < kWide; i++) peak = std::max(peak, most[i]);
@@ -189,9 +172,9 @@ struct Attend {
     F32x16 total = {};
     for (int64_t i = 0; i < padded; i += kWide) {
       const F32x16 some = load<F32x16>(scores + i);
-      const F32x16 weight = some == hidden ? F32x16{} : exponential(some - peak);
+      const F32x16 weight = select(some == hidden, F32x16{}, exponential(some - peak));
       total += weight;
-      std::memcpy(scores + i, &weight, sizeof weight);
+      put(scores + i, weight);
     }
     const float whole = sum(total);
     const float share = whole > 0 ? 1 / whole : 0;
@@ -244,7 +227,7 @@ struct Attend {
         total[n] += weights[slot] * widen(value + n * kWide);
       }
     }
-    std::memcpy(sums + i, total, sizeof total);
+    for (int n = 0; n < Vectors; n++) put(sums + i + n * kWide, total[n]);
   }
 };
 

@@ -235,7 +235,6 @@ struct Pass {
            [&](int64_t unit) { all.run(layer, unit * size, std::min(out, (unit + 1) * size)); });
   }
 
-#ifdef WORKHORSE_PACKS
   template <class Divide>
   void packed(const Instruction& now, int64_t rows, const Divide& divide) const {
     if (now.op == Op::kPackedLinear && now.options[2] >= 0) packed<4>(now, rows, divide);
@@ -258,10 +257,6 @@ struct Pass {
     divide((blocks + size - 1) / size,
            [&](int64_t unit) { product.run(unit * size, std::min(blocks, (unit + 1) * size)); });
   }
-#else
-  template <class Divide>
-  void packed(const Instruction&, int64_t, const Divide&) const {}
-#endif
 
   // The pairs of a head, in place, in float32 or rounded to T after every operation.
   void rotate(const Instruction& now, int64_t position, T* head) const {

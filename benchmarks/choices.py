@@ -79,8 +79,8 @@ def config(settings: list[str]) -> DecoderConfig:
 
 def training(*, settings: list[str], dtype: str, threads: int) -> Round:
     """Rounds that give `tokens` a second of training steps, as `workhorse train` takes them."""
+    from workhorse.tensors.allocator import keep_freed_memory
     from workhorse.train.recipe.recipe import TrainConfig
-    from workhorse.train.step.allocator import keep_freed_memory
     from workhorse.train.step.build import build_step
 
     torch.set_num_threads(threads)

@@ -56,8 +56,8 @@ def train(
 ) -> Round:
     """Rounds of training steps, as `workhorse train` takes them."""
     from workhorse.optim.adamw import AdamWConfig
+    from workhorse.tensors.allocator import keep_freed_memory
     from workhorse.train.recipe.recipe import TrainConfig
-    from workhorse.train.step.allocator import keep_freed_memory
     from workhorse.train.step.build import build_step
 
     sizes = TRAINING[shape]

@@ -24,10 +24,10 @@ from benchmarks.timing import in_turn
 from workhorse.checkpoints import MODEL, OPTIMIZER, CheckpointStore
 from workhorse.data import Batch
 from workhorse.parallel.processes.world import ALONE
+from workhorse.tensors.allocator import keep_freed_memory
 from workhorse.train import saver
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.saver import Saver
-from workhorse.train.step.allocator import keep_freed_memory
 from workhorse.train.step.build import build_step
 
 SHAPE = "baby"

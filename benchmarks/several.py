@@ -35,8 +35,8 @@ from workhorse.optim.adamw import AdamWConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.division.teams import make_teams
 from workhorse.parallel.processes.world import World
+from workhorse.tensors.allocator import keep_freed_memory
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.allocator import keep_freed_memory
 from workhorse.train.step.build import build_step
 
 CPU = torch.device("cpu")

@@ -22,8 +22,8 @@ from workhorse.devices import training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.models.llama import llama
 from workhorse.nn import DecoderConfig
+from workhorse.tensors.allocator import keep_freed_memory
 from workhorse.train import TrainConfig
-from workhorse.train.step.allocator import keep_freed_memory
 from workhorse.train.step.build import build_step
 from workhorse.transforms.float8 import check_float8
 

@@ -36,12 +36,12 @@ from workhorse.parallel.division.sharding import shard
 from workhorse.parallel.division.stages import Pipeline, divide_stages, keep_stage
 from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.world import ALONE
+from workhorse.tensors.allocator import keep_freed_memory
 from workhorse.train import TrainConfig
 from workhorse.train.objectives.divided import Divided
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.objectives.objective import Objective
 from workhorse.train.saver import Saver
-from workhorse.train.step.allocator import keep_freed_memory
 from workhorse.train.step.build import build_step
 from workhorse.train.step.step import TrainingStep
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from workhorse.memory import resident
 from workhorse.native import resolve
 from workhorse.native.heap import Heap
-from workhorse.train.step.allocator import keep_freed_memory
+from workhorse.tensors.allocator import keep_freed_memory
 
 HEAP = resolve("heap", wait=True).heap
 MIB = 2**20

@@ -10,8 +10,8 @@ from tests.native.machine import DECODING, needs
 pytestmark = needs("decoding")
 
 HALF_A_STEP = {torch.bfloat16: 2**-8, torch.float32: 2**-24}
-SUM = 2e-6  # of float32, as a share of the sum of magnitudes; 2,048 numbers in any order
-SHAPES = [(64, 64), (37, 50), (16, 33), (1, 1), (130, 768), (48, 2048)]  # out, in
+SUM = 2e-6  # of float32, as a share of the sum of magnitudes; 5,000 numbers in any order
+SHAPES = [(64, 64), (37, 50), (16, 33), (1, 1), (130, 768), (48, 2048), (9, 5000)]  # out, in
 ROWS = [1, 2, 3, 5, 15, 16, 17, 33, 64, 65, 70]
 
 
@@ -31,6 +31,16 @@ def test_product(dtype: torch.dtype, out: int, width: int) -> None:
         x = torch.randn(rows, width).to(dtype)
         for bias in (None, torch.randn(out).to(dtype)):
             assert_close(DECODING.linear(x, weight, bias), x, weight, bias)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("width", [50, 768, 5000])
+def test_a_row_is_rounded_alike_beside_any_others(dtype: torch.dtype, width: int) -> None:
+    weight, bias = torch.randn(37, width).to(dtype), torch.randn(37).to(dtype)
+    x = torch.randn(70, width).to(dtype)
+    y = DECODING.linear(x, weight, bias)
+    for first, last in ((0, 2), (1, 4), (3, 10), (60, 70)):
+        assert torch.equal(DECODING.linear(x[first:last], weight, bias), y[first:last])
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

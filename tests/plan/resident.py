@@ -14,8 +14,8 @@ import torch
 from tests.plan.measure import CPU, make_step, random_batch
 from workhorse.memory import most_resident, resident
 from workhorse.nn import DecoderConfig
+from workhorse.tensors.allocator import give_back_freed_memory, keep_freed_memory
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.allocator import give_back_freed_memory, keep_freed_memory
 
 
 def take_steps(config: DecoderConfig, train: TrainConfig, count: int) -> None:

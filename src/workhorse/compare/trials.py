@@ -18,8 +18,8 @@ from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
 from workhorse.load_model import load
 from workhorse.memory import most_resident, resident
+from workhorse.tensors.allocator import give_back_freed_memory
 from workhorse.train import DivergedError, Event, Recipe, read_metrics, train
-from workhorse.train.step.allocator import give_back_freed_memory
 from workhorse.writing import write_atomically
 
 PATIENCE = 60.0

@@ -13,6 +13,7 @@ from workhorse.data.corpus.documents import Document
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate.windows import Batch, Window, batches, padded_positions, windows
 from workhorse.nn import Decoder, chunked_next_token_loss, evaluation_mode
+from workhorse.tensors.allocator import keep_freed_memory
 
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
 """Tokens in a forward pass that fill a device: a CPU's caches, or the many cores of a GPU."""
@@ -95,7 +96,7 @@ def evaluate(
     if batch_size is None:
         batch_size = max(1, _fitting(device, TOKENS_AT_ONCE) // context)
     tally = _Tally()
-    with evaluation_mode(decoder), torch.no_grad():
+    with evaluation_mode(decoder), torch.no_grad(), keep_freed_memory(device):
         cut = _windows(
             documents,
             tokenizer,

@@ -15,11 +15,11 @@ from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import parameters_by_role
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.processes import environment
+from workhorse.tensors.allocator import keep_freed_memory
 from workhorse.tokenizers import train_tokenizer
 from workhorse.train.check import check_length, check_recipe
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
 from workhorse.train.step.account import account
-from workhorse.train.step.allocator import keep_freed_memory
 from workhorse.train.step.build import build_step, measured_peak
 from workhorse.train.step.device_memory import device_memory
 from workhorse.train.step.micro_batch import fit_micro_batch, recordable

@@ -17,6 +17,7 @@ from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.watchdog import watched
 from workhorse.parallel.processes.world import World, open_world
+from workhorse.tensors.allocator import keep_freed_memory
 from workhorse.train.assembly import assemble
 from workhorse.train.check import check_recipe, remarks_on
 from workhorse.train.loop import Loop
@@ -26,7 +27,6 @@ from workhorse.train.report.page import write_report
 from workhorse.train.resume.resume import Resumption, before_jump, plan_resumption
 from workhorse.train.saver import Store
 from workhorse.train.signals import StopSignals
-from workhorse.train.step.allocator import keep_freed_memory
 from workhorse.writing import TAKES_NO_MORE, refusal
 
 

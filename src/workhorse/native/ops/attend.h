@@ -13,20 +13,13 @@
 
 #include "simd/dot.h"
 #include "simd/exponential.h"
+#include "simd/sums.h"
 
 namespace workhorse::attend {
 
 constexpr int kWide = 16;  // lanes of a vector, and slots at a time
 constexpr int kSoon = 48;  // how many slots ahead to prefetch
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
-
-// Lane n: the sum of vector n.
-inline F32x16 sums(F32x16 (&v)[kWide]) {
-  for (int n = 0; n < 8; n++) v[n] = fold<8>(v[n], v[n + 8]);
-  for (int n = 0; n < 4; n++) v[n] = fold<4>(v[n], v[n + 4]);
-  for (int n = 0; n < 2; n++) v[n] = fold<2>(v[n], v[n + 2]);
-  return fold<1>(v[0], v[1]);
-}
 
 // Keys or values, (heads, blocks, slots of a block, width), contiguous along the width.
 template <class T>

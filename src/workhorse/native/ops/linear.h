@@ -1,18 +1,22 @@
 // y = x Wᵀ + b for few rows of x, with W as `nn.Linear` holds it: dot products of rows.
 //
-// It takes as long as reading W once. Four rows of W are read in parallel while the same columns of the
-// next four are prefetched. Up to four rows of x are multiplied while a part of W is in registers, and
-// further ones while the four rows of W are still in the cache.
+// For one row it takes as long as reading W: four rows of W are read in parallel while the same columns of
+// the next four are prefetched. Four rows of x are multiplied while a part of W is in registers, and further
+// ones while it is in the L1 cache; long rows are cut for that, and sums kept from one cut to the next.
+// How a number is rounded depends on the length of its sum alone.
 #pragma once
 
 #include <algorithm>
 
 #include "simd/dot.h"
+#include "simd/sums.h"
 
 namespace workhorse::linear {
 
-constexpr int kOut = 4;   // rows of W side by side
-constexpr int kRows = 4;  // rows of x at a time
+constexpr int kOut = 4;            // rows of W side by side
+constexpr int kRows = 4;           // rows of x at a time
+constexpr int64_t kPanel = 64;     // rows of x whose sums are kept from one cut to the next
+constexpr int64_t kCut = 1 << 12;  // bytes of a cut of a row: four of W and four of x fit into L1
 
 // What x is multiplied with, and where the product goes.
 template <class T>
@@ -35,31 +39,73 @@ struct Rows {
   }
 
  private:
+  struct Cut {  // of every row; all but the last are whole steps
+    int64_t begin, end;
+  };
+
   template <int O>
   void block(const Layer<T>& layer, int64_t o) const {
-    int64_t r = 0;
-    for (; r + kRows <= rows; r += kRows) dots<O, kRows>(layer, o, r);
-    for (; r < rows; r++) dots<O, 1>(layer, o, r);
+    F32x16 kept[kPanel * O];
+    const int64_t length = rows > kRows ? kCut / sizeof(T) : in;
+    for (int64_t first = 0; first < rows; first += kPanel) {
+      const int64_t last = std::min(first + kPanel, rows);
+      Cut cut{0, 0};
+      do {
+        cut = {cut.end, std::min(cut.end + length, in)};
+        int64_t r = first;
+        for (; r + kRows <= last; r += kRows) dots<O, kRows>(layer, o, r, cut, kept + (r - first) * O);
+        for (; r < last; r++) dots<O, 1>(layer, o, r, cut, kept + (r - first) * O);
+      } while (cut.end < in);
+    }
   }
 
   template <int O, int R>
-  void dots(const Layer<T>& layer, int64_t o, int64_t r) const {
+  void dots(const Layer<T>& layer, int64_t o, int64_t r, Cut cut, F32x16* kept) const {
     constexpr int step = Dot<T>::step;
     const T *w = layer.weight + o * in, *xs = x + r * in;
-    F32x16 acc[O][R] = {};
-    int64_t k = 0;
-    for (; k + step <= in; k += step)
+    F32x16 acc[R * O] = {};
+    if (cut.begin > 0) std::copy_n(kept, R * O, acc);
+    int64_t k = cut.begin;
+    for (; k + step <= cut.end; k += step)
       for (int i = 0; i < O; i++) {
         if (r == 0) expect(w + (i + O) * in + k);
         for (int j = 0; j < R; j++)
-          acc[i][j] = Dot<T>::add(acc[i][j], w + i * in + k, xs + j * in + k);
+          acc[j * O + i] = Dot<T>::add(acc[j * O + i], w + i * in + k, xs + j * in + k);
       }
-    for (int i = 0; i < O; i++)
-      for (int j = 0; j < R; j++) {
-        float total = sum(acc[i][j]) + tail(w + i * in, xs + j * in, k);
+    if (cut.end < in)
+      std::copy_n(acc, R * O, kept);
+    else
+      finish<O, R>(layer, o, r, acc, k);
+  }
+
+  // Adds what is left of the rows from `k` on and the bias, and stores.
+  template <int O, int R>
+  void finish(const Layer<T>& layer, int64_t o, int64_t r, const F32x16 (&acc)[R * O], int64_t k) const {
+    const T *w = layer.weight + o * in, *xs = x + r * in;
+    if constexpr (O * R == 16)
+      put(layer, o, r, sums(acc), w, xs, k);
+    else
+      for (int n = 0; n < O * R; n++) {
+        const int i = n % O, j = n / O;
+        float total = sum(acc[n]) + tail(w + i * in, xs + j * in, k);
         if (layer.bias) total += to_float(layer.bias[o + i]);
         store(layer.y + (r + j) * layer.out + o + i, total);
       }
+  }
+
+  // Four totals for each of four rows of y, rounded together.
+  void put(const Layer<T>& layer, int64_t o, int64_t r, F32x16 totals, const T* w, const T* xs, int64_t k) const {
+    float more[kRows * kOut];
+    const auto add = [&](auto number) {
+      for (int n = 0; n < kRows * kOut; n++) more[n] = number(n % kOut, n / kOut);
+      totals += load<F32x16>(more);
+    };
+    if (k < in) add([&](int i, int j) { return tail(w + i * in, xs + j * in, k); });
+    if (layer.bias) add([&](int i, int) { return to_float(layer.bias[o + i]); });
+    T rows[kRows * kOut];
+    if constexpr (sizeof(T) == sizeof(float)) workhorse::put(rows, totals);
+    else workhorse::put(rows, convert<U16x16>(rounded<U32x16>(totals)));
+    for (int j = 0; j < kRows; j++) std::copy_n(rows + j * kOut, kOut, layer.y + (r + j) * layer.out + o);
   }
 
   float tail(const T* w, const T* xs, int64_t k) const {

@@ -18,13 +18,13 @@ from workhorse.parallel.division.schedule import one_forward_one_backward
 from workhorse.parallel.division.stages import divide_stages
 from workhorse.parallel.division.teams import NO_TEAMS, Teams
 from workhorse.parallel.processes.world import ALONE, World
+from workhorse.tensors.allocator import give_back_freed_memory
 from workhorse.train.objectives.balance import Balanced, Balancer, has_mixtures
 from workhorse.train.objectives.divided import Divided
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.objectives.objective import Objective
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.speed import peak_flops
-from workhorse.train.step.allocator import give_back_freed_memory
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
 from workhorse.train.step.reduction import Reduction, ShardedReduction

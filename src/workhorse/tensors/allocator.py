@@ -1,4 +1,4 @@
-"""Memory allocation while a model is trained on a CPU."""
+"""Memory allocation on a CPU while a model is trained or evaluated."""
 
 import contextlib
 import ctypes
@@ -29,7 +29,7 @@ _users = 0
 
 @contextlib.contextmanager
 def keep_freed_memory(device: torch.device) -> Iterator[None]:
-    """While a model is trained on a CPU, keep freed memory for the next step; elsewhere do nothing.
+    """On a CPU, keep freed memory for the next step or batch; elsewhere do nothing.
 
     By default glibc returns every large block to the system and allocates it again, and the system
     clears each of its pages: 22 % of a step of GPT-2 in bfloat16 on two cores. Where there is a
@@ -38,7 +38,7 @@ def keep_freed_memory(device: torch.device) -> Iterator[None]:
     exit resets them and returns the memory.
 
     Args:
-        device: where the model is trained.
+        device: where the model is.
     """
     global _users  # noqa: PLW0603 - as the options are
     if device.type != "cpu":

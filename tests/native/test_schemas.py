@@ -13,7 +13,7 @@ from workhorse.transforms.native_attention import attend_natively
 from workhorse.transforms.native_training.feedforward import activation_of
 from workhorse.transforms.quantization.quantized_linear import QuantizedLinear
 from workhorse.transforms.steps.native_step import Angles
-from workhorse.transforms.steps.program import translate
+from workhorse.transforms.steps.translate import translate
 from workhorse.transforms.stream import stream_weights
 
 Arguments = tuple[Any, ...]

@@ -20,8 +20,8 @@ from workhorse.transforms.native_attention import attend_natively
 from workhorse.transforms.quantization.codes import FormatName
 from workhorse.transforms.quantization.quantize import quantize
 from workhorse.transforms.steps.native_step import SteppingDecoder, step_natively
-from workhorse.transforms.steps.program import translate
 from workhorse.transforms.steps.recorded import CannotTranslate
+from workhorse.transforms.steps.translate import translate
 from workhorse.transforms.stream import stream_weights
 
 pytestmark = [needs("steps"), needs("decoding")]

@@ -72,8 +72,8 @@ compile_option = click.option(
     "--compile",
     "compiled",
     is_flag=True,
-    help="Decode as fast as possible: weights in large pages, and steps compiled that are not native;"
-    " the first such step on a machine waits for the compiler (tens of seconds).",
+    help="Weights in large pages, which are read faster, and steps compiled that are not native;"
+    " the first of those on a machine waits for the compiler (tens of seconds).",
 )
 """For verbs that decode; the parameter is `compiled`."""
 

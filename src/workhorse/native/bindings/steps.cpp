@@ -33,7 +33,7 @@ class Prepared {
            const std::vector<Tensor>& angles, const Tensor& tokens, const Tensor& lengths,
            const std::vector<Tensor>& tables, const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
            const Tensor& reaches, int64_t wanted, const Tensor& logits, ScalarType type)
-      : weights_(weights), type_(type) {
+      : weights_(weights), angles_(angles), type_(type) {
     pass_.instructions = reinterpret_cast<const Instruction*>(whole(program, 2, "program"));
     pass_.count = program.size(0);
     STD_TORCH_CHECK(program.size(1) * sizeof(int64_t) == sizeof(Instruction) && numbers.is_contiguous() &&
@@ -70,7 +70,7 @@ class Prepared {
 
  private:
   step::Pass<T> pass_;
-  const std::vector<Tensor>& weights_;
+  const std::vector<Tensor>&weights_, &angles_;
   ScalarType type_;
   std::vector<int64_t> positions_, blocks_;
   std::vector<std::byte> scratch_;
@@ -177,10 +177,19 @@ class Prepared {
         using namespace packed_linear;
         const bool four_bits = now.options[2] >= 0;
         const int64_t parts = (now.options[0] + kLanes - 1) / kLanes * (width(now.from) / kGroup);
-        size(now.weight, ScalarType::Byte, parts * (four_bits ? PackedWeight<4>::bytes : PackedWeight<8>::bytes));
+        const int64_t bytes = four_bits ? PackedWeight<4>::bytes : PackedWeight<8>::bytes;
+        size(now.weight, ScalarType::Byte, parts * bytes);
         size(now.options[1], ScalarType::Short, parts * kLanes);
         if (four_bits) size(now.options[2], ScalarType::Byte, kLanes);
         return size(now.bias, type_, now.options[0]);
+      }
+      case Op::kRotate: {
+        const int64_t angles = now.options[1];
+        const ScalarType type = now.options[2] & step::kInFloat32 ? ScalarType::Float : type_;
+        STD_TORCH_CHECK(2 * angles + 1 < int64_t(angles_.size()) && angles_[2 * angles].scalar_type() == type &&
+                            angles_[2 * angles + 1].scalar_type() == type,
+                        "workhorse: an instruction names angles that there are not, or of another type");
+        return;
       }
       case Op::kStore:
         return check_layer(now.options[0], now.options[1]);
@@ -223,4 +232,6 @@ STABLE_TORCH_LIBRARY_FRAGMENT(workhorse, m) {
       "-> Tensor");
 }
 
-STABLE_TORCH_LIBRARY_IMPL(workhorse, CPU, m) { m.impl("decode_step", TORCH_BOX(&workhorse::bindings::decode_step)); }
+STABLE_TORCH_LIBRARY_IMPL(workhorse, CPU, m) {
+  m.impl("decode_step", TORCH_BOX(&workhorse::bindings::decode_step));
+}

@@ -22,7 +22,7 @@ namespace workhorse::step {
 // -1 where there is none. The meaning of `options` and `numbers` stands beside each.
 enum class Op : int64_t {
   kEmbed,         // to = rows of weight, by token
-  kEmbedPosition, // to = rows of weight, by position + options[0]
+  kEmbedPosition,  // to = rows of weight, by position + options[0]
   kScale,         // to = from · numbers[0]
   kAdd,           // to = from + other
   kNorm,          // to = norm(from) · (weight + numbers[1]) + bias, in parts of options[0] numbers: see Norm
@@ -125,7 +125,12 @@ struct Pass {
       case Op::kEmbedPosition:
         return divide(rows, [&](int64_t r) { look_up(now, positions[r] + now.options[0], row(now.to, r)); });
       case Op::kScale:
-        return divide(rows, [&](int64_t r) { scale(row(now.from, r), float(number[0]), width(now.to), row(now.to, r)); });
+        return divide(rows, [&](int64_t r) {
+          const T* const x = row(now.from, r);
+          T* const y = row(now.to, r);
+          const float by = float(number[0]);
+          each(width(now.to), [&]<class V>(V, int64_t j) { write(y + j, read<V>(x + j) * by); });
+        });
       case Op::kAdd:
         return divide(rows, [&](int64_t r) {
           const T *a = row(now.from, r), *b = row(now.other, r);
@@ -163,10 +168,6 @@ struct Pass {
 
   void look_up(const Instruction& now, int64_t number, T* to) const {
     std::copy_n(weight<T>(now.weight) + number * width(now.to), width(now.to), to);
-  }
-
-  static void scale(const T* x, float by, int64_t n, T* y) {
-    each(n, [&]<class V>(V, int64_t j) { write(y + j, read<V>(x + j) * by); });
   }
 
   void norm(const Instruction& now, const double* number, int64_t r) const {

@@ -20,7 +20,9 @@ from workhorse.nn.watched import Watch
 from workhorse.transforms.compiled.compiled_step import CompiledDecoder
 from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become
-from workhorse.transforms.steps.program import CannotTranslate, Program, Turn, translate
+from workhorse.transforms.steps.program import Program, Turn
+from workhorse.transforms.steps.recorded import CannotTranslate
+from workhorse.transforms.steps.translate import translate
 
 MOST_ROWS = 64
 """Tokens of a pass, of all texts together; for more, gemms that reuse weights are faster, and on a

@@ -467,3 +467,20 @@ def test_help_tells_what_applies_where_a_flag_is_not_given(
     said = " ".join(capsys.readouterr().out.split())
     assert "lets torch decide. [default: 0" in said
     assert "recipe's" not in said
+
+
+def test_processes_that_are_started_again_go_on_with_their_own_run_alone(
+    recipe: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", recipe, "train.steps=2"]) == 0
+    run = RunDirectory(Path("runs/tiny"))
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    os.utime(run.recipe_file, (1, 1))  # somebody's run, from before these processes
+    before = run.metrics_file.read_bytes()
+    capsys.readouterr()
+    assert main(["train", recipe]) == 2
+    assert "holds a run already" in capsys.readouterr().err
+    assert run.metrics_file.read_bytes() == before
+    os.utime(run.recipe_file)  # begun by those before these
+    assert main(["train", recipe]) == 0
+    assert [one["step"] for one in read_metrics(run.metrics_file) if one["kind"] == "step"][-1] == 6

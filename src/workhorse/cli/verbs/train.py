@@ -142,10 +142,11 @@ def _check_free(run: Path) -> None:
 
 
 def _has_begun(run: Path) -> bool:
-    """Whether processes before these have made a run directory."""
+    """Whether processes before these have made a run directory, and not somebody else before."""
     from workhorse.checkpoints import RunDirectory
 
-    return RunDirectory(run).exists
+    made = RunDirectory(run)
+    return made.exists and made.recipe_file.stat().st_mtime >= environment.agent_began()
 
 
 def _own_recipe(folder: Path, out: Path | None, resume: bool) -> tuple[Path, Path]:

@@ -1,6 +1,8 @@
 """What the environment says of the processes of a run; `torchrun` and `launch` write it."""
 
 import os
+import re
+from pathlib import Path
 
 from workhorse.errors import WorkhorseError
 
@@ -33,6 +35,22 @@ def count_here(planned: int = 1) -> int:
 def attempt() -> int:
     """How often processes of this machine before these have failed."""
     return _number("TORCHELASTIC_RESTART_COUNT", 0)
+
+
+def agent_began() -> float:
+    """When the process began that starts this one again, in seconds since the epoch.
+
+    0 where the system does not tell.
+    """
+    try:
+        agent = Path(f"/proc/{os.getppid()}/stat").read_text(encoding="utf-8")
+        booted = re.search(r"^btime (\d+)$", Path("/proc/stat").read_text(encoding="utf-8"), re.M)
+    except OSError:
+        return 0.0
+    if booted is None:
+        return 0.0
+    ticks = int(agent.rpartition(")")[2].split()[19])  # field 22: since the machine was booted
+    return int(booted[1]) + ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _number(name: str, otherwise: int) -> int:

@@ -148,6 +148,11 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 }
 
 template <class T>
+attend::Heads<T> heads_of(const Tensor& tensor, T* data) {
+  return {data, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+template <class T>
 attend::Blocks<T> blocks_of(const Tensor& tensor) {
   return {static_cast<const T*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1),
           tensor.stride(2)};
@@ -162,14 +167,13 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t splits = std::min((threads + heads_of_all_rows - 1) / heads_of_all_rows,
                                   q.size(1) / kv_heads * q.size(2));
-  const attend::Attend<T> work{{static_cast<const T*>(q.const_data_ptr()), q.stride(0), q.stride(1),
-                                q.stride(2)},
+  const attend::Attend<T> work{heads_of(q, data<T>(q)),
                          blocks_of<T>(k),
                          blocks_of<T>(v),
+                         heads_of(y, static_cast<T*>(y.mutable_data_ptr())),
                          data<int64_t>(table),
                          data<int64_t>(first),
                          data<int64_t>(last),
-                         static_cast<T*>(y.mutable_data_ptr()),
                          q.size(1),
                          kv_heads,
                          q.size(2),
@@ -252,7 +256,8 @@ void multiply_packed(const T* x, const packed_linear::PackedWeight<Bits>& weight
       return;
     }
 #endif
-  packed_linear::PackedLinear<Bits, T> product{weight, x, bias, y, rows, out};
+  std::vector<packed_linear::Fixed> fixed(rows * weight.groups);
+  const packed_linear::PackedLinear<Bits, T> product{weight, x, bias, y, rows, out, fixed.data()};
   in_threads(rows, row_bytes, [&](int64_t from, int64_t to) { product.pack(from, to); });
   in_threads(blocks, block_bytes, [&](int64_t from, int64_t to) { product.run(from, to); });
 }

@@ -36,18 +36,22 @@ struct Blocks {
 };
 
 template <class T>
-struct Queries {  // (batch, heads, seq, width), contiguous along the width
-  const T* data;
+struct Heads {  // (batch, heads, seq, width), contiguous along the width
+  T* data;
   int64_t batch_stride, head_stride, seq_stride;
+
+  T* at(int64_t row, int64_t head, int64_t s) const {
+    return data + row * batch_stride + head * head_stride + s * seq_stride;
+  }
 };
 
 template <class T>
 struct Attend {
-  Queries<T> q;
+  Heads<const T> q;
   Blocks<T> k, v;
+  Heads<T> y;
   const int64_t* table;  // (batch, blocks of a row): the block table of each row
   const int64_t *first, *last;  // (batch, seq): a query sees the slots [first, last)
-  T* y;  // (batch, heads, seq, value width)
   int64_t heads, kv_heads, seq, blocks, block, width, value_width;  // `block` is a multiple of kWide
   int64_t splits;  // units among which the queries of a row's key head are divided
   float scale;
@@ -106,9 +110,11 @@ struct Attend {
 
   int64_t place(const Unit& unit, int64_t g) const { return unit.row * seq + (unit.begin + g) % seq; }
 
-  const T* query(const Unit& unit, int64_t g) const {
-    const int64_t n = unit.begin + g, head = unit.head * (heads / kv_heads) + n / seq;
-    return q.data + unit.row * q.batch_stride + head * q.head_stride + n % seq * q.seq_stride;
+  // A query of a unit, or what is made of it.
+  template <class Number>
+  Number* of(const Heads<Number>& all, const Unit& unit, int64_t g) const {
+    const int64_t n = unit.begin + g;
+    return all.at(unit.row, unit.head * (heads / kv_heads) + n / seq, n % seq);
   }
 
   void score(const Unit& unit, float* scores, int64_t room) const {
@@ -116,7 +122,7 @@ struct Attend {
       const int64_t count = std::min<int64_t>(unit.last - slot, kWide);
       const T *keys = at(k, unit, slot), *later = after_key(unit, slot);
       for (int64_t g = 0; g < unit.end - unit.begin; g++) {
-        const F32x16 all = dots(query(unit, g), keys, g ? nullptr : later, count);
+        const F32x16 all = dots(of(q, unit, g), keys, g ? nullptr : later, count);
         const auto seen = inside(slot, first[place(unit, g)], last[place(unit, g)]);
         put(scores + g * room + slot - unit.first, select(seen, all * scale, F32x16{} + kHidden));
       }
@@ -190,8 +196,7 @@ struct Attend {
       }
     }
     for (int64_t g = 0; g < group; g++) {
-      const int64_t n = unit.begin + g, head = unit.head * (heads / kv_heads) + n / seq;
-      T* to = y + ((unit.row * heads + head) * seq + n % seq) * value_width;
+      T* const to = of(y, unit, g);
       for (int64_t i = 0; i < value_width; i++) store(to + i, sums[g * wide + i]);
     }
   }

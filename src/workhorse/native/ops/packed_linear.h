@@ -15,7 +15,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <vector>
 
 #include "simd/byte_dots.h"
 #include "simd/elementwise.h"
@@ -96,10 +95,10 @@ struct PackedLinear {
   const T *x, *bias;  // bias may be null
   T* y;
   int64_t rows, out;
-  std::vector<Fixed> fixed{size_t(rows * weight.groups)};
+  Fixed* fixed;  // (rows, groups): x, once it is packed
 
   // Converts rows [begin, end) of x to integers.
-  void pack(int64_t begin, int64_t end) {
+  void pack(int64_t begin, int64_t end) const {
     for (int64_t i = begin * weight.groups; i < end * weight.groups; i++)
       fixed[i] = Fixed(x + i * kGroup);
   }
@@ -123,7 +122,7 @@ struct PackedLinear {
   void sums(int64_t block, int64_t r, const ByteTable& table) const {
     const uint8_t* code = weight.code(block);
     const BFloat16* scale = weight.scale(block);
-    const Fixed* row = fixed.data() + r * weight.groups;
+    const Fixed* row = fixed + r * weight.groups;
     F32x16 total[R] = {};
     for (int64_t g = 0; g < weight.groups; g++, row++, code += weight.bytes, scale += kLanes) {
       if (r == 0) weight.fetch(code);

@@ -8,6 +8,7 @@ from torch import nn
 from tests.native.machine import DECODING, MATRIX_UNIT, OPERATORS, VECTORS, needs, needs_vectors
 from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.transforms import stream
 from workhorse.transforms.record import transforms_of
 from workhorse.transforms.stream import FEW_ROWS, ONE_PASS, StreamedLinear, stream_weights
 
@@ -99,6 +100,20 @@ def test_many_rows_are_a_product(
         torch.testing.assert_close(y.double(), exact, rtol=rtol, atol=atol)
         monkeypatch.setattr(streamed[0], "many_rows", lambda *_: "a product")
         assert (streamed(x) == "a product") is bool(more)
+
+
+@needs("decoding")
+def test_bfloat16_without_instructions_for_it_is_multiplied_as_float32(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(stream, "cpu_has", lambda name: name == "sse4_2")
+    layer = nn.Linear(48, 80).bfloat16()
+    x = torch.randn(ONE_PASS[torch.bfloat16] + 1, 48).bfloat16()
+    exact = F.linear(x.float(), layer.weight.float(), layer.bias.float())
+    streamed = nn.Sequential(layer)
+    stream_weights(streamed, Operators(DECODING))
+    with torch.no_grad():
+        assert torch.equal(streamed(x), exact.bfloat16())
 
 
 @needs("decoding")

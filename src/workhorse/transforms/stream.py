@@ -3,15 +3,17 @@
 Decoding computes one row per text, so a layer takes as long as reading its weights; PyTorch's
 `linear` reaches a half to two thirds of the memory's bandwidth. The many rows of a prompt are a
 gemm, for which there are operators too: in bfloat16 on the matrix unit of some CPUs, in float32 in
-the vectors of others.
+the vectors of others. A CPU without instructions for bfloat16 multiplies it as float32.
 """
 
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from workhorse.instructions import cpu_has
 from workhorse.native import Decoding, Operators
 from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become, replace_modules
@@ -19,8 +21,8 @@ from workhorse.transforms.replace import become, replace_modules
 FEW_ROWS = {torch.bfloat16: 128, torch.float32: 16}
 """The most rows for which `Decoding.linear` beat PyTorch's `linear`, by dtype of the weights."""
 ONE_PASS = {torch.bfloat16: 64, torch.float32: 32}
-"""The same where many rows have an operator of their own. On the matrix unit the two were equally
-fast for 64 to 128, in vectors for 24 to 48."""
+"""The same where many rows have a gemm of their own. On the matrix unit the two were equally fast
+for 64 to 128, in vectors for 24 to 48, for bfloat16 as float32 in MKL for 16 to 64."""
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 """`F.linear`, and what computes the same."""
 
@@ -62,7 +64,7 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
     if decoding is None:
         return
 
-    gemms = {torch.bfloat16: operators.matrix_unit, torch.float32: operators.vectors}
+    gemms = {dtype: _gemm(dtype, operators) for dtype in FEW_ROWS}
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is not nn.Linear or not _streams(module):
@@ -70,13 +72,34 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
         dtype = module.weight.dtype
         gemm = gemms[dtype]
         few_rows = (FEW_ROWS if gemm is None else ONE_PASS)[dtype]
-        many_rows = F.linear if gemm is None else gemm.linear
         return become(
-            module, StreamedLinear, decoding=decoding, few_rows=few_rows, many_rows=many_rows
+            module,
+            StreamedLinear,
+            decoding=decoding,
+            few_rows=few_rows,
+            many_rows=F.linear if gemm is None else gemm,
         )
 
     replace_modules(model, choose)
     record(model, "stream_weights", operators=operators)
+
+
+def _gemm(dtype: torch.dtype, operators: Operators) -> Linear | None:
+    """What multiplies many rows quicker than PyTorch's `linear`; None if nothing does."""
+    in_float32 = None if operators.vectors is None else operators.vectors.linear
+    if dtype == torch.float32:
+        return in_float32
+    if operators.matrix_unit is not None:
+        return operators.matrix_unit.linear
+    if cpu_has("sse4_2") and not cpu_has("avx512_bf16"):  # PyTorch's takes three times as long
+        return partial(_widened, in_float32 or F.linear)
+    return None
+
+
+def _widened(linear: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product of bfloat16 by one of float32, rounded once."""
+    wide_bias = None if bias is None else bias.float()
+    return linear(x.float(), weight.float(), wide_bias).to(x.dtype)
 
 
 def _streams(linear: nn.Linear) -> bool:

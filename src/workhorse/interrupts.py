@@ -9,14 +9,18 @@ from typing import Any
 
 
 class _Held:
-    """A handler of SIGINT that notes it."""
+    """A handler of SIGINT that notes it, or lets it through."""
 
     def __init__(self, before: Callable[[int, FrameType | None], Any]) -> None:
         self.before = before
         self.noted = False
+        self.lets_through = False
 
     def __call__(self, number: int, frame: FrameType | None) -> None:
-        self.noted = True
+        if self.lets_through:
+            self.before(number, frame)
+        else:
+            self.noted = True
 
     def deliver(self) -> None:
         """Call the handler from before if an interrupt was noted."""
@@ -49,15 +53,15 @@ def interrupts_held() -> Generator[None]:
 def interrupts_let_through() -> Generator[None]:
     """Within `interrupts_held`: let SIGINT act at once, one that was held back too."""
     held = signal.getsignal(signal.SIGINT)
-    if not _interruptible() or not isinstance(held, _Held):
+    if not _interruptible() or not isinstance(held, _Held) or held.lets_through:
         yield
         return
-    signal.signal(signal.SIGINT, held.before)
+    held.lets_through = True
     try:
         held.deliver()
         yield
     finally:
-        signal.signal(signal.SIGINT, held)
+        held.lets_through = False
 
 
 def _interruptible() -> bool:

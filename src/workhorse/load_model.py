@@ -64,8 +64,9 @@ def load(
             Hugging Face the type that it was saved in.
         kernel: how attention is computed.
         quantize: hold the weights of linear layers in 8 or 4 bits, each from when it is read.
-        compile: decode by steps compiled as a whole. The first step on a machine then waits for
-            the compiler (tens of seconds), later ones for the program to be read (seconds).
+        compile: copy the weights into large pages, which are read faster, and compile steps that
+            are not native. The first such step on a machine waits for the compiler (tens of
+            seconds), later ones for the program to be read (seconds).
         as_stored: leave all modules as the config builds them: to write the model out, or to train.
         tell: called with what must not go unnoticed: that weights are random, or that something of
             a directory was not used.

@@ -2,11 +2,11 @@
 
     make campaign-fast    or    python -m pytest -m campaign tests/campaigns/test_fast.py
 
-Each model decodes with streamed weights, native attention and compiled steps, beside itself without
-them. In float32 the greedy tokens are the same. In bfloat16 every way rounds in its own order:
-along one text the logits differ from those of the same weights in float32 by at most `BFLOAT16` of
-the largest, and the likeliest token is the same wherever the second likeliest is further away than
-twice that.
+Each model decodes with streamed weights and native attention, with whole steps or compiled ones,
+beside itself without them. In float32 the greedy tokens are the same. In bfloat16 every way rounds
+in its own order: along one text the logits differ from those of the same weights in float32 by at
+most `BFLOAT16` of the largest, and the likeliest token is the same wherever the second likeliest is
+further away than twice that.
 """
 
 from collections.abc import Callable
@@ -23,6 +23,7 @@ from workhorse.native import resolve
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.transforms.compiled.compiled_step import compile_steps
 from workhorse.transforms.native_attention import attend_natively
+from workhorse.transforms.steps.native_step import step_natively
 from workhorse.transforms.stream import stream_weights
 
 pytestmark = [
@@ -42,17 +43,19 @@ each_config = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(params=["native", "native and compiled"])
+@pytest.fixture(params=["native", "native steps", "native and compiled"])
 def quicken(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Decoder], Decoder]:
     """The transforms."""
 
     def apply(decoder: Decoder) -> Decoder:
-        operators = resolve("decoding", "matrix_unit", "vectors", wait=True)
+        operators = resolve("decoding", "steps", "matrix_unit", "vectors", wait=True)
         assert operators.decoding is not None
         stream_weights(decoder, operators)
         attend_natively(decoder, operators.decoding)
-        compiled = request.param == "native and compiled"
-        return compile_steps(decoder, tmp_path) if compiled else decoder
+        if request.param == "native":
+            return decoder
+        whole = request.param == "native steps"
+        return step_natively(decoder, operators) if whole else compile_steps(decoder, tmp_path)
 
     return apply
 

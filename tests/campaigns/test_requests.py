@@ -159,7 +159,7 @@ def test_a_thousand_requests(
     torch.manual_seed(0)
     decoder = CONFIG.build(dtype=dtype).eval()
     if native:
-        decode_natively(decoder)
+        decoder = decode_natively(decoder)
     pick = random.Random(1)
     asked = requests(pick, exact=exact)
     run(decoder, asked, pick)

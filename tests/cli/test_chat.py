@@ -87,17 +87,17 @@ def test_help_tells_the_commands_and_quit_ends(run_folder, capsys, piped):
 
 
 def test_an_interrupt_ends_the_reply_and_not_the_chat(run_folder, capsys, typed, monkeypatch):
-    from workhorse.nn import Decoder
+    from workhorse.generate.reader import Reader
 
-    hidden, passes = Decoder.hidden, []
+    read, passes = Reader.read, []
 
     def interrupted(self, *arguments, **named):
         passes.append(1)
         if len(passes) == 3:
             raise KeyboardInterrupt
-        return hidden(self, *arguments, **named)
+        return read(self, *arguments, **named)
 
-    monkeypatch.setattr(Decoder, "hidden", interrupted)
+    monkeypatch.setattr(Reader, "read", interrupted)
     typed("ab", KeyboardInterrupt(), "c")
     out, err = chat(capsys, str(run_folder), "--seed", "1", "--max-new-tokens", "5", "--json")
     first, second = (json.loads(line) for line in out.splitlines())

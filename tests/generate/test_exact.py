@@ -43,9 +43,7 @@ def make(dtype: torch.dtype, *, native: bool = False, mixture: bool = False) -> 
     )
     torch.manual_seed(0)
     decoder = config.build(dtype=dtype).eval()
-    if native:
-        decode_natively(decoder)
-    return decoder
+    return decode_natively(decoder) if native else decoder
 
 
 def prompts() -> list[list[int]]:
@@ -159,3 +157,21 @@ def test_exact_texts_are_not_guessed():
     scheduler = Scheduler(make(torch.float32), max_rows=1, speculate=2)
     with pytest.raises(WorkhorseError, match="exact: this scheduler guesses 2 tokens at a time"):
         scheduler.add([1], GREEDY)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_exact_texts_take_their_steps_together_where_that_changes_no_bit(dtype, monkeypatch):
+    decoder = make(dtype, native=True)
+    rows = []
+    read = type(decoder).next_logits
+
+    def counting(decoder, tokens, **given):
+        rows.append(tokens.shape)
+        return read(decoder, tokens, **given)
+
+    monkeypatch.setattr(type(decoder), "next_logits", counting)
+    some = [[1, 2, 3], [4, 5, 6, 7], [8] * 40]
+    together = generate(decoder, some, GREEDY)
+    steps = rows[len(some) :]
+    assert steps == [(min(3, decoder.rows_apart), 1)] * len(steps)
+    assert [generate(decoder, [prompt], GREEDY)[0] for prompt in some] == together

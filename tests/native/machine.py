@@ -8,9 +8,10 @@ from workhorse.native import Library, resolve, vectors
 from workhorse.native.build import Unavailable
 from workhorse.nn import Decoder
 from workhorse.transforms.native_attention import attend_natively
+from workhorse.transforms.steps.native_step import step_natively
 from workhorse.transforms.stream import stream_weights
 
-OPERATORS = resolve("decoding", "matrix_unit", "training", "vectors", wait=True)
+OPERATORS = resolve("decoding", "matrix_unit", "steps", "training", "vectors", wait=True)
 # Where one is None, what uses it is skipped by `needs`.
 DECODING: Any = OPERATORS.decoding
 MATRIX_UNIT: Any = OPERATORS.matrix_unit
@@ -22,12 +23,13 @@ except Unavailable:
 needs_vectors = pytest.mark.skipif(VECTORS is None, reason="no vectors of 64 bytes, or no compiler")
 
 
-def decode_natively(decoder: Decoder) -> None:
-    """Let a decoder use the operators of decoding, or skip the test that asks for it."""
+def decode_natively(decoder: Decoder) -> Decoder:
+    """A decoder that uses the operators of decoding; skips the test where there are none."""
     if OPERATORS.decoding is None:
         pytest.skip(OPERATORS.why_not["decoding"])
     stream_weights(decoder, OPERATORS)
     attend_natively(decoder, OPERATORS.decoding)
+    return decoder if OPERATORS.steps is None else step_natively(decoder, OPERATORS)
 
 
 def needs(library: Library) -> pytest.MarkDecorator:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.native.machine import DECODING
+from tests.native.machine import DECODING, needs
 from workhorse.instructions import cpu_has
 from workhorse.nn.experts.grouped_linear import GroupedLinear, group_sorted
 from workhorse.transforms.quantization.codes import FormatName
@@ -20,10 +20,7 @@ FORMATS: list[FormatName] = ["int8", "int4"]
 SHAPES = [(64, 64), (37, 50), (16, 33), (1, 1), (130, 768)]
 
 
-pytestmark = pytest.mark.skipif(
-    DECODING is None or not DECODING.packs,
-    reason="the CPU has no avx512_vnni, or there is no compiler",
-)
+pytestmark = needs("decoding")
 
 
 def groups_largest(x: Tensor) -> Tensor:

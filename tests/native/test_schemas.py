@@ -8,8 +8,13 @@ import torch
 from torch import Tensor, nn
 
 from tests.native.machine import DECODING, OPERATORS
+from workhorse.nn import DecoderConfig
+from workhorse.transforms.native_attention import attend_natively
 from workhorse.transforms.native_training.feedforward import activation_of
 from workhorse.transforms.quantization.quantized_linear import QuantizedLinear
+from workhorse.transforms.steps.native_step import Angles
+from workhorse.transforms.steps.program import translate
+from workhorse.transforms.stream import stream_weights
 
 Arguments = tuple[Any, ...]
 
@@ -62,6 +67,33 @@ def adamw(dtype: torch.dtype) -> Arguments:
     return [x(dtype)], low_bits, [x(dtype)], [x(dtype)], [squares], [1], *numbers
 
 
+def decode_step(dtype: torch.dtype) -> Arguments:
+    """Two texts of 3 and 17 tokens, two more of each."""
+    attention = {"n_heads": 2, "n_kv_heads": 1, "position": {"kind": "rope"}}
+    block = {
+        "kind": "pre_norm",
+        "norm": {"kind": "rms_norm"},
+        "attention": attention,
+        "feed_forward": {"kind": "gated_mlp", "d_ff": 12},
+    }
+    sizes = {"vocab_size": 11, "d_model": 16, "n_layers": 1, "max_seq_len": 40}
+    decoder = (
+        DecoderConfig.from_dict({**sizes, "blocks": {"main": block}}).build(dtype=dtype).eval()
+    )
+    stream_weights(decoder, OPERATORS)
+    attend_natively(decoder, DECODING)
+    program = translate(decoder)
+    code = program.instructions, program.numbers, program.registers, list(program.weights)
+    angles = Angles().upto(19, program.turns)
+    tokens, lengths = torch.tensor([[1, 2], [3, 4]]), torch.tensor([3, 17])
+    cache = (
+        [torch.tensor([[4, 0], [2, 3]])],
+        [randn(1, 5, 16, 8)(dtype)],
+        [randn(1, 5, 16, 8)(dtype)],
+    )
+    return *code, angles, tokens, lengths, *cache, program.reaches, 2, 11
+
+
 CASES: dict[str, tuple[str, str, Callable[[torch.dtype], Arguments]]] = {
     "linear": ("decoding", "linear", lambda d: (randn(2, 8)(d), randn(5, 8)(d), randn(5)(d))),
     "linear_each": (
@@ -82,6 +114,7 @@ CASES: dict[str, tuple[str, str, Callable[[torch.dtype], Arguments]]] = {
             0.3,
         ),
     ),
+    "decode_step": ("steps", "decode_step", decode_step),
     "argmax": ("decoding", "argmax", lambda d: (randn(3, 40)(d),)),
     "packed_linear": ("decoding", "packed_linear", packed(None)),
     "packed_linear of experts": ("decoding", "packed_linear", packed([2, 5])),
@@ -169,8 +202,6 @@ def test_an_operator_is_what_its_schema_and_its_shapes_say(case: str, dtype: tor
     library, name, arguments = CASES[case]
     if reason := OPERATORS.why_not.get(library):  # pyright: ignore[reportArgumentType, reportCallIssue]
         pytest.skip(reason)
-    if name == "packed_linear" and not DECODING.packs:
-        pytest.skip("the CPU has no avx512_vnni")
     if name.startswith("attention") and dtype not in OPERATORS.training.attention_types:
         pytest.skip(f"this CPU leaves attention of {dtype} to PyTorch")
     operator = getattr(torch.ops.workhorse, name).default

@@ -72,8 +72,8 @@ compile_option = click.option(
     "--compile",
     "compiled",
     is_flag=True,
-    help="Decode with compiled steps. The first time on a machine waits for the compiler (tens of"
-    " seconds); later ones read the compiled program (seconds).",
+    help="Decode as fast as possible: weights in large pages, and steps compiled that are not native;"
+    " the first such step on a machine waits for the compiler (tens of seconds).",
 )
 """For verbs that decode; the parameter is `compiled`."""
 

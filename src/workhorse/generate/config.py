@@ -60,9 +60,9 @@ class GenerationConfig(Config):
     """Tokens guessed at a time, by a draft model or from the text itself, and verified in one pass
     of the model. Changes the speed, never the distribution of the text. 0 guesses none."""
     exact: bool = False
-    """Read each text in passes of its own, its prompt in pieces that end at fixed positions, so
-    that every number has the same bits whatever else is read or remembered. Batching then saves no
-    time."""
+    """Read each prompt by itself, in pieces that end at fixed positions, and texts together only
+    where that changes no bit (native steps), so that every number has the same bits whatever else
+    is read or remembered. Elsewhere batching then saves no time."""
     beams: int = 1
     """Hypotheses kept by beam search, at most 8192; 1 means no search."""
     length_penalty: float = 1.0

@@ -50,10 +50,10 @@ class Reading:
     Attributes:
         tokens: those read so far.
         text: their keys and values in the cache.
-        prompt: the length of an exact text's prompt; None: the text is not exact. The passes of an
-            exact text hold no other text; its prompt is read in pieces that end at multiples of
-            `PIECE`, all later tokens one by one. So the shapes of all computations, and with them
-            the bits of their results, depend on the text alone.
+        prompt: the length of an exact text's prompt; None: the text is not exact. The prompt of an
+            exact text is read by itself, in pieces that end at multiples of `PIECE`, and all later
+            tokens one by one, beside others' only where that changes no bit (`rows_apart`). So the
+            bits of all results depend on the text alone.
         begin: how many tokens before these were forgotten, because the context was full.
     """
 
@@ -68,6 +68,11 @@ class Reading:
         if self.prompt is None:
             return len(self.tokens)
         return min(len(self.tokens), self.prompt) // PIECE * PIECE
+
+    def is_step(self, tokens: Sequence[int]) -> bool:
+        """Whether these are a single token after the prompt of an exact text."""
+        exact = self.prompt is not None and len(self.tokens) >= self.prompt
+        return exact and len(tokens) == 1
 
     def passes(self, tokens: Sequence[int]) -> Iterator[Sequence[int]]:
         """The tokens to append, as an exact text's passes read them."""
@@ -198,12 +203,15 @@ class Reader:
         together = [n for n, reading in enumerate(readings) if reading.prompt is None]
         if len(together) == len(readings):
             return to_choose_from(self._pass(readings, to_read, last))
+        steps = [n for n, reading in enumerate(readings) if reading.is_step(to_read[n])]
+        most = self.decoder.rows_apart
+        batches = [steps[i : i + most] for i in range(0, len(steps), most)]
         logits: dict[int, Tensor] = {}
-        if together:
-            batch = [readings[n] for n in together], [to_read[n] for n in together]
-            logits |= zip(together, self._pass(*batch, last).split(1), strict=True)
+        for batch in [together, *batches] if together else batches:
+            both = [readings[n] for n in batch], [to_read[n] for n in batch]
+            logits |= zip(batch, self._pass(*both, last).split(1), strict=True)
         for n, reading in enumerate(readings):
-            if reading.prompt is not None:
+            if n not in logits:
                 for new in reading.passes(to_read[n]):
                     logits[n] = self._pass([reading], [new], last)
         return to_choose_from(torch.cat([logits[n] for n in range(len(readings))]))

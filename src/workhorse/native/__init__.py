@@ -7,7 +7,17 @@ model or a step asks `resolve` once for the operators of this machine and passes
 from workhorse.native.decoding import Decoding
 from workhorse.native.matrix_unit import MatrixUnit
 from workhorse.native.operators import Library, Operators, resolve
+from workhorse.native.steps import Steps
 from workhorse.native.training import Training
 from workhorse.native.vectors import Vectors
 
-__all__ = ["Decoding", "Library", "MatrixUnit", "Operators", "Training", "Vectors", "resolve"]
+__all__ = [
+    "Decoding",
+    "Library",
+    "MatrixUnit",
+    "Operators",
+    "Steps",
+    "Training",
+    "Vectors",
+    "resolve",
+]

@@ -22,9 +22,6 @@ LANES = 16
 class Decoding:
     """The operators as functions of tensors; an instance exists only if they can be called."""
 
-    packs: bool
-    """Whether this CPU has the instructions of `packed_linear`."""
-
     def linear(
         self,
         x: Float[Tensor, "*batch in_features"],
@@ -137,10 +134,8 @@ def _load(library: Path) -> Decoding:
     torch.library.register_fake("workhorse::linear_each", _linear_each_shapes)
     torch.library.register_fake("workhorse::attend", _attend_shape)
     torch.library.register_fake("workhorse::argmax", _argmax_shape)
-    packs = hasattr(torch.ops.workhorse, "packed_linear")  # its instructions were compiled in
-    if packs:
-        torch.library.register_fake("workhorse::packed_linear", _packed_linear_shape)
-    return Decoding(packs)
+    torch.library.register_fake("workhorse::packed_linear", _packed_linear_shape)
+    return Decoding()
 
 
 def _linear_shape(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:

@@ -3,15 +3,16 @@
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from workhorse.native import decoding, heap, matrix_unit, training, vectors
+from workhorse.native import decoding, heap, matrix_unit, steps, training, vectors
 from workhorse.native.build import Unavailable
 from workhorse.native.decoding import Decoding
 from workhorse.native.heap import Heap
 from workhorse.native.matrix_unit import MatrixUnit
+from workhorse.native.steps import Steps
 from workhorse.native.training import Training
 from workhorse.native.vectors import Vectors
 
-Library = Literal["decoding", "heap", "matrix_unit", "training", "vectors"]
+Library = Literal["decoding", "heap", "matrix_unit", "steps", "training", "vectors"]
 
 
 @dataclass(frozen=True)
@@ -21,6 +22,7 @@ class Operators:
     decoding: Decoding | None = None
     heap: Heap | None = None
     matrix_unit: MatrixUnit | None = None
+    steps: Steps | None = None
     training: Training | None = None
     vectors: Vectors | None = None
     why_not: dict[Library, str] = field(default_factory=dict, compare=False, repr=False)
@@ -59,5 +61,7 @@ def _load(library: Library, wait: bool) -> object:
             return decoding.load(wait=wait)
         case "matrix_unit":
             return matrix_unit.load(wait=wait)
+        case "steps":
+            return steps.load(wait=wait)
         case "vectors":
             return vectors.load(wait=wait)

@@ -295,14 +295,15 @@ def load() -> Training:
 
 
 def _attention_types() -> frozenset[torch.dtype]:
-    """The dtypes whose gemms, which are oneDNN's, are fast on this CPU.
+    """The dtypes whose gemms of blocks are fast on this CPU.
 
-    bfloat16 needs instructions for it, float32 vectors of 64 bytes.
+    They are oneDNN's, for which bfloat16 needs instructions and float32 vectors of 64 bytes;
+    elsewhere PyTorch takes MKL's for float32.
     """
-    if not torch.backends.mkldnn.is_available():
-        return frozenset()
     needed = {torch.bfloat16: "avx512_bf16", torch.float32: "avx512_f"}
-    return frozenset(dtype for dtype, what in needed.items() if cpu_has(what))
+    onednn = torch.backends.mkldnn.is_available()
+    fast = {dtype for dtype, what in needed.items() if onednn and cpu_has(what)}
+    return frozenset(fast | {torch.float32} if torch.backends.mkl.is_available() else fast)
 
 
 @cache

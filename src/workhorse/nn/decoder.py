@@ -159,6 +159,14 @@ class Decoder(nn.Module):
         self.tie_weights()
 
     @property
+    def rows_apart(self) -> int:
+        """The most texts to which a pass can add a token each, and none changes another's bits.
+
+        1 where the shape of a batch decides in what order numbers are added.
+        """
+        return 1
+
+    @property
     def device(self) -> torch.device:
         """Where its weights are."""
         return next(self.parameters()).device

@@ -3,6 +3,8 @@
 # PyTorch has no public question for it.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
 
+from collections.abc import Iterable, Iterator, Mapping
+
 from torch import nn
 from torch.nn.modules import module as modules
 
@@ -12,12 +14,28 @@ def watched(*parts: nn.Module) -> bool:
 
     Code that computes several modules at once, and so calls none of them, asks this first.
     """
-    if modules._has_any_global_hook():
-        return True
-    return any(
-        part._forward_hooks
-        or part._forward_pre_hooks
-        or part._backward_hooks
-        or part._backward_pre_hooks
-        for part in parts
-    )
+    return bool(modules._has_any_global_hook()) or any(_hooks_of(parts))
+
+
+class Watch:
+    """`watched` of the same modules again and again, of many of them at no cost.
+
+    Args:
+        parts: the modules.
+    """
+
+    def __init__(self, parts: Iterable[nn.Module]) -> None:
+        self._hooks = list(_hooks_of(parts))
+
+    @property
+    def sees_hooks(self) -> bool:
+        """Whether any of them has a hook, or there is a global one."""
+        return bool(modules._has_any_global_hook()) or any(self._hooks)
+
+
+def _hooks_of(parts: Iterable[nn.Module]) -> Iterator[Mapping[int, object]]:
+    for part in parts:
+        yield part._forward_hooks
+        yield part._forward_pre_hooks
+        yield part._backward_hooks
+        yield part._backward_pre_hooks

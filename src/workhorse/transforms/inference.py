@@ -4,6 +4,7 @@ from workhorse.native import Operators, resolve
 from workhorse.nn import Decoder
 from workhorse.transforms.compiled.compiled_step import compile_steps
 from workhorse.transforms.native_attention import attend_natively
+from workhorse.transforms.steps.native_step import step_natively
 from workhorse.transforms.stream import stream_weights
 
 
@@ -13,9 +14,9 @@ def prepare_for_inference(decoder: Decoder, *, compile: bool = False) -> Decoder
     Args:
         decoder: in evaluation mode, quantised if it is to be, on the device and in the dtype that
             it will run in.
-        compile: decode by compiled steps; see `compile_steps`. On a CPU this also waits until the
-            native operators are compiled; otherwise they are used if they are there, and compiled
-            in the background for the next start.
+        compile: decode by compiled steps (see `compile_steps`) where there are no native ones. On
+            a CPU this also waits until the native operators are compiled; otherwise they are used
+            if they are there, and compiled in the background for the next start.
 
     Returns:
         The decoder to use: the same one unless it is compiled.
@@ -25,9 +26,13 @@ def prepare_for_inference(decoder: Decoder, *, compile: bool = False) -> Decoder
     """
     on_cpu = next(decoder.parameters()).device.type == "cpu"
     operators = (
-        resolve("decoding", "matrix_unit", "vectors", wait=compile) if on_cpu else Operators()
+        resolve("decoding", "steps", "matrix_unit", "vectors", wait=compile)
+        if on_cpu
+        else Operators()
     )
     if operators.decoding is not None:
         stream_weights(decoder, operators)
         attend_natively(decoder, operators.decoding)
-    return compile_steps(decoder) if compile else decoder
+    if compile:
+        decoder = compile_steps(decoder)
+    return decoder if operators.steps is None else step_natively(decoder, operators)

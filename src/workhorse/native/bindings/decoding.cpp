@@ -148,6 +148,11 @@ Tensor linear(const Tensor& x, const Tensor& weight, const std::optional<Tensor>
 }
 
 template <class T>
+attend::Heads<T> heads_of(const Tensor& tensor, T* data) {
+  return {data, tensor.stride(0), tensor.stride(1), tensor.stride(2)};
+}
+
+template <class T>
 attend::Blocks<T> blocks_of(const Tensor& tensor) {
   return {static_cast<const T*>(tensor.const_data_ptr()), tensor.stride(0), tensor.stride(1),
           tensor.stride(2)};
@@ -162,14 +167,13 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
   const int64_t threads = torch::stable::get_num_threads();
   const int64_t splits = std::min((threads + heads_of_all_rows - 1) / heads_of_all_rows,
                                   q.size(1) / kv_heads * q.size(2));
-  const attend::Attend<T> work{{static_cast<const T*>(q.const_data_ptr()), q.stride(0), q.stride(1),
-                                q.stride(2)},
+  const attend::Attend<T> work{heads_of(q, data<T>(q)),
                          blocks_of<T>(k),
                          blocks_of<T>(v),
+                         heads_of(y, static_cast<T*>(y.mutable_data_ptr())),
                          data<int64_t>(table),
                          data<int64_t>(first),
                          data<int64_t>(last),
-                         static_cast<T*>(y.mutable_data_ptr()),
                          q.size(1),
                          kv_heads,
                          q.size(2),
@@ -232,7 +236,6 @@ Tensor argmax(const Tensor& logits) {
   return tokens;
 }
 
-#ifdef WORKHORSE_PACKS
 template <class T, int Bits>
 void multiply_packed(const T* x, const packed_linear::PackedWeight<Bits>& weight, const T* bias, T* y, int64_t rows,
               int64_t out) {
@@ -253,7 +256,8 @@ void multiply_packed(const T* x, const packed_linear::PackedWeight<Bits>& weight
       return;
     }
 #endif
-  packed_linear::PackedLinear<Bits, T> product{weight, x, bias, y, rows, out};
+  std::vector<packed_linear::Fixed> fixed(rows * weight.groups);
+  const packed_linear::PackedLinear<Bits, T> product{weight, x, bias, y, rows, out, fixed.data()};
   in_threads(rows, row_bytes, [&](int64_t from, int64_t to) { product.pack(from, to); });
   in_threads(blocks, block_bytes, [&](int64_t from, int64_t to) { product.run(from, to); });
 }
@@ -313,7 +317,6 @@ Tensor packed_linear(const Tensor& x, const Tensor& codes, const Tensor& scales,
   multiply(given, codes, scales, levels, bias, ends, y);
   return y;
 }
-#endif
 
 }  // namespace
 }  // namespace workhorse::bindings
@@ -325,11 +328,9 @@ STABLE_TORCH_LIBRARY(workhorse, m) {
       "attend(Tensor q, Tensor k, Tensor v, Tensor table, Tensor first, Tensor last, float scale) "
       "-> Tensor");
   m.def("argmax(Tensor logits) -> Tensor");
-#ifdef WORKHORSE_PACKS
   m.def(
       "packed_linear(Tensor x, Tensor codes, Tensor scales, Tensor? levels, Tensor? bias, "
       "Tensor? ends, int out) -> Tensor");
-#endif
 }
 
 STABLE_TORCH_LIBRARY_IMPL(workhorse, CPU, m) {
@@ -337,7 +338,5 @@ STABLE_TORCH_LIBRARY_IMPL(workhorse, CPU, m) {
   m.impl("linear_each", TORCH_BOX(&workhorse::bindings::linear_each));
   m.impl("attend", TORCH_BOX(&workhorse::bindings::attend));
   m.impl("argmax", TORCH_BOX(&workhorse::bindings::argmax));
-#ifdef WORKHORSE_PACKS
   m.impl("packed_linear", TORCH_BOX(&workhorse::bindings::packed_linear));
-#endif
 }

@@ -25,13 +25,13 @@ struct Table {
     if constexpr (kCount<V> == 1) {
       return parts<V>(words[x->bits]);
     } else {
-      const U32x16 index = __builtin_convertvector(load<U16x16>(x), U32x16);
+      const U32x16 index = convert<U32x16>(load<U16x16>(x));
 #ifdef __AVX512F__
       return parts<V>((U32x16)_mm512_i32gather_epi32((__m512i)index, words, sizeof *words));
 #else
-      U32x16 found;
+      uint32_t found[16];
       for (int i = 0; i < 16; i++) found[i] = words[index[i]];
-      return parts<V>(found);
+      return parts<V>(load<U32x16>(found));
 #endif
     }
   }
@@ -40,7 +40,7 @@ struct Table {
   template <class V, class Words>
   static Image<V> parts(Words found) {
     const Words low = found << 16, high = found & 0xffff0000;
-    return {load<V>(&low), load<V>(&high)};
+    return {as<V>(low), as<V>(high)};
   }
 };
 
@@ -67,9 +67,9 @@ inline F32x16 inverse(F32x16 x) {
 
 // 1 / (1 + e^-x) and its derivative; nothing cancels.
 inline Image<F32x16> sigmoid(F32x16 x) {
-  const F32x16 power = exponential(x < 0.0f ? x : -x), above = inverse(1.0f + power);
+  const F32x16 power = exponential(select(x < 0.0f, x, -x)), above = inverse(1.0f + power);
   const F32x16 below = power * above;
-  return {x < 0.0f ? below : above, below * above};
+  return {select(x < 0.0f, below, above), below * above};
 }
 
 struct Sigmoid {
@@ -85,7 +85,7 @@ struct Silu {
 
 struct Relu {  // lets NaN through
   static Image<F32x16> of(F32x16 x) {
-    return {x < 0.0f ? F32x16{} : x, x > 0.0f ? F32x16{} + 1.0f : F32x16{}};
+    return {select(x < 0.0f, F32x16{}, x), select(x > 0.0f, F32x16{} + 1.0f, F32x16{})};
   }
 };
 
@@ -100,11 +100,11 @@ struct ReluSquared {
 // t = 1 / (1 + |x| / √8) gives, to 2^-24 of it for |x| < 13.
 struct Gelu {
   static Image<F32x16> of(F32x16 x) {
-    const F32x16 t = inverse(1.0f + (x < 0.0f ? -x : x) * 0.353553391f);
+    const F32x16 t = inverse(1.0f + select(x < 0.0f, -x, x) * 0.353553391f);
     const F32x16 power = exponential(x * x * -0.5f);
     F32x16 sum = t * kFactors[8] + kFactors[7];
     for (int i = 6; i >= 0; i--) sum = sum * t + kFactors[i];
-    const F32x16 small = sum * t * power, normal = x < 0.0f ? small : 1.0f - small;
+    const F32x16 small = sum * t * power, normal = select(x < 0.0f, small, 1.0f - small);
     return {x * normal, normal + x * power * 0.398942280f};
   }
 

@@ -18,9 +18,9 @@ int64_t argmax(const T* row, int64_t count) {
   for (; i + wide <= count; i += wide) {
     const F32x16 some = widen(row + i);
     const U32x16 size = (U32x16)some & magnitude;
-    widest = size > widest ? size : widest;
-    where = some > most ? U32x16{} + uint32_t(i) : where;
-    most = some > most ? some : most;
+    widest = select(size > widest, size, widest);
+    where = select(some > most, U32x16{} + uint32_t(i), where);
+    most = select(some > most, some, most);
   }
   bool finite = true;
   float best = -__builtin_inff();
@@ -34,7 +34,7 @@ int64_t argmax(const T* row, int64_t count) {
   }
   for (; i < count; i++) {
     const float value = to_float(row[i]);
-    finite = finite && (load<uint32_t>(&value) & magnitude) < infinite;
+    finite = finite && (as<uint32_t>(value) & magnitude) < infinite;
     meet(value, i);
   }
   return finite ? found : -1;

@@ -9,42 +9,17 @@
 
 #include <algorithm>
 #include <limits>
-#include <utility>
 #include <vector>
 
 #include "simd/dot.h"
 #include "simd/exponential.h"
+#include "simd/sums.h"
 
 namespace workhorse::attend {
 
 constexpr int kWide = 16;  // lanes of a vector, and slots at a time
 constexpr int kSoon = 48;  // how many slots ahead to prefetch
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
-
-// In each group of 2 W lanes, adds the first W and the last W; sums of a go to the first W, of b to the
-// last W.
-template <int W, int... Lane>
-inline F32x16 fold(F32x16 a, F32x16 b, std::integer_sequence<int, Lane...>) {
-  return __builtin_shufflevector(
-             a, b, (Lane / W % 2 * kWide + Lane / (2 * W) * (2 * W) + Lane % W)...) +
-         __builtin_shufflevector(
-             a, b, (Lane / W % 2 * kWide + Lane / (2 * W) * (2 * W) + Lane % W + W)...);
-}
-
-template <int W>
-inline void fold(F32x16 (&v)[kWide]) {
-  for (int n = 0; n < W; n++)
-    v[n] = fold<W>(v[n], v[n + W], std::make_integer_sequence<int, kWide>());
-}
-
-// Lane n: the sum of vector n.
-inline F32x16 sums(F32x16 (&v)[kWide]) {
-  fold<8>(v);
-  fold<4>(v);
-  fold<2>(v);
-  fold<1>(v);
-  return v[0];
-}
 
 // Keys or values, (heads, blocks, slots of a block, width), contiguous along the width.
 template <class T>
@@ -54,18 +29,22 @@ struct Blocks {
 };
 
 template <class T>
-struct Queries {  // (batch, heads, seq, width), contiguous along the width
-  const T* data;
+struct Heads {  // (batch, heads, seq, width), contiguous along the width
+  T* data;
   int64_t batch_stride, head_stride, seq_stride;
+
+  T* at(int64_t row, int64_t head, int64_t s) const {
+    return data + row * batch_stride + head * head_stride + s * seq_stride;
+  }
 };
 
 template <class T>
 struct Attend {
-  Queries<T> q;
+  Heads<const T> q;
   Blocks<T> k, v;
+  Heads<T> y;
   const int64_t* table;  // (batch, blocks of a row): the block table of each row
   const int64_t *first, *last;  // (batch, seq): a query sees the slots [first, last)
-  T* y;  // (batch, heads, seq, value width)
   int64_t heads, kv_heads, seq, blocks, block, width, value_width;  // `block` is a multiple of kWide
   int64_t splits;  // units among which the queries of a row's key head are divided
   float scale;
@@ -124,9 +103,11 @@ struct Attend {
 
   int64_t place(const Unit& unit, int64_t g) const { return unit.row * seq + (unit.begin + g) % seq; }
 
-  const T* query(const Unit& unit, int64_t g) const {
-    const int64_t n = unit.begin + g, head = unit.head * (heads / kv_heads) + n / seq;
-    return q.data + unit.row * q.batch_stride + head * q.head_stride + n % seq * q.seq_stride;
+  // A query of a unit, or what is made of it.
+  template <class Number>
+  Number* of(const Heads<Number>& all, const Unit& unit, int64_t g) const {
+    const int64_t n = unit.begin + g;
+    return all.at(unit.row, unit.head * (heads / kv_heads) + n / seq, n % seq);
   }
 
   void score(const Unit& unit, float* scores, int64_t room) const {
@@ -134,18 +115,16 @@ struct Attend {
       const int64_t count = std::min<int64_t>(unit.last - slot, kWide);
       const T *keys = at(k, unit, slot), *later = after_key(unit, slot);
       for (int64_t g = 0; g < unit.end - unit.begin; g++) {
-        const F32x16 all = dots(query(unit, g), keys, g ? nullptr : later, count);
+        const F32x16 all = dots(of(q, unit, g), keys, g ? nullptr : later, count);
         const auto seen = inside(slot, first[place(unit, g)], last[place(unit, g)]);
-        const F32x16 some = seen ? all * scale : F32x16{} + kHidden;
-        std::memcpy(scores + g * room + slot - unit.first, &some, sizeof some);
+        put(scores + g * room + slot - unit.first, select(seen, all * scale, F32x16{} + kHidden));
       }
     }
   }
 
   // True in the lanes whose slots are in [first, last).
-  static auto inside(int64_t slot, int64_t first, int64_t last) {
-    typedef int32_t I32x16 __attribute__((vector_size(64)));
-    const I32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  static I32x16 inside(int64_t slot, int64_t first, int64_t last) {
+    const I32x16 lanes = lane_numbers();
     const int32_t from = int32_t(std::clamp<int64_t>(first - slot, 0, kWide));
     const int32_t to = int32_t(std::clamp<int64_t>(last - slot, 0, kWide));
     return (lanes >= from) & (lanes < to);
@@ -165,8 +144,11 @@ struct Attend {
         totals[n] = Dot<T>::add(totals[n], keys[n] + i, query + i);
       }
     F32x16 all = sums(totals);
-    for (; i < width; i++)
-      for (int n = 0; n < kWide; n++) all[n] += to_float(keys[n][i]) * to_float(query[i]);
+    for (; i < width; i++) {
+      float key[kWide];
+      for (int n = 0; n < kWide; n++) key[n] = to_float(keys[n][i]);
+      all += load<F32x16>(key) * to_float(query[i]);
+    }
     return all;
   }
 
@@ -175,7 +157,7 @@ struct Attend {
     F32x16 most = load<F32x16>(scores);
     for (int64_t i = kWide; i < padded; i += kWide) {
       const F32x16 some = load<F32x16>(scores + i);
-      most = some > most ? some : most;
+      most = select(some > most, some, most);
     }
     float peak = most[0];
     for (int i = 1; i < kWide; i++) peak = std::max(peak, most[i]);
@@ -183,9 +165,9 @@ struct Attend {
     F32x16 total = {};
     for (int64_t i = 0; i < padded; i += kWide) {
       const F32x16 some = load<F32x16>(scores + i);
-      const F32x16 weight = some == hidden ? F32x16{} : exponential(some - peak);
+      const F32x16 weight = select(some == hidden, F32x16{}, exponential(some - peak));
       total += weight;
-      std::memcpy(scores + i, &weight, sizeof weight);
+      put(scores + i, weight);
     }
     const float whole = sum(total);
     const float share = whole > 0 ? 1 / whole : 0;
@@ -207,8 +189,7 @@ struct Attend {
       }
     }
     for (int64_t g = 0; g < group; g++) {
-      const int64_t n = unit.begin + g, head = unit.head * (heads / kv_heads) + n / seq;
-      T* to = y + ((unit.row * heads + head) * seq + n % seq) * value_width;
+      T* const to = of(y, unit, g);
       for (int64_t i = 0; i < value_width; i++) store(to + i, sums[g * wide + i]);
     }
   }
@@ -239,7 +220,7 @@ struct Attend {
         total[n] += weights[slot] * widen(value + n * kWide);
       }
     }
-    std::memcpy(sums + i, total, sizeof total);
+    for (int n = 0; n < Vectors; n++) put(sums + i + n * kWide, total[n]);
   }
 };
 

@@ -113,21 +113,15 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, const T* a, int64_t 
 template <class T>
 using Parts = std::array<F32x16, kRowsOfWord<T>>;
 
-inline void write_words(Word* to, const Parts<float>& rows) { std::memcpy(to, &rows, sizeof rows); }
+inline void write_words(Word* to, const Parts<float>& rows) { put(to, rows[0]); }
 
 inline void write_words(Word* to, const Parts<BFloat16>& rows) {
-  BFloat16 narrow[2][kLanes];
-  for (int i = 0; i < 2; i++) write(narrow[i], rows[i]);
-  const U32x16 both = __builtin_convertvector(load<U16x16>(narrow[0]), U32x16) |
-                      __builtin_convertvector(load<U16x16>(narrow[1]), U32x16) << 16;
-  std::memcpy(to, &both, sizeof both);
+  put(to, convert<U32x16>(round(rows[0])) | convert<U32x16>(round(rows[1])) << 16);
 }
 
 // The scores of a key, with `with` for queries before it. Lane 0 is query number `query`.
 inline F32x16 hide(F32x16 score, int64_t key, int64_t query, float with) {
-  typedef int32_t I32x16 __attribute__((vector_size(64)));
-  constexpr I32x16 lanes = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
-  return lanes < int32_t(std::min(key - query, kLanes)) ? F32x16{} + with : score;
+  return select(lane_numbers() < int32_t(std::min(key - query, kLanes)), F32x16{} + with, score);
 }
 
 // A thread's scratch memory, allocated once for all its heads.
@@ -185,7 +179,7 @@ void forward(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float 
       F32x16 peak = score(0), total{};
       for (int64_t key = 1; key < keys; key++) {
         const F32x16 other = score(key);
-        peak = other > peak ? other : peak;
+        peak = select(other > peak, other, peak);
       }
       for (int64_t key = 0; key < keys; key += kRowsOfWord<T>) {
         Parts<T> weights;
@@ -243,7 +237,7 @@ void backward(Head<T> q, Head<T> k, Head<T> v, Head<T> y, Head<T> dy, const floa
             const int64_t at = (i + r) * stride + j, of = key + i + r, query = first + j;
             const F32x16 exponent =
                 read<F32x16>(s.scores.data() + at) * scale - read<F32x16>(s.lse.data() + query);
-            F32x16 weight = exponential(exponent < 0.0f ? exponent : F32x16{});
+            F32x16 weight = exponential(select(exponent < 0.0f, exponent, F32x16{}));
             if (causal && of > query) weight = hide(weight, of, query, 0);
             slopes[r] = weight * scale *
                         (read<F32x16>(s.gradients.data() + at) - read<F32x16>(s.delta.data() + query));

@@ -21,7 +21,7 @@ template <class T>
 Losses loss_into_gradient(int64_t vocab, T* logits, int64_t target, float multiplier, float z_loss) {
   F32x16 peaks = F32x16{} - INFINITY;
   float largest = -INFINITY;
-  const auto raise = [](auto& peak, auto other) { peak = other > peak ? other : peak; };
+  const auto raise = [](auto& peak, auto other) { peak = select(other > peak, other, peak); };
   each(vocab, [&]<class V>(V, int64_t i) {
     if constexpr (kCount<V> == 1) raise(largest, read<V>(logits + i) * multiplier);
     else raise(peaks, read<V>(logits + i) * multiplier);

@@ -76,7 +76,7 @@ struct Rows {
     constexpr int step = Dot<T>::step;
     const T *w = layer.weight + o * in, *xs = x + r * in;
     F32x16 acc[R * O] = {};
-    if (cut.begin > 0) std::memcpy(acc, kept, sizeof acc);
+    if (cut.begin > 0) std::copy_n(kept, R * O, acc);
     int64_t k = cut.begin;
     for (; k + step <= cut.end; k += step)
       for (int i = 0; i < O; i++) {
@@ -85,7 +85,7 @@ struct Rows {
           acc[j * O + i] = Dot<T>::add(acc[j * O + i], w + i * in + k, xs + j * in + k);
       }
     if (cut.end < in)
-      std::memcpy(kept, acc, sizeof acc);
+      std::copy_n(acc, R * O, kept);
     else
       finish<O, R>(layer, o, r, acc, k);
   }
@@ -107,18 +107,17 @@ struct Rows {
 
   // Four totals for each of four rows of y, rounded together.
   void put(const Layer<T>& layer, int64_t o, int64_t r, F32x16 totals, const T* w, const T* xs, int64_t k) const {
-    if (k < in)
-      for (int n = 0; n < 16; n++) totals[n] += tail(w + n % kOut * in, xs + n / kOut * in, k);
-    if (layer.bias)
-      for (int n = 0; n < 16; n++) totals[n] += to_float(layer.bias[o + n % kOut]);
-    T rows[kRows][kOut];
-    if constexpr (sizeof(T) == sizeof(float)) {
-      std::memcpy(rows, &totals, sizeof rows);
-    } else {
-      const U16x16 bits = __builtin_convertvector(rounded<U32x16>(totals), U16x16);
-      std::memcpy(rows, &bits, sizeof rows);
-    }
-    for (int j = 0; j < kRows; j++) std::memcpy(layer.y + (r + j) * layer.out + o, rows[j], sizeof rows[j]);
+    float more[kRows * kOut];
+    const auto add = [&](auto number) {
+      for (int n = 0; n < kRows * kOut; n++) more[n] = number(n % kOut, n / kOut);
+      totals += load<F32x16>(more);
+    };
+    if (k < in) add([&](int i, int j) { return tail(w + i * in, xs + j * in, k); });
+    if (layer.bias) add([&](int i, int) { return to_float(layer.bias[o + i]); });
+    T rows[kRows * kOut];
+    if constexpr (sizeof(T) == sizeof(float)) workhorse::put(rows, totals);
+    else workhorse::put(rows, convert<U16x16>(rounded<U32x16>(totals)));
+    for (int j = 0; j < kRows; j++) std::copy_n(rows + j * kOut, kOut, layer.y + (r + j) * layer.out + o);
   }
 
   float tail(const T* w, const T* xs, int64_t k) const {

@@ -9,73 +9,57 @@
 //                                        k = 8 v + 4 + i in the upper; `levels[code]` is 128 + the level
 //
 // x is converted, once per call, to 16-bit integers scaled by the largest magnitude of each group. The
-// error is at most 2⁻¹⁶ of that magnitude; rounding to bfloat16 has 2⁻⁹ of each number. One instruction
-// multiplies four bytes of W in every lane by four bytes of x and accumulates the products, so a number
-// of x is split into two bytes, 256 high + low. Sums begin at -128 Σ x, which cancels the offset of W.
+// error is at most 2⁻¹⁶ of that magnitude; rounding to bfloat16 has 2⁻⁹ of each number. Sums begin at
+// -128 Σ x, which cancels the offset of W.
 #pragma once
 
 #include <algorithm>
-#include <vector>
+#include <cmath>
 
-#include "simd/bf16.h"
+#include "simd/byte_dots.h"
+#include "simd/elementwise.h"
 
 namespace workhorse::packed_linear {
 
-#ifdef __AVX512VNNI__
-#define WORKHORSE_PACKS
-
 constexpr int kLanes = 16;
-constexpr int kGroup = 32;
-constexpr int kSteps = kGroup / 4;  // vectors of four k
+constexpr int kGroup = kFactors;
+constexpr int kOffset = 128;  // codes are that much larger than levels
 
-using workhorse::store;  // in addition to those with a mask
-using workhorse::widen;
+// The first `count` of 16 numbers in memory; the others are 0, and not touched.
+template <class T>
+inline F32x16 read_first(const T* from, int64_t count) {
+  if (count >= kLanes) return widen(from);
+  T some[kLanes] = {};
+  std::copy_n(from, count, some);
+  return widen(some);
+}
 
-// A mask of the first `count` of 16 lanes.
-inline __mmask16 lanes(int64_t count) { return count < kLanes ? (1u << count) - 1 : 0xffff; }
-
-inline F32x16 widen(const BFloat16* from, __mmask16 mask) {
-  return widen((U16x16)_mm256_maskz_loadu_epi16(mask, from));
-}
-inline F32x16 widen(const float* from, __mmask16 mask) {
-  return (F32x16)_mm512_maskz_loadu_ps(mask, from);
-}
-inline void store(BFloat16* to, F32x16 v, __mmask16 mask) {
-  _mm256_mask_storeu_epi16(to, mask, (__m256i)round(v));
-}
-inline void store(float* to, F32x16 v, __mmask16 mask) {
-  _mm512_mask_storeu_ps(to, mask, (__m512)v);
+template <class T>
+inline void write_first(T* to, F32x16 v, int64_t count) {
+  if (count >= kLanes) return write(to, v);
+  T some[kLanes];
+  write(some, v);
+  std::copy_n(some, count, to);
 }
 
 // One group of a row of x, in fixed point.
 struct Fixed {
   float scale;
-  int32_t begin[2];                   // -128 Σ of the high and of the low bytes
-  int32_t high[kSteps], low[kSteps];  // four bytes in each
+  Factors factors;
 
   Fixed() {}
 
   template <class T>
   explicit Fixed(const T* x) {
-    const F32x16 v[2] = {widen(x), widen(x + 16)};
     // Compared as integers, the bits of magnitudes have the same order, and NaN is the largest.
-    const uint32_t magnitude = _mm512_reduce_max_epu32(_mm512_max_epu32(
-        (__m512i)_mm512_abs_ps((__m512)v[0]), (__m512i)_mm512_abs_ps((__m512)v[1])));
-    const float largest = load<float>(&magnitude);
-    constexpr float most = 127 * 256 + 127;
-    const float per_unit = largest > 0 ? most / largest : 0;
-    scale = largest / most;
-    int32_t sums[2] = {};
-    for (int i = 0; i < 2; i++) {
-      const __m512i whole = _mm512_cvtps_epi32((__m512)(v[i] * per_unit));
-      const __m512i lower = _mm512_srai_epi32(_mm512_slli_epi32(whole, 24), 24);
-      const __m512i upper = _mm512_srai_epi32(_mm512_sub_epi32(whole, lower), 8);
-      _mm_storeu_si128((__m128i*)(high + 4 * i), _mm512_cvtepi32_epi8(upper));
-      _mm_storeu_si128((__m128i*)(low + 4 * i), _mm512_cvtepi32_epi8(lower));
-      sums[0] += _mm512_reduce_add_epi32(upper);
-      sums[1] += _mm512_reduce_add_epi32(lower);
-    }
-    for (int i = 0; i < 2; i++) begin[i] = -128 * sums[i];
+    uint32_t magnitude = 0;
+    for (int k = 0; k < kGroup; k++)
+      magnitude = std::max(magnitude, as<uint32_t>(to_float(x[k])) & 0x7fffffff);
+    const float largest = as<float>(magnitude), per_unit = largest > 0 ? kMost / largest : 0;
+    int16_t whole[kGroup];
+    for (int k = 0; k < kGroup; k++) whole[k] = int16_t(int32_t(std::nearbyint(to_float(x[k]) * per_unit)));
+    scale = largest / kMost;
+    factors = Factors(whole, kOffset);
   }
 };
 
@@ -91,16 +75,13 @@ struct PackedWeight {
 
   const uint8_t* code(int64_t block) const { return codes + block * groups * bytes; }
   const BFloat16* scale(int64_t block) const { return scales + block * groups * kLanes; }
-  __m512i table() const {
-    return Bits == 4 ? _mm512_broadcast_i32x4(load<__m128i>(levels)) : __m512i{};
-  }
+  ByteTable table() const { return Bits == 4 ? ByteTable(levels) : ByteTable(); }
 
   // 128 + the levels of four k, in each lane.
-  static __m512i step(const uint8_t* code, int s, __m512i table) {
-    if constexpr (Bits == 8) return load<__m512i>(code + 64 * s);
-    const __m512i both = load<__m512i>(code + 64 * (s / 2));
-    const __m512i half = s % 2 ? _mm512_srli_epi16(both, 4) : both;
-    return _mm512_shuffle_epi8(table, _mm512_and_si512(half, _mm512_set1_epi8(15)));
+  static U32x16 step(const uint8_t* code, int s, const ByteTable& table) {
+    if constexpr (Bits == 8) return load<U32x16>(code + 64 * s);
+    const U32x16 both = load<U32x16>(code + 64 * (s / 2));
+    return table((s % 2 ? both >> 4 : both) & 0x0f0f0f0f);
   }
 
   static void fetch(const uint8_t* code) {
@@ -114,63 +95,52 @@ struct PackedLinear {
   const T *x, *bias;  // bias may be null
   T* y;
   int64_t rows, out;
-  std::vector<Fixed> fixed{size_t(rows * weight.groups)};
+  Fixed* fixed;  // (rows, groups): x, once it is packed
 
   // Converts rows [begin, end) of x to integers.
-  void pack(int64_t begin, int64_t end) {
+  void pack(int64_t begin, int64_t end) const {
     for (int64_t i = begin * weight.groups; i < end * weight.groups; i++)
       fixed[i] = Fixed(x + i * kGroup);
   }
 
   // Computes blocks [begin, end) of 16 outputs, for every row of x.
   void run(int64_t begin, int64_t end) const {
+    const ByteTable table = weight.table();
     for (int64_t block = begin; block < end; block++) {
       int64_t r = 0;
-      for (; r + 4 <= rows; r += 4) sums<4>(block, r);
+      for (; r + 4 <= rows; r += 4) sums<4>(block, r, table);
       switch (rows - r) {
-        case 3: sums<3>(block, r); break;
-        case 2: sums<2>(block, r); break;
-        case 1: sums<1>(block, r); break;
+        case 3: sums<3>(block, r, table); break;
+        case 2: sums<2>(block, r, table); break;
+        case 1: sums<1>(block, r, table); break;
       }
     }
   }
 
  private:
   template <int R>
-  void sums(int64_t block, int64_t r) const {
+  void sums(int64_t block, int64_t r, const ByteTable& table) const {
     const uint8_t* code = weight.code(block);
     const BFloat16* scale = weight.scale(block);
-    const Fixed* row = fixed.data() + r * weight.groups;
-    const __m512i table = weight.table();
+    const Fixed* row = fixed + r * weight.groups;
     F32x16 total[R] = {};
-    for (int64_t g = 0; g < weight.groups; g++, code += weight.bytes, scale += kLanes) {
+    for (int64_t g = 0; g < weight.groups; g++, row++, code += weight.bytes, scale += kLanes) {
       if (r == 0) weight.fetch(code);
-      __m512i high[R], low[R];
-      for (int i = 0; i < R; i++) {
-        high[i] = _mm512_set1_epi32(row[i * weight.groups + g].begin[0]);
-        low[i] = _mm512_set1_epi32(row[i * weight.groups + g].begin[1]);
-      }
+      const auto of_row = [&](int i) -> const Fixed& { return row[i * weight.groups]; };
+      ByteDots dots[R];
+      for (int i = 0; i < R; i++) dots[i] = ByteDots(of_row(i).factors);
       for (int s = 0; s < kSteps; s++) {
-        const __m512i w = weight.step(code, s, table);
-        for (int i = 0; i < R; i++) {
-          const Fixed& f = row[i * weight.groups + g];
-          high[i] = _mm512_dpbusd_epi32(high[i], w, _mm512_set1_epi32(f.high[s]));
-          low[i] = _mm512_dpbusd_epi32(low[i], w, _mm512_set1_epi32(f.low[s]));
-        }
+        const U32x16 w = weight.step(code, s, table);
+        for (int i = 0; i < R; i++) dots[i].add(w, of_row(i).factors, s);
       }
       const F32x16 s = widen(scale);
-      for (int i = 0; i < R; i++) {
-        const __m512i whole = _mm512_add_epi32(_mm512_slli_epi32(high[i], 8), low[i]);
-        total[i] += (F32x16)_mm512_cvtepi32_ps(whole) * (s * row[i * weight.groups + g].scale);
-      }
+      for (int i = 0; i < R; i++)
+        total[i] += convert<F32x16>(dots[i].total()) * (s * of_row(i).scale);
     }
-    const int64_t first = block * kLanes;
-    const __mmask16 mask = lanes(out - first);
-    const F32x16 add = bias ? widen(bias + first, mask) : F32x16{};
-    for (int i = 0; i < R; i++) store(y + (r + i) * out + first, total[i] + add, mask);
+    const int64_t first = block * kLanes, count = out - first;
+    const F32x16 add = bias ? read_first(bias + first, count) : F32x16{};
+    for (int i = 0; i < R; i++) write_first(y + (r + i) * out + first, total[i] + add, count);
   }
 };
-
-#endif  // __AVX512VNNI__
 
 }  // namespace workhorse::packed_linear

@@ -13,7 +13,7 @@
 
 namespace workhorse::packed_linear {
 
-#if defined(__AMX_BF16__) && defined(WORKHORSE_PACKS)
+#ifdef __AMX_BF16__
 
 // Each row is one cache line; a row that crosses two lines is loaded at half the speed.
 struct alignas(64) Tile {
@@ -68,7 +68,7 @@ struct PackedTiles {
   void expand(int64_t block, Tile* to) const {
     const uint8_t* code = weight.code(block);
     const BFloat16* scale = weight.scale(block);
-    const __m512i table = weight.table();
+    const ByteTable table = weight.table();
     for (int64_t g = 0; g < weight.groups; g++, to++, code += weight.bytes, scale += kLanes) {
       weight.fetch(code);
       // With 128 + level in its second byte, the float 2¹⁵ becomes 2¹⁵ + 128 + level. A fused
@@ -81,7 +81,7 @@ struct PackedTiles {
         return _mm512_fmsub_ps((__m512)number, (__m512)by, (__m512)offset);
       };
       for (int s = 0; s < kSteps; s++) {
-        const __m512i four = weight.step(code, s, table);
+        const __m512i four = (__m512i)weight.step(code, s, table);
         pairs(to->numbers[2 * s], level(_mm512_slli_epi32(four, 8)), level(four));
         pairs(to->numbers[2 * s + 1], level(_mm512_srli_epi32(four, 8)),
               level(_mm512_srli_epi32(four, 16)));
@@ -129,13 +129,12 @@ struct PackedTiles {
   // Stores a tile of sums, with the bias added, in 16 rows of y.
   void finish(const float (&c)[kTile][kTile], int64_t t, int64_t block) const {
     const int64_t o = block * kLanes;
-    const __mmask16 mask = lanes(out - o);
-    const F32x16 add = bias ? widen(bias + o, mask) : F32x16{};
+    const F32x16 add = bias ? read_first(bias + o, out - o) : F32x16{};
     for (int64_t r = t * kTile; r < std::min((t + 1) * kTile, rows); r++)
-      store(y + r * out + o, load<F32x16>(c[r - t * kTile]) + add, mask);
+      write_first(y + r * out + o, load<F32x16>(c[r - t * kTile]) + add, out - o);
   }
 };
 
-#endif
+#endif  // __AMX_BF16__
 
 }  // namespace workhorse::packed_linear

@@ -13,10 +13,10 @@ inline float to_float(float value) { return value; }
 
 inline float to_float(BFloat16 value) {
   uint32_t bits = uint32_t(value.bits) << 16;
-  return load<float>(&bits);
+  return as<float>(bits);
 }
 
-inline F32x16 widen(U16x16 bits) { return (F32x16)(__builtin_convertvector(bits, U32x16) << 16); }
+inline F32x16 widen(U16x16 bits) { return (F32x16)(convert<U32x16>(bits) << 16); }
 
 inline F32x16 widen(const BFloat16* from) { return widen(load<U16x16>(from)); }
 
@@ -26,9 +26,9 @@ inline F32x16 widen(const float* from) { return load<F32x16>(from); }
 // half of as many bits. What is not a number stays so; its bits alone could carry over into another's.
 template <class Bits, class Float>
 inline Bits rounded(Float value) {
-  const Bits bits = load<Bits>(&value);
+  const Bits bits = as<Bits>(value);
   const Bits nearest = (bits + 0x7fff + ((bits >> 16) & 1)) >> 16;
-  return value == value ? nearest : nearest * 0 + 0x7fc0;
+  return select(value == value, nearest, Bits{} + 0x7fc0);
 }
 
 // The instructions round in the same way, but take numbers below 2^-126 for 0.
@@ -36,7 +36,7 @@ inline U16x16 round(F32x16 v) {
 #ifdef __AVX512BF16__
   return (U16x16)_mm512_cvtneps_pbh((__m512)v);
 #else
-  return __builtin_convertvector(rounded<U32x16>(v), U16x16);
+  return convert<U16x16>(rounded<U32x16>(v));
 #endif
 }
 

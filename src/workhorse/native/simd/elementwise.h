@@ -27,12 +27,9 @@ inline V read(const BFloat16* from) {
   else return widen(from);
 }
 
-inline void write(float* to, F32x16 v) { std::memcpy(to, &v, sizeof v); }
+inline void write(float* to, F32x16 v) { put(to, v); }
 
-inline void write(BFloat16* to, F32x16 v) {
-  const U16x16 narrow = round(v);
-  std::memcpy(to, &narrow, sizeof narrow);
-}
+inline void write(BFloat16* to, F32x16 v) { put(to, round(v)); }
 
 template <class T>
 inline void write(T* to, float value) { store(to, value); }

@@ -1,30 +1,98 @@
-// Vectors of 64 bytes, for any CPU: the compiler splits a vector if it must.
+// Vectors of 16 numbers, for any CPU.
 #pragma once
 
 #include <cstdint>
 #include <cstring>
+#include <utility>
 
-#ifdef __AVX512F__
+#ifdef __x86_64__
 #include <immintrin.h>
 #endif
 
+#include "simd/halves.h"
+
 namespace workhorse {
 
-typedef float F32x16 __attribute__((vector_size(64)));
-typedef uint32_t U32x16 __attribute__((vector_size(64)));
-typedef uint16_t U16x16 __attribute__((vector_size(32)));
+using F32x16 = Vector<float, 16>;
+using I32x16 = Vector<int32_t, 16>;
+using U32x16 = Vector<uint32_t, 16>;
+using U16x16 = Vector<uint16_t, 16>;
 
+// A number or a vector from memory, and into it.
 template <class V>
 inline V load(const void* from) {
-  V v;
-  std::memcpy(&v, from, sizeof v);
-  return v;
+  if constexpr (kHalved<V>) {
+    using Half = typename V::Half;
+    return {load<Half>(from), load<Half>((const char*)from + sizeof(Half))};
+  } else {
+    V v;
+    std::memcpy(&v, from, sizeof v);
+    return v;
+  }
+}
+
+template <class V>
+inline void put(void* to, V v) {
+  if constexpr (kHalved<V>) {
+    put(to, v.low);
+    put((char*)to + sizeof v.low, v.high);
+  } else {
+    std::memcpy(to, &v, sizeof v);
+  }
+}
+
+// The same bits as To, of numbers and of vectors.
+template <class To, class V>
+inline To as(V v) {
+  if constexpr (kHalved<V>) return To(v);
+  else return std::bit_cast<To>(v);
+}
+
+// The same numbers as To, towards zero if those are integers.
+template <class To, class V>
+inline To convert(V v) {
+  if constexpr (kHalved<V>) return {convert<typename To::Half>(v.low), convert<typename To::Half>(v.high)};
+#if defined(__AVX2__) && !defined(__AVX512F__)
+  else if constexpr (std::is_same_v<V, Vector<uint16_t, 8>>) return (To)_mm256_cvtepu16_epi32((__m128i)v);
+#endif
+  else return __builtin_convertvector(v, To);
+}
+
+// mask ? a : b, of numbers and of each lane of vectors.
+template <class Mask, class V>
+inline V select(Mask mask, V a, V b) {
+  if constexpr (kHalved<V>) return {select(mask.low, a.low, b.low), select(mask.high, a.high, b.high)};
+  else return mask ? a : b;
+}
+
+inline I32x16 lane_numbers() {
+  static constexpr int32_t numbers[] = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+  return load<I32x16>(numbers);
+}
+
+// In each group of 2 W lanes, adds the first W and the last W; sums of a go to the first W, of b to the
+// last W.
+template <int W, class V>
+inline V fold(V a, V b) {
+  constexpr int lanes = sizeof(V) / sizeof(float);
+  if constexpr (kHalved<V> && 2 * W == lanes) {
+    return {a.low + a.high, b.low + b.high};
+  } else if constexpr (kHalved<V>) {
+    return {fold<W>(a.low, b.low), fold<W>(a.high, b.high)};
+  } else {
+    return [&]<int... Lane>(std::integer_sequence<int, Lane...>) {
+      return __builtin_shufflevector(
+                 a, b, (Lane / W % 2 * lanes + Lane / (2 * W) * (2 * W) + Lane % W)...) +
+             __builtin_shufflevector(
+                 a, b, (Lane / W % 2 * lanes + Lane / (2 * W) * (2 * W) + Lane % W + W)...);
+    }(std::make_integer_sequence<int, lanes>());
+  }
 }
 
 // By halves: adding one lane after the other would wait for every addition.
 inline float sum(F32x16 v) {
-  v += __builtin_shufflevector(v, v, 8, 9, 10, 11, 12, 13, 14, 15, 0, 1, 2, 3, 4, 5, 6, 7);
-  v += __builtin_shufflevector(v, v, 4, 5, 6, 7, 0, 1, 2, 3, 8, 9, 10, 11, 12, 13, 14, 15);
+  v = fold<8>(v, v);
+  v = fold<4>(v, v);
   return (v[0] + v[2]) + (v[1] + v[3]);
 }
 

@@ -109,12 +109,11 @@ def _layers(
         if isinstance(part, LatentAttention)
         for layer in (part.k_up_proj, part.v_up_proj)
     }
-    experts = decoding is not None and decoding.packs
     found: list[tuple[str, nn.Linear | GroupedLinear, type[QuantizedWeight]]] = []
     for name, part in parts:
         if isinstance(part, nn.Linear) and part not in kept and _plain(part):
             found.append((name, part, QuantizedLinear))
-        elif experts and type(part) is GroupedLinear:
+        elif decoding is not None and type(part) is GroupedLinear:
             found.append((name, part, QuantizedGroupedLinear))
     return [item for item in found if _large_enough(item[1].weight)]
 

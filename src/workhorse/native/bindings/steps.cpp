@@ -1,0 +1,226 @@
+// A whole decoding step for PyTorch: checks, scratch memory, and one parallel region.
+//
+// A program is a matrix of int64, one instruction in each row, as ops/step.h lists their fields.
+
+#include <torch/csrc/stable/library.h>
+#include <torch/csrc/stable/ops.h>
+#include <torch/csrc/stable/tensor.h>
+#include <torch/headeronly/core/ScalarType.h>
+
+#include <vector>
+
+#include "ops/step.h"
+
+namespace workhorse::bindings {
+namespace {
+
+using step::Instruction, step::Op;
+using torch::headeronly::ScalarType;
+using torch::stable::Tensor;
+
+constexpr int64_t kLine = 64;
+
+const int64_t* whole(const Tensor& x, int64_t dim, const char* name) {
+  STD_TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.scalar_type() == ScalarType::Long && x.dim() == dim,
+                  "workhorse: ", name, " must be contiguous int64 on the CPU, with ", dim, " axes");
+  return static_cast<const int64_t*>(x.const_data_ptr());
+}
+
+template <class T>
+class Prepared {
+ public:
+  Prepared(const Tensor& program, const Tensor& numbers, const Tensor& registers, const std::vector<Tensor>& weights,
+           const std::vector<Tensor>& angles, const Tensor& tokens, const Tensor& lengths,
+           const std::vector<Tensor>& tables, const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
+           const Tensor& reaches, int64_t wanted, const Tensor& logits, ScalarType type)
+      : weights_(weights), type_(type) {
+    pass_.instructions = reinterpret_cast<const Instruction*>(whole(program, 2, "program"));
+    pass_.count = program.size(0);
+    STD_TORCH_CHECK(program.size(1) * sizeof(int64_t) == sizeof(Instruction) && numbers.is_contiguous() &&
+                        numbers.scalar_type() == ScalarType::Double && numbers.numel() == 2 * pass_.count,
+                    "workhorse: a program has eleven integers and two numbers for each instruction");
+    pass_.numbers = static_cast<const double*>(numbers.const_data_ptr());
+    pass_.tokens = whole(tokens, 2, "tokens");
+    pass_.batch = tokens.size(0);
+    pass_.seq = tokens.size(1);
+    pass_.wanted = wanted;
+    pass_.shares = torch::stable::get_num_threads();
+    STD_TORCH_CHECK(keys.size() == values.size() && !keys.empty() && keys[0].dim() == 4,
+                    "workhorse: every layer needs keys and values");
+    pass_.block = keys[0].size(2);
+    place(whole(lengths, 1, "lengths"), tables, reaches);
+    for (size_t layer = 0; layer < keys.size(); layer++) {
+      blocks_.push_back(std::min(keys[layer].size(1), values[layer].size(1)));
+      pass_.keys.push_back(stored(keys[layer]));
+      pass_.values.push_back(stored(values[layer]));
+    }
+    for (const Tensor& weight : weights) {
+      STD_TORCH_CHECK(weight.is_cpu() && weight.is_contiguous(), "workhorse: weights must be contiguous, on the CPU");
+      pass_.weights.push_back(weight.const_data_ptr());
+    }
+    turn(angles);
+    allocate(whole(registers, 2, "registers"), registers.size(0), logits);
+    for (int64_t i = 0; i < pass_.count; i++) check(pass_.instructions[i]);
+  }
+
+  void run() const {
+    Team team(pass_.shares, pass_.count);
+    torch::stable::parallel_for(0, pass_.shares, 1, [&](int64_t from, int64_t to) { pass_.run(team, from, to); });
+  }
+
+ private:
+  step::Pass<T> pass_;
+  const std::vector<Tensor>& weights_;
+  ScalarType type_;
+  std::vector<int64_t> positions_, blocks_;
+  std::vector<std::byte> scratch_;
+  int64_t longest_ = 0;
+
+  // Positions of the tokens, and what each sees.
+  void place(const int64_t* lengths, const std::vector<Tensor>& tables, const Tensor& reaches) {
+    for (int64_t b = 0; b < pass_.batch; b++)
+      for (int64_t s = 0; s < pass_.seq; s++) positions_.push_back(lengths[b] + s);
+    pass_.positions = positions_.data();
+    for (int64_t p : positions_) longest_ = std::max(longest_, p + 1);
+    for (const Tensor& table : tables) {
+      pass_.tables.push_back({whole(table, 2, "table"), table.size(1)});
+      STD_TORCH_CHECK(table.size(0) == pass_.batch && table.size(1) * pass_.block >= longest_,
+                      "workhorse: a table must have the blocks of every text");
+    }
+    // (reaches, 2): a window, and a chunk, or 0.
+    const int64_t* reach = whole(reaches, 2, "reaches");
+    for (int64_t i = 0; i < reaches.size(0); i++, reach += 2) {
+      step::Seen seen;
+      for (int64_t p : positions_) {
+        seen.first.push_back(reach[0]   ? std::max<int64_t>(0, p + 1 - reach[0])
+                             : reach[1] ? p / reach[1] * reach[1]
+                                        : 0);
+        seen.last.push_back(p + 1);
+      }
+      pass_.seen.push_back(std::move(seen));
+    }
+  }
+
+  step::Stored<T> stored(const Tensor& x) const {
+    STD_TORCH_CHECK(x.is_cpu() && x.dim() == 4 && x.scalar_type() == type_ && x.stride(3) == 1 &&
+                        x.size(2) == pass_.block && pass_.block % attend::kWide == 0,
+                    "workhorse: keys and values must be (kv_heads, blocks, block, width), of the model's type");
+    return {static_cast<T*>(x.mutable_data_ptr()), x.stride(0), x.stride(1), x.stride(2), x.size(0), x.size(3)};
+  }
+
+  void turn(const std::vector<Tensor>& angles) {
+    for (size_t i = 0; i + 1 < angles.size(); i += 2) {
+      const Tensor &cos = angles[i], &sin = angles[i + 1];
+      STD_TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.dim() == 2 && cos.size(0) >= longest_ &&
+                          sin.size(0) == cos.size(0) && sin.size(1) == cos.size(1),
+                      "workhorse: angles must be contiguous, (positions, pairs)");
+      pass_.angles.push_back({cos.const_data_ptr(), sin.const_data_ptr(), cos.size(1)});
+    }
+  }
+
+  // Registers (width, whether packed); the first one is the logits.
+  void allocate(const int64_t* registers, int64_t count, const Tensor& logits) {
+    const int64_t rows = pass_.batch * pass_.seq;
+    std::vector<int64_t> begins;
+    int64_t bytes = kLine;
+    for (int64_t i = 0; i < count; i++) {
+      begins.push_back(bytes);
+      const int64_t width = registers[2 * i];
+      int64_t size = width * sizeof(T);
+      if (registers[2 * i + 1]) size = width / packed_linear::kGroup * sizeof(packed_linear::Fixed);
+      if (i > 0) bytes += (rows * size + kLine - 1) / kLine * kLine;
+    }
+    scratch_.resize(bytes);
+    for (int64_t i = 0; i < count; i++) pass_.registers.push_back({scratch_.data() + begins[i], registers[2 * i]});
+    pass_.registers[0].at = static_cast<std::byte*>(logits.mutable_data_ptr());
+  }
+
+  void check_layer(int64_t layer, int64_t table) const {
+    STD_TORCH_CHECK(layer < int64_t(blocks_.size()) && table < int64_t(pass_.tables.size()),
+                    "workhorse: an instruction names a layer or table that there is not");
+    const step::BlockTable& blocks = pass_.tables[table];
+    for (int64_t i = 0; i < pass_.batch * blocks.blocks; i++)
+      STD_TORCH_CHECK(blocks.at[i] >= 0 && blocks.at[i] < blocks_[layer], "workhorse: there is no block ",
+                      blocks.at[i], " in layer ", layer);
+  }
+
+  void check(const Instruction& now) const {
+    const int64_t registers = pass_.registers.size(), weights = pass_.weights.size();
+    STD_TORCH_CHECK(now.to < registers && now.from < registers && now.other < registers && now.weight < weights &&
+                        now.bias < weights,
+                    "workhorse: an instruction names a register or weight that there is not");
+    const auto width = [&](int64_t reg) { return pass_.registers[reg].width; };
+    const auto size = [&](int64_t weight, ScalarType type, int64_t count) {
+      STD_TORCH_CHECK(weight < 0 || (weights_[weight].scalar_type() == type && weights_[weight].numel() == count),
+                      "workhorse: a weight has another type or size than when the program was made");
+    };
+    switch (now.op) {
+      case Op::kEmbed: {
+        const Tensor& table = weights_[now.weight];
+        size(now.weight, type_, table.size(0) * width(now.to));
+        for (int64_t i = 0; i < pass_.batch * pass_.seq; i++)
+          STD_TORCH_CHECK(pass_.tokens[i] >= 0 && pass_.tokens[i] < table.size(0), "workhorse: token ",
+                          pass_.tokens[i], " is not in the vocabulary of ", table.size(0));
+        return;
+      }
+      case Op::kEmbedPosition:
+        STD_TORCH_CHECK(weights_[now.weight].numel() >= (longest_ + now.options[0]) * width(now.to),
+                        "workhorse: there are fewer positions than a text of ", longest_, " tokens needs");
+        return size(now.weight, type_, weights_[now.weight].numel());
+      case Op::kNorm:
+        size(now.weight, type_, now.options[0]);
+        return size(now.bias, type_, now.options[0]);
+      case Op::kLinear:
+        size(now.weight, type_, now.options[0] * width(now.from));
+        return size(now.bias, type_, now.options[0]);
+      case Op::kPackedLinear: {
+        using namespace packed_linear;
+        const bool four_bits = now.options[2] >= 0;
+        const int64_t parts = (now.options[0] + kLanes - 1) / kLanes * (width(now.from) / kGroup);
+        size(now.weight, ScalarType::Byte, parts * (four_bits ? PackedWeight<4>::bytes : PackedWeight<8>::bytes));
+        size(now.options[1], ScalarType::Short, parts * kLanes);
+        if (four_bits) size(now.options[2], ScalarType::Byte, kLanes);
+        return size(now.bias, type_, now.options[0]);
+      }
+      case Op::kStore:
+        return check_layer(now.options[0], now.options[1]);
+      case Op::kAttend:
+        return check_layer(now.options[1], now.options[2]);
+      default:
+        return;
+    }
+  }
+};
+
+Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& registers,
+                   const std::vector<Tensor>& weights, const std::vector<Tensor>& angles, const Tensor& tokens,
+                   const Tensor& lengths, const std::vector<Tensor>& tables, const std::vector<Tensor>& keys,
+                   const std::vector<Tensor>& values, const Tensor& reaches, int64_t wanted, int64_t vocab) {
+  STD_TORCH_CHECK(!keys.empty() && registers.dim() == 2 && tokens.dim() == 2 && wanted > 0 && wanted <= tokens.size(1),
+                  "workhorse: a step needs tokens (batch, seq), and keys and values");
+  const ScalarType type = keys[0].scalar_type();
+  STD_TORCH_CHECK(registers.size(0) > 0 && whole(registers, 2, "registers")[0] == vocab,
+                  "workhorse: the first register is for ", vocab, " logits");
+  Tensor logits = torch::stable::new_empty(keys[0], {tokens.size(0), wanted, vocab});
+  const auto run = [&]<class T>(T) {
+    Prepared<T>(program, numbers, registers, weights, angles, tokens, lengths, tables, keys, values, reaches, wanted,
+                logits, type)
+        .run();
+  };
+  if (type == ScalarType::BFloat16) run(BFloat16{});
+  else if (type == ScalarType::Float) run(float{});
+  else STD_TORCH_CHECK(false, "workhorse: keys must be bfloat16 or float32");
+  return logits;
+}
+
+}  // namespace
+}  // namespace workhorse::bindings
+
+STABLE_TORCH_LIBRARY_FRAGMENT(workhorse, m) {
+  m.def(
+      "decode_step(Tensor program, Tensor numbers, Tensor registers, Tensor[] weights, Tensor[] angles, Tensor "
+      "tokens, Tensor lengths, Tensor[] tables, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor reaches, int wanted, int vocab) "
+      "-> Tensor");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(workhorse, CPU, m) { m.impl("decode_step", TORCH_BOX(&workhorse::bindings::decode_step)); }

@@ -1,0 +1,320 @@
+// A decoding step as a program: one instruction for each module of the model that computes something.
+//
+// Its values are registers, matrices with a row for each token; a packed one holds fixed-point numbers for
+// products with packed weights. An instruction reads and writes whole registers, and is divided among the
+// threads by outputs or by rows, so that no sum depends on how many there are. One that `waits` begins once
+// all before it have ended; Python knows which need to (transforms/steps/program.py).
+#pragma once
+
+#include <cmath>
+#include <cstddef>
+#include <vector>
+
+#include "ops/activations.h"
+#include "ops/attend.h"
+#include "ops/linear.h"
+#include "ops/packed_linear.h"
+#include "ops/team.h"
+
+namespace workhorse::step {
+
+// What an instruction does with registers `to`, `from` and `other`, and weights number `weight` and `bias`,
+// -1 where there is none. The meaning of `options` and `numbers` stands beside each.
+enum class Op : int64_t {
+  kEmbed,         // to = rows of weight, by token
+  kEmbedPosition, // to = rows of weight, by position + options[0]
+  kScale,         // to = from · numbers[0]
+  kAdd,           // to = from + other
+  kNorm,          // to = norm(from) · (weight + numbers[1]) + bias, in parts of options[0] numbers: see Norm
+  kActivate,      // to = act(from), times other if there is one; options[0]: Activation
+  kLinear,        // to = from weightᵀ + bias, options[0] outputs
+  kPack,          // to, packed, = from
+  kPackedLinear,  // likewise with packed from; options[1]: scales, [2]: levels or -1
+  kRotate,        // to is rotated in heads of options[0] numbers; [1]: angles, [2]: Pairing bits
+  kStore,         // from and other go into the cache, as keys and values; options[0]: layer, [1]: table
+  kAttend,        // to = attention of from, options[0] heads; [1]: layer, [2]: table, [3]: reach; numbers[0]: scale
+  kLast,          // to = the rows of from that logits are wanted of; from here on there are no others
+};
+
+enum class Activation : int64_t { kRelu, kReluSquared, kGelu, kGeluTanh, kSilu, kSigmoid };
+
+// Bits of options[1] of a norm, and options[2] of a rotation.
+constexpr int64_t kCentred = 1, kRoundedNormal = 2, kRoundedGain = 4;
+constexpr int64_t kInterleaved = 1, kInFloat32 = 2;
+
+struct Instruction {
+  Op op;
+  int64_t waits, to, from, other, weight, bias, options[4];
+};
+
+struct Register {
+  std::byte* at;
+  int64_t width;  // numbers in a row
+};
+
+// A layer's keys or values.
+template <class T>
+struct Stored {
+  T* data;
+  int64_t head_stride, block_stride, slot_stride, heads, width;
+};
+
+// The blocks of each text, (batch, blocks).
+struct BlockTable {
+  const int64_t* at;
+  int64_t blocks;
+};
+
+// Cosines, then sines: (positions, pairs) each.
+struct Angles {
+  const void *cos, *sin;
+  int64_t pairs;
+};
+
+// The slots that the tokens of a pass see in layers of one reach.
+struct Seen {
+  std::vector<int64_t> first, last;
+};
+
+template <class T>
+struct Pass {
+  const Instruction* instructions;
+  const double* numbers;  // two for each
+  int64_t count;
+  std::vector<Register> registers;
+  std::vector<const void*> weights;
+  std::vector<Angles> angles;
+  std::vector<Stored<T>> keys, values;
+  std::vector<BlockTable> tables;
+  std::vector<Seen> seen;
+  const int64_t *tokens, *positions;  // (batch, seq)
+  int64_t batch, seq, block;          // `block`: slots of one
+  int64_t wanted;                     // tokens of each text that logits are wanted of, the last ones
+  int64_t shares;
+
+  // What one thread does; [from, to) are its shares.
+  void run(Team& team, int64_t from, int64_t to) const {
+    int64_t rows = batch * seq;
+    for (int64_t i = 0; i < count; i++) {
+      const Instruction& now = instructions[i];
+      if (now.waits) team.wait(to - from);
+      if (now.op == Op::kLast) rows = batch * wanted;
+      work(now, numbers + 2 * i, rows,
+           [&](int64_t units, const auto& unit) { team.divide(i, from, units, unit); });
+    }
+  }
+
+ private:
+  static constexpr int64_t kUnitBytes = 1 << 15;  // of weights that a thread reads at a time
+
+  T* row(int64_t reg, int64_t r) const {
+    return (T*)registers[reg].at + r * registers[reg].width;
+  }
+  int64_t width(int64_t reg) const { return registers[reg].width; }
+  template <class W>
+  const W* weight(int64_t number) const {
+    return number < 0 ? nullptr : static_cast<const W*>(weights[number]);
+  }
+
+  // Divides an instruction into units by `divide(units, function of a unit)`.
+  template <class Divide>
+  void work(const Instruction& now, const double* number, int64_t rows, const Divide& divide) const {
+    switch (now.op) {
+      case Op::kEmbed:
+        return divide(rows, [&](int64_t r) { look_up(now, tokens[r], row(now.to, r)); });
+      case Op::kEmbedPosition:
+        return divide(rows, [&](int64_t r) { look_up(now, positions[r] + now.options[0], row(now.to, r)); });
+      case Op::kScale:
+        return divide(rows, [&](int64_t r) { scale(row(now.from, r), float(number[0]), width(now.to), row(now.to, r)); });
+      case Op::kAdd:
+        return divide(rows, [&](int64_t r) {
+          const T *a = row(now.from, r), *b = row(now.other, r);
+          T* const y = row(now.to, r);
+          each(width(now.to), [&]<class V>(V, int64_t j) { write(y + j, read<V>(a + j) + read<V>(b + j)); });
+        });
+      case Op::kNorm:
+        return divide(rows, [&](int64_t r) { norm(now, number, r); });
+      case Op::kActivate:
+        return divide(rows, [&](int64_t r) { activate(now, r); });
+      case Op::kLinear:
+        return linear(now, rows, divide);
+      case Op::kPack:
+      case Op::kPackedLinear:
+        return packed(now, rows, divide);
+      case Op::kRotate:
+        return divide(rows, [&](int64_t r) {
+          for (int64_t h = 0; h < width(now.to); h += now.options[0]) rotate(now, positions[r], row(now.to, r) + h);
+        });
+      case Op::kStore:
+        return divide(rows, [&](int64_t r) {
+          const int64_t layer = now.options[0], table = now.options[1];
+          store(keys[layer], table, r, row(now.from, r));
+          store(values[layer], table, r, row(now.other, r));
+        });
+      case Op::kAttend:
+        return attend(now, float(number[0]), divide);
+      case Op::kLast:
+        return divide(rows, [&](int64_t r) {
+          const int64_t of = r / wanted * seq + seq - wanted + r % wanted;
+          std::copy_n(row(now.from, of), width(now.to), row(now.to, r));
+        });
+    }
+  }
+
+  void look_up(const Instruction& now, int64_t number, T* to) const {
+    std::copy_n(weight<T>(now.weight) + number * width(now.to), width(now.to), to);
+  }
+
+  static void scale(const T* x, float by, int64_t n, T* y) {
+    each(n, [&]<class V>(V, int64_t j) { write(y + j, read<V>(x + j) * by); });
+  }
+
+  void norm(const Instruction& now, const double* number, int64_t r) const {
+    const int64_t n = now.options[0], how = now.options[1];
+    const T *gain = weight<T>(now.weight), *shift = weight<T>(now.bias);
+    const float eps = float(number[0]), offset = float(number[1]);
+    for (int64_t part = 0; part < width(now.to); part += n) {
+      const T* const x = row(now.from, r) + part;
+      T* const y = row(now.to, r) + part;
+      float mean = 0;
+      if (how & kCentred) {
+        Sum total;
+        each(n, [&]<class V>(V, int64_t j) { total += read<V>(x + j); });
+        mean = total / n;
+      }
+      Sum squares;
+      each(n, [&]<class V>(V, int64_t j) {
+        const V centred = read<V>(x + j) - mean;
+        squares += centred * centred;
+      });
+      const float factor = 1.0f / std::sqrt(squares / n + eps);
+      each(n, [&]<class V>(V, int64_t j) {
+        V normal = (read<V>(x + j) - mean) * factor;
+        if (how & kRoundedNormal) normal = held_by<T>(normal);
+        if (gain) {
+          const V by = read<V>(gain + j) + offset;
+          normal *= how & kRoundedGain ? held_by<T>(by) : by;
+        }
+        if (shift) normal += read<V>(shift + j);
+        write(y + j, normal);
+      });
+    }
+  }
+
+  void activate(const Instruction& now, int64_t r) const {
+    const auto by = [&](auto function) {
+      const T* const x = row(now.from, r);
+      const T* const other = now.other < 0 ? nullptr : row(now.other, r);
+      T* const y = row(now.to, r);
+      each(width(now.to), [&]<class V>(V, int64_t j) {
+        const F32x16 all = decltype(function)::of(F32x16{} + read<V>(x + j)).value;
+        V value;
+        if constexpr (kCount<V> == 1) value = all[0];
+        else value = all;
+        if (other) value = held_by<T>(value) * read<V>(other + j);
+        write(y + j, value);
+      });
+    };
+    switch (Activation(now.options[0])) {
+      case Activation::kRelu: return by(activations::Relu{});
+      case Activation::kReluSquared: return by(activations::ReluSquared{});
+      case Activation::kGelu: return by(activations::Gelu{});
+      case Activation::kGeluTanh: return by(activations::GeluTanh{});
+      case Activation::kSilu: return by(activations::Silu{});
+      case Activation::kSigmoid: return by(activations::Sigmoid{});
+    }
+  }
+
+  template <class Divide>
+  void linear(const Instruction& now, int64_t rows, const Divide& divide) const {
+    const int64_t in = width(now.from), out = now.options[0];
+    const int64_t size = std::max<int64_t>(1, kUnitBytes / (in * sizeof(T)) / linear::kOut) * linear::kOut;
+    const linear::Layer<T> layer{weight<T>(now.weight), weight<T>(now.bias), row(now.to, 0), out};
+    const linear::Rows<T> all{row(now.from, 0), rows, in};
+    divide((out + size - 1) / size,
+           [&](int64_t unit) { all.run(layer, unit * size, std::min(out, (unit + 1) * size)); });
+  }
+
+  template <class Divide>
+  void packed(const Instruction& now, int64_t rows, const Divide& divide) const {
+    if (now.op == Op::kPackedLinear && now.options[2] >= 0) packed<4>(now, rows, divide);
+    else packed<8>(now, rows, divide);
+  }
+
+  // Packing does not depend on the bits of the weights that follow.
+  template <int Bits, class Divide>
+  void packed(const Instruction& now, int64_t rows, const Divide& divide) const {
+    using namespace packed_linear;
+    const bool packs = now.op == Op::kPack;
+    const int64_t groups = width(now.from) / kGroup, out = now.options[0], blocks = (out + kLanes - 1) / kLanes;
+    const PackedWeight<Bits> codes{weight<uint8_t>(now.weight), weight<BFloat16>(now.options[1]),
+                                   weight<uint8_t>(now.options[2]), groups};
+    const PackedLinear<Bits, T> product{codes, packs ? row(now.from, 0) : nullptr, weight<T>(now.bias),
+                                        packs ? nullptr : row(now.to, 0), rows, out,
+                                        (Fixed*)registers[packs ? now.to : now.from].at};
+    if (packs) return divide(rows, [&](int64_t r) { product.pack(r, r + 1); });
+    const int64_t size = std::max<int64_t>(1, kUnitBytes / (groups * codes.bytes));
+    divide((blocks + size - 1) / size,
+           [&](int64_t unit) { product.run(unit * size, std::min(blocks, (unit + 1) * size)); });
+  }
+
+  // The pairs of a head, in place, in float32 or rounded to T after every operation.
+  void rotate(const Instruction& now, int64_t position, T* head) const {
+    const Angles& by = angles[now.options[1]];
+    const int64_t pairs = by.pairs, at = position * pairs;
+    const bool interleaved = now.options[2] & kInterleaved;
+    const auto turn = [&](auto cos, auto sin, auto kept) {
+      for (int64_t i = 0; i < pairs; i++) {
+        T &a = head[interleaved ? 2 * i : i], &b = head[interleaved ? 2 * i + 1 : i + pairs];
+        const float x = to_float(a), y = to_float(b), c = to_float(cos[at + i]), s = to_float(sin[at + i]);
+        workhorse::store(&a, kept(x * c) - kept(y * s));
+        workhorse::store(&b, kept(y * c) + kept(x * s));
+      }
+    };
+    if (now.options[2] & kInFloat32)
+      turn((const float*)by.cos, (const float*)by.sin, [](float value) { return value; });
+    else
+      turn((const T*)by.cos, (const T*)by.sin, [](float value) { return held_by<T>(value); });
+  }
+
+  void store(const Stored<T>& to, int64_t table, int64_t r, const T* from) const {
+    const int64_t position = positions[r], number = tables[table].at[r / seq * tables[table].blocks + position / block];
+    T* const slot = to.data + number * to.block_stride + position % block * to.slot_stride;
+    for (int64_t h = 0; h < to.heads; h++) std::copy_n(from + h * to.width, to.width, slot + h * to.head_stride);
+  }
+
+  template <class Divide>
+  void attend(const Instruction& now, float scale, const Divide& divide) const {
+    const int64_t heads = now.options[0];
+    const Stored<T>&k = keys[now.options[1]], &v = values[now.options[1]];
+    const BlockTable& table = tables[now.options[2]];
+    const Seen& slots = seen[now.options[3]];
+    const int64_t units = batch * k.heads;
+    const int64_t splits = std::min((shares + units - 1) / units, heads / k.heads * seq);
+    const auto heads_of = [&](auto* data, int64_t width) {
+      return attend::Heads<std::remove_pointer_t<decltype(data)>>{data, seq * heads * width, width, heads * width};
+    };
+    const auto blocks_of = [](const Stored<T>& of) {
+      return attend::Blocks<T>{of.data, of.head_stride, of.block_stride, of.slot_stride};
+    };
+    const attend::Attend<T> all{heads_of((const T*)row(now.from, 0), k.width),
+                                blocks_of(k),
+                                blocks_of(v),
+                                heads_of(row(now.to, 0), v.width),
+                                table.at,
+                                slots.first.data(),
+                                slots.last.data(),
+                                heads,
+                                k.heads,
+                                seq,
+                                table.blocks,
+                                block,
+                                k.width,
+                                v.width,
+                                splits,
+                                scale};
+    divide(units * splits, [&](int64_t unit) { all.run(unit, unit + 1); });
+  }
+};
+
+}  // namespace workhorse::step

@@ -1,0 +1,67 @@
+// Threads that work through a list of stages together, within one parallel region.
+//
+// The units of a stage are divided evenly; a thread that has done its own takes those of others, so that one
+// which other programs keep waiting is helped. Between stages that depend on each other all wait: they look
+// for a while, since the others are about to come, and then sleep, since something else has their cores.
+#pragma once
+
+#include <atomic>
+#include <cstdint>
+#include <memory>
+
+#ifdef __SSE2__
+#include <immintrin.h>
+#endif
+
+namespace workhorse {
+
+// Tells the core that this thread waits in a loop.
+inline void pause() {
+#ifdef __SSE2__
+  _mm_pause();
+#endif
+}
+
+class Team {
+ public:
+  // `shares` of the work are done by as many threads or fewer, each of which has some of them.
+  Team(int64_t shares, int64_t stages) : shares_(shares), next_(new std::atomic<int64_t>[shares * stages]) {
+    for (int64_t i = 0; i < shares * stages; i++) next_[i].store(0, std::memory_order_relaxed);
+  }
+
+  // Calls work(unit) for the units of a stage that are left, this thread's own first.
+  template <class F>
+  void divide(int64_t stage, int64_t share, int64_t units, const F& work) {
+    for (int64_t i = 0; i < shares_; i++) {
+      const int64_t of = (share + i) % shares_, begin = units * of / shares_, end = units * (of + 1) / shares_;
+      std::atomic<int64_t>& next = next_[stage * shares_ + of];
+      for (int64_t unit; (unit = begin + next.fetch_add(1, std::memory_order_relaxed)) < end;) work(unit);
+    }
+  }
+
+  // Returns once all shares have come here; `mine` of them come with this thread.
+  void wait(int64_t mine) {
+    const int32_t round = round_.load(std::memory_order_acquire);
+    if (come_.fetch_add(mine, std::memory_order_acq_rel) + mine == shares_) {
+      come_.store(0, std::memory_order_relaxed);
+      round_.store(round + 1, std::memory_order_release);
+      round_.notify_all();
+      return;
+    }
+    for (int i = 0; i < kLooks; i++) {
+      if (round_.load(std::memory_order_acquire) != round) return;
+      pause();
+    }
+    round_.wait(round, std::memory_order_acquire);
+  }
+
+ private:
+  static constexpr int kLooks = 4000;  // some tens of microseconds
+
+  const int64_t shares_;
+  const std::unique_ptr<std::atomic<int64_t>[]> next_;  // (stages, shares)
+  alignas(64) std::atomic<int64_t> come_{0};
+  alignas(64) std::atomic<int32_t> round_{0};
+};
+
+}  // namespace workhorse

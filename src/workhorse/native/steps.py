@@ -1,0 +1,133 @@
+"""A whole decoding step as one operator; see `ops/step.h`."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from enum import IntEnum, IntFlag
+from pathlib import Path
+from typing import Any
+
+import torch
+from jaxtyping import Float, Float64, Int64
+from torch import Tensor
+
+from workhorse.native import build
+
+
+class Op(IntEnum):
+    """The instructions of a program, as `ops/step.h` describes them."""
+
+    EMBED = 0
+    EMBED_POSITION = 1
+    SCALE = 2
+    ADD = 3
+    NORM = 4
+    ACTIVATE = 5
+    LINEAR = 6
+    PACK = 7
+    PACKED_LINEAR = 8
+    ROTATE = 9
+    STORE = 10
+    ATTEND = 11
+    LAST = 12
+
+
+class Norm(IntFlag):
+    """How a norm computes."""
+
+    CENTRED = 1
+    ROUNDED_NORMAL = 2
+    ROUNDED_GAIN = 4
+
+
+class Rotation(IntFlag):
+    """How queries and keys are rotated."""
+
+    INTERLEAVED = 1
+    IN_FLOAT32 = 2
+
+
+ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid")
+"""In the order of their numbers."""
+FIELDS = 11
+"""Integers of an instruction."""
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The operator; an instance exists only if it can be called."""
+
+    def run(
+        self,
+        program: Int64[Tensor, "instructions 11"],
+        numbers: Float64[Tensor, "instructions 2"],
+        registers: Int64[Tensor, "registers 2"],
+        weights: Sequence[Tensor],
+        *,
+        angles: Sequence[Tensor],
+        tokens: Int64[Tensor, "batch seq"],
+        lengths: Int64[Tensor, " batch"],
+        tables: Sequence[Int64[Tensor, "batch blocks_of_a_text"]],
+        keys: Sequence[Float[Tensor, "kv_heads blocks block width"]],
+        values: Sequence[Float[Tensor, "kv_heads blocks block width"]],
+        reaches: Int64[Tensor, "reaches 2"],
+        wanted: int,
+        vocab: int,
+    ) -> Float[Tensor, "batch wanted vocab"]:
+        """The logits of the last `wanted` tokens of each text; their keys and values are stored.
+
+        Args:
+            program: the instructions, each with its op, whether it waits, registers, weights and
+                options.
+            numbers: two for each instruction.
+            registers: the width of each, and whether it is packed; the first one is the logits.
+            weights: what instructions name by number, contiguous on the CPU.
+            angles: cosines and sines of each rotation in turn, (positions, pairs).
+            tokens: to read.
+            lengths: tokens that each text holds already.
+            tables: the blocks of each text, for each reach of the cache, with room for the tokens.
+            keys: of each layer, bfloat16 or float32 like the model.
+            values: likewise.
+            reaches: a window and a chunk for each reach of a layer, 0 where there is none.
+            wanted: at most `seq`.
+            vocab: logits of a token.
+        """
+        return torch.ops.workhorse.decode_step.default(
+            program,
+            numbers,
+            registers,
+            list(weights),
+            list(angles),
+            tokens,
+            lengths,
+            list(tables),
+            list(keys),
+            list(values),
+            reaches,
+            wanted,
+            vocab,
+        )
+
+
+def load(*, wait: bool) -> Steps:
+    """The operator, compiled first if it never was on this machine; see `decoding.load`.
+
+    Raises:
+        build.Unavailable: why it cannot be called, in one line.
+    """
+    if "ATen parallel backend: OpenMP" not in torch.__config__.parallel_info():
+        raise build.Unavailable("threads that wait for each other need PyTorch built with OpenMP")
+    return _load(build.ensure("steps", wait=wait))
+
+
+@functools.cache
+def _load(library: Path) -> Steps:
+    build.load(library)
+    torch.library.register_fake("workhorse::decode_step", _logits_shape)
+    return Steps()
+
+
+def _logits_shape(*arguments: Any) -> Tensor:
+    """Of `decode_step`; see `Steps.run`."""
+    tokens, keys, (wanted, vocab) = arguments[5], arguments[8], arguments[-2:]
+    return keys[0].new_empty(tokens.shape[0], wanted, vocab)

@@ -1,0 +1,149 @@
+"""A decoder whose steps are one call of a native operator.
+
+Between the modules of a step lie a hundred calls of Python and as many times at which threads are
+woken and wait for each other; for a small model both cost more than reading its weights. The
+operator runs the whole step in one parallel region. What it computes follows from the modules
+(`program.py`); where they compute something it has no instruction for, they do it themselves.
+"""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from workhorse.native import Operators, Steps
+from workhorse.nn import Decoder
+from workhorse.nn.cache.fixed import tensors_of
+from workhorse.nn.cache.paged_view import PagedView
+from workhorse.nn.cache.view import CacheView
+from workhorse.nn.watched import Watch
+from workhorse.transforms.compiled.compiled_step import CompiledDecoder
+from workhorse.transforms.record import check, record
+from workhorse.transforms.replace import become
+from workhorse.transforms.steps.program import CannotTranslate, Program, Turn, translate
+
+MOST_ROWS = 64
+"""Tokens of a pass, of all texts together; for more, gemms that reuse weights are faster, and on a
+matrix unit for more than one."""
+
+
+def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
+    """A decoder that adds tokens to a `PagedView` by one native call.
+
+    Prompts and everything else run as before; so does a decoder with hooks, and one that computes
+    what the operator does not, by compiled steps if it has them. Its weights may change afterwards,
+    in place; its modules may not.
+
+    Args:
+        decoder: in evaluation mode, on the CPU, after the other transforms of inference. What is
+            returned takes its place.
+        operators: with the one of steps.
+    """
+    check(decoder, "step_natively")
+    most_rows = MOST_ROWS if operators.matrix_unit is None else 1
+    options = {"steps": operators.steps, "most_rows": most_rows, "angles": Angles()}
+    kind = SteppingCompiledDecoder if type(decoder) is CompiledDecoder else SteppingDecoder
+    made = become(decoder, kind, **options, watch=Watch(decoder.modules()))
+    record(made, "step_natively")
+    return made
+
+
+class Angles:
+    """Cosines and sines of rotations by position, as far as texts have come."""
+
+    def __init__(self) -> None:
+        self._tables: dict[Turn, tuple[Tensor, Tensor]] = {}
+
+    def upto(self, length: int, turns: Sequence[Turn]) -> list[Tensor]:
+        """Those of positions below `length`, at least: for each turn, (positions, pairs) twice."""
+        return [table for turn in turns for table in self._upto(length, turn)]
+
+    def _upto(self, length: int, turn: Turn) -> tuple[Tensor, Tensor]:
+        known = self._tables.get(turn)
+        if known is None or len(known[0]) < length:
+            positions = torch.arange(max(2 * length, 256))[None]
+            cos, sin = turn.rope.angles(positions, turn.head_dim, length)
+            known = cos[0, 0].to(turn.dtype).contiguous(), sin[0, 0].to(turn.dtype).contiguous()
+            self._tables[turn] = known
+        return known
+
+
+class SteppingDecoder(Decoder):
+    """See `step_natively`."""
+
+    steps: Steps
+    most_rows: int
+    angles: Angles
+    watch: Watch
+    program: Program | None
+
+    @property
+    def rows_apart(self) -> int:
+        stepping = self._translated() is not None and not self.watch.sees_hooks
+        return self.most_rows if stepping else super().rows_apart
+
+    def next_logits(
+        self, tokens: Tensor, *, positions: Tensor | None = None, cache: CacheView | None = None
+    ) -> Tensor:
+        if positions is None and (program := self._program_for(tokens, cache)):
+            assert isinstance(cache, PagedView)
+            return self._step(program, tokens, cache, 1)[:, 0]
+        return super().next_logits(tokens, positions=positions, cache=cache)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: CacheView | None = None,
+    ) -> Tensor:
+        counted = positions is None and documents is None
+        if counted and (program := self._program_for(tokens, cache)):
+            assert isinstance(cache, PagedView)
+            return self._step(program, tokens, cache, tokens.shape[1])
+        return super().forward(tokens, positions=positions, documents=documents, cache=cache)
+
+    def _program_for(self, tokens: Tensor, cache: CacheView | None) -> Program | None:
+        """The program, if this pass is a step that it can take."""
+        if not isinstance(cache, PagedView) or torch.is_grad_enabled():
+            return None
+        few = tokens.shape[1] <= cache.slack + 1 and tokens.numel() <= self.most_rows
+        if not few or not all(text.length for text in cache.texts) or self.watch.sees_hooks:
+            return None
+        return self._translated()
+
+    def _translated(self) -> Program | None:
+        if "program" not in vars(self):
+            try:
+                self.program = translate(self)
+            except CannotTranslate:
+                self.program = None
+        return self.program
+
+    def _step(self, program: Program, tokens: Tensor, view: PagedView, wanted: int) -> Tensor:
+        rows, seq = tokens.shape
+        view.reserve([seq] * rows)
+        tensors = tensors_of(view)
+        logits = self.steps.run(
+            program.instructions,
+            program.numbers,
+            program.registers,
+            program.weights,
+            angles=self.angles.upto(view.length + seq, program.turns),
+            tokens=tokens.contiguous(),
+            lengths=tensors.lengths,
+            tables=tensors.tables,
+            keys=tensors.keys,
+            values=tensors.values,
+            reaches=program.reaches,
+            wanted=wanted,
+            vocab=self.config.vocab_size,
+        )
+        view.lengths += seq
+        view.advance(seq)
+        return logits
+
+
+class SteppingCompiledDecoder(SteppingDecoder, CompiledDecoder):
+    """Whose other steps are compiled programs."""

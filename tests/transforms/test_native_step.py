@@ -1,0 +1,221 @@
+"""A step in one native call gives the logits of the modules, and leaves the cache as they do."""
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.native.machine import DECODING, OPERATORS, needs
+from tests.nn.grid import CAUSAL, COVERING, error, fixed_length, make, name, random_tokens
+from tests.nn.paged import paged
+from tests.parity.all_cases import ALL
+from tests.parity.reference import quiet, randomised, their_config
+from workhorse.errors import WorkhorseError
+from workhorse.generate import GenerationConfig, generate
+from workhorse.models.huggingface import Fields, family
+from workhorse.native import Steps
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.transforms.native_attention import attend_natively
+from workhorse.transforms.quantization.codes import FormatName
+from workhorse.transforms.quantization.quantize import quantize
+from workhorse.transforms.steps.native_step import SteppingDecoder, step_natively
+from workhorse.transforms.steps.program import translate
+from workhorse.transforms.steps.recorded import CannotTranslate
+from workhorse.transforms.stream import stream_weights
+
+pytestmark = [needs("steps"), needs("decoding")]
+CONFIGS = [config for config in CAUSAL if fixed_length(config) is None]
+TRANSLATED = {
+    *("arcee", "cohere", "cohere2", "ernie4_5", "exaone4", "falcon", "gemma", "gemma3_text", "glm"),
+    *("glm4", "gpt2", "gpt_neo", "gpt_neox", "gptj", "granite", "helium", "llama", "ministral"),
+    *("mistral", "modernbert-decoder", "nemotron", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2"),
+    *("qwen3", "seed_oss", "smollm3", "starcoder2"),
+}
+"""Model types whose first shape has to be taken over; others may be."""
+LOCAL_AND_GLOBAL = DecoderConfig.from_dict(
+    {
+        "vocab_size": 61,
+        "d_model": 64,
+        "n_layers": 3,
+        "max_seq_len": 400,
+        "blocks": {
+            kind: {
+                "kind": "pre_norm",
+                "norm": {"kind": "rms_norm"},
+                "attention": {
+                    "n_heads": 4,
+                    "n_kv_heads": 2,
+                    "position": {"kind": "rope"},
+                    "window": window,
+                },
+                "feed_forward": {"kind": "gated_mlp", "d_ff": 96},
+            }
+            for kind, window in (("local", 6), ("global", None))
+        },
+        "pattern": ["local", "global"],
+    }
+)
+"""A rolling cache and a whole one."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the tokens of every call of the operator."""
+    seen: list[tuple[int, ...]] = []
+    run = Steps.run
+
+    def counting(steps: Steps, *program: Any, tokens: Tensor, **rest: Any) -> Tensor:
+        seen.append(tuple(tokens.shape))
+        return run(steps, *program, tokens=tokens, **rest)
+
+    monkeypatch.setattr(Steps, "run", counting)
+    return seen
+
+
+def built(seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
+    torch.manual_seed(seed)
+    return LOCAL_AND_GLOBAL.build(dtype=dtype).eval()
+
+
+def quick(decoder: Decoder, format: FormatName | None = None) -> SteppingDecoder:
+    """As for inference."""
+    return step_natively(_without_steps(decoder, format), OPERATORS)
+
+
+def _without_steps(decoder: Decoder, format: FormatName | None = None) -> Decoder:
+    if format is not None:
+        quantize(decoder, format)
+    stream_weights(decoder, OPERATORS)
+    attend_natively(decoder, DECODING)
+    return decoder
+
+
+@torch.no_grad()
+def along(decoder: Decoder, prompts: Tensor, tokens: Tensor) -> Tensor:
+    """Logits of each further token, after prompts of unequal lengths."""
+    rows, further = tokens.shape
+    seq = prompts.shape[1]
+    positions = torch.arange(seq)[None] - torch.arange(rows)[:, None]
+    cache = paged(decoder, rows, seq + further)
+    decoder(prompts[:rows], positions=positions.clamp(min=-1), cache=cache)
+    each = [decoder.next_logits(tokens[:, n : n + 1], cache=cache) for n in range(further)]
+    return torch.stack(each, dim=1)
+
+
+def texts(decoder: Decoder, rows: int, new: int, guesses: int = 0) -> list[tuple[int, ...]]:
+    prompts = [[(7 * row + 3 * i) % 61 for i in range(5 + row)] for row in range(rows)]
+    config = GenerationConfig(max_new_tokens=new, temperature=0, speculate=guesses)
+    return [done.tokens for done in generate(decoder, prompts, config)]
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: name(COVERING.index(config)))
+def test_whatever_a_decoder_has_its_logits_are_the_same(config: DecoderConfig) -> None:
+    prompts, tokens = random_tokens(config, 2, 4), random_tokens(config, 2, 8)
+    expected = along(make(config), prompts, tokens)
+    assert error(along(quick(make(config)), prompts, tokens), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("model_type", ALL)
+def test_steps_of_model_types(model_type: str) -> None:
+    with quiet():
+        fields = their_config(model_type, ALL[model_type][0]).to_dict()
+    config = family(model_type).read(Fields(fields))
+    if config.steady_length() < config.max_seq_len:
+        return  # prompts and steps have different angles
+    plain, stepping = (randomised(config.build()) for _ in range(2))
+    assert isinstance(plain, Decoder)
+    assert isinstance(stepping, Decoder)
+    stepping = quick(stepping)
+    prompts, tokens = torch.randint(3, 60, (2, 5)), torch.randint(3, 60, (2, 6))
+    assert error(along(stepping, prompts, tokens), along(plain, prompts, tokens)) <= 1e-5
+    try:
+        translate(stepping)
+    except CannotTranslate:
+        assert model_type not in TRANSLATED
+
+
+@pytest.mark.parametrize("length", [40, 300])  # the second passes the angles made at first
+def test_windows_and_whole_contexts_along_a_text(length: int, calls: list[tuple[int, ...]]) -> None:
+    tokens = torch.randint(0, 61, (1, length))
+    expected = along(built(), tokens[:, :3], tokens)
+    assert error(along(quick(built()), tokens[:, :3], tokens), expected) <= 1e-5
+    assert calls == [(1, 1)] * length
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("format", [None, "int8", "int4"])
+def test_bits_depend_on_neither_rows_nor_threads(
+    format: FormatName | None, dtype: torch.dtype
+) -> None:
+    decoder = quick(built(dtype=dtype), format)
+    if decoder.rows_apart == 1:
+        pytest.skip("several rows take the matrix unit's operators here")
+    tokens = torch.randint(0, 61, (5, 12))
+    prompts = tokens[:, :4].roll(1, dims=1)
+    alone = torch.cat([_whole(decoder, prompts[r : r + 1], tokens[r : r + 1]) for r in range(5)])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(_whole(decoder, prompts, tokens), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.no_grad()
+def _whole(decoder: Decoder, prompts: Tensor, tokens: Tensor) -> Tensor:
+    """Logits of each further token, after prompts that are read token by token."""
+    cache = paged(decoder, len(tokens), prompts.shape[1] + tokens.shape[1])
+    Decoder.next_logits(decoder, prompts[:, :1], cache=cache)
+    further = torch.cat((prompts[:, 1:], tokens), dim=1)
+    columns = further.split(1, dim=1)
+    return torch.stack([decoder.next_logits(each, cache=cache) for each in columns], dim=1)
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_packed_weights_are_multiplied_as_by_their_modules(format: FormatName) -> None:
+    tokens = torch.randint(0, 61, (3, 12))
+    stepping = along(quick(built(), format), tokens[:, :4], tokens)
+    assert error(stepping, along(_without_steps(built(), format), tokens[:, :4], tokens)) <= 1e-5
+
+
+def test_guesses_are_checked_in_one_call(calls: list[tuple[int, ...]]) -> None:
+    decoder = quick(built())
+    for rows in (1, 3):
+        assert texts(decoder, rows, 30, guesses=3) == texts(built(), rows, 30)
+    assert any(seq > 1 for _, seq in calls)
+
+
+def test_weights_may_change_in_place() -> None:
+    decoder, other = quick(built()), built(seed=1)
+    tokens = torch.randint(0, 61, (1, 8))
+    along(decoder, tokens[:, :3], tokens)
+    decoder.load_state_dict(other.state_dict())
+    expected = along(other, tokens[:, :3], tokens)
+    assert error(along(decoder, tokens[:, :3], tokens), expected) <= 1e-5
+
+
+def test_a_decoder_with_hooks_calls_its_modules(calls: list[tuple[int, ...]]) -> None:
+    decoder = quick(built())
+    tokens = torch.randint(0, 61, (1, 8))
+    seen: list[torch.Size] = []
+
+    def see(_module: object, _inputs: object, output: Tensor) -> None:
+        seen.append(output.shape)
+
+    hook = decoder.layers[1].register_forward_hook(see)
+    expected = along(decoder, tokens[:, :3], tokens)
+    assert len(seen) == 1 + tokens.shape[1]
+    assert not calls
+    hook.remove()
+    assert error(along(decoder, tokens[:, :3], tokens), expected) <= 1e-5
+    assert len(calls) == tokens.shape[1]
+
+
+def test_a_token_outside_of_the_vocabulary_is_refused() -> None:
+    decoder = quick(built())
+    for token in (61, -1):
+        tokens = torch.tensor([[1, 2, 3, token]])
+        with pytest.raises((WorkhorseError, RuntimeError), match=f"{token} is not in the vocab"):
+            along(decoder, tokens[:, :3], tokens[:, 3:])

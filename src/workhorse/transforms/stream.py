@@ -12,16 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workhorse.instructions import cpu_has
 from workhorse.native import Decoding, Operators
 from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become, replace_modules
 
 FEW_ROWS = {torch.bfloat16: 64, torch.float32: 16}
 """The most rows for which `Decoding.linear` beat PyTorch's `linear`, by dtype of the weights."""
-WIDENED = {torch.bfloat16: 2**62}
-"""The same with vectors of 64 bytes but no instructions for bfloat16, where it was twice as fast for
-any number of rows."""
 ONE_PASS = {torch.bfloat16: 64, torch.float32: 32}
 """The same where many rows have an operator of their own. On the matrix unit the two were equally
 fast for 64 to 128, in vectors for 24 to 48."""
@@ -66,8 +62,6 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
     if decoding is None:
         return
 
-    widens = cpu_has("avx512_f") and not cpu_has("avx512_bf16")
-    limits = FEW_ROWS | WIDENED if widens else FEW_ROWS
     gemms = {torch.bfloat16: operators.matrix_unit, torch.float32: operators.vectors}
 
     def choose(module: nn.Module) -> nn.Module:
@@ -75,7 +69,7 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
             return module
         dtype = module.weight.dtype
         gemm = gemms[dtype]
-        few_rows = (limits if gemm is None else ONE_PASS)[dtype]
+        few_rows = (FEW_ROWS if gemm is None else ONE_PASS)[dtype]
         many_rows = F.linear if gemm is None else gemm.linear
         return become(
             module, StreamedLinear, decoding=decoding, few_rows=few_rows, many_rows=many_rows

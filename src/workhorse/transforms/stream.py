@@ -18,7 +18,7 @@ from workhorse.native import Decoding, Operators
 from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become, replace_modules
 
-FEW_ROWS = {torch.bfloat16: 128, torch.float32: 16}
+FEW_ROWS = {torch.bfloat16: 64, torch.float32: 16}
 """The most rows for which `Decoding.linear` beat PyTorch's `linear`, by dtype of the weights."""
 ONE_PASS = {torch.bfloat16: 64, torch.float32: 32}
 """The same where many rows have a gemm of their own. On the matrix unit the two were equally fast

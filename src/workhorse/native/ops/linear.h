@@ -8,6 +8,7 @@
 
 #include <algorithm>
 
+#include "ops/room.h"
 #include "simd/dot.h"
 #include "simd/sums.h"
 
@@ -15,7 +16,8 @@ namespace workhorse::linear {
 
 constexpr int kOut = 4;            // rows of W side by side
 constexpr int kRows = 4;           // rows of x at a time
-constexpr int64_t kPanel = 64;     // rows of x whose sums are kept from one cut to the next
+constexpr int64_t kTall = 64;      // rows of W that all rows of x are multiplied by before the next
+constexpr int64_t kPanel = 64;     // rows of x at a time, whose sums are kept from one cut to the next
 constexpr int64_t kCut = 1 << 12;  // bytes of a cut of a row: four of W and four of x fit into L1
 
 // What x is multiplied with, and where the product goes.
@@ -31,11 +33,16 @@ struct Rows {
   const T* x;
   int64_t rows, in;
 
-  // Outputs `begin` to `end` of a layer for every row of x.
+  // Outputs `begin` to `end` of a layer for every row of x. A panel of x stays in the L2 cache meanwhile.
   void run(const Layer<T>& layer, int64_t begin, int64_t end) const {
-    int64_t o = begin;
-    for (; o + kOut <= end; o += kOut) block<kOut>(layer, o);
-    for (; o < end; o++) block<1>(layer, o);
+    for (; begin < end; begin += kTall) {
+      const int64_t until = std::min(begin + kTall, end);
+      for (int64_t r = 0; r < rows; r += kPanel) {
+        int64_t o = begin;
+        for (; o + kOut <= until; o += kOut) block<kOut>(layer, o, r, std::min(r + kPanel, rows));
+        for (; o < until; o++) block<1>(layer, o, r, std::min(r + kPanel, rows));
+      }
+    }
   }
 
  private:
@@ -43,24 +50,29 @@ struct Rows {
     int64_t begin, end;
   };
 
+  // Outputs `o` to `o + O` for rows `first` to `last` of x.
   template <int O>
-  void block(const Layer<T>& layer, int64_t o) const {
+  void block(const Layer<T>& layer, int64_t o, int64_t first, int64_t last) const {
     F32x16 kept[kPanel * O];
     const int64_t length = rows > kRows ? kCut / sizeof(T) : in;
-    for (int64_t first = 0; first < rows; first += kPanel) {
-      const int64_t last = std::min(first + kPanel, rows);
-      Cut cut{0, 0};
-      do {
-        cut = {cut.end, std::min(cut.end + length, in)};
-        int64_t r = first;
-        for (; r + kRows <= last; r += kRows) dots<O, kRows>(layer, o, r, cut, kept + (r - first) * O);
-        for (; r < last; r++) dots<O, 1>(layer, o, r, cut, kept + (r - first) * O);
-      } while (cut.end < in);
-    }
+    Cut cut{0, 0};
+    do {
+      cut = {cut.end, std::min(cut.end + length, in)};
+      // The columns to ask for while one row after the other is multiplied: a share for each, since more at
+      // once than the memory can answer would hold up everything.
+      const int64_t share = first > 0 ? 0 : round_up((cut.end - cut.begin + last - 1) / last, Dot<T>::step);
+      const auto ahead = [&](int64_t r, int64_t count) {
+        return Cut{cut.begin + r * share, cut.begin + (r + count) * share};
+      };
+      int64_t r = first;
+      for (; r + kRows <= last; r += kRows)
+        dots<O, kRows>(layer, o, r, cut, ahead(r, kRows), kept + (r - first) * O);
+      for (; r < last; r++) dots<O, 1>(layer, o, r, cut, ahead(r, 1), kept + (r - first) * O);
+    } while (cut.end < in);
   }
 
   template <int O, int R>
-  void dots(const Layer<T>& layer, int64_t o, int64_t r, Cut cut, F32x16* kept) const {
+  void dots(const Layer<T>& layer, int64_t o, int64_t r, Cut cut, Cut ahead, F32x16* kept) const {
     constexpr int step = Dot<T>::step;
     const T *w = layer.weight + o * in, *xs = x + r * in;
     F32x16 acc[R * O] = {};
@@ -68,7 +80,7 @@ struct Rows {
     int64_t k = cut.begin;
     for (; k + step <= cut.end; k += step)
       for (int i = 0; i < O; i++) {
-        if (r == 0) expect(w + (i + O) * in + k);
+        if (ahead.begin <= k && k < ahead.end) expect(w + (i + O) * in + k);
         for (int j = 0; j < R; j++)
           acc[j * O + i] = Dot<T>::add(acc[j * O + i], w + i * in + k, xs + j * in + k);
       }

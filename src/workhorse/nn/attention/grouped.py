@@ -257,9 +257,10 @@ class Attention(SelfAttention):
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         context = context or context_alone(x, self.d_model, cache)
-        q = split_heads(self.q_clip(self.q_proj(x)), self.n_heads)  # (batch, heads, seq, head_dim)
-        k = split_heads(self.k_clip(self.k_proj(x)), self.n_kv_heads)  # (batch, kv_heads, …)
-        v = split_heads(self.v_clip(self.v_proj(x)), self.n_kv_heads)
+        q, k, v = self.project(x)
+        q = split_heads(self.q_clip(q), self.n_heads)  # (batch, heads, seq, head_dim)
+        k = split_heads(self.k_clip(k), self.n_kv_heads)  # (batch, kv_heads, …)
+        v = split_heads(self.v_clip(v), self.n_kv_heads)
         q = self.norm_and_rotate(q, self.q_norm, self.q_rotation, context)
         k = self.norm_and_rotate(k, self.k_norm, self.k_rotation, context)
         q = self.scale_queries(q, context)
@@ -269,6 +270,10 @@ class Attention(SelfAttention):
         y = self.kernel(q, k, v, mask)  # (batch, heads, seq, value_dim)
         y = y.transpose(1, 2).flatten(2)  # (batch, seq, heads · value_dim)
         return self.out_proj(self.inner_norm(self.gate(y, x)))
+
+    def project(self, x: Hidden) -> tuple[Hidden, Hidden, Hidden]:
+        """The queries, keys and values of all heads side by side, (batch, seq, heads · width)."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def extra_repr(self) -> str:
         return self.norm_and_rotate.__name__

@@ -11,10 +11,10 @@ import torch
 from torch import Tensor, nn
 
 from workhorse.native import Training, training
+from workhorse.native.vectors import Sum
 from workhorse.nn.feedforward import Gated, GatedMlp, Mlp, ReluSquared
-from workhorse.nn.head_loss import Multiply
 from workhorse.nn.watched import watched
-from workhorse.transforms.native_training.linear import NativeLinear
+from workhorse.transforms.native_training.linear import Gemm, is_plain
 from workhorse.transforms.native_training.norms import TYPES
 from workhorse.transforms.replace import become, replace_modules
 
@@ -24,8 +24,6 @@ NAMES: dict[type[nn.Module], training.ActivationName] = {
     nn.Sigmoid: "sigmoid",
     ReluSquared: "relu_squared",
 }
-
-PLAIN = nn.Linear.forward, NativeLinear.forward
 
 
 def activation_of(module: nn.Module) -> training.Activation | None:
@@ -64,7 +62,7 @@ class NativeMlp(Mlp):
 
     native: training.Activation
     operators: Training
-    multiply: Multiply
+    multiply: Gemm
 
     def forward(self, x: Tensor) -> Tensor:
         linears = self.down_proj, self.up_proj
@@ -77,7 +75,7 @@ class NativeMlp(Mlp):
 class NativeGatedMlp(GatedMlp):
     """`GatedMlp` as one autograd function."""
 
-    multiply: Multiply
+    multiply: Gemm
 
     def forward(self, x: Tensor) -> Tensor:
         linears = self.down_proj, self.gate_proj, self.up_proj
@@ -94,7 +92,7 @@ class NativeGatedMlp(GatedMlp):
         )
 
 
-def replace_feed_forwards(root: nn.Module, multiply: Multiply, operators: Training) -> nn.Module:
+def replace_feed_forwards(root: nn.Module, multiply: Gemm, operators: Training) -> nn.Module:
     """Let the feed-forwards in a module use native operators, if these know the activation.
 
     Args:
@@ -123,7 +121,7 @@ def _is_simple(x: Tensor, linears: Sequence[nn.Linear], between: Sequence[nn.Mod
     return (
         x.dtype in TYPES
         and all(isinstance(part, nn.Identity) for part in between)
-        and all(type(linear).forward in PLAIN for linear in linears)
+        and all(is_plain(linear) for linear in linears)
         and all(linear.weight.dtype == x.dtype for linear in linears)
     )
 
@@ -158,12 +156,12 @@ class _FeedForward(torch.autograd.Function):
         x: Tensor,
         act: training.Activation,
         operators: Training,
-        multiply: Multiply,
+        multiply: Gemm,
         *weights: Tensor | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         (down, down_bias), *branches = _pairs(weights)
-        hidden = [multiply(rows, weight.t(), bias) for weight, bias in branches]
+        hidden = multiply.together(*(Sum([(rows, weight.t())], bias) for weight, bias in branches))
         ctx.save_for_backward(rows, *weights, *hidden)
         ctx.act, ctx.operators, ctx.multiply = act, operators, multiply
         y = multiply(operators.activation(*_two(hidden), act), down.t(), down_bias)
@@ -182,13 +180,19 @@ class _FeedForward(torch.autograd.Function):
         y, *slopes = ctx.operators.activation_backward(
             multiply(dy, down, None), *_two(hidden), ctx.act
         )
-        gradients = [multiply(dy.t(), y, None), None if down_bias is None else dy.sum(0)]
-        dx: list[Tensor] = []
-        for (weight, bias), slope in zip(branches, slopes, strict=True):
-            gradients += [multiply(slope.t(), rows, None), None if bias is None else slope.sum(0)]
-            dx.append(multiply(slope, weight, None))
-        total = dx[0] if len(dx) == 1 else dx[0].add_(dx[1])
-        return total.view(above[0].shape), None, None, None, *gradients
+        weights = [weight for weight, _ in branches]
+        dx, *of_weights = multiply.together(
+            Sum(list(zip(slopes, weights, strict=True))),
+            Sum([(dy.t(), y)]),
+            *(Sum([(slope.t(), rows)]) for slope in slopes),
+        )
+        biases = [down_bias, *(bias for _, bias in branches)]
+        of_biases = [
+            None if bias is None else slope.sum(0)
+            for bias, slope in zip(biases, (dy, *slopes), strict=True)
+        ]
+        gradients = [one for pair in zip(of_weights, of_biases, strict=True) for one in pair]
+        return dx.view(above[0].shape), None, None, None, *gradients
 
 
 def _pairs(weights: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.native.machine import TRAINING, needs
-from workhorse.native import training
+from workhorse.native.blocks import Activation
 from workhorse.nn.feedforward import ReluSquared
 from workhorse.nn.head_loss import Shaping, loss_into_gradient
 from workhorse.transforms.native_training.feedforward import activation_of
@@ -38,7 +38,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-def named(name: str) -> training.Activation:
+def named(name: str) -> Activation:
     act = activation_of(ACTIVATIONS[name])
     assert act is not None
     return act

@@ -8,28 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from workhorse.instructions import cpu_has
-from workhorse.native import build
-
-ActivationName = Literal["gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu"]
-
-
-class Activation(NamedTuple):
-    """An activation, which operators compute for float32 and look up for bfloat16."""
-
-    name: ActivationName
-    table: Tensor
-    """(65536,) int32, indexed by the bits of a bfloat16: the slope in bfloat16 in the upper half of
-    the word, the value in the lower."""
+from workhorse.native import blocks, build
+from workhorse.native.blocks import Activation, BlockOperators
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(BlockOperators):
     """The operators as functions of tensors; an instance exists only if they can be called."""
 
     attention_types: frozenset[torch.dtype]
@@ -308,8 +297,9 @@ def _attention_types() -> frozenset[torch.dtype]:
 @cache
 def _load(library: Path) -> None:
     build.load(library)
-    for name, shapes in _SHAPES.items():
-        torch.library.register_fake(f"workhorse::{name}", shapes)
+    for name, shapes in (_SHAPES | blocks.SHAPES).items():
+        if hasattr(torch.ops.workhorse, name):  # not each is on every CPU
+            torch.library.register_fake(f"workhorse::{name}", shapes)
 
 
 def _gradient_shapes(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,6 +8,7 @@ from torch import nn
 
 from workhorse.native import Operators
 from workhorse.transforms.native_training.attention import replace_attention, replace_projections
+from workhorse.transforms.native_training.blocks import replace_blocks
 from workhorse.transforms.native_training.embedding import replace_embeddings
 from workhorse.transforms.native_training.feedforward import replace_feed_forwards
 from workhorse.transforms.native_training.linear import Gemm, replace_linear
@@ -40,4 +41,5 @@ def train_natively(root: nn.Module, operators: Operators, *, precision: str = "h
         replace_norms(root, operators.training)
         replace_feed_forwards(root, multiply, operators.training)
         replace_attention(root, operators.training)
+        replace_blocks(root, multiply)
     record(root, "train_natively", operators=operators, precision=precision)

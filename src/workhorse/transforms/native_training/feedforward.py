@@ -5,20 +5,25 @@ function, which saves the inputs of the activation and not its outputs.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from workhorse.native import Training, training
+from workhorse.native import Training, blocks
 from workhorse.native.vectors import Sum
 from workhorse.nn.feedforward import Gated, GatedMlp, Mlp, ReluSquared
 from workhorse.nn.watched import watched
-from workhorse.transforms.native_training.linear import Gemm, is_plain
+from workhorse.transforms.native_training.linear import (
+    Gemm,
+    gradients_of_weights,
+    is_plain,
+    weights_of,
+)
 from workhorse.transforms.native_training.norms import TYPES
 from workhorse.transforms.replace import become, replace_modules
 
-NAMES: dict[type[nn.Module], training.ActivationName] = {
+NAMES: dict[type[nn.Module], blocks.ActivationName] = {
     nn.ReLU: "relu",
     nn.SiLU: "silu",
     nn.Sigmoid: "sigmoid",
@@ -26,12 +31,12 @@ NAMES: dict[type[nn.Module], training.ActivationName] = {
 }
 
 
-def activation_of(module: nn.Module) -> training.Activation | None:
+def activation_of(module: nn.Module) -> blocks.Activation | None:
     """An activation as the operators know it, or None; one with weights has no fixed table."""
     name = NAMES.get(type(module))
     if type(module) is nn.GELU:
         name = "gelu" if module.approximate == "none" else "gelu_tanh"
-    return training.Activation(name, _table_of(module)) if name else None
+    return blocks.Activation(name, _table_of(module)) if name else None
 
 
 @torch.enable_grad()
@@ -47,7 +52,7 @@ def _table_of(activation: nn.Module) -> Tensor:
 class NativeGated(Gated):
     """`Gated` by a native operator."""
 
-    native: training.Activation
+    native: blocks.Activation
     operators: Training
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -57,19 +62,33 @@ class NativeGated(Gated):
         return _Activation.apply(gate, up, self.native, self.operators)
 
 
+class Simple(NamedTuple):
+    """A feed-forward that is two or three plain linear layers and an activation, and no more."""
+
+    act: blocks.Activation
+    operators: Training
+    linears: Sequence[nn.Linear]
+    """The last one, then the first ones."""
+
+
 class NativeMlp(Mlp):
     """`Mlp` as one autograd function."""
 
-    native: training.Activation
+    native: blocks.Activation
     operators: Training
     multiply: Gemm
 
     def forward(self, x: Tensor) -> Tensor:
+        simple = self.simple(x)
+        return super().forward(x) if simple is None else _feed_forward(x, simple, self.multiply)
+
+    def simple(self, x: Tensor) -> Simple | None:
+        """What to compute for x, if no more is to be done."""
         linears = self.down_proj, self.up_proj
         between = self.dropout, self.inner_norm
         if not _is_simple(x, linears, between) or watched(*linears, *between, self.activation):
-            return super().forward(x)
-        return _FeedForward.apply(x, self.native, self.operators, self.multiply, *_weights(linears))
+            return None
+        return Simple(self.native, self.operators, linears)
 
 
 class NativeGatedMlp(GatedMlp):
@@ -78,6 +97,11 @@ class NativeGatedMlp(GatedMlp):
     multiply: Gemm
 
     def forward(self, x: Tensor) -> Tensor:
+        simple = self.simple(x)
+        return super().forward(x) if simple is None else _feed_forward(x, simple, self.multiply)
+
+    def simple(self, x: Tensor) -> Simple | None:
+        """What to compute for x, if no more is to be done."""
         linears = self.down_proj, self.gate_proj, self.up_proj
         between = self.dropout, self.inner_norm
         gated = self.activation
@@ -86,10 +110,8 @@ class NativeGatedMlp(GatedMlp):
             or not _is_simple(x, linears, between)
             or watched(*linears, *between, gated, gated.activation)
         ):
-            return super().forward(x)
-        return _FeedForward.apply(
-            x, gated.native, gated.operators, self.multiply, *_weights(linears)
-        )
+            return None
+        return Simple(gated.native, gated.operators, linears)
 
 
 def replace_feed_forwards(root: nn.Module, multiply: Gemm, operators: Training) -> nn.Module:
@@ -126,14 +148,15 @@ def _is_simple(x: Tensor, linears: Sequence[nn.Linear], between: Sequence[nn.Mod
     )
 
 
-def _weights(linears: Sequence[nn.Linear]) -> list[Tensor | None]:
-    return [weight for linear in linears for weight in (linear.weight, linear.bias)]
+def _feed_forward(x: Tensor, simple: Simple, multiply: Gemm) -> Tensor:
+    act, operators, linears = simple
+    return _FeedForward.apply(x, act, operators, multiply, *weights_of(linears))
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, up: Tensor, act: training.Activation, operators: Training
+        ctx: Any, x: Tensor, up: Tensor, act: blocks.Activation, operators: Training
     ) -> Tensor:
         x, up = x.contiguous(), up.contiguous()
         ctx.save_for_backward(x, up)
@@ -154,7 +177,7 @@ class _FeedForward(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        act: training.Activation,
+        act: blocks.Activation,
         operators: Training,
         multiply: Gemm,
         *weights: Tensor | None,
@@ -169,29 +192,23 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        multiply = ctx.multiply
         rows, *saved = ctx.saved_tensors
         count = (
             len(saved) // 3
         )  # weight, bias and output of each branch, then weight and bias of down
-        (down, down_bias), *branches = _pairs(saved[:-count])
+        (down, _), *branches = _pairs(saved[:-count])
         hidden = saved[-count:]
         dy = above[0].reshape(rows.shape).contiguous()
         y, *slopes = ctx.operators.activation_backward(
-            multiply(dy, down, None), *_two(hidden), ctx.act
+            ctx.multiply(dy, down, None), *_two(hidden), ctx.act
         )
         weights = [weight for weight, _ in branches]
-        dx, *of_weights = multiply.together(
+        (dx,), gradients = gradients_of_weights(
+            ctx.multiply,
+            [(dy, y), *((slope, rows) for slope in slopes)],
+            ctx.needs_input_grad[4:],
             Sum(list(zip(slopes, weights, strict=True))),
-            Sum([(dy.t(), y)]),
-            *(Sum([(slope.t(), rows)]) for slope in slopes),
         )
-        biases = [down_bias, *(bias for _, bias in branches)]
-        of_biases = [
-            None if bias is None else slope.sum(0)
-            for bias, slope in zip(biases, (dy, *slopes), strict=True)
-        ]
-        gradients = [one for pair in zip(of_weights, of_biases, strict=True) for one in pair]
         return dx.view(above[0].shape), None, None, None, *gradients
 
 

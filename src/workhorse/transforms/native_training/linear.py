@@ -85,10 +85,43 @@ def is_plain(linear: nn.Module) -> bool:
     return type(linear).forward in (nn.Linear.forward, NativeLinear.forward)
 
 
+def weights_of(linears: Sequence[nn.Linear]) -> list[Tensor | None]:
+    """The weight and bias of each."""
+    return [weight for linear in linears for weight in (linear.weight, linear.bias)]
+
+
+def gradients_of_weights(
+    multiply: Gemm,
+    layers: Sequence[tuple[Tensor, Tensor]],
+    wanted: Sequence[bool],
+    *others: Sum,
+) -> tuple[list[Tensor], list[Tensor | None]]:
+    """The gradients of the weight and bias of each layer, in the order of `weights_of`.
+
+    Args:
+        multiply: the gemm.
+        layers: the gradient of each output, and its input; both (rows, width).
+        wanted: of what, in the same order.
+        others: sums of products that are made in the same go, and returned first.
+    """
+    for_weights, for_biases = wanted[::2], wanted[1::2]
+    sums = [
+        Sum([(above.t(), x)])
+        for (above, x), learns in zip(layers, for_weights, strict=True)
+        if learns
+    ]
+    made = multiply.together(*others, *sums) if others or sums else []
+    of_weights = iter(made[len(others) :])
+    gradients: list[Tensor | None] = []
+    for (above, _), for_weight, for_bias in zip(layers, for_weights, for_biases, strict=True):
+        gradients.append(next(of_weights) if for_weight else None)
+        gradients.append(above.sum(dim=0) if for_bias else None)
+    return made[: len(others)], gradients
+
+
 def several_linear(multiply: Gemm, x: Tensor, linears: Sequence[nn.Linear]) -> tuple[Tensor, ...]:
     """What several plain linear layers make of one x, by products made together."""
-    weights = [weight for linear in linears for weight in (linear.weight, linear.bias)]
-    return _Linear.apply(x, multiply, *weights)
+    return _Linear.apply(x, multiply, *weights_of(linears))
 
 
 def replace_linear(root: nn.Module, multiply: Gemm) -> nn.Module:
@@ -124,17 +157,9 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         x, *matrices = ctx.saved_tensors
         for_x, _, *wanted = ctx.needs_input_grad
-        aboves = [rows(one) for one in above]
-        matrix = rows(x)
-        sums: list[Sum] = []
-        if for_x:
-            sums.append(Sum(list(zip(aboves, matrices, strict=True))))
-        learning = [one for one, learns in zip(aboves, wanted[::2], strict=True) if learns]
-        sums += [Sum([(one.t(), matrix)]) for one in learning]
-        made = iter(ctx.multiply.together(*sums) if sums else ())
-        dx = next(made).view(x.shape) if for_x else None
-        gradients: list[Tensor | None] = []
-        for one, for_weight, for_bias in zip(aboves, wanted[::2], wanted[1::2], strict=True):
-            gradients.append(next(made) if for_weight else None)
-            gradients.append(one.sum(dim=0) if for_bias else None)
-        return dx, None, *gradients
+        aboves, matrix = [rows(one) for one in above], rows(x)
+        of_x = [Sum(list(zip(aboves, matrices, strict=True)))] if for_x else []
+        dx, gradients = gradients_of_weights(
+            ctx.multiply, [(one, matrix) for one in aboves], wanted, *of_x
+        )
+        return dx[0].view(x.shape) if for_x else None, None, *gradients

@@ -21,8 +21,8 @@ namespace workhorse::gemm_vectors {
 #ifdef __AVX512F__
 
 constexpr int kHigh = 12, kWide = 32;  // lanes of a panel of A, of B
-constexpr int64_t kWhole = 384;        // words of the longest k that is not split
-constexpr int64_t kCut = 256;          // words of a part otherwise
+constexpr int64_t kWhole = 768;        // words of the longest k that is not split
+constexpr int64_t kCut = 512;          // words of a part otherwise
 constexpr int64_t kBlock = 1 << 17;    // words of a block of B
 constexpr int64_t kTotals = 1 << 18;   // partial sums kept between parts of k
 
@@ -36,7 +36,9 @@ inline __m512 add_product(__m512 sum, __m512i a, __m512i b, BFloat16) {
 }
 #endif
 
-// Where the sums of two panels go: to C, or, before the last part of k, to `totals`.
+using Sums = __m512[kHigh][2];  // of a panel of A by a panel of B
+
+// Where they go: to C, or, before the last part of k, to `totals`.
 template <class T>
 struct Target {
   T* at;
@@ -45,17 +47,26 @@ struct Target {
   float* totals;  // kHigh × kWide
   bool first_part, last_part;
 
-  void put(int row, int begin, __m512 sum) const {
-    float* const total = totals + row * kWide + begin;
-    if (!first_part) sum = _mm512_add_ps(sum, _mm512_loadu_ps(total));
-    if (!last_part) return _mm512_storeu_ps(total, sum);
-    if (row >= rows) return;
-    const __mmask16 there = first(columns - begin);
-    if (bias) sum = _mm512_add_ps(sum, widened(there, bias + begin));
-    store(there, at + row * stride + begin, sum);
+  void put(Sums& sums) const {
+    if (!first_part)
+      each([&](int i, int j) { sums[i][j] += _mm512_loadu_ps(totals + i * kWide + 16 * j); });
+    if (!last_part) return each([&](int i, int j) { _mm512_storeu_ps(totals + i * kWide + 16 * j, sums[i][j]); });
+    const __mmask16 there[2] = {first(columns), first(columns - 16)};
+    if (bias) each([&](int i, int j) { sums[i][j] += widened(there[j], bias + 16 * j); });
+    each([&](int i, int j) {
+      if (i < rows) store(there[j], at + i * stride + 16 * j, sums[i][j]);
+    });
   }
 
  private:
+  template <class F>
+  static void each(F f) {
+#pragma GCC unroll 12
+    for (int i = 0; i < kHigh; i++) {
+      f(i, 0);
+      f(i, 1);
+    }
+  }
   static __m512 widened(__mmask16 there, const float* from) { return _mm512_maskz_loadu_ps(there, from); }
   static __m512 widened(__mmask16 there, const BFloat16* from) {
     return (__m512)widen((U16x16)_mm256_maskz_loadu_epi16(there, from));
@@ -82,7 +93,7 @@ struct InPlace {
 
 template <class T, class Left>
 void multiply(Left a, const Word* b, int64_t depth, const Target<T>& to) {
-  __m512 sums[kHigh][2] = {};
+  Sums sums = {};
   for (; depth; depth--, a.step(), b += kWide) {
     const __m512i left = _mm512_loadu_si512(b), right = _mm512_loadu_si512(b + 16);
 #pragma GCC unroll 12
@@ -92,11 +103,7 @@ void multiply(Left a, const Word* b, int64_t depth, const Target<T>& to) {
       sums[i][1] = add_product(sums[i][1], one, right, T{});
     }
   }
-#pragma GCC unroll 12
-  for (int i = 0; i < kHigh; i++) {
-    to.put(i, 0, sums[i][0]);
-    to.put(i, 16, sums[i][1]);
-  }
+  to.put(sums);
 }
 
 // Two matrices to be multiplied, A of (rows, k) and B of (k, columns).

@@ -191,6 +191,11 @@ CASES: dict[str, tuple[str, str, Callable[[torch.dtype], Arguments]]] = {
         "loss_into_gradient_",
         lambda d: (randn(3, 11)(d), torch.tensor([1, -100, 10]), 1.0, 1e-3),
     ),
+    "sum_rows": (
+        "training",
+        "sum_rows",
+        lambda d: (torch.tensor([2, 0, 2, 5]), randn(4, 3)(d), 7),
+    ),
     "squared_length": ("training", "squared_length", lambda d: ([randn(3)(d), randn(2, 2)(d)],)),
     "adamw_": ("training", "adamw_", adamw),
     "muon_directions": (

@@ -97,6 +97,16 @@ class Training(BlockOperators):
         operator = torch.ops.workhorse.loss_into_gradient_.default
         return operator(logits, targets, multiplier, z_loss)
 
+    def sum_rows(self, ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+        """Each id once, rising, and the sum of its rows, rounded from float32 to their type.
+
+        Args:
+            ids: (rows,) int64, contiguous.
+            rows: (rows, width), float32 or bfloat16, contiguous.
+            vocab: the ids are below it.
+        """
+        return torch.ops.workhorse.sum_rows.default(ids, rows, vocab)
+
     def norm(
         self,
         x: Tensor,
@@ -337,6 +347,12 @@ def _activation_gradient_shapes(
     return [torch.empty_like(x) for _ in range(2 if up is None else 3)]
 
 
+def _sum_shapes(ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    del vocab
+    used = torch.library.get_ctx().new_dynamic_size()
+    return ids.new_empty(used), rows.new_empty(used, rows.shape[1])
+
+
 def _direction_shapes(gradients: list[Tensor], momenta: Tensor, *_: object) -> Tensor:
     del gradients
     rows, columns = momenta.shape[-2:]
@@ -353,6 +369,7 @@ _SHAPES: dict[str, Callable[..., object]] = {
     "add_norm": _add_norm_shapes,
     "norm_backward": _norm_gradient_shapes,
     "loss_into_gradient_": lambda logits, *_: logits.new_empty((2,), dtype=torch.float32),
+    "sum_rows": _sum_shapes,
     "squared_length": lambda tensors: tensors[0].new_empty((), dtype=torch.float32),
     "adamw_": lambda *_: None,
     "muon_directions": _direction_shapes,

@@ -12,6 +12,7 @@
 #include <string_view>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "ops/activations.h"
@@ -311,6 +312,40 @@ inline Tensor loss_into_gradient_(Tensor& logits, const Tensor& targets, double 
     });
   });
   return losses.sum(1);
+}
+
+// Each id once, rising, and the sum of its rows, added up in float32 one after the other.
+inline std::tuple<Tensor, Tensor> sum_rows(const Tensor& ids, const Tensor& rows, int64_t vocab) {
+  const int64_t n = ids.numel(), width = rows.size(1);
+  TORCH_CHECK(ids.is_contiguous() && ids.scalar_type() == at::kLong && rows.size(0) == n,
+              "workhorse: a sum of rows needs a contiguous int64 id for each");
+  const int64_t* id = from<int64_t>(ids);
+  std::vector<int64_t> first(vocab, -1), next(n);  // a list of the rows of each id
+  for (int64_t i = n - 1; i >= 0; i--) {
+    TORCH_CHECK(id[i] >= 0 && id[i] < vocab, "workhorse: id ", id[i], " is out of range for ", vocab, " rows");
+    next[i] = std::exchange(first[id[i]], i);
+  }
+  const int64_t count = vocab - std::count(first.begin(), first.end(), -1);
+  const Tensor used = at::empty({count}, ids.options()), sums = at::empty({count, width}, rows.options());
+  int64_t* const found = into<int64_t>(used);
+  for (int64_t one = 0, i = 0; one < vocab; one++)
+    if (first[one] >= 0) found[i++] = one;
+  by_type(rows, [&]<class T>(T) {
+    const T* in = from<T>(rows);
+    T* out = into<T>(sums);
+    torch::stable::parallel_for(0, count, kShare / width + 1, [&](int64_t i, int64_t end) {
+      std::vector<float> total(width);
+      for (; i < end; i++) {
+        std::fill(total.begin(), total.end(), 0.0f);
+        for (int64_t row = first[found[i]]; row >= 0; row = next[row])
+          each(width, [&]<class V>(V, int64_t j) {
+            write(total.data() + j, read<V>(total.data() + j) + read<V>(in + row * width + j));
+          });
+        each(width, [&]<class V>(V, int64_t j) { write(out + i * width + j, read<V>(total.data() + j)); });
+      }
+    });
+  });
+  return {used, sums};
 }
 
 // The squared norm of all tensors as one vector; each may be float32 or bfloat16.

@@ -232,6 +232,7 @@ TORCH_LIBRARY_FRAGMENT(workhorse, library) {
   library.def(
       "loss_into_gradient_(Tensor(a!) logits, Tensor targets, float multiplier, float z_loss) -> "
       "Tensor");
+  library.def("sum_rows(Tensor ids, Tensor rows, int vocab) -> (Tensor, Tensor)");
   library.def("squared_length(Tensor[] tensors) -> Tensor");
   library.def(
       "norm(Tensor x, Tensor? weight, Tensor? bias, float offset, float eps, bool centred, "
@@ -276,6 +277,7 @@ TORCH_LIBRARY_IMPL(workhorse, CPU, library) {
   library.impl("activation", activation);
   library.impl("activation_backward", activation_backward);
   library.impl("loss_into_gradient_", loss_into_gradient_);
+  library.impl("sum_rows", sum_rows);
   library.impl("squared_length", squared_length);
   library.impl("add_norm", add_norm);
   library.impl("norm", norm);

@@ -37,7 +37,7 @@ def train_natively(root: nn.Module, operators: Operators, *, precision: str = "h
         replace_projections(root, multiply)
     replace_head_loss(root, multiply, operators.training)
     if operators.training is not None:
-        replace_embeddings(root)
+        replace_embeddings(root, operators.training)
         replace_norms(root, operators.training)
         replace_feed_forwards(root, multiply, operators.training)
         replace_attention(root, operators.training)

@@ -24,7 +24,7 @@ namespace workhorse::bindings {
 using at::Tensor;
 
 constexpr int64_t kShare = 1 << 14;  // the fewest numbers that are worth a thread
-constexpr int64_t kRows = 96;        // rows of a norm that are summed together, whatever the threads
+constexpr int64_t kRows = 48;        // rows of a norm that are summed together, whatever the threads
 
 // To be called outside of loops: threads that ask one tensor for its pointer wait for each other.
 template <class T>

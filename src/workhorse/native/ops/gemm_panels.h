@@ -40,7 +40,8 @@ struct Operand {
   int64_t stride;  // numbers from one row to the next
   bool along;      // whether k runs along the rows
 
-  // Packs `lanes` lanes from `lane` on and `depth` k from `k` on into a panel of W lanes, padded with zeros.
+  // Packs `lanes` lanes from `lane` on and `depth` k from `k` on into a panel of W lanes, a multiple of 16,
+  // padded with zeros.
   template <int W>
   void pack(int64_t lane, int64_t lanes, int64_t k, int64_t depth, Word* to) const {
     if (along)
@@ -62,7 +63,7 @@ struct Operand {
         }
         transpose(v);
         for (int i = 0; i < 16 && k + i < words<T>(depth); i++)
-          _mm512_mask_storeu_epi32(to + (k + i) * W + g, first(W - g), v[i]);
+          _mm512_storeu_si512(to + (k + i) * W + g, v[i]);
       }
   }
 
@@ -70,7 +71,7 @@ struct Operand {
   void copy(const T* from, int64_t lanes, int64_t depth, Word* to) const {
     for (int64_t k = 0; k < depth; k += kOfWord<T>, from += kOfWord<T> * stride, to += W)
       for (int g = 0; g < W; g += 16)
-        _mm512_mask_storeu_epi32(to + g, first(W - g), of_lanes(from + g, lanes - g, k + 1 < depth));
+        _mm512_storeu_si512(to + g, of_lanes(from + g, lanes - g, k + 1 < depth));
   }
 
   // A word of each of 16 lanes; `more`: whether its second number is there.

@@ -21,8 +21,9 @@ namespace workhorse::gemm_vectors {
 #ifdef __AVX512F__
 
 constexpr int kHigh = 12, kWide = 32;  // lanes of a panel of A, of B
+constexpr int kGroup = 4 * kHigh;      // lanes of A that are packed at once, so that lines of memory are used whole
 constexpr int64_t kWhole = 768;        // words of the longest k that is not split
-constexpr int64_t kCut = 512;          // words of a part otherwise
+constexpr int64_t kCut = 256;          // words of a part otherwise
 constexpr int64_t kBlock = 1 << 17;    // words of a block of B
 constexpr int64_t kTotals = 1 << 18;   // partial sums kept between parts of k
 
@@ -81,7 +82,7 @@ struct Target {
 struct Packed {
   const Word* at;
   Word operator[](int row) const { return at[row]; }
-  void step() { at += kHigh; }
+  void step() { at += kGroup; }
 };
 
 struct InPlace {
@@ -130,7 +131,7 @@ struct Product {
     for (const Part& one : parts) deep = std::max(deep, words<T>(one.depth));
     const int64_t wide = part(n_end - n, kBlock / deep / kWide * kWide, kWide);
     const int64_t high = whole ? m_end - m : part(m_end - m, kTotals / wide / kHigh * kHigh, kHigh);
-    const int64_t left = round_up(kHigh * deep, 16), right = wide * deep;
+    const int64_t left = kGroup * deep, right = wide * deep;
     const int64_t totals = whole ? 0 : round_up(high, kHigh) * wide;
     Word* const scratch = (Word*)room.of((left + right + totals) * sizeof(Word));
     for (int64_t j = n; j < n_end; j += wide)
@@ -164,20 +165,21 @@ struct Product {
     const int64_t depth = words<T>(one.depth);
     for (int64_t s = 0; s < columns; s += kWide)
       b.template pack<kWide>(j + s, std::min<int64_t>(kWide, columns - s), one.k, one.depth, right + s * depth);
-    for (int64_t r = 0; r < rows; r += kHigh) {
-      const int64_t lanes = std::min<int64_t>(kHigh, rows - r);
-      const bool in_place = a.along && lanes == kHigh && one.depth % kOfWord<T> == 0 && a.stride % kOfWord<T> == 0;
-      if (!in_place) a.template pack<kHigh>(i + r, lanes, one.k, one.depth, left);
-      for (int64_t s = 0; s < columns; s += kWide, totals += kHigh * kWide) {
-        const Target<T> to{c + (i + r) * stride + j + s, stride,     lanes,
-                           columns - s,                  bias ? bias + j + s : nullptr,
-                           totals,                       first_part, last_part};
-        if (in_place)
-          multiply(InPlace{(const Word*)(a.at + (i + r) * a.stride + one.k), a.stride / kOfWord<T>},
-                   right + s * depth, depth, to);
-        else
-          multiply(Packed{left}, right + s * depth, depth, to);
-      }
+    for (int64_t g = 0; g < rows; g += kGroup) {
+      const int64_t lanes = std::min<int64_t>(kGroup, rows - g);
+      const bool in_place = a.along && lanes % kHigh == 0 && one.depth % kOfWord<T> == 0 && a.stride % kOfWord<T> == 0;
+      if (!in_place) a.template pack<kGroup>(i + g, lanes, one.k, one.depth, left);
+      for (int64_t r = g; r < g + lanes; r += kHigh)
+        for (int64_t s = 0; s < columns; s += kWide, totals += kHigh * kWide) {
+          const Target<T> to{c + (i + r) * stride + j + s, stride,     g + lanes - r,
+                             columns - s,                  bias ? bias + j + s : nullptr,
+                             totals,                       first_part, last_part};
+          if (in_place)
+            multiply(InPlace{(const Word*)(a.at + (i + r) * a.stride + one.k), a.stride / kOfWord<T>},
+                     right + s * depth, depth, to);
+          else
+            multiply(Packed{left + (r - g)}, right + s * depth, depth, to);
+        }
     }
   }
 };

@@ -70,18 +70,19 @@ class _LookUp(torch.autograd.Function):
     def backward(ctx: Any, *above: Tensor) -> tuple[None, Tensor, None, None]:
         (tokens,), weight = ctx.saved_tensors, ctx.weight
         ids, rows = tokens.flatten(), above[0].flatten(0, -2)
-        narrow = weight.dtype != torch.float32
-        if narrow:
-            if ctx.operators is None:
-                ids, rows = _summed(ids, rows)
-            else:
-                ids, rows = ctx.operators.sum_rows(ids.long(), rows.contiguous(), len(weight))
+        summed = True
+        if ctx.operators is not None:
+            ids, rows = ctx.operators.sum_rows(ids.long(), rows.contiguous(), len(weight))
+        elif weight.dtype != torch.float32:
+            ids, rows = _summed(ids, rows)
+        else:
+            summed = False
         if not ctx.tied and weight.grad is None:
             dense = torch.zeros_like(weight)
-            dense = dense.index_copy_(0, ids, rows) if narrow else dense.index_add_(0, ids, rows)
+            dense = dense.index_copy_(0, ids, rows) if summed else dense.index_add_(0, ids, rows)
             return None, dense, None, None
         sparse = torch.sparse_coo_tensor(
-            ids[None], rows, weight.shape, is_coalesced=narrow, check_invariants=False
+            ids[None], rows, weight.shape, is_coalesced=summed, check_invariants=False
         )
         return None, sparse, None, None
 

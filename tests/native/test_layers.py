@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.native.machine import TRAINING, needs
-from workhorse.native import training
+from workhorse.native.blocks import Activation
 from workhorse.nn.feedforward import ReluSquared
 from workhorse.nn.head_loss import Shaping, loss_into_gradient
 from workhorse.transforms.native_training.feedforward import activation_of
@@ -38,7 +38,7 @@ def threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-def named(name: str) -> training.Activation:
+def named(name: str) -> Activation:
     act = activation_of(ACTIVATIONS[name])
     assert act is not None
     return act
@@ -256,3 +256,25 @@ def test_the_length_of_all_gradients(dtypes: tuple[torch.dtype, ...]) -> None:
     exact = sum(x.double().square().sum() for x in tensors)
     ours = TRAINING.squared_length(tensors).double()
     torch.testing.assert_close(ours, exact, rtol=1024 * 2.0**-24, atol=0)  # so many in a lane
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("width", [1, 16, 37])
+def test_sums_of_rows(width: int, dtype: torch.dtype, threads: Callable[[int], None]) -> None:
+    """Each id once, in order, whatever the threads."""
+    ids, rows = torch.randint(40, (2000,)) * 2, torch.randn(2000, width).to(dtype)
+    used, sums = TRAINING.sum_rows(ids, rows, 90)
+    exact = torch.zeros(90, width, dtype=torch.float64).index_add_(0, ids, rows.double())
+    assert torch.equal(used, ids.unique())
+    assert sums.dtype == dtype
+    allowed = exact[used].abs() * HALF_ULP[dtype] + 1e-4
+    assert ((sums.double() - exact[used]).abs() <= allowed).all()
+    for count in (1, 3):
+        threads(count)
+        assert torch.equal(TRAINING.sum_rows(ids, rows, 90)[1], sums)
+
+
+@pytest.mark.parametrize("wrong", [-1, 5])
+def test_sums_of_rows_of_ids_out_of_range_are_refused(wrong: int) -> None:
+    with pytest.raises(RuntimeError, match=f"workhorse: id {wrong} is out of range for 5 rows"):
+        TRAINING.sum_rows(torch.tensor([0, wrong]), torch.zeros(2, 3), 5)

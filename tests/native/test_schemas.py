@@ -94,6 +94,25 @@ def decode_step(dtype: torch.dtype) -> Arguments:
     return *code, angles, tokens, lengths, *cache, program.reaches, 2, 11
 
 
+def feed(dtype: torch.dtype) -> Arguments:
+    act = activation_of(nn.SiLU())
+    assert act is not None
+    x, output, first, down = (randn(*shape)(dtype) for shape in ((3, 8), (8, 6), (5, 8), (8, 5)))
+    norm = (randn(8)(dtype), None, 0.0, 1e-6, True, False)
+    attended = randn(3, 6)(dtype)
+    firsts = [first, first + 1], [None, randn(5)(dtype)]
+    return x, attended, output, None, *norm, *firsts, down, None, act.table, act.name
+
+
+def feed_backward(dtype: torch.dtype) -> Arguments:
+    act = activation_of(nn.SiLU())
+    assert act is not None
+    x, output, first, down = (randn(*shape)(dtype) for shape in ((3, 8), (8, 6), (5, 8), (8, 5)))
+    norm = (torch.ones(3, 2), randn(8)(dtype), 0.0, True)
+    hidden = [randn(3, 5)(dtype), randn(3, 5)(dtype)]
+    return x, x + 1, *norm, output, [first, first + 1], hidden, down, act.table, act.name
+
+
 CASES: dict[str, tuple[str, str, Callable[[torch.dtype], Arguments]]] = {
     "linear": ("decoding", "linear", lambda d: (randn(2, 8)(d), randn(5, 8)(d), randn(5)(d))),
     "linear_each": (
@@ -122,8 +141,38 @@ CASES: dict[str, tuple[str, str, Callable[[torch.dtype], Arguments]]] = {
     "product": (
         "vectors",
         "product",
-        lambda _: (torch.randn(3, 8), torch.randn(8, 5), torch.randn(5)),
+        lambda d: (randn(3, 8)(d), randn(8, 5)(d), randn(5)(d)),
     ),
+    "products": (
+        "vectors",
+        "products",
+        lambda d: (
+            [randn(3, 8)(d), randn(3, 4)(d), randn(2, 4)(d)],
+            [randn(8, 5)(d), randn(4, 5)(d), randn(4, 6)(d)],
+            [0, 0, 1],
+            [randn(5)(d), None],
+        ),
+    ),
+    "norm_project": (
+        "vectors",
+        "norm_project",
+        lambda d: (
+            *(randn(3, 8)(d), randn(8)(d), None, 0.0, 1e-6, True, False),
+            [randn(5, 8)(d), randn(7, 8)(d)],
+            [None, randn(7)(d)],
+        ),
+    ),
+    "norm_project_backward": (
+        "vectors",
+        "norm_project_backward",
+        lambda d: (
+            [randn(3, 5)(d), randn(3, 7)(d)],
+            [randn(5, 8)(d), randn(7, 8)(d)],
+            *(randn(3, 8)(d), torch.ones(3, 2), randn(8)(d), randn(3, 8)(d), 0.0, True),
+        ),
+    ),
+    "feed": ("vectors", "feed", feed),
+    "feed_backward": ("vectors", "feed_backward", feed_backward),
     "attention": (
         "training",
         "attention",
@@ -175,6 +224,11 @@ CASES: dict[str, tuple[str, str, Callable[[torch.dtype], Arguments]]] = {
         "loss_into_gradient_",
         lambda d: (randn(3, 11)(d), torch.tensor([1, -100, 10]), 1.0, 1e-3),
     ),
+    "sum_rows": (
+        "training",
+        "sum_rows",
+        lambda d: (torch.tensor([2, 0, 2, 5]), randn(4, 3)(d), 7),
+    ),
     "squared_length": ("training", "squared_length", lambda d: ([randn(3)(d), randn(2, 2)(d)],)),
     "adamw_": ("training", "adamw_", adamw),
     "muon_directions": (
@@ -204,6 +258,8 @@ def test_an_operator_is_what_its_schema_and_its_shapes_say(case: str, dtype: tor
         pytest.skip(reason)
     if name.startswith("attention") and dtype not in OPERATORS.training.attention_types:
         pytest.skip(f"this CPU leaves attention of {dtype} to PyTorch")
+    if library == "vectors" and dtype not in OPERATORS.vectors.types:
+        pytest.skip(f"this CPU leaves products of {dtype} to PyTorch")
     operator = getattr(torch.ops.workhorse, name).default
     torch.library.opcheck(operator, arguments(dtype), test_utils=("test_schema", "test_faketensor"))
 

@@ -1,4 +1,4 @@
-"""`Vectors.gemm` against float64, to the rounding of float32 sums."""
+"""`Vectors.gemm` and `gemms` against float64, to the rounding of float32 sums and of the result."""
 
 import itertools
 
@@ -8,51 +8,92 @@ from torch import Tensor
 
 from tests.native.machine import VECTORS, needs_vectors
 from workhorse.native import resolve
+from workhorse.native.vectors import Sum
 
 pytestmark = needs_vectors
 
 SUM = 2e-6
 """As a share of the sum of magnitudes; 4,000 numbers in any order."""
+RESULT = {torch.float32: 2**-24, torch.bfloat16: 2**-8}
+"""As a share of the number."""
+DTYPES = sorted(VECTORS.types, key=str) if VECTORS else [torch.float32]
 EDGES = [1, 11, 12, 13, 31, 32, 33, 49]
 LONG = [(40, 385, 40), (33, 2050, 700), (2100, 1000, 200), (600, 4100, 1100)]
 """(rows, inner, columns) of products that are cut into blocks, along each axis and all."""
 
 
-def matrix(rows: int, columns: int, *, by_columns: bool = False) -> Tensor:
-    return torch.randn(columns, rows).t() if by_columns else torch.randn(rows, columns)
+def matrix(
+    rows: int, columns: int, dtype: torch.dtype = torch.float32, *, by_columns: bool = False
+) -> Tensor:
+    made = torch.randn(columns, rows).t() if by_columns else torch.randn(rows, columns)
+    return made.to(dtype)
 
 
 def assert_right(a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:
-    c = VECTORS.gemm(a, b, bias)
-    exact, magnitude = a.double() @ b.double(), a.double().abs() @ b.double().abs()
-    if bias is not None:
-        exact += bias.double()
+    assert_sum(VECTORS.gemm(a, b, bias), Sum([(a, b)], bias))
+
+
+def assert_sum(c: Tensor, of: Sum) -> None:
+    pairs = [(a.double(), b.double()) for a, b in of.pairs]
+    exact = sum(a @ b for a, b in pairs) + (0 if of.bias is None else of.bias.double())
+    magnitude = sum(a.abs() @ b.abs() for a, b in pairs)
     assert c.shape == exact.shape
     assert c.is_contiguous()
-    assert ((c.double() - exact).abs() <= (magnitude + 1) * SUM).all()
+    assert c.dtype == of.pairs[0][0].dtype
+    allowed = (magnitude + 1) * SUM + exact.abs() * RESULT[c.dtype]
+    assert ((c.double() - exact).abs() <= allowed).all()
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("a_by_columns", [False, True])
 @pytest.mark.parametrize("b_by_columns", [False, True])
-def test_every_edge_in_every_order(b_by_columns: bool, a_by_columns: bool) -> None:
+def test_every_edge_in_every_order(
+    b_by_columns: bool, a_by_columns: bool, dtype: torch.dtype
+) -> None:
     for rows, inner, columns in itertools.product(EDGES, repeat=3):
-        a = matrix(rows, inner, by_columns=a_by_columns)
-        b = matrix(inner, columns, by_columns=b_by_columns)
-        assert_right(a, b, torch.randn(columns) if rows % 2 else None)
+        a = matrix(rows, inner, dtype, by_columns=a_by_columns)
+        b = matrix(inner, columns, dtype, by_columns=b_by_columns)
+        assert_right(a, b, torch.randn(columns).to(dtype) if rows % 2 else None)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("by_columns", [False, True])
 @pytest.mark.parametrize("shape", LONG)
-def test_long_sums(shape: tuple[int, int, int], by_columns: bool) -> None:
+def test_long_sums(shape: tuple[int, int, int], by_columns: bool, dtype: torch.dtype) -> None:
     rows, inner, columns = shape
-    a = matrix(rows, inner, by_columns=by_columns)
-    b = matrix(inner, columns, by_columns=not by_columns)
-    assert_right(a, b, torch.randn(columns))
+    a = matrix(rows, inner, dtype, by_columns=by_columns)
+    b = matrix(inner, columns, dtype, by_columns=not by_columns)
+    assert_right(a, b, torch.randn(columns).to(dtype))
 
 
-def test_rounding_depends_on_the_inner_size_alone() -> None:
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_several_sums_in_one_go(dtype: torch.dtype) -> None:
+    def pair(rows: int, inner: int, columns: int) -> tuple[Tensor, Tensor]:
+        return matrix(rows, inner, dtype), matrix(inner, columns, dtype, by_columns=True)
+
+    sums = [
+        Sum([pair(37, 50, 40), pair(37, 801, 40), pair(37, 1, 40)], torch.randn(40).to(dtype)),
+        Sum([pair(5, 16, 100)]),
+        Sum([pair(64, 900, 33), pair(64, 33, 33)]),
+    ]
+    made = VECTORS.gemms(sums)
+    for c, of in zip(made, sums, strict=True):
+        assert_sum(c, of)
+    assert torch.equal(made[1], VECTORS.gemm(*sums[1].pairs[0]))
+
+
+def test_sums_that_do_not_match_are_refused() -> None:
+    one, other = (matrix(3, 4), matrix(4, 5)), (matrix(2, 4), matrix(4, 5))
+    with pytest.raises(RuntimeError, match="workhorse: products that are added"):
+        VECTORS.gemms([Sum([one, other])])
+    with pytest.raises(RuntimeError, match="workhorse: "):
+        torch.ops.workhorse.products([one[0]], [one[1]], [1], [None])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_depends_on_the_inner_size_alone(dtype: torch.dtype) -> None:
     """Not on the rows and columns beside a number, the order in memory, or the threads."""
-    a, b = torch.randn(700, 900), torch.randn(900, 600)
+    a, b = matrix(700, 900, dtype), matrix(900, 600, dtype)
     whole, before = VECTORS.gemm(a, b), torch.get_num_threads()
     assert torch.equal(VECTORS.gemm(a[5:6], b), whole[5:6])
     assert torch.equal(VECTORS.gemm(a[:, :], b[:, 7:20]), whole[:, 7:20])

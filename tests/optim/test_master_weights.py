@@ -6,11 +6,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests.native.machine import TRAINING, needs
 from tests.train.conftest import MODEL
 from tests.train.test_step import CPU
 from workhorse.data import Batch
 from workhorse.instructions import SWITCH
-from workhorse.native import Operators
+from workhorse.native import Operators, Training
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.head_loss import Multiply, product
 from workhorse.optim.adamw import AdamW, AdamWConfig
@@ -118,9 +119,10 @@ def test_updates_too_small_for_bfloat16_add_up() -> None:
     torch.testing.assert_close(masters.read("weight"), torch.full((4, 4), 0.99), atol=1e-4, rtol=0)
 
 
-def test_a_frequent_tokens_gradient_is_a_float32_sum() -> None:
+@pytest.mark.parametrize("operators", [None, pytest.param(TRAINING, marks=needs("training"))])
+def test_a_frequent_tokens_gradient_is_a_float32_sum(operators: Training | None) -> None:
     table = nn.Embedding(5, 3)
-    table = replace_embeddings(table.bfloat16())
+    table = replace_embeddings(table.bfloat16(), operators)
     table(torch.full((10, 100), 2)).sum().backward()
     assert torch.equal(table.weight.grad[2].float(), torch.full((3,), 1000.0))
     assert torch.count_nonzero(table.weight.grad[[0, 1, 3, 4]]) == 0

@@ -11,6 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 from tests.native.machine import TRAINING, needs
 from tests.train.conftest import MODEL
+from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.feedforward import ClampedSwiglu, Gated, GatedMlp, Mlp
 from workhorse.nn.head_loss import HeadLoss, Shaping, loss_into_gradient, product
@@ -20,6 +21,7 @@ from workhorse.train.step.build import build_step
 from workhorse.transforms.checkpointing import checkpoint_activations
 from workhorse.transforms.native_training.embedding import replace_embeddings
 from workhorse.transforms.native_training.feedforward import replace_feed_forwards
+from workhorse.transforms.native_training.linear import Gemm
 from workhorse.transforms.native_training.loss import NativeHeadLoss
 from workhorse.transforms.native_training.norms import NativeNorm, replace_norms
 from workhorse.transforms.replace import become
@@ -67,7 +69,7 @@ FEED_FORWARDS: dict[str, Callable[[], nn.Module]] = {
 def speed_up(module: nn.Module) -> nn.Module:
     """Everything but linear layers, attention and the loss."""
     return replace_feed_forwards(
-        replace_norms(replace_embeddings(module), TRAINING), product, TRAINING
+        replace_norms(replace_embeddings(module), TRAINING), Gemm(Operators()), TRAINING
     )
 
 

@@ -32,6 +32,7 @@ from workhorse.transforms.record import (
     record,
     transforms_of,
 )
+from workhorse.transforms.steps.native_step import step_natively
 from workhorse.transforms.stream import stream_weights
 
 # PyTorch's compiler imports what PyTorch itself calls deprecated.
@@ -51,6 +52,7 @@ APPLY: dict[str, Callable[[Decoder], object]] = {
     "quantize": lambda decoder: quantize(decoder, "int8"),
     "stream_weights": lambda decoder: stream_weights(decoder, Operators()),
     "attend_natively": lambda decoder: attend_natively(decoder, DECODING),
+    "step_natively": lambda decoder: step_natively(decoder, Operators()),
     "compile_steps": compile_steps,
     "train_natively": train,
     "checkpoint_activations": checkpoint_activations,
@@ -75,6 +77,7 @@ def test_transforms_of_inference_are_told_in_their_order_with_their_options() ->
         Transform("stream_weights", {"operators": replace(OPERATORS, training=None)}),
         Transform("attend_natively"),
         Transform("compile_steps"),
+        *([Transform("step_natively")] if OPERATORS.steps else []),
     )
 
 

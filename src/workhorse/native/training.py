@@ -8,28 +8,17 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
-from typing import Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
 from workhorse.instructions import cpu_has
-from workhorse.native import build
-
-ActivationName = Literal["gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu"]
-
-
-class Activation(NamedTuple):
-    """An activation, which operators compute for float32 and look up for bfloat16."""
-
-    name: ActivationName
-    table: Tensor
-    """(65536,) int32, indexed by the bits of a bfloat16: the slope in bfloat16 in the upper half of
-    the word, the value in the lower."""
+from workhorse.native import blocks, build
+from workhorse.native.blocks import Activation, BlockOperators
 
 
 @dataclass(frozen=True)
-class Training:
+class Training(BlockOperators):
     """The operators as functions of tensors; an instance exists only if they can be called."""
 
     attention_types: frozenset[torch.dtype]
@@ -107,6 +96,16 @@ class Training:
         """
         operator = torch.ops.workhorse.loss_into_gradient_.default
         return operator(logits, targets, multiplier, z_loss)
+
+    def sum_rows(self, ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+        """Each id once, rising, and the sum of its rows, rounded from float32 to their type.
+
+        Args:
+            ids: (rows,) int64, contiguous.
+            rows: (rows, width), float32 or bfloat16, contiguous.
+            vocab: the ids are below it.
+        """
+        return torch.ops.workhorse.sum_rows.default(ids, rows, vocab)
 
     def norm(
         self,
@@ -309,8 +308,9 @@ def _attention_types() -> frozenset[torch.dtype]:
 @cache
 def _load(library: Path) -> None:
     build.load(library)
-    for name, shapes in _SHAPES.items():
-        torch.library.register_fake(f"workhorse::{name}", shapes)
+    for name, shapes in (_SHAPES | blocks.SHAPES).items():
+        if hasattr(torch.ops.workhorse, name):  # not each is on every CPU
+            torch.library.register_fake(f"workhorse::{name}", shapes)
 
 
 def _gradient_shapes(q: Tensor, k: Tensor, v: Tensor, *_: object) -> tuple[Tensor, Tensor, Tensor]:
@@ -348,6 +348,12 @@ def _activation_gradient_shapes(
     return [torch.empty_like(x) for _ in range(2 if up is None else 3)]
 
 
+def _sum_shapes(ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
+    del vocab
+    used = torch.library.get_ctx().new_dynamic_size()
+    return ids.new_empty(used), rows.new_empty(used, rows.shape[1])
+
+
 def _direction_shapes(gradients: list[Tensor], momenta: Tensor, *_: object) -> Tensor:
     del gradients
     rows, columns = momenta.shape[-2:]
@@ -364,6 +370,7 @@ _SHAPES: dict[str, Callable[..., object]] = {
     "add_norm": _add_norm_shapes,
     "norm_backward": _norm_gradient_shapes,
     "loss_into_gradient_": lambda logits, *_: logits.new_empty((2,), dtype=torch.float32),
+    "sum_rows": _sum_shapes,
     "squared_length": lambda tensors: tensors[0].new_empty((), dtype=torch.float32),
     "adamw_": lambda *_: None,
     "muon_directions": _direction_shapes,

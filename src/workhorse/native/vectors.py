@@ -1,8 +1,10 @@
-"""Gemms of float32 in vectors of 64 bytes; see `ops/gemm_vectors.h`."""
+"""Gemms of float32 or bfloat16 in vectors of 64 bytes; see `ops/gemm_vectors.h`."""
 
 import functools
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from jaxtyping import Float
@@ -13,9 +15,22 @@ from workhorse.native import build
 from workhorse.native.matrix_unit import linear, result_shape
 
 
+class Sum(NamedTuple):
+    """`a₁ b₁ + a₂ b₂ + … + bias` of matrices."""
+
+    pairs: Sequence[tuple[Tensor, Tensor]]
+    bias: Tensor | None = None
+
+
 @dataclass(frozen=True)
 class Vectors:
-    """The gemm; an instance exists only where it is quicker than PyTorch's."""
+    """The gemms; an instance exists only where they are quicker than PyTorch's.
+
+    How a number is rounded depends on the inner size alone. They compute no gradients.
+    """
+
+    types: frozenset[torch.dtype]
+    """The dtypes that the CPU multiplies in these vectors."""
 
     def gemm(
         self,
@@ -23,14 +38,20 @@ class Vectors:
         b: Float[Tensor, "inner columns"],
         bias: Float[Tensor, " columns"] | None = None,
     ) -> Float[Tensor, "rows columns"]:
-        """`a b + bias`; how a number is rounded depends on the inner size alone. No gradients.
+        """`a b + bias`, summed in float32.
 
         Args:
-            a: float32 on the CPU, with rows or columns contiguous.
+            a: of one of `types`, on the CPU, with rows or columns contiguous.
             b: likewise.
             bias: for each column, likewise.
         """
         return torch.ops.workhorse.product.default(a, b, bias)
+
+    def gemms(self, sums: Sequence[Sum]) -> list[Tensor]:
+        """Several sums of products in one go, a part of each on every thread; see `gemm`."""
+        pairs = [(number, *pair) for number, one in enumerate(sums) for pair in one.pairs]
+        of, a, b = map(list, zip(*pairs, strict=True))
+        return torch.ops.workhorse.products.default(a, b, of, [one.bias for one in sums])
 
     def linear(
         self,
@@ -64,4 +85,14 @@ def load_anywhere(*, wait: bool) -> Vectors:
 def _load(library: Path) -> Vectors:
     build.load(library)
     torch.library.register_fake("workhorse::product", result_shape)
-    return Vectors()
+    torch.library.register_fake("workhorse::products", _result_shapes)
+    narrow = {torch.bfloat16} if cpu_has("avx512_bf16") else set[torch.dtype]()
+    return Vectors(frozenset({torch.float32} | narrow))
+
+
+def _result_shapes(
+    a: list[Tensor], b: list[Tensor], of: list[int], biases: list[Tensor | None]
+) -> list[Tensor]:
+    """Of several gemms, for tracing."""
+    firsts = map(of.index, range(len(biases)))
+    return [result_shape(a[i], b[i], None) for i in firsts]

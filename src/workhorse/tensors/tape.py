@@ -62,7 +62,7 @@ class Tape(TorchDispatchMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self.now += 1
-        instead = _INSTEAD.get(func)
+        instead = _INSTEAD.get(func.name())
         made = NotImplemented if instead is None else instead(*args, **(kwargs or {}))
         if made is NotImplemented:
             made = func(*args, **(kwargs or {}))
@@ -219,6 +219,11 @@ def _all_different(x: Tensor, *_: Any, **__: Any) -> tuple[Tensor, Tensor, Tenso
     return x.new_empty(flat), x.new_empty(x.shape), x.new_empty(flat)
 
 
+def _of_different_ids(ids: Tensor, rows: Tensor, *_: Any) -> tuple[Tensor, Tensor]:
+    """For the sums of rows of distinct ids: as many as there can be."""
+    return torch.empty_like(ids), torch.empty_like(rows)
+
+
 def _added_in_place(dense: Any, other: Any, *_: Any, **__: Any) -> Any:
     """For a dense gradient and a sparse one, which autograd adds to it in place."""
     sparse = isinstance(other, Tensor) and other.layout != torch.strided
@@ -243,12 +248,13 @@ _FUSED: dict[str, Callable[..., Any]] = {
     "dropout": _fused_dropout,
     "scaled_dot_product_attention": _fused_attention,
 }
-_INSTEAD: dict[Any, Callable[..., Any]] = {
-    aten._local_scalar_dense.default: _number,
-    aten._to_copy.default: _read,
-    aten._unique2.default: _all_different,
-    aten.add.Tensor: _added_in_place,
-    aten.split_with_sizes.default: _split,
-    aten._grouped_mm.default: _grouped_mm,
+_INSTEAD: dict[str, Callable[..., Any]] = {
+    "aten::_local_scalar_dense": _number,
+    "aten::_to_copy": _read,
+    "aten::_unique2": _all_different,
+    "aten::add.Tensor": _added_in_place,
+    "aten::split_with_sizes": _split,
+    "aten::_grouped_mm": _grouped_mm,
+    "workhorse::sum_rows": _of_different_ids,
 }
-"""Operators that depend on values or have no fake kernel, and what runs in their place."""
+"""By name, operators that depend on values or have no fake kernel, and what runs in their place."""

@@ -15,11 +15,11 @@ namespace {
 constexpr int64_t kFewRows = 256;
 
 template <class T>
-void in_threads(const gemm::Product<T>& product, int64_t rows, int64_t columns) {
-  in_grid(rows, columns, gemm::kPanel, gemm::kPanel,
-          [&](int64_t m, int64_t m_end, int64_t n, int64_t n_end) {
-            product.run(m, m_end, n, n_end);
-          });
+void divide(const gemm::Product<T>& product, int64_t rows, int64_t columns) {
+  in_threads([&](int64_t thread) {
+    in_grid(rows, columns, gemm::kPanel, gemm::kPanel, thread,
+            [&](int64_t m, int64_t m_end, int64_t n, int64_t n_end) { product.run(m, m_end, n, n_end); });
+  });
 }
 
 template <class T>
@@ -33,9 +33,9 @@ void multiply_into(const Tensor& c, const Tensor& a, const Tensor& b, const Tens
   const bool turn = gemm::kParts<T> == 1 ? left.along && right.along && rows <= kFewRows && rows < columns
                                    : !left.along && !right.along && rows > columns;
   if (turn)
-    in_threads<T>({right, left, {at, columns, added, true}, k}, columns, rows);
+    divide<T>({right, left, {at, columns, added, true}, k}, columns, rows);
   else
-    in_threads<T>({left, right, {at, columns, added, false}, k}, rows, columns);
+    divide<T>({left, right, {at, columns, added, false}, k}, rows, columns);
 }
 
 Tensor gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {

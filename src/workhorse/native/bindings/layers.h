@@ -12,6 +12,7 @@
 #include <string_view>
 #include <tuple>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "ops/activations.h"
@@ -23,7 +24,7 @@ namespace workhorse::bindings {
 using at::Tensor;
 
 constexpr int64_t kShare = 1 << 14;  // the fewest numbers that are worth a thread
-constexpr int64_t kRows = 64;        // rows of a norm that are summed together, whatever the threads
+constexpr int64_t kRows = 48;        // rows of a norm that are summed together, whatever the threads
 
 // To be called outside of loops: threads that ask one tensor for its pointer wait for each other.
 template <class T>
@@ -42,6 +43,13 @@ void with_type(const Tensor& x, F f) {
   if (x.scalar_type() == at::kFloat) return f(float{});
   TORCH_CHECK(x.scalar_type() == at::kBFloat16, "workhorse: a tensor must be float32 or bfloat16");
   f(BFloat16{});
+}
+
+// `with_type`, for contiguous tensors only.
+template <class F>
+void by_type(const Tensor& x, F f) {
+  TORCH_CHECK(x.is_contiguous(), "workhorse: a tensor must be contiguous");
+  with_type(x, f);
 }
 
 // Calls f with an activation and a number of x's type: for bfloat16 a look-up in `table`, for float the
@@ -123,63 +131,84 @@ inline void check_like(const Tensor& x, const std::optional<Tensor>& other) {
               "workhorse: the tensors of a norm must be contiguous, of one type and shape");
 }
 
-// The rows and the weight of a norm, for both passes.
-struct NormRows {
-  int64_t count, width;
-  std::vector<float> gain;
-
-  NormRows(const Tensor& x, const std::optional<Tensor>& weight, double offset)
-      : count(x.numel() / x.size(-1)), width(x.size(-1)), gain(in_float32(weight, width, 1)) {
-    for (float& value : gain) value += weight ? float(offset) : 0;
-  }
-};
-
-// `with_type`, for contiguous tensors only.
-template <class F>
-void by_type(const Tensor& x, F f) {
-  TORCH_CHECK(x.is_contiguous(), "workhorse: a tensor must be contiguous");
-  with_type(x, f);
+// A norm's weight, plus its offset, in float32.
+inline std::vector<float> gain_of(const Tensor& x, const std::optional<Tensor>& weight, double offset) {
+  std::vector<float> gain = in_float32(weight, x.size(-1), 1);
+  for (float& value : gain) value += weight ? float(offset) : 0;
+  return gain;
 }
 
-// x or, if given, x + branch; its norm over the last axis; and the mean and scale of each row. LayerNorm
-// if `centred`, else RMSNorm, which if `rounded` is rounded before the multiplication by the weight.
+struct NormOptions {
+  double offset, eps;
+  bool centred;  // LayerNorm, else RMSNorm
+  bool rounded;  // before the multiplication by the weight
+};
+
+// Room for the norm of x over its last axis and for the mean and scale of each row, and what makes them.
+struct Norm {
+  Tensor y, moments;
+
+  Norm(const Tensor& x, const std::optional<Tensor>& weight, const std::optional<Tensor>& bias,
+       const NormOptions& options)
+      : y(at::empty_like(x)),
+        moments(at::empty({x.numel() / x.size(-1), 2}, x.options().dtype(at::kFloat))),
+        gain_(gain_of(x, weight, options.offset)),
+        shift_(in_float32(bias, x.size(-1), 0)),
+        options_(options) {
+    TORCH_CHECK(!(options.centred && options.rounded),
+                "workhorse: a centred norm cannot be rounded before the multiplication by its weight");
+    TORCH_CHECK(x.is_contiguous(), "workhorse: a tensor must be contiguous");
+  }
+
+  // A function of a range of rows.
+  template <class T>
+  auto rows(const Tensor& x) const {
+    const auto run = options_.centred   ? norms::forward<true, false, T>
+                     : options_.rounded ? norms::forward<false, true, T>
+                                        : norms::forward<false, false, T>;
+    const T* in = from<T>(x);
+    T* out = into<T>(y);
+    norms::Moments* found = into<norms::Moments>(moments);
+    return [=, this, width = x.size(-1)](int64_t i, int64_t end) {
+      for (; i < end; i++)
+        found[i] = run(width, in + i * width, gain_.data(), shift_.data(), float(options_.eps), out + i * width);
+    };
+  }
+
+ private:
+  std::vector<float> gain_, shift_;
+  NormOptions options_;
+};
+
+// x or, if given, x + branch; its norm; and the mean and scale of each row.
 inline std::tuple<Tensor, Tensor, Tensor> norm_of_sum(const Tensor& x,
                                                       const std::optional<Tensor>& branch,
                                                       const std::optional<Tensor>& weight,
                                                       const std::optional<Tensor>& bias,
-                                                      double offset, double eps, bool centred,
-                                                      bool rounded) {
-  TORCH_CHECK(!(centred && rounded),
-              "workhorse: a centred norm cannot be rounded before the multiplication by its weight");
-  const NormRows rows(x, weight, offset);
+                                                      const NormOptions& options) {
   check_like(x, branch);
-  const std::vector<float> shift = in_float32(bias, rows.width, 0);
+  const Norm norm(x, weight, bias, options);
   const Tensor sum = branch ? at::empty_like(x) : x;
-  const Tensor y = at::empty_like(x);
-  const Tensor moments = at::empty({rows.count, 2}, x.options().dtype(at::kFloat));
-  by_type(x, [&]<class T>(T) {
-    const auto run = centred   ? norms::forward<true, false, T>
-                     : rounded ? norms::forward<false, true, T>
-                               : norms::forward<false, false, T>;
-    const T *in = from<T>(x), *other = branch ? from<T>(*branch) : nullptr, *total = from<T>(sum);
-    T *out = into<T>(y), *added = branch ? into<T>(sum) : nullptr;
-    norms::Moments* found = into<norms::Moments>(moments);
-    const int64_t width = rows.width;
-    torch::stable::parallel_for(0, rows.count, kShare / width + 1, [&](int64_t i, int64_t end) {
+  with_type(x, [&]<class T>(T) {
+    const T *in = from<T>(x), *other = branch ? from<T>(*branch) : nullptr;
+    T* added = branch ? into<T>(sum) : nullptr;
+    const auto normalise = norm.rows<T>(sum);
+    const int64_t width = x.size(-1);
+    torch::stable::parallel_for(0, x.numel() / width, kShare / width + 1, [&](int64_t i, int64_t end) {
       for (; i < end; i++) {
         const int64_t row = i * width;
         if (branch) norms::add_row(width, in + row, other + row, added + row);
-        found[i] = run(width, total + row, rows.gain.data(), shift.data(), float(eps), out + row);
+        normalise(i, i + 1);
       }
     });
   });
-  return {sum, y, moments};
+  return {sum, norm.y, norm.moments};
 }
 
 inline std::tuple<Tensor, Tensor> norm(const Tensor& x, const std::optional<Tensor>& weight,
                                        const std::optional<Tensor>& bias, double offset, double eps,
                                        bool centred, bool rounded) {
-  const auto [sum, y, moments] = norm_of_sum(x, {}, weight, bias, offset, eps, centred, rounded);
+  const auto [sum, y, moments] = norm_of_sum(x, {}, weight, bias, {offset, eps, centred, rounded});
   return {y, moments};
 }
 
@@ -187,7 +216,60 @@ inline std::tuple<Tensor, Tensor, Tensor> add_norm(const Tensor& x, const Tensor
                                                    const std::optional<Tensor>& weight,
                                                    const std::optional<Tensor>& bias, double offset,
                                                    double eps, bool centred, bool rounded) {
-  return norm_of_sum(x, branch, weight, bias, offset, eps, centred, rounded);
+  return norm_of_sum(x, branch, weight, bias, {offset, eps, centred, rounded});
+}
+
+// What gives, for each row, the gradient of x, plus `other` if given; and room for the gradients of weight and
+// bias in float32, (parts, 2, width), each part the sum over kRows rows.
+struct NormBackward {
+  Tensor sums;
+
+  NormBackward(const Tensor& dy, const Tensor& x, const Tensor& moments, const std::optional<Tensor>& weight,
+               const std::optional<Tensor>& other, double offset, bool centred)
+      : sums(at::zeros({(x.numel() / x.size(-1) + kRows - 1) / kRows, 2, x.size(-1)},
+                       x.options().dtype(at::kFloat))),
+        dy_(dy),
+        x_(x),
+        moments_(moments),
+        other_(other),
+        gain_(gain_of(x, weight, offset)),
+        centred_(centred) {
+    TORCH_CHECK(x.is_contiguous(), "workhorse: a tensor must be contiguous");
+    check_like(x, dy);
+    check_like(x, other);
+  }
+
+  // A function of a range of rows that begins with a part. dx may be dy.
+  template <class T>
+  auto rows(const Tensor& dx) const {
+    const auto run = centred_ ? norms::backward<true, T> : norms::backward<false, T>;
+    const T *above = from<T>(dy_), *in = from<T>(x_), *added = other_ ? from<T>(*other_) : nullptr;
+    const norms::Moments* found = from<norms::Moments>(moments_);
+    T* out = into<T>(dx);
+    float* sum = into<float>(sums);
+    return [=, this, width = x_.size(-1)](int64_t i, int64_t end) {
+      for (; i < end; i++) {
+        const int64_t row = i * width, part = i / kRows;
+        run(width, above + row, in + row, gain_.data(), found[i], out + row, sum + 2 * part * width,
+            sum + (2 * part + 1) * width);
+        if (added) norms::add_row(width, out + row, added + row, out + row);
+      }
+    };
+  }
+
+ private:
+  Tensor dy_, x_, moments_;
+  std::optional<Tensor> other_;
+  std::vector<float> gain_;
+  bool centred_;
+};
+
+// Calls f(row, end of rows) for each thread's rows, whose borders do not part rows that norms sum together.
+template <class F>
+void in_rows(int64_t rows, F f) {
+  torch::stable::parallel_for(0, (rows + kRows - 1) / kRows, 1, [&](int64_t begin, int64_t end) {
+    f(begin * kRows, std::min(rows, end * kRows));
+  });
 }
 
 // The gradient of x, plus `other` if given; and in float32 the gradients of weight and bias, as the rows
@@ -197,30 +279,10 @@ inline std::tuple<Tensor, Tensor> norm_backward(const Tensor& dy, const Tensor& 
                                                 const std::optional<Tensor>& weight,
                                                 const std::optional<Tensor>& other, double offset,
                                                 bool centred) {
-  check_like(x, dy);
-  check_like(x, other);
-  const NormRows rows(x, weight, offset);
-  const int64_t parts = (rows.count + kRows - 1) / kRows;
+  const NormBackward norm(dy, x, moments, weight, other, offset, centred);
   const Tensor dx = at::empty_like(x);
-  const Tensor sums = at::zeros({parts, 2, rows.width}, x.options().dtype(at::kFloat));
-  by_type(x, [&]<class T>(T) {
-    const auto run = centred ? norms::backward<true, T> : norms::backward<false, T>;
-    const T *above = from<T>(dy), *in = from<T>(x), *added = other ? from<T>(*other) : nullptr;
-    const norms::Moments* found = from<norms::Moments>(moments);
-    T* out = into<T>(dx);
-    float* sum = into<float>(sums);
-    const int64_t width = rows.width;
-    torch::stable::parallel_for(0, parts, 1, [&](int64_t part, int64_t end) {
-      for (; part < end; part++)
-        for (int64_t i = part * kRows; i < std::min(rows.count, (part + 1) * kRows); i++) {
-          const int64_t row = i * width;
-          run(width, above + row, in + row, rows.gain.data(), found[i], out + row,
-              sum + 2 * part * width, sum + (2 * part + 1) * width);
-          if (added) norms::add_row(width, out + row, added + row, out + row);
-        }
-    });
-  });
-  return {dx, sums.sum(0)};
+  with_type(x, [&]<class T>(T) { in_rows(x.numel() / x.size(-1), norm.rows<T>(dx)); });
+  return {dx, norm.sums.sum(0)};
 }
 
 // Sums of the losses of logits (tokens, vocab): cross-entropy and z-loss. The logits are overwritten with
@@ -250,6 +312,40 @@ inline Tensor loss_into_gradient_(Tensor& logits, const Tensor& targets, double 
     });
   });
   return losses.sum(1);
+}
+
+// Each id once, rising, and the sum of its rows, added up in float32 one after the other.
+inline std::tuple<Tensor, Tensor> sum_rows(const Tensor& ids, const Tensor& rows, int64_t vocab) {
+  const int64_t n = ids.numel(), width = rows.size(1);
+  TORCH_CHECK(ids.is_contiguous() && ids.scalar_type() == at::kLong && rows.size(0) == n,
+              "workhorse: a sum of rows needs a contiguous int64 id for each");
+  const int64_t* id = from<int64_t>(ids);
+  std::vector<int64_t> first(vocab, -1), next(n);  // a list of the rows of each id
+  for (int64_t i = n - 1; i >= 0; i--) {
+    TORCH_CHECK(id[i] >= 0 && id[i] < vocab, "workhorse: id ", id[i], " is out of range for ", vocab, " rows");
+    next[i] = std::exchange(first[id[i]], i);
+  }
+  const int64_t count = vocab - std::count(first.begin(), first.end(), -1);
+  const Tensor used = at::empty({count}, ids.options()), sums = at::empty({count, width}, rows.options());
+  int64_t* const found = into<int64_t>(used);
+  for (int64_t one = 0, i = 0; one < vocab; one++)
+    if (first[one] >= 0) found[i++] = one;
+  by_type(rows, [&]<class T>(T) {
+    const T* in = from<T>(rows);
+    T* out = into<T>(sums);
+    torch::stable::parallel_for(0, count, kShare / width + 1, [&](int64_t i, int64_t end) {
+      std::vector<float> total(width);
+      for (; i < end; i++) {
+        std::fill(total.begin(), total.end(), 0.0f);
+        for (int64_t row = first[found[i]]; row >= 0; row = next[row])
+          each(width, [&]<class V>(V, int64_t j) {
+            write(total.data() + j, read<V>(total.data() + j) + read<V>(in + row * width + j));
+          });
+        each(width, [&]<class V>(V, int64_t j) { write(out + i * width + j, read<V>(total.data() + j)); });
+      }
+    });
+  });
+  return {used, sums};
 }
 
 // The squared norm of all tensors as one vector; each may be float32 or bfloat16.

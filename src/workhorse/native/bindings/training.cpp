@@ -15,6 +15,7 @@
 #include <tuple>
 #include <vector>
 
+#include "bindings/blocks.h"
 #include "bindings/layers.h"
 #include "ops/adamw.h"
 #include "ops/attention.h"
@@ -231,6 +232,7 @@ TORCH_LIBRARY_FRAGMENT(workhorse, library) {
   library.def(
       "loss_into_gradient_(Tensor(a!) logits, Tensor targets, float multiplier, float z_loss) -> "
       "Tensor");
+  library.def("sum_rows(Tensor ids, Tensor rows, int vocab) -> (Tensor, Tensor)");
   library.def("squared_length(Tensor[] tensors) -> Tensor");
   library.def(
       "norm(Tensor x, Tensor? weight, Tensor? bias, float offset, float eps, bool centred, "
@@ -251,6 +253,22 @@ TORCH_LIBRARY_FRAGMENT(workhorse, library) {
   library.def(
       "split_move_(Tensor(a!)[] weights, Tensor(b!)[] low_bits, Tensor updates, float kept, float "
       "size) -> ()");
+#ifdef __AVX512F__
+  library.def(
+      "norm_project(Tensor x, Tensor? weight, Tensor? bias, float offset, float eps, bool centred, bool "
+      "rounded, Tensor[] matrices, Tensor?[] biases) -> (Tensor, Tensor, Tensor[])");
+  library.def(
+      "norm_project_backward(Tensor[] above, Tensor[] matrices, Tensor x, Tensor moments, Tensor? weight, "
+      "Tensor other, float offset, bool centred) -> (Tensor, Tensor)");
+  library.def(
+      "feed(Tensor x, Tensor attended, Tensor out_matrix, Tensor? out_bias, Tensor? weight, Tensor? bias, "
+      "float offset, float eps, bool centred, bool rounded, Tensor[] matrices, Tensor?[] biases, Tensor "
+      "down, Tensor? down_bias, Tensor table, str name) -> Tensor[]");
+  library.def(
+      "feed_backward(Tensor above, Tensor total, Tensor moments, Tensor? weight, float offset, bool "
+      "centred, Tensor out_matrix, Tensor[] matrices, Tensor[] hidden, Tensor down, Tensor table, str "
+      "name) -> Tensor[]");
+#endif
 }
 
 TORCH_LIBRARY_IMPL(workhorse, CPU, library) {
@@ -259,6 +277,7 @@ TORCH_LIBRARY_IMPL(workhorse, CPU, library) {
   library.impl("activation", activation);
   library.impl("activation_backward", activation_backward);
   library.impl("loss_into_gradient_", loss_into_gradient_);
+  library.impl("sum_rows", sum_rows);
   library.impl("squared_length", squared_length);
   library.impl("add_norm", add_norm);
   library.impl("norm", norm);
@@ -266,6 +285,12 @@ TORCH_LIBRARY_IMPL(workhorse, CPU, library) {
   library.impl("adamw_", adamw_);
   library.impl("muon_directions", muon_directions);
   library.impl("split_move_", split_move_);
+#ifdef __AVX512F__
+  library.impl("norm_project", norm_project);
+  library.impl("norm_project_backward", norm_project_backward);
+  library.impl("feed", feed);
+  library.impl("feed_backward", feed_backward);
+#endif
 }
 
 }  // namespace workhorse::bindings

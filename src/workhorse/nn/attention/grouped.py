@@ -257,9 +257,20 @@ class Attention(SelfAttention):
         self, x: Hidden, context: Context | None = None, cache: CacheEntry | None = None
     ) -> Hidden:
         context = context or context_alone(x, self.d_model, cache)
-        q = split_heads(self.q_clip(self.q_proj(x)), self.n_heads)  # (batch, heads, seq, head_dim)
-        k = split_heads(self.k_clip(self.k_proj(x)), self.n_kv_heads)  # (batch, kv_heads, …)
-        v = split_heads(self.v_clip(self.v_proj(x)), self.n_kv_heads)
+        y = self.mix(*self.project(x), context, cache)
+        return self.out_proj(self.inner_norm(self.gate(y, x)))
+
+    def project(self, x: Hidden) -> tuple[Hidden, Hidden, Hidden]:
+        """The queries, keys and values of all heads side by side, (batch, seq, heads · width)."""
+        return self.q_proj(x), self.k_proj(x), self.v_proj(x)
+
+    def mix(
+        self, q: Hidden, k: Hidden, v: Hidden, context: Context, cache: CacheEntry | None
+    ) -> HeadOutputs:
+        """What each position gathers from those it sees, given what `project` returns."""
+        q = split_heads(self.q_clip(q), self.n_heads)  # (batch, heads, seq, head_dim)
+        k = split_heads(self.k_clip(k), self.n_kv_heads)  # (batch, kv_heads, …)
+        v = split_heads(self.v_clip(v), self.n_kv_heads)
         q = self.norm_and_rotate(q, self.q_norm, self.q_rotation, context)
         k = self.norm_and_rotate(k, self.k_norm, self.k_rotation, context)
         q = self.scale_queries(q, context)
@@ -267,8 +278,7 @@ class Attention(SelfAttention):
             k, v = cache.update(k, v)
         mask = context.mask(self.pattern, self.kernel, q.dtype)
         y = self.kernel(q, k, v, mask)  # (batch, heads, seq, value_dim)
-        y = y.transpose(1, 2).flatten(2)  # (batch, seq, heads · value_dim)
-        return self.out_proj(self.inner_norm(self.gate(y, x)))
+        return y.transpose(1, 2).flatten(2)  # (batch, seq, heads · value_dim)
 
     def extra_repr(self) -> str:
         return self.norm_and_rotate.__name__

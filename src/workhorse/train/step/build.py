@@ -73,7 +73,7 @@ def build_step(
     objective.train()
     if device.type == "cpu" and dtype != torch.float16:
         if dtype == torch.bfloat16:
-            replace_embeddings(decoder)
+            replace_embeddings(decoder, operators.training)
         train_natively(objective, operators, precision=config.matmul_precision)
     between = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     part = _take_part(objective, decoder, config, teams, whole, dtype=between)

@@ -7,8 +7,8 @@ operator does not accept, it computes as before.
 from torch import nn
 
 from workhorse.native import Operators
-from workhorse.nn.head_loss import Multiply, product
-from workhorse.transforms.native_training.attention import replace_attention
+from workhorse.transforms.native_training.attention import replace_attention, replace_projections
+from workhorse.transforms.native_training.blocks import replace_blocks
 from workhorse.transforms.native_training.embedding import replace_embeddings
 from workhorse.transforms.native_training.feedforward import replace_feed_forwards
 from workhorse.transforms.native_training.linear import Gemm, replace_linear
@@ -31,14 +31,15 @@ def train_natively(root: nn.Module, operators: Operators, *, precision: str = "h
         WorkhorseError: the module carries a transform that this cannot follow.
     """
     check(root, "train_natively")
-    multiply: Multiply = product
-    if (gemm := Gemm(operators, precision)).products:
-        multiply = gemm
-        replace_linear(root, gemm)
+    multiply = Gemm(operators, precision)
+    if multiply.products:
+        replace_linear(root, multiply)
+        replace_projections(root, multiply)
     replace_head_loss(root, multiply, operators.training)
     if operators.training is not None:
-        replace_embeddings(root)
+        replace_embeddings(root, operators.training)
         replace_norms(root, operators.training)
         replace_feed_forwards(root, multiply, operators.training)
         replace_attention(root, operators.training)
+        replace_blocks(root, multiply)
     record(root, "train_natively", operators=operators, precision=precision)

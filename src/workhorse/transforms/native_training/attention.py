@@ -6,7 +6,10 @@ import torch
 from torch import Tensor, nn
 
 from workhorse.native import Training
+from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.attention.kernels import Sdpa
+from workhorse.nn.watched import watched
+from workhorse.transforms.native_training.linear import Gemm, is_plain, several_linear
 from workhorse.transforms.replace import become, replace_modules
 
 
@@ -42,6 +45,35 @@ def replace_attention(root: nn.Module, operators: Training) -> nn.Module:
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is Sdpa:
             return become(module, TrainingSdpa, operators=operators)
+        return module
+
+    return replace_modules(root, choose)
+
+
+class TrainingAttention(Attention):
+    """`Attention` whose queries, keys and values are made together."""
+
+    multiply: Gemm
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        linears = self.q_proj, self.k_proj, self.v_proj
+        can = all(is_plain(one) and self.multiply.takes(x, one.weight) for one in linears)
+        if not can or watched(*linears):
+            return super().project(x)
+        q, k, v = several_linear(self.multiply, x, linears)
+        return q, k, v
+
+
+def replace_projections(root: nn.Module, multiply: Gemm) -> nn.Module:
+    """Let the attention in a module make queries, keys and values together.
+
+    Returns:
+        The module, or its replacement if it is attention itself.
+    """
+
+    def choose(module: nn.Module) -> nn.Module:
+        if type(module) is Attention:
+            return become(module, TrainingAttention, multiply=multiply)
         return module
 
     return replace_modules(root, choose)

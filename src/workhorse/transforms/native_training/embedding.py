@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from workhorse.native import Training
 from workhorse.nn.head import Head
 from workhorse.transforms.replace import become, replace_modules
 
@@ -14,20 +15,26 @@ class Float32SumEmbedding(nn.Embedding):
 
     Attributes:
         tied: whether a head shares the table.
+        operators: of training, if there are any.
     """
 
     tied: bool
+    operators: Training | None
 
     def forward(self, input: Tensor) -> Tensor:
         weight = self.weight
         learns = torch.is_grad_enabled() and weight.requires_grad
         if weight.dtype not in (torch.bfloat16, torch.float32) or not learns:
             return super().forward(input)
-        return _LookUp.apply(input, weight, self.tied)
+        return _LookUp.apply(input, weight, self.tied, self.operators)
 
 
-def replace_embeddings(root: nn.Module) -> nn.Module:
+def replace_embeddings(root: nn.Module, operators: Training | None = None) -> nn.Module:
     """Let the tables in a module sum their gradients in float32.
+
+    Args:
+        root: the module.
+        operators: of training, which add up quicker; None leaves that to PyTorch.
 
     Returns:
         The module, or its replacement if it is a table itself.
@@ -37,7 +44,8 @@ def replace_embeddings(root: nn.Module) -> nn.Module:
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is not nn.Embedding:
             return module
-        return become(module, Float32SumEmbedding, tied=module.weight in of_heads)
+        tied = module.weight in of_heads
+        return become(module, Float32SumEmbedding, tied=tied, operators=operators)
 
     return replace_modules(root, choose)
 
@@ -51,24 +59,32 @@ class _LookUp(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, tokens: Tensor, weight: nn.Parameter, tied: bool) -> Tensor:
+    def forward(
+        ctx: Any, tokens: Tensor, weight: nn.Parameter, tied: bool, operators: Training | None
+    ) -> Tensor:
         ctx.save_for_backward(tokens)
-        ctx.weight, ctx.tied = weight, tied
+        ctx.weight, ctx.tied, ctx.operators = weight, tied, operators
         return nn.functional.embedding(tokens, weight)
 
     @staticmethod
-    def backward(ctx: Any, *above: Tensor) -> tuple[None, Tensor, None]:
+    def backward(ctx: Any, *above: Tensor) -> tuple[None, Tensor, None, None]:
         (tokens,), weight = ctx.saved_tensors, ctx.weight
         ids, rows = tokens.flatten(), above[0].flatten(0, -2)
-        narrow = weight.dtype != torch.float32
-        if narrow:
+        summed = True
+        if ctx.operators is not None:
+            ids, rows = ctx.operators.sum_rows(ids.long(), rows.contiguous(), len(weight))
+        elif weight.dtype != torch.float32:
             ids, rows = _summed(ids, rows)
+        else:
+            summed = False
         if not ctx.tied and weight.grad is None:
-            return None, torch.zeros_like(weight).index_add_(0, ids, rows), None
+            dense = torch.zeros_like(weight)
+            dense = dense.index_copy_(0, ids, rows) if summed else dense.index_add_(0, ids, rows)
+            return None, dense, None, None
         sparse = torch.sparse_coo_tensor(
-            ids[None], rows, weight.shape, is_coalesced=narrow, check_invariants=False
+            ids[None], rows, weight.shape, is_coalesced=summed, check_invariants=False
         )
-        return None, sparse, None
+        return None, sparse, None, None
 
 
 def _summed(ids: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:

@@ -5,35 +5,38 @@ function, which saves the inputs of the activation and not its outputs.
 """
 
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from workhorse.native import Training, training
+from workhorse.native import Training, blocks
+from workhorse.native.vectors import Sum
 from workhorse.nn.feedforward import Gated, GatedMlp, Mlp, ReluSquared
-from workhorse.nn.head_loss import Multiply
 from workhorse.nn.watched import watched
-from workhorse.transforms.native_training.linear import NativeLinear
+from workhorse.transforms.native_training.linear import (
+    Gemm,
+    gradients_of_weights,
+    is_plain,
+    weights_of,
+)
 from workhorse.transforms.native_training.norms import TYPES
 from workhorse.transforms.replace import become, replace_modules
 
-NAMES: dict[type[nn.Module], training.ActivationName] = {
+NAMES: dict[type[nn.Module], blocks.ActivationName] = {
     nn.ReLU: "relu",
     nn.SiLU: "silu",
     nn.Sigmoid: "sigmoid",
     ReluSquared: "relu_squared",
 }
 
-PLAIN = nn.Linear.forward, NativeLinear.forward
 
-
-def activation_of(module: nn.Module) -> training.Activation | None:
+def activation_of(module: nn.Module) -> blocks.Activation | None:
     """An activation as the operators know it, or None; one with weights has no fixed table."""
     name = NAMES.get(type(module))
     if type(module) is nn.GELU:
         name = "gelu" if module.approximate == "none" else "gelu_tanh"
-    return training.Activation(name, _table_of(module)) if name else None
+    return blocks.Activation(name, _table_of(module)) if name else None
 
 
 @torch.enable_grad()
@@ -49,7 +52,7 @@ def _table_of(activation: nn.Module) -> Tensor:
 class NativeGated(Gated):
     """`Gated` by a native operator."""
 
-    native: training.Activation
+    native: blocks.Activation
     operators: Training
 
     def forward(self, gate: Tensor, up: Tensor) -> Tensor:
@@ -59,27 +62,46 @@ class NativeGated(Gated):
         return _Activation.apply(gate, up, self.native, self.operators)
 
 
+class Simple(NamedTuple):
+    """A feed-forward that is two or three plain linear layers and an activation, and no more."""
+
+    act: blocks.Activation
+    operators: Training
+    linears: Sequence[nn.Linear]
+    """The last one, then the first ones."""
+
+
 class NativeMlp(Mlp):
     """`Mlp` as one autograd function."""
 
-    native: training.Activation
+    native: blocks.Activation
     operators: Training
-    multiply: Multiply
+    multiply: Gemm
 
     def forward(self, x: Tensor) -> Tensor:
+        simple = self.simple(x)
+        return super().forward(x) if simple is None else _feed_forward(x, simple, self.multiply)
+
+    def simple(self, x: Tensor) -> Simple | None:
+        """What to compute for x, if no more is to be done."""
         linears = self.down_proj, self.up_proj
         between = self.dropout, self.inner_norm
         if not _is_simple(x, linears, between) or watched(*linears, *between, self.activation):
-            return super().forward(x)
-        return _FeedForward.apply(x, self.native, self.operators, self.multiply, *_weights(linears))
+            return None
+        return Simple(self.native, self.operators, linears)
 
 
 class NativeGatedMlp(GatedMlp):
     """`GatedMlp` as one autograd function."""
 
-    multiply: Multiply
+    multiply: Gemm
 
     def forward(self, x: Tensor) -> Tensor:
+        simple = self.simple(x)
+        return super().forward(x) if simple is None else _feed_forward(x, simple, self.multiply)
+
+    def simple(self, x: Tensor) -> Simple | None:
+        """What to compute for x, if no more is to be done."""
         linears = self.down_proj, self.gate_proj, self.up_proj
         between = self.dropout, self.inner_norm
         gated = self.activation
@@ -88,13 +110,11 @@ class NativeGatedMlp(GatedMlp):
             or not _is_simple(x, linears, between)
             or watched(*linears, *between, gated, gated.activation)
         ):
-            return super().forward(x)
-        return _FeedForward.apply(
-            x, gated.native, gated.operators, self.multiply, *_weights(linears)
-        )
+            return None
+        return Simple(gated.native, gated.operators, linears)
 
 
-def replace_feed_forwards(root: nn.Module, multiply: Multiply, operators: Training) -> nn.Module:
+def replace_feed_forwards(root: nn.Module, multiply: Gemm, operators: Training) -> nn.Module:
     """Let the feed-forwards in a module use native operators, if these know the activation.
 
     Args:
@@ -123,19 +143,20 @@ def _is_simple(x: Tensor, linears: Sequence[nn.Linear], between: Sequence[nn.Mod
     return (
         x.dtype in TYPES
         and all(isinstance(part, nn.Identity) for part in between)
-        and all(type(linear).forward in PLAIN for linear in linears)
+        and all(is_plain(linear) for linear in linears)
         and all(linear.weight.dtype == x.dtype for linear in linears)
     )
 
 
-def _weights(linears: Sequence[nn.Linear]) -> list[Tensor | None]:
-    return [weight for linear in linears for weight in (linear.weight, linear.bias)]
+def _feed_forward(x: Tensor, simple: Simple, multiply: Gemm) -> Tensor:
+    act, operators, linears = simple
+    return _FeedForward.apply(x, act, operators, multiply, *weights_of(linears))
 
 
 class _Activation(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, up: Tensor, act: training.Activation, operators: Training
+        ctx: Any, x: Tensor, up: Tensor, act: blocks.Activation, operators: Training
     ) -> Tensor:
         x, up = x.contiguous(), up.contiguous()
         ctx.save_for_backward(x, up)
@@ -156,14 +177,14 @@ class _FeedForward(torch.autograd.Function):
     def forward(
         ctx: Any,
         x: Tensor,
-        act: training.Activation,
+        act: blocks.Activation,
         operators: Training,
-        multiply: Multiply,
+        multiply: Gemm,
         *weights: Tensor | None,
     ) -> Tensor:
         rows = x.reshape(-1, x.shape[-1]).contiguous()
         (down, down_bias), *branches = _pairs(weights)
-        hidden = [multiply(rows, weight.t(), bias) for weight, bias in branches]
+        hidden = multiply.together(*(Sum([(rows, weight.t())], bias) for weight, bias in branches))
         ctx.save_for_backward(rows, *weights, *hidden)
         ctx.act, ctx.operators, ctx.multiply = act, operators, multiply
         y = multiply(operators.activation(*_two(hidden), act), down.t(), down_bias)
@@ -171,24 +192,24 @@ class _FeedForward(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        multiply = ctx.multiply
         rows, *saved = ctx.saved_tensors
         count = (
             len(saved) // 3
         )  # weight, bias and output of each branch, then weight and bias of down
-        (down, down_bias), *branches = _pairs(saved[:-count])
+        (down, _), *branches = _pairs(saved[:-count])
         hidden = saved[-count:]
         dy = above[0].reshape(rows.shape).contiguous()
         y, *slopes = ctx.operators.activation_backward(
-            multiply(dy, down, None), *_two(hidden), ctx.act
+            ctx.multiply(dy, down, None), *_two(hidden), ctx.act
         )
-        gradients = [multiply(dy.t(), y, None), None if down_bias is None else dy.sum(0)]
-        dx: list[Tensor] = []
-        for (weight, bias), slope in zip(branches, slopes, strict=True):
-            gradients += [multiply(slope.t(), rows, None), None if bias is None else slope.sum(0)]
-            dx.append(multiply(slope, weight, None))
-        total = dx[0] if len(dx) == 1 else dx[0].add_(dx[1])
-        return total.view(above[0].shape), None, None, None, *gradients
+        weights = [weight for weight, _ in branches]
+        (dx,), gradients = gradients_of_weights(
+            ctx.multiply,
+            [(dy, y), *((slope, rows) for slope in slopes)],
+            ctx.needs_input_grad[4:],
+            Sum(list(zip(slopes, weights, strict=True))),
+        )
+        return dx.view(above[0].shape), None, None, None, *gradients
 
 
 def _pairs(weights: Sequence[Tensor | None]) -> list[tuple[Tensor, Tensor | None]]:

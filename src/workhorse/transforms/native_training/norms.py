@@ -1,11 +1,12 @@
 """Norms for training on a CPU with native operators: one pass over the rows in each direction."""
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from workhorse.native import Training
+from workhorse.native.blocks import Norm, NormOptions
 from workhorse.nn.autocast import autocast_dtype
 from workhorse.nn.blocks import PreNorm
 from workhorse.nn.cache.view import CacheEntry
@@ -24,22 +25,13 @@ TYPES = (torch.bfloat16, torch.float32)
 NORMS = (LayerNorm, Float32LayerNorm, LowPrecisionLayerNorm, RMSNorm, RMSNormMultipliedFirst)
 
 
-class NormOptions(NamedTuple):
-    """The arguments of the operators besides a norm's weights."""
-
-    offset: float
-    eps: float
-    centred: bool
-    rounded: bool
-
-
 class NativeNorm(nn.Module):
     """A mixin for a class of norms that computes by the operators what these accept."""
 
     operators: Training
 
     def forward(self, x: Tensor) -> Tensor:
-        return _Norm.apply(x, *_parts(self), self.operators) if _takes(x) else super().forward(x)
+        return _Norm.apply(x, *norm_of(self), self.operators) if takes(x) else super().forward(x)
 
 
 class NativePreNorm(PreNorm):
@@ -53,14 +45,14 @@ class NativePreNorm(PreNorm):
         norms = self.attention_norm, self.feed_forward_norm
         branches = self.attention_branch, self.feed_forward_branch
         if (
-            not _takes(x)
+            not takes(x)
             or not all(isinstance(norm, NativeNorm) for norm in norms)
             or not all(isinstance(branch, nn.Identity) for branch in branches)
             or watched(*norms, *branches)
         ):
             return super().forward(x, context, cache)
-        x, y = _AddNorm.apply(x, None, *_parts(norms[0]), self.operators)
-        x, y = _AddNorm.apply(x, self.attend(y, context, cache), *_parts(norms[1]), self.operators)
+        x, y = _AddNorm.apply(x, None, *norm_of(norms[0]), self.operators)
+        x, y = _AddNorm.apply(x, self.attend(y, context, cache), *norm_of(norms[1]), self.operators)
         return x + self.feed(y, context, cache)
 
 
@@ -82,11 +74,12 @@ def replace_norms(root: nn.Module, operators: Training) -> nn.Module:
     return replace_modules(root, choose)
 
 
-def _takes(x: Tensor) -> bool:
+def takes(x: Tensor) -> bool:
+    """Whether the operators have norms of x."""
     return x.dtype in TYPES and autocast_dtype(x) is None
 
 
-def _parts(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, NormOptions]:
+def norm_of(norm: nn.Module) -> Norm:
     """The weight, bias and options of a norm, so that it rounds where its own forward rounds.
 
     A LayerNorm of any precision sums in float32 and rounds its result, as PyTorch's kernels do.
@@ -99,7 +92,7 @@ def _parts(norm: nn.Module) -> tuple[Tensor | None, Tensor | None, NormOptions]:
         weight, offset = weight + offset, 0.0
     bias = norm.bias if isinstance(norm, LayerNorm) else None
     rounded = not centred and not multiplied_first
-    return weight, bias, NormOptions(offset, norm.eps, centred, rounded)
+    return Norm(weight, bias, NormOptions(offset, norm.eps, centred, rounded))
 
 
 class _Norm(torch.autograd.Function):
@@ -158,6 +151,14 @@ def _norm_gradients(ctx: Any, above: Tensor, other: Tensor | None) -> tuple[Tens
     dx, sums = ctx.operators.norm_backward(
         above.contiguous(), x, moments, weight, other, offset=ctx.offset, centred=ctx.centred
     )
-    of_weight = None if weight is None else sums[0].to(weight.dtype)
-    of_bias = None if bias is None else sums[1].to(bias.dtype)
-    return dx, of_weight, of_bias, None, None
+    return dx, *rounded_sums(sums, weight, bias), None, None
+
+
+def rounded_sums(
+    sums: Tensor, weight: Tensor | None, bias: Tensor | None
+) -> tuple[Tensor | None, Tensor | None]:
+    """The gradients of a norm's weight and bias in their types."""
+    return (
+        None if weight is None else sums[0].to(weight.dtype),
+        None if bias is None else sums[1].to(bias.dtype),
+    )

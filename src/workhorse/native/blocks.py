@@ -1,0 +1,210 @@
+"""The operators of whole parts of a block; see `bindings/blocks.h`.
+
+They exist on CPUs with vectors of 64 bytes, and take what `Vectors.types` has.
+"""
+
+from collections.abc import Callable
+from typing import Literal, NamedTuple
+
+import torch
+from torch import Tensor
+
+ActivationName = Literal["gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu"]
+
+
+class Activation(NamedTuple):
+    """An activation, which operators compute for float32 and look up for bfloat16."""
+
+    name: ActivationName
+    table: Tensor
+    """(65536,) int32, indexed by the bits of a bfloat16: the slope in bfloat16 in the upper half of
+    the word, the value in the lower."""
+
+
+class NormOptions(NamedTuple):
+    """The arguments of a norm besides its weights; see `Training.norm`."""
+
+    offset: float
+    eps: float
+    centred: bool
+    rounded: bool
+
+
+class Norm(NamedTuple):
+    """A norm as the operators know it."""
+
+    weight: Tensor | None
+    bias: Tensor | None
+    options: NormOptions
+
+
+class BlockOperators:
+    """All tensors are contiguous and of one type, but for a norm's weights and what it returns."""
+
+    def norm_project(
+        self, x: Tensor, norm: Norm, matrices: list[Tensor], biases: list[Tensor | None]
+    ) -> tuple[Tensor, Tensor, list[Tensor]]:
+        """`y = norm(x)` and `y Wᵀ + bias` for each matrix W.
+
+        Args:
+            x: (rows, d_model).
+            norm: of its rows.
+            matrices: (width, d_model) each.
+            biases: (width,), or None.
+
+        Returns:
+            y, the moments (see `Training.norm`), and the products.
+        """
+        operator = torch.ops.workhorse.norm_project.default
+        return operator(x, norm.weight, norm.bias, *norm.options, matrices, biases)
+
+    def norm_project_backward(  # noqa: PLR0917 - the tensors of one formula
+        self,
+        above: list[Tensor],
+        matrices: list[Tensor],
+        x: Tensor,
+        moments: Tensor,
+        norm: Norm,
+        other: Tensor,
+    ) -> tuple[Tensor, Tensor]:
+        """The gradient of x, plus `other`; and those of the norm's weight and bias.
+
+        Args:
+            above: the gradients of the products.
+            matrices: see `norm_project`.
+            x: likewise.
+            moments: from there.
+            norm: see there.
+            other: another gradient of x.
+
+        Returns:
+            The gradient of x, and (2, d_model) in float32.
+        """
+        options = norm.options
+        return torch.ops.workhorse.norm_project_backward.default(
+            above, matrices, x, moments, norm.weight, other, options.offset, options.centred
+        )
+
+    def feed(
+        self,
+        x: Tensor,
+        attended: Tensor,
+        norm: Norm,
+        act: Activation,
+        weights: list[Tensor | None],
+    ) -> list[Tensor]:
+        """`out = total + act(y Uᵀ) Dᵀ` for `y = norm(total)` and `total = x + attended Oᵀ`.
+
+        With two matrices in the place of U, act(first) · second.
+
+        Args:
+            x: (rows, d_model).
+            attended: (rows, heads · value_dim).
+            norm: between attention and feed-forward.
+            act: of the feed-forward.
+            weights: O, D, then U, each followed by its bias or None.
+
+        Returns:
+            total, y, its moments and out, then each `y Uᵀ`.
+        """
+        matrices, biases = _apart(weights)
+        return torch.ops.workhorse.feed.default(
+            x,
+            attended,
+            matrices[0],
+            biases[0],
+            norm.weight,
+            norm.bias,
+            *norm.options,
+            matrices[2:],
+            biases[2:],
+            matrices[1],
+            biases[1],
+            act.table,
+            act.name,
+        )
+
+    def feed_backward(  # noqa: PLR0917 - the tensors of one formula
+        self,
+        above: Tensor,
+        total: Tensor,
+        moments: Tensor,
+        hidden: list[Tensor],
+        norm: Norm,
+        act: Activation,
+        matrices: list[Tensor],
+    ) -> list[Tensor]:
+        """The gradients of `feed` but for those of matrices.
+
+        Args:
+            above: the gradient of out.
+            total: from `feed`.
+            moments: likewise.
+            hidden: likewise, what goes into the activation.
+            norm: see there.
+            act: likewise.
+            matrices: O, D, then U.
+
+        Returns:
+            The gradients of total and attended; those of the norm's weight and bias, (2, d_model)
+            in float32; the activation; and the gradient of each `hidden`.
+        """
+        output, down, *first = matrices
+        return torch.ops.workhorse.feed_backward.default(
+            above,
+            total,
+            moments,
+            norm.weight,
+            norm.options.offset,
+            norm.options.centred,
+            output,
+            first,
+            hidden,
+            down,
+            act.table,
+            act.name,
+        )
+
+
+def _apart(weights: list[Tensor | None]) -> tuple[list[Tensor], list[Tensor | None]]:
+    """Matrices, and biases."""
+    return [one for one in weights[::2] if one is not None], weights[1::2]
+
+
+def _moments(x: Tensor) -> Tensor:
+    return x.new_empty((len(x), 2), dtype=torch.float32)
+
+
+def _sums(x: Tensor) -> Tensor:
+    return x.new_empty((2, x.shape[1]), dtype=torch.float32)
+
+
+def _projected(x: Tensor, matrices: list[Tensor]) -> list[Tensor]:
+    return [x.new_empty((len(x), len(matrix))) for matrix in matrices]
+
+
+def _norm_project_shapes(x: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
+    matrices = others[6]
+    return torch.empty_like(x), _moments(x), _projected(x, list(matrices))
+
+
+def _feed_shapes(x: Tensor, *others: Tensor) -> list[Tensor]:
+    matrices = others[9]
+    same = [torch.empty_like(x) for _ in range(3)]
+    return [*same[:2], _moments(x), same[2], *_projected(x, list(matrices))]
+
+
+def _feed_gradient_shapes(above: Tensor, total: Tensor, *others: Tensor) -> list[Tensor]:
+    output, hidden = others[4], others[6]
+    dattended = total.new_empty((len(total), output.shape[1]))
+    inner = [torch.empty_like(one) for one in (hidden[0], *hidden)]
+    return [torch.empty_like(above), dattended, _sums(total), *inner]
+
+
+SHAPES: dict[str, Callable[..., object]] = {
+    "norm_project": _norm_project_shapes,
+    "norm_project_backward": lambda _, __, x, *___: (torch.empty_like(x), _sums(x)),
+    "feed": _feed_shapes,
+    "feed_backward": _feed_gradient_shapes,
+}
+"""The shapes of each operator's results, for tracing."""

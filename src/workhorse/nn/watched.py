@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
 from torch.nn.modules import module as modules
+from torch.utils.hooks import RemovableHandle
 
 
 def watched(*parts: nn.Module) -> bool:
@@ -18,7 +19,7 @@ def watched(*parts: nn.Module) -> bool:
 
 
 class Watch:
-    """`watched` of the same modules again and again, of many of them at no cost.
+    """`watched` of the same modules again and again: they are looked at only after a new hook.
 
     Args:
         parts: the modules.
@@ -26,11 +27,18 @@ class Watch:
 
     def __init__(self, parts: Iterable[nn.Module]) -> None:
         self._hooks = list(_hooks_of(parts))
+        self._unwatched_at = -1
 
     @property
     def sees_hooks(self) -> bool:
         """Whether any of them has a hook, or there is a global one."""
-        return bool(modules._has_any_global_hook()) or any(self._hooks)
+        made = RemovableHandle.next_id  # of all hooks that were ever registered, on any module
+        if made == self._unwatched_at:
+            return False
+        if modules._has_any_global_hook() or any(self._hooks):
+            return True
+        self._unwatched_at = made
+        return False
 
 
 def _hooks_of(parts: Iterable[nn.Module]) -> Iterator[Mapping[int, object]]:

@@ -7,6 +7,7 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <memory>
 #include <vector>
 
 #include "ops/step.h"
@@ -73,7 +74,7 @@ class Prepared {
   const std::vector<Tensor>&weights_, &angles_;
   ScalarType type_;
   std::vector<int64_t> positions_, blocks_;
-  std::vector<std::byte> scratch_;
+  std::unique_ptr<std::byte[]> scratch_;
   int64_t longest_ = 0;
 
   // Positions of the tokens, and what each sees.
@@ -130,8 +131,8 @@ class Prepared {
       if (registers[2 * i + 1]) size = width / packed_linear::kGroup * sizeof(packed_linear::Fixed);
       if (i > 0) bytes += (rows * size + kLine - 1) / kLine * kLine;
     }
-    scratch_.resize(bytes);
-    for (int64_t i = 0; i < count; i++) pass_.registers.push_back({scratch_.data() + begins[i], registers[2 * i]});
+    scratch_.reset(new std::byte[bytes]);
+    for (int64_t i = 0; i < count; i++) pass_.registers.push_back({scratch_.get() + begins[i], registers[2 * i]});
     pass_.registers[0].at = static_cast<std::byte*>(logits.mutable_data_ptr());
   }
 

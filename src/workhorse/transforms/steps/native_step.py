@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from workhorse.instructions import cpu_has
 from workhorse.native import Operators, Steps
 from workhorse.nn import Decoder
 from workhorse.nn.cache.fixed import tensors_of
@@ -24,17 +25,18 @@ from workhorse.transforms.steps.program import Program, Turn
 from workhorse.transforms.steps.recorded import CannotTranslate
 from workhorse.transforms.steps.translate import translate
 
-MOST_ROWS = 64
-"""Tokens of a pass, of all texts together; for more, gemms that reuse weights are faster, and on a
-matrix unit for more than one."""
+MOST_ROWS = {torch.bfloat16: 256, torch.float32: 32}
+"""Tokens of a pass, of all texts together; for more, gemms that reuse weights are faster."""
+MOST_WIDENED = 64
+"""The same in bfloat16 without instructions for it."""
 
 
 def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
-    """A decoder that adds tokens to a `PagedView` by one native call.
+    """A decoder that adds a few tokens to a `PagedView` by one native call.
 
-    Prompts and everything else run as before; so does a decoder with hooks, and one that computes
-    what the operator does not, by compiled steps if it has them. Its weights may change afterwards,
-    in place; its modules may not.
+    Long prompts and everything else run as before. So does a decoder with hooks, and one that
+    computes what the operator does not, by compiled steps if it has them. Its weights may change
+    afterwards, in place; its modules may not.
 
     Args:
         decoder: in evaluation mode, on the CPU, after the other transforms of inference. What is
@@ -42,7 +44,11 @@ def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
         operators: with the one of steps.
     """
     check(decoder, "step_natively")
-    most_rows = MOST_ROWS if operators.matrix_unit is None else 1
+    most_rows = MOST_ROWS.get(next(decoder.parameters()).dtype, 0)
+    if not cpu_has("avx512_bf16"):
+        most_rows = min(most_rows, MOST_WIDENED)
+    if operators.matrix_unit is not None:  # which is faster for more than one
+        most_rows = 1
     options = {"steps": operators.steps, "most_rows": most_rows, "angles": Angles()}
     kind = SteppingCompiledDecoder if type(decoder) is CompiledDecoder else SteppingDecoder
     made = become(decoder, kind, **options, watch=Watch(decoder.modules()))
@@ -110,8 +116,9 @@ class SteppingDecoder(Decoder):
         """The program, if this pass is a step that it can take."""
         if not isinstance(cache, PagedView) or torch.is_grad_enabled():
             return None
-        few = tokens.shape[1] <= cache.slack + 1 and tokens.numel() <= self.most_rows
-        if not few or not all(text.length for text in cache.texts) or self.watch.sees_hooks:
+        # A window has room for a few tokens before it must let go of others.
+        fits = tokens.shape[1] <= cache.slack + 1 or not any(cache.cache.pools)
+        if not fits or tokens.numel() > self.most_rows or self.watch.sees_hooks:
             return None
         return self._translated()
 
@@ -126,6 +133,10 @@ class SteppingDecoder(Decoder):
     def _step(self, program: Program, tokens: Tensor, view: PagedView, wanted: int) -> Tensor:
         rows, seq = tokens.shape
         view.reserve([seq] * rows)
+        for store, (heads, *widths) in zip(view.cache.stores, program.layers, strict=True):
+            if store.k is None:
+                dtype = program.weights[0].dtype
+                store.tensors(*(torch.empty(1, heads, 0, width, dtype=dtype) for width in widths))
         tensors = tensors_of(view)
         logits = self.steps.run(
             program.instructions,

@@ -22,6 +22,14 @@ class Turn(NamedTuple):
     dtype: torch.dtype
 
 
+class Layer(NamedTuple):
+    """What a layer stores for a token."""
+
+    kv_heads: int
+    width: int
+    value_width: int
+
+
 @dataclass(frozen=True)
 class Program:
     """What `Steps.run` takes besides the tokens and the cache; see there."""
@@ -32,6 +40,7 @@ class Program:
     weights: tuple[Tensor, ...]
     turns: tuple[Turn, ...]
     reaches: Tensor
+    layers: tuple[Layer, ...]
 
 
 class Register(NamedTuple):
@@ -58,7 +67,7 @@ class Writer:
 
     def __init__(self, vocab_size: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.layers = 0
+        self.layers: list[Layer] = []
         self._code: list[list[int]] = []
         self._numbers: list[list[float]] = []
         self._registers = [Register(0, vocab_size)]
@@ -149,6 +158,7 @@ class Writer:
             tuple(self._weights.values()),
             tuple(self._turns),
             torch.tensor(list(self._reaches)),
+            tuple(self.layers),
         )
 
 

@@ -25,7 +25,7 @@ from workhorse.nn.norms import (
 from workhorse.nn.positions.absolute import LearnedPositions
 from workhorse.transforms.native_attention import DecodingSdpa
 from workhorse.transforms.quantization.quantized_linear import QuantizedLinear
-from workhorse.transforms.steps.program import NOWHERE, Program, Register, Turn, Writer
+from workhorse.transforms.steps.program import NOWHERE, Layer, Program, Register, Turn, Writer
 from workhorse.transforms.steps.recorded import CannotTranslate, record_modules
 from workhorse.transforms.stream import StreamedLinear
 
@@ -114,8 +114,8 @@ def attention(writer: Writer, module: nn.Module, x: Register) -> Register:
     q, k, v = (_written(writer, one, x) for one in projections)
     _norm_and_rotate(writer, layer, q, layer.q_norm, layer.q_rotation)
     _norm_and_rotate(writer, layer, k, layer.k_norm, layer.k_rotation)
-    cached = writer.layers, writer.table(layer.pattern.reach)
-    writer.layers += 1
+    cached = len(writer.layers), writer.table(layer.pattern.reach)
+    writer.layers.append(Layer(layer.n_kv_heads, layer.head_dim, layer.value_dim))
     # The cache is no register: `k` stands for what is stored and attended to.
     writer.write(Op.STORE, k, k, v, options=cached)
     y = writer.reserve(layer.n_heads * layer.value_dim)

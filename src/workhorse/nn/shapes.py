@@ -31,6 +31,8 @@ Latents = Float[Tensor, "batch 1 kv_seq kv_rank"]
 RotaryKeys = Float[Tensor, "batch 1 kv_seq rope_dim"]
 HeadOutputs = Float[Tensor, "batch seq width"]
 """All heads' outputs side by side."""
+SideBySide = Float[Tensor, "batch seq _"]
+"""The queries, keys or values of all heads, one after the other."""
 AttentionOutput = Float[Tensor, "batch heads seq value_dim"]
 Mask = Bool[Tensor, "#batch 1 seq kv_seq"]
 """True = attend."""

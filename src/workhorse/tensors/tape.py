@@ -253,6 +253,7 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     "aten::_to_copy": _read,
     "aten::_unique2": _all_different,
     "aten::add.Tensor": _added_in_place,
+    "aten::add_.Tensor": _added_in_place,
     "aten::split_with_sizes": _split,
     "aten::_grouped_mm": _grouped_mm,
     "workhorse::sum_rows": _of_different_ids,

@@ -34,7 +34,7 @@ from workhorse.nn.norms import PresentNormConfig
 from workhorse.nn.positions.absolute import OF_THE_EMBEDDING, NoPositionConfig
 from workhorse.nn.positions.alibi import AlibiConfig
 from workhorse.nn.positions.rope import RopeConfig
-from workhorse.nn.shapes import HeadOutputs, Hidden, Queries
+from workhorse.nn.shapes import HeadOutputs, Hidden, Queries, SideBySide
 
 AttentionPositionConfig = Annotated[
     NoPositionConfig | RopeConfig | AlibiConfig, Field(discriminator="kind")
@@ -260,12 +260,17 @@ class Attention(SelfAttention):
         y = self.mix(*self.project(x), context, cache)
         return self.out_proj(self.inner_norm(self.gate(y, x)))
 
-    def project(self, x: Hidden) -> tuple[Hidden, Hidden, Hidden]:
+    def project(self, x: Hidden) -> tuple[SideBySide, SideBySide, SideBySide]:
         """The queries, keys and values of all heads side by side, (batch, seq, heads · width)."""
         return self.q_proj(x), self.k_proj(x), self.v_proj(x)
 
     def mix(
-        self, q: Hidden, k: Hidden, v: Hidden, context: Context, cache: CacheEntry | None
+        self,
+        q: SideBySide,
+        k: SideBySide,
+        v: SideBySide,
+        context: Context,
+        cache: CacheEntry | None,
     ) -> HeadOutputs:
         """What each position gathers from those it sees, given what `project` returns."""
         q = split_heads(self.q_clip(q), self.n_heads)  # (batch, heads, seq, head_dim)

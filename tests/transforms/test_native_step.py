@@ -33,30 +33,35 @@ TRANSLATED = {
     *("qwen3", "seed_oss", "smollm3", "starcoder2"),
 }
 """Model types whose first shape has to be taken over; others may be."""
-LOCAL_AND_GLOBAL = DecoderConfig.from_dict(
-    {
-        "vocab_size": 61,
-        "d_model": 64,
-        "n_layers": 3,
-        "max_seq_len": 400,
-        "blocks": {
-            kind: {
-                "kind": "pre_norm",
-                "norm": {"kind": "rms_norm"},
-                "attention": {
-                    "n_heads": 4,
-                    "n_kv_heads": 2,
-                    "position": {"kind": "rope"},
-                    "window": window,
-                },
-                "feed_forward": {"kind": "gated_mlp", "d_ff": 96},
-            }
-            for kind, window in (("local", 6), ("global", None))
-        },
-        "pattern": ["local", "global"],
-    }
-)
-"""A rolling cache and a whole one."""
+WIDE = 256
+"""Its weights are shared out among threads."""
+
+
+def local_and_global(width: int = 64) -> DecoderConfig:
+    """A rolling cache and a whole one."""
+    return DecoderConfig.from_dict(
+        {
+            "vocab_size": 61,
+            "d_model": width,
+            "n_layers": 3,
+            "max_seq_len": 400,
+            "blocks": {
+                kind: {
+                    "kind": "pre_norm",
+                    "norm": {"kind": "rms_norm"},
+                    "attention": {
+                        "n_heads": 4,
+                        "n_kv_heads": 2,
+                        "position": {"kind": "rope"},
+                        "window": window,
+                    },
+                    "feed_forward": {"kind": "gated_mlp", "d_ff": 3 * width // 2},
+                }
+                for kind, window in (("local", 6), ("global", None))
+            },
+            "pattern": ["local", "global"],
+        }
+    )
 
 
 @pytest.fixture
@@ -73,9 +78,9 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     return seen
 
 
-def built(seed: int = 0, dtype: torch.dtype = torch.float32) -> Decoder:
+def built(seed: int = 0, dtype: torch.dtype = torch.float32, width: int = 64) -> Decoder:
     torch.manual_seed(seed)
-    return LOCAL_AND_GLOBAL.build(dtype=dtype).eval()
+    return local_and_global(width).build(dtype=dtype).eval()
 
 
 def quick(decoder: Decoder, format: FormatName | None = None) -> SteppingDecoder:
@@ -148,7 +153,7 @@ def test_windows_and_whole_contexts_along_a_text(length: int, calls: list[tuple[
 def test_bits_depend_on_neither_rows_nor_threads(
     format: FormatName | None, dtype: torch.dtype
 ) -> None:
-    decoder = quick(built(dtype=dtype), format)
+    decoder = quick(built(dtype=dtype, width=WIDE), format)
     if decoder.rows_apart == 1:
         pytest.skip("several rows take the matrix unit's operators here")
     tokens = torch.randint(0, 61, (5, 12))

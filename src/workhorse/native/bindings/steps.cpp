@@ -20,6 +20,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kLine = 64;
+constexpr int64_t kThreadNumbers = 1 << 21;  // the fewest numbers of weights, for each row, worth a thread
 
 const int64_t* whole(const Tensor& x, int64_t dim, const char* name) {
   STD_TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.scalar_type() == ScalarType::Long && x.dim() == dim,
@@ -45,7 +46,6 @@ class Prepared {
     pass_.batch = tokens.size(0);
     pass_.seq = tokens.size(1);
     pass_.wanted = wanted;
-    pass_.shares = torch::stable::get_num_threads();
     STD_TORCH_CHECK(keys.size() == values.size() && !keys.empty() && keys[0].dim() == 4,
                     "workhorse: every layer needs keys and values");
     pass_.block = keys[0].size(2);
@@ -55,10 +55,14 @@ class Prepared {
       pass_.keys.push_back(stored(keys[layer]));
       pass_.values.push_back(stored(values[layer]));
     }
+    int64_t numbers_of_weights = 0;
     for (const Tensor& weight : weights) {
       STD_TORCH_CHECK(weight.is_cpu() && weight.is_contiguous(), "workhorse: weights must be contiguous, on the CPU");
       pass_.weights.push_back(weight.const_data_ptr());
+      numbers_of_weights += weight.numel();
     }
+    const int64_t worth = numbers_of_weights * pass_.batch * pass_.seq / kThreadNumbers;
+    pass_.shares = std::clamp<int64_t>(worth, 1, torch::stable::get_num_threads());
     turn(angles);
     allocate(whole(registers, 2, "registers"), registers.size(0), logits);
     for (int64_t i = 0; i < pass_.count; i++) check(pass_.instructions[i]);

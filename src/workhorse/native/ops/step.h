@@ -25,12 +25,12 @@ enum class Op : int64_t {
   kEmbedPosition,  // to = rows of weight, by position + options[0]
   kScale,         // to = from · numbers[0]
   kAdd,           // to = from + other
-  kNorm,          // to = norm(from) · (weight + numbers[1]) + bias, in parts of options[0] numbers: see Norm
+  kNorm,          // to = norm(from) · (weight + numbers[1]) + bias, in parts of options[0] numbers; [1]: bits
   kActivate,      // to = act(from), times other if there is one; options[0]: Activation
   kLinear,        // to = from weightᵀ + bias, options[0] outputs
   kPack,          // to, packed, = from
   kPackedLinear,  // likewise with packed from; options[1]: scales, [2]: levels or -1
-  kRotate,        // to is rotated in heads of options[0] numbers; [1]: angles, [2]: Pairing bits
+  kRotate,        // to is rotated in heads of options[0] numbers; [1]: angles, [2]: bits
   kStore,         // from and other go into the cache, as keys and values; options[0]: layer, [1]: table
   kAttend,        // to = attention of from, options[0] heads; [1]: layer, [2]: table, [3]: reach; numbers[0]: scale
   kLast,          // to = the rows of from that logits are wanted of; from here on there are no others

@@ -17,6 +17,7 @@ from workhorse.nn import Decoder
 from workhorse.nn.cache.fixed import tensors_of
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.cache.view import CacheView
+from workhorse.nn.embedding import look_up
 from workhorse.nn.watched import Watch
 from workhorse.transforms.compiled.compiled_step import CompiledDecoder
 from workhorse.transforms.record import check, record
@@ -138,21 +139,25 @@ class SteppingDecoder(Decoder):
                 dtype = program.weights[0].dtype
                 store.tensors(*(torch.empty(1, heads, 0, width, dtype=dtype) for width in widths))
         tensors = tensors_of(view)
-        logits = self.steps.run(
-            program.instructions,
-            program.numbers,
-            program.registers,
-            program.weights,
-            angles=self.angles.upto(view.length + seq, program.turns),
-            tokens=tokens.contiguous(),
-            lengths=tensors.lengths,
-            tables=tensors.tables,
-            keys=tensors.keys,
-            values=tensors.values,
-            reaches=program.reaches,
-            wanted=wanted,
-            vocab=self.config.vocab_size,
-        )
+        try:
+            logits = self.steps.run(
+                program.instructions,
+                program.numbers,
+                program.registers,
+                program.weights,
+                angles=self.angles.upto(view.length + seq, program.turns),
+                tokens=tokens.contiguous(),
+                lengths=tensors.lengths,
+                tables=tensors.tables,
+                keys=tensors.keys,
+                values=tensors.values,
+                reaches=program.reaches,
+                wanted=wanted,
+                vocab=self.config.vocab_size,
+            )
+        except RuntimeError:
+            look_up(self.embedding.tokens, tokens)  # says so if an id is not in the vocabulary
+            raise
         view.lengths += seq
         view.advance(seq)
         return logits

@@ -12,6 +12,7 @@
 #include <vector>
 
 #include "simd/dot.h"
+#include "simd/elementwise.h"
 #include "simd/exponential.h"
 #include "simd/sums.h"
 
@@ -19,6 +20,7 @@ namespace workhorse::attend {
 
 constexpr int kWide = 16;  // lanes of a vector, and slots at a time
 constexpr int kSoon = 48;  // how many slots ahead to prefetch
+constexpr int kMany = 4;   // queries for which values are widened once
 constexpr float kHidden = -std::numeric_limits<float>::infinity();
 
 // Keys or values, (heads, blocks, slots of a block, width), contiguous along the width.
@@ -65,8 +67,11 @@ struct Attend {
       const int64_t room = round_up(unit.last - unit.first, kWide) + kWide;
       weights.assign((unit.end - unit.begin) * room, kHidden);
       score(unit, weights.data(), room);
-      for (int64_t g = 0; g < unit.end - unit.begin; g++)
-        softmax(weights.data() + g * room, room - kWide);
+      for (int64_t g = 0; g < unit.end - unit.begin; g++) {
+        const Seen seen = seen_by(unit, g);
+        const int64_t from = (seen.first - unit.first) / kWide * kWide;
+        softmax(weights.data() + g * room + from, round_up(seen.last - unit.first, kWide) - from);
+      }
       mix(unit, weights.data(), room, sums.data());
     }
   }
@@ -101,7 +106,15 @@ struct Attend {
     return at(k, next, std::min(unit.first + over, unit.last - 1));
   }
 
-  int64_t place(const Unit& unit, int64_t g) const { return unit.row * seq + (unit.begin + g) % seq; }
+  struct Seen {
+    int64_t first, last;
+  };
+
+  // The slots that a query of a unit sees.
+  Seen seen_by(const Unit& unit, int64_t g) const {
+    const int64_t place = unit.row * seq + (unit.begin + g) % seq;
+    return {std::min(first[place], last[place]), last[place]};
+  }
 
   // A query of a unit, or what is made of it.
   template <class Number>
@@ -115,18 +128,19 @@ struct Attend {
       const int64_t count = std::min<int64_t>(unit.last - slot, kWide);
       const T *keys = at(k, unit, slot), *later = after_key(unit, slot);
       for (int64_t g = 0; g < unit.end - unit.begin; g++) {
+        const Seen seen = seen_by(unit, g);
+        if (seen.last <= slot || seen.first >= slot + count) continue;
         const F32x16 all = dots(of(q, unit, g), keys, g ? nullptr : later, count);
-        const auto seen = inside(slot, first[place(unit, g)], last[place(unit, g)]);
-        put(scores + g * room + slot - unit.first, select(seen, all * scale, F32x16{} + kHidden));
+        put(scores + g * room + slot - unit.first, select(inside(slot, seen), all * scale, F32x16{} + kHidden));
       }
     }
   }
 
-  // True in the lanes whose slots are in [first, last).
-  static I32x16 inside(int64_t slot, int64_t first, int64_t last) {
+  // True in the lanes whose slots are seen.
+  static I32x16 inside(int64_t slot, Seen seen) {
     const I32x16 lanes = lane_numbers();
-    const int32_t from = int32_t(std::clamp<int64_t>(first - slot, 0, kWide));
-    const int32_t to = int32_t(std::clamp<int64_t>(last - slot, 0, kWide));
+    const int32_t from = int32_t(std::clamp<int64_t>(seen.first - slot, 0, kWide));
+    const int32_t to = int32_t(std::clamp<int64_t>(seen.last - slot, 0, kWide));
     return (lanes >= from) & (lanes < to);
   }
 
@@ -176,46 +190,53 @@ struct Attend {
 
   void mix(const Unit& unit, const float* weights, int64_t room, float* sums) const {
     const int64_t group = unit.end - unit.begin, wide = round_up(value_width, kWide);
+    std::vector<float> widened(group >= kMany ? kWide * value_width : 0);
     std::fill(sums, sums + group * wide, 0.0f);
     for (int64_t slot = unit.first; slot < unit.last; slot += kWide) {
       const int64_t count = std::min<int64_t>(unit.last - slot, kWide);
       const T *values = at(v, unit, slot), *later = after_value(unit, slot);
+      for (int64_t n = 0; n < count && !widened.empty(); n++)
+        each(value_width, [&]<class V>(V, int64_t i) {
+          write(&widened[n * value_width + i], read<V>(values + n * v.slot_stride + i));
+        });
       for (int64_t g = 0; g < group; g++) {
         // A query reads no slots but those that it sees.
-        const int64_t from = std::max<int64_t>(first[place(unit, g)] - slot, 0);
-        const int64_t to = std::min(last[place(unit, g)] - slot, count);
-        add(values, g ? nullptr : later, weights + g * room + slot - unit.first, from, to,
-            sums + g * wide);
+        const Seen seen = seen_by(unit, g);
+        const int64_t from = std::max<int64_t>(seen.first - slot, 0), to = std::min(seen.last - slot, count);
+        const float* const by = weights + g * room + slot - unit.first;
+        if (widened.empty()) add(values, v.slot_stride, g ? nullptr : later, by, from, to, sums + g * wide);
+        else add(widened.data(), value_width, (const float*)nullptr, by, from, to, sums + g * wide);
       }
     }
     for (int64_t g = 0; g < group; g++) {
       T* const to = of(y, unit, g);
-      for (int64_t i = 0; i < value_width; i++) store(to + i, sums[g * wide + i]);
+      each(value_width, [&]<class V>(V, int64_t i) { write(to + i, read<V>(sums + g * wide + i)); });
     }
   }
 
-  // Adds the weighted values of slots [from, to) to the sums of one query.
-  void add(const T* values, const T* later, const float* weights, int64_t from, int64_t to,
-           float* sums) const {
+  // Adds the weighted values of slots [from, to), `stride` apart, to the sums of one query.
+  template <class Value>
+  void add(const Value* values, int64_t stride, const Value* later, const float* weights, int64_t from,
+           int64_t to, float* sums) const {
     int64_t i = 0;
     for (; i + 4 * kWide <= value_width; i += 4 * kWide)
-      columns<4>(values, later, weights, from, to, i, sums);
+      columns<4>(values, stride, later, weights, from, to, i, sums);
     for (; i + kWide <= value_width; i += kWide)
-      columns<1>(values, later, weights, from, to, i, sums);
+      columns<1>(values, stride, later, weights, from, to, i, sums);
     for (; i < value_width; i++)
       for (int64_t slot = from; slot < to; slot++)
-        sums[i] += weights[slot] * to_float(values[slot * v.slot_stride + i]);
+        sums[i] += weights[slot] * to_float(values[slot * stride + i]);
   }
 
-  template <int Vectors>
-  void columns(const T* values, const T* later, const float* weights, int64_t from, int64_t to,
-               int64_t i, float* sums) const {
+  template <int Vectors, class Value>
+  void columns(const Value* values, int64_t stride, const Value* later, const float* weights, int64_t from,
+               int64_t to, int64_t i, float* sums) const {
     F32x16 total[Vectors];
     for (int n = 0; n < Vectors; n++) total[n] = load<F32x16>(sums + i + n * kWide);
     for (int64_t slot = from; slot < to; slot++) {
-      const T* value = values + slot * v.slot_stride + i;
+      const Value* value = values + slot * stride + i;
       for (int n = 0; n < Vectors; n++) {
-        if (later && n * kWide * sizeof(T) % 64 == 0)
+        if (later && n * kWide * sizeof(Value) % 64 == 0)
           expect(later + slot * v.slot_stride + i + n * kWide);
         total[n] += weights[slot] * widen(value + n * kWide);
       }

@@ -264,18 +264,19 @@ struct Pass {
     const Angles& by = angles[now.options[1]];
     const int64_t pairs = by.pairs, at = position * pairs;
     const bool interleaved = now.options[2] & kInterleaved;
+    const int64_t step = interleaved ? 2 : 1, apart = interleaved ? 1 : pairs;
     const auto turn = [&](auto cos, auto sin, auto kept) {
-      for (int64_t i = 0; i < pairs; i++) {
-        T &a = head[interleaved ? 2 * i : i], &b = head[interleaved ? 2 * i + 1 : i + pairs];
-        const float x = to_float(a), y = to_float(b), c = to_float(cos[at + i]), s = to_float(sin[at + i]);
-        workhorse::store(&a, kept(x * c) - kept(y * s));
-        workhorse::store(&b, kept(y * c) + kept(x * s));
-      }
+      each(pairs, [&]<class V>(V, int64_t i) {
+        T *const a = head + i * step, *const b = a + apart;
+        const V x = gather<V>(a, step), y = gather<V>(b, step), c = read<V>(cos + at + i), s = read<V>(sin + at + i);
+        scatter(a, step, kept(x * c) - kept(y * s));
+        scatter(b, step, kept(y * c) + kept(x * s));
+      });
     };
     if (now.options[2] & kInFloat32)
-      turn((const float*)by.cos, (const float*)by.sin, [](float value) { return value; });
+      turn((const float*)by.cos, (const float*)by.sin, [](auto value) { return value; });
     else
-      turn((const T*)by.cos, (const T*)by.sin, [](float value) { return held_by<T>(value); });
+      turn((const T*)by.cos, (const T*)by.sin, [](auto value) { return held_by<T>(value); });
   }
 
   void store(const Stored<T>& to, int64_t table, int64_t r, const T* from) const {

@@ -34,6 +34,23 @@ inline void write(BFloat16* to, F32x16 v) { put(to, round(v)); }
 template <class T>
 inline void write(T* to, float value) { store(to, value); }
 
+// Numbers that lie `step` apart, as one vector, and back.
+template <class V, class T>
+inline V gather(const T* from, int64_t step) {
+  if (step == 1) return read<V>(from);
+  T kept[kCount<V>];
+  for (int64_t n = 0; n < kCount<V>; n++) kept[n] = from[n * step];
+  return read<V>(kept);
+}
+
+template <class V, class T>
+inline void scatter(T* to, int64_t step, V v) {
+  if (step == 1) return write(to, v);
+  T kept[kCount<V>];
+  write(kept, v);
+  for (int64_t n = 0; n < kCount<V>; n++) to[n * step] = kept[n];
+}
+
 // Sums of a row: a vector of lanes, and the numbers left over at its end.
 struct Sum {
   F32x16 lanes{};

@@ -20,7 +20,7 @@ try:
     VECTORS: Any = vectors.load_anywhere(wait=True)  # also where PyTorch's products are as quick
 except Unavailable:
     VECTORS = None
-needs_vectors = pytest.mark.skipif(VECTORS is None, reason="no vectors of 64 bytes, or no compiler")
+needs_vectors = pytest.mark.skipif(VECTORS is None, reason="no vectors of 32 bytes, or no compiler")
 
 
 def decode_natively(decoder: Decoder) -> Decoder:

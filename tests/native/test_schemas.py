@@ -258,8 +258,6 @@ def test_an_operator_is_what_its_schema_and_its_shapes_say(case: str, dtype: tor
         pytest.skip(reason)
     if name.startswith("attention") and dtype not in OPERATORS.training.attention_types:
         pytest.skip(f"this CPU leaves attention of {dtype} to PyTorch")
-    if library == "vectors" and dtype not in OPERATORS.vectors.types:
-        pytest.skip(f"this CPU leaves products of {dtype} to PyTorch")
     operator = getattr(torch.ops.workhorse, name).default
     torch.library.opcheck(operator, arguments(dtype), test_utils=("test_schema", "test_faketensor"))
 

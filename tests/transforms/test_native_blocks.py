@@ -19,7 +19,7 @@ from workhorse.transforms.replace import replace_modules
 
 pytestmark = [needs("training"), needs_vectors]
 
-DTYPES = sorted(VECTORS.types, key=str) if VECTORS else [torch.float32]
+DTYPES = [torch.bfloat16, torch.float32]
 BLOCKS: dict[str, dict[str, Any]] = {
     "gpt": {
         "norm": {"kind": "layer_norm"},

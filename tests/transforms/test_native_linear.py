@@ -22,14 +22,7 @@ IN_VECTORS = Operators(vectors=VECTORS)
 BY_UNIT = pytest.param(UNIT, torch.bfloat16, id="unit", marks=needs("matrix_unit"))
 SPLIT = pytest.param(UNIT, torch.float32, id="split", marks=needs("matrix_unit"))
 BY_VECTORS = pytest.param(IN_VECTORS, torch.float32, id="vectors", marks=needs_vectors)
-NARROW = pytest.param(
-    IN_VECTORS,
-    torch.bfloat16,
-    id="narrow vectors",
-    marks=pytest.mark.skipif(
-        VECTORS is None or torch.bfloat16 not in VECTORS.types, reason="no products of bfloat16"
-    ),
-)
+NARROW = pytest.param(IN_VECTORS, torch.bfloat16, id="narrow vectors", marks=needs_vectors)
 
 
 def results(layer: nn.Module, x: Tensor, above: Tensor) -> list[Tensor]:

@@ -1,6 +1,6 @@
 """The operators of whole parts of a block; see `bindings/blocks.h`.
 
-They exist on CPUs with vectors of 64 bytes, and take what `Vectors.types` has.
+They are quick where `Vectors` are.
 """
 
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""Gemms of float32 or bfloat16 in vectors of 64 bytes; see `ops/gemm_vectors.h`."""
+"""Gemms of float32 or bfloat16 in vectors of 32 or 64 bytes; see `ops/gemm_vectors.h`."""
 
 import functools
 from collections.abc import Sequence
@@ -29,9 +29,6 @@ class Vectors:
     How a number is rounded depends on the inner size alone. They compute no gradients.
     """
 
-    types: frozenset[torch.dtype]
-    """The dtypes that the CPU multiplies in these vectors."""
-
     def gemm(
         self,
         a: Float[Tensor, "rows inner"],
@@ -41,7 +38,7 @@ class Vectors:
         """`a b + bias`, summed in float32.
 
         Args:
-            a: of one of `types`, on the CPU, with rows or columns contiguous.
+            a: float32 or bfloat16, on the CPU, with rows or columns contiguous.
             b: likewise.
             bias: for each column, likewise.
         """
@@ -70,14 +67,14 @@ def load(*, wait: bool) -> Vectors:
         build.Unavailable: why it cannot be called, in one line.
     """
     if is_intel():
-        raise build.Unavailable("on Intel's CPUs PyTorch's library has vectors of 64 bytes too")
+        raise build.Unavailable("on Intel's CPUs PyTorch's library is as quick")
     return load_anywhere(wait=wait)
 
 
 def load_anywhere(*, wait: bool) -> Vectors:
     """The same also where PyTorch's is as quick."""
-    if not cpu_has("avx512_f"):
-        raise build.Unavailable("the CPU has no vectors of 64 bytes")
+    if not cpu_has("avx2"):
+        raise build.Unavailable("the CPU has no vectors of 32 bytes")
     return _load(build.ensure("products", wait=wait))
 
 
@@ -86,8 +83,7 @@ def _load(library: Path) -> Vectors:
     build.load(library)
     torch.library.register_fake("workhorse::product", result_shape)
     torch.library.register_fake("workhorse::products", _result_shapes)
-    narrow = {torch.bfloat16} if cpu_has("avx512_bf16") else set[torch.dtype]()
-    return Vectors(frozenset({torch.float32} | narrow))
+    return Vectors()
 
 
 def _result_shapes(

@@ -2,12 +2,11 @@
 
 Decoding computes one row per text, so a layer takes as long as reading its weights; PyTorch's
 `linear` reaches a half to two thirds of the memory's bandwidth. The many rows of a prompt are a
-gemm, for which there are operators too: in bfloat16 on the matrix unit of some CPUs, in float32 in
-the vectors of others. A CPU without instructions for bfloat16 multiplies it as float32.
+gemm, for which there are operators too: on the matrix unit of some CPUs and in the vectors of
+others. A CPU without instructions for bfloat16 multiplies it as float32.
 """
 
 from collections.abc import Callable
-from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -86,20 +85,20 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
 
 def _gemm(dtype: torch.dtype, operators: Operators) -> Linear | None:
     """What multiplies many rows quicker than PyTorch's `linear`; None if nothing does."""
-    in_float32 = None if operators.vectors is None else operators.vectors.linear
+    in_vectors = None if operators.vectors is None else operators.vectors.linear
     if dtype == torch.float32:
-        return in_float32
+        return in_vectors
     if operators.matrix_unit is not None:
         return operators.matrix_unit.linear
     if cpu_has("sse4_2") and not cpu_has("avx512_bf16"):  # PyTorch's takes three times as long
-        return partial(_widened, in_float32 or F.linear)
+        return in_vectors or _widened
     return None
 
 
-def _widened(linear: Linear, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """A product of bfloat16 by one of float32, rounded once."""
+def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """A product of bfloat16 by PyTorch's of float32, rounded once."""
     wide_bias = None if bias is None else bias.float()
-    return linear(x.float(), weight.float(), wide_bias).to(x.dtype)
+    return F.linear(x.float(), weight.float(), wide_bias).to(x.dtype)
 
 
 def _streams(linear: nn.Linear) -> bool:

@@ -7,8 +7,6 @@
 #include "bindings/layers.h"
 #include "ops/gemm_vectors.h"
 
-#ifdef __AVX512F__
-
 namespace workhorse::bindings {
 
 using Tensors = std::vector<Tensor>;
@@ -22,16 +20,6 @@ inline void check_matrix(const Tensor& x, const Tensor& matrix, int64_t width, i
 
 inline Tensor matrix_like(const Tensor& x, int64_t columns) {
   return at::empty({x.size(0), columns}, x.options());
-}
-
-// `with_type`, for types that the CPU multiplies.
-template <class F>
-void with_products(const Tensor& x, F f) {
-  if (x.scalar_type() == at::kFloat) return f(float{});
-#ifdef __AVX512BF16__
-  if (x.scalar_type() == at::kBFloat16) return f(BFloat16{});
-#endif
-  TORCH_CHECK(false, "workhorse: a block must be of float32 or, if the CPU multiplies it, bfloat16");
 }
 
 // y = x Wᵀ + bias.
@@ -70,7 +58,7 @@ inline std::tuple<Tensor, Tensor, Tensors> norm_project(
   const Norm norm(x, weight, bias, {offset, eps, centred, rounded});
   Tensors projected;
   for (const Tensor& matrix : matrices) projected.push_back(matrix_like(x, matrix.size(0)));
-  with_products(x, [&]<class T>(T) {
+  with_type(x, [&]<class T>(T) {
     std::vector<gemm_vectors::Product<T>> products;
     for (size_t i = 0; i < matrices.size(); i++)
       products.push_back(projection<T>(norm.y, matrices[i], biases[i], projected[i]));
@@ -90,7 +78,7 @@ inline std::tuple<Tensor, Tensor> norm_project_backward(const Tensors& above, co
                                                         const Tensor& other, double offset, bool centred) {
   const Tensor dx = at::empty_like(x);
   const NormBackward norm(dx, x, moments, weight, other, offset, centred);
-  with_products(x, [&]<class T>(T) {
+  with_type(x, [&]<class T>(T) {
     const auto product = projection_backward<T>(above, matrices, dx);
     const auto differentiate = norm.rows<T>(dx);
     in_rows(x.size(0), [&](int64_t row, int64_t end) {
@@ -115,7 +103,7 @@ inline Tensors feed(const Tensor& x, const Tensor& attended, const Tensor& out_m
   Tensors hidden;
   for (const Tensor& matrix : matrices) hidden.push_back(matrix_like(x, matrix.size(0)));
   const Tensor active = at::empty_like(hidden[0]);
-  with_products(x, [&]<class T>(T) {
+  with_type(x, [&]<class T>(T) {
     const auto output = projection<T>(attended, out_matrix, out_bias, total);
     std::vector<gemm_vectors::Product<T>> products;
     for (size_t i = 0; i < matrices.size(); i++)
@@ -163,7 +151,7 @@ inline Tensors feed_backward(const Tensor& above, const Tensor& total, const Ten
     check_matrix(hidden[0], one, active.size(1), 1);
     slopes.push_back(at::empty_like(one));
   }
-  with_products(total, [&]<class T>(T) {
+  with_type(total, [&]<class T>(T) {
     const auto into_active = projection_backward<T>({above}, {down}, slopes[0]);
     const auto into_norm = projection_backward<T>(slopes, matrices, dtotal);
     const auto into_attended = projection_backward<T>({dtotal}, {out_matrix}, dattended);
@@ -195,5 +183,3 @@ inline Tensors feed_backward(const Tensor& above, const Tensor& total, const Ten
 }
 
 }  // namespace workhorse::bindings
-
-#endif  // __AVX512F__

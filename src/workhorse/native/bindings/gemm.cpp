@@ -16,8 +16,8 @@ constexpr int64_t kFewRows = 256;
 
 template <class T>
 void divide(const gemm::Product<T>& product, int64_t rows, int64_t columns) {
-  in_threads([&](int64_t thread) {
-    in_grid(rows, columns, gemm::kPanel, gemm::kPanel, thread,
+  in_shares([&](Share share) {
+    in_grid(rows, columns, gemm::kPanel, gemm::kPanel, share,
             [&](int64_t m, int64_t m_end, int64_t n, int64_t n_end) { product.run(m, m_end, n, n_end); });
   });
 }

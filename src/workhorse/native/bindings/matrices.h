@@ -43,40 +43,45 @@ Operand operand(const Tensor& x, int lane_axis) {
   return {at, x.stride(k_axis), false};
 }
 
-// Calls f(thread) on every thread.
+struct Share {
+  int64_t number, of;
+};
+
+// Calls f for as many shares as there are threads. Within, a thread may not know yet how many those are.
 template <class F>
-void in_threads(F f) {
-  torch::stable::parallel_for(0, torch::stable::get_num_threads(), 1, [&](int64_t thread, int64_t end) {
-    for (; thread < end; thread++) f(thread);
+void in_shares(F f) {
+  const int64_t threads = torch::stable::get_num_threads();
+  torch::stable::parallel_for(0, threads, 1, [&](int64_t share, int64_t end) {
+    for (; share < end; share++) f(Share{share, threads});
   });
 }
 
-// Calls f(row, end of rows, column, end of columns) for one thread's part of a matrix: of a grid with as many
-// parts as there are threads, that in which the largest part takes the least time. Borders are multiples of
-// the steps.
+// Calls f(row, end of rows, column, end of columns) for a share of a matrix: its part of a grid of as many parts
+// as there are shares, of those grids that in which the largest part takes the least time. Borders are multiples
+// of the steps.
 template <class F>
-void in_grid(int64_t rows, int64_t columns, int64_t row_step, int64_t column_step, int64_t thread, F f) {
+void in_grid(int64_t rows, int64_t columns, int64_t row_step, int64_t column_step, Share share, F f) {
   constexpr int64_t packing = 8;  // putting a row or column in order takes as long as so many products of it
-  const int64_t threads = torch::stable::get_num_threads();
+  const auto [number, parts] = share;
   const auto steps = [](int64_t size, int64_t step) { return (size + step - 1) / step; };
   const auto largest = [&](int64_t size, int64_t step, int64_t parts) {
     return steps(steps(size, step), parts) * step;
   };
   const auto time = [&](int64_t high) {
-    const int64_t m = largest(rows, row_step, high), n = largest(columns, column_step, threads / high);
+    const int64_t m = largest(rows, row_step, high), n = largest(columns, column_step, parts / high);
     return m * n + packing * (m + n);
   };
-  int64_t high = threads;  // parts along the rows
-  for (int64_t h = 1; h < threads; h++)
-    if (threads % h == 0 && time(h) < time(high)) high = h;
-  const int64_t wide = threads / high;
+  int64_t high = parts;  // along the rows
+  for (int64_t h = 1; h < parts; h++)
+    if (parts % h == 0 && time(h) < time(high)) high = h;
+  const int64_t wide = parts / high;
   const auto border = [&](int64_t size, int64_t step, int64_t parts, int64_t i) {
     return std::min(size, steps(size, step) * i / parts * step);
   };
-  const int64_t m = border(rows, row_step, high, thread / wide);
-  const int64_t m_end = border(rows, row_step, high, thread / wide + 1);
-  const int64_t n = border(columns, column_step, wide, thread % wide);
-  const int64_t n_end = border(columns, column_step, wide, thread % wide + 1);
+  const int64_t m = border(rows, row_step, high, number / wide);
+  const int64_t m_end = border(rows, row_step, high, number / wide + 1);
+  const int64_t n = border(columns, column_step, wide, number % wide);
+  const int64_t n_end = border(columns, column_step, wide, number % wide + 1);
   if (m < m_end && n < n_end) f(m, m_end, n, n_end);
 }
 

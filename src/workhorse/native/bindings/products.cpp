@@ -7,8 +7,6 @@
 #include "bindings/matrices.h"
 #include "ops/gemm_vectors.h"
 
-#ifdef __AVX512F__
-
 namespace workhorse::bindings {
 namespace {
 
@@ -31,9 +29,9 @@ void multiply(const Tensors& a, const Tensors& b, const Biases& biases, const st
   for (size_t i = 0; i < results.size(); i++) products.push_back(product_of<T>(results[i], biases[i]));
   for (size_t i = 0; i < a.size(); i++)
     products[of[i]].terms.push_back({operand<Operand<T>, T>(a[i], 0), operand<Operand<T>, T>(b[i], 1), a[i].size(1)});
-  in_threads([&](int64_t thread) {
+  in_shares([&](Share share) {
     for (size_t i = 0; i < results.size(); i++)
-      in_grid(results[i].size(0), results[i].size(1), gemm_vectors::kHigh, gemm_vectors::kWide, thread,
+      in_grid(results[i].size(0), results[i].size(1), gemm_vectors::kHigh, gemm_vectors::kWide, share,
               [&](int64_t m, int64_t m_end, int64_t n, int64_t n_end) { products[i].run(m, m_end, n, n_end); });
   });
 }
@@ -42,10 +40,8 @@ void multiply(const Tensors& a, const Tensors& b, const Biases& biases, const st
               const Tensors& results) {
   switch (a[0].scalar_type()) {
     case ScalarType::Float: return multiply<float>(a, b, biases, of, results);
-#ifdef __AVX512BF16__
     case ScalarType::BFloat16: return multiply<BFloat16>(a, b, biases, of, results);
-#endif
-    default: STD_TORCH_CHECK(false, "workhorse: a and b must be float32 or, if the CPU multiplies it, bfloat16");
+    default: STD_TORCH_CHECK(false, "workhorse: a and b must be float32 or bfloat16");
   }
 }
 
@@ -92,5 +88,3 @@ STABLE_TORCH_LIBRARY_IMPL(workhorse, CPU, m) {
   m.impl("product", TORCH_BOX(&workhorse::bindings::product));
   m.impl("products", TORCH_BOX(&workhorse::bindings::products));
 }
-
-#endif  // __AVX512F__

@@ -253,7 +253,6 @@ TORCH_LIBRARY_FRAGMENT(workhorse, library) {
   library.def(
       "split_move_(Tensor(a!)[] weights, Tensor(b!)[] low_bits, Tensor updates, float kept, float "
       "size) -> ()");
-#ifdef __AVX512F__
   library.def(
       "norm_project(Tensor x, Tensor? weight, Tensor? bias, float offset, float eps, bool centred, bool "
       "rounded, Tensor[] matrices, Tensor?[] biases) -> (Tensor, Tensor, Tensor[])");
@@ -268,7 +267,6 @@ TORCH_LIBRARY_FRAGMENT(workhorse, library) {
       "feed_backward(Tensor above, Tensor total, Tensor moments, Tensor? weight, float offset, bool "
       "centred, Tensor out_matrix, Tensor[] matrices, Tensor[] hidden, Tensor down, Tensor table, str "
       "name) -> Tensor[]");
-#endif
 }
 
 TORCH_LIBRARY_IMPL(workhorse, CPU, library) {
@@ -285,12 +283,10 @@ TORCH_LIBRARY_IMPL(workhorse, CPU, library) {
   library.impl("adamw_", adamw_);
   library.impl("muon_directions", muon_directions);
   library.impl("split_move_", split_move_);
-#ifdef __AVX512F__
   library.impl("norm_project", norm_project);
   library.impl("norm_project_backward", norm_project_backward);
   library.impl("feed", feed);
   library.impl("feed_backward", feed_backward);
-#endif
 }
 
 }  // namespace workhorse::bindings

@@ -40,15 +40,13 @@ inline void turn(int64_t rows, int64_t columns, const void* from, int64_t from_s
   const auto target = [=](int64_t i, int64_t j) { return (Word*)to + j * to_stride + i; };
   for (int64_t i = 0; i < rows; i += kLanes)
     for (int64_t j = 0; j < columns; j += kLanes) {
-#ifdef __AVX512F__
       if (i + kLanes <= rows && j + kLanes <= columns) {
-        __m512i block[kLanes];
-        for (int64_t r = 0; r < kLanes; r++) block[r] = _mm512_loadu_si512(source(i + r, j));
+        U32x16 block[kLanes];
+        for (int64_t r = 0; r < kLanes; r++) block[r] = load<U32x16>(source(i + r, j));
         transpose(block);
-        for (int64_t r = 0; r < kLanes; r++) _mm512_storeu_si512(target(i, j + r), block[r]);
+        for (int64_t r = 0; r < kLanes; r++) put(target(i, j + r), block[r]);
         continue;
       }
-#endif
       for (int64_t r = i; r < std::min(i + kLanes, rows); r++)
         for (int64_t c = j; c < std::min(j + kLanes, columns); c++)
           std::memcpy(target(r, c), source(r, c), sizeof(Word));

@@ -126,13 +126,14 @@ class Sums {
   // Transposes the tiles of a column, partial sums added.
   void turn(int64_t column) {
     for (int64_t t = column; t < 4; t += 2) {
-      __m512i v[16];
+      U32x16 v[16];
       for (int r = 0; r < 16; r++) {
-        v[r] = _mm512_load_si512(sums_[t][r]);
-        if (totals_) v[r] = (__m512i)((F32x16)v[r] + load<F32x16>(totals_ + (t * 16 + r) * 16));
+        F32x16 sum = load<F32x16>(sums_[t][r]);
+        if (totals_) sum += load<F32x16>(totals_ + (t * 16 + r) * 16);
+        v[r] = as<U32x16>(sum);
       }
       transpose(v);
-      for (int r = 0; r < 16; r++) _mm512_store_si512(sums_[t][r], v[r]);
+      for (int r = 0; r < 16; r++) workhorse::put(sums_[t][r], v[r]);
     }
   }
 

@@ -1,4 +1,4 @@
-// Gemms of float32, or of bfloat16 summed in float32, in vectors of 64 bytes: for CPUs without a matrix unit.
+// Gemms of float32, or of bfloat16 summed in float32, in vectors: for CPUs without a matrix unit.
 //
 // C = A₁ B₁ + A₂ B₂ + …; each vector of a panel of B is multiplied by every lane of a panel of A:
 //
@@ -15,29 +15,31 @@
 
 #include "ops/gemm_panels.h"
 #include "ops/room.h"
+#include "simd/elementwise.h"
 
 namespace workhorse::gemm_vectors {
 
-#ifdef __AVX512F__
-
-constexpr int kHigh = 12, kWide = 32;  // lanes of a panel of A, of B
-constexpr int kGroup = 4 * kHigh;      // lanes of A that are packed at once, so that lines of memory are used whole
+constexpr int kVectors = kRegister == 64 ? 2 : 1;   // side by side: as many sums as the registers hold, which
+constexpr int kHigh = kRegister == 64 ? 12 : 6;     // are lanes of a panel of A
+constexpr int kWide = 16 * kVectors;                // by lanes of a panel of B
+constexpr int kGroup = 48;             // lanes of A that are packed at once, so that lines of memory are used whole
 constexpr int64_t kWhole = 768;        // words of the longest k that is not split
 constexpr int64_t kCut = 256;          // words of a part otherwise
 constexpr int64_t kBlock = 1 << 17;    // words of a block of B
 constexpr int64_t kTotals = 1 << 18;   // partial sums kept between parts of k
 
-inline __m512 add_product(__m512 sum, __m512i a, __m512i b, float) {
-  return _mm512_fmadd_ps((__m512)a, (__m512)b, sum);
-}
-
+// Adds the products of one word of A and words of B.
+template <class T>
+inline F32x16 add_product(F32x16 sum, Word a, U32x16 b) {
 #ifdef __AVX512BF16__
-inline __m512 add_product(__m512 sum, __m512i a, __m512i b, BFloat16) {
-  return _mm512_dpbf16_ps(sum, (__m512bh)a, (__m512bh)b);
-}
+  if constexpr (kOfWord<T> == 2)
+    return (F32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
+  else
 #endif
+    return sum + as<float>(a) * as<F32x16>(b);
+}
 
-using Sums = __m512[kHigh][2];  // of a panel of A by a panel of B
+using Sums = F32x16[kHigh][kVectors];  // of a panel of A by a panel of B
 
 // Where they go: to C, or, before the last part of k, to `totals`.
 template <class T>
@@ -50,31 +52,27 @@ struct Target {
 
   void put(Sums& sums) const {
     if (!first_part)
-      each([&](int i, int j) { sums[i][j] += _mm512_loadu_ps(totals + i * kWide + 16 * j); });
-    if (!last_part) return each([&](int i, int j) { _mm512_storeu_ps(totals + i * kWide + 16 * j, sums[i][j]); });
-    const __mmask16 there[2] = {first(columns), first(columns - 16)};
-    if (bias) each([&](int i, int j) { sums[i][j] += widened(there[j], bias + 16 * j); });
-    each([&](int i, int j) {
-      if (i < rows) store(there[j], at + i * stride + 16 * j, sums[i][j]);
-    });
+      each([&](int i, int j) { sums[i][j] += load<F32x16>(totals + i * kWide + 16 * j); });
+    if (!last_part) return each([&](int i, int j) { workhorse::put(totals + i * kWide + 16 * j, sums[i][j]); });
+    if (bias)
+      each([&](int i, int j) {
+        sums[i][j] += first_of<16, F32x16>(bias + 16 * j, columns - 16 * j, [](const T* all) { return widen(all); });
+      });
+    if (rows >= kHigh && columns >= kWide)
+      return each([&](int i, int j) { write(at + i * stride + 16 * j, sums[i][j]); });
+    T kept[kHigh][kWide];
+    each([&](int i, int j) { write(&kept[i][16 * j], sums[i][j]); });
+    for (int i = 0; i < kHigh && i < rows; i++)
+      std::copy_n(kept[i], std::min<int64_t>(columns, kWide), at + i * stride);
   }
 
  private:
   template <class F>
   static void each(F f) {
 #pragma GCC unroll 12
-    for (int i = 0; i < kHigh; i++) {
-      f(i, 0);
-      f(i, 1);
-    }
-  }
-  static __m512 widened(__mmask16 there, const float* from) { return _mm512_maskz_loadu_ps(there, from); }
-  static __m512 widened(__mmask16 there, const BFloat16* from) {
-    return (__m512)widen((U16x16)_mm256_maskz_loadu_epi16(there, from));
-  }
-  static void store(__mmask16 there, float* to, __m512 sum) { _mm512_mask_storeu_ps(to, there, sum); }
-  static void store(__mmask16 there, BFloat16* to, __m512 sum) {
-    _mm256_mask_storeu_epi16(to, there, (__m256i)round((F32x16)sum));
+    for (int i = 0; i < kHigh; i++)
+#pragma GCC unroll 2
+      for (int j = 0; j < kVectors; j++) f(i, j);
   }
 };
 
@@ -96,12 +94,14 @@ template <class T, class Left>
 void multiply(Left a, const Word* b, int64_t depth, const Target<T>& to) {
   Sums sums = {};
   for (; depth; depth--, a.step(), b += kWide) {
-    const __m512i left = _mm512_loadu_si512(b), right = _mm512_loadu_si512(b + 16);
+    U32x16 words[kVectors];
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; j++) words[j] = load<U32x16>(b + 16 * j);
 #pragma GCC unroll 12
     for (int i = 0; i < kHigh; i++) {
-      const __m512i one = _mm512_set1_epi32(a[i]);
-      sums[i][0] = add_product(sums[i][0], one, left, T{});
-      sums[i][1] = add_product(sums[i][1], one, right, T{});
+      const Word one = a[i];
+#pragma GCC unroll 2
+      for (int j = 0; j < kVectors; j++) sums[i][j] = add_product<T>(sums[i][j], one, words[j]);
     }
   }
   to.put(sums);
@@ -167,7 +167,8 @@ struct Product {
       b.template pack<kWide>(j + s, std::min<int64_t>(kWide, columns - s), one.k, one.depth, right + s * depth);
     for (int64_t g = 0; g < rows; g += kGroup) {
       const int64_t lanes = std::min<int64_t>(kGroup, rows - g);
-      const bool in_place = a.along && lanes % kHigh == 0 && one.depth % kOfWord<T> == 0 && a.stride % kOfWord<T> == 0;
+      const bool in_place = kOfWord<T> == sizeof(Word) / sizeof(T) && a.along && lanes % kHigh == 0 &&
+                            one.depth % kOfWord<T> == 0 && a.stride % kOfWord<T> == 0;
       if (!in_place) a.template pack<kGroup>(i + g, lanes, one.k, one.depth, left);
       for (int64_t r = g; r < g + lanes; r += kHigh)
         for (int64_t s = 0; s < columns; s += kWide, totals += kHigh * kWide) {
@@ -183,7 +184,5 @@ struct Product {
     }
   }
 };
-
-#endif  // __AVX512F__
 
 }  // namespace workhorse::gemm_vectors

@@ -36,15 +36,14 @@ struct TiledRows {
   void pack(int64_t begin, int64_t end) {
     for (int64_t c = begin; c < end; c++)
       for (int64_t s = 0; s < steps; s++) {
-        __m512i v[16] = {};
+        U32x16 v[16] = {};
         const int64_t r = c * kTile, height = std::min<int64_t>(kTile, rows - r);
         const int64_t width = in - s * kDepth;
         for (int i = 0; i < height; i++)
-          v[i] = _mm512_maskz_loadu_epi16(width < 32 ? (1u << width) - 1 : ~0u,
-                                          x + (r + i) * in + s * kDepth);
+          v[i] = (U32x16)_mm512_maskz_loadu_epi16(width < 32 ? (1u << width) - 1 : ~0u,
+                                                  x + (r + i) * in + s * kDepth);
         transpose(v);
-        for (int i = 0; i < 16; i++)
-          _mm512_storeu_si512(b.get() + ((c * steps + s) * kTile + i) * kTile, v[i]);
+        for (int i = 0; i < 16; i++) put(b.get() + ((c * steps + s) * kTile + i) * kTile, v[i]);
       }
   }
 
@@ -109,8 +108,8 @@ struct TiledRows {
   // Transposes a tile of C into 16 rows of y, the bias added.
   void finish(const Layer<BFloat16>& layer, const float (&c)[kTile][kTile], int64_t o, int64_t r,
               int64_t height) const {
-    __m512i v[16];
-    for (int i = 0; i < 16; i++) v[i] = _mm512_load_si512(c[i]);
+    U32x16 v[16];
+    for (int i = 0; i < 16; i++) v[i] = load<U32x16>(c[i]);
     transpose(v);
     const __mmask16 mask = first(height);
     const __m512 add =

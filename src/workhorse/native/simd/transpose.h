@@ -5,32 +5,34 @@
 
 namespace workhorse {
 
-#ifdef __AVX512F__
-
-// In four rounds, the n-th exchanging rows and columns that differ in bit n of their number.
-inline void transpose(__m512i (&v)[16]) {
-  __m512i t[16];
-  for (int i = 0; i < 16; i += 2) {
-    t[i] = _mm512_unpacklo_epi32(v[i], v[i + 1]);
-    t[i + 1] = _mm512_unpackhi_epi32(v[i], v[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4)
-    for (int j = 0; j < 2; j++) {
-      v[i + 2 * j] = _mm512_unpacklo_epi64(t[i + j], t[i + j + 2]);
-      v[i + 2 * j + 1] = _mm512_unpackhi_epi64(t[i + j], t[i + j + 2]);
-    }
-  for (int j = 0; j < 4; j++) {
-    t[j] = _mm512_shuffle_i32x4(v[j], v[j + 4], 0x88);
-    t[j + 4] = _mm512_shuffle_i32x4(v[j], v[j + 4], 0xdd);
-    t[j + 8] = _mm512_shuffle_i32x4(v[j + 8], v[j + 12], 0x88);
-    t[j + 12] = _mm512_shuffle_i32x4(v[j + 8], v[j + 12], 0xdd);
-  }
-  for (int j = 0; j < 8; j++) {
-    v[j] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0x88);
-    v[j + 8] = _mm512_shuffle_i32x4(t[j], t[j + 8], 0xdd);
+// Exchanges the lanes of a whose number has bit W with the lanes of b whose number does not.
+template <int W, class V>
+inline void exchange(V& a, V& b) {
+  constexpr int lanes = sizeof(V) / sizeof(uint32_t);
+  if constexpr (kHalved<V> && 2 * W == lanes) {
+    std::swap(a.high, b.low);
+  } else if constexpr (kHalved<V>) {
+    exchange<W>(a.low, b.low);
+    exchange<W>(a.high, b.high);
+  } else {
+    [&]<int... Lane>(std::integer_sequence<int, Lane...>) {
+      const V first = __builtin_shufflevector(a, b, (Lane & W ? lanes + Lane - W : Lane)...);
+      b = __builtin_shufflevector(a, b, (Lane & W ? lanes + Lane : Lane + W)...);
+      a = first;
+    }(std::make_integer_sequence<int, lanes>());
   }
 }
 
-#endif
+// In four rounds, each exchanging rows and columns that differ in one bit of their number.
+inline void transpose(U32x16 (&v)[16]) {
+  const auto round = [&]<int W>(std::integral_constant<int, W>) {
+    for (int i = 0; i < 16; i++)
+      if (!(i & W)) exchange<W>(v[i], v[i + W]);
+  };
+  round(std::integral_constant<int, 8>());
+  round(std::integral_constant<int, 4>());
+  round(std::integral_constant<int, 2>());
+  round(std::integral_constant<int, 1>());
+}
 
 }  // namespace workhorse

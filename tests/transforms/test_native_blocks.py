@@ -170,3 +170,12 @@ def test_what_the_passes_do_not_know_is_computed_one_by_one(why: str) -> None:
     torch.manual_seed(0)
     assert all(map(torch.equal, ours, results(apart(native))))
     assert bool(seen) == (why == "a hook")
+
+
+def test_a_second_derivative_is_refused() -> None:
+    decoder = natively(build("llama", torch.float32))
+    weight = decoder.layers[0].attention.q_proj.weight
+    y = decoder(torch.arange(8)[None] % 11)
+    (gradient,) = torch.autograd.grad(y.pow(2).sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.pow(2).sum().backward()

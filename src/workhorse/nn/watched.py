@@ -1,8 +1,12 @@
-"""Whether a module has hooks, so that it must be called for what it computes."""
+"""Whether modules are what code that computes them by other means takes them for.
+
+They have no hooks, for which they must be called, and no part of them was replaced.
+"""
 
 # PyTorch has no public question for it.
 # pyright: reportPrivateUsage=false, reportUnknownMemberType=false, reportUnknownArgumentType=false
 
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 
 from torch import nn
@@ -39,6 +43,25 @@ class Watch:
             return True
         self._unwatched_at = made
         return False
+
+
+class Held:
+    """A module's modules, parameters and buffers, to notice if one of them was replaced."""
+
+    def __init__(self, root: nn.Module) -> None:
+        held = [
+            (members, name, one)
+            for module in root.modules()
+            for members in (module._modules, module._parameters, module._buffers)
+            for name, one in members.items()
+        ]
+        self._members, self._names, self._held = zip(*held, strict=True)
+
+    @property
+    def unchanged(self) -> bool:
+        """Whether each is still the same object."""
+        now = map(dict.get, self._members, self._names)
+        return all(map(operator.is_, now, self._held))
 
 
 def _hooks_of(parts: Iterable[nn.Module]) -> Iterator[Mapping[int, object]]:

@@ -2,14 +2,27 @@
 
 import os
 import re
+import signal
+import threading
+import time
 from pathlib import Path
 
 from workhorse.errors import WorkhorseError
 
 
 def count() -> int:
-    """How many processes there are."""
-    return _number("WORLD_SIZE", 1)
+    """How many processes there are.
+
+    Raises:
+        WorkhorseError: there is none, or this is none of them.
+    """
+    size = _number("WORLD_SIZE", 1)
+    if rank() >= size:
+        raise WorkhorseError(
+            f"RANK={rank()} in the environment is not below WORLD_SIZE={size}; torchrun sets both, "
+            "or unset them"
+        )
+    return size
 
 
 def workers() -> list[str]:
@@ -51,6 +64,18 @@ def agent_began() -> float:
         return 0.0
     ticks = int(agent.rpartition(")")[2].split()[19])  # field 22: since the machine was booted
     return int(booted[1]) + ticks / os.sysconf("SC_CLK_TCK")
+
+
+def end_with_agent() -> None:
+    """End this process by SIGTERM, so that it saves, soon after that which started it has gone."""
+    agent = os.getppid()
+
+    def watch() -> None:
+        while os.getppid() == agent:
+            time.sleep(1)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="workhorse: agent", daemon=True).start()
 
 
 def _number(name: str, otherwise: int) -> int:

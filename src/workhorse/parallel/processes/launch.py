@@ -29,7 +29,9 @@ def launch(arguments: Sequence[str], workers: int, restarts: int = 0) -> int:
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
-    logging.getLogger("torch.distributed.elastic").setLevel(logging.CRITICAL)  # the workers tell
+    for name in list(logging.Logger.manager.loggerDict):  # the workers tell what is to be told
+        if name.startswith("torch.distributed.elastic"):
+            logging.getLogger(name).setLevel(logging.CRITICAL)
     os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // workers)))
     os.environ.setdefault("TORCH_ELASTIC_SHUTDOWN_TIMEOUT", str(TIME_TO_SAVE))
     config = LaunchConfig(
@@ -50,7 +52,12 @@ def launch(arguments: Sequence[str], workers: int, restarts: int = 0) -> int:
         if failure.exitcode >= 0:
             return failure.exitcode
         ended_by = Signals(-failure.exitcode)
-        print(f"workhorse: worker {rank} was ended by {ended_by.name}", file=sys.stderr)
+        why = ", as a system does that is short of memory" if ended_by is Signals.SIGKILL else ""
+        print(
+            f"workhorse: worker {rank} was ended by {ended_by.name}{why}; go on from the last "
+            "checkpoint by the same command with --resume",
+            file=sys.stderr,
+        )
         return 128 + ended_by
     except SignalException as error:
         return 128 + error.sigval

@@ -142,6 +142,7 @@ def open_world() -> Generator[Group]:
         return
     from torch.distributed.rendezvous import rendezvous
 
+    environment.end_with_agent()
     try:
         store, rank, _ = next(rendezvous("env://", timeout=PATIENCE))
         own = meet(store, rank, size, PATIENCE)
@@ -159,7 +160,8 @@ def open_world() -> Generator[Group]:
             raise
         kind = ToldError if _is_told(own) else LostError
         raise kind(
-            "another process of the run has gone, or does not answer; its own message says why"
+            "another process of the run has gone, or does not answer; its message, or the last line, "
+            "says why"
         ) from error
     except WorkhorseError as error:
         if _tells(own):

@@ -50,9 +50,9 @@ def moments_of_part(
         kinds: dict[Kind, int] = {
             kind: round(step.timeline[kind][moment] * shares.get(kind, 1.0)) for kind in KINDS
         }
-        if span.phase == "update":
+        if span.phase == "update" or (span.part, span.phase) == ("embedding", "backward"):
             kinds["temporary"] = round(kinds["temporary"] * shares.get("weights", 1.0))
-        else:
+        if span.phase != "update":
             kinds["activations"] += waiting[len(begins) > 1 and moment >= begins[1]]
             kinds["temporary"] += gathered
         yield Moment(span.phase, span.part, kinds)

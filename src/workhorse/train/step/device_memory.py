@@ -10,7 +10,7 @@ import torch
 
 from workhorse.config import ConfigError
 from workhorse.nn import DecoderConfig
-from workhorse.parallel.config import UNDIVIDED, ParallelismConfig, share_of
+from workhorse.parallel.config import UNDIVIDED, ExactConfig, ParallelismConfig, share_of
 from workhorse.parallel.division.divisible import check_divisible
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.account import Moment, moments_of_part, ways_of, whole_at_once
@@ -104,12 +104,15 @@ def device_memory(
     except ConfigError as error:
         raise error.below("parallel") from None
     own = train.micro_batches(parallel)
-    local = train
-    if not parallel.is_exact:  # else one process is recorded as if it did all
+    local, alone = train, parallel
+    if not parallel.is_exact:
         local = _as_recorded(train.replace(batch_size=own.rows, micro_batch_size=own.size))
+    else:
+        local = train.replace(batch_size=own.rows * own.parts)
+        alone = ParallelismConfig(reduction=ExactConfig(logical_shards=own.parts))
     record = partial(_recorded, config, local, device, packed=packed, updates=updates)
     found = [
-        _of_stage(record(parallel, stage), parallel, stage, own.count, device.type)
+        _of_stage(record(alone, stage), parallel, stage, own.count, device.type)
         for stage in _distinct_stages(config, parallel.pipeline)
     ]
     return max(found, key=lambda memory: memory.total)

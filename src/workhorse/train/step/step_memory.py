@@ -180,6 +180,9 @@ class _Recorder:
         self.spans.append(Span(self.tape.now, part, phase))
 
     def _begin(self, *_: Any) -> None:
+        for allocation in self.tape.alive:  # what a pass leaves for the next are sums of gradients
+            if self.begun and allocation.born > self.begun and not allocation.kind:
+                allocation.kind = "sums"
         self.begun = self.tape.now
         self.enter("embedding", "forward")
 

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from workhorse.native import Training
 from workhorse.nn.attention.grouped import Attention
@@ -99,6 +100,7 @@ class _Attention(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, normaliser = ctx.saved_tensors
         (gradient,) = above

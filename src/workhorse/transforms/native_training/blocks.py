@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from workhorse.native import Training
 from workhorse.native.blocks import Activation, Norm, NormOptions
@@ -120,6 +121,7 @@ class _NormProject(torch.autograd.Function):
         return x, *(one.view(*x.shape[:-1], one.shape[1]) for one in made)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         rows, y, moments, weight, bias, *matrices = ctx.saved_tensors
         along, *aboves = map(_rows, above)
@@ -154,9 +156,10 @@ class _Feed(torch.autograd.Function):
         ctx.save_for_backward(gathered, total, y, moments, weight, bias, *weights[::2], *hidden)
         ctx.options, ctx.act, ctx.operators, ctx.multiply = options, act, operators, multiply
         ctx.layers = len(weights) // 2
-        return out.view(x.shape)
+        return out.view(x.shape).detach()  # no view, which FSDP warns of
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         attended, total, y, moments, weight, bias, *rest = ctx.saved_tensors
         matrices, hidden = rest[: ctx.layers], rest[ctx.layers :]

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from workhorse.native import Training
 from workhorse.nn.head import Head
@@ -67,6 +68,7 @@ class _LookUp(torch.autograd.Function):
         return nn.functional.embedding(tokens, weight)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *above: Tensor) -> tuple[None, Tensor, None, None]:
         (tokens,), weight = ctx.saved_tensors, ctx.weight
         ids, rows = tokens.flatten(), above[0].flatten(0, -2)

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from workhorse.native import Training, blocks
 from workhorse.native.vectors import Sum
@@ -164,6 +165,7 @@ class _Activation(torch.autograd.Function):
         return operators.activation(x, up, act)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         x, up = ctx.saved_tensors
         _, dx, dup = ctx.operators.activation_backward(above[0].contiguous(), x, up, ctx.act)
@@ -191,6 +193,7 @@ class _FeedForward(torch.autograd.Function):
         return y.view(x.shape)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         rows, *saved = ctx.saved_tensors
         count = (

@@ -5,6 +5,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from workhorse.native import Operators
 from workhorse.native.matrix_unit import Product, rows
@@ -154,6 +155,7 @@ class _Linear(torch.autograd.Function):
         return tuple(y.view(*x.shape[:-1], y.shape[1]) for y in made)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         x, *matrices = ctx.saved_tensors
         for_x, _, *wanted = ctx.needs_input_grad

@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from workhorse.native import Training
 from workhorse.nn.head import Head
@@ -44,6 +45,7 @@ class _Late(torch.autograd.Function):
         return x.view_as(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *above: Tensor) -> Tensor:
         return above[0]
 

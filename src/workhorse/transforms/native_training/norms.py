@@ -4,6 +4,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 from workhorse.native import Training
 from workhorse.native.blocks import Norm, NormOptions
@@ -112,6 +113,7 @@ class _Norm(torch.autograd.Function):
         return y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         return _norm_gradients(ctx, above[0], None)
 
@@ -140,6 +142,7 @@ class _AddNorm(torch.autograd.Function):
         return total, y
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         along, into_norm = above
         dx, *others = _norm_gradients(ctx, into_norm, along.contiguous())

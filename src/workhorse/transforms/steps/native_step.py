@@ -6,7 +6,9 @@ operator runs the whole step in one parallel region. What it computes follows fr
 (`program.py`); where they compute something it has no instruction for, they do it themselves.
 """
 
+import threading
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
 from torch import Tensor
@@ -18,7 +20,7 @@ from workhorse.nn.cache.fixed import tensors_of
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.cache.view import CacheView
 from workhorse.nn.embedding import look_up
-from workhorse.nn.watched import Watch
+from workhorse.nn.watched import Held, Watch
 from workhorse.transforms.compiled.compiled_step import CompiledDecoder
 from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become
@@ -36,13 +38,13 @@ def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
     """A decoder that adds a few tokens to a `PagedView` by one native call.
 
     Long prompts and everything else run as before. So does a decoder with hooks, and one that
-    computes what the operator does not, by compiled steps if it has them. Its weights may change
-    afterwards, in place; its modules may not.
+    computes what the operator does not, by compiled steps if it has them. If weights or modules are
+    replaced later, what it does is looked at again; modules may not be changed in other ways.
 
     Args:
         decoder: in evaluation mode, on the CPU, after the other transforms of inference. What is
             returned takes its place.
-        operators: with the one of steps.
+        operators: `steps` among them.
     """
     check(decoder, "step_natively")
     most_rows = MOST_ROWS.get(next(decoder.parameters()).dtype, 0)
@@ -84,11 +86,11 @@ class SteppingDecoder(Decoder):
     most_rows: int
     angles: Angles
     watch: Watch
-    program: Program | None
+    translated: "Translated | None" = None
 
     @property
     def rows_apart(self) -> int:
-        stepping = self._translated() is not None and not self.watch.sees_hooks
+        stepping = not self.watch.sees_hooks and self._program() is not None
         return self.most_rows if stepping else super().rows_apart
 
     def next_logits(
@@ -117,28 +119,36 @@ class SteppingDecoder(Decoder):
         """The program, if this pass is a step that it can take."""
         if not isinstance(cache, PagedView) or torch.is_grad_enabled():
             return None
+        rows, seq = tokens.shape
         # A window has room for a few tokens before it must let go of others.
-        fits = tokens.shape[1] <= cache.slack + 1 or not any(cache.cache.pools)
-        if not fits or tokens.numel() > self.most_rows or self.watch.sees_hooks:
+        fits = seq <= cache.slack + 1 or not any(cache.cache.pools)
+        if self.max_positions is not None:
+            fits = fits and cache.length + seq <= self.max_positions
+        if not fits or not 0 < rows * seq <= self.most_rows or rows != len(cache.lengths):
             return None
-        return self._translated()
+        return None if self.watch.sees_hooks else self._program()
 
-    def _translated(self) -> Program | None:
-        if "program" not in vars(self):
-            try:
-                self.program = translate(self)
-            except CannotTranslate:
-                self.program = None
-        return self.program
+    def _program(self) -> Program | None:
+        """The program of the modules and weights that it has now."""
+        known = self.translated
+        if known is None or not known.holds():
+            with _TRANSLATING:  # it is run with hooks, which other threads do not mind
+                known = self.translated = Translated(self)
+        return known.program
 
     def _step(self, program: Program, tokens: Tensor, view: PagedView, wanted: int) -> Tensor:
         rows, seq = tokens.shape
         view.reserve([seq] * rows)
         for store, (heads, *widths) in zip(view.cache.stores, program.layers, strict=True):
             if store.k is None:
-                dtype = program.weights[0].dtype
+                dtype = program.dtype
                 store.tensors(*(torch.empty(1, heads, 0, width, dtype=dtype) for width in widths))
         tensors = tensors_of(view)
+        # Layers whose reaches are no shorter than the cache share tables.
+        reaches = list(dict.fromkeys(store.pool.reach for store in view.cache.stores))
+        places = [
+            reaches.index(view.cache.stores[layer].pool.reach) for layer in program.table_users
+        ]
         try:
             logits = self.steps.run(
                 program.instructions,
@@ -148,7 +158,7 @@ class SteppingDecoder(Decoder):
                 angles=self.angles.upto(view.length + seq, program.turns),
                 tokens=tokens.contiguous(),
                 lengths=tensors.lengths,
-                tables=tensors.tables,
+                tables=[tensors.tables[place] for place in places],
                 keys=tensors.keys,
                 values=tensors.values,
                 reaches=program.reaches,
@@ -161,6 +171,30 @@ class SteppingDecoder(Decoder):
         view.lengths += seq
         view.advance(seq)
         return logits
+
+
+_TRANSLATING = threading.Lock()
+
+
+class Translated:
+    """What `translate` makes of a decoder, as long as its modules and weights are the same objects.
+
+    Attributes:
+        program: None if it computes something that has no instruction.
+    """
+
+    def __init__(self, decoder: Decoder) -> None:
+        self.held = Held(decoder)
+        self.program: Program | None = None
+        with suppress(CannotTranslate):
+            self.program = translate(decoder)
+
+    def holds(self) -> bool:
+        """Whether nothing was replaced since then; weights are read anew in every step."""
+        program = self.program
+        return self.held.unchanged and (
+            program is None or program.weights[0].dtype == program.dtype
+        )
 
 
 class SteppingCompiledDecoder(SteppingDecoder, CompiledDecoder):

@@ -41,6 +41,10 @@ class Program:
     turns: tuple[Turn, ...]
     reaches: Tensor
     layers: tuple[Layer, ...]
+    table_users: tuple[int, ...]
+    """A layer that uses each block table."""
+    dtype: torch.dtype
+    """Of the weights."""
 
 
 class Register(NamedTuple):
@@ -75,7 +79,7 @@ class Writer:
         self._packed: dict[Register, Register] = {}
         self._weights: dict[int, Tensor] = {}
         self._turns: dict[Turn, None] = {}
-        self._tables: dict[int | None, None] = {}
+        self._table_users: dict[int | None, int] = {}
         self._reaches: dict[tuple[int, int], None] = {}
         self._written: set[Register] = set()
         self._read: set[Register] = set()
@@ -141,8 +145,9 @@ class Writer:
         return _number(turn, self._turns)
 
     def table(self, reach: int | None) -> int:
-        """The number of a layer's block tables, in the order in which layers first use them."""
-        return _number(reach, self._tables)
+        """The number of the block tables of the layer that comes next."""
+        self._table_users.setdefault(reach, len(self.layers))
+        return list(self._table_users).index(reach)
 
     def reach(self, window: int | None, chunk: int | None) -> int:
         """The number of what the tokens of a layer see."""
@@ -159,6 +164,8 @@ class Writer:
             tuple(self._turns),
             torch.tensor(list(self._reaches)),
             tuple(self.layers),
+            tuple(self._table_users.values()),
+            self.dtype,
         )
 
 

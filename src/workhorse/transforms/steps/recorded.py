@@ -4,6 +4,7 @@ So the wiring of a model is stated once, in `nn`: a program of its steps follows
 pass does.
 """
 
+import threading
 from collections.abc import Callable, Collection, Iterable
 from contextlib import ExitStack
 from typing import Any, NamedTuple
@@ -71,6 +72,7 @@ class _Recorder(TorchFunctionMode):
         self.foreign: str | None = None
         self._values: list[Tensor] = []  # alive, so that no two have one address
         self._inside = 0
+        self._thread = threading.get_ident()  # others may call the modules meanwhile
 
     def number(self, value: Tensor) -> int:
         """The number of a value, a new one for a tensor that was not seen before."""
@@ -84,9 +86,11 @@ class _Recorder(TorchFunctionMode):
         return any(known is value for known in self._values)
 
     def enter(self, _module: nn.Module, _inputs: tuple[Any, ...]) -> None:
-        self._inside += 1
+        self._inside += threading.get_ident() == self._thread
 
     def leave(self, module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+        if threading.get_ident() != self._thread:
+            return
         self._inside -= 1
         if not self._inside:
             self._add(module, (value for value in inputs if isinstance(value, Tensor)), output)

@@ -89,20 +89,29 @@ def packed_linear(writer: Writer, module: nn.Module, x: Register) -> Register:
     )
 
 
-def norm(writer: Writer, module: nn.Module, x: Register, to: Register | None = None) -> Register:
-    """A norm of each row; of each part of a row where the norm's weight is that wide."""
+def norm(
+    writer: Writer,
+    module: nn.Module,
+    x: Register,
+    to: Register | None = None,
+    width: int | None = None,
+) -> Register:
+    """A norm of each row, or of each part of a row that is `width` wide."""
     how, part = NORMS.get(type(module)), cast(Any, module)
     if how is None:
         raise CannotTranslate(type(module).__name__)
-    width = x.width if part.weight is None else part.weight.numel()
+    width = width or x.width
+    gain, shift = part.weight, getattr(part, "bias", None)
+    if any(one is not None and one.numel() != width for one in (gain, shift)):
+        raise CannotTranslate("a norm whose weights are not as wide as it")
     return writer.write(
         Op.NORM,
         to or writer.reserve(x.width),
         x,
-        weight=part.weight,
-        bias=getattr(part, "bias", None),
+        weight=gain,
+        bias=shift,
         options=(width, how),
-        numbers=(part.eps, 0.0 if part.weight is None else part.offset),
+        numbers=(part.eps, 0.0 if gain is None else part.offset),
     )
 
 
@@ -146,8 +155,10 @@ def _norm_and_rotate(
     after = layer.norm_and_rotate is rotate_then_norm
     if after:
         _rotate(writer, layer.head_dim, rotation, x)
-    if type(head_norm) is not nn.Identity:
-        norm(writer, head_norm.norm if isinstance(head_norm, AllHeadsNorm) else head_norm, x, to=x)
+    if isinstance(head_norm, AllHeadsNorm):
+        norm(writer, head_norm.norm, x, to=x)
+    elif type(head_norm) is not nn.Identity:
+        norm(writer, head_norm, x, to=x, width=layer.head_dim)
     if not after:
         _rotate(writer, layer.head_dim, rotation, x)
 

@@ -1,6 +1,9 @@
 """`Vectors.gemm` and `gemms` against float64, to the rounding of float32 sums and of the result."""
 
 import itertools
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -11,6 +14,13 @@ from workhorse.native import resolve
 from workhorse.native.vectors import Sum
 
 pytestmark = needs_vectors
+FIRST = """
+import torch
+from workhorse.native import vectors
+a, b = torch.ones(256, 64), torch.ones(64, 256)
+product = vectors.load_anywhere(wait=True).gemm(a, b)
+assert torch.equal(product, torch.full((256, 256), 64.0)), product
+"""
 
 SUM = 2e-6
 """As a share of the sum of magnitudes; 4,000 numbers in any order."""
@@ -153,3 +163,10 @@ def test_what_is_no_number_stays_in_its_row(special: float) -> None:
 def test_refused(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
     with pytest.raises(RuntimeError, match="workhorse: "):
         VECTORS.gemm(a, b, bias)
+
+
+def test_the_first_product_of_a_process_is_whole() -> None:
+    """Its threads are new, and do not know yet how many they are."""
+    command, environment = [sys.executable, "-c", FIRST], os.environ | {"OMP_NUM_THREADS": "2"}
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -84,6 +84,15 @@ def test_a_killed_worker_costs_the_others_nothing(tmp_path: Path) -> None:
     assert state_of(out) == state_of(tmp_path / "one")
 
 
+def test_workers_save_and_end_when_what_started_them_is_gone(tmp_path: Path) -> None:
+    process, out = begun(tmp_path, fields(tmp_path, GATED, steps=100_000, checkpoint_every=100_000))
+    process.kill()
+    _, said = process.communicate(timeout=120)  # until the workers, who have its pipes, end too
+    assert "Traceback" not in said
+    *_, checkpoint, end = read_metrics(out / "metrics.jsonl")
+    assert (checkpoint["kind"], end["kind"], end["reason"]) == ("checkpoint", "end", "SIGTERM")
+
+
 def _worker(parent: int) -> int:
     """A process that a process started, other than the first worker."""
     children = Path(f"/proc/{parent}/task/{parent}/children").read_text().split()
@@ -166,10 +175,20 @@ def test_what_every_worker_refuses_is_told_by_one(tmp_path: Path) -> None:
     assert "model.d_model" in line
 
 
-def test_what_the_environment_says_is_a_number(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("environment", "said"),
+    [
+        ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' in the environment is no number"),
+        ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 in the environment is not below WORLD_SIZE=2"),
+        ({"WORLD_SIZE": "0"}, "RANK=0 in the environment is not below WORLD_SIZE=0"),
+    ],
+    ids=["a word", "a rank too many", "none"],
+)
+def test_an_environment_without_sense_is_refused(
+    environment: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("WORLD_SIZE", "two")
-    with pytest.raises(WorkhorseError, match="WORLD_SIZE='two' in the environment is no number"):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(WorkhorseError, match=said):
         train(Recipe.from_dict(fields(tmp_path, GATED)), tmp_path / "run")
     assert not (tmp_path / "run").exists()

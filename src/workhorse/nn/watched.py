@@ -60,8 +60,7 @@ class Held:
     @property
     def unchanged(self) -> bool:
         """Whether each is still the same object."""
-        now = map(dict.get, self._members, self._names)
-        return all(map(operator.is_, now, self._held))
+        return all(map(operator.is_, map(dict.get, self._members, self._names), self._held))
 
 
 def _hooks_of(parts: Iterable[nn.Module]) -> Iterator[Mapping[int, object]]:

@@ -160,7 +160,7 @@ def open_world() -> Generator[Group]:
             raise
         kind = ToldError if _is_told(own) else LostError
         raise kind(
-            "another process of the run has gone, or does not answer; its message, or the last line, "
+            "another process of the run has gone, or does not answer; its message or the last line "
             "says why"
         ) from error
     except WorkhorseError as error:

@@ -1,1 +1,1 @@
-"""What a GPU must tell, in blocks of a few minutes each; see `__main__`."""
+"""What to measure on a GPU, in eight blocks of less than ten minutes each; see `__main__`."""

@@ -91,7 +91,7 @@ def decode_step(dtype: torch.dtype) -> Arguments:
         [randn(1, 5, 16, 8)(dtype)],
         [randn(1, 5, 16, 8)(dtype)],
     )
-    return *code, angles, tokens, lengths, *cache, program.reaches, 2, 11
+    return *code, angles, tokens, lengths, *cache, program.reaches, 3, 2, 11
 
 
 def feed(dtype: torch.dtype) -> Arguments:

@@ -1,7 +1,11 @@
 """A step in one native call gives the logits of the modules, and leaves the cache as they do."""
 
+import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -175,6 +179,31 @@ def _whole(decoder: Decoder, prompts: Tensor, tokens: Tensor) -> Tensor:
     return torch.stack([decoder.next_logits(each, cache=cache) for each in columns], dim=1)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_rows_are_multiplied_by_gemms(
+    dtype: torch.dtype, calls: list[tuple[int, ...]]
+) -> None:
+    decoder = quick(built(dtype=dtype))
+    rows = decoder.most
+    if rows == decoder.few:
+        pytest.skip("many rows are left to PyTorch's or the matrix unit's gemms here")
+    prompts, tokens = torch.randint(0, 61, (rows, 3)), torch.randint(0, 61, (rows, 2))
+    exact = _rows_along(built().double(), prompts, tokens)
+    found = _rows_along(decoder, prompts, tokens)
+    assert calls == [(rows, 1)] * 2
+    expected = _rows_along(built(dtype=dtype), prompts, tokens)
+    assert (found - exact).norm() <= 2 * (expected - exact).norm()
+
+
+@torch.no_grad()
+def _rows_along(decoder: Decoder, prompts: Tensor, tokens: Tensor) -> Tensor:
+    """Logits of each further token, after prompts of one length."""
+    cache = paged(decoder, len(prompts), prompts.shape[1] + tokens.shape[1])
+    Decoder.forward(decoder, prompts, cache=cache)
+    columns = tokens.split(1, dim=1)
+    return torch.stack([decoder.next_logits(each, cache=cache) for each in columns], dim=1).double()
+
+
 @pytest.mark.parametrize("format", ["int8", "int4"])
 def test_packed_weights_are_multiplied_as_by_their_modules(format: FormatName) -> None:
     tokens = torch.randint(0, 61, (3, 12))
@@ -300,3 +329,18 @@ def test_a_token_outside_of_the_vocabulary_is_refused() -> None:
         tokens = torch.tensor([[1, 2, 3, token]])
         with pytest.raises(WorkhorseError, match=f"token ids go from {token} to {token}"):
             along(decoder, tokens[:, :3], tokens[:, 3:])
+
+
+def test_a_pickled_decoder_steps_in_another_process(tmp_path: Path) -> None:
+    decoder, tokens = quick(built()), torch.randint(0, 61, (1, 8))
+    here = along(decoder, tokens[:, :3], tokens)
+    (tmp_path / "pickled").write_bytes(pickle.dumps((decoder, tokens)))
+    code = """
+import pickle, sys, torch
+from tests.transforms.test_native_step import along
+decoder, tokens = pickle.load(open(sys.argv[1], "rb"))
+torch.save(along(decoder, tokens[:, :3], tokens), sys.argv[2])
+"""
+    command = [sys.executable, "-c", code, str(tmp_path / "pickled"), str(tmp_path / "there")]
+    subprocess.run(command, check=True)
+    assert torch.equal(torch.load(tmp_path / "there"), here)

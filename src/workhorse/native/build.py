@@ -18,7 +18,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -80,6 +82,14 @@ def ensure(name: str, *, wait: bool) -> Path:
     raise Unavailable(f"did not compile; see {failure}")
 
 
+Reduced = tuple[Callable[[], object], tuple[()]]
+
+
+def loading(load: Callable[..., object]) -> Reduced:
+    """How operators are copied: where a copy arrives, their library is loaded."""
+    return partial(load, wait=True), ()
+
+
 def load(library: Path) -> None:
     """Register a library's operators with PyTorch.
 
@@ -111,7 +121,7 @@ def _whole(folder: Path, name: str) -> Path | None:
 
 
 def _only_ours(file: Path) -> bool:
-    """Whether this user, or root, made a file, and nobody else may write to it: it will be run."""
+    """Whether a file, which will be run, is this user's or root's, and nobody else may write it."""
     found = file.lstat()
     ours = stat.S_ISREG(found.st_mode) and found.st_uid in (os.geteuid(), 0)
     return ours and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH)

@@ -22,6 +22,9 @@ LANES = 16
 class Decoding:
     """The operators as functions of tensors; an instance exists only if they can be called."""
 
+    def __reduce__(self) -> build.Reduced:
+        return build.loading(load)
+
     def linear(
         self,
         x: Float[Tensor, "*batch in_features"],

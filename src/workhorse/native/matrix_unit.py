@@ -23,6 +23,9 @@ Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]
 class MatrixUnit:
     """Gemms on the unit; an instance exists only if it may be used."""
 
+    def __reduce__(self) -> build.Reduced:
+        return build.loading(load)
+
     def gemm(
         self,
         a: Float[Tensor, "rows inner"],
@@ -79,7 +82,7 @@ def load(*, wait: bool) -> MatrixUnit:
 def _load(library: Path) -> MatrixUnit:
     build.load(library)
     if not hasattr(torch.ops.workhorse, "gemm"):  # the library found that it may not
-        raise build.Unavailable("the system gives no process the matrix unit")
+        raise build.Unavailable("the operating system denies this process the matrix unit")
     torch.library.register_fake("workhorse::gemm", result_shape)
     return MatrixUnit()
 

@@ -49,13 +49,14 @@ class Rotation(IntFlag):
 
 ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid")
 """In the order of their numbers."""
-FIELDS = 11
-"""Integers of an instruction."""
 
 
 @dataclass(frozen=True)
 class Steps:
     """The operator; an instance exists only if it can be called."""
+
+    def __reduce__(self) -> build.Reduced:
+        return build.loading(load)
 
     def run(
         self,
@@ -71,6 +72,7 @@ class Steps:
         keys: Sequence[Float[Tensor, "kv_heads blocks block width"]],
         values: Sequence[Float[Tensor, "kv_heads blocks block width"]],
         reaches: Int64[Tensor, "reaches 2"],
+        few: int,
         wanted: int,
         vocab: int,
     ) -> Float[Tensor, "batch wanted vocab"]:
@@ -89,6 +91,8 @@ class Steps:
             keys: of each layer, bfloat16 or float32 like the model.
             values: likewise.
             reaches: a window and a chunk for each reach of a layer, 0 where there is none.
+            few: rows up to which linear layers are dot products, and no row changes another's bits;
+                for more they are gemms.
             wanted: at most `seq`.
             vocab: logits of a token.
         """
@@ -104,6 +108,7 @@ class Steps:
             list(keys),
             list(values),
             reaches,
+            few,
             wanted,
             vocab,
         )

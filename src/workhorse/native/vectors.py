@@ -29,6 +29,9 @@ class Vectors:
     How a number is rounded depends on the inner size alone. They compute no gradients.
     """
 
+    def __reduce__(self) -> build.Reduced:
+        return build.loading(load_anywhere)
+
     def gemm(
         self,
         a: Float[Tensor, "rows inner"],

@@ -25,26 +25,26 @@ fifth of the time."""
 
 
 def share_of(whole: int, ways: int, number: int) -> range:
-    """Consecutive ones of so many things, for one of so many who share them."""
+    """The consecutive slice of `range(whole)` that part `number` of `ways` gets."""
     return range(number * whole // ways, (number + 1) * whole // ways)
 
 
 class FastConfig(Config):
-    """As PyTorch's backend adds, which rounds differently for another number of processes."""
+    """In the backend's own order, so that rounding depends on the number of processes."""
 
     kind: Literal["fast"] = "fast"
 
 
 class ExactConfig(Config):
-    """In the order of a fixed tree.
+    """In a fixed binary tree.
 
-    Loss and weights have the same bits on any number of processes, one included.
+    Loss and weights have the same bits on any number of processes, including one.
     """
 
     kind: Literal["exact"] = "exact"
     logical_shards: Ways = 8
-    """Parts of a batch that are computed one by one, in the same shapes whichever process has them,
-    and added up; at least as many as processes. Each takes `micro_batch_size` rows at once."""
+    """Parts of the batch, each computed in the same shapes whichever process does it, then added
+    up; at least as many as processes. Each takes `micro_batch_size` rows at once."""
 
 
 class MicroBatches(NamedTuple):
@@ -82,35 +82,37 @@ class ParallelismConfig(Config):
     """How the work of a step is divided among processes; the batch is that of all of them."""
 
     data: Annotated[Ways, OnResume.ROUNDED] = 1
-    """Processes that each hold the whole model and share the rows of every batch.
-    `workhorse train --workers N` starts so many on this machine; under `torchrun` it is the number
-    of processes there are. With an exact `reduction` another number changes nothing."""
+    """Replicas: processes that each hold the whole model and take a share of the rows of every
+    batch. `workhorse train --workers N` starts N of them on this machine; under `torchrun` it is
+    the number of processes. With an exact `reduction` the number changes nothing."""
     shard: Annotated[Ways, OnResume.ROUNDED] = 1
-    """Processes that divide weights, gradients and optimizer among them, and share the rows of
-    every batch too (FSDP; ZeRO stage 3, 1910.02054). With `data` there are so many groups."""
+    """Processes that shard weights, gradients and optimizer state (FSDP; ZeRO stage 3, 1910.02054)
+    and also share the rows of every batch. With `data` there are that many such groups."""
     context: Annotated[Ways, OnResume.ROUNDED] = 1
-    """Processes that divide each sequence: every one has consecutive tokens of it, and takes the
-    keys and values before them from the others (2407.21783 §3.3.2). They divide weights too, as
-    those of `shard` do, once `shard` is more than 1."""
+    """Processes that split each sequence into consecutive chunks; each takes the keys and values
+    before its chunk from the others (2407.21783 §3.3.2). With `shard` above 1 they shard the
+    weights too."""
     tensor: Annotated[Ways, OnResume.ROUNDED] = 1
-    """Processes that divide every layer: each has some heads, hidden features and tokens of the
+    """Processes that split every layer: each has some heads, hidden features and tokens of the
     vocabulary (1909.08053), and between layers some tokens of each sequence (2205.05198 §4.2.2).
-    They send each other most, so they are neighbours."""
+    They communicate most, so they get neighbouring ranks."""
     pipeline: Annotated[Ways, OnResume.ROUNDED] = 1
-    """Processes that have consecutive layers each, the stages of a pipeline (1811.06965), through
-    which micro-batches go one after another: one forward and one backward pass in turn (2104.04473
-    §2.2.1). Without a `micro_batch_size` there are at least four of them for each stage, as far as
-    there are rows. Stages send each other least, so they are farthest apart."""
+    """Pipeline stages of consecutive layers (1811.06965); micro-batches alternate one forward and
+    one backward pass (1F1B, 2104.04473 §2.2.1). Without a `micro_batch_size` there are at least
+    four micro-batches per stage, if there are enough rows. Stages communicate least, so their ranks
+    are farthest apart."""
     expert: Annotated[Ways, OnResume.ROUNDED] = 1
-    """Of the processes of `data` and `shard`, so many divide the routed experts of every mixture
-    and send each other tokens (2006.16668 §3). Experts stay in so many parts with `shard` too."""
+    """Of the `data` × `shard` processes, how many share the routed experts of every mixture,
+    sending each other tokens (2006.16668 §3). `shard` does not divide experts further."""
     reduction: Annotated[
         FastConfig | ExactConfig, Field(discriminator="kind"), OnResume.ROUNDED
     ] = FastConfig()
     """How gradients are added up."""
-    patience: Annotated[float, OnResume.TAKEN] = Field(default=1800.0, gt=0, le=LONGEST_PATIENCE)
-    """Seconds without a step, with its validation and its save, after which each of several
-    processes prints where it is, and ends: one of them hangs, and all would wait for it."""
+    patience: Annotated[float, OnResume.TAKEN] = Field(
+        default=LONGEST_PATIENCE, gt=0, le=LONGEST_PATIENCE
+    )
+    """Seconds that a run of several processes may go without a step (with its validation and save);
+    then each prints its stack traces and exits, since one hangs and the rest would wait for it."""
 
     @property
     def ways(self) -> dict[str, int]:
@@ -196,6 +198,8 @@ class ParallelismConfig(Config):
         rest = self.processes // self.data
         if processes % rest:
             named = self._times("shard", "context", "tensor", "pipeline")
+            if processes == 1:
+                raise ConfigError(f"{named} needs several processes, and this is one; give 1")
             verb = "do" if " times " in named else "does"
             raise ConfigError(
                 f"{named} {verb} not divide {processes} processes; choose divisors, or 1"

@@ -55,6 +55,8 @@ def limits(
 
     def needed(rows: int, length: int) -> int:
         batch = rows * mesh.parts * mesh.pipeline  # so that the first stage is as full as it gets
+        if train.batch_size > batch:  # in several micro-batches, whose gradients are summed
+            batch *= 2
         changed = train.replace(batch_size=batch, micro_batch_size=rows, seq_len=length)
         longer = config.replace(max_seq_len=max(config.max_seq_len, length))
         return max(update, memory(longer, changed, device, mesh, updates=False).total)

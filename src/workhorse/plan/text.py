@@ -113,8 +113,9 @@ def _limits(limits: dict[str, Any], train: dict[str, Any], devices: int) -> Iter
         yield f"no mesh of up to {MOST_DEVICES:,} devices that was tried holds it"
     elif mesh["devices"] > 1:
         ways = [f"{name} {mesh[name]}" for name in ("shard", "tensor") if mesh[name] > 1]
-        held = _counted(mesh["data"] * mesh["shard"], "row")
-        yield f"at least {mesh['devices']:,} devices ({', '.join(ways)}) for {held} at once"
+        each = "each" if mesh["tensor"] == 1 else f"every {mesh['tensor']} of them"
+        fewest = f"{mesh['devices']:,} devices ({', '.join(ways)})"
+        yield f"at least {fewest}, for one row at once on {each}"
 
 
 def _time(plan: dict[str, Any]) -> Iterator[str]:

@@ -63,7 +63,7 @@ def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
 
 
 def remarks_on(recipe: Recipe) -> list[str]:
-    """What a new run by a recipe may hold that nobody meant, in one line each."""
+    """Likely mistakes in the recipe of a new run, one line each."""
     preset, seq_len = recipe.model.get("preset"), recipe.train.seq_len
     if preset is None or "max_seq_len" in recipe.model:
         return []

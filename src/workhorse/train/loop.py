@@ -138,7 +138,7 @@ class Loop:
         self.step.scale.load(checkpoint.state["loss_scale"])
         self.counters = Counters(**{**checkpoint.state["counters"], "rows": rows})
         if self.counters.bad_in_a_row >= self.config.max_bad_steps:
-            self.counters.bad_in_a_row = 0  # it ended for them, and shall have another chance
+            self.counters.bad_in_a_row = 0  # the run stopped for them; give it another chance
         set_random_state(checkpoint.state["random"])
 
     def run(self, signals: StopSignals, progress: Callable[[], None] = lambda: None) -> bool:

@@ -187,14 +187,14 @@ def _check_processes(recipe: Recipe, size: int) -> None:
         there = "this is one" if size == 1 else f"there are {size}"
         raise WorkhorseError(
             f"parallel asks for {asked} processes, and {there}; start as many, by workhorse train "
-            f"--workers {asked} or by torchrun, or change {_named(recipe.parallel)}"
+            f"--workers {asked} or by torchrun, or give {_named(recipe.parallel)}"
         )
 
 
 def _named(parallel: ParallelismConfig) -> str:
-    """The keys by which there are several processes."""
-    several = [f"parallel.{name}" for name, ways in parallel.ways.items() if ways > 1]
-    return ", ".join(several) or "parallel.data"
+    """The settings by which there is one process."""
+    several = [f"parallel.{name}=1" for name, ways in parallel.ways.items() if ways > 1]
+    return " ".join(several) or "parallel.data=1"
 
 
 def rehearse(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resumption:

@@ -19,7 +19,7 @@ def prepare_for_inference(decoder: Decoder, *, compile: bool = False) -> Decoder
             if they are there, and compiled in the background for the next start.
 
     Returns:
-        The decoder to use: the same one unless it is compiled.
+        The decoder to use in place of the one given.
 
     Raises:
         WorkhorseError: the decoder cannot be compiled.

@@ -307,6 +307,12 @@ class RunDirectory:
     def _check_is_run(self) -> None:
         if not self.exists:
             if any(self.path.glob("*.safetensors")):
+                run = self.path.parent.parent
+                if RunDirectory(run).exists:
+                    raise WorkhorseError(
+                        f"{self.path} is a checkpoint of the run {run}; give the run, whose newest "
+                        "checkpoint is taken"
+                    )
                 raise WorkhorseError(
                     f"{self.path} has weights and no config.json; put the model's beside them"
                 )

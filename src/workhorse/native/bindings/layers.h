@@ -285,8 +285,10 @@ inline std::tuple<Tensor, Tensor> norm_backward(const Tensor& dy, const Tensor& 
   return {dx, norm.sums.sum(0)};
 }
 
+constexpr int64_t kIgnored = -100;  // as PyTorch's losses have it
+
 // Sums of the losses of logits (tokens, vocab): cross-entropy and z-loss. The logits are overwritten with
-// the gradient of both together. Rows with a negative target are ignored.
+// the gradient of both together. Rows with the target kIgnored are left out.
 inline Tensor loss_into_gradient_(Tensor& logits, const Tensor& targets, double multiplier, double z_loss) {
   const int64_t tokens = logits.size(0), vocab = logits.size(1);
   TORCH_CHECK(logits.is_contiguous() && targets.is_contiguous() && targets.numel() == tokens &&
@@ -294,15 +296,15 @@ inline Tensor loss_into_gradient_(Tensor& logits, const Tensor& targets, double 
               "workhorse: the loss needs contiguous logits and, for each row, a contiguous int64 target");
   const int64_t* wanted = from<int64_t>(targets);
   for (int64_t i = 0; i < tokens; i++)
-    TORCH_CHECK(wanted[i] < vocab, "workhorse: target ", wanted[i], " is out of range for ", vocab,
-                " logits");
+    TORCH_CHECK(wanted[i] == kIgnored || (0 <= wanted[i] && wanted[i] < vocab), "workhorse: target ", wanted[i],
+                " is out of range for ", vocab, " logits");
   const Tensor losses = at::zeros({2, tokens}, logits.options().dtype(at::kFloat));
   float* loss = into<float>(losses);
   by_type(logits, [&]<class T>(T) {
     T* rows = into<T>(logits);
     torch::stable::parallel_for(0, tokens, kShare / vocab + 1, [&](int64_t i, int64_t end) {
       for (; i < end; i++)
-        if (T* row = rows + i * vocab; wanted[i] < 0) {
+        if (T* row = rows + i * vocab; wanted[i] == kIgnored) {
           std::fill(row, row + vocab, T{});
         } else {
           const auto of_row = cross_entropy::loss_into_gradient(vocab, row, wanted[i], float(multiplier), float(z_loss));

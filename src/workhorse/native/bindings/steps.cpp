@@ -34,7 +34,7 @@ class Prepared {
   Prepared(const Tensor& program, const Tensor& numbers, const Tensor& registers, const std::vector<Tensor>& weights,
            const std::vector<Tensor>& angles, const Tensor& tokens, const Tensor& lengths,
            const std::vector<Tensor>& tables, const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
-           const Tensor& reaches, int64_t wanted, const Tensor& logits, ScalarType type)
+           const Tensor& reaches, int64_t few, int64_t wanted, const Tensor& logits, ScalarType type)
       : weights_(weights), angles_(angles), type_(type) {
     pass_.instructions = reinterpret_cast<const Instruction*>(whole(program, 2, "program"));
     pass_.count = program.size(0);
@@ -45,6 +45,7 @@ class Prepared {
     pass_.tokens = whole(tokens, 2, "tokens");
     pass_.batch = tokens.size(0);
     pass_.seq = tokens.size(1);
+    pass_.few = few;
     pass_.wanted = wanted;
     STD_TORCH_CHECK(keys.size() == values.size() && !keys.empty() && keys[0].dim() == 4,
                     "workhorse: every layer needs keys and values");
@@ -209,7 +210,7 @@ class Prepared {
 Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& registers,
                    const std::vector<Tensor>& weights, const std::vector<Tensor>& angles, const Tensor& tokens,
                    const Tensor& lengths, const std::vector<Tensor>& tables, const std::vector<Tensor>& keys,
-                   const std::vector<Tensor>& values, const Tensor& reaches, int64_t wanted, int64_t vocab) {
+                   const std::vector<Tensor>& values, const Tensor& reaches, int64_t few, int64_t wanted, int64_t vocab) {
   STD_TORCH_CHECK(!keys.empty() && registers.dim() == 2 && tokens.dim() == 2 && wanted > 0 && wanted <= tokens.size(1),
                   "workhorse: a step needs tokens (batch, seq), and keys and values");
   const ScalarType type = keys[0].scalar_type();
@@ -217,8 +218,8 @@ Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& r
                   "workhorse: the first register is for ", vocab, " logits");
   Tensor logits = torch::stable::new_empty(keys[0], {tokens.size(0), wanted, vocab});
   const auto run = [&]<class T>(T) {
-    Prepared<T>(program, numbers, registers, weights, angles, tokens, lengths, tables, keys, values, reaches, wanted,
-                logits, type)
+    Prepared<T>(program, numbers, registers, weights, angles, tokens, lengths, tables, keys, values, reaches, few,
+                wanted, logits, type)
         .run();
   };
   if (type == ScalarType::BFloat16) run(BFloat16{});
@@ -233,7 +234,7 @@ Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& r
 STABLE_TORCH_LIBRARY_FRAGMENT(workhorse, m) {
   m.def(
       "decode_step(Tensor program, Tensor numbers, Tensor registers, Tensor[] weights, Tensor[] angles, Tensor "
-      "tokens, Tensor lengths, Tensor[] tables, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor reaches, int wanted, int vocab) "
+      "tokens, Tensor lengths, Tensor[] tables, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor reaches, int few, int wanted, int vocab) "
       "-> Tensor");
 }
 

@@ -1,5 +1,6 @@
-// Attention for training, forward and backward (FlashAttention-2, 2307.08691 §3.1), one head at a time,
-// for T = BFloat16 or float. Tiles of scores hold keys as rows and queries as columns, so that the softmax
+// Attention for training, one head at a time, for T = BFloat16 or float. The forward pass takes 64 queries by
+// all keys, with an ordinary softmax; the backward pass computes the weights again from the normaliser of each
+// query (FlashAttention-2, 2307.08691 §3.1). Tiles of scores hold keys as rows and queries as columns, so that the softmax
 // of a query stays in one lane and no tile of scores has to be transposed.
 #pragma once
 

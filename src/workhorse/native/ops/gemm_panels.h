@@ -21,6 +21,8 @@ constexpr bool kPairs = false;
 template <class T>
 constexpr int kOfWord = kPairs ? sizeof(Word) / sizeof(T) : 1;  // numbers
 
+constexpr int64_t kAhead = 64;  // words of a row to ask for before they are put in order
+
 template <class T>
 constexpr int64_t words(int64_t numbers) { return (numbers + kOfWord<T> - 1) / kOfWord<T>; }
 
@@ -66,8 +68,10 @@ struct Operand {
       for (int g = 0; g < W; g += 16) {
         U32x16 v[16];
         for (int i = 0; i < 16; i++) {
+          const T* const row = from + (g + i) * stride + k * kOfWord<T>;
           const bool there = g + i < lanes;
-          v[i] = there ? load_words(from + (g + i) * stride + k * kOfWord<T>, depth - k * kOfWord<T>) : U32x16{};
+          expect(row + kAhead * kOfWord<T>);
+          v[i] = there ? load_words(row, depth - k * kOfWord<T>) : U32x16{};
         }
         transpose(v);
         for (int i = 0; i < 16 && k + i < words<T>(depth); i++) put(to + (k + i) * W + g, v[i]);

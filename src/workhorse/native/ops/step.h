@@ -2,8 +2,8 @@
 //
 // Its values are registers, matrices with a row for each token; a packed one holds fixed-point numbers for
 // products with packed weights. An instruction reads and writes whole registers, and is divided among the
-// threads by outputs or by rows, so that no sum depends on how many there are. One that `waits` begins once
-// all before it have ended; Python knows which need to (transforms/steps/program.py).
+// threads by outputs or by rows, so that no sum depends on how many there are. One with
+// `waits` set is preceded by a barrier; transforms/steps/program.py decides which need one.
 #pragma once
 
 #include <cmath>
@@ -12,6 +12,7 @@
 
 #include "ops/activations.h"
 #include "ops/attend.h"
+#include "ops/gemm_vectors.h"
 #include "ops/linear.h"
 #include "ops/packed_linear.h"
 #include "ops/team.h"
@@ -89,6 +90,7 @@ struct Pass {
   std::vector<Seen> seen;
   const int64_t *tokens, *positions;  // (batch, seq)
   int64_t batch, seq, block;          // `block`: slots of one
+  int64_t few;                        // rows for which linear layers are dot products; for more they are gemms
   int64_t wanted;                     // tokens of each text that logits are wanted of, the last ones
   int64_t shares;
 
@@ -105,7 +107,8 @@ struct Pass {
   }
 
  private:
-  static constexpr int64_t kUnitBytes = 1 << 15;  // of weights that a thread reads at a time
+  static constexpr int64_t kUnitBytes = 1 << 15;    // of weights that a thread reads at a time
+  static constexpr int64_t kUnitColumns = 1 << 7;   // of a gemm, at most
 
   T* row(int64_t reg, int64_t r) const {
     return (T*)registers[reg].at + r * registers[reg].width;
@@ -228,12 +231,27 @@ struct Pass {
 
   template <class Divide>
   void linear(const Instruction& now, int64_t rows, const Divide& divide) const {
+    if (rows > few) return gemm(now, rows, divide);
     const int64_t in = width(now.from), out = now.options[0];
     const int64_t size = std::max<int64_t>(1, kUnitBytes / (in * sizeof(T)) / linear::kOut) * linear::kOut;
     const linear::Layer<T> layer{weight<T>(now.weight), weight<T>(now.bias), row(now.to, 0), out};
     const linear::Rows<T> all{row(now.from, 0), rows, in};
     divide((out + size - 1) / size,
            [&](int64_t unit) { all.run(layer, unit * size, std::min(out, (unit + 1) * size)); });
+  }
+
+  // A unit has some outputs of all rows, so that each part of W is put in order once.
+  template <class Divide>
+  void gemm(const Instruction& now, int64_t rows, const Divide& divide) const {
+    const int64_t in = width(now.from), out = now.options[0];
+    const gemm_vectors::Product<T> product{
+        {{{row(now.from, 0), in, true}, {weight<T>(now.weight), in, true}, in}},
+        row(now.to, 0),
+        out,
+        weight<T>(now.bias)};
+    const int64_t size = std::min(kUnitColumns, part(out, out / (4 * shares) + 1, gemm_vectors::kWide));
+    divide((out + size - 1) / size,
+           [&](int64_t unit) { product.run(0, rows, unit * size, std::min(out, (unit + 1) * size)); });
   }
 
   template <class Divide>

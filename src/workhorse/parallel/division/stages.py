@@ -108,7 +108,7 @@ def divide_stages(objective: nn.Module, pipeline: Pipeline, dtype: torch.dtype) 
 
 
 class _FromBefore(nn.Module):
-    """In place of the embedding, what the stage before gives."""
+    """Replaces the embedding: receives the previous stage's output."""
 
     def __init__(self, pipeline: Pipeline, d_model: int, tokens: nn.Module | None) -> None:
         super().__init__()
@@ -131,9 +131,9 @@ class _FromBefore(nn.Module):
 
 
 class _ToNext(nn.Module):
-    """In place of the final norm; gives the stage after what the layers made.
+    """Replaces the final norm: sends the layers' output to the next stage.
 
-    Its result holds no numbers, and what comes as the gradient of it is not that of any.
+    Its own output, and the gradient that it gets for that, carry no values.
     """
 
     def __init__(self, pipeline: Pipeline) -> None:

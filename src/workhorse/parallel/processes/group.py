@@ -12,7 +12,7 @@ Change = Callable[[Tensor], Tensor]
 
 
 class Group:
-    """Some processes of a run; what one calls of this, all of them call, in the same order.
+    """Some of a run's processes. Methods are collective: all of them call each, in the same order.
 
     Where one of them has gone, the others get a RuntimeError, which `open_world` turns into a
     `LostError`.
@@ -86,12 +86,12 @@ class Group:
         return int(self.largest(torch.tensor(number)))
 
     def wait(self) -> None:
-        """Wait until all others wait too."""
+        """Wait at a barrier."""
         self.most(0)
 
     @contextmanager
     def first_before_others(self) -> Generator[None]:
-        """Let the first process do what stands inside, then all others, who find it done."""
+        """Run the body on the first process, then on the others, which find its work done."""
         if not self.is_first:
             self.wait()
         yield

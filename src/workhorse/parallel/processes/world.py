@@ -14,12 +14,17 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import Store
 
 from workhorse.errors import WorkhorseError
-from workhorse.parallel.config import UNDIVIDED, ParallelismConfig, share_of
+from workhorse.parallel.config import (
+    LONGEST_PATIENCE,
+    UNDIVIDED,
+    ParallelismConfig,
+    share_of,
+)
 from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.meeting import meet
 
-PATIENCE = timedelta(minutes=30)
+PATIENCE = timedelta(seconds=LONGEST_PATIENCE)
 """How long a process waits for the others: the first one may be saving, or reading its text."""
 REFUSED = "refused"
 """In the store: how many processes are."""
@@ -28,11 +33,11 @@ TELLING = 2.0
 
 
 class LostError(WorkhorseError):
-    """Another process has gone."""
+    """Another process of the run exited or stopped responding."""
 
 
 class ToldError(LostError):
-    """Another process says what is wrong."""
+    """Another process of the run exited or stopped responding, and has said why."""
 
 
 class World(Group):

@@ -63,7 +63,7 @@ class Objective(nn.Module, ABC):
 
 
 class Wrapped(Objective):
-    """Another objective, of whose methods all are as they were but `forward`.
+    """An objective that wraps another and changes only `forward`.
 
     Args:
         objective: the other one.

@@ -15,8 +15,7 @@ class JumpConfig(Config):
     """
 
     deviations: float = Field(default=8.0, gt=0)
-    """A loss jumps if it is so many standard deviations above the mean of the last `window` that
-    did not."""
+    """How many standard deviations above the mean of the last `window` normal losses is a jump."""
     window: int = Field(default=100, ge=2, le=10_000)
     """Steps that a loss is compared with."""
     in_a_row: int = Field(default=2, ge=1)

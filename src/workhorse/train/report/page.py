@@ -54,7 +54,7 @@ def contents(run: RunDirectory) -> dict[str, Any]:
     return {
         "title": recipe["name"],
         "description": recipe.get("description", ""),
-        "settings": starts[0].get("settings", []),  # not in runs of before
+        "settings": starts[0].get("settings", []),  # absent from older runs
         "figures": figures(of_kind),
         "charts": [chart for chart in charts(of_kind) if chart],
         "experts": experts(of_kind),
@@ -74,7 +74,7 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
     if starts := of_kind.get("start"):
         start = starts[-1]
         rows.append(("parameters", shown(start["parameters"])))
-        active = start.get("active_parameters", start["parameters"])  # not in runs of before
+        active = start.get("active_parameters", start["parameters"])  # absent from older runs
         if active != start["parameters"]:
             rows.append(("parameters that work on a token", shown(active)))
         of_steps = f" of {start['steps']:,}"
@@ -90,7 +90,7 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
                     f"{last['bits_per_byte']:.4f}",
                 )
             )
-        if unknown := last.get("unknown_rate"):  # not in runs of before
+        if unknown := last.get("unknown_rate"):  # absent from older runs
             rows.append(("of the held-out tokens unknown, so both too low", f"{unknown:.2%}"))
     if steps:
         last = steps[-1]
@@ -124,7 +124,7 @@ def memory(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
     """The most that each process held, in the session that needed most."""
     ends = [event["peak_memory"] for event in of_kind.get("end", []) if "peak_memory" in event]
     peaks = sorted(max(ends, key=max, default=[0]))
-    if not peaks[-1]:  # a run of before, or a system that does not say
+    if not peaks[-1]:  # an older run, or a system that does not say
         return []
     each = " each" if len(peaks) > 1 else ""
     most = size(peaks[-1])
@@ -142,7 +142,7 @@ def goodput(of_kind: dict[str, list[Event]], useful: float) -> list[tuple[str, s
         (event["time"], kind)
         for kind in ("start", "end")
         for event in of_kind.get(kind, [])
-        if "time" in event  # not in runs of before
+        if "time" in event  # absent from older runs
     ]
     spent, killed = 0.0, False
     for (begin, kind), (end, following) in pairwise(sorted(marks)):
@@ -215,7 +215,7 @@ def validation_series(events: list[Event], key: str) -> list[Series]:
 
 
 def _is_whole(validation: Event) -> bool:
-    return validation.get("whole", True)  # not in runs of before
+    return validation.get("whole", True)  # absent from older runs
 
 
 def over_mixtures(

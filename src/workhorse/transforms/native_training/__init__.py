@@ -24,7 +24,7 @@ def train_natively(root: nn.Module, operators: Operators, *, precision: str = "h
 
     Args:
         root: on the CPU, in float32 or bfloat16.
-        operators: of training and of the matrix unit, those that there are.
+        operators: of training, the matrix unit and vectors, as far as there are any.
         precision: of float32 gemms; see `Gemm`.
 
     Raises:

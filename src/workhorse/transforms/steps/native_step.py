@@ -1,9 +1,9 @@
 """A decoder whose steps are one call of a native operator.
 
-Between the modules of a step lie a hundred calls of Python and as many times at which threads are
-woken and wait for each other; for a small model both cost more than reading its weights. The
-operator runs the whole step in one parallel region. What it computes follows from the modules
-(`program.py`); where they compute something it has no instruction for, they do it themselves.
+Module by module, a step makes a hundred Python calls and as many thread barriers; for a small
+model either costs more than reading the weights. The operator runs the whole step in one parallel
+region. What it computes follows from the modules (`program.py`); where they compute something it
+has no instruction for, they do it themselves.
 """
 
 import threading
@@ -13,7 +13,6 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
-from workhorse.instructions import cpu_has
 from workhorse.native import Operators, Steps
 from workhorse.nn import Decoder
 from workhorse.nn.cache.fixed import tensors_of
@@ -28,10 +27,10 @@ from workhorse.transforms.steps.program import Program, Turn
 from workhorse.transforms.steps.recorded import CannotTranslate
 from workhorse.transforms.steps.translate import translate
 
-MOST_ROWS = {torch.bfloat16: 256, torch.float32: 32}
-"""Tokens of a pass, of all texts together; for more, gemms that reuse weights are faster."""
-MOST_WIDENED = 64
-"""The same in bfloat16 without instructions for it."""
+FEW_ROWS = {torch.bfloat16: 64, torch.float32: 32}
+"""Tokens of a pass, of all texts together, up to which its products are dot products."""
+MOST_ROWS = 256
+"""For more, attention that computes whole blocks of scores is faster."""
 
 
 def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
@@ -47,12 +46,12 @@ def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
         operators: `steps` among them.
     """
     check(decoder, "step_natively")
-    most_rows = MOST_ROWS.get(next(decoder.parameters()).dtype, 0)
-    if not cpu_has("avx512_bf16"):
-        most_rows = min(most_rows, MOST_WIDENED)
+    few = FEW_ROWS.get(next(decoder.parameters()).dtype, 0)
+    # Without gemms in vectors PyTorch's are as quick.
+    most = few if operators.vectors is None else MOST_ROWS
     if operators.matrix_unit is not None:  # which is faster for more than one
-        most_rows = 1
-    options = {"steps": operators.steps, "most_rows": most_rows, "angles": Angles()}
+        few = most = min(few, 1)
+    options = {"steps": operators.steps, "few": few, "most": most, "angles": Angles()}
     kind = SteppingCompiledDecoder if type(decoder) is CompiledDecoder else SteppingDecoder
     made = become(decoder, kind, **options, watch=Watch(decoder.modules()))
     record(made, "step_natively")
@@ -60,13 +59,13 @@ def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
 
 
 class Angles:
-    """Cosines and sines of rotations by position, as far as texts have come."""
+    """RoPE's cosines and sines, kept up to the longest position needed so far."""
 
     def __init__(self) -> None:
         self._tables: dict[Turn, tuple[Tensor, Tensor]] = {}
 
     def upto(self, length: int, turns: Sequence[Turn]) -> list[Tensor]:
-        """Those of positions below `length`, at least: for each turn, (positions, pairs) twice."""
+        """Tables of positions below `length`: each turn's cosines and sines, (positions, pairs)."""
         return [table for turn in turns for table in self._upto(length, turn)]
 
     def _upto(self, length: int, turn: Turn) -> tuple[Tensor, Tensor]:
@@ -83,7 +82,8 @@ class SteppingDecoder(Decoder):
     """See `step_natively`."""
 
     steps: Steps
-    most_rows: int
+    few: int
+    most: int
     angles: Angles
     watch: Watch
     translated: "Translated | None" = None
@@ -91,7 +91,7 @@ class SteppingDecoder(Decoder):
     @property
     def rows_apart(self) -> int:
         stepping = not self.watch.sees_hooks and self._program() is not None
-        return self.most_rows if stepping else super().rows_apart
+        return self.few if stepping else super().rows_apart
 
     def next_logits(
         self, tokens: Tensor, *, positions: Tensor | None = None, cache: CacheView | None = None
@@ -120,11 +120,11 @@ class SteppingDecoder(Decoder):
         if not isinstance(cache, PagedView) or torch.is_grad_enabled():
             return None
         rows, seq = tokens.shape
-        # A window has room for a few tokens before it must let go of others.
+        # A windowed cache takes `slack` + 1 new tokens before it must evict any.
         fits = seq <= cache.slack + 1 or not any(cache.cache.pools)
         if self.max_positions is not None:
             fits = fits and cache.length + seq <= self.max_positions
-        if not fits or not 0 < rows * seq <= self.most_rows or rows != len(cache.lengths):
+        if not fits or not 0 < rows * seq <= self.most or rows != len(cache.lengths):
             return None
         return None if self.watch.sees_hooks else self._program()
 
@@ -162,11 +162,14 @@ class SteppingDecoder(Decoder):
                 keys=tensors.keys,
                 values=tensors.values,
                 reaches=program.reaches,
+                few=self.few,
                 wanted=wanted,
                 vocab=self.config.vocab_size,
             )
         except RuntimeError:
-            look_up(self.embedding.tokens, tokens)  # says so if an id is not in the vocabulary
+            look_up(
+                self.embedding.tokens, tokens
+            )  # raises a clearer error if an id is out of range
             raise
         view.lengths += seq
         view.advance(seq)
@@ -198,4 +201,4 @@ class Translated:
 
 
 class SteppingCompiledDecoder(SteppingDecoder, CompiledDecoder):
-    """Whose other steps are compiled programs."""
+    """A `SteppingDecoder` that falls back to compiled steps."""

@@ -1,4 +1,4 @@
-"""A program of a decoder's step under construction: instructions, registers, and who waits."""
+"""A step's program under construction: instructions, registers and barriers."""
 
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass

@@ -19,7 +19,7 @@ ADDITIONS = (torch.add, Tensor.add, Tensor.__add__)
 
 
 class CannotTranslate(Exception):
-    """What a decoder computes that no instruction does."""
+    """A decoder computes something that no instruction covers."""
 
 
 class Computed(NamedTuple):
@@ -41,7 +41,7 @@ def record_modules(decoder: Decoder, kinds: Collection[type[nn.Module]]) -> list
 
     Args:
         decoder: to run once.
-        kinds: exact types of the modules that are recorded; others are looked into.
+        kinds: exact types of the modules that are recorded; others are through their children.
 
     Raises:
         CannotTranslate: anything else happens between token and logits.

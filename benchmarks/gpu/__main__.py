@@ -1,4 +1,4 @@
-"""What to measure on a GPU, in eight blocks of less than ten minutes each; results are kept as they come.
+"""What to measure on a GPU, in eight blocks of less than ten minutes each, kept as it comes.
 
     python -m benchmarks.gpu BLOCK … [--device cpu --tiny] [--out FILE]
 

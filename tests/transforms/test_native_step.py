@@ -188,7 +188,7 @@ def test_many_rows_are_multiplied_by_gemms(
     if rows == decoder.few:
         pytest.skip("many rows are left to PyTorch's or the matrix unit's gemms here")
     prompts, tokens = torch.randint(0, 61, (rows, 3)), torch.randint(0, 61, (rows, 2))
-    exact = _rows_along(built().double(), prompts, tokens)
+    exact = _rows_along(built(dtype=dtype).double(), prompts, tokens)
     found = _rows_along(decoder, prompts, tokens)
     assert calls == [(rows, 1)] * 2
     expected = _rows_along(built(dtype=dtype), prompts, tokens)

@@ -30,11 +30,11 @@ class Heap:
         torch.ops.workhorse_heap.give_back.default()
 
 
-def load() -> Heap:
+def load(*, wait: bool) -> Heap:
     """The heap; if it was never compiled on this machine, that takes a few seconds.
 
     Raises:
         build.Unavailable: why it cannot be used, in one line.
     """
-    build.load(build.ensure("heap", wait=True))
+    build.load(build.ensure("heap", wait=wait))
     return Heap()

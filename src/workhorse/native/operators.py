@@ -1,5 +1,6 @@
 """The native operators that this machine can run: resolved once, when a model or step is built."""
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -13,6 +14,16 @@ from workhorse.native.training import Training
 from workhorse.native.vectors import Vectors
 
 Library = Literal["decoding", "heap", "matrix_unit", "steps", "training", "vectors"]
+
+
+LOADERS: dict[Library, Callable[..., object]] = {
+    "decoding": decoding.load,
+    "heap": heap.load,
+    "matrix_unit": matrix_unit.load,
+    "steps": steps.load,
+    "training": training.load,
+    "vectors": vectors.load,
+}
 
 
 @dataclass(frozen=True)
@@ -36,7 +47,7 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
         libraries: the libraries to load.
         wait: compile now those that never were on this machine, which takes a few seconds each.
             Otherwise they are compiled in the background, and this process runs without them.
-            Training's library and the heap's are always waited for.
+            Training waits.
 
     Raises:
         WorkhorseError: this CPU does not have the instructions asked for.
@@ -45,23 +56,7 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
     why_not: dict[Library, str] = {}
     for library in libraries:
         try:
-            found[library] = _load(library, wait)
+            found[library] = LOADERS[library](wait=wait)
         except Unavailable as reason:
             why_not[library] = str(reason)
     return Operators(**found, why_not=why_not)
-
-
-def _load(library: Library, wait: bool) -> object:
-    match library:
-        case "training":
-            return training.load()
-        case "heap":
-            return heap.load()
-        case "decoding":
-            return decoding.load(wait=wait)
-        case "matrix_unit":
-            return matrix_unit.load(wait=wait)
-        case "steps":
-            return steps.load(wait=wait)
-        case "vectors":
-            return vectors.load(wait=wait)

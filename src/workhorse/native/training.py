@@ -283,13 +283,13 @@ class Training(BlockOperators):
         torch.ops.workhorse.split_move_.default(weights, low_bits, updates, kept, size)
 
 
-def load() -> Training:
+def load(*, wait: bool) -> Training:
     """The operators, compiled first, for a few seconds, if they never were on this machine.
 
     Raises:
         build.Unavailable: why they cannot be called, in one line.
     """
-    _load(build.ensure("training", wait=True))
+    _load(build.ensure("training", wait=wait))
     return Training(_attention_types())
 
 

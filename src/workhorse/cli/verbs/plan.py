@@ -69,3 +69,4 @@ def command(
         from workhorse.plan.page import write_page
 
         write_page(page, found)
+        click.echo(f"page {page}", err=True)

@@ -196,9 +196,7 @@ class _FeedForward(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         rows, *saved = ctx.saved_tensors
-        count = (
-            len(saved) // 3
-        )  # weight, bias and output of each branch, then weight and bias of down
+        count = (len(saved) - 2) // 3  # of branches; each has a weight, a bias and what it gave
         (down, _), *branches = _pairs(saved[:-count])
         hidden = saved[-count:]
         dy = above[0].reshape(rows.shape).contiguous()

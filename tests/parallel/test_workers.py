@@ -85,7 +85,7 @@ def test_a_killed_worker_costs_the_others_nothing(tmp_path: Path) -> None:
 
 
 def test_workers_save_and_end_when_what_started_them_is_gone(tmp_path: Path) -> None:
-    process, out = begun(tmp_path, fields(tmp_path, GATED, steps=100_000, checkpoint_every=100_000))
+    process, out = begun(tmp_path, fields(tmp_path, GATED, steps=100_000, checkpoint_every=5))
     process.kill()
     _, said = process.communicate(timeout=120)  # until the workers, who have its pipes, end too
     assert "Traceback" not in said

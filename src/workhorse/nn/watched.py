@@ -54,6 +54,7 @@ class Held:
             for module in root.modules()
             for members in (module._modules, module._parameters, module._buffers)
             for name, one in members.items()
+            if one is not None
         ]
         self._members, self._names, self._held = zip(*held, strict=True)
 

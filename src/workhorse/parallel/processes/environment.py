@@ -67,7 +67,9 @@ def agent_began() -> float:
 
 
 def end_with_agent() -> None:
-    """End this process by SIGTERM, so that it saves, soon after that which started it has gone."""
+    """End this process by SIGTERM, so that it saves, soon after its agent, if any, has gone."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return
     agent = os.getppid()
 
     def watch() -> None:

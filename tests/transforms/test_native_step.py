@@ -344,3 +344,20 @@ torch.save(along(decoder, tokens[:, :3], tokens), sys.argv[2])
     command = [sys.executable, "-c", code, str(tmp_path / "pickled"), str(tmp_path / "there")]
     subprocess.run(command, check=True)
     assert torch.equal(torch.load(tmp_path / "there"), here)
+
+
+def test_exact_texts_do_not_depend_on_how_much_of_a_prompt_is_known() -> None:
+    """Parts of a prompt that others share are read once, so that pieces have other lengths."""
+    config = local_and_global().to_dict()
+    config["blocks"]["local"]["attention"]["window"] = None
+    decoder = quick(randomised(DecoderConfig.from_dict(config).build(dtype=torch.bfloat16).eval()))
+    shared = torch.randint(0, 61, (300,)).tolist()
+    prompts = [shared[:known] + [known % 61] * more for known, more in ((100, 90), (128, 99))]
+    prompts += [shared, shared[:257]]
+    how = GenerationConfig(max_new_tokens=4, temperature=0, exact=True, logprobs=1)
+    alone = [next(iter(generate(decoder, [prompt], how))) for prompt in prompts]
+    for given in (prompts, prompts[::-1]):
+        found = generate(decoder, given, how)
+        expected = [alone[prompts.index(prompt)] for prompt in given]
+        assert [text.tokens for text in found] == [text.tokens for text in expected]
+        assert [text.logprobs for text in found] == [text.logprobs for text in expected]

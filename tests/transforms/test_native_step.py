@@ -361,3 +361,14 @@ def test_exact_texts_do_not_depend_on_how_much_of_a_prompt_is_known() -> None:
         expected = [alone[prompts.index(prompt)] for prompt in given]
         assert [text.tokens for text in found] == [text.tokens for text in expected]
         assert [text.logprobs for text in found] == [text.logprobs for text in expected]
+
+
+def test_a_cache_made_in_inference_mode_is_used_outside_of_it() -> None:
+    decoder, tokens = quick(built()), torch.randint(0, 61, (1, 6))
+    with torch.inference_mode():
+        cache = paged(decoder, 1, 6)
+        decoder(tokens[:, :4], cache=cache)
+        decoder.next_logits(tokens[:, 4:5], cache=cache)
+    with torch.no_grad():
+        found = decoder.next_logits(tokens[:, 5:], cache=cache)
+    assert error(found, along(built(), tokens[:, :5], tokens[:, 5:])[:, 0]) <= 1e-5

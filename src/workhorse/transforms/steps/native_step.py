@@ -171,7 +171,7 @@ class SteppingDecoder(Decoder):
                 self.embedding.tokens, tokens
             )  # raises a clearer error if an id is out of range
             raise
-        view.lengths += seq
+        view.lengths = view.lengths + seq
         view.advance(seq)
         return logits
 

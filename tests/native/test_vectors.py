@@ -9,17 +9,18 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.native.machine import VECTORS, needs_vectors
+from tests.native.machine import VECTORS, needs, needs_vectors
 from workhorse.native import resolve
 from workhorse.native.vectors import Sum
 
 pytestmark = needs_vectors
 FIRST = """
-import torch
-from workhorse.native import vectors
-a, b = torch.ones(256, 64), torch.ones(64, 256)
-product = vectors.load_anywhere(wait=True).gemm(a, b)
-assert torch.equal(product, torch.full((256, 256), 64.0)), product
+import sys, torch
+from workhorse.native import matrix_unit, vectors
+a, b = torch.ones(256, 64).bfloat16(), torch.ones(64, 256).bfloat16()
+load = vectors.load_anywhere if sys.argv[1] == "vectors" else matrix_unit.load
+product = load(wait=True).gemm(a, b)
+assert torch.equal(product, torch.full((256, 256), 64.0).bfloat16()), product
 """
 
 SUM = 2e-6
@@ -165,8 +166,12 @@ def test_refused(a: Tensor, b: Tensor, bias: Tensor | None) -> None:
         VECTORS.gemm(a, b, bias)
 
 
-def test_the_first_product_of_a_process_is_whole() -> None:
+@pytest.mark.parametrize(
+    "library", ["vectors", pytest.param("matrix unit", marks=needs("matrix_unit"))]
+)
+def test_the_first_product_of_a_process_is_whole(library: str) -> None:
     """Its threads are new, and do not know yet how many they are."""
-    command, environment = [sys.executable, "-c", FIRST], os.environ | {"OMP_NUM_THREADS": "2"}
+    environment = os.environ | {"OMP_NUM_THREADS": "2"}
+    command = [sys.executable, "-c", FIRST, library]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr

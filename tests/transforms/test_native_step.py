@@ -138,6 +138,8 @@ def test_steps_of_model_types(model_type: str) -> None:
     stepping = quick(stepping)
     prompts, tokens = torch.randint(3, 60, (2, 5)), torch.randint(3, 60, (2, 6))
     assert error(along(stepping, prompts, tokens), along(plain, prompts, tokens)) <= 1e-5
+    along(stepping, prompts, tokens[:1])  # on the matrix unit a native step has one row
+    assert stepping.translated is not None
     assert (stepping.translated.program is not None) == (model_type in TRANSLATED)
 
 
@@ -213,6 +215,8 @@ def test_packed_weights_are_multiplied_as_by_their_modules(format: FormatName) -
 
 def test_guesses_are_checked_in_one_call(calls: list[tuple[int, ...]]) -> None:
     decoder = quick(built())
+    if decoder.most == 1:
+        pytest.skip("several rows take the matrix unit's operators here")
     for rows in (1, 3):
         assert texts(decoder, rows, 30, guesses=3) == texts(built(), rows, 30)
     assert any(seq > 1 for _, seq in calls)
@@ -275,7 +279,8 @@ def test_several_threads_may_be_the_first(calls: list[tuple[int, ...]]) -> None:
     with ThreadPoolExecutor(4) as threads:
         futures = [threads.submit(texts, decoder, 1, 6) for _ in range(4)]
         assert [one.result() for one in futures] == [expected] * 4
-    assert decoder.rows_apart > 1
+    assert decoder.translated is not None
+    assert decoder.translated.program is not None
     assert calls
 
 

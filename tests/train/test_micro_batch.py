@@ -154,7 +154,7 @@ def test_processes_of_one_machine_need_room_for_all(
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "4")
     quarters = ParallelismConfig(shard=4)
     needed = step_bytes(decoder.config, config(8), CPU, parallel=quarters)
-    assert needed < step_bytes(decoder.config, config(2), CPU)
+    assert needed < step_bytes(decoder.config, config(8), CPU)
     long = config(8).replace(steps=int(LONG))
     monkeypatch.setattr("workhorse.memory.available", lambda device, root: 4 * needed)
     check_training(decoder.config, long, CPU, parallel=quarters)

@@ -77,8 +77,8 @@ class Training:
 
     def _save(self, saves: Saver) -> None:
         optimizer = self.step.optimizer
-        weights = optimizer.masters.weights(self.decoder)
-        saves.save(self.done, {MODEL: weights, OPTIMIZER: optimizer.tensors()}, {})
+        weights = partial(optimizer.masters.weights, self.decoder)
+        saves.save(self.done, {MODEL: weights, OPTIMIZER: optimizer.tensors}, {})
 
 
 def measure(dtype: str, options: argparse.Namespace) -> None:

@@ -47,7 +47,7 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
         libraries: the libraries to load.
         wait: compile now those that never were on this machine, which takes a few seconds each.
             Otherwise they are compiled in the background, and this process runs without them.
-            Training waits.
+            Training passes true.
 
     Raises:
         WorkhorseError: this CPU does not have the instructions asked for.

@@ -1,7 +1,7 @@
-// Attention for training, one head at a time, for T = BFloat16 or float. The forward pass takes 64 queries by
-// all keys, with an ordinary softmax; the backward pass computes the weights again from the normaliser of each
-// query (FlashAttention-2, 2307.08691 §3.1). Tiles of scores hold keys as rows and queries as columns, so that the softmax
-// of a query stays in one lane and no tile of scores has to be transposed.
+// Attention for training, one head at a time, for T = BFloat16 or float. The forward pass takes 64 queries by all
+// keys, with an ordinary softmax; the backward pass computes the weights again from the normaliser of each query
+// (FlashAttention-2, 2307.08691 §3.1). Tiles of scores hold keys as rows and queries as columns, so that the
+// softmax of a query stays in one lane and no tile of scores has to be transposed.
 #pragma once
 
 #include <ATen/native/CPUBlas.h>

@@ -1,9 +1,9 @@
 // A decoding step as a program: one instruction for each module of the model that computes something.
 //
-// Its values are registers, matrices with a row for each token; a packed one holds fixed-point numbers for
-// products with packed weights. An instruction reads and writes whole registers, and is divided among the
-// threads by outputs or by rows, so that no sum depends on how many there are. One with
-// `waits` set is preceded by a barrier; transforms/steps/program.py decides which need one.
+// Its values are registers, matrices with a row for each token; a packed one holds fixed-point numbers for products
+// with packed weights. An instruction reads and writes whole registers, and is divided among the threads by outputs
+// or by rows, so that no sum depends on how many there are. One with `waits` set is preceded by a barrier;
+// transforms/steps/program.py decides which need one.
 #pragma once
 
 #include <cmath>

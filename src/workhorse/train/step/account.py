@@ -31,6 +31,8 @@ def moments_of_part(
     shares: Mapping[Kind, float],
     waiting: tuple[int, int] = (0, 0),
     gathered: int = 0,
+    *,
+    exact: bool = False,
 ) -> Iterator[Moment]:
     """The moments of a recorded step where a process has a share of each kind.
 
@@ -40,6 +42,7 @@ def moments_of_part(
         waiting: bytes of activations of other micro-batches, whose backward pass comes later:
             while the first one passes, and while those after it do.
         gathered: bytes of other processes, while layers compute.
+        exact: whether the gradients of parts are added up in a tree.
     """
     spans = iter([*step.spans, Span(len(step.totals), "", "update")])
     span, following = next(spans), next(spans)
@@ -50,7 +53,10 @@ def moments_of_part(
         kinds: dict[Kind, int] = {
             kind: round(step.timeline[kind][moment] * shares.get(kind, 1.0)) for kind in KINDS
         }
-        if span.phase == "update" or (span.part, span.phase) == ("embedding", "backward"):
+        own = span.phase == "update"
+        if exact:  # the gradients of a part are copied after its pass, to be added up
+            own = own or (span.part, span.phase) == ("embedding", "backward")
+        if own:
             kinds["temporary"] = round(kinds["temporary"] * shares.get("weights", 1.0))
         if span.phase != "update":
             kinds["activations"] += waiting[len(begins) > 1 and moment >= begins[1]]

@@ -142,6 +142,7 @@ def _of_stage(
     ahead = parallel.pipeline - stage - 1
     others = [min(ahead, max(0, micro_batches - passed)) for passed in (1, 2)]
     each = sum(step.activations.values())
+    waiting = others[0] * each, others[1] * each
     gathered = whole_at_once(step, parallel, device_type) if shards > 1 else 0
     return DeviceMemory(
         stage,
@@ -149,7 +150,7 @@ def _of_stage(
         step.activations,
         1 + others[0],
         gathered,
-        list(moments_of_part(step, shares, (others[0] * each, others[1] * each), gathered)),
+        list(moments_of_part(step, shares, waiting, gathered, exact=parallel.is_exact)),
     )
 
 

@@ -167,9 +167,7 @@ class SteppingDecoder(Decoder):
                 vocab=self.config.vocab_size,
             )
         except RuntimeError:
-            look_up(
-                self.embedding.tokens, tokens
-            )  # raises a clearer error if an id is out of range
+            look_up(self.embedding.tokens, tokens)  # says so if an id is out of range
             raise
         view.lengths = view.lengths + seq
         view.advance(seq)

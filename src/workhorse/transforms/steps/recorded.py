@@ -41,7 +41,7 @@ def record_modules(decoder: Decoder, kinds: Collection[type[nn.Module]]) -> list
 
     Args:
         decoder: to run once.
-        kinds: exact types of the modules that are recorded; others are through their children.
+        kinds: exact types of the modules to record; of any other its children are.
 
     Raises:
         CannotTranslate: anything else happens between token and logits.

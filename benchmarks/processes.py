@@ -28,6 +28,8 @@ OURS: dict[str, dict[str, Any]] = {
     "shard": {"shard": PROCESSES},
     "shard, four passes": {"shard": PROCESSES},
     "shard, exact": {"shard": PROCESSES, **EXACT},
+    "shard, kept for the step": {"shard": PROCESSES, "reshard": "step"},
+    "shard, kept for the step, exact": {"shard": PROCESSES, "reshard": "step", **EXACT},
     "shard, exact of two": {
         "shard": PROCESSES,
         "reduction": {"kind": "exact", "logical_shards": 2},

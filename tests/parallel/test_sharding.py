@@ -21,7 +21,7 @@ def divisible(folder: Path, feed_forward: dict[str, Any], **settings: Any) -> di
 
 
 def test_any_division_of_the_weights_gives_the_same_bits(tmp_path: Path) -> None:
-    """On one, and through three, of which one has no expert, and two pairs."""
+    """On one, and through three, of which one has no expert, and two pairs that keep weights."""
     recipe = divisible(
         tmp_path,
         MIXTURE,
@@ -36,10 +36,11 @@ def test_any_division_of_the_weights_gives_the_same_bits(tmp_path: Path) -> None
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(recipe))
     walk = tmp_path / "walk"
-    for steps, workers, ways in ((3, 3, 3), (6, 4, 2)):
+    legs = (3, 3, ["parallel.shard=3"]), (6, 4, ["parallel.shard=2", "parallel.reshard=step"])
+    for steps, workers, division in legs:
         more = ["--resume"] if walk.exists() else []
-        words = [str(file), f"train.steps={steps}", f"parallel.shard={ways}", "--out", str(walk)]
-        said = forked.train([*words, *more], workers, tmp_path / "said")
+        words = [str(file), f"train.steps={steps}", *division, "--out", str(walk), *more]
+        said = forked.train(words, workers, tmp_path / "said")
         assert "rounded differently" not in said
     assert state_of(walk) == state_of(tmp_path / "one")
 

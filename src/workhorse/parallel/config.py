@@ -104,6 +104,10 @@ class ParallelismConfig(Config):
     expert: Annotated[Ways, OnResume.ROUNDED] = 1
     """Of the `data` × `shard` processes, how many share the routed experts of every mixture,
     sending each other tokens (2006.16668 §3). `shard` does not divide experts further."""
+    reshard: Annotated[Literal["pass", "step"], OnResume.TAKEN] = "pass"
+    """When processes of `shard` free the weights of a layer that they gathered from each other:
+    after each of its passes, so that a layer or two are whole at a time; or at the end of the step,
+    which gathers them once, however many passes it has, and holds all of them whole."""
     reduction: Annotated[
         FastConfig | ExactConfig, Field(discriminator="kind"), OnResume.ROUNDED
     ] = FastConfig()

@@ -280,7 +280,10 @@ class _Work:
         weights = self.layer_weights / self.parallel.tensor
         fetches = 0.0
         if self.of_shard.size > 1:
-            fetches = self.cluster.all_gather(self.of_shard, weights * self.item)
+            gathers = 1.0
+            if self.parallel.reshard == "step":  # in the first pass alone
+                gathers = 0.0 if backward else 1 / self.micro_batches
+            fetches = gathers * self.cluster.all_gather(self.of_shard, weights * self.item)
             if backward:
                 fetches += self.cluster.all_gather(self.of_shard, weights * FLOAT32)
         own = Pass(computes, self._sent_in_layer(), fetches)

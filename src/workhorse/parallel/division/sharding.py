@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
+from torch.nn import functional
 
 from workhorse.optim.shards import is_sharded, local
 from workhorse.parallel.config import ParallelismConfig
@@ -36,7 +37,8 @@ def shard(
 
     Args:
         root: called for every pass; it gathers what is in no block, for the whole of a pass.
-        blocks: of it, which are gathered one at a time.
+        blocks: of it, which are gathered one at a time, and kept so if `config.reshard` says it;
+            an embedding for its forward pass, since the backward pass needs no weights.
         config: into how many parts, and how many processes have each of them.
         device: of the weights.
         passes: forward and backward passes that one part of a batch takes.
@@ -55,9 +57,12 @@ def shard(
         mesh=mesh["shard"] if config.is_exact or config.data == 1 else mesh,
         mp_policy=MixedPrecisionPolicy(reduce_dtype=None if by_exchange else torch.float32),
         ignored_params=ignored,
+        reshard_after_forward=None if config.reshard == "pass" else False,
     )
     groups = [cast(FSDPModule, divide(module)) for module in (*blocks, root)]
     for group in groups:
+        group.set_reshard_after_backward(config.reshard == "pass", recurse=False)
+        group.set_unshard_in_backward(not isinstance(group, nn.Embedding))
         group.set_gradient_divide_factor(1.0)
         group.set_force_sum_reduction_for_comms(True)
         if by_exchange and not config.is_exact:
@@ -75,7 +80,14 @@ def gathered(root: nn.Module) -> Generator[None]:
     try:
         yield
     finally:
-        root.reshard()
+        reshard(root)
+
+
+def reshard(root: nn.Module) -> None:
+    """Free what is gathered of a sharded module, so that its parameters are this process's rows."""
+    for module in root.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
 
 
 class _ByExchange(ReduceScatter):
@@ -175,8 +187,8 @@ class _ExactSum(_ByExchange):
         """
         data, ways = self.mesh.shape
         share = -(-len(output_tensor) // data)
-        sent = input_tensor.new_zeros(ways, data * share)
-        sent[:, : len(output_tensor)] = input_tensor.view(ways, -1)
+        fill = data * share - len(output_tensor)
+        sent = functional.pad(input_tensor.view(ways, -1), (0, fill)) if fill else input_tensor
         sent = sent.view(ways, data, share).transpose(0, 1).contiguous()
         received = torch.empty_like(sent)
         dist.all_to_all_single(received.view(-1), sent.view(-1))

@@ -1,7 +1,7 @@
 """The memory of a training step as plain data: what `plan` and `train --dry-run` show."""
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 from workhorse.parallel.config import ParallelismConfig
@@ -30,7 +30,7 @@ def moments_of_part(
     step: StepMemory,
     shares: Mapping[Kind, float],
     waiting: tuple[int, int] = (0, 0),
-    gathered: int = 0,
+    gathered: Callable[[Span], int] | None = None,
     *,
     exact: bool = False,
 ) -> Iterator[Moment]:
@@ -41,7 +41,7 @@ def moments_of_part(
         shares: of each kind; 1 where left out.
         waiting: bytes of activations of other micro-batches, whose backward pass comes later:
             while the first one passes, and while those after it do.
-        gathered: bytes of other processes, while layers compute.
+        gathered: bytes of other processes, while a part of the step runs.
         exact: whether the gradients of parts are added up in a tree.
     """
     spans = iter([*step.spans, Span(len(step.totals), "", "update")])
@@ -60,7 +60,7 @@ def moments_of_part(
             kinds["temporary"] = round(kinds["temporary"] * shares.get("weights", 1.0))
         if span.phase != "update":
             kinds["activations"] += waiting[len(begins) > 1 and moment >= begins[1]]
-            kinds["temporary"] += gathered
+            kinds["temporary"] += gathered(span) if gathered else 0
         yield Moment(span.phase, span.part, kinds)
 
 
@@ -69,22 +69,67 @@ def ways_of(place: Place, shards: int, expert: int) -> int:
     return expert if expert > 1 and place.component == "experts" else shards
 
 
-def whole_at_once(step: StepMemory, parallel: ParallelismConfig, device_type: str) -> int:
-    """Bytes that FSDP holds whole for a moment, at its largest layer.
+def whole_at_once(
+    step: StepMemory, parallel: ParallelismConfig, device_type: str, *, tied: bool, has_head: bool
+) -> Callable[[Span], int]:
+    """Bytes of other processes that FSDP holds while a part of a step runs.
 
-    The layer's weights and the next one's, prefetched (2304.11277 §3); its gradient, and that of
-    the layer before, until it is sent. The one being sent is float32 unless `adds_by_exchange`.
-    With exact sums what is received is float32, and so is what it is added to. Experts that
-    processes divide stay where they are.
+    The layer that computes and the next, prefetched (2304.11277 §3), have whole weights, the table
+    of an untied embedding while it is looked up in, all else for the whole of a pass; with
+    `reshard: step` everything does. Gradients are exchanged a layer's at a time, those outside the
+    layers at the end of the pass. Experts that processes divide stay where they are.
+
+    Args:
+        step: of the whole.
+        parallel: how weights are divided.
+        device_type: of the processes.
+        tied: whether embedding and head are.
+        has_head: whether this stage of a pipeline has the head.
     """
-    layers: dict[str, int] = defaultdict(int)
-    wide = 2 if parallel.is_exact else int(not parallel.adds_by_exchange(device_type))
-    times_of: dict[Kind, int] = {"weights": 4, "low_bits": wide}  # together they are float32
-    for kind, times in times_of.items():
-        for place, size in step.held[kind].items():
-            own = size // parallel.expert if place.component == "experts" else size
-            layers[place.part] += times * own
-    return max(size for part, size in layers.items() if is_of_layer(part))
+    weights, low_bits = (
+        _whole_by_part(step.held[kind], parallel.expert) for kind in ("weights", "low_bits")
+    )
+    layers = [part for part in weights if is_of_layer(part)]
+    tables = [] if tied else ["embedding"]
+    outside = [part for part in weights if part not in (*layers, *tables)]
+    widened = 2.0 if parallel.is_exact else 1.0
+    if parallel.adds_by_exchange(device_type) and not parallel.is_exact:
+        widened = 2 / parallel.weight_parts
+    copies = 3 if parallel.is_exact and parallel.data > 1 else 2
+
+    def whole(parts: Iterable[str]) -> int:
+        return sum(weights[part] for part in parts)
+
+    def exchanged(parts: Iterable[str]) -> int:
+        """Of gradients: what is sent and what is received, which becomes float32."""
+        of_low = sum(low_bits[part] for part in parts)  # as many bytes as the weights, or none
+        return max(copies * whole(parts), 2 * whole(parts) + round(widened * of_low))
+
+    two_layers = 2 * max(whole([part]) for part in layers)
+    table, root, kept = whole(tables), whole(outside), 0
+    if parallel.reshard == "step":
+        table, root, two_layers, kept = 0, 0, 0, whole(weights)
+    of_head = weights["embedding" if tied else "head"] if has_head else 0
+    last = 0 if tied else of_head  # PyTorch refers to a group's last gradient while it is exchanged
+    at_end = max(exchanged(outside) + last + whole(tables), exchanged(tables) + whole(tables))
+    layer = max(exchanged([part]) for part in layers)
+
+    def at(span: Span) -> int:
+        if span.part == "embedding":
+            return kept + (at_end if span.phase == "backward" else root + table)
+        if not is_of_layer(span.part):
+            return kept + root + of_head
+        return kept + root + two_layers + (of_head + layer if span.phase == "backward" else 0)
+
+    return at
+
+
+def _whole_by_part(places: Mapping[Place, int], expert: int) -> Counter[str]:
+    """Bytes of each part of a model, of experts those that a process has."""
+    parts: Counter[str] = Counter()
+    for place, size in places.items():
+        parts[place.part] += size // expert if place.component == "experts" else size
+    return parts
 
 
 def account(

@@ -4,6 +4,7 @@ from collections.abc import Callable
 from functools import partial
 
 import torch
+from torch import nn
 
 from workhorse.devices import training_dtype
 from workhorse.errors import WorkhorseError
@@ -164,7 +165,7 @@ def _divide(
         return partial(Reduction, world, parallel)
     from workhorse.parallel.division.experts import ExpertTeam  # takes a second
     from workhorse.parallel.division.holders import holders
-    from workhorse.parallel.division.sharding import shard
+    from workhorse.parallel.division.sharding import reshard, shard
 
     experts = ExpertTeam(world, parallel.expert, device) if parallel.expert > 1 else None
     if experts is not None:
@@ -174,9 +175,16 @@ def _divide(
     held_by = holders(trained, world, parallel, part, experts, tied=tied)
     reduction = partial(Reduction, world, parallel, holders=held_by)
     if parallel.shard > 1:
-        exact_sums = shard(objective, decoder.layers, parallel, device, passes)
+        parts = [] if whole.head.tied else decoder.embedding.children()
+        tables = [part for part in parts if isinstance(part, nn.Embedding)]
+        exact_sums = shard(objective, [*tables, *decoder.layers], parallel, device, passes)
         reduction = partial(
-            ShardedReduction, world, parallel, exact_sums=exact_sums, holders=held_by
+            ShardedReduction,
+            world,
+            parallel,
+            exact_sums=exact_sums,
+            reshard=partial(reshard, objective),
+            holders=held_by,
         )
     if next(decoder.parameters()).is_meta:
         objective.to_empty(device=device)

@@ -76,8 +76,8 @@ def device_memory(
 ) -> DeviceMemory:
     """The account of the fullest device, from a step recorded on the part of the model it has.
 
-    - `data`, `shard`: the rows of the batch are divided. `shard` divides what is held too; for a
-      moment two layers' weights and two layers' gradients are whole (`whole_at_once`).
+    - `data`, `shard`: the rows of the batch are divided. `shard` divides what is held too; a few
+      layers, and what is in none, are whole for a while (`whole_at_once`).
     - `tensor`: a device has `1 / tensor` of heads, hidden features and vocabulary, and between
       layers of each sequence (2205.05198 §4.2.2).
     - `pipeline`: stage s of p keeps p - s micro-batches (2205.05198 §4.2.3); the first has the
@@ -112,7 +112,9 @@ def device_memory(
         alone = ParallelismConfig(reduction=ExactConfig(logical_shards=own.parts))
     record = partial(_recorded, config, local, device, packed=packed, updates=updates)
     found = [
-        _of_stage(record(alone, stage), parallel, stage, own.count, device.type)
+        _of_stage(
+            record(alone, stage), parallel, stage, own.count, device.type, tied=config.head.tied
+        )
         for stage in _distinct_stages(config, parallel.pipeline)
     ]
     return max(found, key=lambda memory: memory.total)
@@ -129,7 +131,13 @@ def _distinct_stages(config: DecoderConfig, stages: int) -> list[int]:
 
 
 def _of_stage(
-    step: StepMemory, parallel: ParallelismConfig, stage: int, micro_batches: int, device_type: str
+    step: StepMemory,
+    parallel: ParallelismConfig,
+    stage: int,
+    micro_batches: int,
+    device_type: str,
+    *,
+    tied: bool,
 ) -> DeviceMemory:
     """What a device of a stage holds of a step that was recorded there."""
     shards, expert = parallel.weight_parts, parallel.expert
@@ -143,13 +151,16 @@ def _of_stage(
     others = [min(ahead, max(0, micro_batches - passed)) for passed in (1, 2)]
     each = sum(step.activations.values())
     waiting = others[0] * each, others[1] * each
-    gathered = whole_at_once(step, parallel, device_type) if shards > 1 else 0
+    gathered = None
+    if shards > 1:
+        has_head = stage == parallel.pipeline - 1
+        gathered = whole_at_once(step, parallel, device_type, tied=tied, has_head=has_head)
     return DeviceMemory(
         stage,
         held,
         step.activations,
         1 + others[0],
-        gathered,
+        max(map(gathered, step.spans)) if gathered else 0,
         list(moments_of_part(step, shares, waiting, gathered, exact=parallel.is_exact)),
     )
 

@@ -102,6 +102,7 @@ class ShardedReduction(Reduction):
 
     Args:
         exact_sums: adds them up; None: FSDP does.
+        reshard: frees what passes gathered.
     """
 
     def __init__(
@@ -112,10 +113,11 @@ class ShardedReduction(Reduction):
         seed: int,
         *,
         exact_sums: "ExactSums | None",
+        reshard: Callable[[], None],
         holders: Holders,
     ) -> None:
         super().__init__(world, config, masters, seed, holders=holders)
-        self.exact_sums = exact_sums
+        self.exact_sums, self.reshard = exact_sums, reshard
 
     def __call__(self, step: int, rows: int, pass_rows: PassRows) -> dict[str, Tensor]:
         world = self.world
@@ -126,6 +128,7 @@ class ShardedReduction(Reduction):
             of_all = world.gather(torch.stack(list(figures.values())).float())
             for number, of_process in enumerate(of_all, first * world.size // world.replicas):
                 sums.push(Node(0, number, [of_process]))
+        self.reshard()
         if self.exact_sums is not None:
             taken = self.exact_sums.take()
             self.masters.put_gradients(taken[one] for one in self.masters.parameters.values())

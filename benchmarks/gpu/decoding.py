@@ -20,6 +20,7 @@ from benchmarks.shapes import DECODING, NEW_TOKENS, PROMPT_TOKENS, Shape
 from benchmarks.tokens import TokenClock, random_tokens
 from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import Decoder
+from workhorse.transforms.compiled.captured_step import capture_steps
 from workhorse.transforms.compiled.compiled_step import compile_steps
 from workhorse.transforms.inference import prepare_for_inference
 from workhorse.transforms.quantization.codes import FormatName
@@ -77,11 +78,15 @@ def checks(setting: Setting) -> Iterator[Check]:
 
 
 def _ours(shape: Shape, precision: Precision, setting: Setting, rates: Rates) -> Iterator[Check]:
-    """What one model is measured at: plain, then compiled, which takes its modules."""
+    """What one model is measured at: plain, then compiled, each also replayed from CUDA graphs."""
     about = f"{shape.name} {precision}"
     plain = cache(partial(_model, shape, precision, setting.device))
     compiled = cache(lambda: compile_steps(plain()))
-    for name, make in (("plain", plain), ("compiled", compiled)):
+    ways: dict[str, Callable[[], Decoder]] = {"plain": plain, "compiled": compiled}
+    if setting.device.type == "cuda":
+        ways["plain, graphs"] = cache(lambda: capture_steps(plain()))
+        ways["compiled, graphs"] = cache(lambda: capture_steps(compiled()))
+    for name, make in ways.items():
         subject = Subject(shape, precision, make)
         for batch in BATCHES:
             work = partial(_decode, subject, batch, setting, rates)

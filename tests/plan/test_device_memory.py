@@ -109,6 +109,24 @@ def test_shards() -> None:
     assert part.update < whole.update / 4
 
 
+@pytest.mark.parametrize("tied", [True, False])
+def test_what_shards_hold_whole(tied: bool) -> None:
+    """A pass holds what is in no layer and two layers at a time, in 16 bits; a step all of it."""
+    config = standard().replace(vocab_size=16_384, head={"tied": tied})
+    short, long = (
+        memory(config, {"shard": 8, "reshard": reshard}, batch_size=8)
+        for reshard in ("pass", "step")
+    )
+    table, layer = 2 * 16_384 * 64, 2 * 12 * 64 * 64
+    # At the end: the head's gradient and its copy in float32, which is sent; beside another table
+    # that one's gradient, and the head's, which PyTorch refers to.
+    at_end = (3 if tied else 5) * table
+    assert short.gathered == pytest.approx(at_end, rel=0.03)
+    weights = (1 if tied else 2) * table + 4 * layer
+    assert long.gathered == pytest.approx(at_end + weights, rel=0.03)
+    assert held(long) == held(short)
+
+
 def test_pipeline() -> None:
     whole = memory(standard(), {}, micro_batch_size=1)
     first = memory(standard(), {"pipeline": 4}, micro_batch_size=1)

@@ -1,5 +1,7 @@
 """How long a step takes on several devices."""
 
+from typing import Any
+
 import pytest
 
 from workhorse.models import find_preset
@@ -15,7 +17,7 @@ from workhorse.train.recipe.recipe import TrainConfig
 CLUSTER = Cluster(1e12, 1e12, near=Link(300e9, 0.0), far=Link(25e9, 0.0), node=8)
 
 
-def step(ways: dict[str, int], **fields: object) -> StepTime:
+def step(ways: dict[str, Any], **fields: object) -> StepTime:
     adamw = {"kind": "adamw", "learning_rate": 1e-3}
     given = {"steps": 1, "batch_size": 64, "seq_len": 512, "dtype": "bfloat16", "optimizer": adamw}
     config = find_preset("gpt2").config.replace(n_layers=4)
@@ -76,6 +78,14 @@ def test_each_division_takes_what_it_takes() -> None:
     assert step({"shard": 8}).exposed_fsdp == 0  # while layers compute
     far = step({"shard": 64}, batch_size=64, seq_len=32)
     assert far.exposed_fsdp > step({"shard": 8}, **few).exposed_fsdp
+
+
+def test_weights_that_stay_are_sent_once() -> None:
+    small = {"batch_size": 32, "seq_len": 32, "micro_batch_size": 1}
+    again, once = (step({"shard": 8, "reshard": name}, **small) for name in ("pass", "step"))
+    # Four micro-batches gather in both directions and send gradients of float32, or gather once.
+    assert once.exposed_fsdp < (1 + 2 * 4) / (2 * 4 + 2 * 4) * again.exposed_fsdp
+    assert once.compute == again.compute
 
 
 def test_what_is_not_sent_aside_takes_its_time() -> None:

@@ -8,39 +8,14 @@ import torch
 from torch import Tensor
 
 from tests.nn.paged import paged
+from tests.transforms.windowed import LOCAL_AND_GLOBAL, logits_along, make, texts
 from workhorse.errors import WorkhorseError
-from workhorse.generate import GenerationConfig, generate
-from workhorse.nn import Decoder, DecoderConfig
+from workhorse.nn import DecoderConfig
 from workhorse.transforms.compiled import compiled_step
 from workhorse.transforms.compiled.compiled_step import compile_steps
 
 # PyTorch's compiler imports what PyTorch itself calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
-WINDOW = 6
-LOCAL_AND_GLOBAL = DecoderConfig.from_dict(
-    {
-        "vocab_size": 61,
-        "d_model": 32,
-        "n_layers": 2,
-        "max_seq_len": 400,
-        "blocks": {
-            name: {
-                "kind": "pre_norm",
-                "norm": {"kind": "rms_norm"},
-                "attention": {
-                    "n_heads": 4,
-                    "n_kv_heads": 2,
-                    "position": {"kind": "rope"},
-                    "window": window,
-                },
-                "feed_forward": {"kind": "gated_mlp", "d_ff": 48},
-            }
-            for name, window in (("local", WINDOW), ("global", None))
-        },
-        "pattern": ["local", "global"],
-    }
-)
-"""A rolling cache and a whole one."""
 
 
 @pytest.fixture(scope="module")
@@ -72,31 +47,6 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
     monkeypatch.setattr(compiled_step, "compile_step", counting)
     return seen
-
-
-def make(seed: int = 0) -> Decoder:
-    torch.manual_seed(seed)
-    return LOCAL_AND_GLOBAL.build().eval()
-
-
-def prompts(rows: int) -> list[list[int]]:
-    """Of unequal lengths."""
-    return [[(7 * row + 3 * i) % 61 for i in range(5 + row)] for row in range(rows)]
-
-
-def texts(decoder: Decoder, rows: int, new: int, guesses: int = 0) -> list[tuple[int, ...]]:
-    config = GenerationConfig(max_new_tokens=new, temperature=0, speculate=guesses)
-    return [done.tokens for done in generate(decoder, prompts(rows), config)]
-
-
-@torch.no_grad()
-def logits_along(decoder: Decoder, tokens: Tensor) -> list[Tensor]:
-    """After a prompt of three tokens and after every further one."""
-    cache = paged(decoder, 1, tokens.shape[1] + 1)
-    logits = [decoder.next_logits(tokens[:, :3], cache=cache)]
-    for step in range(3, tokens.shape[1]):
-        logits.append(decoder.next_logits(tokens[:, step : step + 1], cache=cache))
-    return logits
 
 
 @pytest.mark.usefixtures("_compiler")

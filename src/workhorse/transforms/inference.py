@@ -2,6 +2,7 @@
 
 from workhorse.native import Operators, resolve
 from workhorse.nn import Decoder
+from workhorse.transforms.compiled.captured_step import capture_steps
 from workhorse.transforms.compiled.compiled_step import compile_steps
 from workhorse.transforms.native_attention import attend_natively
 from workhorse.transforms.steps.native_step import step_natively
@@ -14,9 +15,10 @@ def prepare_for_inference(decoder: Decoder, *, compile: bool = False) -> Decoder
     Args:
         decoder: in evaluation mode, quantised if it is to be, on the device and in the dtype that
             it will run in.
-        compile: decode by compiled steps (see `compile_steps`) where there are no native ones. On
-            a CPU this also waits until the native operators are compiled; otherwise they are used
-            if they are there, and compiled in the background for the next start.
+        compile: decode by compiled steps (see `compile_steps`) where there are no native ones, on
+            CUDA replayed from graphs (see `capture_steps`). On a CPU this also waits until the
+            native operators are compiled; otherwise they are used if they are there, and compiled
+            in the background for the next start.
 
     Returns:
         The decoder to use in place of the one given.
@@ -24,10 +26,10 @@ def prepare_for_inference(decoder: Decoder, *, compile: bool = False) -> Decoder
     Raises:
         WorkhorseError: the decoder cannot be compiled.
     """
-    on_cpu = next(decoder.parameters()).device.type == "cpu"
+    device_type = next(decoder.parameters()).device.type
     operators = (
         resolve("decoding", "steps", "matrix_unit", "vectors", wait=compile)
-        if on_cpu
+        if device_type == "cpu"
         else Operators()
     )
     if operators.decoding is not None:
@@ -35,4 +37,6 @@ def prepare_for_inference(decoder: Decoder, *, compile: bool = False) -> Decoder
         attend_natively(decoder, operators.decoding)
     if compile:
         decoder = compile_steps(decoder)
+        if device_type == "cuda":
+            decoder = capture_steps(decoder)
     return decoder if operators.steps is None else step_natively(decoder, operators)

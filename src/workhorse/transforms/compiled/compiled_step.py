@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeGuard
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -20,15 +20,16 @@ import workhorse.native
 import workhorse.nn
 import workhorse.transforms
 from workhorse.devices import cache_folder, name_of
-from workhorse.errors import WorkhorseError
 from workhorse.instructions import used
 from workhorse.native.build import sources_digest
 from workhorse.nn import Decoder
-from workhorse.nn.attention.self_attention import Rotation
-from workhorse.nn.cache.fixed import CacheTensors, FixedCache, Layout, layout_of, tensors_of
-from workhorse.nn.cache.paged_view import PagedView
-from workhorse.nn.cache.view import CacheView
-from workhorse.nn.experts.mixture import MixtureOfExperts
+from workhorse.nn.cache.fixed import CacheTensors
+from workhorse.transforms.compiled.fixed_step import (
+    FixedStepDecoder,
+    Variant,
+    check_fixed,
+    fixed_step,
+)
 from workhorse.transforms.compiled.program_folder import ProgramFolder
 from workhorse.transforms.record import check, record, transforms_of
 from workhorse.transforms.replace import become
@@ -39,16 +40,6 @@ if TYPE_CHECKING:
     )
 
 log = logging.getLogger(__name__)
-
-
-class Variant(NamedTuple):
-    """What a program is specialised on: all steps with these properties run the same one."""
-
-    layout: Layout
-    batched: bool
-    """Whether there are several rows, of any number."""
-    guessed: bool
-    """Whether there are several tokens per row, of any number."""
 
 
 def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDecoder":
@@ -69,24 +60,14 @@ def compile_steps(decoder: Decoder, folder: Path | None = None) -> "CompiledDeco
             cannot follow. At the first step: the compiler cannot translate it.
     """
     check(decoder, "compile_steps")
-    if any(isinstance(part, MixtureOfExperts) for part in decoder.modules()):
-        raise WorkhorseError(
-            "a mixture of experts has other shapes at every token and cannot be compiled; "
-            "leave compile out"
-        )
-    rotations = [part.rope for part in decoder.modules() if isinstance(part, Rotation)]
-    if any(rope.depends_on_length for rope in rotations):
-        raise WorkhorseError(
-            "rope scaling dynamic_ntk and longrope depend on the text's length and cannot be "
-            "compiled; leave compile out"
-        )
+    check_fixed(decoder, "compiled; leave compile out")
     kept = ProgramFolder(folder or cache_folder() / "programs")
     compiled = become(decoder, CompiledDecoder, folder=kept, programs={})
     record(compiled, "compile_steps")
     return compiled
 
 
-class CompiledDecoder(Decoder):
+class CompiledDecoder(FixedStepDecoder):
     """A decoder whose steps are programs; see `compile_steps`."""
 
     folder: ProgramFolder
@@ -96,36 +77,11 @@ class CompiledDecoder(Decoder):
         """Without the programs: the compiler pickles the decoder for each."""
         return vars(self) | {"programs": {}}
 
-    def next_logits(
-        self, tokens: Tensor, *, positions: Tensor | None = None, cache: CacheView | None = None
-    ) -> Tensor:
-        if tokens.shape[1] == 1 and positions is None and _is_step(cache, 1):
-            return self._run(tokens, cache)[:, 0]
-        return super().next_logits(tokens, positions=positions, cache=cache)
-
-    def forward(
-        self,
-        tokens: Tensor,
-        *,
-        positions: Tensor | None = None,
-        documents: Tensor | None = None,
-        cache: CacheView | None = None,
-    ) -> Tensor:
-        counted = positions is None and documents is None
-        if counted and _is_step(cache, tokens.shape[1]):
-            return self._run(tokens, cache)
-        return super().forward(tokens, positions=positions, documents=documents, cache=cache)
-
-    def _run(self, tokens: Tensor, view: PagedView) -> Tensor:
-        rows, seq = tokens.shape
-        view.reserve([seq] * rows)
-        variant = Variant(layout_of(view), batched=rows > 1, guessed=seq > 1)
-        tensors = tensors_of(view)
+    def fixed_step(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
         tokens = tokens.clone(memory_format=torch.contiguous_format)  # strides are checked
         program = self.programs.get(variant) or self._program(variant, tokens, tensors)
         logits = program(tokens, tensors)
         self.programs[variant] = program
-        view.advance(seq)
         return logits
 
     def _program(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> "Program":
@@ -160,12 +116,6 @@ class CompiledDecoder(Decoder):
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
 
 
-def _is_step(cache: CacheView | None, seq: int) -> TypeGuard[PagedView]:
-    if not isinstance(cache, PagedView) or torch.is_grad_enabled():
-        return False
-    return seq <= cache.slack + 1 and all(text.length for text in cache.texts)
-
-
 def compile_step(
     decoder: Decoder, variant: Variant, tokens: Tensor, tensors: CacheTensors
 ) -> "Program":
@@ -179,7 +129,7 @@ def compile_step(
     """
 
     def step(tokens: Tensor, tensors: CacheTensors) -> Tensor:
-        return Decoder.forward(decoder, tokens, cache=FixedCache(variant.layout, tensors))
+        return fixed_step(decoder, variant, tokens, tensors)
 
     batch = [0] if variant.batched else []
     varying = (

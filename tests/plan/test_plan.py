@@ -148,10 +148,13 @@ def test_what_does_not_fit_has_remedies(capsys: pytest.CaptureFixture[str]) -> N
     assert not found["memory"]["fits"]
     savings = [remedy["saves"] for remedy in found["remedies"]]
     assert min(savings) > 0
-    assert found["remedies"][0]["setting"] == "train.micro_batch_size=1"
+    assert found["remedies"][0]["setting"] == "train.micro_batch_size=8"
+    for rows, fits in ((8, True), (16, False)):
+        settings = [*SMALL[1:], batch, f"train.micro_batch_size={rows}"]
+        assert plan(SMALL[0], settings, device="h100", memory=0.05)["memory"]["fits"] is fits
     out = printed(capsys, *SMALL, batch, "--device", "h100", "--memory", "0.05")
     assert "does not fit: NVIDIA H100 SXM has 51.2 MiB" in out
-    assert "train.micro_batch_size=1: saves" in out
+    assert "train.micro_batch_size=8: saves" in out
     out = printed(capsys, *SMALL, batch, "--device", "h100", "--memory", "0.0005")
     assert "not one row of 64 tokens at once" in out
     assert "MiB, too much for one such text" in out

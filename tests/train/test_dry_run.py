@@ -56,3 +56,6 @@ def test_each_of_several_processes_has_its_share_of_the_memory(
     assert (one["processes"], found["processes"]) == (1, 4)
     assert found["memory"]["peak"]["total"] == own.total < one["memory"]["peak"]["total"]
     assert (found["memory"]["room"], found["memory"]["fits"]) == (250, False)
+    said: list[str] = []
+    dry_run(divided, tmp_path / "run", tell=said.append)
+    assert "takes 4 processes, by --workers 4 or torchrun" in said

@@ -134,6 +134,13 @@ def test_the_memory_of_each_process(peaks: list[list[int]], shown: list[tuple[st
     assert memory({"end": [{}, *({"peak_memory": most} for most in peaks)]}) == shown
 
 
+def test_the_division_among_processes_is_named() -> None:
+    start = {"parameters": 1, "steps": 2}
+    for parallel, named in (({"data": 2, "shard": 4}, "data 2, shard 4"), ({}, None)):
+        rows = dict(figures({"start": [{**start, "parallel": parallel}]}))
+        assert rows.get("processes, at last") == named
+
+
 def test_the_slowest_of_several_processes() -> None:
     """Where the run had other processes before, those of the end."""
     assert slowest([{}, {"pass_seconds": [1.0]}]) == []

@@ -7,10 +7,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from workhorse.data import DataConfig, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.train import Recipe, estimate, rehearse, train
+from workhorse.train.room import check_held
 
 
 def times(out: Path) -> dict[Path, int]:
@@ -56,6 +58,11 @@ def test_a_training_that_does_not_fit_is_refused_and_leaves_nothing(
     with pytest.raises(WorkhorseError, match=line):
         train(make_recipe(), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+    monkeypatch.setattr("workhorse.parallel.processes.environment.count_here", lambda: 3)
+    line = r"and optimizer in 3 processes needs .*; start fewer, divide the weights by parallel.sh"
+    recipe = make_recipe()
+    with pytest.raises(WorkhorseError, match=line):
+        check_held(recipe.decoder_config(257), recipe.train, torch.device("cpu"))
 
 
 def test_a_run_in_use_is_not_trained_twice(make_recipe, tmp_path: Path) -> None:

@@ -52,8 +52,11 @@ def remedies(
     memory = partial(device_memory, packed=packed)
     now = memory(config, train, device, mesh)
     before = now.total
-    found: list[Remedy] = []
+    found: dict[str, Remedy] = {}
     for setting, cost, changed, wider in _changes(train, mesh):
+        key = setting.partition("=")[0]
+        if key in found and found[key].fits:
+            continue
         try:
             # Rows, their length and checkpointing leave the update as it is.
             updates = wider != mesh or (
@@ -64,8 +67,9 @@ def remedies(
         except ConfigError:
             continue
         if before - after >= WORTHWHILE * before:
-            found.append(Remedy(setting, cost, before - after, after <= room))
-    named, dearer = found[:NAMED], found[NAMED:]
+            found[key] = Remedy(setting, cost, before - after, after <= room)
+    cheapest = list(found.values())
+    named, dearer = cheapest[:NAMED], cheapest[NAMED:]
     if not any(remedy.fits for remedy in named):
         named += [remedy for remedy in dearer if remedy.fits][:1]
     return named
@@ -74,13 +78,18 @@ def remedies(
 def _changes(
     train: TrainConfig, mesh: ParallelismConfig
 ) -> Iterator[tuple[str, str, TrainConfig, ParallelismConfig]]:
-    """Setting, cost and what they lead to, from changes of no result to those of the training."""
+    """Setting, cost and what they lead to, from changes of no result to those of the training.
+
+    Of changes of one setting the first that fits is the remedy.
+    """
     own = train.micro_batches(mesh)
-    if own.size > 1:
+    rows = own.size
+    while rows > 1:
+        rows //= 2
         yield (
-            "train.micro_batch_size=1",
+            f"train.micro_batch_size={rows}",
             "the same gradient; small gemms are slower",
-            train.replace(micro_batch_size=1),
+            train.replace(micro_batch_size=rows),
             mesh,
         )
     if not train.activation_checkpointing:

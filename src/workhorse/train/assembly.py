@@ -195,6 +195,7 @@ def _tell_start(
         settings=list(settings),
         device=name_of(loop.step.device),
         threads=torch.get_num_threads(),
+        parallel={name: ways for name, ways in recipe.parallel.ways.items() if ways > 1},
         parameters=count_parameters(config)["total"],
         active_parameters=active_parameters(config),
         steps=loop.config.steps,

@@ -45,6 +45,8 @@ def dry_run(
             notices.append(f"{folder}: would go on after step {at.step:,}")
         changes = [str(change) for change in at.changes]
         place = {"run_directory": folder, "step": at.step, "changes": changes}
+    if (asked := recipe.parallel.processes) > 1:
+        notices.append(f"takes {asked} processes, by --workers {asked} or torchrun")
     for line in notices:
         tell(line)
     return estimate(recipe) | place

@@ -81,8 +81,10 @@ def check_held(
 def _check(n_bytes: int, device: torch.device, what: str, remedy: str) -> None:
     """Refuse what each of the processes that share this device's memory needs."""
     sharers = environment.count_here() if device.type == "cpu" else 1
-    each = f" in {sharers} processes" if sharers > 1 else ""
-    check_fits(sharers * n_bytes, device, what + each, remedy)
+    if sharers > 1:
+        what += f" in {sharers} processes"
+        remedy = f"start fewer, divide the weights by parallel.shard, or {remedy}"
+    check_fits(sharers * n_bytes, device, what, remedy)
 
 
 def _bytes(tensors: Iterable[Tensor]) -> int:

@@ -78,6 +78,9 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
         if active != start["parameters"]:
             rows.append(("parameters that work on a token", shown(active)))
         of_steps = f" of {start['steps']:,}"
+        if parallel := start.get("parallel"):  # absent from older runs
+            named = ", ".join(f"{name} {ways}" for name, ways in parallel.items())
+            rows.append(("processes, at last", named))
     if validations := of_kind.get("validation"):
         last = validations[-1]
         loss = "not finite" if last["loss"] is None else f"{last['loss']:.4f}"

@@ -99,6 +99,18 @@ def test_bfloat16_logits_never_exist_in_float32(monkeypatch: pytest.MonkeyPatch)
     assert max(wide) == 2 * VOCAB
 
 
+def test_a_gradient_is_given_once_and_has_none_itself() -> None:
+    head, x = HeadConfig().build(VOCAB, WIDTH, WIDTH), torch.randn(BATCH, SEQ, WIDTH)
+    x.requires_grad_()
+    losses, _ = HeadLoss()(x, targets(), head, 0.0)
+    loss = losses.sum()
+    with pytest.raises(RuntimeError, match="twice; leave create_graph out"):
+        torch.autograd.grad(loss, x, create_graph=True)
+    loss.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="in its first backward pass; compute it again"):
+        loss.backward(retain_graph=True)
+
+
 def test_without_gradients_there_is_the_loss_alone() -> None:
     head = HeadConfig().build(VOCAB, WIDTH, WIDTH)
     torch.nn.init.normal_(head.proj.weight)

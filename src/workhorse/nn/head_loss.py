@@ -302,7 +302,13 @@ class _LinearHeadLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        if torch.is_grad_enabled():  # create_graph=True
+            raise RuntimeError("the loss cannot be differentiated twice; leave create_graph out")
         gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(
+                "the loss gave its gradients away in its first backward pass; compute it again"
+            )
         of_sum = above[0][0]  # of both terms, which are always added up
         scaled = [None if gradient is None else gradient.mul_(of_sum) for gradient in gradients]
         return (*scaled, *[None] * 4)

@@ -108,3 +108,12 @@ def letters() -> Callable[..., PieceTokenizer]:
 @pytest.fixture
 def pieces() -> type[PieceTokenizer]:
     return PieceTokenizer
+
+
+@pytest.fixture
+def small_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks of four tokens, so that short texts share and lose some."""
+    for module in ("nn.cache.blocks", "nn.cache.paged", "nn.cache.paged_view"):
+        monkeypatch.setattr(f"workhorse.{module}.BLOCK", 4)
+    for module in ("prefixes", "reader"):
+        monkeypatch.setattr(f"workhorse.generate.{module}.BLOCK", 4)

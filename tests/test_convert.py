@@ -3,9 +3,8 @@
 import json
 import shutil
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
@@ -15,13 +14,11 @@ import workhorse
 from tests.parity.reference import quiet
 from workhorse.cli.main import main
 from workhorse.config import read_yaml
-from workhorse.convert import DTypeName, Format, convert
-from workhorse.describe_model import describe_model
+from workhorse.convert import Format, convert
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import (
     BytesConfig,
     SpecialTokensConfig,
-    load_tokenizer,
     train_tokenizer,
 )
 from workhorse.train import Recipe, train, with_init
@@ -29,7 +26,6 @@ from workhorse.train import Recipe, train, with_init
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))
 WITH_CONVOLUTIONS = next(file for file in RECIPES if file.stem == "shakespeare-char")
 LEAVING = [file for file in RECIPES if file != WITH_CONVOLUTIONS]
-HALVES: list[tuple[Format, DTypeName]] = [("hf", "float16"), ("workhorse", "float16")]
 TEXT = "Every model of a run can go to other people's programs, and come back."
 
 
@@ -95,14 +91,6 @@ def test_the_type_of_the_weights(to: str, run_folder: Path, tmp_path: Path) -> N
         convert(run_folder, tmp_path / "other", "hf", dtype="q8_0")
 
 
-@pytest.mark.parametrize("to", get_args(Format))
-def test_a_quantised_model_is_not_written(to: Format, run_folder: Path, tmp_path: Path) -> None:
-    quantised = workhorse.load(run_folder, quantize="int8")
-    with pytest.raises(WorkhorseError, match=r"to int8, which cannot be written; load .* without"):
-        convert(quantised, tmp_path / "other", to)
-    assert not (tmp_path / "other").exists()
-
-
 def test_gguf(run_folder: Path, tmp_path: Path) -> None:
     notes: list[str] = []
     convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="float16", tell=notes.append)
@@ -131,41 +119,6 @@ def test_the_verb(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixtur
     assert main(["convert", str(run_folder), str(tmp_path / "other")]) == 2
     assert "give --to hf, workhorse or gguf" in capsys.readouterr().err
     assert main(["generate", target, "--prompt", "a", "--max-new-tokens", "2"]) == 0
-
-
-def test_what_cannot_be_written_is_refused_before_any_weight_is_made(tmp_path: Path) -> None:
-    with pytest.raises(WorkhorseError, match="no class of transformers holds this model"):
-        convert("palm-540b", tmp_path / "hf", "hf")
-    with pytest.raises(WorkhorseError, match="nothing does not exist"):
-        convert("nothing", tmp_path / "hf", "hf")
-    assert list(tmp_path.iterdir()) == []
-
-
-@pytest.mark.parametrize("to", ["zip", None])
-def test_an_unknown_format_is_refused_and_nothing_is_written(
-    to: Any, run_folder: Path, tmp_path: Path
-) -> None:
-    with pytest.raises(WorkhorseError, match="is no format; choose hf, workhorse, gguf"):
-        convert(run_folder, tmp_path / "out", to)
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize("place", ["checkpoints/step-00000099", "data/new", "tokenizer/x.gguf"])
-def test_nothing_is_written_among_the_files_of_a_run(run_folder: Path, place: str) -> None:
-    to: Format = "gguf" if place.endswith("gguf") else "workhorse"
-    with pytest.raises(WorkhorseError, match="lies among the files of a run; choose a place"):
-        convert(run_folder, run_folder / place, to)
-    assert not (run_folder / place).exists()
-
-
-@pytest.mark.parametrize("dtype", ["zip", "int8", None, torch.float32])
-def test_an_unknown_number_format_is_refused_and_nothing_is_written(
-    run_folder: Path, tmp_path: Path, dtype: Any
-) -> None:
-    expected = "is no number format; choose auto, float32, bfloat16, float16, q8_0$"
-    with pytest.raises(WorkhorseError, match=expected):
-        convert(run_folder, tmp_path / "out", "workhorse", dtype=dtype)
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("to", ["hf", "workhorse", "gguf"])
@@ -321,18 +274,6 @@ def test_a_gguf_file_is_a_model_everywhere(
         )
 
 
-def test_a_file_that_is_no_model(run_folder: Path) -> None:
-    with pytest.raises(
-        WorkhorseError,
-        match=r"recipe\.yaml is a recipe and no model; workhorse train \S+ makes a run of it",
-    ):
-        workhorse.load(run_folder / "recipe.yaml")
-    bad = run_folder / "x.gguf"
-    bad.write_bytes(b"GGUF\x03")
-    with pytest.raises(WorkhorseError, match=r"x\.gguf is cut short; fetch it again"):
-        workhorse.load(bad)
-
-
 def test_a_saved_model_begins_a_text_as_the_run_did(run_folder: Path, tmp_path: Path) -> None:
     model = workhorse.load(run_folder)
     again = workhorse.load(workhorse.save(model, tmp_path / "copy"))
@@ -340,75 +281,6 @@ def test_a_saved_model_begins_a_text_as_the_run_did(run_folder: Path, tmp_path: 
     assert again.generate("", seed=1, max_new_tokens=6) == model.generate(
         "", seed=1, max_new_tokens=6
     )
-
-
-@pytest.mark.parametrize("source", [None, 5, "run\0", Path("run\0"), b"run", "\ud800"])
-def test_what_is_no_name_of_a_model(source: Any, tmp_path: Path) -> None:
-    rule = r"^a model is a path, a hub id or a preset's name, (not|and) .*; (give it|choose ano)"
-    for use in (
-        workhorse.load,
-        describe_model,
-        partial(convert, target=tmp_path / "out", to="workhorse"),
-        partial(convert, target=tmp_path / "out", to="hf"),
-    ):
-        with pytest.raises(WorkhorseError, match=rule):
-            use(source)
-
-
-@pytest.mark.parametrize("place", [None, 5, b"x", "x\0", "\0", "\ud800"])
-def test_a_place_that_is_no_path(place: Any, run_folder: Path) -> None:
-    model = workhorse.load(run_folder)
-    with pytest.raises(WorkhorseError, match=r"^a target is a path, (not|and) .*; "):
-        convert(model, place, "hf")
-    with pytest.raises(WorkhorseError, match=r"^a folder is a path, (not|and) .*; "):
-        workhorse.save(model, place)
-    with pytest.raises(WorkhorseError, match=r"^a run directory is a path, (not|and) .*; "):
-        train(Recipe.from_dict(read_yaml(RECIPES[0])), place)
-    with pytest.raises(WorkhorseError, match=r"^a YAML file is a path, (not|and) .*; "):
-        read_yaml(place)
-    with pytest.raises(WorkhorseError, match=r"^a tokenizer is a path, (not|and) .*; "):
-        load_tokenizer(place)
-
-
-@pytest.mark.parametrize("to", ["hf", "workhorse", "gguf"])
-@pytest.mark.parametrize("name", ["a" * 300, "file/below"])
-def test_a_place_that_the_system_refuses(
-    name: str, to: Format, run_folder: Path, tmp_path: Path
-) -> None:
-    (tmp_path / "file").write_text("x")
-    model = workhorse.load(run_folder)
-    place = tmp_path / name
-    refused = rf"^cannot write {place}: "
-    with pytest.raises(WorkhorseError, match=refused):
-        convert(model, place, to, tell=lambda line: None)
-    with pytest.raises(WorkhorseError, match=refused):
-        workhorse.save(model, place)
-    assert {path.name for path in tmp_path.iterdir()} == {"file", "texts", "run"}
-
-
-@pytest.mark.parametrize(("to", "dtype"), [(to, "float32") for to in get_args(Format)] + HALVES)
-def test_weights_that_no_model_computes_with_are_not_written(
-    to: Format, dtype: DTypeName, run_folder: Path, tmp_path: Path
-) -> None:
-    model = workhorse.load(run_folder, as_stored=True)
-    weight = model.decoder.final_norm.weight
-    assert isinstance(weight, torch.Tensor)
-    with torch.no_grad():
-        weight[3] = float("nan") if dtype == "float32" else 1e5
-    refused = "NaN; write an earlier state" if dtype == "float32" else "beyond float16; choose"
-    with pytest.raises(WorkhorseError, match=rf"norm.weight holds .*{refused}"):
-        convert(model, tmp_path / "out", to, dtype=dtype, tell=lambda line: None)
-    empty = replace(model, decoder=model.config.build(device="meta"))
-    with pytest.raises(WorkhorseError, match="on the device meta, without weights; load or draw"):
-        convert(empty, tmp_path / "out", to, dtype=dtype, tell=lambda line: None)
-    assert {path.name for path in tmp_path.iterdir()} == {"texts", "run"}
-
-
-def test_a_decoder_without_numbers_is_not_saved(run_folder: Path, tmp_path: Path) -> None:
-    decoder = workhorse.load(run_folder).config.build(device="meta")
-    with pytest.raises(WorkhorseError, match="on the device meta, without weights; load or draw"):
-        workhorse.save(decoder, tmp_path / "out")
-    assert not (tmp_path / "out").exists()
 
 
 @pytest.mark.parametrize("stop", [5, "ab", ["a"], [1.5], [True], [-1], [10**6]])

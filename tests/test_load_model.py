@@ -1,7 +1,6 @@
 """`workhorse.load` and the model it gives."""
 
 import dataclasses
-from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -11,8 +10,6 @@ import pytest
 import torch
 
 import workhorse
-from workhorse.checkpoints.room import check_stored
-from workhorse.checkpoints.stored import open_stored
 from workhorse.convert import Format, convert
 from workhorse.data import DataConfig
 from workhorse.describe_model import describe_model
@@ -335,49 +332,6 @@ def test_a_run_whose_recipe_says_nothing_of_data(run_folder: Path) -> None:
         workhorse.load(run_folder)
 
 
-@pytest.fixture
-def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
-    """Sets how many GiB are free."""
-
-    def set_free(gib: float) -> None:
-        monkeypatch.setattr("workhorse.memory.free_memory", lambda *_, **__: int(gib * 2**30))
-
-    return set_free
-
-
-def test_a_preset_that_does_not_fit_is_refused_before_it_is_made(free) -> None:
-    free(24)
-    line = (
-        r"llama-7b with its weights in float32 needs 25\.1 GiB and 24\.0 GiB are free on cpu; "
-        r"choose a narrower dtype \(bfloat16\), or a smaller model"
-    )
-    with pytest.raises(WorkhorseError, match=line):
-        workhorse.load("llama-7b", device="cpu", tell=list)
-    free(1e-3)
-    with pytest.raises(WorkhorseError, match=r"in bfloat16 needs 237\.\d MiB and 1\.0 MiB"):
-        workhorse.load("gpt2", device="cpu", dtype="bfloat16", tell=list)
-
-
-def test_what_is_copied_of_a_directory_must_fit_and_what_is_mapped_need_not(
-    run_folder: Path, tmp_path: Path, free
-) -> None:
-    convert(run_folder, tmp_path / "half", "hf", dtype="bfloat16")
-    convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="bfloat16", tell=list)
-    free(0)
-    with pytest.raises(WorkhorseError, match="run with its weights in float32 needs"):
-        workhorse.load(run_folder, device="cpu")
-    with pytest.raises(WorkhorseError, match="half with its weights in float32 needs"):
-        workhorse.load(tmp_path / "half", device="cpu", dtype="float32")
-    assert workhorse.load(tmp_path / "half", device="cpu").decoder.config.n_layers == 1
-    stored = open_stored(tmp_path / "half")
-    with pytest.raises(WorkhorseError, match="half, quantised, needs"):
-        check_stored(stored, torch.device("cpu"), None, mapped=True, codes_per_byte=2)
-    with pytest.raises(WorkhorseError, match="half with its weights in bfloat16 needs"):
-        check_stored(stored, torch.device("cpu"), None, mapped=False, codes_per_byte=None)
-    with pytest.raises(WorkhorseError, match=r"m\.gguf with its weights in float32 needs"):
-        workhorse.load(tmp_path / "m.gguf", device="cpu", dtype="float32")
-
-
 def test_a_run_that_began_with_a_chat_model_knows_how_to_chat(run_folder: Path) -> None:
     (run_folder / "tokenizer" / "chat_template.jinja").write_text("{{ messages[0].content }}")
     assert not workhorse.load(run_folder).trained_to_chat  # its tokenizer is somebody else's
@@ -392,13 +346,6 @@ def test_a_chat_stops_where_the_model_does(run_folder: Path) -> None:
     stopping = dataclasses.replace(loaded, stop_tokens=(free.token,))
     deltas = list(stopping.chat(seed=1, max_new_tokens=5).reply("a"))
     assert [delta.finish_reason for delta in deltas] == ["eos"]
-
-
-def test_a_gguf_file_must_fit(run_folder: Path, tmp_path: Path, free) -> None:
-    convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="q8_0", tell=list)
-    free(0)
-    with pytest.raises(WorkhorseError, match=r"m\.gguf with its weights in float32 needs"):
-        workhorse.load(tmp_path / "m.gguf", device="cpu")
 
 
 @pytest.mark.parametrize("option", ["kernel", "quantize", "device"])

@@ -269,6 +269,9 @@ class _Work:
             waits = self.cluster.all_gather(self.of_tensor, self._residual)
             forward += Pass(flops / self.cluster.flops, waits)
             backward += Pass(2 * flops / self.cluster.flops, waits)
+        if stage in {0, self.parallel.pipeline - 1}:
+            forward += Pass(fetches=self._fetches(self._outside, backward=False))
+            backward += Pass(fetches=self._fetches(self._outside, backward=True, whole=True))
         return forward, backward
 
     def of_layer(self, *, backward: bool) -> Pass:
@@ -277,19 +280,35 @@ class _Work:
         computes = flops / self.cluster.flops * (2 if backward else 1)
         passes = BACKWARD_PASSES if backward else FORWARD_PASSES
         computes += passes * self.keeps / self.cluster.bandwidth
-        weights = self.layer_weights / self.parallel.tensor
-        fetches = 0.0
-        if self.of_shard.size > 1:
-            gathers = 1.0
-            if self.parallel.reshard == "step":  # in the first pass alone
-                gathers = 0.0 if backward else 1 / self.micro_batches
-            fetches = gathers * self.cluster.all_gather(self.of_shard, weights * self.item)
-            if backward:
-                fetches += self.cluster.all_gather(self.of_shard, weights * FLOAT32)
+        fetches = self._fetches(self.layer_weights, backward=backward)
         own = Pass(computes, self._sent_in_layer(), fetches)
         if backward and self.train.activation_checkpointing:
             return own + replace(self.of_layer(backward=False), fetches=0.0)
         return own
+
+    def _fetches(self, weights: float, *, backward: bool, whole: bool = False) -> float:
+        """Seconds in which FSDP gathers so many weights, and sends their gradients.
+
+        Args:
+            weights: numbers, of all devices that divide layers.
+            backward: in the backward pass, and not the forward one.
+            whole: whether they have stayed whole since the forward pass.
+        """
+        if self.of_shard.size == 1:
+            return 0.0
+        weights /= self.parallel.tensor
+        gathers = 0.0 if backward and whole else 1.0
+        if self.parallel.reshard == "step":  # in the first pass alone
+            gathers = 0.0 if backward else 1 / self.micro_batches
+        seconds = gathers * self.cluster.all_gather(self.of_shard, weights * self.item)
+        if backward:
+            seconds += self.cluster.all_gather(self.of_shard, weights * FLOAT32)
+        return seconds
+
+    @property
+    def _outside(self) -> float:
+        """Numbers of a stage that are in no layer, if it has any."""
+        return self.outside_weights / min(2, self.parallel.pipeline)
 
     @property
     def _residual(self) -> float:
@@ -331,8 +350,7 @@ class _Work:
     def _own_weights(self) -> Iterator[tuple[Ring, float]]:
         """Numbers of the largest stage on one device, each with those that have the same."""
         layers = -(-self.config.n_layers // self.parallel.pipeline)
-        outside = self.outside_weights / min(2, self.parallel.pipeline)
-        shared = (layers * self.layer_weights + outside) / self.parallel.tensor
+        shared = (layers * self.layer_weights + self._outside) / self.parallel.tensor
         yield self.of_data, shared / self.parallel.weight_parts
         if self.layer_experts:
             copies = self.parallel.replicas * self.parallel.context // self.parallel.expert

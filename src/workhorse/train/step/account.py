@@ -76,8 +76,9 @@ def whole_at_once(
 
     The layer that computes and the next, prefetched (2304.11277 §3), have whole weights, the table
     of an untied embedding while it is looked up in, all else for the whole of a pass; with
-    `reshard: step` everything does. Gradients are exchanged a layer's at a time, those outside the
-    layers at the end of the pass. Experts that processes divide stay where they are.
+    `reshard: step` everything does. Gradients are exchanged a layer's at a time, after its weights
+    are gone, and those outside the layers at the end of the pass. Experts that processes divide
+    stay where they are.
 
     Args:
         step: of the whole.
@@ -92,34 +93,37 @@ def whole_at_once(
     layers = [part for part in weights if is_of_layer(part)]
     tables = [] if tied else ["embedding"]
     outside = [part for part in weights if part not in (*layers, *tables)]
-    widened = 2.0 if parallel.is_exact else 1.0
-    if parallel.adds_by_exchange(device_type) and not parallel.is_exact:
-        widened = 2 / parallel.weight_parts
-    copies = 3 if parallel.is_exact and parallel.data > 1 else 2
 
     def whole(parts: Iterable[str]) -> int:
         return sum(weights[part] for part in parts)
 
     def exchanged(parts: Iterable[str]) -> int:
-        """Of gradients: what is sent and what is received, which becomes float32."""
-        of_low = sum(low_bits[part] for part in parts)  # as many bytes as the weights, or none
-        return max(copies * whole(parts), 2 * whole(parts) + round(widened * of_low))
+        """Of gradients: what is sent, what is received, and its sum in float32."""
+        sent, low = whole(parts), sum(low_bits[part] for part in parts)
+        summed = sent + low  # in float32, of which low_bits are the other half
+        if parallel.is_exact:  # what is received becomes float32, and nodes of a tree
+            return sent + 2 * summed
+        if parallel.adds_by_exchange(device_type):
+            return 2 * sent + (summed // parallel.weight_parts if low else 0)
+        return sent + summed
 
-    two_layers = 2 * max(whole([part]) for part in layers)
+    layer = max(whole([part]) for part in layers)
+    of_layer = max(exchanged([part]) for part in layers)
     table, root, kept = whole(tables), whole(outside), 0
+    in_forward, in_backward = 2 * layer, max(3 * layer, layer + of_layer)
     if parallel.reshard == "step":
-        table, root, two_layers, kept = 0, 0, 0, whole(weights)
+        table, root, kept = 0, 0, whole(weights)
+        in_forward, in_backward = 0, of_layer
     of_head = weights["embedding" if tied else "head"] if has_head else 0
     last = 0 if tied else of_head  # PyTorch refers to a group's last gradient while it is exchanged
     at_end = max(exchanged(outside) + last + whole(tables), exchanged(tables) + whole(tables))
-    layer = max(exchanged([part]) for part in layers)
 
     def at(span: Span) -> int:
         if span.part == "embedding":
             return kept + (at_end if span.phase == "backward" else root + table)
         if not is_of_layer(span.part):
             return kept + root + of_head
-        return kept + root + two_layers + (of_head + layer if span.phase == "backward" else 0)
+        return kept + root + (of_head + in_backward if span.phase == "backward" else in_forward)
 
     return at
 

@@ -120,6 +120,11 @@ class CapturedDecoder(FixedStepDecoder):
     recordings: Recordings | None = None
     records: bool = True
 
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the recordings, which are of these weights."""
+        state: Any = super().__getstate__()
+        return state | {"recordings": None}
+
     def fixed_step(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
         if self.watch.sees_hooks or not self.records:
             return super().fixed_step(variant, tokens, tensors)

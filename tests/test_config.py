@@ -265,6 +265,9 @@ def test_reading_a_file(tmp_path: Path) -> None:
     path.write_text("- 1\n- 2\n")
     with pytest.raises(ConfigError, match=r"recipe\.yaml: expected a mapping of settings, got \[1"):
         read_yaml(path)
+    path.write_text("")
+    with pytest.raises(ConfigError, match=r"recipe\.yaml is empty; write settings"):
+        read_yaml(path)
     path.write_text("a: [1\n")
     with pytest.raises(ConfigError, match=r"recipe\.yaml: not valid YAML at line 2, column 1: "):
         read_yaml(path)

@@ -158,6 +158,8 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         raise ConfigError(f"{path}: {error}") from None
     except WorkhorseError as error:
         raise ConfigError(str(error)) from None
+    if data is None:
+        raise ConfigError(f"{path} is empty; write settings, each as `key: value`")
     if not isinstance(data, dict):
         raise ConfigError(f"{path}: expected a mapping of settings, got {shown(data)}")
     return cast(dict[str, Any], data)

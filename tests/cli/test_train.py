@@ -180,6 +180,7 @@ def test_a_reader_that_has_seen_enough_ends_nothing(recipe: str) -> None:
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
+        (["gpt2"], "gpt2 is a preset, not a recipe; write a recipe with model: {preset: gpt2}, or"),
         (["nowhere.yaml"], "cannot read nowhere.yaml: No such file or directory; check the path"),
         (["corpus.txt"], "corpus.txt: "),
         (["tiny.yaml", "steps=3"], "unknown key 'steps'; did you mean train.steps?"),

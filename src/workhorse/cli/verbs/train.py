@@ -176,7 +176,14 @@ def _read(
     To resume a run, the model that it started from is not needed.
     """
     from workhorse.dial import read_recipe
+    from workhorse.errors import WorkhorseError
+    from workhorse.models import preset_names
 
+    if str(file) in preset_names() and not file.exists():
+        raise WorkhorseError(
+            f"{file} is a preset, not a recipe; write a recipe with model: {{preset: {file}}}, "
+            "or give depth-N"
+        )
     written = read_recipe(file)  # first, so that a file that is none does not wait for torch
     from workhorse.checkpoints import RunDirectory
     from workhorse.train import Recipe, on_workers, override_recipe, resumed_recipe, with_init

@@ -22,9 +22,14 @@ SHAPE = "baby"
 PROCESSES = 2
 PARTS = 8
 EXACT = {"reduction": {"kind": "exact", "logical_shards": PARTS}}
-OURS: dict[str, dict[str, Any]] = {
+WHOLE: dict[str, dict[str, Any]] = {
     "data": {"data": PROCESSES},
     "data, exact": {"data": PROCESSES, **EXACT},
+    "context": {"context": PROCESSES},
+    "tensor": {"tensor": PROCESSES},
+    "pipeline": {"pipeline": PROCESSES},
+}
+SHARDED: dict[str, dict[str, Any]] = {
     "shard": {"shard": PROCESSES},
     "shard, four passes": {"shard": PROCESSES},
     "shard, exact": {"shard": PROCESSES, **EXACT},
@@ -34,45 +39,48 @@ OURS: dict[str, dict[str, Any]] = {
         "shard": PROCESSES,
         "reduction": {"kind": "exact", "logical_shards": 2},
     },
-    "context": {"context": PROCESSES},
-    "tensor": {"tensor": PROCESSES},
-    "pipeline": {"pipeline": PROCESSES},
 }
-PLAIN = {"DistributedDataParallel": "ddp", "fully_shard": "fsdp"}
+KINDS = {
+    "data": (WHOLE, {"DistributedDataParallel": "ddp"}),
+    "shard": (SHARDED, {"fully_shard": "fsdp"}),
+}
+"""What is measured in the same rounds, ours and plain loops; all at once take too much memory."""
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
-    """One for each kind of scaling and type."""
+    """Two for each kind of scaling and type."""
     for scaling in options.scaling:
         for dtype in options.dtypes:
-            yield _case(scaling, dtype)
+            for kind in KINDS:
+                yield _case(scaling, dtype, kind)
 
 
-def _case(scaling: str, dtype: str) -> Case:
+def _case(scaling: str, dtype: str, kind: str) -> Case:
+    ours, plain = KINDS[kind]
     rows = TRAINING[SHAPE].batch
     one = {"shape": SHAPE, "dtype": dtype, "processes": 1, "rows": rows}
     two = one | {"processes": PROCESSES, "rows": rows * (PROCESSES if scaling == "weak" else 1)}
     build = "benchmarks.several:train"
-    ours = {"how": "workhorse"}
+    of_ours = {"how": "workhorse"}
     at_once = {"shard, four passes": {"micro_batch_size": two["rows"] // PARTS}}
     contestants = [
-        Contestant("Workhorse", build, one | ours),
-        Contestant("Workhorse, exact", build, one | ours | {"parallel": EXACT}),
+        Contestant("Workhorse", build, one | of_ours),
+        Contestant("Workhorse, exact", build, one | of_ours | {"parallel": EXACT}),
         *(
             Contestant(
                 f"Workhorse × 2, {name}",
                 build,
-                {**two, **ours, "parallel": parallel, **at_once.get(name, {})},
+                {**two, **of_ours, "parallel": parallel, **at_once.get(name, {})},
             )
-            for name, parallel in OURS.items()
+            for name, parallel in ours.items()
         ),
         Contestant("plain loop", build, one | {"how": "ddp"}),
         *(
             Contestant(f"plain loop × 2, {name}", build, two | {"how": how})
-            for name, how in PLAIN.items()
+            for name, how in plain.items()
         ),
     ]
-    return Case(f"{scaling} {dtype}", "tokens", "tokens/s", tuple(contestants))
+    return Case(f"{scaling} {dtype}, {kind}", "tokens", "tokens/s", tuple(contestants))
 
 
 if __name__ == "__main__":

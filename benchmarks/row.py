@@ -61,9 +61,11 @@ def main() -> None:
     about = describe(threads, "cpu")
     heads, figures = list[str](), list[str]()
     for work in works(str(given.models)):
-        print(f"{work.contestant.name} …", flush=True)
+        print(f"{work.contestant.name} …", end=" ", flush=True)
+        found = [f"{figure:,.0f}" for figure in measured(work, given.rounds, threads)]
+        print(*found, sep=", ", flush=True)
         heads += work.measures.values()
-        figures += [f"{figure:,.0f}" for figure in measured(work, given.rounds, threads)]
+        figures += found
     table = known() or [f"{HEADING} {' | '.join(heads)} |", "|---" + "|--:" * len(heads) + "|"]
     print("\n".join(table))
     name = f"this one: {about['processor']}, {about['cores'].partition(',')[0]}"

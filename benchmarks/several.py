@@ -25,7 +25,6 @@ from benchmarks.training import (
     GRAD_CLIP,
     LEARNING_RATE,
     STEPS,
-    WARM_UP,
     WEIGHT_DECAY,
     fused_adamw,
     plain_step,
@@ -42,6 +41,8 @@ from workhorse.train.step.build import build_step
 CPU = torch.device("cpu")
 PATIENCE = datetime.timedelta(hours=4)
 """For which processes wait for their next round."""
+WARM_UP = 8
+"""Steps before the first round: where sums are exact, it takes some until memory is reused."""
 Step = Callable[[], object]
 
 

@@ -43,6 +43,7 @@ def test_without_a_level_the_cpu_has_what_it_has(
         ("x86-64-v4", "avx512_f", "avx512_vnni"),
         ("avx512-vnni", "avx512_vnni", "avx512_bf16"),
         ("avx512-bf16", "avx512_bf16", "amx_bf16"),
+        ("amx-emulated", "amx_bf16", "amx_int8"),
         ("amx", "amx_bf16", "avx512_fp16"),
     ],
 )

@@ -27,6 +27,8 @@ class Level(NamedTuple):
     """Compiler flags that enable them."""
     adds: frozenset[str]
     """What it adds to the level before, by PyTorch's names."""
+    emulates: frozenset[str] = frozenset()
+    """What our operators have there although the CPU lacks it; for tests, slow."""
 
 
 _V4 = "-march=x86-64-v4"
@@ -40,6 +42,9 @@ LEVELS: dict[str, Level] = {
     ),
     "avx512-vnni": Level(_VNNI, frozenset({"avx512_vnni"})),
     "avx512-bf16": Level(_BF16, frozenset({"avx512_bf16"})),
+    "amx-emulated": Level(
+        (*_BF16, "-include", "simd/emulated_tiles.h"), frozenset(), frozenset({"amx_bf16"})
+    ),
     "amx": Level(
         (*_BF16, "-mamx-tile", "-mamx-bf16", "-mamx-int8"),
         frozenset({"amx_tile", "amx_bf16", "amx_int8"}),
@@ -70,7 +75,9 @@ def cpu_has(instructions: str) -> bool:
         WorkhorseError: the environment variable names no level, or one above this CPU's.
     """
     level = _level()
-    return instructions in _on_this_cpu() and (level is None or instructions in _up_to(level))
+    if level is None:
+        return instructions in _on_this_cpu()
+    return instructions in LEVELS[level].emulates or instructions in _up_to(level)
 
 
 def used() -> list[str]:

@@ -15,6 +15,7 @@ from workhorse.checkpoints import (
     weights_of,
 )
 from workhorse.checkpoints.on_disk import weights_on_disk
+from workhorse.checkpoints.stored import open_stored
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import BytesConfig, train_tokenizer
@@ -61,7 +62,24 @@ def test_the_decoder_comes_back(run: RunDirectory, decoder: Decoder) -> None:
     loaded = run.load_decoder()
     assert torch.equal(loaded(TOKENS), decoder.eval()(TOKENS))
     assert loaded.head.proj.weight is loaded.embedding.tokens.weight
-    assert not torch.equal(run.load_decoder(step=1)(TOKENS), loaded(TOKENS))
+
+
+def test_an_older_checkpoint_is_loaded_by_its_folder(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    older = run.store().path(1)
+    weights, _ = run.store().load_model(1)
+    for path in (older, Path(os.path.relpath(older)), Path()):
+        monkeypatch.chdir(older if path == Path() else ".")
+        stored = open_stored(path)
+        assert stored.path.resolve() == run.path
+        assert all(
+            torch.equal(weight, weights[name])
+            for name, weight in weights_of(stored.load_decoder()).items()
+        )
+    size = sum(weight.nbytes for weight in weights.values())
+    assert {name: held.bytes for name, held in weights_on_disk(stored).items()} == {"float32": size}
+    assert RunDirectory.at(run.path).step is None
 
 
 def test_weights_come_in_the_type_asked_for(run: RunDirectory) -> None:
@@ -75,9 +93,9 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_remark(run: RunDirectory) ->
     (remark,) = run.remarks
     assert "skipping" in remark
     assert "step-00000002: model.safetensors has 100 bytes" in remark
-    assert torch.equal(loaded(TOKENS), run.load_decoder(step=1)(TOKENS))
+    assert torch.equal(loaded(TOKENS), RunDirectory(run.path, 1).load_decoder()(TOKENS))
     with pytest.raises(WorkhorseError, match="is damaged"):
-        run.load_decoder(step=2)
+        RunDirectory(run.path, 2).load_decoder()
 
 
 def test_a_run_that_saves_meanwhile_is_described_by_its_newer_checkpoint(
@@ -124,8 +142,8 @@ def test_a_run_that_saved_nothing_yet(tmp_path: Path) -> None:
 
 
 def test_a_missing_step_names_those_that_are_there(run: RunDirectory) -> None:
-    with pytest.raises(WorkhorseError, match=r"no checkpoint of step 7; there are \[2, 1\]"):
-        run.load_decoder(step=7)
+    with pytest.raises(WorkhorseError, match=r"no checkpoint of step 7; it has \[2, 1\]"):
+        RunDirectory(run.path, 7).load_decoder()
 
 
 def test_a_damaged_config_is_named(run: RunDirectory) -> None:

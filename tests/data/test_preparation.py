@@ -1,6 +1,5 @@
 import json
 import os
-import re
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -309,68 +308,6 @@ def test_the_manifest_says_what_was_read(config: DataConfig, tokenizer, tmp_path
     assert (source["kind"], source["files"]) == ("jsonl", 1)
     assert source["bytes"] == config.corpus.path.stat().st_size
     assert str(tmp_path / "corpus.jsonl") == source["path"]
-
-
-@pytest.mark.parametrize(
-    ("content", "fraction", "line"),
-    [
-        ("", 0.1, "corpus.txt is empty: no text for the validation split; give it some"),
-        ("", 0.0, "corpus.txt is empty: no text for the train split; give it some"),
-        (
-            "x",
-            0.1,
-            "corpus.txt is too short to hold out a part; give it more, or train on all of it with "
-            r"data\.corpus\.validation_fraction=0$",
-        ),
-    ],
-)
-def test_a_corpus_without_text_is_refused(
-    tokenizer, tmp_path: Path, content: str, fraction: float, line: str
-) -> None:
-    (tmp_path / "corpus.txt").write_text(content)
-    corpus = {"kind": "text", "path": tmp_path / "corpus.txt", "validation_fraction": fraction}
-    with pytest.raises(WorkhorseError, match=line):
-        prepare(DataConfig(corpus=corpus), tokenizer, tmp_path / "data")
-
-
-def test_a_pattern_that_matches_no_file_is_named(tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "texts/deep").mkdir(parents=True)
-    config = DataConfig(corpus={"kind": "folder", "path": tmp_path / "texts", "glob": "*.zzz"})
-    with pytest.raises(WorkhorseError, match="texts holds no file; name another folder"):
-        prepare(config, tokenizer, tmp_path / "data")
-    for name in ("a.txt", "deep/b.txt", ".hidden"):
-        (tmp_path / "texts" / name).write_text("text")
-    with pytest.raises(
-        WorkhorseError, match=r"glob='\*\.zzz' matches no file in .*s \(it holds 2\);"
-    ):
-        prepare(config, tokenizer, tmp_path / "data")
-
-
-@pytest.mark.parametrize("name", ["b.txt", "a.txt"])  # by their hashes, b trains and a is held out
-def test_a_single_document_cannot_train_and_be_held_out(
-    tokenizer, tmp_path: Path, name: str
-) -> None:
-    (tmp_path / "texts").mkdir()
-    (tmp_path / "texts" / name).write_text("the only text")
-    folder = {"kind": "folder", "path": tmp_path / "texts"}
-    remedy = "give it more, or train on all of it with data.corpus.validation_fraction=0"
-    with pytest.raises(
-        WorkhorseError, match=f"texts has one document, and needs two .*; {re.escape(remedy)}$"
-    ):
-        prepare(DataConfig(corpus=folder), tokenizer, tmp_path / "data")
-    mixture = {"kind": "mixture", "sources": {"notes": folder}}
-    with pytest.raises(WorkhorseError, match=r"with data\.corpus\.sources\.notes\.validation_frac"):
-        prepare(DataConfig(corpus=mixture), tokenizer, tmp_path / "data")
-    whole = DataConfig(corpus=folder | {"validation_fraction": 0})
-    assert prepare(whole, tokenizer, tmp_path / "data").validation is None
-
-
-def test_an_empty_corpus_leaves_nothing_behind(tokenizer, tmp_path: Path) -> None:
-    (tmp_path / "corpus.txt").write_text("")
-    config = DataConfig(corpus={"kind": "text", "path": tmp_path / "corpus.txt"})
-    with pytest.raises(WorkhorseError, match="is empty"):
-        prepare(config, tokenizer, tmp_path / "data")
-    assert not list((tmp_path / "data").iterdir())
 
 
 @pytest.mark.parametrize("token", ["bos", "eos"])

@@ -19,7 +19,7 @@ SUM = 2e-6  # of float32, as a share of the sum of magnitudes; 4,000 numbers in 
 HALVES = 2**-15  # likewise, what a float32 number as the sum of two of bfloat16 costs at most
 EDGES = [1, 15, 16, 17, 33, 64, 70]
 LONG = [(40, 1537, 40), (33, 2050, 300), (64, 3000, 200), (300, 1600, 450), (600, 2048, 420)]
-"""(rows, inner, columns) of products that are cut: inner above `kWhole` in `ops/gemm.h`."""
+"""(rows, inner, columns) of products that are cut: inner above `kWhole` in `ops/gemm/tiles.h`."""
 
 
 def assert_exact(a: Tensor, b: Tensor, bias: Tensor | None = None) -> None:

@@ -13,7 +13,7 @@ from workhorse.instructions import LEVELS, levels_here
 from workhorse.native import build
 
 SOURCE = """
-#include "ops/weights.h"
+#include "ops/training/weights.h"
 #include "simd/elementwise.h"
 using namespace workhorse;
 extern "C" void by_vectors(const float* from, U16x16* to, int64_t n) {

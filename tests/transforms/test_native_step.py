@@ -328,6 +328,14 @@ def test_a_decoder_with_hooks_calls_its_modules(calls: list[tuple[int, ...]]) ->
     assert len(calls) == tokens.shape[1]
 
 
+def test_autocast_decides_as_without_native_steps(calls: list[tuple[int, ...]]) -> None:
+    tokens = torch.randint(0, 61, (1, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = along(quick(built()), tokens[:, :3], tokens)
+        assert torch.equal(logits, along(_without_steps(built()), tokens[:, :3], tokens))
+    assert not calls
+
+
 def test_a_token_outside_of_the_vocabulary_is_refused() -> None:
     decoder = quick(built())
     for token in (61, -1):

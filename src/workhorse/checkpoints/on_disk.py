@@ -77,6 +77,7 @@ def _files(folder: Path) -> list[Path]:
 
 def _in_folder(stored: StoredModel, read: Callable[[Path], Found]) -> Found | None:
     """What `read` gives for the folder with the weights; None for a run without a checkpoint."""
-    if isinstance(stored, RunDirectory):
-        return stored.store().newest_folder(read)
-    return read(stored.path)
+    if not isinstance(stored, RunDirectory):
+        return read(stored.path)
+    store = stored.store()
+    return store.newest_folder(read) if stored.step is None else read(store.path(stored.step))

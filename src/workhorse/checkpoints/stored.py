@@ -95,8 +95,9 @@ def open_stored(
     """A model by its folder or file, or by its id on the Hugging Face hub.
 
     Args:
-        model: a run directory, a folder that `convert` wrote, a Hugging Face directory, a GGUF
-            file, or `ORG/NAME` or `ORG/NAME@REVISION` of the hub, which is fetched if need be.
+        model: a run directory or one of its checkpoints, a folder that `convert` wrote, a Hugging
+            Face directory, a GGUF file, or `ORG/NAME` or `ORG/NAME@REVISION` of the hub, which is
+            fetched if need be.
         tell: called with the commit that a name on the hub stands for.
         weights: whether to fetch the weights of a model on the hub.
 
@@ -130,7 +131,7 @@ def open_stored(
     for kind in (ModelFolder, HuggingFaceDirectory):
         if kind.is_one(path):
             return kind(path)
-    return RunDirectory(path)
+    return RunDirectory.at(path)
 
 
 def model_name(model: object) -> str:

@@ -68,7 +68,7 @@ class Decoding:
         out_features: int,
         ends: Int32[Tensor, " experts"] | None = None,
     ) -> Float[Tensor, "*batch out_features"]:
-        """`x Wᵀ + b` with W of 4 or 8 bits a number, laid out as `ops/packed_linear.h` says.
+        """`x Wᵀ + b` with W of 4 or 8 bits a number, as `ops/decoding/packed_linear.h` lays it out.
 
         Args:
             x: bfloat16 or float32, on the CPU, as wide as the groups.

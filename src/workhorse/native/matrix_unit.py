@@ -1,4 +1,4 @@
-"""Gemms of bfloat16 or float32 matrices on a CPU with a matrix unit; see `ops/gemm.h`.
+"""Gemms of bfloat16 or float32 matrices on a CPU with a matrix unit; see `ops/gemm/tiles.h`.
 
 They are compiled separately from the other operators, which run on any CPU.
 """

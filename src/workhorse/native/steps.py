@@ -1,4 +1,4 @@
-"""A whole decoding step as one operator; see `ops/step.h`."""
+"""A whole decoding step as one operator; see `ops/decoding/step.h`."""
 
 import functools
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from workhorse.native import build
 
 
 class Op(IntEnum):
-    """The instructions of a program, as `ops/step.h` describes them."""
+    """The instructions of a program, as `ops/decoding/step.h` describes them."""
 
     EMBED = 0
     EMBED_POSITION = 1

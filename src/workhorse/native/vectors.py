@@ -1,4 +1,4 @@
-"""Gemms of float32 or bfloat16 in vectors of 32 or 64 bytes; see `ops/gemm_vectors.h`."""
+"""Gemms of float32 or bfloat16 in vectors of 32 or 64 bytes; see `ops/gemm/vectors.h`."""
 
 import functools
 from collections.abc import Sequence

@@ -71,7 +71,7 @@ def find_subject(
         config = recipe.decoder_config(vocab_size_of(recipe))
         mesh = _mesh(of_mesh, recipe)
         return Subject(str(source), "recipe", config, recipe.train, mesh, recipe.data.packed)
-    if (run := RunDirectory(path)).exists:
+    if (run := RunDirectory.at(path)).exists:
         fields = run.recipe()
         config = DecoderConfig.from_dict(run.config.to_dict())
         fields["model"] = config.to_dict()

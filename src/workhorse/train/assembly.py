@@ -72,13 +72,7 @@ def assemble(
         tokenizer = _tokenizer(recipe, run, tell)
         if recipe.init is not None and checkpoint is None:
             check_tokens(recipe.init, tokenizer)
-        dataset = prepare(
-            recipe.data,
-            tokenizer,
-            run.data_folder,
-            progress=lambda done, total: on_event({"kind": "data", "done": done, "total": total}),
-            tell=tell,
-        )
+        dataset = _dataset(recipe, tokenizer, run, on_event)
     batches = _batches(recipe, dataset, at)
     decoder_config = recipe.decoder_config(tokenizer.vocab_size)
     constants = _constants(recipe, decoder_config, tokenizer, dataset)
@@ -157,6 +151,19 @@ def _built(
     if other is not None:
         start_optimizer(str(recipe.init), other, step.optimizer, train.optimizer.kind)
     return decoder, step, teams
+
+
+def _dataset(
+    recipe: Recipe, tokenizer: Tokenizer, run: RunDirectory, on_event: Listener
+) -> Dataset:
+    """The recipe's text as tokens, made unless the run has them."""
+    return prepare(
+        recipe.data,
+        tokenizer,
+        run.data_folder,
+        progress=lambda done, total: on_event({"kind": "data", "done": done, "total": total}),
+        tell=partial(_tell, on_event),
+    )
 
 
 def _batches(recipe: Recipe, dataset: Dataset, at: Resumption) -> Batches:

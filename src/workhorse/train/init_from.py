@@ -3,6 +3,7 @@
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from itertools import islice
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -44,8 +45,8 @@ def start_weights(
         WorkhorseError: there is no such model, or its weights do not fit.
     """
     if with_optimizer:
-        run = RunDirectory(init)
-        checkpoint = run.store().newest(tell) if run.exists else None
+        run = RunDirectory.at(Path(init))
+        checkpoint = run.checkpoint(tell) if run.exists else None
         if checkpoint is None:
             raise WorkhorseError(
                 f"init={init} is no run with a whole checkpoint, so it has no optimizer's state; "

@@ -4,6 +4,7 @@ import contextlib
 import errno
 import os
 import shlex
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,7 @@ import torch
 
 from workhorse.checkpoints.runs.disk import Disk
 from workhorse.checkpoints.runs.lock import FolderLock
-from workhorse.checkpoints.runs.store import CheckpointStore
+from workhorse.checkpoints.runs.store import Checkpoint, CheckpointStore, step_of
 from workhorse.checkpoints.tensors import Places, empty_decoder, load_weights, weights_of
 from workhorse.config import ConfigError, read_yaml
 from workhorse.errors import WorkhorseError
@@ -40,6 +41,8 @@ class RunDirectory:
 
     Args:
         path: the folder; nothing is read or created before it is needed.
+        step: of the checkpoint that is loaded; None: the newest whole one, with a remark on each
+            damaged one.
     """
 
     kind = "run directory"
@@ -49,8 +52,9 @@ class RunDirectory:
     stop_tokens: tuple[int, ...] = ()
     """Tokens that end a text besides the tokenizer's eos."""
 
-    def __init__(self, path: str | Path) -> None:
+    def __init__(self, path: str | Path, step: int | None = None) -> None:
         self.path = to_path(path, "a run directory is a path")
+        self.step = step
         self.recipe_file = self.path / "recipe.yaml"
         self.config_file = self.path / "config.json"
         self.tokenizer_folder = self.path / "tokenizer"
@@ -63,6 +67,13 @@ class RunDirectory:
         self._made: list[Path] = []
         self._found_data = False
         self._lock: FolderLock | None = None
+
+    @classmethod
+    def at(cls, path: Path) -> "RunDirectory":
+        """The run of a folder, which may be that of one of its checkpoints."""
+        step = step_of(path.absolute())
+        run = cls(os.path.normpath(path / ".." / ".."), step)
+        return cls(path) if step is None or not run.exists else run
 
     @property
     def exists(self) -> bool:
@@ -255,8 +266,6 @@ class RunDirectory:
         dtype: torch.dtype | None = None,
         kernel: KernelName = "auto",
         places: Places = weights_of,
-        *,
-        step: int | None = None,
     ) -> Decoder:
         """The trained decoder, in evaluation mode.
 
@@ -265,13 +274,12 @@ class RunDirectory:
             dtype: of its weights; `self.dtype` by default.
             kernel: how attention is computed.
             places: where the weights are copied to.
-            step: of the checkpoint; None: the newest whole one, with a remark on each damaged one.
 
         Raises:
             WorkhorseError: there is no run, no checkpoint, or one of another config.
         """
         config = self.config
-        weights, state = self._weights(step)
+        weights, state = self._weights()
         if DecoderConfig.from_dict(state["config"]) != config:
             raise WorkhorseError(
                 f"the checkpoints in {self.path} are of another config than its "
@@ -281,12 +289,23 @@ class RunDirectory:
         load_weights(decoder, weights, places)
         return decoder.eval()
 
-    def _weights(self, step: int | None) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    def checkpoint(self, tell: Callable[[str], object]) -> Checkpoint | None:
+        """What is loaded of it, with the optimizer's state; None if there is none.
+
+        Args:
+            tell: called with each damaged checkpoint that is passed over.
+        """
         store = self.store()
-        if step is not None:
-            if step not in store.steps():
-                raise WorkhorseError(f"no checkpoint of step {step}; there are {store.steps()}")
-            return store.load_model(step)
+        return store.newest(tell) if self.step is None else store.load(self.step)
+
+    def _weights(self) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+        store = self.store()
+        if self.step is not None:
+            if self.step not in store.steps():
+                raise WorkhorseError(
+                    f"{self.path} has no checkpoint of step {self.step}; it has {store.steps()}"
+                )
+            return store.load_model(self.step)
         if (found := store.newest_model(self.remarks.append)) is not None:
             return found
         if steps := store.steps():
@@ -307,12 +326,6 @@ class RunDirectory:
     def _check_is_run(self) -> None:
         if not self.exists:
             if any(self.path.glob("*.safetensors")):
-                run = self.path.parent.parent
-                if RunDirectory(run).exists:
-                    raise WorkhorseError(
-                        f"{self.path} is a checkpoint of the run {run}; give the run, whose newest "
-                        "checkpoint is taken"
-                    )
                 raise WorkhorseError(
                     f"{self.path} has weights and no config.json; put the model's beside them"
                 )

@@ -55,6 +55,12 @@ class Checkpoint:
     state: dict[str, Any]
 
 
+def step_of(path: Path) -> int | None:
+    """The step of a checkpoint, by the name of its folder; None: that of no checkpoint."""
+    name = re.fullmatch(r"step-(\d{8,})", path.name)
+    return int(name[1]) if name else None
+
+
 class CheckpointStore:
     """The checkpoints of one run.
 
@@ -76,8 +82,8 @@ class CheckpointStore:
         """The steps that have a checkpoint, whole or damaged, newest first."""
         if not self.folder.is_dir():
             return []
-        names = (re.fullmatch(r"step-(\d{8,})", path.name) for path in self.folder.iterdir())
-        return sorted((int(name[1]) for name in names if name), reverse=True)
+        steps = (step_of(path) for path in self.folder.iterdir())
+        return sorted((step for step in steps if step is not None), reverse=True)
 
     def save(
         self,

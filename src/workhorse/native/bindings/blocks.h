@@ -5,7 +5,7 @@
 #pragma once
 
 #include "bindings/layers.h"
-#include "ops/gemm_vectors.h"
+#include "ops/gemm/vectors.h"
 
 namespace workhorse::bindings {
 

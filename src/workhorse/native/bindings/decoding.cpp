@@ -13,11 +13,11 @@
 #include <optional>
 #include <vector>
 
-#include "ops/argmax.h"
-#include "ops/attend.h"
-#include "ops/linear.h"
-#include "ops/linear_amx.h"
-#include "ops/packed_linear_amx.h"
+#include "ops/decoding/argmax.h"
+#include "ops/decoding/attend.h"
+#include "ops/decoding/linear.h"
+#include "ops/decoding/linear_tiles.h"
+#include "ops/decoding/packed_linear_tiles.h"
 
 namespace workhorse::bindings {
 namespace {

@@ -1,11 +1,11 @@
-// The gemm of ops/gemm.h for PyTorch.
+// The gemm of ops/gemm/tiles.h for PyTorch.
 
 #include <torch/csrc/stable/library.h>
 
 #include <optional>
 
 #include "bindings/matrices.h"
-#include "ops/gemm.h"
+#include "ops/gemm/tiles.h"
 
 #ifdef __AMX_BF16__
 
@@ -15,9 +15,9 @@ namespace {
 constexpr int64_t kFewRows = 256;
 
 template <class T>
-void divide(const gemm::Product<T>& product, int64_t rows, int64_t columns) {
+void divide(const gemm_tiles::Product<T>& product, int64_t rows, int64_t columns) {
   in_shares([&](Share share) {
-    in_grid(rows, columns, gemm::kPanel, gemm::kPanel, share,
+    in_grid(rows, columns, gemm_tiles::kPanel, gemm_tiles::kPanel, share,
             [&](int64_t m, int64_t m_end, int64_t n, int64_t n_end) { product.run(m, m_end, n, n_end); });
   });
 }
@@ -25,14 +25,15 @@ void divide(const gemm::Product<T>& product, int64_t rows, int64_t columns) {
 template <class T>
 void multiply_into(const Tensor& c, const Tensor& a, const Tensor& b, const Tensor* bias) {
   const int64_t rows = c.size(0), columns = c.size(1), k = a.size(1);
-  const auto left = operand<gemm::Operand<T>, T>(a, 0), right = operand<gemm::Operand<T>, T>(b, 1);
+  const auto left = operand<gemm_tiles::Operand<T>, T>(a, 0), right = operand<gemm_tiles::Operand<T>, T>(b, 1);
   T* const at = static_cast<T*>(c.mutable_data_ptr());
   const T* const added = bias ? static_cast<const T*>(bias->const_data_ptr()) : nullptr;
   // A left operand in bfloat16 can be loaded in place: if C has few rows, that should be B. In float32, k
   // down the columns costs a left operand a transpose, but not a right one: the smaller should be left.
-  const bool turn = gemm::kParts<T> == 1 ? left.along && right.along && rows <= kFewRows && rows < columns
-                                   : !left.along && !right.along && rows > columns;
-  if (turn)
+  const bool transposed = gemm_tiles::kParts<T> == 1
+                              ? left.along && right.along && rows <= kFewRows && rows < columns
+                              : !left.along && !right.along && rows > columns;
+  if (transposed)
     divide<T>({right, left, {at, columns, added, true}, k}, columns, rows);
   else
     divide<T>({left, right, {at, columns, added, false}, k}, rows, columns);

@@ -15,9 +15,9 @@
 #include <utility>
 #include <vector>
 
-#include "ops/activations.h"
-#include "ops/cross_entropy.h"
-#include "ops/norms.h"
+#include "ops/training/activations.h"
+#include "ops/training/cross_entropy.h"
+#include "ops/training/norms.h"
 
 namespace workhorse::bindings {
 

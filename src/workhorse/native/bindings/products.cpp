@@ -1,11 +1,11 @@
-// The gemms of ops/gemm_vectors.h for PyTorch.
+// The gemms of ops/gemm/vectors.h for PyTorch.
 
 #include <torch/csrc/stable/library.h>
 
 #include <vector>
 
 #include "bindings/matrices.h"
-#include "ops/gemm_vectors.h"
+#include "ops/gemm/vectors.h"
 
 namespace workhorse::bindings {
 namespace {

@@ -1,6 +1,6 @@
 // A whole decoding step for PyTorch: checks, scratch memory, and one parallel region.
 //
-// A program is a matrix of int64, one instruction in each row, as ops/step.h lists their fields.
+// A program is a matrix of int64, one instruction in each row, as ops/decoding/step.h lists their fields.
 
 #include <torch/csrc/stable/library.h>
 #include <torch/csrc/stable/ops.h>
@@ -10,7 +10,7 @@
 #include <memory>
 #include <vector>
 
-#include "ops/step.h"
+#include "ops/decoding/step.h"
 
 namespace workhorse::bindings {
 namespace {
@@ -64,7 +64,7 @@ class Prepared {
     }
     const int64_t worth = numbers_of_weights * pass_.batch * pass_.seq / kThreadNumbers;
     pass_.shares = std::clamp<int64_t>(worth, 1, torch::stable::get_num_threads());
-    turn(angles);
+    keep_angles(angles);
     allocate(whole(registers, 2, "registers"), registers.size(0), logits);
     for (int64_t i = 0; i < pass_.count; i++) check(pass_.instructions[i]);
   }
@@ -114,7 +114,7 @@ class Prepared {
     return {static_cast<T*>(x.mutable_data_ptr()), x.stride(0), x.stride(1), x.stride(2), x.size(0), x.size(3)};
   }
 
-  void turn(const std::vector<Tensor>& angles) {
+  void keep_angles(const std::vector<Tensor>& angles) {
     for (size_t i = 0; i + 1 < angles.size(); i += 2) {
       const Tensor &cos = angles[i], &sin = angles[i + 1];
       STD_TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.dim() == 2 && cos.size(0) >= longest_ &&

@@ -17,9 +17,9 @@
 
 #include "bindings/blocks.h"
 #include "bindings/layers.h"
-#include "ops/adamw.h"
-#include "ops/attention.h"
-#include "ops/muon.h"
+#include "ops/training/adamw.h"
+#include "ops/training/attention.h"
+#include "ops/training/muon.h"
 
 namespace workhorse::bindings {
 namespace {

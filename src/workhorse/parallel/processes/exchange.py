@@ -42,26 +42,31 @@ def add_exactly(world: World, tree: TreeSum, leaves: int) -> list[Tensor]:
     shares = [world.share(leaves, rank) for rank in range(world.size)]
     places = [nodes_of(share.start, share.stop) for share in shares]
     for buckets in zip(*map(_buckets, own), strict=True):
-        nodes = torch.stack([_flat(bucket) for bucket in buckets])
-        _spread(_sum_of_all(world, nodes, places), buckets[0])
+        _spread(_sum_of_all(world, buckets, places), buckets[0])
     return own[0]
 
 
-def _sum_of_all(world: World, nodes: Tensor, places: list[list[tuple[int, int]]]) -> Tensor:
-    """The sum of the nodes of all processes.
+def _sum_of_all(
+    world: World, nodes: Sequence[list[Tensor]], places: list[list[tuple[int, int]]]
+) -> Tensor:
+    """The sum of the nodes of all processes, as one axis.
 
     Args:
         world: of the run.
-        nodes: (nodes, numbers) of this process.
+        nodes: of this process, each the same tensors.
         places: of each process, level and index of its nodes.
     """
-    ways, (count, numbers) = world.size, nodes.shape
+    ways, count = world.size, len(nodes)
+    numbers = sum(tensor.numel() for tensor in nodes[0])
     part = -(-numbers // ways)
-    padded = nodes.new_zeros(count, ways * part)
-    padded[:, :numbers] = nodes
-    sent = padded.view(count, ways, part).transpose(0, 1).contiguous()
+    padded = nodes[0][0].new_empty(count, ways * part)
+    padded[:, numbers:] = 0
+    for row, tensors in zip(padded, nodes, strict=True):
+        torch.cat([tensor.reshape(-1) for tensor in tensors], out=row[:numbers])
+    # Several nodes are copied once more, so that what goes to one process lies together.
+    sent = padded.view(count, ways, part).transpose(0, 1).reshape(-1, part)
     counts = [len(own) for own in places]
-    rows = iter(world.exchange(sent.view(-1, part), [count] * ways, counts))
+    rows = iter(world.exchange(sent, [count] * ways, counts))
     tree = TreeSum(Node(level, index, [next(rows)]) for own in places for level, index in own)
     (total,) = tree.result()
     return world.gather(total).view(-1)[:numbers]

@@ -1,4 +1,4 @@
-"""Weights as codes of 8 or 4 bits, in the order in which `native/ops/packed_linear.h` reads them.
+"""Weights as codes of 8 or 4 bits, in the order that `native/ops/decoding/packed_linear.h` reads.
 
 Each row of a weight is split into groups of 32 numbers. A group has one scale in bfloat16, and each
 number has a code, which stands for one of a few levels:

@@ -1,8 +1,8 @@
 """Linear layers with weights of 8 or 4 bits: decoding reads a half or a quarter of the memory.
 
-On a CPU a native operator multiplies by the codes; see `native/ops/packed_linear.h`. Without it the
-weight is dequantised to the dtype of x at every call, which is correct but slow. The two differ by
-rounding. The weight has no gradient.
+On a CPU a native operator multiplies by the codes (`native/ops/decoding/packed_linear.h`). Without
+it the weight is dequantised to the dtype of x at every call, which is correct but slow. The two
+differ by rounding. The weight has no gradient.
 """
 
 from typing import Self

@@ -119,6 +119,8 @@ class SteppingDecoder(Decoder):
         """The program, if this pass is a step that it can take."""
         if not isinstance(cache, PagedView) or torch.is_grad_enabled():
             return None
+        if torch.is_autocast_enabled("cpu"):  # which decides the dtype of every operator
+            return None
         rows, seq = tokens.shape
         # A windowed cache takes `slack` + 1 new tokens before it must evict any.
         fits = seq <= cache.slack + 1 or not any(cache.cache.pools)

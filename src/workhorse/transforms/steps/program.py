@@ -96,7 +96,7 @@ class Writer:
         options: Sequence[int] = (),
         numbers: Sequence[float] = (),
     ) -> Register:
-        """Write an instruction (`ops/step.h`); returns the register of its result."""
+        """Write an instruction (`ops/decoding/step.h`); returns the register of its result."""
         read = {source, other} - {NOWHERE}
         waits = op is Op.LAST or bool(self._written & {to, *read}) or to in self._read
         if waits:

@@ -13,7 +13,7 @@
 #include <algorithm>
 #include <memory>
 
-#include "ops/linear.h"
+#include "ops/decoding/linear.h"
 #include "simd/amx.h"
 #include "simd/transpose.h"
 

@@ -56,11 +56,11 @@ void backward(int64_t width, const T* dy, const T* x, const float* gain, Moments
     write(dgain + i, read<V>(dgain + i) + above * normal);
     write(dshift + i, read<V>(dshift + i) + above);
   });
-  const float turn = along / width, lift = level / width;
+  const float tilt = along / width, lift = level / width;
   each(width, [=]<class V>(V, int64_t i) {
     const V normal = (read<V>(x + i) - row.mean) * row.scale;
     const V slope = read<V>(dy + i) * read<V>(gain + i);
-    write(dx + i, (slope - lift - normal * turn) * row.scale);
+    write(dx + i, (slope - lift - normal * tilt) * row.scale);
   });
 }
 

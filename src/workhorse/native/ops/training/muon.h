@@ -5,7 +5,7 @@
 #include <cmath>
 #include <cstdint>
 
-#include "ops/weights.h"
+#include "ops/training/weights.h"
 
 namespace workhorse::muon {
 

@@ -20,7 +20,7 @@
 #include "simd/amx.h"
 #include "simd/bf16_split.h"
 
-namespace workhorse::gemm {
+namespace workhorse::gemm_tiles {
 
 #ifdef __AMX_BF16__
 
@@ -194,4 +194,4 @@ struct Operand {
 
 #endif  // __AMX_BF16__
 
-}  // namespace workhorse::gemm
+}  // namespace workhorse::gemm_tiles

@@ -35,8 +35,8 @@ constexpr int64_t kQueries = kRowsOfWord<T> == 1 ? 256 : 512;
 constexpr int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
 
 // Transposes words (rows, columns) to (columns, rows).
-inline void turn(int64_t rows, int64_t columns, const void* from, int64_t from_stride, void* to,
-                 int64_t to_stride) {
+inline void transpose_words(int64_t rows, int64_t columns, const void* from, int64_t from_stride, void* to,
+                            int64_t to_stride) {
   const auto source = [=](int64_t i, int64_t j) { return (const Word*)from + i * from_stride + j; };
   const auto target = [=](int64_t i, int64_t j) { return (Word*)to + j * to_stride + i; };
   for (int64_t i = 0; i < rows; i += kLanes)
@@ -72,15 +72,15 @@ struct Head {
   }
 
   // Packs the transpose into words (width / kRowsOfWord, seq).
-  void turn_words(int64_t seq, int64_t width, Word* to) const {
-    turn(seq, width / kRowsOfWord<T>, at, stride / kRowsOfWord<T>, to, seq);
+  void pack_transpose(int64_t seq, int64_t width, Word* to) const {
+    transpose_words(seq, width / kRowsOfWord<T>, at, stride / kRowsOfWord<T>, to, seq);
   }
 
   // Writes the transpose (width, seq); `words` is scratch for its words.
   void transpose(int64_t seq, int64_t width, Word* words, T* to) const {
-    if constexpr (kRowsOfWord<T> == 1) return turn_words(seq, width, (Word*)to);
+    if constexpr (kRowsOfWord<T> == 1) return pack_transpose(seq, width, (Word*)to);
     else {
-      turn_words(seq, width, words);
+      pack_transpose(seq, width, words);
       for (int64_t i = 0; i < width; i += 2, words += seq, to += 2 * seq)
         for (int64_t j = 0; j < seq; j++) {
           to[j].bits = uint16_t(words[j]);
@@ -89,12 +89,12 @@ struct Head {
     }
   }
 
-  // Fills n rows from the columns of a float matrix (width, n); `turned` is scratch for (n, width).
+  // Fills n rows from the columns of a float matrix (width, n); `transposed` is scratch for (n, width).
   void write_columns(int64_t n, int64_t width, const float* from, int64_t from_stride,
-                     float* turned) const {
-    turn(width, n, from, from_stride, turned, width);
+                     float* transposed) const {
+    transpose_words(width, n, from, from_stride, transposed, width);
     for (int64_t i = 0; i < n; i++)
-      each(width, [&]<class V>(V, int64_t j) { write(row(i) + j, read<V>(turned + i * width + j)); });
+      each(width, [&]<class V>(V, int64_t j) { write(row(i) + j, read<V>(transposed + i * width + j)); });
   }
 };
 
@@ -127,13 +127,13 @@ inline F32x16 hide(F32x16 score, int64_t key, int64_t query, float with) {
 template <class T>
 struct Scratch {
   std::vector<Word> q, q_t, dy, dy_t, words;
-  std::vector<T> turned, weights, slopes;
+  std::vector<T> transposed, weights, slopes;
   std::vector<float> lse, delta, scores, gradients, out, dk, dv, wide;
 
   static Scratch forward(int64_t seq, int64_t width) {
     Scratch s;
     s.q_t.resize(seq * width / kRowsOfWord<T>);
-    s.turned.resize(seq * width);
+    s.transposed.resize(seq * width);
     s.scores.resize(seq * kBlock);
     s.words.resize(std::max(seq * kBlock, seq * width) / kRowsOfWord<T>);
     s.out.resize(width * kBlock);
@@ -152,7 +152,7 @@ struct Scratch {
     for (auto* numbers : {&s.dk, &s.dv}) numbers->resize(kBlock * width);
     for (auto* numbers : {&s.lse, &s.delta}) numbers->resize(padded(seq));
     for (auto* numbers : {&s.out, &s.wide}) numbers->resize(seq * width);
-    s.turned.resize(seq * width);
+    s.transposed.resize(seq * width);
     s.words.resize(std::max(square, seq * width) / kRowsOfWord<T>);
     return s;
   }
@@ -163,8 +163,8 @@ struct Scratch {
 template <class T>
 void forward(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float scale, bool causal,
             Scratch<T>& s, Head<T> y, float* lse) {
-  q.turn_words(seq, width, s.q_t.data());
-  v.transpose(seq, width, s.words.data(), s.turned.data());
+  q.pack_transpose(seq, width, s.q_t.data());
+  v.transpose(seq, width, s.words.data(), s.transposed.data());
   for (int64_t first = 0; first < seq; first += kBlock) {
     const int64_t n = std::min(kBlock, seq - first);
     const int64_t keys = causal ? first + n : seq;
@@ -191,7 +191,7 @@ void forward(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float 
       write(s.lse.data() + j, peak);
       write(s.delta.data() + j, total);
     }
-    multiply(width, n, keys, s.turned.data(), seq, s.words.data(), kBlock, s.out.data(), kBlock);
+    multiply(width, n, keys, s.transposed.data(), seq, s.words.data(), kBlock, s.out.data(), kBlock);
     for (int64_t i = 0; i < width; i++)
       for (int64_t j = 0; j < n; j++) s.out[i * kBlock + j] /= s.delta[j];
     for (int64_t j = 0; j < n; j++) lse[first + j] = s.lse[j] + std::log(s.delta[j]);
@@ -210,10 +210,10 @@ void backward(Head<T> q, Head<T> k, Head<T> v, Head<T> y, Head<T> dy, const floa
   // Gradients of scores are both a left and a right operand. If a word is one row, both have one layout.
   Word* const words = kRows == 1 ? (Word*)s.slopes.data() : s.words.data();
   q.interleave(seq, width, s.q.data());
-  q.turn_words(seq, width, s.q_t.data());
+  q.pack_transpose(seq, width, s.q_t.data());
   dy.interleave(seq, width, s.dy.data());
-  dy.turn_words(seq, width, s.dy_t.data());
-  k.transpose(seq, width, s.words.data(), s.turned.data());
+  dy.pack_transpose(seq, width, s.dy_t.data());
+  k.transpose(seq, width, s.words.data(), s.transposed.data());
   std::copy(lse, lse + seq, s.lse.begin());
   for (int64_t i = 0; i < seq; i++) {
     Sum product;
@@ -249,7 +249,7 @@ void backward(Head<T> q, Head<T> k, Head<T> v, Head<T> y, Head<T> dy, const floa
                s.dv.data(), width, more);
       multiply(keys, width, n, s.slopes.data(), stride, s.q.data() + first / kRows * width, width,
                s.dk.data(), width, more);
-      multiply(width, n, keys, s.turned.data() + key, seq, words, stride,
+      multiply(width, n, keys, s.transposed.data() + key, seq, words, stride,
                s.out.data() + first, seq, true);
     }
     for (int64_t i = 0; i < keys; i++)

@@ -10,14 +10,14 @@
 //              partial sums
 //
 // (the layers of 10.1145/1356052.1356053). The epilogue of one tile, which accumulates, rounds and stores
-// its sums, overlaps with the computation of the next (gemm_sums.h).
+// its sums, overlaps with the computation of the next (ops/gemm/tile_sums.h).
 #pragma once
 
-#include "ops/gemm_operands.h"
-#include "ops/gemm_sums.h"
+#include "ops/gemm/tile_operands.h"
+#include "ops/gemm/tile_sums.h"
 #include "ops/room.h"
 
-namespace workhorse::gemm {
+namespace workhorse::gemm_tiles {
 
 #ifdef __AMX_BF16__
 
@@ -61,7 +61,7 @@ struct Product {
     char *left, *right;  // packed: a panel of A, unless it is loaded in place; a block of B
     float* totals;
     Sums<T> sums[2] = {};  // one is finished while the next is computed
-    int turn = 0;
+    int current = 0;
 
     // Multiplies `rows` rows of A by a block of B.
     void block(int64_t i, int64_t rows, int64_t j, int64_t columns, int64_t k, int64_t depth) {
@@ -88,7 +88,7 @@ struct Product {
       }
     }
 
-    void finish() { sums[turn ^ 1].finish(kPanel); }
+    void finish() { sums[current ^ 1].finish(kPanel); }
 
    private:
     static void clear() {
@@ -103,7 +103,7 @@ struct Product {
     // from the L2 cache, so that they do not evict A from the L1 cache.
     void multiply(const char* a, int64_t stride, int64_t second, int64_t next, const char* b,
                   int64_t steps) {
-      Sums<T>& before = sums[turn ^ 1];
+      Sums<T>& before = sums[current ^ 1];
       const int64_t rows = (kPanel + steps - 1) / steps;
       clear();
       for (int64_t s = 0; s < steps; s++, a += next, b += 2 * kTileBytes) {
@@ -122,7 +122,7 @@ struct Product {
 
     // The same for split numbers: three products for each pair of tiles.
     void multiply_split(const char* a, const char* b, int64_t steps) {
-      Sums<T>& before = sums[turn ^ 1];
+      Sums<T>& before = sums[current ^ 1];
       const int64_t rows = (kPanel + steps - 1) / steps;
       clear();
       const auto add = [] {
@@ -152,17 +152,17 @@ struct Product {
               float* total) {
       const bool first = k == 0, last = k + depth == product.k;
       if (first && !last) return Sums<T>::store(total);
-      Sums<T>& now = sums[turn];
+      Sums<T>& now = sums[current];
       now.take(first ? nullptr : total);
       if (last)
         now.goes_to(product.c, i, j, rows, columns);
       else
         now.goes_to_totals();
-      turn ^= 1;
+      current ^= 1;
     }
   };
 };
 
 #endif  // __AMX_BF16__
 
-}  // namespace workhorse::gemm
+}  // namespace workhorse::gemm_tiles

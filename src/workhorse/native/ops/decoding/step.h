@@ -10,12 +10,12 @@
 #include <cstddef>
 #include <vector>
 
-#include "ops/activations.h"
-#include "ops/attend.h"
-#include "ops/gemm_vectors.h"
-#include "ops/linear.h"
-#include "ops/packed_linear.h"
-#include "ops/team.h"
+#include "ops/training/activations.h"
+#include "ops/decoding/attend.h"
+#include "ops/gemm/vectors.h"
+#include "ops/decoding/linear.h"
+#include "ops/decoding/packed_linear.h"
+#include "ops/decoding/team.h"
 
 namespace workhorse::step {
 
@@ -283,7 +283,7 @@ struct Pass {
     const int64_t pairs = by.pairs, at = position * pairs;
     const bool interleaved = now.options[2] & kInterleaved;
     const int64_t step = interleaved ? 2 : 1, apart = interleaved ? 1 : pairs;
-    const auto turn = [&](auto cos, auto sin, auto kept) {
+    const auto rotate_by = [&](auto cos, auto sin, auto kept) {
       each(pairs, [&]<class V>(V, int64_t i) {
         T *const a = head + i * step, *const b = a + apart;
         const V x = gather<V>(a, step), y = gather<V>(b, step), c = read<V>(cos + at + i), s = read<V>(sin + at + i);
@@ -292,9 +292,9 @@ struct Pass {
       });
     };
     if (now.options[2] & kInFloat32)
-      turn((const float*)by.cos, (const float*)by.sin, [](auto value) { return value; });
+      rotate_by((const float*)by.cos, (const float*)by.sin, [](auto value) { return value; });
     else
-      turn((const T*)by.cos, (const T*)by.sin, [](auto value) { return held_by<T>(value); });
+      rotate_by((const T*)by.cos, (const T*)by.sin, [](auto value) { return held_by<T>(value); });
   }
 
   void store(const Stored<T>& to, int64_t table, int64_t r, const T* from) const {

@@ -56,14 +56,14 @@ struct Operand {
   template <int W>
   void pack(int64_t lane, int64_t lanes, int64_t k, int64_t depth, Word* to) const {
     if (along)
-      turn<W>(at + lane * stride + k, lanes, depth, to);
+      pack_rows<W>(at + lane * stride + k, lanes, depth, to);
     else
-      copy<W>(at + k * stride + lane, lanes, depth, to);
+      pack_columns<W>(at + k * stride + lane, lanes, depth, to);
   }
 
  private:
   template <int W>
-  void turn(const T* from, int64_t lanes, int64_t depth, Word* to) const {
+  void pack_rows(const T* from, int64_t lanes, int64_t depth, Word* to) const {
     for (int64_t k = 0; k < words<T>(depth); k += 16)
       for (int g = 0; g < W; g += 16) {
         U32x16 v[16];
@@ -79,7 +79,7 @@ struct Operand {
   }
 
   template <int W>
-  void copy(const T* from, int64_t lanes, int64_t depth, Word* to) const {
+  void pack_columns(const T* from, int64_t lanes, int64_t depth, Word* to) const {
     for (int64_t k = 0; k < depth; k += kOfWord<T>, from += kOfWord<T> * stride, to += W)
       for (int g = 0; g < W; g += 16) put(to + g, of_lanes(from + g, lanes - g, k + 1 < depth));
   }

@@ -3,23 +3,23 @@
 // next sums.
 #pragma once
 
-#include "ops/gemm_operands.h"
+#include "ops/gemm/tile_operands.h"
 #include "simd/transpose.h"
 
-namespace workhorse::gemm {
+namespace workhorse::gemm_tiles {
 
 #ifdef __AMX_BF16__
 
 constexpr int64_t kSums = kPanel * kPanel;
 
-// Where results go: row i, column j is stored at at[i * stride + j], or, turned (transposed), at
-// at[j * stride + i]. A bias belongs to each column, or, turned, to each row.
+// Where results go: row i, column j is stored at at[i * stride + j], or, transposed, at
+// at[j * stride + i]. A bias belongs to each column, or, transposed, to each row.
 template <class T>
 struct Result {
   T* at;
   int64_t stride;
   const T* bias;  // may be null
-  bool turned;
+  bool transposed;
 };
 
 // The first `count` of 32 numbers, the others 0.
@@ -64,20 +64,20 @@ class Sums {
 
   // Their destination is row `i`, column `j` of a result, `rows` × `columns` of them ...
   void goes_to(const Result<T>& result, int64_t i, int64_t j, int64_t rows, int64_t columns) {
-    const int64_t along = result.turned ? rows : columns;
-    to_ = result.at + (result.turned ? j * result.stride + i : i * result.stride + j);
+    const int64_t along = result.transposed ? rows : columns;
+    to_ = result.at + (result.transposed ? j * result.stride + i : i * result.stride + j);
     stride_ = result.stride;
-    turned_ = result.turned;
-    count_ = result.turned ? columns : rows;
+    transposed_ = result.transposed;
+    count_ = result.transposed ? columns : rows;
     mask_ = first_of_32(along);
     bias_[0] = bias_[1] = F32x16{};
-    if (result.bias) load_first(result.bias + (turned_ ? i : j), along, bias_[0], bias_[1]);
+    if (result.bias) load_first(result.bias + (transposed_ ? i : j), along, bias_[0], bias_[1]);
   }
 
   // ... or the partial sums, to which they are added.
   void goes_to_totals() {
     to_ = nullptr;
-    turned_ = false;
+    transposed_ = false;
     count_ = kPanel;
   }
 
@@ -87,9 +87,9 @@ class Sums {
     if (at_ >= end) return;
     if (!to_)
       add_to_totals(end);
-    else if (turned_)
+    else if (transposed_)
       for (int64_t r = at_; r < end; r++) {
-        if (r % kTile == 0) turn(r / kTile);
+        if (r % kTile == 0) transpose_tiles(r / kTile);
         write(r, column(r, 0), column(r, 1));
       }
     else if (totals_)
@@ -124,7 +124,7 @@ class Sums {
   }
 
   // Transposes the tiles of a column, partial sums added.
-  void turn(int64_t column) {
+  void transpose_tiles(int64_t column) {
     for (int64_t t = column; t < 4; t += 2) {
       U32x16 v[16];
       for (int r = 0; r < 16; r++) {
@@ -143,9 +143,9 @@ class Sums {
   T* to_ = nullptr;
   int64_t stride_ = 0, count_ = 0, at_ = 0;
   __mmask32 mask_ = 0;
-  bool turned_ = false;
+  bool transposed_ = false;
 };
 
 #endif  // __AMX_BF16__
 
-}  // namespace workhorse::gemm
+}  // namespace workhorse::gemm_tiles

@@ -13,7 +13,7 @@
 #include <algorithm>
 #include <vector>
 
-#include "ops/gemm_panels.h"
+#include "ops/gemm/panels.h"
 #include "ops/room.h"
 #include "simd/elementwise.h"
 

@@ -8,7 +8,7 @@
 
 #include <memory>
 
-#include "ops/packed_linear.h"
+#include "ops/decoding/packed_linear.h"
 #include "simd/amx.h"
 
 namespace workhorse::packed_linear {

@@ -1,6 +1,7 @@
 """Training by two processes of one thread each, beside one: tokens a second, of everyone.
 
     python -m benchmarks.processes [--dtypes float32 bfloat16] [--scaling strong weak]
+        [--kinds data shard]
 
 Strong scaling: the batch stays the same. Weak: each process has as many rows as the one. The plain
 loop trains the same decoder with PyTorch's operators, by DistributedDataParallel and by
@@ -51,7 +52,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
     """Two for each kind of scaling and type."""
     for scaling in options.scaling:
         for dtype in options.dtypes:
-            for kind in KINDS:
+            for kind in options.kinds:
                 yield _case(scaling, dtype, kind)
 
 
@@ -89,5 +90,6 @@ if __name__ == "__main__":
     options.add_argument(
         "--scaling", nargs="+", choices=["strong", "weak"], default=["strong", "weak"]
     )
+    options.add_argument("--kinds", nargs="+", choices=list(KINDS), default=list(KINDS))
     options.set_defaults(threads=1)
     main("processes", cases, options.parse_args())

@@ -14,6 +14,7 @@ from tests.parallel.runs import GATED, MIXTURE, fields, run, state_of
 
 pytestmark = pytest.mark.campaign
 
+KEPT = "parallel.reshard=step"
 WALKS = {
     "1": [(1, 1)],
     "2": [(2, 1)],
@@ -23,10 +24,12 @@ WALKS = {
     "shard 3": [(3, 3)],
     "shard 4": [(4, 4)],
     "data 2 × shard 2": [(4, 2)],
+    "shard 2, kept": [(2, 2, KEPT)],
+    "data 2 × shard 2, kept": [(4, 2, KEPT)],
     "1, 2, 4, 3, 1": [(1, 1), (2, 1), (4, 1), (3, 1), (1, 1)],
-    "1, shard 2, 2 × 2, shard 3, 1": [(1, 1), (2, 2), (4, 2), (3, 3), (1, 1)],
+    "1, shard 2, 2 × 2, shard 3, 1": [(1, 1), (2, 2), (4, 2), (3, 3, KEPT), (1, 1)],
 }
-"""Workers and `parallel.shard` of each session; the sessions of a run have as many steps."""
+"""Workers, `parallel.shard` and more settings of each session, which have as many steps each."""
 STEPS = 100
 KINDS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, str]]] = {
     "gated, float32, adamw": (GATED, {"optimizer": {"kind": "adamw"}}, {}),
@@ -55,10 +58,10 @@ def test_any_number_of_workers_ends_in_the_same_bits(kind: str, tmp_path: Path) 
     states: dict[str, dict[str, Any]] = {}
     for name, sessions in WALKS.items():
         out = tmp_path / name.replace(" ", "-")
-        for number, (workers, ways) in enumerate(sessions, start=1):
+        for number, (workers, ways, *own) in enumerate(sessions, start=1):
             steps = f"train.steps={STEPS * number // len(sessions)}"
             more = ["--workers", str(workers), *(["--resume"] if number > 1 else [])]
-            words = [str(file), steps, f"parallel.shard={ways}", "--out", str(out), *more]
+            words = [str(file), steps, f"parallel.shard={ways}", *own, "--out", str(out), *more]
             done = run(words, env={**os.environ, "OMP_NUM_THREADS": "1", **environment})
             assert done.returncode == 0, done.stderr
             assert ("no native operators" in done.stderr) == bool(environment)

@@ -122,6 +122,8 @@ MEASURED: list[Mesh] = [
     {"data": 2, "reduction": "exact"},
     {"shard": 2, "reduction": "exact"},
     {"shard": 4, "reduction": "exact"},
+    {"shard": 2, "reshard": "step", "reduction": "exact"},
+    {"shard": 4, "reshard": "step", "reduction": "exact"},
 ]
 
 OF_VOCABULARY: list[Mesh] = [

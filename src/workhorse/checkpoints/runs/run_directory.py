@@ -289,7 +289,7 @@ class RunDirectory:
         load_weights(decoder, weights, places)
         return decoder.eval()
 
-    def checkpoint(self, tell: Callable[[str], object]) -> Checkpoint | None:
+    def checkpoint(self, tell: Callable[[str], None]) -> Checkpoint | None:
         """What is loaded of it, with the optimizer's state; None if there is none.
 
         Args:

@@ -5,7 +5,7 @@ Each process keeps its rows of every tensor (2304.11277; ZeRO stage 3, 1910.0205
 their gradients after the block's backward pass.
 """
 
-from collections.abc import Generator, Iterable
+from collections.abc import Callable, Generator, Iterable
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, cast
@@ -19,7 +19,9 @@ from torch.distributed.fsdp._fully_shard._fsdp_api import ReduceScatter
 from torch.nn import functional
 
 from workhorse.optim.shards import is_sharded, local
-from workhorse.parallel.config import ParallelismConfig
+from workhorse.parallel.config import MicroBatches, ParallelismConfig
+from workhorse.parallel.processes.exchange import own_sum
+from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.tree import Node, TreeSum
 
 
@@ -28,7 +30,7 @@ def shard(
     blocks: Iterable[nn.Module],
     config: ParallelismConfig,
     device: torch.device,
-    passes: int,
+    passes: MicroBatches,
 ) -> "ExactSums | None":
     """Divide the weights of a module among the processes, in place; all must hold the same.
 
@@ -41,7 +43,7 @@ def shard(
             an embedding for its forward pass, since the backward pass needs no weights.
         config: into how many parts, and how many processes have each of them.
         device: of the weights.
-        passes: forward and backward passes that one part of a batch takes.
+        passes: of this process in a step.
 
     Returns:
         What adds up the gradients if that is to be exact; otherwise FSDP has them added in float32.
@@ -67,7 +69,11 @@ def shard(
         group.set_force_sum_reduction_for_comms(True)
         if by_exchange and not config.is_exact:
             group.set_custom_reduce_scatter(_ByExchange())
-    return ExactSums(groups, mesh, passes) if config.is_exact else None
+    if not config.is_exact:
+        return None
+    if config.reshard == "step":
+        return ExactSums(groups, partial(_ExactSumOfStep, mesh, passes.passes, passes.parts))
+    return ExactSums(groups, partial(_ExactSum, mesh, passes.passes))
 
 
 @contextmanager
@@ -128,18 +134,15 @@ class _ByExchange(ReduceScatter):
 class ExactSums:
     """Adds up the gradients of a batch's parts in a fixed tree, each process its rows of them.
 
-    In one round every process passes one part of the batch, in the order of their numbers.
-
     Args:
         groups: what `fully_shard` made of modules.
-        mesh: of `data` times `shard` processes.
-        passes: of a process in a round.
+        make: what adds up those of one group.
     """
 
-    def __init__(self, groups: Iterable[FSDPModule], mesh: DeviceMesh, passes: int) -> None:
+    def __init__(self, groups: Iterable[FSDPModule], make: "Callable[[], _ExactSum]") -> None:
         self.groups: list[_ExactSum] = []
         for group in groups:
-            sums = _ExactSum(mesh, passes)
+            sums = make()
             group.set_custom_reduce_scatter(sums)
             module = cast(nn.Module, group)
             for parameter in _own_parameters(module):
@@ -155,14 +158,22 @@ class ExactSums:
 
 
 class _ExactSum(_ByExchange):
-    """The sums of the parameters that are gathered together: what FSDP calls to reduce them."""
+    """The sums of the parameters that are gathered together: what FSDP calls to reduce them.
+
+    In each round every process passes one part of the batch, in the order of their numbers, and
+    after each pass gets of all processes the rows that it keeps.
+
+    Args:
+        mesh: of `data` times `shard` processes.
+        passes: that one part takes.
+    """
 
     def __init__(self, mesh: DeviceMesh, passes: int) -> None:
         self.mesh, self.passes = mesh, passes
         self.passed = self.parts = 0
         self.tree = TreeSum()
-        self.received: Tensor | None = None
-        """This process's rows of the parts that all processes have begun to pass, in float32."""
+        self.begun: Tensor | None = None
+        """The sum over the passes so far, in float32, of the parts that are begun."""
         self.parameters: list[nn.Parameter] = []
         """In the order in which their rows follow one another."""
 
@@ -174,9 +185,7 @@ class _ExactSum(_ByExchange):
         op: Any,
         async_op: bool = False,
     ) -> None:
-        """Exchange the gradients of one pass for all processes' of some rows.
-
-        Each process gets the rows that it keeps; where several keep the same, a share of them each.
+        """Take the gradients of one pass, after which a part may be whole.
 
         Args:
             output_tensor: written with zeros: the sums are not there yet.
@@ -185,29 +194,47 @@ class _ExactSum(_ByExchange):
             op: a sum; not used.
             async_op: not used.
         """
-        data, ways = self.mesh.shape
-        share = -(-len(output_tensor) // data)
-        fill = data * share - len(output_tensor)
-        sent = functional.pad(input_tensor.view(ways, -1), (0, fill)) if fill else input_tensor
-        sent = sent.view(ways, data, share).transpose(0, 1).contiguous()
-        received = torch.empty_like(sent)
-        dist.all_to_all_single(received.view(-1), sent.view(-1))
-        del sent  # memory is at its fullest here
-        rows = received.view(-1, share).float()
-        del received
-        self._add(rows if self.received is None else self.received.add_(rows))
+        taken = self._taken(input_tensor)
+        self.begun = taken if self.begun is None else self.begun.add_(taken)
+        del taken  # memory is at its fullest here
+        self.passed += 1
+        if self.passed == self.passes:
+            whole, self.begun, self.passed = self.begun, None, 0
+            self._add(whole)
         output_tensor.zero_()
         self.parameters.clear()
 
-    def _add(self, rows: Tensor) -> None:
-        """Add to the sums what one pass left of the parts, after which they may be whole."""
-        self.passed += 1
-        self.received = rows
-        if self.passed == self.passes:
-            for of_part in rows:
-                self.tree.push(Node(0, self.parts, [of_part.clone()]))
-                self.parts += 1
-            self.received, self.passed = None, 0
+    def _taken(self, gradients: Tensor) -> Tensor:
+        """What is kept of one pass's gradients, in float32: here (processes, numbers)."""
+        sent = self._divided(gradients[None])
+        received = torch.empty_like(sent)
+        dist.all_to_all_single(received.view(-1), sent.view(-1))
+        del sent
+        return received.flatten(0, 1).float()
+
+    def _add(self, whole: Tensor) -> None:
+        """Add a whole part, here one of each process, to the sums."""
+        for of_part in whole:
+            self.tree.push(Node(0, self.parts, [of_part.clone()]))
+            self.parts += 1
+
+    def _divided(self, nodes: Tensor) -> Tensor:
+        """What each process adds up of some nodes: the rows that it keeps.
+
+        Where several keep the same rows, each has a share of them.
+
+        Args:
+            nodes: (nodes, numbers), the rows of each of `shard` processes, one after the other.
+
+        Returns:
+            (processes, nodes, numbers), filled up with zeros.
+        """
+        data, ways = self.mesh.shape
+        rows = nodes.view(len(nodes), ways, -1)
+        share = -(-rows.shape[2] // data)
+        if fill := data * share - rows.shape[2]:
+            rows = functional.pad(rows, (0, fill))
+        return rows.view(-1, ways, data, share).permute(2, 1, 0, 3).flatten(0, 1).contiguous()
 
     def note(self, parameter: Tensor) -> None:
         """Called for each parameter in turn, after the exchange."""
@@ -231,6 +258,37 @@ class _ExactSum(_ByExchange):
             begin += rows * parameter.shape[1:].numel()
         self.parameters.clear()
         return taken
+
+
+class _ExactSumOfStep(_ExactSum):
+    """The same where each process adds up its parts before any are exchanged, once a step.
+
+    Each process passes consecutive parts, and holds the sums of whole gradients.
+
+    Args:
+        mesh: of `data` times `shard` processes.
+        passes: that one part takes.
+        together: parts of a process.
+    """
+
+    def __init__(self, mesh: DeviceMesh, passes: int, together: int) -> None:
+        super().__init__(mesh, passes)
+        self.together = together
+        self.all = Group(dist.get_rank(), dist.get_world_size())
+
+    def _taken(self, gradients: Tensor) -> Tensor:
+        return gradients.to(torch.float32, copy=True)
+
+    def _add(self, whole: Tensor) -> None:
+        shares = [
+            range(rank * self.together, (rank + 1) * self.together) for rank in range(self.all.size)
+        ]
+        self.tree.push(Node(0, shares[self.all.rank][self.parts], [whole]))
+        self.parts += 1
+        if self.parts == self.together:
+            nodes = torch.stack([node.tensors[0] for node in self.tree.nodes])
+            self.tree = TreeSum()
+            self.tree.push(Node(0, 0, [own_sum(self.all, self._divided(nodes), shares)]))
 
 
 def _stays(parameter: nn.Parameter) -> bool:

@@ -40,21 +40,18 @@ def add_exactly(world: World, tree: TreeSum, leaves: int) -> list[Tensor]:
         return tree.result()
     own = [node.tensors for node in tree.nodes]
     shares = [world.share(leaves, rank) for rank in range(world.size)]
-    places = [nodes_of(share.start, share.stop) for share in shares]
     for buckets in zip(*map(_buckets, own), strict=True):
-        _spread(_sum_of_all(world, buckets, places), buckets[0])
+        _spread(_sum_of_all(world, buckets, shares), buckets[0])
     return own[0]
 
 
-def _sum_of_all(
-    world: World, nodes: Sequence[list[Tensor]], places: list[list[tuple[int, int]]]
-) -> Tensor:
+def _sum_of_all(world: World, nodes: Sequence[list[Tensor]], shares: Sequence[range]) -> Tensor:
     """The sum of the nodes of all processes, as one axis.
 
     Args:
         world: of the run.
         nodes: of this process, each the same tensors.
-        places: of each process, level and index of its nodes.
+        shares: of each process, the leaves below its nodes.
     """
     ways, count = world.size, len(nodes)
     numbers = sum(tensor.numel() for tensor in nodes[0])
@@ -63,13 +60,25 @@ def _sum_of_all(
     padded[:, numbers:] = 0
     for row, tensors in zip(padded, nodes, strict=True):
         torch.cat([tensor.reshape(-1) for tensor in tensors], out=row[:numbers])
-    # Several nodes are copied once more, so that what goes to one process lies together.
-    sent = padded.view(count, ways, part).transpose(0, 1).reshape(-1, part)
+    total = own_sum(world, padded.view(count, ways, part).transpose(0, 1), shares)
+    return world.gather(total).view(-1)[:numbers]
+
+
+def own_sum(group: Group, nodes: Tensor, shares: Sequence[range]) -> Tensor:
+    """What this process adds up of the nodes of all, in the tree's order.
+
+    Args:
+        group: the processes.
+        nodes: (processes, nodes, numbers): of each node of this process, what each adds up.
+        shares: of each process, the leaves below its nodes.
+    """
+    ways, count, numbers = nodes.shape
+    places = [nodes_of(share.start, share.stop) for share in shares]
     counts = [len(own) for own in places]
-    rows = iter(world.exchange(sent, [count] * ways, counts))
+    rows = iter(group.exchange(nodes.reshape(-1, numbers), [count] * ways, counts))
     tree = TreeSum(Node(level, index, [next(rows)]) for own in places for level, index in own)
     (total,) = tree.result()
-    return world.gather(total).view(-1)[:numbers]
+    return total
 
 
 def _buckets(tensors: Sequence[Tensor]) -> Iterator[list[Tensor]]:

@@ -12,7 +12,7 @@ from workhorse.native import Operators, resolve
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import MasterWeights, round_weights
-from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
+from workhorse.parallel.config import UNDIVIDED, MicroBatches, ParallelismConfig
 from workhorse.parallel.division.cuts import ModelPart
 from workhorse.parallel.division.layers import divide_layers
 from workhorse.parallel.division.schedule import one_forward_one_backward
@@ -84,7 +84,7 @@ def build_step(
         checkpoint_activations(decoder)
     own = config.micro_batches(parallel)
     reduction = _divide(
-        objective, decoder, parallel, world, whole, device=device, part=part, passes=own.passes
+        objective, decoder, parallel, world, whole, device=device, part=part, passes=own
     )
     optimizer = build_optimizer(
         decoder,
@@ -158,7 +158,7 @@ def _divide(
     *,
     device: torch.device,
     part: ModelPart | None,
-    passes: int,
+    passes: MicroBatches,
 ) -> Callable[[MasterWeights, int], Reduction]:
     """Divide weights among the processes; returns what makes the sum of their gradients."""
     if not world.in_step:

@@ -147,6 +147,8 @@ def _of_stage(
     }
     shares: dict[Kind, float] = {kind: _share(held[kind], step.held[kind]) for kind in HELD}
     shares["gradients"] = shares["sums"] = shares["weights"]
+    if parallel.is_exact and parallel.reshard == "step":  # each adds up whole gradients by itself
+        shares["sums"] = 1.0
     ahead = parallel.pipeline - stage - 1
     others = [min(ahead, max(0, micro_batches - passed)) for passed in (1, 2)]
     each = sum(step.activations.values())

@@ -98,7 +98,8 @@ class Reduction:
 class ShardedReduction(Reduction):
     """The same where each process keeps its share of every gradient, which FSDP sends it.
 
-    Processes compute in step: in every round each has one part.
+    Processes compute in step: in every round each has one part. With `reshard: step` a process has
+    consecutive ones, which it can add up by itself.
 
     Args:
         exact_sums: adds them up; None: FSDP does.
@@ -118,16 +119,19 @@ class ShardedReduction(Reduction):
     ) -> None:
         super().__init__(world, config, masters, seed, holders=holders)
         self.exact_sums, self.reshard = exact_sums, reshard
+        self.consecutive = config.reshard == "step"
 
     def __call__(self, step: int, rows: int, pass_rows: PassRows) -> dict[str, Tensor]:
         world = self.world
-        sums, figures = TreeSum(), dict[str, Tensor]()
         replica = world.parallel.replica(world.rank)
-        for first in range(0, self.parts, world.replicas):
-            figures = self.pass_part(step, first + replica, rows, pass_rows)
-            of_all = world.gather(torch.stack(list(figures.values())).float())
-            for number, of_process in enumerate(of_all, first * world.size // world.replicas):
-                sums.push(Node(0, number, [of_process]))
+        every = range(replica, self.parts, world.replicas)
+        figures: dict[str, Tensor] = {}
+        told: list[Tensor] = []
+        for part in world.share(self.parts) if self.consecutive else every:
+            figures = self.pass_part(step, part, rows, pass_rows)
+            told.append(world.gather(torch.stack(list(figures.values())).float()))
+        of_parts = torch.stack(told, dim=1 if self.consecutive else 0).flatten(0, 1)
+        sums = TreeSum(Node(0, number, [row]) for number, row in enumerate(of_parts))
         self.reshard()
         if self.exact_sums is not None:
             taken = self.exact_sums.take()

@@ -57,8 +57,8 @@ def norm_by_rows(gradients: list[Tensor]) -> Tensor:
     Sums of many numbers are made of sums of `PIECE`, in which no number of threads makes a
     difference.
     """
-    squares = [whole_rows(_squares_of_rows(local(gradient)), gradient) for gradient in gradients]
-    total = torch.cat(squares)
+    squares = [_squares_of_rows(local(gradient)) for gradient in gradients]
+    total = torch.cat(whole_rows(squares, gradients))
     while total.numel() > 1:
         total = nn.functional.pad(total, (0, -total.numel() % PIECE)).view(-1, PIECE).sum(1)
     return total.sqrt().squeeze()

@@ -5,10 +5,12 @@ not sharded is its own part, and these functions return it at no cost.
 """
 
 import sys
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, TypeGuard
 
 import torch
 from torch import Tensor
+from torch.nn import functional
 
 if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor, Placement
@@ -54,15 +56,31 @@ def summed_over_shards(value: Tensor, like: Tensor) -> Tensor:
     return DTensor.from_local(value, like.device_mesh, placements).full_tensor()
 
 
-def whole_rows(figures: Tensor, like: Tensor) -> Tensor:
-    """A number for each row of a sharded tensor, from those for this process's rows."""
-    if not is_sharded(like):
-        return figures
+def whole_rows(figures: Sequence[Tensor], like: Sequence[Tensor]) -> list[Tensor]:
+    """A number for each row of each tensor, from those for this process's rows.
+
+    Those of all tensors are sent at once.
+
+    Args:
+        figures: (rows of this process), for each tensor.
+        like: the tensors, all of them sharded by rows over the same processes, or none.
+    """
+    first = like[0]
+    assert len({is_sharded(tensor) for tensor in like}) == 1
+    if not is_sharded(first):
+        return list(figures)
     from torch.distributed.tensor import DTensor
 
-    shape, stride = torch.Size(like.shape[:1]), (1,)
-    mesh, placements = like.device_mesh, like.placements
-    return DTensor.from_local(figures, mesh, placements, shape=shape, stride=stride).full_tensor()
+    ways = first.device_mesh.size()
+    most = [-(-len(tensor) // ways) for tensor in like]  # the last processes may have fewer
+    own = torch.cat(
+        [functional.pad(one, (0, rows - len(one))) for one, rows in zip(figures, most, strict=True)]
+    )
+    shape, stride = torch.Size((ways, len(own))), (len(own), 1)
+    mesh, placements = first.device_mesh, first.placements
+    of_all = DTensor.from_local(own[None], mesh, placements, shape=shape, stride=stride)
+    parts = of_all.full_tensor().split(most, dim=1)
+    return [part.flatten()[: len(tensor)] for part, tensor in zip(parts, like, strict=True)]
 
 
 def whole_stack(parts: Tensor, member: Tensor) -> Tensor:

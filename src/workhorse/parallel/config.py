@@ -107,7 +107,8 @@ class ParallelismConfig(Config):
     reshard: Annotated[Literal["pass", "step"], OnResume.TAKEN] = "pass"
     """When processes of `shard` free the weights of a layer that they gathered from each other:
     after each of its passes, so that a layer or two are whole at a time; or at the end of the step,
-    which gathers them once, however many passes it has, and holds all of them whole."""
+    which gathers them once, however many passes it has, and holds all of them whole. With an exact
+    `reduction` gradients then stay whole too, until they are exchanged once."""
     reduction: Annotated[
         FastConfig | ExactConfig, Field(discriminator="kind"), OnResume.ROUNDED
     ] = FastConfig()

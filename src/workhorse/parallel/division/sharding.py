@@ -277,7 +277,7 @@ class _ExactSumOfStep(_ExactSum):
         self.all = Group(dist.get_rank(), dist.get_world_size())
 
     def _taken(self, gradients: Tensor) -> Tensor:
-        return gradients.to(torch.float32, copy=True)
+        return gradients.float()  # in float32 what `allocate` gave, which nobody else writes to
 
     def _add(self, whole: Tensor) -> None:
         shares = [

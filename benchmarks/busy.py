@@ -22,7 +22,7 @@ from benchmarks.works import Work, decoding, training
 from workhorse.waiting import SETTINGS, share_cores
 
 LOADS = (0, 1, 2)
-SPIN = "while True: pass"
+SPIN = "from workhorse.waiting import run_in_slices\nrun_in_slices(0)\nwhile True: pass"
 
 
 def works(models: str) -> list[Work]:

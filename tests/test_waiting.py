@@ -1,6 +1,7 @@
 """How threads wait is settled before torch is imported, unless the environment says it."""
 
 import os
+import platform
 import subprocess
 import sys
 
@@ -42,6 +43,29 @@ def test_threads_sleep_soon_unless_told_otherwise(program: str) -> None:
     assert shown(program) == f"{waiting.SPINS} False"
     assert shown(program, GOMP_SPINCOUNT="7") == "7 False"
     assert shown(program, OMP_WAIT_POLICY="ACTIVE") == "None False"
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="of Linux")
+def test_threads_and_programs_that_are_started_run_in_short_slices() -> None:
+    slice_of = """
+import ctypes, threading
+from workhorse.waiting import _Attributes, run_in_slices
+def slice_now():
+    found = _Attributes()
+    ctypes.CDLL(None).syscall(GET, 0, ctypes.byref(found), ctypes.sizeof(found), 0)
+    return found.runtime
+usual, seen = slice_now(), []
+run_in_slices(200_000)
+thread = threading.Thread(target=lambda: seen.append(slice_now()))
+thread.start(); thread.join()
+run_in_slices(0)
+print(usual > 0, seen[0], slice_now() == usual)
+"""
+    get = {"x86_64": "315", "aarch64": "275"}[platform.machine()]
+    known, within, after = shown(slice_of.replace("GET", get)).split()
+    if known == "False":
+        pytest.skip("this Linux has slices of its own alone")
+    assert (int(within), after) == (200_000, "True")
 
 
 def test_it_is_too_late_once_torch_is_there() -> None:

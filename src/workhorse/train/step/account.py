@@ -57,7 +57,9 @@ def moments_of_part(
         if exact:  # the gradients of a part are copied after its pass, to be added up
             own = own or (span.part, span.phase) == ("embedding", "backward")
         if own:
-            kinds["temporary"] = round(kinds["temporary"] * shares.get("weights", 1.0))
+            part = shares.get("weights", 1.0)
+            kinds["temporary"] = round(kinds["temporary"] * part)
+            kinds["sums"] = round(step.timeline["sums"][moment] * part)  # whole until then, or not
         if span.phase != "update":
             kinds["activations"] += waiting[len(begins) > 1 and moment >= begins[1]]
             kinds["temporary"] += gathered(span) if gathered else 0

@@ -288,7 +288,8 @@ class _ExactSumOfStep(_ExactSum):
         if self.parts == self.together:
             nodes = torch.stack([node.tensors[0] for node in self.tree.nodes])
             self.tree = TreeSum()
-            self.tree.push(Node(0, 0, [own_sum(self.all, self._divided(nodes), shares)]))
+            total = own_sum(self.all, self._divided(nodes), shares)
+            self.tree.push(Node(0, 0, [total.clone()]))  # without what was received beside it
 
 
 def _stays(parameter: nn.Parameter) -> bool:

@@ -10,12 +10,12 @@
 #include <cstddef>
 #include <vector>
 
-#include "ops/training/activations.h"
 #include "ops/decoding/attend.h"
-#include "ops/gemm/vectors.h"
 #include "ops/decoding/linear.h"
 #include "ops/decoding/packed_linear.h"
 #include "ops/decoding/team.h"
+#include "ops/gemm/vectors.h"
+#include "ops/training/activations.h"
 
 namespace workhorse::step {
 

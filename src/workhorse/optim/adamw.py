@@ -14,6 +14,7 @@ from workhorse.native import Training
 from workhorse.on_resume import OnResume
 from workhorse.optim.master_weights import MasterWeights, chunks, join, split
 from workhorse.optim.shards import local, placed_like
+from workhorse.optim.shrink import number, refused
 
 
 class AdamWConfig(Config):
@@ -100,8 +101,8 @@ class AdamW:
         self.updates = [torch.zeros((), device=weight.device) for weight in weights]
 
     @torch.no_grad()
-    def step(self, schedule: float, shrink: float = 1.0) -> None:
-        """One update; `schedule` multiplies the learning rate and `shrink` the gradient."""
+    def step(self, schedule: float, shrink: float | Tensor = 1.0) -> None:
+        """One update; the arguments are those of `Optimizer.step`."""
         native: dict[bool, list[State]] = {False: [], True: []}
         whole: list[State] = []
         operators = self.masters.operators
@@ -117,12 +118,12 @@ class AdamW:
                 self._update_in_chunks(one, schedule, shrink)
         if operators is not None:
             for states in filter(None, native.values()):
-                self._update_natively(operators, states, schedule, shrink)
-        if whole and shrink != 1:
+                self._update_natively(operators, states, schedule, number(shrink))
+        if whole and (isinstance(shrink, Tensor) or shrink != 1):
             torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
                 [one.gradient for one in whole], shrink
             )
-        self._update(whole, schedule)
+        self._update(whole, schedule, refused(shrink))
 
     def _states(self) -> list[State]:
         weights = [local(weight).detach() for weight in self.parameters.values()]
@@ -152,21 +153,22 @@ class AdamW:
             weight_decay=self.weight_decay,
         )
 
-    def _update_in_chunks(self, one: State, schedule: float, shrink: float) -> None:
+    def _update_in_chunks(self, one: State, schedule: float, shrink: float | Tensor) -> None:
         """Update tensors that are not all float32, in chunks widened to float32 for the kernel."""
-        updates = one.updates.add_(1)
+        done, skips = one.updates.clone(), refused(shrink)
         numbers = one.weight, one.gradient, one.mean, one.mean_square
         rest = () if one.low_bits is None else (one.low_bits,)
         for rounded, part, narrow, square, *lower in chunks(*numbers, *rest):
             master, wide = join(rounded, *lower) if lower else rounded, narrow.float()
-            chunk = State(master, part.float() * shrink, wide, square, updates - 1)
-            self._update([chunk], schedule)
+            one.updates.copy_(done)
+            chunk = State(master, part.float() * shrink, wide, square, one.updates)
+            self._update([chunk], schedule, skips)
             narrow.copy_(wide)
             for old, new in zip((rounded, *lower), split(master) if lower else (), strict=False):
                 old.copy_(new)
 
-    def _update(self, states: list[State], schedule: float) -> None:
-        """Update by PyTorch's kernel; all tensors except the counts are float32."""
+    def _update(self, states: list[State], schedule: float, skips: Tensor | None = None) -> None:
+        """Update by PyTorch's kernel, unless `skips`; all but the counts are float32."""
         if not states:
             return
         if self.uniform and states[0].weight.device.type == "cpu":
@@ -188,6 +190,7 @@ class AdamW:
             weight_decay=self.weight_decay,
             eps=self.config.eps,
             maximize=False,
+            found_inf=None if skips is None else skips.float(),
         )
 
     def _update_uniformly(self, one: State, schedule: float) -> None:

@@ -135,7 +135,7 @@ def build_optimizer(
 class Part(Protocol):
     """The update rule of a group of parameters."""
 
-    def step(self, schedule: float, shrink: float) -> None: ...
+    def step(self, schedule: float, shrink: float | Tensor) -> None: ...
 
     def tensors(self) -> dict[str, Tensor]: ...
 
@@ -152,12 +152,14 @@ class Optimizer:
         found = map(self.masters.gradient, self.masters.parameters)
         return [gradient for gradient in found if gradient is not None]
 
-    def step(self, schedule: float, shrink: float = 1.0) -> None:
+    def step(self, schedule: float, shrink: float | Tensor = 1.0) -> None:
         """One update of every parameter.
 
         Args:
             schedule: multiplies every learning rate.
-            shrink: multiplies the gradient, possibly in place.
+            shrink: multiplies the gradient, possibly in place. As a tensor () on the device, which
+                the native operators do not take, it is not waited for; if it is not finite nothing
+                changes.
         """
         for part in self.parts:
             part.step(schedule, shrink)

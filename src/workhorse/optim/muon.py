@@ -20,6 +20,7 @@ from workhorse.on_resume import OfItsKind, OnResume
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.master_weights import MasterWeights
 from workhorse.optim.shards import is_sharded, local, part_of_stack, placed_like, whole_stack
+from workhorse.optim.shrink import number, refused
 
 if TYPE_CHECKING:
     from workhorse.parallel.division.cuts import Cut
@@ -83,8 +84,8 @@ class Muon:
         }
 
     @torch.no_grad()
-    def step(self, schedule: float, shrink: float = 1.0) -> None:
-        """One update; `schedule` multiplies the learning rate and `shrink` the gradient."""
+    def step(self, schedule: float, shrink: float | Tensor = 1.0) -> None:
+        """One update; the arguments are those of `Optimizer.step`."""
         config = self.config
         for shapes, group in self.groups.items():
             rate = config.learning_rate * schedule
@@ -100,21 +101,26 @@ class Muon:
         group: Mapping[str, nn.Parameter],
         momenta: Tensor,
         *,
-        shrink: float,
-        kept: float,
+        shrink: float | Tensor,
+        kept: float | Tensor,
         size: float,
     ) -> None:
         """Matrices of one shape: `weight · kept - size · direction`."""
         weights = [self.masters.read(name) for name in group]
         update = torch.stack(self.masters.gradients(group)).float()
-        if shrink != 1:
+        if isinstance(shrink, Tensor) or shrink != 1:
             update *= shrink
+        if (skips := refused(shrink)) is not None:
+            update = torch.where(skips, momenta, update)  # so that they stay as they are
+            kept = torch.where(skips, 1.0, kept)
         momentum = self.config.momentum
         momenta.lerp_(update, 1 - momentum)
         update = update.lerp_(momenta, momentum) if self.config.nesterov else momenta
         name = next(iter(group))
         update = orthogonalize(self._whole(update, name), self.config.iterations)
         update = self._part(update, name).to(weights[0].dtype)
+        if skips is not None:
+            update = update.masked_fill(skips, 0)
         torch._foreach_mul_(weights, kept)  # pyright: ignore[reportPrivateImportUsage]
         torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
             weights, list(update.unbind()), alpha=-size
@@ -128,7 +134,7 @@ class Muon:
         group: Mapping[str, nn.Parameter],
         momenta: Tensor,
         *,
-        shrink: float,
+        shrink: float | Tensor,
         kept: float,
         size: float,
     ) -> None:
@@ -143,7 +149,11 @@ class Muon:
             gradients = list(self._whole(torch.stack(gradients), name).unbind())
             whole = self._whole(momenta, name)
         directions = operators.muon_directions(
-            gradients, whole, shrink=shrink, momentum=config.momentum, nesterov=config.nesterov
+            gradients,
+            whole,
+            shrink=number(shrink),
+            momentum=config.momentum,
+            nesterov=config.nesterov,
         )
         update = newton_schulz(directions, config.iterations)
         if divided:

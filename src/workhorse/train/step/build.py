@@ -111,6 +111,7 @@ def build_step(
         turns=one_forward_one_backward if teams.stages is None else teams.stages.turns,
         grad_clip=config.grad_clip,
         reduction=reduction(optimizer.masters, config.seed) if divided else None,
+        device_decides=device.type == "cuda",
     )
     if config.compile:
         compile_layers(decoder)

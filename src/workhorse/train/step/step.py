@@ -11,7 +11,9 @@ from torch import Tensor
 
 from workhorse.optim.groups import Optimizer
 from workhorse.optim.norm import norm_by_rows, norm_over_parts, total_norm
+from workhorse.optim.shrink import shrink_on_device
 from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
+from workhorse.tensors.to_host import ToHost
 from workhorse.train.objectives.objective import Objective, Outcome, Rows
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
@@ -51,6 +53,8 @@ class TrainingStep:
         grad_clip: largest norm of the gradient; None for no limit.
         turns: the order of the passes of so many micro-batches.
         reduction: adds up the gradients of a batch that is divided; None: it is not.
+        device_decides: whether the device decides if an update is made, so that it goes on with it
+            while the host waits for the step's figures. The native operators cannot.
     """
 
     def __init__(
@@ -65,6 +69,7 @@ class TrainingStep:
         grad_clip: float | None,
         turns: Callable[[int], Iterable[Turn]] = one_forward_one_backward,
         reduction: Reduction | None = None,
+        device_decides: bool = False,
     ) -> None:
         self.objective = objective
         self.optimizer = optimizer
@@ -77,6 +82,7 @@ class TrainingStep:
         self.pass_seconds = 0.0
         """Seconds that this process has spent in forward and backward passes, by its own clock."""
         self.reduction = reduction
+        self.device_decides = device_decides
         self._terms: dict[str, Tensor] = {}
         """The means of what `backward` saw beside the loss."""
 
@@ -137,13 +143,15 @@ class TrainingStep:
             for tally in self.objective.tallies():
                 self.reduction.world.add_(tally)
         norm = self._norm()
-        # The step's only wait for the device.
-        figures = torch.stack([loss, norm.to(loss.dtype), *self._terms.values()]).tolist()
-        loss_value, norm_value, *extra = figures
+        figures = ToHost(torch.stack([loss, norm.to(loss.dtype), *self._terms.values()]))
+        if self.device_decides:
+            shrink = shrink_on_device(loss, norm, self.scale.value, self.grad_clip)
+            self.optimizer.step(schedule, shrink)
+        loss_value, norm_value, *extra = figures.wait()
         norm_value /= self.scale.value
         terms = dict(zip(self._terms, extra, strict=True))
         result = StepResult(loss_value, norm_value, counted, terms)
-        if result.finite:
+        if result.finite and not self.device_decides:
             shrink = 1 / self.scale.value
             if self.grad_clip is not None and norm_value > self.grad_clip:
                 shrink *= self.grad_clip / norm_value

@@ -63,7 +63,7 @@ format: $(FOR_TESTS)
 
 bench: $(FOR_TESTS)
 ifdef QUICK
-	.venv/bin/python -m benchmarks.row
+	.venv/bin/python -m benchmarks.this_machine
 else
 	.venv/bin/python -m benchmarks --quick $(if $(NANOGPT),--nanogpt $(NANOGPT)) $(if $(DATA),--data $(DATA))
 endif

@@ -1,1 +1,1 @@
-"""Measurements of Workhorse beside its peers; each module runs by itself, see RESULTS.md."""
+"""Measurements of Workhorse beside its peers; README.md lists those that run."""

@@ -81,7 +81,7 @@ def _write_gguf(folder: Path, precision: str, path: Path) -> None:
 
 def _quantize(source: Path, kind: str, path: Path) -> None:
     """Every matrix in one type: no other is mixed in for quality, so that bits are equal."""
-    import llama_cpp
+    import llama_cpp  # pyright: ignore[reportMissingImports]
 
     how = llama_cpp.llama_model_quantize_default_params()
     how.ftype = getattr(llama_cpp, f"LLAMA_FTYPE_MOSTLY_{kind.upper()}")

@@ -116,7 +116,7 @@ def main() -> None:
         def predicted(flops: float, ways: dict[str, int], train: TrainConfig = train) -> float:
             link = Link(bandwidth, latency)
             cluster = Cluster(flops, UNLIMITED, link, link, node=2, sends_aside=False)
-            parallel = ParallelismConfig(**ways)
+            parallel = ParallelismConfig.from_dict(ways)
             memory = device_memory(config, train, CPU, parallel.replace(pipeline=1), updates=False)
             return step_time(config, train, parallel, cluster, memory).seconds
 

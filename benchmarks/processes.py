@@ -85,7 +85,7 @@ def _case(scaling: str, dtype: str, kind: str) -> Case:
 
 
 if __name__ == "__main__":
-    options = parser(__doc__)
+    options = parser(__doc__ or "")
     options.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
     options.add_argument(
         "--scaling", nargs="+", choices=["strong", "weak"], default=["strong", "weak"]

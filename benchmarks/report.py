@@ -161,8 +161,8 @@ def plot(results: dict[str, list[Result]], path: Path) -> bool:
     if not rows:
         return False
     try:
-        import matplotlib as mpl
-        from matplotlib.figure import Figure
+        import matplotlib as mpl  # pyright: ignore[reportMissingImports]
+        from matplotlib.figure import Figure  # pyright: ignore[reportMissingImports]
     except ImportError:
         print("no plot: pip install matplotlib")
         return False

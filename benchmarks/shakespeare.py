@@ -58,7 +58,7 @@ def prepare_nanogpt(checkout: Path, data: Path) -> None:
 
 def main() -> None:
     """Measure in turn and print medians."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", type=Path, required=True)
     parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
     parser.add_argument("--nanogpt-steps", type=int, default=NANOGPT_STEPS)

@@ -1,28 +1,39 @@
-"""Our own work by itself, without peers: what `busy` and `row` measure."""
+"""Our own work by itself, without peers: what `busy` and `this_machine` measure."""
 
 from typing import NamedTuple
 
 from benchmarks.shapes import NEW_TOKENS, PROMPT_TOKENS, TRAINING
 from benchmarks.worker import Contestant
 
+TOKENS = "tokens/s"
+
+
+class Measure(NamedTuple):
+    """A figure of a round."""
+
+    name: str
+    """Of its row in a table: for a rate of ours, as in docs/performance.md."""
+    unit: str
+
 
 class Work(NamedTuple):
-    """Who does it, and what each measure of a round is, with its unit."""
+    """Who does it, and the measures of a round."""
 
     contestant: Contestant
-    measures: dict[str, str]
+    measures: dict[str, Measure]
 
 
 def training(shape: str, dtype: str) -> Work:
     """Steps of training."""
-    name = f"train {shape} {dtype}"
+    name = f"train {shape}, {dtype}"
     given = {"shape": shape, "dtype": dtype, "device": "cpu"}
-    return Work(Contestant(name, "benchmarks.ours:train", given), {"tokens": f"{name}, tokens/s"})
+    who = Contestant(name, "benchmarks.ours:train", given)
+    return Work(who, {"tokens": Measure(name, TOKENS)})
 
 
 def decoding(shape: str, precision: str, models: str, *, prompt: bool = False) -> Work:
     """New tokens of one text, not compiled; with `prompt`, also the rate of reading it."""
-    name = f"decode {shape} {precision}"
+    name = f"decode {shape}, {precision}"
     given = {
         "shape": shape,
         "precision": precision,
@@ -33,22 +44,21 @@ def decoding(shape: str, precision: str, models: str, *, prompt: bool = False) -
         "device": "cpu",
         "models": models,
     }
-    read = {"prefill": f"read a prompt of {PROMPT_TOKENS}, {shape} {precision}, tokens/s"}
-    return Work(
-        Contestant(name, "benchmarks.ours:generate", given),
-        {**(read if prompt else {}), "decode": f"{name}, tokens/s"},
-    )
+    read = Measure(f"prompt of {PROMPT_TOKENS}, {shape}, {precision}", TOKENS)
+    measures = {"prefill": read} if prompt else {}
+    measures["decode"] = Measure(name, TOKENS)
+    return Work(Contestant(name, "benchmarks.ours:generate", given), measures)
 
 
 def reading() -> Work:
     """Memory, as fast as it can be read."""
     memory = Contestant("memory", "benchmarks.limits:memory", {"device": "cpu"})
-    return Work(memory, {"gbytes": "memory, GB/s"})
+    return Work(memory, {"gbytes": Measure("limit: memory", "GB/s")})
 
 
 def products(shape: str, dtype: str) -> Work:
     """The matrix products of a training step, as fast as PyTorch computes them."""
-    sizes, name = TRAINING[shape], f"products {dtype}"
+    sizes, name = TRAINING[shape], f"limit: products, {dtype}"
     given = {
         "shapes": sizes.products,
         "tokens": sizes.batch * sizes.context,
@@ -56,6 +66,5 @@ def products(shape: str, dtype: str) -> Work:
         "device": "cpu",
         "backward": True,
     }
-    return Work(
-        Contestant(name, "benchmarks.limits:products", given), {"gflops": f"{name}, GFLOP/s"}
-    )
+    who = Contestant(name, "benchmarks.limits:products", given)
+    return Work(who, {"gflops": Measure(name, "GFLOP/s")})

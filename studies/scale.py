@@ -193,7 +193,7 @@ def main() -> None:
     print("|---|---|---|---|---|---|---|---|---|---|")
     for name, seq_len, rows, tokens, ways, at_once, again in PLANNED:
         config = find_preset(name).config.replace(max_seq_len=seq_len)
-        mesh = ParallelismConfig(**ways)
+        mesh = ParallelismConfig.from_dict(ways)
         steps = round(tokens / (rows * seq_len))
         train = training(
             rows, seq_len, micro_batch_size=at_once, activation_checkpointing=again

@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks import limits
@@ -88,7 +88,7 @@ def _waits(config: DecoderConfig, train: TrainConfig, setting: Setting) -> Figur
     with profile(activities=activities, with_stack=True) as profiler:
         for _ in range(PROFILED):
             take()
-    on_host = [event for event in profiler.events() if event.device_type == DeviceType.CPU]
+    on_host = [event for event in (profiler.events() or ()) if event.device_type == DeviceType.CPU]
     frames = [(event, found[1]) for event in on_host if (found := OURS.fullmatch(event.name))]
     counts: defaultdict[tuple[str, str], list[float]] = defaultdict(list)
     for event in on_host:
@@ -138,7 +138,7 @@ def _idle(config: DecoderConfig, train: TrainConfig, setting: Setting) -> Figure
         torch.cuda.synchronize()
     spans = sorted(
         (event.time_range.start, event.time_range.end)
-        for event in profiler.events()
+        for event in (profiler.events() or ())
         if event.device_type == DeviceType.CUDA
     )
     busy, until = 0.0, spans[0][0]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import DeviceType
+from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, profile
 
 from benchmarks.gpu.block import Check, Figures, Setting
@@ -225,7 +225,7 @@ def _attention(case: Attending, setting: Setting) -> Figures:
     ) as profiler:
         take()
     kind = DeviceType.CUDA if is_cuda else DeviceType.CPU
-    names = {event.name[:160] for event in profiler.events() if event.device_type == kind}
+    names = {event.name[:160] for event in (profiler.events() or ()) if event.device_type == kind}
     names = sorted(name for name in names if is_cuda or "attention" in name)
     plain = _attend(case, "eager", setting.device, seq)()
     figures: Figures = {"seq": seq, "kernels": names}

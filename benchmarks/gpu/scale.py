@@ -29,7 +29,7 @@ from workhorse.data import Batch
 from workhorse.models.llama import llama
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.shards import local
-from workhorse.parallel.config import ParallelismConfig
+from workhorse.parallel.config import MicroBatches, ParallelismConfig
 from workhorse.parallel.division.layers import LayerTeam, divide_layers
 from workhorse.parallel.division.sequences import SequenceTeam
 from workhorse.parallel.division.sharding import shard
@@ -110,7 +110,8 @@ def _backend(device: torch.device) -> Figures:
 
 def _sharded(decoder: Decoder, device: torch.device) -> Objective:
     objective = NextToken(decoder)
-    shard(objective, decoder.layers, ParallelismConfig(), device, passes=1)
+    once = MicroBatches(rows=1, size=1, parts=1)
+    shard(objective, decoder.layers, ParallelismConfig(), device, passes=once)
     return objective
 
 

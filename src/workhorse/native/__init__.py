@@ -1,4 +1,4 @@
-"""Operators in C++ that read weights at the speed of memory, if there is a compiler for the CPU.
+"""Operators in C++ for decoding, training and matrix products on a CPU, if there is a compiler.
 
 They are optional: every user of an operator also has a plain implementation. The code that builds a
 model or a step asks `resolve` once for the operators of this machine and passes them on.

@@ -90,7 +90,8 @@ class Training(BlockOperators):
 
         Args:
             logits: (tokens, vocab), float32 or bfloat16, contiguous; they become their gradient.
-            targets: (tokens,) int64; negative ones do not count.
+            targets: (tokens,) int64; `IGNORE` (-100) does not count. RuntimeError: another one is
+                not in [0, vocab).
             multiplier: of the logits.
             z_loss: weight of the squared normaliser.
         """

@@ -111,7 +111,7 @@ def _backend(device: torch.device) -> Figures:
 def _sharded(decoder: Decoder, device: torch.device) -> Objective:
     objective = NextToken(decoder)
     once = MicroBatches(rows=1, size=1, parts=1)
-    shard(objective, decoder.layers, ParallelismConfig(), device, passes=once)
+    shard(objective, decoder.layers, ParallelismConfig(), device, micro_batches=once)
     return objective
 
 

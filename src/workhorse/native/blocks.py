@@ -4,12 +4,12 @@ They are quick where `Vectors` are.
 """
 
 from collections.abc import Callable
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
 
-ActivationName = Literal["gelu", "gelu_tanh", "relu", "relu_squared", "sigmoid", "silu"]
+ActivationName = Literal["relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid"]
 
 
 class Activation(NamedTuple):
@@ -183,19 +183,50 @@ def _projected(x: Tensor, matrices: list[Tensor]) -> list[Tensor]:
     return [x.new_empty((len(x), len(matrix))) for matrix in matrices]
 
 
-def _norm_project_shapes(x: Tensor, *others: Tensor) -> tuple[Tensor, Tensor, list[Tensor]]:
-    matrices = others[6]
-    return torch.empty_like(x), _moments(x), _projected(x, list(matrices))
+def _norm_project_shapes(
+    x: Tensor,
+    _weight: Tensor | None,
+    _bias: Tensor | None,
+    _offset: float,
+    _eps: float,
+    _centred: bool,
+    _rounded: bool,
+    matrices: list[Tensor],
+    *_: Any,
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    return torch.empty_like(x), _moments(x), _projected(x, matrices)
 
 
-def _feed_shapes(x: Tensor, *others: Tensor) -> list[Tensor]:
-    matrices = others[9]
+def _feed_shapes(
+    x: Tensor,
+    _attended: Tensor,
+    _output: Tensor,
+    _output_bias: Tensor | None,
+    _weight: Tensor | None,
+    _bias: Tensor | None,
+    _offset: float,
+    _eps: float,
+    _centred: bool,
+    _rounded: bool,
+    matrices: list[Tensor],
+    *_: Any,
+) -> list[Tensor]:
     same = [torch.empty_like(x) for _ in range(3)]
-    return [*same[:2], _moments(x), same[2], *_projected(x, list(matrices))]
+    return [*same[:2], _moments(x), same[2], *_projected(x, matrices)]
 
 
-def _feed_gradient_shapes(above: Tensor, total: Tensor, *others: Tensor) -> list[Tensor]:
-    output, hidden = others[4], others[6]
+def _feed_gradient_shapes(
+    above: Tensor,
+    total: Tensor,
+    _moments: Tensor,
+    _weight: Tensor | None,
+    _offset: float,
+    _centred: bool,
+    output: Tensor,
+    _first: list[Tensor],
+    hidden: list[Tensor],
+    *_: Any,
+) -> list[Tensor]:
     dattended = total.new_empty((len(total), output.shape[1]))
     inner = [torch.empty_like(one) for one in (hidden[0], *hidden)]
     return [torch.empty_like(above), dattended, _sums(total), *inner]

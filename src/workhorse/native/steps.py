@@ -5,13 +5,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from jaxtyping import Float, Float64, Int64
 from torch import Tensor
 
 from workhorse.native import build
+from workhorse.native.blocks import ActivationName
 
 
 class Op(IntEnum):
@@ -32,7 +33,7 @@ class Op(IntEnum):
     LAST = 12
 
 
-class Norm(IntFlag):
+class NormFlag(IntFlag):
     """How a norm computes."""
 
     CENTRED = 1
@@ -40,14 +41,14 @@ class Norm(IntFlag):
     ROUNDED_GAIN = 4
 
 
-class Rotation(IntFlag):
+class RotationFlag(IntFlag):
     """How queries and keys are rotated."""
 
     INTERLEAVED = 1
     IN_FLOAT32 = 2
 
 
-ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid")
+ACTIVATIONS: tuple[ActivationName, ...] = get_args(ActivationName)
 """In the order of their numbers."""
 
 

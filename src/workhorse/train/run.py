@@ -16,7 +16,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.watchdog import watched
-from workhorse.parallel.processes.world import World, open_world
+from workhorse.parallel.processes.world import World, join_processes
 from workhorse.tensors.allocator import keep_freed_memory
 from workhorse.train.assembly import assemble
 from workhorse.train.check import check_recipe, remarks_on
@@ -94,7 +94,7 @@ def train(
             resume that is refused changes nothing.
     """
     run = RunDirectory(out)
-    with open_world() as group:
+    with join_processes() as group:
         return _train(recipe, run, group, resume, settings=settings, on_event=on_event, store=store)
 
 

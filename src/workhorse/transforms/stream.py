@@ -17,9 +17,10 @@ from workhorse.native import Decoding, Operators
 from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become, replace_modules
 
-FEW_ROWS = {torch.bfloat16: 64, torch.float32: 16}
-"""The most rows for which `Decoding.linear` beat PyTorch's `linear`, by dtype of the weights."""
-ONE_PASS = {torch.bfloat16: 64, torch.float32: 32}
+DOT_ROWS = {torch.bfloat16: 64, torch.float32: 16}
+"""The most rows for which dot products (`Decoding.linear`) beat PyTorch's `linear`, by dtype of the
+weights."""
+DOT_ROWS_BESIDE_GEMM = {torch.bfloat16: 64, torch.float32: 32}
 """The same where many rows have a gemm of their own. On the matrix unit the two were equally fast
 for 64 to 128, in vectors for 24 to 48, for bfloat16 as float32 in MKL for 16 to 64."""
 Linear = Callable[[Tensor, Tensor, Tensor | None], Tensor]
@@ -63,14 +64,14 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
     if decoding is None:
         return
 
-    gemms = {dtype: _gemm(dtype, operators) for dtype in FEW_ROWS}
+    gemms = {dtype: _gemm(dtype, operators) for dtype in DOT_ROWS}
 
     def choose(module: nn.Module) -> nn.Module:
         if type(module) is not nn.Linear or not _streams(module):
             return module
         dtype = module.weight.dtype
         gemm = gemms[dtype]
-        few_rows = (FEW_ROWS if gemm is None else ONE_PASS)[dtype]
+        few_rows = (DOT_ROWS if gemm is None else DOT_ROWS_BESIDE_GEMM)[dtype]
         return become(
             module,
             StreamedLinear,
@@ -103,4 +104,4 @@ def _widened(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 def _streams(linear: nn.Linear) -> bool:
     weight = linear.weight
-    return weight.device.type == "cpu" and weight.dtype in FEW_ROWS and weight.is_contiguous()
+    return weight.device.type == "cpu" and weight.dtype in DOT_ROWS and weight.is_contiguous()

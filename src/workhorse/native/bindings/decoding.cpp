@@ -238,9 +238,10 @@ Tensor argmax(const Tensor& logits) {
 
 template <class T, int Bits>
 void multiply_packed(const T* x, const packed_linear::PackedWeight<Bits>& weight, const T* bias, T* y, int64_t rows,
-              int64_t out) {
+                     int64_t out) {
   const int64_t row_bytes = weight.groups * packed_linear::kGroup * sizeof(T);
-  const int64_t block_bytes = weight.groups * weight.bytes, blocks = (out + packed_linear::kLanes - 1) / packed_linear::kLanes;
+  const int64_t block_bytes = weight.groups * weight.bytes;
+  const int64_t blocks = (out + packed_linear::kLanes - 1) / packed_linear::kLanes;
 #ifdef __AMX_BF16__
   if constexpr (std::is_same_v<T, BFloat16>)
     if (rows >= packed_linear::kManyRows && tiles_allowed()) {
@@ -271,7 +272,7 @@ void packed_rows(const Given& given, const Tensor& codes, const Tensor& scales,
   const T* x = data<T>(given.x);
   T* y = static_cast<T*>(made.mutable_data_ptr());
   packed_linear::PackedWeight<Bits> weight{data<uint8_t>(codes), data<BFloat16>(scales), data<uint8_t>(levels),
-                            groups};
+                                           groups};
   const auto rows = [&](int64_t begin, int64_t end) {
     if (begin < end)
       multiply_packed<T>(x + begin * given.in, weight, data<T>(bias), y + begin * out, end - begin, out);

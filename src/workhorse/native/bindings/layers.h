@@ -64,7 +64,7 @@ void with_activation(const Tensor& x, const Tensor& table, std::string_view name
   if (name == "gelu") return f(activations::Computed<activations::Gelu>{}, float{});
   if (name == "gelu_tanh") return f(activations::Computed<activations::GeluTanh>{}, float{});
   if (name == "relu") return f(activations::Computed<activations::Relu>{}, float{});
-  if (name == "relu_squared") return f(activations::Computed<activations::ReluSquared>{}, float{});
+  if (name == "relu2") return f(activations::Computed<activations::ReluSquared>{}, float{});
   if (name == "sigmoid") return f(activations::Computed<activations::Sigmoid>{}, float{});
   if (name == "silu") return f(activations::Computed<activations::Silu>{}, float{});
   TORCH_CHECK(false, "workhorse: there is no activation ", name);
@@ -307,7 +307,8 @@ inline Tensor loss_into_gradient_(Tensor& logits, const Tensor& targets, double 
         if (T* row = rows + i * vocab; wanted[i] == kIgnored) {
           std::fill(row, row + vocab, T{});
         } else {
-          const auto of_row = cross_entropy::loss_into_gradient(vocab, row, wanted[i], float(multiplier), float(z_loss));
+          const auto of_row =
+              cross_entropy::loss_into_gradient(vocab, row, wanted[i], float(multiplier), float(z_loss));
           loss[i] = of_row.cross_entropy;
           loss[tokens + i] = of_row.z_loss;
         }

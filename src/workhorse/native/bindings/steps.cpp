@@ -210,7 +210,8 @@ class Prepared {
 Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& registers,
                    const std::vector<Tensor>& weights, const std::vector<Tensor>& angles, const Tensor& tokens,
                    const Tensor& lengths, const std::vector<Tensor>& tables, const std::vector<Tensor>& keys,
-                   const std::vector<Tensor>& values, const Tensor& reaches, int64_t few, int64_t wanted, int64_t vocab) {
+                   const std::vector<Tensor>& values, const Tensor& reaches, int64_t few, int64_t wanted,
+                   int64_t vocab) {
   STD_TORCH_CHECK(!keys.empty() && registers.dim() == 2 && tokens.dim() == 2 && wanted > 0 && wanted <= tokens.size(1),
                   "workhorse: a step needs tokens (batch, seq), and keys and values");
   const ScalarType type = keys[0].scalar_type();
@@ -234,8 +235,8 @@ Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& r
 STABLE_TORCH_LIBRARY_FRAGMENT(workhorse, m) {
   m.def(
       "decode_step(Tensor program, Tensor numbers, Tensor registers, Tensor[] weights, Tensor[] angles, Tensor "
-      "tokens, Tensor lengths, Tensor[] tables, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor reaches, int few, int wanted, int vocab) "
-      "-> Tensor");
+      "tokens, Tensor lengths, Tensor[] tables, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor reaches, int few, int wanted, "
+      "int vocab) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(workhorse, CPU, m) {

@@ -213,7 +213,7 @@ void split_move_(at::TensorList weights, at::TensorList low_bits, const Tensor& 
       const weights::Split all = split_weights(weights[i / stack], low_bits[i / stack]);
       const int64_t at = i % stack * matrix;
       muon::move({all.upper + at, all.low_bits + at}, weights::Narrow{given.at + i * matrix}, rows, columns,
-           rows > columns, float(kept), float(size));
+                 rows > columns, float(kept), float(size));
     }
   });
 }

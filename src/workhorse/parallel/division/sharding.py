@@ -30,7 +30,7 @@ def shard(
     blocks: Iterable[nn.Module],
     config: ParallelismConfig,
     device: torch.device,
-    passes: MicroBatches,
+    micro_batches: MicroBatches,
 ) -> "ExactSums | None":
     """Divide the weights of a module among the processes, in place; all must hold the same.
 
@@ -38,12 +38,13 @@ def shard(
     what is divided already stays as it is.
 
     Args:
-        root: called for every pass; it gathers what is in no block, for the whole of a pass.
-        blocks: of it, which are gathered one at a time, and kept so if `config.reshard` says it;
-            an embedding for its forward pass, since the backward pass needs no weights.
+        root: called for every pass; what is in no block is gathered for the whole of a pass.
+        blocks: parts of `root`, each gathered by itself, and freed after each of its passes or at
+            the end of the step (`config.reshard`). An embedding is gathered for its forward pass
+            only.
         config: into how many parts, and how many processes have each of them.
         device: of the weights.
-        passes: of this process in a step.
+        micro_batches: of this process in a step.
 
     Returns:
         What adds up the gradients if that is to be exact; otherwise FSDP has them added in float32.
@@ -72,8 +73,10 @@ def shard(
     if not config.is_exact:
         return None
     if config.reshard == "step":
-        return ExactSums(groups, partial(_ExactSumOfStep, mesh, passes.passes, passes.parts))
-    return ExactSums(groups, partial(_ExactSum, mesh, passes.passes))
+        return ExactSums(
+            groups, partial(_ExactSumOfStep, mesh, micro_batches.passes, micro_batches.parts)
+        )
+    return ExactSums(groups, partial(_ExactSum, mesh, micro_batches.passes))
 
 
 @contextmanager
@@ -242,6 +245,7 @@ class _ExactSum(_ByExchange):
         self.parameters.append(cast(nn.Parameter, parameter))
 
     def take(self) -> dict[nn.Parameter, Tensor]:
+        """The sums of this process's rows, by parameter, after which a new step begins."""
         data, ways = self.mesh.shape
         (share,) = self.tree.result()
         self.tree, self.parts = TreeSum(), 0

@@ -26,7 +26,7 @@ def count() -> int:
 
 
 def workers() -> list[str]:
-    """The words of a command that starts as many on one machine; none for one."""
+    """The command-line arguments that start this many processes on one machine; none for one."""
     return ["--workers", str(count())] if count() > 1 else []
 
 
@@ -41,12 +41,12 @@ def rank_here() -> int:
 
 
 def count_here(planned: int = 1) -> int:
-    """How many of them share this machine's memory: all that are planned, before they start."""
+    """How many share this machine's memory; before they are started, as many as planned."""
     return _number("LOCAL_WORLD_SIZE", planned)
 
 
 def attempt() -> int:
-    """How often processes of this machine before these have failed."""
+    """How often this machine's processes have been started again."""
     return _number("TORCHELASTIC_RESTART_COUNT", 0)
 
 

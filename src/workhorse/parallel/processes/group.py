@@ -14,7 +14,7 @@ Change = Callable[[Tensor], Tensor]
 class Group:
     """Some of a run's processes. Methods are collective: all of them call each, in the same order.
 
-    Where one of them has gone, the others get a RuntimeError, which `open_world` turns into a
+    Where one of them has gone, the others get a RuntimeError, which `join_processes` turns into a
     `LostError`.
 
     Args:
@@ -30,7 +30,7 @@ class Group:
 
     @property
     def is_first(self) -> bool:
-        """Whether this process does what one of them is to do."""
+        """Whether this is the process that acts where only one does."""
         return self.rank == 0
 
     @property
@@ -153,7 +153,7 @@ def summed(parts: Tensor) -> Tensor:
 
 
 def with_gradient(change: Change, back: Change, x: Tensor) -> Tensor:
-    """What one function makes of a tensor; its gradient is what the other makes of the result's."""
+    """Apply `change` in the forward pass, and `back` to the gradient in the backward pass."""
     return cast(Tensor, _WithGradient.apply(x, change, back))
 
 

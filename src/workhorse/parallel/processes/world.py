@@ -27,9 +27,9 @@ from workhorse.parallel.processes.meeting import meet
 PATIENCE = timedelta(seconds=LONGEST_PATIENCE)
 """How long a process waits for the others: the first one may be saving, or reading its text."""
 REFUSED = "refused"
-"""In the store: how many processes are."""
-TELLING = 2.0
-"""Seconds that one process has to say what all of them refuse, before the others end."""
+"""Key in the store: how many processes have refused to run."""
+REFUSAL_GRACE = 2.0
+"""Seconds that the first process to refuse has to print why, before the others end."""
 
 
 class LostError(WorkhorseError):
@@ -131,7 +131,7 @@ ALONE = World(0, 1, UNDIVIDED)
 
 
 @contextmanager
-def open_world() -> Generator[Group]:
+def join_processes() -> Generator[Group]:
     """Join the processes that the environment tells of; none: this one is alone.
 
     What several of them refuse is told by the one that finds it first.
@@ -171,7 +171,7 @@ def open_world() -> Generator[Group]:
     except WorkhorseError as error:
         if _tells(own):
             raise
-        time.sleep(TELLING)  # when one has gone, an agent ends all
+        time.sleep(REFUSAL_GRACE)  # when one has gone, an agent ends all
         raise ToldError("another process of the run was refused first; it says why") from error
     finally:
         dist.destroy_process_group()

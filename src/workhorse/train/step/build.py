@@ -84,7 +84,7 @@ def build_step(
         checkpoint_activations(decoder)
     own = config.micro_batches(parallel)
     reduction = _divide(
-        objective, decoder, parallel, world, whole, device=device, part=part, passes=own
+        objective, decoder, parallel, world, whole, device=device, part=part, micro_batches=own
     )
     optimizer = build_optimizer(
         decoder,
@@ -159,7 +159,7 @@ def _divide(
     *,
     device: torch.device,
     part: ModelPart | None,
-    passes: MicroBatches,
+    micro_batches: MicroBatches,
 ) -> Callable[[MasterWeights, int], Reduction]:
     """Divide weights among the processes; returns what makes the sum of their gradients."""
     if not world.in_step:
@@ -178,7 +178,7 @@ def _divide(
     if parallel.shard > 1:
         parts = [] if whole.head.tied else decoder.embedding.children()
         tables = [part for part in parts if isinstance(part, nn.Embedding)]
-        exact_sums = shard(objective, [*tables, *decoder.layers], parallel, device, passes)
+        exact_sums = shard(objective, [*tables, *decoder.layers], parallel, device, micro_batches)
         reduction = partial(
             ShardedReduction,
             world,

@@ -36,7 +36,7 @@ class DeviceMemory:
         held: between steps, by kind and place in the model.
         activations: of one micro-batch, by part of the model that this device has.
         in_flight: micro-batches whose activations are kept at once.
-        gathered: weights and gradients of other devices that a layer needs for a moment.
+        gathered: weights and gradients of other devices that are here at once, at most.
         moments: while each operator of the step runs.
     """
 
@@ -104,16 +104,16 @@ def device_memory(
     except ConfigError as error:
         raise error.below("parallel") from None
     own = train.micro_batches(parallel)
-    local, alone = train, parallel
-    if not parallel.is_exact:
-        local = _as_recorded(train.replace(batch_size=own.rows, micro_batch_size=own.size))
+    if parallel.is_exact:
+        recorded = train.replace(batch_size=own.rows * own.parts)
+        divided = ParallelismConfig(reduction=ExactConfig(logical_shards=own.parts))
     else:
-        local = train.replace(batch_size=own.rows * own.parts)
-        alone = ParallelismConfig(reduction=ExactConfig(logical_shards=own.parts))
-    record = partial(_recorded, config, local, device, packed=packed, updates=updates)
+        recorded = _as_recorded(train.replace(batch_size=own.rows, micro_batch_size=own.size))
+        divided = parallel
+    record = partial(_recorded, config, recorded, device, packed=packed, updates=updates)
     found = [
         _of_stage(
-            record(alone, stage), parallel, stage, own.count, device.type, tied=config.head.tied
+            record(divided, stage), parallel, stage, own.count, device.type, tied=config.head.tied
         )
         for stage in _distinct_stages(config, parallel.pipeline)
     ]

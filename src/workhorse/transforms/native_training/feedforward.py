@@ -13,8 +13,9 @@ from torch.autograd.function import once_differentiable
 
 from workhorse.native import Training, blocks
 from workhorse.native.vectors import Sum
-from workhorse.nn.feedforward import Gated, GatedMlp, Mlp, ReluSquared
+from workhorse.nn.feedforward import Gated, GatedMlp, Mlp
 from workhorse.nn.watched import watched
+from workhorse.transforms.activation_names import activation_name
 from workhorse.transforms.native_training.linear import (
     Gemm,
     gradients_of_weights,
@@ -24,19 +25,10 @@ from workhorse.transforms.native_training.linear import (
 from workhorse.transforms.native_training.norms import TYPES
 from workhorse.transforms.replace import become, replace_modules
 
-NAMES: dict[type[nn.Module], blocks.ActivationName] = {
-    nn.ReLU: "relu",
-    nn.SiLU: "silu",
-    nn.Sigmoid: "sigmoid",
-    ReluSquared: "relu_squared",
-}
-
 
 def activation_of(module: nn.Module) -> blocks.Activation | None:
-    """An activation as the operators know it, or None; one with weights has no fixed table."""
-    name = NAMES.get(type(module))
-    if type(module) is nn.GELU:
-        name = "gelu" if module.approximate == "none" else "gelu_tanh"
+    """An activation as the operators know it, or None."""
+    name = activation_name(module)
     return blocks.Activation(name, _table_of(module)) if name else None
 
 

@@ -23,14 +23,14 @@ from workhorse.nn.watched import Held, Watch
 from workhorse.transforms.compiled.compiled_step import CompiledDecoder
 from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become
-from workhorse.transforms.steps.program import Program, Turn
+from workhorse.transforms.steps.program import Program, RotationKey
 from workhorse.transforms.steps.recorded import CannotTranslate
 from workhorse.transforms.steps.translate import translate
+from workhorse.transforms.stream import DOT_ROWS_BESIDE_GEMM
 
-FEW_ROWS = {torch.bfloat16: 64, torch.float32: 32}
-"""Tokens of a pass, of all texts together, up to which its products are dot products."""
 MOST_ROWS = 256
-"""For more, attention that computes whole blocks of scores is faster."""
+"""Tokens of a pass, of all texts together. For more, attention that computes whole blocks of scores
+is faster."""
 
 
 def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
@@ -46,7 +46,7 @@ def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
         operators: `steps` among them.
     """
     check(decoder, "step_natively")
-    few = FEW_ROWS.get(next(decoder.parameters()).dtype, 0)
+    few = DOT_ROWS_BESIDE_GEMM.get(next(decoder.parameters()).dtype, 0)
     # Without gemms in vectors PyTorch's are as quick.
     most = few if operators.vectors is None else MOST_ROWS
     if operators.matrix_unit is not None:  # which is faster for more than one
@@ -62,13 +62,13 @@ class Angles:
     """RoPE's cosines and sines, kept up to the longest position needed so far."""
 
     def __init__(self) -> None:
-        self._tables: dict[Turn, tuple[Tensor, Tensor]] = {}
+        self._tables: dict[RotationKey, tuple[Tensor, Tensor]] = {}
 
-    def upto(self, length: int, turns: Sequence[Turn]) -> list[Tensor]:
+    def upto(self, length: int, turns: Sequence[RotationKey]) -> list[Tensor]:
         """Tables of positions below `length`: each turn's cosines and sines, (positions, pairs)."""
         return [table for turn in turns for table in self._upto(length, turn)]
 
-    def _upto(self, length: int, turn: Turn) -> tuple[Tensor, Tensor]:
+    def _upto(self, length: int, turn: RotationKey) -> tuple[Tensor, Tensor]:
         known = self._tables.get(turn)
         if known is None or len(known[0]) < length:
             positions = torch.arange(max(2 * length, 256))[None]

@@ -14,7 +14,7 @@ from workhorse.transforms.steps.recorded import CannotTranslate
 Number = TypeVar("Number", int, float)
 
 
-class Turn(NamedTuple):
+class RotationKey(NamedTuple):
     """A rotation whose angles a program needs, in the dtype that it multiplies in."""
 
     rope: RopeConfig
@@ -22,7 +22,7 @@ class Turn(NamedTuple):
     dtype: torch.dtype
 
 
-class Layer(NamedTuple):
+class CacheShape(NamedTuple):
     """What a layer stores for a token."""
 
     kv_heads: int
@@ -38,9 +38,9 @@ class Program:
     numbers: Tensor
     registers: Tensor
     weights: tuple[Tensor, ...]
-    turns: tuple[Turn, ...]
+    turns: tuple[RotationKey, ...]
     reaches: Tensor
-    layers: tuple[Layer, ...]
+    layers: tuple[CacheShape, ...]
     table_users: tuple[int, ...]
     """A layer that uses each block table."""
     dtype: torch.dtype
@@ -71,14 +71,14 @@ class Writer:
 
     def __init__(self, vocab_size: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
-        self.layers: list[Layer] = []
+        self.layers: list[CacheShape] = []
         self._code: list[list[int]] = []
         self._numbers: list[list[float]] = []
         self._registers = [Register(0, vocab_size)]
         self._free: list[Register] = []
         self._packed: dict[Register, Register] = {}
         self._weights: dict[int, Tensor] = {}
-        self._turns: dict[Turn, None] = {}
+        self._turns: dict[RotationKey, None] = {}
         self._table_users: dict[int | None, int] = {}
         self._reaches: dict[tuple[int, int], None] = {}
         self._written: set[Register] = set()
@@ -140,7 +140,7 @@ class Writer:
         self._weights.setdefault(id(tensor), tensor)
         return list(self._weights).index(id(tensor))
 
-    def turn(self, turn: Turn) -> int:
+    def turn(self, turn: RotationKey) -> int:
         """The number of a rotation."""
         return _number(turn, self._turns)
 

@@ -7,14 +7,13 @@ import torch
 from torch import nn
 
 from workhorse.native.decoding import GROUP
-from workhorse.native.steps import ACTIVATIONS, Norm, Op, Rotation
+from workhorse.native.steps import ACTIVATIONS, NormFlag, Op, RotationFlag
 from workhorse.nn import Decoder
 from workhorse.nn.attention.grouped import Attention
 from workhorse.nn.attention.qk_norm import AllHeadsNorm, rotate_then_norm
-from workhorse.nn.attention.self_attention import Float32Rotation
-from workhorse.nn.attention.self_attention import Rotation as RotationModule
+from workhorse.nn.attention.self_attention import Float32Rotation, Rotation
 from workhorse.nn.elementwise import Multiplier, RoundedMultiplier, Unchanged
-from workhorse.nn.feedforward import Gated, ReluSquared
+from workhorse.nn.feedforward import Gated
 from workhorse.nn.norms import (
     Float32LayerNorm,
     LayerNorm,
@@ -23,9 +22,17 @@ from workhorse.nn.norms import (
     RMSNormMultipliedFirst,
 )
 from workhorse.nn.positions.absolute import LearnedPositions
+from workhorse.transforms.activation_names import NATIVE_ACTIVATIONS, activation_name
 from workhorse.transforms.native_attention import DecodingSdpa
 from workhorse.transforms.quantization.quantized_linear import QuantizedLinear
-from workhorse.transforms.steps.program import NOWHERE, Layer, Program, Register, Turn, Writer
+from workhorse.transforms.steps.program import (
+    NOWHERE,
+    CacheShape,
+    Program,
+    Register,
+    RotationKey,
+    Writer,
+)
 from workhorse.transforms.steps.recorded import CannotTranslate, record_modules
 from workhorse.transforms.stream import StreamedLinear
 
@@ -124,7 +131,7 @@ def attention(writer: Writer, module: nn.Module, x: Register) -> Register:
     _norm_and_rotate(writer, layer, q, layer.q_norm, layer.q_rotation)
     _norm_and_rotate(writer, layer, k, layer.k_norm, layer.k_rotation)
     cached = len(writer.layers), writer.table(layer.pattern.reach)
-    writer.layers.append(Layer(layer.n_kv_heads, layer.head_dim, layer.value_dim))
+    writer.layers.append(CacheShape(layer.n_kv_heads, layer.head_dim, layer.value_dim))
     # The cache is no register: `k` stands for what is stored and attended to.
     writer.write(Op.STORE, k, k, v, options=cached)
     y = writer.reserve(layer.n_heads * layer.value_dim)
@@ -166,15 +173,15 @@ def _norm_and_rotate(
 def _rotate(writer: Writer, head_dim: int, module: nn.Module, x: Register) -> None:
     if type(module) is Unchanged:
         return
-    rope = cast(RotationModule, module).rope
+    rope = cast(Rotation, module).rope
     if rope.depends_on_length:
         raise CannotTranslate("a rotation that depends on the text's length")
-    how, dtype = Rotation(0), writer.dtype
+    how, dtype = RotationFlag(0), writer.dtype
     if type(module) is Float32Rotation:
-        how, dtype = Rotation.IN_FLOAT32, torch.float32
+        how, dtype = RotationFlag.IN_FLOAT32, torch.float32
     if rope.pairing == "interleaved":
-        how |= Rotation.INTERLEAVED
-    options = (head_dim, writer.turn(Turn(rope, head_dim, dtype)), how)
+        how |= RotationFlag.INTERLEAVED
+    options = (head_dim, writer.turn(RotationKey(rope, head_dim, dtype)), how)
     writer.write(Op.ROTATE, x, x, options=options)
 
 
@@ -206,29 +213,20 @@ def _scale(writer: Writer, module: nn.Module, x: Register) -> Register:
 def _activate(writer: Writer, module: nn.Module, x: Register, up: Register = NOWHERE) -> Register:
     if isinstance(module, Gated):
         module = module.activation
-    name = _ACTIVATIONS.get(type(module))
+    name = activation_name(module)
     if name is None:
         raise CannotTranslate(type(module).__name__)
-    if isinstance(module, nn.GELU) and module.approximate == "tanh":
-        name = "gelu_tanh"
     options = (ACTIVATIONS.index(name),)
     return writer.write(Op.ACTIVATE, writer.reserve(x.width), x, up, options=options)
 
 
-_ACTIVATIONS = {
-    nn.ReLU: "relu",
-    ReluSquared: "relu2",
-    nn.GELU: "gelu",
-    nn.SiLU: "silu",
-    nn.Sigmoid: "sigmoid",
-}
-_LAYER_NORM = Norm.CENTRED | Norm.ROUNDED_GAIN
+_LAYER_NORM = NormFlag.CENTRED | NormFlag.ROUNDED_GAIN
 NORMS = {
     LayerNorm: _LAYER_NORM,
     LowPrecisionLayerNorm: _LAYER_NORM,
     Float32LayerNorm: _LAYER_NORM,
-    RMSNorm: Norm.ROUNDED_NORMAL | Norm.ROUNDED_GAIN,
-    RMSNormMultipliedFirst: Norm(0),
+    RMSNorm: NormFlag.ROUNDED_NORMAL | NormFlag.ROUNDED_GAIN,
+    RMSNormMultipliedFirst: NormFlag(0),
 }
 """How each norm rounds."""
 TRANSLATIONS: dict[type[nn.Module], Callable[..., Register]] = {
@@ -236,7 +234,7 @@ TRANSLATIONS: dict[type[nn.Module], Callable[..., Register]] = {
     LearnedPositions: _embed_positions,
     **dict.fromkeys((nn.Identity, nn.Dropout, Unchanged), _keep),
     **dict.fromkeys((Multiplier, RoundedMultiplier), _scale),
-    **dict.fromkeys((Gated, *_ACTIVATIONS), _activate),
+    **dict.fromkeys((Gated, *NATIVE_ACTIVATIONS), _activate),
     StreamedLinear: linear,
     QuantizedLinear: packed_linear,
     **dict.fromkeys(NORMS, norm),

@@ -11,6 +11,7 @@
 #include <limits>
 #include <vector>
 
+#include "ops/scratch.h"
 #include "simd/dot.h"
 #include "simd/elementwise.h"
 #include "simd/exponential.h"
@@ -81,8 +82,6 @@ struct Attend {
     int64_t row, head, begin, end;  // queries [begin, end) of the key head, by query head, then position
     int64_t first, last;  // no query sees a slot outside [first, last)
   };
-
-  static int64_t round_up(int64_t count, int64_t step) { return (count + step - 1) / step * step; }
 
   const T* at(const Blocks<T>& in, const Unit& unit, int64_t slot) const {
     const int64_t number = table[unit.row * blocks + slot / block];

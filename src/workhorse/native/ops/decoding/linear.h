@@ -8,7 +8,7 @@
 
 #include <algorithm>
 
-#include "ops/room.h"
+#include "ops/scratch.h"
 #include "simd/dot.h"
 #include "simd/sums.h"
 

@@ -249,7 +249,7 @@ struct Pass {
         row(now.to, 0),
         out,
         weight<T>(now.bias)};
-    const int64_t size = std::min(kUnitColumns, part(out, out / (4 * shares) + 1, gemm_vectors::kWide));
+    const int64_t size = std::min(kUnitColumns, even_part(out, out / (4 * shares) + 1, gemm_vectors::kWide));
     divide((out + size - 1) / size,
            [&](int64_t unit) { product.run(0, rows, unit * size, std::min(out, (unit + 1) * size)); });
   }

@@ -15,7 +15,7 @@
 
 #include "ops/gemm/tile_operands.h"
 #include "ops/gemm/tile_sums.h"
-#include "ops/room.h"
+#include "ops/scratch.h"
 
 namespace workhorse::gemm_tiles {
 
@@ -34,15 +34,15 @@ struct Product {
 
   // Computes rows [m, m_end) and columns [n, n_end), on one thread.
   void run(int64_t m, int64_t m_end, int64_t n, int64_t n_end) const {
-    thread_local Room room;
+    thread_local ScratchBuffer buffer;
     const int64_t columns = n_end - n, rows = m_end - m;
     constexpr int64_t most = kBlock / sizeof(T);
     const bool whole = k <= kWhole / kParts<T> || k * columns <= most;
-    const int64_t deep = whole ? round_up(k, kDepth) : part(k, kCut / kParts<T>, kDepth);
-    const int64_t wide = part(columns, std::max<int64_t>(kPanel, most / deep / kPanel * kPanel), kPanel);
-    const int64_t high = whole ? rows : part(rows, kTotals / wide / kPanel * kPanel, kPanel);
+    const int64_t deep = whole ? round_up(k, kDepth) : even_part(k, kCut / kParts<T>, kDepth);
+    const int64_t wide = even_part(columns, std::max<int64_t>(kPanel, most / deep / kPanel * kPanel), kPanel);
+    const int64_t high = whole ? rows : even_part(rows, kTotals / wide / kPanel * kPanel, kPanel);
     const int64_t left = kPanel * deep, right = wide * deep, totals = whole ? 0 : high * wide;
-    char* const scratch = room.of((left + right) * sizeof(T) + totals * sizeof(float));
+    char* const scratch = buffer.at_least((left + right) * sizeof(T) + totals * sizeof(float));
     const Tiles tiles;
     Pass pass{*this, scratch, scratch + left * sizeof(T),
               (float*)(scratch + (left + right) * sizeof(T))};

@@ -14,7 +14,7 @@
 #include <vector>
 
 #include "ops/gemm/panels.h"
-#include "ops/room.h"
+#include "ops/scratch.h"
 #include "simd/elementwise.h"
 
 namespace workhorse::gemm_vectors {
@@ -124,16 +124,16 @@ struct Product {
 
   // Computes rows [m, m_end) and columns [n, n_end), on one thread.
   void run(int64_t m, int64_t m_end, int64_t n, int64_t n_end) const {
-    thread_local Room room;
+    thread_local ScratchBuffer buffer;
     const std::vector<Part> parts = cut();
     const bool whole = parts.size() == 1;
     int64_t deep = 1;
     for (const Part& one : parts) deep = std::max(deep, words<T>(one.depth));
-    const int64_t wide = part(n_end - n, kBlock / deep / kWide * kWide, kWide);
-    const int64_t high = whole ? m_end - m : part(m_end - m, kTotals / wide / kHigh * kHigh, kHigh);
+    const int64_t wide = even_part(n_end - n, kBlock / deep / kWide * kWide, kWide);
+    const int64_t high = whole ? m_end - m : even_part(m_end - m, kTotals / wide / kHigh * kHigh, kHigh);
     const int64_t left = kGroup * deep, right = wide * deep;
     const int64_t totals = whole ? 0 : round_up(high, kHigh) * wide;
-    Word* const scratch = (Word*)room.of((left + right + totals) * sizeof(Word));
+    Word* const scratch = (Word*)buffer.at_least((left + right + totals) * sizeof(Word));
     for (int64_t j = n; j < n_end; j += wide)
       for (int64_t i = m; i < m_end; i += high)
         for (const Part& one : parts)
@@ -152,7 +152,7 @@ struct Product {
     std::vector<Part> parts;
     for (const Term<T>& term : terms) {
       const bool whole = words<T>(term.k) <= kWhole;
-      const int64_t deep = whole ? term.k : part(term.k, kCut * kOfWord<T>, kOfWord<T>);
+      const int64_t deep = whole ? term.k : even_part(term.k, kCut * kOfWord<T>, kOfWord<T>);
       for (int64_t k = 0; k < term.k; k += deep) parts.push_back({&term, k, std::min(deep, term.k - k)});
     }
     return parts;

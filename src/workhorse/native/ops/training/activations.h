@@ -136,7 +136,7 @@ void forward(int64_t n, Activation act, const T* x, const T* up, T* y) {
 // y again, the gradient of x and, Gated, that of up.
 template <bool Gated, class Activation, class T>
 void backward(int64_t n, Activation act, const T* dy, const T* x, const T* up, T* y, T* dx,
-                       T* dup) {
+              T* dup) {
   each(n, [=]<class V>(V, int64_t i) {
     const auto [value, slope] = act.template at<V>(x + i);
     const V above = read<V>(dy + i);

@@ -13,6 +13,7 @@
 #include <type_traits>
 #include <vector>
 
+#include "ops/scratch.h"
 #include "simd/elementwise.h"
 #include "simd/exponential.h"
 #include "simd/transpose.h"
@@ -32,7 +33,7 @@ constexpr int64_t kRowsOfWord = sizeof(Word) / sizeof(T);
 template <class T>
 constexpr int64_t kQueries = kRowsOfWord<T> == 1 ? 256 : 512;
 
-constexpr int64_t padded(int64_t n) { return (n + kLanes - 1) / kLanes * kLanes; }
+inline int64_t padded(int64_t n) { return round_up(n, kLanes); }
 
 // Transposes words (rows, columns) to (columns, rows).
 inline void transpose_words(int64_t rows, int64_t columns, const void* from, int64_t from_stride, void* to,
@@ -204,8 +205,8 @@ void forward(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float 
 //   dV = Pᵀ dY,  dK = Sᵀ Q,  dQᵀ = Kᵀ Sᵀ
 template <class T>
 void backward(Head<T> q, Head<T> k, Head<T> v, Head<T> y, Head<T> dy, const float* lse,
-                     int64_t seq, int64_t width, float scale, bool causal, Scratch<T>& s, Head<T> dq,
-                     Head<T> dk, Head<T> dv) {
+              int64_t seq, int64_t width, float scale, bool causal, Scratch<T>& s, Head<T> dq, Head<T> dk,
+              Head<T> dv) {
   constexpr int64_t kRows = kRowsOfWord<T>;
   // Gradients of scores are both a left and a right operand. If a word is one row, both have one layout.
   Word* const words = kRows == 1 ? (Word*)s.slopes.data() : s.words.data();

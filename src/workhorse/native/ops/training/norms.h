@@ -45,7 +45,7 @@ Moments forward(int64_t width, const T* x, const float* gain, const float* shift
 // The gradient of one row; those of gain and shift are added to sums over rows.
 template <bool Centred, class T>
 void backward(int64_t width, const T* dy, const T* x, const float* gain, Moments row,
-                       T* dx, float* dgain, float* dshift) {
+              T* dx, float* dgain, float* dshift) {
   Sum along, level;
   each(width, [&]<class V>(V, int64_t i) {
     const V normal = (read<V>(x + i) - row.mean) * row.scale;

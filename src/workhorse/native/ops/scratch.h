@@ -14,15 +14,15 @@ namespace workhorse {
 inline int64_t round_up(int64_t n, int64_t step) { return (n + step - 1) / step * step; }
 
 // The size, a multiple of `step`, of the fewest equal parts of n that are not larger than `most`.
-inline int64_t part(int64_t n, int64_t most, int64_t step) {
+inline int64_t even_part(int64_t n, int64_t most, int64_t step) {
   const int64_t parts = (n + most - 1) / most;
   return round_up((n + parts - 1) / parts, step);
 }
 
-// A thread's scratch memory, kept for its next gemm, in huge pages if the system has them.
-class Room {
+// Memory of a thread, kept for its next gemm, in huge pages if the system has them.
+class ScratchBuffer {
  public:
-  char* of(size_t bytes) {
+  char* at_least(size_t bytes) {
     constexpr size_t page = 1 << 21;
     if (bytes > size_) {
       std::free(at_);
@@ -35,7 +35,7 @@ class Room {
     }
     return at_;
   }
-  ~Room() { std::free(at_); }
+  ~ScratchBuffer() { std::free(at_); }
 
  private:
   char* at_ = nullptr;

@@ -1,0 +1,22 @@
+"""Activations that the native operators compute."""
+
+from torch import nn
+
+from workhorse.native.blocks import ActivationName
+from workhorse.nn.feedforward import ReluSquared
+
+NATIVE_ACTIVATIONS: dict[type[nn.Module], ActivationName] = {
+    nn.ReLU: "relu",
+    ReluSquared: "relu2",
+    nn.GELU: "gelu",
+    nn.SiLU: "silu",
+    nn.Sigmoid: "sigmoid",
+}
+"""By exactly this class; a GELU may be `gelu_tanh`."""
+
+
+def activation_name(module: nn.Module) -> ActivationName | None:
+    """The operators' name of an activation; None: they do not compute it."""
+    if type(module) is nn.GELU and module.approximate == "tanh":
+        return "gelu_tanh"
+    return NATIVE_ACTIVATIONS.get(type(module))

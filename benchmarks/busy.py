@@ -15,10 +15,10 @@ import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 
-from benchmarks.command import with_models
-from benchmarks.machine import default_threads, describe
-from benchmarks.worker import Worker
-from benchmarks.works import Work, decoding, training
+from benchmarks.contestants.works import Work, decoding, training
+from benchmarks.harness.command import with_models
+from benchmarks.harness.machine import default_threads, describe
+from benchmarks.harness.worker import Worker
 from workhorse.waiting import SETTINGS, share_cores
 
 LOADS = (0, 1, 2)

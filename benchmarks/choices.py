@@ -15,12 +15,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.command import main, parser
-from benchmarks.contest import Case
-from benchmarks.limits import seconds_of
-from benchmarks.ours import greedy, step_on
-from benchmarks.tokens import random_tokens
-from benchmarks.worker import Contestant, Round
+from benchmarks.contestants.ours import greedy, step_on
+from benchmarks.harness.command import main, parser
+from benchmarks.harness.contest import Case
+from benchmarks.harness.limits import seconds_of
+from benchmarks.harness.tokens import random_tokens
+from benchmarks.harness.worker import Contestant, Round
 from workhorse.generate import GenerationConfig
 from workhorse.nn import AttentionConfig, Context, DecoderConfig, next_token_loss
 from workhorse.nn.attention.kernels import KernelName

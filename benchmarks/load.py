@@ -14,10 +14,10 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.command import main, parser, with_models
-from benchmarks.contest import Case, Limit
-from benchmarks.shapes import STORED, Shape
-from benchmarks.worker import Contestant, MissingError, Round
+from benchmarks.harness.command import main, parser, with_models
+from benchmarks.harness.contest import Case, Limit
+from benchmarks.harness.shapes import STORED, Shape
+from benchmarks.harness.worker import Contestant, MissingError, Round
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -70,7 +70,7 @@ def _rounds(
 ) -> Round:
     import torch
 
-    from benchmarks.models import huggingface_folder
+    from benchmarks.harness.models import huggingface_folder
 
     torch.set_num_threads(threads)
     folder = huggingface_folder(shape, models)
@@ -106,7 +106,7 @@ def _drop(file: Path) -> None:
 
 def copied(shape: str, models: str, cached: bool, threads: int) -> Round:
     """The limit, `gbytes`: reading the file into memory that is there already, as GB/s."""
-    from benchmarks.models import huggingface_folder
+    from benchmarks.harness.models import huggingface_folder
 
     del threads
     files = list(huggingface_folder(shape, models).glob("*.safetensors"))

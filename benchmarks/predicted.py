@@ -18,10 +18,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from benchmarks import several
-from benchmarks.machine import describe
-from benchmarks.ours import gpt
-from benchmarks.shapes import TRAINING
+from benchmarks.contestants import several
+from benchmarks.contestants.ours import gpt
+from benchmarks.harness.machine import describe
+from benchmarks.harness.shapes import TRAINING
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.links import Cluster, Link
 from workhorse.plan.step_time import step_time

@@ -14,10 +14,10 @@ import argparse
 from collections.abc import Iterator
 from typing import Any
 
-from benchmarks.command import main, parser
-from benchmarks.contest import Case
-from benchmarks.shapes import TRAINING
-from benchmarks.worker import Contestant
+from benchmarks.harness.command import main, parser
+from benchmarks.harness.contest import Case
+from benchmarks.harness.shapes import TRAINING
+from benchmarks.harness.worker import Contestant
 
 SHAPE = "baby"
 PROCESSES = 2
@@ -61,7 +61,7 @@ def _case(scaling: str, dtype: str, kind: str) -> Case:
     rows = TRAINING[SHAPE].batch
     one = {"shape": SHAPE, "dtype": dtype, "processes": 1, "rows": rows}
     two = one | {"processes": PROCESSES, "rows": rows * (PROCESSES if scaling == "weak" else 1)}
-    build = "benchmarks.several:train"
+    build = "benchmarks.contestants.several:train"
     of_ours = {"how": "workhorse"}
     at_once = {"shard, four passes": {"micro_batch_size": two["rows"] // PARTS}}
     contestants = [

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.command import MIB, RESULTS
+from benchmarks.harness.command import MIB, RESULTS
 
 Result = dict[str, Any]
 

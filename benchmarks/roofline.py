@@ -8,17 +8,17 @@ Everyone's figures elsewhere are fractions of these, measured in the same rounds
 import argparse
 from collections.abc import Iterator
 
-from benchmarks.command import main, parser, with_device
-from benchmarks.contest import Case
-from benchmarks.shapes import DECODING, PROMPT_TOKENS, TRAINING, Shape
-from benchmarks.worker import Contestant
+from benchmarks.harness.command import main, parser, with_device
+from benchmarks.harness.contest import Case
+from benchmarks.harness.shapes import DECODING, PROMPT_TOKENS, TRAINING, Shape
+from benchmarks.harness.worker import Contestant
 
 DTYPES = ("float32", "bfloat16")
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """The memory, then each type's products."""
-    memory = Contestant("PyTorch", "benchmarks.limits:memory", {"device": options.device})
+    memory = Contestant("PyTorch", "benchmarks.harness.limits:memory", {"device": options.device})
     yield Case("memory read", "gbytes", "GB/s", (memory,))
     for dtype in options.dtypes:
         for shape in TRAINING.values():
@@ -37,7 +37,7 @@ def _products(name: str, shape: Shape, tokens: int, dtype: str, device: str) -> 
         "device": device,
         "backward": not shape.gated,
     }
-    products = Contestant("PyTorch", "benchmarks.limits:products", arguments)
+    products = Contestant("PyTorch", "benchmarks.harness.limits:products", arguments)
     return Case(name, "gflops", "GFLOP/s", (products,))
 
 

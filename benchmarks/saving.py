@@ -17,10 +17,10 @@ from typing import Any
 
 import torch
 
-from benchmarks.machine import default_threads, describe
-from benchmarks.ours import gpt
-from benchmarks.shapes import TRAINING
-from benchmarks.timing import in_turn
+from benchmarks.contestants.ours import gpt
+from benchmarks.harness.machine import default_threads, describe
+from benchmarks.harness.shapes import TRAINING
+from benchmarks.harness.timing import in_turn
 from workhorse.checkpoints import MODEL, OPTIMIZER, CheckpointStore
 from workhorse.data import Batch
 from workhorse.parallel.processes.world import ALONE

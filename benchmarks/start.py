@@ -14,9 +14,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.command import main, parser
-from benchmarks.contest import Case
-from benchmarks.worker import Contestant, MissingError, Round
+from benchmarks.harness.command import main, parser
+from benchmarks.harness.contest import Case
+from benchmarks.harness.worker import Contestant, MissingError, Round
 
 COMMANDS = (
     ("workhorse --help", ("workhorse", "--help")),

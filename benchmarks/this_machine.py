@@ -10,10 +10,10 @@ import argparse
 import statistics
 from collections.abc import Iterator
 
-from benchmarks.command import with_models
-from benchmarks.machine import default_threads, describe
-from benchmarks.worker import Worker
-from benchmarks.works import Work, decoding, products, reading, training
+from benchmarks.contestants.works import Work, decoding, products, reading, training
+from benchmarks.harness.command import with_models
+from benchmarks.harness.machine import default_threads, describe
+from benchmarks.harness.worker import Worker
 from workhorse.waiting import share_cores
 
 DTYPES = ("float32", "bfloat16")

@@ -14,14 +14,14 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.command import main, parser, with_models
-from benchmarks.contest import Case
-from benchmarks.worker import Contestant, Round
+from benchmarks.harness.command import main, parser, with_models
+from benchmarks.harness.contest import Case
+from benchmarks.harness.worker import Contestant, Round
 
 
 def ours(data: str, root: str, threads: int) -> Round:
     """Rounds of preparing a corpus in a new folder."""
-    from benchmarks.corpora import corpus, tokenizer
+    from benchmarks.harness.corpora import corpus, tokenizer
     from workhorse.data import prepare
 
     del threads  # the library reads the environment
@@ -42,7 +42,7 @@ def library(data: str, root: str, threads: int) -> Round:
     """Rounds of encoding texts that are in memory."""
     from tokenizers import Tokenizer
 
-    from benchmarks.corpora import documents, tokenizer
+    from benchmarks.harness.corpora import documents, tokenizer
 
     del threads
     path = documents(data, root)

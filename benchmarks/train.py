@@ -12,10 +12,10 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
-from benchmarks.command import main, parser, with_device
-from benchmarks.contest import Case, Limit
-from benchmarks.shapes import TRAINING, Shape
-from benchmarks.worker import Contestant
+from benchmarks.harness.command import main, parser, with_device
+from benchmarks.harness.contest import Case, Limit
+from benchmarks.harness.shapes import TRAINING, Shape
+from benchmarks.harness.worker import Contestant
 
 DTYPES = ("float32", "bfloat16")
 
@@ -29,7 +29,7 @@ def cases(options: argparse.Namespace) -> Iterator[Case]:
 
 def _case(shape: Shape, dtype: str, device: str, nanogpt: Path | None) -> Case:
     same = {"shape": shape.name, "dtype": dtype, "device": device}
-    ours = "benchmarks.ours:train"
+    ours = "benchmarks.contestants.ours:train"
     contestants = [
         Contestant("Workhorse", ours, same),
         Contestant(
@@ -71,7 +71,7 @@ def _case(shape: Shape, dtype: str, device: str, nanogpt: Path | None) -> Case:
     limit = Limit(
         "matrix products",
         "GFLOP/s",
-        Contestant("matrix products", "benchmarks.limits:products", products),
+        Contestant("matrix products", "benchmarks.harness.limits:products", products),
         measure="gflops",
         work=shape.training_flops / 1e9,
     )

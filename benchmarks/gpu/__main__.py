@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from benchmarks.gpu.block import Setting, keep, run
-from benchmarks.machine import describe, versions
+from benchmarks.harness.machine import describe, versions
 
 BLOCKS = ("correct", "job", "speed", "memory", "decoding", "precision", "host", "scale")
 """In the order in which they are worth their minutes; each is a module that has `checks`."""

@@ -18,9 +18,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from benchmarks.contestants.ours import gpt
 from benchmarks.gpu.block import Check, Figures, Setting
-from benchmarks.ours import gpt
-from benchmarks.shapes import TRAINING
+from benchmarks.harness.shapes import TRAINING
 from workhorse.models.huggingface import MODEL_TYPES
 from workhorse.nn import Decoder
 from workhorse.train import Event, Recipe, train

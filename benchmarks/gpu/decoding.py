@@ -12,12 +12,12 @@ from typing import Literal
 
 import torch
 
-from benchmarks import limits
+from benchmarks.contestants.ours import greedy
 from benchmarks.gpu.block import Check, Figures, Setting
 from benchmarks.gpu.speed import alone, at_least, decoder_config, llama_fields
-from benchmarks.ours import greedy
-from benchmarks.shapes import DECODING, NEW_TOKENS, PROMPT_TOKENS, Shape
-from benchmarks.tokens import TokenClock, random_tokens
+from benchmarks.harness import limits
+from benchmarks.harness.shapes import DECODING, NEW_TOKENS, PROMPT_TOKENS, Shape
+from benchmarks.harness.tokens import TokenClock, random_tokens
 from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import Decoder
 from workhorse.transforms.compiled.captured_step import capture_steps

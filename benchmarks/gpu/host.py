@@ -12,7 +12,7 @@ import torch
 from torch.autograd import DeviceType  # pyright: ignore[reportPrivateImportUsage]
 from torch.profiler import ProfilerActivity, profile
 
-from benchmarks import limits
+from benchmarks.contestants.training import WARM_UP
 from benchmarks.gpu.block import Check, Figures, Setting
 from benchmarks.gpu.memory import mixture
 from benchmarks.gpu.speed import (
@@ -26,7 +26,7 @@ from benchmarks.gpu.speed import (
     taking,
     training,
 )
-from benchmarks.training import WARM_UP
+from benchmarks.harness import limits
 from workhorse.data import Batch
 from workhorse.data.rows.batches import Batches
 from workhorse.data.shards.dataset import Split

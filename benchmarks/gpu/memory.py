@@ -32,7 +32,7 @@ from benchmarks.gpu.speed import (
     taking,
     training,
 )
-from benchmarks.shapes import DECODING, Shape
+from benchmarks.harness.shapes import DECODING, Shape
 from workhorse.memory import available
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.kernels import KernelName, Scoring, make_kernel

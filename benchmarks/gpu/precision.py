@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from benchmarks.contestants.ours import gpt
 from benchmarks.gpu.block import Check, Figures, Setting
-from benchmarks.ours import gpt
-from benchmarks.shapes import TRAINING
+from benchmarks.harness.shapes import TRAINING
 from workhorse.data import Batch
 from workhorse.data.corpus.stdlib import modules
 from workhorse.devices import training_dtype

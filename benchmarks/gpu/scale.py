@@ -21,9 +21,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from benchmarks.contestants.ours import gpt
 from benchmarks.gpu.block import Check, Figures, Setting, seconds_of
-from benchmarks.ours import gpt
-from benchmarks.shapes import DECODING, TRAINING, Shape
+from benchmarks.harness.shapes import DECODING, TRAINING, Shape
 from workhorse.checkpoints import MODEL, OPTIMIZER, CheckpointStore
 from workhorse.data import Batch
 from workhorse.models.llama import llama

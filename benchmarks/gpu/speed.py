@@ -14,11 +14,8 @@ from typing import Any
 
 import torch
 
-from benchmarks import limits
-from benchmarks.gpu.block import Check, Figures, Setting
-from benchmarks.ours import gpt
-from benchmarks.shapes import TRAINING, Shape
-from benchmarks.training import (
+from benchmarks.contestants.ours import gpt
+from benchmarks.contestants.training import (
     BETAS,
     LEARNING_RATE,
     STEPS,
@@ -27,7 +24,10 @@ from benchmarks.training import (
     fused_adamw,
     plain_step,
 )
-from benchmarks.worker import Round
+from benchmarks.gpu.block import Check, Figures, Setting
+from benchmarks.harness import limits
+from benchmarks.harness.shapes import TRAINING, Shape
+from benchmarks.harness.worker import Round
 from workhorse.data import Batch
 from workhorse.models.llama import llama
 from workhorse.nn import DecoderConfig

@@ -3,9 +3,9 @@
 import torch
 from litgpt.model import GPT, Config  # pyright: ignore[reportMissingImports]
 
-from benchmarks.shapes import TRAINING
-from benchmarks.training import batch, fused_adamw, plain_step, rounds
-from benchmarks.worker import Round
+from benchmarks.contestants.training import batch, fused_adamw, plain_step, rounds
+from benchmarks.harness.shapes import TRAINING
+from benchmarks.harness.worker import Round
 
 
 def train(*, shape: str, dtype: str, device: str, threads: int) -> Round:

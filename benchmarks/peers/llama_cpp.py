@@ -5,10 +5,10 @@ from typing import Any
 import llama_cpp
 import numpy as np
 
-from benchmarks.models import gguf_file
-from benchmarks.shapes import DECODING
-from benchmarks.tokens import TokenClock, random_tokens
-from benchmarks.worker import Round
+from benchmarks.harness.models import gguf_file
+from benchmarks.harness.shapes import DECODING
+from benchmarks.harness.tokens import TokenClock, random_tokens
+from benchmarks.harness.worker import Round
 
 MICRO_BATCH = 512
 """llama.cpp's default: tokens of a prompt computed at once."""

@@ -5,8 +5,7 @@ import sys
 
 import torch
 
-from benchmarks.shapes import TRAINING
-from benchmarks.training import (
+from benchmarks.contestants.training import (
     BETAS,
     LEARNING_RATE,
     WEIGHT_DECAY,
@@ -14,7 +13,8 @@ from benchmarks.training import (
     plain_step,
     rounds,
 )
-from benchmarks.worker import Round
+from benchmarks.harness.shapes import TRAINING
+from benchmarks.harness.worker import Round
 
 
 def train(

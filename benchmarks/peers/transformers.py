@@ -3,11 +3,11 @@
 import torch
 import transformers
 
-from benchmarks.models import huggingface_folder
-from benchmarks.shapes import DECODING, TRAINING
-from benchmarks.tokens import TokenClock, random_tokens
-from benchmarks.training import batch, fused_adamw, plain_step, rounds
-from benchmarks.worker import Round
+from benchmarks.contestants.training import batch, fused_adamw, plain_step, rounds
+from benchmarks.harness.models import huggingface_folder
+from benchmarks.harness.shapes import DECODING, TRAINING
+from benchmarks.harness.tokens import TokenClock, random_tokens
+from benchmarks.harness.worker import Round
 
 
 def train(*, shape: str, dtype: str, device: str, threads: int) -> Round:

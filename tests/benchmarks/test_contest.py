@@ -5,10 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.command import chosen, main, parser
-from benchmarks.contest import Case, Limit, Outcome, compare, run
-from benchmarks.shapes import DECODING, TRAINING
-from benchmarks.worker import Contestant, Measures, MissingError, Worker
+from benchmarks.harness.command import chosen, main, parser
+from benchmarks.harness.contest import Case, Limit, Outcome, compare, run
+from benchmarks.harness.shapes import DECODING, TRAINING
+from benchmarks.harness.worker import Contestant, Measures, MissingError, Worker
 
 OURS, PEER = Contestant("Workhorse", "a:b"), Contestant("peer", "a:c")
 BOUND = Contestant("memory", "a:d")
@@ -118,8 +118,8 @@ def test_our_rows_beside_those_of_another_checkout(tmp_path):
 
 
 def test_a_contestant_runs_the_code_of_its_checkout(tmp_path):
-    (tmp_path / "benchmarks").mkdir()
-    for name in ("__init__.py", "worker.py"):
+    (tmp_path / "benchmarks" / "harness").mkdir(parents=True)
+    for name in ("__init__.py", "harness/__init__.py", "harness/worker.py"):
         (tmp_path / "benchmarks" / name).write_text(Path(f"benchmarks/{name}").read_text())
     (tmp_path / "src" / "workhorse").mkdir(parents=True)
     (tmp_path / "src" / "workhorse" / "__init__.py").touch()

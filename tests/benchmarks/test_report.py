@@ -5,7 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks import command, report
+from benchmarks import report
+from benchmarks.harness import command
 
 
 def entry(name: str, ratio: float | None) -> dict[str, object]:

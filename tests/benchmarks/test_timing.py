@@ -2,7 +2,7 @@
 
 import pytest
 
-from benchmarks.timing import in_turn, ratio
+from benchmarks.harness.timing import in_turn, ratio
 
 
 def test_contestants_take_turns():

@@ -22,7 +22,7 @@ from workhorse.instructions import LEVELS, SWITCH, levels_here
 
 pytestmark = pytest.mark.campaign
 ROOT = Path(__file__).parents[2]
-TESTS = ["native", "train", "transforms", "generate", "test_load_model.py"]
+TESTS = ["native", "tensors", "train", "transforms", "generate", "test_load_model.py"]
 OPTIONS = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from tests.native.machine import TRAINING, needs
 from tests.train.conftest import MODEL
-from tests.train.test_step import CPU
+from tests.train.step.test_step import CPU
 from workhorse.data import Batch
 from workhorse.instructions import SWITCH
 from workhorse.native import Operators, Training

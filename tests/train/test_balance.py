@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tests.train.conftest import MODEL
+from tests.train.step.test_step import CPU
 from tests.train.test_run import assert_same_run, weights
-from tests.train.test_step import CPU
 from workhorse.config import ConfigError
 from workhorse.data import IGNORE, Batch
 from workhorse.models.flops import flops_per_token

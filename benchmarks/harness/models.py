@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from benchmarks.shapes import DECODING, STORED, Shape
+from benchmarks.harness.shapes import DECODING, STORED, Shape
 
 SHAPES = DECODING | STORED
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ def gguf_file(shape: str, precision: str, root: str) -> Path:
 
 
 def _make(shape: str, kind: str, root: str) -> None:
-    command = [sys.executable, "-m", "benchmarks.models", shape, kind, root]
+    command = [sys.executable, "-m", "benchmarks.harness.models", shape, kind, root]
     subprocess.run(command, check=True)
 
 

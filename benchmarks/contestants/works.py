@@ -2,8 +2,8 @@
 
 from typing import NamedTuple
 
-from benchmarks.shapes import NEW_TOKENS, PROMPT_TOKENS, TRAINING
-from benchmarks.worker import Contestant
+from benchmarks.harness.shapes import NEW_TOKENS, PROMPT_TOKENS, TRAINING
+from benchmarks.harness.worker import Contestant
 
 TOKENS = "tokens/s"
 
@@ -27,7 +27,7 @@ def training(shape: str, dtype: str) -> Work:
     """Steps of training."""
     name = f"train {shape}, {dtype}"
     given = {"shape": shape, "dtype": dtype, "device": "cpu"}
-    who = Contestant(name, "benchmarks.ours:train", given)
+    who = Contestant(name, "benchmarks.contestants.ours:train", given)
     return Work(who, {"tokens": Measure(name, TOKENS)})
 
 
@@ -47,12 +47,12 @@ def decoding(shape: str, precision: str, models: str, *, prompt: bool = False) -
     read = Measure(f"prompt of {PROMPT_TOKENS}, {shape}, {precision}", TOKENS)
     measures = {"prefill": read} if prompt else {}
     measures["decode"] = Measure(name, TOKENS)
-    return Work(Contestant(name, "benchmarks.ours:generate", given), measures)
+    return Work(Contestant(name, "benchmarks.contestants.ours:generate", given), measures)
 
 
 def reading() -> Work:
     """Memory, as fast as it can be read."""
-    memory = Contestant("memory", "benchmarks.limits:memory", {"device": "cpu"})
+    memory = Contestant("memory", "benchmarks.harness.limits:memory", {"device": "cpu"})
     return Work(memory, {"gbytes": Measure("limit: memory", "GB/s")})
 
 
@@ -66,5 +66,5 @@ def products(shape: str, dtype: str) -> Work:
         "device": "cpu",
         "backward": True,
     }
-    who = Contestant(name, "benchmarks.limits:products", given)
+    who = Contestant(name, "benchmarks.harness.limits:products", given)
     return Work(who, {"gflops": Measure(name, "GFLOP/s")})

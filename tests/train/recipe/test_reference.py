@@ -131,5 +131,5 @@ def test_the_page_is_as_the_generator_writes_it(capsys):
     from workhorse.cli.main import main
 
     assert main(["recipe", "--markdown"]) == 0
-    page = Path(__file__).parents[2] / "docs" / "recipe.md"
+    page = Path(__file__).parents[3] / "docs" / "recipe.md"
     assert page.read_text("utf-8") == capsys.readouterr().out, "run `make reference`"

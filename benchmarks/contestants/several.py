@@ -17,10 +17,8 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.limits import seconds_of
-from benchmarks.ours import gpt, step_on
-from benchmarks.shapes import TRAINING
-from benchmarks.training import (
+from benchmarks.contestants.ours import gpt, step_on
+from benchmarks.contestants.training import (
     BETAS,
     GRAD_CLIP,
     LEARNING_RATE,
@@ -29,7 +27,9 @@ from benchmarks.training import (
     fused_adamw,
     plain_step,
 )
-from benchmarks.worker import Round
+from benchmarks.harness.limits import seconds_of
+from benchmarks.harness.shapes import TRAINING
+from benchmarks.harness.worker import Round
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.division.teams import make_teams

@@ -38,7 +38,7 @@ class Contestant:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     note: str = ""
     """What a reader must know about it."""
-    checkout: Path = Path(__file__).parent.parent
+    checkout: Path = Path(__file__).parents[2]
     """Whose `benchmarks` and `workhorse` it runs."""
 
 
@@ -65,7 +65,7 @@ class Worker:
         self.contestant = contestant
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 (lives as long as the process)
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "benchmarks.worker", contestant.build, str(threads)],
+            [sys.executable, "-m", "benchmarks.harness.worker", contestant.build, str(threads)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._log,
@@ -171,4 +171,4 @@ def peak_bytes() -> int:
 
 if __name__ == "__main__":
     # By its import's name: contestants raise that module's MissingError, not this script's.
-    importlib.import_module("benchmarks.worker").serve(sys.argv[1], int(sys.argv[2]))
+    importlib.import_module("benchmarks.harness.worker").serve(sys.argv[1], int(sys.argv[2]))

@@ -8,10 +8,10 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from benchmarks.contest import Case, Entry, Outcome, run
-from benchmarks.machine import default_threads, describe, versions
+from benchmarks.harness.contest import Case, Entry, Outcome, run
+from benchmarks.harness.machine import default_threads, describe, versions
 
-RESULTS = Path(__file__).parent / "results"
+RESULTS = Path(__file__).parents[1] / "results"
 ROUNDS, QUICK_ROUNDS = 9, 3
 MIB = 1 << 20
 OURS = "Workhorse"

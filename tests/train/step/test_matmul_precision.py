@@ -11,7 +11,7 @@ import torch
 from tests.native.machine import needs
 from tests.train.conftest import MODEL
 from tests.train.runs import assert_same_run, step_losses
-from tests.train.test_step import CPU
+from tests.train.step.test_step import CPU
 from workhorse.checkpoints import RunDirectory
 from workhorse.data import Batch
 from workhorse.instructions import SWITCH

@@ -5,8 +5,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 
-from benchmarks.timing import in_turn, ratio
-from benchmarks.worker import Contestant, Measures, MissingError, Worker
+from benchmarks.harness.timing import in_turn, ratio
+from benchmarks.harness.worker import Contestant, Measures, MissingError, Worker
 
 IDLE_CORES = 0.05
 """More than this between its rounds, and a contestant disturbs the others."""

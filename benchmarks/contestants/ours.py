@@ -8,10 +8,7 @@ import torch
 from torch import Tensor
 
 import workhorse
-from benchmarks.models import huggingface_folder
-from benchmarks.shapes import DECODING, TRAINING, Shape
-from benchmarks.tokens import TokenClock, random_tokens
-from benchmarks.training import (
+from benchmarks.contestants.training import (
     BETAS,
     GRAD_CLIP,
     LEARNING_RATE,
@@ -19,7 +16,10 @@ from benchmarks.training import (
     batch,
     rounds,
 )
-from benchmarks.worker import Round
+from benchmarks.harness.models import huggingface_folder
+from benchmarks.harness.shapes import DECODING, TRAINING, Shape
+from benchmarks.harness.tokens import TokenClock, random_tokens
+from benchmarks.harness.worker import Round
 from workhorse.data import Batch
 from workhorse.generate import GenerationConfig, stream
 from workhorse.native import resolve

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from benchmarks.worker import Round
+from benchmarks.harness.worker import Round
 
 READ_BYTES = 1 << 29
 """Far more than any cache holds."""

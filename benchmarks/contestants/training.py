@@ -6,9 +6,9 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 from torch import Tensor, nn
 
-from benchmarks.limits import seconds_of
-from benchmarks.shapes import TRAINING
-from benchmarks.worker import Round
+from benchmarks.harness.limits import seconds_of
+from benchmarks.harness.shapes import TRAINING
+from benchmarks.harness.worker import Round
 
 LEARNING_RATE = 1e-3
 WEIGHT_DECAY = 0.1

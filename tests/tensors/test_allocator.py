@@ -43,7 +43,7 @@ def fetches() -> bool:
 def test_freed_memory_is_kept_while_training_and_no_longer(what: str) -> None:
     # In a process of its own: glibc takes a large block from what earlier tests have freed, and
     # where a malloc has failed it goes on in an arena that fetches every block whatever is set.
-    code = f"from tests.native import test_allocator; test_allocator.{what}()"
+    code = f"from tests.tensors import test_allocator; test_allocator.{what}()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

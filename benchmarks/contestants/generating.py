@@ -1,8 +1,8 @@
 """The cases that decoding, prompts and batches share: one model, its contestants, its limit."""
 
-from benchmarks.contest import Case, Limit
-from benchmarks.shapes import BITS, PROMPT_TOKENS, Shape
-from benchmarks.worker import Contestant
+from benchmarks.harness.contest import Case, Limit
+from benchmarks.harness.shapes import BITS, PROMPT_TOKENS, Shape
+from benchmarks.harness.worker import Contestant
 
 PRECISIONS = {
     "float32": "float32",
@@ -12,6 +12,7 @@ PRECISIONS = {
 }
 """Ours, and the type of llama.cpp with as many bits for a weight."""
 QUANTISED = {"q8_0", "q4_0"}
+OURS = "benchmarks.contestants.ours:generate"
 
 
 def case(
@@ -45,18 +46,20 @@ def case(
     }
     own = same | {"precision": precision, "device": device}
     contestants = [
-        Contestant("Workhorse", "benchmarks.ours:generate", own | {"compiled": True}),
+        Contestant("Workhorse", OURS, own | {"compiled": True}),
     ]
     if measure == "decode":
         contestants.append(
             Contestant(
-                "Workhorse, not compiled", "benchmarks.ours:generate", own | {"compiled": False}
+                "Workhorse, not compiled",
+                OURS,
+                own | {"compiled": False},
             )
         )
     if batch > 1:
         exact = own | {"compiled": False, "exact": True}
         note = "not compiled, `exact`: texts whose bits do not depend on the batch"
-        contestants.append(Contestant("Workhorse, exact", "benchmarks.ours:generate", exact, note))
+        contestants.append(Contestant("Workhorse, exact", OURS, exact, note))
     skipped: tuple[str, ...] = ()
     if device == "cpu":
         contestants += _llama_cpp(same, theirs)
@@ -102,7 +105,7 @@ def _reads(shape: Shape, precision: str, batch: int, device: str) -> Limit:
     return Limit(
         "memory read",
         "GB/s",
-        Contestant("memory read", "benchmarks.limits:memory", {"device": device}),
+        Contestant("memory read", "benchmarks.harness.limits:memory", {"device": device}),
         measure="gbytes",
         work=shape.product_weights * BITS[precision] / 8 / batch / 1e9,
     )
@@ -119,7 +122,7 @@ def _products(shape: Shape, precision: str, batch: int, device: str) -> Limit:
     return Limit(
         "matrix products",
         "GFLOP/s",
-        Contestant("matrix products", "benchmarks.limits:products", products),
+        Contestant("matrix products", "benchmarks.harness.limits:products", products),
         measure="gflops",
         work=shape.forward_flops / 1e9,
     )

@@ -7,12 +7,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.native.machine import OPERATORS, needs
 from tests.nn.paged import paged
 from tests.transforms.windowed import LOCAL_AND_GLOBAL, logits_along, make, texts
 from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
 from workhorse.transforms.compiled import compiled_step
-from workhorse.transforms.compiled.compiled_step import compile_steps
+from workhorse.transforms.compiled.compiled_step import CompiledDecoder, compile_steps
+from workhorse.transforms.steps.native_step import step_natively
 
 # PyTorch's compiler imports what PyTorch itself calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
@@ -70,6 +72,16 @@ def test_greedy_texts_of_any_number_of_rows_are_the_same(
     for rows in (2, 3):
         assert texts(compiled, rows, 40) == texts(make(), rows, 40)
     assert len(compilations) <= 1
+
+
+@needs("steps")
+@pytest.mark.usefixtures("_compiler")
+def test_what_no_native_step_computes_is_compiled(folder: Path) -> None:
+    """Attention that is not native has no instruction."""
+    decoder = step_natively(compile_steps(make(), folder), OPERATORS)
+    assert texts(decoder, 1, 40) == texts(make(), 1, 40)
+    assert isinstance(decoder, CompiledDecoder)
+    assert decoder.programs
 
 
 @pytest.mark.usefixtures("_compiler")

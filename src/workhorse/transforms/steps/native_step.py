@@ -90,7 +90,7 @@ class SteppingDecoder(Decoder):
 
     @property
     def rows_apart(self) -> int:
-        stepping = not self.watch.sees_hooks and self._program() is not None
+        stepping = not self.watch.sees_hooks and self._translated_program() is not None
         return self.few if stepping else super().rows_apart
 
     def next_logits(
@@ -128,9 +128,9 @@ class SteppingDecoder(Decoder):
             fits = fits and cache.length + seq <= self.max_positions
         if not fits or not 0 < rows * seq <= self.most or rows != len(cache.lengths):
             return None
-        return None if self.watch.sees_hooks else self._program()
+        return None if self.watch.sees_hooks else self._translated_program()
 
-    def _program(self) -> Program | None:
+    def _translated_program(self) -> Program | None:
         """The program of the modules and weights that it has now."""
         known = self.translated
         if known is None or not known.holds():

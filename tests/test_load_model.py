@@ -313,7 +313,7 @@ def test_what_is_no_message(said, model) -> None:
 
 TABLE = numpy.ones((2, 2), dtype=int)
 NOWHERE = torch.tensor([1], device="meta")
-NO_IDS = [None, 3, [True, False], b"ab", {97, 98}, [97.0], TABLE, NOWHERE]
+NO_IDS = [None, 3, [True, False], b"ab", {97, 98}, [97.0], TABLE, torch.tensor([[1]]), NOWHERE]
 
 
 @pytest.mark.parametrize("prompt", NO_IDS)

@@ -43,7 +43,7 @@ each_config = pytest.mark.parametrize(
 )
 
 
-@pytest.fixture(params=["native", "native steps", "native and compiled"])
+@pytest.fixture(params=["native", "native steps", "native and compiled", "steps over compiled"])
 def quicken(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Decoder], Decoder]:
     """The transforms."""
 
@@ -52,10 +52,9 @@ def quicken(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Decoder
         assert operators.decoding is not None
         stream_weights(decoder, operators)
         attend_natively(decoder, operators.decoding)
-        if request.param == "native":
-            return decoder
-        whole = request.param == "native steps"
-        return step_natively(decoder, operators) if whole else compile_steps(decoder, tmp_path)
+        if "compiled" in request.param:
+            decoder = compile_steps(decoder, tmp_path)
+        return step_natively(decoder, operators) if "steps" in request.param else decoder
 
     return apply
 

@@ -203,6 +203,8 @@ def mistake(error: Exception, arguments: Sequence[str] = ()) -> str:
             reason = f"{subject}{error.strerror}{remedy}"
         case UnicodeError():
             reason = _encoding(error)
+        case RuntimeError() if "Storage size calculation overflowed" in str(error):
+            reason = "a tensor would have more than 2^63 bytes; choose smaller sizes"
         case _ if out_of_memory(error):
             reason = "there is not enough memory for this; choose smaller sizes, or fewer at once"
         case _:
@@ -236,7 +238,7 @@ def out_of_memory(error: Exception) -> bool:
     """Whether the error means that Python or torch ran out of memory."""
     if isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError":
         return True
-    said = ("can't allocate memory", "std::bad_alloc", "Storage size calculation overflowed")
+    said = ("can't allocate memory", "std::bad_alloc")
     return isinstance(error, RuntimeError) and any(text in str(error) for text in said)
 
 

@@ -230,7 +230,7 @@ def _notes(
 def _environment(outcomes: list[Outcome]) -> list[str]:
     """What the trials ran on, each kind once; several may round differently."""
     lines = {
-        f"{outcome.device}, {outcome.threads} CPU threads, "
+        f"{outcome.device}, {outcome.threads} CPU thread{'s' if outcome.threads != 1 else ''}, "
         + ", ".join(f"{name} {version}" for name, version in outcome.versions.items())
         for outcome in outcomes
     }

@@ -101,7 +101,7 @@ def token_ids(tokens: object, rule: str, remedy: str) -> list[int]:
         if isinstance(tokens, str | bytes | bytearray | set | frozenset | dict):
             raise TypeError
         ids = list(cast(Iterable[Any], tokens))
-        if any(isinstance(token, bool) for token in ids):
+        if any(isinstance(token, bool) or getattr(token, "ndim", 0) for token in ids):
             raise TypeError
         return [operator.index(token) for token in ids]
     except (TypeError, RuntimeError):  # RuntimeError: a tensor on the meta device

@@ -172,6 +172,7 @@ class AdamW:
         if not states:
             return
         if self.uniform and states[0].weight.device.type == "cpu":
+            assert skips is None, "a CPU does not decide by itself"
             for one in states:
                 self._update_uniformly(one, schedule)
             return

@@ -19,7 +19,8 @@ def shrink_on_device(loss: Tensor, norm: Tensor, scale: float, grad_clip: float 
     length = norm.double() / scale
     clipped = torch.ones_like(length) if grad_clip is None else (grad_clip / length).clamp(max=1)
     finite = loss.isfinite() & length.isfinite()
-    return torch.where(finite, clipped / scale, torch.nan)
+    # As wide as gradients, so that one kernel multiplies all of them.
+    return torch.where(finite, clipped / scale, torch.nan).float()
 
 
 def refused(shrink: float | Tensor) -> Tensor | None:

@@ -114,7 +114,7 @@ class ParallelismConfig(Config):
     ] = FastConfig()
     """How gradients are added up."""
     patience: Annotated[float, OnResume.TAKEN] = Field(
-        default=LONGEST_PATIENCE, gt=0, le=LONGEST_PATIENCE
+        default=LONGEST_PATIENCE, ge=1, le=LONGEST_PATIENCE
     )
     """Seconds that a run of several processes may go without a step (with its validation and save);
     then each prints its stack traces and exits, since one hangs and the rest would wait for it."""
@@ -264,7 +264,7 @@ class ParallelismConfig(Config):
         if self.parts > rows:
             raise ConfigError(
                 f"{name} is more than train.batch_size={rows}, so that some have no row; choose at "
-                "most that"
+                f"most that, or train.batch_size={self.parts} or more"
             )
         if self.in_step and rows % self.parts:
             raise ConfigError(

@@ -1,5 +1,6 @@
 """`plan`: what a model and its training need, before either is allocated."""
 
+import math
 from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from pathlib import Path
@@ -135,6 +136,8 @@ def plan(
 
 def _check_finite(**numbers: float | None) -> None:
     for name, value in numbers.items():
+        if value is not None and math.isnan(value):
+            raise WorkhorseError(f"--{name} {value} is not a number; give one, or leave it out")
         if value and not 1 / MOST <= value <= MOST:
             raise WorkhorseError(
                 f"--{name} {value:g} is out of range; give a number from {1 / MOST:g} to {MOST:g}"

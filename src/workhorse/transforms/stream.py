@@ -36,8 +36,8 @@ class StreamedLinear(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // self.in_features
-        same = input.dtype == self.weight.dtype
-        if torch.is_grad_enabled() or not same:
+        known = input.dtype == self.weight.dtype and input.dtype in DOT_ROWS
+        if torch.is_grad_enabled() or not known:
             return F.linear(input, self.weight, self.bias)
         if rows <= self.few_rows:
             return self.decoding.linear(input, self.weight, self.bias)

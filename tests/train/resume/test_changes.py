@@ -263,6 +263,10 @@ def test_fewer_steps_than_are_done_are_refused(make_recipe, run: Path) -> None:
     with pytest.raises(WorkhorseError, match=r"stands after step 12, and train.steps=6; give "):
         train(make_recipe(steps=6), run, resume=True)
     assert train(make_recipe(), run, resume=True).step == 12
+    newest = max((run / "checkpoints").glob("step-*"))
+    (newest / "optimizer.safetensors").write_bytes(b"")
+    with pytest.raises(WorkhorseError, match=rf"stands after step \d+ \(.*{newest.name}.*\), and"):
+        train(make_recipe(steps=2), run, resume=True)
 
 
 def test_a_run_that_started_from_a_model_needs_it_no_more(

@@ -91,9 +91,10 @@ def plan_resumption(run: RunDirectory, recipe: Recipe, newest: Newest | None = N
     changes = list(changes_of(before, recipe))
     _check_allowed(run, recipe, changes)
     if recipe.train.steps < step:
+        damaged = f" ({'; '.join(skipped)})" if skipped else ""
         raise WorkhorseError(
-            f"{run.path} stands after step {step}, and train.steps={recipe.train.steps}; give "
-            f"train.steps={step} or more, or begin a run with another --out"
+            f"{run.path} stands after step {step}{damaged}, and train.steps={recipe.train.steps}; "
+            f"give train.steps={step} or more, or begin a run with another --out"
         )
     if state:
         _check_files(run, recipe, step, state["data"])

@@ -23,7 +23,7 @@ from workhorse.nn.norms import (
 )
 from workhorse.nn.positions.absolute import LearnedPositions
 from workhorse.transforms.activation_names import NATIVE_ACTIVATIONS, activation_name
-from workhorse.transforms.native_attention import DecodingSdpa
+from workhorse.transforms.native_attention import ATTENDED, DecodingSdpa
 from workhorse.transforms.quantization.quantized_linear import QuantizedLinear
 from workhorse.transforms.steps.program import (
     NOWHERE,
@@ -44,8 +44,8 @@ def translate(decoder: Decoder) -> Program:
         CannotTranslate: it computes something that the instructions do not.
     """
     dtypes = {weight.dtype for weight in decoder.parameters()}
-    if len(dtypes) > 1:
-        raise CannotTranslate(f"weights of {len(dtypes)} dtypes")
+    if len(dtypes) > 1 or not dtypes <= set(ATTENDED):
+        raise CannotTranslate(f"weights of dtypes {dtypes}")
     recorded = record_modules(decoder, TRANSLATIONS)
     last_read = {n: place for place, one in enumerate(recorded) for n in one.inputs}
     writer = Writer(decoder.config.vocab_size, *dtypes)

@@ -10,7 +10,12 @@ from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.transforms import stream
 from workhorse.transforms.record import transforms_of
-from workhorse.transforms.stream import FEW_ROWS, ONE_PASS, StreamedLinear, stream_weights
+from workhorse.transforms.stream import (
+    DOT_ROWS,
+    DOT_ROWS_BESIDE_GEMM,
+    StreamedLinear,
+    stream_weights,
+)
 
 CONFIG = {
     "vocab_size": 96,
@@ -56,7 +61,7 @@ def test_many_rows_and_training_are_as_before(decoder: Decoder) -> None:
     layer = nn.Linear(32, 16)
     streamed = nn.Sequential(layer)
     stream_weights(streamed, Operators(DECODING))
-    many = torch.randn(FEW_ROWS[torch.float32] + 1, 32)
+    many = torch.randn(DOT_ROWS[torch.float32] + 1, 32)
     with torch.no_grad():
         assert torch.equal(streamed(many), layer(many))
     x = torch.randn(2, 32)
@@ -89,7 +94,7 @@ def test_many_rows_are_a_product(
     more: int,
 ) -> None:
     layer = nn.Linear(48, 80).to(dtype)
-    x = torch.randn(2, ONE_PASS[dtype] + more, 48).to(dtype)[:1]
+    x = torch.randn(2, DOT_ROWS_BESIDE_GEMM[dtype] + more, 48).to(dtype)[:1]
     exact = F.linear(x.double(), layer.weight.double(), layer.bias.double())
     streamed = nn.Sequential(layer)
     stream_weights(streamed, operators)
@@ -108,7 +113,7 @@ def test_bfloat16_without_instructions_for_it_is_multiplied_as_float32(
 ) -> None:
     monkeypatch.setattr(stream, "cpu_has", lambda name: name == "sse4_2")
     layer = nn.Linear(48, 80).bfloat16()
-    x = torch.randn(ONE_PASS[torch.bfloat16] + 1, 48).bfloat16()
+    x = torch.randn(DOT_ROWS_BESIDE_GEMM[torch.bfloat16] + 1, 48).bfloat16()
     exact = F.linear(x.float(), layer.weight.float(), layer.bias.float())
     streamed = nn.Sequential(layer)
     stream_weights(streamed, Operators(DECODING))

@@ -46,6 +46,8 @@ HOFFMANN = Parametric(1.69, 406.4, 410.7, 0.34, 0.28)
 """2203.15556 §3.3, eq. 10."""
 BESIROGLU = Parametric(1.8172, 482.01, 2085.43, 0.3478, 0.3658)
 """The same points fitted again: 2404.10102 table 1."""
+LEAST_FITTED = 6e18
+"""The smallest budget of 2203.15556's curves of equal arithmetic (§3.2)."""
 CHINCHILLA_TOKENS_PER_PARAMETER = 20
 """About what the first two ways of 2203.15556 come to at every budget (its table 3)."""
 

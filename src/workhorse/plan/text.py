@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from workhorse.memory import size
+from workhorse.plan.compute_optimal import LEAST_FITTED
 from workhorse.plan.limits import MOST_DEVICES, MOST_TOKENS
 from workhorse.plan.serving import WAYS
 from workhorse.train.report.chart import shown
@@ -152,7 +153,9 @@ def _seconds(seconds: float) -> str:
 
 
 def _optima(plan: dict[str, Any]) -> Iterator[str]:
-    yield f"{plan['compute_optimal']['flops']:.4g} FLOP"
+    flops = plan["compute_optimal"]["flops"]
+    small = f", far below the {LEAST_FITTED:g} from which the laws were fitted"
+    yield f"{flops:.4g} FLOP{small if flops < LEAST_FITTED / 10 else ''}"
     for law in plan["compute_optimal"]["laws"]:
         loss = "" if law["loss"] is None else f", loss {law['loss']:.3f}"
         yield (

@@ -117,6 +117,20 @@ def test_rounding_depends_on_the_inner_size_alone(dtype: torch.dtype) -> None:
         torch.set_num_threads(before)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("biased", [False, True])
+@pytest.mark.parametrize(("inner", "columns"), [(64, 61), (2048, 150), (5632, 12), (1537, 300)])
+def test_few_rows_have_the_bits_of_many(
+    inner: int, columns: int, biased: bool, dtype: torch.dtype
+) -> None:
+    """They read a weight where it lies, which many put in order."""
+    a, weight = matrix(300, inner, dtype), matrix(columns, inner, dtype)
+    bias = torch.randn(columns).to(dtype) if biased else None
+    many = VECTORS.linear(a, weight, bias)
+    for rows in (1, 31, 32, 33, 100, 256, 257):
+        assert torch.equal(VECTORS.linear(a[:rows].clone(), weight, bias), many[:rows])
+
+
 @pytest.mark.parametrize("maker", ["GenuineIntel", "AuthenticAMD"])
 def test_pytorchs_products_stay_where_they_are_as_quick(
     monkeypatch: pytest.MonkeyPatch, maker: str

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "bindings/matrices.h"
-#include "ops/gemm/vectors.h"
+#include "ops/gemm/few_rows.h"
 
 namespace workhorse::bindings {
 namespace {
@@ -36,6 +36,36 @@ void multiply(const Tensors& a, const Tensors& b, const Biases& biases, const st
   });
 }
 
+// a b + bias for few rows of a, if b is a weight whose words can be read where they lie; returns whether it is.
+template <class T>
+bool multiply_few_rows(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, const Tensor& c) {
+  using gemm_vectors::FewRows, gemm_vectors::kHigh;
+  const Product<T> result = product_of<T>(c, bias);
+  const auto left = operand<Operand<T>, T>(a, 0), right = operand<Operand<T>, T>(b, 1);
+  const int64_t k = a.size(1), columns = c.size(1);
+  const FewRows<T> few{left.at, right.at, a.size(0), k, result.c, result.stride, result.bias};
+  const bool lie_in_rows = left.along && left.stride == k && right.along && right.stride == k;
+  if (few.rows > FewRows<T>::kMost || !lie_in_rows || !FewRows<T>::suits(k)) return false;
+  in_shares([&](Share share) {
+    thread_local ScratchBuffer buffer;
+    auto* const packed = (gemm_vectors::Word*)buffer.at_least(few.room() * sizeof(gemm_vectors::Word));
+    const auto border = [&](int64_t i) { return i == share.of ? columns : columns / kHigh * i / share.of * kHigh; };
+    const int64_t n = border(share.number), n_end = border(share.number + 1);
+    if (n == n_end) return;
+    few.pack(packed);
+    few.run(packed, n, n_end);
+  });
+  return true;
+}
+
+bool multiply_few_rows(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, const Tensor& c) {
+  switch (a.scalar_type()) {
+    case ScalarType::Float: return multiply_few_rows<float>(a, b, bias, c);
+    case ScalarType::BFloat16: return multiply_few_rows<BFloat16>(a, b, bias, c);
+    default: return false;
+  }
+}
+
 void multiply(const Tensors& a, const Tensors& b, const Biases& biases, const std::vector<int64_t>& of,
               const Tensors& results) {
   switch (a[0].scalar_type()) {
@@ -48,7 +78,7 @@ void multiply(const Tensors& a, const Tensors& b, const Biases& biases, const st
 // a b + bias.
 Tensor product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
   const Tensor c = result_of(a, b, bias);
-  if (c.numel() != 0) multiply({a}, {b}, {bias}, {0}, {c});
+  if (c.numel() != 0 && !multiply_few_rows(a, b, bias, c)) multiply({a}, {b}, {bias}, {0}, {c});
   return c;
 }
 

@@ -14,7 +14,7 @@
 #include "ops/decoding/linear.h"
 #include "ops/decoding/packed_linear.h"
 #include "ops/decoding/team.h"
-#include "ops/gemm/vectors.h"
+#include "ops/gemm/few_rows.h"
 #include "ops/training/activations.h"
 
 namespace workhorse::step {
@@ -97,18 +97,20 @@ struct Pass {
   // What one thread does; [from, to) are its shares.
   void run(Team& team, int64_t from, int64_t to) const {
     int64_t rows = batch * seq;
+    int64_t in_order = -1;
     for (int64_t i = 0; i < count; i++) {
       const Instruction& now = instructions[i];
       if (now.waits) team.wait(to - from);
       if (now.op == Op::kLast) rows = batch * wanted;
-      work(now, numbers + 2 * i, rows,
+      work(now, numbers + 2 * i, rows, in_order,
            [&](int64_t units, const auto& unit) { team.divide(i, from, units, unit); });
+      if (now.to == in_order) in_order = -1;
     }
   }
 
  private:
   static constexpr int64_t kUnitBytes = 1 << 15;    // of weights that a thread reads at a time
-  static constexpr int64_t kUnitColumns = 1 << 7;   // of a gemm, at most
+  static constexpr int64_t kUnitColumns = 1 << 7;   // of a gemm, about
 
   T* row(int64_t reg, int64_t r) const {
     return (T*)registers[reg].at + r * registers[reg].width;
@@ -119,9 +121,11 @@ struct Pass {
     return number < 0 ? nullptr : static_cast<const W*>(weights[number]);
   }
 
-  // Divides an instruction into units by `divide(units, function of a unit)`.
+  // Divides an instruction into units by `divide(units, function of a unit)`. `in_order`: the register whose rows
+  // this thread has put in order for gemms, or -1.
   template <class Divide>
-  void work(const Instruction& now, const double* number, int64_t rows, const Divide& divide) const {
+  void work(const Instruction& now, const double* number, int64_t rows, int64_t& in_order,
+            const Divide& divide) const {
     switch (now.op) {
       case Op::kEmbed:
         return divide(rows, [&](int64_t r) { look_up(now, tokens[r], row(now.to, r)); });
@@ -145,7 +149,7 @@ struct Pass {
       case Op::kActivate:
         return divide(rows, [&](int64_t r) { activate(now, r); });
       case Op::kLinear:
-        return linear(now, rows, divide);
+        return rows > few ? gemm(now, rows, in_order, divide) : linear(now, rows, divide);
       case Op::kPack:
       case Op::kPackedLinear:
         return packed(now, rows, divide);
@@ -231,7 +235,6 @@ struct Pass {
 
   template <class Divide>
   void linear(const Instruction& now, int64_t rows, const Divide& divide) const {
-    if (rows > few) return gemm(now, rows, divide);
     const int64_t in = width(now.from), out = now.options[0];
     const int64_t size = std::max<int64_t>(1, kUnitBytes / (in * sizeof(T)) / linear::kOut) * linear::kOut;
     const linear::Layer<T> layer{weight<T>(now.weight), weight<T>(now.bias), row(now.to, 0), out};
@@ -240,18 +243,28 @@ struct Pass {
            [&](int64_t unit) { all.run(layer, unit * size, std::min(out, (unit + 1) * size)); });
   }
 
-  // A unit has some outputs of all rows, so that each part of W is put in order once.
+  // A unit has some outputs of all rows. Gemms that read the same register put it in order once on each thread.
   template <class Divide>
-  void gemm(const Instruction& now, int64_t rows, const Divide& divide) const {
+  void gemm(const Instruction& now, int64_t rows, int64_t& in_order, const Divide& divide) const {
+    using namespace gemm_vectors;
     const int64_t in = width(now.from), out = now.options[0];
-    const gemm_vectors::Product<T> product{
-        {{{row(now.from, 0), in, true}, {weight<T>(now.weight), in, true}, in}},
-        row(now.to, 0),
-        out,
-        weight<T>(now.bias)};
-    const int64_t size = std::min(kUnitColumns, even_part(out, out / (4 * shares) + 1, gemm_vectors::kWide));
-    divide((out + size - 1) / size,
-           [&](int64_t unit) { product.run(0, rows, unit * size, std::min(out, (unit + 1) * size)); });
+    const T *const x = row(now.from, 0), *const w = weight<T>(now.weight), *const bias = weight<T>(now.bias);
+    T* const y = row(now.to, 0);
+    const bool in_place = FewRows<T>::suits(in);
+    const int64_t most = std::min(kUnitColumns, out / (4 * shares) + 1);
+    const int64_t size = even_part(out, most, in_place ? kHigh : kWide), units = (out + size - 1) / size;
+    if (!in_place) {
+      const Product<T> product{{{{x, in, true}, {w, in, true}, in}}, y, out, bias};
+      return divide(units, [&](int64_t unit) { product.run(0, rows, unit * size, std::min(out, (unit + 1) * size)); });
+    }
+    thread_local ScratchBuffer buffer;
+    const FewRows<T> product{x, w, rows, in, y, out, bias};
+    Word* const packed = (Word*)buffer.at_least(product.room() * sizeof(Word));
+    divide(units, [&](int64_t unit) {
+      if (in_order != now.from) product.pack(packed);
+      in_order = now.from;
+      product.run(packed, unit * size, std::min(out, (unit + 1) * size));
+    });
   }
 
   template <class Divide>

@@ -41,6 +41,20 @@ inline F32x16 add_product(F32x16 sum, Word a, U32x16 b) {
 
 using Sums = F32x16[kHigh][kVectors];  // of a panel of A by a panel of B
 
+template <class F>
+inline void each_sum(F f) {
+#pragma GCC unroll 12
+  for (int i = 0; i < kHigh; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; j++) f(i, j);
+}
+
+// The numbers of a part of k: parts are summed one after the other.
+template <class T>
+inline int64_t part_of(int64_t k) {
+  return words<T>(k) <= kWhole ? k : even_part(k, kCut * kOfWord<T>, kOfWord<T>);
+}
+
 // Where they go: to C, or, before the last part of k, to `totals`.
 template <class T>
 struct Target {
@@ -52,27 +66,18 @@ struct Target {
 
   void put(Sums& sums) const {
     if (!first_part)
-      each([&](int i, int j) { sums[i][j] += load<F32x16>(totals + i * kWide + 16 * j); });
-    if (!last_part) return each([&](int i, int j) { workhorse::put(totals + i * kWide + 16 * j, sums[i][j]); });
+      each_sum([&](int i, int j) { sums[i][j] += load<F32x16>(totals + i * kWide + 16 * j); });
+    if (!last_part) return each_sum([&](int i, int j) { workhorse::put(totals + i * kWide + 16 * j, sums[i][j]); });
     if (bias)
-      each([&](int i, int j) {
+      each_sum([&](int i, int j) {
         sums[i][j] += first_of<16, F32x16>(bias + 16 * j, columns - 16 * j, [](const T* all) { return widen(all); });
       });
     if (rows >= kHigh && columns >= kWide)
-      return each([&](int i, int j) { write(at + i * stride + 16 * j, sums[i][j]); });
+      return each_sum([&](int i, int j) { write(at + i * stride + 16 * j, sums[i][j]); });
     T kept[kHigh][kWide];
-    each([&](int i, int j) { write(&kept[i][16 * j], sums[i][j]); });
+    each_sum([&](int i, int j) { write(&kept[i][16 * j], sums[i][j]); });
     for (int i = 0; i < kHigh && i < rows; i++)
       std::copy_n(kept[i], std::min<int64_t>(columns, kWide), at + i * stride);
-  }
-
- private:
-  template <class F>
-  static void each(F f) {
-#pragma GCC unroll 12
-    for (int i = 0; i < kHigh; i++)
-#pragma GCC unroll 2
-      for (int j = 0; j < kVectors; j++) f(i, j);
   }
 };
 
@@ -151,8 +156,7 @@ struct Product {
   std::vector<Part> cut() const {
     std::vector<Part> parts;
     for (const Term<T>& term : terms) {
-      const bool whole = words<T>(term.k) <= kWhole;
-      const int64_t deep = whole ? term.k : even_part(term.k, kCut * kOfWord<T>, kOfWord<T>);
+      const int64_t deep = part_of<T>(term.k);
       for (int64_t k = 0; k < term.k; k += deep) parts.push_back({&term, k, std::min(deep, term.k - k)});
     }
     return parts;

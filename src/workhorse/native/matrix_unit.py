@@ -75,7 +75,7 @@ def load(*, wait: bool) -> MatrixUnit:
     """
     if not cpu_has("amx_bf16"):
         raise build.Unavailable("the CPU has no matrix unit for bfloat16")
-    return _load(build.ensure("gemm", wait=wait))
+    return _load(build.ensure("matrix_unit", wait=wait))
 
 
 @functools.cache

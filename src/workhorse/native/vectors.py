@@ -78,7 +78,7 @@ def load_anywhere(*, wait: bool) -> Vectors:
     """The same also where PyTorch's is as quick."""
     if not cpu_has("avx2"):
         raise build.Unavailable("the CPU has no vectors of 32 bytes")
-    return _load(build.ensure("products", wait=wait))
+    return _load(build.ensure("vectors", wait=wait))
 
 
 @functools.cache

@@ -235,8 +235,8 @@ Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& r
 STABLE_TORCH_LIBRARY_FRAGMENT(workhorse, m) {
   m.def(
       "decode_step(Tensor program, Tensor numbers, Tensor registers, Tensor[] weights, Tensor[] angles, Tensor "
-      "tokens, Tensor lengths, Tensor[] tables, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor reaches, int few, int wanted, "
-      "int vocab) -> Tensor");
+      "tokens, Tensor lengths, Tensor[] tables, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor reaches, int few, "
+      "int wanted, int vocab) -> Tensor");
 }
 
 STABLE_TORCH_LIBRARY_IMPL(workhorse, CPU, m) {

@@ -4,7 +4,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
-from workhorse.parallel.config import ParallelismConfig
+from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.train.step.step_memory import KINDS, Kind, Place, Span, StepMemory
 
 LAYER = "layers."
@@ -31,8 +31,7 @@ def moments_of_part(
     shares: Mapping[Kind, float],
     waiting: tuple[int, int] = (0, 0),
     gathered: Callable[[Span], int] | None = None,
-    *,
-    exact: bool = False,
+    parallel: ParallelismConfig = UNDIVIDED,
 ) -> Iterator[Moment]:
     """The moments of a recorded step where a process has a share of each kind.
 
@@ -42,19 +41,26 @@ def moments_of_part(
         waiting: bytes of activations of other micro-batches, whose backward pass comes later:
             while the first one passes, and while those after it do.
         gathered: bytes of other processes, while a part of the step runs.
-        exact: whether the gradients of parts are added up in a tree.
+        parallel: tells how the gradients of parts are added up.
     """
     spans = iter([*step.spans, Span(len(step.totals), "", "update")])
     span, following = next(spans), next(spans)
     begins = [one.begin for one in step.spans if (one.part, one.phase) == ("embedding", "forward")]
+    keeps_whole = parallel.is_exact and parallel.reshard == "step"
+    gradients, left = step.timeline["gradients"], 0
     for moment in range(len(step.totals)):
         while moment >= following.begin:
             span, following = following, next(spans)
         kinds: dict[Kind, int] = {
             kind: round(step.timeline[kind][moment] * shares.get(kind, 1.0)) for kind in KINDS
         }
+        if keeps_whole and span.phase != "update":
+            # What passes before this one left is whole: in float32, gradients are their own sums.
+            left = gradients[moment] if moment in begins else left
+            share = shares.get("gradients", 1.0)
+            kinds["gradients"] = round(left + (gradients[moment] - left) * share)
         own = span.phase == "update"
-        if exact:  # the gradients of a part are copied after its pass, to be added up
+        if parallel.is_exact:  # the gradients of a part are copied after its pass, to be added up
             own = own or (span.part, span.phase) == ("embedding", "backward")
         if own:
             part = shares.get("weights", 1.0)

@@ -163,7 +163,7 @@ def _of_stage(
         step.activations,
         1 + others[0],
         max(map(gathered, step.spans)) if gathered else 0,
-        list(moments_of_part(step, shares, waiting, gathered, exact=parallel.is_exact)),
+        list(moments_of_part(step, shares, waiting, gathered, parallel)),
     )
 
 

@@ -256,8 +256,8 @@ def _ragged(decoder: Decoder, tokens: Tensor) -> Outcome:
 @torch.no_grad()
 def _logits(number: int, kernel: str, device: torch.device) -> list[Tensor]:
     """Of a decoder of the grid: of plain, packed and padded rows."""
+    from tests.nn.attention.test_kernels import INPUTS, SEQ
     from tests.nn.grid import COVERING, make, random_tokens
-    from tests.nn.test_kernels import INPUTS, SEQ
 
     config = COVERING[number]
     torch.compiler.reset()
@@ -272,8 +272,8 @@ def _agree(
     pair: tuple[str, str], logits: Callable[[int, str], list[Tensor]], setting: Setting
 ) -> Figures:
     """Two kernels on every decoder of the grid that both can compute."""
+    from tests.nn.attention.test_kernels import TOLERANCE
     from tests.nn.grid import COVERING, error, name, refused
-    from tests.nn.test_kernels import TOLERANCE
 
     begun = time.perf_counter()
     differences: dict[str, float] = {}

@@ -3,8 +3,8 @@
     make campaigns    or    python -m pytest -m campaign tests/campaigns/test_flex.py
 
 Each case compiles a kernel of its own, which takes seconds to a minute on a CPU. The same functions
-run uncompiled over the whole grid in `tests/nn/test_kernels.py`, sinks included, which the compiler
-cannot do on a CPU.
+run uncompiled over the whole grid in `tests/nn/attention/test_kernels.py`, sinks included, which
+the compiler cannot do on a CPU.
 """
 
 from collections.abc import Callable

@@ -47,6 +47,12 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Pa
     return tmp_path / "g++.runs"
 
 
+def test_this_compiler_accepts_every_source() -> None:
+    """Tests of a library that did not compile are skipped; this one fails."""
+    reasons = resolve(*LOADERS, wait=True).why_not
+    assert not [reason for reason in reasons.values() if "did not compile" in reason]
+
+
 def test_compiled_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     runs = compiler(tmp_path, monkeypatch, WORKS)
     library = build.ensure("decoding", wait=True)

@@ -1,7 +1,6 @@
 """Wrong configs and calls: the text of each error, one line with fact, value and remedy.
 
-Errors of one part are beside its tests: `test_attention.py`, `test_rope.py`, `test_kernels.py`,
-`test_cache.py`, `test_documents.py`, `test_norms.py`.
+Errors of one part are beside its tests: those of attention, caches, positions, documents and norms.
 """
 
 from typing import Any

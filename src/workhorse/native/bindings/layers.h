@@ -168,7 +168,7 @@ struct Norm {
                                         : norms::forward<false, false, T>;
     const T* in = from<T>(x);
     T* out = into<T>(y);
-    norms::Moments* found = into<norms::Moments>(moments);
+    Moments* found = into<Moments>(moments);
     return [=, this, width = x.size(-1)](int64_t i, int64_t end) {
       for (; i < end; i++)
         found[i] = run(width, in + i * width, gain_.data(), shift_.data(), float(options_.eps), out + i * width);
@@ -244,7 +244,7 @@ struct NormBackward {
   auto rows(const Tensor& dx) const {
     const auto run = centred_ ? norms::backward<true, T> : norms::backward<false, T>;
     const T *above = from<T>(dy_), *in = from<T>(x_), *added = other_ ? from<T>(*other_) : nullptr;
-    const norms::Moments* found = from<norms::Moments>(moments_);
+    const Moments* found = from<Moments>(moments_);
     T* out = into<T>(dx);
     float* sum = into<float>(sums);
     return [=, this, width = x_.size(-1)](int64_t i, int64_t end) {

@@ -191,13 +191,14 @@ class Translated:
         self.program: Program | None = None
         with suppress(CannotTranslate):
             self.program = translate(decoder)
+        self.dtypes = self._dtypes()
 
     def holds(self) -> bool:
-        """Whether nothing was replaced since then; weights are read anew in every step."""
-        program = self.program
-        return self.held.unchanged and (
-            program is None or program.weights[0].dtype == program.dtype
-        )
+        """Whether nothing was replaced or cast since then; weights are read anew in every step."""
+        return self.held.unchanged and self.dtypes == self._dtypes()
+
+    def _dtypes(self) -> list[torch.dtype]:
+        return [] if self.program is None else [one.dtype for one in self.program.weights]
 
 
 class SteppingCompiledDecoder(SteppingDecoder, CompiledDecoder):

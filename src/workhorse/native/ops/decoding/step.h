@@ -6,7 +6,6 @@
 // transforms/steps/program.py decides which need one.
 #pragma once
 
-#include <cmath>
 #include <cstddef>
 #include <vector>
 
@@ -15,6 +14,7 @@
 #include "ops/decoding/packed_linear.h"
 #include "ops/decoding/team.h"
 #include "ops/gemm/few_rows.h"
+#include "ops/moments.h"
 #include "ops/training/activations.h"
 
 namespace workhorse::step {
@@ -184,20 +184,9 @@ struct Pass {
     for (int64_t part = 0; part < width(now.to); part += n) {
       const T* const x = row(now.from, r) + part;
       T* const y = row(now.to, r) + part;
-      float mean = 0;
-      if (how & kCentred) {
-        Sum total;
-        each(n, [&]<class V>(V, int64_t j) { total += read<V>(x + j); });
-        mean = total / n;
-      }
-      Sum squares;
+      const Moments of_part = moments(n, x, eps, how & kCentred);
       each(n, [&]<class V>(V, int64_t j) {
-        const V centred = read<V>(x + j) - mean;
-        squares += centred * centred;
-      });
-      const float factor = 1.0f / std::sqrt(squares / n + eps);
-      each(n, [&]<class V>(V, int64_t j) {
-        V normal = (read<V>(x + j) - mean) * factor;
+        V normal = (read<V>(x + j) - of_part.mean) * of_part.scale;
         if (how & kRoundedNormal) normal = held_by<T>(normal);
         if (gain) {
           const V by = read<V>(gain + j) + offset;

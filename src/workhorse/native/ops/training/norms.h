@@ -1,10 +1,9 @@
 // Norms of a training step, with one pass forwards and one backwards.
 #pragma once
 
-#include <cmath>
 #include <cstdint>
 
-#include "simd/elementwise.h"
+#include "ops/moments.h"
 
 namespace workhorse::norms {
 
@@ -13,33 +12,17 @@ void add_row(int64_t width, const T* a, const T* b, T* sum) {
   each(width, [=]<class V>(V, int64_t i) { write(sum + i, read<V>(a + i) + read<V>(b + i)); });
 }
 
-// The shift and scale of a row: (x - mean) · scale.
-struct Moments {
-  float mean, scale;
-};
-
 // y = (x - mean) · scale · gain + shift for one row. LayerNorm is Centred, RMSNorm keeps the mean at 0.
 // One that is Rounded multiplies by the gain what T has of the rest.
 template <bool Centred, bool Rounded, class T>
 Moments forward(int64_t width, const T* x, const float* gain, const float* shift, float eps, T* y) {
-  float mean = 0;
-  if constexpr (Centred) {
-    Sum total;
-    each(width, [&]<class V>(V, int64_t i) { total += read<V>(x + i); });
-    mean = total / width;
-  }
-  Sum squares;
-  each(width, [&]<class V>(V, int64_t i) {
-    const V centred = read<V>(x + i) - mean;
-    squares += centred * centred;
-  });
-  const float scale = 1.0f / std::sqrt(squares / width + eps);
+  const Moments row = moments(width, x, eps, Centred);
   each(width, [=]<class V>(V, int64_t i) {
-    V normal = (read<V>(x + i) - mean) * scale;
+    V normal = (read<V>(x + i) - row.mean) * row.scale;
     if constexpr (Rounded) normal = held_by<T>(normal);
     write(y + i, normal * read<V>(gain + i) + read<V>(shift + i));
   });
-  return {mean, scale};
+  return row;
 }
 
 // The gradient of one row; those of gain and shift are added to sums over rows.

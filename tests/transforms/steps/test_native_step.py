@@ -314,6 +314,19 @@ def test_a_decoder_may_be_cast_after_its_first_step(dtype: torch.dtype) -> None:
         assert error(cast.to(first.dtype), first) <= 2e-3
 
 
+def test_one_layer_that_is_cast_is_computed_by_its_modules(calls: list[tuple[int, ...]]) -> None:
+    decoder = quick(built())
+    tokens = torch.randint(0, 61, (1, 8))
+    expected = along(decoder, tokens[:, :3], tokens)
+    made = len(calls)
+    decoder.layers[1].to(torch.float64)
+    with pytest.raises(RuntimeError, match="dtype"):  # PyTorch's, of the first product
+        along(decoder, tokens[:, :3], tokens)
+    assert len(calls) == made
+    decoder.layers[1].to(torch.float32)
+    assert torch.equal(along(decoder, tokens[:, :3], tokens), expected)
+
+
 def test_a_decoder_with_hooks_calls_its_modules(calls: list[tuple[int, ...]]) -> None:
     decoder = quick(built())
     tokens = torch.randint(0, 61, (1, 8))
@@ -353,7 +366,7 @@ def test_a_pickled_decoder_steps_in_another_process(tmp_path: Path) -> None:
     (tmp_path / "pickled").write_bytes(pickle.dumps((decoder, tokens)))
     code = """
 import pickle, sys, torch
-from tests.transforms.test_native_step import along
+from tests.transforms.steps.test_native_step import along
 decoder, tokens = pickle.load(open(sys.argv[1], "rb"))
 torch.save(along(decoder, tokens[:, :3], tokens), sys.argv[2])
 """

@@ -1,0 +1,33 @@
+// The mean of a row of numbers, and the scale that brings what is left of it to a mean square of 1.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+
+#include "simd/elementwise.h"
+
+namespace workhorse {
+
+// A row's norm is (x - mean) · scale.
+struct Moments {
+  float mean, scale;
+};
+
+// Of `width` numbers; the mean of a row that is not `centred`, as in RMSNorm, is 0.
+template <class T>
+Moments moments(int64_t width, const T* x, float eps, bool centred) {
+  float mean = 0;
+  if (centred) {
+    Sum total;
+    each(width, [&]<class V>(V, int64_t i) { total += read<V>(x + i); });
+    mean = total / width;
+  }
+  Sum squares;
+  each(width, [&]<class V>(V, int64_t i) {
+    const V deviation = read<V>(x + i) - mean;
+    squares += deviation * deviation;
+  });
+  return {mean, 1.0f / std::sqrt(squares / width + eps)};
+}
+
+}  // namespace workhorse

@@ -67,7 +67,7 @@ def main(name: str, cases: Cases, options: argparse.Namespace) -> None:
     }
     if options.against and options.save:
         sys.exit("--save keeps the rows of RESULTS.md, which have no other checkout; leave it out")
-    if options.against and not (options.against / "benchmarks" / "worker.py").is_file():
+    if options.against and not (options.against / "benchmarks" / "harness" / "worker.py").is_file():
         sys.exit(f"--against {options.against} is not a checkout of this project; give its folder")
     results = []
     for case in chosen(cases(options), options.only, options.against):

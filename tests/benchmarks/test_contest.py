@@ -139,6 +139,7 @@ def test_a_contestant_runs_the_code_of_its_checkout(tmp_path):
         (["--against", "nowhere"], "--against nowhere is not a checkout of this project"),
         (["--against", "nowhere", "--save"], "--save keeps the rows of RESULTS.md"),
         (["--only", "Nobody"], "no contestant is left; leave out --only"),
+        (["--only", "Nobody", "--against", "."], "no contestant is left; leave out --only"),
     ],
 )
 def test_nothing_to_measure(options, message, monkeypatch):

@@ -119,7 +119,9 @@ def test_rounding_depends_on_the_inner_size_alone(dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("biased", [False, True])
-@pytest.mark.parametrize(("inner", "columns"), [(64, 61), (2048, 150), (5632, 12), (1537, 300)])
+@pytest.mark.parametrize(
+    ("inner", "columns"), [(64, 61), (770, 61), (2048, 150), (5632, 12), (1537, 300)]
+)
 def test_few_rows_have_the_bits_of_many(
     inner: int, columns: int, biased: bool, dtype: torch.dtype
 ) -> None:

@@ -107,7 +107,7 @@ void multiply(const Given& given, const std::vector<linear::Layer<T>>& layers) {
     }
 #endif
   const linear::Rows<T> all{x, rows, in};
-  in_blocks(layers, linear::kOut, in * linear::kOut * sizeof(T),
+  in_blocks(layers, linear::kTogether, in * linear::kTogether * sizeof(T),
             [&](const linear::Layer<T>& layer, int64_t begin, int64_t end) { all.run(layer, begin, end); });
 }
 

@@ -1,8 +1,8 @@
 // y = x Wᵀ + b for few rows of x, with W as `nn.Linear` holds it: dot products of rows.
 //
-// For one row it takes as long as reading W: four rows of W are read in parallel while the same columns of
-// the next four are prefetched. Four rows of x are multiplied while a part of W is in registers, and further
-// ones while it is in the L1 cache; long rows are cut for that, and sums kept from one cut to the next.
+// For one row it takes as long as reading W: row by row, or where memory is faster so four rows in parallel, while
+// what comes next is prefetched. Four rows of x are multiplied while a part of W is in registers, and further ones
+// while it is in the L1 cache; long rows are cut for that, and sums kept from one cut to the next.
 // How a number is rounded depends on the length of its sum alone.
 #pragma once
 
@@ -14,11 +14,13 @@
 
 namespace workhorse::linear {
 
-constexpr int kOut = 4;            // rows of W side by side
-constexpr int kRows = 4;           // rows of x at a time
-constexpr int64_t kTall = 64;      // rows of W that all rows of x are multiplied by before the next
-constexpr int64_t kPanel = 64;     // rows of x at a time, whose sums are kept from one cut to the next
-constexpr int64_t kCut = 1 << 12;  // bytes of a cut of a row: four of W and four of x fit into L1
+constexpr int kOut = 4;              // rows of W side by side
+constexpr int kRows = 4;             // rows of x at a time
+constexpr int kTogether = 16;        // rows of W whose totals are rounded together, where x has one row
+constexpr int64_t kTall = 64;        // rows of W that all rows of x are multiplied by before the next
+constexpr int64_t kPanel = 64;       // rows of x at a time, whose sums are kept from one cut to the next
+constexpr int64_t kAhead = 1 << 13;  // bytes of W to ask for before they are read, where it is read row by row
+constexpr int64_t kCut = 1 << 12;    // bytes of a cut of a row: four of W and four of x fit into L1
 
 // What x is multiplied with, and where the product goes.
 template <class T>
@@ -39,7 +41,9 @@ struct Rows {
       const int64_t until = std::min(begin + kTall, end);
       for (int64_t r = 0; r < rows; r += kPanel) {
         int64_t o = begin;
-        if (rows > 1 || reads_several())
+        if (rows == 1 && !reads_several())
+          for (; o + kTogether <= until; o += kTogether) one_by_one(layer, o);
+        else
           for (; o + kOut <= until; o += kOut) block<kOut>(layer, o, r, std::min(r + kPanel, rows));
         for (; o < until; o++) block<1>(layer, o, r, std::min(r + kPanel, rows));
       }
@@ -59,6 +63,23 @@ struct Rows {
 #else
     return true;
 #endif
+  }
+
+  // Outputs `o` to `o + kTogether` for the only row of x.
+  void one_by_one(const Layer<T>& layer, int64_t o) const {
+    constexpr int step = Dot<T>::step;
+    constexpr int64_t ahead = kAhead / sizeof(T);
+    F32x16 acc[kTogether];
+    const T* w = layer.weight + o * in;
+    for (int i = 0; i < kTogether; i++, w += in) {
+      F32x16 partial{};
+      for (int64_t k = 0; k + step <= in; k += step) {
+        expect(w + k + ahead);
+        partial = Dot<T>::add(partial, w + k, x + k);
+      }
+      acc[i] = partial;
+    }
+    finish<kTogether, 1>(layer, o, 0, acc, in / step * step);
   }
 
   // Outputs `o` to `o + O` for rows `first` to `last` of x.
@@ -106,7 +127,7 @@ struct Rows {
   void finish(const Layer<T>& layer, int64_t o, int64_t r, const F32x16 (&acc)[R * O], int64_t k) const {
     const T *w = layer.weight + o * in, *xs = x + r * in;
     if constexpr (O * R == 16)
-      put(layer, o, r, sums(acc), w, xs, k);
+      put<O>(layer, o, r, sums(acc), w, xs, k);
     else
       for (int n = 0; n < O * R; n++) {
         const int i = n % O, j = n / O;
@@ -116,19 +137,20 @@ struct Rows {
       }
   }
 
-  // Four totals for each of four rows of y, rounded together.
+  // `O` totals for each of one or more rows of y, rounded together.
+  template <int O>
   void put(const Layer<T>& layer, int64_t o, int64_t r, F32x16 totals, const T* w, const T* xs, int64_t k) const {
-    float more[kRows * kOut];
+    float more[16];
     const auto add = [&](auto number) {
-      for (int n = 0; n < kRows * kOut; n++) more[n] = number(n % kOut, n / kOut);
+      for (int n = 0; n < 16; n++) more[n] = number(n % O, n / O);
       totals += load<F32x16>(more);
     };
     if (k < in) add([&](int i, int j) { return tail(w + i * in, xs + j * in, k); });
     if (layer.bias) add([&](int i, int) { return to_float(layer.bias[o + i]); });
-    T rows[kRows * kOut];
-    if constexpr (sizeof(T) == sizeof(float)) workhorse::put(rows, totals);
-    else workhorse::put(rows, convert<U16x16>(rounded<U32x16>(totals)));
-    for (int j = 0; j < kRows; j++) std::copy_n(rows + j * kOut, kOut, layer.y + (r + j) * layer.out + o);
+    T numbers[16];
+    if constexpr (sizeof(T) == sizeof(float)) workhorse::put(numbers, totals);
+    else workhorse::put(numbers, convert<U16x16>(rounded<U32x16>(totals)));
+    for (int j = 0; j < 16 / O; j++) std::copy_n(numbers + j * O, O, layer.y + (r + j) * layer.out + o);
   }
 
   float tail(const T* w, const T* xs, int64_t k) const {

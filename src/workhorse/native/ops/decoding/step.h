@@ -225,7 +225,7 @@ struct Pass {
   template <class Divide>
   void linear(const Instruction& now, int64_t rows, const Divide& divide) const {
     const int64_t in = width(now.from), out = now.options[0];
-    const int64_t size = std::max<int64_t>(1, kUnitBytes / (in * sizeof(T)) / linear::kOut) * linear::kOut;
+    const int64_t size = std::max<int64_t>(1, kUnitBytes / (in * sizeof(T)) / linear::kTogether) * linear::kTogether;
     const linear::Layer<T> layer{weight<T>(now.weight), weight<T>(now.bias), row(now.to, 0), out};
     const linear::Rows<T> all{row(now.from, 0), rows, in};
     divide((out + size - 1) / size,

@@ -1,7 +1,8 @@
 // The product of a few rows and a weight that is read where it lies.
 //
-// C = A Wᵀ + bias. To put W in order takes as long as its product with some fifty rows. Here its words are broadcast
-// from memory, and A, which is small, is put in order instead. Every number of C has the bits that `Product` gives it.
+// C = A Wᵀ + bias. To put W in order takes as long as its product with some fifty rows (a dozen without AVX512-BF16).
+// Here its words are broadcast from memory, and A, which is small, is put in order instead. Every number of C has the
+// bits that `Product` gives it.
 #pragma once
 
 #include "ops/gemm/vectors.h"
@@ -18,8 +19,8 @@ struct FewRows {
 
   static constexpr int64_t kMost = 256;  // rows; for more, `Product` is as fast
 
-  // Whether W's words can be read where they lie.
-  static bool suits(int64_t k) { return kOfWord<T> == sizeof(Word) / sizeof(T) && k % kOfWord<T> == 0; }
+  // Whether W can be read where it lies, in whole words of memory.
+  static bool suits(int64_t k) { return k % kInMemory == 0 && part_of<T>(k) % kInMemory == 0; }
 
   // The words of memory that `pack` and `run` need.
   int64_t room() const { return panels() * kWide * (words<T>(k) + kColumns); }
@@ -43,7 +44,9 @@ struct FewRows {
   }
 
  private:
-  static constexpr int64_t kColumns = 11 * kHigh;  // between which parts of k are added up
+  static constexpr int64_t kColumns = 11 * kHigh;             // between which parts of k are added up
+  static constexpr int kInMemory = sizeof(Word) / sizeof(T);  // numbers of a word of W
+  static constexpr int kApart = kInMemory / kOfWord<T>;       // steps in which they are multiplied
 
   int64_t panels() const { return (rows + kWide - 1) / kWide; }
 
@@ -69,20 +72,29 @@ struct FewRows {
   // Adds the products of kHigh rows of W and a panel of A; with `Ahead` it asks for the next rows of W meanwhile.
   template <bool Ahead>
   void multiply(const Word* rows_of_w, const Word* panel, int64_t depth, Sums& sums) const {
-    const int64_t row = k / kOfWord<T>;
-    for (int64_t d = 0; d < depth; d++, panel += kWide) {
+    const int64_t row = k / kInMemory;
+    for (int64_t d = 0; d < depth / kApart; d++) {
       if (Ahead && d % 16 == 0)
         for (int i = 0; i < kHigh; i++) expect(rows_of_w + (kHigh + i) * row + d);
-      U32x16 words[kVectors];
 #pragma GCC unroll 2
-      for (int l = 0; l < kVectors; l++) words[l] = load<U32x16>(panel + 16 * l);
+      for (int step = 0; step < kApart; step++, panel += kWide) {
+        U32x16 words[kVectors];
+#pragma GCC unroll 2
+        for (int l = 0; l < kVectors; l++) words[l] = load<U32x16>(panel + 16 * l);
 #pragma GCC unroll 12
-      for (int i = 0; i < kHigh; i++) {
-        const Word one = rows_of_w[i * row + d];
+        for (int i = 0; i < kHigh; i++) {
+          const auto one = factor(rows_of_w[i * row + d], step);
 #pragma GCC unroll 2
-        for (int l = 0; l < kVectors; l++) sums[i][l] = add_product<T>(sums[i][l], one, words[l]);
+          for (int l = 0; l < kVectors; l++) sums[i][l] = add_product<T>(sums[i][l], one, words[l]);
+        }
       }
     }
+  }
+
+  // What a word of W multiplies by in a step: all of it, or one of its two numbers, which vectors widen.
+  static auto factor(Word all, int step) {
+    if constexpr (kApart == 1) return all;
+    else return step == 0 ? (U32x16{} + all) << 16 : (U32x16{} + all) & 0xffff0000;
   }
 
   // Writes sums of kHigh columns, from column j on, by kWide rows, from row r on.

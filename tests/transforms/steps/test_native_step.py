@@ -314,17 +314,19 @@ def test_a_decoder_may_be_cast_after_its_first_step(dtype: torch.dtype) -> None:
         assert error(cast.to(first.dtype), first) <= 2e-3
 
 
-def test_one_layer_that_is_cast_is_computed_by_its_modules(calls: list[tuple[int, ...]]) -> None:
+@torch.no_grad()
+def test_a_decoder_of_which_one_layer_is_cast_is_refused() -> None:
     decoder = quick(built())
-    tokens = torch.randint(0, 61, (1, 8))
-    expected = along(decoder, tokens[:, :3], tokens)
-    made = len(calls)
+    token = torch.tensor([[5]])
+    cache = paged(decoder, 1, 8)
+    decoder(token, cache=cache)
     decoder.layers[1].to(torch.float64)
-    with pytest.raises(RuntimeError, match="dtype"):  # PyTorch's, of the first product
-        along(decoder, tokens[:, :3], tokens)
-    assert len(calls) == made
+    with pytest.raises(WorkhorseError, match=r"a part of the decoder was cast .*; cast all of it"):
+        decoder(token, cache=cache)
     decoder.layers[1].to(torch.float32)
-    assert torch.equal(along(decoder, tokens[:, :3], tokens), expected)
+    again, other = quick(built()), paged(decoder, 1, 8)
+    again(token, cache=other)
+    assert torch.equal(decoder(token, cache=cache), again(token, cache=other))
 
 
 def test_a_decoder_with_hooks_calls_its_modules(calls: list[tuple[int, ...]]) -> None:

@@ -13,6 +13,7 @@ from contextlib import suppress
 import torch
 from torch import Tensor
 
+from workhorse.errors import WorkhorseError
 from workhorse.native import Operators, Steps
 from workhorse.nn import Decoder
 from workhorse.nn.cache.fixed import tensors_of
@@ -170,6 +171,8 @@ class SteppingDecoder(Decoder):
             )
         except RuntimeError:
             look_up(self.embedding.tokens, tokens)  # says so if an id is out of range
+            assert self.translated is not None
+            self.translated.check_dtypes()
             raise
         view.lengths = view.lengths + seq
         view.advance(seq)
@@ -194,8 +197,18 @@ class Translated:
         self.dtypes = self._dtypes()
 
     def holds(self) -> bool:
-        """Whether nothing was replaced or cast since then; weights are read anew in every step."""
-        return self.held.unchanged and self.dtypes == self._dtypes()
+        """Whether nothing was replaced since then; weights are read anew in every step."""
+        program = self.program
+        return self.held.unchanged and (
+            program is None or program.weights[0].dtype == program.dtype
+        )
+
+    def check_dtypes(self) -> None:
+        """Refuse a decoder of which a part was cast, and the first weight was not."""
+        if self.dtypes != self._dtypes():
+            raise WorkhorseError(
+                "a part of the decoder was cast to another dtype after a step; cast all of it"
+            )
 
     def _dtypes(self) -> list[torch.dtype]:
         return [] if self.program is None else [one.dtype for one in self.program.weights]

@@ -1,6 +1,7 @@
 """A whole decoding step as one operator; see `ops/decoding/step.h`."""
 
 import functools
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum, IntFlag
@@ -32,6 +33,11 @@ class Op(IntEnum):
     ATTEND = 11
     LAST = 12
 
+    @property
+    def goes_by_rows(self) -> bool:
+        """Whether each row is computed from the same row of what is read."""
+        return self not in (Op.LINEAR, Op.PACKED_LINEAR, Op.ATTEND, Op.LAST)
+
 
 class NormFlag(IntFlag):
     """How a norm computes."""
@@ -52,6 +58,22 @@ ACTIVATIONS: tuple[ActivationName, ...] = get_args(ActivationName)
 """In the order of their numbers."""
 
 
+class KeptWeights:
+    """Weights that instructions name by number, handed to the operator once for all steps.
+
+    They may change in place, and get other storage. A copy keeps copies of them.
+    """
+
+    def __init__(self, steps: "Steps", weights: Sequence[Tensor]) -> None:
+        self._made_of = steps, tuple(weights)
+        self.number: int = torch.ops.workhorse.keep_weights.default(list(weights))
+        drop = torch.ops.workhorse.drop_weights.default
+        weakref.finalize(self, drop, self.number).atexit = False
+
+    def __reduce__(self) -> "tuple[type[KeptWeights], tuple[Steps, tuple[Tensor, ...]]]":
+        return KeptWeights, self._made_of
+
+
 @dataclass(frozen=True)
 class Steps:
     """The operator; an instance exists only if it can be called."""
@@ -59,12 +81,16 @@ class Steps:
     def __reduce__(self) -> build.Reduced:
         return build.loading(load)
 
+    def keep(self, weights: Sequence[Tensor]) -> KeptWeights:
+        """What `run` takes for weights, contiguous on the CPU."""
+        return KeptWeights(self, weights)
+
     def run(
         self,
-        program: Int64[Tensor, "instructions 11"],
+        program: Int64[Tensor, "instructions 12"],
         numbers: Float64[Tensor, "instructions 2"],
         registers: Int64[Tensor, "registers 2"],
-        weights: Sequence[Tensor],
+        weights: KeptWeights,
         *,
         angles: Sequence[Tensor],
         tokens: Int64[Tensor, "batch seq"],
@@ -80,11 +106,11 @@ class Steps:
         """The logits of the last `wanted` tokens of each text; their keys and values are stored.
 
         Args:
-            program: the instructions, each with its op, whether it waits, registers, weights and
-                options.
+            program: the instructions, each with its op, whether it waits, whether it joins the one
+                before it, registers, weights and options.
             numbers: two for each instruction.
             registers: the width of each, and whether it is packed; the first one is the logits.
-            weights: what instructions name by number, contiguous on the CPU.
+            weights: what instructions name by number.
             angles: cosines and sines of each rotation in turn, (positions, pairs).
             tokens: to read.
             lengths: tokens that each text holds already.
@@ -101,7 +127,7 @@ class Steps:
             program,
             numbers,
             registers,
-            list(weights),
+            weights.number,
             list(angles),
             tokens,
             lengths,

@@ -1,5 +1,7 @@
 """A step in one native call gives the logits of the modules, and leaves the cache as they do."""
 
+import copy
+import gc
 import pickle
 import subprocess
 import sys
@@ -140,7 +142,7 @@ def test_steps_of_model_types(model_type: str) -> None:
     assert error(along(stepping, prompts, tokens), along(plain, prompts, tokens)) <= 1e-5
     along(stepping, prompts, tokens[:1])  # on the matrix unit a native step has one row
     assert stepping.translated is not None
-    assert (stepping.translated.program is not None) == (model_type in TRANSLATED)
+    assert (stepping.translated.runnable is not None) == (model_type in TRANSLATED)
 
 
 @pytest.mark.parametrize("length", [40, 300])  # the second passes the angles made at first
@@ -239,8 +241,12 @@ def test_weights_may_change_in_place() -> None:
             decoder.embedding.tokens, "weight", other.embedding.tokens.weight
         ),
         lambda decoder, other: setattr(decoder.layers[1], "attention", other.layers[1].attention),
+        lambda decoder, other: [
+            setattr(mine, "data", its.data.clone())
+            for mine, its in zip(decoder.parameters(), other.parameters(), strict=True)
+        ],
     ],
-    ids=["all weights", "a weight", "a module"],
+    ids=["all weights", "a weight", "a module", "what weights are stored in"],
 )
 def test_what_is_replaced_is_noticed(replace: Callable[[Any, Any], object]) -> None:
     plain, decoder, other = built(), quick(built()), quick(built(seed=1))
@@ -280,7 +286,7 @@ def test_several_threads_may_be_the_first(calls: list[tuple[int, ...]]) -> None:
         futures = [threads.submit(texts, decoder, 1, 6) for _ in range(4)]
         assert [one.result() for one in futures] == [expected] * 4
     assert decoder.translated is not None
-    assert decoder.translated.program is not None
+    assert decoder.translated.runnable is not None
     assert calls
 
 
@@ -375,6 +381,23 @@ torch.save(along(decoder, tokens[:, :3], tokens), sys.argv[2])
     command = [sys.executable, "-c", code, str(tmp_path / "pickled"), str(tmp_path / "there")]
     subprocess.run(command, check=True)
     assert torch.equal(torch.load(tmp_path / "there"), here)
+
+
+def test_a_copy_outlives_what_it_was_copied_from() -> None:
+    decoder, tokens = quick(built()), torch.randint(0, 61, (1, 8))
+    expected = along(decoder, tokens[:, :3], tokens)
+    assert decoder.translated is not None
+    assert decoder.translated.runnable is not None
+    gone = decoder.translated.runnable.weights.number
+    copied = copy.deepcopy(decoder)
+    del decoder
+    gc.collect()
+    assert torch.equal(along(copied, tokens[:, :3], tokens), expected)
+    assert copied.translated is not None
+    assert copied.translated.runnable is not None
+    copied.translated.runnable.weights.number = gone
+    with pytest.raises(RuntimeError, match=f"no weights are kept as number {gone}"):
+        along(copied, tokens[:, :3], tokens)
 
 
 def test_exact_texts_do_not_depend_on_how_much_of_a_prompt_is_known() -> None:

@@ -7,7 +7,9 @@
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
 
+#include <map>
 #include <memory>
+#include <mutex>
 #include <vector>
 
 #include "ops/decoding/step.h"
@@ -28,10 +30,48 @@ const int64_t* whole(const Tensor& x, int64_t dim, const char* name) {
   return static_cast<const int64_t*>(x.const_data_ptr());
 }
 
+using Weights = std::vector<Tensor>;
+
+// The weights of programs, by number. PyTorch takes half a microsecond to hand over a tensor, a tenth of a small
+// model's step for all of them.
+class KeptWeights {
+ public:
+  int64_t keep(Weights weights) {
+    const std::lock_guard lock(mutex_);
+    kept_[++last_] = std::make_shared<const Weights>(std::move(weights));
+    return last_;
+  }
+
+  void drop(int64_t number) {
+    const std::lock_guard lock(mutex_);
+    kept_.erase(number);
+  }
+
+  std::shared_ptr<const Weights> at(int64_t number) const {
+    const std::lock_guard lock(mutex_);
+    const auto found = kept_.find(number);
+    STD_TORCH_CHECK(found != kept_.end(), "workhorse: no weights are kept as number ", number);
+    return found->second;
+  }
+
+ private:
+  mutable std::mutex mutex_;
+  std::map<int64_t, std::shared_ptr<const Weights>> kept_;
+  int64_t last_ = 0;
+};
+
+KeptWeights& kept_weights() {
+  static KeptWeights& all = *new KeptWeights;  // never destroyed, since PyTorch may be gone by then
+  return all;
+}
+
+int64_t keep_weights(const Weights& weights) { return kept_weights().keep(weights); }
+void drop_weights(int64_t number) { kept_weights().drop(number); }
+
 template <class T>
 class Prepared {
  public:
-  Prepared(const Tensor& program, const Tensor& numbers, const Tensor& registers, const std::vector<Tensor>& weights,
+  Prepared(const Tensor& program, const Tensor& numbers, const Tensor& registers, const Weights& weights,
            const std::vector<Tensor>& angles, const Tensor& tokens, const Tensor& lengths,
            const std::vector<Tensor>& tables, const std::vector<Tensor>& keys, const std::vector<Tensor>& values,
            const Tensor& reaches, int64_t few, int64_t wanted, const Tensor& logits, ScalarType type)
@@ -40,7 +80,7 @@ class Prepared {
     pass_.count = program.size(0);
     STD_TORCH_CHECK(program.size(1) * sizeof(int64_t) == sizeof(Instruction) && numbers.is_contiguous() &&
                         numbers.scalar_type() == ScalarType::Double && numbers.numel() == 2 * pass_.count,
-                    "workhorse: a program has eleven integers and two numbers for each instruction");
+                    "workhorse: a program has twelve integers and two numbers for each instruction");
     pass_.numbers = static_cast<const double*>(numbers.const_data_ptr());
     pass_.tokens = whole(tokens, 2, "tokens");
     pass_.batch = tokens.size(0);
@@ -66,7 +106,12 @@ class Prepared {
     pass_.shares = std::clamp<int64_t>(worth, 1, torch::stable::get_num_threads());
     keep_angles(angles);
     allocate(whole(registers, 2, "registers"), registers.size(0), logits);
-    for (int64_t i = 0; i < pass_.count; i++) check(pass_.instructions[i]);
+    for (int64_t i = 0; i < pass_.count; i++) {
+      const Instruction* const now = pass_.instructions + i;
+      STD_TORCH_CHECK(!now->joins || (i > 0 && step::by_rows(now->op) && step::by_rows(now[-1].op)),
+                      "workhorse: an instruction that does not go by rows cannot join another");
+      check(*now);
+    }
   }
 
   void run() const {
@@ -76,7 +121,8 @@ class Prepared {
 
  private:
   step::Pass<T> pass_;
-  const std::vector<Tensor>&weights_, &angles_;
+  const Weights& weights_;
+  const std::vector<Tensor>& angles_;
   ScalarType type_;
   std::vector<int64_t> positions_, blocks_;
   std::unique_ptr<std::byte[]> scratch_;
@@ -207,8 +253,7 @@ class Prepared {
   }
 };
 
-Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& registers,
-                   const std::vector<Tensor>& weights, const std::vector<Tensor>& angles, const Tensor& tokens,
+Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& registers, int64_t weights, const std::vector<Tensor>& angles, const Tensor& tokens,
                    const Tensor& lengths, const std::vector<Tensor>& tables, const std::vector<Tensor>& keys,
                    const std::vector<Tensor>& values, const Tensor& reaches, int64_t few, int64_t wanted,
                    int64_t vocab) {
@@ -218,8 +263,9 @@ Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& r
   STD_TORCH_CHECK(registers.size(0) > 0 && whole(registers, 2, "registers")[0] == vocab,
                   "workhorse: the first register is for ", vocab, " logits");
   Tensor logits = torch::stable::new_empty(keys[0], {tokens.size(0), wanted, vocab});
+  const std::shared_ptr<const Weights> kept = kept_weights().at(weights);
   const auto run = [&]<class T>(T) {
-    Prepared<T>(program, numbers, registers, weights, angles, tokens, lengths, tables, keys, values, reaches, few,
+    Prepared<T>(program, numbers, registers, *kept, angles, tokens, lengths, tables, keys, values, reaches, few,
                 wanted, logits, type)
         .run();
   };
@@ -234,9 +280,16 @@ Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& r
 
 STABLE_TORCH_LIBRARY_FRAGMENT(workhorse, m) {
   m.def(
-      "decode_step(Tensor program, Tensor numbers, Tensor registers, Tensor[] weights, Tensor[] angles, Tensor "
+      "decode_step(Tensor program, Tensor numbers, Tensor registers, int weights, Tensor[] angles, Tensor "
       "tokens, Tensor lengths, Tensor[] tables, Tensor(a!)[] keys, Tensor(b!)[] values, Tensor reaches, int few, "
       "int wanted, int vocab) -> Tensor");
+  m.def("keep_weights(Tensor[] weights) -> int");
+  m.def("drop_weights(int number) -> ()");
+}
+
+STABLE_TORCH_LIBRARY_IMPL(workhorse, CompositeExplicitAutograd, m) {
+  m.impl("keep_weights", TORCH_BOX(&workhorse::bindings::keep_weights));
+  m.impl("drop_weights", TORCH_BOX(&workhorse::bindings::drop_weights));
 }
 
 STABLE_TORCH_LIBRARY_IMPL(workhorse, CPU, m) {

@@ -9,12 +9,14 @@ has no instruction for, they do it themselves.
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
 from workhorse.native import Operators, Steps
+from workhorse.native.steps import KeptWeights
 from workhorse.nn import Decoder
 from workhorse.nn.cache.fixed import tensors_of
 from workhorse.nn.cache.paged_view import PagedView
@@ -116,7 +118,7 @@ class SteppingDecoder(Decoder):
             return self._step(program, tokens, cache, tokens.shape[1])
         return super().forward(tokens, positions=positions, documents=documents, cache=cache)
 
-    def _program_for(self, tokens: Tensor, cache: CacheView | None) -> Program | None:
+    def _program_for(self, tokens: Tensor, cache: CacheView | None) -> "Runnable | None":
         """The program, if this pass is a step that it can take."""
         if not isinstance(cache, PagedView) or torch.is_grad_enabled():
             return None
@@ -131,15 +133,16 @@ class SteppingDecoder(Decoder):
             return None
         return None if self.watch.sees_hooks else self._translated_program()
 
-    def _translated_program(self) -> Program | None:
+    def _translated_program(self) -> "Runnable | None":
         """The program of the modules and weights that it has now."""
         known = self.translated
         if known is None or not known.holds():
             with _TRANSLATING:  # it is run with hooks, which other threads do not mind
                 known = self.translated = Translated(self)
-        return known.program
+        return known.runnable
 
-    def _step(self, program: Program, tokens: Tensor, view: PagedView, wanted: int) -> Tensor:
+    def _step(self, runnable: "Runnable", tokens: Tensor, view: PagedView, wanted: int) -> Tensor:
+        program, weights = runnable
         rows, seq = tokens.shape
         view.reserve([seq] * rows)
         for store, (heads, *widths) in zip(view.cache.stores, program.layers, strict=True):
@@ -157,7 +160,7 @@ class SteppingDecoder(Decoder):
                 program.instructions,
                 program.numbers,
                 program.registers,
-                program.weights,
+                weights,
                 angles=self.angles.upto(view.length + seq, program.turns),
                 tokens=tokens.contiguous(),
                 lengths=tensors.lengths,
@@ -182,26 +185,36 @@ class SteppingDecoder(Decoder):
 _TRANSLATING = threading.Lock()
 
 
+class Runnable(NamedTuple):
+    """What a native step needs of a decoder."""
+
+    program: Program
+    weights: KeptWeights
+
+
 class Translated:
     """What `translate` makes of a decoder, as long as its modules and weights are the same objects.
 
     Attributes:
-        program: None if it computes something that has no instruction.
+        runnable: None if it computes something that has no instruction.
     """
 
-    def __init__(self, decoder: Decoder) -> None:
+    def __init__(self, decoder: SteppingDecoder) -> None:
         self.held = Held(decoder)
-        self.program: Program | None = None
+        self.runnable: Runnable | None = None
         with suppress(CannotTranslate):
-            self.program = translate(decoder)
+            program = translate(decoder)
+            self.runnable = Runnable(program, decoder.steps.keep(program.weights))
         self.dtypes = self._dtypes()
 
     def holds(self) -> bool:
         """Whether nothing was replaced since then; weights are read anew in every step."""
-        program = self.program
-        return self.held.unchanged and (
-            program is None or program.weights[0].dtype == program.dtype
-        )
+        if not self.held.unchanged:
+            return False
+        if self.runnable is None:
+            return True
+        program = self.runnable.program
+        return program.weights[0].dtype == program.dtype
 
     def check_dtypes(self) -> None:
         """Refuse a decoder of which a part was cast, and the first weight was not."""
@@ -211,7 +224,8 @@ class Translated:
             )
 
     def _dtypes(self) -> list[torch.dtype]:
-        return [] if self.program is None else [one.dtype for one in self.program.weights]
+        weights = () if self.runnable is None else self.runnable.program.weights
+        return [one.dtype for one in weights]
 
 
 class SteppingCompiledDecoder(SteppingDecoder, CompiledDecoder):

@@ -1,7 +1,7 @@
 """A step's program under construction: instructions, registers and barriers."""
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -57,12 +57,32 @@ class Register(NamedTuple):
 
 NOWHERE = Register(-1, 0)
 
+_WAITS, _TO = 1, 3
+"""Where an instruction has them."""
+
+
+@dataclass
+class _Uses:
+    """Registers that instructions write and read."""
+
+    written: set[Register] = field(default_factory=set[Register])
+    read: set[Register] = field(default_factory=set[Register])
+
+    def add(self, other: "_Uses") -> None:
+        self.written |= other.written
+        self.read |= other.read
+
+    def conflicts(self, later: "_Uses") -> bool:
+        """Whether instructions with `later` uses must wait for these."""
+        return bool(self.written & (later.written | later.read) or self.read & later.written)
+
 
 class Writer:
     """Writes a program, instruction by instruction.
 
-    A register that was released is used again. An instruction waits for those before it if one of
-    them writes what it uses, or uses what it writes.
+    A register that was released is used again. An instruction that goes by rows joins the one
+    before it if that does too: both are done for a row, then for the next. Otherwise it waits, with
+    those that join it, if an instruction before them writes what they use, or uses what they write.
 
     Args:
         vocab_size: width of the logits, the first register.
@@ -77,12 +97,14 @@ class Writer:
         self._registers = [Register(0, vocab_size)]
         self._free: list[Register] = []
         self._packed: dict[Register, Register] = {}
+        self._goes_by_rows = False
+        self._first = 0
         self._weights: dict[int, Tensor] = {}
         self._turns: dict[RotationKey, None] = {}
         self._table_users: dict[int | None, int] = {}
         self._reaches: dict[tuple[int, int], None] = {}
-        self._written: set[Register] = set()
-        self._read: set[Register] = set()
+        self._joined = _Uses()  # by the last instruction and those that it joins
+        self._before = _Uses()  # since the last one that waits, but for those
 
     def write(
         self,
@@ -97,15 +119,21 @@ class Writer:
         numbers: Sequence[float] = (),
     ) -> Register:
         """Write an instruction (`ops/decoding/step.h`); returns the register of its result."""
-        read = {source, other} - {NOWHERE}
-        waits = op is Op.LAST or bool(self._written & {to, *read}) or to in self._read
-        if waits:
-            self._written, self._read = set(), set()
-        self._written.add(to)
-        self._read |= read
+        joins = op.goes_by_rows and self._goes_by_rows
+        if not joins:
+            self._before.add(self._joined)
+            self._joined = _Uses()
+            self._first = len(self._code)
+        self._goes_by_rows = op.goes_by_rows
+        uses = _Uses({to}, {source, other} - {NOWHERE} - self._joined.written)
+        waits = op is Op.LAST or self._before.conflicts(uses)
+        self._joined.add(uses)
         registers = [to.number, source.number, other.number]
         weights = [self.weight(weight), self.weight(bias)]
-        self._code.append([op, waits, *registers, *weights, *_filled(options, 4)])
+        self._code.append([op, 0, joins, *registers, *weights, *_filled(options, 4)])
+        if waits:
+            self._code[self._first][_WAITS] = 1
+            self._before = _Uses()
         self._numbers.append(_filled(numbers, 2))
         return to
 
@@ -155,7 +183,7 @@ class Writer:
 
     def program(self) -> Program:
         """What was written; the last instruction computes the logits."""
-        self._code[-1][2] = 0
+        self._code[-1][_TO] = 0
         return Program(
             torch.tensor(self._code),
             torch.tensor(self._numbers, dtype=torch.float64),

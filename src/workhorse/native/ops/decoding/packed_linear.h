@@ -63,10 +63,16 @@ struct Fixed {
   }
 };
 
+// Groups of x, one after the other.
+template <class T>
+void pack(const T* x, int64_t groups, Fixed* to) {
+  for (int64_t g = 0; g < groups; g++) to[g] = Fixed(x + g * kGroup);
+}
+
 template <int Bits>
 struct PackedWeight {
   static constexpr int bytes = kGroup * kLanes * Bits / 8;
-  static constexpr int ahead = 2048;  // how many bytes ahead codes are prefetched
+  static constexpr int ahead = 8192;  // how many bytes ahead codes are prefetched
 
   const uint8_t* codes;
   const BFloat16* scales;
@@ -99,8 +105,8 @@ struct PackedLinear {
 
   // Converts rows [begin, end) of x to integers.
   void pack(int64_t begin, int64_t end) const {
-    for (int64_t i = begin * weight.groups; i < end * weight.groups; i++)
-      fixed[i] = Fixed(x + i * kGroup);
+    const int64_t first = begin * weight.groups;
+    packed_linear::pack(x + first * kGroup, (end - begin) * weight.groups, fixed + first);
   }
 
   // Computes blocks [begin, end) of 16 outputs, for every row of x.

@@ -2,8 +2,8 @@
 //
 // Its values are registers, matrices with a row for each token; a packed one holds fixed-point numbers for products
 // with packed weights. An instruction reads and writes whole registers, and is divided among the threads by outputs
-// or by rows, so that no sum depends on how many there are. One with `waits` set is preceded by a barrier;
-// transforms/steps/program.py decides which need one.
+// or by rows, so that no sum depends on how many there are. One with `waits` set is preceded by a barrier; one with
+// `joins` set follows the one before it row by row, without. transforms/steps/program.py decides which are which.
 #pragma once
 
 #include <cstddef>
@@ -45,8 +45,13 @@ constexpr int64_t kInterleaved = 1, kInFloat32 = 2;
 
 struct Instruction {
   Op op;
-  int64_t waits, to, from, other, weight, bias, options[4];
+  int64_t waits, joins, to, from, other, weight, bias, options[4];
 };
+
+// Whether an instruction computes each row from the same row of what it reads.
+constexpr bool by_rows(Op op) {
+  return op != Op::kLinear && op != Op::kPackedLinear && op != Op::kAttend && op != Op::kLast;
+}
 
 struct Register {
   std::byte* at;
@@ -98,13 +103,19 @@ struct Pass {
   void run(Team& team, int64_t from, int64_t to) const {
     int64_t rows = batch * seq;
     int64_t in_order = -1;
-    for (int64_t i = 0; i < count; i++) {
+    for (int64_t i = 0, next; i < count; i = next) {
       const Instruction& now = instructions[i];
+      for (next = i + 1; next < count && instructions[next].joins;) next++;
       if (now.waits) team.wait(to - from);
       if (now.op == Op::kLast) rows = batch * wanted;
-      work(now, numbers + 2 * i, rows, in_order,
-           [&](int64_t units, const auto& unit) { team.divide(i, from, units, unit); });
-      if (now.to == in_order) in_order = -1;
+      const auto divide = [&](int64_t units, const auto& unit) { team.divide(i, from, units, unit); };
+      if (by_rows(now.op))
+        divide(rows, [&](int64_t r) {
+          for (int64_t j = i; j < next; j++) work_on_row(instructions[j], numbers + 2 * j, r);
+        });
+      else work_together(now, float(numbers[2 * i]), rows, in_order, divide);
+      for (int64_t j = i; j < next; j++)
+        if (instructions[j].to == in_order) in_order = -1;
     }
   }
 
@@ -115,66 +126,61 @@ struct Pass {
   T* row(int64_t reg, int64_t r) const {
     return (T*)registers[reg].at + r * registers[reg].width;
   }
+  packed_linear::Fixed* fixed(int64_t reg) const { return (packed_linear::Fixed*)registers[reg].at; }
   int64_t width(int64_t reg) const { return registers[reg].width; }
   template <class W>
   const W* weight(int64_t number) const {
     return number < 0 ? nullptr : static_cast<const W*>(weights[number]);
   }
 
+  void work_on_row(const Instruction& now, const double* number, int64_t r) const {
+    switch (now.op) {
+      case Op::kEmbed: return look_up(now, tokens[r], r);
+      case Op::kEmbedPosition: return look_up(now, positions[r] + now.options[0], r);
+      case Op::kScale: return scale(now, float(number[0]), r);
+      case Op::kAdd: return add(now, r);
+      case Op::kNorm: return norm(now, number, r);
+      case Op::kActivate: return activate(now, r);
+      case Op::kPack: return pack(now, r);
+      case Op::kRotate: return rotate(now, r);
+      case Op::kStore: return store(now, r);
+      default: return;
+    }
+  }
+
   // Divides an instruction into units by `divide(units, function of a unit)`. `in_order`: the register whose rows
   // this thread has put in order for gemms, or -1.
   template <class Divide>
-  void work(const Instruction& now, const double* number, int64_t rows, int64_t& in_order,
-            const Divide& divide) const {
+  void work_together(const Instruction& now, float number, int64_t rows, int64_t& in_order,
+                     const Divide& divide) const {
     switch (now.op) {
-      case Op::kEmbed:
-        return divide(rows, [&](int64_t r) { look_up(now, tokens[r], row(now.to, r)); });
-      case Op::kEmbedPosition:
-        return divide(rows, [&](int64_t r) { look_up(now, positions[r] + now.options[0], row(now.to, r)); });
-      case Op::kScale:
-        return divide(rows, [&](int64_t r) {
-          const T* const x = row(now.from, r);
-          T* const y = row(now.to, r);
-          const float by = float(number[0]);
-          each(width(now.to), [&]<class V>(V, int64_t j) { write(y + j, read<V>(x + j) * by); });
-        });
-      case Op::kAdd:
-        return divide(rows, [&](int64_t r) {
-          const T *a = row(now.from, r), *b = row(now.other, r);
-          T* const y = row(now.to, r);
-          each(width(now.to), [&]<class V>(V, int64_t j) { write(y + j, read<V>(a + j) + read<V>(b + j)); });
-        });
-      case Op::kNorm:
-        return divide(rows, [&](int64_t r) { norm(now, number, r); });
-      case Op::kActivate:
-        return divide(rows, [&](int64_t r) { activate(now, r); });
-      case Op::kLinear:
-        return rows > few ? gemm(now, rows, in_order, divide) : linear(now, rows, divide);
-      case Op::kPack:
+      case Op::kLinear: return rows > few ? gemm(now, rows, in_order, divide) : linear(now, rows, divide);
       case Op::kPackedLinear:
-        return packed(now, rows, divide);
-      case Op::kRotate:
-        return divide(rows, [&](int64_t r) {
-          for (int64_t h = 0; h < width(now.to); h += now.options[0]) rotate(now, positions[r], row(now.to, r) + h);
-        });
-      case Op::kStore:
-        return divide(rows, [&](int64_t r) {
-          const int64_t layer = now.options[0], table = now.options[1];
-          store(keys[layer], table, r, row(now.from, r));
-          store(values[layer], table, r, row(now.other, r));
-        });
-      case Op::kAttend:
-        return attend(now, float(number[0]), divide);
+        return now.options[2] < 0 ? packed<8>(now, rows, divide) : packed<4>(now, rows, divide);
+      case Op::kAttend: return attend(now, number, divide);
       case Op::kLast:
         return divide(rows, [&](int64_t r) {
           const int64_t of = r / wanted * seq + seq - wanted + r % wanted;
           std::copy_n(row(now.from, of), width(now.to), row(now.to, r));
         });
+      default: return;
     }
   }
 
-  void look_up(const Instruction& now, int64_t number, T* to) const {
-    std::copy_n(weight<T>(now.weight) + number * width(now.to), width(now.to), to);
+  void look_up(const Instruction& now, int64_t number, int64_t r) const {
+    std::copy_n(weight<T>(now.weight) + number * width(now.to), width(now.to), row(now.to, r));
+  }
+
+  void scale(const Instruction& now, float by, int64_t r) const {
+    const T* const x = row(now.from, r);
+    T* const y = row(now.to, r);
+    each(width(now.to), [&]<class V>(V, int64_t j) { write(y + j, read<V>(x + j) * by); });
+  }
+
+  void add(const Instruction& now, int64_t r) const {
+    const T *a = row(now.from, r), *b = row(now.other, r);
+    T* const y = row(now.to, r);
+    each(width(now.to), [&]<class V>(V, int64_t j) { write(y + j, read<V>(a + j) + read<V>(b + j)); });
   }
 
   void norm(const Instruction& now, const double* number, int64_t r) const {
@@ -256,27 +262,25 @@ struct Pass {
     });
   }
 
-  template <class Divide>
-  void packed(const Instruction& now, int64_t rows, const Divide& divide) const {
-    if (now.op == Op::kPackedLinear && now.options[2] >= 0) packed<4>(now, rows, divide);
-    else packed<8>(now, rows, divide);
+  void pack(const Instruction& now, int64_t r) const {
+    const int64_t groups = width(now.from) / packed_linear::kGroup;
+    packed_linear::pack(row(now.from, r), groups, fixed(now.to) + r * groups);
   }
 
-  // Packing does not depend on the bits of the weights that follow.
   template <int Bits, class Divide>
   void packed(const Instruction& now, int64_t rows, const Divide& divide) const {
     using namespace packed_linear;
-    const bool packs = now.op == Op::kPack;
     const int64_t groups = width(now.from) / kGroup, out = now.options[0], blocks = (out + kLanes - 1) / kLanes;
     const PackedWeight<Bits> codes{weight<uint8_t>(now.weight), weight<BFloat16>(now.options[1]),
                                    weight<uint8_t>(now.options[2]), groups};
-    const PackedLinear<Bits, T> product{codes, packs ? row(now.from, 0) : nullptr, weight<T>(now.bias),
-                                        packs ? nullptr : row(now.to, 0), rows, out,
-                                        (Fixed*)registers[packs ? now.to : now.from].at};
-    if (packs) return divide(rows, [&](int64_t r) { product.pack(r, r + 1); });
+    const PackedLinear<Bits, T> product{codes, nullptr, weight<T>(now.bias), row(now.to, 0), rows, out, fixed(now.from)};
     const int64_t size = std::max<int64_t>(1, kUnitBytes / (groups * codes.bytes));
     divide((blocks + size - 1) / size,
            [&](int64_t unit) { product.run(unit * size, std::min(blocks, (unit + 1) * size)); });
+  }
+
+  void rotate(const Instruction& now, int64_t r) const {
+    for (int64_t h = 0; h < width(now.to); h += now.options[0]) rotate(now, positions[r], row(now.to, r) + h);
   }
 
   // The pairs of a head, in place, in float32 or rounded to T after every operation.
@@ -297,6 +301,12 @@ struct Pass {
       rotate_by((const float*)by.cos, (const float*)by.sin, [](auto value) { return value; });
     else
       rotate_by((const T*)by.cos, (const T*)by.sin, [](auto value) { return held_by<T>(value); });
+  }
+
+  void store(const Instruction& now, int64_t r) const {
+    const int64_t layer = now.options[0], table = now.options[1];
+    store(keys[layer], table, r, row(now.from, r));
+    store(values[layer], table, r, row(now.other, r));
   }
 
   void store(const Stored<T>& to, int64_t table, int64_t r, const T* from) const {

@@ -8,6 +8,7 @@ They have no hooks, for which they must be called, and no part of them was repla
 
 import operator
 from collections.abc import Iterable, Iterator, Mapping
+from itertools import chain
 
 from torch import nn
 from torch.nn.modules import module as modules
@@ -49,19 +50,22 @@ class Held:
     """A module's modules, parameters and buffers, to notice if one of them was replaced."""
 
     def __init__(self, root: nn.Module) -> None:
-        held = [
-            (members, name, one)
+        self._members = [
+            members
             for module in root.modules()
             for members in (module._modules, module._parameters, module._buffers)
-            for name, one in members.items()
-            if one is not None
+            if members
         ]
-        self._members, self._names, self._held = zip(*held, strict=True)
+        self._held = list(self._now())
 
     @property
     def unchanged(self) -> bool:
         """Whether each is still the same object."""
-        return all(map(operator.is_, map(dict.get, self._members, self._names), self._held))
+        same_number = sum(map(len, self._members)) == len(self._held)
+        return same_number and all(map(operator.is_, self._now(), self._held))
+
+    def _now(self) -> Iterator[object]:
+        return chain.from_iterable(map(dict.values, self._members))
 
 
 def _hooks_of(parts: Iterable[nn.Module]) -> Iterator[Mapping[int, object]]:

@@ -55,6 +55,9 @@ inline To convert(V v) {
 #if defined(__AVX2__) && !defined(__AVX512F__)
   else if constexpr (std::is_same_v<V, Vector<uint16_t, 8>>) return (To)_mm256_cvtepu16_epi32((__m128i)v);
 #endif
+#ifdef __AVX512F__
+  else if constexpr (std::is_same_v<V, U16x16>) return (To)_mm512_cvtepu16_epi32((__m256i)v);
+#endif
   else return __builtin_convertvector(v, To);
 }
 

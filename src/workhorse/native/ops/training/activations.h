@@ -25,14 +25,9 @@ struct Table {
     if constexpr (kCount<V> == 1) {
       return parts<V>(words[x->bits]);
     } else {
-      const U32x16 index = convert<U32x16>(load<U16x16>(x));
-#ifdef __AVX512F__
-      return parts<V>((U32x16)_mm512_i32gather_epi32((__m512i)index, words, sizeof *words));
-#else
       uint32_t found[16];
-      for (int i = 0; i < 16; i++) found[i] = words[index[i]];
+      for (int i = 0; i < 16; i++) found[i] = words[x[i].bits];
       return parts<V>(load<U32x16>(found));
-#endif
     }
   }
 

@@ -176,26 +176,28 @@ void forward(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float 
         const bool ahead = causal && key > first + j;
         return ahead ? hide(found, key, first + j, -std::numeric_limits<float>::infinity()) : found;
       };
+      // Later keys are seen by none of these queries.
+      const int64_t seen = causal ? std::min(keys, first + j + kLanes) : keys;
       F32x16 peak = score(0), total{};
-      for (int64_t key = 1; key < keys; key++) {
+      for (int64_t key = 1; key < seen; key++) {
         const F32x16 other = score(key);
         peak = select(other > peak, other, peak);
       }
       for (int64_t key = 0; key < keys; key += kRowsOfWord<T>) {
-        Parts<T> weights;
+        Parts<T> weights{};
         F32x16 together{};
-        for (int64_t r = 0; r < kRowsOfWord<T>; r++)
+        for (int64_t r = 0; r < kRowsOfWord<T> && key < seen; r++)
           together += weights[r] = exponential(score(key + r) - peak);
         total += together;
         write_words(s.words.data() + key / kRowsOfWord<T> * kBlock + j, weights);
       }
       write(s.lse.data() + j, peak);
-      write(s.delta.data() + j, total);
+      write(s.delta.data() + j, 1.0f / total);
     }
     multiply(width, n, keys, s.transposed.data(), seq, s.words.data(), kBlock, s.out.data(), kBlock);
     for (int64_t i = 0; i < width; i++)
-      for (int64_t j = 0; j < n; j++) s.out[i * kBlock + j] /= s.delta[j];
-    for (int64_t j = 0; j < n; j++) lse[first + j] = s.lse[j] + std::log(s.delta[j]);
+      for (int64_t j = 0; j < n; j++) s.out[i * kBlock + j] *= s.delta[j];
+    for (int64_t j = 0; j < n; j++) lse[first + j] = s.lse[j] - std::log(s.delta[j]);
     Head<T>{y.row(first), y.stride}.write_columns(n, width, s.out.data(), kBlock, s.wide.data());
   }
 }

@@ -1,34 +1,24 @@
 """A step in one native call gives the logits of the modules, and leaves the cache as they do."""
 
-import copy
-import gc
-import pickle
-import subprocess
-import sys
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
-from tests.native.machine import DECODING, OPERATORS, needs
+from tests.native.machine import needs
 from tests.nn.grid import CAUSAL, COVERING, error, fixed_length, make, name, random_tokens
 from tests.nn.paged import paged
 from tests.parity.all_cases import ALL
 from tests.parity.reference import quiet, randomised, their_config
+from tests.transforms.steps.stepping import along, built, local_and_global, quick, without_steps
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, generate
 from workhorse.models.huggingface import Fields, family
 from workhorse.native import Steps
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.transforms.native_attention import attend_natively
 from workhorse.transforms.quantization.codes import FormatName
-from workhorse.transforms.quantization.quantize import quantize
-from workhorse.transforms.steps.native_step import SteppingDecoder, step_natively
-from workhorse.transforms.stream import stream_weights
 
 pytestmark = [needs("steps"), needs("decoding")]
 CONFIGS = [config for config in CAUSAL if fixed_length(config) is None]
@@ -45,33 +35,6 @@ WIDE = 256
 """Its weights are shared out among threads."""
 
 
-def local_and_global(width: int = 64) -> DecoderConfig:
-    """A rolling cache and a whole one."""
-    return DecoderConfig.from_dict(
-        {
-            "vocab_size": 61,
-            "d_model": width,
-            "n_layers": 3,
-            "max_seq_len": 400,
-            "blocks": {
-                kind: {
-                    "kind": "pre_norm",
-                    "norm": {"kind": "rms_norm"},
-                    "attention": {
-                        "n_heads": 4,
-                        "n_kv_heads": 2,
-                        "position": {"kind": "rope"},
-                        "window": window,
-                    },
-                    "feed_forward": {"kind": "gated_mlp", "d_ff": 3 * width // 2},
-                }
-                for kind, window in (("local", 6), ("global", None))
-            },
-            "pattern": ["local", "global"],
-        }
-    )
-
-
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
     """The shapes of the tokens of every call of the operator."""
@@ -84,36 +47,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(Steps, "run", counting)
     return seen
-
-
-def built(seed: int = 0, dtype: torch.dtype = torch.float32, width: int = 64) -> Decoder:
-    torch.manual_seed(seed)
-    return local_and_global(width).build(dtype=dtype).eval()
-
-
-def quick(decoder: Decoder, format: FormatName | None = None) -> SteppingDecoder:
-    """As for inference."""
-    return step_natively(_without_steps(decoder, format), OPERATORS)
-
-
-def _without_steps(decoder: Decoder, format: FormatName | None = None) -> Decoder:
-    if format is not None:
-        quantize(decoder, format)
-    stream_weights(decoder, OPERATORS)
-    attend_natively(decoder, DECODING)
-    return decoder
-
-
-@torch.no_grad()
-def along(decoder: Decoder, prompts: Tensor, tokens: Tensor) -> Tensor:
-    """Logits of each further token, after prompts of unequal lengths."""
-    rows, further = tokens.shape
-    seq = prompts.shape[1]
-    positions = torch.arange(seq)[None] - torch.arange(rows)[:, None]
-    cache = paged(decoder, rows, seq + further)
-    decoder(prompts[:rows], positions=positions.clamp(min=-1), cache=cache)
-    each = [decoder.next_logits(tokens[:, n : n + 1], cache=cache) for n in range(further)]
-    return torch.stack(each, dim=1)
 
 
 def texts(decoder: Decoder, rows: int, new: int, guesses: int = 0) -> list[tuple[int, ...]]:
@@ -212,7 +145,7 @@ def _rows_along(decoder: Decoder, prompts: Tensor, tokens: Tensor) -> Tensor:
 def test_packed_weights_are_multiplied_as_by_their_modules(format: FormatName) -> None:
     tokens = torch.randint(0, 61, (3, 12))
     stepping = along(quick(built(), format), tokens[:, :4], tokens)
-    assert error(stepping, along(_without_steps(built(), format), tokens[:, :4], tokens)) <= 1e-5
+    assert error(stepping, along(without_steps(built(), format), tokens[:, :4], tokens)) <= 1e-5
 
 
 def test_guesses_are_checked_in_one_call(calls: list[tuple[int, ...]]) -> None:
@@ -222,41 +155,6 @@ def test_guesses_are_checked_in_one_call(calls: list[tuple[int, ...]]) -> None:
     for rows in (1, 3):
         assert texts(decoder, rows, 30, guesses=3) == texts(built(), rows, 30)
     assert any(seq > 1 for _, seq in calls)
-
-
-def test_weights_may_change_in_place() -> None:
-    decoder, other = quick(built()), built(seed=1)
-    tokens = torch.randint(0, 61, (1, 8))
-    along(decoder, tokens[:, :3], tokens)
-    decoder.load_state_dict(other.state_dict())
-    expected = along(other, tokens[:, :3], tokens)
-    assert error(along(decoder, tokens[:, :3], tokens), expected) <= 1e-5
-
-
-@pytest.mark.parametrize(
-    "replace",
-    [
-        lambda decoder, other: decoder.load_state_dict(other.state_dict(), assign=True),
-        lambda decoder, other: setattr(
-            decoder.embedding.tokens, "weight", other.embedding.tokens.weight
-        ),
-        lambda decoder, other: setattr(decoder.layers[1], "attention", other.layers[1].attention),
-        lambda decoder, other: [
-            setattr(mine, "data", its.data.clone())
-            for mine, its in zip(decoder.parameters(), other.parameters(), strict=True)
-        ],
-    ],
-    ids=["all weights", "a weight", "a module", "what weights are stored in"],
-)
-def test_what_is_replaced_is_noticed(replace: Callable[[Any, Any], object]) -> None:
-    plain, decoder, other = built(), quick(built()), quick(built(seed=1))
-    tokens = torch.randint(0, 61, (1, 8))
-    before = along(decoder, tokens[:, :3], tokens)
-    replace(decoder, other)
-    replace(plain, built(seed=1))
-    after = along(decoder, tokens[:, :3], tokens)
-    assert error(after, along(plain, tokens[:, :3], tokens)) <= 1e-5
-    assert error(after, before) > 1e-3
 
 
 def test_a_head_is_normalised_alone_also_without_weights() -> None:
@@ -309,32 +207,6 @@ def test_what_does_not_fit_the_cache_is_refused_as_by_modules(tokens: Tensor) ->
     assert refusals[0] == refusals[1]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64])
-def test_a_decoder_may_be_cast_after_its_first_step(dtype: torch.dtype) -> None:
-    decoder = quick(built())
-    tokens = torch.randint(0, 61, (1, 8))
-    first = along(decoder, tokens[:, :3], tokens)
-    cast = along(decoder.to(dtype), tokens[:, :3], tokens)
-    assert torch.equal(cast, along(quick(built().to(dtype)), tokens[:, :3], tokens))
-    if dtype != torch.bfloat16:  # no operator has it, so the modules compute
-        assert error(cast.to(first.dtype), first) <= 2e-3
-
-
-@torch.no_grad()
-def test_a_decoder_of_which_one_layer_is_cast_is_refused() -> None:
-    decoder = quick(built())
-    token = torch.tensor([[5]])
-    cache = paged(decoder, 1, 8)
-    decoder(token, cache=cache)
-    decoder.layers[1].to(torch.float64)
-    with pytest.raises(WorkhorseError, match=r"a part of the decoder was cast .*; cast all of it"):
-        decoder(token, cache=cache)
-    decoder.layers[1].to(torch.float32)
-    again, other = quick(built()), paged(decoder, 1, 8)
-    again(token, cache=other)
-    assert torch.equal(decoder(token, cache=cache), again(token, cache=other))
-
-
 def test_a_decoder_with_hooks_calls_its_modules(calls: list[tuple[int, ...]]) -> None:
     decoder = quick(built())
     tokens = torch.randint(0, 61, (1, 8))
@@ -356,7 +228,7 @@ def test_autocast_decides_as_without_native_steps(calls: list[tuple[int, ...]]) 
     tokens = torch.randint(0, 61, (1, 8))
     with torch.autocast("cpu", torch.bfloat16):
         logits = along(quick(built()), tokens[:, :3], tokens)
-        assert torch.equal(logits, along(_without_steps(built()), tokens[:, :3], tokens))
+        assert torch.equal(logits, along(without_steps(built()), tokens[:, :3], tokens))
     assert not calls
 
 
@@ -366,38 +238,6 @@ def test_a_token_outside_of_the_vocabulary_is_refused() -> None:
         tokens = torch.tensor([[1, 2, 3, token]])
         with pytest.raises(WorkhorseError, match=f"token ids go from {token} to {token}"):
             along(decoder, tokens[:, :3], tokens[:, 3:])
-
-
-def test_a_pickled_decoder_steps_in_another_process(tmp_path: Path) -> None:
-    decoder, tokens = quick(built()), torch.randint(0, 61, (1, 8))
-    here = along(decoder, tokens[:, :3], tokens)
-    (tmp_path / "pickled").write_bytes(pickle.dumps((decoder, tokens)))
-    code = """
-import pickle, sys, torch
-from tests.transforms.steps.test_native_step import along
-decoder, tokens = pickle.load(open(sys.argv[1], "rb"))
-torch.save(along(decoder, tokens[:, :3], tokens), sys.argv[2])
-"""
-    command = [sys.executable, "-c", code, str(tmp_path / "pickled"), str(tmp_path / "there")]
-    subprocess.run(command, check=True)
-    assert torch.equal(torch.load(tmp_path / "there"), here)
-
-
-def test_a_copy_outlives_what_it_was_copied_from() -> None:
-    decoder, tokens = quick(built()), torch.randint(0, 61, (1, 8))
-    expected = along(decoder, tokens[:, :3], tokens)
-    assert decoder.translated is not None
-    assert decoder.translated.runnable is not None
-    gone = decoder.translated.runnable.weights.number
-    copied = copy.deepcopy(decoder)
-    del decoder
-    gc.collect()
-    assert torch.equal(along(copied, tokens[:, :3], tokens), expected)
-    assert copied.translated is not None
-    assert copied.translated.runnable is not None
-    copied.translated.runnable.weights.number = gone
-    with pytest.raises(RuntimeError, match=f"no weights are kept as number {gone}"):
-        along(copied, tokens[:, :3], tokens)
 
 
 def test_exact_texts_do_not_depend_on_how_much_of_a_prompt_is_known() -> None:

@@ -34,7 +34,7 @@ class Op(IntEnum):
     LAST = 12
 
     @property
-    def goes_by_rows(self) -> bool:
+    def is_rowwise(self) -> bool:
         """Whether each row is computed from the same row of what is read."""
         return self not in (Op.LINEAR, Op.PACKED_LINEAR, Op.ATTEND, Op.LAST)
 
@@ -61,17 +61,13 @@ ACTIVATIONS: tuple[ActivationName, ...] = get_args(ActivationName)
 class KeptWeights:
     """Weights that instructions name by number, handed to the operator once for all steps.
 
-    They may change in place, and get other storage. A copy keeps copies of them.
+    They may change in place, and get other storage.
     """
 
-    def __init__(self, steps: "Steps", weights: Sequence[Tensor]) -> None:
-        self._made_of = steps, tuple(weights)
+    def __init__(self, weights: Sequence[Tensor]) -> None:
         self.number: int = torch.ops.workhorse.keep_weights.default(list(weights))
         drop = torch.ops.workhorse.drop_weights.default
-        weakref.finalize(self, drop, self.number).atexit = False
-
-    def __reduce__(self) -> "tuple[type[KeptWeights], tuple[Steps, tuple[Tensor, ...]]]":
-        return KeptWeights, self._made_of
+        weakref.finalize(self, drop, self.number).atexit = False  # PyTorch may be gone by then
 
 
 @dataclass(frozen=True)
@@ -83,7 +79,7 @@ class Steps:
 
     def keep(self, weights: Sequence[Tensor]) -> KeptWeights:
         """What `run` takes for weights, contiguous on the CPU."""
-        return KeptWeights(self, weights)
+        return KeptWeights(weights)
 
     def run(
         self,

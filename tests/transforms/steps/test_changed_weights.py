@@ -43,7 +43,7 @@ def test_weights_may_change_in_place() -> None:
             for mine, its in zip(decoder.parameters(), other.parameters(), strict=True)
         ],
     ],
-    ids=["all weights", "a weight", "a module", "what weights are stored in"],
+    ids=["all weights", "a weight", "a module", "their storage"],
 )
 def test_what_is_replaced_is_noticed(replace: Callable[[Any, Any], object]) -> None:
     plain, decoder, other = built(), quick(built()), quick(built(seed=1))
@@ -101,14 +101,14 @@ def test_a_copy_outlives_what_it_was_copied_from() -> None:
     decoder, tokens = quick(built()), torch.randint(0, 61, (1, 8))
     expected = along(decoder, tokens[:, :3], tokens)
     assert decoder.translated is not None
-    assert decoder.translated.runnable is not None
-    gone = decoder.translated.runnable.weights.number
+    assert decoder.translated.kept is not None
+    gone = decoder.translated.kept.weights.number
     copied = copy.deepcopy(decoder)
     del decoder
     gc.collect()
     assert torch.equal(along(copied, tokens[:, :3], tokens), expected)
     assert copied.translated is not None
-    assert copied.translated.runnable is not None
-    copied.translated.runnable.weights.number = gone
+    assert copied.translated.kept is not None
+    copied.translated.kept.weights.number = gone
     with pytest.raises(RuntimeError, match=f"no weights are kept as number {gone}"):
         along(copied, tokens[:, :3], tokens)

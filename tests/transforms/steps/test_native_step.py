@@ -75,7 +75,7 @@ def test_steps_of_model_types(model_type: str) -> None:
     assert error(along(stepping, prompts, tokens), along(plain, prompts, tokens)) <= 1e-5
     along(stepping, prompts, tokens[:1])  # on the matrix unit a native step has one row
     assert stepping.translated is not None
-    assert (stepping.translated.runnable is not None) == (model_type in TRANSLATED)
+    assert (stepping.translated.kept is not None) == (model_type in TRANSLATED)
 
 
 @pytest.mark.parametrize("length", [40, 300])  # the second passes the angles made at first
@@ -184,7 +184,7 @@ def test_several_threads_may_be_the_first(calls: list[tuple[int, ...]]) -> None:
         futures = [threads.submit(texts, decoder, 1, 6) for _ in range(4)]
         assert [one.result() for one in futures] == [expected] * 4
     assert decoder.translated is not None
-    assert decoder.translated.runnable is not None
+    assert decoder.translated.kept is not None
     assert calls
 
 

@@ -15,7 +15,7 @@
 #include <utility>
 #include <vector>
 
-#include "ops/training/activations.h"
+#include "ops/activations.h"
 #include "ops/training/cross_entropy.h"
 #include "ops/training/norms.h"
 

@@ -32,8 +32,8 @@ const int64_t* whole(const Tensor& x, int64_t dim, const char* name) {
 
 using Weights = std::vector<Tensor>;
 
-// The weights of programs, by number. PyTorch takes half a microsecond to hand over a tensor, a tenth of a small
-// model's step for all of them.
+// The weights of programs, by number. PyTorch takes half a microsecond to pass a tensor to an operator: for all
+// weights of a small model, a tenth of a step.
 class KeptWeights {
  public:
   int64_t keep(Weights weights) {
@@ -43,8 +43,9 @@ class KeptWeights {
   }
 
   void drop(int64_t number) {
+    decltype(kept_)::node_type dropped;  // freed after the lock, since what frees tensors may drop others
     const std::lock_guard lock(mutex_);
-    kept_.erase(number);
+    dropped = kept_.extract(number);
   }
 
   std::shared_ptr<const Weights> at(int64_t number) const {
@@ -80,7 +81,8 @@ class Prepared {
     pass_.count = program.size(0);
     STD_TORCH_CHECK(program.size(1) * sizeof(int64_t) == sizeof(Instruction) && numbers.is_contiguous() &&
                         numbers.scalar_type() == ScalarType::Double && numbers.numel() == 2 * pass_.count,
-                    "workhorse: a program has twelve integers and two numbers for each instruction");
+                    "workhorse: a program has ", sizeof(Instruction) / sizeof(int64_t),
+                    " integers and two numbers for each instruction");
     pass_.numbers = static_cast<const double*>(numbers.const_data_ptr());
     pass_.tokens = whole(tokens, 2, "tokens");
     pass_.batch = tokens.size(0);
@@ -108,8 +110,8 @@ class Prepared {
     allocate(whole(registers, 2, "registers"), registers.size(0), logits);
     for (int64_t i = 0; i < pass_.count; i++) {
       const Instruction* const now = pass_.instructions + i;
-      STD_TORCH_CHECK(!now->joins || (i > 0 && step::by_rows(now->op) && step::by_rows(now[-1].op)),
-                      "workhorse: an instruction that does not go by rows cannot join another");
+      STD_TORCH_CHECK(!now->joins || (i > 0 && !now->waits && step::rowwise(now->op) && step::rowwise(now[-1].op)),
+                      "workhorse: only a row-wise instruction after another can join it, and it cannot wait");
       check(*now);
     }
   }
@@ -253,8 +255,9 @@ class Prepared {
   }
 };
 
-Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& registers, int64_t weights, const std::vector<Tensor>& angles, const Tensor& tokens,
-                   const Tensor& lengths, const std::vector<Tensor>& tables, const std::vector<Tensor>& keys,
+Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& registers, int64_t weights,
+                   const std::vector<Tensor>& angles, const Tensor& tokens, const Tensor& lengths,
+                   const std::vector<Tensor>& tables, const std::vector<Tensor>& keys,
                    const std::vector<Tensor>& values, const Tensor& reaches, int64_t few, int64_t wanted,
                    int64_t vocab) {
   STD_TORCH_CHECK(!keys.empty() && registers.dim() == 2 && tokens.dim() == 2 && wanted > 0 && wanted <= tokens.size(1),

@@ -1,4 +1,4 @@
-// The mean of a row of numbers, and the scale that brings what is left of it to a mean square of 1.
+// The mean of a row, and the reciprocal of its standard deviation or, for RMSNorm, of its root mean square.
 #pragma once
 
 #include <cmath>
@@ -8,9 +8,9 @@
 
 namespace workhorse {
 
-// A row's norm is (x - mean) · scale.
+// A row's norm is (x - mean) · rstd.
 struct Moments {
-  float mean, scale;
+  float mean, rstd;
 };
 
 // Of `width` numbers; the mean of a row that is not `centred`, as in RMSNorm, is 0.

@@ -52,11 +52,13 @@ inline To as(V v) {
 template <class To, class V>
 inline To convert(V v) {
   if constexpr (kHalved<V>) return {convert<typename To::Half>(v.low), convert<typename To::Half>(v.high)};
-#if defined(__AVX2__) && !defined(__AVX512F__)
-  else if constexpr (std::is_same_v<V, Vector<uint16_t, 8>>) return (To)_mm256_cvtepu16_epi32((__m128i)v);
-#endif
+// GCC's own conversion takes several instructions.
 #ifdef __AVX512F__
-  else if constexpr (std::is_same_v<V, U16x16>) return (To)_mm512_cvtepu16_epi32((__m256i)v);
+  else if constexpr (std::is_same_v<V, U16x16> && std::is_same_v<To, U32x16>)
+    return (To)_mm512_cvtepu16_epi32((__m256i)v);
+#elif defined(__AVX2__)
+  else if constexpr (std::is_same_v<V, Vector<uint16_t, 8>> && std::is_same_v<To, Vector<uint32_t, 8>>)
+    return (To)_mm256_cvtepu16_epi32((__m128i)v);
 #endif
   else return __builtin_convertvector(v, To);
 }
@@ -99,8 +101,10 @@ inline float sum(F32x16 v) {
   return (v[0] + v[2]) + (v[1] + v[3]);
 }
 
-// Prefetches a line that is read a block of rows later, into the second cache: the first is small, and
-// rows a power of two apart would evict each other. Past the end it does nothing.
+// Prefetches a line that is read later, into the second cache: the first is small, and rows a power of two apart
+// would evict each other. Past the end it does nothing.
 inline void expect(const void* line) { __builtin_prefetch(line, 0, 2); }
+
+constexpr int64_t kStreamAhead = 1 << 13;  // how many bytes before they are read, of what is read in order
 
 }  // namespace workhorse

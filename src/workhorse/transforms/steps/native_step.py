@@ -9,7 +9,7 @@ has no instruction for, they do it themselves.
 import threading
 from collections.abc import Sequence
 from contextlib import suppress
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -93,15 +93,20 @@ class SteppingDecoder(Decoder):
 
     @property
     def rows_apart(self) -> int:
-        stepping = not self.watch.sees_hooks and self._translated_program() is not None
+        stepping = not self.watch.sees_hooks and self._kept_program() is not None
         return self.few if stepping else super().rows_apart
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the program, which is of these weights."""
+        state: Any = super().__getstate__()
+        return state | {"translated": None}
 
     def next_logits(
         self, tokens: Tensor, *, positions: Tensor | None = None, cache: CacheView | None = None
     ) -> Tensor:
-        if positions is None and (program := self._program_for(tokens, cache)):
+        if positions is None and (kept := self._kept_program_for(tokens, cache)):
             assert isinstance(cache, PagedView)
-            return self._step(program, tokens, cache, 1)[:, 0]
+            return self._step(kept, tokens, cache, 1)[:, 0]
         return super().next_logits(tokens, positions=positions, cache=cache)
 
     def forward(
@@ -113,12 +118,12 @@ class SteppingDecoder(Decoder):
         cache: CacheView | None = None,
     ) -> Tensor:
         counted = positions is None and documents is None
-        if counted and (program := self._program_for(tokens, cache)):
+        if counted and (kept := self._kept_program_for(tokens, cache)):
             assert isinstance(cache, PagedView)
-            return self._step(program, tokens, cache, tokens.shape[1])
+            return self._step(kept, tokens, cache, tokens.shape[1])
         return super().forward(tokens, positions=positions, documents=documents, cache=cache)
 
-    def _program_for(self, tokens: Tensor, cache: CacheView | None) -> "Runnable | None":
+    def _kept_program_for(self, tokens: Tensor, cache: CacheView | None) -> "KeptProgram | None":
         """The program, if this pass is a step that it can take."""
         if not isinstance(cache, PagedView) or torch.is_grad_enabled():
             return None
@@ -131,18 +136,18 @@ class SteppingDecoder(Decoder):
             fits = fits and cache.length + seq <= self.max_positions
         if not fits or not 0 < rows * seq <= self.most or rows != len(cache.lengths):
             return None
-        return None if self.watch.sees_hooks else self._translated_program()
+        return None if self.watch.sees_hooks else self._kept_program()
 
-    def _translated_program(self) -> "Runnable | None":
+    def _kept_program(self) -> "KeptProgram | None":
         """The program of the modules and weights that it has now."""
         known = self.translated
         if known is None or not known.holds():
             with _TRANSLATING:  # it is run with hooks, which other threads do not mind
                 known = self.translated = Translated(self)
-        return known.runnable
+        return known.kept
 
-    def _step(self, runnable: "Runnable", tokens: Tensor, view: PagedView, wanted: int) -> Tensor:
-        program, weights = runnable
+    def _step(self, kept: "KeptProgram", tokens: Tensor, view: PagedView, wanted: int) -> Tensor:
+        program, weights = kept
         rows, seq = tokens.shape
         view.reserve([seq] * rows)
         for store, (heads, *widths) in zip(view.cache.stores, program.layers, strict=True):
@@ -174,8 +179,10 @@ class SteppingDecoder(Decoder):
             )
         except RuntimeError:
             look_up(self.embedding.tokens, tokens)  # says so if an id is out of range
-            assert self.translated is not None
-            self.translated.check_dtypes()
+            if kept.is_cast_in_part:
+                raise WorkhorseError(
+                    "a part of the decoder was cast to another dtype after a step; cast all of it"
+                ) from None
             raise
         view.lengths = view.lengths + seq
         view.advance(seq)
@@ -185,47 +192,41 @@ class SteppingDecoder(Decoder):
 _TRANSLATING = threading.Lock()
 
 
-class Runnable(NamedTuple):
-    """What a native step needs of a decoder."""
+class KeptProgram(NamedTuple):
+    """A program whose weights the operator keeps."""
 
     program: Program
     weights: KeptWeights
+
+    @property
+    def is_cast_in_part(self) -> bool:
+        """Whether a weight has another dtype than when the program was made."""
+        floats = (one for one in self.program.weights if one.is_floating_point())
+        return any(one.dtype != self.program.dtype for one in floats)
 
 
 class Translated:
     """What `translate` makes of a decoder, as long as its modules and weights are the same objects.
 
     Attributes:
-        runnable: None if it computes something that has no instruction.
+        kept: None if it computes something that has no instruction.
     """
 
     def __init__(self, decoder: SteppingDecoder) -> None:
         self.held = Held(decoder)
-        self.runnable: Runnable | None = None
+        self.kept: KeptProgram | None = None
         with suppress(CannotTranslate):
             program = translate(decoder)
-            self.runnable = Runnable(program, decoder.steps.keep(program.weights))
-        self.dtypes = self._dtypes()
+            self.kept = KeptProgram(program, decoder.steps.keep(program.weights))
 
     def holds(self) -> bool:
-        """Whether nothing was replaced since then; weights are read anew in every step."""
+        """Whether nothing was replaced, and the first weight not cast, since then.
+
+        Numbers are read anew in every step.
+        """
         if not self.held.unchanged:
             return False
-        if self.runnable is None:
-            return True
-        program = self.runnable.program
-        return program.weights[0].dtype == program.dtype
-
-    def check_dtypes(self) -> None:
-        """Refuse a decoder of which a part was cast, and the first weight was not."""
-        if self.dtypes != self._dtypes():
-            raise WorkhorseError(
-                "a part of the decoder was cast to another dtype after a step; cast all of it"
-            )
-
-    def _dtypes(self) -> list[torch.dtype]:
-        weights = () if self.runnable is None else self.runnable.program.weights
-        return [one.dtype for one in weights]
+        return self.kept is None or self.kept.program.weights[0].dtype == self.kept.program.dtype
 
 
 class SteppingCompiledDecoder(SteppingDecoder, CompiledDecoder):

@@ -57,9 +57,6 @@ class Register(NamedTuple):
 
 NOWHERE = Register(-1, 0)
 
-_WAITS, _TO = 1, 3
-"""Where an instruction has them."""
-
 
 @dataclass
 class _Uses:
@@ -77,12 +74,23 @@ class _Uses:
         return bool(self.written & (later.written | later.read) or self.read & later.written)
 
 
+@dataclass
+class _Stage:
+    """Instructions that are done for one row after the other, or one that is not."""
+
+    rowwise: bool
+    uses: _Uses = field(default_factory=_Uses)
+    waits: bool = False
+    instructions: list[list[int]] = field(default_factory=list[list[int]])
+    """Each without whether it waits or joins."""
+
+
 class Writer:
     """Writes a program, instruction by instruction.
 
-    A register that was released is used again. An instruction that goes by rows joins the one
-    before it if that does too: both are done for a row, then for the next. Otherwise it waits, with
-    those that join it, if an instruction before them writes what they use, or uses what they write.
+    A register that was released is used again. Row-wise instructions that follow one another form a
+    stage; any other is one by itself. A stage waits if one since the last that did writes what it
+    uses, or uses what it writes.
 
     Args:
         vocab_size: width of the logits, the first register.
@@ -92,19 +100,16 @@ class Writer:
     def __init__(self, vocab_size: int, dtype: torch.dtype) -> None:
         self.dtype = dtype
         self.layers: list[CacheShape] = []
-        self._code: list[list[int]] = []
+        self._stages: list[_Stage] = []
         self._numbers: list[list[float]] = []
         self._registers = [Register(0, vocab_size)]
         self._free: list[Register] = []
         self._packed: dict[Register, Register] = {}
-        self._goes_by_rows = False
-        self._first = 0
         self._weights: dict[int, Tensor] = {}
         self._turns: dict[RotationKey, None] = {}
         self._table_users: dict[int | None, int] = {}
         self._reaches: dict[tuple[int, int], None] = {}
-        self._joined = _Uses()  # by the last instruction and those that it joins
-        self._before = _Uses()  # since the last one that waits, but for those
+        self._before = _Uses()  # by the stages before the last one, since one that waits
 
     def write(
         self,
@@ -119,21 +124,18 @@ class Writer:
         numbers: Sequence[float] = (),
     ) -> Register:
         """Write an instruction (`ops/decoding/step.h`); returns the register of its result."""
-        joins = op.goes_by_rows and self._goes_by_rows
-        if not joins:
-            self._before.add(self._joined)
-            self._joined = _Uses()
-            self._first = len(self._code)
-        self._goes_by_rows = op.goes_by_rows
-        uses = _Uses({to}, {source, other} - {NOWHERE} - self._joined.written)
-        waits = op is Op.LAST or self._before.conflicts(uses)
-        self._joined.add(uses)
+        if not (op.is_rowwise and self._stages and self._stages[-1].rowwise):
+            if self._stages:
+                self._before.add(self._stages[-1].uses)
+            self._stages.append(_Stage(op.is_rowwise))
+        stage = self._stages[-1]
+        uses = _Uses({to}, {source, other} - {NOWHERE} - stage.uses.written)
+        stage.uses.add(uses)
+        if op is Op.LAST or self._before.conflicts(uses):
+            stage.waits, self._before = True, _Uses()
         registers = [to.number, source.number, other.number]
         weights = [self.weight(weight), self.weight(bias)]
-        self._code.append([op, 0, joins, *registers, *weights, *_filled(options, 4)])
-        if waits:
-            self._code[self._first][_WAITS] = 1
-            self._before = _Uses()
+        stage.instructions.append([op, *registers, *weights, *_filled(options, 4)])
         self._numbers.append(_filled(numbers, 2))
         return to
 
@@ -183,9 +185,14 @@ class Writer:
 
     def program(self) -> Program:
         """What was written; the last instruction computes the logits."""
-        self._code[-1][_TO] = 0
+        self._stages[-1].instructions[-1][1] = 0
+        code = [
+            [op, stage.waits and n == 0, n > 0, *rest]
+            for stage in self._stages
+            for n, (op, *rest) in enumerate(stage.instructions)
+        ]
         return Program(
-            torch.tensor(self._code),
+            torch.tensor(code),
             torch.tensor(self._numbers, dtype=torch.float64),
             torch.tensor([[one.width, int(one.packed)] for one in self._registers]),
             tuple(self._weights.values()),

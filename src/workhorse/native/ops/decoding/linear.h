@@ -1,7 +1,7 @@
 // y = x Wᵀ + b for few rows of x, with W as `nn.Linear` holds it: dot products of rows.
 //
-// For one row it takes as long as reading W: row by row, or where memory is faster so four rows in parallel, while
-// what comes next is prefetched. Four rows of x are multiplied while a part of W is in registers, and further ones
+// For one row it takes as long as reading W: on AMD's CPUs row by row, elsewhere four rows in parallel, with what comes
+// next prefetched. Four rows of x are multiplied while a part of W is in registers, and further ones
 // while it is in the L1 cache; long rows are cut for that, and sums kept from one cut to the next.
 // How a number is rounded depends on the length of its sum alone.
 #pragma once
@@ -19,7 +19,6 @@ constexpr int kRows = 4;             // rows of x at a time
 constexpr int kTogether = 16;        // rows of W whose totals are rounded together, where x has one row
 constexpr int64_t kTall = 64;        // rows of W that all rows of x are multiplied by before the next
 constexpr int64_t kPanel = 64;       // rows of x at a time, whose sums are kept from one cut to the next
-constexpr int64_t kAhead = 1 << 13;  // bytes of W to ask for before they are read, where it is read row by row
 constexpr int64_t kCut = 1 << 12;    // bytes of a cut of a row: four of W and four of x fit into L1
 
 // What x is multiplied with, and where the product goes.
@@ -55,7 +54,7 @@ struct Rows {
     int64_t begin, end;
   };
 
-  // Whether memory is read fastest by several rows of W at a time: on Intel's CPUs, and not on AMD's.
+  // Whether memory is read fastest by several rows of W at a time: it is not on AMD's CPUs.
   static bool reads_several() {
 #ifdef __x86_64__
     static const bool intel = __builtin_cpu_is("intel");
@@ -68,7 +67,7 @@ struct Rows {
   // Outputs `o` to `o + kTogether` for the only row of x.
   void one_by_one(const Layer<T>& layer, int64_t o) const {
     constexpr int step = Dot<T>::step;
-    constexpr int64_t ahead = kAhead / sizeof(T);
+    constexpr int64_t ahead = kStreamAhead / sizeof(T);
     F32x16 acc[kTogether];
     const T* w = layer.weight + o * in;
     for (int i = 0; i < kTogether; i++, w += in) {

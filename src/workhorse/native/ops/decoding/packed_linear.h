@@ -63,7 +63,7 @@ struct Fixed {
   }
 };
 
-// Groups of x, one after the other.
+// Converts groups of x to fixed point.
 template <class T>
 void pack(const T* x, int64_t groups, Fixed* to) {
   for (int64_t g = 0; g < groups; g++) to[g] = Fixed(x + g * kGroup);
@@ -72,7 +72,6 @@ void pack(const T* x, int64_t groups, Fixed* to) {
 template <int Bits>
 struct PackedWeight {
   static constexpr int bytes = kGroup * kLanes * Bits / 8;
-  static constexpr int ahead = 8192;  // how many bytes ahead codes are prefetched
 
   const uint8_t* codes;
   const BFloat16* scales;
@@ -91,7 +90,7 @@ struct PackedWeight {
   }
 
   static void fetch(const uint8_t* code) {
-    for (int i = 0; i < bytes; i += 64) expect(code + ahead + i);
+    for (int i = 0; i < bytes; i += 64) expect(code + kStreamAhead + i);
   }
 };
 
@@ -103,7 +102,7 @@ struct PackedLinear {
   int64_t rows, out;
   Fixed* fixed;  // (rows, groups): x, once it is packed
 
-  // Converts rows [begin, end) of x to integers.
+  // Converts rows [begin, end) of x likewise.
   void pack(int64_t begin, int64_t end) const {
     const int64_t first = begin * weight.groups;
     packed_linear::pack(x + first * kGroup, (end - begin) * weight.groups, fixed + first);

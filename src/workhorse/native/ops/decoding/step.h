@@ -1,21 +1,21 @@
 // A decoding step as a program: one instruction for each module of the model that computes something.
 //
 // Its values are registers, matrices with a row for each token; a packed one holds fixed-point numbers for products
-// with packed weights. An instruction reads and writes whole registers, and is divided among the threads by outputs
-// or by rows, so that no sum depends on how many there are. One with `waits` set is preceded by a barrier; one with
-// `joins` set follows the one before it row by row, without. transforms/steps/program.py decides which are which.
+// with packed weights. An instruction that `joins` the one before it is done right after it for each row; together they
+// are a stage. A stage is divided among the threads by outputs or by rows, so that no sum depends on how many there
+// are. A barrier precedes one whose first instruction `waits`. transforms/steps/program.py decides.
 #pragma once
 
 #include <cstddef>
 #include <vector>
 
+#include "ops/activations.h"
 #include "ops/decoding/attend.h"
 #include "ops/decoding/linear.h"
 #include "ops/decoding/packed_linear.h"
 #include "ops/decoding/team.h"
 #include "ops/gemm/few_rows.h"
 #include "ops/moments.h"
-#include "ops/training/activations.h"
 
 namespace workhorse::step {
 
@@ -49,7 +49,7 @@ struct Instruction {
 };
 
 // Whether an instruction computes each row from the same row of what it reads.
-constexpr bool by_rows(Op op) {
+constexpr bool rowwise(Op op) {
   return op != Op::kLinear && op != Op::kPackedLinear && op != Op::kAttend && op != Op::kLast;
 }
 
@@ -109,7 +109,7 @@ struct Pass {
       if (now.waits) team.wait(to - from);
       if (now.op == Op::kLast) rows = batch * wanted;
       const auto divide = [&](int64_t units, const auto& unit) { team.divide(i, from, units, unit); };
-      if (by_rows(now.op))
+      if (rowwise(now.op))
         divide(rows, [&](int64_t r) {
           for (int64_t j = i; j < next; j++) work_on_row(instructions[j], numbers + 2 * j, r);
         });
@@ -120,8 +120,8 @@ struct Pass {
   }
 
  private:
-  static constexpr int64_t kUnitBytes = 1 << 15;    // of weights that a thread reads at a time
-  static constexpr int64_t kUnitColumns = 1 << 7;   // of a gemm, about
+  static constexpr int64_t kUnitBytes = 1 << 15;   // of weights that a thread reads at a time
+  static constexpr int64_t kUnitColumns = 1 << 7;  // of a gemm, about
 
   T* row(int64_t reg, int64_t r) const {
     return (T*)registers[reg].at + r * registers[reg].width;
@@ -190,9 +190,9 @@ struct Pass {
     for (int64_t part = 0; part < width(now.to); part += n) {
       const T* const x = row(now.from, r) + part;
       T* const y = row(now.to, r) + part;
-      const Moments of_part = moments(n, x, eps, how & kCentred);
+      const Moments part_moments = moments(n, x, eps, how & kCentred);
       each(n, [&]<class V>(V, int64_t j) {
-        V normal = (read<V>(x + j) - of_part.mean) * of_part.scale;
+        V normal = (read<V>(x + j) - part_moments.mean) * part_moments.rstd;
         if (how & kRoundedNormal) normal = held_by<T>(normal);
         if (gain) {
           const V by = read<V>(gain + j) + offset;
@@ -254,8 +254,9 @@ struct Pass {
     }
     thread_local ScratchBuffer buffer;
     const FewRows<T> product{x, w, rows, in, y, out, bias};
-    Word* const packed = (Word*)buffer.at_least(product.room() * sizeof(Word));
     divide(units, [&](int64_t unit) {
+      // Only here: memory that grows loses what a thread without units has in order.
+      Word* const packed = (Word*)buffer.at_least(product.room() * sizeof(Word));
       if (in_order != now.from) product.pack(packed);
       in_order = now.from;
       product.run(packed, unit * size, std::min(out, (unit + 1) * size));
@@ -273,7 +274,8 @@ struct Pass {
     const int64_t groups = width(now.from) / kGroup, out = now.options[0], blocks = (out + kLanes - 1) / kLanes;
     const PackedWeight<Bits> codes{weight<uint8_t>(now.weight), weight<BFloat16>(now.options[1]),
                                    weight<uint8_t>(now.options[2]), groups};
-    const PackedLinear<Bits, T> product{codes, nullptr, weight<T>(now.bias), row(now.to, 0), rows, out, fixed(now.from)};
+    const PackedLinear<Bits, T> product{codes, nullptr, weight<T>(now.bias), row(now.to, 0), rows, out,
+                                        fixed(now.from)};
     const int64_t size = std::max<int64_t>(1, kUnitBytes / (groups * codes.bytes));
     divide((blocks + size - 1) / size,
            [&](int64_t unit) { product.run(unit * size, std::min(blocks, (unit + 1) * size)); });

@@ -20,7 +20,7 @@ struct FewRows {
   static constexpr int64_t kMost = 256;  // rows; for more, `Product` is as fast
 
   // Whether W can be read where it lies, in whole words of memory.
-  static bool suits(int64_t k) { return k % kInMemory == 0 && part_of<T>(k) % kInMemory == 0; }
+  static bool suits(int64_t k) { return k % kPerWord == 0 && part_of<T>(k) % kPerWord == 0; }
 
   // The words of memory that `pack` and `run` need.
   int64_t room() const { return panels() * kWide * (words<T>(k) + kColumns); }
@@ -44,9 +44,9 @@ struct FewRows {
   }
 
  private:
-  static constexpr int64_t kColumns = 11 * kHigh;             // between which parts of k are added up
-  static constexpr int kInMemory = sizeof(Word) / sizeof(T);  // numbers of a word of W
-  static constexpr int kApart = kInMemory / kOfWord<T>;       // steps in which they are multiplied
+  static constexpr int64_t kColumns = 11 * kHigh;            // between which parts of k are added up
+  static constexpr int kPerWord = sizeof(Word) / sizeof(T);  // numbers of W in a word of memory
+  static constexpr int kSteps = kPerWord / kOfWord<T>;       // in which they are multiplied
 
   int64_t panels() const { return (rows + kWide - 1) / kWide; }
 
@@ -58,7 +58,7 @@ struct FewRows {
       for (int64_t j = n; j < n_end; j += kHigh)
         for (int64_t p = 0; p < panels(); p++, kept += kHigh * kWide) {
           Sums sums = {};
-          const Word* const rows_of_w = (const Word*)(w + j * k + from);
+          const T* const rows_of_w = w + j * k + from;
           if (p == 0) multiply<true>(rows_of_w, packed, depth, sums);
           else multiply<false>(rows_of_w, packed + p * kWide * depth, depth, sums);
           if (!first) each_sum([&](int i, int l) { sums[i][l] += load<F32x16>(kept + i * kWide + 16 * l); });
@@ -71,19 +71,18 @@ struct FewRows {
 
   // Adds the products of kHigh rows of W and a panel of A; with `Ahead` it asks for the next rows of W meanwhile.
   template <bool Ahead>
-  void multiply(const Word* rows_of_w, const Word* panel, int64_t depth, Sums& sums) const {
-    const int64_t row = k / kInMemory;
-    for (int64_t d = 0; d < depth / kApart; d++) {
+  void multiply(const T* rows_of_w, const Word* panel, int64_t depth, Sums& sums) const {
+    for (int64_t d = 0; d < depth / kSteps; d++) {
       if (Ahead && d % 16 == 0)
-        for (int i = 0; i < kHigh; i++) expect(rows_of_w + (kHigh + i) * row + d);
+        for (int i = 0; i < kHigh; i++) expect(rows_of_w + (kHigh + i) * k + d * kPerWord);
 #pragma GCC unroll 2
-      for (int step = 0; step < kApart; step++, panel += kWide) {
+      for (int step = 0; step < kSteps; step++, panel += kWide) {
         U32x16 words[kVectors];
 #pragma GCC unroll 2
         for (int l = 0; l < kVectors; l++) words[l] = load<U32x16>(panel + 16 * l);
 #pragma GCC unroll 12
         for (int i = 0; i < kHigh; i++) {
-          const auto one = factor(rows_of_w[i * row + d], step);
+          const auto one = factor(load<Word>(rows_of_w + i * k + d * kPerWord), step);
 #pragma GCC unroll 2
           for (int l = 0; l < kVectors; l++) sums[i][l] = add_product<T>(sums[i][l], one, words[l]);
         }
@@ -91,9 +90,9 @@ struct FewRows {
     }
   }
 
-  // What a word of W multiplies by in a step: all of it, or one of its two numbers, which vectors widen.
+  // What a step multiplies by: the whole word, or one of its two numbers as float32.
   static auto factor(Word all, int step) {
-    if constexpr (kApart == 1) return all;
+    if constexpr (kSteps == 1) return all;
     else return step == 0 ? (U32x16{} + all) << 16 : (U32x16{} + all) & 0xffff0000;
   }
 

@@ -176,7 +176,7 @@ void forward(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float 
         const bool ahead = causal && key > first + j;
         return ahead ? hide(found, key, first + j, -std::numeric_limits<float>::infinity()) : found;
       };
-      // Later keys are seen by none of these queries.
+      // Keys from here on are ahead of all these queries.
       const int64_t seen = causal ? std::min(keys, first + j + kLanes) : keys;
       F32x16 peak = score(0), total{};
       for (int64_t key = 1; key < seen; key++) {
@@ -186,7 +186,7 @@ void forward(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float 
       for (int64_t key = 0; key < keys; key += kRowsOfWord<T>) {
         Parts<T> weights{};
         F32x16 together{};
-        for (int64_t r = 0; r < kRowsOfWord<T> && key < seen; r++)
+        for (int64_t r = 0; key < seen && r < kRowsOfWord<T>; r++)
           together += weights[r] = exponential(score(key + r) - peak);
         total += together;
         write_words(s.words.data() + key / kRowsOfWord<T> * kBlock + j, weights);

@@ -12,13 +12,13 @@ void add_row(int64_t width, const T* a, const T* b, T* sum) {
   each(width, [=]<class V>(V, int64_t i) { write(sum + i, read<V>(a + i) + read<V>(b + i)); });
 }
 
-// y = (x - mean) · scale · gain + shift for one row. LayerNorm is Centred, RMSNorm keeps the mean at 0.
+// y = (x - mean) · rstd · gain + shift for one row. LayerNorm is Centred, RMSNorm keeps the mean at 0.
 // One that is Rounded multiplies by the gain what T has of the rest.
 template <bool Centred, bool Rounded, class T>
 Moments forward(int64_t width, const T* x, const float* gain, const float* shift, float eps, T* y) {
   const Moments row = moments(width, x, eps, Centred);
   each(width, [=]<class V>(V, int64_t i) {
-    V normal = (read<V>(x + i) - row.mean) * row.scale;
+    V normal = (read<V>(x + i) - row.mean) * row.rstd;
     if constexpr (Rounded) normal = held_by<T>(normal);
     write(y + i, normal * read<V>(gain + i) + read<V>(shift + i));
   });
@@ -31,7 +31,7 @@ void backward(int64_t width, const T* dy, const T* x, const float* gain, Moments
               T* dx, float* dgain, float* dshift) {
   Sum along, level;
   each(width, [&]<class V>(V, int64_t i) {
-    const V normal = (read<V>(x + i) - row.mean) * row.scale;
+    const V normal = (read<V>(x + i) - row.mean) * row.rstd;
     const V above = read<V>(dy + i);
     const V slope = above * read<V>(gain + i);
     along += slope * normal;
@@ -41,9 +41,9 @@ void backward(int64_t width, const T* dy, const T* x, const float* gain, Moments
   });
   const float tilt = along / width, lift = level / width;
   each(width, [=]<class V>(V, int64_t i) {
-    const V normal = (read<V>(x + i) - row.mean) * row.scale;
+    const V normal = (read<V>(x + i) - row.mean) * row.rstd;
     const V slope = read<V>(dy + i) * read<V>(gain + i);
-    write(dx + i, (slope - lift - normal * tilt) * row.scale);
+    write(dx + i, (slope - lift - normal * tilt) * row.rstd);
   });
 }
 

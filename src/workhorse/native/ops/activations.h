@@ -1,5 +1,5 @@
-// Activations of a training step, alone or times another branch, with one pass forwards and one backwards.
-// An activation and its derivative are looked up for bfloat16 and computed for float.
+// Activations and their derivatives, alone or times another branch. A training step looks them up for bfloat16 and
+// computes them for float; a decoding step computes them.
 #pragma once
 
 #include <cstdint>
@@ -25,7 +25,7 @@ struct Table {
     if constexpr (kCount<V> == 1) {
       return parts<V>(words[x->bits]);
     } else {
-      uint32_t found[16];
+      uint32_t found[16];  // not by a gather, which is slower on AMD's CPUs
       for (int i = 0; i < 16; i++) found[i] = words[x[i].bits];
       return parts<V>(load<U32x16>(found));
     }

@@ -11,7 +11,7 @@ import statistics
 from collections.abc import Iterator
 
 from benchmarks.contestants.works import Work, decoding, products, reading, training
-from benchmarks.harness.command import with_models
+from benchmarks.harness.command import at_least_one, with_models
 from benchmarks.harness.machine import default_threads, describe
 from benchmarks.harness.worker import Worker
 from workhorse.waiting import share_cores
@@ -41,7 +41,7 @@ def measured(work: Work, rounds: int, threads: int) -> list[float]:
 def main() -> None:
     """Measure, and print the table."""
     options = with_models(argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]))
-    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--rounds", type=at_least_one, default=3)
     given = options.parse_args()
     share_cores()
     threads = default_threads()

@@ -79,12 +79,19 @@ def _case(shape: Shape, dtype: str, device: str, nanogpt: Path | None) -> Case:
     return Case(name, "tokens", "tokens/s", tuple(contestants), limit, skipped=skipped)
 
 
+def checkout_of_nanogpt(text: str) -> Path:
+    """Where nanoGPT is."""
+    if not (Path(text) / "model.py").is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no checkout of nanoGPT: it has no model.py")
+    return Path(text)
+
+
 def options() -> argparse.ArgumentParser:
     """The command line."""
     made = with_device(parser(__doc__ or ""))
     made.add_argument("--shapes", nargs="+", choices=TRAINING, default=list(TRAINING))
     made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    made.add_argument("--nanogpt", type=Path, metavar="CHECKOUT", help="a checkout of nanoGPT")
+    made.add_argument("--nanogpt", type=checkout_of_nanogpt, metavar="CHECKOUT")
     return made
 
 

@@ -20,14 +20,21 @@ OURS = "Workhorse"
 Cases = Callable[[argparse.Namespace], Iterable[Case]]
 
 
+def at_least_one(text: str) -> int:
+    """A number of rounds or threads."""
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+    return int(text)
+
+
 def parser(description: str) -> argparse.ArgumentParser:
     """The options of every benchmark."""
     made = argparse.ArgumentParser(description=description.partition("\n")[0])
     made.add_argument("--json", action="store_true", help="print the result as JSON")
     made.add_argument("--save", action="store_true", help="keep the result for RESULTS.md")
     made.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds of {ROUNDS}")
-    made.add_argument("--rounds", type=int, help="another number of rounds")
-    made.add_argument("--threads", type=int, default=default_threads())
+    made.add_argument("--rounds", type=at_least_one, help="another number of rounds")
+    made.add_argument("--threads", type=at_least_one, default=default_threads())
     made.add_argument("--only", nargs="+", metavar="NAME", help="these contestants alone")
     made.add_argument(
         "--against",

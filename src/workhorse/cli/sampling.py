@@ -1,5 +1,6 @@
 """The flags that choose how text is generated, shared by `generate` and `chat`."""
 
+import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -74,8 +75,8 @@ _FLAGS = (
         "--exact",
         is_flag=True,
         default=None,
-        help="Read each text by itself, so that every number has the same bits whatever else is"
-        " read; batches save no time.",
+        help="Every number has the same bits whatever else is read. Prompts are read one by one,"
+        " and texts too where steps are not native.",
     ),
     click.option(
         "--truncate",
@@ -100,6 +101,13 @@ def draft_options(verb: Callable[..., Any]) -> Callable[..., Any]:
         metavar="MODEL",
         help="With --speculate: a smaller model of the same vocabulary that guesses.",
     )(verb)
+
+
+def with_seed(config: "GenerationConfig") -> "GenerationConfig":
+    """Sampling with a seed that can be told: one is drawn if there is none."""
+    if config.samples and config.seed is None:
+        return config.replace(seed=secrets.randbits(32))
+    return config
 
 
 def generation_config(**options: Any) -> "GenerationConfig":

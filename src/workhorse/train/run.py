@@ -44,6 +44,8 @@ class TrainResult:
     """Training loss of the last step logged, nats per token."""
     validation_loss: float | None
     """Loss of the last validation, nats per token; None without held-out text."""
+    validated_at: int | None
+    """The step of that validation."""
     bits_per_byte: float | None
     """Of the last validation; see `Validation`."""
     unknown_rate: float | None
@@ -243,6 +245,7 @@ def _result(loop: Loop, run: RunDirectory, signals: StopSignals) -> TrainResult:
         parameters=count_parameters(DecoderConfig.from_dict(loop.constants["config"]))["total"],
         loss=events.get("step", {}).get("loss"),
         validation_loss=validation.get("loss"),
+        validated_at=validation.get("step"),
         bits_per_byte=validation.get("bits_per_byte"),
         unknown_rate=validation.get("unknown_rate"),
         tokens=loop.counters.tokens,

@@ -11,7 +11,7 @@ import click
 from workhorse.cli.loading import Running, compile_option, model_options, open_model
 from workhorse.cli.options import json_option
 from workhorse.cli.output import for_terminal, print_result, warn
-from workhorse.cli.sampling import draft_options, generation_config, sampling_options
+from workhorse.cli.sampling import draft_options, generation_config, sampling_options, with_seed
 from workhorse.cli.speed import prompt_seconds, speed
 from workhorse.errors import WorkhorseError
 
@@ -47,7 +47,9 @@ def command(
     With --json each reply is a line of JSON. MODEL is a run directory, a Hugging Face directory or
     hub id, a GGUF file, a folder that `convert` wrote, or a preset's name (random weights).
     """
-    config = generation_config(**options)
+    config = with_seed(generation_config(**options))
+    if config.samples:
+        print(f"seed {config.seed}", file=sys.stderr)
     loaded = open_model(model, running, compiled=compiled)
     guesser = None if draft is None else open_model(draft, running, compiled=compiled)
     conversation = loaded.chat(config, system=system, draft=guesser)

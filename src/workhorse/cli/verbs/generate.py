@@ -1,6 +1,5 @@
 """`workhorse generate`: continue prompts with a model."""
 
-import secrets
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -13,7 +12,7 @@ from workhorse.cli.loading import Running, compile_option, model_options, open_m
 from workhorse.cli.options import MOST_ROWS, PATH, json_option
 from workhorse.cli.output import for_terminal, print_result
 from workhorse.cli.prompts import read_prompts
-from workhorse.cli.sampling import draft_options, generation_config, sampling_options
+from workhorse.cli.sampling import draft_options, generation_config, sampling_options, with_seed
 from workhorse.cli.speed import prompt_seconds, speed
 
 if TYPE_CHECKING:
@@ -96,8 +95,7 @@ def command(
         raise click.UsageError(
             "--beams knows its text only at the end; leave out --stream, or --beams"
         )
-    if config.samples and config.seed is None:  # one that can be told
-        config = config.replace(seed=secrets.randbits(32))
+    config = with_seed(config)
     loaded = open_model(model, running, compiled=compiled)
     guesser = None
     if draft is not None:

@@ -244,6 +244,8 @@ def _summary(result: Any) -> str:
         following = f"resume with workhorse {shlex.join(words)}"
     if result.validation_loss is not None:
         held_out = f"validation loss {result.validation_loss:.4f}"
+        if result.validated_at != result.step:
+            held_out += f" at step {result.validated_at:,}"
         if result.bits_per_byte is not None:
             held_out += f", {bits_per_byte(result.bits_per_byte, result.unknown_rate)}"
         lines.append(held_out)

@@ -84,6 +84,19 @@ def test_a_query_has_the_same_bits_whatever_is_beside_it(dtype: torch.dtype) -> 
             assert torch.equal(attend(alone), together[row : row + 1, :, place : place + 1])
 
 
+@pytest.mark.parametrize(("heads", "kv_heads"), [(14, 2), (5, 1), (71, 1)])
+@pytest.mark.parametrize("threads", [4, 10, 13])
+def test_heads_are_shared_out_among_any_threads(heads: int, kv_heads: int, threads: int) -> None:
+    given = made((1, heads, kv_heads, 1, 45, 8, 8), torch.float32, hidden=False)
+    expected = attend(given)
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(threads)
+        assert torch.equal(attend(given), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_slots_that_are_not_seen_change_nothing() -> None:
     given = made((2, 4, 2, 1, 40, 16, 16), torch.float32, hidden=False)
     given["first"], given["last"] = torch.tensor([[3], [17]]), torch.tensor([[30], [40]])

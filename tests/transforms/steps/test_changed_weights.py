@@ -82,6 +82,29 @@ def test_a_decoder_of_which_one_layer_is_cast_is_refused() -> None:
     assert torch.equal(decoder(token, cache=cache), again(token, cache=other))
 
 
+@torch.no_grad()
+def test_a_hook_of_a_module_that_was_put_in_is_called() -> None:
+    decoder, other = quick(built()), quick(built(seed=1))
+    tokens, cache = torch.randint(0, 61, (1, 8)), paged(decoder, 1, 8)
+    decoder.next_logits(tokens[:, :1], cache=cache)
+    decoder.layers[1].attention = other.layers[1].attention
+    called: list[object] = []
+    decoder.layers[1].attention.register_forward_hook(lambda *_: called.append(_))
+    for n in range(1, 8):
+        decoder.next_logits(tokens[:, n : n + 1], cache=cache)
+    assert len(called) == 7
+
+
+@torch.no_grad()
+def test_a_weight_without_storage_is_refused() -> None:
+    decoder = quick(built())
+    token, cache = torch.tensor([[5]]), paged(decoder, 1, 8)
+    decoder(token, cache=cache)
+    next(decoder.layers[0].parameters()).untyped_storage().resize_(0)
+    with pytest.raises(RuntimeError, match="the storage of a weight was freed"):
+        decoder(token, cache=cache)
+
+
 def test_a_pickled_decoder_steps_in_another_process(tmp_path: Path) -> None:
     decoder, tokens = quick(built()), torch.randint(0, 61, (1, 8))
     here = along(decoder, tokens[:, :3], tokens)

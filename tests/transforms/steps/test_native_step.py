@@ -232,6 +232,13 @@ def test_autocast_decides_as_without_native_steps(calls: list[tuple[int, ...]]) 
     assert not calls
 
 
+@torch.no_grad()
+def test_tokens_may_be_of_32_bits() -> None:
+    decoder, token = quick(built()), torch.tensor([[7]])
+    logits = [decoder(given, cache=paged(decoder, 1, 4)) for given in (token, token.int())]
+    assert torch.equal(*logits)
+
+
 def test_a_token_outside_of_the_vocabulary_is_refused() -> None:
     decoder = quick(built())
     for token in (61, -1):

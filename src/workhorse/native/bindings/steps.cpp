@@ -102,6 +102,7 @@ class Prepared {
     for (const Tensor& weight : weights) {
       STD_TORCH_CHECK(weight.is_cpu() && weight.is_contiguous(), "workhorse: weights must be contiguous, on the CPU");
       pass_.weights.push_back(weight.const_data_ptr());
+      STD_TORCH_CHECK(pass_.weights.back() || weight.numel() == 0, "workhorse: the storage of a weight was freed");
       numbers_of_weights += weight.numel();
     }
     const int64_t worth = numbers_of_weights * pass_.batch * pass_.seq / kThreadNumbers;

@@ -5,17 +5,18 @@
 
 namespace workhorse {
 
-// e^x for x <= 0, to a few units of the last place: 2^whole · e^rest with |rest| <= ln(2) / 2.
+// e^x for x <= 0, to a few units of the last place: 2^whole · e^rest with |rest| <= ln(2) / 2. Below e^-87, the least
+// that is not denormal, it is 0; NaN stays what it is.
 inline F32x16 exponential(F32x16 x) {
-  const F32x16 floor = F32x16{} - 87.0f;
-  x = select(x < floor, floor, x);  // e^-87 is the least that is not denormal; NaN stays what it is
+  const auto none = x < F32x16{} - 87.0f;
+  x = select(none, F32x16{}, x);
   const I32x16 whole = convert<I32x16>(x * 1.44269504f - 0.5f);
   const F32x16 w = convert<F32x16>(whole);
   const F32x16 rest = (x - w * 0.693359375f) + w * 2.12194440e-4f;
   F32x16 power = rest * (1.0f / 5040) + 1.0f / 720;
   for (float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
     power = power * rest + factor;
-  return power * (F32x16)((whole + 127) << 23);
+  return select(none, F32x16{}, power * (F32x16)((whole + 127) << 23));
 }
 
 }  // namespace workhorse

@@ -143,6 +143,9 @@ class SteppingDecoder(Decoder):
         known = self.translated
         if known is None or not known.holds():
             with _TRANSLATING:  # it is run with hooks, which other threads do not mind
+                self.watch = Watch(self.modules())
+                if self.watch.sees_hooks:
+                    return None
                 known = self.translated = Translated(self)
         return known.kept
 
@@ -167,7 +170,7 @@ class SteppingDecoder(Decoder):
                 program.registers,
                 weights,
                 angles=self.angles.upto(view.length + seq, program.turns),
-                tokens=tokens.contiguous(),
+                tokens=tokens.long().contiguous(),
                 lengths=tensors.lengths,
                 tables=[tensors.tables[place] for place in places],
                 keys=tensors.keys,

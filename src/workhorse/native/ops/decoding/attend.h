@@ -57,7 +57,7 @@ struct Attend {
     const int64_t group = heads / kv_heads * seq, each = (group + splits - 1) / splits;
     std::vector<float> weights, sums(each * round_up(value_width, kWide));
     for (int64_t n = begin; n < end; n++) {
-      const int64_t share = n % splits * each;
+      const int64_t share = std::min(n % splits * each, group);  // the last units may have none
       Unit unit{n / splits / kv_heads, n / splits % kv_heads, share,
                   std::min(share + each, group), blocks * block, 0};
       for (int64_t s = 0; s < seq; s++) {

@@ -239,7 +239,7 @@ void backward(Head<T> q, Head<T> k, Head<T> v, Head<T> y, Head<T> dy, const floa
             const int64_t at = (i + r) * stride + j, of = key + i + r, query = first + j;
             const F32x16 exponent =
                 read<F32x16>(s.scores.data() + at) * scale - read<F32x16>(s.lse.data() + query);
-            F32x16 weight = exponential(select(exponent < 0.0f, exponent, F32x16{}));
+            F32x16 weight = exponential(select(exponent > 0.0f, F32x16{}, exponent));
             if (causal && of > query) weight = hide(weight, of, query, 0);
             slopes[r] = weight * scale *
                         (read<F32x16>(s.gradients.data() + at) - read<F32x16>(s.delta.data() + query));

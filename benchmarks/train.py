@@ -91,7 +91,9 @@ def options() -> argparse.ArgumentParser:
     made = with_device(parser(__doc__ or ""))
     made.add_argument("--shapes", nargs="+", choices=TRAINING, default=list(TRAINING))
     made.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
-    made.add_argument("--nanogpt", type=checkout_of_nanogpt, metavar="CHECKOUT")
+    made.add_argument(
+        "--nanogpt", type=checkout_of_nanogpt, metavar="CHECKOUT", help="a checkout of nanoGPT"
+    )
     return made
 
 

@@ -1,5 +1,6 @@
 import io
 import json
+import re
 import sys
 
 import pytest
@@ -32,6 +33,14 @@ def test_each_line_gets_a_reply(run_folder, capsys, piped):
     piped("ab\nc\n")
     out, _ = chat(capsys, str(run_folder), "--seed", "1", "--max-new-tokens", "5")
     assert out == "".join(reply["text"] + "\n" for reply in replies)
+
+
+def test_the_seed_that_was_drawn_gives_the_same_replies(run_folder, capsys, piped):
+    piped("ab\n")
+    out, err = chat(capsys, str(run_folder), "--max-new-tokens", "8")
+    (seed,) = re.findall(r"^seed (\d+)$", err, re.MULTILINE)
+    piped("ab\n")
+    assert chat(capsys, str(run_folder), "--max-new-tokens", "8", "--seed", seed)[0] == out
 
 
 def test_a_draft_guesses_in_a_chat(run_folder, capsys, piped):

@@ -8,30 +8,36 @@ from workhorse.generate import GenerationConfig, generate
 from workhorse.nn import Decoder, DecoderConfig
 
 WINDOW = 6
-LOCAL_AND_GLOBAL = DecoderConfig.from_dict(
-    {
-        "vocab_size": 61,
-        "d_model": 32,
-        "n_layers": 2,
-        "max_seq_len": 400,
-        "blocks": {
-            name: {
-                "kind": "pre_norm",
-                "norm": {"kind": "rms_norm"},
-                "attention": {
-                    "n_heads": 4,
-                    "n_kv_heads": 2,
-                    "position": {"kind": "rope"},
-                    "window": window,
-                },
-                "feed_forward": {"kind": "gated_mlp", "d_ff": 48},
-            }
-            for name, window in (("local", WINDOW), ("global", None))
-        },
-        "pattern": ["local", "global"],
-    }
-)
-"""A rolling cache and a whole one."""
+
+
+def local_and_global(width: int = 64, layers: int = 3) -> DecoderConfig:
+    """A rolling cache and a whole one."""
+    return DecoderConfig.from_dict(
+        {
+            "vocab_size": 61,
+            "d_model": width,
+            "n_layers": layers,
+            "max_seq_len": 400,
+            "blocks": {
+                kind: {
+                    "kind": "pre_norm",
+                    "norm": {"kind": "rms_norm"},
+                    "attention": {
+                        "n_heads": 4,
+                        "n_kv_heads": 2,
+                        "position": {"kind": "rope"},
+                        "window": window,
+                    },
+                    "feed_forward": {"kind": "gated_mlp", "d_ff": 3 * width // 2},
+                }
+                for kind, window in (("local", WINDOW), ("global", None))
+            },
+            "pattern": ["local", "global"],
+        }
+    )
+
+
+LOCAL_AND_GLOBAL = local_and_global(32, layers=2)
 
 
 def make(seed: int = 0) -> Decoder:

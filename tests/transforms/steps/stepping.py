@@ -5,39 +5,13 @@ from torch import Tensor
 
 from tests.native.machine import DECODING, OPERATORS
 from tests.nn.paged import paged
-from workhorse.nn import Decoder, DecoderConfig
+from tests.transforms.windowed import local_and_global
+from workhorse.nn import Decoder
 from workhorse.transforms.native_attention import attend_natively
 from workhorse.transforms.quantization.codes import FormatName
 from workhorse.transforms.quantization.quantize import quantize
 from workhorse.transforms.steps.native_step import SteppingDecoder, step_natively
 from workhorse.transforms.stream import stream_weights
-
-
-def local_and_global(width: int = 64) -> DecoderConfig:
-    """A rolling cache and a whole one."""
-    return DecoderConfig.from_dict(
-        {
-            "vocab_size": 61,
-            "d_model": width,
-            "n_layers": 3,
-            "max_seq_len": 400,
-            "blocks": {
-                kind: {
-                    "kind": "pre_norm",
-                    "norm": {"kind": "rms_norm"},
-                    "attention": {
-                        "n_heads": 4,
-                        "n_kv_heads": 2,
-                        "position": {"kind": "rope"},
-                        "window": window,
-                    },
-                    "feed_forward": {"kind": "gated_mlp", "d_ff": 3 * width // 2},
-                }
-                for kind, window in (("local", 6), ("global", None))
-            },
-            "pattern": ["local", "global"],
-        }
-    )
 
 
 def built(seed: int = 0, dtype: torch.dtype = torch.float32, width: int = 64) -> Decoder:

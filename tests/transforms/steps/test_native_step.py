@@ -12,7 +12,8 @@ from tests.nn.grid import CAUSAL, COVERING, error, fixed_length, make, name, ran
 from tests.nn.paged import paged
 from tests.parity.all_cases import ALL
 from tests.parity.reference import quiet, randomised, their_config
-from tests.transforms.steps.stepping import along, built, local_and_global, quick, without_steps
+from tests.transforms.steps.stepping import along, built, quick, without_steps
+from tests.transforms.windowed import local_and_global, texts
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig, generate
 from workhorse.models.huggingface import Fields, family
@@ -47,12 +48,6 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
 
     monkeypatch.setattr(Steps, "run", counting)
     return seen
-
-
-def texts(decoder: Decoder, rows: int, new: int, guesses: int = 0) -> list[tuple[int, ...]]:
-    prompts = [[(7 * row + 3 * i) % 61 for i in range(5 + row)] for row in range(rows)]
-    config = GenerationConfig(max_new_tokens=new, temperature=0, speculate=guesses)
-    return [done.tokens for done in generate(decoder, prompts, config)]
 
 
 @pytest.mark.parametrize("config", CONFIGS, ids=lambda config: name(COVERING.index(config)))

@@ -1,0 +1,26 @@
+"""What a benchmark cannot do is refused before it begins."""
+
+from pathlib import Path
+
+import pytest
+
+from benchmarks import train
+
+
+@pytest.mark.parametrize("option", ["--rounds", "--threads"])
+@pytest.mark.parametrize("number", ["0", "-1", "x"])
+def test_numbers_begin_at_one(option: str, number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        train.options().parse_args([f"{option}={number}"])
+    assert refused.value.code == 2
+    assert f"{number!r} is no number from 1 on" in capsys.readouterr().err
+
+
+def test_a_checkout_of_nanogpt_has_its_model(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        train.options().parse_args(["--nanogpt", str(tmp_path)])
+    assert "is no checkout of nanoGPT" in capsys.readouterr().err
+    (tmp_path / "model.py").touch()
+    assert train.options().parse_args(["--nanogpt", str(tmp_path)]).nanogpt == tmp_path

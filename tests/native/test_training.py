@@ -112,13 +112,15 @@ def test_a_later_token_changes_no_earlier_output(dtype: torch.dtype) -> None:
     assert after[:, :, 100:].isnan().all()
 
 
-@pytest.mark.parametrize("change", ["mask", "odd", "float64", "strided", "dropout"])
+@pytest.mark.parametrize("change", ["mask", "odd", "float64", "strided", "half words", "dropout"])
 def test_what_the_operator_cannot_do_pytorch_does(change: str) -> None:
     seq = 7 if change == "odd" else 8
     dtype = torch.float64 if change == "float64" else torch.bfloat16
     q, k, v = (torch.randn(2, 4, seq, 16, dtype=dtype) for _ in range(3))
     if change == "strided":
         v = v.mT.contiguous().mT
+    if change == "half words":
+        v = torch.randn(2, 4, seq, 17, dtype=dtype)[..., :16]
     mask = torch.ones(seq, seq, dtype=torch.bool).tril() if change == "mask" else None
     scoring = Scoring(scale=0.3, dropout=0.5 if change == "dropout" else 0.0)
     results = []
@@ -128,6 +130,16 @@ def test_what_the_operator_cannot_do_pytorch_does(change: str) -> None:
         y = kernel(*given, (mask, mask is None))
         results.append((y, *torch.autograd.grad(y.sum(), given)))
     assert all(map(torch.equal, *results))
+
+
+@pytest.mark.usefixtures("can_attend")
+@pytest.mark.parametrize("dtype", [torch.bfloat16])
+def test_gradients_from_above_may_have_rows_of_half_words(dtype: torch.dtype) -> None:
+    above = torch.randn(1, 2, 8, 17).to(dtype)[..., :16]
+    given = [torch.randn(1, 2, 8, 16).to(dtype).requires_grad_() for _ in range(3)]
+    y = native_sdpa(Scoring(scale=0.3))(*given, (None, True))
+    strided, whole = (torch.autograd.grad(y, given, g, True) for g in (above, above.contiguous()))
+    assert all(map(torch.equal, strided, whole))
 
 
 def test_kernels_are_replaced_from_outside_and_weights_stay() -> None:

@@ -67,6 +67,24 @@ def test_a_decoder_may_be_cast_after_its_first_step(dtype: torch.dtype) -> None:
         assert error(cast.to(first.dtype), first) <= 2e-3
 
 
+@pytest.mark.parametrize("change", ["cast", "load"])
+def test_parameters_may_be_swapped_after_a_step(
+    monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """PyTorch swaps a parameter only if its module alone refers to it."""
+    monkeypatch.setattr(torch.__future__, "_swap_module_params_on_conversion", True)
+    decoder, expected = quick(built()), quick(built(seed=1))
+    tokens = torch.randint(0, 61, (1, 8))
+    along(decoder, tokens[:, :3], tokens)
+    if change == "cast":
+        decoder, expected = decoder.bfloat16(), quick(built().bfloat16())
+    else:
+        decoder.load_state_dict(expected.state_dict())
+    assert torch.equal(
+        along(decoder, tokens[:, :3], tokens), along(expected, tokens[:, :3], tokens)
+    )
+
+
 @torch.no_grad()
 def test_a_decoder_of_which_one_layer_is_cast_is_refused() -> None:
     decoder = quick(built())

@@ -28,8 +28,8 @@ class TrainingSdpa(Sdpa):
             and q.dtype in self.operators.attention_types
             and k.shape == v.shape
             and q.shape[2:] == k.shape[2:]
-            and q.stride(-1) == k.stride(-1) == v.stride(-1) == 1
             and (q.dtype == torch.float32 or q.shape[2] % 2 == q.shape[3] % 2 == 0)
+            and all(map(_has_whole_rows, (q, k, v)))
         )
         if not can:
             return super().forward(q, k, v, mask)
@@ -104,7 +104,7 @@ class _Attention(torch.autograd.Function):
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, y, normaliser = ctx.saved_tensors
         (gradient,) = above
-        if gradient.stride(-1) != 1:  # such as that of a sum, which expands one number
+        if not _has_whole_rows(gradient):  # such as that of a sum, which expands one number
             gradient = gradient.contiguous()
         dq, dk, dv = ctx.operators.attention_backward(
             q,
@@ -117,6 +117,11 @@ class _Attention(torch.autograd.Function):
             causal=ctx.causal,
         )
         return dq, _of_shared_heads(dk, k), _of_shared_heads(dv, v), None, None, None
+
+
+def _has_whole_rows(x: Tensor) -> bool:
+    """Whether the operator can read rows (…, width) as words of four bytes."""
+    return x.stride(-1) == 1 and x.stride(-2) * x.itemsize % 4 == 0
 
 
 def _of_each_head(x: Tensor, heads: int) -> Tensor:

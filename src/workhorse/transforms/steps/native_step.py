@@ -101,6 +101,14 @@ class SteppingDecoder(Decoder):
         state: Any = super().__getstate__()
         return state | {"translated": None}
 
+    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+        self.translated = None  # PyTorch can swap parameters only if nobody else holds them
+        return super().load_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.translated = None
+        return super()._apply(*args, **kwargs)
+
     def next_logits(
         self, tokens: Tensor, *, positions: Tensor | None = None, cache: CacheView | None = None
     ) -> Tensor:

@@ -139,8 +139,6 @@ struct Scratch {
     s.words.resize(std::max(seq * kBlock, seq * width) / kRowsOfWord<T>);
     s.out.resize(width * kBlock);
     s.wide.resize(width * kBlock);
-    s.lse.resize(kBlock);
-    s.delta.resize(kBlock);
     return s;
   }
 
@@ -164,6 +162,7 @@ struct Scratch {
 template <class T>
 void forward(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float scale, bool causal,
             Scratch<T>& s, Head<T> y, float* lse) {
+  float peaks[kBlock], inverses[kBlock];  // of each query: its largest score, and 1 / Σ exp(score - peak)
   q.pack_transpose(seq, width, s.q_t.data());
   v.transpose(seq, width, s.words.data(), s.transposed.data());
   for (int64_t first = 0; first < seq; first += kBlock) {
@@ -191,13 +190,13 @@ void forward(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float 
         total += together;
         write_words(s.words.data() + key / kRowsOfWord<T> * kBlock + j, weights);
       }
-      write(s.lse.data() + j, peak);
-      write(s.delta.data() + j, 1.0f / total);
+      write(peaks + j, peak);
+      write(inverses + j, 1.0f / total);
     }
     multiply(width, n, keys, s.transposed.data(), seq, s.words.data(), kBlock, s.out.data(), kBlock);
     for (int64_t i = 0; i < width; i++)
-      for (int64_t j = 0; j < n; j++) s.out[i * kBlock + j] *= s.delta[j];
-    for (int64_t j = 0; j < n; j++) lse[first + j] = s.lse[j] - std::log(s.delta[j]);
+      for (int64_t j = 0; j < n; j++) s.out[i * kBlock + j] *= inverses[j];
+    for (int64_t j = 0; j < n; j++) lse[first + j] = peaks[j] - std::log(inverses[j]);
     Head<T>{y.row(first), y.stride}.write_columns(n, width, s.out.data(), kBlock, s.wide.data());
   }
 }

@@ -1,5 +1,6 @@
 """The header of a GGUF file: what it says in full, or one line, within bounds."""
 
+import re
 import struct
 from pathlib import Path
 
@@ -66,7 +67,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is no GGUF file; give one, or the folder of a model"),
     "something else": (b"PK\x03\x04", "is no GGUF file"),
     "only the start": (b"GGUF\x03", "is cut short; fetch it again"),
-    "version": (file_of([], [], version=9), "GGUF of version 9 is not read; 3 is the usual one"),
+    "version": (file_of([], [], version=9), "GGUF of version 9 is not read; fetch one of 2 or 3"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "version 50331648 is not read"),
     "counts": (b"GGUF" + struct.pack("<I", 3) + HUGE * 2, "tensors and .* keys are not a model's"),
     "long name": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + HUGE, "a name of .* bytes is none"),
@@ -75,7 +76,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "list of lists": (file_of([key("a", 9, struct.pack("<IQ", 9, 1))], []), "a list within a list"),
     "type of value": (file_of([key("a", 77, b"")], []), "a value of type 77 is unknown"),
     "twice": (file_of([key("a", 7, b"\x00")] * 2, []), "'a' stands twice"),
-    "not UTF-8": (file_of([key("a", 8, struct.pack("<Q", 1) + b"\xff")], []), "utf-8"),
+    "not UTF-8": (file_of([key("a", 8, struct.pack("<Q", 1) + b"\xff")], []), "xff' in a text is"),
     "lines in a name": (file_of([key("a\nb", 7, b"\x00")], []), "is no name"),
     "axes": (file_of([], [tensor("t", (1,) * 9, 0, 0)]), "a tensor of 9 axes is none"),
     "quantised": (file_of([], [tensor("t", (256,), 12, 0)]), "tensor 't' is Q4_K, which is not r"),
@@ -101,6 +102,7 @@ def test_what_cannot_be_is_refused_in_one_line(name: str, tmp_path: Path) -> Non
     with pytest.raises(WorkhorseError, match=words) as caught:
         read(tmp_path, content)
     assert "\n" not in str(caught.value)
+    assert re.search(r"; (fetch|give) |: fetch it again$", str(caught.value))
 
 
 def test_a_header_without_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import click
 
 from workhorse.cli.options import runtime_options
-from workhorse.cli.output import warn
+from workhorse.cli.output import status, warn
 
 if TYPE_CHECKING:
     from workhorse.load_model import Quantization
@@ -95,15 +95,17 @@ def open_model(
     if running.threads:
         use_threads(running.threads)
     remarks: list[str] = []
-    loaded = load(
-        model,
-        device=running.device,
-        dtype=running.dtype,
-        kernel=running.kernel,
-        quantize=running.quantize,
-        compile=compiled,
-        tell=remarks.append,
-    )
+    with status() as show:
+        show(f"loading {model}")
+        loaded = load(
+            model,
+            device=running.device,
+            dtype=running.dtype,
+            kernel=running.kernel,
+            quantize=running.quantize,
+            compile=compiled,
+            tell=remarks.append,
+        )
     if with_text:
         _ = loaded.text  # which raises: that token ids will do is true in Python alone
     for remark in remarks:

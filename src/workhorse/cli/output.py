@@ -140,9 +140,10 @@ def status() -> Iterator[Callable[[str], object]]:
         yield lambda doing: None
         return
     from rich.console import Console
+    from rich.text import Text
 
     with Console(stderr=True).status("") as shown:
-        yield shown.update
+        yield lambda doing: shown.update(Text(one_line(doing)))
 
 
 @contextmanager

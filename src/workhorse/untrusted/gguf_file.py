@@ -92,12 +92,24 @@ def read_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
     except _TooShort:
         reason = "has a larger header than a model's" if size > len(head) else "is cut short"
         raise WorkhorseError(f"{path} {reason}; fetch it again") from None
-    except ValueError as error:
+    except UnicodeDecodeError as error:
+        wrong = shown(error.object[error.start : error.start + 1])
+        raise WorkhorseError(f"{path}: {wrong} in a text is not UTF-8; {_DAMAGED}") from None
+    except _Unsupported as error:
         raise WorkhorseError(f"{path}: {error}") from None
+    except ValueError as error:
+        raise WorkhorseError(f"{path}: {error}; {_DAMAGED}") from None
+
+
+_DAMAGED = "it may be damaged: fetch it again"
 
 
 class _TooShort(Exception):
     """The header goes on past what was read."""
+
+
+class _Unsupported(Exception):
+    """A file may say so, but it is not read; what to do is in the message."""
 
 
 class _Reader:
@@ -159,7 +171,9 @@ def _parsed(reader: _Reader, size: int) -> GgufHeader:
     reader.bytes_(len(MAGIC))
     version = reader.number("I")
     if version not in VERSIONS:
-        raise ValueError(f"GGUF of version {version} is not read; {VERSIONS[-1]} is the usual one")
+        raise _Unsupported(
+            f"GGUF of version {version} is not read; fetch one of {' or '.join(map(str, VERSIONS))}"
+        )
     n_tensors, n_keys = reader.numbers("Q", 2)
     if n_tensors > MAX_TENSORS or n_keys > MAX_KEYS:
         raise ValueError(f"{n_tensors} tensors and {n_keys} keys are not a model's")
@@ -198,7 +212,7 @@ def _placed(
     for name, (shape, number, offset) in sorted(entries.items(), key=lambda one: one[1][2]):
         kind = TYPES.get(number, f"type {number}")
         if kind not in BLOCKS:
-            raise ValueError(
+            raise _Unsupported(
                 f"tensor {shown(name)} is {kind}, which is not read; fetch the same model as F32, "
                 "F16, BF16 or Q8_0, or its safetensors files"
             )

@@ -10,7 +10,7 @@ import click
 
 from workhorse.cli.loading import Running, compile_option, model_options, open_model
 from workhorse.cli.options import MOST_ROWS, PATH, json_option
-from workhorse.cli.output import for_terminal, print_result
+from workhorse.cli.output import for_terminal, print_result, status
 from workhorse.cli.prompts import read_prompts
 from workhorse.cli.sampling import draft_options, generation_config, sampling_options, with_seed
 from workhorse.cli.speed import prompt_seconds, speed
@@ -101,7 +101,9 @@ def command(
     if draft is not None:
         guesser = open_model(draft, running, compiled=compiled, with_text=False)
     if compiled:  # what takes the compiler's time is no part of the tokens a second
-        loaded.generate_batch(texts[:1], config.replace(max_new_tokens=2), draft=guesser)
+        with status() as show:
+            show("compiling steps that are not native")
+            loaded.generate_batch(texts[:1], config.replace(max_new_tokens=2), draft=guesser)
     if as_stream:
         _stream(loaded, texts[0], config, guesser)
         return

@@ -16,7 +16,7 @@ from collections.abc import Generator
 from contextlib import contextmanager
 
 from benchmarks.contestants.works import Work, decoding, training
-from benchmarks.harness.command import with_models
+from benchmarks.harness.command import at_least_one, with_models
 from benchmarks.harness.machine import default_threads, describe
 from benchmarks.harness.worker import Worker
 from workhorse.waiting import SETTINGS, share_cores
@@ -52,7 +52,7 @@ def main() -> None:
     """Measure each, and print a row."""
     options = with_models(argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]))
     options.add_argument("--plain", action="store_true", help="threads wait as OpenMP has them")
-    options.add_argument("--rounds", type=int, default=5)
+    options.add_argument("--rounds", type=at_least_one, default=5)
     options.add_argument("--only", nargs="+", metavar="WORK", help="these alone")
     given = options.parse_args()
     if not given.plain:

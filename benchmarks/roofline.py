@@ -7,10 +7,12 @@ Everyone's figures elsewhere are fractions of these, measured in the same rounds
 
 import argparse
 from collections.abc import Iterator
+from dataclasses import replace
 
+from benchmarks.contestants.limits import memory, prompt_products, training_products
 from benchmarks.harness.command import main, parser, with_device
 from benchmarks.harness.contest import Case
-from benchmarks.harness.shapes import DECODING, PROMPT_TOKENS, TRAINING, Shape
+from benchmarks.harness.shapes import DECODING, PROMPT_TOKENS, TRAINING
 from benchmarks.harness.worker import Contestant
 
 DTYPES = ("float32", "bfloat16")
@@ -18,27 +20,22 @@ DTYPES = ("float32", "bfloat16")
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
     """The memory, then each type's products."""
-    memory = Contestant("PyTorch", "benchmarks.harness.limits:memory", {"device": options.device})
-    yield Case("memory read", "gbytes", "GB/s", (memory,))
+    device = options.device
+    yield _case("memory read", "gbytes", "GB/s", memory(device))
     for dtype in options.dtypes:
         for shape in TRAINING.values():
-            tokens = shape.batch * shape.context
-            yield _products(f"{shape.name} {dtype}, training", shape, tokens, dtype, options.device)
+            limit = training_products(shape, dtype, device)
+            yield _case(
+                f"{shape.name} {dtype}, training", limit.measure, limit.unit, limit.contestant
+            )
         for shape in DECODING.values():
+            limit = prompt_products(shape, dtype, 1, device)
             name = f"{shape.name} {dtype}, prompt of {PROMPT_TOKENS}"
-            yield _products(name, shape, PROMPT_TOKENS, dtype, options.device)
+            yield _case(name, limit.measure, limit.unit, limit.contestant)
 
 
-def _products(name: str, shape: Shape, tokens: int, dtype: str, device: str) -> Case:
-    arguments = {
-        "shapes": shape.products,
-        "tokens": tokens,
-        "dtype": dtype,
-        "device": device,
-        "backward": not shape.gated,
-    }
-    products = Contestant("PyTorch", "benchmarks.harness.limits:products", arguments)
-    return Case(name, "gflops", "GFLOP/s", (products,))
+def _case(name: str, measure: str, unit: str, contestant: Contestant) -> Case:
+    return Case(name, measure, unit, (replace(contestant, name="PyTorch"),))
 
 
 def options() -> argparse.ArgumentParser:

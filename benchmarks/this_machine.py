@@ -2,18 +2,19 @@
 
     python -m benchmarks.this_machine [--rounds 3]
 
-Ours alone, as the command line runs it, and what the machine can do at most. A lower instruction
-set is measured with `WORKHORSE_NATIVE`, `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`.
+Ours alone, as the command line runs it, and what part that is of the most that the machine can do:
+the rate of a step's matrix products alone, or of reading memory. A lower instruction set is
+measured with `WORKHORSE_NATIVE`, `ATEN_CPU_CAPABILITY` and `ONEDNN_MAX_CPU_ISA`.
 """
 
 import argparse
 import statistics
 from collections.abc import Iterator
 
-from benchmarks.contestants.works import Work, decoding, products, reading, training
+from benchmarks.contestants.works import Measure, Work, decoding, training
 from benchmarks.harness.command import at_least_one, with_models
 from benchmarks.harness.machine import default_threads, describe
-from benchmarks.harness.worker import Worker
+from benchmarks.harness.worker import Contestant, Worker
 from workhorse.waiting import share_cores
 
 DTYPES = ("float32", "bfloat16")
@@ -21,21 +22,42 @@ DTYPES = ("float32", "bfloat16")
 
 def works(models: str) -> Iterator[Work]:
     """The rows of the table, one or two for each."""
-    yield reading()
-    yield from (products("baby", dtype) for dtype in DTYPES)
     yield from (training(shape, dtype) for shape in ("tiny", "baby") for dtype in DTYPES)
     yield decoding("160m", "bfloat16", models, prompt=True)
     yield from (decoding("160m", precision, models) for precision in ("int8", "int4"))
 
 
-def measured(work: Work, rounds: int, threads: int) -> list[float]:
-    """The median of each of its measures."""
-    worker = Worker(work.contestant, threads)
-    try:
-        found = [worker.round() for _ in range(rounds)]
-    finally:
-        worker.close()
-    return [statistics.median(one[measure] for one in found) for measure in work.measures]
+class Measured:
+    """Medians of contestants, each alone and once.
+
+    Args:
+        rounds: of each.
+        threads: of each.
+    """
+
+    def __init__(self, rounds: int, threads: int) -> None:
+        self._rounds, self._threads = rounds, threads
+        self._known: dict[str, dict[str, float]] = {}
+
+    def __call__(self, contestant: Contestant) -> dict[str, float]:
+        name = repr(contestant)
+        if name not in self._known:
+            worker = Worker(contestant, self._threads)
+            try:
+                rounds = [worker.round() for _ in range(self._rounds)]
+            finally:
+                worker.close()
+            self._known[name] = {
+                measure: statistics.median(one[measure] for one in rounds) for measure in rounds[0]
+            }
+        return self._known[name]
+
+
+def row(measure: Measure, rate: float, limit: float) -> str:
+    """Of the table: `rate` in tokens a second, `limit` in its own unit."""
+    share = rate * measure.limit.work / limit
+    of = f"{limit:,.0f} {measure.limit.unit} of {measure.limit.name}"
+    return f"| {measure.name} | {rate:,.0f} tokens/s, {share:.0%} | {of} |"
 
 
 def main() -> None:
@@ -46,11 +68,14 @@ def main() -> None:
     share_cores()
     threads = default_threads()
     about = describe(threads, "cpu")
-    print(f"| | {about['processor']}, {about['cores']}, {about['instructions']} |\n|---|--:|")
-    for work in works(str(given.models)):
-        figures = measured(work, given.rounds, threads)
-        for measure, figure in zip(work.measures.values(), figures, strict=True):
-            print(f"| {measure.name} | {figure:,.0f} {measure.unit} |", flush=True)
+    here = f"{about['processor']}, {about['cores']}, {about['instructions']}"
+    print(f"| | {here} | the percentage is of |\n|---|--:|---|")
+    measured = Measured(given.rounds, threads)
+    for contestant, measures in works(str(given.models)):
+        rates = measured(contestant)
+        for name, measure in measures.items():
+            limit = measured(measure.limit.contestant)[measure.limit.measure]
+            print(row(measure, rates[name], limit), flush=True)
 
 
 if __name__ == "__main__":

@@ -12,8 +12,9 @@ import argparse
 from collections.abc import Iterator
 from pathlib import Path
 
+from benchmarks.contestants.limits import training_products
 from benchmarks.harness.command import main, parser, with_device
-from benchmarks.harness.contest import Case, Limit
+from benchmarks.harness.contest import Case
 from benchmarks.harness.shapes import TRAINING, Shape
 from benchmarks.harness.worker import Contestant
 
@@ -61,20 +62,7 @@ def _case(shape: Shape, dtype: str, device: str, nanogpt: Path | None) -> Case:
             Contestant("nanoGPT", build, own | {"compiled": False}),
             Contestant("nanoGPT, compiled", build, own | {"compiled": True}),
         ]
-    products = {
-        "shapes": shape.products,
-        "tokens": shape.batch * shape.context,
-        "dtype": dtype,
-        "device": device,
-        "backward": True,
-    }
-    limit = Limit(
-        "matrix products",
-        "GFLOP/s",
-        Contestant("matrix products", "benchmarks.harness.limits:products", products),
-        measure="gflops",
-        work=shape.training_flops / 1e9,
-    )
+    limit = training_products(shape, dtype, device)
     name = f"{shape.name} {dtype}"
     return Case(name, "tokens", "tokens/s", tuple(contestants), limit, skipped=skipped)
 

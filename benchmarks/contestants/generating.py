@@ -1,6 +1,7 @@
 """The cases that decoding, prompts and batches share: one model, its contestants, its limit."""
 
-from benchmarks.harness.contest import Case, Limit
+from benchmarks.contestants.limits import prompt_products, weights_read
+from benchmarks.harness.contest import Case
 from benchmarks.harness.shapes import BITS, PROMPT_TOKENS, Shape
 from benchmarks.harness.worker import Contestant
 
@@ -73,9 +74,10 @@ def case(
                 same | {"precision": precision, "device": device},
             )
         )
-    limit = _reads(shape, theirs, batch, device)
     if measure == "prefill":
-        limit = _products(shape, precision, batch, device)
+        limit = prompt_products(shape, precision, batch, device)
+    else:
+        limit = weights_read(shape, theirs, batch, device)
     name = f"{shape.name} {precision}" + (f" batch {batch}" if batch > 1 else "")
     return Case(name, measure, "tokens/s", tuple(contestants), limit, skipped=skipped)
 
@@ -98,31 +100,3 @@ def _llama_cpp(same: dict[str, object], precision: str) -> list[Contestant]:
         )
         for name, repack in ways.items()
     ]
-
-
-def _reads(shape: Shape, precision: str, batch: int, device: str) -> Limit:
-    """Every step reads all weights of the products once, whatever the batch."""
-    return Limit(
-        "memory read",
-        "GB/s",
-        Contestant("memory read", "benchmarks.harness.limits:memory", {"device": device}),
-        measure="gbytes",
-        work=shape.product_weights * BITS[precision] / 8 / batch / 1e9,
-    )
-
-
-def _products(shape: Shape, precision: str, batch: int, device: str) -> Limit:
-    products = {
-        "shapes": shape.products[:-1],
-        "tokens": batch * PROMPT_TOKENS,
-        "dtype": precision if precision in BITS else "bfloat16",
-        "device": device,
-        "backward": False,
-    }
-    return Limit(
-        "matrix products",
-        "GFLOP/s",
-        Contestant("matrix products", "benchmarks.harness.limits:products", products),
-        measure="gflops",
-        work=shape.forward_flops / 1e9,
-    )

@@ -2,18 +2,19 @@
 
 from typing import NamedTuple
 
-from benchmarks.harness.shapes import NEW_TOKENS, PROMPT_TOKENS, TRAINING
+from benchmarks.contestants.generating import PRECISIONS
+from benchmarks.contestants.limits import prompt_products, training_products, weights_read
+from benchmarks.harness.contest import Limit
+from benchmarks.harness.shapes import DECODING, NEW_TOKENS, PROMPT_TOKENS, TRAINING
 from benchmarks.harness.worker import Contestant
-
-TOKENS = "tokens/s"
 
 
 class Measure(NamedTuple):
-    """A figure of a round."""
+    """A figure of a round, in tokens a second."""
 
     name: str
-    """Of its row in a table: for a rate of ours, as in docs/performance.md."""
-    unit: str
+    """Of its row in docs/performance.md."""
+    limit: Limit
 
 
 class Work(NamedTuple):
@@ -28,7 +29,7 @@ def training(shape: str, dtype: str) -> Work:
     name = f"train {shape}, {dtype}"
     given = {"shape": shape, "dtype": dtype, "device": "cpu"}
     who = Contestant(name, "benchmarks.contestants.ours:train", given)
-    return Work(who, {"tokens": Measure(name, TOKENS)})
+    return Work(who, {"tokens": Measure(name, training_products(TRAINING[shape], dtype, "cpu"))})
 
 
 def decoding(shape: str, precision: str, models: str, *, prompt: bool = False) -> Work:
@@ -44,27 +45,11 @@ def decoding(shape: str, precision: str, models: str, *, prompt: bool = False) -
         "device": "cpu",
         "models": models,
     }
-    read = Measure(f"prompt of {PROMPT_TOKENS}, {shape}, {precision}", TOKENS)
-    measures = {"prefill": read} if prompt else {}
-    measures["decode"] = Measure(name, TOKENS)
+    sizes = DECODING[shape]
+    measures: dict[str, Measure] = {}
+    if prompt:
+        limit = prompt_products(sizes, precision, 1, "cpu")
+        measures["prefill"] = Measure(f"prompt of {PROMPT_TOKENS}, {shape}, {precision}", limit)
+    limit = weights_read(sizes, PRECISIONS[precision], 1, "cpu")
+    measures["decode"] = Measure(name, limit)
     return Work(Contestant(name, "benchmarks.contestants.ours:generate", given), measures)
-
-
-def reading() -> Work:
-    """Memory, as fast as it can be read."""
-    memory = Contestant("memory", "benchmarks.harness.limits:memory", {"device": "cpu"})
-    return Work(memory, {"gbytes": Measure("limit: memory", "GB/s")})
-
-
-def products(shape: str, dtype: str) -> Work:
-    """The matrix products of a training step, as fast as PyTorch computes them."""
-    sizes, name = TRAINING[shape], f"limit: products, {dtype}"
-    given = {
-        "shapes": sizes.products,
-        "tokens": sizes.batch * sizes.context,
-        "dtype": dtype,
-        "device": "cpu",
-        "backward": True,
-    }
-    who = Contestant(name, "benchmarks.harness.limits:products", given)
-    return Work(who, {"gflops": Measure(name, "GFLOP/s")})

@@ -12,13 +12,16 @@ import sys
 from pathlib import Path
 
 from benchmarks import report
+from benchmarks.harness.command import checkout_of_nanogpt
 
 
 def main() -> int:
     """Run them; 1 if one failed."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--quick", action="store_true", help="fewer rounds")
-    parser.add_argument("--nanogpt", type=Path, metavar="CHECKOUT", help="for training")
+    parser.add_argument(
+        "--nanogpt", type=checkout_of_nanogpt, metavar="CHECKOUT", help="for training"
+    )
     parser.add_argument("--data", type=Path, metavar="FILE", help="a text to encode")
     options = parser.parse_args()
     further = {

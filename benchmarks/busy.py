@@ -2,8 +2,8 @@
 
     python -m benchmarks.busy [--plain] [--rounds 5]
 
-Each program has as many threads as there are cores, so that beside one of them half of the machine
-is left, and beside two a third. Rounds go alone, beside one, beside two, alone … `--plain` leaves
+Each program is a busy process for each core, so that beside one of them half of the machine is
+left, and beside two a third. Rounds go alone, beside one, beside two, alone … `--plain` leaves
 it to OpenMP how threads wait; see `workhorse.waiting`.
 """
 
@@ -39,7 +39,7 @@ def works(models: str) -> list[Work]:
 def beside(programs: int) -> Generator[None]:
     """While so many programs keep every core busy, a process for each core."""
     command = [sys.executable, "-c", SPIN]
-    started = [subprocess.Popen(command) for _ in range(programs * (os.cpu_count() or 1))]
+    started = [subprocess.Popen(command) for _ in range(programs * default_threads())]
     try:
         yield
     finally:

@@ -9,13 +9,12 @@ new tokens after a long text, with fewer heads of keys and values.
 
 import argparse
 from collections.abc import Iterator
-from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from benchmarks.contestants.ours import greedy, step_on
+from benchmarks.contestants.ours import greedy, keep_memory, step_on
 from benchmarks.harness.command import main, parser
 from benchmarks.harness.contest import Case
 from benchmarks.harness.limits import seconds_of
@@ -67,9 +66,6 @@ WIDTH, N_HEADS = 512, 8
 PROMPT, NEW_TOKENS = 1900, 100
 WORK = ("training", "attention", "decoding")
 
-_PROCESS = ExitStack()
-"""What stays as it is until the process ends."""
-
 
 def config(settings: list[str]) -> DecoderConfig:
     """The base with settings written over it."""
@@ -79,13 +75,12 @@ def config(settings: list[str]) -> DecoderConfig:
 
 def training(*, settings: list[str], dtype: str, threads: int) -> Round:
     """Rounds that give `tokens` a second of training steps, as `workhorse train` takes them."""
-    from workhorse.tensors.allocator import keep_freed_memory
     from workhorse.train.recipe.recipe import TrainConfig
     from workhorse.train.step.build import build_step
 
     torch.set_num_threads(threads)
     device = torch.device("cpu")
-    _PROCESS.enter_context(keep_freed_memory(device))  # as `train` does
+    keep_memory(device)
     given: dict[str, Any] = {"steps": 1_000_000, "batch_size": ROWS, "seq_len": SEQ, "dtype": dtype}
     built = build_step(config(settings).build(), TrainConfig.from_dict(given), device)
     step = step_on(built, *_rows())

@@ -11,10 +11,10 @@ all products once a token; what attention reads of its cache comes on top and is
 import argparse
 from collections.abc import Iterator
 
-from benchmarks.contestants.generating import PRECISIONS, case
+from benchmarks.contestants.generating import case
 from benchmarks.harness.command import main, parser, with_device, with_models
 from benchmarks.harness.contest import Case
-from benchmarks.harness.shapes import DECODING, NEW_TOKENS
+from benchmarks.harness.shapes import DECODING, NEW_TOKENS, PRECISIONS
 
 TOO_LARGE = {("1b", "float32")}
 """Left out unless asked for by name: 4.4 GB for each contestant, and nobody decodes so."""

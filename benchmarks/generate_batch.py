@@ -10,10 +10,10 @@ held back by its arithmetic long before.
 import argparse
 from collections.abc import Iterator
 
-from benchmarks.contestants.generating import PRECISIONS, case
+from benchmarks.contestants.generating import case
 from benchmarks.harness.command import main, parser, with_device, with_models
 from benchmarks.harness.contest import Case
-from benchmarks.harness.shapes import DECODING, NEW_TOKENS
+from benchmarks.harness.shapes import DECODING, NEW_TOKENS, PRECISIONS
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:

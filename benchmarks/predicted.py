@@ -12,16 +12,17 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ProcessPoolExecutor
 from functools import partial
-from typing import Any
 
 import torch
 import torch.distributed as dist
 
 from benchmarks.contestants import several
 from benchmarks.contestants.ours import gpt
+from benchmarks.harness.command import at_least_one
 from benchmarks.harness.machine import describe
-from benchmarks.harness.shapes import TRAINING
+from benchmarks.harness.shapes import DTYPES, TRAINING
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.links import Cluster, Link
 from workhorse.plan.step_time import step_time
@@ -30,9 +31,7 @@ from workhorse.train.step.device_memory import device_memory
 
 SHAPE = "baby"
 CPU = torch.device("cpu")
-WAYS: list[dict[str, int]] = [
-    *({"data": 2}, {"shard": 2}, {"context": 2}, {"tensor": 2}, {"pipeline": 2})
-]
+WAYS = ("data", "shard", "context", "tensor", "pipeline")
 LARGE, SMALL, REPEATS = 2**24, 2**4, 20
 """Numbers that are gathered to measure a link, and how often."""
 UNLIMITED = 1e18
@@ -42,16 +41,8 @@ UNLIMITED = 1e18
 def in_process(work: Callable[[], float]) -> float:
     """What a function gives in a process of its own, which may have others."""
     context = multiprocessing.get_context("spawn")
-    answers = context.SimpleQueue()
-    process = context.Process(target=_answer, args=(work, answers))
-    process.start()
-    answer = answers.get()
-    process.join()
-    return answer
-
-
-def _answer(work: Callable[[], float], answers: Any) -> None:
-    answers.put(work())
+    with ProcessPoolExecutor(1, mp_context=context) as pool:
+        return pool.submit(work).result()
 
 
 def tokens_per_second(dtype: str, ways: dict[str, int], rounds: int) -> float:
@@ -95,8 +86,8 @@ def _gather(rank: int, place: str, numbers: int) -> float:
 def main() -> None:
     """Measure, predict, and print both."""
     options = argparse.ArgumentParser(description=__doc__)
-    options.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
-    options.add_argument("--rounds", type=int, default=3)
+    options.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
+    options.add_argument("--rounds", type=at_least_one, default=3)
     given = options.parse_args()
     sizes = TRAINING[SHAPE]
     config = gpt(sizes)
@@ -121,12 +112,11 @@ def main() -> None:
             return step_time(config, train, parallel, cluster, memory).seconds
 
         flops = predicted(1.0, {}) * alone / tokens  # time is arithmetic alone
-        for ways in WAYS:
-            measured = in_process(partial(tokens_per_second, dtype, ways, given.rounds))
-            simulated = tokens / predicted(flops, ways)
-            name = ", ".join(f"{key} {number}" for key, number in ways.items())
+        for way in WAYS:
+            measured = in_process(partial(tokens_per_second, dtype, {way: 2}, given.rounds))
+            simulated = tokens / predicted(flops, {way: 2})
             figures = f"{measured:,.0f} | {simulated:,.0f} | {simulated / measured - 1:+.0%}"
-            print(f"| {dtype}, {name} | {figures} |", flush=True)
+            print(f"| {dtype}, {way} 2 | {figures} |", flush=True)
 
 
 if __name__ == "__main__":

@@ -9,10 +9,10 @@ for as many tokens.
 import argparse
 from collections.abc import Iterator
 
-from benchmarks.contestants.generating import PRECISIONS, case
+from benchmarks.contestants.generating import case
 from benchmarks.harness.command import main, parser, with_device, with_models
 from benchmarks.harness.contest import Case
-from benchmarks.harness.shapes import DECODING
+from benchmarks.harness.shapes import DECODING, PRECISIONS
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:

@@ -16,7 +16,7 @@ from typing import Any
 
 from benchmarks.harness.command import main, parser
 from benchmarks.harness.contest import Case
-from benchmarks.harness.shapes import TRAINING
+from benchmarks.harness.shapes import DTYPES, TRAINING
 from benchmarks.harness.worker import Contestant
 
 SHAPE = "baby"
@@ -86,7 +86,7 @@ def _case(scaling: str, dtype: str, kind: str) -> Case:
 
 if __name__ == "__main__":
     options = parser(__doc__ or "")
-    options.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    options.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     options.add_argument(
         "--scaling", nargs="+", choices=["strong", "weak"], default=["strong", "weak"]
     )

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.harness.command import MIB, RESULTS
+from benchmarks.harness.command import MIB, OURS, RESULTS
 
 Result = dict[str, Any]
 
@@ -29,8 +29,8 @@ TITLES = {
 INTRODUCTION = """\
 # Results
 
-Written by `python -m benchmarks.report` from what `make bench` measured; how, is told in
-[README.md](README.md). Everyone is measured in turn in one run, since absolute times on a shared
+Written by `python -m benchmarks.report` from what `make bench` measured; [README.md](README.md)
+says how. Everyone is measured in turn in one run, since absolute times on a shared
 machine drift: figures are medians over the rounds, and "Workhorse is" is the median of the ratios
 of the same round, above 1 where Workhorse is faster. "Of the limit" is the share of what the
 machine can do at most, measured in the same rounds.
@@ -147,7 +147,7 @@ def against_best(results: dict[str, list[Result]]) -> list[tuple[str, str, float
             peers = [
                 (entry["ratio"], entry["name"])
                 for entry in case["entries"]
-                if entry["ratio"] is not None and not entry["name"].startswith("Workhorse")
+                if entry["ratio"] is not None and not entry["name"].startswith(OURS)
             ]
             if peers and name != "start":  # its rows are no peers of one another
                 ratio, peer = min(peers)

@@ -12,10 +12,8 @@ from dataclasses import replace
 from benchmarks.contestants.limits import memory, prompt_products, training_products
 from benchmarks.harness.command import main, parser, with_device
 from benchmarks.harness.contest import Case
-from benchmarks.harness.shapes import DECODING, PROMPT_TOKENS, TRAINING
+from benchmarks.harness.shapes import DECODING, DTYPES, PROMPT_TOKENS, TRAINING
 from benchmarks.harness.worker import Contestant
-
-DTYPES = ("float32", "bfloat16")
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:

@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from benchmarks.contestants.ours import gpt
+from benchmarks.harness.command import at_least_one
 from benchmarks.harness.machine import default_threads, describe
-from benchmarks.harness.shapes import TRAINING
+from benchmarks.harness.shapes import DTYPES, TRAINING
 from benchmarks.harness.timing import in_turn
 from workhorse.checkpoints import MODEL, OPTIMIZER, CheckpointStore
 from workhorse.data import Batch
@@ -107,11 +108,11 @@ def measure(dtype: str, options: argparse.Namespace) -> None:
 def main() -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--every", type=int, default=10)
-    parser.add_argument("--threads", type=int, default=default_threads())
-    parser.add_argument("--dtypes", nargs="+", default=["float32", "bfloat16"])
+    parser.add_argument("--rounds", type=at_least_one, default=3)
+    parser.add_argument("--steps", type=at_least_one, default=40)
+    parser.add_argument("--every", type=at_least_one, default=10)
+    parser.add_argument("--threads", type=at_least_one, default=default_threads())
+    parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--folder", type=Path, help="on the disk to be measured")
     options = parser.parse_args()
     torch.set_num_threads(options.threads)

@@ -16,6 +16,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from benchmarks.harness.command import at_least_one, checkout_of_nanogpt
+
 RECIPE = Path(__file__).parent.parent / "recipes" / "shakespeare-fast.yaml"
 NANOGPT_STEPS = 2000
 NANOGPT_LOSS = 1.886
@@ -60,9 +62,9 @@ def main() -> None:
     """Measure in turn and print medians."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--data", type=Path, required=True)
-    parser.add_argument("--nanogpt", type=Path, help="a checkout of nanoGPT")
-    parser.add_argument("--nanogpt-steps", type=int, default=NANOGPT_STEPS)
-    parser.add_argument("--runs", type=int, default=3)
+    parser.add_argument("--nanogpt", type=checkout_of_nanogpt, help="a checkout of nanoGPT")
+    parser.add_argument("--nanogpt-steps", type=at_least_one, default=NANOGPT_STEPS)
+    parser.add_argument("--runs", type=at_least_one, default=3)
     parser.add_argument("--json", action="store_true")
     arguments = parser.parse_args()
     data = arguments.data.resolve()

@@ -1,4 +1,4 @@
-"""What this machine does, in two minutes: a column like those of docs/performance.md.
+"""What this machine does, in two minutes: some rows of docs/performance.md, none compiled.
 
     python -m benchmarks.this_machine [--rounds 3]
 
@@ -14,14 +14,13 @@ from collections.abc import Iterator
 from benchmarks.contestants.works import Measure, Work, decoding, training
 from benchmarks.harness.command import at_least_one, with_models
 from benchmarks.harness.machine import default_threads, describe
+from benchmarks.harness.shapes import DTYPES
 from benchmarks.harness.worker import Contestant, Worker
 from workhorse.waiting import share_cores
 
-DTYPES = ("float32", "bfloat16")
-
 
 def works(models: str) -> Iterator[Work]:
-    """The rows of the table, one or two for each."""
+    """What is measured; each gives one row of the table, or two."""
     yield from (training(shape, dtype) for shape in ("tiny", "baby") for dtype in DTYPES)
     yield decoding("160m", "bfloat16", models, prompt=True)
     yield from (decoding("160m", precision, models) for precision in ("int8", "int4"))

@@ -3,9 +3,10 @@
     python -m benchmarks.train [--shapes tiny baby gpt2] [--dtypes float32 bfloat16]
                                [--nanogpt CHECKOUT]
 
-The same sizes, batch, tokens, AdamW, clipping and mixed precision for everyone; see `shapes.py`
-for what a token costs and `peers/` for where a peer's model differs. The limit is the rate of the
-same matrix products alone. "ready after" holds start, building, compiling and the first steps.
+The same sizes, batch, tokens, AdamW, clipping and mixed precision for everyone; see
+`harness/shapes.py` for what a token costs and `peers/` for where a peer's model differs. The limit
+is the rate of the same matrix products alone. "ready after" holds start, building, compiling and
+the first steps.
 """
 
 import argparse
@@ -13,12 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from benchmarks.contestants.limits import training_products
-from benchmarks.harness.command import main, parser, with_device
+from benchmarks.harness.command import checkout_of_nanogpt, main, parser, with_device
 from benchmarks.harness.contest import Case
-from benchmarks.harness.shapes import TRAINING, Shape
+from benchmarks.harness.shapes import DTYPES, TRAINING, Shape
 from benchmarks.harness.worker import Contestant
-
-DTYPES = ("float32", "bfloat16")
 
 
 def cases(options: argparse.Namespace) -> Iterator[Case]:
@@ -65,13 +64,6 @@ def _case(shape: Shape, dtype: str, device: str, nanogpt: Path | None) -> Case:
     limit = training_products(shape, dtype, device)
     name = f"{shape.name} {dtype}"
     return Case(name, "tokens", "tokens/s", tuple(contestants), limit, skipped=skipped)
-
-
-def checkout_of_nanogpt(text: str) -> Path:
-    """Where nanoGPT is."""
-    if not (Path(text) / "model.py").is_file():
-        raise argparse.ArgumentTypeError(f"{text} is no checkout of nanoGPT: it has no model.py")
-    return Path(text)
 
 
 def options() -> argparse.ArgumentParser:

@@ -1,1 +1,1 @@
-"""Our own work, as processes that do a round when asked; see `peers` for that of others."""
+"""What is measured: our own work, the machine's limits, and what several benchmarks share."""

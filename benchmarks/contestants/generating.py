@@ -2,17 +2,9 @@
 
 from benchmarks.contestants.limits import prompt_products, weights_read
 from benchmarks.harness.contest import Case
-from benchmarks.harness.shapes import BITS, PROMPT_TOKENS, Shape
+from benchmarks.harness.shapes import BITS, DTYPES, PRECISIONS, PROMPT_TOKENS, Shape
 from benchmarks.harness.worker import Contestant
 
-PRECISIONS = {
-    "float32": "float32",
-    "bfloat16": "bfloat16",
-    "int8": "q8_0",
-    "int4": "q4_0",
-}
-"""Ours, and the type of llama.cpp with as many bits for a weight."""
-QUANTISED = {"q8_0", "q4_0"}
 OURS = "benchmarks.contestants.ours:generate"
 
 
@@ -37,14 +29,7 @@ def case(
         device: `cpu` or `cuda`; llama.cpp takes part on the CPU.
         models: the folder where they are kept.
     """
-    theirs = PRECISIONS[precision]
-    same = {
-        "shape": shape.name,
-        "batch": batch,
-        "prompt_tokens": PROMPT_TOKENS,
-        "new_tokens": new_tokens,
-        "models": models,
-    }
+    same = asked(shape.name, batch, new_tokens, models)
     own = same | {"precision": precision, "device": device}
     contestants = [
         Contestant("Workhorse", OURS, own | {"compiled": True}),
@@ -63,10 +48,10 @@ def case(
         contestants.append(Contestant("Workhorse, exact", OURS, exact, note))
     skipped: tuple[str, ...] = ()
     if device == "cpu":
-        contestants += _llama_cpp(same, theirs)
+        contestants += _llama_cpp(same, precision)
     else:
         skipped = (f"llama.cpp: measured on the CPU only, not on {device}",)
-    if theirs not in QUANTISED:
+    if precision in DTYPES:
         contestants.append(
             Contestant(
                 "transformers",
@@ -77,25 +62,38 @@ def case(
     if measure == "prefill":
         limit = prompt_products(shape, precision, batch, device)
     else:
-        limit = weights_read(shape, theirs, batch, device)
+        limit = weights_read(shape, precision, batch, device)
     name = f"{shape.name} {precision}" + (f" batch {batch}" if batch > 1 else "")
     return Case(name, measure, "tokens/s", tuple(contestants), limit, skipped=skipped)
+
+
+def asked(shape: str, batch: int, new_tokens: int, models: str) -> dict[str, object]:
+    """What all contestants are asked for."""
+    return {
+        "shape": shape,
+        "batch": batch,
+        "prompt_tokens": PROMPT_TOKENS,
+        "new_tokens": new_tokens,
+        "models": models,
+    }
 
 
 def _llama_cpp(same: dict[str, object], precision: str) -> list[Contestant]:
     """As it is, and for quantised weights also without repacking them.
 
-    Repacked ones are as a rule faster, and crash on some processors, where it has failed then.
+    Repacking usually makes them faster, but on some processors it crashes; llama.cpp is then listed
+    as failed.
     """
-    bits = f"{precision}, {BITS[precision]:g} bits a weight"
+    theirs = PRECISIONS[precision]
+    bits = f"{theirs}, {BITS[precision]:g} bits a weight"
     ways = {"llama.cpp": True}
-    if precision in QUANTISED:
+    if precision not in DTYPES:
         ways["llama.cpp, not repacked"] = False
     return [
         Contestant(
             name,
             "benchmarks.peers.llama_cpp:generate",
-            same | {"precision": precision, "repack": repack},
+            same | {"precision": theirs, "repack": repack},
             bits if repack else f"{bits}; use_extra_bufts=False",
         )
         for name, repack in ways.items()

@@ -1,7 +1,7 @@
 """What bounds a case on the machine: its matrix products alone, or reading memory."""
 
 from benchmarks.harness.contest import Limit
-from benchmarks.harness.shapes import BITS, PROMPT_TOKENS, Shape
+from benchmarks.harness.shapes import BITS, DTYPES, PROMPT_TOKENS, Shape
 from benchmarks.harness.worker import Contestant
 
 
@@ -14,7 +14,7 @@ def training_products(shape: Shape, dtype: str, device: str) -> Limit:
 
 def prompt_products(shape: Shape, precision: str, batch: int, device: str) -> Limit:
     """Those of reading prompts, less the head's; in bfloat16 for weights of 8 or 4 bits."""
-    dtype = precision if precision in ("float32", "bfloat16") else "bfloat16"
+    dtype = precision if precision in DTYPES else "bfloat16"
     tokens = batch * PROMPT_TOKENS
     products = _products(shape.products[:-1], tokens, dtype, device, backward=False)
     return _of_products(products, shape.forward_flops)
@@ -26,14 +26,7 @@ def memory(device: str) -> Contestant:
 
 
 def weights_read(shape: Shape, precision: str, batch: int, device: str) -> Limit:
-    """Every step reads all weights of the products once, whatever the batch.
-
-    Args:
-        shape: of the model.
-        precision: one of `BITS`.
-        batch: rows.
-        device: that is read.
-    """
+    """Every step reads all weights of the products once, whatever the batch."""
     work = shape.product_weights * BITS[precision] / 8 / batch / 1e9
     return Limit("memory read", "GB/s", memory(device), measure="gbytes", work=work)
 

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from contextlib import ExitStack, suppress
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -30,7 +30,11 @@ from workhorse.nn.feedforward import MlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.norms import LayerNormConfig
 from workhorse.nn.positions.absolute import LearnedPositionConfig
+from workhorse.tensors.allocator import keep_freed_memory
 from workhorse.train.step.step import TrainingStep
+
+if TYPE_CHECKING:
+    from workhorse.train.recipe.recipe import TrainConfig
 
 LOAD_OPTIONS: dict[str, dict[str, Any]] = {
     "float32": {"dtype": "float32"},
@@ -44,6 +48,11 @@ _PROCESS = ExitStack()
 """What stays as it is until the process ends."""
 
 
+def keep_memory(device: torch.device) -> None:
+    """Keep freed memory until the process ends, as `train` does during a run."""
+    _PROCESS.enter_context(keep_freed_memory(device))
+
+
 def train(
     *,
     shape: str,
@@ -55,33 +64,47 @@ def train(
     threads: int,
 ) -> Round:
     """Rounds of training steps, as `workhorse train` takes them."""
-    from workhorse.optim.adamw import AdamWConfig
-    from workhorse.tensors.allocator import keep_freed_memory
-    from workhorse.train.recipe.recipe import TrainConfig
     from workhorse.train.step.build import build_step
 
     sizes = TRAINING[shape]
     tokens, targets = batch(shape, device, threads)
-    optimizer = AdamWConfig(
-        learning_rate=LEARNING_RATE,
-        beta1=BETAS[0],
-        beta2=BETAS[1],
-        weight_decay=WEIGHT_DECAY,
+    config = train_config(
+        sizes,
+        dtype,
         mean_dtype=mean_dtype,
-    )
-    config = TrainConfig(
-        steps=1_000_000,
         batch_size=sizes.batch,
-        seq_len=sizes.context,
-        optimizer=optimizer,
-        grad_clip=GRAD_CLIP,
-        dtype=dtype,  # pyright: ignore[reportArgumentType]
         matmul_precision=matmul_precision,
         compile=compiled,
     )
-    _PROCESS.enter_context(keep_freed_memory(torch.device(device)))  # as `train` does
+    keep_memory(torch.device(device))
     training = build_step(gpt(sizes).build(device=device), config, torch.device(device))
     return rounds(shape, step_on(training, tokens, targets), device)
+
+
+def train_config(
+    sizes: Shape, dtype: str, *, mean_dtype: str = "float32", **settings: Any
+) -> "TrainConfig":
+    """What everyone trains with; `settings` are further ones of a recipe's section `train`."""
+    from workhorse.train.recipe.recipe import TrainConfig
+
+    optimizer = {
+        "kind": "adamw",
+        "learning_rate": LEARNING_RATE,
+        "beta1": BETAS[0],
+        "beta2": BETAS[1],
+        "weight_decay": WEIGHT_DECAY,
+        "mean_dtype": mean_dtype,
+    }
+    return TrainConfig.from_dict(
+        {
+            "steps": 1_000_000,
+            "seq_len": sizes.context,
+            "optimizer": optimizer,
+            "grad_clip": GRAD_CLIP,
+            "dtype": dtype,
+            **settings,
+        }
+    )
 
 
 def step_on(training: TrainingStep, tokens: Tensor, targets: Tensor) -> Callable[[], None]:

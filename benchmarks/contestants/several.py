@@ -17,25 +17,18 @@ from torch import Tensor, nn
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
 
-from benchmarks.contestants.ours import gpt, step_on
+from benchmarks.contestants.ours import gpt, keep_memory, step_on, train_config
 from benchmarks.contestants.training import (
-    BETAS,
-    GRAD_CLIP,
-    LEARNING_RATE,
     STEPS,
-    WEIGHT_DECAY,
     fused_adamw,
     plain_step,
 )
 from benchmarks.harness.limits import seconds_of
 from benchmarks.harness.shapes import TRAINING
 from benchmarks.harness.worker import Round
-from workhorse.optim.adamw import AdamWConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.parallel.division.teams import make_teams
 from workhorse.parallel.processes.world import World
-from workhorse.tensors.allocator import keep_freed_memory
-from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
 
 CPU = torch.device("cpu")
@@ -114,7 +107,7 @@ def _next_round() -> None:
 def _steps(rank: int, job: Job) -> Step:
     """The steps of a round, after the first ones."""
     torch.set_num_threads(job.threads)
-    keep_freed_memory(CPU).__enter__()  # until the process ends
+    keep_memory(CPU)
     if job.processes > 1:
         size = job.processes
         dist.init_process_group("gloo", job.place, PATIENCE, world_size=size, rank=rank)
@@ -134,21 +127,13 @@ def _steps(rank: int, job: Job) -> Step:
 
 
 def _ours(rank: int, job: Job, tokens: Tensor, targets: Tensor) -> Step:
-    optimizer = AdamWConfig(
-        learning_rate=LEARNING_RATE, beta1=BETAS[0], beta2=BETAS[1], weight_decay=WEIGHT_DECAY
-    )
-    config = TrainConfig(
-        steps=1_000_000,
-        batch_size=job.rows,
-        micro_batch_size=job.micro_batch_size,
-        seq_len=TRAINING[job.shape].context,
-        optimizer=optimizer,
-        grad_clip=GRAD_CLIP,
-        dtype=job.dtype,  # pyright: ignore[reportArgumentType]
+    sizes = TRAINING[job.shape]
+    config = train_config(
+        sizes, job.dtype, batch_size=job.rows, micro_batch_size=job.micro_batch_size
     )
     parallel = ParallelismConfig.from_dict(job.parallel)
     world = World(rank, job.processes, parallel)
-    whole = gpt(TRAINING[job.shape])
+    whole = gpt(sizes)
     teams = make_teams(world, parallel, whole.vocab_size)
     decoder = teams.build(whole, "auto", CPU)
     training = build_step(

@@ -2,7 +2,7 @@
 
 from typing import NamedTuple
 
-from benchmarks.contestants.generating import PRECISIONS
+from benchmarks.contestants.generating import OURS, asked
 from benchmarks.contestants.limits import prompt_products, training_products, weights_read
 from benchmarks.harness.contest import Limit
 from benchmarks.harness.shapes import DECODING, NEW_TOKENS, PROMPT_TOKENS, TRAINING
@@ -35,21 +35,13 @@ def training(shape: str, dtype: str) -> Work:
 def decoding(shape: str, precision: str, models: str, *, prompt: bool = False) -> Work:
     """New tokens of one text, not compiled; with `prompt`, also the rate of reading it."""
     name = f"decode {shape}, {precision}"
-    given = {
-        "shape": shape,
-        "precision": precision,
-        "batch": 1,
-        "prompt_tokens": PROMPT_TOKENS,
-        "new_tokens": NEW_TOKENS,
-        "compiled": False,
-        "device": "cpu",
-        "models": models,
-    }
+    own = {"precision": precision, "compiled": False, "device": "cpu"}
+    given = asked(shape, 1, NEW_TOKENS, models) | own
     sizes = DECODING[shape]
     measures: dict[str, Measure] = {}
     if prompt:
         limit = prompt_products(sizes, precision, 1, "cpu")
         measures["prefill"] = Measure(f"prompt of {PROMPT_TOKENS}, {shape}, {precision}", limit)
-    limit = weights_read(sizes, PRECISIONS[precision], 1, "cpu")
+    limit = weights_read(sizes, precision, 1, "cpu")
     measures["decode"] = Measure(name, limit)
-    return Work(Contestant(name, "benchmarks.contestants.ours:generate", given), measures)
+    return Work(Contestant(name, OURS, given), measures)

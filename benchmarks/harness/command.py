@@ -23,15 +23,22 @@ Cases = Callable[[argparse.Namespace], Iterable[Case]]
 def at_least_one(text: str) -> int:
     """A number of rounds or threads."""
     if not text.isdecimal() or int(text) == 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is no number from 1 on")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least 1; give one")
     return int(text)
+
+
+def checkout_of_nanogpt(text: str) -> Path:
+    """Where nanoGPT is."""
+    if not (Path(text) / "model.py").is_file():
+        raise argparse.ArgumentTypeError(f"{text} is no checkout of nanoGPT: it has no model.py")
+    return Path(text)
 
 
 def parser(description: str) -> argparse.ArgumentParser:
     """The options of every benchmark."""
     made = argparse.ArgumentParser(description=description.partition("\n")[0])
     made.add_argument("--json", action="store_true", help="print the result as JSON")
-    made.add_argument("--save", action="store_true", help="keep the result for RESULTS.md")
+    made.add_argument("--save", action="store_true", help="keep the result in results/")
     made.add_argument("--quick", action="store_true", help=f"{QUICK_ROUNDS} rounds of {ROUNDS}")
     made.add_argument("--rounds", type=at_least_one, help="another number of rounds")
     made.add_argument("--threads", type=at_least_one, default=default_threads())
@@ -106,7 +113,7 @@ def chosen(
                 yield replace(case, contestants=tuple(kept))
             continue
         for one in kept:
-            if one.name.split(",")[0] == OURS:
+            if one.name.startswith(OURS):
                 other = replace(one, name="the other checkout", checkout=against.resolve())
                 name = f"{case.name}: {one.name}"
                 yield replace(case, name=name, contestants=(one, other), limit=None, skipped=())

@@ -27,7 +27,8 @@ def products(
 ) -> Round:
     """A round gives `gflops`: the rate of matrix products of given shapes, in GFLOP/s.
 
-    Each product is computed in every way that PyTorch has on a CPU, and the fastest counts.
+    Forward products are computed in each way that PyTorch has on a CPU, and the fastest counts;
+    gradients by `matmul`.
 
     Args:
         shapes: (rows, columns, how many) of the weights.

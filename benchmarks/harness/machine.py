@@ -23,7 +23,8 @@ def describe(threads: int, device: str) -> dict[str, str]:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
         pairs = (line.partition(":") for line in lines)
         info = {key.strip(): value.strip() for key, _, value in pairs}
-        model, features = info.get("model name", model), info.get("flags", "")
+        model = info.get("model name", model)
+        features = info.get("flags") or info.get("Features", "")
     known = [name for name in INSTRUCTIONS if name in features.split()]
     described = {
         "processor": model,

@@ -108,10 +108,18 @@ joined; those of the others lie in the file as they are used."""
 PROMPT_TOKENS = 128
 NEW_TOKENS = 64
 
+DTYPES = ("float32", "bfloat16")
+PRECISIONS = {
+    "float32": "float32",
+    "bfloat16": "bfloat16",
+    "int8": "q8_0",
+    "int4": "q4_0",
+}
+"""Ours, and the type of llama.cpp with as many bits for a weight."""
 BITS = {
     "float32": 32.0,
     "bfloat16": 16.0,
-    "q8_0": 8.5,
-    "q4_0": 4.5,
+    "int8": 8.5,
+    "int4": 4.5,
 }
-"""Bits for a weight, scales included: Q8_0 and Q4_0 keep one float16 for 32 weights."""
+"""Bits for a weight of each of ours, scales included: one float16 for 32 weights."""

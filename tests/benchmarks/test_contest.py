@@ -104,13 +104,13 @@ def test_counts_of_a_token_are_those_of_the_literature():
 
 
 def test_our_rows_beside_those_of_another_checkout(tmp_path):
-    compiled = Contestant("Workhorse, compiled", "a:b")
-    case = Case("tiny", "value", "tokens/s", (OURS, PEER, compiled))
+    two = Contestant("Workhorse × 2, data", "a:b")
+    case = Case("tiny", "value", "tokens/s", (OURS, PEER, two))
 
     cases = list(chosen([case], None, tmp_path))
 
-    assert [one.name for one in cases] == ["tiny: Workhorse", "tiny: Workhorse, compiled"]
-    for one, ours in zip(cases, (OURS, compiled), strict=True):
+    assert [one.name for one in cases] == ["tiny: Workhorse", "tiny: Workhorse × 2, data"]
+    for one, ours in zip(cases, (OURS, two), strict=True):
         assert one.contestants[0] == ours
         assert one.contestants[1].name == "the other checkout"
         assert (one.contestants[1].build, one.contestants[1].checkout) == (ours.build, tmp_path)

@@ -13,7 +13,7 @@ def test_numbers_begin_at_one(option: str, number: str, capsys: pytest.CaptureFi
     with pytest.raises(SystemExit) as refused:
         train.options().parse_args([f"{option}={number}"])
     assert refused.value.code == 2
-    assert f"{number!r} is no number from 1 on" in capsys.readouterr().err
+    assert f"{number!r} is not a whole number of at least 1" in capsys.readouterr().err
 
 
 def test_a_checkout_of_nanogpt_has_its_model(

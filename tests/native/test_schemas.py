@@ -85,7 +85,7 @@ def decode_step(dtype: torch.dtype) -> Arguments:
     program = translate(decoder)
     weights = torch.ops.workhorse.keep_weights.default(list(program.weights))
     code = program.instructions, program.numbers, program.registers, weights
-    angles = Angles().upto(19, program.turns)
+    angles = Angles().upto(19, program.rotations)
     tokens, lengths = torch.tensor([[1, 2], [3, 4]]), torch.tensor([3, 17])
     cache = (
         [torch.tensor([[4, 0], [2, 3]])],

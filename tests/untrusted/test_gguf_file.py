@@ -70,15 +70,18 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "version": (file_of([], [], version=9), "GGUF of version 9 is not read; fetch one of 2 or 3"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "version 50331648 is not read"),
     "counts": (b"GGUF" + struct.pack("<I", 3) + HUGE * 2, "tensors and .* keys are not a model's"),
-    "long name": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + HUGE, "a name of .* bytes is none"),
+    "long name": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + HUGE, "a name has .* bytes, not 1 to"),
     "long text": (file_of([key("a", 8, HUGE)], []), "is cut short"),
     "long list": (file_of([key("a", 9, struct.pack("<I", 4) + HUGE)], []), "values are not a mod"),
-    "list of lists": (file_of([key("a", 9, struct.pack("<IQ", 9, 1))], []), "a list within a list"),
-    "type of value": (file_of([key("a", 77, b"")], []), "a value of type 77 is unknown"),
+    "list of lists": (
+        file_of([key("a", 9, struct.pack("<IQ", 9, 1))], []),
+        "or lists within lists",
+    ),
+    "type of value": (file_of([key("a", 77, b"")], []), "values of type 77, or"),
     "twice": (file_of([key("a", 7, b"\x00")] * 2, []), "'a' stands twice"),
     "not UTF-8": (file_of([key("a", 8, struct.pack("<Q", 1) + b"\xff")], []), "xff' in a text is"),
-    "lines in a name": (file_of([key("a\nb", 7, b"\x00")], []), "is no name"),
-    "axes": (file_of([], [tensor("t", (1,) * 9, 0, 0)]), "a tensor of 9 axes is none"),
+    "lines in a name": (file_of([key("a\nb", 7, b"\x00")], []), "is not a printable name"),
+    "axes": (file_of([], [tensor("t", (1,) * 9, 0, 0)]), "a tensor has 9 axes, not 1 to 4"),
     "quantised": (file_of([], [tensor("t", (256,), 12, 0)]), "tensor 't' is Q4_K, which is not r"),
     "of no type": (file_of([], [tensor("t", (256,), 99, 0)]), "tensor 't' is type 99, which is"),
     "half a block": (file_of([], [tensor("t", (2, 31), 8, 0)]), r"shape \(2, 31\) cannot lie at 0"),
@@ -91,7 +94,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "not aligned": (file_of([], [tensor("t", (1,), 0, 4)], bytes(99)), "cannot lie at 4"),
     "alignment": (
         file_of([key("general.alignment", 4, struct.pack("<I", 3))], []),
-        "general.alignment=3 is no power of two",
+        "general.alignment=3 is not a power of two",
     ),
 }
 

@@ -61,7 +61,7 @@ ACTIVATIONS: tuple[ActivationName, ...] = get_args(ActivationName)
 class KeptWeights:
     """Weights that instructions name by number, handed to the operator once for all steps.
 
-    They may change in place, and get other storage.
+    They may change in place, and be given other storage.
     """
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
@@ -107,7 +107,7 @@ class Steps:
             numbers: two for each instruction.
             registers: the width of each, and whether it is packed; the first one is the logits.
             weights: what instructions name by number.
-            angles: cosines and sines of each rotation in turn, (positions, pairs).
+            angles: cosines and sines of each rotation, one after the other, (positions, pairs).
             tokens: to read.
             lengths: tokens that each text holds already.
             tables: the blocks of each text, for each reach of the cache, with room for the tokens.

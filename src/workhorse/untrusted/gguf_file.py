@@ -76,8 +76,8 @@ def read_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
         path: its name in errors.
 
     Raises:
-        WorkhorseError: it is no such file or not whole, says what cannot be, or holds tensors of a
-            type that is not in `BLOCKS`.
+        WorkhorseError: it is no GGUF file, is damaged or cut short, or has a version or a type of
+            tensor that is not read.
     """
     size = os.fstat(file.fileno()).st_size
     try:
@@ -139,10 +139,10 @@ class _Reader:
     def name(self) -> str:
         length = self.number("Q")
         if not 0 < length <= MAX_NAME:
-            raise ValueError(f"a name of {length} bytes is none")
+            raise ValueError(f"a name has {length} bytes, not 1 to {MAX_NAME}")
         name = self.bytes_(length).decode()
         if not name.isprintable():
-            raise ValueError(f"{shown(name)} is no name")
+            raise ValueError(f"{shown(name)} is not a printable name")
         return name
 
     def value(self) -> Any:
@@ -163,7 +163,7 @@ class _Reader:
 
 def _code(kind: int) -> str:
     if kind not in NUMBERS:
-        raise ValueError(f"a value of type {kind} is unknown, or a list within a list")
+        raise ValueError(f"values of type {kind}, or lists within lists, are not read")
     return NUMBERS[kind]
 
 
@@ -181,7 +181,7 @@ def _parsed(reader: _Reader, size: int) -> GgufHeader:
     entries = _without_repeats((reader.name(), _entry(reader)) for _ in range(n_tensors))
     alignment = keys.get(ALIGNMENT, 32)
     if type(alignment) is not int or alignment not in ALIGNMENTS:
-        raise ValueError(f"{ALIGNMENT}={shown(alignment)} is no power of two from 8 to 2^20")
+        raise ValueError(f"{ALIGNMENT}={shown(alignment)} is not a power of two from 8 to 2^20")
     data = reader.at + -reader.at % alignment
     return GgufHeader(keys, _placed(entries, data, alignment, size))
 
@@ -199,7 +199,7 @@ def _entry(reader: _Reader) -> tuple[tuple[int, ...], int, int]:
     """Shape, type and offset of one tensor."""
     rank = reader.number("I")
     if not 0 < rank <= MAX_RANK:
-        raise ValueError(f"a tensor of {rank} axes is none")
+        raise ValueError(f"a tensor has {rank} axes, not 1 to {MAX_RANK}")
     shape = tuple(reversed(reader.numbers("Q", rank)))
     return shape, reader.number("I"), reader.number("Q")
 

@@ -51,7 +51,9 @@ def command(
     if config.samples:
         print(f"seed {config.seed}", file=sys.stderr)
     loaded = open_model(model, running, compiled=compiled)
-    guesser = None if draft is None else open_model(draft, running, compiled=compiled)
+    guesser = None
+    if draft is not None:
+        guesser = open_model(draft, running, compiled=compiled, with_text=False)
     conversation = loaded.chat(config, system=system, draft=guesser)
     if not loaded.trained_to_chat:
         warn(

@@ -100,7 +100,7 @@ def command(
     guesser = None
     if draft is not None:
         guesser = open_model(draft, running, compiled=compiled, with_text=False)
-    if compiled:  # what takes the compiler's time is no part of the tokens a second
+    if compiled:  # so that compiling does not count in the tokens a second
         with status() as show:
             show("compiling steps that are not native")
             loaded.generate_batch(texts[:1], config.replace(max_new_tokens=2), draft=guesser)

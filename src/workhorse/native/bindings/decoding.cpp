@@ -163,10 +163,8 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
                const Tensor& first, const Tensor& last, double scale, const Tensor& y) {
   const int64_t kv_heads = k.size(0), width = q.size(3), value_width = v.size(3);
   const int64_t slots = table.size(1) * k.size(2), heads_of_all_rows = q.size(0) * kv_heads;
-  // With fewer heads than threads, the queries of a head are divided as well.
   const int64_t threads = torch::stable::get_num_threads();
-  const int64_t splits = std::min((threads + heads_of_all_rows - 1) / heads_of_all_rows,
-                                  q.size(1) / kv_heads * q.size(2));
+  const int64_t splits = attend::splits_of(threads, heads_of_all_rows, q.size(1) / kv_heads * q.size(2));
   const attend::Attend<T> work{heads_of(q, data<T>(q)),
                          blocks_of<T>(k),
                          blocks_of<T>(v),

@@ -22,7 +22,7 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 constexpr int64_t kLine = 64;
-constexpr int64_t kThreadNumbers = 1 << 21;  // the fewest numbers of weights, for each row, worth a thread
+constexpr int64_t kThreadNumbers = 1 << 21;  // weights times rows that are worth a thread
 
 const int64_t* whole(const Tensor& x, int64_t dim, const char* name) {
   STD_TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.scalar_type() == ScalarType::Long && x.dim() == dim,

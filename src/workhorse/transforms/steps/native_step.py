@@ -67,17 +67,18 @@ class Angles:
     def __init__(self) -> None:
         self._tables: dict[RotationKey, tuple[Tensor, Tensor]] = {}
 
-    def upto(self, length: int, turns: Sequence[RotationKey]) -> list[Tensor]:
-        """Tables of positions below `length`: each turn's cosines and sines, (positions, pairs)."""
-        return [table for turn in turns for table in self._upto(length, turn)]
+    def upto(self, length: int, rotations: Sequence[RotationKey]) -> list[Tensor]:
+        """Of positions below `length`: each rotation's cosines and sines, (positions, pairs)."""
+        return [table for rotation in rotations for table in self._upto(length, rotation)]
 
-    def _upto(self, length: int, turn: RotationKey) -> tuple[Tensor, Tensor]:
-        known = self._tables.get(turn)
+    def _upto(self, length: int, rotation: RotationKey) -> tuple[Tensor, Tensor]:
+        known = self._tables.get(rotation)
         if known is None or len(known[0]) < length:
             positions = torch.arange(max(2 * length, 256))[None]
-            cos, sin = turn.rope.angles(positions, turn.head_dim, length)
-            known = cos[0, 0].to(turn.dtype).contiguous(), sin[0, 0].to(turn.dtype).contiguous()
-            self._tables[turn] = known
+            cos, sin = rotation.rope.angles(positions, rotation.head_dim, length)
+            dtype = rotation.dtype
+            known = cos[0, 0].to(dtype).contiguous(), sin[0, 0].to(dtype).contiguous()
+            self._tables[rotation] = known
         return known
 
 
@@ -150,7 +151,10 @@ class SteppingDecoder(Decoder):
         """The program of the modules and weights that it has now."""
         known = self.translated
         if known is None or not known.holds():
-            with _TRANSLATING:  # it is run with hooks, which other threads do not mind
+            with _TRANSLATING:  # the decoder runs with hooks, which other threads do not mind
+                known = self.translated
+                if known is not None and known.holds():
+                    return known.kept
                 self.watch = Watch(self.modules())
                 if self.watch.sees_hooks:
                     return None
@@ -167,9 +171,9 @@ class SteppingDecoder(Decoder):
                 store.tensors(*(torch.empty(1, heads, 0, width, dtype=dtype) for width in widths))
         tensors = tensors_of(view)
         # Layers whose reaches are no shorter than the cache share tables.
-        reaches = list(dict.fromkeys(store.pool.reach for store in view.cache.stores))
+        of_pools = list(dict.fromkeys(store.pool.reach for store in view.cache.stores))
         places = [
-            reaches.index(view.cache.stores[layer].pool.reach) for layer in program.table_users
+            of_pools.index(view.cache.stores[layer].pool.reach) for layer in program.table_users
         ]
         try:
             logits = self.steps.run(
@@ -177,7 +181,7 @@ class SteppingDecoder(Decoder):
                 program.numbers,
                 program.registers,
                 weights,
-                angles=self.angles.upto(view.length + seq, program.turns),
+                angles=self.angles.upto(view.length + seq, program.rotations),
                 tokens=tokens.long().contiguous(),
                 lengths=tensors.lengths,
                 tables=[tensors.tables[place] for place in places],
@@ -233,7 +237,7 @@ class Translated:
     def holds(self) -> bool:
         """Whether nothing was replaced, and the first weight not cast, since then.
 
-        Numbers are read anew in every step.
+        The numbers in the weights are read at every step, so they may change in place.
         """
         if not self.held.unchanged:
             return False

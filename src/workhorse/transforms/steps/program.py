@@ -38,7 +38,7 @@ class Program:
     numbers: Tensor
     registers: Tensor
     weights: tuple[Tensor, ...]
-    turns: tuple[RotationKey, ...]
+    rotations: tuple[RotationKey, ...]
     reaches: Tensor
     layers: tuple[CacheShape, ...]
     table_users: tuple[int, ...]
@@ -106,7 +106,7 @@ class Writer:
         self._free: list[Register] = []
         self._packed: dict[Register, Register] = {}
         self._weights: dict[int, Tensor] = {}
-        self._turns: dict[RotationKey, None] = {}
+        self._rotations: dict[RotationKey, None] = {}
         self._table_users: dict[int | None, int] = {}
         self._reaches: dict[tuple[int, int], None] = {}
         self._before = _Uses()  # by the stages before the last one, since one that waits
@@ -170,9 +170,9 @@ class Writer:
         self._weights.setdefault(id(tensor), tensor)
         return list(self._weights).index(id(tensor))
 
-    def turn(self, turn: RotationKey) -> int:
+    def rotation(self, rotation: RotationKey) -> int:
         """The number of a rotation."""
-        return _number(turn, self._turns)
+        return _number(rotation, self._rotations)
 
     def table(self, reach: int | None) -> int:
         """The number of the block tables of the layer that comes next."""
@@ -196,7 +196,7 @@ class Writer:
             torch.tensor(self._numbers, dtype=torch.float64),
             torch.tensor([[one.width, int(one.packed)] for one in self._registers]),
             tuple(self._weights.values()),
-            tuple(self._turns),
+            tuple(self._rotations),
             torch.tensor(list(self._reaches)),
             tuple(self.layers),
             tuple(self._table_users.values()),

@@ -181,7 +181,7 @@ def _rotate(writer: Writer, head_dim: int, module: nn.Module, x: Register) -> No
         how, dtype = RotationFlag.IN_FLOAT32, torch.float32
     if rope.pairing == "interleaved":
         how |= RotationFlag.INTERLEAVED
-    options = (head_dim, writer.turn(RotationKey(rope, head_dim, dtype)), how)
+    options = (head_dim, writer.rotation(RotationKey(rope, head_dim, dtype)), how)
     writer.write(Op.ROTATE, x, x, options=options)
 
 

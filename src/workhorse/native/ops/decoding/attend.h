@@ -41,6 +41,12 @@ struct Heads {  // (batch, heads, seq, width), contiguous along the width
   }
 };
 
+// Units among which the queries of a row's key head are divided: several if there are fewer heads than shares.
+inline int64_t splits_of(int64_t shares, int64_t heads_of_all_rows, int64_t queries) {
+  const int64_t heads = std::max<int64_t>(1, heads_of_all_rows);
+  return std::clamp<int64_t>((shares + heads - 1) / heads, 1, std::max<int64_t>(1, queries));
+}
+
 template <class T>
 struct Attend {
   Heads<const T> q;

@@ -3,7 +3,7 @@
 // Its values are registers, matrices with a row for each token; a packed one holds fixed-point numbers for products
 // with packed weights. An instruction that `joins` the one before it is done right after it for each row; together they
 // are a stage. A stage is divided among the threads by outputs or by rows, so that no sum depends on how many there
-// are. A barrier precedes one whose first instruction `waits`. transforms/steps/program.py decides.
+// are. One whose first instruction `waits` begins with a barrier; transforms/steps/program.py decides which do.
 #pragma once
 
 #include <cstddef>
@@ -95,7 +95,7 @@ struct Pass {
   std::vector<Seen> seen;
   const int64_t *tokens, *positions;  // (batch, seq)
   int64_t batch, seq, block;          // `block`: slots of one
-  int64_t few;                        // rows for which linear layers are dot products; for more they are gemms
+  int64_t few;                        // up to so many rows linear layers are dot products, for more they are gemms
   int64_t wanted;                     // tokens of each text that logits are wanted of, the last ones
   int64_t shares;
 
@@ -324,7 +324,7 @@ struct Pass {
     const BlockTable& table = tables[now.options[2]];
     const Seen& slots = seen[now.options[3]];
     const int64_t units = batch * k.heads;
-    const int64_t splits = std::min((shares + units - 1) / units, heads / k.heads * seq);
+    const int64_t splits = attend::splits_of(shares, units, heads / k.heads * seq);
     const auto heads_of = [&](auto* data, int64_t width) {
       return attend::Heads<std::remove_pointer_t<decltype(data)>>{data, seq * heads * width, width, heads * width};
     };

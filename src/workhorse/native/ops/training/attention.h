@@ -119,9 +119,9 @@ inline void write_words(Word* to, const Parts<BFloat16>& rows) {
   put(to, convert<U32x16>(round(rows[0])) | convert<U32x16>(round(rows[1])) << 16);
 }
 
-// The scores of a key, with `with` for queries before it. Lane 0 is query number `query`.
-inline F32x16 hide(F32x16 score, int64_t key, int64_t query, float with) {
-  return select(lane_numbers() < int32_t(std::min(key - query, kLanes)), F32x16{} + with, score);
+// The scores of a key, replaced by `instead` for queries before it. Lane 0 is query number `query`.
+inline F32x16 hide(F32x16 score, int64_t key, int64_t query, float instead) {
+  return select(lane_numbers() < int32_t(std::min(key - query, kLanes)), F32x16{} + instead, score);
 }
 
 // A thread's scratch memory, allocated once for all its heads.

@@ -5,6 +5,7 @@ import sys
 
 import pytest
 
+from workhorse import load, save
 from workhorse.cli.main import main
 from workhorse.cli.output import for_terminal
 
@@ -49,6 +50,13 @@ def test_a_draft_guesses_in_a_chat(run_folder, capsys, piped):
     plain, _ = chat(capsys, *arguments)
     piped("ab\nc\n")
     assert chat(capsys, *arguments, "--speculate", "2", "--draft", str(run_folder))[0] == plain
+
+
+def test_a_draft_needs_no_tokenizer(run_folder, capsys, piped, tmp_path):
+    save(load(run_folder, as_stored=True).decoder, tmp_path / "bare")
+    piped("ab\n")
+    draft = ["--speculate", "2", "--draft", str(tmp_path / "bare")]
+    assert chat(capsys, str(run_folder), "--max-new-tokens", "5", *draft)[0]
 
 
 def test_reset_begins_anew(run_folder, capsys, piped):

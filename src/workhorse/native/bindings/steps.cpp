@@ -119,7 +119,9 @@ class Prepared {
 
   void run() const {
     Team team(pass_.shares, pass_.count);
-    torch::stable::parallel_for(0, pass_.shares, 1, [&](int64_t from, int64_t to) { pass_.run(team, from, to); });
+    // An exception, which only a lack of memory throws, would leave the other threads waiting: it ends the process.
+    const auto work = [&](int64_t from, int64_t to) noexcept { pass_.run(team, from, to); };
+    torch::stable::parallel_for(0, pass_.shares, 1, work);
   }
 
  private:

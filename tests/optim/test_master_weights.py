@@ -140,6 +140,19 @@ def test_a_table_of_float32_has_the_gradient_of_pytorchs() -> None:
     torch.testing.assert_close(table.weight.grad, plain.weight.grad)
 
 
+@needs("training")
+@pytest.mark.parametrize(
+    "tokens", [torch.arange(12).view(3, 4)[:, :2], torch.tensor([[5], [1]]).expand(2, 3)]
+)
+def test_tokens_may_lie_in_memory_in_any_order(tokens: Tensor) -> None:
+    table, above = replace_embeddings(nn.Embedding(12, 4), TRAINING), torch.randn(*tokens.shape, 4)
+    gradients = [
+        torch.autograd.grad(table(given), table.weight, above)
+        for given in (tokens, tokens.contiguous())
+    ]
+    assert all(map(torch.equal, *gradients))
+
+
 def test_a_frozen_table_gets_no_gradient() -> None:
     table, after = nn.Embedding(5, 3), nn.Linear(3, 1)
     table = replace_embeddings(table)

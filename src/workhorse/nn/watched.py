@@ -47,21 +47,22 @@ class Watch:
 
 
 class Held:
-    """A module's modules, parameters and buffers, to notice if one of them was replaced."""
+    """A module's modules, parameters and buffers, to notice when they change."""
 
     def __init__(self, root: nn.Module) -> None:
-        self._members = [
+        every = [
             members
             for module in root.modules()
             for members in (module._modules, module._parameters, module._buffers)
-            if members
         ]
+        self._members = [members for members in every if members]
+        self._empty = [members for members in every if not members]
         self._held = list(self._now())
 
     @property
     def unchanged(self) -> bool:
-        """Whether each is still the same object."""
-        same_number = sum(map(len, self._members)) == len(self._held)
+        """Whether they are still the same objects."""
+        same_number = sum(map(len, self._members)) == len(self._held) and not any(self._empty)
         return same_number and all(map(operator.is_, self._now(), self._held))
 
     def _now(self) -> Iterator[object]:

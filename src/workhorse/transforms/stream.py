@@ -37,7 +37,7 @@ class StreamedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // self.in_features
         known = input.dtype == self.weight.dtype and input.dtype in DOT_ROWS
-        if torch.is_grad_enabled() or not known:
+        if torch.is_grad_enabled() or not known or not self.weight.is_contiguous():
             return F.linear(input, self.weight, self.bias)
         if rows <= self.few_rows:
             return self.decoding.linear(input, self.weight, self.bias)

@@ -1,6 +1,7 @@
 """Blocks in two passes over the rows compute, to the bit, what their operators do one by one."""
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -170,6 +171,25 @@ def test_what_the_passes_do_not_know_is_computed_one_by_one(why: str) -> None:
     torch.manual_seed(0)
     assert all(map(torch.equal, ours, results(apart(native))))
     assert bool(seen) == (why == "a hook")
+
+
+ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "turned": lambda weight: weight.t().contiguous().t(),
+    "every second number": lambda weight: torch.stack([weight] * 2, dim=-1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "name", ["attention.q_proj", "attention.out_proj", "feed_forward.down_proj"]
+)
+def test_weights_may_lie_in_memory_in_any_order(name: str, order: str) -> None:
+    native = natively(build("gpt", torch.float32))
+    before = results(native)
+    weight = native.layers[0].get_submodule(name).weight
+    weight.data = ORDERS[order](weight.data)
+    for ours, expected in zip(results(native), before, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_a_second_derivative_is_refused() -> None:

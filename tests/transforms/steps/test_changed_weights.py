@@ -15,8 +15,9 @@ import torch
 from tests.native.machine import needs
 from tests.nn.grid import error
 from tests.nn.paged import paged
-from tests.transforms.steps.stepping import along, built, quick
+from tests.transforms.steps.stepping import along, built, quick, without_steps
 from workhorse.errors import WorkhorseError
+from workhorse.transforms.quantization.codes import FormatName
 
 pytestmark = [needs("steps"), needs("decoding")]
 
@@ -67,7 +68,7 @@ def test_a_decoder_may_be_cast_after_its_first_step(dtype: torch.dtype) -> None:
         assert error(cast.to(first.dtype), first) <= 2e-3
 
 
-@pytest.mark.parametrize("change", ["cast", "load"])
+@pytest.mark.parametrize("change", ["cast", "load", "load around it"])
 def test_parameters_may_be_swapped_after_a_step(
     monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
@@ -79,7 +80,9 @@ def test_parameters_may_be_swapped_after_a_step(
     if change == "cast":
         decoder, expected = decoder.bfloat16(), quick(built().bfloat16())
     else:
-        decoder.load_state_dict(expected.state_dict())
+        around = decoder if change == "load" else torch.nn.Sequential(decoder)
+        other = expected if change == "load" else torch.nn.Sequential(expected)
+        around.load_state_dict(other.state_dict())
     assert torch.equal(
         along(decoder, tokens[:, :3], tokens), along(expected, tokens[:, :3], tokens)
     )
@@ -98,6 +101,49 @@ def test_a_decoder_of_which_one_layer_is_cast_is_refused() -> None:
     again, other = quick(built()), paged(decoder, 1, 8)
     again(token, cache=other)
     assert torch.equal(decoder(token, cache=cache), again(token, cache=other))
+
+
+@pytest.mark.parametrize("format", [None, "int8"])
+def test_a_bias_that_is_added_is_noticed(format: FormatName | None) -> None:
+    decoder, plain = quick(built(), format), without_steps(built(), format)
+    tokens = torch.randint(0, 61, (1, 8))
+    before = along(decoder, tokens[:, :3], tokens)
+    for one in (decoder, plain):
+        torch.manual_seed(2)
+        v_proj = one.layers[1].attention.v_proj
+        v_proj.bias = torch.nn.Parameter(torch.randn(v_proj.out_features))
+    after = along(decoder, tokens[:, :3], tokens)
+    assert error(after, along(plain, tokens[:, :3], tokens)) <= 1e-5
+    assert error(after, before) > 1e-3
+
+
+def test_weights_may_get_another_order_in_memory() -> None:
+    decoder = quick(built())
+    tokens = torch.randint(0, 61, (1, 8))
+    before = along(decoder, tokens[:, :3], tokens)
+    for weight in (decoder.embedding.tokens.weight, decoder.layers[1].attention.v_proj.weight):
+        weight.data = weight.data.t().contiguous().t()
+    assert error(along(decoder, tokens[:, :3], tokens), before) <= 1e-5
+
+
+@torch.no_grad()
+def test_a_weight_of_another_shape_is_refused() -> None:
+    decoder = quick(built())
+    token, cache = torch.tensor([[5]]), paged(decoder, 1, 8)
+    decoder(token, cache=cache)
+    weight = decoder.layers[0].attention.k_proj.weight
+    weight.data = weight.data.t().contiguous()
+    assert weight.shape[0] != weight.shape[1]
+    with pytest.raises(RuntimeError, match="another shape than when the program was made"):
+        decoder(token, cache=cache)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bool])
+@torch.no_grad()
+def test_tokens_are_ids(dtype: torch.dtype) -> None:
+    decoder = quick(built())
+    with pytest.raises(WorkhorseError, match=f"tokens are of {dtype}; give ids"):
+        decoder.next_logits(torch.ones(1, 1, dtype=dtype), cache=paged(decoder, 1, 8))
 
 
 @torch.no_grad()

@@ -211,23 +211,30 @@ class Prepared {
       STD_TORCH_CHECK(weight < 0 || (weights_[weight].scalar_type() == type && weights_[weight].numel() == count),
                       "workhorse: a weight has another type or size than when the program was made");
     };
+    const auto columns = [&](int64_t weight, int64_t count) {
+      STD_TORCH_CHECK(weights_[weight].dim() == 2 && weights_[weight].size(1) == count,
+                      "workhorse: a weight has another shape than when the program was made");
+    };
     switch (now.op) {
       case Op::kEmbed: {
         const Tensor& table = weights_[now.weight];
-        size(now.weight, type_, table.size(0) * width(now.to));
+        columns(now.weight, width(now.to));
+        size(now.weight, type_, table.numel());
         for (int64_t i = 0; i < pass_.batch * pass_.seq; i++)
           STD_TORCH_CHECK(pass_.tokens[i] >= 0 && pass_.tokens[i] < table.size(0), "workhorse: token ",
                           pass_.tokens[i], " is not in the vocabulary of ", table.size(0));
         return;
       }
       case Op::kEmbedPosition:
-        STD_TORCH_CHECK(weights_[now.weight].numel() >= (longest_ + now.options[0]) * width(now.to),
+        columns(now.weight, width(now.to));
+        STD_TORCH_CHECK(weights_[now.weight].size(0) >= longest_ + now.options[0],
                         "workhorse: there are fewer positions than a text of ", longest_, " tokens needs");
         return size(now.weight, type_, weights_[now.weight].numel());
       case Op::kNorm:
         size(now.weight, type_, now.options[0]);
         return size(now.bias, type_, now.options[0]);
       case Op::kLinear:
+        columns(now.weight, width(now.from));
         size(now.weight, type_, now.options[0] * width(now.from));
         return size(now.bias, type_, now.options[0]);
       case Op::kPackedLinear: {

@@ -21,7 +21,7 @@ from workhorse.transforms.native_training.feedforward import NativeGatedMlp, Nat
 from workhorse.transforms.native_training.linear import (
     Gemm,
     gradients_of_weights,
-    is_plain,
+    is_plain_in,
     weights_of,
 )
 from workhorse.transforms.native_training.norms import (
@@ -74,7 +74,7 @@ class NativeBlock(NativePreNorm):
         unchanged = self.attention_convolution, self.feed_forward_convolution, attention.gate
         if (
             not all(isinstance(norm, NativeNorm) for norm in norms)
-            or not all(is_plain(one) and one.weight.dtype == x.dtype for one in linears)
+            or not all(is_plain_in(one, x.dtype) for one in linears)
             or not all(isinstance(part, nn.Identity) for part in identities)
             or not all(isinstance(part, Unchanged) for part in unchanged)
             or watched(attention, feed_forward, *norms, *linears, *identities, *unchanged)

@@ -74,7 +74,9 @@ class _LookUp(torch.autograd.Function):
         ids, rows = tokens.flatten(), above[0].flatten(0, -2)
         summed = True
         if ctx.operators is not None:
-            ids, rows = ctx.operators.sum_rows(ids.long(), rows.contiguous(), len(weight))
+            ids, rows = ctx.operators.sum_rows(
+                ids.long().contiguous(), rows.contiguous(), len(weight)
+            )
         elif weight.dtype != torch.float32:
             ids, rows = _summed(ids, rows)
         else:

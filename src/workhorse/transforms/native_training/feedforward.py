@@ -19,7 +19,7 @@ from workhorse.transforms.activation_names import activation_name
 from workhorse.transforms.native_training.linear import (
     Gemm,
     gradients_of_weights,
-    is_plain,
+    is_plain_in,
     weights_of,
 )
 from workhorse.transforms.native_training.norms import TYPES
@@ -136,8 +136,7 @@ def _is_simple(x: Tensor, linears: Sequence[nn.Linear], between: Sequence[nn.Mod
     return (
         x.dtype in TYPES
         and all(isinstance(part, nn.Identity) for part in between)
-        and all(is_plain(linear) for linear in linears)
-        and all(linear.weight.dtype == x.dtype for linear in linears)
+        and all(is_plain_in(linear, x.dtype) for linear in linears)
     )
 
 

@@ -38,8 +38,9 @@ class Gemm:
                 self.sums.pop(dtype, None)
 
     def takes(self, a: Tensor, b: Tensor) -> bool:
-        """Whether an operator multiplies these."""
-        return a.dtype == b.dtype and a.dtype in self.products and bool(a.numel() and b.numel())
+        """Whether an operator multiplies these; the rows of a can be made contiguous."""
+        known = a.dtype == b.dtype and a.dtype in self.products
+        return known and bool(a.numel() and b.numel()) and 1 in b.stride()
 
     def __call__(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
         """`a b + bias`.
@@ -84,6 +85,14 @@ class NativeLinear(nn.Linear):
 def is_plain(linear: nn.Module) -> bool:
     """Whether a module computes `x Wᵀ + bias`, whatever hooks see of it."""
     return type(linear).forward in (nn.Linear.forward, NativeLinear.forward)
+
+
+def is_plain_in(linear: nn.Linear, dtype: torch.dtype) -> bool:
+    """Whether it is plain, and its weights are contiguous and of this dtype."""
+    if not is_plain(linear):
+        return False
+    weights = (linear.weight,) if linear.bias is None else (linear.weight, linear.bias)
+    return all(one.dtype == dtype and one.is_contiguous() for one in weights)
 
 
 def weights_of(linears: Sequence[nn.Linear]) -> list[Tensor | None]:

@@ -21,7 +21,7 @@ from workhorse.nn import Decoder
 from workhorse.nn.cache.fixed import tensors_of
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.cache.view import CacheView
-from workhorse.nn.embedding import look_up
+from workhorse.nn.embedding import batch_and_seq, look_up
 from workhorse.nn.watched import Held, Watch
 from workhorse.transforms.compiled.compiled_step import CompiledDecoder
 from workhorse.transforms.record import check, record
@@ -102,9 +102,9 @@ class SteppingDecoder(Decoder):
         state: Any = super().__getstate__()
         return state | {"translated": None}
 
-    def load_state_dict(self, *args: Any, **kwargs: Any) -> Any:
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
         self.translated = None  # PyTorch can swap parameters only if nobody else holds them
-        return super().load_state_dict(*args, **kwargs)
+        super()._load_from_state_dict(*args, **kwargs)
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
         self.translated = None
@@ -115,7 +115,9 @@ class SteppingDecoder(Decoder):
     ) -> Tensor:
         if positions is None and (kept := self._kept_program_for(tokens, cache)):
             assert isinstance(cache, PagedView)
-            return self._step(kept, tokens, cache, 1)[:, 0]
+            logits = self._step(kept, tokens, cache, 1)
+            if logits is not None:
+                return logits[:, 0]
         return super().next_logits(tokens, positions=positions, cache=cache)
 
     def forward(
@@ -129,7 +131,9 @@ class SteppingDecoder(Decoder):
         counted = positions is None and documents is None
         if counted and (kept := self._kept_program_for(tokens, cache)):
             assert isinstance(cache, PagedView)
-            return self._step(kept, tokens, cache, tokens.shape[1])
+            logits = self._step(kept, tokens, cache, tokens.shape[1])
+            if logits is not None:
+                return logits
         return super().forward(tokens, positions=positions, documents=documents, cache=cache)
 
     def _kept_program_for(self, tokens: Tensor, cache: CacheView | None) -> "KeptProgram | None":
@@ -138,7 +142,7 @@ class SteppingDecoder(Decoder):
             return None
         if torch.is_autocast_enabled("cpu"):  # which decides the dtype of every operator
             return None
-        rows, seq = tokens.shape
+        rows, seq = batch_and_seq(tokens)
         # A windowed cache takes `slack` + 1 new tokens before it must evict any.
         fits = seq <= cache.slack + 1 or not any(cache.cache.pools)
         if self.max_positions is not None:
@@ -161,7 +165,10 @@ class SteppingDecoder(Decoder):
                 known = self.translated = Translated(self)
         return known.kept
 
-    def _step(self, kept: "KeptProgram", tokens: Tensor, view: PagedView, wanted: int) -> Tensor:
+    def _step(
+        self, kept: "KeptProgram", tokens: Tensor, view: PagedView, wanted: int
+    ) -> Tensor | None:
+        """The logits, or None if the weights lie in memory so that there is no program for them."""
         program, weights = kept
         rows, seq = tokens.shape
         view.reserve([seq] * rows)
@@ -198,7 +205,10 @@ class SteppingDecoder(Decoder):
                 raise WorkhorseError(
                     "a part of the decoder was cast to another dtype after a step; cast all of it"
                 ) from None
-            raise
+            if kept.is_contiguous:
+                raise
+            self.translated = None
+            return None
         view.lengths = view.lengths + seq
         view.advance(seq)
         return logits
@@ -218,6 +228,11 @@ class KeptProgram(NamedTuple):
         """Whether a weight has another dtype than when the program was made."""
         floats = (one for one in self.program.weights if one.is_floating_point())
         return any(one.dtype != self.program.dtype for one in floats)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the weights are, as when the program was made."""
+        return all(one.is_contiguous() for one in self.program.weights)
 
 
 class Translated:

@@ -85,7 +85,7 @@ def _gather(rank: int, place: str, numbers: int) -> float:
 
 def main() -> None:
     """Measure, predict, and print both."""
-    options = argparse.ArgumentParser(description=__doc__)
+    options = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     options.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     options.add_argument("--rounds", type=at_least_one, default=3)
     given = options.parse_args()

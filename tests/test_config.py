@@ -188,7 +188,7 @@ def test_a_config_error_is_a_users_error() -> None:
 
 @pytest.mark.parametrize("data", [None, [1], "text", 3])
 def test_a_config_needs_a_mapping(data: object) -> None:
-    with pytest.raises(ConfigError, match=r"^expected a mapping of settings, got "):
+    with pytest.raises(ConfigError, match=r"^expected settings, each as `key: value`, got "):
         DrawingConfig.from_dict(data)
 
 
@@ -263,7 +263,9 @@ def test_reading_a_file(tmp_path: Path) -> None:
     path.write_text("width: 3\nname: große Zeichnung\n", encoding="utf-8")
     assert read_yaml(path) == {"width": 3, "name": "große Zeichnung"}
     path.write_text("- 1\n- 2\n")
-    with pytest.raises(ConfigError, match=r"recipe\.yaml: expected a mapping of settings, got \[1"):
+    with pytest.raises(
+        ConfigError, match=r"recipe\.yaml: expected settings, each as `key: value`, got \[1"
+    ):
         read_yaml(path)
     path.write_text("")
     with pytest.raises(ConfigError, match=r"recipe\.yaml is empty; write settings"):

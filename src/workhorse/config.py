@@ -88,7 +88,7 @@ class Config(BaseModel):
     def from_dict(cls, fields: Any) -> Self:
         """Build from plain data, as `to_dict` gives it."""
         if not isinstance(fields, Mapping):
-            raise ConfigError(f"expected a mapping of settings, got {shown(fields)}")
+            raise ConfigError(f"expected settings, each as `key: value`, got {shown(fields)}")
         settings = cast(Mapping[Any, Any], fields)
         return cls(**{str(key): value for key, value in settings.items()})
 
@@ -161,7 +161,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
     if data is None:
         raise ConfigError(f"{path} is empty; write settings, each as `key: value`")
     if not isinstance(data, dict):
-        raise ConfigError(f"{path}: expected a mapping of settings, got {shown(data)}")
+        raise ConfigError(f"{path}: expected settings, each as `key: value`, got {shown(data)}")
     return cast(dict[str, Any], data)
 
 

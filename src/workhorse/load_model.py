@@ -38,6 +38,7 @@ from workhorse.transforms.quantization.quantize import place_codes
 from workhorse.transforms.quantization.quantize import quantize as quantize_weights
 
 Quantization = Literal["none", FormatName]
+NO_TOKENIZER = "has no tokenizer: give and take token ids"
 
 
 def load(
@@ -130,7 +131,7 @@ def _with_text(stored: StoredModel, decoder: Decoder, tell: Callable[[str], obje
         tell(f"{stored.path}: {remark}")
     tokenizer = stored.tokenizer() if stored.has_tokenizer else None
     if tokenizer is None:
-        tell(f"{stored.path} has no tokenizer: give and take token ids")
+        tell(f"{stored.path} {NO_TOKENIZER}")
     is_run = isinstance(stored, RunDirectory)
     return Model(
         str(stored.path),

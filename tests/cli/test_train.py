@@ -217,7 +217,7 @@ def test_mistakes_are_one_line_and_leave_nothing(
 
 @pytest.mark.parametrize(
     ("file", "message"),
-    [("gone.yaml", "cannot read gone.yaml"), ("corpus.txt", "corpus.txt: expected a mapping")],
+    [("gone.yaml", "cannot read gone.yaml"), ("corpus.txt", "corpus.txt: expected settings")],
 )
 def test_a_file_that_is_no_recipe_does_not_wait_for_torch(file: str, message: str) -> None:
     code = f"""
@@ -289,7 +289,14 @@ def test_a_terminal_gets_a_live_line(
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
     monkeypatch.setenv("TERM", "xterm")
     monkeypatch.setenv("COLUMNS", "120")
-    start = {"kind": "start", "step": 0, "parameters": 9, "train_tokens": 90, "device": "cpu"}
+    start = {
+        "kind": "start",
+        "step": 0,
+        "parameters": 9,
+        "train_tokens": 90,
+        "validation_tokens": 0,
+        "device": "cpu",
+    }
     with show_training(10) as show:
         show({"kind": "data", "step": 0, "done": 5, "total": 9})
         show({**start, "peak_flops": 1e9, "tokens_per_step": 4})

@@ -315,7 +315,7 @@ def write_parquet(path: Path, rows: list[bytes | None]) -> None:
 def test_a_parquet_row_that_is_not_utf8_is_named_or_mended(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", ["é".encode(), None, b"ab\xffcd"])
     corpus = {"kind": "parquet", "path": tmp_path / "a.parquet", "validation_fraction": 0}
-    line = r"a\.parquet:2: byte 0xff at offset 2 is not UTF-8; .* let a recipe say errors: replace"
+    line = r"a\.parquet:2: byte 0xff at offset 2 is not UTF-8; .* a recipe may say errors: replace"
     with pytest.raises(WorkhorseError, match=line):
         texts(**corpus)
     assert texts(**corpus, errors="replace") == ["é", "ab\ufffdcd"]

@@ -14,6 +14,7 @@ from workhorse.data import (
     open_dataset,
     prepare,
 )
+from workhorse.data.corpus.held_out import hash_of
 from workhorse.data.shards import encode, preparation
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import train_tokenizer
@@ -72,6 +73,22 @@ def test_documents_may_begin_with_bos_and_end_with_nothing(
     assert tokens[0] == 256
     assert tokens.count(256) == dataset.train.n_documents
     assert EOS not in tokens
+
+
+@pytest.mark.parametrize(("lengths", "told"), [((400, 3), True), ((3, 400), False)])
+def test_it_is_told_if_more_is_held_out_than_trains(
+    tokenizer, tmp_path: Path, lengths: tuple[int, int], told: bool
+) -> None:
+    texts = tmp_path / "texts"
+    texts.mkdir()
+    held_and_trains = sorted(("a.txt", "b.txt"), key=hash_of)
+    for name, length in zip(held_and_trains, lengths, strict=True):
+        (texts / name).write_text("x" * length)
+    lines: list[str] = []
+    config = DataConfig(corpus={"kind": "folder", "path": texts})
+    prepare(config, tokenizer, tmp_path / "data", tell=lines.append)
+    assert bool(lines) == told
+    assert not told or lines[0].startswith("401 tokens are held out for validation and 4 train")
 
 
 def test_unknown_characters_are_counted_kept_and_told(

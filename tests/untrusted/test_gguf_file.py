@@ -66,12 +66,12 @@ HUGE = struct.pack("<Q", 1 << 62)
 REFUSED: dict[str, tuple[bytes, str]] = {
     "empty": (b"", "is no GGUF file; give one, or the folder of a model"),
     "something else": (b"PK\x03\x04", "is no GGUF file"),
-    "only the start": (b"GGUF\x03", "is cut short; fetch it again"),
+    "only the start": (b"GGUF\x03", "has 5 bytes and a header that goes on past them"),
     "version": (file_of([], [], version=9), "GGUF of version 9 is not read; fetch one of 2 or 3"),
     "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "version 50331648 is not read"),
     "counts": (b"GGUF" + struct.pack("<I", 3) + HUGE * 2, "tensors and .* keys are not a model's"),
     "long name": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + HUGE, "a name has .* bytes, not 1 to"),
-    "long text": (file_of([key("a", 8, HUGE)], []), "is cut short"),
+    "long text": (file_of([key("a", 8, HUGE)], []), "it is cut short or damaged"),
     "long list": (file_of([key("a", 9, struct.pack("<I", 4) + HUGE)], []), "values are not a mod"),
     "list of lists": (
         file_of([key("a", 9, struct.pack("<IQ", 9, 1))], []),

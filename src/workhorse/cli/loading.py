@@ -90,7 +90,7 @@ def open_model(
         with_text: refuse a model without a tokenizer; a draft needs none.
     """
     from workhorse.devices import use_threads
-    from workhorse.load_model import load
+    from workhorse.load_model import NO_TOKENIZER, load
 
     if running.threads:
         use_threads(running.threads)
@@ -109,7 +109,8 @@ def open_model(
     if with_text:
         _ = loaded.text  # which raises: that token ids will do is true in Python alone
     for remark in remarks:
-        warn(remark)
+        if not remark.endswith(NO_TOKENIZER):  # a draft needs none
+            warn(remark)
     return loaded
 
 

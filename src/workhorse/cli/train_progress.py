@@ -111,9 +111,11 @@ class _View:
                 after = f", resuming after step {event['step']:,}" if goes_on else ""
                 count = event.get("active_parameters", event["parameters"])
                 active = f" ({count:,} active)" if count != event["parameters"] else ""
+                held_out = event["validation_tokens"]
+                beside = f" and {held_out:,} held out" if held_out else ""
                 return (
                     f"{event['parameters']:,} parameters{active}, {event['train_tokens']:,} tokens "
-                    f"of text, {event['device']} with a peak of "
+                    f"of text{beside}, {event['device']} with a peak of "
                     f"{event['peak_flops'] / 1e9:,.0f} GFLOP/s in matrix products{after}"
                 )
             case "validation":

@@ -124,7 +124,7 @@ def assemble(
     operators = training_operators(device, training_dtype(config.dtype, device))
     if reason := operators.why_not.get("training"):
         tell(f"no native operators, so slower: {reason}")
-    _tell_start(loop, recipe, decoder_config, dataset.train.n_tokens, settings)
+    _tell_start(loop, recipe, decoder_config, dataset, settings)
     return loop
 
 
@@ -193,7 +193,7 @@ def _constants(
 
 
 def _tell_start(
-    loop: Loop, recipe: Recipe, config: DecoderConfig, train_tokens: int, settings: Sequence[str]
+    loop: Loop, recipe: Recipe, config: DecoderConfig, dataset: Dataset, settings: Sequence[str]
 ) -> None:
     loop.tell(
         "start",
@@ -208,7 +208,8 @@ def _tell_start(
         steps=loop.config.steps,
         tokens_per_step=loop.config.tokens_per_step,
         micro_batch_size=loop.step.micro_batch_size,
-        train_tokens=train_tokens,
+        train_tokens=dataset.train.n_tokens,
+        validation_tokens=0 if dataset.validation is None else dataset.validation.n_tokens,
         flops_per_token=loop.flops_per_token,
         peak_flops=loop.peak.flops,
         versions=loop.constants["versions"],

@@ -90,7 +90,11 @@ def read_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
         with collector_paused():
             return _parsed(_Reader(head), size)
     except _TooShort:
-        reason = "has a larger header than a model's" if size > len(head) else "is cut short"
+        reason = (
+            "has a larger header than a model's"
+            if size > len(head)
+            else f"has {size} bytes and a header that goes on past them: it is cut short or damaged"
+        )
         raise WorkhorseError(f"{path} {reason}; fetch it again") from None
     except UnicodeDecodeError as error:
         wrong = shown(error.object[error.start : error.start + 1])

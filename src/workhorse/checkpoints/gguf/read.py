@@ -163,7 +163,7 @@ class GgufFile:
             if tensors[name].shape != fits:
                 raise WorkhorseError(
                     f"{self.path}: tensor {shown(name)} has shape {tensors[name].shape} where the "
-                    f"keys make {fits}; they are not of one model"
+                    f"keys make {fits}; fetch the file again"
                 )
 
     def _bytes(self, name: str) -> Tensor:

@@ -111,11 +111,15 @@ class ConfigReader:
             config, found = self._as_family(self._config())
             self._check(config)
         except KeyError as error:
-            raise WorkhorseError(f"it has no key {self._named(error.args[0])}") from None
+            raise WorkhorseError(
+                f"it has no key {self._named(error.args[0])}; fetch the file again"
+            ) from None
         except ConfigError as error:
-            raise WorkhorseError(f"its keys make no model: {error}") from None
+            raise WorkhorseError(f"its keys make no model: {error}; fetch the file again") from None
         except (TypeError, ValueError, ArithmeticError, LookupError) as error:
-            raise WorkhorseError(f"its keys make no model: {shown(str(error))}") from None
+            raise WorkhorseError(
+                f"its keys make no model: {shown(str(error))}; fetch the file again"
+            ) from None
         return config, found
 
     def _own_config(self) -> DecoderConfig | None:

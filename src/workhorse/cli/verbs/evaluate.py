@@ -32,19 +32,19 @@ PER_TASK = ("versions", "n-shot")
 @click.option(
     "--context",
     type=int,
-    help="With --data: tokens of a window, to see how the loss depends on them; beyond the trained"
+    help="Tokens of a window, to see how the loss depends on them; beyond the trained"
     " length, how positions extrapolate.  [default: the model's longest]",
 )
 @click.option(
     "--stride",
     type=int,
-    help="With --data: tokens that each window of the context predicts; with fewer, each sees more"
+    help="Tokens that each window of the context predicts; with fewer, each sees more"
     " of what came before, and it takes longer.  [default: the context]",
 )
 @click.option(
     "--compare-gzip",
     is_flag=True,
-    help="With --data: also the figures of gzip -9 and xz -9 on the same bytes.",
+    help="Also the figures of gzip -9 and xz -9 on the same bytes.",
 )
 @click.option(
     "--tasks",

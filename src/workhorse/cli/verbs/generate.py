@@ -102,7 +102,7 @@ def command(
         guesser = open_model(draft, running, compiled=compiled, with_text=False)
     if compiled:  # so that compiling does not count in the tokens a second
         with status() as show:
-            show("compiling steps that are not native")
+            show("preparing steps; compiling them takes tens of seconds, once on a machine")
             loaded.generate_batch(texts[:1], config.replace(max_new_tokens=2), draft=guesser)
     if as_stream:
         _stream(loaded, texts[0], config, guesser)
@@ -111,9 +111,9 @@ def command(
     completions = loaded.generate_batch(texts, config, draft=guesser, batch_size=batch_size or 32)
     seconds = time.perf_counter() - started
     rates = speed([len(c.tokens) for c in completions], seconds, prompt_seconds(completions))
-    _explain([(c.finish_reason, len(c.tokens)) for c in completions], rates, config)
     result = _result(completions, texts, rates, config, loaded)
     print_result(result, as_json, text=for_terminal(_page(result["completions"])))
+    _explain([(c.finish_reason, len(c.tokens)) for c in completions], rates, config)
 
 
 def _check_one_text(prompts: int, flags: Mapping[str, Any]) -> None:

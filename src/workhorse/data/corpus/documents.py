@@ -183,7 +183,7 @@ def _text_of(line: str, source: JsonlConfig, where: str) -> str:
         return text.encode("utf-8", source.errors).decode()
     except UnicodeEncodeError as error:
         lone = f"\\u{ord(error.object[error.start]):04x}"
-        remedy = "mend the line, or let a recipe say errors: replace"
+        remedy = "mend the line; a recipe may say errors: replace"
         raise WorkhorseError(f"{where} holds a lone surrogate {lone}; {remedy}") from None
 
 

@@ -230,5 +230,5 @@ def bad_byte(where: object, error: UnicodeDecodeError, offset: int) -> Workhorse
     """The error for a byte that is not UTF-8; `offset` is where the decoded bytes began."""
     return WorkhorseError(
         f"{where}: byte 0x{error.object[error.start]:02x} at offset {offset + error.start} is not "
-        "UTF-8; mend the file, or let a recipe say errors: replace"
+        "UTF-8; mend the file; a recipe may say errors: replace"
     )

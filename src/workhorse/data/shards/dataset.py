@@ -69,6 +69,17 @@ class Dataset:
                     check_sums(self.folder, shard)
 
 
+def mostly_held_out(dataset: Dataset) -> str | None:
+    """A warning if more text is held out than trains; else None."""
+    if dataset.validation is None or dataset.validation.n_tokens <= dataset.train.n_tokens:
+        return None
+    return (
+        f"{dataset.validation.n_tokens:,} tokens are held out for validation and "
+        f"{dataset.train.n_tokens:,} train, since documents are held out whole; give more of them, "
+        "or others for validation (data.corpus.validation)"
+    )
+
+
 def unknown_text(dataset: Dataset) -> str | None:
     """A warning if the tokenizer does not know all characters of the text; else None."""
     splits = [split for split in (dataset.train, dataset.validation) if split is not None]

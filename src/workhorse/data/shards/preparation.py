@@ -26,6 +26,7 @@ from workhorse.data.shards.dataset import (
     TOKENS,
     Dataset,
     check_sums,
+    mostly_held_out,
     open_dataset,
     open_shard,
     unknown_text,
@@ -72,7 +73,8 @@ def prepare(
         progress: called with the progress.
         verify: compare the checksums of shards that are there; a damaged one is made again. The
             sizes of their files are always checked.
-        tell: called with warnings: that the tokenizer does not know all characters of the text.
+        tell: called with warnings: that more text is held out than trains, or that the tokenizer
+            does not know all its characters.
 
     Raises:
         WorkhorseError: a source cannot be read or changes meanwhile, a split is empty, the
@@ -89,8 +91,9 @@ def prepare(
                 leftover.unlink()
             _Build(config, tokenizer, home, manifest, progress).run()
     dataset = open_dataset(home, config.weights)
-    if line := unknown_text(dataset):
-        tell(line)
+    for line in (mostly_held_out(dataset), unknown_text(dataset)):
+        if line is not None:
+            tell(line)
     return dataset
 
 

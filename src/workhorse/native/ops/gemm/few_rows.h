@@ -57,7 +57,7 @@ struct FewRows {
       float* kept = totals;
       for (int64_t j = n; j < n_end; j += kHigh)
         for (int64_t p = 0; p < panels(); p++, kept += kHigh * kWide) {
-          Sums sums = {};
+          Sums sums;
           const T* const rows_of_w = w + j * k + from;
           if (p == 0) multiply<true>(rows_of_w, packed, depth, sums);
           else multiply<false>(rows_of_w, packed + p * kWide * depth, depth, sums);
@@ -69,9 +69,10 @@ struct FewRows {
     }
   }
 
-  // Adds the products of kHigh rows of W and a panel of A; with `Ahead` it asks for the next rows of W meanwhile.
+  // The products of kHigh rows of W and a panel of A; with `Ahead` it asks for the next rows of W meanwhile.
   template <bool Ahead>
-  void multiply(const T* rows_of_w, const Word* panel, int64_t depth, Sums& sums) const {
+  void multiply(const T* rows_of_w, const Word* panel, int64_t depth, Sums& result) const {
+    Sums sums = {};  // which nobody else knows, so that GCC keeps them in registers
     for (int64_t d = 0; d < depth / kSteps; d++) {
       if (Ahead && d % 16 == 0)
         for (int i = 0; i < kHigh; i++) expect(rows_of_w + (kHigh + i) * k + d * kPerWord);
@@ -88,6 +89,7 @@ struct FewRows {
         }
       }
     }
+    each_sum([&](int i, int l) { result[i][l] = sums[i][l]; });
   }
 
   // What a step multiplies by: the whole word, or one of its two numbers as float32.

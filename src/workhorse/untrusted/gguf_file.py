@@ -48,6 +48,7 @@ TYPES = {
     34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
 }  # fmt: skip
 """Names of ggml's types of tensors."""
+_DAMAGED = "it may be damaged: fetch it again"
 
 
 class StoredTensor(NamedTuple):
@@ -103,9 +104,6 @@ def read_gguf_header(file: BinaryIO, path: Path) -> GgufHeader:
         raise WorkhorseError(f"{path}: {error}") from None
     except ValueError as error:
         raise WorkhorseError(f"{path}: {error}; {_DAMAGED}") from None
-
-
-_DAMAGED = "it may be damaged: fetch it again"
 
 
 class _TooShort(Exception):

@@ -5,11 +5,12 @@ import os
 import platform
 import sys
 
-SPINS = 2000
-"""How often a thread looks whether the others have come before it sleeps: for some ten µs.
+SPINS = 10_000
+"""How often a thread looks whether the others have come before it sleeps: for 0.2 ms or more.
 
 By itself GNU OpenMP looks 300,000 times, for milliseconds, in which the thread keeps a core from
-those that it waits for where other work has the rest.
+those that it waits for where other work has the rest. Threads that soon sleep are often woken on
+one core together, where they stay for tens of milliseconds though another is idle.
 """
 SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 """Of the environment; what they say goes first."""

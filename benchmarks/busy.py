@@ -3,8 +3,9 @@
     python -m benchmarks.busy [--plain] [--rounds 5]
 
 Each program is a busy process for each core, so that beside one of them half of the machine is
-left, and beside two a third. Rounds go alone, beside one, beside two, alone … `--plain` leaves
-it to OpenMP how threads wait; see `workhorse.waiting`.
+left, and beside two a third. Rounds go alone, beside one, beside two, alone … The last column is
+two processes of the work itself at once. `--plain` leaves it to OpenMP how threads wait, and
+`GOMP_SPINCOUNT` in the environment says how often they look; see `workhorse.waiting`.
 """
 
 import argparse
@@ -13,12 +14,13 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Generator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 
 from benchmarks.contestants.works import Work, decoding, training
 from benchmarks.harness.command import at_least_one, with_models
 from benchmarks.harness.machine import default_threads, describe
-from benchmarks.harness.worker import Worker
+from benchmarks.harness.worker import Contestant, Worker
 from workhorse.waiting import SETTINGS, share_cores
 
 LOADS = (0, 1, 2)
@@ -48,6 +50,20 @@ def beside(programs: int) -> Generator[None]:
             one.wait()
 
 
+def two_at_once(contestant: Contestant, measure: str, rounds: int, threads: int) -> float:
+    """The median of both, each with all threads."""
+
+    def take(worker: Worker) -> list[float]:
+        return [worker.round()[measure] for _ in range(rounds)]
+
+    workers = [Worker(contestant, threads) for _ in range(2)]
+    with ThreadPoolExecutor(len(workers)) as pool:
+        found = [one for taken in pool.map(take, workers) for one in taken]
+    for worker in workers:
+        worker.close()
+    return statistics.median(found)
+
+
 def main() -> None:
     """Measure each, and print a row."""
     options = with_models(argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0]))
@@ -60,7 +76,8 @@ def main() -> None:
     threads = default_threads()
     print(", ".join(describe(threads, "cpu").values()))
     print(", ".join(f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ))
-    print("\n| | alone | beside one | | beside two | |\n|---|--:|--:|--:|--:|--:|")
+    print("\n| | alone | beside one | | beside two | | two at once, each | |")
+    print("|---|--:|--:|--:|--:|--:|--:|--:|")
     for contestant, measures in works(str(given.models)):
         if given.only and contestant.name not in given.only:
             continue
@@ -73,6 +90,7 @@ def main() -> None:
                     found[load].append(worker.round()[measure])
         worker.close()
         alone, *others = (statistics.median(found[load]) for load in LOADS)
+        others.append(two_at_once(contestant, measure, given.rounds, threads))
         shares = " | ".join(f"{one:,.0f} | {one / alone:.0%}" for one in others)
         print(f"| {contestant.name} | {alone:,.0f} | {shares} |", flush=True)
 

@@ -1,6 +1,6 @@
 """What to measure on a GPU, in eight blocks of less than ten minutes each, kept as it comes.
 
-    python -m benchmarks.gpu BLOCK … [--device cpu --tiny] [--out FILE]
+    python -m benchmarks.gpu BLOCK … [--only REGEX] [--device cpu --tiny] [--out FILE]
 
 Results are lines of JSON. A check that fails is kept as its error, and the next one runs. A block
 is tried first on a CPU, with sizes that need seconds.
@@ -9,6 +9,7 @@ is tried first on a CPU, with sizes that need seconds.
 import argparse
 import datetime
 import importlib
+import re
 from pathlib import Path
 
 import torch
@@ -29,6 +30,9 @@ def main() -> None:
     )
     options.add_argument("--device", default="cuda")
     options.add_argument("--tiny", action="store_true", help="sizes for a CPU")
+    options.add_argument(
+        "--only", type=re.compile, default="", metavar="REGEX", help="checks whose name it finds"
+    )
     options.add_argument("--out", type=Path, default=Path("runs/gpu.jsonl"))
     options.add_argument("--models", type=Path, default=Path("runs/benchmarks"))
     options.add_argument("--seconds", type=float, default=SECONDS, help="of each block")
@@ -41,7 +45,7 @@ def main() -> None:
     keep([{"block": "machine", **about}], given.out)
     for name in given.blocks:
         block = importlib.import_module(f"benchmarks.gpu.{name}").checks
-        keep(run(name, block, setting, given.seconds), given.out)
+        keep(run(name, block, setting, given.seconds, given.only), given.out)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,7 @@
 """A block: checks that run one after the other, whose results are kept as they come."""
 
 import json
+import re
 import time
 import traceback
 from collections.abc import Callable, Iterable, Iterator
@@ -46,7 +47,9 @@ Block = Callable[[Setting], Iterable[Check]]
 """Yields checks; what it makes for several of them lives as long as it runs."""
 
 
-def run(name: str, block: Block, setting: Setting, seconds: float) -> Iterator[Figures]:
+def run(
+    name: str, block: Block, setting: Setting, seconds: float, only: str | re.Pattern[str] = ""
+) -> Iterator[Figures]:
     """The results of a block's checks, each as it comes; an error is a result.
 
     Args:
@@ -54,9 +57,12 @@ def run(name: str, block: Block, setting: Setting, seconds: float) -> Iterator[F
         block: to run.
         setting: where.
         seconds: after which no further check begins; those left are named.
+        only: found in the names of the checks to run.
     """
     begun = time.perf_counter()
     for check in block(setting):
+        if not re.search(only, check.name):
+            continue
         about = {"block": name, "check": check.name}
         if time.perf_counter() - begun > seconds:
             yield about | {"left_out": f"{seconds:.0f} s are over"}
@@ -68,6 +74,7 @@ def run(name: str, block: Block, setting: Setting, seconds: float) -> Iterator[F
             last = traceback.extract_tb(error.__traceback__)[-1]
             where = f"{Path(last.filename).name}:{last.lineno}"
             figures = {"error": f"{type(error).__name__}: {error}"[:1000], "at": where}
+            traceback.print_exception(error)
         if setting.device.type == "cuda":
             torch.cuda.synchronize()
             torch.cuda.empty_cache()

@@ -24,16 +24,18 @@ from workhorse.nn.positions.rope_scaling import DynamicNtkScalingConfig, LongRop
 Choice = dict[str, tuple[str, int]]  # factor -> (kind, which of its variants)
 
 
-def assemble(choice: Choice) -> DecoderConfig:
-    """The config of one choice of kinds and variants."""
+def assemble(choice: Choice, wider: int = 1) -> DecoderConfig:
+    """The config of one choice of kinds and variants; its model and heads may be wider."""
     parts = {
         factor: kinds[choice[factor][0]][choice[factor][1] % len(kinds[choice[factor][0]])]
         for factor, kinds in FACTORS.items()
     }
     odd, mixed = choice["heads"][0] == "odd", choice["reach"][0] == "mixed"
-    d_model = 15 if odd else 16 if choice["reach"][0] == "chunk" else 24
+    d_model = wider * (15 if odd else 16 if choice["reach"][0] == "chunk" else 24)
     n_layers = 3 if mixed else 2
     attention = {**parts["heads"], **parts["qk_norm"], **parts["scores"], **parts["extras"]}
+    widths = {field: wider * attention[field] for field in attention if field.endswith("_dim")}
+    attention |= widths
     latent = choice["heads"][0] == "latent"
     if latent:  # what else the other factors say is for other attention
         known = LatentAttentionConfig.model_fields

@@ -106,6 +106,30 @@ def test_an_update_is_the_float32_update(kind: str, wide: bool) -> None:
         assert torch.equal(ours.tensors()[name], tensor)
 
 
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+@pytest.mark.parametrize("mean_dtype", ["float32", "bfloat16"])
+def test_the_compiled_update_is_the_plain_one(mean_dtype: str) -> None:
+    """Of weights of several sizes by one program; a gradient that is not finite changes nothing."""
+    config = AdamWConfig(mean_dtype=mean_dtype)
+    shapes = [(60, 50), (7,), (300,)]
+    starts = [torch.randn(shape) for shape in shapes]
+    found: list[list[Tensor]] = []
+    for compiled in (False, True):
+        module = nn.ParameterDict({str(n): start.clone() for n, start in enumerate(starts)})
+        masters = masters_of(module)
+        options = {"weight_decay": 0.1, "masters": masters, "compiled": compiled}
+        adamw = AdamW(dict(module.items()), config, **options)
+        generator = torch.Generator().manual_seed(1)
+        for schedule, shrink in ((1.0, 0.5), (0.3, torch.nan), (0.1, 1.0)):
+            for weight in module.values():
+                weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
+            adamw.step(schedule, torch.tensor(shrink))
+        found.append([*map(masters.read, module), *adamw.tensors().values()])
+    loose = 1e-5 if mean_dtype == "float32" else 2**-7  # sums may round to the next bfloat16
+    for plain, other in zip(*found, strict=True):
+        torch.testing.assert_close(other, plain, atol=1e-6, rtol=loose)
+
+
 def test_updates_too_small_for_bfloat16_add_up() -> None:
     module = nn.Linear(4, 4, bias=False)
     nn.init.ones_(module.weight)

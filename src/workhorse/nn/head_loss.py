@@ -16,8 +16,10 @@ from workhorse.nn.shapes import Hidden, Tokens
 from workhorse.nn.watched import watched
 from workhorse.tensors.tape import recording
 
-MAX_LOGITS = 2**26
+MAX_LOGITS = {"cpu": 2**26}
 """That exist at once, in the type of the weights: 128 MiB in bfloat16."""
+MANY_LOGITS = 2**27
+"""The same on every other device, which reads and writes the gradient of the head for each part."""
 BLOCK = {"cpu": 2**20}
 """Logits that are in float32 at once: on a CPU what its cache holds."""
 LARGE_BLOCK = 2**24
@@ -71,7 +73,8 @@ class HeadLoss(nn.Module):
     is no second derivative. What is frozen gets no gradient and costs nothing.
 
     Args:
-        max_logits: that may exist at once. Gradients of parts of the batch add up in float32.
+        max_logits: that may exist at once; None: see `logits_at_once`. Gradients of parts of the
+            batch add up in float32.
 
     Attributes:
         vocabulary: the tokens of the head.
@@ -79,7 +82,7 @@ class HeadLoss(nn.Module):
 
     vocabulary: Vocabulary = WHOLE
 
-    def __init__(self, max_logits: int = MAX_LOGITS) -> None:
+    def __init__(self, max_logits: int | None = None) -> None:
         super().__init__()
         self.max_logits = max_logits
 
@@ -189,6 +192,11 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
+def logits_at_once(device: torch.device) -> int:
+    """How many may exist on a device, unless its user says so."""
+    return MAX_LOGITS.get(device.type, MANY_LOGITS)
+
+
 def rows_at_once(max_logits: int, vocab: int) -> int:
     """How many rows of logits are no more than so many numbers, and one at least."""
     return max(1, max_logits // vocab)
@@ -291,7 +299,8 @@ class _LinearHeadLoss(torch.autograd.Function):
         total = torch.zeros(2, device=x.device)
         wanted = [learn and one for one in ctx.needs_input_grad[:3]]
         gradients = ProductGradients(len(x), wanted, way.multiply)
-        size = rows_at_once(way.max_logits, way.vocabulary.most(len(weight)))
+        most = way.max_logits or logits_at_once(x.device)
+        size = rows_at_once(most, way.vocabulary.most(len(weight)))
         for part, expected in parts_of(size, x, targets):
             logits = way.multiply(part, weight.t(), bias)
             total += way.differentiate(logits, expected, shaping)

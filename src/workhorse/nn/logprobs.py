@@ -10,11 +10,11 @@ from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVa
 
 from workhorse.nn.head import Head
 from workhorse.nn.head_loss import (
-    MAX_LOGITS,
     ProductGradients,
     Shaping,
     blocks,
     is_linear,
+    logits_at_once,
     parts_of,
     product,
     rows_at_once,
@@ -29,7 +29,7 @@ Logprobs = Float[Tensor, "batch seq"]
 
 
 def token_logprobs(
-    x: Hidden, targets: Tokens, head: Head, *, max_logits: int = MAX_LOGITS
+    x: Hidden, targets: Tokens, head: Head, *, max_logits: int | None = None
 ) -> Logprobs:
     """`log_softmax(head(x))` at each target, in nats and float32; 0 where a target is `IGNORE`.
 
@@ -40,10 +40,11 @@ def token_logprobs(
         x: (batch, seq, d_model) what the head reads.
         targets: (batch, seq) ids.
         head: that makes logits of it.
-        max_logits: that may exist at once. Gradients of parts of the batch add up in float32.
+        max_logits: that may exist at once; None: see `logits_at_once`. Gradients of parts of the
+            batch add up in float32.
     """
     expected = targets.flatten()
-    rows = rows_at_once(max_logits, head.vocab_size)
+    rows = rows_at_once(max_logits or logits_at_once(x.device), head.vocab_size)
     if is_linear(head):
         x = head.project(head.transform(x))
         apply = cast(Callable[..., Tensor], _LinearTokenLogprobs.apply)

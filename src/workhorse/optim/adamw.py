@@ -12,6 +12,7 @@ from torch.optim.adamw import adamw
 from workhorse.config import Config
 from workhorse.native import Training
 from workhorse.on_resume import OnResume
+from workhorse.optim.fused_adamw import compiled_adamw_
 from workhorse.optim.master_weights import MasterWeights, chunks, join, split
 from workhorse.optim.shards import local, placed_like
 from workhorse.optim.shrink import number, refused
@@ -74,6 +75,8 @@ class AdamW:
         uniform: whether each number is rounded alike wherever it lies in a tensor, and so whichever
             process has it. PyTorch's fused kernel for CPUs rounds the last few of a tensor
             differently.
+        compiled: whether a compiled loop updates weights with low bits, where no native operator
+            does.
     """
 
     def __init__(
@@ -85,12 +88,14 @@ class AdamW:
         rate_factor: float = 1.0,
         masters: MasterWeights | None = None,
         uniform: bool = False,
+        compiled: bool = False,
     ) -> None:
         self.learning_rate = config.learning_rate * rate_factor
         self.weight_decay = weight_decay / rate_factor
         self.parameters = dict(parameters)
         self.config = config
         self.uniform = uniform
+        self.compiled = compiled
         self.masters = masters or MasterWeights(parameters)
         weights = [local(weight) for weight in self.parameters.values()]
         mean_dtype = getattr(torch, config.mean_dtype)
@@ -105,6 +110,7 @@ class AdamW:
         """One update; the arguments are those of `Optimizer.step`."""
         native: dict[bool, list[State]] = {False: [], True: []}
         whole: list[State] = []
+        fused: list[State] = []
         operators = self.masters.operators
         for one in self._states():
             has_low_bits, weight = one.low_bits is not None, one.weight
@@ -114,11 +120,15 @@ class AdamW:
                 native[has_low_bits].append(one)
             elif not has_low_bits and one.mean.dtype == torch.float32:
                 whole.append(one)
+            elif has_low_bits and self.compiled:
+                fused.append(one)
             else:
                 self._update_in_chunks(one, schedule, shrink)
         if operators is not None:
             for states in filter(None, native.values()):
                 self._update_natively(operators, states, schedule, number(shrink))
+        if fused:
+            self._update_compiled(fused, schedule, shrink)
         if whole and (isinstance(shrink, Tensor) or shrink != 1):
             torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
                 [one.gradient for one in whole], shrink
@@ -152,6 +162,30 @@ class AdamW:
             eps=self.config.eps,
             weight_decay=self.weight_decay,
         )
+
+    def _update_compiled(
+        self, states: list[State], schedule: float, shrink: float | Tensor
+    ) -> None:
+        """Update weights that have low bits, each by one compiled loop."""
+        rate, like = self.learning_rate * schedule, states[0].mean_square
+        if not isinstance(shrink, Tensor):
+            shrink = like.new_full((), shrink)
+        torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
+            [one.updates for one in states], shrink.isfinite().float()
+        )
+        rates = like.new_full((), rate), like.new_full((), 1 - rate * self.weight_decay)
+        config, update = self.config, compiled_adamw_()
+        for one in states:
+            assert one.low_bits is not None
+            state = one.low_bits, one.mean, one.mean_square
+            update(
+                *(tensor.view(-1) for tensor in (one.weight, *state)),
+                one.gradient.reshape(-1),
+                *(one.updates, shrink, *rates),
+                beta1=config.beta1,
+                beta2=config.beta2,
+                eps=config.eps,
+            )
 
     def _update_in_chunks(self, one: State, schedule: float, shrink: float | Tensor) -> None:
         """Update tensors that are not all float32, in chunks widened to float32 for the kernel."""

@@ -87,6 +87,7 @@ def build_optimizer(
     *,
     operators: Training | None = None,
     uniform: bool = False,
+    compiled: bool = False,
     part: "ModelPart | None" = None,
 ) -> "Optimizer":
     """The optimizer of a decoder's trainable parameters, sharded or not.
@@ -97,6 +98,7 @@ def build_optimizer(
         low_bits: of the weights that `round_weights` rounded.
         operators: of training, which update tensors on the CPU.
         uniform: see `AdamW`.
+        compiled: see `AdamW`.
         part: of a model that the decoder is, where layers are divided.
     """
     parameters = dict(decoder.named_parameters())
@@ -125,6 +127,7 @@ def build_optimizer(
             rate_factor=factor,
             masters=masters,
             uniform=uniform,
+            compiled=compiled,
         )
         for (decay, factor), parameters in groups.items()
         if parameters

@@ -32,6 +32,7 @@ from workhorse.train.step.reduction import Reduction, ShardedReduction
 from workhorse.train.step.step import TrainingStep
 from workhorse.transforms.checkpointing import checkpoint_activations
 from workhorse.transforms.compiled.compiled_layers import compile_layers
+from workhorse.transforms.compiled.compiled_loss import compile_loss
 from workhorse.transforms.float8 import multiply_in_float8
 from workhorse.transforms.native_training import Gemm, replace_embeddings, train_natively
 
@@ -92,6 +93,7 @@ def build_step(
         low_bits,
         operators=operators.training,
         uniform=parallel.is_exact,
+        compiled=config.compile,
         part=part,
     )
     if device.type == "cpu":
@@ -115,6 +117,7 @@ def build_step(
     )
     if config.compile:
         compile_layers(decoder)
+        compile_loss(objective)
     decoder.config = whole  # to all who call it, it is the whole
     return step
 

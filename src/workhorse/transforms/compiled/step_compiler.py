@@ -20,7 +20,7 @@ from torch import Tensor, fx
 from torch._inductor.custom_graph_pass import CustomGraphPass, get_hash_for_files
 
 from workhorse.errors import WorkhorseError
-from workhorse.transforms import join_products
+from workhorse.transforms import join_products, sum_products
 
 OPTIONS: dict[str, Any] = {
     "size_asserts": False,
@@ -88,7 +88,7 @@ def compile_program(
     for tensor, axes in varying:
         for axis in axes:
             torch._dynamo.mark_dynamic(tensor, axis)
-    options: dict[str, Any] = {**OPTIONS, "post_grad_custom_pre_pass": _JoinProducts()}
+    options: dict[str, Any] = {**OPTIONS, "post_grad_custom_pre_pass": _Products()}
     try:
         with torch._dynamo.config.patch(
             # Numbers of the config are constants: traced as variables they make the compiler
@@ -107,12 +107,14 @@ def compile_program(
         ) from error
 
 
-class _JoinProducts(CustomGraphPass):
-    """`join_products` in the form of a compiler pass."""
+class _Products(CustomGraphPass):
+    """`join_products` and `sum_products` in the form of a compiler pass."""
 
     def __call__(self, graph: fx.Graph) -> None:
         join_products.join_products(graph)
+        sum_products.sum_products(graph)
 
     def uuid(self) -> str:
         """A digest of what it does, for the compiler's own cache."""
-        return cast(bytes, get_hash_for_files((join_products.__file__,))).hex()
+        files = join_products.__file__, sum_products.__file__
+        return cast(bytes, get_hash_for_files(files)).hex()

@@ -80,11 +80,24 @@ def encode(weight: Tensor, codes: Tensor, scales: Tensor, format: Format) -> Non
         scales[here] = scale.view(torch.int16).transpose(1, 2)
 
 
-def decode(codes: Tensor, scales: Tensor, format: Format) -> Tensor:
-    """The weight in float32, padded to whole blocks and groups; arguments as for `encode`."""
-    levels = torch.tensor(format.levels, dtype=torch.float32, device=codes.device)
+def table_of(format: Format, device: torch.device | None = None) -> Tensor | None:
+    """The level of each code, plus 128, as uint8; None where that is the code itself."""
+    if format.per_byte == 1:
+        return None
+    return (torch.tensor(format.levels, dtype=torch.int16, device=device) + 128).to(torch.uint8)
+
+
+def decode(codes: Tensor, scales: Tensor, table: Tensor | None) -> Tensor:
+    """The weight in float32, padded to whole blocks and groups.
+
+    Args:
+        codes: what `encode` filled.
+        scales: likewise.
+        table: `table_of` the format. It is no constant of the function, which a compiler may trace.
+    """
+    level = _unpack(codes, 1) if table is None else table[_unpack(codes, 2).int()]
     scale = scales.view(torch.bfloat16).transpose(1, 2).unsqueeze(-1).float()
-    return (levels[_unpack(codes, format.per_byte).int()] * scale).flatten(2).flatten(0, 1)
+    return ((level.float() - 128) * scale).flatten(2).flatten(0, 1)
 
 
 def _quantize(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:
@@ -143,5 +156,6 @@ def _unpack(packed: Tensor, per_byte: int) -> Tensor:
     blocks, groups, _ = packed.shape
     codes = packed.view(blocks, groups, -1, LANES, 4).permute(0, 3, 1, 2, 4)
     if per_byte > 1:
-        codes = torch.stack([codes & 15, codes >> 4], -2)
+        shifts = torch.arange(per_byte, dtype=torch.uint8, device=packed.device)[:, None] * 4
+        codes = codes.unsqueeze(-2) >> shifts & 15
     return codes.reshape(blocks, LANES, groups, GROUP)

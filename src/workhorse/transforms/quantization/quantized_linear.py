@@ -20,6 +20,7 @@ from workhorse.transforms.quantization.codes import (
     decode,
     encode,
     shape_of_codes,
+    table_of,
 )
 
 
@@ -56,11 +57,7 @@ class QuantizedWeight(nn.Module):
         scales = torch.empty(*matrices, blocks, groups, LANES, dtype=torch.int16, device=device)
         self.register_buffer("codes", codes)
         self.register_buffer("scales", scales)
-        table = None
-        if FORMATS[format].per_byte > 1:
-            table = torch.tensor(FORMATS[format].levels, dtype=torch.int16, device=device) + 128
-            table = table.to(torch.uint8)
-        self.register_buffer("table", table, persistent=False)
+        self.register_buffer("table", table_of(FORMATS[format], device), persistent=False)
         self.bias = bias
         self.decoding = decoding
 
@@ -90,7 +87,7 @@ class QuantizedWeight(nn.Module):
     def dequantized(self, dtype: torch.dtype) -> Tensor:
         """The weight that the codes stand for, in its shape."""
         made = [
-            decode(codes, scales, FORMATS[self.format])[: self.out_features, : self.in_features]
+            decode(codes, scales, self.table)[: self.out_features, : self.in_features]
             for codes, scales in zip(*self._stacks(), strict=True)
         ]
         return torch.stack(made).to(dtype).view(self.shape)

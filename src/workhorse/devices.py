@@ -100,9 +100,14 @@ def training_dtype(name: str, device: torch.device) -> torch.dtype:
 
 
 def multiplies_bfloat16(device: torch.device) -> bool:
-    """Whether the device has instructions for products of bfloat16 matrices."""
+    """Whether the device has instructions for products of bfloat16 matrices.
+
+    The meta device stands in for a GPU that has them (see `tensors.tape.stand_in`).
+    """
     if device.type == "cuda":
         return torch.cuda.get_device_capability(device) >= (8, 0)
+    if device.type == "meta":
+        return True
     return device.type == "cpu" and (cpu_has("avx512_bf16") or cpu_has("amx_bf16"))
 
 

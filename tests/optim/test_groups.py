@@ -6,7 +6,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.groups import build_optimizer, check_base_width, parameters_by_role
-from workhorse.optim.muon import Muon, MuonConfig, orthogonalize, update_scale
+from workhorse.optim.muon import Muon, MuonConfig, iteration_dtype, orthogonalize, update_scale
 
 
 def set_gradients(parameters) -> None:
@@ -146,6 +146,10 @@ def test_orthogonal_updates_keep_directions_and_level_sizes(shape: tuple[int, ..
         result.norm(dim=(-2, -1)) * nearest.norm(dim=(-2, -1))
     )
     assert cosine.min() > 0.97
+
+
+def test_memory_is_counted_as_on_a_gpu_which_iterates_in_bfloat16() -> None:
+    assert iteration_dtype(torch.empty(2, 3, device="meta")) == torch.bfloat16
 
 
 def test_matrices_of_a_batch_do_not_mix() -> None:

@@ -12,6 +12,7 @@ import torch
 from workhorse.data import DataConfig, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.train import Recipe, estimate, rehearse, train
+from workhorse.train.check import _own
 from workhorse.train.room import check_held
 
 
@@ -229,3 +230,19 @@ def test_what_is_no_recipe(use: Any, recipe: Any, tmp_path: Path) -> None:
     with pytest.raises(WorkhorseError, match=r"^a Recipe is needed, not .*; make one of a file by"):
         use(recipe, *places)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    with pytest.raises(WorkhorseError, match="2 processes on this machine need a GPU each"):
+        _own(torch.device("cuda"), 2)
+    assert _own(torch.device("cpu"), 2) == torch.device("cpu")
+
+
+def test_each_process_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken: list[torch.device] = []
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    monkeypatch.setattr(torch.cuda, "set_device", taken.append)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert _own(torch.device("cuda"), 2) == torch.device("cuda:1")
+    assert taken == [torch.device("cuda:1")]

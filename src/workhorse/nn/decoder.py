@@ -206,7 +206,7 @@ class Decoder(nn.Module):
         x = self.embedding(tokens, context.positions)
         entries = None if cache is None else iter(cache.entries)
         for layer in self._blocks():
-            x = layer(x, context, layer.entry(entries) if entries else None)
+            x = layer(x, context, None if entries is None else layer.entry(entries))
         return self.final_norm(x)
 
     def unembed(self, x: Hidden) -> Logits:

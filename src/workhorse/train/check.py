@@ -16,6 +16,7 @@ from workhorse.data import (
 from workhorse.devices import resolve_device, training_dtype
 from workhorse.errors import WorkhorseError, shown
 from workhorse.optim.groups import check_base_width
+from workhorse.parallel.processes import environment
 from workhorse.tokenizers import load_tokenizer, train_tokenizer
 from workhorse.tokenizers.config import FileConfig
 from workhorse.train.init_from import check_weights
@@ -50,7 +51,7 @@ def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
             "Recipe.from_dict(workhorse.config.read_yaml(path))"
         )
     config = recipe.train
-    device = resolve_device(config.device)
+    device = _own(resolve_device(config.device), environment.count_here())
     _check_device(config, device)
     for name in config.trackers:
         check_tracker(name)
@@ -107,6 +108,24 @@ def check_length(recipe: Recipe) -> None:
             batch_size=recipe.train.batch_size,
             packing=recipe.data.packing,
         )
+
+
+def _own(device: torch.device, processes: int) -> torch.device:
+    """This process's GPU, of as many processes on this machine; one with a number is of all.
+
+    Raises:
+        WorkhorseError: there are fewer GPUs.
+    """
+    if device.type != "cuda" or device.index is not None or processes == 1:
+        return device
+    if processes > (gpus := torch.cuda.device_count()):
+        raise WorkhorseError(
+            f"{processes} processes on this machine need a GPU each, and it has {gpus}; divide the "
+            "run among fewer, or set train.device=cpu"
+        )
+    own = torch.device("cuda", environment.rank_here())
+    torch.cuda.set_device(own)
+    return own
 
 
 def _check_device(config: TrainConfig, device: torch.device) -> None:

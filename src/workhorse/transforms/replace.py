@@ -32,14 +32,16 @@ def become(module: nn.Module, kind: type[Module], **options: Any) -> Module:
 
 @functools.cache
 def combined(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[Module]:
-    """The class that inherits from a mixin and `kind`.
+    """The class that inherits from a mixin and `kind`; pickle finds it in this module.
 
     Args:
         prefix: of its name, before the name of `kind`.
         change: the mixin, whose methods call `super()`.
         kind: the class to change.
     """
-    return cast(type[Module], type(f"{prefix}{kind.__name__}", (change, kind), {}))
+    made = type(f"{prefix}{kind.__name__}", (change, kind), {})
+    globals()[made.__name__] = made
+    return cast(type[Module], made)
 
 
 def replace_modules(root: Root, choose: Callable[[nn.Module], nn.Module]) -> Root:

@@ -271,3 +271,11 @@ def test_an_unknown_kernel() -> None:
         WorkhorseError, match=r"^kernel='flash' is unknown; choose auto, eager, sdpa"
     ):
         COVERING[0].build("flash")  # type: ignore[arg-type]
+
+
+@pytest.mark.cuda
+def test_flex_says_which_heads_are_too_narrow_for_a_gpu() -> None:
+    kernel = make_kernel("flex", AttentionPattern(), Scoring(scale=1.0), 1)
+    q, k, v = torch.randn(3, 1, 1, 4, 8, device="cuda")
+    with pytest.raises(WorkhorseError, match="heads of 16 numbers on a GPU, and these have 8"):
+        kernel(q, k, v, (None, None))

@@ -5,6 +5,7 @@ same memory, with the same numbers.
 """
 
 import copy
+import pickle
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -19,6 +20,7 @@ from tests.without_host import WithoutHost
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.transforms.compiled.captured_step import CapturedDecoder, Replay, capture_steps
+from workhorse.transforms.compiled.compiled_step import compile_steps
 
 
 class Operators(WithoutHost):
@@ -136,6 +138,12 @@ def test_a_copy_records_its_own_steps() -> None:
             weight.zero_()
     assert texts(made, 1, 8) == expected
     assert made.recorder is not recorder
+
+
+def test_the_compiler_can_pickle_what_it_compiles() -> None:
+    decoder = capture_steps(compile_steps(make()))
+    assert pickle.loads(pickle.dumps(type(decoder))) is type(decoder)
+    assert pickle.dumps(decoder)
 
 
 def test_hooks_are_called() -> None:

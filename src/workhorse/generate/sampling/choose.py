@@ -79,19 +79,19 @@ class Chooser:
                 at = logits[indices, [-1 - row.unmet for row in chosen]]
             past = history if history is None or everyone else history.copy(indices)
             tokens = self._choose(at, chosen, past)
+            ids = tokens.tolist()
+            _check_rows(min(ids) >= 0, at, chosen)
             logprobs = _logprobs(at, tokens, self.config.logprobs)
             if history is not None:
                 history.add(tokens, indices)
-            yield from zip(chosen, tokens.tolist(), logprobs, strict=True)
+            yield from zip(chosen, ids, logprobs, strict=True)
             indices = [r for r in indices if rows[r].is_ahead]
 
     def _choose(self, logits: Tensor, rows: Sequence[Row], history: History | None) -> Tensor:
-        """The next token of each row, int64 `(batch,)`, an id in use."""
+        """The next token of each row, int64 `(batch,)`, an id in use; -1 of logits without one."""
         processed = any(row.request.processors for row in rows)
         if takes_likeliest(self.config) and not processed:
-            tokens = argmax(logits[:, : self._vocab], self._decoding)
-            _check_rows(bool((tokens >= 0).all()), logits, rows)
-            return tokens
+            return argmax(logits[:, : self._vocab], self._decoding)
         _check_rows(all_finite(logits), logits, rows)
         if processed:
             logits = torch.stack([_processed(*both) for both in zip(logits, rows, strict=True)])

@@ -192,6 +192,9 @@ class Flex(Kernel):
     tests, runs the same functions without a compiler and writes the whole matrix.
     """
 
+    narrowest = 1
+    """Numbers of a head that it takes at least on a GPU."""
+
     @staticmethod
     def refusal(pattern: AttentionPattern, scoring: Scoring) -> str | None:
         del pattern
@@ -238,6 +241,12 @@ class Flex(Kernel):
     ) -> AttentionOutput:
         if q.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad:
             raise WorkhorseError("kernel=flex has no backward on a CPU; train with sdpa or eager")
+        width = min(q.shape[-1], v.shape[-1])
+        if q.device.type == "cuda" and width < self.narrowest:
+            raise WorkhorseError(
+                f"kernel=flex needs heads of {self.narrowest} numbers on a GPU, and these have "
+                f"{width}; use kernel=sdpa or eager"
+            )
         block_mask, add_alibi = mask
         result = self.attend(q.device)(
             q,
@@ -280,6 +289,7 @@ class CompiledFlex(Flex):
     """FlexAttention compiled into one fused kernel, anew for every length of the text."""
 
     decodes = False
+    narrowest = 16
 
     def attend(self, device: torch.device) -> Callable[..., Any]:
         """PyTorch's function, compiled."""

@@ -104,12 +104,17 @@ class Recordings:
 
     def __init__(self, decoder: Decoder) -> None:
         self.held = Held(decoder)
-        self.addresses = _addresses(decoder)
+        self._tensors = [*decoder.parameters(), *decoder.buffers()]
+        self._addresses = self._now()
         self.by_shape: dict[Any, Recording] = {}
 
-    def hold(self, decoder: Decoder) -> bool:
+    @property
+    def hold(self) -> bool:
         """Whether nothing of the decoder was replaced or moved since then."""
-        return self.held.unchanged and self.addresses == _addresses(decoder)
+        return self.held.unchanged and self._addresses == self._now()
+
+    def _now(self) -> list[int]:
+        return [one.data_ptr() for one in self._tensors]
 
 
 class CapturedDecoder(FixedStepDecoder):
@@ -128,7 +133,7 @@ class CapturedDecoder(FixedStepDecoder):
     def fixed_step(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
         if self.watch.sees_hooks or not self.records:
             return super().fixed_step(variant, tokens, tensors)
-        if self.recordings is None or not self.recordings.hold(self):
+        if self.recordings is None or not self.recordings.hold:
             self.recordings = Recordings(self)
         known = self.recordings.by_shape
         widths = tuple(_width(table) for table in tensors.tables)
@@ -177,7 +182,3 @@ def _width(table: Tensor) -> int:
     while width < table.shape[1]:
         width *= 2
     return width
-
-
-def _addresses(decoder: Decoder) -> list[int]:
-    return [one.data_ptr() for one in (*decoder.parameters(), *decoder.buffers())]

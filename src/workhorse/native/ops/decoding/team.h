@@ -2,9 +2,12 @@
 //
 // The units of a stage are divided evenly; a thread that has done its own takes those of others, so that one
 // which other programs keep waiting is helped. Between stages that depend on each other all wait: they look
-// for a while, since the others are about to come, and then sleep, since something else has their cores.
+// for a while, since the others are about to come, and then sleep, since something else has their cores. Who
+// had to sleep looks half as long the next time, and who had not a little longer: threads of several programs
+// that all look for long keep the cores from those that they look for.
 #pragma once
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <memory>
@@ -48,15 +51,20 @@ class Team {
       round_.notify_all();
       return;
     }
-    for (int i = 0; i < kLooks; i++) {
-      if (round_.load(std::memory_order_acquire) != round) return;
+    static thread_local int looks = kMostLooks;
+    for (int i = 0; i < looks; i++) {
+      if (round_.load(std::memory_order_acquire) != round) {
+        looks = std::min(kMostLooks, looks + looks / 16);
+        return;
+      }
       pause();
     }
+    looks = std::max(kFewestLooks, looks / 2);
     round_.wait(round, std::memory_order_acquire);
   }
 
  private:
-  static constexpr int kLooks = 4000;  // some tens of microseconds
+  static constexpr int kFewestLooks = 100, kMostLooks = 4000;  // 2 to 90 microseconds
 
   const int64_t shares_;
   const std::unique_ptr<std::atomic<int64_t>[]> next_;  // (stages, shares)

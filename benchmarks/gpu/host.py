@@ -40,6 +40,10 @@ ROUNDS = 3
 PROFILED = 3
 IDLE, WAIT = 0.02, 0.02
 """Shares of a step."""
+SHORT = 10.0
+"""Microseconds of a gap between kernels that no host causes by being late."""
+LISTED, NAME = 10, 100
+"""Gaps of a step that are named, and letters of a kernel's name."""
 ROWS = 16
 WAITS = (
     *("cudaStreamSynchronize", "cudaDeviceSynchronize", "cudaEventSynchronize"),
@@ -132,27 +136,43 @@ def _idle(config: DecoderConfig, train: TrainConfig, setting: Setting) -> Figure
     figures: Figures = {"seconds_of_step": seconds}
     if setting.device.type != "cuda":
         return figures
+    figures |= timeline(take, count)
+    figures["idle"] = at_most(figures["idle"], IDLE)
+    figures["idle_unprofiled"] = at_most(1 - figures["busy_seconds_of_step"] / seconds, IDLE)
+    return figures
+
+
+def timeline(take: Callable[[], object], count: int) -> Figures:
+    """What a GPU does in so many steps: its heaviest kernels, and when it waits for the next.
+
+    Times of kernels are milliseconds of a step, those of gaps microseconds.
+    """
     with profile(activities=[ProfilerActivity.CUDA]) as profiler:
         for _ in range(count):
             take()
         torch.cuda.synchronize()
-    spans = sorted(
-        (event.time_range.start, event.time_range.end)
-        for event in (profiler.events() or ())
-        if event.device_type == DeviceType.CUDA
-    )
-    busy, until = 0.0, spans[0][0]
-    for begin, end in spans:
+    events = [event for event in (profiler.events() or ()) if event.device_type == DeviceType.CUDA]
+    events.sort(key=lambda event: event.time_range.start)
+    heaviest: defaultdict[str, float] = defaultdict(float)
+    gaps: list[tuple[float, str, str]] = []
+    busy, last = 0.0, events[0]
+    for event in events:
+        begin, end, until = event.time_range.start, event.time_range.end, last.time_range.end
+        heaviest[event.name[:NAME]] += (end - begin) / 1e3 / count
+        if begin > until:
+            gaps.append((begin - until, last.name[:NAME], event.name[:NAME]))
         busy += max(0.0, end - max(begin, until))
-        until = max(until, end)
-    whole = until - spans[0][0]
-    figures |= {
-        "kernels_per_step": len(spans) / count,
+        last = max(last, event, key=lambda one: one.time_range.end)
+    whole = last.time_range.end - events[0].time_range.start
+    short = sum(length for length, *_ in gaps if length < SHORT)
+    return {
+        "kernels_per_step": len(events) / count,
         "busy_seconds_of_step": busy / 1e6 / count,
-        "idle": at_most(1 - busy / whole, IDLE),
-        "idle_unprofiled": at_most(1 - busy / 1e6 / count / seconds, IDLE),
+        "idle": 1 - busy / whole,
+        "idle_in_short_gaps": short / whole,
+        "longest_gaps": sorted(gaps, reverse=True)[: LISTED * count],
+        "heaviest": sorted(heaviest.items(), key=lambda item: -item[1])[: 2 * LISTED],
     }
-    return figures
 
 
 def _seconds(take: Callable[[], object], setting: Setting) -> float:

@@ -5,6 +5,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 
 import hypothesis
@@ -36,6 +37,16 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.fixture(autouse=True)
 def _fixed_random_state() -> None:
     torch.manual_seed(0)
+
+
+@pytest.fixture(autouse=True)
+def _handlers_of_signals() -> Iterator[None]:
+    """A test that starts processes leaves the handlers of what started them."""
+    signals = signal.SIGINT, signal.SIGTERM
+    before = [signal.getsignal(one) for one in signals]
+    yield
+    for one, handler in zip(signals, before, strict=True):
+        signal.signal(one, handler)
 
 
 @pytest.fixture

@@ -307,7 +307,7 @@ def _agree(
         "left_out": left_out,
         "value": _largest(differences.values()) if differences else None,
         "goal": TOLERANCE,
-        "reached": not above and not failures,
+        "reached": not above and not failures and bool(differences or not left_out),
         "above": above,
         "failures": failures,
     }

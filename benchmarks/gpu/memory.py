@@ -265,7 +265,7 @@ def _attend(
 
 
 def _peak_of(make: Callable[[], Callable[[], Tensor]]) -> tuple[int, int]:
-    """Bytes of inputs and mask, and those that attending takes beyond them."""
+    """Bytes of inputs, their gradients and the mask; and the peak beyond them."""
     torch.cuda.empty_cache()
     before = torch.cuda.memory_allocated()
     attend = make()

@@ -25,7 +25,7 @@ Choice = dict[str, tuple[str, int]]  # factor -> (kind, which of its variants)
 
 
 def assemble(choice: Choice, wider: int = 1) -> DecoderConfig:
-    """The config of one choice of kinds and variants; its model and heads may be wider."""
+    """The config of one choice of kinds and variants; `wider` multiplies model and heads."""
     parts = {
         factor: kinds[choice[factor][0]][choice[factor][1] % len(kinds[choice[factor][0]])]
         for factor, kinds in FACTORS.items()
@@ -34,8 +34,7 @@ def assemble(choice: Choice, wider: int = 1) -> DecoderConfig:
     d_model = wider * (15 if odd else 16 if choice["reach"][0] == "chunk" else 24)
     n_layers = 3 if mixed else 2
     attention = {**parts["heads"], **parts["qk_norm"], **parts["scores"], **parts["extras"]}
-    widths = {field: wider * attention[field] for field in attention if field.endswith("_dim")}
-    attention |= widths
+    attention |= {key: wider * size for key, size in attention.items() if key.endswith("_dim")}
     latent = choice["heads"][0] == "latent"
     if latent:  # what else the other factors say is for other attention
         known = LatentAttentionConfig.model_fields

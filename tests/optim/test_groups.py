@@ -148,7 +148,7 @@ def test_orthogonal_updates_keep_directions_and_level_sizes(shape: tuple[int, ..
     assert cosine.min() > 0.97
 
 
-def test_memory_is_counted_as_on_a_gpu_which_iterates_in_bfloat16() -> None:
+def test_the_meta_device_iterates_in_bfloat16_like_a_gpu() -> None:
     assert iteration_dtype(torch.empty(2, 3, device="meta")) == torch.bfloat16
 
 

@@ -109,7 +109,7 @@ def test_an_update_is_the_float32_update(kind: str, wide: bool) -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
 @pytest.mark.parametrize("mean_dtype", ["float32", "bfloat16"])
 def test_the_compiled_update_is_the_plain_one(mean_dtype: str) -> None:
-    """Of weights of several sizes by one program; a gradient that is not finite changes nothing."""
+    """For weights of several sizes; a shrink that is not finite changes nothing."""
     config = AdamWConfig(mean_dtype=mean_dtype)
     shapes = [(60, 50), (7,), (300,)]
     starts = [torch.randn(shape) for shape in shapes]

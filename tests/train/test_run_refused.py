@@ -12,7 +12,7 @@ import torch
 from workhorse.data import DataConfig, prepare, prepare_tokenizer
 from workhorse.errors import WorkhorseError
 from workhorse.train import Recipe, estimate, rehearse, train
-from workhorse.train.check import _own
+from workhorse.train.check import own_gpu
 from workhorse.train.room import check_held
 
 
@@ -235,8 +235,9 @@ def test_what_is_no_recipe(use: Any, recipe: Any, tmp_path: Path) -> None:
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(WorkhorseError, match="2 processes on this machine need a GPU each"):
-        _own(torch.device("cuda"), 2)
-    assert _own(torch.device("cpu"), 2) == torch.device("cpu")
+        own_gpu(torch.device("cuda"), 2)
+    for other in (torch.device("cpu"), torch.device("cuda:1")):
+        assert own_gpu(other, 2) == other
 
 
 def test_each_process_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,5 +245,5 @@ def test_each_process_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert _own(torch.device("cuda"), 2) == torch.device("cuda:1")
+    assert own_gpu(torch.device("cuda"), 2) == torch.device("cuda:1")
     assert taken == [torch.device("cuda:1")]

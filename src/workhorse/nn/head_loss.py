@@ -16,10 +16,10 @@ from workhorse.nn.shapes import Hidden, Tokens
 from workhorse.nn.watched import watched
 from workhorse.tensors.tape import recording
 
-MAX_LOGITS = {"cpu": 2**26}
-"""That exist at once, in the type of the weights: 128 MiB in bfloat16."""
-MANY_LOGITS = 2**27
-"""The same on every other device, which reads and writes the gradient of the head for each part."""
+MAX_LOGITS = 2**27
+"""That exist at once, in the type of the weights: 256 MiB in bfloat16. Each part of a batch reads
+and writes the gradient of the head's weight, so a GPU wants few parts."""
+MAX_LOGITS_ON_CPU = 2**26
 BLOCK = {"cpu": 2**20}
 """Logits that are in float32 at once: on a CPU what its cache holds."""
 LARGE_BLOCK = 2**24
@@ -73,8 +73,8 @@ class HeadLoss(nn.Module):
     is no second derivative. What is frozen gets no gradient and costs nothing.
 
     Args:
-        max_logits: that may exist at once; None: see `logits_at_once`. Gradients of parts of the
-            batch add up in float32.
+        max_logits: the most that exist at once; None: `default_max_logits`. Gradients of parts of
+            the batch add up in float32.
 
     Attributes:
         vocabulary: the tokens of the head.
@@ -192,9 +192,9 @@ def widened(x: Tensor) -> Tensor:
     return x.to(torch.promote_types(x.dtype, torch.float32))
 
 
-def logits_at_once(device: torch.device) -> int:
-    """How many may exist on a device, unless its user says so."""
-    return MAX_LOGITS.get(device.type, MANY_LOGITS)
+def default_max_logits(device: torch.device) -> int:
+    """How many logits exist at once on a device if `max_logits` is None."""
+    return MAX_LOGITS_ON_CPU if device.type == "cpu" else MAX_LOGITS
 
 
 def rows_at_once(max_logits: int, vocab: int) -> int:
@@ -299,7 +299,7 @@ class _LinearHeadLoss(torch.autograd.Function):
         total = torch.zeros(2, device=x.device)
         wanted = [learn and one for one in ctx.needs_input_grad[:3]]
         gradients = ProductGradients(len(x), wanted, way.multiply)
-        most = way.max_logits or logits_at_once(x.device)
+        most = way.max_logits or default_max_logits(x.device)
         size = rows_at_once(most, way.vocabulary.most(len(weight)))
         for part, expected in parts_of(size, x, targets):
             logits = way.multiply(part, weight.t(), bias)

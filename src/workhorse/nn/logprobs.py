@@ -13,8 +13,8 @@ from workhorse.nn.head_loss import (
     ProductGradients,
     Shaping,
     blocks,
+    default_max_logits,
     is_linear,
-    logits_at_once,
     parts_of,
     product,
     rows_at_once,
@@ -40,11 +40,11 @@ def token_logprobs(
         x: (batch, seq, d_model) what the head reads.
         targets: (batch, seq) ids.
         head: that makes logits of it.
-        max_logits: that may exist at once; None: see `logits_at_once`. Gradients of parts of the
-            batch add up in float32.
+        max_logits: the most that exist at once; None: `default_max_logits`. Gradients of parts of
+            the batch add up in float32.
     """
     expected = targets.flatten()
-    rows = rows_at_once(max_logits or logits_at_once(x.device), head.vocab_size)
+    rows = rows_at_once(max_logits or default_max_logits(x.device), head.vocab_size)
     if is_linear(head):
         x = head.project(head.transform(x))
         apply = cast(Callable[..., Tensor], _LinearTokenLogprobs.apply)

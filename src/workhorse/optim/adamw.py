@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 from workhorse.config import Config
 from workhorse.native import Training
 from workhorse.on_resume import OnResume
-from workhorse.optim.fused_adamw import compiled_adamw_
+from workhorse.optim.compiled_adamw import compiled_adamw_
 from workhorse.optim.master_weights import MasterWeights, chunks, join, split
 from workhorse.optim.shards import local, placed_like
 from workhorse.optim.shrink import number, refused
@@ -110,7 +110,7 @@ class AdamW:
         """One update; the arguments are those of `Optimizer.step`."""
         native: dict[bool, list[State]] = {False: [], True: []}
         whole: list[State] = []
-        fused: list[State] = []
+        compiled: list[State] = []
         operators = self.masters.operators
         for one in self._states():
             has_low_bits, weight = one.low_bits is not None, one.weight
@@ -121,14 +121,14 @@ class AdamW:
             elif not has_low_bits and one.mean.dtype == torch.float32:
                 whole.append(one)
             elif has_low_bits and self.compiled:
-                fused.append(one)
+                compiled.append(one)
             else:
                 self._update_in_chunks(one, schedule, shrink)
         if operators is not None:
             for states in filter(None, native.values()):
                 self._update_natively(operators, states, schedule, number(shrink))
-        if fused:
-            self._update_compiled(fused, schedule, shrink)
+        if compiled:
+            self._update_compiled(compiled, schedule, shrink)
         if whole and (isinstance(shrink, Tensor) or shrink != 1):
             torch._foreach_mul_(  # pyright: ignore[reportPrivateImportUsage]
                 [one.gradient for one in whole], shrink

@@ -80,19 +80,19 @@ def _length(gradients: list[Tensor], operators: Training | None) -> Tensor:
     narrow = [gradient for gradient in gradients if gradient.dtype == torch.bfloat16]
     if not narrow:
         return nn.utils.get_total_norm(wide)
-    norms = _narrow_lengths(narrow)
+    norms = _bfloat16_norms(narrow)
     if wide:
         norms = [*norms, nn.utils.get_total_norm(wide)]
     return torch.stack(norms).square().sum().sqrt()
 
 
-def _narrow_lengths(tensors: list[Tensor]) -> list[Tensor]:
-    """Of bfloat16 tensors or their parts, in float32; PyTorch would round them to bfloat16."""
+def _bfloat16_norms(tensors: list[Tensor]) -> list[Tensor]:
+    """Norms of bfloat16 tensors or of their parts, in float32; PyTorch's are in bfloat16."""
     if tensors[0].device.type != "cpu":
         lengths = torch._foreach_norm(  # pyright: ignore[reportPrivateImportUsage]
             tensors, dtype=torch.float32
         )
         return list(lengths)
-    # On a CPU, that adds up one square after the other.
+    # On a CPU that adds up one square after the other, which loses digits.
     values = (chunk.float() for tensor in tensors for (chunk,) in chunks(tensor))
     return [chunk.dot(chunk).sqrt() for chunk in values]

@@ -51,7 +51,7 @@ def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
             "Recipe.from_dict(workhorse.config.read_yaml(path))"
         )
     config = recipe.train
-    device = _own(resolve_device(config.device), environment.count_here())
+    device = own_gpu(resolve_device(config.device), environment.count_here())
     _check_device(config, device)
     for name in config.trackers:
         check_tracker(name)
@@ -110,11 +110,17 @@ def check_length(recipe: Recipe) -> None:
         )
 
 
-def _own(device: torch.device, processes: int) -> torch.device:
-    """This process's GPU, of as many processes on this machine; one with a number is of all.
+def own_gpu(device: torch.device, processes: int) -> torch.device:
+    """The GPU of this process, where several share a machine; it becomes the current one.
+
+    A device with an index (`cuda:1`), or that is no GPU, is returned as it is.
+
+    Args:
+        device: that the recipe names.
+        processes: on this machine.
 
     Raises:
-        WorkhorseError: there are fewer GPUs.
+        WorkhorseError: there are fewer GPUs than processes.
     """
     if device.type != "cuda" or device.index is not None or processes == 1:
         return device

@@ -40,7 +40,9 @@ def combined(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[M
         kind: the class to change.
     """
     made = type(f"{prefix}{kind.__name__}", (change, kind), {})
-    globals()[made.__name__] = made
+    parents = (f"{one.__module__}.{one.__qualname__}" for one in (change, kind))
+    made.__qualname__ = "_and_".join(parents).replace(".", "_")  # no other class has it
+    globals()[made.__qualname__] = made
     return cast(type[Module], made)
 
 

@@ -1,8 +1,8 @@
 """A pass over a compiled step's graph: a product of one row with a matrix becomes a sum.
 
-For one row a GPU's library of matrix products draws half of the rate of its memory. As a sum, the
-product is a loop of the compiler's own, which reads each number of the matrix once, and may take in
-how the matrix is computed: from codes of 8 or 4 bits.
+For one row, a matrix-vector product, a GPU's library reached half of its memory's bandwidth. As a
+sum the product is one of the compiler's own loops, which reads each number of the matrix once and
+can compute the matrix on the way, from codes of 8 or 4 bits.
 """
 
 from typing import Any
@@ -14,7 +14,12 @@ aten = torch.ops.aten
 
 
 def sum_products(graph: fx.Graph, device: str = "cuda") -> None:
-    """Write products of one row on a kind of device as sums of products of numbers, in place."""
+    """Replace `mm` and `addmm` of one row by sums, in place.
+
+    Args:
+        graph: of ATen's operators, with example values.
+        device: the type of device whose products are replaced.
+    """
     for node in list(graph.nodes):
         if node.target is aten.mm.default:
             bias, (x, matrix) = None, node.args

@@ -274,8 +274,8 @@ def test_an_unknown_kernel() -> None:
 
 
 @pytest.mark.cuda
-def test_flex_says_which_heads_are_too_narrow_for_a_gpu() -> None:
+def test_flex_refuses_heads_too_narrow_for_a_gpu() -> None:
     kernel = make_kernel("flex", AttentionPattern(), Scoring(scale=1.0), 1)
     q, k, v = torch.randn(3, 1, 1, 4, 8, device="cuda")
-    with pytest.raises(WorkhorseError, match="heads of 16 numbers on a GPU, and these have 8"):
+    with pytest.raises(WorkhorseError, match="head_dim of at least 16 on a GPU, and this is 8"):
         kernel(q, k, v, (None, None))

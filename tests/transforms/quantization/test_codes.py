@@ -12,8 +12,8 @@ from workhorse.transforms.quantization.codes import (
     FormatName,
     decode,
     encode,
+    level_table,
     shape_of_codes,
-    table_of,
 )
 
 NAMES: tuple[FormatName, ...] = get_args(FormatName)
@@ -29,7 +29,7 @@ def there_and_back(weight: Tensor, name: FormatName) -> tuple[Tensor, Tensor]:
     stored = scales.view(torch.bfloat16).float().transpose(1, 2).flatten(0, 1)
     per_number = stored.repeat_interleave(32, 1)
     rows, columns = weight.shape
-    found = decode(codes, scales, table_of(FORMATS[name]))
+    found = decode(codes, scales, level_table(FORMATS[name]))
     return found[:rows, :columns], per_number[:rows, :columns]
 
 

@@ -88,7 +88,7 @@ class Chooser:
             indices = [r for r in indices if rows[r].is_ahead]
 
     def _choose(self, logits: Tensor, rows: Sequence[Row], history: History | None) -> Tensor:
-        """The next token of each row, int64 `(batch,)`, an id in use; -1 of logits without one."""
+        """The next token of each row, int64 `(batch,)`, an id in use; -1 for logits not finite."""
         processed = any(row.request.processors for row in rows)
         if takes_likeliest(self.config) and not processed:
             return argmax(logits[:, : self._vocab], self._decoding)

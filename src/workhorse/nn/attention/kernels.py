@@ -33,6 +33,9 @@ from workhorse.nn.attention.masks import (
 )
 from workhorse.nn.shapes import AttentionOutput, Keys, Mask, Queries, ScoreBias, Values
 
+MIN_HEAD_DIM = 16
+"""The smallest head_dim that compiled FlexAttention takes on a GPU."""
+
 KernelName = Literal["auto", "eager", "sdpa", "flex", "flex-uncompiled"]
 
 
@@ -192,9 +195,6 @@ class Flex(Kernel):
     tests, runs the same functions without a compiler and writes the whole matrix.
     """
 
-    narrowest = 1
-    """Numbers of a head that it takes at least on a GPU."""
-
     @staticmethod
     def refusal(pattern: AttentionPattern, scoring: Scoring) -> str | None:
         del pattern
@@ -241,14 +241,8 @@ class Flex(Kernel):
     ) -> AttentionOutput:
         if q.device.type == "cpu" and torch.is_grad_enabled() and q.requires_grad:
             raise WorkhorseError("kernel=flex has no backward on a CPU; train with sdpa or eager")
-        width = min(q.shape[-1], v.shape[-1])
-        if q.device.type == "cuda" and width < self.narrowest:
-            raise WorkhorseError(
-                f"kernel=flex needs heads of {self.narrowest} numbers on a GPU, and these have "
-                f"{width}; use kernel=sdpa or eager"
-            )
         block_mask, add_alibi = mask
-        result = self.attend(q.device)(
+        result = self.attend(q, v)(
             q,
             k,
             v,
@@ -265,9 +259,9 @@ class Flex(Kernel):
         kept = torch.sigmoid(aux.lse - self.sinks[None, :, None])
         return y * kept.unsqueeze(-1).to(y.dtype)
 
-    def attend(self, device: torch.device) -> Callable[..., Any]:
-        """PyTorch's function."""
-        del device
+    def attend(self, q: Queries, v: Values) -> Callable[..., Any]:
+        """PyTorch's function, for such queries and values."""
+        del q, v
         return flex_attention
 
     def score_function(
@@ -289,12 +283,21 @@ class CompiledFlex(Flex):
     """FlexAttention compiled into one fused kernel, anew for every length of the text."""
 
     decodes = False
-    narrowest = 16
 
-    def attend(self, device: torch.device) -> Callable[..., Any]:
-        """PyTorch's function, compiled."""
-        if self.sinks is not None and device.type == "cpu":
+    def attend(self, q: Queries, v: Values) -> Callable[..., Any]:
+        """PyTorch's function, compiled.
+
+        Raises:
+            WorkhorseError: the device cannot compute sinks, or heads as narrow as these.
+        """
+        if self.sinks is not None and q.is_cpu:
             raise WorkhorseError("kernel=flex cannot compute sinks on a CPU; use kernel=eager")
+        head_dim = min(q.shape[-1], v.shape[-1])
+        if q.is_cuda and head_dim < MIN_HEAD_DIM:
+            raise WorkhorseError(
+                f"kernel=flex needs a head_dim of at least {MIN_HEAD_DIM} on a GPU, and this is "
+                f"{head_dim}; use kernel=sdpa or eager"
+            )
         return _compiled_flex_attention()
 
 

@@ -103,8 +103,9 @@ class TrainConfig(Config):
     threads: Annotated[int, OnResume.ROUNDED] = Field(default=0, ge=0)
     """CPU threads; 0 lets PyTorch decide. The number affects rounding."""
     compile: Annotated[bool, OnResume.ROUNDED] = False
-    """Compile the layers with `torch.compile`, identical ones once. Starting takes longer. On a CPU
-    no gain was seen."""
+    """Compile with `torch.compile`: the layers, identical ones once, and, where no native operator
+    does them, the loss and AdamW's update of bfloat16 weights. Starting takes longer. On a GPU
+    training is much faster, on CPUs by 0 to 10 %."""
     fp8: Annotated[bool, OnResume.ROUNDED] = False
     """Multiply in float8 inside the layers (torchao). Needs CUDA with compute capability 8.9 or
     higher and `dtype: bfloat16`; pays off with `compile: true` and wide layers."""

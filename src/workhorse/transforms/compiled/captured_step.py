@@ -105,15 +105,15 @@ class Recordings:
     def __init__(self, decoder: Decoder) -> None:
         self.held = Held(decoder)
         self._tensors = [*decoder.parameters(), *decoder.buffers()]
-        self._addresses = self._now()
+        self._addresses = self._current_addresses()
         self.by_shape: dict[Any, Recording] = {}
 
     @property
-    def hold(self) -> bool:
-        """Whether nothing of the decoder was replaced or moved since then."""
-        return self.held.unchanged and self._addresses == self._now()
+    def valid(self) -> bool:
+        """Whether nothing of the decoder was replaced or moved since they were made."""
+        return self.held.unchanged and self._addresses == self._current_addresses()
 
-    def _now(self) -> list[int]:
+    def _current_addresses(self) -> list[int]:
         return [one.data_ptr() for one in self._tensors]
 
 
@@ -133,7 +133,7 @@ class CapturedDecoder(FixedStepDecoder):
     def fixed_step(self, variant: Variant, tokens: Tensor, tensors: CacheTensors) -> Tensor:
         if self.watch.sees_hooks or not self.records:
             return super().fixed_step(variant, tokens, tensors)
-        if self.recordings is None or not self.recordings.hold:
+        if self.recordings is None or not self.recordings.valid:
             self.recordings = Recordings(self)
         known = self.recordings.by_shape
         widths = tuple(_width(table) for table in tensors.tables)

@@ -1,6 +1,6 @@
 """The loss of a step, compiled by PyTorch: two passes over the logits and no float32 copy of them.
 
-By `loss_into_gradient` a GPU reads and writes logits a dozen times, most of them in float32.
+With `loss_into_gradient` a GPU reads and writes logits a dozen times, most of them in float32.
 """
 
 from collections.abc import Callable
@@ -23,7 +23,7 @@ LossIntoGradient = Callable[[Tensor, Tensor, Shaping], Tensor]
 
 
 def compile_loss(objective: nn.Module) -> None:
-    """Compile the losses of linear heads in place, but those of native operators or of a team."""
+    """Compile the loss of an objective, in place; native ones and those of divided layers stay."""
 
     def choose(module: nn.Module) -> nn.Module:
         return become(module, CompiledHeadLoss) if type(module) is HeadLoss else module
@@ -35,7 +35,7 @@ class CompiledHeadLoss(HeadLoss):
     """A `HeadLoss` whose loss and gradient are one compiled function of the logits."""
 
     def differentiate(self, logits: Tensor, targets: Tensor, shaping: Shaping) -> Tensor:
-        for rows in (logits, targets):  # the last part has fewer; its program is the same
+        for rows in (logits, targets):  # the last part has fewer; one row has its own program
             torch._dynamo.maybe_mark_dynamic(rows, 0)
         return _compiled()(logits, targets, shaping)
 

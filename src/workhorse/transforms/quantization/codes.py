@@ -30,6 +30,8 @@ _DENSE = (-96, -71, -55, -41, -30, -20, -11, -1, 8, 18, 29, 41, 54, 69, 88, 113)
 """Levels of 4 bits, from Lloyd's algorithm on groups of normally distributed numbers, alternating
 with the search for their scales. On these the squared error is 0.56 % of the squares; with evenly
 spaced levels and the same search 0.66 %, and 0.74 % with the scale of the largest number."""
+OFFSET = 128
+"""Added to levels so that they are uint8."""
 _CHUNK = 2**18
 """Numbers quantised at a time: few enough to stay in the cache."""
 
@@ -80,24 +82,25 @@ def encode(weight: Tensor, codes: Tensor, scales: Tensor, format: Format) -> Non
         scales[here] = scale.view(torch.int16).transpose(1, 2)
 
 
-def table_of(format: Format, device: torch.device | None = None) -> Tensor | None:
-    """The level of each code, plus 128, as uint8; None where that is the code itself."""
+def level_table(format: Format, device: torch.device | None = None) -> Tensor | None:
+    """The level of each code plus `OFFSET`, (codes,) uint8; None where that is the code itself."""
     if format.per_byte == 1:
         return None
-    return (torch.tensor(format.levels, dtype=torch.int16, device=device) + 128).to(torch.uint8)
+    levels = torch.tensor(format.levels, dtype=torch.int16, device=device)
+    return (levels + OFFSET).to(torch.uint8)
 
 
 def decode(codes: Tensor, scales: Tensor, table: Tensor | None) -> Tensor:
     """The weight in float32, padded to whole blocks and groups.
 
     Args:
-        codes: what `encode` filled.
-        scales: likewise.
-        table: `table_of` the format. It is no constant of the function, which a compiler may trace.
+        codes: uint8, `shape_of_codes`.
+        scales: (blocks, groups, 16), the bits of a bfloat16 as int16.
+        table: `level_table` of the format, an input of a compiled program.
     """
     level = _unpack(codes, 1) if table is None else table[_unpack(codes, 2).int()]
     scale = scales.view(torch.bfloat16).transpose(1, 2).unsqueeze(-1).float()
-    return ((level.float() - 128) * scale).flatten(2).flatten(0, 1)
+    return ((level.float() - OFFSET) * scale).flatten(2).flatten(0, 1)
 
 
 def _quantize(weight: Tensor, format: Format) -> tuple[Tensor, Tensor]:

@@ -19,8 +19,8 @@ from workhorse.transforms.quantization.codes import (
     FormatName,
     decode,
     encode,
+    level_table,
     shape_of_codes,
-    table_of,
 )
 
 
@@ -57,7 +57,7 @@ class QuantizedWeight(nn.Module):
         scales = torch.empty(*matrices, blocks, groups, LANES, dtype=torch.int16, device=device)
         self.register_buffer("codes", codes)
         self.register_buffer("scales", scales)
-        self.register_buffer("table", table_of(FORMATS[format], device), persistent=False)
+        self.register_buffer("table", level_table(FORMATS[format], device), persistent=False)
         self.bias = bias
         self.decoding = decoding
 

@@ -1,6 +1,6 @@
 """AdamW of a bfloat16 weight with its low bits in one compiled loop: `train.compile: true`.
 
-By PyTorch's operators a GPU launches twenty kernels for each weight, and reads and writes its
+With PyTorch's operators a GPU launches twenty kernels for each weight, and reads and writes its
 numbers as often; this reads and writes each once.
 """
 
@@ -13,7 +13,7 @@ from torch import Tensor
 from workhorse.optim.master_weights import join, split
 
 
-def fused_adamw_(  # noqa: PLR0917 - as a compiler is given them
+def adamw_(  # noqa: PLR0917 - tensors by position, so that their sizes can be marked as varying
     weight: Tensor,
     low_bits: Tensor,
     mean: Tensor,
@@ -21,34 +21,34 @@ def fused_adamw_(  # noqa: PLR0917 - as a compiler is given them
     gradient: Tensor,
     updates: Tensor,
     shrink: Tensor,
-    rate: Tensor,
-    decay: Tensor,
+    learning_rate: Tensor,
+    kept: Tensor,
     beta1: float,
     beta2: float,
     eps: float,
 ) -> None:
-    """Update a weight and its state in place, unless `shrink` is not finite.
+    """Update a weight and its state in place.
 
     Args:
-        weight: (numbers), bfloat16.
-        low_bits: (numbers), of its float32 master.
-        mean: (numbers), running, of the gradient, of any dtype.
-        mean_square: (numbers), running, of its square, float32.
-        gradient: (numbers), of any dtype.
-        updates: (), how many there are with this one.
-        shrink: (), multiplies the gradient.
-        rate: (), of learning.
-        decay: (), what a step leaves of the weight.
-        beta1: the share of the mean that a step keeps.
-        beta2: the same of the mean of squares.
-        eps: added to the divisor.
+        weight: (n,) bfloat16.
+        low_bits: (n,) the low 16 bits of its float32 value; see `master_weights.split`.
+        mean: (n,) running mean of the gradient, bfloat16 or float32.
+        mean_square: (n,) running mean of its square, float32.
+        gradient: (n,) of any floating-point dtype.
+        updates: () float32, the number of updates, this one included.
+        shrink: () float32, multiplies the gradient; if it is not finite, nothing changes.
+        learning_rate: () float32, after the schedule.
+        kept: () float32, `1 - learning_rate · weight_decay`.
+        beta1: decay rate of the mean.
+        beta2: decay rate of the mean of squares.
+        eps: added to the denominator.
     """
     master, skips = join(weight, low_bits), ~shrink.isfinite()
     step = gradient.float() * shrink
     new_mean = mean.float() * beta1 + step * (1 - beta1)
     new_square = mean_square * beta2 + step.square() * (1 - beta2)
     root = (new_square / (1 - beta2**updates)).sqrt() + eps
-    moved = master * decay - rate / (1 - beta1**updates) * new_mean / root
+    moved = master * kept - learning_rate / (1 - beta1**updates) * new_mean / root
     rounded, lower = split(torch.where(skips, master, moved))
     weight.copy_(rounded)
     low_bits.copy_(lower)
@@ -58,8 +58,8 @@ def fused_adamw_(  # noqa: PLR0917 - as a compiler is given them
 
 @cache
 def compiled_adamw_() -> Callable[..., None]:
-    """`fused_adamw_`, compiled for weights of any size."""
-    compiled: Callable[..., None] = torch.compile(fused_adamw_)
+    """`adamw_`, compiled for weights of any size."""
+    compiled: Callable[..., None] = torch.compile(adamw_)
 
     def update(*tensors: Tensor, **rest: float) -> None:
         for tensor in tensors[:5]:

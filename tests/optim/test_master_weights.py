@@ -107,27 +107,35 @@ def test_an_update_is_the_float32_update(kind: str, wide: bool) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
-@pytest.mark.parametrize("mean_dtype", ["float32", "bfloat16"])
-def test_the_compiled_update_is_the_plain_one(mean_dtype: str) -> None:
-    """For weights of several sizes; a shrink that is not finite changes nothing."""
-    config = AdamWConfig(mean_dtype=mean_dtype)
-    shapes = [(60, 50), (7,), (300,)]
-    starts = [torch.randn(shape) for shape in shapes]
-    found: list[list[Tensor]] = []
-    for compiled in (False, True):
-        module = nn.ParameterDict({str(n): start.clone() for n, start in enumerate(starts)})
-        masters = masters_of(module)
-        options = {"weight_decay": 0.1, "masters": masters, "compiled": compiled}
-        adamw = AdamW(dict(module.items()), config, **options)
-        generator = torch.Generator().manual_seed(1)
-        for schedule, shrink in ((1.0, 0.5), (0.3, torch.nan), (0.1, 1.0)):
-            for weight in module.values():
-                weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
-            adamw.step(schedule, torch.tensor(shrink))
-        found.append([*map(masters.read, module), *adamw.tensors().values()])
-    loose = 1e-5 if mean_dtype == "float32" else 2**-7  # sums may round to the next bfloat16
-    for plain, other in zip(*found, strict=True):
-        torch.testing.assert_close(other, plain, atol=1e-6, rtol=loose)
+def test_the_compiled_update_is_the_plain_one() -> None:
+    """For weights of several sizes and several betas; a shrink not finite changes nothing."""
+    configs = [
+        AdamWConfig(),
+        AdamWConfig(beta2=0.999),
+        AdamWConfig(beta1=0.999999999),
+        AdamWConfig(mean_dtype="bfloat16", beta1=0.5, beta2=0.9),
+    ]
+    for config in configs:
+        loose = 1e-5 if config.mean_dtype == "float32" else 2**-7  # to the next bfloat16
+        for plain, other in zip(*(updated(config, way) for way in (False, True)), strict=True):
+            torch.testing.assert_close(other, plain, atol=1e-6, rtol=loose)
+
+
+def updated(config: AdamWConfig, compiled: bool) -> list[Tensor]:
+    """Weights and their state after three updates, of which one is refused."""
+    generator = torch.Generator().manual_seed(1)
+    shapes = (60, 50), (7,), (300,)
+    module = nn.ParameterDict(
+        {str(n): torch.randn(shape, generator=generator) for n, shape in enumerate(shapes)}
+    )
+    masters = masters_of(module)
+    weights = dict(module.items())
+    adamw = AdamW(weights, config, weight_decay=0.1, masters=masters, compiled=compiled)
+    for schedule, shrink in ((1.0, 0.5), (0.3, torch.nan), (0.1, 1.0)):
+        for weight in weights.values():
+            weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
+        adamw.step(schedule, torch.tensor(shrink))
+    return [*map(masters.read, weights), *adamw.tensors().values()]
 
 
 def test_updates_too_small_for_bfloat16_add_up() -> None:

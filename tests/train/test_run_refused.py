@@ -234,6 +234,7 @@ def test_what_is_no_recipe(use: Any, recipe: Any, tmp_path: Path) -> None:
 
 def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setenv("LOCAL_RANK", "1")
     with pytest.raises(WorkhorseError, match="2 processes on this machine need a GPU each"):
         own_gpu(torch.device("cuda"), 2)
     for other in (torch.device("cpu"), torch.device("cuda:1")):
@@ -241,9 +242,9 @@ def test_more_processes_than_gpus_are_refused(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_each_process_takes_a_gpu_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    taken: list[torch.device] = []
+    taken: list[int] = []
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
     monkeypatch.setattr(torch.cuda, "set_device", taken.append)
     monkeypatch.setenv("LOCAL_RANK", "1")
     assert own_gpu(torch.device("cuda"), 2) == torch.device("cuda:1")
-    assert taken == [torch.device("cuda:1")]
+    assert taken == [1]

@@ -28,6 +28,17 @@ def test_products_of_one_row_become_sums() -> None:
         torch.testing.assert_close(found, expected)
 
 
+def test_a_bias_is_added_before_the_sum_is_rounded() -> None:
+    row, weight = torch.randn(1, 1024).bfloat16(), torch.randn(64, 1024).bfloat16()
+    given = row, row, weight, (torch.randn(64) * 100).bfloat16()
+    traced = make_fx(layer, tracing_mode="fake")(*given)
+    sum_products(traced.graph, "cpu")
+    traced.recompile()
+    exact = F.linear(row.double(), weight.double(), given[3].double())
+    errors = [(found.double() - exact).abs() for found in (traced(*given)[1], layer(*given)[1])]
+    assert errors[0].max() <= errors[1].max() * 1.01
+
+
 def test_products_on_other_devices_stay() -> None:
     given = torch.randn(1, 16), torch.randn(2, 16), torch.randn(8, 16), torch.randn(8)
     traced = make_fx(layer, tracing_mode="fake")(*given)

@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 from workhorse.config import Config
 from workhorse.native import Training
 from workhorse.on_resume import OnResume
-from workhorse.optim.compiled_adamw import compiled_adamw_
+from workhorse.optim.compiled_adamw import compiled_adamw_, constants_of, corrections_of
 from workhorse.optim.master_weights import MasterWeights, chunks, join, split
 from workhorse.optim.shards import local, placed_like
 from workhorse.optim.shrink import number, refused
@@ -104,6 +104,8 @@ class AdamW:
             weight.new_zeros(weight.shape, dtype=torch.float32) for weight in weights
         ]
         self.updates = [torch.zeros((), device=weight.device) for weight in weights]
+        self._constants: Tensor | None = None
+        """Of the compiled update, on its device."""
 
     @torch.no_grad()
     def step(self, schedule: float, shrink: float | Tensor = 1.0) -> None:
@@ -173,18 +175,18 @@ class AdamW:
         torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
             [one.updates for one in states], shrink.isfinite().float()
         )
-        rates = like.new_full((), rate), like.new_full((), 1 - rate * self.weight_decay)
         config, update = self.config, compiled_adamw_()
-        for one in states:
+        if self._constants is None:
+            self._constants = constants_of(config.beta1, config.beta2, config.eps, like.device)
+        rates = like.new_full((), rate), like.new_full((), 1 - rate * self.weight_decay)
+        counts = [one.updates for one in states]
+        corrections = corrections_of(counts, config.beta1, config.beta2)
+        for one, its_corrections in zip(states, corrections, strict=True):
             assert one.low_bits is not None
             state = one.low_bits, one.mean, one.mean_square
             update(
                 *(tensor.view(-1) for tensor in (one.weight, *state)),
-                one.gradient.reshape(-1),
-                *(one.updates, shrink, *rates),
-                beta1=config.beta1,
-                beta2=config.beta2,
-                eps=config.eps,
+                *(one.gradient.reshape(-1), its_corrections, shrink, *rates, self._constants),
             )
 
     def _update_in_chunks(self, one: State, schedule: float, shrink: float | Tensor) -> None:

@@ -4,7 +4,7 @@ With PyTorch's operators a GPU launches twenty kernels for each weight, and read
 numbers as often; this reads and writes each once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import cache
 
 import torch
@@ -19,15 +19,16 @@ def adamw_(  # noqa: PLR0917 - tensors by position, so that their sizes can be m
     mean: Tensor,
     mean_square: Tensor,
     gradient: Tensor,
-    updates: Tensor,
+    corrections: Tensor,
     shrink: Tensor,
     learning_rate: Tensor,
     kept: Tensor,
-    beta1: float,
-    beta2: float,
-    eps: float,
+    constants: Tensor,
 ) -> None:
     """Update a weight and its state in place.
+
+    All numbers are tensors: with floats PyTorch's compiler made a program for each value, or took
+    that of another value from its cache (2.11 and 2.13).
 
     Args:
         weight: (n,) bfloat16.
@@ -35,20 +36,20 @@ def adamw_(  # noqa: PLR0917 - tensors by position, so that their sizes can be m
         mean: (n,) running mean of the gradient, bfloat16 or float32.
         mean_square: (n,) running mean of its square, float32.
         gradient: (n,) of any floating-point dtype.
-        updates: () float32, the number of updates, this one included.
+        corrections: (2,) float32, of this weight: see `corrections_of`.
         shrink: () float32, multiplies the gradient; if it is not finite, nothing changes.
         learning_rate: () float32, after the schedule.
         kept: () float32, `1 - learning_rate · weight_decay`.
-        beta1: decay rate of the mean.
-        beta2: decay rate of the mean of squares.
-        eps: added to the denominator.
+        constants: (5,) float32: see `constants_of`.
     """
+    beta1, of_gradient, beta2, of_square, eps = constants.unbind()
+    correction1, correction2 = corrections.unbind()
     master, skips = join(weight, low_bits), ~shrink.isfinite()
     step = gradient.float() * shrink
-    new_mean = mean.float() * beta1 + step * (1 - beta1)
-    new_square = mean_square * beta2 + step.square() * (1 - beta2)
-    root = (new_square / (1 - beta2**updates)).sqrt() + eps
-    moved = master * kept - learning_rate / (1 - beta1**updates) * new_mean / root
+    new_mean = mean.float() * beta1 + step * of_gradient
+    new_square = mean_square * beta2 + step.square() * of_square
+    root = (new_square / correction2).sqrt() + eps
+    moved = master * kept - learning_rate / correction1 * new_mean / root
     rounded, lower = split(torch.where(skips, master, moved))
     weight.copy_(rounded)
     low_bits.copy_(lower)
@@ -56,14 +57,31 @@ def adamw_(  # noqa: PLR0917 - tensors by position, so that their sizes can be m
     mean_square.copy_(torch.where(skips, mean_square, new_square))
 
 
+def constants_of(beta1: float, beta2: float, eps: float, device: torch.device) -> Tensor:
+    """`beta1`, `1 - beta1`, `beta2`, `1 - beta2` and `eps`, each rounded to float32 once."""
+    return torch.tensor([beta1, 1 - beta1, beta2, 1 - beta2, eps], device=device)
+
+
+def corrections_of(updates: list[Tensor], beta1: float, beta2: float) -> Sequence[Tensor]:
+    """`1 - beta1 ** updates` and `1 - beta2 ** updates` of each weight, (2,) float32.
+
+    Args:
+        updates: () each, how many there are with this one.
+        beta1: decay rate of the mean.
+        beta2: decay rate of the mean of squares.
+    """
+    counts = torch.stack(updates).double()
+    return torch.stack([1 - beta1**counts, 1 - beta2**counts], dim=1).float().unbind()
+
+
 @cache
 def compiled_adamw_() -> Callable[..., None]:
     """`adamw_`, compiled for weights of any size."""
     compiled: Callable[..., None] = torch.compile(adamw_)
 
-    def update(*tensors: Tensor, **rest: float) -> None:
+    def update(*tensors: Tensor) -> None:
         for tensor in tensors[:5]:
             torch._dynamo.maybe_mark_dynamic(tensor, 0)
-        compiled(*tensors, **rest)
+        compiled(*tensors)
 
     return update

@@ -120,18 +120,18 @@ def own_gpu(device: torch.device, processes: int) -> torch.device:
         processes: on this machine.
 
     Raises:
-        WorkhorseError: there are fewer GPUs than processes.
+        WorkhorseError: there is none left for this process.
     """
     if device.type != "cuda" or device.index is not None or processes == 1:
         return device
-    if processes > (gpus := torch.cuda.device_count()):
+    gpus, own = torch.cuda.device_count(), environment.rank_here()
+    if own >= gpus:
         raise WorkhorseError(
             f"{processes} processes on this machine need a GPU each, and it has {gpus}; divide the "
             "run among fewer, or set train.device=cpu"
         )
-    own = torch.device("cuda", environment.rank_here())
     torch.cuda.set_device(own)
-    return own
+    return torch.device("cuda", own)
 
 
 def _check_device(config: TrainConfig, device: torch.device) -> None:

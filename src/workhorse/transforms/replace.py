@@ -39,7 +39,7 @@ def combined(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[M
         change: the mixin, whose methods call `super()`.
         kind: the class to change.
     """
-    made = type(f"{prefix}{kind.__name__}", (change, kind), {})
+    made = type(f"{prefix}{kind.__name__}", (change, kind), {"__module__": __name__})
     parents = (f"{one.__module__}.{one.__qualname__}" for one in (change, kind))
     made.__qualname__ = "_and_".join(parents).replace(".", "_")  # no other class has it
     globals()[made.__qualname__] = made

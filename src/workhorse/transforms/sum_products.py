@@ -35,15 +35,16 @@ def sum_products(graph: fx.Graph, device: str = "cuda") -> None:
             each = _call(
                 graph, aten.mul.Tensor, column, _call(graph, aten.unsqueeze.default, matrix, 0)
             )
-            total = _call(graph, aten.sum.dim_IntList, each, [1])
+            total = _call(graph, aten.sum.dim_IntList, each, [1], dtype=torch.float32)
             if bias is not None:
                 total = _call(graph, aten.add.Tensor, total, bias)
+            total = _call(graph, torch.ops.prims.convert_element_type.default, total, result.dtype)
         node.replace_all_uses_with(total)
         graph.erase_node(node)
 
 
-def _call(graph: fx.Graph, operator: Any, *arguments: Any) -> fx.Node:
-    node = graph.call_function(operator, arguments)
+def _call(graph: fx.Graph, operator: Any, *arguments: Any, **options: Any) -> fx.Node:
+    node = graph.call_function(operator, arguments, options)
     values = [one.meta["val"] if isinstance(one, fx.Node) else one for one in arguments]
-    node.meta["val"] = operator(*values)
+    node.meta["val"] = operator(*values, **options)
     return node

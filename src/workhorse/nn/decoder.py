@@ -206,6 +206,7 @@ class Decoder(nn.Module):
         x = self.embedding(tokens, context.positions)
         entries = None if cache is None else iter(cache.entries)
         for layer in self._blocks():
+            # `if entries` would empty the iterator in PyTorch 2.11's compiler.
             x = layer(x, context, None if entries is None else layer.entry(entries))
         return self.final_norm(x)
 

@@ -12,7 +12,7 @@ from torch.optim.adamw import adamw
 from workhorse.config import Config
 from workhorse.native import Training
 from workhorse.on_resume import OnResume
-from workhorse.optim.compiled_adamw import compiled_adamw_, constants_of, corrections_of
+from workhorse.optim.compiled_adamw import compiled_adamw_, constants_of, numbers_of
 from workhorse.optim.master_weights import MasterWeights, chunks, join, split
 from workhorse.optim.shards import local, placed_like
 from workhorse.optim.shrink import number, refused
@@ -178,16 +178,13 @@ class AdamW:
         config, update = self.config, compiled_adamw_()
         if self._constants is None:
             self._constants = constants_of(config.beta1, config.beta2, config.eps, like.device)
-        rates = like.new_full((), rate), like.new_full((), 1 - rate * self.weight_decay)
-        counts = [one.updates for one in states]
-        corrections = corrections_of(counts, config.beta1, config.beta2)
-        for one, its_corrections in zip(states, corrections, strict=True):
+        counts, kept = [one.updates for one in states], 1 - rate * self.weight_decay
+        numbers = numbers_of(counts, rate, kept, config.beta1, config.beta2)
+        for one, its_numbers in zip(states, numbers, strict=True):
             assert one.low_bits is not None
-            state = one.low_bits, one.mean, one.mean_square
-            update(
-                *(tensor.view(-1) for tensor in (one.weight, *state)),
-                *(one.gradient.reshape(-1), its_corrections, shrink, *rates, self._constants),
-            )
+            state = one.weight, one.low_bits, one.mean, one.mean_square
+            flat = *(tensor.view(-1) for tensor in state), one.gradient.reshape(-1)
+            update(*flat, its_numbers, shrink, self._constants)
 
     def _update_in_chunks(self, one: State, schedule: float, shrink: float | Tensor) -> None:
         """Update tensors that are not all float32, in chunks widened to float32 for the kernel."""

@@ -19,10 +19,8 @@ def adamw_(  # noqa: PLR0917 - tensors by position, so that their sizes can be m
     mean: Tensor,
     mean_square: Tensor,
     gradient: Tensor,
-    corrections: Tensor,
+    numbers: Tensor,
     shrink: Tensor,
-    learning_rate: Tensor,
-    kept: Tensor,
     constants: Tensor,
 ) -> None:
     """Update a weight and its state in place.
@@ -36,14 +34,12 @@ def adamw_(  # noqa: PLR0917 - tensors by position, so that their sizes can be m
         mean: (n,) running mean of the gradient, bfloat16 or float32.
         mean_square: (n,) running mean of its square, float32.
         gradient: (n,) of any floating-point dtype.
-        corrections: (2,) float32, of this weight: see `corrections_of`.
+        numbers: (4,) float32, of this weight's step: see `numbers_of`.
         shrink: () float32, multiplies the gradient; if it is not finite, nothing changes.
-        learning_rate: () float32, after the schedule.
-        kept: () float32, `1 - learning_rate · weight_decay`.
         constants: (5,) float32: see `constants_of`.
     """
     beta1, of_gradient, beta2, of_square, eps = constants.unbind()
-    correction1, correction2 = corrections.unbind()
+    learning_rate, kept, correction1, correction2 = numbers.unbind()
     master, skips = join(weight, low_bits), ~shrink.isfinite()
     step = gradient.float() * shrink
     new_mean = mean.float() * beta1 + step * of_gradient
@@ -62,16 +58,25 @@ def constants_of(beta1: float, beta2: float, eps: float, device: torch.device) -
     return torch.tensor([beta1, 1 - beta1, beta2, 1 - beta2, eps], device=device)
 
 
-def corrections_of(updates: list[Tensor], beta1: float, beta2: float) -> Sequence[Tensor]:
-    """`1 - beta1 ** updates` and `1 - beta2 ** updates` of each weight, (2,) float32.
+def numbers_of(
+    updates: list[Tensor], learning_rate: float, kept: float, beta1: float, beta2: float
+) -> Sequence[Tensor]:
+    """`learning_rate`, `kept`, `1 - beta1 ** updates` and `1 - beta2 ** updates` of each weight.
 
     Args:
         updates: () each, how many there are with this one.
+        learning_rate: after the schedule.
+        kept: what a step leaves of the weight, `1 - learning_rate · weight_decay`.
         beta1: decay rate of the mean.
         beta2: decay rate of the mean of squares.
+
+    Returns:
+        (4,) float32 each, at addresses that are multiples of 16 bytes, as the compiler wants them.
     """
     counts = torch.stack(updates).double()
-    return torch.stack([1 - beta1**counts, 1 - beta2**counts], dim=1).float().unbind()
+    columns = [torch.full_like(counts, number) for number in (learning_rate, kept)]
+    columns += [1 - beta**counts for beta in (beta1, beta2)]
+    return torch.stack(columns, dim=1).float().unbind()
 
 
 @cache

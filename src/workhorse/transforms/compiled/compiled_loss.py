@@ -50,13 +50,16 @@ def fused_loss_into_gradient(logits: Tensor, targets: Tensor, shaping: Shaping) 
     counted = (targets != IGNORE)[:, None]
     _, expected = WHOLE.places(targets)
     shaped = shape_logits(logits, shaping)
-    normaliser = shaped.logsumexp(dim=1, keepdim=True)
+    largest = shaped.amax(dim=1, keepdim=True)
+    powers = (shaped - largest).exp()
+    sums = powers.sum(dim=1, keepdim=True)
+    normaliser = sums.log() + largest
     losses = torch.cat(
         (normaliser - shaped.gather(1, expected), shaping.z_loss * normaliser.square()), dim=1
     )
     total = (losses * counted).sum(dim=0)
     columns = torch.arange(logits.shape[1], device=logits.device)
-    gradient = (shaped - normaliser).exp() * (1 + 2 * shaping.z_loss * normaliser)
+    gradient = powers * ((1 + 2 * shaping.z_loss * normaliser) / sums)
     gradient = (gradient - (columns == expected).to(gradient.dtype)) * counted
     unshape_gradient(gradient, shaped, shaping)
     logits.copy_(gradient)

@@ -14,11 +14,12 @@ import torch
 
 from benchmarks.contestants.ours import greedy
 from benchmarks.gpu.block import Check, Figures, Setting
+from benchmarks.gpu.host import timeline
 from benchmarks.gpu.speed import alone, at_least, decoder_config, llama_fields
 from benchmarks.harness import limits
 from benchmarks.harness.shapes import DECODING, NEW_TOKENS, PROMPT_TOKENS, Shape
 from benchmarks.harness.tokens import TokenClock, random_tokens
-from workhorse.generate import GenerationConfig, generate
+from workhorse.generate import GenerationConfig, generate, stream
 from workhorse.nn import Decoder
 from workhorse.transforms.compiled.captured_step import capture_steps
 from workhorse.transforms.compiled.compiled_step import compile_steps
@@ -93,6 +94,8 @@ def _ours(shape: Shape, precision: Precision, setting: Setting, rates: Rates) ->
             yield Check(f"{about}, {name}, batch {batch}", work)
         if precision == "bfloat16":
             yield Check(f"{about}, {name}, guesses", partial(_guess, subject, setting))
+        if setting.device.type == "cuda":
+            yield Check(f"{about}, {name}, kernels", partial(_kernels, subject, setting))
     for batch in PROMPTS:
         work = partial(_prefill, Subject(shape, precision, plain), batch, setting)
         yield Check(f"{about}, prompts, batch {batch}", work)
@@ -135,6 +138,19 @@ def _decode(subject: Subject, batch: int, setting: Setting, rates: Rates) -> Fig
     if theirs is not None and subject.precision == "bfloat16":
         figures["times_transformers"] = at_least(found["decode"] / theirs, FASTER_THAN_TRANSFORMERS)
     return figures
+
+
+def _kernels(subject: Subject, setting: Setting) -> Figures:
+    """What the GPU does for a token of one text; see `timeline`."""
+    decoder = subject.make()
+    prompt, new = _lengths(setting)
+    config = GenerationConfig(max_new_tokens=new, temperature=0, stop_tokens=())
+    prompts = random_tokens(1, prompt, subject.shape.vocab_size)
+    generate(decoder, prompts, config)
+    deltas = stream(decoder, prompts, config)
+    for _ in range(new // 4):
+        next(deltas)
+    return timeline(lambda: next(deltas), new // 4)
 
 
 def _lengths(setting: Setting) -> tuple[int, int]:

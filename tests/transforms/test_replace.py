@@ -1,6 +1,7 @@
 """A transformed model's modules are visible, have their class's forward, and are heard by hooks."""
 
 import copy
+import pickle
 from collections.abc import Callable
 
 import pytest
@@ -79,6 +80,17 @@ def test_a_combined_class_is_made_once_and_named_after_both() -> None:
     made, x = become(nn.Linear(3, 2), kind), torch.randn(4, 3)
     assert "MinusLinear" in repr(made)
     assert torch.equal(made(x), -nn.functional.linear(x, made.weight, made.bias))
+
+
+def test_combined_classes_of_one_name_are_told_apart_by_pickle() -> None:
+    class Linear(nn.Linear):
+        pass
+
+    kinds = combined("Minus", Negated, nn.Linear), combined("Minus", Negated, Linear)
+    assert kinds[0] is not kinds[1]
+    for kind in kinds:
+        assert pickle.loads(pickle.dumps(kind)) is kind
+        assert kind.__qualname__ == kind.__name__
 
 
 def assert_nothing_set_from_outside(root: nn.Module) -> None:

@@ -34,15 +34,18 @@ def become(module: nn.Module, kind: type[Module], **options: Any) -> Module:
 def combined(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[Module]:
     """The class that inherits from a mixin and `kind`; pickle finds it in this module.
 
+    Its qualified name is its name: PyTorch 2.11 compiles no module of a class where they differ.
+
     Args:
         prefix: of its name, before the name of `kind`.
         change: the mixin, whose methods call `super()`.
         kind: the class to change.
     """
-    made = type(f"{prefix}{kind.__name__}", (change, kind), {"__module__": __name__})
-    parents = (f"{one.__module__}.{one.__qualname__}" for one in (change, kind))
-    made.__qualname__ = "_and_".join(parents).replace(".", "_")  # no other class has it
-    globals()[made.__qualname__] = made
+    name = f"{prefix}{kind.__name__}"
+    while name in globals():  # of a class of the same name from elsewhere
+        name += "_"
+    made = type(name, (change, kind), {"__module__": __name__})
+    globals()[name] = made
     return cast(type[Module], made)
 
 

@@ -121,20 +121,35 @@ def test_the_compiled_update_is_the_plain_one() -> None:
             torch.testing.assert_close(other, plain, atol=1e-6, rtol=loose)
 
 
-def updated(config: AdamWConfig, compiled: bool) -> list[Tensor]:
-    """Weights and their state after three updates, of which one is refused."""
+@pytest.mark.cuda
+@pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+def test_a_recorded_update_is_the_plain_one() -> None:
+    config = AdamWConfig(beta2=0.999)
+    ways = [updated(config, way, "cuda") for way in (False, True)]
+    for plain, other in zip(*ways, strict=True):
+        torch.testing.assert_close(other, plain, atol=1e-6, rtol=1e-5)
+
+
+def updated(config: AdamWConfig, compiled: bool, device: str = "cpu") -> list[Tensor]:
+    """Weights and their state after five updates, of which one is refused.
+
+    Gradients stay where they are, so that a GPU records the second update.
+    """
     generator = torch.Generator().manual_seed(1)
     shapes = (60, 50), (7,), (300,)
     module = nn.ParameterDict(
         {str(n): torch.randn(shape, generator=generator) for n, shape in enumerate(shapes)}
-    )
+    ).to(device)
     masters = masters_of(module)
     weights = dict(module.items())
     adamw = AdamW(weights, config, weight_decay=0.1, masters=masters, compiled=compiled)
-    for schedule, shrink in ((1.0, 0.5), (0.3, torch.nan), (0.1, 1.0)):
+    for weight in weights.values():
+        weight.grad = torch.zeros_like(weight)
+    for schedule, shrink in ((1.0, 0.5), (0.3, 1.0), (0.3, torch.nan), (0.1, 1.0), (0.2, 0.7)):
         for weight in weights.values():
-            weight.grad = torch.randn(weight.shape, generator=generator).bfloat16()
-        adamw.step(schedule, torch.tensor(shrink))
+            assert weight.grad is not None
+            weight.grad.copy_(torch.randn(weight.shape, generator=generator))
+        adamw.step(schedule, torch.tensor(shrink, device=device))
     return [*map(masters.read, weights), *adamw.tensors().values()]
 
 

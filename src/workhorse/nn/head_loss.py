@@ -16,8 +16,8 @@ from workhorse.nn.shapes import Hidden, Tokens
 from workhorse.nn.watched import watched
 from workhorse.tensors.tape import recording
 
-MAX_LOGITS = 2**27
-"""That exist at once, in the type of the weights: 256 MiB in bfloat16. Each part of a batch reads
+MAX_LOGITS = 2**29
+"""That exist at once, in the type of the weights: 1 GiB in bfloat16. Each part of a batch reads
 and writes the gradient of the head's weight, so a GPU wants few parts."""
 MAX_LOGITS_ON_CPU = 2**26
 BLOCK = {"cpu": 2**20}

@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Mapping
+from functools import partial
 from typing import Annotated, Literal, NamedTuple
 
 import torch
@@ -14,6 +15,7 @@ from workhorse.native import Training
 from workhorse.on_resume import OnResume
 from workhorse.optim.compiled_adamw import compiled_adamw_, constants_of, numbers_of
 from workhorse.optim.master_weights import MasterWeights, chunks, join, split
+from workhorse.optim.recorded import Recorded
 from workhorse.optim.shards import local, placed_like
 from workhorse.optim.shrink import number, refused
 
@@ -57,6 +59,26 @@ class State(NamedTuple):
     mean_square: Tensor
     updates: Tensor
     low_bits: Tensor | None = None
+
+
+class _CompiledNumbers(NamedTuple):
+    """What a compiled update reads beside weights and their state; it stays where it is."""
+
+    numbers: Tensor
+    shrink: Tensor
+    constants: Tensor
+
+
+def _compiled_loops(
+    states: list[State], numbers: Tensor, shrink: Tensor, constants: Tensor
+) -> None:
+    """Update weights that have low bits, by a compiled loop each; see `compiled_adamw.adamw_`."""
+    update = compiled_adamw_()
+    for one, its_numbers in zip(states, numbers.unbind(), strict=True):
+        assert one.low_bits is not None
+        state = one.weight, one.low_bits, one.mean, one.mean_square
+        flat = *(tensor.view(-1) for tensor in state), one.gradient.reshape(-1)
+        update(*flat, its_numbers, shrink, constants)
 
 
 class AdamW:
@@ -104,8 +126,9 @@ class AdamW:
             weight.new_zeros(weight.shape, dtype=torch.float32) for weight in weights
         ]
         self.updates = [torch.zeros((), device=weight.device) for weight in weights]
-        self._constants: Tensor | None = None
-        """Of the compiled update, on its device."""
+        self._compiled: _CompiledNumbers | None = None
+        """What the compiled update reads, made for its first step."""
+        self._recorded = Recorded()
 
     @torch.no_grad()
     def step(self, schedule: float, shrink: float | Tensor = 1.0) -> None:
@@ -175,16 +198,19 @@ class AdamW:
         torch._foreach_add_(  # pyright: ignore[reportPrivateImportUsage]
             [one.updates for one in states], shrink.isfinite().float()
         )
-        config, update = self.config, compiled_adamw_()
-        if self._constants is None:
-            self._constants = constants_of(config.beta1, config.beta2, config.eps, like.device)
-        counts, kept = [one.updates for one in states], 1 - rate * self.weight_decay
-        numbers = numbers_of(counts, rate, kept, config.beta1, config.beta2)
-        for one, its_numbers in zip(states, numbers, strict=True):
-            assert one.low_bits is not None
-            state = one.weight, one.low_bits, one.mean, one.mean_square
-            flat = *(tensor.view(-1) for tensor in state), one.gradient.reshape(-1)
-            update(*flat, its_numbers, shrink, self._constants)
+        config, counts = self.config, [one.updates for one in states]
+        numbers = numbers_of(counts, rate, 1 - rate * self.weight_decay, config.beta1, config.beta2)
+        if self._compiled is None:
+            constants = constants_of(config.beta1, config.beta2, config.eps, like.device)
+            self._compiled = _CompiledNumbers(numbers, shrink.clone(), constants)
+        self._compiled.numbers.copy_(numbers)
+        self._compiled.shrink.copy_(shrink)
+        update = partial(_compiled_loops, states, *self._compiled)
+        if like.device.type == "cuda":
+            tensors = [one for state in states for one in state if one is not None]
+            self._recorded(update, [*tensors, *self._compiled])
+        else:
+            update()
 
     def _update_in_chunks(self, one: State, schedule: float, shrink: float | Tensor) -> None:
         """Update tensors that are not all float32, in chunks widened to float32 for the kernel."""

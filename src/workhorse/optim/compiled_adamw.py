@@ -4,7 +4,7 @@ With PyTorch's operators a GPU launches twenty kernels for each weight, and read
 numbers as often; this reads and writes each once.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import cache
 
 import torch
@@ -60,7 +60,7 @@ def constants_of(beta1: float, beta2: float, eps: float, device: torch.device) -
 
 def numbers_of(
     updates: list[Tensor], learning_rate: float, kept: float, beta1: float, beta2: float
-) -> Sequence[Tensor]:
+) -> Tensor:
     """`learning_rate`, `kept`, `1 - beta1 ** updates` and `1 - beta2 ** updates` of each weight.
 
     Args:
@@ -71,12 +71,12 @@ def numbers_of(
         beta2: decay rate of the mean of squares.
 
     Returns:
-        (4,) float32 each, at addresses that are multiples of 16 bytes, as the compiler wants them.
+        (weights, 4) float32. A row's address is a multiple of 16 bytes, as the compiler wants it.
     """
     counts = torch.stack(updates).double()
     columns = [torch.full_like(counts, number) for number in (learning_rate, kept)]
     columns += [1 - beta**counts for beta in (beta1, beta2)]
-    return torch.stack(columns, dim=1).float().unbind()
+    return torch.stack(columns, dim=1).float()
 
 
 @cache

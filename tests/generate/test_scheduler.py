@@ -9,6 +9,8 @@ import torch
 
 from tests.generate.scheduling import alone, is_empty, run
 from workhorse.generate import GenerationConfig, Scheduler, generate, prefixes, stream
+from workhorse.generate.reader import Reader
+from workhorse.tensors.to_host import ToHost
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 ATTENTION = {
@@ -37,14 +39,16 @@ def random_request(pick: random.Random, seed: int) -> tuple[list[int], Generatio
     return prompt, GenerationConfig(**asked)
 
 
+@pytest.mark.parametrize("ahead", [False, True])
 @pytest.mark.parametrize("chunk", [None, 3])
 @pytest.mark.parametrize("attention", ATTENTION.values(), ids=ATTENTION)
-def test_texts_do_not_depend_on_what_comes_and_leaves(make_decoder, attention, chunk):
+def test_texts_do_not_depend_on_what_comes_and_leaves(make_decoder, attention, chunk, ahead):
     decoder = make_decoder(max_seq_len=24, **attention)
     pick = random.Random(7)
     scheduler = Scheduler(
-        decoder, max_rows=6, max_tokens=120, speculate=3, prompt_chunk=chunk, remembers=True
+        decoder, max_rows=6, max_tokens=120, speculate=3, prompt_chunk=chunk, remembers=not ahead
     )
+    scheduler.looks_ahead = ahead
     requests, cancelled = {}, set()
     texts: dict[int, list[int]] = {}
     for seed in range(40):
@@ -64,6 +68,57 @@ def test_texts_do_not_depend_on_what_comes_and_leaves(make_decoder, attention, c
         found = texts.get(result, [])
         assert found == expected[: len(found)]
         assert len(found) == len(expected) or result in cancelled
+
+
+def test_a_token_is_read_before_the_host_knows_it(make_decoder, monkeypatch):
+    """But the first, after the prompt, and the last, after which nothing follows."""
+    seen: list[str] = []
+    plain_wait, plain_ahead = ToHost.wait, Reader.read_ahead
+    monkeypatch.setattr(ToHost, "wait", lambda self: seen.append("known") or plain_wait(self))
+    monkeypatch.setattr(
+        Reader, "read_ahead", lambda *given: seen.append("read") or plain_ahead(*given)
+    )
+    decoder = make_decoder()
+    scheduler = Scheduler(decoder, max_rows=1)
+    scheduler.looks_ahead = True
+    config = GenerationConfig(temperature=0, max_new_tokens=4, stop_tokens=())
+    scheduler.add([1, 2, 3], config)
+    found = run(scheduler)
+    assert seen == ["known", *["read", "known"] * 2, "known"]
+    assert list(found.values()) == alone(decoder, [1, 2, 3], config)
+
+
+@pytest.mark.parametrize("at", range(6))
+def test_what_fails_ahead_is_read_again(make_decoder, monkeypatch, at):
+    """Wherever a pass fails, once, texts go on as if it had not."""
+    decoder = make_decoder()
+    config = GenerationConfig(max_new_tokens=6, seed=3, stop_tokens=())
+    prompts = [1, 2, 3], [4, 5]
+    expected = [alone(decoder, prompt, config)[0] for prompt in prompts]
+    scheduler, passes = Scheduler(decoder, max_rows=2), iter(range(99))
+    scheduler.looks_ahead = True
+    plain = Reader._consume
+
+    def consume(*given):
+        if next(passes) == at:
+            raise MemoryError
+        return plain(*given)
+
+    monkeypatch.setattr(Reader, "_consume", consume)
+    for prompt in prompts:
+        scheduler.add(prompt, config)
+    texts: dict[int, list[int]] = {}
+    failures = 0
+    while not scheduler.is_idle:
+        try:
+            deltas = scheduler.step()
+        except MemoryError:
+            failures += 1
+            continue
+        for delta in deltas:
+            texts.setdefault(delta.index, []).append(delta.token)
+    assert failures == 1
+    assert list(texts.values()) == expected
 
 
 def test_nothing_is_left_of_those_that_ended(make_decoder):
@@ -357,3 +412,16 @@ def test_no_prompts_give_no_texts(make_decoder):
     assert generate(decoder, []) == []
     assert generate(decoder, iter([]), GenerationConfig(beams=2)) == []
     assert list(stream(decoder, [])) == []
+
+
+@pytest.mark.cuda
+def test_a_gpu_that_looks_ahead_gives_the_same_texts(make_decoder):
+    decoder = make_decoder().to("cuda")
+    texts = []
+    for ahead in (False, True):
+        scheduler = Scheduler(decoder, max_rows=3)
+        scheduler.looks_ahead = ahead
+        for number in range(5):
+            scheduler.add([1, 2, number], GenerationConfig(max_new_tokens=9, seed=number))
+        texts.append(run(scheduler))
+    assert texts[0] == texts[1]

@@ -122,6 +122,14 @@ class Reader:
             )
         self._prefixes = PrefixTree(self.cache) if remembers else None
         self._view: PagedView | None = None
+        self._ahead: dict[Reading, Tensor] = {}
+        """Logits of `read_ahead`."""
+
+    def can_read_ahead(self, readings: Sequence[Reading]) -> bool:
+        """Whether `read_ahead` can follow: no text is exact, full or remembered as it is."""
+        return self._prefixes is None and all(
+            one.prompt is None and len(one.tokens) < self.context for one in readings
+        )
 
     def room_for(self, prompt: int, new: int) -> int:
         """The tokens to reserve in the cache for a text of `prompt` tokens and `new` more."""
@@ -167,6 +175,7 @@ class Reader:
 
     def close(self, reading: Reading) -> None:
         """Close a text, after remembering it if texts are remembered."""
+        self._ahead.pop(reading, None)
         if not reading.text.is_closed:
             self._remember(reading, reading.shareable)
             self.cache.close(reading.text)
@@ -181,6 +190,27 @@ class Reader:
             self._prefixes.remember(reading.tokens[:count], reading.text, exact=exact)
 
     @torch.no_grad()
+    def read_ahead(self, readings: Sequence[Reading], tokens: Tensor) -> None:
+        """Begin to read the next token of each text while the host does not know it yet.
+
+        The next `read` appends these tokens and gives their logits; until then a text can only be
+        closed.
+
+        Args:
+            readings: the texts, of which `can_read_ahead` holds; each has room in the cache.
+            tokens: int64 (batch,) on the decoder's device; negative ones are read as 0.
+        """
+        view = self._view_of(readings)
+        view.reserve([1] * len(readings))
+        with interrupts_let_through():
+            logits = self._consume(tokens.clamp(min=0)[:, None], None, view, 1)
+        self._ahead = dict(zip(readings, logits.split(1), strict=True))
+
+    def forget_ahead(self) -> None:
+        """Forget what was read ahead, after which the texts must be restarted."""
+        self._ahead = {}
+
+    @torch.no_grad()
     def read(
         self, readings: Sequence[Reading], tokens: Sequence[Sequence[int]], last: int = 1
     ) -> Tensor:
@@ -190,6 +220,14 @@ class Reader:
             The logits of the last `last` columns, `(batch, last, vocab)`, right-aligned; columns
             before a text's own tokens are meaningless.
         """
+        if self._ahead:
+            return self._read_with_ahead(readings, tokens, last)
+        return self._read(readings, tokens, last)
+
+    def _read(
+        self, readings: Sequence[Reading], tokens: Sequence[Sequence[int]], last: int
+    ) -> Tensor:
+        """`read` of texts of which none was read ahead."""
         to_read = [list(new) for new in tokens]
         for n, reading in enumerate(readings):
             length = len(reading.tokens) + len(to_read[n])
@@ -215,6 +253,21 @@ class Reader:
                 for new in reading.passes(to_read[n]):
                     logits[n] = self._pass([reading], [new], last)
         return to_choose_from(torch.cat([logits[n] for n in range(len(readings))]))
+
+    def _read_with_ahead(
+        self, readings: Sequence[Reading], tokens: Sequence[Sequence[int]], last: int
+    ) -> Tensor:
+        """`read` of texts of which some were read ahead."""
+        logits: dict[int, Tensor] = {}
+        for n, reading in enumerate(readings):
+            if reading in self._ahead:
+                logits[n] = self._ahead.pop(reading).expand(-1, last, -1)
+                reading.tokens += tokens[n]
+        others = [n for n in range(len(readings)) if n not in logits]
+        if others:
+            both = [readings[n] for n in others], [tokens[n] for n in others]
+            logits |= zip(others, self._read(*both, last).split(1), strict=True)
+        return torch.cat([logits[n] for n in range(len(readings))])
 
     def _pass(
         self, readings: Sequence[Reading], tokens: Sequence[Sequence[int]], last: int

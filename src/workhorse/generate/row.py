@@ -1,7 +1,7 @@
 """One result being generated: its tokens, its text, its random numbers and its guesses."""
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -51,6 +51,18 @@ class Request:
     """Sample j seeds its generator with `seed + j`."""
     processors: tuple[LogitProcessor, ...] = ()
     stop_conditions: tuple[StopCondition, ...] = ()
+
+
+@dataclass(eq=False)
+class Prompt:
+    """A text to be read, and the rows that wait for it."""
+
+    request: Request
+    rows: "list[Row]"
+    tokens: list[int]
+    reading: Reading | None = None
+    left: list[int] = field(default_factory=list)
+    """The tokens that are not read yet."""
 
 
 class Row:
@@ -122,6 +134,11 @@ class Row:
         self.guess = guess
         self.agreed = 0
         self.is_ahead = False
+
+    @property
+    def takes_one_more(self) -> bool:
+        """Whether the next token is, unless it ends the row, read by itself for another one."""
+        return self.left > 1 and not self.config.speculate and self.config.logprobs is None
 
     @property
     def unmet(self) -> int:

@@ -10,16 +10,17 @@ rounding, so a choice can differ if two tokens are that close (see `GenerationCo
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError, shown
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.prefixes import PIECE
-from workhorse.generate.reader import Reader, Reading, wait
+from workhorse.generate.reader import Reader, wait
 from workhorse.generate.requests import (
     TextOfTokens,
     check_draft,
@@ -31,7 +32,7 @@ from workhorse.generate.requests import (
     whole,
 )
 from workhorse.generate.result import Delta
-from workhorse.generate.row import Guess, LogitProcessor, Request, Row, StopCondition
+from workhorse.generate.row import Guess, LogitProcessor, Prompt, Request, Row, StopCondition
 from workhorse.generate.sampling.choose import Chooser
 from workhorse.generate.speculation.draft import Draft
 from workhorse.generate.speculation.lookup import PromptLookup
@@ -39,18 +40,6 @@ from workhorse.generate.speculation.speculate import Proposer, slack_of
 from workhorse.interrupts import interrupts_held
 from workhorse.nn import Decoder, evaluation_mode
 from workhorse.transforms.record import decoding_operators
-
-
-@dataclass(eq=False)
-class _Prompt:
-    """A text to be read, and the rows that wait for it."""
-
-    request: Request
-    rows: list[Row]
-    tokens: list[int]
-    reading: Reading | None = None
-    left: list[int] = field(default_factory=list)
-    """The tokens that are not read yet."""
 
 
 class Scheduler:
@@ -103,6 +92,9 @@ class Scheduler:
         self._reader = Reader(
             decoder, tokens=tokens, texts=max_rows, slack=speculate, remembers=remembers
         )
+        self.looks_ahead = decoder.device.type == "cuda"
+        """Whether a device may read the tokens that it chose before the host knows them, so that it
+        does not wait for the host; what it reads after the end of a text is left unused."""
         self._proposer: Proposer = PromptLookup()
         if draft is not None:
             self._proposer = Draft(draft, self._reader, remembers=remembers)
@@ -110,8 +102,8 @@ class Scheduler:
         # Dynamic NTK and LongRoPE choose the angles of a whole pass by the length at its end: past
         # the original length, a guess would change the logits of the tokens before it.
         self._steady = decoder.config.steady_length()
-        self._waiting: deque[_Prompt] = deque()
-        self._prompts: list[_Prompt] = []
+        self._waiting: deque[Prompt] = deque()
+        self._prompts: list[Prompt] = []
         self._rows: list[Row] = []
         self._choosers: dict[str, Chooser] = {}
         self._added = 0
@@ -174,7 +166,7 @@ class Scheduler:
             Row(index, request, sample, self.decoder.max_seq_len, tokenizer=self.tokenizer)
             for sample, index in enumerate(results)
         ]
-        self._waiting.append(_Prompt(request, rows, fitting))
+        self._waiting.append(Prompt(request, rows, fitting))
         return results
 
     @interrupts_held()
@@ -236,6 +228,7 @@ class Scheduler:
     def _recover(self) -> None:
         """After a step that raised: the next one reads again what this one left half read."""
         self._choosers.clear()
+        self._reader.forget_ahead()
         for prompt in self._prompts:
             prompt.rows = [row for row in prompt.rows if not row.is_at_fault]
             if prompt.reading is not None:
@@ -257,7 +250,7 @@ class Scheduler:
                 row.expect(Guess())
                 self._reader.restart(row.reading)
                 tokens = row.tokens[begin:]
-                again = _Prompt(row.request, [row], tokens, row.reading, list(tokens))
+                again = Prompt(row.request, [row], tokens, row.reading, list(tokens))
                 self._prompts.append(again)
 
     def _admit(self) -> None:
@@ -328,7 +321,7 @@ class Scheduler:
         self._choose(logits if parents == list(range(len(logits))) else logits[parents], rows)
         self._deltas[before] = replace(self._deltas[before], prompt_seconds=seconds)
 
-    def _chunk_of(self, prompt: _Prompt) -> int | None:
+    def _chunk_of(self, prompt: Prompt) -> int | None:
         if self._chunk is None or not prompt.request.config.exact:
             return self._chunk
         return -(-self._chunk // PIECE) * PIECE
@@ -339,14 +332,33 @@ class Scheduler:
         tokens = [[row.tokens[-1], *row.guess.tokens] for row in rows]
         readings = [row.reading for row in rows]
         logits = self._reader.read(readings, tokens, last=max(map(len, tokens)))
+        if self._can_look_ahead(rows) and self._reader.can_read_ahead(readings):
+            self._choose(logits, rows, partial(self._reader.read_ahead, readings))
+            return
         self._choose(logits, rows)
         self._reader.forget(readings, [row.unmet for row in rows])
 
-    def _choose(self, logits: Tensor, rows: Sequence[Row]) -> None:
-        """Choose the next tokens, at once for rows with the same options, and append them."""
+    def _can_look_ahead(self, rows: Sequence[Row]) -> bool:
+        """Whether the next step will read one token of each of these rows, or else end it."""
+        if not self.looks_ahead or self._waiting or self._prompts or len(rows) < len(self._rows):
+            return False
+        return all(row.sampling_key == rows[0].sampling_key and row.takes_one_more for row in rows)
+
+    def _choose(
+        self,
+        logits: Tensor,
+        rows: Sequence[Row],
+        ahead: Callable[[Tensor], object] = lambda _: None,
+    ) -> None:
+        """Choose the next tokens, at once for rows with the same options, and append them.
+
+        `ahead` (see `Chooser.choose`) is for rows that all have the same options.
+        """
         for chooser, indices in self._groups(rows):
             chosen_from = logits if len(indices) == len(rows) else logits[indices]
-            for row, token, logprob in chooser.choose(chosen_from, [rows[r] for r in indices]):
+            for row, token, logprob in chooser.choose(
+                chosen_from, [rows[r] for r in indices], ahead
+            ):
                 self._deltas.append(row.take(token, logprob))
 
     def _groups(self, rows: Sequence[Row]) -> list[tuple[Chooser, list[int]]]:

@@ -207,8 +207,9 @@ class AdamW:
         self._compiled.shrink.copy_(shrink)
         update = partial(_compiled_loops, states, *self._compiled)
         if like.device.type == "cuda":
-            tensors = [one for state in states for one in state if one is not None]
-            self._recorded(update, [*tensors, *self._compiled])
+            # all else is made once
+            places = [one for state in states for one in (state.weight, state.gradient)]
+            self._recorded(update, places)
         else:
             update()
 

@@ -33,15 +33,15 @@ class Recorded:
         self._by_place: dict[tuple[object, ...], Update | None] = {}
         """None: it ran there once."""
 
-    def __call__(self, update: Update, tensors: Sequence[Tensor]) -> None:
+    def __call__(self, update: Update, places: Sequence[Tensor]) -> None:
         """Run an update.
 
         Args:
             update: launches the same kernels each time that its tensors lie in the same places,
                 and reads all numbers that change from tensors. It never waits for the device.
-            tensors: all that it reads and writes.
+            places: all tensors that it reads and writes, but for those that never move.
         """
-        place = tuple((one.data_ptr(), one.is_contiguous()) for one in tensors)
+        place = tuple((one.data_ptr(), one.is_contiguous()) for one in places)
         known = self._by_place.get(place)
         if known is None and place in self._by_place and self._recorder is not None:
             try:

@@ -1,5 +1,7 @@
 """Numbers on their way from a device to the host."""
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
@@ -17,7 +19,7 @@ class ToHost:
         stream = torch.cuda.current_stream(tensor.device) if on_cuda else None
         self._arrived = stream.record_event() if stream is not None else None
 
-    def wait(self) -> list[float]:
+    def wait(self) -> list[Any]:
         """The numbers, as soon as they are here."""
         if self._arrived is not None:
             self._arrived.synchronize()

@@ -1,6 +1,6 @@
 """The next tokens of rows with the same options: from logits to tokens and log-probabilities."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -22,6 +22,7 @@ from workhorse.generate.sampling.samplers import (
 )
 from workhorse.generate.speculation.speculate import after_guess
 from workhorse.native import Decoding
+from workhorse.tensors.to_host import ToHost
 
 
 class Chooser:
@@ -60,7 +61,10 @@ class Chooser:
 
     @torch.no_grad()
     def choose(
-        self, logits: Tensor, rows: Sequence[Row]
+        self,
+        logits: Tensor,
+        rows: Sequence[Row],
+        ahead: Callable[[Tensor], object] = lambda _: None,
     ) -> Iterator[tuple[Row, int, TokenLogprob | None]]:
         """The tokens of one pass. The caller appends each to its row (`Row.take`) before the next.
 
@@ -68,6 +72,7 @@ class Chooser:
             logits: `(batch, seq, vocab)`, after the last token and each guess of every row,
                 right-aligned.
             rows: the rows of the batch.
+            ahead: called with tokens on the device, before the host waits for them.
         """
         history, indices = self.history(rows, logits.device), list(range(len(rows)))
         while indices:
@@ -79,7 +84,9 @@ class Chooser:
                 at = logits[indices, [-1 - row.unmet for row in chosen]]
             past = history if history is None or everyone else history.copy(indices)
             tokens = self._choose(at, chosen, past)
-            ids = tokens.tolist()
+            arriving = ToHost(tokens)
+            ahead(tokens)
+            ids = arriving.wait()
             _check_rows(min(ids) >= 0, at, chosen)
             logprobs = _logprobs(at, tokens, self.config.logprobs)
             if history is not None:

@@ -123,10 +123,13 @@ class Reader:
         self._prefixes = PrefixTree(self.cache) if remembers else None
         self._view: PagedView | None = None
         self._ahead: dict[Reading, Tensor] = {}
-        """Logits of `read_ahead`."""
+        """Logits that `read_ahead` gave, until `read` takes them."""
 
     def can_read_ahead(self, readings: Sequence[Reading]) -> bool:
-        """Whether `read_ahead` can follow: no text is exact, full or remembered as it is."""
+        """Whether `read_ahead` may follow.
+
+        Closed texts are not remembered, and none of these is exact or fills the context.
+        """
         return self._prefixes is None and all(
             one.prompt is None and len(one.tokens) < self.context for one in readings
         )
@@ -198,13 +201,13 @@ class Reader:
 
         Args:
             readings: the texts, of which `can_read_ahead` holds; each has room in the cache.
-            tokens: int64 (batch,) on the decoder's device; negative ones are read as 0.
+            tokens: int64 (batch,); negative ones, of logits that are not finite, are read as 0.
         """
         view = self._view_of(readings)
         view.reserve([1] * len(readings))
         with interrupts_let_through():
-            logits = self._consume(tokens.clamp(min=0)[:, None], None, view, 1)
-        self._ahead = dict(zip(readings, logits.split(1), strict=True))
+            logits = self._consume(tokens.to(self._device).clamp(min=0)[:, None], None, view, 1)
+        self._ahead = dict(zip(readings, to_choose_from(logits).split(1), strict=True))
 
     def forget_ahead(self) -> None:
         """Forget what was read ahead, after which the texts must be restarted."""
@@ -261,6 +264,8 @@ class Reader:
         logits: dict[int, Tensor] = {}
         for n, reading in enumerate(readings):
             if reading in self._ahead:
+                assert len(tokens[n]) == 1, "one token was read ahead"
+                # the last column is the only one of its own
                 logits[n] = self._ahead.pop(reading).expand(-1, last, -1)
                 reading.tokens += tokens[n]
         others = [n for n in range(len(readings)) if n not in logits]

@@ -1,4 +1,4 @@
-"""One result being generated: its tokens, its text, its random numbers and its guesses."""
+"""One result being generated (its tokens, text, random numbers and guesses), and its prompt."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -137,7 +137,10 @@ class Row:
 
     @property
     def takes_one_more(self) -> bool:
-        """Whether the next token is, unless it ends the row, read by itself for another one."""
+        """Whether its next token, unless that ends it, is read by itself in the next pass.
+
+        Not with log-probabilities, which are taken after the choice and would wait for that pass.
+        """
         return self.left > 1 and not self.config.speculate and self.config.logprobs is None
 
     @property

@@ -93,8 +93,9 @@ class Scheduler:
             decoder, tokens=tokens, texts=max_rows, slack=speculate, remembers=remembers
         )
         self.looks_ahead = decoder.device.type == "cuda"
-        """Whether a device may read the tokens that it chose before the host knows them, so that it
-        does not wait for the host; what it reads after the end of a text is left unused."""
+        """Whether tokens that a device chose may be read before the host knows them, so that the
+        device waits less for the host: not at all for greedy texts, until the choice is launched
+        for sampled ones. What is read after the end of a text is left unused."""
         self._proposer: Proposer = PromptLookup()
         if draft is not None:
             self._proposer = Draft(draft, self._reader, remembers=remembers)
@@ -339,7 +340,7 @@ class Scheduler:
         self._reader.forget(readings, [row.unmet for row in rows])
 
     def _can_look_ahead(self, rows: Sequence[Row]) -> bool:
-        """Whether the next step will read one token of each of these rows, or else end it."""
+        """Whether all rows are these, choose alike, and will be read a token of, unless they end."""
         if not self.looks_ahead or self._waiting or self._prompts or len(rows) < len(self._rows):
             return False
         return all(row.sampling_key == rows[0].sampling_key and row.takes_one_more for row in rows)
@@ -348,7 +349,7 @@ class Scheduler:
         self,
         logits: Tensor,
         rows: Sequence[Row],
-        ahead: Callable[[Tensor], object] = lambda _: None,
+        ahead: Callable[[Tensor], object] | None = None,
     ) -> None:
         """Choose the next tokens, at once for rows with the same options, and append them.
 

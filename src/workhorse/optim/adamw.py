@@ -62,7 +62,7 @@ class State(NamedTuple):
 
 
 class _CompiledNumbers(NamedTuple):
-    """What a compiled update reads beside weights and their state; it stays where it is."""
+    """What a compiled update reads beside weights and their state; it never moves."""
 
     numbers: Tensor
     shrink: Tensor
@@ -126,8 +126,8 @@ class AdamW:
             weight.new_zeros(weight.shape, dtype=torch.float32) for weight in weights
         ]
         self.updates = [torch.zeros((), device=weight.device) for weight in weights]
-        self._compiled: _CompiledNumbers | None = None
-        """What the compiled update reads, made for its first step."""
+        self._numbers: _CompiledNumbers | None = None
+        """Of the compiled update, made at its first step."""
         self._recorded = Recorded()
 
     @torch.no_grad()
@@ -200,14 +200,14 @@ class AdamW:
         )
         config, counts = self.config, [one.updates for one in states]
         numbers = numbers_of(counts, rate, 1 - rate * self.weight_decay, config.beta1, config.beta2)
-        if self._compiled is None:
+        if self._numbers is None:
             constants = constants_of(config.beta1, config.beta2, config.eps, like.device)
-            self._compiled = _CompiledNumbers(numbers, shrink.clone(), constants)
-        self._compiled.numbers.copy_(numbers)
-        self._compiled.shrink.copy_(shrink)
-        update = partial(_compiled_loops, states, *self._compiled)
+            self._numbers = _CompiledNumbers(numbers, shrink.clone(), constants)
+        self._numbers.numbers.copy_(numbers)
+        self._numbers.shrink.copy_(shrink)
+        update = partial(_compiled_loops, states, *self._numbers)
         if like.device.type == "cuda":
-            # all else is made once
+            # low bits, state and numbers never move
             places = [one for state in states for one in (state.weight, state.gradient)]
             self._recorded(update, places)
         else:

@@ -14,7 +14,7 @@ from torch import Tensor
 log = logging.getLogger(__name__)
 
 MOST_RECORDINGS = 4
-"""Of the update at different addresses; the oldest one goes first."""
+"""Places of the tensors that are known, recorded or met once; the oldest one goes first."""
 
 Update = Callable[[], object]
 Recorder = Callable[[Update], Update]
@@ -41,14 +41,16 @@ class Recorded:
                 and reads all numbers that change from tensors. It never waits for the device.
             places: all tensors that it reads and writes, but for those that never move.
         """
-        place = tuple((one.data_ptr(), one.is_contiguous()) for one in places)
+        place = tuple((one.data_ptr(), one.dtype, one.stride()) for one in places)
         known = self._by_place.get(place)
         if known is None and place in self._by_place and self._recorder is not None:
             try:
-                known = self._by_place[place] = self._recorder(update)
+                with torch.cuda.device_of(places[0]):  # its kernels' device is recorded, no other
+                    known = self._by_place[place] = self._recorder(update)
             except RuntimeError as error:
                 self._recorder = None
-                log.warning("updates cannot be recorded, and are made without: %s", error)
+                cause = error.__context__ or error
+                log.warning("updates cannot be recorded, and are made without: %s", cause)
         if known is not None:
             known()
             return
@@ -59,9 +61,10 @@ class Recorded:
 
 
 def record_graph(update: Update) -> Update:
-    """What launches the kernels of a function on the current CUDA device, which it does not yet.
+    """Record the kernels of a function on the current CUDA device; returns what launches them.
 
-    `torch.cuda.graph` gives free memory back first, after which tensors lie elsewhere.
+    Recording does not run them. `torch.cuda.graph` would give free memory back first, after which
+    tensors lie elsewhere.
     """
     current, aside = torch.cuda.current_stream(), torch.cuda.Stream()
     graph = torch.cuda.CUDAGraph()

@@ -32,7 +32,9 @@ def become(module: nn.Module, kind: type[Module], **options: Any) -> Module:
 
 @functools.cache
 def combined(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[Module]:
-    """The class that inherits from a mixin and `kind`; pickle finds it in this module.
+    """The class that inherits from a mixin and `kind`.
+
+    Pickle finds it in this module, in the process that made it.
 
     Its qualified name is its name: PyTorch 2.11 compiles no module of a class where they differ.
 

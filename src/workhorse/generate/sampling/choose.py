@@ -64,7 +64,7 @@ class Chooser:
         self,
         logits: Tensor,
         rows: Sequence[Row],
-        ahead: Callable[[Tensor], object] = lambda _: None,
+        ahead: Callable[[Tensor], object] | None = None,
     ) -> Iterator[tuple[Row, int, TokenLogprob | None]]:
         """The tokens of one pass. The caller appends each to its row (`Row.take`) before the next.
 
@@ -72,7 +72,8 @@ class Chooser:
             logits: `(batch, seq, vocab)`, after the last token and each guess of every row,
                 right-aligned.
             rows: the rows of the batch.
-            ahead: called with tokens on the device, before the host waits for them.
+            ahead: called with the chosen tokens, int64 (rows,) where the logits are, before the
+                host waits for them.
         """
         history, indices = self.history(rows, logits.device), list(range(len(rows)))
         while indices:
@@ -85,7 +86,8 @@ class Chooser:
             past = history if history is None or everyone else history.copy(indices)
             tokens = self._choose(at, chosen, past)
             arriving = ToHost(tokens)
-            ahead(tokens)
+            if ahead is not None:
+                ahead(tokens)
             ids = arriving.wait()
             _check_rows(min(ids) >= 0, at, chosen)
             logprobs = _logprobs(at, tokens, self.config.logprobs)

@@ -173,7 +173,8 @@ def record_step(
     def from_here() -> Tensor:
         return step(tokens, tensors._replace(lengths=lengths.clone(), tables=tables))
 
-    return Recording(tokens, lengths, tables, *recorder(from_here))
+    with torch.cuda.device_of(tokens):  # its kernels' device is recorded, no other
+        return Recording(tokens, lengths, tables, *recorder(from_here))
 
 
 def _width(table: Tensor) -> int:

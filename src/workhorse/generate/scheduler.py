@@ -340,7 +340,7 @@ class Scheduler:
         self._reader.forget(readings, [row.unmet for row in rows])
 
     def _can_look_ahead(self, rows: Sequence[Row]) -> bool:
-        """Whether all rows are these, choose alike, and will be read a token of, unless they end."""
+        """Whether these are all rows, choose alike, and are read a token each unless they end."""
         if not self.looks_ahead or self._waiting or self._prompts or len(rows) < len(self._rows):
             return False
         return all(row.sampling_key == rows[0].sampling_key and row.takes_one_more for row in rows)

@@ -92,6 +92,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_remark(run: RunDirectory) ->
     loaded = run.load_decoder()
     (remark,) = run.remarks
     assert "skipping" in remark
+    assert remark.endswith("; step 1 is used instead")
     assert "step-00000002: model.safetensors has 100 bytes" in remark
     assert torch.equal(loaded(TOKENS), RunDirectory(run.path, 1).load_decoder()(TOKENS))
     with pytest.raises(WorkhorseError, match="is damaged"):

@@ -121,6 +121,28 @@ def test_what_fails_ahead_is_read_again(make_decoder, monkeypatch, at):
     assert list(texts.values()) == expected
 
 
+@pytest.mark.parametrize("rows", [1, 2])
+def test_a_processor_may_cancel_its_own_text(make_decoder, rows):
+    """Which is closed before it could be read ahead."""
+    decoder = make_decoder(max_seq_len=24)
+    scheduler = Scheduler(decoder, max_rows=rows)
+    scheduler.looks_ahead = True
+    config = GenerationConfig(temperature=0, max_new_tokens=12, stop_tokens=())
+
+    def processor(logits, tokens):
+        if len(tokens) == 8:
+            scheduler.cancel(0)
+        return logits
+
+    scheduler.add([1, 2, 3], config, processors=[processor])
+    for number in range(1, rows):
+        scheduler.add([1, 2, number], config)
+    texts = run(scheduler)
+    assert not scheduler._reader._ahead
+    for number in range(1, rows):
+        assert [texts[number]] == alone(decoder, [1, 2, number], config)
+
+
 def test_nothing_is_left_of_those_that_ended(make_decoder):
     scheduler = Scheduler(make_decoder(), max_rows=3)
     for number in range(5):

@@ -2,6 +2,8 @@
 
 import copy
 import pickle
+import subprocess
+import sys
 from collections.abc import Callable
 
 import pytest
@@ -38,6 +40,13 @@ class Doubled(nn.Linear):
 
     def forward(self, input: Tensor) -> Tensor:
         return 2 * super().forward(input)
+
+
+class Other:
+    """Has a class whose name another has too."""
+
+    class Linear(nn.Linear):
+        pass
 
 
 class Negated(nn.Module):
@@ -83,14 +92,29 @@ def test_a_combined_class_is_made_once_and_named_after_both() -> None:
 
 
 def test_combined_classes_of_one_name_are_told_apart_by_pickle() -> None:
-    class Linear(nn.Linear):
-        pass
-
-    kinds = combined("Minus", Negated, nn.Linear), combined("Minus", Negated, Linear)
+    kinds = combined("Minus", Negated, nn.Linear), combined("Minus", Negated, Other.Linear)
     assert kinds[0] is not kinds[1]
     for kind in kinds:
         assert pickle.loads(pickle.dumps(kind)) is kind
         assert kind.__qualname__ == kind.__name__
+
+
+def test_a_module_of_a_combined_class_is_unpickled_in_another_process() -> None:
+    made = become(nn.Linear(3, 2), combined("Minus", Negated, nn.Linear))
+    code = """
+import pickle, sys
+from torch import nn
+from tests.transforms.test_replace import Negated, Other
+from workhorse.transforms.replace import combined
+combined("Minus", Negated, Other.Linear)  # has the name that nn.Linear's had
+made = pickle.load(sys.stdin.buffer)
+assert type(made) is combined("Minus", Negated, nn.Linear)
+sys.stdout.buffer.write(pickle.dumps(made.weight.detach().numpy()))
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], input=pickle.dumps(made), capture_output=True, check=True
+    )
+    assert (pickle.loads(done.stdout) == made.weight.detach().numpy()).all()
 
 
 def assert_nothing_set_from_outside(root: nn.Module) -> None:

@@ -197,12 +197,14 @@ class Reader:
         """Begin to read the next token of each text while the host does not know it yet.
 
         The next `read` appends these tokens and gives their logits; until then a text can only be
-        closed.
+        closed. If one was closed meanwhile, nothing is read.
 
         Args:
             readings: the texts, of which `can_read_ahead` holds; each has room in the cache.
             tokens: int64 (batch,); negative ones, of logits that are not finite, are read as 0.
         """
+        if any(reading.text.is_closed for reading in readings):
+            return
         view = self._view_of(readings)
         view.reserve([1] * len(readings))
         with interrupts_let_through():

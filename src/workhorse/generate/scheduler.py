@@ -95,7 +95,8 @@ class Scheduler:
         self.looks_ahead = decoder.device.type == "cuda"
         """Whether tokens that a device chose may be read before the host knows them, so that the
         device waits less for the host: not at all for greedy texts, until the choice is launched
-        for sampled ones. What is read after the end of a text is left unused."""
+        for sampled ones. What is read after the end of a text is left unused; weights that change
+        between steps act a token later."""
         self._proposer: Proposer = PromptLookup()
         if draft is not None:
             self._proposer = Draft(draft, self._reader, remembers=remembers)

@@ -25,6 +25,8 @@ from workhorse.nn.head_loss import (
 from workhorse.nn.loss import IGNORE
 from workhorse.nn.shapes import Hidden, Tokens
 
+MOST_WIDE = 2**27
+"""Logits of a head that is not linear, in float32: 512 MiB."""
 Logprobs = Float[Tensor, "batch seq"]
 
 
@@ -33,19 +35,23 @@ def token_logprobs(
 ) -> Logprobs:
     """`log_softmax(head(x))` at each target, in nats and float32; 0 where a target is `IGNORE`.
 
-    No more than `max_logits` logits exist at once, in the type of x, and blocks of them in float32:
-    they are computed again for the gradient. What is frozen gets none and costs nothing.
+    No more than `max_logits` logits exist at once, in the type of x, and blocks of them in float32,
+    all of them where the head is not linear: they are computed again for the gradient. What is
+    frozen gets none and costs nothing.
 
     Args:
         x: (batch, seq, d_model) what the head reads.
         targets: (batch, seq) ids.
         head: that makes logits of it.
-        max_logits: the most that exist at once; None: `default_max_logits`. Gradients of parts of
-            the batch add up in float32.
+        max_logits: the most that exist at once; None: `default_max_logits`, and no more than
+            `MOST_WIDE` where the head is not linear. Gradients of parts of the batch add up in
+            float32.
     """
     expected = targets.flatten()
-    rows = rows_at_once(max_logits or default_max_logits(x.device), head.vocab_size)
-    if is_linear(head):
+    linear, most = is_linear(head), default_max_logits(x.device)
+    most = max_logits or (most if linear else min(most, MOST_WIDE))
+    rows = rows_at_once(most, head.vocab_size)
+    if linear:
         x = head.project(head.transform(x))
         apply = cast(Callable[..., Tensor], _LinearTokenLogprobs.apply)
         weights = head.proj.weight, head.proj.bias

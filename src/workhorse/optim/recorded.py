@@ -7,6 +7,7 @@ that is asked for the same sizes in the same order gives the same addresses.
 
 import logging
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,6 +33,10 @@ class Recorded:
         self._recorder: Recorder | None = recorder or record_graph
         self._by_place: dict[tuple[object, ...], Update | None] = {}
         """None: it ran there once."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the recordings, which are of these tensors."""
+        return vars(self) | {"_by_place": {}}
 
     def __call__(self, update: Update, places: Sequence[Tensor]) -> None:
         """Run an update.

@@ -34,9 +34,8 @@ def become(module: nn.Module, kind: type[Module], **options: Any) -> Module:
 def combined(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[Module]:
     """The class that inherits from a mixin and `kind`.
 
-    Pickle finds it in this module, in the process that made it.
-
     Its qualified name is its name: PyTorch 2.11 compiles no module of a class where they differ.
+    Pickle finds it in this module, and makes it anew for a module from another process.
 
     Args:
         prefix: of its name, before the name of `kind`.
@@ -46,9 +45,19 @@ def combined(prefix: str, change: type[Module], kind: type[nn.Module]) -> type[M
     name = f"{prefix}{kind.__name__}"
     while name in globals():  # of a class of the same name from elsewhere
         name += "_"
-    made = type(name, (change, kind), {"__module__": __name__})
+
+    def reduce(self: nn.Module) -> tuple[object, ...]:
+        return _unmade, (prefix, change, kind), self.__getstate__()
+
+    made = type(name, (change, kind), {"__module__": __name__, "__reduce__": reduce})
     globals()[name] = made
     return cast(type[Module], made)
+
+
+def _unmade(prefix: str, change: type[Module], kind: type[nn.Module]) -> Module:
+    """A module of a combined class, for pickle to fill."""
+    made = combined(prefix, change, kind)
+    return made.__new__(made)
 
 
 def replace_modules(root: Root, choose: Callable[[nn.Module], nn.Module]) -> Root:

@@ -247,9 +247,10 @@ class CheckpointStore:
             skipped: list[str] = []
             with contextlib.suppress(_RemovedError):
                 found = self._first_whole(read, skipped.append)
+                used = "" if found is None else f"; step {found[0]} is used instead"
                 for line in skipped:
-                    on_skip(line)
-                return found
+                    on_skip(line + used)
+                return None if found is None else found[1]
         raise WorkhorseError(
             f"each checkpoint in {self.folder} was removed before it was read; wait for the end of "
             "the training there, or resume it with train.keep=5"
@@ -257,10 +258,10 @@ class CheckpointStore:
 
     def _first_whole(
         self, read: Callable[[int], Found], on_skip: Callable[[str], None]
-    ) -> Found | None:
+    ) -> tuple[int, Found] | None:
         for step in self.steps():
             try:
-                return read(step)
+                return step, read(step)
             except (WorkhorseError, OSError) as error:
                 if not os.path.lexists(self.path(step)):
                     raise _RemovedError from error

@@ -6,7 +6,7 @@ import torch
 from workhorse import instructions
 from workhorse.devices import training_dtype
 from workhorse.errors import WorkhorseError
-from workhorse.instructions import LEVELS, NATIVE, SWITCH, compiler_flags, cpu_has, used
+from workhorse.instructions import LEVELS, NATIVE, SWITCH, WIDENED, compiler_flags, cpu_has, used
 from workhorse.native import matrix_unit, training
 from workhorse.native.build import Unavailable
 
@@ -32,7 +32,18 @@ def test_without_a_level_the_cpu_has_what_it_has(
     assert cpu_has("avx512_fp16")
     assert not cpu_has("sve")
     assert set(used()) == ALL
-    assert compiler_flags() == NATIVE
+    assert compiler_flags()[: len(NATIVE)] == NATIVE
+
+
+@pytest.mark.parametrize("maker", ["GenuineIntel", "AuthenticAMD", ""])
+def test_pairs_of_bfloat16_are_multiplied_where_that_is_quick_or_asked_for(
+    monkeypatch: pytest.MonkeyPatch, maker: str
+) -> None:
+    monkeypatch.setattr(instructions, "told_of_cpu", lambda _: maker)
+    monkeypatch.delenv(SWITCH, raising=False)
+    assert (WIDENED in compiler_flags()) == (maker == "GenuineIntel")
+    monkeypatch.setenv(SWITCH, "avx512-bf16")
+    assert WIDENED not in compiler_flags()
 
 
 @pytest.mark.parametrize(

@@ -4,8 +4,7 @@ from typing import Any
 
 import pytest
 
-from workhorse.native import Library, resolve, vectors
-from workhorse.native.build import Unavailable
+from workhorse.native import Library, resolve
 from workhorse.nn import Decoder
 from workhorse.transforms.native_attention import attend_natively
 from workhorse.transforms.steps.native_step import step_natively
@@ -16,11 +15,7 @@ OPERATORS = resolve("decoding", "matrix_unit", "steps", "training", "vectors", w
 DECODING: Any = OPERATORS.decoding
 MATRIX_UNIT: Any = OPERATORS.matrix_unit
 TRAINING: Any = OPERATORS.training
-try:
-    VECTORS: Any = vectors.load_anywhere(wait=True)  # also where PyTorch's products are as quick
-except Unavailable:
-    VECTORS = None
-needs_vectors = pytest.mark.skipif(VECTORS is None, reason="no vectors of 32 bytes, or no compiler")
+VECTORS: Any = OPERATORS.vectors
 
 
 def decode_natively(decoder: Decoder) -> Decoder:

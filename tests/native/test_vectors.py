@@ -10,16 +10,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.native.machine import VECTORS, needs, needs_vectors
-from workhorse.native import resolve
+from tests.native.machine import VECTORS, needs
 from workhorse.native.vectors import Sum
 
-pytestmark = needs_vectors
+pytestmark = needs("vectors")
 FIRST = """
 import sys, torch
 from workhorse.native import matrix_unit, vectors
 a, b = torch.ones(256, 64).bfloat16(), torch.ones(64, 256).bfloat16()
-load = vectors.load_anywhere if sys.argv[1] == "vectors" else matrix_unit.load
+load = vectors.load if sys.argv[1] == "vectors" else matrix_unit.load
 product = load(wait=True).gemm(a, b)
 assert torch.equal(product, torch.full((256, 256), 64.0).bfloat16()), product
 """
@@ -150,14 +149,6 @@ def test_few_rows_take_no_longer_than_as_many_of_many(dtype: torch.dtype) -> Non
     finally:
         torch.set_num_threads(threads)
     assert min(seconds[len(few)]) / len(few) <= 2 * min(seconds[len(many)]) / len(many)
-
-
-@pytest.mark.parametrize("maker", ["GenuineIntel", "AuthenticAMD"])
-def test_pytorchs_products_stay_where_they_are_as_quick(
-    monkeypatch: pytest.MonkeyPatch, maker: str
-) -> None:
-    monkeypatch.setattr("workhorse.instructions.told_of_cpu", lambda _: maker)
-    assert (resolve("vectors", wait=True).vectors is None) == (maker == "GenuineIntel")
 
 
 def test_rows_apart_and_expanded() -> None:

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from tests.native.machine import DECODING, MATRIX_UNIT, OPERATORS, VECTORS, needs, needs_vectors
+from tests.native.machine import DECODING, MATRIX_UNIT, OPERATORS, VECTORS, needs
 from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.transforms import stream
@@ -80,7 +80,7 @@ IN_VECTORS = pytest.param(
     Operators(DECODING, vectors=VECTORS),
     torch.float32,
     id="vectors",
-    marks=needs_vectors,
+    marks=needs("vectors"),
 )
 
 

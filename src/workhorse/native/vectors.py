@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from workhorse.instructions import cpu_has, is_intel
+from workhorse.instructions import cpu_has
 from workhorse.native import build
 from workhorse.native.matrix_unit import linear, result_shape
 
@@ -24,13 +24,13 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class Vectors:
-    """The gemms; an instance exists only where they are quicker than PyTorch's.
+    """The gemms.
 
     How a number is rounded depends on the inner size alone. They compute no gradients.
     """
 
     def __reduce__(self) -> build.Reduced:
-        return build.loading(load_anywhere)
+        return build.loading(load)
 
     def gemm(
         self,
@@ -69,13 +69,6 @@ def load(*, wait: bool) -> Vectors:
     Raises:
         build.Unavailable: why it cannot be called, in one line.
     """
-    if is_intel():
-        raise build.Unavailable("on Intel's CPUs PyTorch's library is as quick")
-    return load_anywhere(wait=wait)
-
-
-def load_anywhere(*, wait: bool) -> Vectors:
-    """The same also where PyTorch's is as quick."""
     if not cpu_has("avx2"):
         raise build.Unavailable("the CPU has no vectors of 32 bytes")
     return _load(build.ensure("vectors", wait=wait))

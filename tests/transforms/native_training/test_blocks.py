@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.native.machine import TRAINING, VECTORS, needs, needs_vectors
+from tests.native.machine import TRAINING, VECTORS, needs
 from tests.train.conftest import MODEL
 from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
@@ -18,7 +18,7 @@ from workhorse.transforms.native_training.blocks import NativeBlock
 from workhorse.transforms.native_training.norms import NativePreNorm
 from workhorse.transforms.replace import replace_modules
 
-pytestmark = [needs("training"), needs_vectors]
+pytestmark = [needs("training"), needs("vectors")]
 
 DTYPES = [torch.bfloat16, torch.float32]
 BLOCKS: dict[str, dict[str, Any]] = {

@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.native.machine import MATRIX_UNIT, VECTORS, needs, needs_vectors
+from tests.native.machine import MATRIX_UNIT, VECTORS, needs
 from tests.train.conftest import MODEL
 from workhorse.native import MatrixUnit, Operators
 from workhorse.nn import DecoderConfig, HeadLoss
@@ -21,8 +21,8 @@ UNIT = Operators(matrix_unit=MATRIX_UNIT)
 IN_VECTORS = Operators(vectors=VECTORS)
 BY_UNIT = pytest.param(UNIT, torch.bfloat16, id="unit", marks=needs("matrix_unit"))
 SPLIT = pytest.param(UNIT, torch.float32, id="split", marks=needs("matrix_unit"))
-BY_VECTORS = pytest.param(IN_VECTORS, torch.float32, id="vectors", marks=needs_vectors)
-NARROW = pytest.param(IN_VECTORS, torch.bfloat16, id="narrow vectors", marks=needs_vectors)
+BY_VECTORS = pytest.param(IN_VECTORS, torch.float32, id="vectors", marks=needs("vectors"))
+NARROW = pytest.param(IN_VECTORS, torch.bfloat16, id="narrow vectors", marks=needs("vectors"))
 
 
 def results(layer: nn.Module, x: Tensor, above: Tensor) -> list[Tensor]:

@@ -22,6 +22,19 @@ inline F32x16 widen(const BFloat16* from) { return widen(load<U16x16>(from)); }
 
 inline F32x16 widen(const float* from) { return load<F32x16>(from); }
 
+// Numbers two by two in words: the first of each, and the second.
+inline F32x16 firsts(U32x16 pairs) { return as<F32x16>(pairs << 16); }
+
+inline F32x16 seconds(U32x16 pairs) { return as<F32x16>(pairs & 0xffff0000); }
+
+// Whether many pairs are multiplied by pairs, in one instruction, and not widened; see `compiler_flags` of
+// `workhorse/instructions.py`.
+#if defined(__AVX512BF16__) && !defined(WIDEN_BFLOAT16)
+constexpr bool kPairs = true;
+#else
+constexpr bool kPairs = false;
+#endif
+
 // To nearest, ties to even, as PyTorch rounds: of one float or of each of a vector of them, in the lower
 // half of as many bits. What is not a number stays so; its bits alone could carry over into another's.
 template <class Bits, class Float>

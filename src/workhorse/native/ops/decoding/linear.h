@@ -113,7 +113,7 @@ struct Rows {
       for (int i = 0; i < O; i++) {
         if (ahead.begin <= k && k < ahead.end) expect(w + (i + O) * in + k);
         for (int j = 0; j < R; j++)
-          acc[j * O + i] = Dot<T>::add(acc[j * O + i], w + i * in + k, xs + j * in + k);
+          acc[j * O + i] = Dot<T>::template add<(R > 1)>(acc[j * O + i], w + i * in + k, xs + j * in + k);
       }
     if (cut.end < in)
       std::copy_n(acc, R * O, kept);

@@ -2,7 +2,7 @@
 //
 // A panel holds, for one word of k after the other, that word of each of its lanes: rows of A or columns of B.
 // A word is one number of float32, or two of bfloat16, neighbours along k; where the CPU does not multiply
-// those, it is one of bfloat16, widened.
+// those as fast, it is one of bfloat16, widened.
 #pragma once
 
 #include "simd/elementwise.h"
@@ -11,12 +11,6 @@
 namespace workhorse::gemm_vectors {
 
 using Word = uint32_t;
-
-#ifdef __AVX512BF16__
-constexpr bool kPairs = true;
-#else
-constexpr bool kPairs = false;
-#endif
 
 template <class T>
 constexpr int kOfWord = kPairs ? sizeof(Word) / sizeof(T) : 1;  // numbers

@@ -28,15 +28,15 @@ constexpr int64_t kCut = 256;          // words of a part otherwise
 constexpr int64_t kBlock = 1 << 17;    // words of a block of B
 constexpr int64_t kTotals = 1 << 18;   // partial sums kept between parts of k
 
-// Adds the products of one word of A, or a vector of that word, and words of B.
-template <class T, class One>
-inline F32x16 add_product(F32x16 sum, One a, U32x16 b) {
+// Adds the products of one word of A and words of B.
+template <class T>
+inline F32x16 add_product(F32x16 sum, Word a, U32x16 b) {
 #ifdef __AVX512BF16__
   if constexpr (kOfWord<T> == 2)
     return (F32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
   else
 #endif
-    return sum + as<std::conditional_t<sizeof a == sizeof b, F32x16, float>>(a) * as<F32x16>(b);
+    return sum + as<float>(a) * as<F32x16>(b);
 }
 
 using Sums = F32x16[kHigh][kVectors];  // of a panel of A by a panel of B

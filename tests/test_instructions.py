@@ -41,6 +41,8 @@ def test_pairs_of_bfloat16_are_multiplied_where_that_is_quick_or_asked_for(
 ) -> None:
     monkeypatch.setattr(instructions, "told_of_cpu", lambda _: maker)
     monkeypatch.delenv(SWITCH, raising=False)
+    assert WIDENED not in compiler_flags()  # a CPU with a matrix unit
+    monkeypatch.setattr(instructions, "_on_this_cpu", lambda: ALL - LEVELS["amx"].adds)
     assert (WIDENED in compiler_flags()) == (maker == "GenuineIntel")
     monkeypatch.setenv(SWITCH, "avx512-bf16")
     assert WIDENED not in compiler_flags()
@@ -76,13 +78,13 @@ def test_what_is_chosen_by_the_cpu_follows_the_level(monkeypatch: pytest.MonkeyP
     with pytest.raises(Unavailable, match="the CPU has no matrix unit for bfloat16"):
         matrix_unit.load(wait=False)
     monkeypatch.setenv(SWITCH, "x86-64-v4")
-    assert training._attention_types() == {torch.float32}
+    assert training._attention_types() == {torch.float32, torch.bfloat16}
     monkeypatch.setenv(SWITCH, "avx512-bf16")
     assert training_dtype("auto", CPU) == torch.bfloat16
     assert training._attention_types() == {torch.float32, torch.bfloat16}
     monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
     monkeypatch.setenv(SWITCH, "x86-64-v2")
-    assert training._attention_types() == {torch.float32}
+    assert training._attention_types() == {torch.float32, torch.bfloat16}
 
 
 @pytest.mark.parametrize(

@@ -63,16 +63,27 @@ def switched_off() -> bool:
 def compiler_flags() -> tuple[str, ...]:
     """Compiler flags for the instructions in use.
 
-    A level uses all that it has. Without one, products of pairs of bfloat16 are left out on Intel's
-    CPUs, where they take as long as four of float32; on AMD's they take as long as one.
-
     Raises:
         WorkhorseError: see `cpu_has`.
     """
     level = _level()
     if level is not None:
         return LEVELS[level].flags
-    return (*NATIVE, WIDENED) if is_intel() else NATIVE
+    return (*NATIVE, WIDENED) if widens() else NATIVE
+
+
+def widens() -> bool:
+    """Whether operators multiply bfloat16 as float32.
+
+    So they do without AVX512-BF16, and on Intel's CPUs without AMX, whose products of pairs take as
+    long as four of float32 and on AMD's as long as one. A level that has them uses them anywhere.
+
+    Raises:
+        WorkhorseError: see `cpu_has`.
+    """
+    if not cpu_has("avx512_bf16"):
+        return True
+    return _level() is None and is_intel() and not cpu_has("amx_bf16")
 
 
 def cpu_has(instructions: str) -> bool:

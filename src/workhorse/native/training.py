@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from workhorse.instructions import cpu_has
+from workhorse.instructions import cpu_has, widens
 from workhorse.native import blocks, build
 from workhorse.native.blocks import Activation, BlockOperators
 
@@ -297,13 +297,14 @@ def load(*, wait: bool) -> Training:
 def _attention_types() -> frozenset[torch.dtype]:
     """The dtypes whose gemms of blocks are fast on this CPU.
 
-    They are oneDNN's, for which bfloat16 needs instructions and float32 vectors of 64 bytes;
-    elsewhere PyTorch takes MKL's for float32.
+    They are oneDNN's where the CPU has vectors of 64 bytes; elsewhere PyTorch takes MKL's, which
+    are of float32 alone.
     """
-    needed = {torch.bfloat16: "avx512_bf16", torch.float32: "avx512_f"}
-    onednn = torch.backends.mkldnn.is_available()
-    fast = {dtype for dtype, what in needed.items() if onednn and cpu_has(what)}
-    return frozenset(fast | {torch.float32} if torch.backends.mkl.is_available() else fast)
+    onednn = torch.backends.mkldnn.is_available() and cpu_has("avx512_f")
+    wide = onednn or torch.backends.mkl.is_available()
+    narrow = wide if widens() else onednn
+    fast = {torch.float32: wide, torch.bfloat16: narrow}
+    return frozenset(dtype for dtype, is_fast in fast.items() if is_fast)
 
 
 @cache

@@ -3,7 +3,7 @@
 Decoding computes one row per text, so a layer takes as long as reading its weights; PyTorch's
 `linear` reaches a half to two thirds of the memory's bandwidth. The many rows of a prompt are a
 gemm, for which there are operators too: on the matrix unit of some CPUs and in the vectors of
-others. A CPU without instructions for bfloat16 multiplies it as float32.
+others. A CPU without instructions for bfloat16, or with slow ones, multiplies it as float32.
 """
 
 from collections.abc import Callable
@@ -86,13 +86,13 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
 
 def _gemm(dtype: torch.dtype, operators: Operators) -> Linear | None:
     """What multiplies many rows quicker than PyTorch's `linear`; None if nothing does."""
-    in_vectors = None if operators.vectors is None else operators.vectors.linear
-    if dtype == torch.float32:
-        return in_vectors
-    if operators.matrix_unit is not None:
+    narrow = dtype == torch.bfloat16
+    if narrow and operators.matrix_unit is not None:
         return operators.matrix_unit.linear
-    if cpu_has("sse4_2") and not cpu_has("avx512_bf16"):  # PyTorch's takes three times as long
-        return in_vectors or _widened
+    if operators.vectors is not None:
+        return operators.vectors.linear
+    if narrow and cpu_has("sse4_2") and not cpu_has("avx512_bf16"):
+        return _widened  # PyTorch's takes three times as long
     return None
 
 

@@ -49,11 +49,12 @@ def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
         operators: `steps` among them.
     """
     check(decoder, "step_natively")
-    few = DOT_ROWS_BESIDE_GEMM.get(next(decoder.parameters()).dtype, 0)
+    dtype = next(decoder.parameters()).dtype
+    few = DOT_ROWS_BESIDE_GEMM.get(dtype, 0)
     # Without gemms in vectors PyTorch's are as quick.
     most = few if operators.vectors is None else MOST_ROWS
-    if operators.matrix_unit is not None:  # which is faster for more than one
-        few = most = min(few, 1)
+    if dtype == torch.bfloat16 and operators.matrix_unit is not None:  # faster for more than one
+        few = most = 1
     options = {"steps": operators.steps, "few": few, "most": most, "angles": Angles()}
     kind = SteppingCompiledDecoder if type(decoder) is CompiledDecoder else SteppingDecoder
     made = become(decoder, kind, **options, watch=Watch(decoder.modules()))

@@ -27,6 +27,16 @@ struct Register {
 template <class T, int N>
 using Vector = typename std::conditional_t<N * 4 <= kRegister, Register<T, N>, std::type_identity<Halves<T, N>>>::type;
 
+template <class V>
+constexpr bool kHalved = requires { typename V::Half; };
+
+// A vector of one number. Without it, GCC would add the number to 0 first, which changes -0.
+template <class V, class T>
+inline V broadcast(T value) {
+  if constexpr (kHalved<V>) return V(value);
+  else return value - V{};
+}
+
 template <class T, int N>
 struct Halves {
   using Half = Vector<T, N / 2>;
@@ -36,7 +46,7 @@ struct Halves {
 
   Halves() = default;
   Halves(Half low, Half high) : low(low), high(high) {}
-  Halves(T value) : low(Half{} + value), high(low) {}
+  Halves(T value) : low(broadcast<Half>(value)), high(low) {}
 
   T operator[](int lane) const { return lane < N / 2 ? low[lane] : high[lane - N / 2]; }
 
@@ -61,8 +71,5 @@ struct Halves {
   friend Mask operator>=(Halves a, Halves b) { return {a.low >= b.low, a.high >= b.high}; }
   friend Mask operator==(Halves a, Halves b) { return {a.low == b.low, a.high == b.high}; }
 };
-
-template <class V>
-constexpr bool kHalved = requires { typename V::Half; };
 
 }  // namespace workhorse

@@ -19,7 +19,7 @@ SWITCH = "WORKHORSE_NATIVE"
 all that the CPU has."""
 NATIVE = ("-march=native",)
 WIDENED = "-DWIDEN_BFLOAT16"
-"""Multiply bfloat16 as float32, and not by AVX512-BF16's products of pairs."""
+"""Multiply bfloat16 as float32 wherever numbers are used more than once, and not by pairs."""
 
 
 class Level(NamedTuple):
@@ -44,6 +44,7 @@ LEVELS: dict[str, Level] = {
     ),
     "avx512-vnni": Level(_VNNI, frozenset({"avx512_vnni"})),
     "avx512-bf16": Level(_BF16, frozenset({"avx512_bf16"})),
+    "avx512-bf16-widened": Level((*_BF16, WIDENED), frozenset()),
     "amx-emulated": Level(
         (*_BF16, "-include", "simd/emulated_tiles.h"), frozenset(), frozenset({"amx_bf16"})
     ),
@@ -73,17 +74,22 @@ def compiler_flags() -> tuple[str, ...]:
 
 
 def widens() -> bool:
-    """Whether operators multiply bfloat16 as float32.
+    """Whether operators multiply many rows of bfloat16 as float32.
 
-    So they do without AVX512-BF16, and on Intel's CPUs without AMX, whose products of pairs take as
-    long as four of float32 and on AMD's as long as one. A level that has them uses them anywhere.
+    They do without AVX512-BF16. Of CPUs that have it, a product of pairs takes AMD's as long as one
+    of float32, and Intel's as long as four: these widen too, unless they have AMX, whose unit
+    multiplies instead. A level that has AVX512-BF16 uses it on any CPU, unless its name says
+    otherwise.
 
     Raises:
         WorkhorseError: see `cpu_has`.
     """
     if not cpu_has("avx512_bf16"):
         return True
-    return _level() is None and is_intel() and not cpu_has("amx_bf16")
+    level = _level()
+    if level is not None:
+        return WIDENED in LEVELS[level].flags
+    return told_of_cpu("vendor_id") == "GenuineIntel" and not cpu_has("amx_bf16")
 
 
 def cpu_has(instructions: str) -> bool:
@@ -120,11 +126,6 @@ def told_of_cpu(*names: str) -> str:
     except OSError:
         return ""
     return next((line.partition(":")[2].strip() for line in lines if line.startswith(names)), "")
-
-
-def is_intel() -> bool:
-    """Whether the CPU says that Intel made it."""
-    return told_of_cpu("vendor_id") == "GenuineIntel"
 
 
 def _level() -> str | None:

@@ -41,6 +41,7 @@ WAYS: dict[str, dict[str, str]] = {
     "x86-64-v4": _level("x86-64-v4", "avx512", "AVX512_CORE", "AVX512"),
     "avx512-vnni": _level("avx512-vnni", "avx512", "AVX512_CORE_VNNI", "AVX512"),
     "avx512-bf16": _level("avx512-bf16", "avx512", "AVX512_CORE_BF16", "AVX512"),
+    "avx512-bf16-widened": _level("avx512-bf16-widened", "avx512", "AVX512_CORE_BF16", "AVX512"),
     "amx-emulated": _level("amx-emulated", "avx512", "AVX512_CORE_BF16", "AVX512"),
     "amx": _level("amx", "avx512", "AVX512_CORE_AMX", "AVX512"),
     "as it is": {},

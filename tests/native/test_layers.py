@@ -27,7 +27,7 @@ ACTIVATIONS = {
 pytestmark = needs("training")
 can_attend = pytest.mark.skipif(
     TRAINING is None or torch.bfloat16 not in TRAINING.attention_types,
-    reason="no matrix instructions",
+    reason="this CPU leaves attention of bfloat16 to PyTorch",
 )
 
 

@@ -82,11 +82,17 @@ IN_VECTORS = pytest.param(
     id="vectors",
     marks=needs("vectors"),
 )
+NARROW = pytest.param(
+    Operators(DECODING, vectors=VECTORS),
+    torch.bfloat16,
+    id="narrow vectors",
+    marks=needs("vectors"),
+)
 
 
 @needs("decoding")
 @pytest.mark.parametrize("more", [0, 1])
-@pytest.mark.parametrize(("operators", "dtype"), [ON_UNIT, IN_VECTORS])
+@pytest.mark.parametrize(("operators", "dtype"), [ON_UNIT, IN_VECTORS, NARROW])
 def test_many_rows_are_a_product(
     monkeypatch: pytest.MonkeyPatch,
     operators: Operators,

@@ -1,6 +1,6 @@
 """The operators of whole parts of a block; see `bindings/blocks.h`.
 
-They are quick where `Vectors` are.
+They are used where `Vectors` multiplies.
 """
 
 from collections.abc import Callable

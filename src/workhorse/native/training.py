@@ -298,13 +298,13 @@ def _attention_types() -> frozenset[torch.dtype]:
     """The dtypes whose gemms of blocks are fast on this CPU.
 
     They are oneDNN's where the CPU has vectors of 64 bytes; elsewhere PyTorch takes MKL's, which
-    are of float32 alone.
+    are of float32 alone and serve bfloat16 where it is widened.
     """
     onednn = torch.backends.mkldnn.is_available() and cpu_has("avx512_f")
-    wide = onednn or torch.backends.mkl.is_available()
-    narrow = wide if widens() else onednn
-    fast = {torch.float32: wide, torch.bfloat16: narrow}
-    return frozenset(dtype for dtype, is_fast in fast.items() if is_fast)
+    mkl = torch.backends.mkl.is_available()
+    if onednn or (mkl and widens()):
+        return frozenset({torch.float32, torch.bfloat16})
+    return frozenset({torch.float32}) if mkl else frozenset()
 
 
 @cache

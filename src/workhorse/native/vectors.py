@@ -24,7 +24,7 @@ class Sum(NamedTuple):
 
 @dataclass(frozen=True)
 class Vectors:
-    """The gemms.
+    """The gemms; an instance exists only where they are compiled.
 
     How a number is rounded depends on the inner size alone. They compute no gradients.
     """

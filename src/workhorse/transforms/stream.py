@@ -85,7 +85,7 @@ def stream_weights(model: nn.Module, operators: Operators) -> None:
 
 
 def _gemm(dtype: torch.dtype, operators: Operators) -> Linear | None:
-    """What multiplies many rows quicker than PyTorch's `linear`; None if nothing does."""
+    """What multiplies many rows in place of PyTorch's `linear`; None for that itself."""
     narrow = dtype == torch.bfloat16
     if narrow and operators.matrix_unit is not None:
         return operators.matrix_unit.linear

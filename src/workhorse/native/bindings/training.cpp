@@ -81,10 +81,8 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
     using Scratch = attention::Scratch<attention::Factor<T>>;
     const Heads<T> of_q(q), of_k(k), of_v(v), of_y(y);
     sizes.each_head(Scratch::forward, [&](Scratch& scratch, int64_t b, int64_t h) {
-      const auto [heads, seq, width] = std::tuple(sizes.heads, sizes.seq, sizes.width);
-      attention::forward(scratch.take(of_q(b, h), seq, width, 0), scratch.take(of_k(b, h), seq, width, 1),
-                         scratch.take(of_v(b, h), seq, width, 2), seq, width, float(scale), causal, scratch,
-                         of_y(b, h), sums + (b * heads + h) * seq);
+      attention::forward(of_q(b, h), of_k(b, h), of_v(b, h), sizes.seq, sizes.width, float(scale),
+                         causal, scratch, of_y(b, h), sums + (b * sizes.heads + h) * sizes.seq);
     });
   });
   return {y, lse};
@@ -103,10 +101,8 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& q, const Ten
     const Heads<T> of_q(q), of_k(k), of_v(v), of_y(y), of_dy(dy), of_dq(dq), of_dk(dk), of_dv(dv);
     using Scratch = attention::Scratch<attention::Factor<T>>;
     sizes.each_head(Scratch::backward, [&](Scratch& scratch, int64_t b, int64_t h) {
-      const auto [heads, seq, width] = std::tuple(sizes.heads, sizes.seq, sizes.width);
-      attention::backward(scratch.take(of_q(b, h), seq, width, 0), scratch.take(of_k(b, h), seq, width, 1),
-                          scratch.take(of_v(b, h), seq, width, 2), of_y(b, h),
-                          scratch.take(of_dy(b, h), seq, width, 3), sums + (b * heads + h) * seq, seq, width,
+      attention::backward(of_q(b, h), of_k(b, h), of_v(b, h), of_y(b, h), of_dy(b, h),
+                          sums + (b * sizes.heads + h) * sizes.seq, sizes.seq, sizes.width,
                           float(scale), causal, scratch, of_dq(b, h), of_dk(b, h), of_dv(b, h));
     });
   });

@@ -36,7 +36,7 @@ void multiply(const Tensors& a, const Tensors& b, const Biases& biases, const st
   });
 }
 
-// a b + bias for few rows of a, if b is a weight whose words can be read where they lie; returns whether it is.
+// a b + bias for few rows of a, if b is a weight that need not be put in order; returns whether it is.
 template <class T>
 bool multiply_few_rows(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias, const Tensor& c) {
   using gemm_vectors::FewRows, gemm_vectors::kHigh;

@@ -44,7 +44,7 @@ template <class Function>
 struct Computed {
   template <class V>
   Image<V> at(const float* x) const {
-    const Image<F32x16> all = Function::of(F32x16{} + read<V>(x));
+    const Image<F32x16> all = Function::of(read<V>(x) - F32x16{});
     if constexpr (kCount<V> == 1) return {all.value[0], all.slope[0]};
     else return all;
   }

@@ -22,12 +22,12 @@ inline F32x16 widen(const BFloat16* from) { return widen(load<U16x16>(from)); }
 
 inline F32x16 widen(const float* from) { return load<F32x16>(from); }
 
-// Numbers two by two in words: the first of each, and the second.
+// Words of two numbers each: the first of them, widened, and the second.
 inline F32x16 firsts(U32x16 pairs) { return as<F32x16>(pairs << 16); }
 
 inline F32x16 seconds(U32x16 pairs) { return as<F32x16>(pairs & 0xffff0000); }
 
-// Whether many pairs are multiplied by pairs, in one instruction, and not widened; see `compiler_flags` of
+// Whether products of many rows are made two numbers at a time, in one instruction, and not widened; see `widens` of
 // `workhorse/instructions.py`.
 #if defined(__AVX512BF16__) && !defined(WIDEN_BFLOAT16)
 constexpr bool kPairs = true;

@@ -5,15 +5,15 @@
 
 namespace workhorse {
 
-// `step` numbers of a row times as many of another, onto a vector of partial sums. `Again`: whether the numbers of w
-// are used several times, so that widening them pays.
+// `step` numbers of a row times as many of another, onto a vector of partial sums. `Reused`: whether the numbers are
+// multiplied by several rows, so that widening them pays where pairs are slow.
 template <class T>
 struct Dot;
 
 template <>
 struct Dot<float> {
   static constexpr int step = 16;
-  template <bool Again = false>
+  template <bool Reused = false>
   static F32x16 add(F32x16 acc, const float* w, const float* x) {
     return acc + load<F32x16>(w) * load<F32x16>(x);
   }
@@ -22,13 +22,14 @@ struct Dot<float> {
 template <>
 struct Dot<BFloat16> {
   static constexpr int step = 32;
-  template <bool Again = false>
+  template <bool Reused = false>
   static F32x16 add(F32x16 acc, const BFloat16* w, const BFloat16* x) {
 #ifdef __AVX512BF16__
-    if constexpr (kPairs || !Again)
+    if constexpr (kPairs || !Reused)
       return (F32x16)_mm512_dpbf16_ps((__m512)acc, load<__m512bh>(w), load<__m512bh>(x));
 #endif
-    // As that instruction of Intel's CPUs adds them; it takes numbers below 2^-126 for 0.
+    // In the order of that instruction on Intel's CPUs, so with its bits, but for numbers below 2^-126, which it takes
+    // for 0.
     const auto a = load<U32x16>(w), b = load<U32x16>(x);
     return acc + seconds(a) * seconds(b) + firsts(a) * firsts(b);
   }

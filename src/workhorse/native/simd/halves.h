@@ -30,7 +30,8 @@ using Vector = typename std::conditional_t<N * 4 <= kRegister, Register<T, N>, s
 template <class V>
 constexpr bool kHalved = requires { typename V::Half; };
 
-// A vector of one number. Without it, GCC would add the number to 0 first, which changes -0.
+// A vector of one number. GCC leaves out `value - 0`, which is the number itself, but computes `0 + value`, which is 0
+// if it is -0.
 template <class V, class T>
 inline V broadcast(T value) {
   if constexpr (kHalved<V>) return V(value);

@@ -51,7 +51,7 @@ def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
     check(decoder, "step_natively")
     dtype = next(decoder.parameters()).dtype
     few = DOT_ROWS_BESIDE_GEMM.get(dtype, 0)
-    # Without gemms in vectors PyTorch's are as quick.
+    # Without our gemms, more rows are left to PyTorch's.
     most = few if operators.vectors is None else MOST_ROWS
     if dtype == torch.bfloat16 and operators.matrix_unit is not None:  # faster for more than one
         few = most = 1

@@ -162,6 +162,8 @@ struct Attend {
         if (later) expect(later + n * k.slot_stride + i);
         totals[n] = Dot<T>::add(totals[n], keys[n] + i, query + i);
       }
+    for (; i + kWide <= width; i += kWide)  // the first half of a step of bfloat16
+      for (int n = 0; n < kWide; n++) totals[n] += read<F32x16>(keys[n] + i) * read<F32x16>(query + i);
     F32x16 all = sums(totals);
     for (; i < width; i++) {
       float key[kWide];

@@ -3,7 +3,8 @@
 // For one row it takes as long as reading W: on AMD's CPUs row by row, elsewhere four rows in parallel, with what comes
 // next prefetched. Four rows of x are multiplied while a part of W is in registers, and further ones
 // while it is in the L1 cache; long rows are cut for that, and sums kept from one cut to the next.
-// How a number is rounded depends on the length of its sum alone.
+// How a number is rounded depends on the length of its sum alone (on Intel's CPUs without AMX, in bfloat16, if no
+// product is below 2^-126).
 #pragma once
 
 #include <algorithm>

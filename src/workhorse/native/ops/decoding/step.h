@@ -210,7 +210,7 @@ struct Pass {
       const T* const other = now.other < 0 ? nullptr : row(now.other, r);
       T* const y = row(now.to, r);
       each(width(now.to), [&]<class V>(V, int64_t j) {
-        const F32x16 all = decltype(function)::of(F32x16{} + read<V>(x + j)).value;
+        const F32x16 all = decltype(function)::of(read<V>(x + j) - F32x16{}).value;
         V value;
         if constexpr (kCount<V> == 1) value = all[0];
         else value = all;

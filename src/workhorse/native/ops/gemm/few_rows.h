@@ -1,8 +1,8 @@
-// The product of a few rows and a weight that is read where it lies.
+// The product of a few rows and a weight that is not put in order.
 //
 // C = A Wᵀ + bias. To put W in order takes as long as its product with some fifty rows (a dozen where bfloat16 is
-// widened). Here its words are broadcast from memory, and A, which is small, is put in order instead. Every number of C
-// has the bits that `Product` gives it.
+// widened). Here its words are broadcast from where they lie, or from kHigh rows that are widened at a time, and A,
+// which is small, is put in order instead. Every number of C has the bits that `Product` gives it.
 #pragma once
 
 #include "ops/gemm/vectors.h"
@@ -19,11 +19,13 @@ struct FewRows {
 
   static constexpr int64_t kMost = 256;  // rows; for more, `Product` is as fast
 
-  // Whether W can be read where it lies, in whole words of memory.
-  static bool suits(int64_t k) { return k % kPerWord == 0 && part_of<T>(k) % kPerWord == 0; }
+  // Whether W can be read row by row: in whole words, or widened.
+  static bool suits(int64_t k) { return k % kOfWord<T> == 0; }
 
   // The words of memory that `pack` and `run` need.
-  int64_t room() const { return panels() * kWide * (words<T>(k) + kColumns) + (kInPlace ? 0 : kHigh * kWhole + 16); }
+  int64_t room() const {
+    return panels() * kWide * (words<T>(k) + kColumns) + (kAsItLies<T> ? 0 : kHigh * kWhole + 16);
+  }
 
   // Puts A in order: for each part of k, panel by panel.
   void pack(Word* to) const {
@@ -46,9 +48,7 @@ struct FewRows {
   }
 
  private:
-  static constexpr int64_t kColumns = 11 * kHigh;            // between which parts of k are added up
-  static constexpr int kPerWord = sizeof(Word) / sizeof(T);  // numbers of W in a word of memory
-  static constexpr bool kInPlace = kOfWord<T> == kPerWord;   // or its rows are widened first
+  static constexpr int64_t kColumns = 11 * kHigh;  // between which parts of k are added up
 
   int64_t panels() const { return (rows + kWide - 1) / kWide; }
 
@@ -59,9 +59,9 @@ struct FewRows {
       float* kept = totals;
       for (int64_t j = n; j < n_end; j += kHigh) {
         const T* const rows_of_w = w + j * k + from;
-        if (!kInPlace) widen_rows(rows_of_w, depth, widened);
+        if (!kAsItLies<T>) widen_rows(rows_of_w, depth, widened);
         const InPlace left =
-            kInPlace ? InPlace{(const Word*)rows_of_w, k / kPerWord} : InPlace{widened, depth};
+            kAsItLies<T> ? InPlace{(const Word*)rows_of_w, k / kOfWord<T>} : InPlace{widened, depth};
         for (int64_t p = 0; p < panels(); p++, kept += kHigh * kWide) {
           Sums sums;
           multiply(left, p == 0 ? rows_of_w + kHigh * k : nullptr, packed + p * kWide * depth, depth, sums);
@@ -82,20 +82,12 @@ struct FewRows {
 
   // The products of kHigh rows of W and a panel of A; meanwhile it asks for the `later` rows of W, if any.
   void multiply(InPlace rows_of_w, const T* later, const Word* panel, int64_t depth, Sums& result) const {
-    constexpr int64_t line = 64 / sizeof(T) / kOfWord<T>;  // words
-    Sums sums = {};                                        // which nobody else knows, so that GCC keeps them in registers
+    constexpr int64_t line = 64 / sizeof(T) / kOfWord<T>;  // words of W in a line of memory
+    Sums sums = {};  // which nobody else knows, so that GCC keeps them in registers
     for (int64_t d = 0; d < depth; d++, rows_of_w.step(), panel += kWide) {
       if (later && d % line == 0)
         for (int i = 0; i < kHigh; i++) expect(later + i * k + d * kOfWord<T>);
-      U32x16 words[kVectors];
-#pragma GCC unroll 2
-      for (int l = 0; l < kVectors; l++) words[l] = load<U32x16>(panel + 16 * l);
-#pragma GCC unroll 12
-      for (int i = 0; i < kHigh; i++) {
-        const Word one = rows_of_w[i];
-#pragma GCC unroll 2
-        for (int l = 0; l < kVectors; l++) sums[i][l] = add_product<T>(sums[i][l], one, words[l]);
-      }
+      add_products<T>(sums, rows_of_w, panel);
     }
     each_sum([&](int i, int l) { result[i][l] = sums[i][l]; });
   }

@@ -1,8 +1,8 @@
 // Operands of a gemm in vectors: how they lie in memory, and panels of them.
 //
 // A panel holds, for one word of k after the other, that word of each of its lanes: rows of A or columns of B.
-// A word is one number of float32, or two of bfloat16, neighbours along k; where the CPU does not multiply
-// those as fast, it is one of bfloat16, widened.
+// A word is one number of float32, or two of bfloat16, neighbours along k; where these are not multiplied two at a
+// time (`kPairs`), it is one of bfloat16, widened.
 #pragma once
 
 #include "simd/elementwise.h"
@@ -14,6 +14,10 @@ using Word = uint32_t;
 
 template <class T>
 constexpr int kOfWord = kPairs ? sizeof(Word) / sizeof(T) : 1;  // numbers
+
+// Whether a word is four bytes as they lie in memory, and not a number widened.
+template <class T>
+constexpr bool kAsItLies = kOfWord<T> * sizeof(T) == sizeof(Word);
 
 constexpr int64_t kAhead = 64;  // words of a row to ask for before they are put in order
 
@@ -33,7 +37,7 @@ inline V first_of(const T* from, int64_t numbers, F read) {
 template <class T>
 inline U32x16 load_words(const T* from, int64_t numbers) {
   return first_of<16 * kOfWord<T>, U32x16>(from, numbers, [](const T* all) {
-    if constexpr (kOfWord<T> == sizeof(Word) / sizeof(T)) return load<U32x16>(all);
+    if constexpr (kAsItLies<T>) return load<U32x16>(all);
     else return as<U32x16>(widen(all));
   });
 }

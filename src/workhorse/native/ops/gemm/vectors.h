@@ -1,4 +1,4 @@
-// Gemms of float32, or of bfloat16 summed in float32, in vectors: for CPUs without a matrix unit.
+// Gemms of float32, or of bfloat16 summed in float32, in vectors of 32 or 64 bytes.
 //
 // C = A₁ B₁ + A₂ B₂ + …; each vector of a panel of B is multiplied by every lane of a panel of A:
 //
@@ -6,8 +6,8 @@
 //   L1 cache   a panel of A, reused for every panel of B
 //   L2 cache   a packed block of B, reused for every panel of A
 //
-// (the layers of 10.1145/1356052.1356053). How a number is rounded depends on the lengths of k alone: not on
-// the threads, on how many rows and columns there are, or on whose CPU it is.
+// (the layers of 10.1145/1356052.1356053). How a number is rounded depends on the lengths of k alone, and in bfloat16
+// on whether it is widened: not on the threads, or on how many rows and columns there are.
 #pragma once
 
 #include <algorithm>
@@ -95,20 +95,24 @@ struct InPlace {
   void step() { at++; }
 };
 
+// Adds the products of a word of each lane of A and a word of each lane of a panel of B.
+template <class T, class Left>
+inline void add_products(Sums& sums, const Left& a, const Word* b) {
+  U32x16 words[kVectors];
+#pragma GCC unroll 2
+  for (int j = 0; j < kVectors; j++) words[j] = load<U32x16>(b + 16 * j);
+#pragma GCC unroll 12
+  for (int i = 0; i < kHigh; i++) {
+    const Word one = a[i];
+#pragma GCC unroll 2
+    for (int j = 0; j < kVectors; j++) sums[i][j] = add_product<T>(sums[i][j], one, words[j]);
+  }
+}
+
 template <class T, class Left>
 void multiply(Left a, const Word* b, int64_t depth, const Target<T>& to) {
   Sums sums = {};
-  for (; depth; depth--, a.step(), b += kWide) {
-    U32x16 words[kVectors];
-#pragma GCC unroll 2
-    for (int j = 0; j < kVectors; j++) words[j] = load<U32x16>(b + 16 * j);
-#pragma GCC unroll 12
-    for (int i = 0; i < kHigh; i++) {
-      const Word one = a[i];
-#pragma GCC unroll 2
-      for (int j = 0; j < kVectors; j++) sums[i][j] = add_product<T>(sums[i][j], one, words[j]);
-    }
-  }
+  for (; depth; depth--, a.step(), b += kWide) add_products<T>(sums, a, b);
   to.put(sums);
 }
 
@@ -171,7 +175,7 @@ struct Product {
       b.template pack<kWide>(j + s, std::min<int64_t>(kWide, columns - s), one.k, one.depth, right + s * depth);
     for (int64_t g = 0; g < rows; g += kGroup) {
       const int64_t lanes = std::min<int64_t>(kGroup, rows - g);
-      const bool in_place = kOfWord<T> == sizeof(Word) / sizeof(T) && a.along && lanes % kHigh == 0 &&
+      const bool in_place = kAsItLies<T> && a.along && lanes % kHigh == 0 &&
                             one.depth % kOfWord<T> == 0 && a.stride % kOfWord<T> == 0;
       if (!in_place) a.template pack<kGroup>(i + g, lanes, one.k, one.depth, left);
       for (int64_t r = g; r < g + lanes; r += kHigh)

@@ -1,6 +1,6 @@
-// Attention for training, one head at a time, multiplied as T = BFloat16 or float. The forward pass takes 64 queries by all
-// keys, with an ordinary softmax; the backward pass computes the weights again from the normaliser of each query
-// (FlashAttention-2, 2307.08691 §3.1). Tiles of scores hold keys as rows and queries as columns, so that the
+// Attention for training, one head at a time, multiplied as T = BFloat16 or float. The forward pass takes 64 queries
+// by all keys, with an ordinary softmax; the backward pass computes the weights again from the normaliser of each
+// query (FlashAttention-2, 2307.08691 §3.1). Tiles of scores hold keys as rows and queries as columns, so that the
 // softmax of a query stays in one lane and no tile of scores has to be transposed.
 #pragma once
 
@@ -134,21 +134,7 @@ struct Scratch {
   std::vector<Word> q, q_t, dy, dy_t, words;
   std::vector<T> transposed, weights, slopes;
   std::vector<float> lse, delta, scores, gradients, out, dk, dv, wide;
-  std::array<std::vector<T>, 4> widened;
-
-  // A head as the passes multiply it: itself, or widened into the memory of this number.
-  template <class From>
-  Head<T> take(Head<From> head, int64_t seq, int64_t width, int number) {
-    if constexpr (std::is_same_v<From, T>) {
-      return head;
-    } else {
-      std::vector<T>& to = widened[number];
-      to.resize(seq * width);
-      for (int64_t i = 0; i < seq; i++)
-        each(width, [&]<class V>(V, int64_t j) { write(to.data() + i * width + j, read<V>(head.row(i) + j)); });
-      return {to.data(), width};
-    }
-  }
+  std::vector<T> wide_q, wide_k, wide_v, wide_dy;
 
   static Scratch forward(int64_t seq, int64_t width) {
     Scratch s;
@@ -176,11 +162,27 @@ struct Scratch {
   }
 };
 
+// A head as it is multiplied: itself, or widened into `room`.
+template <class T>
+Head<Factor<T>> as_factor(Head<T> head, int64_t seq, int64_t width, std::vector<Factor<T>>& room) {
+  if constexpr (std::is_same_v<Factor<T>, T>) {
+    return head;
+  } else {
+    room.resize(seq * width);
+    const Head<float> wide{room.data(), width};
+    for (int64_t i = 0; i < seq; i++)
+      each(width, [&]<class V>(V, int64_t j) { write(wide.row(i) + j, read<V>(head.row(i) + j)); });
+    return wide;
+  }
+}
+
 // One head forward: y, and the log-sum-exp of each query. Transposed,
 //   Yᵀ = Vᵀ softmax(K Qᵀ · scale)
-template <class T, class Result>
-void forward(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float scale, bool causal,
-            Scratch<T>& s, Head<Result> y, float* lse) {
+template <class Number, class T = Factor<Number>>
+void forward(Head<Number> given_q, Head<Number> given_k, Head<Number> given_v, int64_t seq, int64_t width,
+             float scale, bool causal, Scratch<T>& s, Head<Number> y, float* lse) {
+  const Head<T> q = as_factor(given_q, seq, width, s.wide_q), k = as_factor(given_k, seq, width, s.wide_k),
+                v = as_factor(given_v, seq, width, s.wide_v);
   float peaks[kBlock], inverses[kBlock];  // of each query: its largest score, and 1 / Σ exp(score - peak)
   q.pack_transpose(seq, width, s.q_t.data());
   v.transpose(seq, width, s.words.data(), s.transposed.data());
@@ -216,17 +218,19 @@ void forward(Head<T> q, Head<T> k, Head<T> v, int64_t seq, int64_t width, float 
     for (int64_t i = 0; i < width; i++)
       for (int64_t j = 0; j < n; j++) s.out[i * kBlock + j] *= inverses[j];
     for (int64_t j = 0; j < n; j++) lse[first + j] = peaks[j] - std::log(inverses[j]);
-    Head<Result>{y.row(first), y.stride}.write_columns(n, width, s.out.data(), kBlock, s.wide.data());
+    Head<Number>{y.row(first), y.stride}.write_columns(n, width, s.out.data(), kBlock, s.wide.data());
   }
 }
 
 // One head backward:
 //   Pᵀ = exp(K Qᵀ · scale - lse),  dPᵀ = V dYᵀ,  Sᵀ = Pᵀ (dPᵀ - Σ y dy) · scale
 //   dV = Pᵀ dY,  dK = Sᵀ Q,  dQᵀ = Kᵀ Sᵀ
-template <class T, class Result>
-void backward(Head<T> q, Head<T> k, Head<T> v, Head<Result> y, Head<T> dy, const float* lse,
-              int64_t seq, int64_t width, float scale, bool causal, Scratch<T>& s, Head<Result> dq,
-              Head<Result> dk, Head<Result> dv) {
+template <class Number, class T = Factor<Number>>
+void backward(Head<Number> given_q, Head<Number> given_k, Head<Number> given_v, Head<Number> y, Head<Number> given_dy,
+              const float* lse, int64_t seq, int64_t width, float scale, bool causal, Scratch<T>& s, Head<Number> dq,
+              Head<Number> dk, Head<Number> dv) {
+  const Head<T> q = as_factor(given_q, seq, width, s.wide_q), k = as_factor(given_k, seq, width, s.wide_k),
+                v = as_factor(given_v, seq, width, s.wide_v), dy = as_factor(given_dy, seq, width, s.wide_dy);
   constexpr int64_t kRows = kRowsOfWord<T>;
   // Gradients of scores are both a left and a right operand. If a word is one row, both have one layout.
   Word* const words = kRows == 1 ? (Word*)s.slopes.data() : s.words.data();

@@ -28,7 +28,7 @@ Losses loss_into_gradient(int64_t vocab, T* logits, int64_t target, float multip
   });
   for (int64_t lane = 0; lane < kCount<F32x16>; lane++) raise(largest, peaks[lane]);
   const auto power = [=]<class V>(V logit) {
-    if constexpr (kCount<V> == 1) return exponential(F32x16{} + (logit * multiplier - largest))[0];
+    if constexpr (kCount<V> == 1) return exponential(logit * multiplier - largest - F32x16{})[0];
     else return exponential(logit * multiplier - largest);
   };
   Sum total;

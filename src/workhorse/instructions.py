@@ -70,7 +70,7 @@ def compiler_flags() -> tuple[str, ...]:
     level = _level()
     if level is not None:
         return LEVELS[level].flags
-    return (*NATIVE, WIDENED) if widens() else NATIVE
+    return (*NATIVE, WIDENED) if cpu_has("avx512_bf16") and widens() else NATIVE
 
 
 def widens() -> bool:

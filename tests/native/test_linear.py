@@ -5,7 +5,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tests.native.machine import DECODING, needs
+from tests.native.machine import DECODING, MATRIX_UNIT, needs
 
 pytestmark = needs("decoding")
 
@@ -41,6 +41,19 @@ def test_a_row_is_rounded_alike_beside_any_others(dtype: torch.dtype, width: int
     y = DECODING.linear(x, weight, bias)
     for first, last in ((0, 2), (1, 4), (3, 10), (60, 70)):
         assert torch.equal(DECODING.linear(x[first:last], weight, bias), y[first:last])
+
+
+@pytest.mark.skipif(MATRIX_UNIT is not None, reason="the unit multiplies several rows its own way")
+@pytest.mark.parametrize("width", [33, 64, 80])
+def test_so_it_is_if_numbers_are_subnormal(width: int) -> None:
+    """An instruction for bfloat16 takes them for 0, so all rows have to."""
+    weight = (2.0**-127 * torch.randn(19, width)).bfloat16()
+    x = (2.0**120 * torch.randn(5, width)).bfloat16()
+    y = DECODING.linear(x, weight, None)
+    for row in range(5):
+        assert torch.equal(DECODING.linear(x[row : row + 1], weight, None), y[row : row + 1])
+    again = torch.tensor(2.0**-120) * torch.tensor(2.0**-20)
+    assert again > 0  # here they are numbers still
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

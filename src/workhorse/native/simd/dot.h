@@ -1,17 +1,41 @@
 // Dot products of rows, summed in float32.
 #pragma once
 
+#include <type_traits>
+
 #include "simd/bf16.h"
 
 namespace workhorse {
 
+// Whether single rows, for which widening does not pay, are nevertheless multiplied by pairs.
+#ifdef __AVX512BF16__
+constexpr bool kMixesPairs = !kPairs;
+#else
+constexpr bool kMixesPairs = false;
+#endif
+
+// While it lives, this thread takes numbers below 2^-126 for 0, as products of pairs do.
+class TakingSubnormalsForZero {
+#ifdef __x86_64__
+ public:
+  TakingSubnormalsForZero() { _mm_setcsr(before_ | 0x8040); }
+  ~TakingSubnormalsForZero() { _mm_setcsr(before_); }
+  TakingSubnormalsForZero(const TakingSubnormalsForZero&) = delete;
+
+ private:
+  const unsigned before_ = _mm_getcsr();
+#endif
+};
+
 // `step` numbers of a row times as many of another, onto a vector of partial sums. `Reused`: whether the numbers are
-// multiplied by several rows, so that widening them pays where pairs are slow.
+// multiplied by several rows, so that widening them pays where pairs are slow. Either has the same bits while a
+// `Rounding` lives.
 template <class T>
 struct Dot;
 
 template <>
 struct Dot<float> {
+  struct Rounding {};
   static constexpr int step = 16;
   template <bool Reused = false>
   static F32x16 add(F32x16 acc, const float* w, const float* x) {
@@ -21,6 +45,7 @@ struct Dot<float> {
 
 template <>
 struct Dot<BFloat16> {
+  using Rounding = std::conditional_t<kMixesPairs, TakingSubnormalsForZero, Dot<float>::Rounding>;
   static constexpr int step = 32;
   template <bool Reused = false>
   static F32x16 add(F32x16 acc, const BFloat16* w, const BFloat16* x) {
@@ -28,8 +53,7 @@ struct Dot<BFloat16> {
     if constexpr (kPairs || !Reused)
       return (F32x16)_mm512_dpbf16_ps((__m512)acc, load<__m512bh>(w), load<__m512bh>(x));
 #endif
-    // In the order of that instruction on Intel's CPUs, so with its bits, but for numbers below 2^-126, which it takes
-    // for 0.
+    // In the order of that instruction on Intel's CPUs.
     const auto a = load<U32x16>(w), b = load<U32x16>(x);
     return acc + seconds(a) * seconds(b) + firsts(a) * firsts(b);
   }

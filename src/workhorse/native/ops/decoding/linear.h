@@ -3,8 +3,7 @@
 // For one row it takes as long as reading W: on AMD's CPUs row by row, elsewhere four rows in parallel, with what comes
 // next prefetched. Four rows of x are multiplied while a part of W is in registers, and further ones
 // while it is in the L1 cache; long rows are cut for that, and sums kept from one cut to the next.
-// How a number is rounded depends on the length of its sum alone (on Intel's CPUs without AMX, in bfloat16, if no
-// product is below 2^-126).
+// How a number is rounded depends on the length of its sum alone.
 #pragma once
 
 #include <algorithm>
@@ -35,8 +34,15 @@ struct Rows {
   const T* x;
   int64_t rows, in;
 
-  // Outputs `begin` to `end` of a layer for every row of x. A panel of x stays in the L2 cache meanwhile.
+  // Outputs `begin` to `end` of a layer for every row of x.
   void run(const Layer<T>& layer, int64_t begin, int64_t end) const {
+    [[maybe_unused]] const typename Dot<T>::Rounding alike{};
+    each_output(layer, begin, end);
+  }
+
+ private:
+  // A panel of x stays in the L2 cache meanwhile. Not inlined: between that rounding's begin and end.
+  [[gnu::noinline]] void each_output(const Layer<T>& layer, int64_t begin, int64_t end) const {
     for (; begin < end; begin += kTall) {
       const int64_t until = std::min(begin + kTall, end);
       for (int64_t r = 0; r < rows; r += kPanel) {
@@ -50,7 +56,6 @@ struct Rows {
     }
   }
 
- private:
   struct Cut {  // of every row; all but the last are whole steps
     int64_t begin, end;
   };
@@ -155,6 +160,10 @@ struct Rows {
 
   float tail(const T* w, const T* xs, int64_t k) const {
     float total = 0;
+    if (k + 16 <= in) {  // half a step of bfloat16
+      total = sum(widen(w + k) * widen(xs + k));
+      k += 16;
+    }
     for (; k < in; k++) total += to_float(w[k]) * to_float(xs[k]);
     return total;
   }

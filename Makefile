@@ -13,7 +13,8 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.11 python3.12 python3.13 py
 WORKERS ?= 2
 INSTALLED := .venv/.installed
 FOR_TESTS := .venv/.installed-for-tests
-PIP := .venv/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
+# Python compiles a module when it is first imported; pip would compile all of them, most in vain.
+PIP := .venv/bin/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt
 WORKHORSE := .venv/bin/workhorse
 # One thread a test process: the models of the tests are too small to share out.
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest

@@ -2,6 +2,7 @@
 
 import json
 import math
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 
@@ -10,6 +11,7 @@ import pytest
 from studies import coordinates, depth, ladder, publish
 from workhorse.compare import quick, read_study
 from workhorse.compare.plan import make_plan
+from workhorse.scaling import fit_laws
 
 LADDER = (
     "tokenizer.vocab_size=280; train.seq_len=256; train.eval_every=null; model.d_model=64;"
@@ -77,6 +79,7 @@ def test_a_ladder_predicts_its_next_rung_and_then_trains_it(
     monkeypatch.setattr(ladder, "STEP_TOKENS", 256)
     out = tmp_path / "out"
     monkeypatch.setattr(ladder, "TOKENS_PER_PARAMETER", 0.02)
+    monkeypatch.setattr(ladder, "fit_laws", partial(fit_laws, draws=5))
     tokens = ["256", "512", "768", "1024", "1280"]
     words = ["--depths", "1", "--tokens", *tokens, "--next", "2", "--notches", "1"]
     monkeypatch.setattr("sys.argv", ["ladder", *words, "--out", str(out)])

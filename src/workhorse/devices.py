@@ -88,7 +88,7 @@ def name_of(device: torch.device) -> str:
 
 
 def training_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The format of the arithmetic; `auto` is bfloat16 where it is fast and else float32.
+    """The format of the arithmetic; `auto` is bfloat16 where the device has instructions for it.
 
     Args:
         name: `auto`, `float32`, `bfloat16` or `float16`.

@@ -76,10 +76,10 @@ def compiler_flags() -> tuple[str, ...]:
 def widens() -> bool:
     """Whether operators multiply many rows of bfloat16 as float32.
 
-    They do without AVX512-BF16. Of CPUs that have it, a product of pairs takes AMD's as long as one
-    of float32, and Intel's as long as four: these widen too, unless they have AMX, whose unit
-    multiplies instead. A level that has AVX512-BF16 uses it on any CPU, unless its name says
-    otherwise.
+    They do without AVX512-BF16. With it, a product of pairs takes as long as one of float32 on
+    AMD's CPUs, and as long as four on Intel's, which therefore widen too, unless they have AMX,
+    whose unit multiplies instead. A level that has AVX512-BF16 uses it on any CPU, unless its name
+    says otherwise.
 
     Raises:
         WorkhorseError: see `cpu_has`.

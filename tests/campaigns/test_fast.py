@@ -2,11 +2,11 @@
 
     make campaign-fast    or    python -m pytest -m campaign tests/campaigns/test_fast.py
 
-Each model decodes with streamed weights and native attention, with whole steps or compiled ones,
-beside itself without them. In float32 the greedy tokens are the same. In bfloat16 every way rounds
-in its own order: along one text the logits differ from those of the same weights in float32 by at
-most `BFLOAT16` of the largest, and the likeliest token is the same wherever the second likeliest is
-further away than twice that.
+Each model decodes with streamed weights and native attention: alone, with native steps, with
+compiled steps and with both, beside itself without any. In float32 the greedy tokens are the same.
+In bfloat16 every way rounds in its own order: along one text the logits differ from those of the
+same weights in float32 by at most `BFLOAT16` of the largest, and the likeliest token is the same
+wherever the second likeliest is further away than twice that.
 """
 
 from collections.abc import Callable
@@ -45,7 +45,7 @@ each_config = pytest.mark.parametrize(
 
 @pytest.fixture(params=["native", "native steps", "native and compiled", "steps over compiled"])
 def quicken(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[[Decoder], Decoder]:
-    """The transforms."""
+    """One of the four sets of transforms."""
 
     def apply(decoder: Decoder) -> Decoder:
         operators = resolve("decoding", "steps", "matrix_unit", "vectors", wait=True)

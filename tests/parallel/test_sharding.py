@@ -1,6 +1,5 @@
 """`workhorse train` where processes divide the weights: the bits of one process, the same run."""
 
-import signal
 from pathlib import Path
 from typing import Any
 
@@ -9,9 +8,9 @@ import torch
 import yaml
 
 from tests.parallel import forked
-from tests.parallel.runs import GATED, MIXTURE, begun, fields, run, state_of, steps_of
+from tests.parallel.runs import GATED, MIXTURE, fields, run, state_of, steps_of
 from workhorse.checkpoints import RunDirectory
-from workhorse.train import Recipe, read_metrics, train
+from workhorse.train import Recipe, train
 
 
 def divisible(folder: Path, feed_forward: dict[str, Any], **settings: Any) -> dict[str, Any]:
@@ -67,18 +66,6 @@ def test_the_fast_reduction_differs_by_rounding_alone(tmp_path: Path) -> None:
     assert weights[0].keys() == weights[1].keys()
     for name, weight in weights[0].items():
         torch.testing.assert_close(weights[1][name], weight, atol=1e-4, rtol=0)
-
-
-def test_a_signal_ends_all_after_one_step(tmp_path: Path) -> None:
-    recipe = divisible(tmp_path, GATED, steps=100_000, checkpoint_every=5)
-    process, out = begun(tmp_path, recipe, "parallel.shard=2")
-    process.send_signal(signal.SIGTERM)
-    _, said = process.communicate(timeout=120)
-    assert process.returncode == 143, said
-    assert "Traceback" not in said
-    *_, checkpoint, end = read_metrics(out / "metrics.jsonl")
-    assert (checkpoint["kind"], end["kind"], end["reason"]) == ("checkpoint", "end", "SIGTERM")
-    assert checkpoint["step"] == end["step"]
 
 
 def test_workers_that_the_division_does_not_divide_are_refused(tmp_path: Path) -> None:

@@ -35,9 +35,9 @@ def test_bfloat16_in_micro_batches(tmp_path: Path) -> None:
     train(Recipe.from_dict(recipe), tmp_path / "one")
     file = tmp_path / "tiny.yaml"
     file.write_text(yaml.safe_dump(recipe))
-    two = run([str(file), "--out", str(tmp_path / "two"), "--workers", "2", "--json"])
-    assert two.returncode == 0, two.stderr
-    assert json.loads(two.stdout)["step"] == 6
+    words = [str(file), "--out", str(tmp_path / "two"), "--json"]
+    said = forked.train(words, 2, tmp_path / "said")
+    assert json.loads(said.splitlines()[-1])["step"] == 6
     assert state_of(tmp_path / "two") == state_of(tmp_path / "one")
 
 
@@ -85,12 +85,15 @@ def test_a_killed_worker_costs_the_others_nothing(tmp_path: Path) -> None:
 
 
 def test_workers_save_and_end_when_what_started_them_is_gone(tmp_path: Path) -> None:
-    process, out = begun(tmp_path, fields(tmp_path, GATED, steps=100_000, checkpoint_every=5))
+    """They divide the weights, which they save together."""
+    recipe = fields(tmp_path, GATED, steps=100_000, batch_size=8, checkpoint_every=5)
+    process, out = begun(tmp_path, {**recipe, "parallel": {"shard": 2}})
     process.kill()
     _, said = process.communicate(timeout=120)  # until the workers, who have its pipes, end too
     assert "Traceback" not in said
     *_, checkpoint, end = read_metrics(out / "metrics.jsonl")
     assert (checkpoint["kind"], end["kind"], end["reason"]) == ("checkpoint", "end", "SIGTERM")
+    assert checkpoint["step"] == end["step"]
 
 
 def _worker(parent: int) -> int:

@@ -194,17 +194,20 @@ def written_back(pair: Pair, folder: Path) -> float:
 
 def keys_with_wrong_defaults(model_type: str, options: dict[str, Any]) -> list[str]:
     """Keys of a config that we read otherwise than transformers when they are missing."""
+    with quiet():
+        return list(_wrong_defaults(model_type, options))
+
+
+def _wrong_defaults(model_type: str, options: dict[str, Any]) -> Iterator[str]:
     whole = json.loads(their_config(model_type, options).to_json_string(use_diff=False))
-    wrong = []
     for key in sorted(whole):
         if key in ("model_type", "architectures", "dtype", "transformers_version"):
             continue
         rest = {name: value for name, value in whole.items() if name != key}
-        with quiet():
-            try:
-                parsed = hf.AutoConfig.for_model(**rest).to_dict()
-            except Exception:
-                continue
+        try:
+            parsed = hf.AutoConfig.for_model(**rest).to_dict()
+        except Exception:
+            continue
         try:
             ours = family(model_type).read(Fields(rest))
         except ValueError:
@@ -212,7 +215,6 @@ def keys_with_wrong_defaults(model_type: str, options: dict[str, Any]) -> list[s
         try:
             theirs = family(model_type).read(Fields(parsed))
         except ValueError as error:
-            wrong.append(f"{key}: {error}")
+            yield f"{key}: {error}"
             continue
-        wrong += [f"{key}: {one}" for one in compare_plain(plain(ours), plain(theirs))]
-    return wrong
+        yield from (f"{key}: {one}" for one in compare_plain(plain(ours), plain(theirs)))

@@ -1,6 +1,7 @@
 """Points from runs, and `workhorse scaling` on them."""
 
 import json
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -38,7 +39,10 @@ def test_a_point_is_what_its_run_says(runs: list[Path], tmp_path: Path):
         assert point.loss == validation["loss"]
 
 
-def test_the_command(runs: list[Path], capsys: pytest.CaptureFixture[str]):
+def test_the_command(
+    runs: list[Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.setattr("workhorse.scaling.fit_laws", partial(fit_laws, draws=5))
     words = ["scaling", *map(str, runs), "--predict", str(runs[-1]), "--json"]
     assert main(words) == 0
     found = json.loads(capsys.readouterr().out)

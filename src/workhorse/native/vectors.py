@@ -26,7 +26,8 @@ class Sum(NamedTuple):
 class Vectors:
     """The gemms; an instance exists only where they are compiled.
 
-    How a number is rounded depends on the inner size alone. They compute no gradients.
+    How a number is rounded depends on the inner size and, in bfloat16, on whether it is widened.
+    They compute no gradients.
     """
 
     def __reduce__(self) -> build.Reduced:

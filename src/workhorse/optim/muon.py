@@ -238,7 +238,7 @@ def newton_schulz(x: Tensor, iterations: int) -> Tensor:
 
 
 def iteration_dtype(matrices: Tensor) -> torch.dtype:
-    """bfloat16, accurate enough here, if the device multiplies it natively; else their own.
+    """bfloat16, accurate enough here, if the device has instructions for it; else their own.
 
     On a CPU with AMX, bfloat16 was 1.3 to 3.4 times as fast for the matrices of small models.
     """

@@ -146,8 +146,12 @@ def test_a_program_of_other_operators_is_not_read(
 
 @pytest.mark.usefixtures("_compiler")
 def test_a_folder_that_cannot_be_written_costs_only_the_keeping(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    known = compile_steps(make(), folder)
+    texts(known, 1, 4)
+    (program,) = known.programs.values()
+    monkeypatch.setattr(compiled_step, "compile_step", lambda *arguments: program)
     (tmp_path / "file").touch()
     decoder = compile_steps(make(), tmp_path / "file" / "programs")
     assert texts(decoder, 1, 4) == texts(make(), 1, 4)

@@ -89,7 +89,7 @@ class TrainConfig(Config):
         "float32"
     )
     """Number format of the arithmetic. The weights that the optimizer updates and that checkpoints
-    hold are always float32. `auto` is bfloat16 if the device multiplies it natively. `float16`
+    hold are always float32. `auto` is bfloat16 if the device has instructions for it. `float16`
     needs CUDA, and scales the loss so that small gradients do not vanish."""
     matmul_precision: Annotated[Literal["highest", "high"], OnResume.ROUNDED] = "highest"
     """Precision of float32 matrix products, as PyTorch defines it: `high` allows each number to be
@@ -105,7 +105,7 @@ class TrainConfig(Config):
     compile: Annotated[bool, OnResume.ROUNDED] = False
     """Compile with `torch.compile`: the layers, identical ones once, and, where no native operator
     does them, the loss and AdamW's update of bfloat16 weights. Starting takes longer. On a GPU
-    training is much faster, on CPUs by 0 to 10 %."""
+    training is much faster, on CPUs by at most 20 %."""
     fp8: Annotated[bool, OnResume.ROUNDED] = False
     """Multiply in float8 inside the layers (torchao). Needs CUDA with compute capability 8.9 or
     higher and `dtype: bfloat16`; pays off with `compile: true` and wide layers."""

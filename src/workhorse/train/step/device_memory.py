@@ -23,7 +23,7 @@ from workhorse.train.step.step_memory import (
 
 HELD: tuple[Kind, ...] = ("weights", "low_bits", "optimizer")
 _RECORDS: dict[str, StepMemory] = {}
-MOST_RECORDS = 16
+MOST_RECORDS = 64
 """More are not remembered: one of a large model takes megabytes."""
 
 

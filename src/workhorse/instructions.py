@@ -139,8 +139,12 @@ def _checked(name: str) -> str:
     if name not in LEVELS:
         raise WorkhorseError(f"{SWITCH}={name} is not a level; {nearest(name, ['0', *LEVELS])}")
     if name not in levels_here():
-        highest = ", ".join(levels_here()) or "none of the levels; leave it out"
-        raise WorkhorseError(f"{SWITCH}={name} is above this CPU, which has {highest}")
+        known = (
+            "; choose " + ", ".join(levels_here())
+            if levels_here()
+            else ", as all are; leave it out"
+        )
+        raise WorkhorseError(f"{SWITCH}={name} is above this CPU{known}")
     return name
 
 

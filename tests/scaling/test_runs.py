@@ -92,7 +92,7 @@ def test_what_cannot_be_fitted(runs: list[Path], tmp_path: Path):
     with pytest.raises(WorkhorseError, match="has null for its loss after 3 steps, and only"):
         read_points([stopped])
     for key, name in (("tokens", "tokens"), ("flops_per_token", "FLOPs of a token")):
-        for wrong in (0, True, 10**400, "many"):
+        for wrong in (0, 5e-324, True, 10**400, "many"):
             changed = [line | ({key: wrong} if key in line else {}) for line in lines]
             metrics.write_text("".join(json.dumps(line) + "\n" for line in changed))
             with pytest.raises(WorkhorseError, match=rf"stopped has .* for its {name}; leave it"):

@@ -138,3 +138,15 @@ def test_without_native_operators(decoder: Decoder) -> None:
     stream_weights(decoder, Operators())
     assert not any(isinstance(part, StreamedLinear) for part in decoder.modules())
     assert not transforms_of(decoder)
+
+
+@needs("decoding")
+@torch.no_grad()
+@pytest.mark.parametrize("rows", [1, 300])
+def test_a_bias_that_is_replaced_may_have_gaps(rows: int) -> None:
+    model = nn.Sequential(nn.Linear(32, 8))
+    stream_weights(model, OPERATORS)
+    model[0].bias = nn.Parameter(torch.randn(16)[::2])
+    x = torch.randn(rows, 32)
+    expected = F.linear(x, model[0].weight, model[0].bias)
+    torch.testing.assert_close(model(x), expected)

@@ -1,5 +1,6 @@
 """Points of a scaling law from run directories and recipes."""
 
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -111,9 +112,9 @@ def _point(directory: RunDirectory, steps: int) -> Point:
 
 
 def _is_size(value: Any) -> bool:
-    """Whether a figure of a file is a number above 0, and not beyond every count."""
+    """Whether a figure of a file is a number above 0, as parts of it are, and not beyond every count."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
-    return number and 0 < value <= LARGEST
+    return number and sys.float_info.min <= value <= LARGEST
 
 
 def point_of(recipe: Recipe) -> Point:

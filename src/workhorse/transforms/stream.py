@@ -37,7 +37,8 @@ class StreamedLinear(nn.Linear):
     def forward(self, input: Tensor) -> Tensor:
         rows = input.numel() // self.in_features
         known = input.dtype == self.weight.dtype and input.dtype in DOT_ROWS
-        if torch.is_grad_enabled() or not known or not self.weight.is_contiguous():
+        whole = self.weight.is_contiguous() and (self.bias is None or self.bias.is_contiguous())
+        if torch.is_grad_enabled() or not known or not whole:
             return F.linear(input, self.weight, self.bias)
         if rows <= self.few_rows:
             return self.decoding.linear(input, self.weight, self.bias)

@@ -112,7 +112,7 @@ def _point(directory: RunDirectory, steps: int) -> Point:
 
 
 def _is_size(value: Any) -> bool:
-    """Whether a figure of a file is a number above 0, as parts of it are, and not beyond every count."""
+    """Whether a figure of a file is above 0, as parts of it are, and not beyond every count."""
     number = isinstance(value, int | float) and not isinstance(value, bool)
     return number and sys.float_info.min <= value <= LARGEST
 

@@ -13,9 +13,10 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.11 python3.12 python3.13 py
 WORKERS ?= 2
 INSTALLED := .venv/.installed
 FOR_TESTS := .venv/.installed-for-tests
-# Python compiles a module when it is first imported; pip would compile all of them, most in vain.
-PIP := .venv/bin/python -m pip install --disable-pip-version-check --no-compile --constraint constraints.txt
+PIP := .venv/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
 WORKHORSE := .venv/bin/workhorse
+# Modules are compiled once, and not in each of the processes that tests start.
+export PYTHONDONTWRITEBYTECODE :=
 # One thread a test process: the models of the tests are too small to share out.
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
@@ -39,7 +40,7 @@ $(INSTALLED): pyproject.toml constraints.txt
 
 $(FOR_TESTS): $(INSTALLED)
 	@echo "Installing what the tests need"
-	$(PIP) --quiet --editable '.[dev]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PIP) --quiet --no-compile --editable '.[dev]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	@touch $@
 
 DEMO := runs/stdlib-small

@@ -15,7 +15,8 @@ INSTALLED := .venv/.installed
 FOR_TESTS := .venv/.installed-for-tests
 PIP := .venv/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
 WORKHORSE := .venv/bin/workhorse
-# Modules are compiled once, and not in each of the processes that tests start.
+# A module is compiled once, and not in each of the processes that tests start; of what tests alone
+# need, only what they import (--no-compile).
 export PYTHONDONTWRITEBYTECODE :=
 # One thread a test process: the models of the tests are too small to share out.
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest

@@ -139,12 +139,9 @@ def _checked(name: str) -> str:
     if name not in LEVELS:
         raise WorkhorseError(f"{SWITCH}={name} is not a level; {nearest(name, ['0', *LEVELS])}")
     if name not in levels_here():
-        known = (
-            "; choose " + ", ".join(levels_here())
-            if levels_here()
-            else ", as all are; leave it out"
-        )
-        raise WorkhorseError(f"{SWITCH}={name} is above this CPU{known}")
+        known = ", ".join(levels_here())
+        remedy = f"; choose one of {known}" if known else ", as all are; leave it out"
+        raise WorkhorseError(f"{SWITCH}={name} is above this CPU{remedy}")
     return name
 
 

@@ -150,3 +150,18 @@ def test_a_bias_that_is_replaced_may_have_gaps(rows: int) -> None:
     x = torch.randn(rows, 32)
     expected = F.linear(x, model[0].weight, model[0].bias)
     torch.testing.assert_close(model(x), expected)
+
+
+@needs("decoding")
+@torch.no_grad()
+@pytest.mark.parametrize("widens", [True, False])
+def test_without_gemms_pytorch_multiplies_as_operators_would(
+    widens: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stream, "widens", lambda: widens)
+    monkeypatch.setattr(stream, "cpu_has", lambda _: True)
+    model = nn.Sequential(nn.Linear(32, 8)).bfloat16()
+    expected = F.linear(x := torch.randn(300, 32).bfloat16(), model[0].weight, model[0].bias)
+    stream_weights(model, Operators(decoding=DECODING))
+    assert model[0].many_rows is (stream._widened if widens else F.linear)
+    torch.testing.assert_close(model(x), expected)

@@ -88,7 +88,7 @@ def name_of(device: torch.device) -> str:
 
 
 def training_dtype(name: str, device: torch.device) -> torch.dtype:
-    """The format of the arithmetic; `auto` is bfloat16 if there are instructions for it, else float32.
+    """The format of the arithmetic; `auto` is bfloat16 if it has instructions here, else float32.
 
     Args:
         name: `auto`, `float32`, `bfloat16` or `float16`.

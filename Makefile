@@ -6,17 +6,18 @@
 #   TORCH_INDEX=ADDRESS      an index of PyTorch builds, asked beside the default one. PyTorch's own
 #                            index of CPU builds (pytorch.org/get-started) saves gigabytes where
 #                            there is no GPU.
-#   WORKERS=2                test processes
+#   WORKERS=3                test processes; more than two cores, as some wait for their own
 
 PYTHON ?= $(firstword $(foreach name,python3 python3.11 python3.12 python3.13 python3.14,\
     $(shell $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
-WORKERS ?= 2
+WORKERS ?= 3
+VENV := .venv/.made
 INSTALLED := .venv/.installed
 FOR_TESTS := .venv/.installed-for-tests
 PIP := .venv/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
 WORKHORSE := .venv/bin/workhorse
-# A module is compiled once, and not in each of the processes that tests start; of what tests alone
-# need, only what they import (--no-compile).
+# A module is compiled once, and not in each of the processes that tests start; where tests are all
+# that is wanted, only what they import (--no-compile).
 export PYTHONDONTWRITEBYTECODE :=
 # One thread a test process: the models of the tests are too small to share out.
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
@@ -30,19 +31,25 @@ help:
 
 install: $(FOR_TESTS)
 
-$(INSTALLED): pyproject.toml constraints.txt
+# The pip of an older Python takes twice as long to choose the packages.
+$(VENV):
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name one: make PYTHON=..." >&2; exit 2; }
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv || { \
 	    rm -rf .venv; echo "$(PYTHON) cannot make an environment; install its venv module" >&2; exit 2; }
+	-$(PIP) --quiet --upgrade pip
+	@touch $@
+
+$(INSTALLED): $(VENV) pyproject.toml constraints.txt
 	@echo "Installing PyTorch and the rest into .venv (minutes, the first time)"
 	$(PIP) torch $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(PIP) --quiet --editable . $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	@touch $@
 
-$(FOR_TESTS): $(INSTALLED)
-	@echo "Installing what the tests need"
+$(FOR_TESTS): $(VENV) pyproject.toml constraints.txt
+	@echo "Installing PyTorch and what the tests need into .venv (minutes, the first time)"
+	$(PIP) --no-compile torch $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	$(PIP) --quiet --no-compile --editable '.[dev]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	@touch $@
+	@touch $@ $(INSTALLED)
 
 DEMO := runs/stdlib-small
 demo: $(INSTALLED)

@@ -14,7 +14,7 @@ import torch
 import yaml
 
 from workhorse.checkpoints import RunDirectory, weights_of
-from workhorse.native import resolve
+from workhorse.native.operators import LOADERS, resolve
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
 
@@ -31,12 +31,14 @@ def pytest_configure(config: pytest.Config) -> None:
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if not hasattr(config, "workerinput"):
-        resolve("decoding", "training", "heap", wait=True)
+        resolve(*LOADERS, wait=True)
 
 
 @pytest.fixture(autouse=True)
 def _fixed_random_state() -> None:
-    torch.manual_seed(0)
+    torch.default_generator.manual_seed(0)
+    if torch.cuda.is_available():
+        torch.cuda.manual_seed_all(0)
 
 
 @pytest.fixture(autouse=True)

@@ -31,6 +31,8 @@ def test_dry_run_says_what_a_resume_would_change_and_writes_nothing(
         "train.batch_size changes from 2 to 3",
     ]
     assert "run: would go on after step 6" in said.err
+    assert main(arguments) == 0
+    assert " left on cpu, " in capsys.readouterr().out
     assert main([*arguments, "train.seed=4"]) == 2
     assert main(["train", recipe, "--out", "run", "--dry-run"]) == 2
     assert main(["train", recipe, "--out", "new", "--dry-run"]) == 0

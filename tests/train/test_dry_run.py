@@ -40,6 +40,18 @@ def test_a_taken_folder_is_refused_where_given_and_else_told(
     assert dry_run(make_recipe(steps=2), folder, resume=True)["step"] == 1
 
 
+def test_the_time_is_that_of_the_steps_that_are_left(
+    make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module = importlib.import_module("workhorse.train.estimate")
+    monkeypatch.setattr(module, "time_steps", lambda *_: 1.5)
+    train(make_recipe(steps=1), tmp_path / "run")
+    for steps, left in ((1, 0.0), (3, 3.0)):
+        found = dry_run(make_recipe(steps=steps), tmp_path / "run", resume=True)
+        assert found["seconds"] == left
+    assert dry_run(make_recipe(steps=3), tmp_path / "other")["seconds"] == 4.5
+
+
 def test_each_of_several_processes_has_its_share_of_the_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

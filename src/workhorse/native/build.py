@@ -17,6 +17,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
@@ -33,6 +34,7 @@ from workhorse.instructions import SWITCH, compiler_flags, switched_off, told_of
 _FLAGS = ("-O3", "-fno-math-errno", "-std=c++20", "-fPIC", "-shared")
 _SECONDS = 300
 _SCRATCH = "building-"
+_LOADING = threading.Lock()
 
 
 class Unavailable(Exception):
@@ -97,15 +99,16 @@ def load(library: Path) -> None:
         Unavailable: it cannot be loaded, or another library with the same operators was.
     """
     operators = library.name.partition("-")[0]
-    for other in map(Path, torch.ops.loaded_libraries):
-        if other.name.partition("-")[0] == operators:
-            if other.name == library.name:
-                return
-            raise Unavailable(f"cannot load {library}: this process has loaded {other}")
-    try:
-        torch.ops.load_library(library)
-    except OSError as error:
-        raise Unavailable(f"cannot load {library}: {error}".splitlines()[0]) from None
+    with _LOADING:  # PyTorch sets flags of the whole process meanwhile
+        for other in map(Path, torch.ops.loaded_libraries):
+            if other.name.partition("-")[0] == operators:
+                if other.name == library.name:
+                    return
+                raise Unavailable(f"cannot load {library}: this process has loaded {other}")
+        try:
+            torch.ops.load_library(library)
+        except OSError as error:
+            raise Unavailable(f"cannot load {library}: {error}".splitlines()[0]) from None
 
 
 def _whole(folder: Path, name: str) -> Path | None:

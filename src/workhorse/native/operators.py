@@ -1,6 +1,7 @@
 """The native operators that this machine can run: resolved once, when a model or step is built."""
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -45,18 +46,20 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
 
     Args:
         libraries: the libraries to load.
-        wait: compile now those that never were on this machine, which takes a few seconds each.
-            Otherwise they are compiled in the background, and this process runs without them.
-            Training passes true.
+        wait: compile now those that never were on this machine, at once, which takes some ten
+            seconds. Otherwise they are compiled in the background, and this process runs without
+            them. Training passes true.
 
     Raises:
         WorkhorseError: this CPU does not have the instructions asked for.
     """
     found: dict[str, Any] = {}
     why_not: dict[Library, str] = {}
-    for library in libraries:
+    with ThreadPoolExecutor() as threads:
+        loading = [threads.submit(LOADERS[library], wait=wait) for library in libraries]
+    for library, loaded in zip(libraries, loading, strict=True):
         try:
-            found[library] = LOADERS[library](wait=wait)
+            found[library] = loaded.result()
         except Unavailable as reason:
             why_not[library] = str(reason)
     return Operators(**found, why_not=why_not)

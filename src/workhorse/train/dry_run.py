@@ -27,7 +27,8 @@ def dry_run(
 
     Returns:
         The result of `estimate`; and, unless `runs/NAME` is taken, `run_directory`, the `step`
-        after which the run would continue (0: it would begin) and the `changes` of the recipe.
+        after which the run would continue (0: it would begin) and the `changes` of the recipe;
+        `seconds` are then those of the steps that are left.
 
     Raises:
         WorkhorseError: `train` would refuse before its first step.
@@ -49,4 +50,6 @@ def dry_run(
         notices.append(f"takes {asked} processes, by --workers {asked} or torchrun")
     for line in notices:
         tell(line)
-    return estimate(recipe) | place
+    found = estimate(recipe) | place
+    found["seconds"] *= 1 - min(1, found.get("step", 0) / recipe.train.steps)
+    return found

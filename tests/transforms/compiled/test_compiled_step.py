@@ -1,10 +1,13 @@
 """Compiled steps give the plain steps' logits, and are compiled once."""
 
+import os
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from filelock import FileLock
 from torch import Tensor
 
 from tests.native.machine import OPERATORS, needs
@@ -32,9 +35,21 @@ def _compiler() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Programs of this module, compiled once."""
-    return tmp_path_factory.mktemp("programs")
+def folder(_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Programs for one text, several and guesses, compiled once for all test processes."""
+    own = tmp_path_factory.getbasetemp()
+    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "programs"
+    with FileLock(f"{shared}.lock"):
+        decoder = compile_steps(make(), shared)
+        for rows, guesses in ((1, 0), (2, 0), (1, 5)):
+            texts(decoder, rows, 60, guesses)
+    return shared
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    """The same, of one test alone."""
+    return Path(shutil.copytree(folder, tmp_path / "programs"))
 
 
 @pytest.fixture
@@ -51,7 +66,6 @@ def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return seen
 
 
-@pytest.mark.usefixtures("_compiler")
 def test_one_program_serves_all_lengths_capacities_and_weights(
     folder: Path, compilations: list[int]
 ) -> None:
@@ -61,21 +75,19 @@ def test_one_program_serves_all_lengths_capacities_and_weights(
         pairs = zip(logits_along(plain, tokens), logits_along(compiled, tokens), strict=True)
         for expected, found in pairs:
             torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
-    assert len(compilations) <= 1
+    assert not compilations
 
 
-@pytest.mark.usefixtures("_compiler")
 def test_greedy_texts_of_any_number_of_rows_are_the_same(
     folder: Path, compilations: list[int]
 ) -> None:
     compiled = compile_steps(make(), folder)
     for rows in (2, 3):
         assert texts(compiled, rows, 40) == texts(make(), rows, 40)
-    assert len(compilations) <= 1
+    assert not compilations
 
 
 @needs("steps")
-@pytest.mark.usefixtures("_compiler")
 def test_what_no_native_step_computes_is_compiled(folder: Path) -> None:
     """Attention that is not native has no instruction."""
     decoder = step_natively(compile_steps(make(), folder), OPERATORS)
@@ -84,7 +96,6 @@ def test_what_no_native_step_computes_is_compiled(folder: Path) -> None:
     assert decoder.programs
 
 
-@pytest.mark.usefixtures("_compiler")
 def test_guesses_are_checked_by_one_program_whatever_their_number(
     folder: Path, compilations: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -99,37 +110,32 @@ def test_guesses_are_checked_by_one_program_whatever_their_number(
     monkeypatch.setattr(compiled, "forward", watched)
     assert texts(compiled, 1, 60, guesses=5) == texts(make(), 1, 60)
     assert len(set(checked)) > 1
-    assert len(compilations) <= 2  # and one for a single token
+    assert not compilations
 
 
-@pytest.mark.usefixtures("_compiler")
 def test_a_kept_program_is_read_and_a_damaged_one_is_made_again(
-    folder: Path, compilations: list[int], caplog: pytest.LogCaptureFixture
+    copied: Path, compilations: list[int], caplog: pytest.LogCaptureFixture
 ) -> None:
     expected = texts(make(), 1, 12)
 
     def fresh() -> list[tuple[int, ...]]:
-        decoder = compile_steps(make(), folder)
+        decoder = compile_steps(make(), copied)
         return texts(decoder, 1, 12)
 
     assert fresh() == expected
-    compilations.clear()
-    assert fresh() == expected
     assert not compilations
-    for program in folder.iterdir():
+    for program in copied.iterdir():
         program.write_bytes(program.read_bytes()[:1000])
     assert fresh() == expected
     assert compilations == [1]
     assert "is made again" in caplog.text
 
 
-@pytest.mark.usefixtures("_compiler")
 @pytest.mark.parametrize("what", ["sources_digest", "used"])
 def test_a_program_of_other_operators_is_not_read(
-    folder: Path, monkeypatch: pytest.MonkeyPatch, what: str
+    copied: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    texts(compile_steps(make(), folder), 1, 4)
-    kept = set(folder.iterdir())
+    kept = set(copied.iterdir())
     monkeypatch.setattr(compiled_step, what, lambda: "another")
     asked: list[object] = []
 
@@ -139,12 +145,11 @@ def test_a_program_of_other_operators_is_not_read(
 
     monkeypatch.setattr(compiled_step, "compile_step", compile_step)
     with pytest.raises(WorkhorseError, match="not compiled in this test"):
-        texts(compile_steps(make(), folder), 1, 4)
+        texts(compile_steps(make(), copied), 1, 4)
     assert len(asked) == 1
-    assert set(folder.iterdir()) == kept
+    assert set(copied.iterdir()) == kept
 
 
-@pytest.mark.usefixtures("_compiler")
 def test_a_folder_that_cannot_be_written_costs_only_the_keeping(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -299,11 +299,12 @@ def _figures(found: dict[str, Any]) -> list[str]:
         "steps": "from a few steps on random tokens; validation and samples come on top",
         "matrix product": "at the rate of the quickest matrix product, so at least that",
     }[found["seconds_from"]]
+    left = " left" if found.get("step") else ""
     return [
         f"parameters  {parameters['total']:,} ({roles})",
         f"memory      {most}, {found['micro_batch_size']:,} rows at once",
         *(f"            {line}" for line in parts),
         f"tokens      {found['tokens']:,}",
         f"export      {found['exports_as']}",
-        f"time        {duration(found['seconds'])} on {found['device']}, {basis}",
+        f"time        {duration(found['seconds'])}{left} on {found['device']}, {basis}",
     ]

@@ -4,6 +4,7 @@
 #include <type_traits>
 
 #include "simd/bf16.h"
+#include "simd/subnormals.h"
 
 namespace workhorse {
 
@@ -13,19 +14,6 @@ constexpr bool kMixesPairs = !kPairs;
 #else
 constexpr bool kMixesPairs = false;
 #endif
-
-// While it lives, this thread takes numbers below 2^-126 for 0, as products of pairs do.
-class TakingSubnormalsForZero {
-#ifdef __x86_64__
- public:
-  TakingSubnormalsForZero() { _mm_setcsr(before_ | 0x8040); }
-  ~TakingSubnormalsForZero() { _mm_setcsr(before_); }
-  TakingSubnormalsForZero(const TakingSubnormalsForZero&) = delete;
-
- private:
-  const unsigned before_ = _mm_getcsr();
-#endif
-};
 
 // `step` numbers of a row times as many of another, onto a vector of partial sums. `Reused`: whether the numbers are
 // multiplied by several rows, so that widening them pays where pairs are slow. Either has the same bits while a

@@ -10,6 +10,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "simd/subnormals.h"
+
 namespace workhorse::emulated {
 
 constexpr int kRows = 16, kRowBytes = 64;
@@ -44,10 +46,8 @@ inline void store(int tile, void* to, int64_t stride) {
 // c += a b. A row of `a` is 16 pairs of bfloat16, and row k of `b` the numbers that its pair k meets, one pair for
 // each number of c. First and second numbers of the pairs are summed apart; subnormal numbers are zero.
 __attribute__((noinline)) inline void multiply(int c, int a, int b) {
-  constexpr unsigned subnormals_are_zero = 0x8040;
+  const TakingSubnormalsForZero scope;
   Tiles& mine = tiles();
-  const unsigned before = _mm_getcsr();
-  _mm_setcsr(before | subnormals_are_zero);
   const __m512i upper = _mm512_set1_epi32(0xffff0000);
   for (int m = 0; m < kRows; m++) {
     __m512 first = _mm512_setzero_ps(), second = _mm512_setzero_ps();
@@ -63,7 +63,6 @@ __attribute__((noinline)) inline void multiply(int c, int a, int b) {
     float* const sum = (float*)mine.row[c][m];
     _mm512_store_ps(sum, _mm512_add_ps(_mm512_load_ps(sum), _mm512_add_ps(first, second)));
   }
-  _mm_setcsr(before);
 }
 
 }  // namespace workhorse::emulated

@@ -1,5 +1,6 @@
 """What every test relies on: no network, the same random state, a run directory to load."""
 
+import gc
 import os
 
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
@@ -30,6 +31,9 @@ def pytest_configure(config: pytest.Config) -> None:
     SIGINT for what it runs in the background; some tests interrupt themselves.
     """
     signal.signal(signal.SIGINT, signal.default_int_handler)
+    gc.set_threshold(
+        10_000, 20, 20
+    )  # a twentieth of the time went into looking through what is imported
     if not hasattr(config, "workerinput"):
         resolve(*LOADERS, wait=True)
 

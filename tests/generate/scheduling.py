@@ -2,6 +2,13 @@
 
 from workhorse.generate import Scheduler, generate
 
+ATTENTION = {
+    "rope": {},
+    "alibi": {"position": {"kind": "alibi"}},
+    "window": {"window": 5},
+    "chunk": {"chunk": 4},
+}
+
 
 def run(scheduler: Scheduler) -> dict[int, list[int]]:
     """All that comes until nothing is left, by result."""

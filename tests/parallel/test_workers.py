@@ -70,7 +70,7 @@ def test_a_signal_ends_all_after_one_step(tmp_path: Path) -> None:
 def test_a_killed_worker_costs_the_others_nothing(tmp_path: Path) -> None:
     """All are started again, and end where a single process does, to the bit."""
     process, out = begun(
-        tmp_path, fields(tmp_path, GATED, steps=60, checkpoint_every=5), "--max-restarts", "1"
+        tmp_path, fields(tmp_path, GATED, steps=40, checkpoint_every=5), "--max-restarts", "1"
     )
     os.kill(_worker(process.pid), signal.SIGKILL)
     _, said = process.communicate(timeout=120)
@@ -80,7 +80,7 @@ def test_a_killed_worker_costs_the_others_nothing(tmp_path: Path) -> None:
     starts = [one["step"] for one in read_metrics(out / "metrics.jsonl") if one["kind"] == "start"]
     assert len(starts) == 2
     assert starts[1] > 0
-    train(Recipe.from_dict(fields(tmp_path, GATED, steps=60)), tmp_path / "one")
+    train(Recipe.from_dict(fields(tmp_path, GATED, steps=40)), tmp_path / "one")
     assert state_of(out) == state_of(tmp_path / "one")
 
 

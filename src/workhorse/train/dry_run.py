@@ -51,5 +51,6 @@ def dry_run(
     for line in notices:
         tell(line)
     found = estimate(recipe) | place
-    found["seconds"] *= 1 - min(1, found.get("step", 0) / recipe.train.steps)
+    steps = recipe.train.steps
+    found["seconds"] *= max(0, steps - found.get("step", 0)) / steps
     return found

@@ -31,6 +31,8 @@ fits would take thousands. With fewer, or from one start, intervals come out too
 LOW, HIGH = 0.025, 0.975
 SLOWEST, STEEPEST = 1e-3, 3.0
 """The exponents that a fit may come to."""
+SMALL = 2.0**-26
+"""By how much of itself a number is moved to see the slope: the root of float64's precision."""
 APART = 0.1
 """Root mean square that ln D must have beside its regression on ln N, so that both can be told."""
 
@@ -170,8 +172,14 @@ def _fitted(
             "laws are fitted by SciPy, which is not installed; pip install 'workhorse[compare]'"
         ) from None
 
-    def errors(theta: Theta) -> Logs:
+    def errors(theta: Any) -> Logs:
         return measured - form.log_loss(theta, *sizes)
+
+    def slopes(theta: Logs) -> Logs:
+        """Of the errors, by differences along all numbers at once."""
+        steps = SMALL * np.maximum(1, abs(theta))
+        moved = theta[:, None] + np.diag(steps)
+        return ((errors(moved[..., None]) - errors(theta)) / steps[:, None]).T
 
     coefficients = form.free - form.exponents
     low = [-math.inf] * coefficients + [SLOWEST] * form.exponents
@@ -180,6 +188,7 @@ def _fitted(
         least_squares(
             errors,
             list(start),
+            jac=slopes,  # pyright: ignore[reportArgumentType]
             bounds=(low, high),
             loss="huber",
             f_scale=HUBER,

@@ -15,9 +15,11 @@ from weakref import finalize
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
+
+from workhorse.tensors.shapes import ShapeMemory
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -51,21 +53,23 @@ class Tape(TorchDispatchMode):
         allocations: all that were made.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, shapes: ShapeMemory) -> None:
         super().__init__()
         self.now = 0
         self.part = ""
         self.allocations: list[Allocation] = []
         self._alive: dict[int, Allocation] = {}
+        self._shapes = shapes
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         self.now += 1
+        kwargs = kwargs or {}
         instead = _INSTEAD.get(func.name())
-        made = NotImplemented if instead is None else instead(*args, **(kwargs or {}))
+        made = NotImplemented if instead is None else instead(*args, **kwargs)
         if made is NotImplemented:
-            made = func(*args, **(kwargs or {}))
+            made = self._shapes.call(func, args, kwargs)
         for tensor in _dense(tree_leaves(made)):
             self._see(tensor)
         return made
@@ -119,8 +123,8 @@ def without_data(device: torch.device = CPU) -> Generator[Tape]:
     Args:
         device: that the program makes tensors on, a `stand_in`.
     """
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if device == CPU else _fused()
-    with mode, Tape() as tape, _without_log():
+    fake = FakeTensorMode(allow_non_fake_inputs=True) if device == CPU else None
+    with fake or _fused(), Tape(ShapeMemory(fake)) as tape, _without_log():
         yield tape
 
 
@@ -208,6 +212,11 @@ def _read(tensor: Tensor, **options: Any) -> Any:
     return torch.ones(tensor.shape, dtype=options.get("dtype") or tensor.dtype)
 
 
+def _device(tensor: Tensor) -> Any:
+    """What a tensor without data says of itself; PyTorch asks in a way that takes longer."""
+    return tensor.fake_device if isinstance(tensor, FakeTensor) else NotImplemented
+
+
 def _number(tensor: Tensor) -> float | int:
     """For code that branches on a value: one, as for a finite loss or a row that exists."""
     return 1.0 if tensor.is_floating_point() else 1
@@ -256,6 +265,8 @@ _INSTEAD: dict[str, Callable[..., Any]] = {
     "aten::add_.Tensor": _added_in_place,
     "aten::split_with_sizes": _split,
     "aten::_grouped_mm": _grouped_mm,
+    "prim::device": _device,
     "workhorse::sum_rows": _of_different_ids,
 }
-"""By name, operators that depend on values or have no fake kernel, and what runs in their place."""
+"""By name, operators that depend on values, or have no fake kernel or a slow one, and what runs in
+their place."""

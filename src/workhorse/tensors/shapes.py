@@ -1,7 +1,8 @@
 """Operators on tensors without data, each of whose results is worked out once for given shapes.
 
 PyTorch takes 0.1 to 3 ms to find the shapes of an operator's results, and microseconds to make
-tensors of known shapes. The layers of a model make the same calls again and again.
+tensors of known shapes. The layers of a model make the same calls again and again. Views, whose
+shapes are soon found, are taken past the rest of what `FakeTensorMode` does.
 """
 
 from collections.abc import Hashable
@@ -10,9 +11,9 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
 from torch.utils._mode_utils import no_dispatch
-from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
+from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
 class _Shape(NamedTuple):
@@ -43,6 +44,10 @@ class ShapeMemory:
 
     def call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """What `func(*args, **kwargs)` returns, or new tensors like those that it did return."""
+        if self._fake is not None and _is_view(func) and isinstance(args[0], FakeTensor):
+            with in_kernel_invocation_manager(self._fake):
+                made = func(*args, **kwargs)
+            return tree_map(self._faked, made)
         try:
             call = func, _described(args), _described(kwargs)
             known = self._known.get(call) if _is_pure(func) else None
@@ -62,8 +67,10 @@ class ShapeMemory:
         if self._fake is None:
             return torch.empty_strided(size, stride, dtype=dtype, device="meta")
         with no_dispatch():
-            elements = torch.empty_strided(size, stride, dtype=dtype, device="meta")
-        return FakeTensor(self._fake, elements, torch.device("cpu"))
+            return self._faked(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
+
+    def _faked(self, tensor: Tensor) -> Tensor:
+        return FakeTensor(self._fake, tensor, torch.device("cpu"))
 
 
 @cache
@@ -72,6 +79,10 @@ def _is_pure(func: Any) -> bool:
     schema = func._schema
     named = [*schema.arguments, *schema.returns]
     return not schema.is_mutable and all(one.alias_info is None for one in named)
+
+
+def _is_view(func: Any) -> bool:
+    return func.is_view or func is torch.ops.aten._unsafe_view.default  # which does not say so
 
 
 def _described(value: Any) -> Hashable:

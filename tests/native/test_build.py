@@ -26,6 +26,10 @@ echo "no such instruction" >&2
 exit 1
 """
 
+INTERRUPTED = """#!/bin/sh
+kill -INT $$
+"""
+
 
 @pytest.fixture
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
@@ -59,6 +63,16 @@ def test_compiled_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPa
     assert library == build.ensure("decoding", wait=True) == build.ensure("decoding", wait=False)
     assert library.is_relative_to(cache)
     assert runs.read_text() == "run\n"
+
+
+def test_a_compiler_that_was_interrupted_is_asked_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ctrl-C at a terminal reaches it too."""
+    compiler(tmp_path, monkeypatch, INTERRUPTED)
+    assert why_not(wait=True) == "the compiler was ended by signal 2"
+    compiler(tmp_path, monkeypatch, WORKS)
+    assert build.ensure("decoding", wait=True).is_relative_to(cache)
 
 
 def test_two_at_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -51,8 +51,8 @@ def ensure(name: str, *, wait: bool) -> Path:
 
     Raises:
         Unavailable: operators are switched off, there is no compiler, the cache cannot be written,
-            the library does not compile or, without `wait`, is not compiled yet. A failure is
-            remembered and not tried again.
+            the library does not compile or, without `wait`, is not compiled yet. A failure of the
+            compiler is remembered and not tried again.
         WorkhorseError: this CPU does not have the instructions asked for.
     """
     if switched_off():
@@ -192,13 +192,19 @@ def _paths(name: str) -> list[str]:
 
 
 def _run(command: list[str]) -> str | None:
-    """The output of the command if it failed, else None."""
+    """The output of the command if it failed, else None.
+
+    Raises:
+        Unavailable: it was ended by a signal, as by Ctrl-C, which is no fault of the sources.
+    """
     try:
         done = subprocess.run(
             command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False
         )
     except subprocess.TimeoutExpired:
         return f"still compiling after {_SECONDS} seconds"
+    if done.returncode < 0:
+        raise Unavailable(f"the compiler was ended by signal {-done.returncode}")
     return done.stderr or f"exit status {done.returncode}" if done.returncode else None
 
 

@@ -46,9 +46,9 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
 
     Args:
         libraries: the libraries to load.
-        wait: compile now those that never were on this machine, at once, which takes some ten
-            seconds. Otherwise they are compiled in the background, and this process runs without
-            them. Training passes true.
+        wait: compile now those that never were on this machine, side by side, which takes up to
+            twenty seconds. Otherwise they are compiled in the background, and this process runs
+            without them. Training passes true.
 
     Raises:
         WorkhorseError: this CPU does not have the instructions asked for.

@@ -6,7 +6,8 @@
 #   TORCH_INDEX=ADDRESS      an index of PyTorch builds, asked beside the default one. PyTorch's own
 #                            index of CPU builds (pytorch.org/get-started) saves gigabytes where
 #                            there is no GPU.
-#   WORKERS=3                test processes; more than two cores, as some wait for their own
+#   WORKERS=3                test processes; one more than two cores, since some tests wait for
+#                            processes that they start
 
 PYTHON ?= $(firstword $(foreach name,python3 python3.11 python3.12 python3.13 python3.14,\
     $(shell $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
@@ -16,14 +17,16 @@ INSTALLED := .venv/.installed
 FOR_TESTS := .venv/.installed-for-tests
 PIP := .venv/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
 WORKHORSE := .venv/bin/workhorse
-# A module is compiled once, and not in each of the processes that tests start; where tests are all
-# that is wanted, only what they import (--no-compile).
+# A module is compiled once, and not in each of the processes that tests start; `make install` and
+# `make test` leave those that nothing imports as they are (--no-compile).
 export PYTHONDONTWRITEBYTECODE :=
 # One thread a test process: the models of the tests are too small to share out.
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
 CAMPAIGNS := $(addprefix campaign-,faults exact meshes mutations flex fast cpus hostile inputs gguf harness requests accounting)
 
+# One pip at a time.
+.NOTPARALLEL:
 .PHONY: help install demo test lint format bench reference families clean campaigns $(CAMPAIGNS)
 help:
 	@sed -n 's/^#  *make/make/p' Makefile
@@ -31,8 +34,8 @@ help:
 
 install: $(FOR_TESTS)
 
-# The pip of an older Python takes twice as long to choose the packages.
-$(VENV):
+# A pip as old as its Python can take twice as long to choose the packages.
+$(VENV): constraints.txt
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or newer is needed; name one: make PYTHON=..." >&2; exit 2; }
 	@test -x .venv/bin/python || $(PYTHON) -m venv .venv || { \
 	    rm -rf .venv; echo "$(PYTHON) cannot make an environment; install its venv module" >&2; exit 2; }

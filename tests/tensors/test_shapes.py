@@ -8,7 +8,8 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.plan.families import LATENT, small
-from workhorse.tensors.shapes import ShapeMemory
+from workhorse.parallel.config import ParallelismConfig
+from workhorse.tensors.shapes import ShapeCache
 from workhorse.tensors.tape import stand_in, without_data
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.step_memory import step_memory
@@ -24,9 +25,7 @@ def plainly(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Lets every operator find its shapes itself, from the call on."""
 
     def change() -> None:
-        monkeypatch.setattr(
-            ShapeMemory, "call", lambda _, func, args, kwargs: func(*args, **kwargs)
-        )
+        monkeypatch.setattr(ShapeCache, "call", lambda _, func, args, kwargs: func(*args, **kwargs))
 
     return change
 
@@ -80,6 +79,30 @@ def test_what_shares_memory_goes_on_to_share_it(device: torch.device) -> None:
             assert len({one.untyped_storage()._cdata for one in (x, first, second)}) == 3
 
 
+@devices
+def test_the_default_dtype_decides_too(device: torch.device) -> None:
+    here, dtypes = stand_in(device), [torch.float32, torch.bfloat16, torch.float32]
+    before = torch.get_default_dtype()
+    try:
+        with without_data(here):
+            whole = torch.empty(3, dtype=torch.int64, device=here)
+            for dtype in dtypes:
+                torch.set_default_dtype(dtype)
+                made = torch.empty(2, device=here), whole / 2
+                assert [one.dtype for one in made] == [dtype, dtype]
+    finally:
+        torch.set_default_dtype(before)
+
+
+def test_tensors_of_meta_stay_so_among_those_of_a_cpu() -> None:
+    with without_data():
+        for _ in range(2):
+            x = torch.empty(3, 4, device="meta")
+            made = x, x.view(12), x.detach(), x + 1, torch.nn.Parameter(x)
+            assert all(one.is_meta for one in made)
+            assert not any(one.is_meta for one in (torch.empty(3, 4), torch.empty(3, 4).t()))
+
+
 def test_what_has_data_keeps_it() -> None:
     """Among tensors of `meta`, as the counts of a batch."""
     with without_data(torch.device("meta")):
@@ -97,7 +120,10 @@ def test_what_has_data_keeps_it() -> None:
 def test_a_step_is_recorded_as_if_nothing_were_remembered(
     config: Any, dtype: Any, packed: bool, device: torch.device, plainly: Any
 ) -> None:
+    """Of one process, and of the first of two stages, which is cut from a whole model on `meta`."""
     train = TrainConfig(steps=1, batch_size=4, seq_len=12, micro_batch_size=2, dtype=dtype)
-    found = step_memory(config, train, device, packed=packed)
+    divided = {"parallel": ParallelismConfig(pipeline=2), "stage": 0}
+    cases = [{"packed": packed}, *([divided] if packed else [])]
+    found = [step_memory(config, train, device, **case) for case in cases]
     plainly()
-    assert found == step_memory(config, train, device, packed=packed)
+    assert found == [step_memory(config, train, device, **case) for case in cases]

@@ -52,7 +52,7 @@ def ensure(name: str, *, wait: bool) -> Path:
     Raises:
         Unavailable: operators are switched off, there is no compiler, the cache cannot be written,
             the library does not compile or, without `wait`, is not compiled yet. A failure of the
-            compiler is remembered and not tried again.
+            compiler is remembered and not tried again, unless a signal ended it.
         WorkhorseError: this CPU does not have the instructions asked for.
     """
     if switched_off():
@@ -99,7 +99,7 @@ def load(library: Path) -> None:
         Unavailable: it cannot be loaded, or another library with the same operators was.
     """
     operators = library.name.partition("-")[0]
-    with _LOADING:  # PyTorch sets flags of the whole process meanwhile
+    with _LOADING:  # `load_library` changes the process's dlopen flags
         for other in map(Path, torch.ops.loaded_libraries):
             if other.name.partition("-")[0] == operators:
                 if other.name == library.name:
@@ -199,12 +199,18 @@ def _run(command: list[str]) -> str | None:
     """
     try:
         done = subprocess.run(
-            command, capture_output=True, text=True, errors="replace", timeout=_SECONDS, check=False
+            command,
+            capture_output=True,
+            text=True,
+            errors="replace",
+            timeout=_SECONDS,
+            check=False,
+            env={**os.environ, "LC_ALL": "C"},
         )
     except subprocess.TimeoutExpired:
         return f"still compiling after {_SECONDS} seconds"
-    if done.returncode < 0:
-        raise Unavailable(f"the compiler was ended by signal {-done.returncode}")
+    if done.returncode < 0 or "signal terminated program" in done.stderr:  # itself, or its parts
+        raise Unavailable("the compiler was ended by a signal; the next start tries again")
     return done.stderr or f"exit status {done.returncode}" if done.returncode else None
 
 

@@ -31,7 +31,7 @@ class Heap:
 
 
 def load(*, wait: bool) -> Heap:
-    """The heap; if it was never compiled on this machine, that takes a few seconds.
+    """The heap, compiled first if it never was on this machine; see `resolve`.
 
     Raises:
         build.Unavailable: why it cannot be used, in one line.

@@ -1,5 +1,6 @@
 """The native operators that this machine can run: resolved once, when a model or step is built."""
 
+import os
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -55,11 +56,14 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
     """
     found: dict[str, Any] = {}
     why_not: dict[Library, str] = {}
-    with ThreadPoolExecutor() as threads:
+    threads = ThreadPoolExecutor(os.cpu_count())
+    try:
         loading = [threads.submit(LOADERS[library], wait=wait) for library in libraries]
-    for library, loaded in zip(libraries, loading, strict=True):
-        try:
-            found[library] = loaded.result()
-        except Unavailable as reason:
-            why_not[library] = str(reason)
+        for library, loaded in zip(libraries, loading, strict=True):
+            try:
+                found[library] = loaded.result()
+            except Unavailable as reason:
+                why_not[library] = str(reason)
+    finally:  # an interrupt waits for no compiler
+        threads.shutdown(wait=False, cancel_futures=True)
     return Operators(**found, why_not=why_not)

@@ -285,7 +285,7 @@ class Training(BlockOperators):
 
 
 def load(*, wait: bool) -> Training:
-    """The operators, compiled first, for a few seconds, if they never were on this machine.
+    """The operators, compiled first if they never were on this machine; see `resolve`.
 
     Raises:
         build.Unavailable: why they cannot be called, in one line.

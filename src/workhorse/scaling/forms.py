@@ -57,7 +57,7 @@ class Form(Protocol):
         """The logarithm of the loss.
 
         Args:
-            theta: the law's numbers.
+            theta: the law's numbers, or arrays that broadcast with n and d.
             n: logarithms of the parameters, less that of the middle.
             d: likewise, of the tokens.
         """

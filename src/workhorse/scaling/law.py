@@ -14,6 +14,7 @@ from statistics import fmean
 from typing import Any, NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
 from workhorse.errors import WorkhorseError
 from workhorse.scaling.forms import FORMS, Form, Logs, Point, Theta
@@ -31,8 +32,8 @@ fits would take thousands. With fewer, or from one start, intervals come out too
 LOW, HIGH = 0.025, 0.975
 SLOWEST, STEEPEST = 1e-3, 3.0
 """The exponents that a fit may come to."""
-SMALL = 2.0**-26
-"""By how much of itself a number is moved to see the slope: the root of float64's precision."""
+RELATIVE_STEP = 2.0**-26
+"""Of the forward differences, times max(1, |theta|): the square root of float64's precision."""
 APART = 0.1
 """Root mean square that ln D must have beside its regression on ln N, so that both can be told."""
 
@@ -172,12 +173,12 @@ def _fitted(
             "laws are fitted by SciPy, which is not installed; pip install 'workhorse[compare]'"
         ) from None
 
-    def errors(theta: Any) -> Logs:
+    def errors(theta: Any) -> NDArray[np.float64]:
         return measured - form.log_loss(theta, *sizes)
 
-    def slopes(theta: Logs) -> Logs:
-        """Of the errors, by differences along all numbers at once."""
-        steps = SMALL * np.maximum(1, abs(theta))
+    def jacobian(theta: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Of `errors`, (runs, free), by forward differences, all columns in one evaluation."""
+        steps = RELATIVE_STEP * np.maximum(1, abs(theta))
         moved = theta[:, None] + np.diag(steps)
         return ((errors(moved[..., None]) - errors(theta)) / steps[:, None]).T
 
@@ -188,7 +189,7 @@ def _fitted(
         least_squares(
             errors,
             list(start),
-            jac=slopes,  # pyright: ignore[reportArgumentType]
+            jac=jacobian,  # pyright: ignore[reportArgumentType]
             bounds=(low, high),
             loss="huber",
             f_scale=HUBER,

@@ -1,8 +1,8 @@
-"""Operators on tensors without data, each of whose results is worked out once for given shapes.
+"""Shapes of operators' results on tensors without data, worked out once for equal arguments.
 
 PyTorch takes 0.1 to 3 ms to find the shapes of an operator's results, and microseconds to make
 tensors of known shapes. The layers of a model make the same calls again and again. Views, whose
-shapes are soon found, are taken past the rest of what `FakeTensorMode` does.
+shapes are soon found, bypass the rest of `FakeTensorMode`.
 """
 
 from collections.abc import Hashable
@@ -16,21 +16,22 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_map, tree_unflatten
 
 
-class _Shape(NamedTuple):
+class _TensorMeta(NamedTuple):
     """Of a tensor without data that has a storage of its own."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
+    device: torch.device
 
 
 class _Results(NamedTuple):
     leaves: list[Any]
-    """Shapes of tensors, and what is none: sizes, None."""
+    """`_TensorMeta` of tensors, and what is no tensor: sizes, None."""
     structure: TreeSpec
 
 
-class ShapeMemory:
+class ShapeCache:
     """Calls operators, and remembers the shapes that their results had.
 
     Args:
@@ -47,11 +48,12 @@ class ShapeMemory:
         if self._fake is not None and _is_view(func) and isinstance(args[0], FakeTensor):
             with in_kernel_invocation_manager(self._fake):
                 made = func(*args, **kwargs)
-            return tree_map(self._faked, made)
+            device = args[0].fake_device
+            return tree_map(lambda view: FakeTensor(self._fake, view, device), made)
         if not _is_pure(func):
             return func(*args, **kwargs)
         try:
-            call = func, _described(args), _described(kwargs)
+            call = func, torch.get_default_dtype(), _described(args), _described(kwargs)
             known = self._known.get(call)
         except TypeError:  # a tensor that has data, or something that cannot be compared
             return func(*args, **kwargs)
@@ -63,16 +65,14 @@ class ShapeMemory:
         return made
 
     def _made(self, leaf: Any) -> Any:
-        if not isinstance(leaf, _Shape):
+        if not isinstance(leaf, _TensorMeta):
             return leaf
-        size, stride, dtype = leaf
+        size, stride, dtype, device = leaf
         if self._fake is None:
-            return torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            return torch.empty_strided(size, stride, dtype=dtype, device=device)
         with no_dispatch():
-            return self._faked(torch.empty_strided(size, stride, dtype=dtype, device="meta"))
-
-    def _faked(self, tensor: Tensor) -> Tensor:
-        return FakeTensor(self._fake, tensor, torch.device("cpu"))
+            elements = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+        return FakeTensor(self._fake, elements, device)
 
 
 @cache
@@ -94,7 +94,7 @@ def _described(value: Any) -> Hashable:
         TypeError: the value is a tensor with data, or cannot be hashed.
     """
     if isinstance(value, Tensor):
-        return _shape(value)
+        return _meta_of(value)
     if isinstance(value, list | tuple):
         return tuple(_described(one) for one in value)
     if isinstance(value, dict):
@@ -102,12 +102,14 @@ def _described(value: Any) -> Hashable:
     return type(value), value  # 1, 1.0 and True are equal
 
 
-def _shape(tensor: Tensor) -> _Shape:
-    if not isinstance(tensor, FakeTensor) and tensor.device.type != "meta":
-        raise TypeError("has data")
-    if tensor.layout != torch.strided:
-        raise TypeError("is sparse")
-    return _Shape(tuple(tensor.shape), tensor.stride(), tensor.dtype)
+def _meta_of(tensor: Tensor) -> _TensorMeta:
+    if isinstance(tensor, FakeTensor):
+        device, has_data = tensor.fake_device, tensor.constant is not None
+    else:
+        device, has_data = tensor.device, not tensor.is_meta
+    if has_data or tensor.layout != torch.strided:
+        raise TypeError("has data, or is sparse")
+    return _TensorMeta(tuple(tensor.shape), tensor.stride(), tensor.dtype, device)
 
 
 def _new(made: Any, given: list[Any]) -> _Results | None:
@@ -121,7 +123,7 @@ def _new(made: Any, given: list[Any]) -> _Results | None:
             leaves.append(result)
             continue
         try:
-            leaves.append(_shape(result))
+            leaves.append(_meta_of(result))
         except TypeError:
             return None
         storage = result.untyped_storage()

@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from workhorse.tensors.shapes import ShapeMemory
+from workhorse.tensors.shapes import ShapeCache
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -53,7 +53,7 @@ class Tape(TorchDispatchMode):
         allocations: all that were made.
     """
 
-    def __init__(self, shapes: ShapeMemory) -> None:
+    def __init__(self, shapes: ShapeCache) -> None:
         super().__init__()
         self.now = 0
         self.part = ""
@@ -124,7 +124,7 @@ def without_data(device: torch.device = CPU) -> Generator[Tape]:
         device: that the program makes tensors on, a `stand_in`.
     """
     fake = FakeTensorMode(allow_non_fake_inputs=True) if device == CPU else None
-    with fake or _fused(), Tape(ShapeMemory(fake)) as tape, _without_log():
+    with fake or _fused(), Tape(ShapeCache(fake)) as tape, _without_log():
         yield tape
 
 
@@ -213,7 +213,7 @@ def _read(tensor: Tensor, **options: Any) -> Any:
 
 
 def _device(tensor: Tensor) -> Any:
-    """What a tensor without data says of itself; PyTorch asks in a way that takes longer."""
+    """The device of a fake tensor, without the detour through `FakeTensorMode`."""
     return tensor.fake_device if isinstance(tensor, FakeTensor) else NotImplemented
 
 

@@ -1,6 +1,5 @@
 """Compiled steps give the plain steps' logits, and are compiled once."""
 
-import os
 import shutil
 from pathlib import Path
 from typing import Any
@@ -35,10 +34,10 @@ def _compiler() -> None:
 
 
 @pytest.fixture(scope="module")
-def folder(_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Programs for one text, several and guesses, compiled once for all test processes."""
+def folder(_compiler: None, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """Programs for one text, for several, and for guesses, compiled once for all test processes."""
     own = tmp_path_factory.getbasetemp()
-    shared = (own.parent if "PYTEST_XDIST_WORKER" in os.environ else own) / "programs"
+    shared = (own if worker_id == "master" else own.parent) / "programs"
     with FileLock(f"{shared}.lock"):
         decoder = compile_steps(make(), shared)
         for rows, guesses in ((1, 0), (2, 0), (1, 5)):
@@ -48,7 +47,7 @@ def folder(_compiler: None, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def copied(folder: Path, tmp_path: Path) -> Path:
-    """The same, of one test alone."""
+    """A copy that a test may change."""
     return Path(shutil.copytree(folder, tmp_path / "programs"))
 
 
@@ -88,9 +87,9 @@ def test_greedy_texts_of_any_number_of_rows_are_the_same(
 
 
 @needs("steps")
-def test_what_no_native_step_computes_is_compiled(folder: Path) -> None:
+def test_what_no_native_step_computes_is_compiled(copied: Path) -> None:
     """Attention that is not native has no instruction."""
-    decoder = step_natively(compile_steps(make(), folder), OPERATORS)
+    decoder = step_natively(compile_steps(make(), copied), OPERATORS)
     assert texts(decoder, 1, 40) == texts(make(), 1, 40)
     assert isinstance(decoder, CompiledDecoder)
     assert decoder.programs

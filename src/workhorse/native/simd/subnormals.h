@@ -7,7 +7,7 @@
 
 namespace workhorse {
 
-// While it lives, this thread takes them for 0, as the instructions that multiply pairs of bfloat16 do.
+// While it lives, this thread treats them as 0, as the instructions that multiply pairs of bfloat16 do.
 class TakingSubnormalsForZero {
 #ifdef __x86_64__
  public:

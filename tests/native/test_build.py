@@ -1,9 +1,11 @@
 """Compiling in the user's cache: once, whole, and never in the way."""
 
+import gc
 import os
 import re
 import shutil
 import subprocess
+import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -59,6 +61,24 @@ def test_this_compiler_accepts_every_source() -> None:
     """Tests of a library that did not compile are skipped; this one fails."""
     reasons = resolve(*LOADERS, wait=True).why_not
     assert not [reason for reason in reasons.values() if "did not compile" in reason]
+
+
+def test_what_is_not_available_keeps_nothing_of_its_caller_alive(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As the traceback of an exception that something holds would, a whole model with it."""
+    monkeypatch.setenv(build.SWITCH, "0")
+
+    def caller() -> weakref.ref[torch.Tensor]:
+        held = torch.empty(1)
+        assert why_not(wait=True) == f"{build.SWITCH}=0"
+        return weakref.ref(held)
+
+    gc.disable()
+    try:
+        assert caller()() is None
+    finally:
+        gc.enable()
 
 
 def test_compiled_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

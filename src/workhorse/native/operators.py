@@ -54,16 +54,22 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
     Raises:
         WorkhorseError: this CPU does not have the instructions asked for.
     """
+
+    def load(library: Library) -> tuple[object, str]:
+        try:
+            return LOADERS[library](wait=wait), ""
+        except Unavailable as reason:  # a future that kept it would keep the caller's frames
+            return None, str(reason)
+
     found: dict[str, Any] = {}
     why_not: dict[Library, str] = {}
     threads = ThreadPoolExecutor(os.cpu_count())
     try:
-        loading = [threads.submit(LOADERS[library], wait=wait) for library in libraries]
-        for library, loaded in zip(libraries, loading, strict=True):
-            try:
-                found[library] = loaded.result()
-            except Unavailable as reason:
-                why_not[library] = str(reason)
+        for library, (loaded, reason) in zip(libraries, threads.map(load, libraries), strict=True):
+            if reason:
+                why_not[library] = reason
+            else:
+                found[library] = loaded
     finally:  # an interrupt waits for no compiler
         threads.shutdown(wait=False, cancel_futures=True)
     return Operators(**found, why_not=why_not)

@@ -162,8 +162,8 @@ def test_a_folder_that_cannot_be_written_costs_only_the_keeping(
     assert "is not kept" in caplog.text
 
 
-def test_too_many_tokens_are_refused_as_without_compilation(folder: Path) -> None:
-    decoder = compile_steps(make(), folder)
+def test_too_many_tokens_are_refused_as_without_compilation(tmp_path: Path) -> None:
+    decoder = compile_steps(make(), tmp_path)
     with torch.no_grad():
         cache = paged(decoder, 1, 4)
         decoder.next_logits(torch.tensor([[1, 2, 3, 4]]), cache=cache)

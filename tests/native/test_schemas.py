@@ -64,7 +64,7 @@ def adamw(dtype: torch.dtype) -> Arguments:
     x = randn(5)
     squares = torch.rand(5)
     numbers = (1.0, 1e-3, 0.9, 0.95, 1e-8, 0.1)
-    return [x(dtype)], low_bits, [x(dtype)], [x(dtype)], [squares], [1], *numbers
+    return [x(dtype)], low_bits, [x(dtype)], [x(dtype)], [squares], [torch.ones(())], *numbers
 
 
 def decode_step(dtype: torch.dtype) -> Arguments:

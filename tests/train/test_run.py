@@ -181,15 +181,16 @@ def times(outcome: Outcome, factor: float) -> Outcome:
 def test_a_loss_that_stays_infinite_stops_the_run(
     make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    loss = NextToken.forward
+    backward = TrainingStep.backward
     calls = 0
 
-    def sometimes_infinite(self, rows):
+    def sometimes_infinite(self, *given):
         nonlocal calls
         calls += 1
-        return times(loss(self, rows), float("inf") if calls == 3 or calls > 6 else 1.0)
+        loss, counted = backward(self, *given)
+        return loss * (float("inf") if calls == 3 or calls > 6 else 1.0), counted
 
-    monkeypatch.setattr(NextToken, "forward", sometimes_infinite)
+    monkeypatch.setattr(TrainingStep, "backward", sometimes_infinite)
     with pytest.raises(
         WorkhorseError,
         match=r"for 3 steps in a row, up to step 9.*go on from the last",

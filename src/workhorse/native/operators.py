@@ -6,22 +6,24 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from workhorse.native import decoding, heap, matrix_unit, steps, training, vectors
+from workhorse.native import decoding, heap, matrix_unit, replay, steps, training, vectors
 from workhorse.native.build import Unavailable
 from workhorse.native.decoding import Decoding
 from workhorse.native.heap import Heap
 from workhorse.native.matrix_unit import MatrixUnit
+from workhorse.native.replay import Replay
 from workhorse.native.steps import Steps
 from workhorse.native.training import Training
 from workhorse.native.vectors import Vectors
 
-Library = Literal["decoding", "heap", "matrix_unit", "steps", "training", "vectors"]
+Library = Literal["decoding", "heap", "matrix_unit", "replay", "steps", "training", "vectors"]
 
 
 LOADERS: dict[Library, Callable[..., object]] = {
     "decoding": decoding.load,
     "heap": heap.load,
     "matrix_unit": matrix_unit.load,
+    "replay": replay.load,
     "steps": steps.load,
     "training": training.load,
     "vectors": vectors.load,
@@ -35,6 +37,7 @@ class Operators:
     decoding: Decoding | None = None
     heap: Heap | None = None
     matrix_unit: MatrixUnit | None = None
+    replay: Replay | None = None
     steps: Steps | None = None
     training: Training | None = None
     vectors: Vectors | None = None

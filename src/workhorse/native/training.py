@@ -199,7 +199,7 @@ class Training(BlockOperators):
         gradients: list[Tensor],
         means: list[Tensor],
         mean_squares: list[Tensor],
-        updates: list[int],
+        updates: list[Tensor],
         *,
         shrink: float,
         rate: float,
@@ -216,7 +216,7 @@ class Training(BlockOperators):
             gradients: bfloat16 or float32; multiplied by `shrink`.
             means: bfloat16 or float32.
             mean_squares: float32.
-            updates: the number of updates of each weight, including this one.
+            updates: (), float32, of each weight: how many it has had; this one is added.
             shrink: see `gradients`.
             rate: the learning rate.
             beta1: see AdamW.

@@ -171,15 +171,13 @@ class AdamW:
         self, operators: Training, states: list[State], schedule: float, shrink: float
     ) -> None:
         """Update in one pass over memory; either all weights have low bits or none has."""
-        updates = [one.updates for one in states]
-        torch._foreach_add_(updates, 1)  # pyright: ignore[reportPrivateImportUsage]
         operators.adamw_(
             [one.weight for one in states],
             [one.low_bits for one in states if one.low_bits is not None],
             [one.gradient.contiguous() for one in states],
             [one.mean for one in states],
             [one.mean_square for one in states],
-            [int(count) for count in updates],
+            [one.updates for one in states],
             shrink=shrink,
             rate=self.learning_rate * schedule,
             beta1=self.config.beta1,

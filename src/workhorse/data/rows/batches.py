@@ -46,6 +46,12 @@ class Batch:
             self.tokens[start:stop], self.targets[start:stop], documents, self.sources[start:stop]
         )
 
+    @property
+    def tensors(self) -> list[Tensor]:
+        """All of them that are there."""
+        every = self.tokens, self.targets, self.documents, self.sources
+        return [one for one in every if one is not None]
+
     def columns(self, own: slice) -> "Batch":
         """Those tokens of every row."""
         documents = None if self.documents is None else self.documents[:, own]

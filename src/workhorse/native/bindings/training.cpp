@@ -135,7 +135,7 @@ void with_numbers(const Tensor& x, F f) {
 
 // The weights are all float32 or, with low bits, all split.
 void adamw_(at::TensorList weights, at::TensorList low_bits, at::TensorList gradients,
-            at::TensorList means, at::TensorList mean_squares, at::IntArrayRef updates, double shrink,
+            at::TensorList means, at::TensorList mean_squares, at::TensorList updates, double shrink,
             double rate, double beta1, double beta2, double eps, double weight_decay) {
   constexpr int64_t kPart = 1 << 14;
   struct Part {
@@ -144,6 +144,8 @@ void adamw_(at::TensorList weights, at::TensorList low_bits, at::TensorList grad
   };
   std::vector<Part> parts;
   for (size_t t = 0; t < weights.size(); t++) {
+    TORCH_CHECK(updates[t].scalar_type() == at::kFloat && updates[t].numel() == 1,
+                "workhorse: a count of updates must be one float32 number");
     const int64_t n = weights[t].numel();
     for (const Tensor& x : {gradients[t], means[t], mean_squares[t]})
       TORCH_CHECK(x.numel() == n, "workhorse: a gradient and its means must have the size of the weight");
@@ -153,6 +155,8 @@ void adamw_(at::TensorList weights, at::TensorList low_bits, at::TensorList grad
                 "workhorse: mean squares must be contiguous and float32");
     for (int64_t i = 0; i < n; i += kPart) parts.push_back({t, i, std::min(i + kPart, n)});
   }
+  std::vector<double> counts;
+  for (const Tensor& count : updates) counts.push_back(*into<float>(count) += 1);
   torch::stable::parallel_for(0, parts.size(), 1, [&](int64_t first, int64_t last) {
     for (int64_t i = first; i < last; ++i) {
       const Part& part = parts[i];
@@ -161,8 +165,8 @@ void adamw_(at::TensorList weights, at::TensorList low_bits, at::TensorList grad
                                  float(1 - rate * weight_decay),
                                  float(1 - beta1),
                                  float(1 - beta2),
-                                 float(rate / (1 - std::pow(beta1, updates[t]))),
-                                 float(1 / std::sqrt(1 - std::pow(beta2, updates[t]))),
+                                 float(rate / (1 - std::pow(beta1, counts[t]))),
+                                 float(1 / std::sqrt(1 - std::pow(beta2, counts[t]))),
                                  float(eps)};
       float* const squares = mean_squares[t].mutable_data_ptr<float>();
       with_numbers(gradients[t], [&](auto g) {
@@ -247,7 +251,7 @@ TORCH_LIBRARY_FRAGMENT(workhorse, library) {
       "bool centred) -> (Tensor, Tensor)");
   library.def(
       "adamw_(Tensor(a!)[] weights, Tensor(b!)[] low_bits, Tensor[] gradients, Tensor(c!)[] means, "
-      "Tensor(d!)[] mean_squares, int[] updates, float shrink, float rate, float beta1, float beta2, "
+      "Tensor(d!)[] mean_squares, Tensor(e!)[] updates, float shrink, float rate, float beta1, float beta2, "
       "float eps, float weight_decay) -> ()");
   library.def(
       "muon_directions(Tensor[] gradients, Tensor(a!) momenta, float shrink, float momentum, bool "

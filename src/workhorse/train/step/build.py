@@ -28,6 +28,7 @@ from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.speed import peak_flops
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
+from workhorse.train.step.recorded_passes import RecordedPasses
 from workhorse.train.step.reduction import Reduction, ShardedReduction
 from workhorse.train.step.step import TrainingStep
 from workhorse.transforms.checkpointing import checkpoint_activations
@@ -113,6 +114,7 @@ def build_step(
         turns=one_forward_one_backward if teams.stages is None else teams.stages.turns,
         grad_clip=config.grad_clip,
         reduction=reduction(optimizer.masters, config.seed) if divided else None,
+        recorded=_recorded_passes(objective, config, operators, world),
         device_decides=device.type == "cuda",
     )
     if config.compile:
@@ -196,6 +198,20 @@ def _divide(
     return reduction
 
 
+def _recorded_passes(
+    objective: Objective, config: TrainConfig, operators: Operators, world: World
+) -> RecordedPasses | None:
+    """Passes without Python, where nothing happens in them but operators' calls."""
+    if (
+        operators.replay is None
+        or world.in_step
+        or config.compile
+        or config.activation_checkpointing
+    ):
+        return None
+    return RecordedPasses(objective, operators.replay) if type(objective) is NextToken else None
+
+
 def _objective(
     decoder: Decoder, config: TrainConfig, teams: Teams, whole: DecoderConfig
 ) -> Objective:
@@ -226,4 +242,4 @@ def training_operators(device: torch.device, dtype: torch.dtype) -> Operators:
     """The native operators that training in a dtype can use on a device; waits for the compiler."""
     if device.type != "cpu" or dtype == torch.float16:
         return Operators()
-    return resolve("training", "matrix_unit", "vectors", wait=True)
+    return resolve("training", "matrix_unit", "vectors", "replay", wait=True)

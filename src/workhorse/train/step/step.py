@@ -5,6 +5,7 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ from workhorse.optim.norm import norm_by_rows, norm_over_parts, total_norm
 from workhorse.optim.shrink import shrink_on_device
 from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
 from workhorse.tensors.to_host import ToHost
-from workhorse.train.objectives.objective import Objective, Outcome, Rows
+from workhorse.train.objectives.objective import Objective, Rows
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
 from workhorse.train.step.reduction import Reduction
@@ -53,6 +54,7 @@ class TrainingStep:
         grad_clip: largest norm of the gradient; None for no limit.
         turns: the order of the passes of so many micro-batches.
         reduction: adds up the gradients of a batch that is divided; None: it is not.
+        recorded: does both passes of rows at once, see `RecordedPasses`; None: autograd does them.
         device_decides: whether the device decides if an update is made, so that it goes on with it
             while the host waits for the step's figures. The native operators cannot.
     """
@@ -69,6 +71,7 @@ class TrainingStep:
         grad_clip: float | None,
         turns: Callable[[int], Iterable[Turn]] = one_forward_one_backward,
         reduction: Reduction | None = None,
+        recorded: Callable[[Any, float], dict[str, Tensor]] | None = None,
         device_decides: bool = False,
     ) -> None:
         self.objective = objective
@@ -82,6 +85,7 @@ class TrainingStep:
         self.pass_seconds = 0.0
         """Seconds that this process has spent in forward and backward passes, by its own clock."""
         self.reduction = reduction
+        self.recorded = recorded
         self.device_decides = device_decides
         self._terms: dict[str, Tensor] = {}
         """The means of what `backward` saw beside the loss."""
@@ -114,18 +118,25 @@ class TrainingStep:
         started = time.perf_counter()
         sums: dict[str, Tensor] = {}
         starts = range(begin, end, self.micro_batch_size)
+        weight = self.scale.value / max(counted, 1)
         losses: dict[int, Tensor] = {}
         """Of micro-batches whose backward pass is still to come."""
         for number, forward in self.turns(len(starts)):
             if forward:
                 rows = batch.rows(starts[number], min(starts[number] + starts.step, end))
-                with self.precision():
-                    outcome: Outcome = self.objective(rows.to(self.device, non_blocking=True))
-                for name, figure in {"loss": outcome.loss.detach(), **outcome.figures}.items():
+                rows = rows.to(self.device, non_blocking=True)
+                if self.recorded is not None:  # both passes
+                    figures = self.recorded(rows, weight)
+                else:
+                    with self.precision():
+                        losses[number], _, figures = self.objective(rows)
+                    figures = {"loss": losses[number].detach(), **figures}
+                for name, figure in figures.items():
                     sums[name] = sums[name] + figure if name in sums else figure
-                losses[number] = outcome.loss * (self.scale.value / max(counted, 1))
                 continue
-            losses.pop(number).backward()
+            if self.recorded is None:
+                loss = losses.pop(number)
+                loss.backward(loss.new_full((), weight))
             if len(starts) > 1:
                 self.optimizer.masters.accumulate()
         self.pass_seconds += time.perf_counter() - started

@@ -71,6 +71,10 @@ def main() -> None:
     options.add_argument("--rounds", type=at_least_one, default=5)
     options.add_argument("--only", nargs="+", metavar="WORK", help="these alone")
     given = options.parse_args()
+    every = works(str(given.models))
+    names = [one.contestant.name for one in every]
+    if unknown := [name for name in given.only or names if name not in names]:
+        options.error(f"unknown: {unknown[0]}; there are: {'; '.join(names)}")
     if not given.plain:
         share_cores()
     threads = default_threads()
@@ -78,7 +82,7 @@ def main() -> None:
     print(", ".join(f"{name}={os.environ[name]}" for name in SETTINGS if name in os.environ))
     print("\n| | alone | beside one | | beside two | | two at once, each | |")
     print("|---|--:|--:|--:|--:|--:|--:|--:|")
-    for contestant, measures in works(str(given.models)):
+    for contestant, measures in every:
         if given.only and contestant.name not in given.only:
             continue
         (measure,) = measures

@@ -88,7 +88,7 @@ class RecordedPasses:
 
     def _ordinary(self, batch: Batch, weight: float) -> Figures:
         loss, _, figures = self._objective(batch)
-        loss.backward(loss.new_full((), weight))
+        (loss * weight).backward()
         return {"loss": loss.detach(), **figures}
 
     def _record(self, shape: Shape, batch: Batch, weight: float) -> Figures:
@@ -97,9 +97,9 @@ class RecordedPasses:
         recorder = Recorder([*batch.tensors, share])
         with recorder:
             loss, _, figures = self._objective(batch)
-            if loss.dtype != share.dtype:
+            if loss.dtype != share.dtype:  # a product with a number has the type of the tensor
                 raise Unrecordable(f"the loss is {loss.dtype}")
-            loss.backward(share)
+            (loss * share).backward()
             figures = {"loss": loss.detach(), **figures}
         results = [*figures.values(), *(one.grad for one in self._parameters)]
         self._recorded[shape] = _Recorded(self._replay.recording(recorder, results), list(figures))

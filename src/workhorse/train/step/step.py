@@ -129,14 +129,14 @@ class TrainingStep:
                     figures = self.recorded(rows, weight)
                 else:
                     with self.precision():
-                        losses[number], _, figures = self.objective(rows)
-                    figures = {"loss": losses[number].detach(), **figures}
+                        loss, _, figures = self.objective(rows)
+                    losses[number] = loss * weight
+                    figures = {"loss": loss.detach(), **figures}
                 for name, figure in figures.items():
                     sums[name] = sums[name] + figure if name in sums else figure
                 continue
             if self.recorded is None:
-                loss = losses.pop(number)
-                loss.backward(loss.new_full((), weight))
+                losses.pop(number).backward()
             if len(starts) > 1:
                 self.optimizer.masters.accumulate()
         self.pass_seconds += time.perf_counter() - started

@@ -205,6 +205,24 @@ def test_adamw_of_float32_in_one_pass_is_pytorchs() -> None:
         torch.testing.assert_close(ours, plain, atol=1e-6, rtol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("updates", "message"),
+    [([], "as much for each weight"), ([torch.zeros(2)], "one float32 number")],
+)
+def test_adamw_counts_the_updates_of_each_weight(updates: list[torch.Tensor], message: str) -> None:
+    numbers = [torch.ones(3)]
+    rates = {
+        "shrink": 1.0,
+        "rate": 0.1,
+        "beta1": 0.9,
+        "beta2": 0.9,
+        "eps": 0.1,
+        "weight_decay": 0.0,
+    }
+    with pytest.raises(RuntimeError, match=message):
+        TRAINING.adamw_(numbers, [], numbers, numbers, numbers, updates, **rates)
+
+
 @pytest.mark.parametrize("gathered", [False, True])
 @pytest.mark.parametrize("shape", [(40, 50), (50, 40), (3, 37, 20), (5, 7)])
 @pytest.mark.parametrize("nesterov", [False, True])

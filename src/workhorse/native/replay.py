@@ -1,7 +1,7 @@
-"""Operators called again as they were once, without Python; see `bindings/replay.cpp`.
+"""Replays calls of operators without Python and autograd; see `bindings/replay.cpp`.
 
-Between two operators, Python and autograd take tens of microseconds. Where a model is small, that
-is as long as the operators themselves take.
+Between two operators Python and autograd take tens of microseconds. In a small model that is as
+long as the operators themselves take.
 """
 
 # PyTorch has no public types for the schema of an operator, or for classes in C++.
@@ -29,7 +29,7 @@ NO_TENSOR = -1
 
 
 class Unrecordable(Exception):
-    """Why calls cannot be made again with other inputs, in one line."""
+    """Why calls cannot be replayed with other inputs, in one line."""
 
 
 class Call(NamedTuple):
@@ -45,62 +45,65 @@ class Call(NamedTuple):
 
 
 class Recorder(TorchDispatchMode):
-    """Sees the operators that are called while it is active, below autograd; keeps no tensor alive.
+    """Sees the operators that are called while it is active, below autograd; keeps no result alive.
 
-    What happens between them must depend on nothing of the inputs but shapes and strides.
+    What happens between them may depend on shapes and strides of the inputs, but on no number in
+    them. Where Python sees a number, that is refused; composite operators that read some in C++,
+    and functions given a tensor's address, are not noticed.
 
     Args:
         inputs: the tensors that others will stand in for.
 
     Raises:
-        Unrecordable: out of the call of an operator, which is not made: it would show Python
-            numbers, or sizes that depend on them.
+        Unrecordable: an input is there twice; or, out of the call of an operator or function, that
+            depends on numbers in a way that is not an operator's, or returns what is no tensor.
     """
 
     def __init__(self, inputs: Sequence[Tensor]) -> None:
         super().__init__()
         self.calls: list[Call] = []
         self.n_inputs = len(inputs)
-        self.kept: dict[int, Tensor] = {}
-        """By slot, what no operator made while this was active, such as weights."""
+        self.constants: dict[int, Tensor] = {}
+        """What existed before, such as weights, by slot."""
         self._slots = WeakIdKeyDictionary()
         self._free = count()
-        self._reads = _NoReading()
+        self._refuses_reads = _RefuseReads()
         for tensor in inputs:
+            if tensor in self._slots:
+                raise Unrecordable("an input is there twice")
             self._new(tensor)
 
     def __enter__(self) -> Self:
-        self._reads.__enter__()
+        self._refuses_reads.__enter__()
         return super().__enter__()
 
     def __exit__(self, *error: object) -> None:
         super().__exit__(*error)
-        self._reads.__exit__(*error)
+        self._refuses_reads.__exit__(*error)
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         kwargs = kwargs or {}
-        read = [one for one in tree_leaves((args, kwargs)) if isinstance(one, Tensor)]
-        if _shows_numbers(func, read):
-            raise Unrecordable(f"{func.name()} shows numbers to Python")
+        if _depends_on_data(func, args):
+            raise Unrecordable(f"{func.name()} depends on numbers")
+        schema = func._schema
         given = [
             args[number] if number < len(args) else kwargs.get(one.name, one.default_value)
-            for number, one in enumerate(func._schema.arguments)
+            for number, one in enumerate(schema.arguments)
         ]
-        tensors = [self._slots_of(one) for one in given]
+        tensors = [self._slots_in(one) for one in given]
         made = func(*args, **kwargs)
         results = tree_leaves(made)
-        if not all(isinstance(one, Tensor) for one in results):
-            if not read:  # a question about types
+        if not all(one is None or isinstance(one, Tensor) for one in results):
+            if not any(tensors):  # a question about dtypes, as of `promote_types`
                 return made
             raise Unrecordable(f"{func.name()} returns what is no tensor")
-        schema = func._schema
         arguments = [
-            None if slots or one in ([], ()) else _kept(one)
+            None if slots or one in ([], ()) else _as_any(one)
             for one, slots in zip(given, tensors, strict=True)
         ]
-        slots = [self._slots[one] if one in self._slots else self._new(one) for one in results]
+        slots = [self._result(one) for one in results]
         self.calls.append(Call(schema.name, schema.overload_name, arguments, tensors, slots))
         return made
 
@@ -110,50 +113,67 @@ class Recorder(TorchDispatchMode):
         return False
 
     def slot(self, tensor: Tensor | None) -> int:
-        """Where a tensor is that was given or made.
+        """Where a tensor is.
 
         Raises:
-            Unrecordable: nothing that was seen has made it.
+            Unrecordable: it is no input, and no recorded call read or made it.
         """
         if tensor is None:
             return NO_TENSOR
         if tensor not in self._slots:
-            raise Unrecordable("something unseen made a result")
+            raise Unrecordable("no recorded call made a result")
         return self._slots[tensor]
 
-    def _slots_of(self, argument: Any) -> list[int]:
+    def _slots_in(self, argument: Any) -> list[int]:
         several = isinstance(argument, list | tuple)
         tensors = argument if several else [argument]
         if all(isinstance(one, Tensor) or (several and one is None) for one in tensors):
-            return [NO_TENSOR if one is None else self._found(one) for one in tensors]
+            return [NO_TENSOR if one is None else self._read(one) for one in tensors]
         return []
 
-    def _found(self, tensor: Tensor) -> int:
+    def _read(self, tensor: Tensor) -> int:
         if tensor not in self._slots:
-            self.kept[self._new(tensor)] = tensor
+            self.constants[self._new(tensor)] = tensor
         return self._slots[tensor]
+
+    def _result(self, tensor: Tensor | None) -> int:
+        if tensor is None:
+            return NO_TENSOR
+        return self._slots[tensor] if tensor in self._slots else self._new(tensor)
 
     def _new(self, tensor: Tensor) -> int:
         self._slots[tensor] = slot = next(self._free)
         return slot
 
 
-class _NoReading(TorchFunctionMode):
-    """Refuses what shows numbers to Python without an operator."""
+class _RefuseReads(TorchFunctionMode):
+    """Refuses what shows numbers to Python, or gives a tensor others, without an operator."""
 
     def __torch_function__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if getattr(func, "__name__", None) in _READS:
-            raise Unrecordable(f"{func.__name__} shows numbers to Python")
+        name = getattr(func, "__name__", None)
+        if name in _READS or func == _SET_DATA:
+            raise Unrecordable(f"{name} is no operator")
         return func(*args, **(kwargs or {}))
 
 
-_READS = frozenset({"tolist", "numpy", "__array__", "__dlpack__", "data_ptr", "untyped_storage"})
+_READS = frozenset(
+    {
+        "__array__",
+        "__dlpack__",
+        "data_ptr",
+        "numpy",
+        "tensor_split",
+        "tolist",
+        "untyped_storage",
+    }
+)
+_SET_DATA = Tensor.data.__set__  # pyright: ignore[reportAttributeAccessIssue]
 
 
-def _kept(argument: Any) -> Any:
-    """As PyTorch takes it where any type may stand."""
+def _as_any(argument: Any) -> Any:
+    """An argument as PyTorch takes it for the type `Any`."""
     return _MEMORY_FORMATS[argument] if isinstance(argument, torch.memory_format) else argument
 
 
@@ -166,12 +186,12 @@ _MEMORY_FORMATS = {
 """As `c10::MemoryFormat` numbers them."""
 
 
-def _shows_numbers(func: Any, read: Iterable[Tensor]) -> bool:
-    """Whether an operator returns a number to Python, or a size that depends on numbers."""
+def _depends_on_data(func: Any, args: tuple[Any, ...]) -> bool:
+    """Whether an operator returns a number to Python, or a shape that depends on numbers."""
     if torch.Tag.dynamic_output_shape in func.tags:
         if func.overloadpacket is not torch.ops.aten.index:
             return True
-        return any(one.dtype in _MASKS for one in read)
+        return any(one is not None and one.dtype in _MASKS for one in args[1])
     return torch.Tag.data_dependent_output in func.tags
 
 
@@ -179,7 +199,7 @@ _MASKS = (torch.bool, torch.uint8)
 
 
 class Recording:
-    """What a recorder saw, to be done again.
+    """Recorded calls, to be made again.
 
     Args:
         program: an empty one of `bindings/replay.cpp`.
@@ -192,22 +212,26 @@ class Recording:
 
     def __init__(self, program: Any, seen: Recorder, results: Iterable[Tensor | None]) -> None:
         self._program = program
-        self._wanted = [*map(seen.slot, results)]
-        needed = {*self._wanted, NO_TENSOR}
-        over: list[list[int]] = []
+        self._results = [*map(seen.slot, results)]
+        needed = {*self._results, NO_TENSOR}
+        dead_after: list[list[int]] = []
         for call in reversed(seen.calls):
             slots = {slot for some in (*call.tensors, call.results) for slot in some}
-            over.append(sorted(slots - needed))
+            dead_after.append(sorted(slots - needed))
             needed |= slots
-        for call, last in zip(seen.calls, reversed(over), strict=True):
+        for call, dead in zip(seen.calls, reversed(dead_after), strict=True):
             try:
-                program.call(*call, last)
+                program.call(*call, dead)
             except RuntimeError as error:
                 raise Unrecordable(f"{call.name}: {str(error).splitlines()[0]}") from None
 
     def run(self, inputs: Sequence[Tensor]) -> list[Tensor | None]:
-        """The results for other inputs of the same shapes, strides and types; without gradients."""
-        return self._program.run(inputs, self._wanted)
+        """The results for other inputs of the same shapes, strides and dtypes.
+
+        They have no gradient function. Operators that write in place change inputs and constants
+        as they did.
+        """
+        return self._program.run(inputs, self._results)
 
 
 @dataclass(frozen=True)
@@ -217,10 +241,11 @@ class Replay:
     def __reduce__(self) -> build.Reduced:
         return build.loading(load)
 
-    def recording(self, seen: Recorder, results: Iterable[Tensor | None]) -> Recording:
+    def record(self, seen: Recorder, results: Iterable[Tensor | None]) -> Recording:
         """What was seen, with these results; see `Recording`."""
-        program = torch.classes.workhorse_replay.Recording(
-            seen.n_inputs, [*seen.kept], [*seen.kept.values()]
+        constants = seen.constants
+        program = torch.classes.workhorse_replay.Program(
+            seen.n_inputs, [*constants], [*constants.values()]
         )
         return Recording(program, seen, results)
 

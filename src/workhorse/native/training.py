@@ -216,7 +216,7 @@ class Training(BlockOperators):
             gradients: bfloat16 or float32; multiplied by `shrink`.
             means: bfloat16 or float32.
             mean_squares: float32.
-            updates: (), float32, of each weight: how many it has had; this one is added.
+            updates: (), float32, for each weight: how many it has had; incremented in place.
             shrink: see `gradients`.
             rate: the learning rate.
             beta1: see AdamW.

@@ -1,17 +1,23 @@
 """Passes that are recorded and called again are ordinary ones to the bit."""
 
+import copy
 import math
-from collections.abc import Iterator
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.native.machine import needs
 from tests.nn.grid import CAUSAL, fixed_length, make
 from tests.train.conftest import MODEL
 from workhorse.data import IGNORE, Batch
+from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step import recorded_passes
@@ -42,7 +48,7 @@ MODELS = {"gpt": GPT, "llama": LLAMA, "window": WINDOW}
 
 @pytest.fixture(autouse=True)
 def _any_pass_is_short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_passes, "SHORT", math.inf)
+    monkeypatch.setattr(recorded_passes, "MAX_SECONDS", math.inf)
 
 
 def make_step(block: dict[str, Any], *, tied: bool = True, **changes: Any) -> TrainingStep:
@@ -74,13 +80,17 @@ def batch(seq: int = 8, *, documents: bool = False) -> Batch:
 
 def run(step: TrainingStep, batches: list[Batch]) -> Iterator[list[Any]]:
     """Loss, gradients and weights of every step."""
-    parameters = list(step.objective.parameters())
     for number, rows in enumerate(batches):
         loss, counted = step.backward(rows, number)
-        gradients = [None if one.grad is None else one.grad.to_dense() for one in parameters]
-        gradients = [None if one is None else one.clone() for one in gradients]
+        of_pass = gradients(step)
         result = step.update(loss, counted, 1.0)
-        yield [result, *gradients, *(one.detach().clone() for one in parameters)]
+        weights = [one.detach().clone() for one in step.objective.parameters()]
+        yield [result, *of_pass, *weights]
+
+
+def gradients(step: TrainingStep) -> list[Tensor | None]:
+    found = [one.grad for one in step.objective.parameters()]
+    return [None if one is None else one.to_dense().clone() for one in found]
 
 
 def assert_same(ours: TrainingStep, other: TrainingStep, batches: list[Batch]) -> None:
@@ -191,34 +201,176 @@ def test_hooks_are_called_at_every_pass(kind: str) -> None:
     assert len(seen) == 3
 
 
-def test_what_was_changed_is_not_called_as_it_was() -> None:
-    """A frozen weight, another weight in its place, another layer."""
-    step, rows = make_step(GPT), batch()
-    layer = step.objective.get_submodule("decoder.layers.0.feed_forward.down_proj")
+def set_dropout(step: TrainingStep) -> None:
+    for module in step.objective.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
 
-    def gradient() -> Tensor | None:
-        for _ in range(3):
-            step.backward(rows)
-            found = layer.weight.grad
-            step.objective.zero_grad()
-        return found
 
-    first = gradient()
-    assert first is not None
-    layer.weight.requires_grad_(requires_grad=False)
-    assert gradient() is None
-    layer.weight.requires_grad_()
-    assert torch.equal(gradient(), first)
-    layer.weight = nn.Parameter(layer.weight.detach() * 2)
-    other = gradient()
-    assert other is not None
-    assert not torch.equal(other, first)
-    step.objective.eval()
-    assert gradient() is not None
+def freeze(step: TrainingStep) -> None:
+    down_proj(step).weight.requires_grad_(requires_grad=False)
+
+
+def put_another_weight(step: TrainingStep) -> None:
+    down_proj(step).weight = nn.Parameter(down_proj(step).weight.detach() * 2)
+
+
+def put_another_layer(step: TrainingStep) -> None:
+    old = down_proj(step)
+    new = nn.Linear(old.in_features, old.out_features)
+    new.weight.data = old.weight.data * 3
+    step.objective.set_submodule(DOWN, new)
+
+
+def put_another_forward(step: TrainingStep) -> None:
+    layer = down_proj(step)
+    layer.forward = lambda x: 2 * nn.functional.linear(x, layer.weight)
+
+
+def twice(x: Tensor) -> Tensor:
+    return 2 * x if x.is_floating_point() else x
+
+
+def turn_a_weight(step: TrainingStep) -> None:
+    weight = down_proj(step).weight
+    weight.data = weight.data.t().contiguous().t()
+
+
+def down_proj(step: TrainingStep) -> nn.Linear:
+    layer = step.objective.get_submodule(DOWN)
+    assert isinstance(layer, nn.Linear)
+    return layer
+
+
+DOWN = "decoder.layers.0.feed_forward.down_proj"
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        set_dropout,
+        freeze,
+        put_another_weight,
+        put_another_layer,
+        put_another_forward,
+        lambda step: step.objective.eval(),
+        lambda step: step.objective.decoder.eval(),
+        lambda step: setattr(step.objective, "z_loss", 1.0),
+        turn_a_weight,
+        lambda _: torch.autocast("cpu", torch.bfloat16),
+        lambda _: torch.autograd.graph.saved_tensors_hooks(torch.clone, twice),
+    ],
+)
+def test_what_changes_is_noticed(change: Callable[[TrainingStep], Any]) -> None:
+    step = make_step({**GPT, "dropout": 0.5})
+    for rows in (batch(), batch(), batch()):
+        step.backward(rows)
+        step.forget()
+    passes, context = step.recorded, change(step)
+    with context if hasattr(context, "__enter__") else nullcontext():
+        for rows in (batch(), batch(), batch()):
+            found = []
+            for recorded in (passes, None):
+                torch.manual_seed(5)
+                step.objective.zero_grad()
+                step.recorded = recorded
+                loss, counted = step.backward(rows)
+                found.append([counted, loss, *gradients(step)])
+            assert_equal(*found)
+
+
+class _ReadsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(_: Any, x: Tensor) -> Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(_: Any, above: Tensor) -> Tensor:
+        return above * (1 if above.sum().item() > 0 else 2)
+
+
+def test_a_recording_that_fails_midway_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No gradient of the layers that it had passed, no random numbers drawn."""
+    block = {**GPT, "dropout": 0.5}
+    ours, other = make_step(block), plain(make_step(block))
+    kind = type(ours.objective.get_submodule("decoder.embedding"))
+    forward = kind.forward
+    monkeypatch.setattr(kind, "forward", lambda *given: _ReadsInBackward.apply(forward(*given)))
+    batches, found = [batch() for _ in range(4)], []
+    for step in (ours, other):
+        torch.manual_seed(5)
+        found.append(list(run(step, batches)))
+    for some, more in zip(*found, strict=True):
+        assert_equal(some, more)
+
+
+class _Mode(TorchDispatchMode):
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("watch", [_Mode, torch.autograd.detect_anomaly])
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_what_watches_operators_sees_them(
+    watch: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step = make_step(GPT)
+    calls = count_forwards(step, monkeypatch)
+    list(run(step, [batch() for _ in range(3)]))
+    with watch():
+        list(run(step, [batch() for _ in range(3)]))
+    assert len(calls) == 2 + 3
+
+
+def test_so_many_shapes_are_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recorded_passes, "MAX_RECORDINGS", 2)
+    ours, other = make_step(GPT), plain(make_step(GPT))
+    calls = count_forwards(ours, monkeypatch)
+    assert_same(ours, other, [batch(seq) for seq in (4, 5, 6, 7)] * 4)
+    assert len(calls) == 2 + 2 + 4 + 4
+
+
+def test_tokens_may_be_targets_once() -> None:
+    ours, other = make_step(GPT), plain(make_step(GPT))
+    first = [Batch(b.tokens, b.tokens, None, b.sources) for b in (batch(), batch())]
+    assert_same(ours, other, [*first, batch(), batch()])
+
+
+def test_a_wrong_token_is_told_as_ever() -> None:
+    step = make_step(GPT)
+    list(run(step, [batch() for _ in range(3)]))
+    wrong = batch()
+    wrong.tokens[0, 0] = 11
+    with pytest.raises(WorkhorseError, match="token ids go from"):
+        step.backward(wrong)
+
+
+def test_numbers_of_another_type_are_read_as_such() -> None:
+    ours, other = make_step(GPT), plain(make_step(GPT))
+    narrow = [Batch(b.tokens.int(), b.targets, None, b.sources) for b in (batch(), batch())]
+    assert_same(ours, other, [*(batch() for _ in range(3)), *narrow])
+
+
+def test_a_copy_has_passes_of_its_own() -> None:
+    step = make_step(GPT)
+    batches = [batch() for _ in range(6)]
+    list(run(step, batches[:3]))
+    made = copy.deepcopy(step)
+    assert_same(made, plain(copy.deepcopy(step)), batches[3:])
+
+
+def test_no_compiler_is_imported() -> None:
+    """By what records: it would take a second."""
+    code = (
+        "import sys; from tests.train.step.test_recorded_passes import *; step = make_step(GPT);"
+        "recorded_passes.MAX_SECONDS = math.inf; list(run(step, [batch() for _ in range(3)]));"
+        "assert step.recorded._recorded; assert not {'sympy', 'torch._dynamo'} & {*sys.modules}"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
 
 
 def test_a_long_pass_is_not_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(recorded_passes, "SHORT", 0)
+    monkeypatch.setattr(recorded_passes, "MAX_SECONDS", 0)
     step = make_step(GPT)
     calls = count_forwards(step, monkeypatch)
     list(run(step, [batch() for _ in range(4)]))

@@ -48,7 +48,7 @@ class Batch:
 
     @property
     def tensors(self) -> list[Tensor]:
-        """All of them that are there."""
+        """Its tensors; `documents` only if there are any."""
         every = self.tokens, self.targets, self.documents, self.sources
         return [one for one in every if one is not None]
 

@@ -143,6 +143,8 @@ void adamw_(at::TensorList weights, at::TensorList low_bits, at::TensorList grad
     int64_t begin, end;
   };
   std::vector<Part> parts;
+  for (const auto& of_each : {gradients, means, mean_squares, updates})
+    TORCH_CHECK(of_each.size() == weights.size(), "workhorse: an update needs as much for each weight");
   for (size_t t = 0; t < weights.size(); t++) {
     TORCH_CHECK(updates[t].scalar_type() == at::kFloat && updates[t].numel() == 1,
                 "workhorse: a count of updates must be one float32 number");

@@ -201,15 +201,11 @@ def _divide(
 def _recorded_passes(
     objective: Objective, config: TrainConfig, operators: Operators, world: World
 ) -> RecordedPasses | None:
-    """Passes without Python, where nothing happens in them but operators' calls."""
-    if (
-        operators.replay is None
-        or world.in_step
-        or config.compile
-        or config.activation_checkpointing
-    ):
+    """Passes without Python, where a pass is nothing but calls of operators."""
+    has_more = world.in_step or config.compile or config.activation_checkpointing
+    if has_more or operators.replay is None or type(objective) is not NextToken:
         return None
-    return RecordedPasses(objective, operators.replay) if type(objective) is NextToken else None
+    return RecordedPasses(objective, operators.replay)
 
 
 def _objective(

@@ -54,7 +54,7 @@ class TrainingStep:
         grad_clip: largest norm of the gradient; None for no limit.
         turns: the order of the passes of so many micro-batches.
         reduction: adds up the gradients of a batch that is divided; None: it is not.
-        recorded: does both passes of rows at once, see `RecordedPasses`; None: autograd does them.
+        recorded: does both passes of rows in one call, see `RecordedPasses`; None: autograd does.
         device_decides: whether the device decides if an update is made, so that it goes on with it
             while the host waits for the step's figures. The native operators cannot.
     """
@@ -125,13 +125,13 @@ class TrainingStep:
             if forward:
                 rows = batch.rows(starts[number], min(starts[number] + starts.step, end))
                 rows = rows.to(self.device, non_blocking=True)
-                if self.recorded is not None:  # both passes
-                    figures = self.recorded(rows, weight)
-                else:
-                    with self.precision():
+                with self.precision():
+                    if self.recorded is not None:  # both passes
+                        figures = self.recorded(rows, weight)
+                    else:
                         loss, _, figures = self.objective(rows)
-                    losses[number] = loss * weight
-                    figures = {"loss": loss.detach(), **figures}
+                        losses[number] = loss * weight
+                        figures = {"loss": loss.detach(), **figures}
                 for name, figure in figures.items():
                     sums[name] = sums[name] + figure if name in sums else figure
                 continue

@@ -48,8 +48,8 @@ class Recorder(TorchDispatchMode):
     """Sees the operators that are called while it is active, below autograd; keeps no result alive.
 
     What happens between them may depend on shapes and strides of the inputs, but on no number in
-    them. Where Python sees a number, that is refused; composite operators that read some in C++,
-    and functions given a tensor's address, are not noticed.
+    them. Where Python sees a number, that is refused; what reads some in C++ without an operator is
+    not noticed.
 
     Args:
         inputs: the tensors that others will stand in for.

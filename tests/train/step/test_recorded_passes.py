@@ -145,6 +145,9 @@ def test_steps_of_any_model_are_those_of_autograd(number: int) -> None:
         torch.manual_seed(1)
         step = build_step(make(config), train, CPU)
         found.append(list(run(step if recorded else plain(step), batches)))
+        if isinstance(step.recorded, recorded_passes.RecordedPasses) and not documents:
+            assert all(step.recorded._recorded.values()), "each shape has its recording"
+            assert step.recorded._recorded
     for some, more in zip(*found, strict=True):
         assert_equal(some, more)
 

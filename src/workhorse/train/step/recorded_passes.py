@@ -20,7 +20,7 @@ from workhorse.nn.watched import Held, Watch
 from workhorse.train.objectives.next_token import NextToken
 
 MAX_SECONDS = 0.25
-"""Of a pass that is recorded. Python takes a few milliseconds of it, so a longer one gains little."""
+"""Of a pass that is recorded. Python takes a few milliseconds, so a longer one gains little."""
 MAX_RECORDINGS = 8
 """One for each shape of a micro-batch; a run has one, or two where the last one is smaller."""
 

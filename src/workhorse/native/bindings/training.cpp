@@ -18,7 +18,8 @@
 #include "bindings/blocks.h"
 #include "bindings/layers.h"
 #include "ops/training/adamw.h"
-#include "ops/training/attention.h"
+#include "ops/training/attention_float32.h"
+#include "ops/training/attention_pairs.h"
 #include "ops/training/muon.h"
 
 namespace workhorse::bindings {
@@ -59,16 +60,20 @@ struct Sizes {
     return at::empty({batch, seq, heads, width}, like.options()).transpose(1, 2);
   }
 
-  // Calls f(scratch, batch, head) for every head.
-  template <class Room, class F>
-  void each_head(Room room, F f) const {
+  // Calls f(a thread's attention, batch, head) for every head.
+  template <class Attention, class F>
+  void each_head(F f) const {
     torch::stable::parallel_for(0, batch * heads, 1, [&](int64_t begin, int64_t end) {
-      auto scratch = room(seq, width);
-      for (int64_t i = begin; i < end; ++i) f(scratch, i / heads, i % heads);
-      at::native::cpublas::brgemm_release();
+      Attention attention(seq, width);
+      for (int64_t i = begin; i < end; ++i) f(attention, i / heads, i % heads);
     });
   }
 };
+
+// As numbers of T are multiplied.
+template <class T>
+using Attention =
+    std::conditional_t<kPairs && std::is_same_v<T, BFloat16>, attention::Pairs, attention::Float32>;
 
 // The output, and the log-sum-exp of each query, (batch, heads, seq).
 std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Tensor& v, double scale,
@@ -78,11 +83,10 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
   const Tensor lse = at::empty({sizes.batch, sizes.heads, sizes.seq}, q.options().dtype(at::kFloat));
   float* sums = into<float>(lse);
   with_type(q, [&]<class T>(T) {
-    using Scratch = attention::Scratch<attention::Factor<T>>;
     const Heads<T> of_q(q), of_k(k), of_v(v), of_y(y);
-    sizes.each_head(Scratch::forward, [&](Scratch& scratch, int64_t b, int64_t h) {
-      attention::forward(of_q(b, h), of_k(b, h), of_v(b, h), sizes.seq, sizes.width, float(scale),
-                         causal, scratch, of_y(b, h), sums + (b * sizes.heads + h) * sizes.seq);
+    sizes.each_head<Attention<T>>([&](auto& attention, int64_t b, int64_t h) {
+      attention.forward(of_q(b, h), of_k(b, h), of_v(b, h), float(scale), causal, of_y(b, h),
+                        sums + (b * sizes.heads + h) * sizes.seq);
     });
   });
   return {y, lse};
@@ -99,11 +103,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& q, const Ten
   const float* sums = from<float>(lse);
   with_type(q, [&]<class T>(T) {
     const Heads<T> of_q(q), of_k(k), of_v(v), of_y(y), of_dy(dy), of_dq(dq), of_dk(dk), of_dv(dv);
-    using Scratch = attention::Scratch<attention::Factor<T>>;
-    sizes.each_head(Scratch::backward, [&](Scratch& scratch, int64_t b, int64_t h) {
-      attention::backward(of_q(b, h), of_k(b, h), of_v(b, h), of_y(b, h), of_dy(b, h),
-                          sums + (b * sizes.heads + h) * sizes.seq, sizes.seq, sizes.width,
-                          float(scale), causal, scratch, of_dq(b, h), of_dk(b, h), of_dv(b, h));
+    sizes.each_head<Attention<T>>([&](auto& attention, int64_t b, int64_t h) {
+      attention.backward(of_q(b, h), of_k(b, h), of_v(b, h), of_y(b, h), of_dy(b, h),
+                         sums + (b * sizes.heads + h) * sizes.seq, float(scale), causal, of_dq(b, h),
+                         of_dk(b, h), of_dv(b, h));
     });
   });
   return {dq, dk, dv};

@@ -1,0 +1,214 @@
+// Attention multiplied in float32, also of bfloat16 that the CPU cannot multiply in pairs. Of causal attention, scores
+// of 16 keys and 16 queries that hide each other are not computed.
+#pragma once
+
+#include <cmath>
+#include <limits>
+#include <vector>
+
+#include "ops/training/attention.h"
+
+namespace workhorse::attention {
+
+// Of a tile of sums, which stay in registers.
+constexpr int kHigh = kRegister == 64 ? 8 : 4;     // rows
+constexpr int kVectors = kRegister == 64 ? 2 : 1;  // of columns
+
+// A matrix whose rows (Along), or columns, are contiguous.
+template <bool Along>
+struct Left {
+  const float* at;
+  int64_t stride;
+
+  const float* row(int64_t i) const { return Along ? at + i * stride : at + i; }
+  float operator()(int64_t i, int64_t k) const { return Along ? at[i * stride + k] : at[k * stride + i]; }
+};
+
+template <int Rows, int Vectors, bool Along>
+inline void multiply_tile(int64_t depth, Left<Along> a, const float* b, int64_t b_stride, float* c,
+                          int64_t c_stride, bool more) {
+  F32x16 sums[Rows][Vectors];
+#pragma GCC unroll 8
+  for (int i = 0; i < Rows; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < Vectors; j++) sums[i][j] = more ? load<F32x16>(c + i * c_stride + 16 * j) : F32x16{};
+  for (int64_t k = 0; k < depth; k++, b += b_stride) {
+    F32x16 right[Vectors];
+#pragma GCC unroll 2
+    for (int j = 0; j < Vectors; j++) right[j] = load<F32x16>(b + 16 * j);
+#pragma GCC unroll 8
+    for (int i = 0; i < Rows; i++)
+#pragma GCC unroll 2
+      for (int j = 0; j < Vectors; j++) sums[i][j] += a(i, k) * right[j];
+  }
+#pragma GCC unroll 8
+  for (int i = 0; i < Rows; i++)
+#pragma GCC unroll 2
+    for (int j = 0; j < Vectors; j++) put(c + i * c_stride + 16 * j, sums[i][j]);
+}
+
+// c (rows, columns) = a (rows, depth) · b, or c += a · b if `more`; columns in whole vectors.
+template <bool Along>
+void multiply(int64_t rows, int64_t columns, int64_t depth, Left<Along> a, const float* b, int64_t b_stride, float* c,
+              int64_t c_stride, bool more = false) {
+  const auto strip = [&]<int Rows>(std::integral_constant<int, Rows>, int64_t i) {
+    const Left<Along> some{a.row(i), a.stride};
+    int64_t j = 0;
+    for (; j + 16 * kVectors <= columns; j += 16 * kVectors)
+      multiply_tile<Rows, kVectors>(depth, some, b + j, b_stride, c + i * c_stride + j, c_stride, more);
+    for (; j < columns; j += 16)
+      multiply_tile<Rows, 1>(depth, some, b + j, b_stride, c + i * c_stride + j, c_stride, more);
+  };
+  int64_t i = 0;
+  for (; i + kHigh <= rows; i += kHigh) strip(std::integral_constant<int, kHigh>(), i);
+  for (; i < rows; i++) strip(std::integral_constant<int, 1>(), i);
+}
+
+// A thread's copies of heads and tiles, allocated once for all its heads. Rows are padded with zeros to whole vectors.
+class Float32 {
+ public:
+  Float32(int64_t seq, int64_t width) : seq_(seq), width_(width), wide_(padded(width)), long_(padded(seq)) {}
+
+  // y, and the log-sum-exp of each query.
+  template <class T>
+  void forward(Head<T> q, Head<T> k, Head<T> v, float scale, bool causal, Head<T> y, float* lse) {
+    const float *keys = copied(k, k_), *values = copied(v, v_), *queries = turned(copied(q, q_), q_t_);
+    float* const scores = room(scores_, seq_ * kBlock);
+    float* const out = room(out_, kLanes * wide_);
+    for (int64_t first = 0; first < seq_; first += kBlock) {
+      const int64_t n = std::min(kBlock, seq_ - first), all = causal ? first + n : seq_;
+      for (int64_t key = 0; key < all; key += kLanes) {
+        const int64_t from = causal ? std::max<int64_t>(0, key - first) : 0;
+        multiply(std::min(kLanes, all - key), padded(n) - from, width_, Left<true>{keys + key * wide_, wide_},
+                 queries + first + from, long_, scores + key * kBlock + from, kBlock);
+      }
+      for (int64_t j = 0; j < n; j += kLanes) {
+        // Keys from here on are ahead of all these queries.
+        const int64_t seen = causal ? std::min(all, first + j + kLanes) : all, rows = std::min(kLanes, n - j);
+        const auto [peak, total] = softmax(scores + j, seen, first + j, scale, causal);
+        multiply(rows, wide_, seen, Left<false>{scores + j, kBlock}, values, wide_, out, wide_);
+        for (int64_t i = 0; i < rows; i++) {
+          const float inverse = 1 / total[i];
+          lse[first + j + i] = peak[i] + std::log(total[i]);
+          each(width_, [&]<class V>(V, int64_t c) {
+            write(y.row(first + j + i) + c, read<V>(out + i * wide_ + c) * inverse);
+          });
+        }
+      }
+    }
+  }
+
+  //   Pᵀ = exp(K Qᵀ · scale - lse),  dPᵀ = V dYᵀ,  Sᵀ = Pᵀ (dPᵀ - Σ y dy) · scale
+  //   dV = Pᵀ dY,  dK = Sᵀ Q,  dQ = S K
+  template <class T>
+  void backward(Head<T> q, Head<T> k, Head<T> v, Head<T> y, Head<T> dy, const float* lse, float scale, bool causal,
+                Head<T> dq, Head<T> dk, Head<T> dv) {
+    constexpr int64_t kQueries = 256;  // of a tile: the tiles of a step together stay within the L2 cache
+    const float *queries = copied(q, q_), *keys = copied(k, k_), *values = copied(v, v_), *above = copied(dy, dy_);
+    const float *queries_t = turned(queries, q_t_), *above_t = turned(above, dy_t_);
+    const int64_t square = kBlock * std::min(kQueries, long_);
+    float *const weights = room(scores_, square), *const slopes = room(slopes_, square);
+    float *const of_queries = zeros(out_, seq_ * wide_), *const of_keys = room(of_keys_, kBlock * wide_);
+    float *const of_values = room(of_values_, kBlock * wide_);
+    float *const norms = zeros(lse_, long_), *const deltas = zeros(deltas_, long_);
+    std::copy(lse, lse + seq_, norms);
+    put_deltas(y, dy, seq_, width_, deltas);
+    for (int64_t key = 0; key < seq_; key += kBlock) {
+      const int64_t n_keys = std::min(kBlock, seq_ - key);
+      bool more = false;
+      for (int64_t first = causal ? key : 0; first < seq_; first += kQueries, more = true) {
+        const int64_t n = std::min(kQueries, seq_ - first), stride = padded(n);
+        for (int64_t i = 0; i < n_keys; i += kLanes) {
+          const int64_t from = causal ? std::max<int64_t>(0, key + i - first) : 0, rows = std::min(kLanes, n_keys - i);
+          const int64_t at = i * stride + from, query = first + from;
+          multiply(rows, stride - from, width_, Left<true>{keys + (key + i) * wide_, wide_}, queries_t + query, long_,
+                   weights + at, stride);
+          multiply(rows, stride - from, width_, Left<true>{values + (key + i) * wide_, wide_}, above_t + query, long_,
+                   slopes + at, stride);
+          for (int64_t r = 0; r < rows; r++)
+            for (int64_t j = 0; j < stride - from; j += kLanes) {
+              float *const weight_at = weights + at + r * stride + j, *const slope_at = slopes + at + r * stride + j;
+              F32x16 weight = weight_again(load<F32x16>(weight_at), load<F32x16>(norms + query + j), scale);
+              if (causal && key + i + r > query + j) weight = hide(weight, key + i + r, query + j, 0);
+              put(weight_at, weight);
+              put(slope_at, weight * scale * (load<F32x16>(slope_at) - load<F32x16>(deltas + query + j)));
+            }
+          multiply(rows, wide_, n - from, Left<true>{weights + at, stride}, above + query * wide_, wide_,
+                   of_values + i * wide_, wide_, more);
+          multiply(rows, wide_, n - from, Left<true>{slopes + at, stride}, queries + query * wide_, wide_,
+                   of_keys + i * wide_, wide_, more);
+        }
+        for (int64_t j = 0; j < n; j += kLanes)
+          multiply(std::min(kLanes, n - j), wide_, causal ? std::min(n_keys, first + j + kLanes - key) : n_keys,
+                   Left<false>{slopes + j, stride}, keys + key * wide_, wide_, of_queries + (first + j) * wide_, wide_,
+                   true);
+      }
+      write_rows(of_keys, n_keys, Head<T>{dk.row(key), dk.stride});
+      write_rows(of_values, n_keys, Head<T>{dv.row(key), dv.stride});
+    }
+    write_rows(of_queries, seq_, dq);
+  }
+
+ private:
+  using Room = std::vector<float>;
+
+  struct Softmax {
+    F32x16 peak, total;
+  };
+
+  // Replaces the scores of `seen` keys and 16 queries, from number `query` on, by e^(score - peak).
+  static Softmax softmax(float* scores, int64_t seen, int64_t query, float scale, bool causal) {
+    const auto score = [&](int64_t key) {
+      const F32x16 found = load<F32x16>(scores + key * kBlock) * scale;
+      return causal && key > query ? hide(found, key, query, -std::numeric_limits<float>::infinity()) : found;
+    };
+    F32x16 peak = score(0), total{};
+    for (int64_t key = 1; key < seen; key++) {
+      const F32x16 other = score(key);
+      peak = select(other > peak, other, peak);
+    }
+    for (int64_t key = 0; key < seen; key++) {
+      const F32x16 weight = exponential(score(key) - peak);
+      total += weight;
+      put(scores + key * kBlock, weight);
+    }
+    return {peak, total};
+  }
+
+  static float* room(Room& of, int64_t numbers) {
+    if (int64_t(of.size()) < numbers) of.resize(numbers);
+    return of.data();
+  }
+
+  static float* zeros(Room& of, int64_t numbers) {
+    of.assign(numbers, 0.0f);
+    return of.data();
+  }
+
+  // (seq, padded width).
+  template <class T>
+  const float* copied(Head<T> head, Room& of) const {
+    float* const to = room(of, seq_ * wide_);
+    for (int64_t i = 0; i < seq_; i++)
+      each(width_, [&]<class V>(V, int64_t j) { write(to + i * wide_ + j, read<V>(head.row(i) + j)); });
+    return to;
+  }
+
+  // What was copied as (padded width, padded seq).
+  const float* turned(const float* copy, Room& of) const {
+    float* const to = room(of, wide_ * long_);
+    transpose_words(seq_, wide_, copy, wide_, to, long_);
+    return to;
+  }
+
+  template <class T>
+  void write_rows(const float* from, int64_t rows, Head<T> to) const {
+    for (int64_t i = 0; i < rows; i++)
+      each(width_, [&]<class V>(V, int64_t j) { write(to.row(i) + j, read<V>(from + i * wide_ + j)); });
+  }
+
+  int64_t seq_, width_, wide_, long_;
+  Room q_, k_, v_, dy_, q_t_, dy_t_, scores_, slopes_, out_, of_keys_, of_values_, lse_, deltas_;
+};
+
+}  // namespace workhorse::attention

@@ -74,8 +74,7 @@ def test_a_level_has_what_is_below_it_and_nothing_above(
 def test_what_is_chosen_by_the_cpu_follows_the_level(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SWITCH, "x86-64-v3")
     assert training_dtype("auto", CPU) == torch.float32
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
-    assert not training._attention_types()
+    assert training._attention_types() == {torch.float32, torch.bfloat16}
     with pytest.raises(Unavailable, match="the CPU has no matrix unit for bfloat16"):
         matrix_unit.load(wait=False)
     monkeypatch.setenv(SWITCH, "x86-64-v4")
@@ -83,7 +82,8 @@ def test_what_is_chosen_by_the_cpu_follows_the_level(monkeypatch: pytest.MonkeyP
     monkeypatch.setenv(SWITCH, "avx512-bf16")
     assert training_dtype("auto", CPU) == torch.bfloat16
     assert training._attention_types() == {torch.float32, torch.bfloat16}
-    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: True)
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    assert training._attention_types() == {torch.float32}
     monkeypatch.setenv(SWITCH, "x86-64-v2")
     assert training._attention_types() == {torch.float32, torch.bfloat16}
 

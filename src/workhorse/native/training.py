@@ -295,16 +295,10 @@ def load(*, wait: bool) -> Training:
 
 
 def _attention_types() -> frozenset[torch.dtype]:
-    """The dtypes whose gemms of blocks are fast on this CPU.
-
-    They are oneDNN's where the CPU has vectors of 64 bytes; elsewhere PyTorch takes MKL's, which
-    are of float32 alone and serve bfloat16 where it is widened.
-    """
-    onednn = torch.backends.mkldnn.is_available() and cpu_has("avx512_f")
-    mkl = torch.backends.mkl.is_available()
-    if onednn or (mkl and widens()):
+    """bfloat16 that is multiplied in pairs takes PyTorch's gemms of blocks, which are oneDNN's."""
+    if widens() or (torch.backends.mkldnn.is_available() and cpu_has("avx512_f")):
         return frozenset({torch.float32, torch.bfloat16})
-    return frozenset({torch.float32}) if mkl else frozenset()
+    return frozenset({torch.float32})
 
 
 @cache

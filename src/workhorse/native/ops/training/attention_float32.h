@@ -11,7 +11,7 @@
 namespace workhorse::attention {
 
 // Of a tile of sums, which stay in registers.
-constexpr int kHigh = kRegister == 64 ? 8 : 4;     // rows
+constexpr int kHigh = kRegister == 64 ? 8 : 6;     // rows
 constexpr int kVectors = kRegister == 64 ? 2 : 1;  // of columns
 
 // A matrix whose rows (Along), or columns, are contiguous.
@@ -61,39 +61,45 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, Left<Along> a, const
   };
   int64_t i = 0;
   for (; i + kHigh <= rows; i += kHigh) strip(std::integral_constant<int, kHigh>(), i);
+  for (; i + 4 <= rows; i += 4) strip(std::integral_constant<int, 4>(), i);
   for (; i < rows; i++) strip(std::integral_constant<int, 1>(), i);
 }
 
 // A thread's copies of heads and tiles, allocated once for all its heads. Rows are padded with zeros to whole vectors.
 class Float32 {
  public:
-  Float32(int64_t seq, int64_t width) : seq_(seq), width_(width), wide_(padded(width)), long_(padded(seq)) {}
+  Float32(int64_t seq, int64_t width) : seq_(seq), width_(width), wide_(padded(width)) {}
 
   // y, and the log-sum-exp of each query.
   template <class T>
   void forward(Head<T> q, Head<T> k, Head<T> v, float scale, bool causal, Head<T> y, float* lse) {
     const float *keys = copied(k, k_), *values = copied(v, v_), *queries = turned(copied(q, q_), q_t_);
     float* const scores = room(scores_, seq_ * kBlock);
-    float* const out = room(out_, kLanes * wide_);
+    float* const out = room(out_, kBlock * wide_);
+    Softmax found[kBlock / kLanes];
     for (int64_t first = 0; first < seq_; first += kBlock) {
       const int64_t n = std::min(kBlock, seq_ - first), all = causal ? first + n : seq_;
       for (int64_t key = 0; key < all; key += kLanes) {
         const int64_t from = causal ? std::max<int64_t>(0, key - first) : 0;
         multiply(std::min(kLanes, all - key), padded(n) - from, width_, Left<true>{keys + key * wide_, wide_},
-                 queries + first + from, long_, scores + key * kBlock + from, kBlock);
+                 queries + first * wide_ + from, kBlock, scores + key * kBlock + from, kBlock);
       }
-      for (int64_t j = 0; j < n; j += kLanes) {
-        // Keys from here on are ahead of all these queries.
-        const int64_t seen = causal ? std::min(all, first + j + kLanes) : all, rows = std::min(kLanes, n - j);
-        const auto [peak, total] = softmax(scores + j, seen, first + j, scale, causal);
-        multiply(rows, wide_, seen, Left<false>{scores + j, kBlock}, values, wide_, out, wide_);
-        for (int64_t i = 0; i < rows; i++) {
-          const float inverse = 1 / total[i];
-          lse[first + j + i] = peak[i] + std::log(total[i]);
-          each(width_, [&]<class V>(V, int64_t c) {
-            write(y.row(first + j + i) + c, read<V>(out + i * wide_ + c) * inverse);
-          });
-        }
+      // Later keys are ahead of all 16 queries from j on.
+      const auto seen = [&](int64_t j) { return causal ? std::min(all, first + j + kLanes) : all; };
+      for (int64_t j = 0; j < n; j += kLanes)
+        found[j / kLanes] = softmax(scores + j, seen(j), first + j, scale, causal);
+      for (int64_t key = 0; key < all; key += kBlock)
+        for (int64_t j = 0; j < n; j += kLanes)
+          multiply(std::min(kLanes, n - j), wide_, std::min(kBlock, seen(j) - key),
+                   Left<false>{scores + key * kBlock + j, kBlock}, values + key * wide_, wide_, out + j * wide_, wide_,
+                   key > 0);
+      for (int64_t j = 0; j < n; j++) {
+        const auto& [peak, total] = found[j / kLanes];
+        const float sum = total[j % kLanes], inverse = 1 / sum;
+        lse[first + j] = peak[j % kLanes] + std::log(sum);
+        each(width_, [&]<class V>(V, int64_t c) {
+          write(y.row(first + j) + c, read<V>(out + j * wide_ + c) * inverse);
+        });
       }
     }
   }
@@ -103,44 +109,42 @@ class Float32 {
   template <class T>
   void backward(Head<T> q, Head<T> k, Head<T> v, Head<T> y, Head<T> dy, const float* lse, float scale, bool causal,
                 Head<T> dq, Head<T> dk, Head<T> dv) {
-    constexpr int64_t kQueries = 256;  // of a tile: the tiles of a step together stay within the L2 cache
     const float *queries = copied(q, q_), *keys = copied(k, k_), *values = copied(v, v_), *above = copied(dy, dy_);
     const float *queries_t = turned(queries, q_t_), *above_t = turned(above, dy_t_);
-    const int64_t square = kBlock * std::min(kQueries, long_);
-    float *const weights = room(scores_, square), *const slopes = room(slopes_, square);
+    float *const weights = room(scores_, kBlock * kBlock), *const slopes = room(slopes_, kBlock * kBlock);
     float *const of_queries = zeros(out_, seq_ * wide_), *const of_keys = room(of_keys_, kBlock * wide_);
     float *const of_values = room(of_values_, kBlock * wide_);
-    float *const norms = zeros(lse_, long_), *const deltas = zeros(deltas_, long_);
+    float *const norms = zeros(lse_, padded(seq_)), *const deltas = zeros(deltas_, padded(seq_));
     std::copy(lse, lse + seq_, norms);
     put_deltas(y, dy, seq_, width_, deltas);
     for (int64_t key = 0; key < seq_; key += kBlock) {
       const int64_t n_keys = std::min(kBlock, seq_ - key);
       bool more = false;
-      for (int64_t first = causal ? key : 0; first < seq_; first += kQueries, more = true) {
-        const int64_t n = std::min(kQueries, seq_ - first), stride = padded(n);
+      for (int64_t first = causal ? key : 0; first < seq_; first += kBlock, more = true) {
+        const int64_t n = std::min(kBlock, seq_ - first);
         for (int64_t i = 0; i < n_keys; i += kLanes) {
           const int64_t from = causal ? std::max<int64_t>(0, key + i - first) : 0, rows = std::min(kLanes, n_keys - i);
-          const int64_t at = i * stride + from, query = first + from;
-          multiply(rows, stride - from, width_, Left<true>{keys + (key + i) * wide_, wide_}, queries_t + query, long_,
-                   weights + at, stride);
-          multiply(rows, stride - from, width_, Left<true>{values + (key + i) * wide_, wide_}, above_t + query, long_,
-                   slopes + at, stride);
+          const int64_t at = i * kBlock + from, query = first + from, turned_at = first * wide_ + from;
+          multiply(rows, padded(n) - from, width_, Left<true>{keys + (key + i) * wide_, wide_}, queries_t + turned_at,
+                   kBlock, weights + at, kBlock);
+          multiply(rows, padded(n) - from, width_, Left<true>{values + (key + i) * wide_, wide_}, above_t + turned_at,
+                   kBlock, slopes + at, kBlock);
           for (int64_t r = 0; r < rows; r++)
-            for (int64_t j = 0; j < stride - from; j += kLanes) {
-              float *const weight_at = weights + at + r * stride + j, *const slope_at = slopes + at + r * stride + j;
+            for (int64_t j = 0; j < n - from; j += kLanes) {
+              float *const weight_at = weights + at + r * kBlock + j, *const slope_at = slopes + at + r * kBlock + j;
               F32x16 weight = weight_again(load<F32x16>(weight_at), load<F32x16>(norms + query + j), scale);
               if (causal && key + i + r > query + j) weight = hide(weight, key + i + r, query + j, 0);
               put(weight_at, weight);
               put(slope_at, weight * scale * (load<F32x16>(slope_at) - load<F32x16>(deltas + query + j)));
             }
-          multiply(rows, wide_, n - from, Left<true>{weights + at, stride}, above + query * wide_, wide_,
+          multiply(rows, wide_, n - from, Left<true>{weights + at, kBlock}, above + query * wide_, wide_,
                    of_values + i * wide_, wide_, more);
-          multiply(rows, wide_, n - from, Left<true>{slopes + at, stride}, queries + query * wide_, wide_,
+          multiply(rows, wide_, n - from, Left<true>{slopes + at, kBlock}, queries + query * wide_, wide_,
                    of_keys + i * wide_, wide_, more);
         }
         for (int64_t j = 0; j < n; j += kLanes)
           multiply(std::min(kLanes, n - j), wide_, causal ? std::min(n_keys, first + j + kLanes - key) : n_keys,
-                   Left<false>{slopes + j, stride}, keys + key * wide_, wide_, of_queries + (first + j) * wide_, wide_,
+                   Left<false>{slopes + j, kBlock}, keys + key * wide_, wide_, of_queries + (first + j) * wide_, wide_,
                    true);
       }
       write_rows(of_keys, n_keys, Head<T>{dk.row(key), dk.stride});
@@ -194,10 +198,12 @@ class Float32 {
     return to;
   }
 
-  // What was copied as (padded width, padded seq).
+  // What was copied, turned in blocks of (padded width, kBlock): as one matrix, all its lines could share a few sets
+  // of the cache.
   const float* turned(const float* copy, Room& of) const {
-    float* const to = room(of, wide_ * long_);
-    transpose_words(seq_, wide_, copy, wide_, to, long_);
+    float* const to = room(of, wide_ * round_up(seq_, kBlock));
+    for (int64_t i = 0; i < seq_; i += kBlock)
+      transpose_words(std::min(kBlock, seq_ - i), wide_, copy + i * wide_, wide_, to + i * wide_, kBlock);
     return to;
   }
 
@@ -207,7 +213,7 @@ class Float32 {
       each(width_, [&]<class V>(V, int64_t j) { write(to.row(i) + j, read<V>(from + i * wide_ + j)); });
   }
 
-  int64_t seq_, width_, wide_, long_;
+  int64_t seq_, width_, wide_;
   Room q_, k_, v_, dy_, q_t_, dy_t_, scores_, slopes_, out_, of_keys_, of_values_, lse_, deltas_;
 };
 

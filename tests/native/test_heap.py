@@ -2,7 +2,6 @@
 
 import subprocess
 import sys
-from collections.abc import Callable
 
 import pytest
 import torch
@@ -20,12 +19,6 @@ needs_heap = pytest.mark.skipif(HEAP is None, reason="no compiler, or native ope
 
 def block(mib: float) -> Tensor:
     return torch.ones(int(mib * MIB), dtype=torch.uint8)
-
-
-def in_a_process(name: str) -> None:
-    """Run a function of this file where no other tensors are."""
-    code = f"from tests.native import test_heap; test_heap.{name}()"
-    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 def kept() -> Heap:
@@ -81,13 +74,21 @@ def small_blocks_are_the_c_librarys() -> None:
         assert inner.sum() == 4 * MIB
 
 
+def all_checks() -> None:
+    for check in (
+        freed_blocks_join,
+        freed_memory_stays_until_given_back,
+        small_blocks_are_the_c_librarys,
+    ):
+        check()
+        kept().keep(False)
+
+
 @needs_heap
-@pytest.mark.parametrize(
-    "check",
-    [freed_blocks_join, freed_memory_stays_until_given_back, small_blocks_are_the_c_librarys],
-)
-def test_the_heap(check: Callable[[], None]) -> None:
-    in_a_process(check.__name__)
+def test_the_heap() -> None:
+    """In a process that has no other tensors."""
+    code = "from tests.native import test_heap; test_heap.all_checks()"
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 
 @needs_heap

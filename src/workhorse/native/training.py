@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from workhorse.instructions import cpu_has, widens
+from workhorse.instructions import widens
 from workhorse.native import blocks, build
 from workhorse.native.blocks import Activation, BlockOperators
 
@@ -295,8 +295,8 @@ def load(*, wait: bool) -> Training:
 
 
 def _attention_types() -> frozenset[torch.dtype]:
-    """bfloat16 that is multiplied in pairs takes PyTorch's gemms of blocks, which are oneDNN's."""
-    if widens() or (torch.backends.mkldnn.is_available() and cpu_has("avx512_f")):
+    """float32, and bfloat16 unless its pairs would need oneDNN's gemms and PyTorch has none."""
+    if widens() or torch.backends.mkldnn.is_available():
         return frozenset({torch.float32, torch.bfloat16})
     return frozenset({torch.float32})
 

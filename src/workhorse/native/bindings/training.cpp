@@ -13,6 +13,7 @@
 #include <cstdint>
 #include <cstring>
 #include <tuple>
+#include <type_traits>
 #include <vector>
 
 #include "bindings/blocks.h"
@@ -45,7 +46,7 @@ struct Sizes {
   explicit Sizes(std::initializer_list<Tensor> tensors) {
     const Tensor& first = *tensors.begin();
     const bool wide = first.scalar_type() == at::kFloat;
-    const int64_t even = wide ? 1 : 2;  // numbers in a word
+    const int64_t even = wide ? 1 : 2;  // numbers in a word; one rule for every CPU
     for (const Tensor& t : tensors)
       TORCH_CHECK(t.dim() == 4 && t.scalar_type() == (wide ? at::kFloat : at::kBFloat16) &&
                       t.sizes() == first.sizes() && t.stride(3) == 1 && t.stride(2) % even == 0,
@@ -60,19 +61,19 @@ struct Sizes {
     return at::empty({batch, seq, heads, width}, like.options()).transpose(1, 2);
   }
 
-  // Calls f(a thread's attention, batch, head) for every head.
-  template <class Attention, class F>
+  // Calls f(a thread's kernel, batch, head) for every head.
+  template <class Kernel, class F>
   void each_head(F f) const {
     torch::stable::parallel_for(0, batch * heads, 1, [&](int64_t begin, int64_t end) {
-      Attention attention(seq, width);
-      for (int64_t i = begin; i < end; ++i) f(attention, i / heads, i % heads);
+      Kernel kernel(seq, width);
+      for (int64_t i = begin; i < end; ++i) f(kernel, i / heads, i % heads);
     });
   }
 };
 
-// As numbers of T are multiplied.
+// Attention of numbers of T on this CPU.
 template <class T>
-using Attention =
+using KernelOf =
     std::conditional_t<kPairs && std::is_same_v<T, BFloat16>, attention::Pairs, attention::Float32>;
 
 // The output, and the log-sum-exp of each query, (batch, heads, seq).
@@ -84,9 +85,9 @@ std::tuple<Tensor, Tensor> attention(const Tensor& q, const Tensor& k, const Ten
   float* sums = into<float>(lse);
   with_type(q, [&]<class T>(T) {
     const Heads<T> of_q(q), of_k(k), of_v(v), of_y(y);
-    sizes.each_head<Attention<T>>([&](auto& attention, int64_t b, int64_t h) {
-      attention.forward(of_q(b, h), of_k(b, h), of_v(b, h), float(scale), causal, of_y(b, h),
-                        sums + (b * sizes.heads + h) * sizes.seq);
+    sizes.each_head<KernelOf<T>>([&](auto& kernel, int64_t b, int64_t h) {
+      kernel.forward(of_q(b, h), of_k(b, h), of_v(b, h), float(scale), causal, of_y(b, h),
+                     sums + (b * sizes.heads + h) * sizes.seq);
     });
   });
   return {y, lse};
@@ -103,10 +104,10 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& q, const Ten
   const float* sums = from<float>(lse);
   with_type(q, [&]<class T>(T) {
     const Heads<T> of_q(q), of_k(k), of_v(v), of_y(y), of_dy(dy), of_dq(dq), of_dk(dk), of_dv(dv);
-    sizes.each_head<Attention<T>>([&](auto& attention, int64_t b, int64_t h) {
-      attention.backward(of_q(b, h), of_k(b, h), of_v(b, h), of_y(b, h), of_dy(b, h),
-                         sums + (b * sizes.heads + h) * sizes.seq, float(scale), causal, of_dq(b, h),
-                         of_dk(b, h), of_dv(b, h));
+    sizes.each_head<KernelOf<T>>([&](auto& kernel, int64_t b, int64_t h) {
+      kernel.backward(of_q(b, h), of_k(b, h), of_v(b, h), of_y(b, h), of_dy(b, h),
+                      sums + (b * sizes.heads + h) * sizes.seq, float(scale), causal, of_dq(b, h),
+                      of_dk(b, h), of_dv(b, h));
     });
   });
   return {dq, dk, dv};

@@ -1,11 +1,13 @@
-// Attention for training, one head at a time: a head's matrices, and how it is multiplied. The forward pass takes 64
-// queries by all keys, with an ordinary softmax; the backward pass computes the weights again from the normaliser of
-// each query (FlashAttention-2, 2307.08691 §3.1). Tiles of scores hold keys as rows and queries as columns, so that
-// the softmax of a query stays in one lane and no tile of scores has to be transposed.
+// Attention for training, one head at a time: what `attention_float32.h` and `attention_pairs.h` share. The forward
+// pass takes 64 queries by all keys, with an ordinary softmax; the backward pass computes the weights again from the
+// normaliser of each query (FlashAttention-2, 2307.08691 §3.1). Tiles of scores hold keys as rows and queries as
+// columns, so that the softmax of a query stays in one lane and no tile of scores has to be transposed.
 #pragma once
 
 #include <algorithm>
 #include <cstring>
+#include <limits>
+#include <vector>
 
 #include "ops/scratch.h"
 #include "simd/elementwise.h"
@@ -15,9 +17,16 @@
 namespace workhorse::attention {
 
 constexpr int64_t kLanes = kCount<F32x16>;
-constexpr int64_t kBlock = 64;  // queries of a forward tile, or keys of a backward tile
+constexpr int64_t kBlock = 64;  // queries of a forward tile; keys of a backward tile, and in float32 its queries
 
 inline int64_t padded(int64_t n) { return round_up(n, kLanes); }
+
+// A thread's scratch memory, of at least so many numbers.
+template <class T>
+T* room(std::vector<T>& of, int64_t numbers) {
+  if (int64_t(of.size()) < numbers) of.resize(numbers);
+  return of.data();
+}
 
 // One head's matrix (seq, width) within a larger tensor. Its rows are contiguous.
 template <class T>
@@ -64,10 +73,33 @@ inline F32x16 hide(F32x16 score, int64_t key, int64_t query, float instead) {
   return select(lane_numbers() < int32_t(std::min(key - query, kLanes)), F32x16{} + instead, score);
 }
 
-// The weight of a key for queries, from its scores and their log-sum-exp.
-inline F32x16 weight_again(F32x16 score, F32x16 lse, float scale) {
-  const F32x16 exponent = score * scale - lse;
-  return exponential(select(exponent > 0.0f, F32x16{}, exponent));
+// Scores of a column of 16 queries, from number `query` on.
+struct Scores {
+  const float* at;  // of key 0; those of the next key lie kBlock numbers on
+  int64_t query;
+  float scale;
+  bool causal;
+
+  F32x16 operator()(int64_t key) const {
+    const F32x16 found = load<F32x16>(at + key * kBlock) * scale;
+    return causal && key > query ? hide(found, key, query, -std::numeric_limits<float>::infinity()) : found;
+  }
+
+  // The largest of the first `keys`.
+  F32x16 peak(int64_t keys) const {
+    F32x16 largest = (*this)(0);
+    for (int64_t key = 1; key < keys; key++) {
+      const F32x16 other = (*this)(key);
+      largest = select(other > largest, other, largest);
+    }
+    return largest;
+  }
+};
+
+// The weight of a key for 16 queries, from number `query` on, by their scores and log-sum-exp.
+inline F32x16 weight_again(F32x16 score, F32x16 lse, float scale, bool causal, int64_t key, int64_t query) {
+  const F32x16 exponent = score * scale - lse, weight = exponential(select(exponent > 0.0f, F32x16{}, exponent));
+  return causal && key > query ? hide(weight, key, query, 0) : weight;
 }
 
 }  // namespace workhorse::attention

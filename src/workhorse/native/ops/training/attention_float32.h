@@ -1,18 +1,18 @@
-// Attention multiplied in float32, also of bfloat16 that the CPU cannot multiply in pairs. Of causal attention, scores
-// of 16 keys and 16 queries that hide each other are not computed.
+// Attention multiplied in float32, also of bfloat16 that the CPU cannot multiply in pairs. If it is causal, tiles of 16
+// keys by 16 queries that see none of them are left out.
 #pragma once
 
 #include <cmath>
-#include <limits>
+#include <type_traits>
 #include <vector>
 
 #include "ops/training/attention.h"
 
 namespace workhorse::attention {
 
-// Of a tile of sums, which stay in registers.
-constexpr int kHigh = kRegister == 64 ? 8 : 6;     // rows
-constexpr int kVectors = kRegister == 64 ? 2 : 1;  // of columns
+// A tile of sums, as large as the registers hold: its rows, and vectors of columns.
+constexpr int kHigh = kRegister == 64 ? 8 : kRegister == 32 ? 6 : 2;
+constexpr int kVectors = kRegister == 64 ? 2 : 1;
 
 // A matrix whose rows (Along), or columns, are contiguous.
 template <bool Along>
@@ -61,7 +61,8 @@ void multiply(int64_t rows, int64_t columns, int64_t depth, Left<Along> a, const
   };
   int64_t i = 0;
   for (; i + kHigh <= rows; i += kHigh) strip(std::integral_constant<int, kHigh>(), i);
-  for (; i + 4 <= rows; i += 4) strip(std::integral_constant<int, 4>(), i);
+  if constexpr (kHigh > 4)
+    for (; i + 4 <= rows; i += 4) strip(std::integral_constant<int, 4>(), i);
   for (; i < rows; i++) strip(std::integral_constant<int, 1>(), i);
 }
 
@@ -73,7 +74,7 @@ class Float32 {
   // y, and the log-sum-exp of each query.
   template <class T>
   void forward(Head<T> q, Head<T> k, Head<T> v, float scale, bool causal, Head<T> y, float* lse) {
-    const float *keys = copied(k, k_), *values = copied(v, v_), *queries = turned(copied(q, q_), q_t_);
+    const float *keys = copied(k, k_), *values = copied(v, v_), *q_t = transposed(copied(q, q_), q_t_);
     float* const scores = room(scores_, seq_ * kBlock);
     float* const out = room(out_, kBlock * wide_);
     Softmax found[kBlock / kLanes];
@@ -82,12 +83,12 @@ class Float32 {
       for (int64_t key = 0; key < all; key += kLanes) {
         const int64_t from = causal ? std::max<int64_t>(0, key - first) : 0;
         multiply(std::min(kLanes, all - key), padded(n) - from, width_, Left<true>{keys + key * wide_, wide_},
-                 queries + first * wide_ + from, kBlock, scores + key * kBlock + from, kBlock);
+                 q_t + first * wide_ + from, kBlock, scores + key * kBlock + from, kBlock);
       }
       // Later keys are ahead of all 16 queries from j on.
       const auto seen = [&](int64_t j) { return causal ? std::min(all, first + j + kLanes) : all; };
       for (int64_t j = 0; j < n; j += kLanes)
-        found[j / kLanes] = softmax(scores + j, seen(j), first + j, scale, causal);
+        found[j / kLanes] = softmax({scores + j, first + j, scale, causal}, seen(j), scores + j);
       for (int64_t key = 0; key < all; key += kBlock)
         for (int64_t j = 0; j < n; j += kLanes)
           multiply(std::min(kLanes, n - j), wide_, std::min(kBlock, seen(j) - key),
@@ -110,12 +111,12 @@ class Float32 {
   void backward(Head<T> q, Head<T> k, Head<T> v, Head<T> y, Head<T> dy, const float* lse, float scale, bool causal,
                 Head<T> dq, Head<T> dk, Head<T> dv) {
     const float *queries = copied(q, q_), *keys = copied(k, k_), *values = copied(v, v_), *above = copied(dy, dy_);
-    const float *queries_t = turned(queries, q_t_), *above_t = turned(above, dy_t_);
+    const float *q_t = transposed(queries, q_t_), *dy_t = transposed(above, dy_t_);
     float *const weights = room(scores_, kBlock * kBlock), *const slopes = room(slopes_, kBlock * kBlock);
-    float *const of_queries = zeros(out_, seq_ * wide_), *const of_keys = room(of_keys_, kBlock * wide_);
-    float *const of_values = room(of_values_, kBlock * wide_);
-    float *const norms = zeros(lse_, padded(seq_)), *const deltas = zeros(deltas_, padded(seq_));
-    std::copy(lse, lse + seq_, norms);
+    float *const of_queries = zeros(out_, seq_ * wide_), *const of_keys = room(dk_, kBlock * wide_);
+    float *const of_values = room(dv_, kBlock * wide_);
+    float *const normalisers = zeros(lse_, padded(seq_)), *const deltas = zeros(deltas_, padded(seq_));
+    std::copy(lse, lse + seq_, normalisers);
     put_deltas(y, dy, seq_, width_, deltas);
     for (int64_t key = 0; key < seq_; key += kBlock) {
       const int64_t n_keys = std::min(kBlock, seq_ - key);
@@ -124,16 +125,16 @@ class Float32 {
         const int64_t n = std::min(kBlock, seq_ - first);
         for (int64_t i = 0; i < n_keys; i += kLanes) {
           const int64_t from = causal ? std::max<int64_t>(0, key + i - first) : 0, rows = std::min(kLanes, n_keys - i);
-          const int64_t at = i * kBlock + from, query = first + from, turned_at = first * wide_ + from;
-          multiply(rows, padded(n) - from, width_, Left<true>{keys + (key + i) * wide_, wide_}, queries_t + turned_at,
+          const int64_t at = i * kBlock + from, query = first + from, within = first * wide_ + from;
+          multiply(rows, padded(n) - from, width_, Left<true>{keys + (key + i) * wide_, wide_}, q_t + within,
                    kBlock, weights + at, kBlock);
-          multiply(rows, padded(n) - from, width_, Left<true>{values + (key + i) * wide_, wide_}, above_t + turned_at,
+          multiply(rows, padded(n) - from, width_, Left<true>{values + (key + i) * wide_, wide_}, dy_t + within,
                    kBlock, slopes + at, kBlock);
           for (int64_t r = 0; r < rows; r++)
             for (int64_t j = 0; j < n - from; j += kLanes) {
               float *const weight_at = weights + at + r * kBlock + j, *const slope_at = slopes + at + r * kBlock + j;
-              F32x16 weight = weight_again(load<F32x16>(weight_at), load<F32x16>(norms + query + j), scale);
-              if (causal && key + i + r > query + j) weight = hide(weight, key + i + r, query + j, 0);
+              const F32x16 weight = weight_again(load<F32x16>(weight_at), load<F32x16>(normalisers + query + j), scale,
+                                                 causal, key + i + r, query + j);
               put(weight_at, weight);
               put(slope_at, weight * scale * (load<F32x16>(slope_at) - load<F32x16>(deltas + query + j)));
             }
@@ -160,28 +161,16 @@ class Float32 {
     F32x16 peak, total;
   };
 
-  // Replaces the scores of `seen` keys and 16 queries, from number `query` on, by e^(score - peak).
-  static Softmax softmax(float* scores, int64_t seen, int64_t query, float scale, bool causal) {
-    const auto score = [&](int64_t key) {
-      const F32x16 found = load<F32x16>(scores + key * kBlock) * scale;
-      return causal && key > query ? hide(found, key, query, -std::numeric_limits<float>::infinity()) : found;
-    };
-    F32x16 peak = score(0), total{};
-    for (int64_t key = 1; key < seen; key++) {
-      const F32x16 other = score(key);
-      peak = select(other > peak, other, peak);
-    }
-    for (int64_t key = 0; key < seen; key++) {
+  // Replaces the scores of the first `keys` by e^(score - peak).
+  static Softmax softmax(Scores score, int64_t keys, float* weights) {
+    const F32x16 peak = score.peak(keys);
+    F32x16 total{};
+    for (int64_t key = 0; key < keys; key++) {
       const F32x16 weight = exponential(score(key) - peak);
       total += weight;
-      put(scores + key * kBlock, weight);
+      put(weights + key * kBlock, weight);
     }
     return {peak, total};
-  }
-
-  static float* room(Room& of, int64_t numbers) {
-    if (int64_t(of.size()) < numbers) of.resize(numbers);
-    return of.data();
   }
 
   static float* zeros(Room& of, int64_t numbers) {
@@ -198,9 +187,9 @@ class Float32 {
     return to;
   }
 
-  // What was copied, turned in blocks of (padded width, kBlock): as one matrix, all its lines could share a few sets
-  // of the cache.
-  const float* turned(const float* copy, Room& of) const {
+  // What was copied, transposed in blocks of (padded width, kBlock): as one matrix, all its lines could share a few
+  // sets of the cache.
+  const float* transposed(const float* copy, Room& of) const {
     float* const to = room(of, wide_ * round_up(seq_, kBlock));
     for (int64_t i = 0; i < seq_; i += kBlock)
       transpose_words(std::min(kBlock, seq_ - i), wide_, copy + i * wide_, wide_, to + i * wide_, kBlock);
@@ -214,7 +203,7 @@ class Float32 {
   }
 
   int64_t seq_, width_, wide_;
-  Room q_, k_, v_, dy_, q_t_, dy_t_, scores_, slopes_, out_, of_keys_, of_values_, lse_, deltas_;
+  Room q_, k_, v_, dy_, q_t_, dy_t_, scores_, slopes_, out_, dk_, dv_, lse_, deltas_;
 };
 
 }  // namespace workhorse::attention

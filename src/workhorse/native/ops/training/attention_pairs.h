@@ -1,11 +1,10 @@
-// Attention of bfloat16, multiplied two numbers at a time by PyTorch's gemms of blocks (`brgemm`).
+// Attention of bfloat16, multiplied two numbers at a time by PyTorch's batch-reduce gemm (`brgemm`), which is oneDNN's.
 #pragma once
 
 #include <ATen/native/CPUBlas.h>
 
 #include <array>
 #include <cmath>
-#include <limits>
 #include <vector>
 
 #include "ops/training/attention.h"
@@ -47,9 +46,8 @@ inline void write_columns(Head<BFloat16> to, int64_t n, int64_t width, const flo
 // c (rows, columns) = a (rows, depth) · b, or c += a · b if `more`. b holds words (depth / 2, columns).
 inline void multiply(int64_t rows, int64_t columns, int64_t depth, const BFloat16* a, int64_t a_stride, const Word* b,
                      int64_t b_stride, float* c, int64_t c_stride, bool more = false) {
-  using at::BFloat16;
-  at::native::cpublas::brgemm(rows, columns, depth, a_stride, b_stride, c_stride, more, (const BFloat16*)a,
-                              (const BFloat16*)b, c);
+  at::native::cpublas::brgemm(rows, columns, depth, a_stride, b_stride, c_stride, more, (const at::BFloat16*)a,
+                              (const at::BFloat16*)b, c);
 }
 
 // A vector of each of the rows that share a word.
@@ -81,18 +79,11 @@ class Pairs {
       const int64_t n = std::min(kBlock, seq_ - first), keys = causal ? first + n : seq_;
       multiply(keys, n, width_, k.at, k.stride, q_t + first, seq_, scores, kBlock);
       for (int64_t j = 0; j < n; j += kLanes) {
-        const auto score = [&](int64_t key) {
-          const F32x16 found = load<F32x16>(scores + key * kBlock + j) * scale;
-          const bool ahead = causal && key > first + j;
-          return ahead ? hide(found, key, first + j, -std::numeric_limits<float>::infinity()) : found;
-        };
+        const Scores score{scores + j, first + j, scale, causal};
         // Keys from here on are ahead of all these queries.
         const int64_t seen = causal ? std::min(keys, first + j + kLanes) : keys;
-        F32x16 peak = score(0), total{};
-        for (int64_t key = 1; key < seen; key++) {
-          const F32x16 other = score(key);
-          peak = select(other > peak, other, peak);
-        }
+        const F32x16 peak = score.peak(seen);
+        F32x16 total{};
         for (int64_t key = 0; key < keys; key += 2) {
           Parts weights{};
           F32x16 together{};
@@ -124,13 +115,13 @@ class Pairs {
     BFloat16* const k_t = room(transposed_, all);
     float *const scores = room(scores_, square), *const gradients = room(gradients_, square);
     float *const of_keys = room(dk_, kBlock * width_), *const of_values = room(dv_, kBlock * width_);
-    float *const norms = room(lse_, padded(seq_)), *const deltas = room(deltas_, padded(seq_));
+    float *const normalisers = room(lse_, padded(seq_)), *const deltas = room(deltas_, padded(seq_));
     interleave(q, seq_, width_, q_pairs);
     pack_transpose(q, seq_, width_, q_t);
     interleave(dy, seq_, width_, dy_pairs);
     pack_transpose(dy, seq_, width_, dy_t);
     transpose(k, seq_, width_, words, k_t);
-    std::copy(lse, lse + seq_, norms);
+    std::copy(lse, lse + seq_, normalisers);
     put_deltas(y, dy, seq_, width_, deltas);
     out_.assign(all, 0.0f);
     for (int64_t key = 0; key < seq_; key += kBlock) {
@@ -145,8 +136,8 @@ class Pairs {
             Parts both;
             for (int64_t r = 0; r < 2; r++) {
               const int64_t at = (i + r) * stride + j, of = key + i + r, query = first + j;
-              F32x16 weight = weight_again(load<F32x16>(scores + at), load<F32x16>(norms + query), scale);
-              if (causal && of > query) weight = hide(weight, of, query, 0);
+              const F32x16 weight = weight_again(load<F32x16>(scores + at), load<F32x16>(normalisers + query), scale,
+                                                 causal, of, query);
               both[r] = weight * scale * (load<F32x16>(gradients + at) - load<F32x16>(deltas + query));
               write(weights + at, weight);
               write(slopes + at, both[r]);
@@ -167,12 +158,6 @@ class Pairs {
   }
 
  private:
-  template <class T>
-  static T* room(std::vector<T>& of, int64_t numbers) {
-    if (int64_t(of.size()) < numbers) of.resize(numbers);
-    return of.data();
-  }
-
   int64_t seq_, width_;
   std::vector<Word> q_, q_t_, dy_, dy_t_, words_;
   std::vector<BFloat16> transposed_, weights_, slopes_;

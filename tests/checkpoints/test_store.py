@@ -179,6 +179,27 @@ def test_a_damaged_newer_checkpoint_displaces_no_whole_one(store: CheckpointStor
     assert store.newest().step == 30
 
 
+def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(store: CheckpointStore) -> None:
+    """Once the run is past it; it goes with the older ones."""
+    store.keep = 2
+    (store.path(30) / "optimizer.safetensors").unlink()
+    assert store.newest().step == 20
+    store.save(**contents(40))
+    assert store.steps() == [40, 30, 20]
+    store.save(**contents(50))
+    assert store.steps() == [50, 40]
+
+
+def test_a_damaged_checkpoint_made_again_counts(store: CheckpointStore) -> None:
+    store.keep = 2
+    (store.path(30) / "optimizer.safetensors").unlink()
+    assert store.newest().step == 20
+    store.save(**contents(30))
+    assert store.steps() == [30, 20]
+    store.save(**contents(40))
+    assert store.steps() == [40, 30]
+
+
 def test_a_checkpoint_moved_away_and_linked_is_pruned_as_a_link(
     store: CheckpointStore, tmp_path: Path
 ) -> None:

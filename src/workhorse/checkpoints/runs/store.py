@@ -74,6 +74,8 @@ class CheckpointStore:
         self.folder = folder
         self.keep = keep
         self.disk = disk or Disk()
+        self._damaged: set[int] = set()
+        """Steps whose checkpoint was passed over."""
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -159,6 +161,7 @@ class CheckpointStore:
                 self._discard(final)
             self.disk.rename(folder, final)
             self.disk.sync(self.folder)
+        self._damaged.discard(step)
         self.prune(step)
         return final
 
@@ -177,9 +180,15 @@ class CheckpointStore:
             raise WorkhorseError(self._failure(final, error)) from error
 
     def prune(self, step: int) -> None:
-        """Of the checkpoints up to a step, which is whole, remove the oldest beyond `keep`."""
-        for old in [found for found in self.steps() if found <= step][self.keep :]:
-            self._discard(self.path(old))
+        """Of the checkpoints up to a step, which is whole, remove the oldest beyond `keep`.
+
+        One that was found damaged does not count, and stays as long as an older one does.
+        """
+        steps = [found for found in self.steps() if found <= step]
+        kept = [found for found in steps if found not in self._damaged][: self.keep]
+        for old in steps:
+            if len(kept) == self.keep and old < kept[-1]:
+                self._discard(self.path(old))
 
     def newest(self, on_skip: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
         """The newest whole checkpoint, for a run that goes on; None if there is none.
@@ -267,6 +276,7 @@ class CheckpointStore:
                     raise _RemovedError from error
                 if not isinstance(error, DamagedCheckpoint):
                     raise
+                self._damaged.add(step)
                 on_skip(f"skipping {error.path}: {error.reason}")
         return None
 

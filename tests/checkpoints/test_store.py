@@ -180,14 +180,16 @@ def test_a_damaged_newer_checkpoint_displaces_no_whole_one(store: CheckpointStor
 
 
 def test_a_damaged_checkpoint_takes_no_place_of_a_whole_one(store: CheckpointStore) -> None:
-    """Once the run is past it; it goes with the older ones."""
+    """Nor for the process that goes on after the one that found it."""
     store.keep = 2
     (store.path(30) / "optimizer.safetensors").unlink()
     assert store.newest().step == 20
+    store.prune(20)
+    assert store.steps() == [30, 20, 10]  # the run is not past it
     store.save(**contents(40))
-    assert store.steps() == [40, 30, 20]
-    store.save(**contents(50))
-    assert store.steps() == [50, 40]
+    assert store.steps() == [40, 20]
+    CheckpointStore(store.folder, keep=2).prune(40)
+    assert store.steps() == [40, 20]
 
 
 def test_a_damaged_checkpoint_made_again_counts(store: CheckpointStore) -> None:

@@ -182,12 +182,12 @@ class CheckpointStore:
     def prune(self, step: int) -> None:
         """Of the checkpoints up to a step, which is whole, remove the oldest beyond `keep`.
 
-        One that was found damaged does not count, and stays as long as an older one does.
+        Those that were found damaged go first, since the next process would count them.
         """
         steps = [found for found in self.steps() if found <= step]
         kept = [found for found in steps if found not in self._damaged][: self.keep]
         for old in steps:
-            if len(kept) == self.keep and old < kept[-1]:
+            if old not in kept:
                 self._discard(self.path(old))
 
     def newest(self, on_skip: Callable[[str], None] = lambda line: None) -> Checkpoint | None:

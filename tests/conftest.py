@@ -98,7 +98,8 @@ def run_folder(tmp_path: Path) -> Path:
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Skip what is marked `cuda` where there is no CUDA device."""
+    """Begin with what is marked `early`; skip `cuda` where there is no CUDA device."""
+    items.sort(key=lambda item: item.get_closest_marker("early") is None)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="needs a CUDA device")

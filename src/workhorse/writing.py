@@ -52,6 +52,29 @@ def refusal(error: OSError) -> tuple[str, str]:
     return error.strerror or str(error), remedy
 
 
+@contextlib.contextmanager
+def one_process_at_a_time(place: Path) -> Iterator[None]:
+    """Let one process or thread work at a file or folder: the others wait.
+
+    Where nothing can be locked, as on Windows, they work at the same time.
+
+    Raises:
+        OSError: the place cannot be opened.
+    """
+    try:
+        import fcntl
+    except ImportError:
+        yield
+        return
+    descriptor = os.open(place, os.O_RDONLY)
+    try:
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)
+
+
 def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
     """Write a file under another name, sync it, rename it: it is whole, or what was there stays.
 

@@ -4,10 +4,13 @@ import gc
 import os
 import re
 import shutil
+import signal
 import subprocess
+import threading
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,7 @@ import torch
 from workhorse.instructions import levels_here
 from workhorse.native import build
 from workhorse.native.operators import LOADERS, resolve
+from workhorse.writing import one_process_at_a_time
 
 WORKS = """#!/bin/sh
 echo run >> "$0.runs"
@@ -100,13 +104,31 @@ def test_a_compiler_that_was_interrupted_is_asked_again(
     assert build.ensure("decoding", wait=True).is_relative_to(cache)
 
 
-def test_two_at_once(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    compiler(tmp_path, monkeypatch, WORKS)
+def test_of_two_at_once_one_compiles(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    runs = compiler(tmp_path, monkeypatch, WORKS)
     with ThreadPoolExecutor(2) as pool:
         first, second = pool.map(lambda _: build.ensure("decoding", wait=True), range(2))
     assert first == second
     assert first.read_text() == "half and half"
-    assert [path.name for path in first.parent.iterdir()] == [first.name]
+    assert runs.read_text() == "run\n"
+    assert set(first.parent.iterdir()) == {first, first.parent / "decoding.lock"}
+
+
+def test_an_interrupt_waits_for_no_other_process(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(tmp_path, monkeypatch, WORKS)
+    lock = build.ensure("decoding", wait=True).parent / "decoding.lock"
+    for library in lock.parent.glob("*.so"):
+        library.unlink()
+    with one_process_at_a_time(lock):
+        interrupt = partial(signal.pthread_kill, threading.main_thread().ident or 0, signal.SIGINT)
+        threading.Timer(0.2, interrupt).start()
+        with pytest.raises(KeyboardInterrupt):
+            resolve("decoding", wait=True)
+    assert build.ensure("decoding", wait=True).is_file()
 
 
 def test_failure_is_remembered(
@@ -174,7 +196,7 @@ def test_a_library_that_was_cut_or_changed_is_made_again(
     library.write_bytes(damage(library.read_bytes()))
     assert build.ensure("decoding", wait=True).read_text() == "half and half"
     assert runs.read_text() == "run\nrun\n"
-    assert [path.name for path in library.parent.iterdir()] == [library.name]
+    assert set(library.parent.iterdir()) == {library, library.parent / "decoding.lock"}
 
 
 def test_a_library_that_others_may_write_is_made_again(
@@ -200,7 +222,7 @@ def test_what_a_killed_compiler_left_is_removed(
         (folder / "decoding.so").write_text("half")
     os.utime(old, (0, 0))
     assert build.ensure("decoding", wait=True) == library
-    assert set(library.parent.iterdir()) == {library, recent}
+    assert set(library.parent.iterdir()) == {library, library.parent / "decoding.lock", recent}
 
 
 def test_each_level_has_a_library_of_its_own(

@@ -30,6 +30,7 @@ from torch.utils import cpp_extension
 from workhorse.devices import cache_folder
 from workhorse.errors import WorkhorseError
 from workhorse.instructions import SWITCH, compiler_flags, switched_off, told_of_cpu
+from workhorse.writing import one_process_at_a_time
 
 _FLAGS = ("-O3", "-fno-math-errno", "-std=c++20", "-fPIC", "-shared")
 _SECONDS = 300
@@ -46,8 +47,8 @@ def ensure(name: str, *, wait: bool) -> Path:
 
     Args:
         name: of the source, `bindings/NAME.cpp` of this package.
-        wait: compile now. Otherwise a process of its own compiles, and the next start finds the
-            library.
+        wait: compile now, or wait for the process that does. Otherwise a process of its own
+            compiles, and the next start finds the library.
 
     Raises:
         Unavailable: operators are switched off, there is no compiler, the cache cannot be written,
@@ -59,28 +60,33 @@ def ensure(name: str, *, wait: bool) -> Path:
         raise Unavailable(f"{SWITCH}=0")
     compiler = _compiler()
     folder = _folder(compiler)
-    failure = folder / f"{name}-failure.txt"
-    if library := _whole(folder, name):
+    if library := _compiled(folder, name):
         return library
-    if failure.exists():
-        raise Unavailable(f"did not compile before; see {failure}, remove it to try again")
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _sweep(folder)
-        # Two processes at once compile one each; either can be loaded.
         with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder) as scratch:
             if not wait:
                 _build_in_background(name)
                 raise Unavailable("being compiled for the next start")
-            made, report = Path(scratch) / f"{name}.so", Path(scratch) / failure.name
-            problem = _run([compiler, *_flags(), *_paths(name), "-o", str(made)])
-            if problem is None:
-                made.chmod(0o700)
-                return made.replace(folder / f"{name}-{_digest(made)}.so")
-            report.write_text(problem, encoding="utf-8")
-            report.replace(failure)
+            lock = folder / f"{name}.lock"
+            lock.touch(mode=0o600)
+            with one_process_at_a_time(lock):
+                return _compiled(folder, name) or _compile(compiler, folder, name, Path(scratch))
     except OSError as error:
         raise Unavailable(f"cannot compile into {folder}: {error.strerror}") from None
+
+
+def _compile(compiler: str, folder: Path, name: str, scratch: Path) -> Path:
+    """The library, compiled now; a failure is noted in `folder`."""
+    made = scratch / f"{name}.so"
+    problem = _run([compiler, *_flags(), *_paths(name), "-o", str(made)])
+    if problem is None:
+        made.chmod(0o700)
+        return made.replace(folder / f"{name}-{_digest(made)}.so")
+    report, failure = scratch / "failure.txt", _failure(folder, name)
+    report.write_text(problem, encoding="utf-8")
+    report.replace(failure)
     raise Unavailable(f"did not compile; see {failure}")
 
 
@@ -109,6 +115,25 @@ def load(library: Path) -> None:
             torch.ops.load_library(library)
         except OSError as error:
             raise Unavailable(f"cannot load {library}: {error}".splitlines()[0]) from None
+
+
+def _compiled(folder: Path, name: str) -> Path | None:
+    """The library if it was compiled before.
+
+    Raises:
+        Unavailable: the compiler failed then.
+    """
+    if library := _whole(folder, name):
+        return library
+    failure = _failure(folder, name)
+    if failure.exists():
+        raise Unavailable(f"did not compile before; see {failure}, remove it to try again")
+    return None
+
+
+def _failure(folder: Path, name: str) -> Path:
+    """Where it is noted why a library did not compile."""
+    return folder / f"{name}-failure.txt"
 
 
 def _whole(folder: Path, name: str) -> Path | None:

@@ -2,8 +2,8 @@
 
 import os
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
+from multiprocessing.pool import ThreadPool
 from typing import Any, Literal
 
 from workhorse.native import decoding, heap, matrix_unit, replay, steps, training, vectors
@@ -20,14 +20,15 @@ Library = Literal["decoding", "heap", "matrix_unit", "replay", "steps", "trainin
 
 
 LOADERS: dict[Library, Callable[..., object]] = {
-    "decoding": decoding.load,
-    "heap": heap.load,
-    "matrix_unit": matrix_unit.load,
+    "training": training.load,
     "replay": replay.load,
     "steps": steps.load,
-    "training": training.load,
+    "decoding": decoding.load,
     "vectors": vectors.load,
+    "heap": heap.load,
+    "matrix_unit": matrix_unit.load,
 }
+"""Those that take longest to compile first: the others then fill the time of the other cores."""
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,8 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
 
     Args:
         libraries: the libraries to load.
-        wait: compile now those that never were on this machine, side by side, which takes up to
-            twenty seconds. Otherwise they are compiled in the background, and this process runs
+        wait: compile now those that never were on this machine, side by side, which takes about
+            half a minute. Otherwise they are compiled in the background, and this process runs
             without them. Training passes true.
 
     Raises:
@@ -64,15 +65,15 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
         except Unavailable as reason:  # a future that kept it would keep the caller's frames
             return None, str(reason)
 
+    libraries = tuple(library for library in LOADERS if library in libraries)
     found: dict[str, Any] = {}
     why_not: dict[Library, str] = {}
-    threads = ThreadPoolExecutor(os.cpu_count())
-    try:
-        for library, (loaded, reason) in zip(libraries, threads.map(load, libraries), strict=True):
-            if reason:
-                why_not[library] = reason
-            else:
-                found[library] = loaded
-    finally:  # an interrupt waits for no compiler
-        threads.shutdown(wait=False, cancel_futures=True)
+    # At an interrupt its threads, being daemons, wait for no compiler, and for no other process.
+    with ThreadPool(os.cpu_count()) as threads:
+        results = threads.map(load, libraries, chunksize=1)
+    for library, (loaded, reason) in zip(libraries, results, strict=True):
+        if reason:
+            why_not[library] = reason
+        else:
+            found[library] = loaded
     return Operators(**found, why_not=why_not)

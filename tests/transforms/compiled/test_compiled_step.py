@@ -19,7 +19,10 @@ from workhorse.transforms.compiled.compiled_step import CompiledDecoder, compile
 from workhorse.transforms.steps.native_step import step_natively
 
 # PyTorch's compiler imports what PyTorch itself calls deprecated.
-pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"),
+    pytest.mark.early,
+]
 
 
 @pytest.fixture(scope="module")

@@ -9,7 +9,6 @@ one by one, the manifest after each; a build that was killed goes on after the l
 import contextlib
 import hashlib
 import json
-import os
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain, groupby, islice
 from pathlib import Path
@@ -40,7 +39,7 @@ from workhorse.data.shards.manifest import (
     write_array,
 )
 from workhorse.errors import WorkhorseError
-from workhorse.writing import writing
+from workhorse.writing import one_process_at_a_time, writing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -286,19 +285,11 @@ def _sound(home: Path, stream: StreamConfig, verify: bool) -> StreamConfig:
 def _only_one_builder(home: Path) -> Iterator[None]:
     """Let one process at a time prepare a folder: the others wait, then find it done.
 
-    If the system has no `flock` (Windows), two processes do the same work twice. A folder left
-    empty by a failure is removed.
+    A folder left empty by a failure is removed.
     """
-    try:
-        import fcntl
-    except ImportError:
-        yield
-        return
-    descriptor = os.open(home, os.O_RDONLY)
-    try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
-        yield
-    finally:
-        with contextlib.suppress(OSError):
-            home.rmdir()
-        os.close(descriptor)
+    with one_process_at_a_time(home):
+        try:
+            yield
+        finally:
+            with contextlib.suppress(OSError):
+                home.rmdir()

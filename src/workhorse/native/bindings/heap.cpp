@@ -1,7 +1,7 @@
 // The heap of ops/tensor_heap.h as PyTorch's allocator on the CPU.
 
 #include <c10/core/CPUAllocator.h>
-#include <torch/library.h>
+#include <torch/csrc/stable/library.h>
 
 #include "ops/tensor_heap.h"
 
@@ -63,11 +63,17 @@ bool keep(bool keeps) {
   return true;
 }
 
-}  // namespace
+void give_back() { tensors().give_back(); }
 
-TORCH_LIBRARY(workhorse_heap, library) {
-  library.def("keep", &keep);
-  library.def("give_back", [] { tensors().give_back(); });
+}  // namespace
+}  // namespace workhorse::bindings
+
+STABLE_TORCH_LIBRARY(workhorse_heap, m) {
+  m.def("keep(bool keeps) -> bool");
+  m.def("give_back() -> ()");
 }
 
-}  // namespace workhorse::bindings
+STABLE_TORCH_LIBRARY_IMPL(workhorse_heap, CompositeExplicitAutograd, m) {
+  m.impl("keep", TORCH_BOX(&workhorse::bindings::keep));
+  m.impl("give_back", TORCH_BOX(&workhorse::bindings::give_back));
+}

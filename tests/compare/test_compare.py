@@ -174,6 +174,15 @@ def test_a_change_of_the_base_is_refused_by_name(finished: Finished):
     assert compare(described, found.folder).results == found.results
 
 
+def test_a_misspelt_key_is_no_change(finished: Finished):
+    study, found = finished
+    assert isinstance(study.base, dict)
+    misspelt = {**study.base, "train": {**study.base["train"], "batchsize": 4}}
+    for run in (compare, dry_run):
+        with pytest.raises(WorkhorseError, match="did you mean 'batch_size'"):
+            run(study.replace(base=misspelt), found.folder)
+
+
 def test_one_seed_gives_no_interval_and_no_verdict(make_study: MakeStudy, tmp_path: Path):
     results = compare(make_study(seeds=[1]), tmp_path / "out").results
     assert results is not None

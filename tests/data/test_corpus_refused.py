@@ -44,6 +44,14 @@ def test_a_pattern_that_matches_no_file_is_named(tokenizer, tmp_path: Path) -> N
         prepare(config, tokenizer, tmp_path / "data")
 
 
+def test_a_folder_of_empty_files_is_not_called_empty(tokenizer, tmp_path: Path) -> None:
+    for name in ("a.txt", "b.txt"):
+        (tmp_path / name).touch()
+    config = DataConfig(corpus={"kind": "folder", "path": tmp_path})
+    with pytest.raises(WorkhorseError, match="holds only empty files: no text for the valid"):
+        prepare(config, tokenizer, tmp_path / "data")
+
+
 @pytest.mark.parametrize("name", ["b.txt", "a.txt"])  # by their hashes, b trains and a is held out
 def test_a_single_document_cannot_train_and_be_held_out(
     tokenizer, tmp_path: Path, name: str

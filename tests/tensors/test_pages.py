@@ -1,12 +1,14 @@
 """Tensors in large pages are tensors like others."""
 
+import pytest
 import torch
 
 from workhorse.tensors.pages import in_large_pages
 
 
-def test_apart_and_aligned() -> None:
-    shapes = [torch.Size(shape) for shape in ((3, 5), (1,), (0, 4), (1000, 1000))]
+@pytest.mark.parametrize("rows", [1000, 2000])
+def test_apart_and_aligned(rows: int) -> None:
+    shapes = [torch.Size(shape) for shape in ((3, 5), (1,), (0, 4), (rows, 1000))]
     tensors = in_large_pages(shapes, torch.bfloat16)
     for number, tensor in enumerate(tensors):
         tensor.fill_(number)
@@ -14,3 +16,8 @@ def test_apart_and_aligned() -> None:
         assert tensor.shape == shape
         assert tensor.data_ptr() % 64 == 0
         assert (tensor == number).all()
+
+
+def test_what_fills_no_page_takes_no_room_for_one() -> None:
+    (small,) = in_large_pages([torch.Size([64, 64])], torch.uint8)
+    assert small.untyped_storage().nbytes() == small.nbytes

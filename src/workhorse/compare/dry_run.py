@@ -37,8 +37,8 @@ def dry_run(study: Study, out: str | Path, *, jobs: int = 1, threads: int = 0) -
     if not isinstance(study, Study):
         raise no_study(study)
     folder = StudyFolder(out)
-    folder.check(study)
     check_variants(study, folder.path)
+    folder.check(study)
     before = torch.get_num_threads()
     try:
         use_threads(max(1, (threads or before) // jobs))

@@ -71,8 +71,8 @@ def compare(
     if len(study.seeds) >= FEWEST:
         scipy_stats()
     folder = StudyFolder(out)
+    check_variants(study, folder.path)  # first: a misspelt key is no change of the study
     folder.check(study)
-    check_variants(study, folder.path)
     make_plan(study, vocab_size_of)  # finds the other mistakes before a file is written
     before = torch.get_num_threads()
     share = max(1, (threads or before) // jobs)

@@ -159,8 +159,8 @@ def _optima(plan: dict[str, Any]) -> Iterator[str]:
     for law in plan["compute_optimal"]["laws"]:
         loss = "" if law["loss"] is None else f", loss {law['loss']:.3f}"
         yield (
-            f"{shown(law['parameters'])} parameters, {shown(law['tokens'])} tokens{loss} "
-            f"({law['law']})"
+            f"{shown(round(law['parameters']))} parameters, {shown(round(law['tokens']))} "
+            f"tokens{loss} ({law['law']})"
         )
 
 

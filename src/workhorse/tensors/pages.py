@@ -17,14 +17,15 @@ _WANTS_LARGE_PAGES = 14  # MADV_HUGEPAGE of <sys/mman.h>, on Linux
 
 
 def in_large_pages(shapes: Sequence[torch.Size], dtype: torch.dtype) -> list[Tensor]:
-    """Empty contiguous tensors on the CPU, one after the other, in large pages if there are any.
+    """Empty contiguous tensors on the CPU, one after the other, in large pages if they fill one.
 
     Memory is used only as they are filled, so moving tensors here one by one needs room for one.
     """
     steps = [-(-shape.numel() * dtype.itemsize // _LINE) * _LINE for shape in shapes]
-    room = torch.empty(sum(steps) + _PAGE, dtype=torch.uint8)
+    large = sum(steps) >= _PAGE
+    room = torch.empty(sum(steps) + large * _PAGE, dtype=torch.uint8)
     start = 0
-    if room.untyped_storage().device == room.device:  # one without data has no address
+    if large and room.untyped_storage().device == room.device:  # one without data has no address
         start = -room.data_ptr() % _PAGE
         _ask(room.data_ptr() + start, room.numel() - start)
     pieces = room[start : start + sum(steps)].split(steps)

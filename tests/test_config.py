@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from workhorse.config import Config, ConfigError, nearest, parse_yaml, read_yaml
-from workhorse.errors import WorkhorseError
+from workhorse.config import Config, ConfigError, parse_yaml, read_yaml
+from workhorse.errors import WorkhorseError, nearest
 from workhorse.overrides import apply_overrides
 
 

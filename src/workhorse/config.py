@@ -19,7 +19,6 @@ from workhorse.config_errors import (
     alternatives,
     first_problem,
     kinds_in,
-    nearest,
     wrong_value,
 )
 from workhorse.errors import WorkhorseError, shown
@@ -30,7 +29,6 @@ __all__ = [
     "ConfigError",
     "check_colons",
     "configs_in",
-    "nearest",
     "parse_yaml",
     "read_yaml",
 ]

@@ -3,7 +3,6 @@
 pydantic finds what is wrong; the words are made from the annotation of the field where it stands.
 """
 
-import difflib
 import re
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -13,17 +12,13 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, cast, get_args
 from pydantic import BaseModel, ValidationError
 from pydantic.fields import FieldInfo
 
-from workhorse.errors import WorkhorseError, shown
+from workhorse.errors import WorkhorseError, meant, nearest, shown
 
 if TYPE_CHECKING:
     from workhorse.config import Config
 
 LARGEST = 2**63 - 1
 """Of a whole number; no size, count or seed is larger."""
-LISTED_NAMES = 24
-"""How many known names an error lists at most."""
-NEAR = 0.6
-"""How alike two names are (`difflib`), from 0 to 1, where one may be meant by the other."""
 
 _NOUNS = {
     int: "a whole number",
@@ -68,15 +63,6 @@ class ConfigError(WorkhorseError):
         return ConfigError(self.reason, whole, self.unknown_key, self.missing_key)
 
 
-def nearest(name: str, known: Iterable[str]) -> str:
-    """A remedy for an unknown name: the nearest known one, or which there are."""
-    names = sorted(known)
-    if close := difflib.get_close_matches(name, names, n=1, cutoff=NEAR):
-        return f"did you mean {close[0]!r}?"
-    more = f" and {len(names) - LISTED_NAMES} more" if len(names) > LISTED_NAMES else ""
-    return f"known: {', '.join(names[:LISTED_NAMES]) or 'none'}{more}"
-
-
 def as_written(value: object) -> str:
     """A value as a recipe has it: `null` and `true`, where Python says None and True."""
     if value is None or isinstance(value, bool):
@@ -108,8 +94,7 @@ def first_problem(
             tags = re.findall(r"'([^']*)'", context["expected_tags"])
             reason = _unknown_kind(config, path, context["tag"], tags)
         case "union_tag_not_found":
-            near = difflib.get_close_matches(path[-1], _beside(fields, path), n=1, cutoff=NEAR)
-            remedy = f"did you mean {near[0]!r}?" if near else _kinds_known(config, path)
+            remedy = meant(path[-1], _beside(fields, path)) or _kinds_known(config, path)
             reason = f"{shown(value)} has no 'kind'; {remedy}"
         case "value_error":
             reason = str(cause)
@@ -136,10 +121,8 @@ def wrong_value(value: object, annotation: Any, marks: Iterable[Any], problem: s
     """
     arms = [arm for arm, _ in _arms(annotation, marks)]
     words = [word for arm in arms for word in get_args(arm) if get_origin(arm) is Literal]
-    if isinstance(value, str) and (
-        near := difflib.get_close_matches(value, map(str, words), n=1, cutoff=NEAR)
-    ):
-        return f"{shown(value)} is not allowed; did you mean {near[0]!r}?"
+    if isinstance(value, str) and (remedy := meant(value, map(str, words))):
+        return f"{shown(value)} is not allowed; {remedy}"
     fact = "is not allowed" if words else _FACTS.get(problem.partition("_")[0], "is not allowed")
     wanted = _wanted(annotation, marks)
     if fact == _FACTS["string"] and isinstance(value, int | float):

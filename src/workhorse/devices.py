@@ -5,8 +5,7 @@ from pathlib import Path
 
 import torch
 
-from workhorse.config import nearest
-from workhorse.errors import WorkhorseError, shown
+from workhorse.errors import WorkhorseError, nearest, shown
 from workhorse.instructions import cpu_has
 
 DTYPES = {

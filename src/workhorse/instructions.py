@@ -11,8 +11,7 @@ from typing import NamedTuple
 
 import torch
 
-from workhorse.config import nearest
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, nearest
 
 SWITCH = "WORKHORSE_NATIVE"
 """0: no native operators; a name in `LEVELS`: with its instructions alone; unset, empty or 1: with

@@ -12,8 +12,7 @@ from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.checkpoints.model_folder import ModelFolder
 from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.tensors import Places, weights_of
-from workhorse.config import nearest
-from workhorse.errors import WorkhorseError, shown
+from workhorse.errors import WorkhorseError, nearest, shown
 from workhorse.models import preset_names
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig

@@ -98,7 +98,7 @@ class VerbGroup(click.Group):
         self, ctx: click.Context, args: list[str]
     ) -> tuple[str | None, click.Command | None, list[str]]:
         if args[0] not in VERBS:
-            from workhorse.config import nearest
+            from workhorse.errors import nearest
 
             raise click.UsageError(f"unknown verb {args[0]!r}; {nearest(args[0], VERBS)}", ctx)
         return super().resolve_command(ctx, args)

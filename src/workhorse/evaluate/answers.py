@@ -8,8 +8,7 @@ from typing import Any, cast
 import torch
 from lm_eval.models.utils import normalize_gen_kwargs, postprocess_generated_text
 
-from workhorse.config import nearest
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, nearest
 from workhorse.evaluate.scoring import by_length
 from workhorse.generate import Completion, GenerationConfig, generate
 from workhorse.nn import Decoder

@@ -9,8 +9,7 @@ Listing the names imports no torch; a family's file is imported when one of its 
 import importlib
 from typing import TYPE_CHECKING
 
-from workhorse.config import nearest
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, nearest
 from workhorse.models.preset import Preset
 
 if TYPE_CHECKING:

@@ -3,7 +3,8 @@
 from collections.abc import Mapping
 from typing import Any
 
-from workhorse.config import ConfigError, nearest
+from workhorse.config import ConfigError
+from workhorse.errors import nearest
 from workhorse.models.huggingface.family import Data, Family, look_up
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.latent import (

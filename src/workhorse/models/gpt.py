@@ -2,7 +2,8 @@
 
 from functools import partial
 
-from workhorse.config import ConfigError, nearest
+from workhorse.config import ConfigError
+from workhorse.errors import nearest
 from workhorse.models.gpt2 import RULES
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields

@@ -4,7 +4,8 @@ import math
 from functools import partial
 from typing import Literal
 
-from workhorse.config import ConfigError, nearest
+from workhorse.config import ConfigError
+from workhorse.errors import nearest
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.gpt_like import attention, written

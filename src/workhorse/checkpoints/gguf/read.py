@@ -21,8 +21,7 @@ from workhorse.checkpoints.gguf.tensors import EMBEDDING, HEAD, Part, tensor_par
 from workhorse.checkpoints.huggingface.accounting import meta_decoder
 from workhorse.checkpoints.huggingface.tensor_folder import MappedFile
 from workhorse.checkpoints.tensors import Places, allocate, weights_of
-from workhorse.config import nearest
-from workhorse.errors import WorkhorseError, shown
+from workhorse.errors import WorkhorseError, nearest, shown
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName

@@ -7,8 +7,7 @@ never by a name.
 from collections.abc import Iterator
 from typing import Any
 
-from workhorse.config import nearest
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, nearest
 
 Data = dict[str, Any]
 Rule = tuple[str, ...]

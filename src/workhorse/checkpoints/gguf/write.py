@@ -18,8 +18,7 @@ from workhorse.checkpoints.gguf.vocabulary import NO_VOCABULARY, tokenizer_metad
 from workhorse.checkpoints.huggingface.tensor_folder import check_numbers
 from workhorse.checkpoints.huggingface.written_out import written_out
 from workhorse.checkpoints.runs.disk import Disk
-from workhorse.config import nearest
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, nearest
 from workhorse.models.huggingface import Family, in_the_way, native_class, nearest_of
 from workhorse.models.huggingface import family as family_of
 from workhorse.nn import Decoder, DecoderConfig

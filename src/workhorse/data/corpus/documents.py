@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
-from workhorse.config import nearest
 from workhorse.data.config import (
     STDIN,
     DataConfig,
@@ -32,7 +31,7 @@ from workhorse.data.corpus.files import (
     visible_files,
 )
 from workhorse.data.corpus.held_out import hash_of, threshold
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, nearest
 
 if TYPE_CHECKING:
     import pyarrow

@@ -11,8 +11,7 @@ import re
 from collections.abc import Iterable, Iterator
 from functools import cache
 
-from workhorse.config import nearest
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, nearest
 from workhorse.models.huggingface.family import IMPOSSIBLE, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.nn import DecoderConfig

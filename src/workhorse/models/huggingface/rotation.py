@@ -8,7 +8,8 @@ are written.
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
-from workhorse.config import ConfigError, nearest
+from workhorse.config import ConfigError
+from workhorse.errors import nearest
 from workhorse.models.huggingface.fields import Fields
 from workhorse.nn.positions.rope import RopeConfig
 from workhorse.nn.positions.rope_scaling import (

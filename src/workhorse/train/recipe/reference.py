@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic.fields import FieldInfo
 
-from workhorse.config import Config, configs_in, nearest, parse_yaml
-from workhorse.errors import WorkhorseError
+from workhorse.config import Config, configs_in, parse_yaml
+from workhorse.errors import WorkhorseError, nearest
 from workhorse.nn import DecoderConfig
 from workhorse.on_resume import OnResume, marked
 from workhorse.train.recipe.recipe import Recipe

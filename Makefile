@@ -52,7 +52,7 @@ $(FOR_TESTS): $(VENV) pyproject.toml constraints.txt
 	@echo "Installing PyTorch and what the tests need into .venv (minutes, the first time)"
 	$(PIP) --no-compile torch jaxtyping $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	@# The operators need no more than these: they are compiled while the rest is installed.
-	@PYTHONPATH=src .venv/bin/python -m workhorse.native > /dev/null 2>&1 &
+	@PYTHONPATH=src nice .venv/bin/python -m workhorse.native > /dev/null 2>&1 &
 	$(PIP) --quiet --no-compile --editable '.[dev]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 	@touch $@ $(INSTALLED)
 

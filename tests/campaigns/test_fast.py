@@ -11,6 +11,7 @@ wherever the second likeliest is further away than twice that.
 
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor
 
 from tests.nn.grid import CAUSAL, COVERING, fixed_length, make, mixes_experts, name
 from tests.nn.paged import paged
+from tests.transforms import windowed
 from workhorse.generate import GenerationConfig, generate
 from workhorse.native import resolve
 from workhorse.nn import Decoder, DecoderConfig
@@ -84,6 +86,30 @@ def test_logits_stay_within_the_bound_in_bfloat16(
     first, second = expected.topk(2, dim=-1).values.unbind(-1)
     clear = first - second > 2 * BFLOAT16 * scale
     assert torch.equal(found.argmax(-1)[clear], expected.argmax(-1)[clear])
+
+
+def test_one_program_serves_several_texts_whatever_their_number(tmp_path: Path) -> None:
+    compiled = compile_steps(windowed.make(), tmp_path)
+    for rows in (2, 3):
+        assert windowed.texts(compiled, rows, 40) == windowed.texts(windowed.make(), rows, 40)
+    assert len(list(tmp_path.iterdir())) == 1
+
+
+def test_one_program_checks_guesses_whatever_their_number(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiled = compile_steps(windowed.make(), tmp_path)
+    steps = compiled.forward
+    checked: list[int] = []
+
+    def watched(tokens: Tensor, **options: Any) -> Tensor:
+        checked.append(tokens.shape[1])
+        return steps(tokens, **options)
+
+    monkeypatch.setattr(compiled, "forward", watched)
+    assert windowed.texts(compiled, 1, 60, guesses=5) == windowed.texts(windowed.make(), 1, 60)
+    assert len(set(checked[1:])) > 1, "after the prompt"
+    assert len(list(tmp_path.iterdir())) == 2  # a token alone, and one with guesses
 
 
 def along(decoder: Decoder, tokens: Tensor) -> Tensor:

@@ -4,32 +4,19 @@ Each case is a process of its own, since the library reads its environment when 
 network: a cache laid out on the disk, and a hub on this machine.
 """
 
-import os
 import runpy
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from tests.checkpoints.fetching import fetch
+from tests.parallel.forked import start
 from workhorse.checkpoints.huggingface.hub import resolve_model
 from workhorse.errors import WorkhorseError
 
 HUB = runpy.run_path(str(Path(__file__).with_name("hub_server.py")))
 serve, COMMIT = HUB["serve"], HUB["COMMIT"]
 NAME = "org/tiny-model"
-SCRIPT = """
-import os, sys
-from workhorse.checkpoints.huggingface.hub import resolve_model
-from workhorse.errors import WorkhorseError
-for name in sys.argv[1:]:
-    name, _, revision = name.partition(" ")
-    try:
-        weights = "NO_WEIGHTS" not in os.environ
-        print(resolve_model(name, revision=revision or None, weights=weights, tell=print))
-    except WorkhorseError as error:
-        print("refused:", error)
-"""
 
 
 @pytest.fixture
@@ -37,15 +24,10 @@ def resolve(tmp_path):
     """Resolves names ("NAME REVISION") in a process with a cache in `tmp_path`; what it prints."""
 
     def run(*names, **environment):
-        clean = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
-        output = subprocess.run(
-            [sys.executable, "-c", SCRIPT, *names],
-            env={**clean, "HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1", **environment},
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        return output.stdout.splitlines()
+        said = tmp_path / "said"
+        whole = {"HF_HOME": str(tmp_path), "HF_HUB_DISABLE_XET": "1", **environment}
+        start(fetch, (names, whole, said), 1)
+        return said.read_text().splitlines()
 
     return run
 

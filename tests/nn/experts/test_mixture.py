@@ -300,10 +300,9 @@ def test_dropout_acts_in_training_only() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # at breaks of the compiled graph
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_it_compiles(backend: str) -> None:
+def test_it_compiles() -> None:
     """Where the compiler cannot trace the grouped kernel, single products take its place."""
     mixture = build(router={"score": "sigmoid", "selection_bias": True}, shared={"d_ff": 8})
-    compiled: Callable[[Tensor], Tensor] = torch.compile(mixture, backend=backend)
+    compiled: Callable[[Tensor], Tensor] = torch.compile(mixture, backend="aot_eager")
     x = torch.randn(2, 6, D_MODEL)
     torch.testing.assert_close(compiled(x), mixture(x), atol=1e-6, rtol=1e-5)

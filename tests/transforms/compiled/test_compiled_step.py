@@ -2,12 +2,10 @@
 
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from filelock import FileLock
-from torch import Tensor
 
 from tests.native.machine import OPERATORS, needs
 from tests.nn.paged import paged
@@ -38,13 +36,11 @@ def _compiler() -> None:
 
 @pytest.fixture(scope="module")
 def folder(_compiler: None, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
-    """Programs for one text, for several, and for guesses, compiled once for all test processes."""
+    """The program for one text, compiled once for all test processes."""
     own = tmp_path_factory.getbasetemp()
     shared = (own if worker_id == "master" else own.parent) / "programs"
     with FileLock(f"{shared}.lock"):
-        decoder = compile_steps(make(), shared)
-        for rows, guesses in ((1, 0), (2, 0), (1, 5)):
-            texts(decoder, rows, 60, guesses)
+        texts(compile_steps(make(), shared), 1, 60)
     return shared
 
 
@@ -80,15 +76,6 @@ def test_one_program_serves_all_lengths_capacities_and_weights(
     assert not compilations
 
 
-def test_greedy_texts_of_any_number_of_rows_are_the_same(
-    folder: Path, compilations: list[int]
-) -> None:
-    compiled = compile_steps(make(), folder)
-    for rows in (2, 3):
-        assert texts(compiled, rows, 40) == texts(make(), rows, 40)
-    assert not compilations
-
-
 @needs("steps")
 def test_what_no_native_step_computes_is_compiled(copied: Path) -> None:
     """Attention that is not native has no instruction."""
@@ -96,23 +83,6 @@ def test_what_no_native_step_computes_is_compiled(copied: Path) -> None:
     assert texts(decoder, 1, 40) == texts(make(), 1, 40)
     assert isinstance(decoder, CompiledDecoder)
     assert decoder.programs
-
-
-def test_guesses_are_checked_by_one_program_whatever_their_number(
-    folder: Path, compilations: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    compiled = compile_steps(make(), folder)
-    steps = compiled.forward
-    checked: list[int] = []
-
-    def watched(tokens: Tensor, **options: Any) -> Tensor:
-        checked.append(tokens.shape[1])
-        return steps(tokens, **options)
-
-    monkeypatch.setattr(compiled, "forward", watched)
-    assert texts(compiled, 1, 60, guesses=5) == texts(make(), 1, 60)
-    assert len(set(checked)) > 1
-    assert not compilations
 
 
 def test_a_kept_program_is_read_and_a_damaged_one_is_made_again(

@@ -13,12 +13,14 @@ PYTHON ?= $(firstword $(foreach name,python3 python3.11 python3.12 python3.13 py
     $(shell $(name) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $(name))))
 WORKERS ?= 3
 VENV := .venv/.made
+TORCH := .venv/.torch
 INSTALLED := .venv/.installed
 FOR_TESTS := .venv/.installed-for-tests
-PIP := .venv/bin/python -m pip install --disable-pip-version-check --constraint constraints.txt
+PIP := .venv/bin/python -m pip install --disable-pip-version-check --no-compile \
+    --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 WORKHORSE := .venv/bin/workhorse
-# A module is compiled once, and not in each of the processes that tests start; `make install` and
-# `make test` leave those that nothing imports as they are (--no-compile).
+# A module is compiled when it is first imported, and kept: not by pip, which would compile those
+# that nothing imports too, nor again in each of the processes that tests start.
 export PYTHONDONTWRITEBYTECODE :=
 # One thread a test process: the models of the tests are too small to share out.
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
@@ -42,18 +44,19 @@ $(VENV): constraints.txt
 	-$(PIP) --quiet --upgrade pip
 	@touch $@
 
-$(INSTALLED): $(VENV) pyproject.toml constraints.txt
+$(TORCH): $(VENV)
 	@echo "Installing PyTorch and the rest into .venv (minutes, the first time)"
-	$(PIP) torch $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	$(PIP) --quiet --editable . $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+	$(PIP) torch jaxtyping
+	@# The operators need no more: they are compiled while the rest is installed.
+	@PYTHONPATH=src nice .venv/bin/python -m workhorse.native > /dev/null 2>&1 &
 	@touch $@
 
-$(FOR_TESTS): $(VENV) pyproject.toml constraints.txt
-	@echo "Installing PyTorch and what the tests need into .venv (minutes, the first time)"
-	$(PIP) --no-compile torch jaxtyping $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
-	@# The operators need no more than these: they are compiled while the rest is installed.
-	@PYTHONPATH=src nice .venv/bin/python -m workhorse.native > /dev/null 2>&1 &
-	$(PIP) --quiet --no-compile --editable '.[dev]' $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
+$(INSTALLED): $(TORCH) pyproject.toml
+	$(PIP) --quiet --editable .
+	@touch $@
+
+$(FOR_TESTS): $(TORCH) pyproject.toml
+	$(PIP) --quiet --editable '.[dev]'
 	@touch $@ $(INSTALLED)
 
 DEMO := runs/stdlib-small

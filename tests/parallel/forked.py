@@ -13,7 +13,13 @@ from workhorse.cli.main import main
 
 FORKS = multiprocessing.get_context("forkserver")
 FORKS.set_forkserver_preload(
-    ["tests.parallel.teams", "workhorse.cli.train_progress", "workhorse.train", "torch.distributed"]
+    [
+        "tests.parallel.teams",
+        "torch._dynamo",
+        "torch.distributed.fsdp",
+        "workhorse.cli.train_progress",
+        "workhorse.train",
+    ]
 )
 
 

@@ -19,6 +19,7 @@ FOR_TESTS := .venv/.installed-for-tests
 PIP := .venv/bin/python -m pip install --disable-pip-version-check --no-compile \
     --constraint constraints.txt $(if $(TORCH_INDEX),--extra-index-url $(TORCH_INDEX))
 WORKHORSE := .venv/bin/workhorse
+export COMPILE := from workhorse.native.operators import LOADERS, resolve; resolve(*LOADERS, wait=True)
 # A module is compiled when it is first imported, and kept: not by pip, which would compile those
 # that nothing imports too, nor again in each of the processes that tests start.
 export PYTHONDONTWRITEBYTECODE :=
@@ -48,7 +49,7 @@ $(TORCH): $(VENV)
 	@echo "Installing PyTorch and the rest into .venv (minutes, the first time)"
 	$(PIP) torch jaxtyping
 	@# The operators need no more: they are compiled while the rest is installed.
-	@PYTHONPATH=src nice .venv/bin/python -m workhorse.native > /dev/null 2>&1 &
+	@PYTHONPATH=src nice .venv/bin/python -c "$$COMPILE" > /dev/null 2>&1 &
 	@touch $@
 
 $(INSTALLED): $(TORCH) pyproject.toml

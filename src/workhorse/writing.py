@@ -1,9 +1,11 @@
-"""Writing files, each whole or not at all, and saying in one line why one could not be written."""
+"""Writing files, each whole or not at all, by one process at a time, and why one could not be."""
 
 import contextlib
 import errno
+import math
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -53,23 +55,32 @@ def refusal(error: OSError) -> tuple[str, str]:
 
 
 @contextlib.contextmanager
-def one_process_at_a_time(place: Path) -> Iterator[None]:
+def one_process_at_a_time(place: Path, patience: float = math.inf) -> Iterator[None]:
     """Let one process or thread work at a file or folder: the others wait.
 
-    Where nothing can be locked, as on Windows, they work at the same time.
+    Args:
+        place: a file that this user may write, or a folder.
+        patience: seconds after which one that waits goes on all the same, as where the system has
+            no `flock` (Windows).
 
     Raises:
-        OSError: the place cannot be opened.
+        OSError: the place cannot be opened or locked.
     """
     try:
         import fcntl
     except ImportError:
         yield
         return
-    descriptor = os.open(place, os.O_RDONLY)
+    # Network folders lock only what is open for writing.
+    descriptor = os.open(place, os.O_RDONLY if place.is_dir() else os.O_RDWR)
+    end = time.monotonic() + patience
     try:
-        with contextlib.suppress(OSError):
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
+        while time.monotonic() < end:
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            except BlockingIOError:
+                time.sleep(0.1)
         yield
     finally:
         os.close(descriptor)

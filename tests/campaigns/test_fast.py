@@ -1,5 +1,7 @@
 """The quick ways of decoding give what the plain one gives, over the covering grid.
 
+A compiled program for several texts, and one for guesses, serve any number of them.
+
     make campaign-fast    or    python -m pytest -m campaign tests/campaigns/test_fast.py
 
 Each model decodes with streamed weights and native attention: alone, with native steps, with

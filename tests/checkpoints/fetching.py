@@ -1,6 +1,7 @@
 """Asks the hub for models, in a process whose environment is its own."""
 
 import os
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,17 +14,14 @@ def fetch(rank: int, names: Sequence[str], environment: dict[str, str], said: Pa
     for key in [key for key in os.environ if key.startswith("HF_")]:
         del os.environ[key]
     os.environ.update(environment)
+    weights = "NO_WEIGHTS" not in environment
     with said.open("w") as file:
+        os.dup2(file.fileno(), 1)
         for one in names:
             name, _, revision = one.partition(" ")
-            weights = "NO_WEIGHTS" not in environment
-
-            def tell(line: str) -> None:
-                print(line, file=file)
-
             try:
-                tell(
-                    str(resolve_model(name, revision=revision or None, weights=weights, tell=tell))
-                )
+                found = resolve_model(name, revision=revision or None, weights=weights, tell=print)
+                print(found)
             except WorkhorseError as error:
-                tell(f"refused: {error}")
+                print("refused:", error)
+        sys.stdout.flush()

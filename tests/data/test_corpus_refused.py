@@ -12,8 +12,8 @@ from workhorse.errors import WorkhorseError
 @pytest.mark.parametrize(
     ("content", "fraction", "line"),
     [
-        ("", 0.1, "corpus.txt is empty: no text for the validation split; give it some"),
-        ("", 0.0, "corpus.txt is empty: no text for the train split; give it some"),
+        ("", 0.1, "corpus.txt is empty: none for the validation split; give it some"),
+        ("", 0.0, "corpus.txt is empty: none for the train split; give it some"),
         (
             "x",
             0.1,
@@ -48,7 +48,9 @@ def test_a_folder_of_empty_files_is_not_called_empty(tokenizer, tmp_path: Path) 
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).touch()
     config = DataConfig(corpus={"kind": "folder", "path": tmp_path})
-    with pytest.raises(WorkhorseError, match="holds only empty files: no text for the valid"):
+    with pytest.raises(
+        WorkhorseError, match="has no text in the files that are read: none for the valid"
+    ):
         prepare(config, tokenizer, tmp_path / "data")
 
 

@@ -1,16 +1,18 @@
 """Compiling in the user's cache: once, whole, and never in the way."""
 
+import errno
+import fcntl
 import gc
 import os
 import re
 import shutil
 import signal
 import subprocess
-import threading
+import sys
+import time
 import weakref
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -120,15 +122,52 @@ def test_an_interrupt_waits_for_no_other_process(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     compiler(tmp_path, monkeypatch, WORKS)
-    lock = build.ensure("decoding", wait=True).parent / "decoding.lock"
-    for library in lock.parent.glob("*.so"):
-        library.unlink()
-    with one_process_at_a_time(lock):
-        interrupt = partial(signal.pthread_kill, threading.main_thread().ident or 0, signal.SIGINT)
-        threading.Timer(0.2, interrupt).start()
-        with pytest.raises(KeyboardInterrupt):
-            resolve("decoding", wait=True)
-    assert build.ensure("decoding", wait=True).is_file()
+    library = build.ensure("decoding", wait=True)
+    library.unlink()
+    code = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+        "from workhorse.native.operators import resolve\n"
+        "print(flush=True); resolve('decoding', wait=True)"
+    )
+    with (
+        one_process_at_a_time(library.parent / "decoding.lock"),
+        subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
+        ) as other,
+    ):
+        assert other.stdout.readline()
+        time.sleep(0.5)
+        assert other.poll() is None
+        other.send_signal(signal.SIGINT)
+        assert other.wait(timeout=60) == -signal.SIGINT
+    assert not list(library.parent.glob("*.so"))
+
+
+def test_one_that_waited_too_long_compiles_too(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(tmp_path, monkeypatch, WORKS)
+    library = build.ensure("decoding", wait=True)
+    library.unlink()
+    monkeypatch.setattr(build, "_SECONDS", 0.3)
+    with one_process_at_a_time(library.parent / "decoding.lock"):
+        assert build.ensure("decoding", wait=True) == library
+
+
+def test_where_nothing_can_be_locked_it_is_compiled(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(tmp_path, monkeypatch, WORKS)
+    library = build.ensure("decoding", wait=True)
+    library.unlink()
+    (library.parent / "decoding.lock").unlink()
+    (library.parent / "decoding.lock").mkdir()
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    assert build.ensure("decoding", wait=True) == library
+
+
+def refuse(*_: object) -> None:
+    raise OSError(errno.ENOLCK, "No locks available")
 
 
 def test_failure_is_remembered(

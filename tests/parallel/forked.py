@@ -23,23 +23,27 @@ FORKS.set_forkserver_preload(
 )
 
 
-def start(work: Callable[..., object], given: Sequence[Any], processes: int) -> None:
-    """Call a function in so many processes, each with its number, and wait for all."""
+def start(work: Callable[..., object], given: Sequence[Any], processes: int, code: int = 0) -> None:
+    """Call a function in so many processes, each with its number, and wait for all.
+
+    All have to end with the same exit code.
+    """
     started = [FORKS.Process(target=work, args=(rank, *given)) for rank in range(processes)]
     for process in started:
         process.start()
     for process in started:
         process.join()
-    assert [process.exitcode for process in started] == [0] * processes
+    assert [process.exitcode for process in started] == [code] * processes
 
 
-def train(words: Sequence[str], workers: int, said: Path) -> str:
+def train(words: Sequence[str], workers: int, said: Path, code: int = 0) -> str:
     """`workhorse train` with so many workers, as torchrun would start them.
 
     Args:
         words: the arguments.
         workers: how many.
         said: a file for all that they print.
+        code: with which all of them have to end.
 
     Returns:
         What they printed.
@@ -52,7 +56,7 @@ def train(words: Sequence[str], workers: int, said: Path) -> str:
     }
     said.write_text("")
     try:
-        start(_worker, (list(words), environment, said), workers)
+        start(_worker, (list(words), environment, said), workers, code)
     except AssertionError:
         raise AssertionError(said.read_text()) from None
     return said.read_text()

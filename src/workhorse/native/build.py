@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from functools import partial
 from pathlib import Path
 
@@ -65,29 +65,35 @@ def ensure(name: str, *, wait: bool) -> Path:
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         _sweep(folder)
-        with tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder) as scratch:
-            if not wait:
-                _build_in_background(name)
-                raise Unavailable("being compiled for the next start")
-            lock = folder / f"{name}.lock"
-            lock.touch(mode=0o600)
-            with one_process_at_a_time(lock):
-                return _compiled(folder, name) or _compile(compiler, folder, name, Path(scratch))
+        if not wait:
+            _scratch(folder).cleanup()  # it can be written
+            _build_in_background(name)
+            raise Unavailable("being compiled for the next start")
+        with ExitStack() as stack:
+            with suppress(OSError):  # where nothing can be locked, two may compile the same
+                lock = folder / f"{name}.lock"
+                lock.touch(mode=0o600)
+                stack.enter_context(one_process_at_a_time(lock, patience=_SECONDS))
+            return _compiled(folder, name) or _compile(compiler, folder, name)
     except OSError as error:
         raise Unavailable(f"cannot compile into {folder}: {error.strerror}") from None
 
 
-def _compile(compiler: str, folder: Path, name: str, scratch: Path) -> Path:
+def _compile(compiler: str, folder: Path, name: str) -> Path:
     """The library, compiled now; a failure is noted in `folder`."""
-    made = scratch / f"{name}.so"
-    problem = _run([compiler, *_flags(), *_paths(name), "-o", str(made)])
-    if problem is None:
-        made.chmod(0o700)
-        return made.replace(folder / f"{name}-{_digest(made)}.so")
-    report, failure = scratch / "failure.txt", _failure(folder, name)
-    report.write_text(problem, encoding="utf-8")
-    report.replace(failure)
+    with _scratch(folder) as scratch:
+        made, report = Path(scratch) / f"{name}.so", Path(scratch) / "failure.txt"
+        problem = _run([compiler, *_flags(), *_paths(name), "-o", str(made)])
+        if problem is None:
+            made.chmod(0o700)
+            return made.replace(folder / f"{name}-{_digest(made)}.so")
+        report.write_text(problem, encoding="utf-8")
+        failure = report.replace(_failure(folder, name))
     raise Unavailable(f"did not compile; see {failure}")
+
+
+def _scratch(folder: Path) -> "tempfile.TemporaryDirectory[str]":
+    return tempfile.TemporaryDirectory(prefix=_SCRATCH, dir=folder)
 
 
 Reduced = tuple[Callable[[], object], tuple[()]]

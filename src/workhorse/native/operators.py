@@ -1,9 +1,12 @@
 """The native operators that this machine can run: resolved once, when a model or step is built."""
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
-from multiprocessing.pool import ThreadPool
+from queue import Empty, SimpleQueue
+from threading import Thread
 from typing import Any, Literal
 
 from workhorse.native import decoding, heap, matrix_unit, replay, steps, training, vectors
@@ -17,7 +20,8 @@ from workhorse.native.training import Training
 from workhorse.native.vectors import Vectors
 
 Library = Literal["decoding", "heap", "matrix_unit", "replay", "steps", "training", "vectors"]
-
+Loaded = tuple[object, str]
+"""The operators of a library, or None and why there are none."""
 
 LOADERS: dict[Library, Callable[..., object]] = {
     "training": training.load,
@@ -51,7 +55,7 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
 
     Args:
         libraries: the libraries to load.
-        wait: compile now those that never were on this machine, side by side, which takes about
+        wait: compile now those that never were on this machine, side by side, which takes up to
             half a minute. Otherwise they are compiled in the background, and this process runs
             without them. Training passes true.
 
@@ -59,21 +63,39 @@ def resolve(*libraries: Library, wait: bool) -> Operators:
         WorkhorseError: this CPU does not have the instructions asked for.
     """
 
-    def load(library: Library) -> tuple[object, str]:
+    def load(library: Library) -> Loaded:
         try:
             return LOADERS[library](wait=wait), ""
         except Unavailable as reason:  # a future that kept it would keep the caller's frames
             return None, str(reason)
 
-    libraries = tuple(library for library in LOADERS if library in libraries)
+    libraries = tuple(sorted(libraries, key=list(LOADERS).index))
     found: dict[str, Any] = {}
     why_not: dict[Library, str] = {}
-    # At an interrupt its threads, being daemons, wait for no compiler, and for no other process.
-    with ThreadPool(os.cpu_count()) as threads:
-        results = threads.map(load, libraries, chunksize=1)
-    for library, (loaded, reason) in zip(libraries, results, strict=True):
+    for library, (loaded, reason) in zip(libraries, _side_by_side(load, libraries), strict=True):
         if reason:
             why_not[library] = reason
         else:
             found[library] = loaded
     return Operators(**found, why_not=why_not)
+
+
+def _side_by_side(load: Callable[[Library], Loaded], libraries: Sequence[Library]) -> list[Loaded]:
+    """A function of each library, called in threads that an interrupt, or the exit, leaves."""
+    futures = [Future[Loaded]() for _ in libraries]
+    left: SimpleQueue[tuple[Library, Future[Loaded]]] = SimpleQueue()
+    for job in zip(libraries, futures, strict=True):
+        left.put(job)
+
+    def work() -> None:
+        with suppress(Empty):
+            while True:
+                library, future = left.get_nowait()
+                try:
+                    future.set_result(load(library))
+                except BaseException as error:
+                    future.set_exception(error)
+
+    for _ in range(min(len(futures), os.cpu_count() or 1)):
+        Thread(target=work, daemon=True).start()
+    return [future.result() for future in futures]

@@ -107,8 +107,8 @@ def why_empty(config: DataConfig, name: str, split: SplitName) -> str:
             return f"{where} holds no file; name another folder"
         matched = f"glob={shown(source.glob)} matches no file in {where} (it holds {there:,})"
         return f"{matched}; give another, as **/* for all of them"
-    empty = "holds only empty files" if Path(where).is_dir() else "is empty"
-    return f"{where} {empty}: no text for the {split} split; give it some"
+    empty = "has no text in the files that are read" if Path(where).is_dir() else "is empty"
+    return f"{where} {empty}: none for the {split} split; give it some"
 
 
 def _why_undivided(source: SourceConfig) -> str:

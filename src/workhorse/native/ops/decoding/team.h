@@ -47,7 +47,9 @@ class Team {
     const int32_t round = round_.load(std::memory_order_acquire);
     if (come_.fetch_add(mine, std::memory_order_acq_rel) + mine == shares_) {
       come_.store(0, std::memory_order_relaxed);
-      round_.store(round + 1, std::memory_order_release);
+      // Sequentially consistent: libstdc++ wakes nobody if it sees nobody asleep, and a weaker store may become
+      // visible after it has looked, to a thread that has gone to sleep in between.
+      round_.store(round + 1, std::memory_order_seq_cst);
       round_.notify_all();
       return;
     }
@@ -60,7 +62,7 @@ class Team {
       pause();
     }
     looks = std::max(kFewestLooks, looks / 2);
-    round_.wait(round, std::memory_order_acquire);
+    round_.wait(round, std::memory_order_seq_cst);
   }
 
  private:

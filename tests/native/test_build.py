@@ -118,19 +118,23 @@ def test_of_two_at_once_one_compiles(
     assert set(first.parent.iterdir()) == {first, first.parent / "decoding.lock"}
 
 
-def test_an_interrupt_waits_for_no_other_process(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def removed(cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where a library is when it is compiled, as it was before."""
     compiler(tmp_path, monkeypatch, WORKS)
     library = build.ensure("decoding", wait=True)
     library.unlink()
+    return library
+
+
+def test_an_interrupt_waits_for_no_other_process(removed: Path) -> None:
     code = (
         "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
         "from workhorse.native.operators import resolve\n"
         "print(flush=True); resolve('decoding', wait=True)"
     )
     with (
-        one_process_at_a_time(library.parent / "decoding.lock"),
+        one_process_at_a_time(removed.with_name("decoding.lock")),
         subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL
         ) as other,
@@ -140,30 +144,24 @@ def test_an_interrupt_waits_for_no_other_process(
         assert other.poll() is None
         other.send_signal(signal.SIGINT)
         assert other.wait(timeout=60) == -signal.SIGINT
-    assert not list(library.parent.glob("*.so"))
+    assert not list(removed.parent.glob("*.so"))
 
 
 def test_one_that_waited_too_long_compiles_too(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    removed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler(tmp_path, monkeypatch, WORKS)
-    library = build.ensure("decoding", wait=True)
-    library.unlink()
     monkeypatch.setattr(build, "_SECONDS", 0.3)
-    with one_process_at_a_time(library.parent / "decoding.lock"):
-        assert build.ensure("decoding", wait=True) == library
+    with one_process_at_a_time(removed.with_name("decoding.lock")):
+        assert build.ensure("decoding", wait=True) == removed
 
 
 def test_where_nothing_can_be_locked_it_is_compiled(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    removed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    compiler(tmp_path, monkeypatch, WORKS)
-    library = build.ensure("decoding", wait=True)
-    library.unlink()
-    (library.parent / "decoding.lock").unlink()
-    (library.parent / "decoding.lock").mkdir()
+    removed.with_name("decoding.lock").unlink()
+    removed.with_name("decoding.lock").mkdir()
     monkeypatch.setattr(fcntl, "flock", refuse)
-    assert build.ensure("decoding", wait=True) == library
+    assert build.ensure("decoding", wait=True) == removed
 
 
 def refuse(*_: object) -> None:

@@ -158,8 +158,6 @@ def test_one_that_waited_too_long_compiles_too(
 def test_where_nothing_can_be_locked_it_is_compiled(
     removed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    removed.with_name("decoding.lock").unlink()
-    removed.with_name("decoding.lock").mkdir()
     monkeypatch.setattr(fcntl, "flock", refuse)
     assert build.ensure("decoding", wait=True) == removed
 

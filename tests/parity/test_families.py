@@ -39,7 +39,7 @@ def test_parity(model_type: str, options: dict[str, Any], tmp_path: Path) -> Non
     if not reference.depends_on_length(pair):
         assert reference.cached(pair) <= BOUND
     assert reference.ragged(pair) <= BOUND
-    assert reference.written_back(pair, tmp_path / "ours") == 0.0
+    assert reference.written_back(pair, tmp_path / "ours") <= BOUND
     assert family(model_type).difference(pair.ours.config) is None
 
 

@@ -35,6 +35,14 @@ def logits(path: Path) -> torch.Tensor:
         return model.decoder(torch.tensor([model.encode(TEXT)]))
 
 
+def assert_same_model(path: Path, original: Path) -> None:
+    """The same bits of every weight; logits only nearly: weights lie at other addresses."""
+    found, expected = (workhorse.load(one).decoder.state_dict() for one in (path, original))
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(found[name], expected[name]) for name in found)
+    torch.testing.assert_close(logits(path), logits(original))
+
+
 def test_there_and_back(run_folder: Path, tmp_path: Path) -> None:
     there = convert(run_folder, tmp_path / "hf", "hf")
     assert there.parameters == sum(
@@ -43,7 +51,7 @@ def test_there_and_back(run_folder: Path, tmp_path: Path) -> None:
     convert(tmp_path / "hf", tmp_path / "ours", "workhorse")
     convert(tmp_path / "ours", tmp_path / "again", "hf")
     for step in ("hf", "ours", "again"):
-        assert torch.equal(logits(tmp_path / step), logits(run_folder)), step
+        assert_same_model(tmp_path / step, run_folder)
 
 
 def test_transformers_reads_what_a_run_became(run_folder: Path, tmp_path: Path) -> None:
@@ -240,7 +248,7 @@ def test_what_a_shipped_recipe_trains_can_leave(dtype: str, file: Path, tmp_path
         again = workhorse.load(tmp_path / copy, kernel="eager")
         assert again.encode(text) == ours.encode(text)
         with torch.no_grad():
-            assert torch.equal(again.decoder(tokens), expected), copy
+            torch.testing.assert_close(again.decoder(tokens), expected)
         assert again.text.decode(tokens[0].tolist()) == text
 
 
@@ -249,16 +257,16 @@ def test_a_gguf_file_is_a_model_everywhere(
 ) -> None:
     file = tmp_path / "m.gguf"
     convert(run_folder, file, "gguf", tell=lambda _: None)
-    assert torch.equal(logits(file), logits(run_folder))
+    assert_same_model(file, run_folder)
     assert workhorse.load(file, quantize="int8").decoder is not None
     assert main(["generate", str(file), "--prompt", "a", "--max-new-tokens", "2", "--json"]) == 0
     data = str(tmp_path / "texts")
     assert main(["evaluate", str(file), "--data", data, "--json"]) == 0
     for to in ("hf", "workhorse"):
         assert main(["convert", str(file), str(tmp_path / to), "--to", to]) == 0
-        assert torch.equal(logits(tmp_path / to), logits(run_folder))
+        assert_same_model(tmp_path / to, run_folder)
     assert main(["convert", str(file), str(tmp_path / "n.gguf")]) == 0  # --to by the suffix
-    assert torch.equal(logits(tmp_path / "n.gguf"), logits(run_folder))
+    assert_same_model(tmp_path / "n.gguf", run_folder)
     capsys.readouterr()
     with pytest.raises(
         WorkhorseError, match="has its tokenizer inside; to train on from it, write"

@@ -47,7 +47,7 @@ def of_others(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(("model_type", "number"), EACH)
 def test_what_was_written_is_read(model_type: str, number: int, tmp_path: Path) -> None:
-    """The config and every weight are the same, so the logits are, to the last bit."""
+    """The config is the same, and so are the logits (a norm stored as 1 + weight is rounded)."""
     decoder = make(model_type, number)
     path = tmp_path / "model.gguf"
     write_gguf(path, decoder, model_type=model_type, dtype="f32")
@@ -56,7 +56,8 @@ def test_what_was_written_is_read(model_type: str, number: int, tmp_path: Path) 
     assert file.config == decoder.config
     assert file.family is not None
     assert model_type in (file.family.model_type, "mistral", "olmo3", "granitemoeshared")
-    assert torch.equal(logits(file.load_decoder(kernel="eager")), logits(decoder))
+    again = file.load_decoder(kernel="eager")
+    torch.testing.assert_close(logits(again), logits(decoder))
 
 
 @pytest.mark.usefixtures("of_others")
@@ -70,7 +71,7 @@ def test_what_others_write_is_read(model_type: str, number: int, tmp_path: Path)
     assert file.remarks == []
     again = file.load_decoder(kernel="eager")
     if not remarks:
-        assert torch.equal(logits(again), logits(decoder))
+        torch.testing.assert_close(logits(again), logits(decoder))
         assert file.family is not None
     found = [one.path for one in compare_plain(plain(decoder.config), plain(file.config))]
     allowed = (

@@ -14,7 +14,7 @@ from tests.parity import reference
 from tests.parity.cases import axk1
 from tests.parity.cases.glm import CASES
 from tests.parity.cases.llama import GROUPED
-from tests.parity.reference import TOKENS, VOCAB, quiet, randomised, relative
+from tests.parity.reference import TOKENS, VOCAB, quiet, randomised
 from workhorse.checkpoints.huggingface.export import write_huggingface
 from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
@@ -103,7 +103,7 @@ def test_a_tied_head_may_be_stored_too(tmp_path: Path) -> None:
     change_tensors(
         folder, lambda t: {**t, "lm_head.weight": t["model.embed_tokens.weight"].clone()}
     )
-    assert torch.equal(logits(folder), expected)
+    torch.testing.assert_close(logits(folder), expected)
 
 
 def test_a_tied_head_that_is_another_matrix_is_refused(tmp_path: Path) -> None:
@@ -126,7 +126,7 @@ def test_the_prefix_is_recognised(prefixes: list[tuple[str, str]], tmp_path: Pat
     folder = saved(tmp_path / "m")
     expected = logits(folder)
     change_tensors(folder, under(*prefixes))
-    assert torch.equal(logits(folder), expected)
+    torch.testing.assert_close(logits(folder), expected)
 
 
 def test_the_text_part_of_a_larger_model(tmp_path: Path) -> None:
@@ -140,7 +140,7 @@ def test_the_text_part_of_a_larger_model(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(whole))
     directory = HuggingFaceDirectory(folder)
     with torch.no_grad():
-        assert torch.equal(directory.load_decoder()(TEXT), expected)
+        torch.testing.assert_close(directory.load_decoder()(TEXT), expected)
     assert directory.remarks == ["2 tensors belong to other parts of the model: left out"]
 
 
@@ -300,7 +300,7 @@ def test_shards_are_one_model(tmp_path: Path) -> None:
         model = hf.AutoModelForCausalLM.from_pretrained(folder)
         model.save_pretrained(tmp_path / "shards", max_shard_size="20KB")
     assert len(list((tmp_path / "shards").glob("*.safetensors"))) > 2
-    assert torch.equal(logits(tmp_path / "shards"), logits(folder))
+    torch.testing.assert_close(logits(tmp_path / "shards"), logits(folder))
 
 
 def test_a_model_that_no_class_can_hold_is_not_written(tmp_path: Path) -> None:
@@ -329,7 +329,6 @@ def test_several_tokens_may_end_a_text(tmp_path: Path) -> None:
     folder = saved(tmp_path / "m")
     (folder / "generation_config.json").write_text('{"eos_token_id": [2, 9]}')
     assert HuggingFaceDirectory(folder).stop_tokens == (2, 9)
-    assert relative(logits(folder), logits(folder)) == 0.0
 
 
 def test_whole_numbers_are_no_weights(tmp_path: Path) -> None:
@@ -349,4 +348,4 @@ def test_published_files_of_axk1_lack_a_bias_and_have_an_idle_norm(tmp_path: Pat
         change_tensors(tmp_path, without(name))
     idle = {"model.layers.0.post_mlp_layernorm.weight": torch.full((32,), 9.0)}
     change_tensors(tmp_path, lambda tensors: tensors | idle)
-    assert torch.equal(logits(tmp_path), expected)
+    torch.testing.assert_close(logits(tmp_path), expected)

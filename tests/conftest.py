@@ -6,6 +6,7 @@ import os
 os.environ["HF_HUB_OFFLINE"] = "1"  # before anything imports huggingface_hub
 
 import signal
+from collections import defaultdict
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -97,8 +98,10 @@ def run_folder(tmp_path: Path) -> Path:
     return run.path
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest leaves out what is marked `slow`
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Begin with what is marked `early`; skip `cuda` where there is no CUDA device."""
+    """Mark `slow` tests; begin with what is marked `early`; skip `cuda` without a CUDA device."""
+    mark_slow(items)
     items.sort(key=lambda item: item.get_closest_marker("early") is None)
     if torch.cuda.is_available():
         return
@@ -106,3 +109,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.get_closest_marker("cuda"):
             item.add_marker(skip)
+
+
+def mark_slow(items: list[pytest.Item]) -> None:
+    """Mark the cases that `grids.yaml` leaves to `make test-all`."""
+    grids: dict[str, int] = yaml.safe_load((Path(__file__).parent / "grids.yaml").read_text())
+    cases: dict[str, list[pytest.Item]] = defaultdict(list)
+    for item in items:
+        cases[item.nodeid.split("[")[0]].append(item)
+    for name, count in grids.items():
+        grid = cases[name]
+        by_default = {index * len(grid) // count for index in range(count)}
+        for index, item in enumerate(grid):
+            if index not in by_default:
+                item.add_marker("slow")

@@ -5,6 +5,7 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -26,3 +27,11 @@ def test_the_package_uses_what_an_extra_installs(name: str):
 
 def test_every_extra_that_a_message_names_exists():
     assert set(re.findall(r"workhorse\[(\w+)\]", SOURCE)) <= set(EXTRAS)
+
+
+def test_grids_names_tests_that_exist():
+    grids = yaml.safe_load((ROOT / "tests" / "grids.yaml").read_text("utf-8"))
+    assert list(grids) == sorted(grids)
+    for test in grids:
+        path, name = test.split("::")
+        assert re.search(rf"^def {name}\(", (ROOT / path).read_text("utf-8"), re.MULTILINE), test

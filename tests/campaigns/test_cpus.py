@@ -23,7 +23,7 @@ from workhorse.instructions import LEVELS, SWITCH, levels_here
 pytestmark = pytest.mark.campaign
 ROOT = Path(__file__).parents[2]
 TESTS = ["native", "tensors", "train", "transforms", "generate", "test_load_model.py"]
-OPTIONS = ["-q", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
+OPTIONS = ["-q", "-m", "not campaign", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 
 def _level(name: str, aten: str, onednn: str, mkl: str) -> dict[str, str]:

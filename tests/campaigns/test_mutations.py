@@ -43,7 +43,7 @@ def read_mutations() -> list[dict[str, Any]]:
 
 MUTATIONS = read_mutations()
 PINS = sorted({pin for mutation in MUTATIONS for pin in mutation["pins"]})
-OPTIONS = ["-q", "-rf", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
+OPTIONS = ["-q", "-m", "not campaign", "-rf", "--tb=no", "-p", "no:cacheprovider", "-p", "no:xdist"]
 CHECK = """
 import pathlib, sys, workhorse
 assert pathlib.Path(workhorse.__file__).is_relative_to(sys.argv[1]), workhorse.__file__

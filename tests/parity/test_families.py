@@ -13,8 +13,8 @@ from workhorse.models.huggingface import MODEL_TYPES, family
 
 BOUND = 1e-5
 """Of the largest difference, relative to the logits' scale; float32's own noise is 2.4e-6."""
-EACH = [
-    pytest.param(model_type, options, id=f"{model_type}-{n}")
+EACH = [  # by default the first shape of each type
+    pytest.param(model_type, options, id=f"{model_type}-{n}", marks=[pytest.mark.slow] if n else [])
     for model_type, cases in ALL.items()
     for n, options in enumerate(cases)
 ]

@@ -100,6 +100,7 @@ def test_the_type_of_the_weights(to: str, run_folder: Path, tmp_path: Path) -> N
 
 
 def test_gguf(run_folder: Path, tmp_path: Path) -> None:
+    pytest.importorskip("gguf")
     notes: list[str] = []
     convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="float16", tell=notes.append)
     from gguf import GGUFReader
@@ -215,6 +216,7 @@ def test_what_a_shipped_recipe_trains_can_leave(dtype: str, file: Path, tmp_path
 
     Without convolutions, which nobody else has.
     """
+    pytest.importorskip("gguf")
     texts = tmp_path / "texts.txt"
     texts.write_text("".join(f"def f_{n}(x):\n    return x + {n * 7}\n" for n in range(300)))
     run = tmp_path / "run"
@@ -255,6 +257,7 @@ def test_what_a_shipped_recipe_trains_can_leave(dtype: str, file: Path, tmp_path
 def test_a_gguf_file_is_a_model_everywhere(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("gguf")
     file = tmp_path / "m.gguf"
     convert(run_folder, file, "gguf", tell=lambda _: None)
     assert_same_model(file, run_folder)

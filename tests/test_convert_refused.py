@@ -113,6 +113,8 @@ def test_a_place_that_is_no_path(place: Any, run_folder: Path) -> None:
 def test_a_place_that_the_system_refuses(
     name: str, to: Format, run_folder: Path, tmp_path: Path
 ) -> None:
+    if to == "gguf":
+        pytest.importorskip("gguf")
     (tmp_path / "file").write_text("x")
     model = workhorse.load(run_folder)
     place = tmp_path / name
@@ -128,6 +130,8 @@ def test_a_place_that_the_system_refuses(
 def test_weights_that_no_model_computes_with_are_not_written(
     to: Format, dtype: DTypeName, run_folder: Path, tmp_path: Path
 ) -> None:
+    if to == "gguf":
+        pytest.importorskip("gguf")
     model = workhorse.load(run_folder, as_stored=True)
     weight = model.decoder.final_norm.weight
     assert isinstance(weight, torch.Tensor)

@@ -39,6 +39,7 @@ def test_a_preset_that_does_not_fit_is_refused_before_it_is_made(free) -> None:
 def test_what_is_copied_of_a_directory_must_fit_and_what_is_mapped_need_not(
     run_folder: Path, tmp_path: Path, free
 ) -> None:
+    pytest.importorskip("gguf")
     convert(run_folder, tmp_path / "half", "hf", dtype="bfloat16")
     convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="bfloat16", tell=list)
     free(0)
@@ -57,6 +58,7 @@ def test_what_is_copied_of_a_directory_must_fit_and_what_is_mapped_need_not(
 
 
 def test_a_gguf_file_must_fit(run_folder: Path, tmp_path: Path, free) -> None:
+    pytest.importorskip("gguf")
     convert(run_folder, tmp_path / "m.gguf", "gguf", dtype="q8_0", tell=list)
     free(0)
     with pytest.raises(WorkhorseError, match=r"m\.gguf with its weights in float32 needs"):

@@ -6,18 +6,19 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import pyarrow
 import pytest
-import zstandard
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from pyarrow import parquet
 
 from workhorse.data import DataConfig, Document, iterate_texts, read_documents
 from workhorse.data.corpus import documents as documents_module
 from workhorse.data.corpus import files
 from workhorse.data.corpus.held_out import HASHES, hash_of, threshold
 from workhorse.errors import WorkhorseError
+
+pyarrow = pytest.importorskip("pyarrow")
+parquet = pytest.importorskip("pyarrow.parquet")
+zstandard = pytest.importorskip("zstandard")
 
 
 def read(split: str = "train", **corpus: object) -> list[Document]:

@@ -4,10 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
-import zstandard
 
 from workhorse.data.corpus.files import open_bytes, visible_files
 from workhorse.errors import WorkhorseError
+
+zstandard = pytest.importorskip("zstandard")
 
 
 @pytest.fixture

@@ -121,6 +121,7 @@ def test_what_cannot_be_merged() -> None:
 def test_transformers_computes_the_same_of_what_the_verb_wrote(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    pytest.importorskip("gguf")
     target = tmp_path / "merged"
     arguments = ["convert", str(run_folder), str(target), "--to", "hf", "--n-kv-heads", "1"]
     assert main([*arguments, "--json"]) == 0

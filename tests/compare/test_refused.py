@@ -54,6 +54,10 @@ CASES: list[tuple[dict[str, Any], str]] = [
     ({"contexts": [16, 8]}, "contexts: they are not in order"),
     ({"variants": {"a": {}, "b": {"model.d_model": 8 * 10**6}}}, "variants.b: the model with its"),
     ({"base": {"name": "x"}}, "base: 'model' is missing"),
+    (
+        {"variants": {"a": {"train.minutes": 1}}},
+        "train.minutes cannot be set here: the study's budget",
+    ),
     ({"variants": {1: {}, "1": NARROW}}, "variants: two of them have the same name"),
     ({"budget": {"flops": 1e300}}, "budget.flops: 1e+300 pays for 2^63 steps of 'gated' or more"),
     (
@@ -89,6 +93,12 @@ def test_text_of_which_nothing_is_held_out(make_study, fields, tmp_path: Path):
     study = make_study(base={**fields["base"], "data": {"corpus": corpus}})
     with pytest.raises(WorkhorseError, match=r"nothing of base.data.corpus is held out"):
         compare(study, tmp_path / "out")
+
+
+def test_a_base_of_minutes(make_study, fields, tmp_path: Path):
+    base = {**fields["base"], "train": {"minutes": 1, "batch_size": 2, "seq_len": 16}}
+    with pytest.raises(WorkhorseError, match=r"base.train.minutes: 1 cannot be kept, since the st"):
+        compare(make_study(base=base), tmp_path / "out")
 
 
 def test_a_base_that_is_not_there(tmp_path: Path):

@@ -142,6 +142,15 @@ def test_settings_hold_for_a_model_without_a_recipe() -> None:
     assert whole["train"]["steps"] == round(20 * whole["parameters"]["total"] / (2 * 64))
 
 
+def test_minutes_come_to_the_steps_that_the_time_of_one_allows() -> None:
+    said: list[str] = []
+    found = plan("gpt2", [*SMALL[1:], "train.minutes=5"], device="h100", tell=said.append)
+    assert found["train"]["minutes"] is None
+    assert found["time"]["steps"] == found["train"]["steps"]
+    assert 0.9 * 300 < found["time"]["seconds"] <= 300
+    assert said[0].startswith(f"train.minutes=5 comes to train.steps={found['time']['steps']}, at ")
+
+
 def test_what_does_not_fit_has_remedies(capsys: pytest.CaptureFixture[str]) -> None:
     batch = "train.batch_size=64"
     found = plan(SMALL[0], [*SMALL[1:], batch], device="h100", memory=0.05)
@@ -226,7 +235,8 @@ def test_what_no_tensor_without_data_runs_is_planned_as_what_needs_as_much(setti
         (["gpt2", "--device", "h100", "model.d_model=1200000000"], "a step needs 2^63 bytes"),
         (["gpt2", "--page", "."], "cannot write .: Is a directory"),
         (["gpt2", "--page", "missing/page.html"], "No such file or directory"),
-        (["gpt2", "train={batch_size: 2}"], "train: 'steps' is missing"),
+        (["gpt2", "train={batch_size: 2}"], "train: 'seq_len' is missing"),
+        ([*SMALL, "train.minutes=5"], "train.minutes=5 needs a time, which is not known for this"),
     ],
 )
 def test_wrong_input_gets_one_line(

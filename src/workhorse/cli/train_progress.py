@@ -13,14 +13,14 @@ Show = Callable[[Event], None]
 
 
 @contextmanager
-def show_training(steps: int) -> Iterator[Show]:
-    """Gives a function that shows the events of a run of `steps` steps."""
+def show_training(steps: int | None) -> Iterator[Show]:
+    """Gives a function that shows the events of a run of `steps` steps, None until it begins."""
     with _live(steps) if sys.stderr.isatty() else _plain(steps) as show:
         yield show
 
 
 @contextmanager
-def _plain(steps: int) -> Iterator[Show]:
+def _plain(steps: int | None) -> Iterator[Show]:
     view = _View(steps)
 
     def show(event: Event) -> None:
@@ -32,7 +32,7 @@ def _plain(steps: int) -> Iterator[Show]:
 
 
 @contextmanager
-def _live(steps: int) -> Iterator[Show]:
+def _live(steps: int | None) -> Iterator[Show]:
     from rich.console import Console
     from rich.progress import BarColumn, Progress, TextColumn
     from rich.text import Text
@@ -60,9 +60,8 @@ def _live(steps: int) -> Iterator[Show]:
                     figures=f"{event['done'] / 1e6:,.1f} MB",
                 )
             elif event["kind"] == "start":
-                bar.update(
-                    task, description="starting", completed=event["step"], total=steps, figures=""
-                )
+                done, total = event["step"], event["steps"]
+                bar.update(task, description="starting", completed=done, total=total, figures="")
             if event["kind"] != "step" and (line := view.line(event)):
                 bar.console.print(Text(line))
 
@@ -73,10 +72,10 @@ class _View:
     """Turns events into lines.
 
     Args:
-        steps: steps of the whole run.
+        steps: steps of the whole run; None until it begins.
     """
 
-    def __init__(self, steps: int) -> None:
+    def __init__(self, steps: int | None) -> None:
         self.steps = steps
         self.tokens_per_step = 0
         self.validation = ""
@@ -84,6 +83,7 @@ class _View:
     def step_line(self, event: Event) -> str:
         """The step, the loss, the speed and the time left."""
         speed = event["tokens_per_second"]
+        assert self.steps is not None
         left = (self.steps - event["step"]) * self.tokens_per_step / speed
         skipped = f", {event['skipped_steps']} skipped" if event["skipped_steps"] else ""
         terms = "".join(
@@ -106,7 +106,7 @@ class _View:
             case "notice" | "back":
                 return event["message"]
             case "start":
-                self.tokens_per_step = event["tokens_per_step"]
+                self.steps, self.tokens_per_step = event["steps"], event["tokens_per_step"]
                 goes_on = 0 < event["step"] < self.steps
                 after = f", resuming after step {event['step']:,}" if goes_on else ""
                 count = event.get("active_parameters", event["parameters"])

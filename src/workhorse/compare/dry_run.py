@@ -91,5 +91,5 @@ def _seconds(plan: Plan, name: str, timings: dict[str, float]) -> float:
     """Of one run of a variant."""
     recipe = plan.variants[name].recipe
     if name in timings:
-        return timings[name] * recipe.train.steps
+        return timings[name] * recipe.train.length
     return estimate(recipe)["seconds"]

@@ -46,7 +46,7 @@ class Variant:
     @property
     def tokens(self) -> int:
         """Trained on in one run."""
-        return self.recipe.train.steps * self.recipe.train.tokens_per_step
+        return self.recipe.train.length * self.recipe.train.tokens_per_step
 
     @property
     def flops(self) -> int:
@@ -130,7 +130,7 @@ class Plan:
                 optimizer=scaled(train.optimizer, trial.factor),
                 threads=train.threads or threads,
                 samples=None,
-                checkpoint_every=min(train.checkpoint_every, -(-train.steps // SAVES)),
+                checkpoint_every=min(train.checkpoint_every, -(-train.length // SAVES)),
             ),
         )
 
@@ -260,7 +260,13 @@ def check_variants(study: Study, out: Path) -> None:
 def _check_base(study: Study) -> None:
     """Report mistakes of the base as its own, not as those of a variant."""
     try:
-        Recipe.from_dict(with_init(study.base) if isinstance(study.base, dict) else study.base)
+        base = with_init(study.base) if isinstance(study.base, dict) else study.base
+        if (minutes := Recipe.from_dict(base).train.minutes) is not None:
+            raise ConfigError(
+                f"{minutes:g} cannot be kept, since the study's budget gives the steps; set "
+                "train.steps in its place",
+                "train.minutes",
+            )
     except ConfigError as error:
         raise error.below("base") from None
 
@@ -345,7 +351,7 @@ def _steps(
             cost = flops * tokens
         case "seconds":
             if step_seconds is None:
-                return recipe.train.steps
+                return recipe.train.length
             cost = step_seconds(name, recipe)
     steps = int(min(budget.amount // cost, LARGEST + 1.0))
     if steps > LARGEST:

@@ -185,7 +185,7 @@ class _Run:
         )
 
     def _steps(self, trial: Trial) -> int:
-        return self.plan.variants[trial.variant].recipe.train.steps
+        return self.plan.variants[trial.variant].recipe.train.length
 
     def _is_done(self, trial: Trial) -> bool:
         return self.folder.outcome(trial, self.plan.study.contexts) is not None

@@ -31,6 +31,7 @@ _SET_BY_STUDY = {
     "name": "a trial is named after its variant",
     "train": "write its settings one by one, as train.batch_size",
     "train.steps": "the study's budget gives the steps",
+    "train.minutes": "the study's budget gives the steps",
     "train.seed": "the study's seeds give it",
 }
 

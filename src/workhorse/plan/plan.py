@@ -22,6 +22,7 @@ from workhorse.plan.remedies import remedies
 from workhorse.plan.serving import serving
 from workhorse.plan.step_time import simulated_step
 from workhorse.plan.subject import Subject, find_subject
+from workhorse.train.minutes import remark, steps_within, with_steps
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.account import account
 from workhorse.train.step.build import measured_peak
@@ -103,6 +104,7 @@ def plan(
     show("comparing remedies")
     found = _remedies(subject, train, target, room, fullest)
     show("counting what serving needs")
+    train = _with_steps(subject, train, peak, spec, utilization=utilization, tell=tell)
     flops = _flops(config, train)
     total = flops["training"]
     return {
@@ -202,13 +204,39 @@ def _with_micro_batch(
     return train.replace(micro_batch_size=max(1, rows))
 
 
+def _with_steps(
+    subject: Subject,
+    train: TrainConfig,
+    peak: tuple[float, str] | None,
+    spec: DeviceConfig | None,
+    *,
+    utilization: float | None,
+    tell: Callable[[str], object],
+) -> TrainConfig:
+    """The settings with the steps that `train.minutes` come to."""
+    if train.minutes is None:
+        return train
+    one = with_steps(train, 1)
+    flops = _flops(subject.config, one)["training"]
+    time = _time(subject, one, flops, peak, spec, utilization=utilization, price=None)
+    if time is None:
+        raise WorkhorseError(
+            f"train.minutes={train.minutes:g} needs a time, which is not known for this machine; "
+            "add --measure, or --device and a name"
+        )
+    seconds = time["seconds"]
+    found = with_steps(train, steps_within(train, 60 * train.minutes, seconds))
+    tell(remark(train, found, seconds))
+    return found
+
+
 def _flops(config: DecoderConfig, train: TrainConfig) -> dict[str, Any]:
     """Of a token by component, and of the training; what checkpointing repeats is apart."""
     forward = forward_flops(config.build(device="meta"), train.seq_len)
     once = sum(forward.values())
     layers = once - forward.get("head", 0) - forward.get("embedding", 0)
     repeated = layers if train.activation_checkpointing else 0
-    tokens = train.steps * train.tokens_per_step
+    tokens = train.length * train.tokens_per_step
     return {
         "forward": forward,
         "forward_per_token": once,
@@ -294,7 +322,7 @@ def _time(
     step = None
     if utilization is None and spec is not None and spec.links is not None:
         step = simulated_step(subject.config, train, subject.mesh, spec, packed=subject.packed)
-        utilization = flops / (train.steps * step.seconds * rate * devices)
+        utilization = flops / (train.length * step.seconds * rate * devices)
     utilization = utilization or UTILIZATION
     seconds = flops / (rate * utilization * devices)
     hours = seconds * devices / HOUR
@@ -314,7 +342,7 @@ def _time(
 def failures(train: TrainConfig, seconds: float, devices: int) -> dict[str, float]:
     """How often a device fails meanwhile, and the part of the time that is not lost by it."""
     between = HOURS_BETWEEN_FAILURES * HOUR / devices
-    since_checkpoint = min(seconds, train.checkpoint_every * seconds / train.steps)
+    since_checkpoint = min(seconds, train.checkpoint_every * seconds / train.length)
     return {
         "expected": seconds / between,
         "goodput": 1 / (1 + (since_checkpoint / 2 + RESTART) / between),

@@ -122,11 +122,14 @@ def _assumed(
         "data": {"corpus": {"kind": "text", "path": "none"}},
         "train": train,
     }
+    said = {setting.partition("=")[0] for setting in settings}
+    if "train.minutes" in said:
+        del train["steps"]
     endless = Recipe.from_dict(override_recipe(fields, settings, lambda line: None))
     tokens = CHINCHILLA_TOKENS_PER_PARAMETER * count_parameters(_config_of(endless))["total"]
-    train["steps"] = max(1, round(tokens / endless.train.tokens_per_step))
+    if "steps" in train:
+        train["steps"] = max(1, round(tokens / endless.train.tokens_per_step))
     recipe = Recipe.from_dict(override_recipe(fields, settings, tell))
-    said = {setting.partition("=")[0] for setting in settings}
     shown = {**train, "optimizer.kind": "adamw"}
     del shown["optimizer"]
     assumed = [

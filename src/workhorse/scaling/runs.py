@@ -44,7 +44,7 @@ def read_points(runs: Iterable[str | Path]) -> list[Point]:
         first = first or (recipe, str(run))
         check_text(recipe, str(run), *first)
         _check_whole(recipe, str(run))
-        points.append(_point(directory, recipe.train.steps))
+        points.append(_point(directory, recipe.train.length))
     return points
 
 
@@ -60,7 +60,9 @@ def _check_whole(recipe: Recipe, name: str) -> None:
             "it out"
         )
     train = recipe.train
-    if (last := train.schedule.factor(train.steps, train.steps)) > DECAYED:
+    if train.steps is None:
+        raise WorkhorseError(f"{name} has not begun to train; leave it out")
+    if (last := train.schedule.factor(train.length, train.length)) > DECAYED:
         raise WorkhorseError(
             f"{name} ended with {last:.0%} of its learning rate, so its loss is not that of a run "
             "of that length; let its schedule decay, or leave it out"
@@ -119,7 +121,9 @@ def _is_size(value: Any) -> bool:
 
 def point_of(recipe: Recipe) -> Point:
     """Where a recipe's run would stand; its loss is not known."""
+    if recipe.train.steps is None:
+        raise WorkhorseError(f"{recipe.name} has train.minutes; give it train.steps")
     config = recipe.decoder_config(vocab_size_of(recipe))
     flops = flops_per_token(config.build(device="meta"), recipe.train.seq_len)
-    tokens = recipe.train.steps * recipe.train.tokens_per_step
+    tokens = recipe.train.length * recipe.train.tokens_per_step
     return Point(flops / FLOPS_PER_PARAMETER, tokens, name=recipe.name)

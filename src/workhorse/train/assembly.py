@@ -1,5 +1,6 @@
 """From a recipe to a training loop that is ready for its next step."""
 
+import gc
 import time
 from collections.abc import Callable, Sequence
 from functools import partial
@@ -27,6 +28,7 @@ from workhorse.parallel.processes.world import World
 from workhorse.tokenizers import Tokenizer
 from workhorse.train.init_from import check_tokens, start_optimizer, start_weights
 from workhorse.train.loop import Loop
+from workhorse.train.minutes import settle
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
 from workhorse.train.report.metrics import Event, MetricsFile
 from workhorse.train.report.trackers import open_tracker
@@ -75,7 +77,7 @@ def assemble(
         dataset = _dataset(recipe, tokenizer, run, on_event)
     batches = _batches(recipe, dataset, at)
     decoder_config = recipe.decoder_config(tokenizer.vocab_size)
-    constants = _constants(recipe, decoder_config, tokenizer, dataset)
+    constants = _constants(decoder_config, tokenizer, dataset)
     if checkpoint is not None:
         check_same_run(run, recipe, at, constants)
     fitted = _fitted(recipe, decoder_config, device, at, world)
@@ -84,14 +86,20 @@ def assemble(
             decoder_config, fitted, device, packed=recipe.data.packed, parallel=recipe.parallel
         )
     world.wait()
-    seed_everything(config.seed)
-    decoder, step, teams = _built(
+    built = partial(
+        _built,
         recipe.replace(train=fitted.to_dict()),
         decoder_config,
         device,
         world,
         partial(_give_weights, recipe, decoder_config, checkpoint, tell=tell),
     )
+    minutes = config.minutes
+    recipe = _with_steps(recipe, built, batches, dataset, world=world, tell=tell)
+    config = recipe.train
+    constants["recipe"] = recipe.to_dict()
+    seed_everything(config.seed)
+    decoder, step, teams = built()
     constants["micro_batch_size"] = step.micro_batch_size
     together = partial(_together, step, world)
     loop = Loop(
@@ -124,7 +132,7 @@ def assemble(
     operators = training_operators(device, training_dtype(config.dtype, device))
     if reason := operators.why_not.get("training"):
         tell(f"no native operators, so slower: {reason}")
-    _tell_start(loop, recipe, decoder_config, dataset, settings)
+    _tell_start(loop, recipe, decoder_config, dataset, settings, minutes=minutes)
     return loop
 
 
@@ -153,6 +161,26 @@ def _built(
     return decoder, step, teams
 
 
+def _with_steps(
+    recipe: Recipe,
+    built: Callable[[], tuple[Decoder, TrainingStep, Teams]],
+    batches: Batches,
+    dataset: Dataset,
+    *,
+    world: World,
+    tell: Callable[[str], None],
+) -> Recipe:
+    """The recipe with `steps` in place of `minutes`, found by timing a model of its own."""
+    config, held_out = recipe.train, dataset.validation
+    if config.minutes is None:
+        return recipe
+    seed_everything(config.seed)
+    rows = 0 if held_out is None else held_out.n_tokens / config.tokens_per_step
+    config = settle(config, built()[1], batches, world, held_out=rows, tell=tell)
+    gc.collect()  # the memory of what was timed is wanted
+    return recipe.replace(train=config.to_dict())
+
+
 def _dataset(
     recipe: Recipe, tokenizer: Tokenizer, run: RunDirectory, on_event: Listener
 ) -> Dataset:
@@ -179,21 +207,24 @@ def _batches(recipe: Recipe, dataset: Dataset, at: Resumption) -> Batches:
     )
 
 
-def _constants(
-    recipe: Recipe, config: DecoderConfig, tokenizer: Tokenizer, dataset: Dataset
-) -> dict[str, Any]:
-    """The facts about the run that every checkpoint holds."""
+def _constants(config: DecoderConfig, tokenizer: Tokenizer, dataset: Dataset) -> dict[str, Any]:
+    """The facts about the run that every checkpoint holds, beside its recipe."""
     return {
         "config": config.to_dict(),
         "tokenizer": tokenizer.fingerprint,
         "data": dataset.fingerprint,
         "versions": {"workhorse": __version__, "torch": torch.__version__},
-        "recipe": recipe.to_dict(),
     }
 
 
 def _tell_start(
-    loop: Loop, recipe: Recipe, config: DecoderConfig, dataset: Dataset, settings: Sequence[str]
+    loop: Loop,
+    recipe: Recipe,
+    config: DecoderConfig,
+    dataset: Dataset,
+    settings: Sequence[str],
+    *,
+    minutes: float | None,
 ) -> None:
     loop.tell(
         "start",
@@ -206,6 +237,7 @@ def _tell_start(
         parameters=count_parameters(config)["total"],
         active_parameters=active_parameters(config),
         steps=loop.config.steps,
+        **({} if minutes is None else {"minutes": minutes}),
         tokens_per_step=loop.config.tokens_per_step,
         micro_batch_size=loop.step.micro_batch_size,
         train_tokens=dataset.train.n_tokens,

@@ -1,11 +1,14 @@
 """What training a recipe would do and need, without doing it."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from workhorse.checkpoints import RunDirectory
 from workhorse.train.check import remarks_on
 from workhorse.train.estimate import estimate
+from workhorse.train.minutes import as_begun
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.run import rehearse, why_taken
 
@@ -39,10 +42,11 @@ def dry_run(
         notices, place = [taken, *remarks_on(recipe)], {}
     else:
         at = rehearse(recipe, folder, resume=resume)
+        recipe = as_begun(RunDirectory(folder), recipe) if resume else recipe
         notices = list(at.notices)
         if not resume:
             notices.append(f"{folder} is free")
-        elif at.step < recipe.train.steps:
+        elif at.step < (recipe.train.steps or math.inf):
             notices.append(f"{folder}: would go on after step {at.step:,}")
         changes = [str(change) for change in at.changes]
         place = {"run_directory": folder, "step": at.step, "changes": changes}
@@ -51,6 +55,6 @@ def dry_run(
     for line in notices:
         tell(line)
     found = estimate(recipe) | place
-    steps = recipe.train.steps
+    steps = found["steps"]
     found["seconds"] *= max(0, steps - found.get("step", 0)) / steps
     return found

@@ -18,6 +18,7 @@ from workhorse.parallel.processes import environment
 from workhorse.tensors.allocator import keep_freed_memory
 from workhorse.tokenizers import train_tokenizer
 from workhorse.train.check import check_length, check_recipe
+from workhorse.train.minutes import after_timing, steps_within, with_steps
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
 from workhorse.train.step.account import account
 from workhorse.train.step.build import build_step, measured_peak
@@ -41,9 +42,9 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         nearest), `parameters` (`total`, `active` per token, and by role), `memory` (bytes of a
         step in the fullest process, see `account`; of float16 those of float32, see `recordable`;
         on a CPU all processes are taken to share this machine), `processes`, `micro_batch_size`
-        (what `auto` comes to now), `tokens` of the whole run,
-        `flops_per_token`, `seconds`, and `seconds_from`: `"steps"` if steps were timed, on random
-        tokens and without text generation and validation, or, for a large model,
+        (what `auto` comes to now), `steps` (what `train.minutes` comes to, if given), `tokens` of
+        the whole run, `flops_per_token`, `seconds`, and `seconds_from`: `"steps"` if steps were
+        timed, on random tokens and without text generation and validation, or, for a large model,
         `"matrix product"`: the time of the arithmetic at the rate of the fastest gemm, which no
         training reaches.
 
@@ -71,10 +72,12 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         role: sum(parameter.numel() for parameter in parameters.values())
         for role, parameters in parameters_by_role(decoder).items()
     }
-    tokens = config.steps * config.tokens_per_step
     seconds, source = flops * config.tokens_per_step / measured_peak(config, device), MATRIX_PRODUCT
     if own.total <= TIMED_BYTES and memory["fits"] is not False and seconds <= TIMED_SECONDS:
         seconds, source = time_steps(config, decoder_config, device, parallel), "steps"
+    if config.minutes is not None:
+        config = with_steps(config, steps_within(config, after_timing(config.minutes), seconds))
+    steps = config.length
     return {
         "recipe": recipe.written_out().to_dict(),
         "config": decoder_config.to_dict(),
@@ -82,9 +85,10 @@ def estimate(recipe: Recipe) -> dict[str, Any]:
         "parameters": {"total": sum(roles.values()), "active": active, **roles},
         "memory": memory,
         "micro_batch_size": config.micro_batches(parallel).size,
-        "tokens": tokens,
+        "steps": steps,
+        "tokens": steps * config.tokens_per_step,
         "flops_per_token": flops,
-        "seconds": config.steps * seconds,
+        "seconds": steps * seconds,
         "seconds_from": source,
         "device": str(device),
         "processes": parallel.processes,

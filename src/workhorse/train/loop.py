@@ -193,7 +193,7 @@ class Loop:
             loss, counted = self.step.backward(batch, counters.step)
             following = counters.step + 1
             batch = self._read(following)  # while a GPU works; `update` waits for it
-            schedule = config.schedule.factor(counters.step, config.steps)
+            schedule = config.schedule.factor(counters.step, config.length)
             ended = batch is None
             logs = following % config.log_every == 0 or ended
             if logs:
@@ -268,7 +268,7 @@ class Loop:
 
     def _read(self, step: int) -> Batch | None:
         """The batch of a step, ready to be moved to the device; None after the last step."""
-        if step >= self.config.steps:
+        if step >= self.config.length:
             return None
         batch = self.batches[step]
         return batch.pinned() if self.step.device.type == "cuda" else batch

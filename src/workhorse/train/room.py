@@ -46,8 +46,9 @@ def check_training(
     """
     check_held(config, train, device, parallel)
     decoder = config.build(train.kernel, device="meta")
-    operations = train.steps * train.tokens_per_step * flops_per_token(decoder, train.seq_len)
-    if device.type == "cpu" and operations >= LONG:
+    operations = train.tokens_per_step * flops_per_token(decoder, train.seq_len)
+    is_long = train.steps is None or train.steps * operations >= LONG
+    if device.type == "cpu" and is_long:
         rows = train.micro_batches(parallel).size
         what = f"a step with {rows:,} rows of {train.seq_len:,} tokens at once"
         remedy = "set train.micro_batch_size=auto, or see what workhorse plan suggests"

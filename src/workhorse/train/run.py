@@ -21,6 +21,7 @@ from workhorse.tensors.allocator import keep_freed_memory
 from workhorse.train.assembly import assemble
 from workhorse.train.check import check_recipe, remarks_on
 from workhorse.train.loop import Loop
+from workhorse.train.minutes import as_begun
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.report.metrics import Event, read_metrics
 from workhorse.train.report.page import write_report
@@ -123,6 +124,7 @@ def _train(
     with lock, keep_freed_memory(device), _naming(run):
         into = store or run.store(recipe.train.keep)
         if resume:
+            recipe = as_begun(run, recipe)
             resumed = plan_resumption(run, recipe, into.newest)
         else:
             resumed = Resumption(notices=remarks_on(recipe))
@@ -132,10 +134,16 @@ def _train(
         if fresh:
             run.begin(recipe.to_yaml())
         start = partial(
-            assemble, recipe, run, device, on_event, into, settings=settings, world=world
+            assemble,
+            run=run,
+            device=device,
+            on_event=on_event,
+            store=into,
+            settings=settings,
+            world=world,
         )
         try:
-            loop = start(at=resumed)
+            loop = start(recipe, at=resumed)
         except Exception:  # out of memory, for one: a model without a step is not worth keeping
             if fresh:
                 run.undo()
@@ -143,10 +151,11 @@ def _train(
         signals = StopSignals()
         while not _get_through(loop, signals, parallel.patience):
             jumped = loop.counters
+            recipe = Recipe.from_dict(loop.constants["recipe"])  # with the steps of its minutes
             at = before_jump(into.newest, recipe, jumped)
             del loop  # its memory is wanted
             gc.collect()
-            loop = start(at=at)
+            loop = start(recipe, at=at)
             rows = at.rows - at.state["counters"]["rows"]
             line = (
                 f"the loss jumped at step {jumped.step:,}: back to step {at.step:,}, and on "
@@ -213,7 +222,11 @@ def rehearse(recipe: Recipe, out: str | Path, *, resume: bool = False) -> Resump
     _check_place(run, resume)
     check_recipe(recipe, resume=resume)
     check_outside(recipe.data, run.path)
-    return plan_resumption(run, recipe) if resume else Resumption(notices=remarks_on(recipe))
+    return (
+        plan_resumption(run, as_begun(run, recipe))
+        if resume
+        else Resumption(notices=remarks_on(recipe))
+    )
 
 
 def why_taken(out: str | Path) -> str:
@@ -241,7 +254,7 @@ def _result(loop: Loop, run: RunDirectory, signals: StopSignals) -> TrainResult:
     return TrainResult(
         run_directory=run.path,
         step=loop.counters.step,
-        steps=loop.config.steps,
+        steps=loop.config.length,
         parameters=count_parameters(DecoderConfig.from_dict(loop.constants["config"]))["total"],
         loss=events.get("step", {}).get("loss"),
         validation_loss=validation.get("loss"),

@@ -85,7 +85,7 @@ def test_mistakes_are_one_line(changes: dict[str, Any], message: str) -> None:
     ("key", "written"),
     [
         ("tokenizer", "tokenizer: {kind: bpe, vocab_size: 1024} (see workhorse recipe tokenizer)"),
-        ("train.steps", "steps: 2000 (see workhorse recipe train.steps)"),
+        ("train.steps", "steps: 2000 or minutes: 5"),
         ("data.corpus.path", "path: texts (see workhorse recipe data.corpus.path)"),
     ],
 )

@@ -110,8 +110,8 @@ def test_an_unknown_key_names_the_nearest():
 
 def test_types_and_defaults_are_the_configs_own():
     by_name = {key.name: key for key in sections_at("train")[0].kinds[0].keys}
-    assert by_name["steps"].default is None
-    assert by_name["steps"].type == "whole number ≥ 1"
+    assert by_name["batch_size"].default is None
+    assert by_name["batch_size"].type == "whole number ≥ 1"
     assert by_name["grad_clip"].type == "number > 0 or null"
     assert by_name["optimizer"].default == "{kind: muon}"
     assert by_name["dtype"].type == "`auto`, `float32`, `bfloat16`, `float16`"

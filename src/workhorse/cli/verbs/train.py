@@ -300,10 +300,14 @@ def _figures(found: dict[str, Any]) -> list[str]:
         "matrix product": "at the rate of the quickest matrix product, so at least that",
     }[found["seconds_from"]]
     left = " left" if found.get("step") else ""
+    minutes = found["recipe"]["train"]["minutes"]
+    steps = f"about {counted(found['steps'], 'step')} in train.minutes={minutes}"
+    of_minutes = [f"steps       {steps}; train times them again and keeps their number"]
     return [
         f"parameters  {parameters['total']:,} ({roles})",
         f"memory      {most}, {found['micro_batch_size']:,} rows at once",
         *(f"            {line}" for line in parts),
+        *(of_minutes if minutes else []),
         f"tokens      {found['tokens']:,}",
         f"export      {found['exports_as']}",
         f"time        {duration(found['seconds'])}{left} on {found['device']}, {basis}",

@@ -19,7 +19,8 @@ def override_recipe(
     """The fields of a recipe overridden by `section.key=value` settings.
 
     `section.kind=value` keeps the keys that both kinds have. `null` removes an item that the user
-    named, such as a block. Fewer steps shorten the file's warm-up in proportion.
+    named, such as a block. Fewer steps shorten the file's warm-up in proportion; `train.minutes`
+    takes the place of the file's `train.steps`, and the other way round.
 
     Args:
         written: the fields in the file.
@@ -40,6 +41,7 @@ def override_recipe(
     for setting in settings:
         _remove_if_null(fields, setting.partition("=")[0])
     _check_pattern(fields.get("model"), settings)
+    _keep_one_length(fields, settings, tell)
     return _fit_warmup(written, fields, tell)
 
 
@@ -133,6 +135,17 @@ def _check_pattern(model: Any, settings: list[str]) -> None:
             raise ConfigError(
                 f"model.pattern uses the block that null removes; set it too{as_by}", path
             )
+
+
+def _keep_one_length(fields: dict[str, Any], settings: list[str], tell: Tell) -> None:
+    """Remove the file's `train.steps` if `train.minutes` is set, and the other way round."""
+    train, given = fields.get("train"), {setting.partition("=")[0] for setting in settings}
+    if not isinstance(train, dict):
+        return
+    for new, old in (("minutes", "steps"), ("steps", "minutes")):
+        is_set = f"train.{new}" in given and f"train.{old}" not in given
+        if is_set and train.get(new) is not None and train.get(old) is not None:
+            tell(f"train.{new}={train[new]} takes the place of train.{old}={train.pop(old)}")
 
 
 def _fit_warmup(

@@ -25,6 +25,10 @@ Count = Annotated[int, Field(ge=1)]
 VALIDATIONS, FEWEST_STEPS, VALIDATION_COST = 10, 10, 0.03
 """Defaults: validations in a run, the fewest steps between two, and their cost as a fraction of the
 time of the training steps."""
+FORWARD_PASS = 1 / 3
+"""The part of a step's time that the forward pass takes."""
+LONGEST = 10 * 366 * 24 * 60
+"""Minutes of the longest run that can be asked for."""
 
 
 class SamplesConfig(Config):
@@ -48,8 +52,12 @@ class TrainConfig(Config):
     Sizes are totals, whatever the number of processes, but `micro_batch_size`, which is of each.
     """
 
-    steps: Annotated[Count, OnResume.GOES_ON]
-    """Updates of the weights."""
+    steps: Annotated[Count | None, OnResume.GOES_ON] = None
+    """Updates of the weights. None: as many as `minutes` allow."""
+    minutes: Annotated[float | None, OnResume.GOES_ON] = Field(default=None, gt=0, le=LONGEST)
+    """Time of the steps and validations, in place of `steps`. When the run begins, steps are timed
+    for a twentieth of it, at most 30 seconds, and forgotten; the run's own recipe has the number of
+    steps that follows, which a resumed run keeps."""
     batch_size: Annotated[Count, OnResume.GOES_ON]
     """Sequences per step."""
     seq_len: Count
@@ -146,7 +154,13 @@ class TrainConfig(Config):
 
     @model_validator(mode="after")
     def _fits_together(self) -> Self:
-        if self.schedule.warmup_steps >= self.steps:
+        if self.steps is None and self.minutes is None:
+            raise ConfigError("'steps' is missing; write one such as steps: 2000 or minutes: 5")
+        if self.steps is not None and self.minutes is not None:
+            raise ConfigError(
+                f"steps={self.steps} and minutes={self.minutes:g} are both set; leave one out"
+            )
+        if self.steps is not None and self.schedule.warmup_steps >= self.steps:
             raise ConfigError(
                 f"warmup_steps={self.schedule.warmup_steps} does not end within "
                 f"steps={self.steps}; shorten the warm-up, as by "
@@ -171,6 +185,12 @@ class TrainConfig(Config):
         return parallel.micro_batches(self.batch_size, self.micro_batch_size)
 
     @property
+    def length(self) -> int:
+        """The number of steps; that of `minutes` must have been determined."""
+        assert self.steps is not None, "see train/minutes.py"
+        return self.steps
+
+    @property
     def tokens_per_step(self) -> int:
         return self.batch_size * self.seq_len
 
@@ -178,7 +198,7 @@ class TrainConfig(Config):
     def steps_between_validations(self) -> int | None:
         """None: only after the last step."""
         if self.eval_every == "auto":
-            return max(FEWEST_STEPS, math.ceil(self.steps / VALIDATIONS))
+            return max(FEWEST_STEPS, math.ceil(self.length / VALIDATIONS))
         return self.eval_every
 
     @property
@@ -186,8 +206,8 @@ class TrainConfig(Config):
         """The rows of a validation before the last step; None: all."""
         batches = self.eval_batches
         if batches == "auto":
-            # A forward pass takes a third of a step.
-            batches = max(1, int(VALIDATION_COST * 3 * (self.steps_between_validations or 1)))
+            steps = VALIDATION_COST * (self.steps_between_validations or 1)
+            batches = max(1, int(steps / FORWARD_PASS))
         return None if batches is None else batches * self.batch_size
 
 

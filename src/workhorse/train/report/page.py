@@ -103,12 +103,20 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
         rows += [
             ("steps", f"{last['step']:,}{of_steps}"),
             ("tokens trained on", shown(last["tokens"])),
-            ("training time", duration(last["seconds"])),
+            ("training time", duration(last["seconds"]) + _asked(of_kind)),
             *goodput(of_kind, last["seconds"]),
             ("tokens per second, median", f"{speeds[len(speeds) // 2]:,.0f}"),
             ("of the matrix-product peak, median", f"{peak[len(peak) // 2]:.0%}"),
         ]
     return [*rows, *memory(of_kind), *slowest(steps)]
+
+
+def _asked(of_kind: dict[str, list[Event]]) -> str:
+    """What `train.minutes` asked for, if the run was begun with it."""
+    minutes = next(
+        (event["minutes"] for event in of_kind.get("start", []) if "minutes" in event), 0
+    )
+    return f" of {duration(minutes * MINUTE)} asked for" if minutes else ""
 
 
 def slowest(steps: list[Event]) -> list[tuple[str, str]]:

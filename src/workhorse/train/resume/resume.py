@@ -90,10 +90,11 @@ def plan_resumption(run: RunDirectory, recipe: Recipe, newest: Newest | None = N
     before = Recipe.from_dict(state.get("recipe") or run.recipe())
     changes = list(changes_of(before, recipe))
     _check_allowed(run, recipe, changes)
-    if recipe.train.steps < step:
+    steps = recipe.train.steps
+    if steps is not None and steps < step:
         damaged = f" ({'; '.join(skipped)})" if skipped else ""
         raise WorkhorseError(
-            f"{run.path} stands after step {step}{damaged}, and train.steps={recipe.train.steps}; "
+            f"{run.path} stands after step {step}{damaged}, and train.steps={steps}; "
             f"give train.steps={step} or more, or begin a run with another --out"
         )
     if state:
@@ -101,7 +102,7 @@ def plan_resumption(run: RunDirectory, recipe: Recipe, newest: Newest | None = N
     rows = state.get("counters", {}).get("rows", step * before.train.batch_size)
     notices = [*skipped, *map(str, changes), *_rates(before, recipe, step)]
     notices += _other_rate(before, recipe)
-    if step == recipe.train.steps:
+    if step == steps:
         notices.append(
             f"{run.path} is finished: all of train.steps={step} are done; set more to go on, as by "
             f"train.steps={2 * step}"
@@ -272,13 +273,13 @@ def _other_text(run: RunDirectory, recipe: Recipe, step: int, files: str) -> Wor
 def _rates(before: Recipe, now: Recipe, step: int) -> list[str]:
     """A remark on a jump of the learning rate, if there is one."""
     old, new = before.train, now.train
-    if step == 0 or step >= new.steps:
+    if step == 0 or step >= new.length:
         return []
-    last = old.schedule.factor(step - 1, old.steps)
-    following = new.schedule.factor(step, new.steps)
+    last = old.schedule.factor(step - 1, old.length)
+    following = new.schedule.factor(step, new.length)
     peak, other_peak = old.optimizer.learning_rate, new.optimizer.learning_rate
     was, becomes = f"{last * peak:.3g}", f"{following * other_peak:.3g}"
-    as_planned = step < old.steps and old.schedule.factor(step, old.steps) == following
+    as_planned = step < old.length and old.schedule.factor(step, old.length) == following
     if was == becomes or (as_planned and peak == other_peak):
         return []
     line = f"the learning rate goes from {was} at step {step} to {becomes} at step {step + 1}"

@@ -292,6 +292,7 @@ def test_a_terminal_gets_a_live_line(
     start = {
         "kind": "start",
         "step": 0,
+        "steps": 10,
         "parameters": 9,
         "train_tokens": 90,
         "validation_tokens": 0,

@@ -1,6 +1,8 @@
 """`workhorse plan`: what it prints, its page, its JSON, and what it refuses."""
 
 import json
+import re
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,11 +11,14 @@ import torch
 from tests.plan.families import small
 from workhorse.checkpoints.huggingface.export import write_huggingface
 from workhorse.cli.main import main
+from workhorse.errors import WorkhorseError
 from workhorse.memory import GIB
 from workhorse.models import preset
 from workhorse.models.parameters import count_parameters
+from workhorse.parallel.config import UNDIVIDED
 from workhorse.plan import known_devices, plan
-from workhorse.plan.page import Bar, stacked
+from workhorse.plan.page import COLORS, Bar, stacked, write_page
+from workhorse.plan.subject import find_subject
 from workhorse.train.step.micro_batch import MARGIN, shares
 
 SMALL = ("gpt2", "model.n_layers=2", "model.d_model=96", "model.vocab_size=512", "train.seq_len=64")
@@ -218,8 +223,11 @@ def test_what_no_tensor_without_data_runs_is_planned_as_what_needs_as_much(setti
             "--price 2 needs a time, which is not known for this machine; add",
         ),
         (["gpt2", "--utilization", "0.4"], "--utilization 0.4 needs a time, which is not known"),
-        (["gpt2", "--device", "h100", "--context", "4096"], "more than the model's max_seq_len"),
-        (["gpt2", "train.seq_len=99999"], "max_seq_len=1024 is less than train.seq_len=99999"),
+        (
+            ["gpt2", "--device", "h100", "--context", "4096"],
+            "set model.max_seq_len=4096, or choose",
+        ),
+        (["gpt2", "train.seq_len=99999"], "set model.max_seq_len=99999, or shorten"),
         (["nothing"], "there is no folder, hub id or preset 'nothing'"),
         (["missing.yaml"], "cannot read missing.yaml"),
         (["gpt2", "--memory", "0"], "Invalid value for '--memory'"),
@@ -257,3 +265,33 @@ def test_bars_stand_on_each_other() -> None:
     svg = stacked([Bar("a", {"weights": 2**30, "gradients": 0}), Bar("b", {"loss": 3 * 2**30})])
     assert svg.count("<rect") == 2
     assert "a: 1.0 GiB (weights 1.0 GiB)" in svg
+
+
+def test_labels_of_bars_leave_each_other_room() -> None:
+    names = [f"backward layers.{number}" for number in range(24)]
+    svg = stacked([Bar(name, {"weights": 2**30}) for name in names])
+    places = [float(x) for x in re.findall(r'class="x" x="([0-9.]+)"', svg)]
+    assert 2 <= len(places) < 16
+    assert min(b - a for a, b in pairwise(places)) > 6 * len(names[-1])
+    assert places[-1] + 3 * len(names[-1]) < 1120
+
+
+def test_a_page_promises_what_it_draws(tmp_path: Path) -> None:
+    found = plan("gpt2", SMALL[1:], device="h100", devices=2)
+    write_page(tmp_path / "page.html", found)
+    page = (tmp_path / "page.html").read_text()
+    assert "their gradients" not in page
+    for kind, color in COLORS.items():
+        assert (f"background: {color}" in page) == (f'fill="{color}"' in page), kind
+
+
+def test_devices_shard_the_weights_or_fill_up_the_mesh() -> None:
+    sharded = find_subject("gpt2", devices=8)
+    assert sharded.mesh.ways == {**UNDIVIDED.ways, "shard": 8}
+    assert (sharded.train.batch_size, "train.batch_size=8" in sharded.assumed) == (8, True)
+    filled = find_subject("gpt2", ["parallel.tensor=2", "train.batch_size=16"], devices=8)
+    assert filled.mesh.ways == {**UNDIVIDED.ways, "tensor": 2, "data": 4}
+    assert filled.train.batch_size == 16
+    assert find_subject("gpt2", ["parallel.shard=4"]).train.batch_size == 4
+    with pytest.raises(WorkhorseError, match="tensor=2 does not divide 3 processes"):
+        find_subject("gpt2", ["parallel.tensor=2"], devices=3)

@@ -106,7 +106,8 @@ class _View:
             case "notice" | "back":
                 return event["message"]
             case "start":
-                self.steps, self.tokens_per_step = event["steps"], event["tokens_per_step"]
+                self.steps = event["steps"]
+                self.tokens_per_step = event["tokens_per_step"]
                 goes_on = 0 < event["step"] < self.steps
                 after = f", resuming after step {event['step']:,}" if goes_on else ""
                 count = event.get("active_parameters", event["parameters"])

@@ -1,5 +1,6 @@
 """A plan as a page with pictures, in one file that needs no network."""
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
@@ -22,7 +23,8 @@ COLORS = {
     "temporary": "#9ca3af",
 }
 WIDTH, HEIGHT, LEFT, RIGHT, TOP, BOTTOM = 1120, 300, 64, 8, 14, 34
-MOST_LABELS = 16
+LETTER = 7
+"""Width of a letter in a label, with some space to the next label."""
 
 
 class Bar(NamedTuple):
@@ -46,13 +48,15 @@ def write_page(path: Path, plan: dict[str, Any]) -> None:
         Bar(f"{moment['phase']} {moment['part']}", {kind: moment[kind] for kind in LABELS})
         for moment in plan["moments"]
     ]
+    parts = _parts(plan["memory"])
+    there = {kind for bar in (*moments, *parts) for kind, n_bytes in bar.kinds.items() if n_bytes}
     page = rendered(
         "workhorse.plan",
         "page.html",
         title=f"Plan of {plan['source']}",
-        legend=[(LABELS[kind], color) for kind, color in COLORS.items()],
+        legend=[(LABELS[kind], color) for kind, color in COLORS.items() if kind in there],
         moments=stacked(moments, plan["memory"]["room"]),
-        parts=stacked(_parts(plan["memory"])),
+        parts=stacked(parts),
         text="\n".join(lines(plan)),
     )
     write_atomically(path, page)
@@ -96,13 +100,15 @@ def stacked(bars: Sequence[Bar], room: int | None = None) -> str:
         f"{mark:g} GiB</text>"
         for mark in marks
     ]
-    labelled = -(-len(bars) // MOST_LABELS)
+    labelled = math.ceil(LETTER * max(len(bar.name) + 1 for bar in bars) / step)
     for number, bar in enumerate(bars):
         x = LEFT + number * step
         drawn.append(_drawn(bar, x, step, y))
         if number % labelled == 0:
+            half = LETTER * len(bar.name) / 2
+            middle = min(x + step / 2, WIDTH - half)
             drawn.append(
-                f'<text class="x" x="{x + step / 2:.1f}" y="{HEIGHT - BOTTOM + 16}">'
+                f'<text class="x" x="{middle:.1f}" y="{HEIGHT - BOTTOM + 16}">'
                 f"{escape(bar.name)}</text>"
             )
     if room is not None and room <= top:

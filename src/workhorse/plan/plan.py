@@ -46,6 +46,7 @@ def plan(
     settings: Iterable[str] = (),
     *,
     device: str | None = None,
+    devices: int | None = None,
     memory: float | None = None,
     utilization: float | None = None,
     price: float | None = None,
@@ -61,6 +62,8 @@ def plan(
         source: a recipe's file or `depth-N`, a run directory, a preset's name, or a stored model.
         settings: `section.key=value`, as for `train`, and `parallel.key=value` for the mesh.
         device: a name of `known_devices`; None: this machine.
+        devices: how many, in all; None: as many as the mesh has. `shard` divides the work among
+            them if nothing else does, otherwise `data` fills the mesh up.
         memory: of each device in GiB; None: what it has, or what is free here.
         utilization: the part of the peak that training reaches; None: what its schedule leaves, on
             devices whose links are known, and `UTILIZATION` on others.
@@ -84,7 +87,7 @@ def plan(
     """
     _check_finite(memory=memory, utilization=utilization, price=price, budget=budget)
     _check_options(device, measure, price=price, utilization=utilization)
-    subject = find_subject(source, list(settings), tell)
+    subject = find_subject(source, list(settings), tell, devices=devices)
     spec = None if device is None else find_device(device)
     target = torch.device("cuda") if spec else resolve_device(subject.train.device)
     train = _for_device(subject.train, target, spec)
@@ -93,7 +96,7 @@ def plan(
     if context is not None and context > config.max_seq_len:
         raise WorkhorseError(
             f"--context {context} is more than the model's max_seq_len={config.max_seq_len}; "
-            "choose at most that"
+            f"set model.max_seq_len={context}, or choose at most that"
         )
     peak = _peak(train, target, spec, measure)
     show("recording a training step")

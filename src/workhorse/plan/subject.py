@@ -13,7 +13,7 @@ from workhorse.models import find_preset, preset_names
 from workhorse.models.parameters import count_parameters
 from workhorse.nn import DecoderConfig
 from workhorse.overrides import apply_overrides
-from workhorse.parallel.config import ParallelismConfig
+from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.plan.compute_optimal import CHINCHILLA_TOKENS_PER_PARAMETER
 from workhorse.train import Recipe, override_recipe, with_init
 from workhorse.train.estimate import vocab_size_of
@@ -51,6 +51,8 @@ def find_subject(
     source: str | Path,
     settings: Iterable[str] = (),
     tell: Callable[[str], object] = lambda line: None,
+    *,
+    devices: int | None = None,
 ) -> Subject:
     """The model and training that a source stands for, with settings written over them.
 
@@ -58,9 +60,11 @@ def find_subject(
         source: a recipe's file or `depth-N`, a run directory, a preset's name, or a stored model.
         settings: `section.key=value`, as for `train`, and `parallel.key=value`.
         tell: called with a line for each key that is dropped or shortened.
+        devices: of the mesh; None: as many as it has.
 
     Raises:
-        WorkhorseError: there is no such thing, or a setting cannot be applied.
+        WorkhorseError: there is no such thing, the mesh cannot have so many devices, or a setting
+            cannot be applied.
     """
     of_mesh = [one for one in settings if one.startswith(PARALLEL)]
     others = [one for one in settings if not one.startswith(PARALLEL)]
@@ -69,27 +73,33 @@ def find_subject(
     if in_file or is_on_dial(source):
         recipe = Recipe.from_dict(with_init(override_recipe(read_recipe(source), others, tell)))
         config = recipe.decoder_config(vocab_size_of(recipe))
-        mesh = _mesh(of_mesh, recipe)
+        mesh = _mesh(of_mesh, recipe.parallel, devices)
         return Subject(str(source), "recipe", config, recipe.train, mesh, recipe.data.packed)
     if (run := RunDirectory.at(path)).exists:
         fields = run.recipe()
         config = DecoderConfig.from_dict(run.config.to_dict())
         fields["model"] = config.to_dict()
         recipe = Recipe.from_dict(override_recipe(fields, others, tell))
-        config, mesh = _config_of(recipe), _mesh(of_mesh, recipe)
+        config, mesh = _config_of(recipe), _mesh(of_mesh, recipe.parallel, devices)
         return Subject(str(source), "run", config, recipe.train, mesh, recipe.data.packed)
     kind, config = _model(source, tell)
-    recipe, assumed = _assumed(config, others, tell)
-    config, mesh = _config_of(recipe), _mesh(of_mesh, recipe)
+    mesh = _mesh(of_mesh, UNDIVIDED, devices)
+    recipe, assumed = _assumed(config, others, tell, rows=mesh.parts)
+    config = _config_of(recipe)
     packed = recipe.data.packed
     return Subject(str(source), kind, config, recipe.train, mesh, packed, tuple(assumed))
 
 
-def _mesh(settings: list[str], recipe: Recipe) -> ParallelismConfig:
-    """The recipe's processes, divided as the settings say."""
-    fields = apply_overrides({"parallel": recipe.parallel.to_dict()}, settings)["parallel"]
+def _mesh(
+    settings: list[str], parallel: ParallelismConfig, devices: int | None
+) -> ParallelismConfig:
+    """The recipe's processes, divided as the settings and the number of devices say."""
+    fields = apply_overrides({"parallel": parallel.to_dict()}, settings)["parallel"]
     try:
-        return ParallelismConfig.from_dict(fields)
+        mesh = ParallelismConfig.from_dict(fields)
+        if devices is None or devices == mesh.processes:
+            return mesh
+        return mesh.replace(shard=devices) if mesh.processes == 1 else mesh.on(devices)
     except ConfigError as error:
         raise error.below("parallel") from None
 
@@ -105,11 +115,11 @@ def _model(source: str | Path, tell: Callable[[str], object]) -> tuple[str, Deco
 
 
 def _assumed(
-    config: DecoderConfig, settings: list[str], tell: Callable[[str], object]
+    config: DecoderConfig, settings: list[str], tell: Callable[[str], object], *, rows: int
 ) -> tuple[Recipe, list[str]]:
     """The recipe of a model that comes without one, and what of it was assumed."""
     train: dict[str, Any] = {
-        "batch_size": 1,
+        "batch_size": rows,  # one for each part of the mesh that has rows
         "seq_len": min(config.max_seq_len, LONGEST_ASSUMED),
         "dtype": "bfloat16",
         "optimizer": {"kind": "adamw", "learning_rate": 3e-4},

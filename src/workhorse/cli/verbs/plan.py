@@ -9,11 +9,18 @@ from workhorse.cli.options import PATH, json_option
 from workhorse.cli.output import print_result, status, warn
 from workhorse.writing import check_place
 
+MOST_DEVICES = 10**6
+
 
 @click.command("plan")
 @click.argument("source")
 @click.argument("overrides", nargs=-1, metavar="[SECTION.KEY=VALUE]...")
 @click.option("--device", help="A device by name, such as h100.  [default: this machine]")
+@click.option(
+    "--devices",
+    type=click.IntRange(min=1, max=MOST_DEVICES),
+    help="How many.  [default: as many as settings of parallel make]",
+)
 @click.option(
     "--memory",
     type=click.FloatRange(min=0, min_open=True),
@@ -55,7 +62,8 @@ def command(
     SOURCE is a recipe, `depth-N` for one of the dial, a run directory, a preset, a Hugging Face
     directory or hub id, or a GGUF file. Nothing of the model is allocated. Settings after it are
     those of `train`; those of `parallel` divide the work among devices: data, shard, tensor,
-    pipeline, expert, context.
+    pipeline, expert, context. --devices shards the weights if none of them is given; otherwise
+    each is kept, and data fills up.
     """
     from workhorse.plan import plan
     from workhorse.plan.text import lines

@@ -316,7 +316,8 @@ class Recipe(Config):
         if config.max_seq_len < self.train.seq_len:
             raise ConfigError(
                 f"max_seq_len={config.max_seq_len} is less than train.seq_len="
-                f"{self.train.seq_len}; raise it or shorten the sequences",
+                f"{self.train.seq_len}; set model.max_seq_len={self.train.seq_len}, or shorten the "
+                "sequences",
                 "model",
             )
         check_balance(config, weight=self.train.balance_loss, rate=self.train.balance_rate)

@@ -1,10 +1,12 @@
 """Stand-ins for typed text, so that a template's own control tokens can be told from it.
 
 A chat is rendered twice, with private-use characters in place of some of its text. In the first
-rendering they replace the contents of messages, and names of control tokens everywhere else: any
-such name in the result was written by the template. In the second they replace the names only, for
-templates that inspect contents. If the first with the contents put back equals the second, it is
-used; otherwise the second is, and is refused if its special tokens differ from those of the first.
+rendering they replace the contents of messages. In all other strings, keys of mappings included,
+they replace the names of control tokens and the characters that begin or end such a name. So any
+such name in the result was written by the template. In the second rendering they replace the names
+only, for templates that inspect strings. If the first with the rest put back equals the second, it
+is used; otherwise the second is, and is refused if its special tokens differ from those of the
+first.
 """
 
 import json
@@ -19,6 +21,11 @@ from workhorse.tokenizers.control import ControlEncoder
 _CODES = range(0xF0000, 0xFFFFE)
 _PRIVATE = re.compile(f"[{chr(_CODES[0])}-{chr(_CODES[-1])}]")
 """Characters of a plane that Unicode reserves for private use."""
+
+_ESCAPED = re.compile(r"\\U000f[0-9a-f]{4}|\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")
+"""How Python's `repr` and ASCII JSON write one of them."""
+_QUOTES = "\"'\\"
+"""A template may escape these."""
 
 Change = Callable[[str, bool, bool], str]
 """`(text, whether it is the assistant's, whether it is a message's content) -> new text`."""
@@ -40,6 +47,11 @@ class StandIns:
         self._special = re.compile(_any_of(special))
         self._control = re.compile(_any_of(encoder.names))
         self._any = re.compile(f"{_PRIVATE.pattern}|{self._control.pattern}")
+        edges = {edge for name in encoder.names for edge in (name[0], name[-1])}
+        self._edges = re.compile(_any_of(e for e in edges if not e.isalnum() and e not in _QUOTES))
+        plain_names = _any_of(name for name in encoder.names if name not in special)
+        self._name_or_edge = re.compile(f"{plain_names}|{self._edges.pattern}")
+        self._stand_in_of: dict[str, str] = {}
         self._names: dict[str, str] = {}
         self._contents: dict[str, tuple[str, str]] = {}
         """The contents, first as in `without_names`, then as `put_back` writes them."""
@@ -58,6 +70,7 @@ class StandIns:
         Raises:
             WorkhorseError: the template split contents, and this produced a special token.
         """
+        marked, plain = (_ESCAPED.sub(self._unescaped, text) for text in (marked, plain))
         if _PRIVATE.sub(self._content, marked) != plain:
             self._check_same_tokens(marked, plain)
             marked = plain
@@ -68,19 +81,32 @@ class StandIns:
         return names.sub(self._name, text)
 
     def _name(self, match: re.Match[str]) -> str:
-        stand_in = self._stand_in()
-        self._names[stand_in] = match[0]
-        return stand_in
+        """One stand-in per name, so that equal strings of the chat stay equal."""
+        name = match[0]
+        if name not in self._stand_in_of:
+            self._stand_in_of[name] = self._stand_in()
+            self._names[self._stand_in_of[name]] = name
+        return self._stand_in_of[name]
 
     def _without_content(self, text: str, is_assistant: bool, is_content: bool) -> str:
         """A stand-in, with surrounding white space kept outside so that templates can trim it."""
+        if not is_content:
+            return self._without_edges(text, is_assistant)
         core = text.strip()
-        if not (core and is_content):
+        if not core:
             return text
         pattern = self._any if is_assistant else _PRIVATE
         stand_in = self._stand_in()
         self._contents[stand_in] = (core, pattern.sub(self._spelled, core))
         return text.replace(core, stand_in, 1)
+
+    def _without_edges(self, text: str, is_assistant: bool) -> str:
+        """No control token can be made by joining such texts, or by changing their case."""
+        if not is_assistant:
+            return self._edges.sub(self._name, text)
+        return self._name_or_edge.sub(
+            lambda match: match[0] if len(match[0]) > 1 else self._name(match), text
+        )
 
     def _stand_in(self) -> str:
         try:
@@ -91,7 +117,16 @@ class StandIns:
             ) from None
 
     def _content(self, match: re.Match[str]) -> str:
-        return self._contents.get(match[0], (match[0],))[0]
+        """The text of a stand-in as the rendering of `without_names` has it."""
+        token = match[0]
+        if token in self._contents:
+            return self._contents[token][0]
+        name = self._names.get(token, "")
+        return name if self._edges.fullmatch(name) else token
+
+    def _unescaped(self, match: re.Match[str]) -> str:
+        character = _character(match[0])
+        return character if character in self._names or character in self._contents else match[0]
 
     def _spelled(self, match: re.Match[str]) -> str:
         """The final text for a stand-in, or for the name of a control token."""
@@ -114,18 +149,18 @@ class StandIns:
 
 
 def _changed(chat: Chat, change: Change) -> Chat:
-    """The chat with every string changed except the roles."""
+    """The chat with every string changed except the roles and the names of variables."""
     messages = [
         {
-            key: value
+            change(key, False, False): value
             if key == "role"
             else _each(value, change, message["role"] == "assistant", key == "content")
             for key, value in message.items()
         }
         for message in chat.messages
     ]
-    rest = (_each(part, change) for part in (chat.tools, chat.documents, chat.variables))
-    return Chat(messages, *rest)
+    variables = {name: _each(value, change) for name, value in chat.variables.items()}
+    return Chat(messages, _each(chat.tools, change), _each(chat.documents, change), variables)
 
 
 def _each(value: Any, change: Change, is_assistant: bool = False, is_content: bool = False) -> Any:
@@ -136,7 +171,9 @@ def _each(value: Any, change: Change, is_assistant: bool = False, is_content: bo
             return [_each(item, change, is_assistant, is_content) for item in value]
         case dict():  # the text of a content's part is under "text"
             return {
-                key: _each(item, change, is_assistant, is_content and key == "text")
+                change(key, False, False): _each(
+                    item, change, is_assistant, is_content and key == "text"
+                )
                 for key, item in value.items()
             }
         case _:
@@ -152,5 +189,11 @@ def _any_of(names: Iterable[str]) -> str:
 def _unused_characters(chat: Chat) -> Iterator[str]:
     """Private-use characters that do not occur in the chat. A template cannot split one."""
     everything = (chat.messages, chat.tools, chat.documents, chat.variables)
-    used = set(_PRIVATE.findall(json.dumps(everything, ensure_ascii=False)))
+    text = json.dumps(everything, ensure_ascii=False)
+    used = {*_PRIVATE.findall(text), *map(_character, _ESCAPED.findall(text))}
     return (character for character in map(chr, _CODES) if character not in used)
+
+
+def _character(escaped: str) -> str:
+    """The character that was written as `_ESCAPED`."""
+    return json.loads(f'"{escaped}"') if escaped[1] == "u" else chr(int(escaped[2:], 16))

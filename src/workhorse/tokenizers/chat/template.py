@@ -129,12 +129,14 @@ class ChatTemplate:
         if allow_special:
             text = self._render(chat, add_generation_prompt)
             return tokenizer.encode(text, allow_special=True)
+        encoder = tokenizer.control_encoder(self._written_tokens(tokenizer))
+        names = [name.lower() for name in encoder.names]
         for message in messages:
-            if any(name in message["role"] for name in tokenizer.special_tokens):
+            role = message["role"].lower()  # a template may change its case
+            if any(name in role for name in names):
                 raise WorkhorseError(
                     f"role {message['role']!r} holds a special token; use a plain word"
                 )
-        encoder = tokenizer.control_encoder(self._written_tokens(tokenizer))
         now = datetime.now()
         typed = StandIns(chat, encoder, tokenizer.special_tokens)
         marked = self._render(typed.without_contents, add_generation_prompt, now)

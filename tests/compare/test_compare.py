@@ -209,11 +209,21 @@ def test_a_variant_that_diverges_has_no_verdict(make_study, fields, tmp_path: Pa
     assert set(starts(tmp_path / "out").values()) == {1}
 
 
-def test_seconds_are_measured_once(make_study: MakeStudy, tmp_path: Path):
+def test_seconds_are_measured_once(
+    make_study: MakeStudy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    measured: list[float] = []
+
+    def measure(*_: object) -> float:
+        measured.append(0.004 + 0.001 * len(measured))
+        return measured[-1]
+
+    monkeypatch.setattr("workhorse.compare.run.time_steps", measure)
     study = make_study(budget={"seconds": 0.02}, seeds=[1])
     first = compare(study, tmp_path / "out").results
     timings = tmp_path / "out" / "timings.json"
     seconds = json.loads(timings.read_text())
+    assert list(seconds.values()) == measured
     assert first is not None
     for name, one in first["variants"].items():
         assert one["steps"] == int(0.02 // seconds[name])

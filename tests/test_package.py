@@ -7,6 +7,9 @@ from pathlib import Path
 import pytest
 import yaml
 
+import workhorse
+from workhorse.config import read_yaml
+
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
 EXTRAS = {
@@ -15,6 +18,13 @@ EXTRAS = {
     if name != "dev"
 }
 SOURCE = "".join(path.read_text("utf-8") for path in sorted((ROOT / "src").rglob("*.py")))
+
+
+def test_everything_public_is_found_by_completion_and_on_use():
+    assert {"load", "save", "config", "train", "nn"} <= set(dir(workhorse))
+    assert workhorse.config.read_yaml is read_yaml
+    with pytest.raises(AttributeError, match="has no attribute 'nope'"):
+        _ = workhorse.nope
 
 
 @pytest.mark.parametrize("name", EXTRAS)

@@ -1,9 +1,11 @@
 """Workhorse: the decoder-only transformer, every variant of it, from raw text to generated text.
 
-`import workhorse` is cheap: nothing of torch is imported before `workhorse.load` is touched.
+`import workhorse` is cheap: everything is imported when it is first used. `workhorse.train` and the
+other modules need no import of their own.
 """
 
 import importlib
+import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -17,6 +19,18 @@ _HOMES = {"load": "workhorse.load_model", "save": "workhorse.convert"}
 
 
 def __getattr__(name: str) -> Any:
+    """Import `load`, `save` or a module of the package when it is first used."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
+    if name in _modules():
+        return importlib.import_module(f"{__name__}.{name}")
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*__all__, *_modules()})
+
+
+def _modules() -> set[str]:
+    names = {one.name for one in pkgutil.iter_modules(__path__)}
+    return {name for name in names if not name.startswith("_")}

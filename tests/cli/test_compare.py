@@ -34,7 +34,8 @@ def test_a_quick_study(fields, capsys):
     assert main(["compare", "study.yaml", "--quick"]) == 0
     out, err = capsys.readouterr()
     assert "report runs/gates-quick/report.html" in out
-    assert err.startswith("going on: 4 of 4 trials are done")
+    assert "This is a quick run" in err.splitlines()[0]
+    assert "going on: 4 of 4 trials are done" in err
 
 
 def test_a_dry_run(fields, capsys):

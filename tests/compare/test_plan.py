@@ -133,6 +133,7 @@ def test_quick_changes_seeds_budget_and_settings(make_study: MakeStudy):
     changes = {"budget": {"steps": 2}, "seeds": [5], "settings": {"train.batch_size": 3}}
     study = quick(make_study(quick=changes))
     assert (study.seeds, study.budget.steps) == ((5,), 2)
+    assert study.question.startswith("This is a quick run")  # the reports begin with it
     assert plan(study).variants["plain"].recipe.train.batch_size == 3
 
 

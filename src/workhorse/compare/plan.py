@@ -158,8 +158,14 @@ def with_settings(study: Study, settings: Iterable[str]) -> Study:
         raise error.below("base") from None
 
 
+QUICK = (
+    "This is a quick run, with less training than the study asks for: it shows that the study "
+    "works, not which variant is better."
+)
+
+
 def quick(study: Study) -> Study:
-    """The study that `--quick` runs, its base changed too.
+    """The study that `--quick` runs, its base and its question changed too.
 
     Raises:
         ConfigError: the study does not say how, or its settings cannot be applied.
@@ -170,11 +176,12 @@ def quick(study: Study) -> Study:
             "quick: {budget: {steps: 10}, seeds: [1, 2]}",
             "quick",
         )
-    changes = {
+    changes: dict[str, Any] = {
         name: value
         for name in ("budget", "seeds", "learning_rates")
         if (value := getattr(study.quick, name)) is not None
     }
+    changes["question"] = f"{QUICK} {study.question}".strip()
     settings = [f"{key}={written(value)}" for key, value in study.quick.settings.items()]
     return with_settings(study.replace(**changes), settings)
 

@@ -90,4 +90,4 @@ def _beside(small: float, large: float, matters: float) -> str:
         return f", all of it more than the {matters:g} that would matter"
     if large < matters:
         return f", less than the {matters:g} that would matter"
-    return f"; whether by the {matters:g} that would matter is open"
+    return f"; this may be more or less than the {matters:g} that would matter"

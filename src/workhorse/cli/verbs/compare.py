@@ -52,6 +52,7 @@ def command(
     asked = library.read_study(study)
     if quick:
         asked = library.quick(asked)
+        warn(library.QUICK)
     if settings := train_settings(device=device, dtype=dtype):
         asked = library.with_settings(asked, settings)
     folder = out or Path("runs") / (f"{asked.name}-quick" if quick else asked.name)

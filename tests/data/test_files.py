@@ -5,7 +5,9 @@ from pathlib import Path
 
 import pytest
 
-from workhorse.data.corpus.files import open_bytes, visible_files
+from workhorse.data import DataConfig
+from workhorse.data.corpus.documents import iterate_texts
+from workhorse.data.corpus.files import open_bytes, read_text, visible_files
 from workhorse.errors import WorkhorseError
 
 zstandard = pytest.importorskip("zstandard")
@@ -83,3 +85,15 @@ def test_a_large_zstd_text_cut_in_the_middle_is_damaged(tmp_path: Path) -> None:
         open_bytes(tmp_path / "a.zst") as file,
     ):
         file.read()
+
+
+def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
+    file = tmp_path / "a.txt"
+    file.write_bytes(b"\xef\xbb\xbfab\xef\xbb\xbf")
+    assert list(read_text(file, "strict")) == ["ab\ufeff"]
+    lines = tmp_path / "a.jsonl"
+    lines.write_bytes(b'\xef\xbb\xbf{"text": "ab"}\n')
+    source = DataConfig.from_dict(
+        {"corpus": {"kind": "jsonl", "path": str(lines), "validation_fraction": 0}}
+    )
+    assert list(iterate_texts(source)) == ["ab"]

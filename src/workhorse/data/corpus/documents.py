@@ -154,6 +154,7 @@ def _read_jsonl(path: Path, source: JsonlConfig) -> Iterator[tuple[str, str]]:
                 text = line.decode("utf-8", source.errors)
             except UnicodeDecodeError as error:
                 raise bad_byte(path, error, offset) from None
+            text = text if offset else text.removeprefix("\ufeff")
             offset += len(line)
             if text.strip():
                 where = f"{path}:{number}"

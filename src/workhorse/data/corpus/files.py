@@ -204,7 +204,7 @@ class _Blocks(io.RawIOBase):
 
 
 def read_text(path: Path, errors: str) -> Iterator[str]:
-    """The text of a UTF-8 file in blocks, no character split, line ends as they are.
+    """The text of a UTF-8 file in blocks: no character split, line ends kept, no byte order mark.
 
     Raises:
         WorkhorseError: a byte that is not UTF-8, with its offset, unless `errors` is "replace".
@@ -219,7 +219,7 @@ def read_text(path: Path, errors: str) -> Iterator[str]:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
                 raise bad_byte(path, error, offset - held_back) from None
-            if text:
+            if text := text if offset else text.removeprefix("\ufeff"):
                 yield text
             if not block:
                 return

@@ -68,7 +68,7 @@ def _tokenizer(stored: StoredModel) -> dict[str, Any] | None:
     return {
         "vocab_size": tokenizer.vocab_size,
         "special_tokens": len(tokenizer.special_tokens),
-        "chat_template": bool(tokenizer.chat_template),
+        "chat_template": bool(tokenizer.chat_templates),
         "fingerprint": tokenizer.fingerprint,
     }
 

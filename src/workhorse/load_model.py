@@ -141,7 +141,7 @@ def _with_text(stored: StoredModel, decoder: Decoder, tell: Callable[[str], obje
         data=_data_of(stored) if is_run else None,
         stop_tokens=stored.stop_tokens,
         trained_to_chat=tokenizer is not None
-        and bool(tokenizer.chat_template)
+        and bool(tokenizer.chat_templates)
         and (not is_run or stored.recipe().get("init") is not None),
         family=stored.family,
     )

@@ -171,6 +171,7 @@ class Model:
         config: GenerationConfig | None = None,
         *,
         system: str = "",
+        template: str = "default",
         draft: "Model | None" = None,
         **options: Any,
     ) -> Conversation:
@@ -181,6 +182,7 @@ class Model:
         Args:
             config: how replies are chosen; or give `options`.
             system: what the model is told beforehand.
+            template: the name of the chat template, if the tokenizer has several.
             draft: see `generate`.
             options: the fields of `GenerationConfig`.
 
@@ -189,7 +191,7 @@ class Model:
         """
         form: ChatFormat = TranscriptFormat(self.text, self.prefix)
         if self.trained_to_chat:
-            form = TemplateFormat(ChatTemplate.of(self.text), self.text)
+            form = TemplateFormat(ChatTemplate.of(self.text, template), self.text)
         return Conversation(
             self.decoder,
             self.text,
@@ -218,7 +220,10 @@ class Model:
         return draft.decoder
 
     def _config(self, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
-        """The request in full: a model with several tokens that end a text stops at each."""
+        """The request in full: with every token that ends a text.
+
+        They are the model's, and special tokens that `stop` names: those never are in a text.
+        """
         if config is None:
             config = GenerationConfig(**options)
         elif not isinstance(config, GenerationConfig):
@@ -227,9 +232,13 @@ class Model:
             )
         elif options:
             config = config.replace(**options)
-        if config.stop_tokens is None and self.stop_tokens:
-            return config.replace(stop_tokens=self.stop_tokens)
-        return config
+        special = {} if self.tokenizer is None else self.tokenizer.special_tokens
+        named = [special[stop] for stop in config.stop if stop in special]
+        ends = config.stop_tokens
+        if ends is None and (self.stop_tokens or named):
+            eos = None if self.tokenizer is None else self.tokenizer.eos_id
+            ends = self.stop_tokens or (() if eos is None else (eos,))
+        return config if ends is None else config.replace(stop_tokens=(*ends, *named))
 
     def _tokens(self, prompt: str | Sequence[int]) -> list[int]:
         if isinstance(prompt, str):

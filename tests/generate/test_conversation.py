@@ -137,7 +137,7 @@ def test_the_oldest_exchanges_are_forgotten_and_the_system_message_stays(decoder
     expected = generate(decoder, [form.encode(messages)], config, tokenizer=tokenizer)[0]
     assert conversation.messages[-1]["content"] == expected.text
     assert max(len(tokens) for tokens in read) <= 128
-    with pytest.raises(WorkhorseError, match=r"the prompt has .* tokens and the context is 128"):
+    with pytest.raises(WorkhorseError, match=r"the message have \d+ tokens and the context is 128"):
         say(conversation, "x" * 200)
     assert len(conversation.messages) == 13
     assert say(conversation, "shorter")[1]

@@ -402,3 +402,40 @@ def test_half_a_surrogate_pair_is_refused(trained: Trained) -> None:
     bpe = trained("bpe")
     with pytest.raises(WorkhorseError, match="half a surrogate pair"):
         ChatTemplate.of(bpe).encode(bpe, turns("ab\ud83e"))
+
+
+PARTS_ONLY = (
+    "{% for m in messages %}<|user|>{% for p in m.content %}{% if p.type == 'text' %}{{ p.text }}"
+    "{% endif %}{% endfor %}<|end|>{% endfor %}"
+)
+FIRST_PART = "{% for m in messages %}{{ '<|user|>' + m.content[0]['text'] }}<|end|>{% endfor %}"
+
+
+@pytest.mark.parametrize("source", [PARTS_ONLY, FIRST_PART])
+def test_a_template_that_knows_only_parts_gets_parts(trained: Trained, source: str) -> None:
+    bpe = trained("bpe")
+    template = ChatTemplate(source)
+    assert template.render(turns("Hello")) == "<|user|>Hello<|end|>"
+    for allow_special in (False, True):
+        ids = template.encode(bpe, turns("Hello"), allow_special=allow_special)
+        assert bpe.decode(ids) == "<|user|>Hello<|end|>"
+
+
+def test_a_message_that_the_template_leaves_out_is_an_error(trained: Trained) -> None:
+    bpe = trained("bpe")
+    source = "{% for m in messages if m.role != 'system' %}{{ m.content | tojson }}{% endfor %}"
+    messages = [{"role": "system", "content": "a"}, *turns("a")]
+    for allow_special in (False, True):
+        with pytest.raises(WorkhorseError, match=r"content of message 0 \(role 'system'\); move"):
+            ChatTemplate(source).encode(bpe, messages, allow_special=allow_special)
+    calls = {"role": "assistant", "content": "So:", "tool_calls": [{"name": "f"}]}
+    source = "{% for m in messages %}{{ m.tool_calls or m.content }}{% endfor %}"
+    assert ChatTemplate(source).encode(bpe, [*turns('say "hi"\n'), calls])
+
+
+def test_named_templates_without_a_default_are_listed(trained: Trained) -> None:
+    bpe = trained("bpe")
+    named = Tokenizer(bpe.definition, bpe.roles, {"chat": "a", "tool_use": "b"})
+    with pytest.raises(WorkhorseError, match="there are: chat, tool_use; choose one by name"):
+        ChatTemplate.of(named)
+    assert ChatTemplate.of(named, "chat").source == "a"

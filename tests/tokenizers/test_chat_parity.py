@@ -109,6 +109,10 @@ def outcome(call: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
         return "refused"
 
 
+LEAVES_OUT = ("functions", "phi", "qwen_3")
+"""Templates that leave out any content, results of tools, parts: an error of ours alone."""
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 @pytest.mark.parametrize("template", TEMPLATES)
 def test_chats_are_those_of_transformers(pair_of: Any, shape: str, template: str) -> None:
@@ -133,7 +137,11 @@ def test_chats_are_those_of_transformers(pair_of: Any, shape: str, template: str
             for tokenize in (False, True)
         )
         assert outcome(chat_template.render, messages, add, **more) == text
-        assert outcome(chat_template.encode, ours, messages, add, **more) == ids
+        try:
+            assert chat_template.encode(ours, messages, add, **more) == ids
+        except WorkhorseError as error:
+            left_out = template in LEAVES_OUT and "leaves out the content" in str(error)
+            assert left_out or ids == "refused"
         rendered += text != "refused"
     # A template that needs bos cannot be rendered without one, by nobody.
     assert rendered >= 40 or (reference.bos_token is None and template == "llama_2")

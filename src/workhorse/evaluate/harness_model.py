@@ -136,7 +136,7 @@ class HarnessModel(TemplateLM):
         Raises:
             WorkhorseError: it has none.
         """
-        if self.tokenizer.chat_template is None:
+        if not self.tokenizer.chat_templates:
             raise WorkhorseError(
                 f"{self._model.name} has no chat template; evaluate it on the plain text"
             )

@@ -117,6 +117,8 @@ class Conversation:
             stop=config.stop + format.stop, stop_tokens=tuple(stop_tokens)
         )
         self._system: list[TextMessage] = [{"role": "system", "content": system}] if system else []
+        if self._system:  # a template may refuse it
+            format.encode([*self._system, {"role": "user", "content": "a"}])
         self.messages = list(self._system)
         self.forgotten = 0
         self._scheduler = Scheduler(
@@ -168,5 +170,11 @@ class Conversation:
         while len(tokens) > room and len(recent) > 1:
             recent = recent[2:]
             tokens = self._format.encode([*self._system, *recent])
+        if len(tokens) > context and self._config.truncate == "refuse":
+            given = "system message and the message have" if self._system else "message has"
+            raise WorkhorseError(
+                f"the {given} {len(tokens)} tokens and the context is {context}; "
+                "send a shorter message"
+            )
         self.forgotten = len(messages) - len(self._system) - len(recent)
         return tokens

@@ -28,6 +28,12 @@ Ctrl-C ends a reply. Anything else is a message to the model."""
 @click.command("chat")
 @model_options
 @click.option("--system", default="", metavar="TEXT", help="A system message.")
+@click.option(
+    "--template",
+    default="default",
+    metavar="NAME",
+    help="The chat template, if the tokenizer has several.  [default: default]",
+)
 @sampling_options
 @draft_options
 @compile_option
@@ -38,6 +44,7 @@ def command(
     running: Running,
     compiled: bool,
     system: str,
+    template: str,
     draft: str | None,
     as_json: bool,
     **options: Any,
@@ -54,7 +61,7 @@ def command(
     guesser = None
     if draft is not None:
         guesser = open_model(draft, running, compiled=compiled, with_text=False)
-    conversation = loaded.chat(config, system=system, draft=guesser)
+    conversation = loaded.chat(config, system=system, template=template, draft=guesser)
     if not loaded.trained_to_chat:
         warn(
             f"{loaded.name} was never trained to chat; it continues a written dialogue of 'User:' "
@@ -64,7 +71,7 @@ def command(
         if line in ("/quit", "/exit"):
             break
         if line == "/reset":
-            conversation = loaded.chat(config, system=system, draft=guesser)
+            conversation = loaded.chat(config, system=system, template=template, draft=guesser)
         elif line == "/help":
             print(HELP, file=sys.stderr)
         elif line:
@@ -74,7 +81,7 @@ def command(
 def _lines(as_json: bool) -> Iterator[str]:
     """The lines that the user types or that come through a pipe."""
     if not sys.stdin.isatty():
-        yield from (line.strip() for line in sys.stdin)
+        yield from (line.removeprefix("\ufeff").strip() for line in sys.stdin)
         return
     with contextlib.suppress(ImportError):  # where there is one: history, and editing of the line
         import readline  # noqa: F401

@@ -1,7 +1,7 @@
 """The input of a chat template: messages, tools, documents and variables, as plain data only."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from workhorse.errors import WorkhorseError
@@ -52,6 +52,17 @@ def with_reasoning(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
         extra = {"thinking": texts[0], **message, "reasoning_content": texts[0]} if texts else {}
         completed.append(extra or message)
     return completed
+
+
+def in_parts(chat: Chat) -> Chat:
+    """The chat with each content that is a string as a list of one part."""
+    messages = [
+        {**message, "content": [{"type": "text", "text": message["content"]}]}
+        if isinstance(message.get("content"), str)
+        else message
+        for message in chat.messages
+    ]
+    return replace(chat, messages=messages)
 
 
 def _check_message(number: int, message: Any) -> None:

@@ -60,6 +60,23 @@ class StandIns:
         self.without_contents = _changed(self.without_names, self._without_content)
         """The chat with the contents of its messages replaced as well."""
 
+    def missing(self, marked: str) -> list[int]:
+        """The indices of messages whose content is not in the rendering of `without_contents`.
+
+        An assistant's message that calls tools may leave its content out.
+        """
+        found = {*_PRIVATE.findall(_ESCAPED.sub(self._unescaped, marked))}
+        return [
+            index
+            for index, message in enumerate(self.without_contents.messages)
+            if not (message["role"] == "assistant" and message.get("tool_calls"))
+            and self._contents_in(message.get("content")) - found
+        ]
+
+    def _contents_in(self, content: Any) -> set[str]:
+        text = json.dumps(content, ensure_ascii=False)
+        return {*_PRIVATE.findall(text)} & self._contents.keys()
+
     def put_back(self, marked: str, plain: str) -> str:
         """The rendered chat, with stand-ins resolved, for the encoder.
 

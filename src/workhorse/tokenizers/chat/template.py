@@ -8,12 +8,13 @@ which the template's control tokens are spelled in a way that cannot be typed.
 
 import re
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers.chat.limits import MAX_SOURCE
-from workhorse.tokenizers.chat.messages import ChatMessage, checked, with_reasoning
+from workhorse.tokenizers.chat.messages import ChatMessage, checked, in_parts, with_reasoning
 from workhorse.tokenizers.chat.process import RENDERER
 from workhorse.tokenizers.chat.stand_ins import Chat, StandIns
 from workhorse.tokenizers.tokenizer import Tokenizer
@@ -31,6 +32,8 @@ DEFAULT_TEMPLATE = """\
 Messages = Sequence[ChatMessage]
 _TAG = re.compile(r"[<\[{(|\uff5c].+[>\]})|\uff5c]", re.DOTALL)
 """Names that look like control tokens: `<think>`, `[TOOL_CALLS]`; not words, digits or spaces."""
+_PARTS = re.compile(r"""\.text\b|['"]text['"]""")
+"""How a template names the text of a content's part."""
 
 
 class ChatTemplate:
@@ -55,6 +58,7 @@ class ChatTemplate:
         self.source = source
         self._names = dict(names or {})
         self._literals = RENDERER.ask(source)
+        self._knows_parts = _PARTS.search(source) is not None
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, name: str = "default") -> "ChatTemplate":
@@ -65,7 +69,9 @@ class ChatTemplate:
         """
         known = tokenizer.chat_templates or {"default": DEFAULT_TEMPLATE}
         if name not in known:
-            raise WorkhorseError(f"no chat template {name!r}; there are: {', '.join(known)}")
+            raise WorkhorseError(
+                f"no chat template {name!r}; there are: {', '.join(known)}; choose one by name"
+            )
         names = {f"{role}_token": token for role, token in tokenizer.roles.items()}
         return cls(known[name], names=names)
 
@@ -83,7 +89,7 @@ class ChatTemplate:
         Args:
             messages: each with a `role`, its `content` (text, or a list of parts such as
                 `{"type": "text", "text": ...}`) and any other keys that the template reads
-                (`tool_calls`).
+                (`tool_calls`). A template that only knows parts gets text as one part.
             add_generation_prompt: end with the beginning of the assistant's next turn.
             tools: JSON schemas of the functions that the assistant may call.
             documents: documents that the assistant may draw on.
@@ -93,7 +99,20 @@ class ChatTemplate:
             WorkhorseError: the messages are malformed, the template refuses them, or it exceeds a
                 limit.
         """
-        return self._render(_chat(messages, tools, documents, variables), add_generation_prompt)
+        chat = _chat(messages, tools, documents, variables)
+        now = datetime.now()
+        try:
+            text = self._render(chat, add_generation_prompt, now)
+        except WorkhorseError:
+            if not self._knows_parts:
+                raise
+            return self._render(in_parts(chat), add_generation_prompt, now)
+        contents = [c.strip() for m in chat.messages if isinstance(c := m.get("content"), str)]
+        if self._knows_parts and any(content not in text for content in contents):
+            with suppress(WorkhorseError):
+                other = self._render(in_parts(chat), add_generation_prompt, now)
+                text = other if all(content in other for content in contents) else text
+        return text
 
     def encode(
         self,
@@ -122,15 +141,13 @@ class ChatTemplate:
             variables: see `render`.
 
         Raises:
-            WorkhorseError: see `render`; or the template splits messages such that its own special
-                tokens cannot be told from theirs.
+            WorkhorseError: see `render`; a message's content is not in the rendered text; or the
+                template splits messages such that its own special tokens cannot be told from
+                theirs.
         """
         chat = _chat(messages, tools, documents, variables)
-        if allow_special:
-            text = self._render(chat, add_generation_prompt)
-            return tokenizer.encode(text, allow_special=True)
         encoder = tokenizer.control_encoder(self._written_tokens(tokenizer))
-        names = [name.lower() for name in encoder.names]
+        names = () if allow_special else [name.lower() for name in encoder.names]
         for message in messages:
             role = message["role"].lower()  # a template may change its case
             if any(name in role for name in names):
@@ -138,10 +155,27 @@ class ChatTemplate:
                     f"role {message['role']!r} holds a special token; use a plain word"
                 )
         now = datetime.now()
-        typed = StandIns(chat, encoder, tokenizer.special_tokens)
-        marked = self._render(typed.without_contents, add_generation_prompt, now)
+
+        def marked(chat: Chat) -> tuple[Chat, StandIns, str]:
+            typed = StandIns(chat, encoder, tokenizer.special_tokens)
+            text = self._render(typed.without_contents, add_generation_prompt, now)
+            _check_whole(chat, typed.missing(text))
+            return chat, typed, text
+
+        try:
+            chat, typed, text = marked(chat)
+        except WorkhorseError as error:
+            if not self._knows_parts:
+                raise
+            try:
+                chat, typed, text = marked(in_parts(chat))
+            except WorkhorseError:
+                raise error from None
+        if allow_special:
+            text = self._render(chat, add_generation_prompt, now)
+            return tokenizer.encode(text, allow_special=True)
         plain = self._render(typed.without_names, add_generation_prompt, now)
-        return encoder.encode(typed.put_back(marked, plain))
+        return encoder.encode(typed.put_back(text, plain))
 
     def _written_tokens(self, tokenizer: Tokenizer) -> frozenset[str]:
         """The names of control tokens in the template that are not special tokens."""
@@ -165,3 +199,16 @@ class ChatTemplate:
 
 def _chat(messages: Messages, tools: Any, documents: Any, variables: Mapping[str, Any]) -> Chat:
     return checked(Chat(list(messages), tools, documents, dict(variables)))
+
+
+def _check_whole(chat: Chat, missing: Sequence[int]) -> None:
+    """Refuse a rendering without the content of some message."""
+    if missing:
+        message = chat.messages[missing[0]]
+        remedy = "move its text into a message of another role"
+        if isinstance(message["content"], list):
+            remedy = "give its content as one string"
+        raise WorkhorseError(
+            f"the chat template leaves out the content of message {missing[0]} (role "
+            f"{message['role']!r}); {remedy}"
+        )

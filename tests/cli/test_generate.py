@@ -5,9 +5,11 @@ import sys
 import pytest
 
 from workhorse.cli.main import main
+from workhorse.cli.prompts import read_prompts
 from workhorse.cli.speed import speed
+from workhorse.cli.verbs.generate import _logprobs
 from workhorse.convert import save
-from workhorse.generate import GenerationConfig
+from workhorse.generate import Completion, GenerationConfig, TokenLogprob
 from workhorse.load_model import load
 
 
@@ -65,6 +67,13 @@ def test_a_file_of_json_lines_is_a_prompt_a_line(run_folder, capsys, tmp_path):
     out, _ = generate(capsys, *arguments, "--max-new-tokens", "2", "--json")
     prompts = [completion["prompt"] for completion in json.loads(out)["completions"]]
     assert prompts == ["x", "ab", "c\nd\u2028"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
+def test_a_file_from_an_editor_of_windows_is_its_text(tmp_path, name):
+    content = b"ab\r\ncd\r\n" if name == "a.txt" else b'{"prompt": "ab\\r\\ncd"}\r\n'
+    (tmp_path / name).write_bytes(b"\xef\xbb\xbf" + content)
+    assert read_prompts((), tmp_path / name) == ["ab\r\ncd"]
 
 
 @pytest.mark.parametrize(
@@ -134,6 +143,23 @@ def test_logprobs_and_beams_reach_the_result(run_folder, capsys):
     for token, text in [(entry["token"], entry["text"]), *((t, w) for t, _, w in entry["top"])]:
         assert text == tokens.pieces([97, token])[1].text
     assert json.loads(generate(capsys, *arguments, "--beams", "2")[0])["score"] < 0
+
+
+def test_a_token_of_a_padded_embedding_has_a_logprob_and_no_text(run_folder):
+    model = load(run_folder)
+    padded = model.text.vocab_size
+    entry = TokenLogprob(97, -1.0, ((padded, -0.5), (97, -1.0)))
+    completion = Completion("a", (97,), "length", 1, logprobs=(entry,))
+    (shown,) = _logprobs(completion, "b", model)
+    assert shown["top"] == [(padded, -0.5, None), (97, -1.0, "a")]
+
+
+def test_the_name_of_a_special_token_stops_at_it(run_folder):
+    model = load(run_folder)
+    options = {"logit_bias": {model.text.eos_id: 1e6}, "max_new_tokens": 3}
+    assert len(model.generate("a", stop_tokens=(), **options).tokens) == 3
+    stopped = model.generate("a", stop_tokens=(), stop=("<|eos|>",), **options)
+    assert (stopped.text, stopped.finish_reason) == ("", "eos")
 
 
 def test_guesses_are_told_of_and_change_nothing(run_folder, capsys):

@@ -8,6 +8,8 @@ import click
 
 LARGEST_FILE = 1 << 26
 """Most bytes of a file of prompts."""
+BOM = "\ufeff"
+"""The byte order mark, with which some editors begin a file of UTF-8."""
 
 
 def read_prompts(given: tuple[str, ...], file: Path | None) -> list[str]:
@@ -23,17 +25,22 @@ def read_prompts(given: tuple[str, ...], file: Path | None) -> list[str]:
         )
     if given.count("-") > 1:
         raise click.UsageError("stdin can be read only once; give --prompt - once")
-    texts = [sys.stdin.read().removesuffix("\n") if text == "-" else text for text in given]
+    texts = [_prompt(sys.stdin.read()) if text == "-" else text for text in given]
     return texts if file is None else [*texts, *_prompts_of(file)]
+
+
+def _prompt(text: str) -> str:
+    """A text without a byte order mark and without its last line end."""
+    return text.removeprefix(BOM).removesuffix("\n").removesuffix("\r")
 
 
 def _prompts_of(file: Path) -> list[str]:
     from workhorse.errors import WorkhorseError
     from workhorse.untrusted import read_text
 
-    text = read_text(file, limit=LARGEST_FILE)
+    text = read_text(file, limit=LARGEST_FILE).removeprefix(BOM)
     if file.suffix != ".jsonl":
-        return [text.removesuffix("\n")]
+        return [_prompt(text)]
     if not (prompts := list(_prompts_of_lines(text, file))):
         raise WorkhorseError(f'{file} is empty; write a line {{"prompt": "..."}} for each prompt')
     return prompts

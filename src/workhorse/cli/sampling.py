@@ -62,7 +62,12 @@ _FLAGS = (
         help="Added to the logit of a token id. Repeatable.",
     ),
     click.option("--seed", type=int, help="The same seed gives the same text."),
-    click.option("--stop", multiple=True, metavar="TEXT", help="End before this text. Repeatable."),
+    click.option(
+        "--stop",
+        multiple=True,
+        metavar="TEXT",
+        help="End before this text or special token. Repeatable.",
+    ),
     click.option(
         "--speculate",
         type=int,

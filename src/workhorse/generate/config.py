@@ -48,7 +48,8 @@ class GenerationConfig(Config):
     """Texts per prompt, generated at once, at most 8192; sample j is the text that `seed + j` gives
     on its own."""
     stop: tuple[str, ...] = ()
-    """Texts that end the result; neither they nor anything after them is part of it."""
+    """Texts that end the result; neither they nor anything after them is part of it. A `Model` also
+    stops at a special token of that name."""
     stop_tokens: tuple[int, ...] | None = None
     """Token ids that end the result. None: the tokenizer's eos; empty: no token ends it."""
     logprobs: int | None = None

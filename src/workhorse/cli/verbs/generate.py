@@ -187,18 +187,23 @@ def _guessed(completion: "Completion") -> dict[str, int | None]:
 
 
 def _logprobs(completion: "Completion", prompt: str, model: "Model") -> list[dict[str, Any]] | None:
-    """Each token's log-probability and text: null where it is a part of a character."""
+    """Each token's log-probability and text.
+
+    The text is null if it is a part of a character, or if the tokenizer has no such id (the
+    embedding is padded).
+    """
     if completion.logprobs is None:
         return None
     entries, before = completion.logprobs, model.encode(prompt)
     ids = dict.fromkeys(token for e in entries for token in (e.token, *(one for one, _ in e.top)))
-    pieces = {piece.id: piece.text for piece in model.text.pieces([*before, *ids])}
+    known = [token for token in ids if token < model.text.vocab_size]
+    pieces = {piece.id: piece.text for piece in model.text.pieces([*before, *known])}
     return [
         {
             "token": entry.token,
-            "text": pieces[entry.token],
+            "text": pieces.get(entry.token),
             "logprob": entry.logprob,
-            "top": [(token, logprob, pieces[token]) for token, logprob in entry.top],
+            "top": [(token, logprob, pieces.get(token)) for token, logprob in entry.top],
         }
         for entry in entries
     ]

@@ -415,6 +415,46 @@ except WorkhorseError as error:
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.parametrize("refused", ["rename", "remove"])
+def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, refused: str
+) -> None:
+    """As an open file on NFS, or a file that another user made; it is deleted when it can be."""
+    (store.folder / ".tmp-mine").mkdir()
+    with monkeypatch.context() as broken:
+        real = getattr(Disk, refused)
+
+        def refuse(disk: Disk, path: Path, *target: Path) -> None:
+            if "step-00000010" in path.name:
+                raise OSError(errno.EBUSY, os.strerror(errno.EBUSY), str(path))
+            real(disk, path, *target)
+
+        broken.setattr(Disk, refused, refuse)
+        for step in (40, 50):
+            store.save(**contents(step))
+        (remark,) = store.remarks
+        assert "00000010" in remark
+        assert "Device or resource busy; training continues" in remark
+        assert store.steps()[:3] == [50, 40, 30]
+    store.save(**contents(60))
+    assert store.steps() == [60, 50, 40]
+    assert [path.name for path in store.folder.glob(".*")] == [".tmp-mine"]  # not of this store
+
+
+def test_remains_of_the_same_step_that_cannot_be_deleted_fail_no_save(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (store.folder / ".tmp-step-00000040").mkdir()
+
+    def refuse(_disk: Disk, path: Path) -> None:
+        raise OSError(errno.EPERM, os.strerror(errno.EPERM), str(path))
+
+    monkeypatch.setattr(Disk, "remove", refuse)
+    store.save(**contents(40))
+    assert store.load(40).step == 40
+    assert len(store.remarks) == 1
+
+
 def test_state_is_plain_json(store: CheckpointStore) -> None:
     state = json.loads((store.path(30) / "state.json").read_text())
     assert state["third"] == 1 / 3

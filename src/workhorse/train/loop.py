@@ -353,6 +353,8 @@ class Loop:
 
     def _saved(self, step: int, path: Path) -> None:
         self.tell("checkpoint", step=step, path=str(path))
+        while self.store.remarks:
+            self.on_event({"kind": "notice", "message": self.store.remarks.pop(0)})
 
     def tell(self, kind: str, **values: Any) -> None:
         """Write one line of metrics and pass it on, where this is the process that does."""

@@ -25,7 +25,12 @@ class Store(Protocol):
 
     `begin` is called by the first process, `fill` by each, `commit` by the first. These three raise
     WorkhorseError where the disk refuses.
+
+    Attributes:
+        remarks: warnings for the user about what was saved; the caller takes them out.
     """
+
+    remarks: list[str]
 
     def begin(self, step: int, tensors: Tensors) -> None:
         """Make the files, without their bytes, under a temporary name."""

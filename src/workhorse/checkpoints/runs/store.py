@@ -8,12 +8,16 @@
 
 A checkpoint is written under a temporary name, synced, and renamed. So a folder with its final name
 was whole when it was written, and the manifest tells whether it still is.
+
+A checkpoint that is deleted is renamed first. What cannot be deleted stays under its temporary
+name: the save succeeds, `remarks` gets one line, and each later save tries again.
 """
 
 import contextlib
 import json
 import os
 import re
+import secrets
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,6 +40,8 @@ from workhorse.tensors.slices import Slices, whole
 from workhorse.writing import refusal
 
 TEMPORARY = ".tmp-"
+LEFTOVER = re.compile(r"\.tmp-(removed-)?step-\d{8,}(-[0-9a-f]{8})?")
+"""The temporary names of this file; nothing else in the folder is deleted."""
 LOOKS = 100
 """How often to look for the newest checkpoint while each is removed before it is read."""
 
@@ -76,6 +82,9 @@ class CheckpointStore:
         self.disk = disk or Disk()
         self._damaged: set[int] = set()
         """Steps whose checkpoint was passed over."""
+        self.remarks: list[str] = []
+        """Warnings about old checkpoints that cannot be deleted; the caller takes them out."""
+        self._has_warned = False
 
     def path(self, step: int) -> Path:
         return self.folder / f"step-{step:08d}"
@@ -120,6 +129,8 @@ class CheckpointStore:
         """
         with self._in_one_line(step) as folder:
             self.clean()
+            if os.path.lexists(folder):  # it could not be deleted
+                self.disk.rename(folder, self._aside(folder))
             self.disk.make_folder(folder)
             for name, slices in tensors.items():
                 self.disk.lay_out(folder / name, slices)
@@ -167,7 +178,7 @@ class CheckpointStore:
 
     def give_up(self) -> None:
         """Remove what there is of a checkpoint that cannot be finished."""
-        with contextlib.suppress(OSError):  # the first failure is the one to tell
+        with contextlib.suppress(OSError):  # the first failure is the one to report
             self.clean()
 
     @contextlib.contextmanager
@@ -182,13 +193,15 @@ class CheckpointStore:
     def prune(self, step: int) -> None:
         """Of the checkpoints up to a step, which is whole, remove the oldest beyond `keep`.
 
-        Those that were found damaged go first, since the next process would count them.
+        Those that were found damaged go first, since the next process would count them. One that
+        cannot be deleted is a remark.
         """
         steps = [found for found in self.steps() if found <= step]
         kept = [found for found in steps if found not in self._damaged][: self.keep]
         for old in steps:
             if old not in kept:
-                self._discard(self.path(old))
+                with self._deleting(self.path(old)):
+                    self._discard(self.path(old))
 
     def newest(self, on_skip: Callable[[str], None] = lambda line: None) -> Checkpoint | None:
         """The newest whole checkpoint, for a run that goes on; None if there is none.
@@ -310,16 +323,41 @@ class CheckpointStore:
             pass
 
     def clean(self) -> None:
-        """Remove the remains of an interrupted save or removal."""
+        """Delete the remains of interrupted saves and deletions, except those that cannot be."""
         if self.folder.is_dir():
-            for path in self.folder.glob(f"{TEMPORARY}*"):
-                self.disk.remove(path)
+            for path in self.folder.iterdir():
+                if LEFTOVER.fullmatch(path.name):
+                    with self._deleting(path):
+                        self.disk.remove(path)
 
     def _discard(self, checkpoint: Path) -> None:
-        """Remove a checkpoint so that no part of it ever has its name."""
-        doomed = self.folder / f"{TEMPORARY}removed-{checkpoint.name}"
+        """Delete a checkpoint so that no part of it ever has its name.
+
+        Raises:
+            OSError: it still has its name.
+        """
+        doomed = self._aside(checkpoint)
         self.disk.rename(checkpoint, doomed)
-        self.disk.remove(doomed)
+        with self._deleting(doomed):
+            self.disk.remove(doomed)
+
+    def _aside(self, path: Path) -> Path:
+        """A new name for a folder that is to be deleted."""
+        name = path.name.removeprefix(TEMPORARY)
+        return self.folder / f"{TEMPORARY}removed-{name}-{secrets.token_hex(4)}"
+
+    @contextlib.contextmanager
+    def _deleting(self, path: Path) -> Iterator[None]:
+        """Turn a failure to delete into one remark: a run must not end because of it."""
+        try:
+            yield
+        except OSError as error:
+            if not self._has_warned:
+                self._has_warned = True
+                self.remarks.append(
+                    f"cannot delete {path}: {error.strerror or error}; training continues, and "
+                    "each later save tries again"
+                )
 
     def _failure(self, final: Path, error: OSError) -> str:
         reason, remedy = refusal(error)

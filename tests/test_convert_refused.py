@@ -59,7 +59,7 @@ def test_nothing_is_written_among_the_files_of_a_run(run_folder: Path, place: st
 def test_an_unknown_number_format_is_refused_and_nothing_is_written(
     run_folder: Path, tmp_path: Path, dtype: Any
 ) -> None:
-    expected = "is no number format; choose auto, float32, bfloat16, float16, q8_0$"
+    expected = "is no number format; choose auto, float32, bfloat16, float16, q8_0, q4_0, q4_k$"
     with pytest.raises(WorkhorseError, match=expected):
         convert(run_folder, tmp_path / "out", "workhorse", dtype=dtype)
     assert not (tmp_path / "out").exists()

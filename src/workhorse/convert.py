@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal, get_args
+from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
 
@@ -26,14 +26,14 @@ from workhorse.tokenizers import Tokenizer
 from workhorse.transforms.grouped_heads import group_heads, grouped
 from workhorse.untrusted import to_path
 
+if TYPE_CHECKING:
+    from workhorse.checkpoints.gguf import GgufType
+
 Format = Literal["hf", "workhorse", "gguf"]
-DTypeName = Literal["auto", "float32", "bfloat16", "float16", "q8_0"]
-GGUF_TYPES: dict[str, Literal["f32", "bf16", "f16", "q8_0"]] = {
-    "float32": "f32",
-    "bfloat16": "bf16",
-    "float16": "f16",
-    "q8_0": "q8_0",
-}
+DTypeName = Literal["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0", "q4_k"]
+QUANTIZED = ("q8_0", "q4_0", "q4_k")
+GGUF_TYPES = {"float32": "f32", "bfloat16": "bf16", "float16": "f16"}
+"""The names of the other types in GGUF files."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,8 @@ def convert(
         source: what `load` takes, or what it gave.
         target: a new folder; a new file for `gguf`.
         to: `hf` (a Hugging Face directory), `workhorse` (our own, for any config) or `gguf`.
-        dtype: of the written weights; `auto` is that of the source. `q8_0` is for `gguf` alone.
+        dtype: of the written weights; `auto` is that of the source. `q8_0`, `q4_0` and `q4_k`
+            are only for `gguf`.
         n_kv_heads: merge the heads of keys and values of every layer into so many, see
             `workhorse.transforms.grouped_heads`.
         tell: see `load`.
@@ -82,8 +83,8 @@ def convert(
     if dtype not in get_args(DTypeName):
         known = ", ".join(get_args(DTypeName))
         raise WorkhorseError(f"dtype={shown(dtype)} is no number format; choose {known}")
-    if dtype == "q8_0" and to != "gguf":
-        raise WorkhorseError(f"dtype=q8_0 is for --to gguf, not {to}; choose another dtype")
+    if dtype in QUANTIZED and to != "gguf":
+        raise WorkhorseError(f"dtype={dtype} is for --to gguf, not {to}; choose another dtype")
     check_tell(tell)
     _check_target(target, to)
     # What cannot be written is refused before the weights are read.
@@ -195,7 +196,7 @@ def _write_gguf(
         model.decoder,
         model_type=family.model_type,
         tokenizer=_whole_tokenizer(model),
-        dtype=GGUF_TYPES[dtype],
+        dtype=cast("GgufType", GGUF_TYPES.get(dtype, dtype)),
         name=Path(model.name).name,
     )
     for note in notes:
@@ -234,7 +235,7 @@ def _origin(source: str | Path | Model) -> tuple[Family | None, DecoderConfig]:
 
 def _held(dtype: DTypeName) -> str:
     """The type to load the weights in, so that nothing is rounded twice."""
-    return "auto" if dtype in ("auto", "q8_0") else dtype
+    return "auto" if dtype in QUANTIZED else dtype
 
 
 def _whole_tokenizer(model: Model) -> Tokenizer | None:

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from tests.checkpoints.gguf_cases import CASES, EACH, make
 from workhorse.checkpoints import weights_of
-from workhorse.checkpoints.gguf import GgufType, gguf_types, write_gguf
+from workhorse.checkpoints.gguf import GgufFile, GgufType, gguf_types, write_gguf
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG
+from workhorse.checkpoints.gguf.quantized import quantize
 from workhorse.checkpoints.gguf.rotation import paired
 from workhorse.nn import Decoder, DecoderConfig
 
@@ -252,11 +253,52 @@ def test_types_of_tensors(dtype: GgufType, tmp_path: Path) -> None:
     assert ((ours - theirs).abs() <= STEPS[dtype] * scale).all()
 
 
-def test_rows_that_are_no_whole_blocks_stay_exact(tmp_path: Path) -> None:
-    decoder = make("llama", intermediate_size=72)
-    file = written(decoder, "llama", tmp_path, "q8_0")
-    assert file.kind("blk.0.ffn_down.weight") == "F32"
-    assert file.kind("blk.0.ffn_up.weight") == "Q8_0"
+@pytest.mark.parametrize(("weights", "half"), [(torch.bfloat16, "BF16"), (torch.float16, "F16")])
+def test_rows_that_are_not_whole_blocks_have_16_bits(
+    weights: torch.dtype, half: str, tmp_path: Path
+) -> None:
+    decoder, path = make("llama", intermediate_size=72).to(weights), tmp_path / "model.gguf"
+    remarks = write_gguf(path, decoder, model_type="llama", dtype="q8_0")
+    file = GgufFile(path)
+    assert remarks == [
+        "rows of 72 values are not a whole number of Q8_0 blocks; written as "
+        f"{half}: blk.0.ffn_down.weight and 2 more"
+    ]
+    kinds = {name: stored.kind for name, stored in file._header.tensors.items()}
+    assert kinds["blk.0.ffn_down.weight"] == half
+    assert kinds["blk.0.ffn_up.weight"] == "Q8_0"
+    assert kinds["blk.0.ffn_norm.weight"] == "F32"
+    name = "layers.0.feed_forward.down_proj.weight"
+    assert torch.equal(weights_of(file.load_decoder())[name], weights_of(decoder)[name].float())
+
+
+def test_four_bits(tmp_path: Path) -> None:
+    """Q4_K has a smaller error than Q4_0; the embedding and the head have 8 bits."""
+    decoder = make("llama", hidden_size=256, intermediate_size=288, num_hidden_layers=1)
+    ours, errors = weights_of(decoder), dict[str, float]()
+    for dtype, down in (("q4_0", "Q4_0"), ("q4_k", "Q5_0")):
+        path = tmp_path / f"{dtype}.gguf"
+        remarks = write_gguf(path, decoder, model_type="llama", dtype=dtype)
+        assert [remark.split(";")[0] for remark in remarks] == [
+            "rows of 288 values are not a whole number of Q4_K blocks"
+        ] * (dtype == "q4_k")
+        file = GgufFile(path)
+        kinds = {name: stored.kind for name, stored in file._header.tensors.items()}
+        assert kinds["token_embd.weight"] == kinds["output.weight"] == "Q8_0"
+        assert kinds["blk.0.attn_q.weight"] == kinds["blk.0.ffn_up.weight"] == dtype.upper()
+        assert kinds["blk.0.ffn_down.weight"] == down
+        name = "layers.0.attention.q_proj.weight"
+        error = weights_of(file.load_decoder())[name] - ours[name]
+        errors[dtype] = (error.square().mean() / ours[name].square().mean()).sqrt().item()
+    assert errors["q4_k"] < 0.075 < errors["q4_0"] < 0.095
+
+
+@pytest.mark.parametrize("value", [0.0, 3.0, -3.0, 1e-30])
+def test_q4_k_of_equal_values(value: float) -> None:
+    kind = gguf.GGMLQuantizationType.Q4_K
+    values = np.full((2, 256), value, np.float32)
+    again = gguf.quants.dequantize(quantize(values, kind), kind)
+    np.testing.assert_allclose(again, values, rtol=1e-3, atol=1e-6)
 
 
 def test_tensors_are_aligned(tmp_path: Path) -> None:

@@ -1,5 +1,6 @@
 """GGUF files come back as the models that were written: config, logits and tokenizer."""
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ import pytest
 import torch
 
 from tests.checkpoints.gguf_cases import EACH, VOCAB, make
-from workhorse.checkpoints.gguf import GgufFile, GgufType, read, write_gguf
+from workhorse.checkpoints.gguf import GgufFile, GgufType, read, write, write_gguf
 from workhorse.checkpoints.gguf.approximation import APPROXIMATIONS
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG
 from workhorse.errors import WorkhorseError
@@ -95,6 +96,72 @@ def test_types_of_weights(tmp_path: Path) -> None:
         assert (weight.float() - ours).abs().max() <= step
 
 
+WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 32}
+KINDS = (
+    *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
+    *("IQ4_NL", "IQ4_XS", "IQ2_XS", "TQ1_0", "MXFP4"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_quantised_types(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Permuted rows and stacked experts as well: the weights of a file with the same values."""
+    decoder = make("mixtral", **WIDE, num_local_experts=2)
+    number = gguf.GGMLQuantizationType[kind]
+    block, size = gguf.GGML_QUANT_SIZES[number]
+
+    def blocks(values: np.ndarray) -> np.ndarray:
+        """Any blocks: bytes below 64 have no infinite scales."""
+        shape = (*values.shape[:-1], values.shape[-1] // block * size)
+        return np.random.default_rng(values.size).integers(0, 64, shape, dtype=np.uint8)
+
+    def of(quantized: bool) -> dict[str, torch.Tensor]:
+        def quantize(values: np.ndarray, to: Any) -> np.ndarray:
+            if values.ndim == 1:
+                return values
+            found = blocks(values)
+            return found if quantized else gguf.quants.dequantize(found, number)
+
+        path, original = tmp_path / f"{quantized}.gguf", write._stored
+        with monkeypatch.context() as patch:
+            patch.setattr(write, "quantize", quantize)
+            if quantized:
+                patch.setattr(
+                    write,
+                    "_stored",
+                    lambda plan, *of: "f32" if len(plan.shape) == 1 else kind.lower(),
+                )
+            else:
+                patch.setattr(write, "_stored", lambda plan, *of: original(plan, "f32", "bf16"))
+            write_gguf(path, decoder, model_type="mixtral", dtype="f32")
+        return GgufFile(path).load_decoder().state_dict()
+
+    theirs, ours = of(False), of(True)
+    for name, values in theirs.items():
+        assert torch.equal(values, ours[name]), name
+
+
+def test_only_quantised_types_need_the_package(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    decoder, path = make("qwen3"), tmp_path / "model.gguf"
+    write_gguf(path, decoder, model_type="qwen3", dtype="q4_0")
+    with monkeypatch.context() as patch:
+        patch.setattr(gguf.quants, "dequantize", lambda _, number: getattr(number, "unknown"))  # noqa: B009
+        with pytest.raises(WorkhorseError, match=r"cannot read Q4_0 tensors; pip install -U gguf"):
+            GgufFile(path).load_decoder()
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    with pytest.raises(
+        WorkhorseError,
+        match=r"reading Q4_0 tensors needs the package gguf; pip install 'workhorse\[gguf\]'",
+    ):
+        GgufFile(path).load_decoder()
+    monkeypatch.undo()
+    write_gguf(path, decoder, model_type="qwen3", dtype="q8_0")
+    monkeypatch.setitem(sys.modules, "gguf", None)
+    assert GgufFile(path).load_decoder().config == decoder.config
+
+
 def test_a_layer_names_its_tensor_that_is_not_there(tmp_path: Path) -> None:
     data = written(tmp_path).replace(b"blk.1.attn_q_norm.weight", b"blk.1.attn_q_worm.weight")
     with pytest.raises(WorkhorseError, match=r"attn_q_worm\.weight has no place in it|is missing"):
@@ -141,8 +208,8 @@ def test_a_file_with_any_byte_changed_is_read_or_refused(tmp_path: Path) -> None
 
 def test_another_type_of_tensors_is_named(tmp_path: Path) -> None:
     writer = gguf.GGUFWriter(tmp_path / "q.gguf", "qwen3")
-    codes = np.zeros((4, 144), dtype=np.uint8)
-    kind = gguf.GGMLQuantizationType.Q4_K
+    codes = np.zeros((4, 292), dtype=np.uint8)
+    kind = gguf.GGMLQuantizationType.Q8_K
     writer.add_tensor("blk.0.attn_q.weight", codes, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
@@ -150,7 +217,7 @@ def test_another_type_of_tensors_is_named(tmp_path: Path) -> None:
     writer.close()
     with pytest.raises(
         WorkhorseError,
-        match=r"tensor 'blk\.0\.attn_q\.weight' is Q4_K, which is not read; fetch .* as F32, F16",
+        match=r"tensor 'blk\.0\.attn_q\.weight' is Q8_K, which is not read; .* Q8_0 or Q4_K_M",
     ):
         GgufFile(tmp_path / "q.gguf")
 

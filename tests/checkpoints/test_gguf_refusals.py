@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tests.checkpoints.gguf_cases import make
-from workhorse.checkpoints.gguf import write, write_gguf
+from workhorse.checkpoints.gguf import GgufType, write, write_gguf
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 
@@ -132,8 +132,8 @@ def test_a_decoder_of_another_type(tmp_path: Path) -> None:
 
 
 def test_an_unknown_dtype(tmp_path: Path) -> None:
-    with pytest.raises(WorkhorseError, match="dtype='q4_k' is not supported; choose f32, f16"):
-        write_gguf(tmp_path / "a.gguf", make("llama"), model_type="llama", dtype="q4_k")  # pyright: ignore
+    with pytest.raises(WorkhorseError, match="dtype='q2_k' is not supported; choose f32, f16"):
+        write_gguf(tmp_path / "a.gguf", make("llama"), model_type="llama", dtype="q2_k")  # pyright: ignore
 
 
 def test_the_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -180,18 +180,16 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
         write_gguf(tmp_path / "no" / "model.gguf", make("llama"), model_type="llama")
 
 
-@pytest.mark.parametrize("number", [float("inf"), float("-inf")])
-def test_q8_0_has_no_code_for_what_is_not_finite(number: float, tmp_path: Path) -> None:
-    decoder = make("llama")
+@pytest.mark.parametrize("dtype", ["f32", "bf16", "f16", "q8_0", "q4_k"])
+@pytest.mark.parametrize("number", [float("inf"), float("-inf"), float("nan")])
+def test_infinite_weights_and_nan(number: float, dtype: GgufType, tmp_path: Path) -> None:
+    decoder = make("llama", num_hidden_layers=1)
     with torch.no_grad():
-        decoder.layers[1].feed_forward.up_proj.weight[3, 4] = number
-    path = tmp_path / "model.gguf"
-    with pytest.raises(
-        WorkhorseError, match=r"blk\.1\.ffn_up\.weight holds numbers that are not f"
-    ):
-        write_gguf(path, decoder, model_type="llama", dtype="q8_0")
+        decoder.layers[0].feed_forward.up_proj.weight[3, 4] = number
+    expected = r"blk\.0\.ffn_up\.weight holds infinite values or NaN; write an earlier state"
+    with pytest.raises(WorkhorseError, match=expected):
+        write_gguf(tmp_path / "model.gguf", decoder, model_type="llama", dtype=dtype)
     assert list(tmp_path.iterdir()) == []
-    assert write_gguf(path, decoder, model_type="llama", dtype="f32") == []
 
 
 def test_a_write_that_numpy_says_was_cut_short(

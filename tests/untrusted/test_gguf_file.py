@@ -82,7 +82,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "not UTF-8": (file_of([key("a", 8, struct.pack("<Q", 1) + b"\xff")], []), "xff' in a text is"),
     "lines in a name": (file_of([key("a\nb", 7, b"\x00")], []), "is not a printable name"),
     "axes": (file_of([], [tensor("t", (1,) * 9, 0, 0)]), "a tensor has 9 axes, not 1 to 4"),
-    "quantised": (file_of([], [tensor("t", (256,), 12, 0)]), "tensor 't' is Q4_K, which is not r"),
+    "quantised": (file_of([], [tensor("t", (256,), 15, 0)]), "tensor 't' is Q8_K, which is not r"),
     "of no type": (file_of([], [tensor("t", (256,), 99, 0)]), "tensor 't' is type 99, which is"),
     "half a block": (file_of([], [tensor("t", (2, 31), 8, 0)]), r"shape \(2, 31\) cannot lie at 0"),
     "beyond the end": (file_of([], [tensor("t", (9,), 0, 0)], bytes(8)), "cut short: tensor 't'"),

@@ -38,14 +38,21 @@ NUMBERS = {
 """Types of values, as `struct` writes them."""
 TEXT, LIST = 8, 9
 
-BLOCKS = {"F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q8_0": (32, 34)}
-"""Of the types that are read: numbers that are stored together, and their bytes."""
+BLOCKS = {
+    "F32": (1, 4), "F16": (1, 2), "BF16": (1, 2), "Q4_0": (32, 18), "Q4_1": (32, 20),
+    "Q5_0": (32, 22), "Q5_1": (32, 24), "Q8_0": (32, 34), "Q2_K": (256, 84), "Q3_K": (256, 110),
+    "Q4_K": (256, 144), "Q5_K": (256, 176), "Q6_K": (256, 210), "IQ1_S": (256, 50),
+    "IQ1_M": (256, 56), "IQ2_XXS": (256, 66), "IQ2_XS": (256, 74), "IQ2_S": (256, 82),
+    "IQ3_XXS": (256, 98), "IQ3_S": (256, 110), "IQ4_NL": (32, 18), "IQ4_XS": (256, 136),
+    "TQ1_0": (256, 54), "TQ2_0": (256, 66), "MXFP4": (32, 17),
+}  # fmt: skip
+"""The types that are read: values of a block, and its bytes."""
 TYPES = {
     0: "F32", 1: "F16", 2: "Q4_0", 3: "Q4_1", 6: "Q5_0", 7: "Q5_1", 8: "Q8_0", 9: "Q8_1",
     10: "Q2_K", 11: "Q3_K", 12: "Q4_K", 13: "Q5_K", 14: "Q6_K", 15: "Q8_K", 16: "IQ2_XXS",
     17: "IQ2_XS", 18: "IQ3_XXS", 19: "IQ1_S", 20: "IQ4_NL", 21: "IQ3_S", 22: "IQ2_S",
     23: "IQ4_XS", 24: "I8", 25: "I16", 26: "I32", 27: "I64", 28: "F64", 29: "IQ1_M", 30: "BF16",
-    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4",
+    34: "TQ1_0", 35: "TQ2_0", 39: "MXFP4", 40: "NVFP4", 41: "Q1_0",
 }  # fmt: skip
 """Names of ggml's types of tensors."""
 _DAMAGED = "it may be damaged: fetch it again"
@@ -215,8 +222,8 @@ def _placed(
         kind = TYPES.get(number, f"type {number}")
         if kind not in BLOCKS:
             raise _Unsupported(
-                f"tensor {shown(name)} is {kind}, which is not read; fetch the same model as F32, "
-                "F16, BF16 or Q8_0, or its safetensors files"
+                f"tensor {shown(name)} is {kind}, which is not read; fetch the same model in "
+                "another type, such as Q8_0 or Q4_K_M, or its safetensors files"
             )
         block, block_bytes = BLOCKS[kind]
         begin = data + offset

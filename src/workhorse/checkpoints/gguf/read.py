@@ -1,7 +1,7 @@
 """A GGUF file as a model: its config, weights and tokenizer.
 
 It reads the architectures and types that we write, whoever wrote the file. The weights stay mapped
-and are read one at a time; Q8_0 becomes float32.
+and are read one at a time; quantised ones become float32.
 """
 
 from collections.abc import Collection, Mapping
@@ -14,6 +14,7 @@ from torch import Tensor
 from workhorse.checkpoints.gguf.architecture import Architecture
 from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG
+from workhorse.checkpoints.gguf.quantized import check_readable, dequantize
 from workhorse.checkpoints.gguf.read_config import ConfigReader
 from workhorse.checkpoints.gguf.read_vocabulary import has_vocabulary, read_vocabulary
 from workhorse.checkpoints.gguf.rotation import FACTORS, shortest
@@ -34,8 +35,6 @@ if TYPE_CHECKING:
 
 SUFFIX = ".gguf"
 UNQUANTIZED = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
-CODES, SCALE_BYTES = 32, 2
-"""Of a block of Q8_0: how many 8-bit codes, and the bytes of the float16 scale before them."""
 
 
 class GgufFile:
@@ -85,8 +84,9 @@ class GgufFile:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The dtype of the embedding; float32 for Q8_0."""
-        return UNQUANTIZED.get(self._header.tensors[EMBEDDING].kind, torch.float32)
+        """The dtype of the embedding; float32 if any tensor is quantised."""
+        quantized = any(one.kind not in UNQUANTIZED for one in self.tensors)
+        return torch.float32 if quantized else UNQUANTIZED[self._header.tensors[EMBEDDING].kind]
 
     def _config_reader(self) -> ConfigReader:
         start = f"{self._architecture.name}."
@@ -131,9 +131,12 @@ class GgufFile:
             places: where the weights are copied to.
 
         Raises:
-            WorkhorseError: a tensor is missing, extra or misshapen.
+            WorkhorseError: a tensor is missing, extra or misshapen, or of a type that needs the
+                package gguf.
         """
         tensors = self._header.tensors
+        for kind in sorted({one.kind for one in self.tensors} - UNQUANTIZED.keys()):
+            check_readable(kind)
         dtype = dtype or self.dtype
         decoder = meta_decoder(
             self.config, kernel, dtype, n_tensors=len(tensors), source=str(self.path)
@@ -176,10 +179,7 @@ class GgufFile:
         if stored.kind in UNQUANTIZED:
             at = Stored(UNQUANTIZED[stored.kind], stored.shape, stored.begin, stored.end)
             return self._mapped.view(at)
-        blocks = self._bytes(name).view(-1, SCALE_BYTES + CODES)
-        scales = blocks[:, :SCALE_BYTES].contiguous().view(torch.float16).float()
-        codes = blocks[:, SCALE_BYTES:].contiguous().view(torch.int8).float()
-        return (codes * scales).view(stored.shape)
+        return dequantize(self._bytes(name), stored.kind, stored.shape)
 
     @property
     def has_tokenizer(self) -> bool:

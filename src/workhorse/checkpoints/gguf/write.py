@@ -2,36 +2,40 @@
 
 import json
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 import numpy as np
+import torch
 
 from workhorse.checkpoints.gguf.approximation import readable
 from workhorse.checkpoints.gguf.architecture import Architecture
 from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG, model_metadata
+from workhorse.checkpoints.gguf.quantized import gguf_package, quantize
 from workhorse.checkpoints.gguf.tensors import TensorPlan, plan_tensors
 from workhorse.checkpoints.gguf.vocabulary import NO_VOCABULARY, tokenizer_metadata
-from workhorse.checkpoints.huggingface.tensor_folder import check_numbers
 from workhorse.checkpoints.huggingface.written_out import written_out
 from workhorse.checkpoints.runs.disk import Disk
 from workhorse.errors import WorkhorseError, nearest
 from workhorse.models.huggingface import Family, in_the_way, native_class, nearest_of
 from workhorse.models.huggingface import family as family_of
 from workhorse.nn import Decoder, DecoderConfig
+from workhorse.untrusted.gguf_file import BLOCKS
 from workhorse.writing import writing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
 
-GgufType = Literal["f32", "f16", "bf16", "q8_0"]
-FILE_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "q8_0": 7, "bf16": 32}
+GgufType = Literal["f32", "f16", "bf16", "q8_0", "q4_0", "q4_k"]
+FILE_TYPES: dict[str, int] = {"f32": 0, "f16": 1, "q4_0": 2, "q8_0": 7, "q4_k": 14, "bf16": 32}
 """llama.cpp's `general.file_type`, by the type of most weights."""
-BLOCK = 32
-"""Numbers that share a scale in Q8_0."""
+SMALLER = {"q4_k": ("q4_k", "q5_0"), "q4_0": ("q4_0",), "q8_0": ("q8_0",)}
+"""Types of a quantised matrix, the first whose blocks fit its rows; llama.cpp chooses the same."""
+FINE = ("output.weight", "token_embd.weight", "position_embd.weight")
+"""Matrices that 4 bits would harm most, so that they have 8: llama.cpp has 6 for the head."""
 PRECISE = ("_norm.weight", ".bias", "ffn_gate_inp.weight")
 """Tensors that stay in float32 although one per head or expert makes a matrix: llama.cpp adds and
 multiplies these only in float32. Routers too: a wrong choice costs more than their bytes."""
@@ -99,8 +103,9 @@ def write_gguf(
         decoder: what to write.
         model_type: one of `gguf_types()`.
         tokenizer: goes into the file; without one llama.cpp reads and writes only ids.
-        dtype: of the matrices; vectors and routers stay in float32, and so does a matrix whose rows
-            are not a whole number of Q8_0 blocks.
+        dtype: of the matrices; vectors and routers stay in float32. With `q4_0` and `q4_k`, the
+            embedding and the head are in Q8_0. A matrix whose rows are not a whole number of blocks
+            is in Q5_0 or in 16 bits.
         name: the name that programs show.
 
     Returns:
@@ -130,8 +135,10 @@ def write_gguf(
     general[OWN_CONFIG] = json.dumps(decoder.config.to_dict(), separators=(",", ":"))
     general |= {"general.file_type": FILE_TYPES[dtype], "general.quantization_version": 2}
     plans = plan_tensors(architecture, decoder)
-    _write(path, architecture, {**general, **keys, **words}, plans, dtype)
-    return remarks + more
+    weights = decoder.embedding.tokens.weight.dtype
+    kinds = [_stored(plan, dtype, "f16" if weights == torch.float16 else "bf16") for plan in plans]
+    _write(path, architecture, {**general, **keys, **words}, plans, kinds)
+    return remarks + more + _larger(plans, kinds, dtype)
 
 
 def _architecture(model_type: str) -> Architecture:
@@ -149,11 +156,11 @@ def _write(
     architecture: Architecture,
     keys: Mapping[str, Any],
     plans: list[TensorPlan],
-    dtype: GgufType,
+    types: list[str],
 ) -> None:
     """Stream the tensors into a temporary file beside it, and rename that."""
-    gguf = _package()
-    kinds = [gguf.GGMLQuantizationType[_stored(plan, dtype).upper()] for plan in plans]
+    gguf = gguf_package("writing GGUF")
+    kinds = [gguf.GGMLQuantizationType[kind.upper()] for kind in types]
     temporary, disk = path.with_name(f".tmp-{path.name}"), Disk()
     writer = gguf.GGUFWriter(temporary, architecture.name)
     try:
@@ -168,7 +175,7 @@ def _write(
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for plan, kind in zip(plans, kinds, strict=True):
-                writer.write_tensor_data(_encoded(plan, kind, gguf.quants.quantize))
+                writer.write_tensor_data(_encoded(plan, kind))
             writer.close()
             disk.sync(temporary)
             disk.rename(temporary, path)
@@ -180,29 +187,48 @@ def _write(
             temporary.unlink()
 
 
-def _stored(plan: TensorPlan, dtype: GgufType) -> str:
-    """The type of one tensor."""
+def _stored(plan: TensorPlan, dtype: GgufType, half: str) -> str:
+    """The type of one tensor; `half` if its rows are no whole number of blocks."""
     if len(plan.shape) == 1 or plan.name.endswith(PRECISE):
         return "f32"
-    return "f32" if dtype == "q8_0" and plan.shape[-1] % BLOCK else dtype
+    if dtype not in SMALLER:
+        return dtype
+    fitting = ("q8_0",) if plan.name in FINE else SMALLER[dtype]
+    return next((kind for kind in fitting if not plan.shape[-1] % BLOCKS[kind.upper()][0]), half)
 
 
-def _encoded(plan: TensorPlan, kind: Any, quantize: Callable[..., Any]) -> np.ndarray:
+def _larger(plans: list[TensorPlan], kinds: list[str], dtype: GgufType) -> list[str]:
+    """Which tensors are in a larger type than the one asked for, because of their rows."""
+    if dtype not in SMALLER:
+        return []
+    allowed = {dtype, "q8_0", "f32"}
+    found: dict[tuple[str, int], list[str]] = {}
+    for plan, kind in zip(plans, kinds, strict=True):
+        if kind not in allowed:
+            found.setdefault((kind, plan.shape[-1]), []).append(plan.name)
+    return [
+        f"rows of {width} values are not a whole number of {dtype.upper()} blocks; written as "
+        f"{kind.upper()}: {names[0]}{f' and {len(names) - 1} more' * (len(names) > 1)}"
+        for (kind, width), names in found.items()
+    ]
+
+
+def _encoded(plan: TensorPlan, kind: Any) -> np.ndarray:
     """The bytes of a tensor in its type.
 
     Raises:
-        WorkhorseError: a number does not fit, or is NaN.
+        WorkhorseError: a value is infinite or NaN, or does not fit.
     """
-    tensor = plan.make()
-    check_numbers(plan.name, tensor)
-    values = tensor.contiguous().numpy()
+    values = plan.make().contiguous().numpy()
     assert values.shape == plan.shape, plan.name
-    if kind.name == "Q8_0" and not np.isfinite(values).all():
+    largest = np.maximum(values.max(initial=0), -values.min(initial=0))
+    if not np.isfinite(largest):
         raise WorkhorseError(
-            f"{plan.name} holds numbers that are not finite, which q8_0 has no codes for; choose "
-            "dtype bfloat16 or float32"
+            f"{plan.name} holds infinite values or NaN; write an earlier state of the model"
         )
-    if kind.name == "F16" and np.abs(values).max(initial=0) > np.finfo(np.float16).max:
+    # the scales of quantised types are float16
+    limit = np.finfo(np.float32 if kind.name in ("F32", "BF16") else np.float16).max
+    if largest > limit:
         raise WorkhorseError(f"{plan.name} holds numbers beyond float16; choose dtype bf16 or f32")
     return quantize(values, kind)
 
@@ -217,13 +243,3 @@ def _add(writer: Any, key: str, value: object) -> None:
         list: writer.add_array,
     }
     add[type(value)](key, value)
-
-
-def _package() -> Any:
-    try:
-        import gguf
-    except ImportError:
-        raise WorkhorseError(
-            "writing GGUF needs the package gguf; pip install 'workhorse[gguf]'"
-        ) from None
-    return gguf

@@ -20,10 +20,10 @@ from workhorse.cli.output import print_result, warn
 )
 @click.option(
     "--dtype",
-    type=click.Choice(["auto", "float32", "bfloat16", "float16", "q8_0"]),
+    type=click.Choice(["auto", "float32", "bfloat16", "float16", "q8_0", "q4_0", "q4_k"]),
     default="auto",
     show_default=True,
-    help="Type of the written weights; q8_0 is for GGUF.",
+    help="Type of the written weights; q8_0, q4_0 and q4_k are for GGUF.",
 )
 @click.option(
     "--n-kv-heads",

@@ -60,7 +60,8 @@ def test_it_is_bit_for_bit_the_run_with_these_steps(half_minute, tmp_path: Path)
     )
     (start,) = (event for event in told if event["kind"] == "start")
     assert (start["steps"], start["minutes"]) == (result.steps, 0.5)
-    assert "of 30 s asked for" in dict(contents(run)["figures"])["training time"]
+    figures = dict(contents(run)["figures"])
+    assert figures["with validation, of the time asked for"].endswith(" s of 30 s")
     train(own, tmp_path / "steps")
     assert_same_run(tmp_path / "minutes", tmp_path / "steps", step=result.steps)
 

@@ -99,15 +99,20 @@ def plan(
             f"set model.max_seq_len={context}, or choose at most that"
         )
     peak = _peak(train, target, spec, measure)
+    if train.minutes is not None and peak is None:
+        raise WorkhorseError(
+            f"train.minutes={train.minutes:g} needs a time, which is not known for this machine; "
+            "add --measure, or --device and a name"
+        )
     show("recording a training step")
     train = _with_micro_batch(config, train, target, mesh, room, packed=subject.packed)
+    train = _with_steps(subject, train, peak, spec, utilization=utilization, tell=tell)
     fullest = device_memory(config, train, target, mesh, packed=subject.packed)
     show("searching for the most that fits")
     most = None if room is None else _limits(subject, train, target, room)
     show("comparing remedies")
     found = _remedies(subject, train, target, room, fullest)
     show("counting what serving needs")
-    train = _with_steps(subject, train, peak, spec, utilization=utilization, tell=tell)
     flops = _flops(config, train)
     total = flops["training"]
     return {
@@ -222,11 +227,7 @@ def _with_steps(
     one = with_steps(train, 1)
     flops = _flops(subject.config, one)["training"]
     time = _time(subject, one, flops, peak, spec, utilization=utilization, price=None)
-    if time is None:
-        raise WorkhorseError(
-            f"train.minutes={train.minutes:g} needs a time, which is not known for this machine; "
-            "add --measure, or --device and a name"
-        )
+    assert time is not None, "its peak is known"
     seconds = time["seconds"]
     found = with_steps(train, steps_within(train, 60 * train.minutes, seconds))
     tell(remark(train, found, seconds))

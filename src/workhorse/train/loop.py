@@ -179,7 +179,13 @@ class Loop:
             return False
         reason = signals.received.name if signals.received else "finished"
         peaks = self.world.gather(torch.tensor(peak_memory(self.step.device)))
-        self.tell("end", reason=reason, time=time.time(), peak_memory=peaks.tolist())
+        self.tell(
+            "end",
+            reason=reason,
+            time=time.time(),
+            seconds=self.counters.seconds,
+            peak_memory=peaks.tolist(),
+        )
         return True
 
     def _train(self, signals: StopSignals, progress: Callable[[], None]) -> bool:

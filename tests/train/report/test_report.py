@@ -13,9 +13,11 @@ from workhorse.train import read_metrics, train
 from workhorse.train.report.metrics import Event
 from workhorse.train.report.page import (
     duration,
+    environment,
     figures,
     goodput,
     memory,
+    reflowed,
     slowest,
     validation_series,
     write_report,
@@ -158,3 +160,25 @@ def test_goodput_counts_what_a_kill_cost_and_no_pause() -> None:
     [(name, part)] = goodput({"start": at(0, 60, 500), "end": at(100, 600)}, useful=150)
     assert (name, part) == ("of the time since its starts (goodput)", "75%")
     assert goodput({"start": [{}, {}], "end": [{}]}, useful=1) == []
+
+
+def test_the_environment_is_readable_and_leaves_out_what_is_empty() -> None:
+    start = {"kind": "start", "step": 0, "name": "x", "time": 1795764044.44872, "settings": []}
+    start |= {"parallel": {}, "threads": 2, "peak_flops": 1.287e12, "parameters": 1675000}
+    start |= {"versions": {"workhorse": "0.1", "torch": "2.13.0"}, "device": "cpu"}
+    assert environment(start) == [
+        ("threads", "2"),
+        ("parameters", "1,675,000"),
+        ("versions", "workhorse 0.1, torch 2.13.0"),
+        ("device", "cpu"),
+        ("began", "2026-11-27 07:20:44 UTC"),
+        ("peak flops per second", "1.287T"),
+    ]
+    assert environment({}) == []
+    (parallel,) = environment({"parallel": {"data": 2, "tensor": 4}})
+    assert parallel == ("parallel", "data 2, tensor 4")
+
+
+def test_a_description_keeps_only_the_line_breaks_that_mean_something() -> None:
+    written = "Two\nlines.\n\nA list:\n- of one\n- of two\n  indented\nEnd\n"
+    assert reflowed(written) == "Two lines.\n\nA list:\n- of one\n- of two\n  indented End"

@@ -301,8 +301,8 @@ def _figures(found: dict[str, Any]) -> list[str]:
     }[found["seconds_from"]]
     left = " left" if found.get("step") else ""
     minutes = found["recipe"]["train"]["minutes"]
-    steps = f"about {counted(found['steps'], 'step')} in train.minutes={minutes}"
-    of_minutes = [f"steps       {steps}; train times them again and keeps their number"]
+    steps = f"at most {counted(found['steps'], 'step')} in train.minutes={minutes}"
+    of_minutes = [f"steps       {steps}, less what validation takes; train determines the number"]
     return [
         f"parameters  {parameters['total']:,} ({roles})",
         f"memory      {most}, {found['micro_batch_size']:,} rows at once",

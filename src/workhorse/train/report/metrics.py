@@ -3,10 +3,10 @@
 Every line has `kind` and `step` (steps done when it was written):
 
 - `start`, at the beginning and at every resumption: `parameters`, `active_parameters` (that work on
-  a token), `steps`, `flops_per_token` and `peak_flops` (a second, of the quickest matrix product in
-  the training's type; where training is quicker, `peak_fraction` is of its own best),
-  `micro_batch_size` (in use), `device`, versions, `settings` (of the command line, over the
-  recipe's), `time` (seconds since 1970)
+  a token), `steps`, `minutes` (if `train.minutes` gave the steps), `flops_per_token` and
+  `peak_flops` (a second, of the quickest matrix product in the training's type; where training is
+  quicker, `peak_fraction` is of its own best), `micro_batch_size` (in use), `device`, versions,
+  `settings` (of the command line, over the recipe's), `time` (seconds since 1970)
 - `change`: of a setting, when the run was resumed: `setting` (its name), `before`, `now`
 - `step`: `loss` (the cross-entropy, nats per token), `z_loss` and `balance_loss` (what is added to
   it, weighted, where it is), `learning_rate` (the schedule's factor times the optimizer's),
@@ -24,7 +24,8 @@ Every line has `kind` and `step` (steps done when it was written):
 - `skipped_step`: `loss` and `grad_norm`, of which one is not finite and so null
 - `back`, at the checkpoint that the run went back to: `jumped` (the step at which the loss did),
   `rows` (left out) and `message` (both in words)
-- `end`: `reason`, "finished" or the signal's name, `time` and `peak_memory` (bytes of each process;
+- `end`: `reason`, "finished" or the signal's name, `time`, `seconds` (as of `step`, after the last
+  validation) and `peak_memory` (bytes of each process;
   on a CPU all that it held, 0 where the system does not say); a session that was killed has none
 """
 

@@ -1,6 +1,8 @@
 """`report.html`: a run at a glance, in one file that needs no network."""
 
 import json
+import re
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from importlib.resources import files
@@ -19,7 +21,8 @@ from workhorse.writing import write_atomically
 LOAD_MAX, LOAD_ENTROPY = "expert_load_max", "expert_load_entropy"
 SAMPLED_TIMES = 4
 """How many sets of samples are shown: the first, the last, and others between."""
-
+NOT_SHOWN = ("kind", "step", "name", "time", "peak_flops")
+"""Of the environment: what the page shows elsewhere, or under another name."""
 MINUTE = 60
 
 
@@ -53,7 +56,7 @@ def contents(run: RunDirectory) -> dict[str, Any]:
     starts = of_kind.get("start", [{}])
     return {
         "title": recipe["name"],
-        "description": recipe.get("description", ""),
+        "description": reflowed(recipe.get("description", "")),
         "settings": starts[0].get("settings", []),  # absent from older runs
         "figures": figures(of_kind),
         "charts": [chart for chart in charts(of_kind) if chart],
@@ -62,8 +65,36 @@ def contents(run: RunDirectory) -> dict[str, Any]:
         "notes": notes(of_kind),
         "recipe": run.recipe_file.read_text("utf-8"),
         "config": run.config_file.read_text("utf-8"),
-        "environment": starts[-1],
+        "environment": environment(starts[-1]),
     }
+
+
+def reflowed(text: str) -> str:
+    """A text without the line breaks inside its paragraphs; those before list items stay."""
+    return re.sub(r"(?<=\S)[ \t]*\n(?=[^\s*-])", " ", text.strip())
+
+
+def environment(start: Event) -> list[tuple[str, str]]:
+    """The facts about the run's last session, without those that are empty."""
+    facts = {**start, "began": start.get("time"), "peak_flops_per_second": start.get("peak_flops")}
+    return [
+        (key.replace("_", " "), readable(key, value))
+        for key, value in facts.items()
+        if key not in NOT_SHOWN and value not in (None, "", [], {})
+    ]
+
+
+def readable(key: str, value: Any) -> str:
+    """A value of the environment as a person would write it."""
+    if key == "began":
+        return time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(value))
+    if isinstance(value, dict):
+        return ", ".join(f"{name} {inner}" for name, inner in value.items())
+    if isinstance(value, list):
+        return ", ".join(map(str, value))
+    if isinstance(value, float):
+        return shown(value)
+    return f"{value:,}" if isinstance(value, int) else str(value)
 
 
 def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
@@ -103,7 +134,8 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
         rows += [
             ("steps", f"{last['step']:,}{of_steps}"),
             ("tokens trained on", shown(last["tokens"])),
-            ("training time", duration(last["seconds"]) + _asked(of_kind)),
+            ("training time", duration(last["seconds"])),
+            *asked(of_kind),
             *goodput(of_kind, last["seconds"]),
             ("tokens per second, median", f"{speeds[len(speeds) // 2]:,.0f}"),
             ("of the matrix-product peak, median", f"{peak[len(peak) // 2]:.0%}"),
@@ -111,12 +143,16 @@ def figures(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
     return [*rows, *memory(of_kind), *slowest(steps)]
 
 
-def _asked(of_kind: dict[str, list[Event]]) -> str:
-    """What `train.minutes` asked for, if the run was begun with it."""
+def asked(of_kind: dict[str, list[Event]]) -> list[tuple[str, str]]:
+    """The time that the run took, beside `train.minutes` if it was begun with it."""
     minutes = next(
         (event["minutes"] for event in of_kind.get("start", []) if "minutes" in event), 0
     )
-    return f" of {duration(minutes * MINUTE)} asked for" if minutes else ""
+    ends = [event["seconds"] for event in of_kind.get("end", []) if "seconds" in event]
+    if not minutes or not ends:
+        return []
+    took = f"{duration(ends[-1])} of {duration(minutes * MINUTE)}"
+    return [("with validation, of the time asked for", took)]
 
 
 def slowest(steps: list[Event]) -> list[tuple[str, str]]:

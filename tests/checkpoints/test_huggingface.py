@@ -18,6 +18,7 @@ from tests.parity.reference import TOKENS, VOCAB, quiet, randomised
 from workhorse.checkpoints.huggingface.export import write_huggingface
 from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
+from workhorse.checkpoints.stored import open_stored
 from workhorse.errors import WorkhorseError
 
 TIED = GROUPED | {"tie_word_embeddings": True}
@@ -129,6 +130,47 @@ def test_the_prefix_is_recognised(prefixes: list[tuple[str, str]], tmp_path: Pat
     torch.testing.assert_close(logits(folder), expected)
 
 
+@pytest.mark.parametrize(
+    "prefixes",
+    [
+        [("", "_orig_mod.")],
+        [("", "module._orig_mod.")],
+        [("model.layers.0.", "model.layers.0._orig_mod."), ("lm_head.", "_orig_mod.lm_head.")],
+    ],
+    ids=["compiled", "distributed", "one layer"],
+)
+def test_prefixes_of_wrapped_models_are_dropped(
+    prefixes: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    folder = saved(tmp_path / "m")
+    expected = logits(folder)
+    change_tensors(folder, under(*prefixes))
+    directory = HuggingFaceDirectory(folder)
+    with torch.no_grad():
+        torch.testing.assert_close(directory.load_decoder()(TEXT), expected)
+    (remark,) = directory.remarks
+    assert "prefix of a compiled or distributed model" in remark
+
+
+@pytest.mark.parametrize("name", ["config.json", "model.safetensors"])
+def test_a_pointer_of_git_lfs_is_named(name: str, tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m")
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
+    (folder / name).write_text(pointer)
+    with pytest.raises(WorkhorseError, match=f"{name} is a Git LFS pointer, not the file itself"):
+        logits(folder)
+
+
+def test_an_adapter_is_no_model_and_is_not_applied(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m")
+    for place in (folder, tmp_path):
+        (place / "adapter_config.json").write_text("{}")
+    (remark,) = HuggingFaceDirectory(folder).remarks
+    assert "adapter (LoRA), which is not applied" in remark
+    with pytest.raises(WorkhorseError, match=r"is an adapter \(LoRA\), not a model; merge it"):
+        open_stored(tmp_path)
+
+
 def test_the_text_part_of_a_larger_model(tmp_path: Path) -> None:
     folder = saved(tmp_path / "m")
     expected = logits(folder)
@@ -196,7 +238,8 @@ def test_what_ends_a_text_may_stand_in_a_file_of_its_own(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"model_type": "bert"}, "model type 'bert' is not supported"),
+        ({"model_type": "bert"}, "model type 'bert' is not supported, since it is an encoder"),
+        ({"model_type": "mamba"}, "'mamba' is not supported, since it is a state-space model"),
         ({"model_type": "x" * 10**6}, "model type 'x{60}' is not supported; known: afmoe"),
         ({"model_type": None}, "has no 'model_type'"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers='two' is not a whole number"),

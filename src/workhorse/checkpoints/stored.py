@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from workhorse.checkpoints.gguf.read import GgufFile
-from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
+from workhorse.checkpoints.huggingface.load import ADAPTER_FILE, HuggingFaceDirectory
 from workhorse.checkpoints.model_folder import ModelFolder
 from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.tensors import Places, weights_of
@@ -120,17 +120,27 @@ def open_stored(
             raise WorkhorseError(f"there is no folder {model}; as a hub id: {error}") from None
     if GgufFile.is_one(path):
         return GgufFile(path)
-    if not path.is_dir():
-        if path.suffix in (".yaml", ".yml"):
-            raise WorkhorseError(
-                f"{path} is a recipe and no model; workhorse train {path} makes a run of it, which "
-                "can be given here (--dry-run only shows it)"
-            )
-        raise WorkhorseError(f"{path} is a file; give the folder of its model")
     for kind in (ModelFolder, HuggingFaceDirectory):
-        if kind.is_one(path):
+        if path.is_dir() and kind.is_one(path):
             return kind(path)
+    _check_may_be_run(path)
     return RunDirectory.at(path)
+
+
+def _check_may_be_run(path: Path) -> None:
+    """Raise if it is a file or the folder of an adapter."""
+    if path.suffix in (".yaml", ".yml") and not path.is_dir():
+        raise WorkhorseError(
+            f"{path} is a recipe and no model; workhorse train {path} makes a run of it, which "
+            "can be given here (--dry-run only shows it)"
+        )
+    if not path.is_dir():
+        raise WorkhorseError(f"{path} is a file; give the folder of its model")
+    if (path / ADAPTER_FILE).exists():
+        raise WorkhorseError(
+            f"{path} is an adapter (LoRA), not a model; merge it into its base model first, with "
+            "PEFT's merge_and_unload"
+        )
 
 
 def model_name(model: object) -> str:

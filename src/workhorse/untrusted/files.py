@@ -19,6 +19,7 @@ REMEDIES = {
 }
 """What can be done where the system refuses a file, by the number of its error."""
 _GIT_BLOB = r"[0-9a-f]{40}|[0-9a-f]{64}"
+_LFS_POINTER = b"version https://git-lfs.github.com/spec/"
 _SHARED_BLOB = r"([0-9a-f]{2})/\1[0-9a-f]{62}"
 
 
@@ -55,8 +56,8 @@ def open_contained(folder: Path, name: str, *, root: Path | None = None) -> Bina
         root: the folder that links may not lead out of, where `folder` is a part of it.
 
     Raises:
-        WorkhorseError: the name is a path, a link leads out of the folder, or there is no plain
-            file that can be read.
+        WorkhorseError: the name is a path, a link leads out of the folder, there is no plain file
+            that can be read, or it is a Git LFS pointer.
     """
     if name in {"", ".", ".."} or "/" in name or "\\" in name or not name.isprintable():
         raise WorkhorseError(f"{folder}: {shown(name)} is no file name; it must lie in the folder")
@@ -71,7 +72,13 @@ def open_contained(folder: Path, name: str, *, root: Path | None = None) -> Bina
             kind = "a folder" if real.is_dir() else "a special file"
             raise WorkhorseError(f"{path} is {kind}, not a plain file; fetch the model again")
         # What becomes a pipe after the check does not make us wait for its writer.
-        return os.fdopen(os.open(real, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)
+        file = os.fdopen(os.open(real, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)
+        if os.pread(file.fileno(), len(_LFS_POINTER), 0) == _LFS_POINTER:
+            file.close()
+            raise WorkhorseError(
+                f"{path} is a Git LFS pointer, not the file itself; run git lfs pull in its folder"
+            )
+        return file
     except FileNotFoundError:
         raise WorkhorseError(f"{path} is missing; fetch the model again") from None
     except OSError as error:

@@ -15,6 +15,8 @@ from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 
 EMBEDDING, HEAD = "embedding.tokens.weight", "head.proj.weight"
+WRAPPERS = re.compile(r"^(module\.)+|\b_orig_mod\.")
+"""What DistributedDataParallel and `torch.compile` add to the names of tensors."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +27,15 @@ class Account:
     source: TensorSource
     left_out: int
     """Tensors of other parts of a larger model."""
+    unwrapped: bool
+    """True if names had prefixes of `WRAPPERS`."""
 
 
 class Renamed:
     """A source under the names that a model has on its own.
 
     The same model is stored with its own prefix (`model.`), without it, or inside a larger model
-    (`language_model.model.`, `model.language_model.`).
+    (`language_model.model.`, `model.language_model.`). Prefixes of `WRAPPERS` are dropped.
 
     Args:
         source: the stored tensors.
@@ -39,18 +43,23 @@ class Renamed:
     """
 
     def __init__(self, source: TensorSource, embedding: str) -> None:
+        unwrapped = {WRAPPERS.sub("", name): name for name in source.shapes}
+        if len(unwrapped) < len(source.shapes):  # two tensors would have one name
+            unwrapped = {name: name for name in source.shapes}
+        self.unwrapped = any(name != stored for name, stored in unwrapped.items())
         base = embedding.partition(".")[0] + "."
         inside = base + "language_model."
         prefixes = (("", ""), ("", base), (inside, base), ("language_model.", ""))
         found = (
             (old, new)
             for old, new in prefixes
-            if embedding.startswith(new) and old + embedding.removeprefix(new) in source.shapes
+            if embedding.startswith(new) and old + embedding.removeprefix(new) in unwrapped
         )
         self._source = source
         self._old, self._new = next(found, ("", ""))
-        self._text = self._old or base
-        self._stored = {self._renamed(name): name for name in source.shapes}
+        text = self._old or base
+        self._texts = {self._renamed(name) for name in unwrapped if name.startswith(text)}
+        self._stored = {self._renamed(name): stored for name, stored in unwrapped.items()}
 
     @property
     def shapes(self) -> Mapping[str, Shape]:
@@ -61,7 +70,7 @@ class Renamed:
 
     def is_text(self, name: str) -> bool:
         """Whether a tensor has the prefix of the text model."""
-        return self._stored[name].startswith(self._text)
+        return name in self._texts
 
     def _renamed(self, name: str) -> str:
         if name.startswith("lm_head.") or not name.startswith(self._old):
@@ -150,7 +159,7 @@ def account(
             f"tensor {rest[0]!r}{more} has no place in this {family.model_type} model; "
             "config.json is of another model"
         )
-    return Account(moves, renamed, len(others))
+    return Account(moves, renamed, len(others), renamed.unwrapped)
 
 
 def _their_name(

@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 CONFIG_FILE = "config.json"
 GENERATION_FILE = "generation_config.json"
+ADAPTER_FILE = "adapter_config.json"
+"""PEFT's, beside the weights of an adapter."""
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 DEPTH_KEYS = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 MAX_DEPTH = 10_000
@@ -93,6 +95,11 @@ class HuggingFaceDirectory:
         self.stop_tokens = tuple(one for one in ids["eos_token_id"] if 0 <= one < size)
         """What ends a text, as `generation_config.json` or else `config.json` lists it."""
         self.remarks = [*_remarks(whole, fields), *_outside(ids, size)]
+        if (self.path / ADAPTER_FILE).exists():
+            self.remarks.append(
+                f"{ADAPTER_FILE} describes an adapter (LoRA), which is not applied; merge it into "
+                "the weights first, with PEFT's merge_and_unload"
+            )
 
     @staticmethod
     def is_one(path: Path) -> bool:
@@ -137,6 +144,11 @@ class HuggingFaceDirectory:
             count = found.left_out
             belong = "1 tensor belongs" if count == 1 else f"{count} tensors belong"
             self.remarks.append(f"{belong} to other parts of the model: left out")
+        if found.unwrapped:
+            self.remarks.append(
+                "the names of tensors have the prefix of a compiled or distributed model "
+                "(_orig_mod. or module.), which is dropped"
+            )
         return decoder.eval()
 
     @property

@@ -23,7 +23,12 @@ from workhorse.tokenizers import (
     train_tokenizer,
 )
 from workhorse.tokenizers.pieces import BYTE_ALPHABET
-from workhorse.tokenizers.training.corpus import MAX_CHARACTERS, counted, pieces_of_texts
+from workhorse.tokenizers.training.corpus import (
+    MAX_CHARACTERS,
+    MAX_RUN,
+    counted,
+    pieces_of_texts,
+)
 from workhorse.tokenizers.training.unigram import stable_vocabulary
 
 Trained = Callable[[str], Tokenizer]
@@ -216,10 +221,10 @@ def test_progress_counts_the_bytes() -> None:
 
 
 def test_long_texts_are_cut_at_line_ends() -> None:
-    text = "x" * (MAX_CHARACTERS - 10) + "\n" + "y" * MAX_CHARACTERS + "z"
+    text = "x " * (MAX_CHARACTERS // 2 - 5) + "\n" + "y " * (MAX_CHARACTERS // 2) + "z"
     pieces = list(pieces_of_texts([text]))
     assert "".join(pieces) == text
-    assert [piece[-1] for piece in pieces] == ["\n", "y", "z"]
+    assert [piece[-1] for piece in pieces] == ["\n", " ", "z"]
     assert max(map(len, pieces)) <= MAX_CHARACTERS
 
 
@@ -229,3 +234,12 @@ def test_a_counted_corpus_can_be_read_again() -> None:
         assert corpus.frequent(0.5, 10) == ["\n", "a"]  # of equals, the first code point
         assert corpus.frequent(1.0, 2) == ["\n", "a"]
         assert list(corpus.keeping("abc")) == ["abca", "  "]
+
+
+def test_a_long_run_without_a_space_is_cut_and_told() -> None:
+    texts = ["ab cd " + "x" * (2 * MAX_RUN) + "y ef", " " * (MAX_RUN + 1), "z" * (MAX_RUN - 1)]
+    with pytest.warns(UserWarning, match="2,048 characters without a space, .*'xxxxx") as told:
+        pieces = list(pieces_of_texts(texts))
+    assert len(told) == 1
+    assert "".join(pieces) == "".join(texts)
+    assert [len(piece) for piece in pieces] == [6, MAX_RUN, MAX_RUN, 4, MAX_RUN, 1, MAX_RUN - 1]

@@ -3,22 +3,29 @@
 Memory is bounded by one text and the trainer's own data (each distinct word once).
 """
 
+import re
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import IO
 
-from workhorse.errors import WorkhorseError, shown
+from workhorse.errors import WorkhorseError, shown, warn_caller
 
 MAX_CHARACTERS = 2**16
 """Longer texts are cut at line ends: the library keeps about 20 bytes per character at work."""
+
+MAX_RUN = 2048
+"""Longer runs without a space, or of spaces, are cut: the library's trainers may take the run for
+one word, on which BPE takes quadratic time, and Unigram overflows the stack (100,000 letters)."""
+_RUN = re.compile(rf"\S{{{MAX_RUN}}}|\s{{{MAX_RUN}}}")
+_SPACE, _NO_SPACE = re.compile(r"\s"), re.compile(r"\S")
 
 Progress = Callable[[int, int | None], None]
 
 
 def pieces_of_texts(texts: Iterable[str], progress: Progress | None = None) -> Iterator[str]:
-    """The texts, long ones cut; `progress(done, None)` is called with the bytes read.
+    """The texts, long ones and long runs cut; `progress(done, None)` is called with the bytes read.
 
     Raises:
         WorkhorseError: there are no texts, or one is not a str or cannot be encoded in UTF-8.
@@ -27,11 +34,17 @@ def pieces_of_texts(texts: Iterable[str], progress: Progress | None = None) -> I
         raise WorkhorseError(f"{shown(texts)} is one text; give a list of texts")
     if not isinstance(texts, Iterable):
         raise WorkhorseError(f"a corpus is a list of texts, not {shown(texts)}; give one")
-    done = 0
+    done, warned = 0, False
     for text in texts:
         if not isinstance(text, str):
             raise WorkhorseError(f"a text of the corpus is a str, not {shown(text)}; give a str")
         for piece in _cut(text):
+            if len(piece) == MAX_RUN and not warned and _RUN.fullmatch(piece):
+                warned = True
+                warn_caller(
+                    f"the corpus has {MAX_RUN:,} characters without a space, or only spaces: "
+                    f"{shown(piece[:20])}…; such runs are cut to train the tokenizer"
+                )
             done += _utf8_bytes(piece)
             yield piece
             if progress is not None:
@@ -46,8 +59,24 @@ def _cut(text: str) -> Iterator[str]:
         stop = start + MAX_CHARACTERS
         if stop < len(text):
             stop = text.rfind("\n", start, stop) + 1 or stop
-        yield text[start:stop]
+        stop = min(stop, len(text))
+        for run in _RUN.finditer(text, start, stop) if _may_hold_run(text, start, stop) else ():
+            if run.start() > start:
+                yield text[start : run.start()]
+            yield run[0]
+            start = run.end()
+        if stop > start:
+            yield text[start:stop]
         start = stop
+
+
+def _may_hold_run(text: str, start: int, stop: int) -> bool:
+    """False if every block of half the length is mixed; much faster than to search for runs."""
+    half = MAX_RUN // 2
+    return any(
+        not (_SPACE.search(text, at, at + half) and _NO_SPACE.search(text, at, at + half))
+        for at in range(start, stop - half + 1, half)
+    )
 
 
 def _utf8_bytes(text: str) -> int:

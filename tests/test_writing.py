@@ -2,12 +2,20 @@
 
 import errno
 import os
+import threading
 from pathlib import Path
 
 import pytest
 
 from workhorse.errors import WorkhorseError
-from workhorse.writing import CannotWriteError, check_place, write_atomically, writing
+from workhorse.writing import (
+    TEMPORARY,
+    CannotWriteError,
+    check_place,
+    replacing,
+    write_atomically,
+    writing,
+)
 
 
 def test_a_text_file_is_replaced_whole_or_not_at_all(
@@ -29,14 +37,56 @@ def _refuse(_descriptor: int) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
-def test_a_link_by_the_name_of_a_temporary_file_is_not_followed(tmp_path: Path) -> None:
-    mine = tmp_path / "mine"
-    mine.write_text("mine")
-    (tmp_path / ".tmp-recipe.yaml").symlink_to(mine)
+def test_a_temporary_name_is_nobody_elses(tmp_path: Path) -> None:
+    mine = [tmp_path / ".tmp-recipe.yaml", tmp_path / f"{TEMPORARY}mine"]
+    for path in mine:
+        path.write_text("mine")
+        os.utime(path, (0, 0))
     write_atomically(tmp_path / "recipe.yaml", "new")
-    assert (tmp_path / "recipe.yaml").read_text() == "new"
-    assert not (tmp_path / "recipe.yaml").is_symlink()
-    assert mine.read_text() == "mine"
+    with replacing(tmp_path / "folder", folder=True):
+        pass
+    assert [path.read_text() for path in mine] == ["mine", "mine"]
+    assert len(list(tmp_path.iterdir())) == 4
+
+
+@pytest.mark.parametrize("folder", [False, True])
+def test_what_a_killed_process_left_is_deleted_and_what_is_in_use_is_not(
+    tmp_path: Path, folder: bool
+) -> None:
+    left = tmp_path / f"{TEMPORARY}{'0' * 16}"
+    left.mkdir() if folder else left.touch()
+    write_atomically(tmp_path / "first", "")
+    assert left.exists()  # it may have been made just now
+    os.utime(left, (0, 0))
+    with replacing(tmp_path / "slow", folder=folder) as used:
+        os.utime(used, (0, 0))
+        write_atomically(tmp_path / "second", "")
+        assert not left.exists()
+        assert used.exists()
+
+
+def test_of_two_writers_of_a_folder_one_succeeds_and_what_is_there_is_whole(tmp_path: Path) -> None:
+    """As of two `convert` to one target; the other is told."""
+    together, refused = threading.Barrier(2), list[CannotWriteError]()
+
+    def write(name: str) -> None:
+        try:
+            with replacing(tmp_path / "out", folder=True) as out:
+                (out / "a").write_text(name)
+                together.wait()
+                (out / "b").write_text(name)
+        except CannotWriteError as error:
+            refused.append(error)
+
+    threads = [threading.Thread(target=write, args=(name,)) for name in ("one", "two")]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    out = tmp_path / "out"
+    assert [error.reason.partition(";")[0] for error in refused] == ["Directory not empty"]
+    assert (out / "a").read_text() == (out / "b").read_text()
+    assert list(tmp_path.iterdir()) == [out]
 
 
 def test_a_device_is_not_replaced(tmp_path: Path) -> None:

@@ -4,6 +4,9 @@ import contextlib
 import errno
 import math
 import os
+import re
+import secrets
+import shutil
 import tempfile
 import time
 from collections.abc import Iterator
@@ -14,6 +17,11 @@ from workhorse.errors import WorkhorseError
 DISK_FULL = {errno.ENOSPC, errno.EDQUOT}
 TAKES_NO_MORE = {*DISK_FULL, errno.EFBIG}
 """What a file may meet while it grows; the last is of a limit on its own size."""
+TEMPORARY = ".workhorse-tmp-"
+"""How the name of a file or folder begins that is being written; 16 hexadecimal digits follow."""
+_TEMPORARY_NAME = re.compile(re.escape(TEMPORARY) + "[0-9a-f]{16}")
+STALE = 60
+"""Seconds after which a temporary name that nobody has locked is deleted."""
 
 
 class CannotWriteError(WorkhorseError):
@@ -86,6 +94,77 @@ def one_process_at_a_time(place: Path, patience: float = math.inf) -> Iterator[N
         os.close(descriptor)
 
 
+@contextlib.contextmanager
+def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
+    """Write a file or folder under a new name beside its place; it is whole there, or absent.
+
+    The new name is random, so nobody else's file is touched, and of several processes that write to
+    one place each writes its own. If the block succeeds, everything is synced and renamed: a file
+    replaces the one at `path`, a folder an empty one. If the block fails, what it wrote is deleted.
+
+    A process that is killed leaves its temporary name behind. The next `replacing` in the same
+    folder deletes it, if it is older than `STALE` seconds and no process holds its lock.
+
+    Args:
+        path: the place; its folder is made if need be for a folder.
+        folder: yield an empty folder instead of an empty file.
+
+    Raises:
+        CannotWriteError: the disk is full or refuses, or a folder there is not empty.
+    """
+    with writing(path):
+        if folder:
+            path.parent.mkdir(parents=True, exist_ok=True)
+        _delete_stale(path.parent)
+        temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+        try:
+            if folder:
+                temporary.mkdir()
+            else:
+                os.close(os.open(temporary, os.O_CREAT | os.O_EXCL | os.O_WRONLY, 0o666))
+            with contextlib.ExitStack() as held:
+                with contextlib.suppress(OSError):  # the file system has no locks
+                    held.enter_context(one_process_at_a_time(temporary, patience=0.1))
+                yield temporary
+                for inside in temporary.rglob("*") if folder else ():
+                    sync(inside)
+                sync(temporary)
+                temporary.replace(path)
+        except BaseException:
+            with contextlib.suppress(OSError):
+                _delete(temporary)
+            raise
+        sync(path.parent)
+
+
+def _delete_stale(folder: Path) -> None:
+    """Delete what processes that were killed have left in a folder, as far as that can be done."""
+    try:
+        import fcntl
+    except ImportError:  # without locks nobody knows what is in use
+        return
+    with contextlib.suppress(OSError):
+        for path in folder.glob(f"{TEMPORARY}*"):
+            if not _TEMPORARY_NAME.fullmatch(path.name) or path.is_symlink():
+                continue
+            with contextlib.suppress(OSError):
+                if time.time() - path.stat().st_mtime < STALE:
+                    continue
+                descriptor = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
+                try:
+                    fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                    _delete(path)
+                finally:
+                    os.close(descriptor)
+
+
+def _delete(path: Path) -> None:
+    if path.is_dir():
+        shutil.rmtree(path)
+    else:
+        path.unlink()
+
+
 def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
     """Write a file under another name, sync it, rename it: it is whole, or what was there stays.
 
@@ -93,20 +172,8 @@ def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
         CannotWriteError: the disk is full or refuses, or a device has that name.
     """
     _refuse_device(path)
-    temporary = path.with_name(f".tmp-{path.name}")
-    with writing(path):
-        try:
-            temporary.unlink(missing_ok=True)  # a link by that name is not followed
-            with temporary.open("xb") as file:
-                file.write(content.encode() if isinstance(content, str) else content)
-                file.flush()
-                os.fsync(file.fileno())
-            temporary.replace(path)
-        except BaseException:
-            with contextlib.suppress(OSError):
-                temporary.unlink(missing_ok=True)
-            raise
-        sync(path.parent)
+    with replacing(path) as temporary:
+        temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 
 
 def _refuse_device(path: Path) -> None:

@@ -6,7 +6,6 @@ tokenizer/
 """
 
 import json
-import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,7 +23,7 @@ from workhorse.models.huggingface.rules import Shape, same
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.untrusted import read_json
-from workhorse.writing import writing
+from workhorse.writing import replacing, writing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -181,16 +180,5 @@ def make_folder(folder: Path, fill: Callable[[Path], None]) -> None:
         WorkhorseError: the place is taken, or the disk is full or refuses.
     """
     check_new(folder)
-    disk = Disk()
-    temporary = folder.with_name(f".tmp-{folder.name}")
-    shutil.rmtree(temporary, ignore_errors=True)
-    try:
-        with writing(folder):
-            disk.make_folder(temporary)
-            fill(temporary)
-            for path in temporary.rglob("*"):
-                disk.sync(path)
-            disk.rename(temporary, folder)
-            disk.sync(folder.parent)
-    finally:
-        shutil.rmtree(temporary, ignore_errors=True)
+    with replacing(folder, folder=True) as temporary:
+        fill(temporary)

@@ -1,8 +1,6 @@
 """A tokenizer's files: found, read, and written whole or not at all."""
 
 import json
-import secrets
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -27,7 +25,7 @@ from workhorse.tokenizers.huggingface.settings import (
     read_settings,
 )
 from workhorse.untrusted import to_path
-from workhorse.writing import sync, write_atomically, writing
+from workhorse.writing import replacing, sync, write_atomically, writing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers.tokenizer import Tokenizer
@@ -134,18 +132,10 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
         if folder.is_dir() and any(folder.iterdir()):
             _replace_files(folder, files)
             return
-        folder.parent.mkdir(parents=True, exist_ok=True)
-        stage = folder.with_name(f".tmp-{folder.name}-{secrets.token_hex(4)}")
-        stage.mkdir()
-        try:
+        with replacing(folder, folder=True) as stage:
             for name, content in files.items():
                 (stage / name).parent.mkdir(exist_ok=True)
-                write_atomically(stage / name, content)
-            stage.replace(folder)
-        except BaseException:
-            shutil.rmtree(stage, ignore_errors=True)
-            raise
-        sync(folder.parent)
+                (stage / name).write_bytes(content)
 
 
 def _replace_files(folder: Path, files: Mapping[str, bytes]) -> None:

@@ -18,13 +18,12 @@ from workhorse.checkpoints.gguf.quantized import gguf_package, quantize
 from workhorse.checkpoints.gguf.tensors import TensorPlan, plan_tensors
 from workhorse.checkpoints.gguf.vocabulary import NO_VOCABULARY, tokenizer_metadata
 from workhorse.checkpoints.huggingface.written_out import written_out
-from workhorse.checkpoints.runs.disk import Disk
 from workhorse.errors import WorkhorseError, nearest
 from workhorse.models.huggingface import Family, in_the_way, native_class, nearest_of
 from workhorse.models.huggingface import family as family_of
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.untrusted.gguf_file import BLOCKS
-from workhorse.writing import writing
+from workhorse.writing import replacing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -161,10 +160,9 @@ def _write(
     """Stream the tensors into a temporary file beside it, and rename that."""
     gguf = gguf_package("writing GGUF")
     kinds = [gguf.GGMLQuantizationType[kind.upper()] for kind in types]
-    temporary, disk = path.with_name(f".tmp-{path.name}"), Disk()
-    writer = gguf.GGUFWriter(temporary, architecture.name)
-    try:
-        with writing(path):
+    with replacing(path) as temporary:
+        writer = gguf.GGUFWriter(temporary, architecture.name)
+        try:
             for key, value in keys.items():
                 _add(writer, key, value)
             for plan, kind in zip(plans, kinds, strict=True):
@@ -177,14 +175,9 @@ def _write(
             for plan, kind in zip(plans, kinds, strict=True):
                 writer.write_tensor_data(_encoded(plan, kind))
             writer.close()
-            disk.sync(temporary)
-            disk.rename(temporary, path)
-            disk.sync(path.parent)
-    finally:
-        with suppress(OSError):
-            writer.close()
-        with suppress(OSError):
-            temporary.unlink()
+        finally:
+            with suppress(OSError):
+                writer.close()
 
 
 def _stored(plan: TensorPlan, dtype: GgufType, half: str) -> str:

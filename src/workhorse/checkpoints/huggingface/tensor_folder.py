@@ -15,7 +15,6 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
-from workhorse.checkpoints.runs.disk import Disk
 from workhorse.errors import WorkhorseError, shown
 from workhorse.tensors.safetensors_header import (
     MAX_HEADER_BYTES,
@@ -24,7 +23,7 @@ from workhorse.tensors.safetensors_header import (
     read_header,
 )
 from workhorse.untrusted import open_contained, read_json, unreadable
-from workhorse.writing import write_atomically, writing
+from workhorse.writing import replacing, write_atomically, writing
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -237,21 +236,13 @@ def _shards(
 
 def _write_file(path: Path, tensors: Iterable[TensorToWrite]) -> None:
     ordered = sorted(tensors, key=lambda tensor: tensor[0])  # as the safetensors library does
-    temporary = path.with_name(f".tmp-{path.name}")
-    try:
-        with temporary.open("wb") as file:
-            file.write(header_bytes((name, dtype, shape) for name, shape, dtype, _ in ordered))
-            for name, shape, dtype, make in ordered:
-                tensor = make().detach()
-                assert tensor.shape == shape, (name, tensor.shape, shape)
-                plain = _written(name, tensor, dtype)
-                file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
-        disk = Disk()
-        disk.sync(temporary)
-        disk.rename(temporary, path)
-        disk.sync(path.parent)
-    finally:
-        temporary.unlink(missing_ok=True)
+    with replacing(path) as temporary, temporary.open("wb") as file:
+        file.write(header_bytes((name, dtype, shape) for name, shape, dtype, _ in ordered))
+        for name, shape, dtype, make in ordered:
+            tensor = make().detach()
+            assert tensor.shape == shape, (name, tensor.shape, shape)
+            plain = _written(name, tensor, dtype)
+            file.write(plain.reshape(-1).view(torch.uint8).numpy().data)
 
 
 def _written(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:

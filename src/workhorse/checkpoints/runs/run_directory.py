@@ -19,7 +19,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.untrusted import read_json, to_path
-from workhorse.writing import write_atomically
+from workhorse.writing import TEMPORARY, write_atomically
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -183,7 +183,11 @@ class RunDirectory:
         for path in self.path.iterdir():
             if path == self.data_folder and self._found_data:
                 continue
-            if path.name.startswith(".") and path.name != ".lock" and ".tmp-" not in path.name:
+            if (
+                path.name.startswith(".")
+                and path.name != ".lock"
+                and not path.name.startswith(TEMPORARY)
+            ):
                 continue
             Disk().remove(path)
         with contextlib.suppress(OSError):  # something else is in it, or somebody stands on it
@@ -232,11 +236,7 @@ class RunDirectory:
 
     def save_tokenizer(self, tokenizer: "Tokenizer") -> None:
         """Put the tokenizer's files in place, all or none."""
-        temporary = self.path / ".tmp-tokenizer"
-        if temporary.exists() or temporary.is_symlink():
-            Disk().remove(temporary)
-        tokenizer.save(temporary)
-        temporary.rename(self.tokenizer_folder)
+        tokenizer.save(self.tokenizer_folder)
 
     def save_config(self, config: DecoderConfig) -> None:
         write_atomically(self.config_file, config.to_json() + "\n")

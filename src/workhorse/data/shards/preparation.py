@@ -39,7 +39,7 @@ from workhorse.data.shards.manifest import (
     write_array,
 )
 from workhorse.errors import WorkhorseError
-from workhorse.writing import one_process_at_a_time, writing
+from workhorse.writing import TEMPORARY, one_process_at_a_time, writing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer
@@ -86,7 +86,7 @@ def prepare(
     with _only_one_builder(home):
         manifest = _what_stands(home, fresh, verify)
         if not manifest.complete:
-            for leftover in home.glob(".tmp-*"):
+            for leftover in home.glob(f"{TEMPORARY}*"):
                 leftover.unlink()
             _Build(config, tokenizer, home, manifest, progress).run()
     dataset = open_dataset(home, config.weights)

@@ -44,3 +44,7 @@ def test_what_is_refused(text: str, message: str) -> None:
         parse_yaml(text)
     assert message in str(caught.value)
     assert len(str(caught.value)) < 200
+
+
+def test_digits_of_other_scripts_are_text() -> None:
+    assert parse_yaml("[1٢, 1.٢, 1٢e3]") == ["1٢", "1.٢", "1٢e3"]

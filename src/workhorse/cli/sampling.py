@@ -16,6 +16,8 @@ def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str,
     for setting in given:
         name, _, value = setting.partition("=")
         try:
+            if not setting.isascii() or "_" in setting:  # Python reads these as numbers
+                raise ValueError
             token, bias = int(name), float(value)
         except ValueError:
             raise click.BadParameter(f"{setting!r} is not a bias; write ID=VALUE") from None

@@ -1,5 +1,22 @@
-"""`python -m workhorse` is the command `workhorse`."""
+"""`python -m workhorse` and the console script: the command `workhorse`."""
 
-from workhorse.cli.main import run
+import os
+import signal
 
-run()
+
+def run() -> None:
+    """Run the command. Ctrl-C during its imports ends it silently, with exit code 130."""
+    handler = signal.getsignal(signal.SIGINT)
+    if handler is signal.default_int_handler:
+        signal.signal(signal.SIGINT, lambda *_: os._exit(130))
+    from workhorse.cli import main
+
+    signal.signal(signal.SIGINT, handler)
+    try:
+        main.run()
+    except KeyboardInterrupt:  # before `main` handles it
+        os._exit(130)
+
+
+if __name__ == "__main__":
+    run()

@@ -263,6 +263,23 @@ def test_want_of_memory_is_one_line(
     assert "not enough memory" in one_line(capsys)
 
 
+EARLY = """
+import signal, sys
+from workhorse.__main__ import run
+class Interrupts:
+    def find_spec(self, name, *_):
+        if name.startswith("workhorse.cli"):
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupts())
+run()
+"""
+
+
+def test_an_interrupt_during_the_first_imports_is_silent() -> None:
+    done = subprocess.run([sys.executable, "-c", EARLY], capture_output=True, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (ExitCode.INTERRUPTED, b"", b"")
+
+
 NO_STREAM = """
 import os, sys
 from workhorse.cli.main import run

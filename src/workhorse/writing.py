@@ -57,6 +57,8 @@ def refusal(error: OSError) -> tuple[str, str]:
     remedy = "choose another place, or allow writing there"
     if error.errno in DISK_FULL:
         remedy = "make room there"
+    elif error.errno == errno.EIO:
+        remedy = "check the disk, or choose another place"
     elif error.errno == errno.EFBIG:
         remedy = "raise the limit on a file's size (ulimit -f), or choose another place"
     return error.strerror or str(error), remedy

@@ -175,6 +175,14 @@ def test_undo_leaves_other_peoples_files(tmp_path: Path) -> None:
     assert [path.name for path in run.path.iterdir()] == [".gitignore"]
 
 
+def test_a_lock_holds_when_its_file_was_removed(tmp_path: Path) -> None:
+    run = RunDirectory(tmp_path / "run")
+    with run.lock():
+        (run.path / ".lock").unlink()
+        with pytest.raises(WorkhorseError, match="is in use by another training process"):
+            RunDirectory(run.path).lock()
+
+
 def test_a_recipe_that_is_none_is_named(run: RunDirectory) -> None:
     for content in (b"", b"\xff\xfe", b"[1, 2]", b"a: 1"):
         run.recipe_file.write_bytes(content)

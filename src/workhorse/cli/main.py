@@ -65,9 +65,11 @@ VERBS = {
 
 REFUSED_BY_SYSTEM = {
     errno.EACCES,
+    errno.EBUSY,
     errno.EDQUOT,
     errno.EEXIST,
     errno.EFBIG,
+    errno.EIO,
     errno.EISDIR,
     errno.ELOOP,
     errno.EMFILE,
@@ -79,6 +81,7 @@ REFUSED_BY_SYSTEM = {
     errno.ENXIO,
     errno.EPERM,
     errno.EROFS,
+    errno.ESTALE,
 }
 """Errors that a user can correct: an OSError of these kinds is one line, not a traceback."""
 

@@ -1,4 +1,6 @@
+import errno
 import math
+import os
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,18 @@ def test_a_change_that_no_checkpoint_has_is_found_anew(tmp_path: Path) -> None:
     again.open()
     again.close()
     assert [event["step"] for event in read_metrics(path)] == [2]
+
+
+def test_a_disk_that_fails_is_told_in_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    metrics = MetricsFile(tmp_path / "metrics.jsonl")
+    metrics.open()
+
+    def refuse(_descriptor: int) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(os, "fsync", refuse)
+    with pytest.raises(WorkhorseError, match=r"metrics\.jsonl: Input/output error; check the disk"):
+        metrics.sync()
+    metrics.close()

@@ -20,7 +20,8 @@ NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 class FolderLock:
     """A lock held while open. The system releases it when the process ends, however it ends.
 
-    It locks the folder, which may be moved meanwhile, not the path.
+    It locks the folder, which may be moved meanwhile, not the path. The file `.lock` names the
+    process, and is the lock on file systems that cannot lock a folder (NFS).
 
     Raises:
         WorkhorseError: another process holds it, or `.lock` is a link: writing the lock would
@@ -43,8 +44,15 @@ class FolderLock:
             raise _not_ours(file)
         if fcntl is None:
             return
+        self._folder = os.open(folder, os.O_RDONLY)
         try:
             fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                fcntl.flock(self._folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise
+            except OSError:
+                pass
         except BlockingIOError:
             holder = os.pread(self._file, 20, 0).decode(errors="replace") or "unknown"
             self.release()
@@ -54,7 +62,6 @@ class FolderLock:
             ) from None
         os.truncate(self._file, 0)
         os.pwrite(self._file, str(os.getpid()).encode(), 0)
-        self._folder = os.open(folder, os.O_RDONLY)
 
     def in_place(self) -> bool:
         """Whether the locked folder still has its path; True if folders cannot be locked."""

@@ -40,7 +40,7 @@ from workhorse.tensors.slices import Slices, whole
 from workhorse.writing import refusal
 
 TEMPORARY = ".tmp-"
-LEFTOVER = re.compile(r"\.tmp-(removed-)?step-\d{8,}(-[0-9a-f]{8})?")
+LEFTOVER = re.compile(r"\.tmp-(removed-)?step-[0-9]{8,}(-[0-9a-f]{8})?")
 """The temporary names of this file; nothing else in the folder is deleted."""
 LOOKS = 100
 """How often to look for the newest checkpoint while each is removed before it is read."""
@@ -63,7 +63,7 @@ class Checkpoint:
 
 def step_of(path: Path) -> int | None:
     """The step of a checkpoint, by the name of its folder; None: that of no checkpoint."""
-    name = re.fullmatch(r"step-(\d{8,})", path.name)
+    name = re.fullmatch(r"step-([0-9]{8,})", path.name)
     return int(name[1]) if name else None
 
 

@@ -37,7 +37,7 @@ from typing import IO, Any
 
 from workhorse.errors import WorkhorseError
 from workhorse.untrusted import open_plain, parse_json
-from workhorse.writing import write_atomically
+from workhorse.writing import write_atomically, writing
 
 Event = dict[str, Any]
 """One line of the file."""
@@ -79,7 +79,8 @@ class MetricsFile:
     def sync(self) -> None:
         """Wait until the lines are on the disk."""
         assert self._file is not None, "open comes first"
-        os.fsync(self._file.fileno())
+        with writing(self._path):
+            os.fsync(self._file.fileno())
 
     def close(self) -> None:
         if self._file is not None:

@@ -254,6 +254,14 @@ def test_what_a_shipped_recipe_trains_can_leave(dtype: str, file: Path, tmp_path
         assert again.text.decode(tokens[0].tolist()) == text
 
 
+def test_all_end_tokens_go_into_a_gguf_file(run_folder: Path, tmp_path: Path) -> None:
+    model = replace(workhorse.load(run_folder, device="cpu"), stop_tokens=(1, 4))
+    for name, source in (("m.gguf", model), ("plain.gguf", replace(model, tokenizer=None))):
+        convert(source, tmp_path / name, "gguf", tell=list)
+        again = workhorse.load(tmp_path / name, device="cpu", tell=list)
+        assert set(again.stop_tokens) >= {1, 4}
+
+
 def test_a_gguf_file_is_a_model_everywhere(
     run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -198,6 +198,7 @@ def _write_gguf(
         tokenizer=_whole_tokenizer(model),
         dtype=cast("GgufType", GGUF_TYPES.get(dtype, dtype)),
         name=Path(model.name).name,
+        stop_tokens=model.stop_tokens,
     )
     for note in notes:
         tell(note)

@@ -7,13 +7,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import tokenizers
 
 from tests.checkpoints.gguf_cases import make
 from tests.tokenizers.conftest import CONFIGS, CORPUS
 from workhorse.checkpoints.gguf import vocabulary, write_gguf
-from workhorse.checkpoints.gguf.read_vocabulary import read_vocabulary
-from workhorse.checkpoints.gguf.splitting import LLAMA3, QWEN2, splitting_rule
-from workhorse.checkpoints.gguf.vocabulary import tokenizer_metadata
+from workhorse.checkpoints.gguf.read_vocabulary import (
+    end_tokens,
+    read_vocabulary,
+    vocabulary_remarks,
+)
+from workhorse.checkpoints.gguf.splitting import LLAMA3, QWEN2, SAME, canonical_rule, splitting_rule
+from workhorse.checkpoints.gguf.vocabulary import end_metadata, tokenizer_metadata
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import Tokenizer, tokenizer_config, train_tokenizer
 from workhorse.tokenizers.pieces import BYTE_ALPHABET
@@ -139,7 +144,7 @@ def test_a_tokenizer_json_of_another_vocabulary_is_passed_over() -> None:
     ("changes", "words"),
     [
         ({"tokenizer.ggml.model": "t5"}, "of kind 't5', and read are gpt2, llama"),
-        ({"tokenizer.ggml.pre": "mine"}, "rule 'mine' for splitting words is not read"),
+        ({"tokenizer.ggml.pre": "mine"}, "rule 'mine' for splitting words is unknown; "),
         ({"tokenizer.ggml.merges": [1, 2]}, "its tokenizer is damaged"),
         ({"tokenizer.ggml.merges": ["Q"]}, "its tokenizer is damaged"),
         ({"tokenizer.ggml.tokens": 3}, "its tokenizer is damaged"),
@@ -149,8 +154,92 @@ def test_a_tokenizer_json_of_another_vocabulary_is_passed_over() -> None:
 )
 def test_a_damaged_tokenizer(changes: dict[str, Any], words: str) -> None:
     keys, _ = tokenizer_metadata(trained("bpe").beginning_with("<|bos|>"), 400)
-    with pytest.raises(WorkhorseError, match=words):
+    with pytest.raises(WorkhorseError, match=rf"^(its tokenizer is )?(llama\.cpp's )?{words}"):
         read_vocabulary({**keys, vocabulary.WHOLE: None, **changes}, 400)
+
+
+def keys_of_others(**changes: Any) -> dict[str, Any]:
+    """The keys of a byte-level tokenizer in a file of another program; None omits one."""
+    keys, _ = tokenizer_metadata(trained("bpe"), 400)
+    changed = {**keys, vocabulary.WHOLE: None} | {
+        f"tokenizer.ggml.{k}": changes[k] for k in changes
+    }
+    return {key: value for key, value in changed.items() if value is not None}
+
+
+@pytest.mark.parametrize(
+    ("pre", "begins"),
+    [("llama-bpe", True), ("llama3", True), ("tekken", True), ("glm4", False), ("gpt-2", False)],
+)
+def test_rules_that_put_bos_before_a_text(pre: str, begins: bool) -> None:
+    """Only where the file does not say it."""
+    keys = keys_of_others(pre=pre, add_bos_token=None)
+    bos = keys["tokenizer.ggml.bos_token_id"]
+    assert list(read_vocabulary(keys, 400).prefix_ids) == [bos] * begins
+    keys["tokenizer.ggml.add_bos_token"] = not begins
+    assert list(read_vocabulary(keys, 400).prefix_ids) == [bos] * (not begins)
+
+
+def test_every_name_of_a_rule_is_read() -> None:
+    for rule, names in SAME.items():
+        for name in names.split():
+            assert canonical_rule(name) == rule
+    text = "it's 12345 + <x> DON'T"
+    ids = {
+        pre: read_vocabulary(keys_of_others(pre=pre), 400).encode_text(text)
+        for pre in ("llama3", "llama-bpe", "dbrx", "glm4", "smaug-bpe")
+    }
+    assert ids["llama3"] == ids["llama-bpe"]
+    assert ids["dbrx"] == ids["glm4"] == ids["smaug-bpe"]
+
+
+def test_a_missing_rule_is_llama_cpp_s_default_with_a_remark() -> None:
+    keys = keys_of_others(pre=None)
+    assert "does not name the rule" in vocabulary_remarks(keys)[0]
+    assert vocabulary_remarks(keys_of_others()) == []
+    steps = json.loads(read_vocabulary(keys, 400).definition)["pre_tokenizer"]["pretokenizers"]
+    split = tokenizers.pre_tokenizers.Sequence(
+        [
+            tokenizers.pre_tokenizers.Split(tokenizers.Regex(step["pattern"]["Regex"]), "isolated")
+            for step in steps[:-1]
+        ]
+    )
+    words = [word for word, _ in split.pre_tokenize_str("it's x+=12345 (a.b) $5")]
+    assert words == [
+        "it",
+        "'",
+        "s",
+        " x",
+        "+=",
+        "123",
+        "45",
+        " ",
+        "(",
+        "a",
+        ".",
+        "b",
+        ")",
+        " ",
+        "$",
+        "5",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("stop_tokens", "read"),
+    [((), ()), ((1,), ()), ((1, 5), (1, 5)), ((7, 1, 5), (1, 7, 5)), ((5,), (1, 5))],
+)
+def test_several_end_tokens(stop_tokens: tuple[int, ...], read: tuple[int, ...]) -> None:
+    tokenizer = trained("bpe")
+    assert tokenizer.eos_id == 1
+    keys, remarks = tokenizer_metadata(tokenizer, 400, stop_tokens)
+    assert end_tokens(keys, 400) == read
+    assert not any("end tokens" in remark for remark in remarks)
+
+
+def test_more_end_tokens_than_gguf_has_keys() -> None:
+    assert end_metadata((1, 2, 3, 4), 1)[1] == ["GGUF has keys for 3 end tokens; not written: 4"]
+    assert end_tokens(end_metadata((1, 2), None)[0], 400) == (1, 2)
 
 
 def test_no_eos_is_said() -> None:

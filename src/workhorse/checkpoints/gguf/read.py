@@ -16,7 +16,12 @@ from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG
 from workhorse.checkpoints.gguf.quantized import check_readable, dequantize
 from workhorse.checkpoints.gguf.read_config import ConfigReader
-from workhorse.checkpoints.gguf.read_vocabulary import has_vocabulary, read_vocabulary
+from workhorse.checkpoints.gguf.read_vocabulary import (
+    end_tokens,
+    has_vocabulary,
+    read_vocabulary,
+    vocabulary_remarks,
+)
 from workhorse.checkpoints.gguf.rotation import FACTORS, shortest
 from workhorse.checkpoints.gguf.tensors import EMBEDDING, HEAD, Part, tensor_parts
 from workhorse.checkpoints.huggingface.accounting import meta_decoder
@@ -68,7 +73,7 @@ class GgufFile:
             self.config, self.family = reader.config()
         except WorkhorseError as error:
             raise WorkhorseError(f"{self.path}: {error}") from None
-        self.remarks: list[str] = []
+        self.remarks: list[str] = vocabulary_remarks(self._header.keys)
         if reader.unread:
             self.remarks.append(f"it has keys that nothing here reads: {', '.join(reader.unread)}")
 
@@ -210,8 +215,8 @@ class GgufFile:
 
     @property
     def stop_tokens(self) -> tuple[int, ...]:
-        """None besides the tokenizer's eos."""
-        return ()
+        """The tokens that end a text, if there are more than the tokenizer's eos."""
+        return end_tokens(self._header.keys, self.config.vocab_size)
 
 
 def _architecture(keys: Mapping[str, Any]) -> Architecture:

@@ -4,9 +4,15 @@ import json
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from workhorse.checkpoints.gguf.splitting import pre_tokenizer
+from workhorse.checkpoints.gguf.splitting import (
+    BEGINNING,
+    DEFAULT_RULE,
+    canonical_rule,
+    pre_tokenizer,
+)
 from workhorse.checkpoints.gguf.vocabulary import (
     CONTROL,
+    ENDS,
     NORMAL,
     ROLES,
     UNKNOWN,
@@ -24,6 +30,8 @@ if TYPE_CHECKING:
 START = "tokenizer.ggml."
 BYTE_LEVEL, CHARACTERS = "gpt2", "llama"
 KINDS = (BYTE_LEVEL, CHARACTERS)
+USUAL = {"bos_token_id": 1, "eos_token_id": 2}
+"""llama.cpp's defaults for a vocabulary of characters."""
 SAYS = ("tokens", "token_type", "merges", "pre", "add_space_prefix")
 """Keys that a `tokenizer.json` in the same file must agree with."""
 SPECIAL = (CONTROL, UNKNOWN, USER_DEFINED)
@@ -32,6 +40,29 @@ SPECIAL = (CONTROL, UNKNOWN, USER_DEFINED)
 def has_vocabulary(keys: Mapping[str, Any]) -> bool:
     """Whether a file's keys hold a tokenizer."""
     return keys.get(f"{START}model", "none") != "none"
+
+
+def vocabulary_remarks(keys: Mapping[str, Any]) -> list[str]:
+    """What the user should know about a file's tokenizer, one line each."""
+    if keys.get(f"{START}model") != BYTE_LEVEL or keys.get(f"{START}pre"):
+        return []
+    return [
+        "it does not name the rule that splits words (tokenizer.ggml.pre); llama.cpp's default is "
+        "used, and tokens may differ from those of the training"
+    ]
+
+
+def end_tokens(keys: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
+    """The tokens that end a text, if there are more than the tokenizer's eos."""
+    usual = USUAL if keys.get(f"{START}model") == CHARACTERS else {}
+    names = [f"{role}_token_id" for role in ("eos", *ENDS)]
+    found = [keys.get(START + name, usual.get(name)) for name in names]
+    eos, *others = [one if type(one) is int and 0 <= one < vocab_size else None for one in found]
+    more = [one for one in others if one is not None and one != eos]
+    types = keys.get(f"{START}token_type")
+    stopgap = isinstance(types, list) and eos is not None and types[eos : eos + 1] == [NORMAL]
+    first = [] if eos is None or stopgap else [eos]
+    return tuple(dict.fromkeys((*first, *more))) if more else ()
 
 
 def read_vocabulary(keys: Mapping[str, Any], vocab_size: int) -> "Tokenizer":
@@ -46,11 +77,14 @@ def read_vocabulary(keys: Mapping[str, Any], vocab_size: int) -> "Tokenizer":
             f"its tokenizer is of kind {shown(kind)}, and read are {', '.join(KINDS)}; fetch the "
             "model as a Hugging Face directory"
         )
+    fields = {key.removeprefix(START): value for key, value in keys.items()}
+    if kind == CHARACTERS:
+        fields = USUAL | fields
+    rule = canonical_rule(str(fields.get("pre") or DEFAULT_RULE)) if kind == BYTE_LEVEL else ""
     try:
-        fields = {key.removeprefix(START): value for key, value in keys.items()}
         if (whole := _whole(fields, vocab_size)) is not None:
             return whole
-        definition = _byte_level(fields) if kind == BYTE_LEVEL else _characters(fields)
+        definition = _byte_level(fields, rule) if kind == BYTE_LEVEL else _characters(fields)
         return _tokenizer(definition, fields)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError) as error:
         raise WorkhorseError(
@@ -93,10 +127,10 @@ def _types(fields: Mapping[str, Any]) -> list[int]:
     return fields.get("token_type") or [NORMAL] * len(fields["tokens"])
 
 
-def _byte_level(fields: Mapping[str, Any]) -> str:
+def _byte_level(fields: Mapping[str, Any], rule: str) -> str:
     tokens: list[str] = fields["tokens"]
     types = _types(fields)
-    splitting, ignore_merges = pre_tokenizer(fields.get("pre", "default"))
+    splitting, ignore_merges = pre_tokenizer(rule)
     definition = {
         "version": "1.0",
         "truncation": None,
@@ -124,7 +158,7 @@ def _byte_level(fields: Mapping[str, Any]) -> str:
             "merges": _merges(fields["merges"], set(tokens)),
         },
     }
-    return _with_affixes(json.dumps(definition), fields, begins=False)
+    return _with_affixes(json.dumps(definition), fields, begins=rule in BEGINNING)
 
 
 def _merges(merges: list[str], known: set[str]) -> list[list[str]]:

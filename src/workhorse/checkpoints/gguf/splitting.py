@@ -47,7 +47,13 @@ DEEPSEEK3 = (
     r"[!\"#$%&'()*+,\-./:;<=>?@\[\\\]^_`{|}~][A-Za-z]+|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+"
     r"| ?[\p{P}\p{S}]+[\r\n]*|" + TAIL,
 )
+WORDS = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)"
+FALCON = (r"[\p{P}\$\+<=>\^~\|`]+", WORDS, "[0-9][0-9][0-9]")
+DEFAULT = (r"[\p{P}\$\+<=>\^~\|]+", WORDS, r"\p{N}+", "[0-9][0-9][0-9]")
+BLOOM = " ?[^(\\s|.,!?\u2026\u3002\uff0c\u3001\u0964\u06d4\u060c)]+"
 
+DEFAULT_RULE = "default"
+"""llama.cpp's rule for a file that names none."""
 RULES: dict[tuple[Rule, bool], str] = {
     ((GPT2,), False): GPT2_RULE,
     ((DIGITS, GPT2), False): "smollm",
@@ -56,6 +62,10 @@ RULES: dict[tuple[Rule, bool], str] = {
     ((QWEN2,), False): "qwen2",
     ((QWEN35,), False): "qwen35",
     (DEEPSEEK3, False): "deepseek-v3",
+    (FALCON, False): "falcon",
+    ((BLOOM,), False): "bloom",
+    ((BLOOM, r"\p{N}"), False): "viking",
+    (DEFAULT, False): DEFAULT_RULE,
 }
 """llama.cpp's name of a rule, with and without taking words that are tokens whole."""
 
@@ -75,6 +85,20 @@ NEAR: dict[tuple[Rule, bool], tuple[str, str]] = {
 }
 """Rules that llama.cpp lacks, its nearest ones, and what to tell the user."""
 
+SAME = {
+    GPT2_RULE: "phi-2 jina-es jina-de gigachat jina-v2-es jina-v2-de a.x-4.0 mellum modern-bert "
+    "exaone4 mpt olmo jais trillion granite-docling",
+    "smollm": "starcoder refact command-r codeshell exaone minerva-7b mellum2",
+    "llama-bpe": "llama3 llama-v3 falcon3 falcon-h1 pixtral midm-2.0 lfm2 jina-v5-nano",
+    "smaug-bpe": "dbrx glm4 chatglm-bpe",
+    "qwen2": "deepseek-r1-qwen kormo f2llmv2 stablelm2 megrez hunyuan solar-open grok-2",
+    "deepseek-v3": "hunyuan-dense joyai-llm hy_v4",
+    "gpt-4o": "llama4 kanana2 talkie minimax-m2",
+    "bloom": "poro-chat gpt3-finnish",
+}
+"""Other names that llama.cpp has for a rule (its `src/llama-vocab.cpp`)."""
+BEGINNING = ("llama-bpe", "tekken")
+"""Rules with which llama.cpp puts bos before a text unless the file says otherwise."""
 
 OWN = {key: NEAR[key] for key in (((GPT4O,), False), ((TEKKEN,), True))}
 """Rules that llama.cpp has by name but does not follow exactly."""
@@ -111,21 +135,32 @@ def splitting_rule(definition: Data) -> tuple[str, list[str]]:
     )
 
 
-def pre_tokenizer(name: str) -> tuple[Data, bool]:
-    """The pre-tokenizer of a rule of llama.cpp, and whether words that are tokens are taken whole.
+def canonical_rule(name: str) -> str:
+    """The name in `RULES` or `NEAR` of one of llama.cpp's rules.
 
     Raises:
         WorkhorseError: the rule is unknown.
     """
+    others = {one: rule for rule, names in SAME.items() for one in names.split()}
+    name = others.get(name, name)
+    known = [*RULES.values(), *(near for near, _ in OWN.values())]
+    if name not in known:
+        raise WorkhorseError(
+            f"llama.cpp's rule {name[:60]!r} for splitting words is unknown; "
+            f"{nearest(name[:60], [*known, *others])}"
+        )
+    return name
+
+
+def pre_tokenizer(name: str) -> tuple[Data, bool]:
+    """The pre-tokenizer of a rule, and whether words that are tokens are taken whole.
+
+    Args:
+        name: of `canonical_rule`.
+    """
     names = {name: key for key, name in RULES.items()} | {
         near: key for key, (near, _) in OWN.items()
     }
-    names["default"] = names[GPT2_RULE]
-    if name not in names:
-        raise WorkhorseError(
-            f"llama.cpp's rule {name[:60]!r} for splitting words is not read; "
-            f"{nearest(name[:60], names)}"
-        )
     steps, ignore_merges = names[name]
     as_bytes = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     pre_tokenizers: list[Data] = []

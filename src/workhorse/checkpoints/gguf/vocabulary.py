@@ -7,7 +7,7 @@ llama.cpp ignores it, and whoever reads it gets exactly the same tokenizer.
 """
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -38,16 +38,36 @@ RUNS_OF_SPACES = (
 LEFT_OUT = "llama.cpp leaves out characters that the tokenizer has no token for"
 WHOLE = "tokenizer.huggingface.json"
 ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
+ENDS = ("eot", "eom")
+"""Further tokens that end a text: of a turn, and of a message that calls a tool."""
+
+
+def end_metadata(
+    stop_tokens: Sequence[int], eos: int | None
+) -> tuple[Mapping[str, Any], list[str]]:
+    """The keys of the tokens besides eos that end a text, and which have no key.
+
+    Args:
+        stop_tokens: all that end a text, or none if only eos does.
+        eos: the tokenizer's, or None.
+    """
+    others = [token for token in dict.fromkeys(stop_tokens) if token != eos]
+    keys = {f"tokenizer.ggml.{role}_token_id": n for role, n in zip(ENDS, others, strict=False)}
+    if eos is None and others:
+        keys["tokenizer.ggml.eos_token_id"] = others[0]
+    lost = ", ".join(str(token) for token in others[len(ENDS) :])
+    return keys, [f"GGUF has keys for 3 end tokens; not written: {lost}"] if lost else []
 
 
 def tokenizer_metadata(
-    tokenizer: "Tokenizer", vocab_size: int
+    tokenizer: "Tokenizer", vocab_size: int, stop_tokens: Sequence[int] = ()
 ) -> tuple[Mapping[str, Any], list[str]]:
     """The `tokenizer.` keys, and how llama.cpp will split text differently.
 
     Args:
         tokenizer: any tokenizer.
         vocab_size: rows of the embedding; rows without a token get names and stay unused.
+        stop_tokens: tokens that end a text; if empty, the tokenizer's eos.
 
     Raises:
         WorkhorseError: llama.cpp has no such tokenizer, or it has more tokens than the embedding.
@@ -70,7 +90,7 @@ def tokenizer_metadata(
         )
     words = _words(tokenizer, definition, vocab_size)
     keys, remarks = (_byte_level if byte_level else _characters)(definition, words)
-    special, more = _special(tokenizer)
+    special, more = _special(tokenizer, stop_tokens)
     if of_characters:
         more.append(LEFT_OUT)
     special[WHOLE] = json.dumps(whole, ensure_ascii=False, separators=(",", ":"))
@@ -192,17 +212,18 @@ def _parts(step: Data | None, inner: str) -> list[Data]:
     return [part for one in step[inner] for part in _parts(one, inner)] if inner in step else [step]
 
 
-def _special(tokenizer: "Tokenizer") -> tuple[Data, list[str]]:
+def _special(tokenizer: "Tokenizer", stop_tokens: Sequence[int]) -> tuple[Data, list[str]]:
     """Ids of special tokens, the tokens around a text, and the chat template."""
     roles = {role: getattr(tokenizer, f"{role}_id") for role in ROLES}
-    remarks: list[str] = []
+    ends, remarks = end_metadata(stop_tokens, roles["eos"])
+    roles["eos"] = ends.get("tokenizer.ggml.eos_token_id", roles["eos"])
     if roles["eos"] is None:
         # llama.cpp would take a token of the vocabulary for it
         roles["eos"] = next((roles[role] for role in ("pad", "bos") if roles[role] is not None), 0)
         remarks.append(f"the tokenizer names no eos; llama.cpp stops at token {roles['eos']}")
     if roles["bos"] is None:
         roles["bos"] = roles["eos"]
-    keys: Data = {
+    keys: Data = dict(ends) | {
         f"tokenizer.ggml.{ROLES[role]}_token_id": number
         for role, number in roles.items()
         if number is not None

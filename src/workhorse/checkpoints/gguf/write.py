@@ -2,7 +2,7 @@
 
 import json
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +16,11 @@ from workhorse.checkpoints.gguf.architectures import ARCHITECTURES
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG, model_metadata
 from workhorse.checkpoints.gguf.quantized import gguf_package, quantize
 from workhorse.checkpoints.gguf.tensors import TensorPlan, plan_tensors
-from workhorse.checkpoints.gguf.vocabulary import NO_VOCABULARY, tokenizer_metadata
+from workhorse.checkpoints.gguf.vocabulary import (
+    NO_VOCABULARY,
+    end_metadata,
+    tokenizer_metadata,
+)
 from workhorse.checkpoints.huggingface.written_out import written_out
 from workhorse.errors import WorkhorseError, nearest
 from workhorse.models.huggingface import Family, in_the_way, native_class, nearest_of
@@ -94,6 +98,7 @@ def write_gguf(
     tokenizer: "Tokenizer | None" = None,
     dtype: GgufType = "f16",
     name: str = "",
+    stop_tokens: Sequence[int] = (),
 ) -> list[str]:
     """Write one file, whole or not at all.
 
@@ -106,6 +111,7 @@ def write_gguf(
             embedding and the head are in Q8_0. A matrix whose rows are not a whole number of blocks
             is in Q5_0 or in 16 bits.
         name: the name that programs show.
+        stop_tokens: tokens that end a text; if empty, the tokenizer's eos.
 
     Returns:
         Warnings for the user: where llama.cpp will differ from us, one line each.
@@ -127,9 +133,11 @@ def write_gguf(
             f"{'; '.join(differences)}; keep it as a Hugging Face directory"
         )
     keys = model_metadata(architecture, data)
-    words, more = NO_VOCABULARY, list[str]()
     if tokenizer is not None:
-        words, more = tokenizer_metadata(tokenizer, decoder.config.vocab_size)
+        words, more = tokenizer_metadata(tokenizer, decoder.config.vocab_size, stop_tokens)
+    else:
+        ends, more = end_metadata(stop_tokens, None)
+        words = {**NO_VOCABULARY, **ends}
     general = {"general.name": name} if name else {}
     general[OWN_CONFIG] = json.dumps(decoder.config.to_dict(), separators=(",", ":"))
     general |= {"general.file_type": FILE_TYPES[dtype], "general.quantization_version": 2}

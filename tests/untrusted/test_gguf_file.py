@@ -68,7 +68,7 @@ REFUSED: dict[str, tuple[bytes, str]] = {
     "something else": (b"PK\x03\x04", "is no GGUF file"),
     "only the start": (b"GGUF\x03", "has 5 bytes and a header that goes on past them"),
     "version": (file_of([], [], version=9), "GGUF of version 9 is not read; fetch one of 2 or 3"),
-    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "version 50331648 is not read"),
+    "big-endian": (b"GGUF" + struct.pack(">IQQ", 3, 0, 0), "it is big-endian, which is not read"),
     "counts": (b"GGUF" + struct.pack("<I", 3) + HUGE * 2, "tensors and .* keys are not a model's"),
     "long name": (b"GGUF" + struct.pack("<IQQ", 3, 0, 1) + HUGE, "a name has .* bytes, not 1 to"),
     "long text": (file_of([key("a", 8, HUGE)], []), "it is cut short or damaged"),

@@ -179,6 +179,10 @@ def _code(kind: int) -> str:
 def _parsed(reader: _Reader, size: int) -> GgufHeader:
     reader.bytes_(len(MAGIC))
     version = reader.number("I")
+    if int.from_bytes(version.to_bytes(4, "little"), "big") in VERSIONS:
+        raise _Unsupported(
+            "it is big-endian, which is not read; fetch the little-endian file of the same model"
+        )
     if version not in VERSIONS:
         raise _Unsupported(
             f"GGUF of version {version} is not read; fetch one of {' or '.join(map(str, VERSIONS))}"

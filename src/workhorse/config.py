@@ -9,7 +9,6 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Self, cast, get_args, get_origin
 
-import yaml
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
 from workhorse import untrusted
@@ -114,7 +113,7 @@ class Config(BaseModel):
         return cls.from_dict(data)
 
     def to_yaml(self) -> str:
-        return yaml.safe_dump(self.to_dict(), sort_keys=False)
+        return untrusted.write_yaml(self.to_dict())
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, checked as if written so from the start."""

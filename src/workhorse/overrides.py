@@ -1,13 +1,13 @@
 """Settings of the command line, `section.key=value`, written over plain data."""
 
 import re
+import shlex
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, cast
 
-import yaml
-
 from workhorse.config import ConfigError, check_colons, parse_yaml
 from workhorse.errors import shown
+from workhorse.untrusted import write_yaml
 
 MAX_DEPTH = 64
 """Names in the path of a setting."""
@@ -81,8 +81,11 @@ def _value_of(path: str, text: str) -> Any:
     try:
         value = parse_yaml(text)
     except ConfigError as error:
-        quoted = f"{path}='{text}'" if len(text) <= LONGEST_QUOTED else f"{path}='...'"
-        remedy = f"""if it is a text, quote it: "{quoted}\""""
+        setting = (
+            f"{path}={write_yaml(text if len(text) <= LONGEST_QUOTED else '...', on_a_line=True)}"
+        )
+        safe = f'"{setting}"' if not set('"$`\\!') & set(setting) else shlex.quote(setting)
+        remedy = f"if it is a text, quote it: {safe}"
         raise ConfigError(f"{shown(f'{path}={text}')} is {error.reason}; {remedy}") from None
     check_colons(value, path)
     return value
@@ -90,7 +93,14 @@ def _value_of(path: str, text: str) -> Any:
 
 def written(value: Any) -> str:
     """A value as a setting reads it back: bare where that is the same, else as YAML on a line."""
-    if isinstance(value, str) and parse_yaml(value) == value:
+    if isinstance(value, str) and _reads_back(value):
         return value
-    text = yaml.safe_dump(value, default_flow_style=True, width=2**20, sort_keys=False)
-    return text.removesuffix("\n").removesuffix("...").rstrip()
+    return write_yaml(value, on_a_line=True)
+
+
+def _reads_back(text: str) -> bool:
+    """Whether a setting with that text as its value means the text itself."""
+    try:
+        return parse_yaml(text) == text
+    except ConfigError:  # as of '**/*', in which YAML sees the name of an alias
+        return False

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Any, Self
 
-import yaml
 from pydantic import Field, model_validator
 
 from workhorse.checkpoints.runs.lock import FolderLock
@@ -24,7 +23,7 @@ from workhorse.config import Config, ConfigError, read_yaml
 from workhorse.config_errors import as_written
 from workhorse.errors import WorkhorseError
 from workhorse.train.resume.resume import differences
-from workhorse.untrusted import read_json
+from workhorse.untrusted import read_json, write_yaml
 from workhorse.writing import write_atomically, writing
 
 NotNegative = Annotated[float, Field(ge=0)]
@@ -126,7 +125,7 @@ class StudyFolder:
         """Make the folder, if there is none, and note what the study is."""
         with writing(self.path):
             self.path.mkdir(parents=True, exist_ok=True)
-        text = yaml.safe_dump(identity(study), sort_keys=False)
+        text = write_yaml(identity(study))
         if not self.study_file.is_file() or self.study_file.read_text("utf-8") != text:
             write_atomically(self.study_file, text)
 

@@ -11,7 +11,7 @@ from workhorse.untrusted.files import (
 )
 from workhorse.untrusted.gguf_file import GgufHeader, StoredTensor, read_gguf_header
 from workhorse.untrusted.json_file import collector_paused, parse_json, read_json
-from workhorse.untrusted.yaml_text import BadYaml, parse_yaml
+from workhorse.untrusted.yaml_text import BadYaml, parse_yaml, write_yaml
 
 __all__ = [
     "BadYaml",
@@ -29,4 +29,5 @@ __all__ = [
     "read_text",
     "to_path",
     "unreadable",
+    "write_yaml",
 ]

@@ -82,6 +82,30 @@ for _kind, (_rule, _first) in _YAML_1_2.items():
     )
 
 
+class _Yaml12Dumper(yaml.SafeDumper):
+    """PyYAML writes the string `1e3` bare, which YAML 1.2 reads as a number: quote it."""
+
+
+for _kind, (_rule, _first) in _YAML_1_2.items():
+    _Yaml12Dumper.add_implicit_resolver(  # pyright: ignore[reportUnknownMemberType]
+        f"{_TAGS}{_kind}", re.compile(_rule), list(_first)
+    )
+
+
+def write_yaml(value: Any, *, on_a_line: bool = False) -> str:
+    """Plain data as YAML that `parse_yaml` reads back as it was, keys in their order.
+
+    Args:
+        value: mappings, lists, strings, numbers, true, false and null.
+        on_a_line: write it in one line, without a line break at its end.
+    """
+    flow, width = (True, 2**20) if on_a_line else (False, 80)
+    text = yaml.dump(  # pyright: ignore[reportUnknownMemberType]
+        value, Dumper=_Yaml12Dumper, sort_keys=False, default_flow_style=flow, width=width
+    )
+    return text.removesuffix("\n").removesuffix("\n...") if on_a_line else text
+
+
 def parse_yaml(text: str) -> Any:
     """The plain data of a YAML text: mappings, lists, texts, numbers, true, false and null.
 

@@ -1,10 +1,12 @@
 """Settings over a recipe: another kind, what is removed, and keys at the wrong place."""
 
+import shlex
 from typing import Any
 
 import pytest
 
 from workhorse.config import ConfigError
+from workhorse.overrides import apply_overrides, written
 from workhorse.train import Recipe, on_workers, override_recipe
 
 ATTENTION = {"n_heads": 2, "window": 4, "position": {"kind": "rope", "theta": 500.0}}
@@ -172,3 +174,35 @@ def test_workers_make_what_data_is_left_and_contradict_none_that_is_given() -> N
     assert on_workers(shared, 8, data_is_given=True)["parallel"]["data"] == 4
     with pytest.raises(ConfigError, match=r"parallel: data=4 does not make 6 processes, and 3"):
         on_workers(shared, 6, data_is_given=True)
+
+
+@pytest.mark.parametrize(
+    "value",
+    [
+        "**/*",
+        "&a",
+        "!x",
+        "it's",
+        "a: b",
+        "a #b",
+        "-",
+        "@x",
+        "%x",
+        "",
+        " a",
+        "two\nlines",
+        "1e3",
+        "é",
+    ],
+)
+def test_a_value_is_written_as_a_setting_reads_it(value: str) -> None:
+    for given in (value, [value], {"path": value}, {"kind": "folder", "glob": value}):
+        assert apply_overrides({}, [f"data={written(given)}"]) == {"data": given}
+
+
+@pytest.mark.parametrize("value", ["**/*", "*it's", '*"', "*$HOME"])
+def test_the_advised_quotes_make_a_setting_of_the_text(value: str) -> None:
+    with pytest.raises(ConfigError, match="if it is a text, quote it: ") as refused:
+        apply_overrides({}, [f"data.glob={value}"])
+    (setting,) = shlex.split(str(refused.value).partition("quote it: ")[2])
+    assert apply_overrides({}, [setting]) == {"data": {"glob": value}}

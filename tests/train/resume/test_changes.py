@@ -238,6 +238,14 @@ def test_files_that_came_went_or_changed_are_named(make_recipe, tmp_path: Path) 
         train(recipe, tmp_path / "run", resume=True)
     assert contents(tmp_path / "run") == before
     assert len(list((tmp_path / "run/data").iterdir())) == shards
+    other = changed(recipe, "data", "corpus", "glob", to="**/*.txt")
+    with pytest.raises(WorkhorseError, match="the data is not what") as refused:
+        train(other, tmp_path / "run", resume=True)
+    assert "'data.corpus.glob='\"'\"'**/*.txt'\"'\"''" in str(refused.value)  # read back by YAML
+    os.utime(texts / "9.txt", ns=(0, 0))  # the same text, which is not listed as changed
+    (texts / "8.txt").write_text("text number 8, and more of it")
+    with pytest.raises(WorkhorseError, match=r"with \(added new.txt; missing 7.txt\); put"):
+        train(recipe, tmp_path / "run", resume=True)
     (listed,) = (tmp_path / "run/data").glob("*/files.json")
     listed.unlink()
     os.mkfifo(listed)  # which nobody writes to: it is not waited for
@@ -255,7 +263,7 @@ def test_a_corpus_may_lie_elsewhere_with_the_same_text(
     text = moved.read_text()
     moved.write_text(text.replace("1", "2"))
     os.utime(moved, ns=(0, 0))
-    with pytest.raises(WorkhorseError, match=r"step 13 was trained with \(changed .*moved.txt\)"):
+    with pytest.raises(WorkhorseError, match=r"step 13 was trained with \(perhaps changed .*moved"):
         train(recipe, run, resume=True)
 
 

@@ -38,9 +38,13 @@ class FileChanges:
         return bool(self.added or self.missing or self.resized)
 
     def __str__(self) -> str:
-        """Every kind of change with the names of the first files: `added b.txt; missing a.txt`."""
-        changed = self.resized or self.touched
-        kinds = {"added": self.added, "missing": self.missing, "changed": changed}
+        """Every kind of change with the names of the first files: `added b.txt; missing a.txt`.
+
+        Files of another time only are listed if nothing else explains that the text is different.
+        """
+        kinds = {"added": self.added, "missing": self.missing, "changed": self.resized}
+        if not self.text_changed:
+            kinds["perhaps changed"] = self.touched
         return "; ".join(f"{kind} {_named(files)}" for kind, files in kinds.items() if files)
 
 

@@ -14,9 +14,11 @@ import torch
 import transformers as hf
 from torch import nn
 
-from tests.parity.reference import quiet
+from tests.parity.all_cases import ALL
+from tests.parity.reference import quiet, their_config
 from workhorse.models.huggingface import Fields, family
 from workhorse.models.huggingface.family import compare_plain, plain
+from workhorse.models.huggingface.rotation import contradictions
 
 FILES: dict[str, dict[str, Any]] = {}
 for _path in sorted(Path(__file__).with_name("older").glob("*.py")):
@@ -44,3 +46,24 @@ def test_an_older_file_means_what_transformers_reads_in_it(name: str) -> None:
 def n_parameters(model: nn.Module) -> int:
     """Those that gradients train: what balances experts is a buffer there in some families."""
     return sum(weight.numel() for weight in model.parameters() if weight.requires_grad)
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16}
+
+
+@pytest.mark.parametrize("model_type", ALL)
+def test_rope_scaling_beside_rope_parameters_means_what_it_means_there(model_type: str) -> None:
+    """As when somebody adds a scaling by hand to a file of transformers 5."""
+    with quiet():
+        file = their_config(model_type, ALL[model_type][0]).to_dict()
+        if not file.get("rope_parameters"):
+            pytest.skip("it has no rope_parameters")
+        file["rope_scaling"] = dict(YARN)
+        try:
+            theirs = hf.AutoConfig.for_model(**deepcopy(file)).to_dict()
+            expected = family(model_type).read(Fields(theirs))
+        except Exception:
+            pytest.skip("transformers or we refuse it")
+    ours = family(model_type).read(Fields(file))
+    assert list(compare_plain(plain(ours), plain(expected))) == []
+    assert "rope_scaling differs from rope_parameters; rope_scaling counts" in contradictions(file)

@@ -170,7 +170,7 @@ def read_gemma3(hf: Fields) -> DecoderConfig:
         cap=hf.optional("final_logit_softcapping", float),
         qk_norm=QKNormConfig(norm=_shared(hf)[0]),
         ropes={
-            FULL: read_rope(hf, theta=1e6, layer_type=FULL),
+            FULL: read_rope(hf, theta=1e6, layer_type=FULL, older="updates"),
             SLIDING: _local_rope(hf),
         },
     )
@@ -180,7 +180,7 @@ def _local_rope(hf: Fields) -> RopeConfig:
     theta = hf.get("rope_local_base_freq", 10_000.0)
     if hf.values.get("rope_parameters") is None:
         return RopeConfig(theta=theta)
-    return read_rope(hf, theta=theta, layer_type=SLIDING)
+    return read_rope(hf, theta=theta, layer_type=SLIDING, older="ignored")
 
 
 def _alternating(

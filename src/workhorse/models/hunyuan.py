@@ -22,7 +22,7 @@ from workhorse.models.huggingface.mixtures import (
     of_sparse,
     written_mlp_layer_types,
 )
-from workhorse.models.huggingface.rotation import read_rope
+from workhorse.models.huggingface.rotation import read_rope, rope_section
 from workhorse.models.huggingface.rules import instead, same
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.nn.attention.qk_norm import QKNormConfig
@@ -144,7 +144,7 @@ def _heads(hf: Fields) -> AttentionConfig:
 
 def _rotation(hf: Fields) -> RopeConfig:
     """A "dynamic" scaling with an `alpha` is theta · alpha^(d / (d - 2)), whatever the length."""
-    given = hf.section("rope_parameters") or hf.section("rope_scaling") or Fields({})
+    given = rope_section(hf) or Fields({})
     kind = given.get("rope_type", given.get("type", "default"))
     alpha = given.optional("alpha", float) if kind == "dynamic" else None
     if not alpha:

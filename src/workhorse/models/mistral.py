@@ -12,7 +12,12 @@ from workhorse.models.huggingface.llama_like import (
     gated_mlp,
     rms_norm,
 )
-from workhorse.models.huggingface.rotation import read_rope, rope_parameters, rope_scaling
+from workhorse.models.huggingface.rotation import (
+    read_rope,
+    rope_parameters,
+    rope_scaling,
+    rope_section,
+)
 from workhorse.models.huggingface.rules import instead, same, stacked
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.grouped import QueryScalingConfig
@@ -77,7 +82,7 @@ def read_ministral3(hf: Fields) -> DecoderConfig:
     if len(set(hf.sequence("layer_types", str) or ())) > 1:
         raise ConfigError(f"{hf.where}: layer_types differ; layers of a ministral3 are all alike")
     rope, growth = read_rope(hf), GROWING
-    given = hf.section("rope_parameters") or hf.section("rope_scaling")
+    given = rope_section(hf)
     if given is None:
         rope = STRETCHED
     else:

@@ -51,7 +51,11 @@ def read(hf: Fields) -> DecoderConfig:
             attention=attention(
                 hf,
                 position=read_rope(
-                    hf, theta=hf.get(key, theta), layer_type=kind, precision="float32"
+                    hf,
+                    theta=hf.get(key, theta),
+                    layer_type=kind,
+                    older="updates",
+                    precision="float32",
                 ),
                 window=window if kind == SLIDING else None,
                 qkv_bias=bias,

@@ -161,6 +161,7 @@ def read_olmo3(hf: Fields) -> DecoderConfig:
             theta=5e5,
             layer_type=kind,
             scaled=for_each or kind == FULL,
+            older="updates" if kind == FULL else "ignored",
             precision="float32",
         )
         return ReorderedNormConfig(

@@ -13,7 +13,12 @@ from workhorse.models.huggingface.llama_like import (
     rms_norm,
     written_activation,
 )
-from workhorse.models.huggingface.rotation import read_rope, rope_parameters, rope_scaling
+from workhorse.models.huggingface.rotation import (
+    read_rope,
+    rope_parameters,
+    rope_scaling,
+    rope_section,
+)
 from workhorse.models.huggingface.rules import instead, joined, same, stacked
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.qk_norm import QKNormConfig
@@ -115,7 +120,7 @@ def _amplified(hf: Fields, rope: RopeConfig) -> RopeConfig:
     """The rotation with the amplitude that Phi-3.5-MoE's files give in the place of a formula."""
     if rope.scaling is None:
         return rope
-    given = hf.section("rope_parameters") or hf.section("rope_scaling")
+    given = rope_section(hf)
     assert given is not None
     short, long = (given.need(f"{length}_mscale", float) for length in ("short", "long"))
     if short != long or not isinstance(rope.scaling, LongRopeScalingConfig):

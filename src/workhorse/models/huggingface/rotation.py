@@ -2,7 +2,7 @@
 
 transformers 5 has one mapping, `rope_parameters`, or one for each kind of layer; older files have
 `rope_theta`, `rope_scaling` and `partial_rotary_factor` beside each other. Both are read and both
-are written.
+are written. If a file has both mappings, `rope_scaling` counts, as in transformers.
 """
 
 from collections.abc import Callable, Mapping
@@ -33,6 +33,7 @@ def read_rope(
     layer_type: str = "",
     scaled: bool = True,
     absent: RopeScalingConfig | None = None,
+    older: Literal["replaces", "updates", "ignored"] = "replaces",
     **more: Any,
 ) -> RopeConfig:
     """The rotation of a config.
@@ -45,9 +46,11 @@ def read_rope(
         layer_type: the kind of layer, if kinds have separate rotations.
         scaled: whether the scaling applies to this kind of layer.
         absent: the scaling of a config that does not mention rotation.
+        older: what `rope_scaling` does to this kind of layer if `rope_parameters` has one mapping
+            for each kind.
         more: further fields of `RopeConfig`.
     """
-    rope = _rope_fields(hf, layer_type)
+    rope = _rope_fields(hf, layer_type, older)
     return RopeConfig(
         theta=rope.get("rope_theta", hf.get("rope_theta", theta)),
         fraction=rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", fraction)),
@@ -60,11 +63,14 @@ def read_rope(
 def contradictions(values: Mapping[str, Any]) -> list[str]:
     """A line for each setting of the rotation that a config states twice and differently.
 
-    The value inside the mapping counts, as in transformers.
+    `rope_scaling` counts before `rope_parameters`, and a value inside a mapping before one beside
+    it, as in transformers.
     """
     found: list[str] = []
-    name = "rope_parameters" if values.get("rope_parameters") else "rope_scaling"
+    name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     rope = values.get(name)
+    if name == "rope_scaling" and _differs(values):
+        found.append("rope_scaling differs from rope_parameters; rope_scaling counts")
     for key in ("rope_theta", "partial_rotary_factor"):
         beside = values.get(key)
         inside = cast(Data, rope).get(key) if isinstance(rope, Mapping) else None
@@ -73,9 +79,41 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
     return found
 
 
-def _rope_fields(hf: Fields, layer_type: str) -> Fields:
-    rope = hf.section("rope_parameters") or hf.section("rope_scaling") or Fields({})
+def _differs(values: Mapping[str, Any]) -> bool:
+    """Whether `rope_scaling` says another rotation than `rope_parameters` beside it."""
+    older, newer = values["rope_scaling"], values.get("rope_parameters")
+    if not (isinstance(older, Mapping) and isinstance(newer, Mapping) and newer):
+        return False
+    newer = cast(Data, newer)
+    found = newer.get("full_attention", newer)
+    beside = {key: values[key] for key in ("rope_theta", "partial_rotary_factor") if key in values}
+    said: list[Data] = []
+    for one in (cast(Data, older), cast(Data, found)):
+        whole = {**beside, **one}
+        whole["rope_type"] = whole.get("rope_type", whole.pop("type", "default"))
+        said.append({key: value for key, value in whole.items() if value is not None})
+    return said[0] != said[1]
+
+
+def rope_section(hf: Fields) -> Fields | None:
+    """`rope_scaling`, or else `rope_parameters`, in the order of transformers."""
+    for key in ("rope_scaling", "rope_parameters"):
+        if hf.values.get(key):
+            return hf.section(key)
+    return None
+
+
+def _rope_fields(
+    hf: Fields, layer_type: str, older: Literal["replaces", "updates", "ignored"]
+) -> Fields:
     hf.ignore("rope_scaling", "rope_parameters")
+    rope = rope_section(hf) or Fields({})
+    by_type = hf.section("rope_parameters") if older != "replaces" else None
+    if by_type and by_type.values:
+        nested = by_type.section(layer_type) or by_type
+        if older == "ignored" or rope.values == by_type.values:
+            return nested
+        return Fields({**nested.values, **rope.values}, rope.where)
     nested = rope.section(layer_type) if layer_type else None
     return nested or rope
 

@@ -1,8 +1,10 @@
 """`workhorse train` in several processes of this machine: the same bits, the same run."""
 
+import errno
 import json
 import os
 import signal
+import socket
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ import yaml
 from tests.parallel import forked
 from tests.parallel.runs import GATED, MIXTURE, begun, fields, run, state_of, steps_of
 from workhorse.errors import WorkhorseError
+from workhorse.parallel.processes import environment
 from workhorse.train import Recipe, read_metrics, train
 
 
@@ -180,10 +183,12 @@ def test_what_every_worker_refuses_is_told_by_one(tmp_path: Path) -> None:
     ("environment", "said"),
     [
         ({"WORLD_SIZE": "two"}, "WORLD_SIZE='two' in the environment is no number"),
+        ({"WORLD_SIZE": "9" * 5000}, "WORLD_SIZE='9999.*… in the environment is no number"),
+        ({"WORLD_SIZE": "٢"}, "WORLD_SIZE='٢' in the environment is no number"),
         ({"WORLD_SIZE": "2", "RANK": "2"}, "RANK=2 in the environment is not below WORLD_SIZE=2"),
         ({"WORLD_SIZE": "0"}, "RANK=0 in the environment is not below WORLD_SIZE=0"),
     ],
-    ids=["a word", "a rank too many", "none"],
+    ids=["a word", "5,000 digits", "Arabic digits", "a rank too many", "none"],
 )
 def test_an_environment_without_sense_is_refused(
     environment: dict[str, str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -193,3 +198,21 @@ def test_an_environment_without_sense_is_refused(
     with pytest.raises(WorkhorseError, match=said):
         train(Recipe.from_dict(fields(tmp_path, GATED)), tmp_path / "run")
     assert not (tmp_path / "run").exists()
+
+
+def test_an_address_that_cannot_be_resolved_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch tries for ten minutes."""
+    monkeypatch.setenv("MASTER_ADDR", "no such place")  # not a name, so nobody is asked
+    with pytest.raises(WorkhorseError, match=r"MASTER_ADDR='no such place' .* cannot be resolved"):
+        environment.check_address(patience=0)
+
+
+def test_a_machine_without_a_loopback_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    environment.check_loopback()
+
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENETUNREACH, os.strerror(errno.ENETUNREACH))
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
+    with pytest.raises(WorkhorseError, match=r"at localhost .*unreachable.*; enable the loopback"):
+        environment.check_loopback()

@@ -3,11 +3,12 @@
 import os
 import re
 import signal
+import socket
 import threading
 import time
 from pathlib import Path
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 
 
 def count() -> int:
@@ -23,6 +24,46 @@ def count() -> int:
             "or unset them"
         )
     return size
+
+
+def check_address(patience: float = 10.0) -> None:
+    """Refuse an address of the first process that has no meaning here; PyTorch waits for minutes.
+
+    Args:
+        patience: seconds for a name that is about to be published, as of a cluster's new machine.
+
+    Raises:
+        WorkhorseError: the name cannot be resolved.
+    """
+    name = os.environ.get("MASTER_ADDR", "localhost")
+    end = time.monotonic() + patience
+    while True:
+        try:
+            socket.getaddrinfo(name, None)
+            return
+        except (OSError, UnicodeError) as error:
+            if time.monotonic() >= end:
+                raise WorkhorseError(
+                    f"MASTER_ADDR={shown(name)} in the environment cannot be resolved ({error}); "
+                    "give the address of the machine of the first process"
+                ) from None
+        time.sleep(1)
+
+
+def check_loopback(patience: float = 5.0) -> None:
+    """Check that processes of this machine reach each other.
+
+    Raises:
+        WorkhorseError: they do not, as where a container has no network at all.
+    """
+    try:
+        with socket.create_server(("localhost", 0)) as server:
+            socket.create_connection(server.getsockname()[:2], patience).close()
+    except OSError as error:
+        raise WorkhorseError(
+            f"processes on this machine cannot reach each other at localhost ({error}); enable the "
+            "loopback interface (ip link set lo up), or train with one process"
+        ) from None
 
 
 def workers() -> list[str]:
@@ -84,11 +125,11 @@ def _number(name: str, otherwise: int) -> int:
     """A variable's value.
 
     Raises:
-        WorkhorseError: it is no number.
+        WorkhorseError: it is not a number of at most nine digits.
     """
     value = os.environ.get(name, str(otherwise))
-    if not value.isdecimal():
+    if not re.fullmatch(r"[0-9]{1,9}", value):
         raise WorkhorseError(
-            f"{name}={value!r} in the environment is no number; torchrun sets it, or unset it"
+            f"{name}={shown(value)} in the environment is no number; torchrun sets it, or unset it"
         )
     return int(value)

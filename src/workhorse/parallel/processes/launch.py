@@ -6,6 +6,8 @@ import sys
 from collections.abc import Sequence
 from signal import Signals
 
+from workhorse.parallel.processes import environment
+
 TIME_TO_SAVE = 600
 """Seconds that workers have to end after a signal."""
 
@@ -24,7 +26,11 @@ def launch(arguments: Sequence[str], workers: int, restarts: int = 0) -> int:
 
     Returns:
         The exit code: that of the process that failed first the last time, or 0.
+
+    Raises:
+        WorkhorseError: processes of this machine cannot reach each other.
     """
+    environment.check_loopback()
     from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
     from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
@@ -41,6 +47,7 @@ def launch(arguments: Sequence[str], workers: int, restarts: int = 0) -> int:
         run_id="workhorse",
         rdzv_backend="c10d",
         rdzv_endpoint="localhost:0",
+        local_addr="localhost",  # the machine's own name need not be known here
         max_restarts=restarts,
         monitor_interval=0.1,
         logs_specs=DefaultLogsSpecs(),

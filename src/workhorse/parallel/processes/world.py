@@ -148,6 +148,7 @@ def join_processes() -> Generator[Group]:
     from torch.distributed.rendezvous import rendezvous
 
     environment.end_with_agent()
+    environment.check_address()
     try:
         store, rank, _ = next(rendezvous("env://", timeout=PATIENCE))
         own = meet(store, rank, size, PATIENCE)

@@ -273,7 +273,7 @@ def test_damage_in_size_is_found_at_once_and_mended_by_preparing(
 @pytest.mark.parametrize(
     "name", ["train-corpus-00002.tokens.npy", "validation-corpus-00000.ends.npy"]
 )
-def test_a_flipped_bit_is_found_when_asked(
+def test_a_flipped_bit_is_found_and_mended(
     config: DataConfig, tokenizer, tmp_path: Path, name: str
 ) -> None:
     dataset = prepare(config, tokenizer, tmp_path / "data")
@@ -282,8 +282,8 @@ def test_a_flipped_bit_is_found_when_asked(
     content[-3] ^= 1
     (dataset.folder / name).write_bytes(content)
     with pytest.raises(WorkhorseError, match=f"{name} is damaged: its checksum differs"):
-        open_dataset(dataset.folder).verify()
-    prepare(config, tokenizer, tmp_path / "data", verify=True).verify()
+        open_dataset(dataset.folder)
+    prepare(config, tokenizer, tmp_path / "data").verify()
     assert files_of(dataset.folder) == before
 
 

@@ -1,6 +1,7 @@
 """A prepared data set: memory-mapped token streams, by split and source."""
 
 import hashlib
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +15,8 @@ from workhorse.untrusted import open_plain
 
 TOKENS = ".tokens.npy"
 ENDS = ".ends.npy"
+_verified: set[tuple[str | int, ...]] = set()
+"""Checksums of files that this process has verified, with what identifies an unchanged file."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +69,7 @@ class Dataset:
         for split in (self.manifest.train, self.manifest.validation):
             for stream in split.values():
                 for shard in stream.shards:
-                    check_sums(self.folder, shard)
+                    check_sums(self.folder, shard, again=True)
 
 
 def mostly_held_out(dataset: Dataset) -> str | None:
@@ -103,7 +106,8 @@ def open_dataset(folder: Path, weights: Mapping[str, float] | None = None) -> Da
 
     Raises:
         WorkhorseError: nothing is there, the preparation was not finished, or a shard is damaged.
-            Every shard's size is checked here, its checksum by `Dataset.verify`.
+            Checksums are compared when this process first opens a shard; `Dataset.verify` compares
+            them again.
     """
     manifest = read_manifest(folder)
     if not manifest.complete:
@@ -124,20 +128,35 @@ def open_shard(folder: Path, shard: ShardConfig) -> tuple[np.ndarray, np.ndarray
     """The tokens (memory-mapped) and the ends of documents of one shard.
 
     Raises:
-        WorkhorseError: a file is missing, cut short, or too long.
+        WorkhorseError: a file is missing, cut short, too long, or changed.
     """
     tokens = _open_array(folder / (shard.name + TOKENS), shard.tokens)
     ends = np.array(_open_array(folder / (shard.name + ENDS), shard.documents), dtype=np.int64)
+    check_sums(folder, shard)
     return tokens, ends
 
 
-def check_sums(folder: Path, shard: ShardConfig) -> None:
-    """Raises WorkhorseError if a file of the shard is not, byte for byte, what was written."""
+def check_sums(folder: Path, shard: ShardConfig, *, again: bool = False) -> None:
+    """Compare the SHA-256 of a shard's files with the manifest.
+
+    Args:
+        folder: of the data set.
+        shard: whose files.
+        again: also of files that this process has read before and that have not changed since.
+
+    Raises:
+        WorkhorseError: one is not, byte for byte, what was written.
+    """
     for suffix, expected in ((TOKENS, shard.tokens_sha256), (ENDS, shard.ends_sha256)):
         path = folder / (shard.name + suffix)
         with open_plain(path) as file:
+            at = os.fstat(file.fileno())
+            known = (expected, at.st_dev, at.st_ino, at.st_size, at.st_mtime_ns, at.st_ctime_ns)
+            if known in _verified and not again:
+                continue
             if hashlib.file_digest(file, "sha256").hexdigest() != expected:
                 raise _damaged(path, "its checksum differs")
+            _verified.add(known)
 
 
 def _open_stream(folder: Path, source: str, stream: StreamConfig) -> TokenStream:

@@ -70,8 +70,8 @@ def prepare(
         tokenizer: encodes the texts; ends (begins) documents with its eos (bos) if the config asks.
         folder: where data sets are kept, usually the run directory's `data`.
         progress: called with the progress.
-        verify: compare the checksums of shards that are there; a damaged one is made again. The
-            sizes of their files are always checked.
+        verify: compare the checksums of shards that are there even if this process has done so. A
+            damaged shard is made again in any case.
         tell: called with warnings: that more text is held out than trains, or that the tokenizer
             does not know all its characters.
 
@@ -275,7 +275,7 @@ def _sound(home: Path, stream: StreamConfig, verify: bool) -> StreamConfig:
         try:
             open_shard(home, shard)
             if verify:
-                check_sums(home, shard)
+                check_sums(home, shard, again=True)
         except WorkhorseError:
             return StreamConfig(shards=stream.shards[:index])
     return stream

@@ -153,6 +153,19 @@ def test_a_decoder_trained_by_hand_is_saved_and_loaded(run_folder: Path, tmp_pat
     assert not torch.equal(logits(folder), logits(run_folder))
 
 
+@pytest.mark.parametrize("name", ["q_proj", "activation"])
+def test_a_replaced_module_is_not_saved(run_folder: Path, tmp_path: Path, name: str) -> None:
+    """Its weights would be missing when it is loaded, or the config's module would come back."""
+    decoder = workhorse.load(run_folder).decoder
+    place, module = next(
+        (path, module) for path, module in decoder.named_modules() if path.endswith(f".{name}")
+    )
+    decoder.set_submodule(place, torch.nn.Sequential(module))
+    with pytest.raises(WorkhorseError, match=rf"{place} is Sequential and its config builds"):
+        workhorse.save(decoder, tmp_path / "mine")
+    assert not (tmp_path / "mine").exists()
+
+
 def test_saving_loses_nothing(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal, cast, get_args
 
 import torch
+from torch import nn
 
 from workhorse.checkpoints.huggingface.export import find_family, write_huggingface
 from workhorse.checkpoints.model_folder import check_new, write_model
@@ -24,6 +25,7 @@ from workhorse.models.parameters import count_parameters
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
 from workhorse.transforms.grouped_heads import group_heads, grouped
+from workhorse.transforms.record import transforms_of
 from workhorse.untrusted import to_path
 
 if TYPE_CHECKING:
@@ -184,6 +186,38 @@ def _check_weights(decoder: Decoder) -> None:
         raise WorkhorseError(
             "the decoder is on the device meta, without weights; load or draw them"
         )
+    _check_modules(decoder)
+
+
+def _check_modules(decoder: Decoder) -> None:
+    """Refuse a decoder that its config would not build again.
+
+    Raises:
+        WorkhorseError: a module was added, removed or replaced, except by a transform.
+    """
+    built = dict(decoder.config.build(device="meta").named_modules())
+    found = dict(decoder.named_modules())
+    for name in [*built, *(name for name in found if name not in built)]:
+        own, expected = found.get(name), built.get(name)
+        if own is not None and expected is not None and _is_built(own, expected):
+            continue
+        is_own = own is not None and type(own).__module__.startswith("workhorse.")
+        if is_own and transforms_of(decoder):
+            continue
+        there, wanted = (
+            "nothing" if module is None else type(module).__name__ for module in (own, expected)
+        )
+        raise WorkhorseError(
+            f"{name} is {there} and its config builds {wanted}, so load would give another model; "
+            "merge your changes into the weights, or save its state_dict yourself"
+        )
+
+
+def _is_built(own: nn.Module, expected: nn.Module) -> bool:
+    if type(own) is type(expected):
+        ours = type(own).__module__.startswith("workhorse.")  # which may name another kernel
+        return ours or own.extra_repr() == expected.extra_repr()
+    return isinstance(own, type(expected)) and type(own).__module__.startswith("workhorse.")
 
 
 def _write_gguf(

@@ -31,7 +31,15 @@ from torch import Tensor, nn
 
 from tests.checkpoints.gguf_cases import EACH, VOCAB, make
 from tests.tokenizers.conftest import CORPUS
-from workhorse.checkpoints.gguf import splitting, tensors, vocabulary, write, write_gguf
+from workhorse.checkpoints.gguf import (
+    GgufFile,
+    GgufType,
+    splitting,
+    tensors,
+    vocabulary,
+    write,
+    write_gguf,
+)
 from workhorse.checkpoints.gguf.metadata import model_metadata
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.latent import LatentAttention
@@ -178,6 +186,42 @@ def test_logits(model_type: str, number: int, tmp_path: Path) -> None:
     for dtype, (typical, worst) in found.items():
         assert typical <= max(least, (APART if gelu or latent else TYPICAL)[dtype]), dtype
         assert (dtype != "f32" and latent) or worst <= max(least, WORST[dtype]), dtype
+
+
+def rounded_to_q8_k(values: Tensor) -> Tensor:
+    """As llama.cpp multiplies them with K-quants: 8 bits and a float32 scale for 256 values."""
+    blocks = values.unflatten(-1, (-1, 256))
+    largest = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
+    inverse = -127 / largest
+    return ((inverse * blocks).round().clamp(max=127) / inverse).flatten(-2)
+
+
+@pytest.mark.parametrize("dtype", ["q8_0", "q4_0", "q4_k"])
+@torch.no_grad()
+def test_logits_of_a_quantised_file_that_is_read(dtype: GgufType, tmp_path: Path) -> None:
+    """The weights are those of the file; what they are multiplied by is rounded as there."""
+    file = tmp_path / f"{dtype}.gguf"
+    write_gguf(
+        file,
+        make("llama", hidden_size=256, intermediate_size=512),
+        model_type="llama",
+        dtype=dtype,
+    )
+    ours = GgufFile(file).load_decoder(kernel="eager")
+    for name, module in ours.named_modules():
+        if isinstance(module, nn.Linear):
+            fine = dtype != "q4_k" or name.startswith("head")
+
+            def hook(_: nn.Module, inputs: tuple[Any, ...], fine: bool = fine) -> tuple[Any, ...]:
+                change = (lambda x: rounded(x, Kind.Q8_0)) if fine else rounded_to_q8_k
+                return (change(inputs[0]), *inputs[1:])
+
+            module.register_forward_pre_hook(hook)
+    tokens = torch.randint(0, VOCAB, SHAPES["q8_0"])
+    (theirs,) = logits_of([file], [tokens], tmp_path)
+    errors = relative(theirs, ours(tokens))
+    print(f"\n{dtype}: median {errors.median():.1e}, worst {errors.max():.1e}")
+    assert errors.median() <= 1e-3
 
 
 FUSED_WRONG = {"attn_qkv": ("attn_q", "attn_k", "attn_v"), "ffn_up": ("ffn_up", "ffn_gate")}

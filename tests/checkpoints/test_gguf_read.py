@@ -99,7 +99,7 @@ def test_types_of_weights(tmp_path: Path) -> None:
 WIDE = {"hidden_size": 256, "intermediate_size": 256, "num_hidden_layers": 1, "vocab_size": 32}
 KINDS = (
     *("Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q2_K", "Q3_K", "Q4_K", "Q5_K", "Q6_K"),
-    *("IQ4_NL", "IQ4_XS", "IQ2_XS", "TQ1_0", "MXFP4"),
+    *("IQ4_NL", "IQ2_XS", "MXFP4"),
 )
 
 

@@ -4,7 +4,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import Literal, get_args
+from typing import Any, Literal, get_args
 
 import torch
 
@@ -14,6 +14,7 @@ from workhorse.checkpoints import (
     mapped_weights,
     weights_in_large_pages,
 )
+from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.checkpoints.room import check_random, check_stored
 from workhorse.checkpoints.runs.run_directory import DAMAGED_RECIPE
 from workhorse.checkpoints.stored import (
@@ -27,6 +28,7 @@ from workhorse.config import ConfigError
 from workhorse.data import DataConfig
 from workhorse.devices import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError, shown, warn_caller
+from workhorse.generate import GenerationConfig
 from workhorse.model import Model
 from workhorse.models import preset, preset_names
 from workhorse.nn import Decoder
@@ -144,7 +146,20 @@ def _with_text(stored: StoredModel, decoder: Decoder, tell: Callable[[str], obje
         and bool(tokenizer.chat_templates)
         and (not is_run or stored.recipe().get("init") is not None),
         family=stored.family,
+        sampling=_sampling_of(stored, tell),
     )
+
+
+def _sampling_of(stored: StoredModel, tell: Callable[[str], object]) -> dict[str, Any]:
+    """The sampling options beside a model, if they are valid."""
+    if not isinstance(stored, HuggingFaceDirectory):
+        return {}
+    try:
+        GenerationConfig(**stored.sampling)
+    except ConfigError as error:
+        tell(f"{stored.path}: generation_config.json is not used for sampling: {error}")
+        return {}
+    return stored.sampling
 
 
 def _data_of(run: RunDirectory) -> DataConfig:

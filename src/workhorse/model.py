@@ -1,7 +1,7 @@
 """A loaded model: a decoder, its tokenizer, and how texts go in and out."""
 
-from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 from workhorse.data import Beginning, DataConfig, beginning
@@ -39,6 +39,8 @@ class Model:
     tokenizer has one, not if it began with fresh weights."""
     family: Family | None = None
     """The model type of the Hugging Face directory or GGUF file it was loaded from."""
+    sampling: Mapping[str, Any] = field(default_factory=dict[str, Any])
+    """Options of `generation_config.json` for sampling: the defaults of options given by name."""
 
     @property
     def config(self) -> DecoderConfig:
@@ -219,13 +221,18 @@ class Model:
             )
         return draft.decoder
 
+    def with_sampling(self, config: GenerationConfig, given: Collection[str]) -> GenerationConfig:
+        """A config that samples, with the model's own options except those in `given`."""
+        own = {name: value for name, value in self.sampling.items() if name not in given}
+        return config.replace(**own) if config.samples and own else config
+
     def _config(self, config: GenerationConfig | None, options: dict[str, Any]) -> GenerationConfig:
         """The request in full: with every token that ends a text.
 
         They are the model's, and special tokens that `stop` names: those never are in a text.
         """
         if config is None:
-            config = GenerationConfig(**options)
+            config = self.with_sampling(GenerationConfig(**options), options)
         elif not isinstance(config, GenerationConfig):
             raise WorkhorseError(
                 f"{shown(config)} is no GenerationConfig; give options by name, as max_new_tokens=9"

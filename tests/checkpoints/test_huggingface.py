@@ -20,6 +20,8 @@ from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
 from workhorse.checkpoints.stored import open_stored
 from workhorse.errors import WorkhorseError
+from workhorse.generate import GenerationConfig
+from workhorse.load_model import load
 
 TIED = GROUPED | {"tie_word_embeddings": True}
 TEXT = torch.arange(3, 15)[None]
@@ -223,6 +225,29 @@ def test_what_contradicts_the_rest_is_told(
     change_config(folder, **{"eos_token_id": 2, **changes})
     directory = HuggingFaceDirectory(folder)
     assert (directory.remarks, directory.stop_tokens) == (remarks, stops)
+
+
+def test_sampling_options_count_where_the_file_samples(tmp_path: Path) -> None:
+    folder = saved(tmp_path / "m")
+    path = folder / "generation_config.json"
+    options = {"temperature": 0.6, "top_k": 5, "top_p": 0.9, "repetition_penalty": 1.1}
+    path.write_text(json.dumps(options))
+    assert load(folder, tell=print).sampling == {}
+    path.write_text(json.dumps({**options, "do_sample": True}))
+    model = load(folder, tell=print)
+    assert model.sampling == options
+    assert model.with_sampling(GenerationConfig(), ["top_k"]).replace(top_k=5) == GenerationConfig(
+        **options
+    )
+    greedy = GenerationConfig(temperature=0)
+    assert model.with_sampling(greedy, ["temperature"]) == greedy
+    assert model.generate([1, 2], max_new_tokens=2, seed=1) == model.generate(
+        [1, 2], GenerationConfig(**options, max_new_tokens=2, seed=1)
+    )
+    path.write_text(json.dumps({"temperature": -1.0, "top_k": 0, "do_sample": True}))
+    told: list[str] = []
+    assert load(folder, tell=told.append).sampling == {}
+    assert "is not used for sampling: temperature=-1 is negative" in " ".join(told)
 
 
 def test_what_ends_a_text_may_stand_in_a_file_of_its_own(tmp_path: Path) -> None:

@@ -1,11 +1,13 @@
 import io
 import json
 import sys
+from dataclasses import replace
 
 import pytest
 
 from workhorse.cli.main import main
 from workhorse.cli.prompts import read_prompts
+from workhorse.cli.sampling import with_sampling
 from workhorse.cli.speed import speed
 from workhorse.cli.verbs.generate import _logprobs
 from workhorse.convert import save
@@ -152,6 +154,15 @@ def test_a_token_of_a_padded_embedding_has_a_logprob_and_no_text(run_folder):
     completion = Completion("a", (97,), "length", 1, logprobs=(entry,))
     (shown,) = _logprobs(completion, "b", model)
     assert shown["top"] == [(padded, -0.5, None), (97, -1.0, "a")]
+
+
+def test_the_models_own_sampling_options_are_told_and_flags_win(run_folder, capsys):
+    model = replace(load(run_folder), sampling={"temperature": 0.6, "top_k": 5})
+    flags = {"temperature": None, "top_k": 3}
+    config = with_sampling(GenerationConfig(top_k=3), model, flags)
+    assert config == GenerationConfig(temperature=0.6, top_k=3)
+    told = "generation_config.json: temperature=0.6; flags override it\n"
+    assert capsys.readouterr().err == told
 
 
 def test_the_name_of_a_special_token_stops_at_it(run_folder):

@@ -1,13 +1,15 @@
 """The flags that choose how text is generated, shared by `generate` and `chat`."""
 
 import secrets
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 import click
 
 if TYPE_CHECKING:
     from workhorse.generate import GenerationConfig
+    from workhorse.model import Model
 
 
 def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> Any:
@@ -115,6 +117,24 @@ def with_seed(config: "GenerationConfig") -> "GenerationConfig":
     if config.samples and config.seed is None:
         return config.replace(seed=secrets.randbits(32))
     return config
+
+
+def with_sampling(
+    config: "GenerationConfig", model: "Model", options: Mapping[str, Any]
+) -> "GenerationConfig":
+    """The config with the model's own sampling options, which are printed on stderr.
+
+    Args:
+        config: made of the flags.
+        model: the model.
+        options: the flags; those that are not None win.
+    """
+    given = [name for name, value in options.items() if value is not None]
+    full = model.with_sampling(config, given)
+    if full != config:
+        own = (f"{key}={value:g}" for key, value in model.sampling.items() if key not in given)
+        print(f"generation_config.json: {', '.join(own)}; flags override it", file=sys.stderr)
+    return full
 
 
 def generation_config(**options: Any) -> "GenerationConfig":

@@ -2,7 +2,7 @@
 
     config.json                what the model is
     model.safetensors          its weights, or an index and several such files
-    generation_config.json     what ends its texts
+    generation_config.json     what ends its texts, and how its maker samples
     tokenizer.json, …
 
 Weights go from the mapped files straight into the decoder. No code of a directory is ever
@@ -80,7 +80,10 @@ class HuggingFaceDirectory:
                     raise ConfigError(f"{CONFIG_FILE}: {key}={depth} is no real model's")
             self.family: Family = family(model_type)
             self.config: DecoderConfig = self.family.read(fields)
-            ids = self._special_ids(fields)
+            generation = self._generation()
+            ids = _special_ids(fields, generation)
+            self.sampling = _sampling(generation)
+            """Options that its maker samples with, by our names; empty if it does not sample."""
         except WorkhorseError as error:
             of_ours = isinstance(error, ConfigError) and error.path  # no key of theirs
             where = f"{self.path}: {CONFIG_FILE} sets" if of_ours else f"{self.path}:"
@@ -166,14 +169,30 @@ class HuggingFaceDirectory:
 
         return load_tokenizer(self.path)
 
-    def _special_ids(self, fields: Fields) -> dict[str, list[int]]:
-        """The ids of special tokens; those that end a text may be in a separate file."""
-        ids = {key: fields.ids(key) for key in SPECIAL_IDS}
-        if (self.path / GENERATION_FILE).exists():
-            generation = Fields(read_json(self.path / GENERATION_FILE), GENERATION_FILE)
-            if "eos_token_id" in generation.values:
-                ids["eos_token_id"] = generation.ids("eos_token_id")
-        return ids
+    def _generation(self) -> Fields:
+        """The fields of `generation_config.json`; none without such a file."""
+        path = self.path / GENERATION_FILE
+        return Fields(read_json(path) if path.exists() else {}, GENERATION_FILE)
+
+
+def _special_ids(fields: Fields, generation: Fields) -> dict[str, list[int]]:
+    """The ids of special tokens; those that end a text may be in a separate file."""
+    ids = {key: fields.ids(key) for key in SPECIAL_IDS}
+    if "eos_token_id" in generation.values:
+        ids["eos_token_id"] = generation.ids("eos_token_id")
+    return ids
+
+
+def _sampling(generation: Fields) -> dict[str, Any]:
+    """The sampling options, which transformers reads only beside `do_sample`."""
+    if not generation.get("do_sample", False):
+        return {}
+    found: dict[str, float | None] = {
+        key: generation.optional(key, float)
+        for key in ("temperature", "top_p", "repetition_penalty")
+    }
+    found["top_k"] = generation.optional("top_k", int) or None  # 0: all tokens
+    return {key: value for key, value in found.items() if value is not None}
 
 
 def _text_part(whole: Mapping[str, Any], text: Mapping[str, Any]) -> dict[str, Any]:

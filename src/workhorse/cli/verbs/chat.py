@@ -11,7 +11,13 @@ import click
 from workhorse.cli.loading import Running, compile_option, model_options, open_model
 from workhorse.cli.options import json_option
 from workhorse.cli.output import for_terminal, print_result, warn
-from workhorse.cli.sampling import draft_options, generation_config, sampling_options, with_seed
+from workhorse.cli.sampling import (
+    draft_options,
+    generation_config,
+    sampling_options,
+    with_sampling,
+    with_seed,
+)
 from workhorse.cli.speed import prompt_seconds, speed
 from workhorse.errors import WorkhorseError
 
@@ -58,6 +64,7 @@ def command(
     if config.samples:
         print(f"seed {config.seed}", file=sys.stderr)
     loaded = open_model(model, running, compiled=compiled)
+    config = with_sampling(config, loaded, options)
     guesser = None
     if draft is not None:
         guesser = open_model(draft, running, compiled=compiled, with_text=False)

@@ -12,7 +12,13 @@ from workhorse.cli.loading import Running, compile_option, model_options, open_m
 from workhorse.cli.options import MOST_ROWS, PATH, json_option
 from workhorse.cli.output import for_terminal, print_result, status
 from workhorse.cli.prompts import read_prompts
-from workhorse.cli.sampling import draft_options, generation_config, sampling_options, with_seed
+from workhorse.cli.sampling import (
+    draft_options,
+    generation_config,
+    sampling_options,
+    with_sampling,
+    with_seed,
+)
 from workhorse.cli.speed import prompt_seconds, speed
 
 if TYPE_CHECKING:
@@ -97,6 +103,7 @@ def command(
         )
     config = with_seed(config)
     loaded = open_model(model, running, compiled=compiled)
+    config = with_sampling(config, loaded, options)
     guesser = None
     if draft is not None:
         guesser = open_model(draft, running, compiled=compiled, with_text=False)

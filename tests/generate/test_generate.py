@@ -217,6 +217,14 @@ def test_wrong_requests(make_decoder, prompt, options, message):
         generate(make_decoder(), [prompt], GenerationConfig(**options))
 
 
+def test_a_tokenizer_larger_than_the_embedding_is_named(make_decoder, letters):
+    tokenizer = letters()
+    tokenizer.vocab_size = 18
+    message = "token id 17 .* 17; the tokenizer has 18 tokens, more than the embedding: use"
+    with pytest.raises(WorkhorseError, match=message):
+        generate(make_decoder(), [[17]], GenerationConfig(stop_tokens=()), tokenizer=tokenizer)
+
+
 def test_stream_refuses_when_called(make_decoder):
     with pytest.raises(WorkhorseError, match="holds no tokens"):
         stream(make_decoder(), [[]], GenerationConfig())

@@ -79,11 +79,14 @@ def check_prompts(
     for option, tokens in asked_for.items():
         for token in tokens:
             _check_id(token, size, f"of {option} ", f"choose 0 to {size - 1}")
+    fix = "use the model's own tokenizer"
+    if tokenizer is not None and tokenizer.vocab_size > size:
+        fix = f"the tokenizer has {tokenizer.vocab_size} tokens, more than the embedding: {fix}"
     for token in stop_tokens(config, tokenizer):
-        _check_id(token, size)
+        _check_id(token, size, "", fix)
     rule, remedy = "a prompt is a sequence of token ids", "give whole numbers of one text"
     ids = (token_ids(prompt, rule, remedy) for prompt in prompts)
-    return [_fit(prompt, decoder.max_seq_len, size, config) for prompt in ids]
+    return [_fit(prompt, decoder.max_seq_len, size, config, fix) for prompt in ids]
 
 
 def token_ids(tokens: object, rule: str, remedy: str) -> list[int]:
@@ -170,13 +173,15 @@ def check_draft(
         )
 
 
-def _fit(prompt: list[int], context: int, vocab: int, config: GenerationConfig) -> list[int]:
+def _fit(
+    prompt: list[int], context: int, vocab: int, config: GenerationConfig, fix: str
+) -> list[int]:
     if not prompt:
         raise WorkhorseError(
             "the prompt holds no tokens, and no token begins a text of this model; give some text"
         )
     for token in (min(prompt), max(prompt)):
-        _check_id(token, vocab)
+        _check_id(token, vocab, "", fix)
     if len(prompt) > context and config.truncate == "refuse":
         raise WorkhorseError(
             f"the prompt has {len(prompt)} tokens and the context is {context}; shorten it, or "
@@ -194,9 +199,7 @@ def _fit(prompt: list[int], context: int, vocab: int, config: GenerationConfig) 
     return prompt[-keep:] if config.truncate == "left" else prompt
 
 
-def _check_id(
-    token: int, vocab: int, whose: str = "", remedy: str = "use the model's own tokenizer"
-) -> None:
+def _check_id(token: int, vocab: int, whose: str, remedy: str) -> None:
     if not 0 <= token < vocab:
         raise WorkhorseError(
             f"token id {token} {whose}is not in the vocabulary of {vocab}; {remedy}"

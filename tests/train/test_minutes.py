@@ -20,7 +20,6 @@ from workhorse.train import (
     dry_run,
     estimate,
     override_recipe,
-    read_metrics,
     train,
 )
 from workhorse.train.minutes import settle, steps_within, time_steps, with_steps
@@ -70,11 +69,19 @@ def test_a_resumed_run_keeps_its_steps(half_minute, tmp_path: Path) -> None:
     steps = train(half_minute, tmp_path / "run").steps
     assert train(half_minute, tmp_path / "run", resume=True).steps == steps
     assert dry_run(half_minute, tmp_path / "run", resume=True)["seconds"] == 0
-    assert len(read_metrics(tmp_path / "run/metrics.jsonl")) > 0
     other = half_minute.replace(train=half_minute.train.replace(minutes=2).to_dict())
     said = f"train.minutes=2 is for a run that begins, .*train.steps={steps}; set train.steps"
     with pytest.raises(WorkhorseError, match=said):
         train(other, tmp_path / "run", resume=True)
+
+
+def test_a_run_that_stopped_before_its_steps_were_timed_times_them(
+    half_minute, tmp_path: Path
+) -> None:
+    RunDirectory(tmp_path / "run").path.mkdir()
+    RunDirectory(tmp_path / "run").begin(half_minute.to_yaml())
+    result = train(half_minute, tmp_path / "run", resume=True)
+    assert result.step == result.steps == RunDirectory(tmp_path / "run").recipe()["train"]["steps"]
 
 
 def test_validations_are_part_of_the_time(make_recipe) -> None:

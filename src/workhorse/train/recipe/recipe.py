@@ -54,7 +54,7 @@ class TrainConfig(Config):
 
     steps: Annotated[Count | None, OnResume.GOES_ON] = None
     """Updates of the weights. None: as many as `minutes` allow."""
-    minutes: Annotated[float | None, OnResume.GOES_ON] = Field(default=None, gt=0, le=LONGEST)
+    minutes: float | None = Field(default=None, gt=0, le=LONGEST)
     """Time of the steps and validations, in place of `steps`. When the run begins, steps are timed
     for a twentieth of it, at most 30 seconds, and forgotten; the run's own recipe has the number of
     steps that follows, which a resumed run keeps."""

@@ -17,6 +17,11 @@ class WorkhorseError(ValueError):
     """
 
 
+def to_install(extra: str) -> str:
+    """The remedy for a missing optional package: how to install the extra that has it."""
+    return f"in the clone of workhorse, pip install -e '.[{extra}]'"  # it is on no index
+
+
 def shown(value: object) -> str:
     """A value as a message quotes it: its repr on one line, of bounded length."""
     text = " ".join(line.strip() for line in repr(value).splitlines())  # an array has several

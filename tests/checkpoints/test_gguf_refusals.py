@@ -138,7 +138,7 @@ def test_an_unknown_dtype(tmp_path: Path) -> None:
 
 def test_the_package_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "gguf", None)
-    with pytest.raises(WorkhorseError, match=r"pip install 'workhorse\[gguf\]'"):
+    with pytest.raises(WorkhorseError, match=r"pip install -e '.\[gguf\]'"):
         write_gguf(tmp_path / "model.gguf", make("llama"), model_type="llama")
 
 

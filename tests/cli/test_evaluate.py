@@ -120,7 +120,7 @@ def test_a_flag_without_effect_is_refused(run_folder, capsys, arguments, message
 def test_tasks_without_the_harness(run_folder, capsys, monkeypatch):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
     expected = "tasks need the package lm-eval"
-    assert_refused(capsys, [str(run_folder), "--tasks", "a"], expected, "'workhorse[eval]'")
+    assert_refused(capsys, [str(run_folder), "--tasks", "a"], expected, "'.[eval]'")
 
 
 class TestTasks:

@@ -114,5 +114,5 @@ def test_the_seeds_that_an_effect_needs():
 def test_without_scipy_one_line_says_what_to_install(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(sys.modules, "scipy.stats", None)
     monkeypatch.setitem(sys.modules, "scipy", None)
-    with pytest.raises(WorkhorseError, match=r"pip install 'workhorse\[compare\]'"):
+    with pytest.raises(WorkhorseError, match=r"pip install -e '.\[compare\]'"):
         scipy_stats()

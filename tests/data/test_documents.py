@@ -377,5 +377,5 @@ def test_a_missing_package_is_named(
     monkeypatch.setitem(sys.modules, package, None)
     Path("a.zst").write_bytes(zstandard.compress(b"text"))
     Path("a.parquet").write_bytes(b"")
-    with pytest.raises(WorkhorseError, match=r"pip install 'workhorse\[data\]'"):
+    with pytest.raises(WorkhorseError, match=r"pip install -e '.\[data\]'"):
         texts(**corpus)

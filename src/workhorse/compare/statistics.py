@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 from typing import Any
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, to_install
 
 CONFIDENCE = 0.95
 LEVEL = 1 - CONFIDENCE
@@ -54,8 +54,7 @@ def scipy_stats() -> Any:
         import scipy.stats
     except ImportError:
         raise WorkhorseError(
-            "intervals and tests need SciPy, which is not installed; "
-            "pip install 'workhorse[compare]'"
+            f"intervals and tests need SciPy, which is not installed; {to_install('compare')}"
         ) from None
     return scipy.stats
 

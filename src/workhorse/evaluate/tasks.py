@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, cast
 import numpy
 import torch
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, to_install
 from workhorse.evaluate.task_files import check_file
 from workhorse.evaluate.task_names import check_names, is_file, unknown
 
@@ -126,7 +126,7 @@ def _check_installed() -> None:
         import lm_eval  # noqa: F401
     except ImportError as error:
         raise WorkhorseError(
-            f"tasks need the package lm-eval ({error}); pip install 'workhorse[eval]'"
+            f"tasks need the package lm-eval ({error}); {to_install('eval')}"
         ) from None
 
 

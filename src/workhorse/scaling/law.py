@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, to_install
 from workhorse.scaling.forms import FORMS, Form, Logs, Point, Theta
 
 HUBER = 1e-3
@@ -170,7 +170,7 @@ def _fitted(
         from scipy.optimize import least_squares
     except ImportError:
         raise WorkhorseError(
-            "laws are fitted by SciPy, which is not installed; pip install 'workhorse[compare]'"
+            f"laws are fitted by SciPy, which is not installed; {to_install('compare')}"
         ) from None
 
     def errors(theta: Any) -> NDArray[np.float64]:

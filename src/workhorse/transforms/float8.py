@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, to_install
 from workhorse.nn import Decoder
 from workhorse.transforms.record import check, record
 
@@ -79,5 +79,5 @@ def _torchao() -> Any:
         return importlib.import_module("torchao.float8")
     except ImportError:
         raise WorkhorseError(
-            "train.fp8=true needs torchao, which is not installed: pip install 'workhorse[quant]'"
+            f"train.fp8=true needs torchao, which is not installed; {to_install('quant')}"
         ) from None

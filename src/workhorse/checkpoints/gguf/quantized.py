@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, to_install
 
 CODES, SCALE_BYTES = 32, 2
 """A block of Q8_0: the number of 8-bit codes, and the bytes of the float16 scale before them."""
@@ -33,9 +33,7 @@ def gguf_package(task: str) -> Any:
     try:
         import gguf
     except ImportError:
-        raise WorkhorseError(
-            f"{task} needs the package gguf; pip install 'workhorse[gguf]'"
-        ) from None
+        raise WorkhorseError(f"{task} needs the package gguf; {to_install('gguf')}") from None
     return gguf
 
 

@@ -49,7 +49,7 @@ PER_TASK = ("versions", "n-shot")
 @click.option(
     "--tasks",
     metavar="NAME,...",
-    help="Score the model on tasks of the lm-evaluation-harness, which needs workhorse[eval]:"
+    help="Score the model on tasks of the lm-evaluation-harness, which needs the extra eval:"
     " names, groups, patterns, or YAML files.",
 )
 @click.option(

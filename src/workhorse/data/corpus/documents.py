@@ -31,7 +31,7 @@ from workhorse.data.corpus.files import (
     visible_files,
 )
 from workhorse.data.corpus.held_out import hash_of, threshold
-from workhorse.errors import WorkhorseError, nearest
+from workhorse.errors import WorkhorseError, nearest, to_install
 
 if TYPE_CHECKING:
     import pyarrow
@@ -193,7 +193,7 @@ def _read_parquet(path: Path, source: ParquetConfig) -> Iterator[tuple[str, str]
         from pyarrow import parquet
     except ImportError:
         raise WorkhorseError(
-            f"{path} is parquet; pip install 'workhorse[data]' to read it"
+            f"{path} is parquet, which needs the package pyarrow; {to_install('data')}"
         ) from None
     try:
         with parquet.ParquetFile(path) as file:

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
 from workhorse.data.config import STDIN
-from workhorse.errors import WorkhorseError, shown
+from workhorse.errors import WorkhorseError, shown, to_install
 from workhorse.untrusted import open_plain
 
 if TYPE_CHECKING:
@@ -152,7 +152,8 @@ def _unzstd(file: BinaryIO, path: Path) -> Iterator[BinaryIO]:
         import zstandard
     except ImportError:
         raise WorkhorseError(
-            f"{path} is compressed with zstd; pip install 'workhorse[data]' to read it"
+            f"{path} is compressed with zstd, which needs the package zstandard; "
+            f"{to_install('data')}"
         ) from None
     try:
         frames = _Blocks(_zstd_content(file, zstandard.ZstdDecompressor()))

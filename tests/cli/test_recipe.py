@@ -2,7 +2,10 @@
 
 import json
 
+import pytest
+
 from workhorse.cli.main import main
+from workhorse.train.recipe.reference import SYNONYMS, all_keys
 
 
 def test_a_key_alone(capsys):
@@ -28,3 +31,26 @@ def test_everything_as_data(capsys):
 def test_an_unknown_key(capsys):
     assert main(["recipe", "train.stepz"]) == 2
     assert "did you mean 'train.steps'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("word", "key"),
+    [
+        ("n_heads", "model.blocks.NAME.attention.n_heads"),
+        ("window", "model.blocks.NAME.attention.window"),
+        ("GQA", "model.blocks.NAME.attention.n_kv_heads"),
+        ("moe", "model.blocks.NAME.feed_forward.n_experts"),
+        ("swiglu", "model.blocks.NAME.feed_forward"),
+        ("lr", "train.optimizer.learning_rate"),
+        ("batch", "train.batch_size"),
+    ],
+)
+def test_a_last_name_or_a_synonym_leads_to_the_key(capsys, word, key):
+    assert main(["recipe", word]) == 2
+    assert f"{key}" in capsys.readouterr().err
+
+
+def test_every_synonym_leads_to_keys():
+    for names in SYNONYMS.values():
+        for name in names.split():
+            assert any(name in (key, key.rpartition(".")[2]) for key in all_keys()), name

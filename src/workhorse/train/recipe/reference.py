@@ -33,6 +33,23 @@ WORDS = {
 }
 """Our words for JSON schema's; `path`, `number` and `null` are used as they are."""
 ROUND_TO_POWERS = 10**9
+NAMED = 5
+"""How many keys of one last name a message lists."""
+SYNONYMS = {
+    "swiglu": "model.blocks.NAME.feed_forward",
+    "moe": "n_experts",
+    "gqa": "n_kv_heads",
+    "mqa": "n_kv_heads",
+    "lr": "learning_rate",
+    "batch": "batch_size",
+    "context": "seq_len max_seq_len",
+    "warmup": "warmup_steps",
+    "rope": "model.blocks.NAME.attention.position theta",
+    "layers": "n_layers",
+    "heads": "n_heads",
+    "hidden_size": "d_model",
+}
+"""What keys are called elsewhere, with the last names or the whole keys that a recipe has."""
 
 
 @dataclass(frozen=True)
@@ -119,6 +136,12 @@ def sections_at(key: str) -> list[Section]:
     parts = [part for section in sections() if (part := _standing_at(section, above))]
     if matching := [only for part in parts if (only := _with_key(part, name))]:
         return matching
+    wanted = set(SYNONYMS.get(key.lower(), key).split())
+    if found := sorted(known for known in all_keys() if wanted & {known, known.rpartition(".")[2]}):
+        more = f" and {len(found) - NAMED} more" if len(found) > NAMED else ""
+        raise WorkhorseError(
+            f"a recipe has no key {key!r} at its top; look at {', '.join(found[:NAMED])}{more}"
+        )
     raise WorkhorseError(f"a recipe has no key {key!r}; {nearest(key, all_keys())}")
 
 

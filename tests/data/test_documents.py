@@ -379,3 +379,18 @@ def test_a_missing_package_is_named(
     Path("a.parquet").write_bytes(b"")
     with pytest.raises(WorkhorseError, match=r"pip install -e '.\[data\]'"):
         texts(**corpus)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [pyarrow.dictionary(pyarrow.int32(), pyarrow.string()), pyarrow.string_view(), pyarrow.null()],
+)
+def test_a_parquet_column_of_any_type_of_strings(tmp_path: Path, kind: pyarrow.DataType):
+    rows = [None, None] if kind == pyarrow.null() else ["one", None, "two", "one"]
+    column = pyarrow.array(rows, kind)
+    parquet.write_table(pyarrow.table({"text": column}), tmp_path / "a.parquet")
+    source = DataConfig.from_dict(
+        {"corpus": {"kind": "parquet", "path": str(tmp_path), "validation_fraction": 0}}
+    ).sources
+    found = [one.text for part in source.values() for one in read_documents(part, "train")]
+    assert found == [row for row in rows if row]

@@ -201,7 +201,7 @@ def _read_parquet(path: Path, source: ParquetConfig) -> Iterator[tuple[str, str]
             number = 0
             for batch in file.iter_batches(PARQUET_ROWS, columns=[source.text_field]):
                 # as bytes, for the library checks none of the strings that it is given
-                for data in batch.column(0).cast(pyarrow.large_binary()).to_pylist():
+                for data in _as_bytes(batch.column(0)).to_pylist():
                     where = f"{path}:{number}"
                     try:
                         yield where, (data or b"").decode("utf-8", source.errors)
@@ -213,6 +213,18 @@ def _read_parquet(path: Path, source: ParquetConfig) -> Iterator[tuple[str, str]
         raise WorkhorseError(f"cannot read {path}: {reason}; fetch it again") from None
 
 
+def _as_bytes(column: "pyarrow.Array") -> "pyarrow.Array":
+    """A column of strings of any of pyarrow's types, undecoded."""
+    import pyarrow
+    from pyarrow import types
+
+    if types.is_dictionary(column.type):
+        column = column.dictionary_decode()
+    if types.is_string_view(column.type):
+        column = column.cast(pyarrow.large_string())
+    return column.cast(pyarrow.large_binary())
+
+
 def _check_column(path: Path, name: str, schema: "pyarrow.Schema") -> None:
     from pyarrow import types
 
@@ -222,7 +234,12 @@ def _check_column(path: Path, name: str, schema: "pyarrow.Schema") -> None:
     if (count := schema.names.count(name)) > 1:
         raise WorkhorseError(f"{path} has {count} columns {name!r}; give each its own name")
     kind = schema.field(name).type
-    if not (types.is_string(kind) or types.is_large_string(kind)):
+    if types.is_dictionary(kind):
+        kind = kind.value_type
+    if not any(
+        fits(kind)
+        for fits in (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
+    ):
         remedy = "choose a column of strings as text_field"
         raise WorkhorseError(f"{path}: column {name!r} is {kind}; {remedy}")
 

@@ -1,6 +1,7 @@
 # Works on a machine that has Python 3.11 or newer and nothing else:
 #   make demo    train a small model on real text, evaluate it and generate with it
 #   make test    lint and the default tests
+#   make test-all   every test: the slow ones, each C++ compiler, the campaigns (hours)
 # Variables:
 #   PYTHON=python3.12        the interpreter that makes .venv
 #   TORCH_INDEX=ADDRESS      an index of PyTorch builds, asked beside the default one. PyTorch's own
@@ -26,11 +27,13 @@ export PYTHONDONTWRITEBYTECODE :=
 # One thread a test process: the models of the tests are too small to share out.
 PYTEST := OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
+COMPILERS := $(foreach name,g++ clang++ clang++-19 clang++-16,$(shell command -v $(name) > /dev/null && echo $(name)))
+
 CAMPAIGNS := $(addprefix campaign-,faults exact meshes mutations flex fast cpus hostile inputs gguf harness requests accounting)
 
 # One pip at a time.
 .NOTPARALLEL:
-.PHONY: help install demo test lint format bench reference families clean campaigns $(CAMPAIGNS)
+.PHONY: help install demo test test-all test-compilers lint format bench reference families clean campaigns $(CAMPAIGNS)
 help:
 	@sed -n 's/^#  *make/make/p' Makefile
 	@echo "make lint, format, bench, campaigns, clean: see CONTRIBUTING.md"
@@ -69,6 +72,19 @@ demo: $(INSTALLED)
 
 test: lint
 	$(PYTEST) --numprocesses $(WORKERS) --dist worksteal
+
+test-all: lint
+	$(PYTEST) --numprocesses $(WORKERS) --dist worksteal -m "not campaign"
+	$(MAKE) test-compilers
+	$(MAKE) campaigns
+
+# The operators' bits must depend on no compiler.
+test-compilers: $(FOR_TESTS)
+	@for compiler in $(COMPILERS); do \
+	    echo "CXX=$$compiler"; \
+	    CXX=$$compiler $(PYTEST) -m "not campaign" tests/native tests/transforms/native_training \
+	        tests/transforms/steps tests/transforms/quantization || exit 1; \
+	done
 
 lint: $(FOR_TESTS)
 	.venv/bin/ruff format --check .

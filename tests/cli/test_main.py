@@ -155,7 +155,9 @@ def test_a_current_folder_that_is_gone_is_one_line(
     monkeypatch.chdir(tmp_path)
 
 
-@pytest.mark.parametrize("error", [ValueError("a bug"), OSError(errno.EIO, "Input/output error")])
+@pytest.mark.parametrize(
+    "error", [ValueError("a bug"), OSError(errno.EBADF, "Bad file descriptor")]
+)
 def test_a_failure_of_ours_shows_its_traceback(
     probe: Callable, capsys: pytest.CaptureFixture, error: Exception
 ) -> None:

@@ -32,7 +32,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.instructions import SWITCH, compiler_flags, switched_off, told_of_cpu
 from workhorse.writing import one_process_at_a_time
 
-_FLAGS = ("-O3", "-fno-math-errno", "-std=c++20", "-fPIC", "-shared")
+_FLAGS = ("-O3", "-fno-math-errno", "-ffp-contract=off", "-std=c++20", "-fPIC", "-shared")
 _SECONDS = 300
 _SCRATCH = "building-"
 _LOADING = threading.Lock()

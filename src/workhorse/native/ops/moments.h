@@ -25,7 +25,7 @@ Moments moments(int64_t width, const T* x, float eps, bool centred) {
   Sum squares;
   each(width, [&]<class V>(V, int64_t i) {
     const V deviation = read<V>(x + i) - mean;
-    squares += deviation * deviation;
+    squares.add_product(deviation, deviation);
   });
   return {mean, 1.0f / std::sqrt(squares / width + eps)};
 }

@@ -27,7 +27,7 @@ struct Dot<float> {
   static constexpr int step = 16;
   template <bool Reused = false>
   static F32x16 add(F32x16 acc, const float* w, const float* x) {
-    return acc + load<F32x16>(w) * load<F32x16>(x);
+    return fma(load<F32x16>(w), load<F32x16>(x), acc);
   }
 };
 
@@ -43,7 +43,7 @@ struct Dot<BFloat16> {
 #endif
     // In the order of that instruction on Intel's CPUs.
     const auto a = load<U32x16>(w), b = load<U32x16>(x);
-    return acc + seconds(a) * seconds(b) + firsts(a) * firsts(b);
+    return fma(firsts(a), firsts(b), fma(seconds(a), seconds(b), acc));
   }
 };
 

@@ -58,6 +58,11 @@ struct Sum {
 
   void operator+=(F32x16 v) { lanes += v; }
   void operator+=(float v) { rest += v; }
+  template <class V>
+  void add_product(V a, V b) {
+    if constexpr (kCount<V> == 1) rest = fma(a, b, rest);
+    else lanes = fma(a, b, lanes);
+  }
   operator float() const { return sum(lanes) + rest; }
 };
 

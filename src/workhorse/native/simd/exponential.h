@@ -10,12 +10,12 @@ namespace workhorse {
 inline F32x16 exponential(F32x16 x) {
   const auto none = x < F32x16{} - 87.0f;
   x = select(none, F32x16{}, x);
-  const I32x16 whole = convert<I32x16>(x * 1.44269504f - 0.5f);
+  const I32x16 whole = convert<I32x16>(fma(x, 1.44269504f, -0.5f));
   const F32x16 w = convert<F32x16>(whole);
-  const F32x16 rest = (x - w * 0.693359375f) + w * 2.12194440e-4f;
-  F32x16 power = rest * (1.0f / 5040) + 1.0f / 720;
+  const F32x16 rest = fma(w, 2.12194440e-4f, fma(w, -0.693359375f, x));
+  F32x16 power = fma(rest, 1.0f / 5040, 1.0f / 720);
   for (float factor : {1.0f / 120, 1.0f / 24, 1.0f / 6, 0.5f, 1.0f, 1.0f})
-    power = power * rest + factor;
+    power = fma(power, rest, factor);
   return select(none, F32x16{}, power * (F32x16)((whole + 127) << 23));
 }
 

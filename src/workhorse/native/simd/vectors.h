@@ -7,6 +7,8 @@
 
 #ifdef __x86_64__
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "simd/halves.h"
@@ -68,6 +70,42 @@ template <class Mask, class V>
 inline V select(Mask mask, V a, V b) {
   if constexpr (kHalved<V>) return {select(mask.low, a.low, b.low), select(mask.high, a.high, b.high)};
   else return mask ? a : b;
+}
+
+// a · b + c of numbers and of vectors, rounded once if the CPU has an instruction for it, else twice. Compilers may not
+// fuse other sums of products (`-ffp-contract=off`), so that bits depend neither on them nor on which copy of a loop
+// computes a number.
+inline float fused(float a, float b, float c) {
+#if defined(__FMA__) || defined(__aarch64__)
+  return __builtin_fmaf(a, b, c);
+#else
+  return a * b + c;
+#endif
+}
+
+template <class V>
+inline V fused(V a, V b, V c) {
+  if constexpr (kHalved<V>) return {fused(a.low, b.low, c.low), fused(a.high, b.high, c.high)};
+#ifdef __AVX512F__
+  else return (V)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__) && defined(__FMA__)
+  else return (V)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#elif defined(__aarch64__)
+  else return (V)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+  else return a * b + c;
+#endif
+}
+
+// The same if some of them are a float for every lane.
+template <class... Some>
+inline auto fma(Some... abc) {
+  using V = std::conditional_t<(std::is_same_v<Some, F32x16> || ...), F32x16, float>;
+  const auto wide = [](auto value) {
+    if constexpr (std::is_same_v<decltype(value), V>) return value;
+    else return broadcast<V>(value);
+  };
+  return fused(wide(abc)...);
 }
 
 inline I32x16 lane_numbers() {

@@ -163,12 +163,12 @@ struct Attend {
         totals[n] = Dot<T>::add(totals[n], keys[n] + i, query + i);
       }
     for (; i + kWide <= width; i += kWide)  // the first half of a step of bfloat16
-      for (int n = 0; n < kWide; n++) totals[n] += read<F32x16>(keys[n] + i) * read<F32x16>(query + i);
+      for (int n = 0; n < kWide; n++) totals[n] = fma(read<F32x16>(keys[n] + i), read<F32x16>(query + i), totals[n]);
     F32x16 all = sums(totals);
     for (; i < width; i++) {
       float key[kWide];
       for (int n = 0; n < kWide; n++) key[n] = to_float(keys[n][i]);
-      all += load<F32x16>(key) * to_float(query[i]);
+      all = fma(load<F32x16>(key), to_float(query[i]), all);
     }
     return all;
   }
@@ -232,7 +232,7 @@ struct Attend {
       columns<1>(values, stride, later, weights, from, to, i, sums);
     for (; i < value_width; i++)
       for (int64_t slot = from; slot < to; slot++)
-        sums[i] += weights[slot] * to_float(values[slot * stride + i]);
+        sums[i] = fma(weights[slot], to_float(values[slot * stride + i]), sums[i]);
   }
 
   template <int Vectors, class Value>
@@ -245,7 +245,7 @@ struct Attend {
       for (int n = 0; n < Vectors; n++) {
         if (later && n * kWide * sizeof(Value) % 64 == 0)
           expect(later + slot * v.slot_stride + i + n * kWide);
-        total[n] += weights[slot] * widen(value + n * kWide);
+        total[n] = fma(weights[slot], widen(value + n * kWide), total[n]);
       }
     }
     for (int n = 0; n < Vectors; n++) put(sums + i + n * kWide, total[n]);

@@ -164,7 +164,7 @@ struct Rows {
       total = sum(widen(w + k) * widen(xs + k));
       k += 16;
     }
-    for (; k < in; k++) total += to_float(w[k]) * to_float(xs[k]);
+    for (; k < in; k++) total = fma(to_float(w[k]), to_float(xs[k]), total);
     return total;
   }
 };

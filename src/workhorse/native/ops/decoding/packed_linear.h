@@ -140,7 +140,7 @@ struct PackedLinear {
       }
       const F32x16 s = widen(scale);
       for (int i = 0; i < R; i++)
-        total[i] += convert<F32x16>(dots[i].total()) * (s * of_row(i).scale);
+        total[i] = fma(convert<F32x16>(dots[i].total()), s * of_row(i).scale, total[i]);
     }
     const int64_t first = block * kLanes, count = out - first;
     const F32x16 add = bias ? read_first(bias + first, count) : F32x16{};

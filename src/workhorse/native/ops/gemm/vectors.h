@@ -36,7 +36,7 @@ inline F32x16 add_product(F32x16 sum, Word a, U32x16 b) {
     return (F32x16)_mm512_dpbf16_ps((__m512)sum, (__m512bh)_mm512_set1_epi32(a), (__m512bh)b);
   else
 #endif
-    return sum + as<float>(a) * as<F32x16>(b);
+    return fma(as<float>(a), as<F32x16>(b), sum);
 }
 
 using Sums = F32x16[kHigh][kVectors];  // of a panel of A by a panel of B

@@ -42,7 +42,7 @@ template <class T>
 void put_deltas(Head<T> y, Head<T> dy, int64_t seq, int64_t width, float* to) {
   for (int64_t i = 0; i < seq; i++) {
     Sum product;
-    each(width, [&]<class V>(V, int64_t j) { product += read<V>(y.row(i) + j) * read<V>(dy.row(i) + j); });
+    each(width, [&]<class V>(V, int64_t j) { product.add_product(read<V>(y.row(i) + j), read<V>(dy.row(i) + j)); });
     to[i] = product;
   }
 }
@@ -98,7 +98,7 @@ struct Scores {
 
 // The weight of a key for 16 queries, from number `query` on, by their scores and log-sum-exp.
 inline F32x16 weight_again(F32x16 score, F32x16 lse, float scale, bool causal, int64_t key, int64_t query) {
-  const F32x16 exponent = score * scale - lse, weight = exponential(select(exponent > 0.0f, F32x16{}, exponent));
+  const F32x16 exponent = fma(score, scale, -lse), weight = exponential(select(exponent > 0.0f, F32x16{}, exponent));
   return causal && key > query ? hide(weight, key, query, 0) : weight;
 }
 

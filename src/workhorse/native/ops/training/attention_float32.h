@@ -39,7 +39,7 @@ inline void multiply_tile(int64_t depth, Left<Along> a, const float* b, int64_t 
 #pragma GCC unroll 8
     for (int i = 0; i < Rows; i++)
 #pragma GCC unroll 2
-      for (int j = 0; j < Vectors; j++) sums[i][j] += a(i, k) * right[j];
+      for (int j = 0; j < Vectors; j++) sums[i][j] = fma(a(i, k), right[j], sums[i][j]);
   }
 #pragma GCC unroll 8
   for (int i = 0; i < Rows; i++)

@@ -20,7 +20,7 @@ Moments forward(int64_t width, const T* x, const float* gain, const float* shift
   each(width, [=]<class V>(V, int64_t i) {
     V normal = (read<V>(x + i) - row.mean) * row.rstd;
     if constexpr (Rounded) normal = held_by<T>(normal);
-    write(y + i, normal * read<V>(gain + i) + read<V>(shift + i));
+    write(y + i, fma(normal, read<V>(gain + i), read<V>(shift + i)));
   });
   return row;
 }
@@ -34,16 +34,16 @@ void backward(int64_t width, const T* dy, const T* x, const float* gain, Moments
     const V normal = (read<V>(x + i) - row.mean) * row.rstd;
     const V above = read<V>(dy + i);
     const V slope = above * read<V>(gain + i);
-    along += slope * normal;
+    along.add_product(slope, normal);
     if constexpr (Centred) level += slope;
-    write(dgain + i, read<V>(dgain + i) + above * normal);
+    write(dgain + i, fma(above, normal, read<V>(dgain + i)));
     write(dshift + i, read<V>(dshift + i) + above);
   });
   const float tilt = along / width, lift = level / width;
   each(width, [=]<class V>(V, int64_t i) {
     const V normal = (read<V>(x + i) - row.mean) * row.rstd;
     const V slope = read<V>(dy + i) * read<V>(gain + i);
-    write(dx + i, (slope - lift - normal * tilt) * row.rstd);
+    write(dx + i, fma(normal, -tilt, slope - lift) * row.rstd);
   });
 }
 

@@ -60,6 +60,7 @@ def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, script: str) -> Pa
     path.write_text(script)
     path.chmod(0o755)
     monkeypatch.setenv("CXX", str(path))
+    monkeypatch.setattr(build, "_crash", lambda name, library: None)
     return tmp_path / "g++.runs"
 
 
@@ -178,6 +179,31 @@ def test_failure_is_remembered(
     assert "no such instruction" in next(cache.rglob("*-failure.txt")).read_text()
 
 
+@pytest.mark.parametrize("helps", [True, False])
+def test_a_library_whose_errors_crash_is_linked_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, helps: bool
+) -> None:
+    """With the C++ runtime that PyTorch uses; if that does not help, it is not available."""
+    runs = compiler(tmp_path, monkeypatch, WORKS)
+    crashes = iter(["signal 11", None if helps else "signal 11"])
+    monkeypatch.setattr(build, "_crash", lambda name, library: next(crashes))
+    if helps:
+        assert build.ensure("decoding", wait=True).read_text() == "half and half"
+    else:
+        assert (why_not(wait=True) or "").startswith("did not compile; see")
+        assert next(cache.rglob("*-failure.txt")).read_text() == "signal 11"
+    assert runs.read_text() == "run\nrun\n"
+
+
+@pytest.mark.parametrize(("ends", "reason"), [("os.abort()", "signal 6"), ("sys.exit(1)", None)])
+def test_a_crash_is_seen_from_another_process(
+    monkeypatch: pytest.MonkeyPatch, ends: str, reason: str | None
+) -> None:
+    monkeypatch.setattr(build, "_TRY", f"import os, sys; {ends}")
+    found = build._crash("decoding", Path("decoding.so"))
+    assert found is None if reason is None else reason in (found or "")
+
+
 def test_another_compiler_tries_again(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -199,7 +225,9 @@ def test_start_does_not_wait(cache: Path, tmp_path: Path, monkeypatch: pytest.Mo
     build._build_in_background.cache_clear()
     assert len(started) == 1
     assert not runs.exists()
-    subprocess.run(started[0], check=True)
+    *python, code = started[0]
+    untried = "from workhorse.native import build; build._crash = lambda *_: None; "
+    subprocess.run([*python, untried + code], check=True)
     assert runs.read_text() == "run\n"
 
 

@@ -33,6 +33,26 @@ from workhorse.instructions import SWITCH, compiler_flags, switched_off, told_of
 from workhorse.writing import one_process_at_a_time
 
 _FLAGS = ("-O3", "-fno-math-errno", "-ffp-contract=off", "-std=c++20", "-fPIC", "-shared")
+_REFUSED = {
+    "decoding": "torch.ops.workhorse.argmax(z)",
+    "matrix_unit": "torch.ops.workhorse.gemm(z, z, None)",
+    "replay": "torch.classes.workhorse_replay.Program(0, [0], [])",
+    "steps": "torch.ops.workhorse.decode_step(z, z, z, 0, [], z, z, [], [], [], z, 0, 0, 0)",
+    "training": "torch.ops.workhorse.activation(z, None, z, '')",
+    "vectors": "torch.ops.workhorse.product(z, z, None)",
+}
+"""For each library whose operators check arguments, a call that raises an error."""
+_TRY = """
+import sys, torch
+z = torch.zeros(())
+try:
+    torch.ops.load_library(sys.argv[1])
+    exec(sys.argv[2])
+except (OSError, RuntimeError, AttributeError):
+    pass
+"""
+_SHARED_LIBSTDCXX = ("-shared-libgcc", "-l:libstdc++.so.6")
+"""The C++ runtime that PyTorch uses, ahead of the one that the compiler would link."""
 _SECONDS = 300
 _SCRATCH = "building-"
 _LOADING = threading.Lock()
@@ -83,13 +103,36 @@ def _compile(compiler: str, folder: Path, name: str) -> Path:
     """The library, compiled now; a failure is noted in `folder`."""
     with _scratch(folder) as scratch:
         made, report = Path(scratch) / f"{name}.so", Path(scratch) / "failure.txt"
-        problem = _run([compiler, *_flags(), *_paths(name), "-o", str(made)])
+        command = [compiler, *_flags(), *_paths(name), "-o", str(made)]
+        problem = _run(command)
+        if problem is None and (problem := _crash(name, made)):
+            again = _run([*command, *_SHARED_LIBSTDCXX])
+            problem = problem if again else _crash(name, made)
         if problem is None:
             made.chmod(0o700)
             return made.replace(folder / f"{name}-{_digest(made)}.so")
         report.write_text(problem, encoding="utf-8")
         failure = report.replace(_failure(folder, name))
     raise Unavailable(f"did not compile; see {failure}")
+
+
+def _crash(name: str, library: Path) -> str | None:
+    """Why an error of the library would end this process; None if it arrives in Python.
+
+    It does not if the compiler linked a C++ runtime into the library. A library that cannot be
+    loaded is left to `load`.
+    """
+    command = [sys.executable, "-c", _TRY, str(library), _REFUSED.get(name, "")]
+    try:
+        done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
+    except subprocess.TimeoutExpired:
+        return f"a process that tried it did not end in {_SECONDS} seconds"
+    if done.returncode >= 0:
+        return None
+    return (
+        f"an error of the library ends the process with signal {-done.returncode}, as if it had a "
+        "C++ runtime of its own; set CXX to another compiler"
+    )
 
 
 def _scratch(folder: Path) -> "tempfile.TemporaryDirectory[str]":

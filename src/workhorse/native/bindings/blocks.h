@@ -13,7 +13,7 @@ using Tensors = std::vector<Tensor>;
 using Biases = std::vector<std::optional<Tensor>>;
 
 inline void check_matrix(const Tensor& x, const Tensor& matrix, int64_t width, int axis) {
-  TORCH_CHECK(matrix.dim() == 2 && matrix.is_contiguous() && matrix.scalar_type() == x.scalar_type() &&
+  WORKHORSE_CHECK(matrix.dim() == 2 && matrix.is_contiguous() && matrix.scalar_type() == x.scalar_type() &&
                   matrix.size(axis) == width && width > 0,
               "workhorse: the matrices of a block must be contiguous, of one type, and match in shape");
 }
@@ -27,7 +27,7 @@ template <class T>
 gemm_vectors::Product<T> projection(const Tensor& x, const Tensor& weight, const std::optional<Tensor>& bias,
                                     const Tensor& y) {
   check_matrix(x, weight, x.size(1), 1);
-  TORCH_CHECK(!bias || (bias->is_contiguous() && bias->scalar_type() == x.scalar_type() &&
+  WORKHORSE_CHECK(!bias || (bias->is_contiguous() && bias->scalar_type() == x.scalar_type() &&
                         bias->numel() == weight.size(0)),
               "workhorse: the bias of a block must be contiguous and match its weight");
   const int64_t k = x.size(1);
@@ -44,7 +44,7 @@ gemm_vectors::Product<T> projection_backward(const Tensors& dys, const Tensors& 
   for (size_t i = 0; i < dys.size(); i++) {
     check_matrix(dx, dys[i], dx.size(0), 0);
     check_matrix(dx, weights[i], dys[i].size(1), 0);
-    TORCH_CHECK(weights[i].size(1) == dx.size(1), "workhorse: the weights of a block must match in shape");
+    WORKHORSE_CHECK(weights[i].size(1) == dx.size(1), "workhorse: the weights of a block must match in shape");
     const int64_t k = dys[i].size(1);
     all.terms.push_back({{from<T>(dys[i]), k, true}, {from<T>(weights[i]), dx.size(1), false}, k});
   }

@@ -13,6 +13,7 @@
 #include <optional>
 #include <vector>
 
+#include "bindings/refuse.h"
 #include "ops/decoding/argmax.h"
 #include "ops/decoding/attend.h"
 #include "ops/decoding/linear.h"
@@ -45,7 +46,7 @@ void check(const Tensor& tensor, ScalarType type, std::initializer_list<int64_t>
               tensor.dim() == int64_t(shape.size());
   int64_t axis = 0;
   for (int64_t size : shape) same = same && tensor.size(axis++) == size;
-  STD_TORCH_CHECK(same, "workhorse: ", name,
+  WORKHORSE_CHECK(same, "workhorse: ", name,
                   " is not a contiguous CPU tensor of the expected type and shape");
 }
 
@@ -56,7 +57,7 @@ struct Given {
 
   explicit Given(const Tensor& given)
       : x(given.is_contiguous() ? given : torch::stable::contiguous(given)) {
-    STD_TORCH_CHECK(x.is_cpu() && x.dim() > 0, "workhorse: x must be on the CPU and have an axis");
+    WORKHORSE_CHECK(x.is_cpu() && x.dim() > 0, "workhorse: x must be on the CPU and have an axis");
     auto sizes = x.sizes();
     in = sizes.back();
     rows = std::accumulate(sizes.begin(), sizes.end() - 1, int64_t{1}, std::multiplies<>());
@@ -123,12 +124,12 @@ void multiply(const Given& given, const std::vector<Tensor>& weights,
 
 std::vector<Tensor> linear_each(const Tensor& x, const std::vector<Tensor>& weights,
                                 const std::vector<std::optional<Tensor>>& biases) {
-  STD_TORCH_CHECK(weights.size() == biases.size(), "workhorse: there must be as many biases as weights");
+  WORKHORSE_CHECK(weights.size() == biases.size(), "workhorse: there must be as many biases as weights");
   const ScalarType type = x.scalar_type();
   const Given given(x);
   std::vector<Tensor> ys;
   for (size_t n = 0; n < weights.size(); n++) {
-    STD_TORCH_CHECK(weights[n].dim() == 2, "workhorse: weight must have two axes");
+    WORKHORSE_CHECK(weights[n].dim() == 2, "workhorse: weight must have two axes");
     const int64_t out = weights[n].size(0);
     check(weights[n], type, {out, given.in}, "weight");
     if (biases[n]) check(*biases[n], type, {out}, "bias");
@@ -139,7 +140,7 @@ std::vector<Tensor> linear_each(const Tensor& x, const std::vector<Tensor>& weig
   else if (type == ScalarType::Float)
     multiply<float>(given, weights, biases, ys);
   else
-    STD_TORCH_CHECK(false, "workhorse: x must be bfloat16 or float32");
+    WORKHORSE_CHECK(false, "workhorse: x must be bfloat16 or float32");
   return ys;
 }
 
@@ -188,14 +189,14 @@ void attend_to(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& 
 Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& table,
               const Tensor& first, const Tensor& last, double scale) {
   const ScalarType type = q.scalar_type();
-  STD_TORCH_CHECK(q.is_cpu() && k.is_cpu() && v.is_cpu() && q.dim() == 4 && k.dim() == 4 &&
+  WORKHORSE_CHECK(q.is_cpu() && k.is_cpu() && v.is_cpu() && q.dim() == 4 && k.dim() == 4 &&
                       v.dim() == 4 && k.size(3) == q.size(3) && v.size(0) == k.size(0) &&
                       v.size(1) == k.size(1) && v.size(2) == k.size(2) && k.size(0) > 0 &&
                       q.size(1) % k.size(0) == 0 && k.scalar_type() == type &&
                       v.scalar_type() == type && q.stride(3) == 1 && k.stride(3) == 1 &&
                       v.stride(3) == 1,
                   "workhorse: q, k and v do not match in type, shape or layout");
-  STD_TORCH_CHECK(k.size(2) > 0 && k.size(2) % attend::kWide == 0,
+  WORKHORSE_CHECK(k.size(2) > 0 && k.size(2) % attend::kWide == 0,
                   "workhorse: the slots of a block must be a multiple of 16");
   check(table, ScalarType::Long, {q.size(0), table.dim() == 2 ? table.size(1) : 0}, "table");
   check(first, ScalarType::Long, {q.size(0), q.size(2)}, "first");
@@ -206,7 +207,7 @@ Tensor attend(const Tensor& q, const Tensor& k, const Tensor& v, const Tensor& t
   else if (type == ScalarType::Float)
     attend_to<float>(q, k, v, table, first, last, scale, y);
   else
-    STD_TORCH_CHECK(false, "workhorse: q must be bfloat16 or float32");
+    WORKHORSE_CHECK(false, "workhorse: q must be bfloat16 or float32");
   return y;
 }
 
@@ -221,7 +222,7 @@ void argmax_of(const Tensor& logits, int64_t* tokens) {
 
 Tensor argmax(const Tensor& logits) {
   const ScalarType type = logits.scalar_type();
-  STD_TORCH_CHECK(logits.is_cpu() && logits.dim() == 2 && logits.size(1) > 0 && logits.stride(1) == 1,
+  WORKHORSE_CHECK(logits.is_cpu() && logits.dim() == 2 && logits.size(1) > 0 && logits.stride(1) == 1,
                   "workhorse: logits must be (batch, vocab) on the CPU, with contiguous rows");
   Tensor tokens = torch::stable::new_empty(logits, {logits.size(0)}, ScalarType::Long);
   int64_t* to = static_cast<int64_t*>(tokens.mutable_data_ptr());
@@ -230,7 +231,7 @@ Tensor argmax(const Tensor& logits) {
   else if (type == ScalarType::Float)
     argmax_of<float>(logits, to);
   else
-    STD_TORCH_CHECK(false, "workhorse: logits must be bfloat16 or float32");
+    WORKHORSE_CHECK(false, "workhorse: logits must be bfloat16 or float32");
   return tokens;
 }
 
@@ -279,7 +280,7 @@ void packed_rows(const Given& given, const Tensor& codes, const Tensor& scales,
   int64_t begin = 0;
   for (int64_t i = 0; i < ends->size(0); i++) {
     const int64_t end = data<int32_t>(ends)[i];
-    STD_TORCH_CHECK(begin <= end && end <= given.rows,
+    WORKHORSE_CHECK(begin <= end && end <= given.rows,
                     "workhorse: ends must not decrease or exceed the rows of x");
     rows(begin, end);
     begin = end;
@@ -291,12 +292,12 @@ void packed_rows(const Given& given, const Tensor& codes, const Tensor& scales,
 Tensor packed_linear(const Tensor& x, const Tensor& codes, const Tensor& scales,
                      const std::optional<Tensor>& levels, const std::optional<Tensor>& bias,
                      const std::optional<Tensor>& ends, int64_t out) {
-  STD_TORCH_CHECK(codes.dim() == (ends ? 4 : 3), "workhorse: codes must have ", ends ? 4 : 3, " axes");
+  WORKHORSE_CHECK(codes.dim() == (ends ? 4 : 3), "workhorse: codes must have ", ends ? 4 : 3, " axes");
   const Given given(x);
   const ScalarType type = x.scalar_type();
   const int64_t blocks = (out + packed_linear::kLanes - 1) / packed_linear::kLanes, groups = codes.size(-2);
   const int64_t bytes = levels ? packed_linear::PackedWeight<4>::bytes : packed_linear::PackedWeight<8>::bytes;
-  STD_TORCH_CHECK((type == ScalarType::BFloat16 || type == ScalarType::Float) &&
+  WORKHORSE_CHECK((type == ScalarType::BFloat16 || type == ScalarType::Float) &&
                       given.in == groups * packed_linear::kGroup,
                   "workhorse: x must be bfloat16 or float32, and as wide as the groups of codes");
   if (ends) {

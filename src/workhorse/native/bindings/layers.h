@@ -15,6 +15,7 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/refuse.h"
 #include "ops/activations.h"
 #include "ops/training/cross_entropy.h"
 #include "ops/training/norms.h"
@@ -41,14 +42,14 @@ T* into(const Tensor& t) {
 template <class F>
 void with_type(const Tensor& x, F f) {
   if (x.scalar_type() == at::kFloat) return f(float{});
-  TORCH_CHECK(x.scalar_type() == at::kBFloat16, "workhorse: a tensor must be float32 or bfloat16");
+  WORKHORSE_CHECK(x.scalar_type() == at::kBFloat16, "workhorse: a tensor must be float32 or bfloat16");
   f(BFloat16{});
 }
 
 // `with_type`, for contiguous tensors only.
 template <class F>
 void by_type(const Tensor& x, F f) {
-  TORCH_CHECK(x.is_contiguous(), "workhorse: a tensor must be contiguous");
+  WORKHORSE_CHECK(x.is_contiguous(), "workhorse: a tensor must be contiguous");
   with_type(x, f);
 }
 
@@ -57,7 +58,7 @@ void by_type(const Tensor& x, F f) {
 template <class F>
 void with_activation(const Tensor& x, const Tensor& table, std::string_view name, F f) {
   if (x.scalar_type() == at::kBFloat16) {
-    TORCH_CHECK(table.scalar_type() == at::kInt && table.numel() == 1 << 16 && table.is_contiguous(),
+    WORKHORSE_CHECK(table.scalar_type() == at::kInt && table.numel() == 1 << 16 && table.is_contiguous(),
                 "workhorse: an activation needs a contiguous int32 table of 65536 numbers");
     return f(activations::Table{from<uint32_t>(table)}, BFloat16{});
   }
@@ -67,12 +68,12 @@ void with_activation(const Tensor& x, const Tensor& table, std::string_view name
   if (name == "relu2") return f(activations::Computed<activations::ReluSquared>{}, float{});
   if (name == "sigmoid") return f(activations::Computed<activations::Sigmoid>{}, float{});
   if (name == "silu") return f(activations::Computed<activations::Silu>{}, float{});
-  TORCH_CHECK(false, "workhorse: there is no activation ", name);
+  WORKHORSE_CHECK(false, "workhorse: there is no activation ", name);
 }
 
 inline void check_activation(const Tensor& x, const Tensor& other) {
   for (const Tensor& t : {x, other})
-    TORCH_CHECK((t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kFloat) &&
+    WORKHORSE_CHECK((t.scalar_type() == at::kBFloat16 || t.scalar_type() == at::kFloat) &&
                     t.scalar_type() == x.scalar_type() && t.is_contiguous() && t.numel() == x.numel(),
                 "workhorse: an activation needs contiguous tensors of one size and type");
 }
@@ -119,14 +120,14 @@ inline std::vector<Tensor> activation_backward(const Tensor& dy, const Tensor& x
 // A norm's weight or bias in float32; filled with `otherwise` if there is none.
 inline std::vector<float> in_float32(const std::optional<Tensor>& weight, int64_t width, double otherwise) {
   if (!weight) return std::vector<float>(width, float(otherwise));
-  TORCH_CHECK(weight->numel() == width,
+  WORKHORSE_CHECK(weight->numel() == width,
               "workhorse: a norm's weight and bias must be as wide as its input");
   const Tensor wide = weight->to(at::kFloat).contiguous();
   return {from<float>(wide), from<float>(wide) + width};
 }
 
 inline void check_like(const Tensor& x, const std::optional<Tensor>& other) {
-  TORCH_CHECK(!other || (other->is_contiguous() && other->scalar_type() == x.scalar_type() &&
+  WORKHORSE_CHECK(!other || (other->is_contiguous() && other->scalar_type() == x.scalar_type() &&
                          other->sizes() == x.sizes()),
               "workhorse: the tensors of a norm must be contiguous, of one type and shape");
 }
@@ -155,9 +156,9 @@ struct Norm {
         gain_(gain_of(x, weight, options.offset)),
         shift_(in_float32(bias, x.size(-1), 0)),
         options_(options) {
-    TORCH_CHECK(!(options.centred && options.rounded),
+    WORKHORSE_CHECK(!(options.centred && options.rounded),
                 "workhorse: a centred norm cannot be rounded before the multiplication by its weight");
-    TORCH_CHECK(x.is_contiguous(), "workhorse: a tensor must be contiguous");
+    WORKHORSE_CHECK(x.is_contiguous(), "workhorse: a tensor must be contiguous");
   }
 
   // A function of a range of rows.
@@ -234,7 +235,7 @@ struct NormBackward {
         other_(other),
         gain_(gain_of(x, weight, offset)),
         centred_(centred) {
-    TORCH_CHECK(x.is_contiguous(), "workhorse: a tensor must be contiguous");
+    WORKHORSE_CHECK(x.is_contiguous(), "workhorse: a tensor must be contiguous");
     check_like(x, dy);
     check_like(x, other);
   }
@@ -291,12 +292,12 @@ constexpr int64_t kIgnored = -100;  // as PyTorch's losses have it
 // the gradient of both together. Rows with the target kIgnored are left out.
 inline Tensor loss_into_gradient_(Tensor& logits, const Tensor& targets, double multiplier, double z_loss) {
   const int64_t tokens = logits.size(0), vocab = logits.size(1);
-  TORCH_CHECK(logits.is_contiguous() && targets.is_contiguous() && targets.numel() == tokens &&
+  WORKHORSE_CHECK(logits.is_contiguous() && targets.is_contiguous() && targets.numel() == tokens &&
                   targets.scalar_type() == at::kLong,
               "workhorse: the loss needs contiguous logits and, for each row, a contiguous int64 target");
   const int64_t* wanted = from<int64_t>(targets);
   for (int64_t i = 0; i < tokens; i++)
-    TORCH_CHECK(wanted[i] == kIgnored || (0 <= wanted[i] && wanted[i] < vocab), "workhorse: target ", wanted[i],
+    WORKHORSE_CHECK(wanted[i] == kIgnored || (0 <= wanted[i] && wanted[i] < vocab), "workhorse: target ", wanted[i],
                 " is out of range for ", vocab, " logits");
   const Tensor losses = at::zeros({2, tokens}, logits.options().dtype(at::kFloat));
   float* loss = into<float>(losses);
@@ -320,12 +321,12 @@ inline Tensor loss_into_gradient_(Tensor& logits, const Tensor& targets, double 
 // Each id once, rising, and the sum of its rows, added up in float32 one after the other.
 inline std::tuple<Tensor, Tensor> sum_rows(const Tensor& ids, const Tensor& rows, int64_t vocab) {
   const int64_t n = ids.numel(), width = rows.size(1);
-  TORCH_CHECK(ids.is_contiguous() && ids.scalar_type() == at::kLong && rows.size(0) == n,
+  WORKHORSE_CHECK(ids.is_contiguous() && ids.scalar_type() == at::kLong && rows.size(0) == n,
               "workhorse: a sum of rows needs a contiguous int64 id for each");
   const int64_t* id = from<int64_t>(ids);
   std::vector<int64_t> first(vocab, -1), next(n);  // a list of the rows of each id
   for (int64_t i = n - 1; i >= 0; i--) {
-    TORCH_CHECK(id[i] >= 0 && id[i] < vocab, "workhorse: id ", id[i], " is out of range for ", vocab, " rows");
+    WORKHORSE_CHECK(id[i] >= 0 && id[i] < vocab, "workhorse: id ", id[i], " is out of range for ", vocab, " rows");
     next[i] = std::exchange(first[id[i]], i);
   }
   const int64_t count = vocab - std::count(first.begin(), first.end(), -1);
@@ -370,7 +371,7 @@ inline Tensor squared_length(const std::vector<Tensor>& tensors) {
         const T* at = from<T>(*x) + start;
         each(std::min(kShare, x->numel() - start), [&]<class V>(V, int64_t j) {
           const V value = read<V>(at + j);
-          squares += value * value;
+          squares.add_product(value, value);
         });
         sum[i] = squares;
       });

@@ -4,10 +4,11 @@
 #include <torch/csrc/stable/ops.h>
 #include <torch/csrc/stable/tensor.h>
 #include <torch/headeronly/core/ScalarType.h>
-#include <torch/headeronly/util/Exception.h>
 
 #include <algorithm>
 #include <optional>
+
+#include "bindings/refuse.h"
 
 namespace workhorse::bindings {
 
@@ -15,8 +16,8 @@ using torch::headeronly::ScalarType;
 using torch::stable::Tensor;
 
 inline void check(const Tensor& a, const Tensor& b) {
-  STD_TORCH_CHECK(a.dim() == 2 && b.dim() == 2, "workhorse: a and b must have two axes");
-  STD_TORCH_CHECK(a.is_cpu() && b.is_cpu() && b.scalar_type() == a.scalar_type() && a.size(1) == b.size(0) &&
+  WORKHORSE_CHECK(a.dim() == 2 && b.dim() == 2, "workhorse: a and b must have two axes");
+  WORKHORSE_CHECK(a.is_cpu() && b.is_cpu() && b.scalar_type() == a.scalar_type() && a.size(1) == b.size(0) &&
                       a.size(1) > 0,
                   "workhorse: a and b must be on the CPU, of one type, and match in shape");
 }
@@ -26,7 +27,7 @@ inline Tensor result_of(const Tensor& a, const Tensor& b, const std::optional<Te
   check(a, b);
   const int64_t columns = b.size(1);
   if (bias)
-    STD_TORCH_CHECK(bias->is_cpu() && bias->scalar_type() == a.scalar_type() && bias->dim() == 1 &&
+    WORKHORSE_CHECK(bias->is_cpu() && bias->scalar_type() == a.scalar_type() && bias->dim() == 1 &&
                         bias->size(0) == columns && bias->stride(0) == 1,
                     "workhorse: bias must be on the CPU, of the type of a, one number for each column");
   return torch::stable::new_empty(a, {a.size(0), columns});
@@ -38,7 +39,7 @@ Operand operand(const Tensor& x, int lane_axis) {
   const int k_axis = 1 - lane_axis;
   const T* at = static_cast<const T*>(x.const_data_ptr());
   if (x.stride(k_axis) == 1 || x.size(k_axis) == 1) return {at, x.stride(lane_axis), true};
-  STD_TORCH_CHECK(x.stride(lane_axis) == 1 || x.size(lane_axis) == 1,
+  WORKHORSE_CHECK(x.stride(lane_axis) == 1 || x.size(lane_axis) == 1,
                   "workhorse: the rows or the columns of a matrix must be contiguous");
   return {at, x.stride(k_axis), false};
 }

@@ -41,7 +41,7 @@ void multiply_into(const Tensor& c, const Tensor& a, const Tensor& b, const Tens
 
 Tensor gemm(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bias) {
   const ScalarType type = a.scalar_type();
-  STD_TORCH_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Float,
+  WORKHORSE_CHECK(type == ScalarType::BFloat16 || type == ScalarType::Float,
                   "workhorse: a and b must be bfloat16 or float32");
   Tensor c = result_of(a, b, bias);
   if (c.numel() == 0) return c;

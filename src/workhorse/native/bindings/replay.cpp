@@ -11,6 +11,8 @@
 #include <utility>
 #include <vector>
 
+#include "bindings/refuse.h"
+
 namespace workhorse::bindings {
 namespace {
 
@@ -26,7 +28,7 @@ class Program : public torch::CustomClassHolder {
  public:
   Program(int64_t inputs, Slots of_constants, std::vector<Tensor> constants)
       : inputs_(inputs), slots_(inputs), of_constants_(std::move(of_constants)), constants_(std::move(constants)) {
-    TORCH_CHECK(of_constants_.size() == constants_.size(), "workhorse: a constant needs a slot");
+    WORKHORSE_CHECK(of_constants_.size() == constants_.size(), "workhorse: a constant needs a slot");
     make_room(of_constants_, 0);
   }
 
@@ -39,7 +41,7 @@ class Program : public torch::CustomClassHolder {
             const std::vector<Slots>& tensors, Slots results, Slots dead) {
     const auto op = c10::Dispatcher::singleton().findSchemaOrThrow(name.c_str(), overload.c_str());
     const auto& expected = op.schema().arguments();
-    TORCH_CHECK(arguments.size() == expected.size() && tensors.size() == expected.size(),
+    WORKHORSE_CHECK(arguments.size() == expected.size() && tensors.size() == expected.size(),
                 "workhorse: ", name, " has another number of arguments");
     for (const Slots& some : tensors) make_room(some, kNoTensor);
     make_room(results, kNoTensor);
@@ -52,7 +54,7 @@ class Program : public torch::CustomClassHolder {
 
   // Makes the calls; returns the tensors in these slots.
   std::vector<std::optional<Tensor>> run(std::vector<Tensor> inputs, const Slots& results) const {
-    TORCH_CHECK(int64_t(inputs.size()) == inputs_, "workhorse: a recording of ", inputs_, " inputs got ",
+    WORKHORSE_CHECK(int64_t(inputs.size()) == inputs_, "workhorse: a recording of ", inputs_, " inputs got ",
                 inputs.size());
     const at::AutoDispatchBelowADInplaceOrView without_gradients;
     std::vector<Tensor> slots = std::move(inputs);
@@ -64,7 +66,7 @@ class Program : public torch::CustomClassHolder {
       call.op.callBoxed(stack);
       auto slot = call.results.begin();
       const auto keep = [&](Tensor made) {
-        TORCH_CHECK(slot != call.results.end(), "workhorse: ", call.op.schema().name(), " returned more than before");
+        WORKHORSE_CHECK(slot != call.results.end(), "workhorse: ", call.op.schema().name(), " returned more than before");
         if (*slot != kNoTensor) slots[*slot] = std::move(made);
         slot++;
       };
@@ -119,7 +121,7 @@ class Program : public torch::CustomClassHolder {
       if (one.kind() == TypeKind::TensorType) return {Argument::kTensors, {}, in_slots(slots)};
       if (one.kind() == TypeKind::OptionalType && one.containedType(0)->kind() == TypeKind::TensorType)
         return {Argument::kMaybeTensors, {}, slots};
-      TORCH_CHECK(slots.empty(), "workhorse: no list of tensors is expected");
+      WORKHORSE_CHECK(slots.empty(), "workhorse: no list of tensors is expected");
       return {Argument::kConstant, c10::impl::GenericList(list->getElementType()), {}};
     }
     if (!slots.empty()) return {Argument::kTensor, {}, in_slots(slots)};
@@ -129,18 +131,18 @@ class Program : public torch::CustomClassHolder {
       return {Argument::kConstant, number, {}};
     }
     if (tensor && value.isNone() && !maybe) return {Argument::kConstant, Tensor(), {}};
-    TORCH_CHECK(value.type()->isSubtypeOf(type), "workhorse: ", value.type()->str(), " is no ", type.str());
+    WORKHORSE_CHECK(value.type()->isSubtypeOf(type), "workhorse: ", value.type()->str(), " is no ", type.str());
     return {Argument::kConstant, value, {}};
   }
 
   static const Slots& in_slots(const Slots& slots) {
-    TORCH_CHECK(std::count(slots.begin(), slots.end(), kNoTensor) == 0, "workhorse: a tensor is missing");
+    WORKHORSE_CHECK(std::count(slots.begin(), slots.end(), kNoTensor) == 0, "workhorse: a tensor is missing");
     return slots;
   }
 
   void make_room(const Slots& slots, int64_t least) {
     for (const int64_t slot : slots) {
-      TORCH_CHECK(slot >= least, "workhorse: there is no slot ", slot);
+      WORKHORSE_CHECK(slot >= least, "workhorse: there is no slot ", slot);
       slots_ = std::max(slots_, slot + 1);
     }
   }

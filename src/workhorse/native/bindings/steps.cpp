@@ -12,6 +12,7 @@
 #include <mutex>
 #include <vector>
 
+#include "bindings/refuse.h"
 #include "ops/decoding/step.h"
 
 namespace workhorse::bindings {
@@ -25,7 +26,7 @@ constexpr int64_t kLine = 64;
 constexpr int64_t kThreadNumbers = 1 << 21;  // weights times rows that are worth a thread
 
 const int64_t* whole(const Tensor& x, int64_t dim, const char* name) {
-  STD_TORCH_CHECK(x.is_cpu() && x.is_contiguous() && x.scalar_type() == ScalarType::Long && x.dim() == dim,
+  WORKHORSE_CHECK(x.is_cpu() && x.is_contiguous() && x.scalar_type() == ScalarType::Long && x.dim() == dim,
                   "workhorse: ", name, " must be contiguous int64 on the CPU, with ", dim, " axes");
   return static_cast<const int64_t*>(x.const_data_ptr());
 }
@@ -51,7 +52,7 @@ class KeptWeights {
   std::shared_ptr<const Weights> at(int64_t number) const {
     const std::lock_guard lock(mutex_);
     const auto found = kept_.find(number);
-    STD_TORCH_CHECK(found != kept_.end(), "workhorse: no weights are kept as number ", number);
+    WORKHORSE_CHECK(found != kept_.end(), "workhorse: no weights are kept as number ", number);
     return found->second;
   }
 
@@ -79,7 +80,7 @@ class Prepared {
       : weights_(weights), angles_(angles), type_(type) {
     pass_.instructions = reinterpret_cast<const Instruction*>(whole(program, 2, "program"));
     pass_.count = program.size(0);
-    STD_TORCH_CHECK(program.size(1) * sizeof(int64_t) == sizeof(Instruction) && numbers.is_contiguous() &&
+    WORKHORSE_CHECK(program.size(1) * sizeof(int64_t) == sizeof(Instruction) && numbers.is_contiguous() &&
                         numbers.scalar_type() == ScalarType::Double && numbers.numel() == 2 * pass_.count,
                     "workhorse: a program has ", sizeof(Instruction) / sizeof(int64_t),
                     " integers and two numbers for each instruction");
@@ -89,7 +90,7 @@ class Prepared {
     pass_.seq = tokens.size(1);
     pass_.few = few;
     pass_.wanted = wanted;
-    STD_TORCH_CHECK(keys.size() == values.size() && !keys.empty() && keys[0].dim() == 4,
+    WORKHORSE_CHECK(keys.size() == values.size() && !keys.empty() && keys[0].dim() == 4,
                     "workhorse: every layer needs keys and values");
     pass_.block = keys[0].size(2);
     place(whole(lengths, 1, "lengths"), tables, reaches);
@@ -100,9 +101,9 @@ class Prepared {
     }
     int64_t numbers_of_weights = 0;
     for (const Tensor& weight : weights) {
-      STD_TORCH_CHECK(weight.is_cpu() && weight.is_contiguous(), "workhorse: weights must be contiguous, on the CPU");
+      WORKHORSE_CHECK(weight.is_cpu() && weight.is_contiguous(), "workhorse: weights must be contiguous, on the CPU");
       pass_.weights.push_back(weight.const_data_ptr());
-      STD_TORCH_CHECK(pass_.weights.back() || weight.numel() == 0, "workhorse: the storage of a weight was freed");
+      WORKHORSE_CHECK(pass_.weights.back() || weight.numel() == 0, "workhorse: the storage of a weight was freed");
       numbers_of_weights += weight.numel();
     }
     const int64_t worth = numbers_of_weights * pass_.batch * pass_.seq / kThreadNumbers;
@@ -111,7 +112,7 @@ class Prepared {
     allocate(whole(registers, 2, "registers"), registers.size(0), logits);
     for (int64_t i = 0; i < pass_.count; i++) {
       const Instruction* const now = pass_.instructions + i;
-      STD_TORCH_CHECK(!now->joins || (i > 0 && !now->waits && step::rowwise(now->op) && step::rowwise(now[-1].op)),
+      WORKHORSE_CHECK(!now->joins || (i > 0 && !now->waits && step::rowwise(now->op) && step::rowwise(now[-1].op)),
                       "workhorse: only a row-wise instruction after another can join it, and it cannot wait");
       check(*now);
     }
@@ -141,7 +142,7 @@ class Prepared {
     for (int64_t p : positions_) longest_ = std::max(longest_, p + 1);
     for (const Tensor& table : tables) {
       pass_.tables.push_back({whole(table, 2, "table"), table.size(1)});
-      STD_TORCH_CHECK(table.size(0) == pass_.batch && table.size(1) * pass_.block >= longest_,
+      WORKHORSE_CHECK(table.size(0) == pass_.batch && table.size(1) * pass_.block >= longest_,
                       "workhorse: a table must have the blocks of every text");
     }
     // (reaches, 2): a window, and a chunk, or 0.
@@ -159,7 +160,7 @@ class Prepared {
   }
 
   step::Stored<T> stored(const Tensor& x) const {
-    STD_TORCH_CHECK(x.is_cpu() && x.dim() == 4 && x.scalar_type() == type_ && x.stride(3) == 1 &&
+    WORKHORSE_CHECK(x.is_cpu() && x.dim() == 4 && x.scalar_type() == type_ && x.stride(3) == 1 &&
                         x.size(2) == pass_.block && pass_.block % attend::kWide == 0,
                     "workhorse: keys and values must be (kv_heads, blocks, block, width), of the model's type");
     return {static_cast<T*>(x.mutable_data_ptr()), x.stride(0), x.stride(1), x.stride(2), x.size(0), x.size(3)};
@@ -168,7 +169,7 @@ class Prepared {
   void keep_angles(const std::vector<Tensor>& angles) {
     for (size_t i = 0; i + 1 < angles.size(); i += 2) {
       const Tensor &cos = angles[i], &sin = angles[i + 1];
-      STD_TORCH_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.dim() == 2 && cos.size(0) >= longest_ &&
+      WORKHORSE_CHECK(cos.is_contiguous() && sin.is_contiguous() && cos.dim() == 2 && cos.size(0) >= longest_ &&
                           sin.size(0) == cos.size(0) && sin.size(1) == cos.size(1),
                       "workhorse: angles must be contiguous, (positions, pairs)");
       pass_.angles.push_back({cos.const_data_ptr(), sin.const_data_ptr(), cos.size(1)});
@@ -193,26 +194,26 @@ class Prepared {
   }
 
   void check_layer(int64_t layer, int64_t table) const {
-    STD_TORCH_CHECK(layer < int64_t(blocks_.size()) && table < int64_t(pass_.tables.size()),
+    WORKHORSE_CHECK(layer < int64_t(blocks_.size()) && table < int64_t(pass_.tables.size()),
                     "workhorse: an instruction names a layer or table that there is not");
     const step::BlockTable& blocks = pass_.tables[table];
     for (int64_t i = 0; i < pass_.batch * blocks.blocks; i++)
-      STD_TORCH_CHECK(blocks.at[i] >= 0 && blocks.at[i] < blocks_[layer], "workhorse: there is no block ",
+      WORKHORSE_CHECK(blocks.at[i] >= 0 && blocks.at[i] < blocks_[layer], "workhorse: there is no block ",
                       blocks.at[i], " in layer ", layer);
   }
 
   void check(const Instruction& now) const {
     const int64_t registers = pass_.registers.size(), weights = pass_.weights.size();
-    STD_TORCH_CHECK(now.to < registers && now.from < registers && now.other < registers && now.weight < weights &&
+    WORKHORSE_CHECK(now.to < registers && now.from < registers && now.other < registers && now.weight < weights &&
                         now.bias < weights,
                     "workhorse: an instruction names a register or weight that there is not");
     const auto width = [&](int64_t reg) { return pass_.registers[reg].width; };
     const auto size = [&](int64_t weight, ScalarType type, int64_t count) {
-      STD_TORCH_CHECK(weight < 0 || (weights_[weight].scalar_type() == type && weights_[weight].numel() == count),
+      WORKHORSE_CHECK(weight < 0 || (weights_[weight].scalar_type() == type && weights_[weight].numel() == count),
                       "workhorse: a weight has another type or size than when the program was made");
     };
     const auto columns = [&](int64_t weight, int64_t count) {
-      STD_TORCH_CHECK(weights_[weight].dim() == 2 && weights_[weight].size(1) == count,
+      WORKHORSE_CHECK(weights_[weight].dim() == 2 && weights_[weight].size(1) == count,
                       "workhorse: a weight has another shape than when the program was made");
     };
     switch (now.op) {
@@ -221,13 +222,13 @@ class Prepared {
         columns(now.weight, width(now.to));
         size(now.weight, type_, table.numel());
         for (int64_t i = 0; i < pass_.batch * pass_.seq; i++)
-          STD_TORCH_CHECK(pass_.tokens[i] >= 0 && pass_.tokens[i] < table.size(0), "workhorse: token ",
+          WORKHORSE_CHECK(pass_.tokens[i] >= 0 && pass_.tokens[i] < table.size(0), "workhorse: token ",
                           pass_.tokens[i], " is not in the vocabulary of ", table.size(0));
         return;
       }
       case Op::kEmbedPosition:
         columns(now.weight, width(now.to));
-        STD_TORCH_CHECK(weights_[now.weight].size(0) >= longest_ + now.options[0],
+        WORKHORSE_CHECK(weights_[now.weight].size(0) >= longest_ + now.options[0],
                         "workhorse: there are fewer positions than a text of ", longest_, " tokens needs");
         return size(now.weight, type_, weights_[now.weight].numel());
       case Op::kNorm:
@@ -250,7 +251,7 @@ class Prepared {
       case Op::kRotate: {
         const int64_t angles = now.options[1];
         const ScalarType type = now.options[2] & step::kInFloat32 ? ScalarType::Float : type_;
-        STD_TORCH_CHECK(2 * angles + 1 < int64_t(angles_.size()) && angles_[2 * angles].scalar_type() == type &&
+        WORKHORSE_CHECK(2 * angles + 1 < int64_t(angles_.size()) && angles_[2 * angles].scalar_type() == type &&
                             angles_[2 * angles + 1].scalar_type() == type,
                         "workhorse: an instruction names angles that there are not, or of another type");
         return;
@@ -270,10 +271,10 @@ Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& r
                    const std::vector<Tensor>& tables, const std::vector<Tensor>& keys,
                    const std::vector<Tensor>& values, const Tensor& reaches, int64_t few, int64_t wanted,
                    int64_t vocab) {
-  STD_TORCH_CHECK(!keys.empty() && registers.dim() == 2 && tokens.dim() == 2 && wanted > 0 && wanted <= tokens.size(1),
+  WORKHORSE_CHECK(!keys.empty() && registers.dim() == 2 && tokens.dim() == 2 && wanted > 0 && wanted <= tokens.size(1),
                   "workhorse: a step needs tokens (batch, seq), and keys and values");
   const ScalarType type = keys[0].scalar_type();
-  STD_TORCH_CHECK(registers.size(0) > 0 && whole(registers, 2, "registers")[0] == vocab,
+  WORKHORSE_CHECK(registers.size(0) > 0 && whole(registers, 2, "registers")[0] == vocab,
                   "workhorse: the first register is for ", vocab, " logits");
   Tensor logits = torch::stable::new_empty(keys[0], {tokens.size(0), wanted, vocab});
   const std::shared_ptr<const Weights> kept = kept_weights().at(weights);
@@ -284,7 +285,7 @@ Tensor decode_step(const Tensor& program, const Tensor& numbers, const Tensor& r
   };
   if (type == ScalarType::BFloat16) run(BFloat16{});
   else if (type == ScalarType::Float) run(float{});
-  else STD_TORCH_CHECK(false, "workhorse: keys must be bfloat16 or float32");
+  else WORKHORSE_CHECK(false, "workhorse: keys must be bfloat16 or float32");
   return logits;
 }
 

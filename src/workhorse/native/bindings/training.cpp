@@ -48,11 +48,11 @@ struct Sizes {
     const bool wide = first.scalar_type() == at::kFloat;
     const int64_t even = wide ? 1 : 2;  // numbers in a word; one rule for every CPU
     for (const Tensor& t : tensors)
-      TORCH_CHECK(t.dim() == 4 && t.scalar_type() == (wide ? at::kFloat : at::kBFloat16) &&
+      WORKHORSE_CHECK(t.dim() == 4 && t.scalar_type() == (wide ? at::kFloat : at::kBFloat16) &&
                       t.sizes() == first.sizes() && t.stride(3) == 1 && t.stride(2) % even == 0,
                   "workhorse: attention needs tensors of one shape and type, with rows of whole words");
     batch = first.size(0), heads = first.size(1), seq = first.size(2), width = first.size(3);
-    TORCH_CHECK(seq % even == 0 && width % even == 0,
+    WORKHORSE_CHECK(seq % even == 0 && width % even == 0,
                 "workhorse: attention in bfloat16 needs an even length and width");
   }
 
@@ -98,7 +98,7 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& q, const Ten
                                                       const Tensor& dy, const Tensor& lse,
                                                       double scale, bool causal) {
   const Sizes sizes({q, k, v, y, dy});
-  TORCH_CHECK(lse.is_contiguous() && lse.numel() == sizes.batch * sizes.heads * sizes.seq,
+  WORKHORSE_CHECK(lse.is_contiguous() && lse.numel() == sizes.batch * sizes.heads * sizes.seq,
               "workhorse: lse must be contiguous, (batch, heads, seq)");
   const Tensor dq = sizes.make(q), dk = sizes.make(k), dv = sizes.make(v);
   const float* sums = from<float>(lse);
@@ -114,13 +114,13 @@ std::tuple<Tensor, Tensor, Tensor> attention_backward(const Tensor& q, const Ten
 }
 
 bool is_narrow(const Tensor& x) {
-  TORCH_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat,
+  WORKHORSE_CHECK(x.scalar_type() == at::kBFloat16 || x.scalar_type() == at::kFloat,
               "workhorse: an update needs bfloat16 or float32");
   return x.scalar_type() == at::kBFloat16;
 }
 
 weights::Split split_weights(const Tensor& weight, const Tensor& low_bits) {
-  TORCH_CHECK(weight.scalar_type() == at::kBFloat16 && low_bits.scalar_type() == at::kShort &&
+  WORKHORSE_CHECK(weight.scalar_type() == at::kBFloat16 && low_bits.scalar_type() == at::kShort &&
                   weight.is_contiguous() && low_bits.is_contiguous() &&
                   weight.numel() == low_bits.numel(),
               "workhorse: a split weight must be contiguous, bfloat16 with int16 low bits");
@@ -131,7 +131,7 @@ weights::Split split_weights(const Tensor& weight, const Tensor& low_bits) {
 // Calls f with the numbers of a tensor, which may be bfloat16 or float32.
 template <class F>
 void with_numbers(const Tensor& x, F f) {
-  TORCH_CHECK(x.is_contiguous(), "workhorse: an update needs contiguous tensors");
+  WORKHORSE_CHECK(x.is_contiguous(), "workhorse: an update needs contiguous tensors");
   void* at = const_cast<void*>(x.const_data_ptr());
   if (is_narrow(x)) return f(weights::Narrow{static_cast<uint16_t*>(at)});
   f(weights::Wide{static_cast<float*>(at)});
@@ -148,16 +148,16 @@ void adamw_(at::TensorList weights, at::TensorList low_bits, at::TensorList grad
   };
   std::vector<Part> parts;
   for (const auto& of_each : {gradients, means, mean_squares, updates})
-    TORCH_CHECK(of_each.size() == weights.size(), "workhorse: an update needs as much for each weight");
+    WORKHORSE_CHECK(of_each.size() == weights.size(), "workhorse: an update needs as much for each weight");
   for (size_t t = 0; t < weights.size(); t++) {
-    TORCH_CHECK(updates[t].scalar_type() == at::kFloat && updates[t].numel() == 1,
+    WORKHORSE_CHECK(updates[t].scalar_type() == at::kFloat && updates[t].numel() == 1,
                 "workhorse: a count of updates must be one float32 number");
     const int64_t n = weights[t].numel();
     for (const Tensor& x : {gradients[t], means[t], mean_squares[t]})
-      TORCH_CHECK(x.numel() == n, "workhorse: a gradient and its means must have the size of the weight");
-    TORCH_CHECK(is_narrow(weights[t]) != low_bits.empty() && weights[t].is_contiguous(),
+      WORKHORSE_CHECK(x.numel() == n, "workhorse: a gradient and its means must have the size of the weight");
+    WORKHORSE_CHECK(is_narrow(weights[t]) != low_bits.empty() && weights[t].is_contiguous(),
                 "workhorse: a weight must be contiguous, float32 or bfloat16 with low bits");
-    TORCH_CHECK(!is_narrow(mean_squares[t]) && mean_squares[t].is_contiguous(),
+    WORKHORSE_CHECK(!is_narrow(mean_squares[t]) && mean_squares[t].is_contiguous(),
                 "workhorse: mean squares must be contiguous and float32");
     for (int64_t i = 0; i < n; i += kPart) parts.push_back({t, i, std::min(i + kPart, n)});
   }
@@ -193,7 +193,7 @@ Tensor muon_directions(at::TensorList gradients, Tensor& momenta, double shrink,
                        bool nesterov) {
   const int64_t rows = momenta.size(-2), columns = momenta.size(-1), size = rows * columns;
   const int64_t stack = momenta.numel() / size / int64_t(gradients.size());
-  TORCH_CHECK(!is_narrow(momenta) && momenta.is_contiguous() && stack * size == gradients[0].numel(),
+  WORKHORSE_CHECK(!is_narrow(momenta) && momenta.is_contiguous() && stack * size == gradients[0].numel(),
               "workhorse: momenta must be contiguous and float32, one for each gradient");
   const Tensor made = at::empty({momenta.numel() / size, std::min(rows, columns),
                                  std::max(rows, columns)},
@@ -216,7 +216,7 @@ void split_move_(at::TensorList weights, at::TensorList low_bits, const Tensor& 
                  double size) {
   const int64_t rows = weights[0].size(-2), columns = weights[0].size(-1), matrix = rows * columns;
   const int64_t stack = weights[0].numel() / matrix;
-  TORCH_CHECK(is_narrow(updates) && updates.is_contiguous() &&
+  WORKHORSE_CHECK(is_narrow(updates) && updates.is_contiguous() &&
                   updates.numel() == int64_t(weights.size()) * stack * matrix,
               "workhorse: updates must be contiguous and bfloat16, one for each matrix");
   const weights::Narrow given{static_cast<uint16_t*>(const_cast<void*>(updates.const_data_ptr()))};

@@ -71,7 +71,7 @@ void multiply(const Tensors& a, const Tensors& b, const Biases& biases, const st
   switch (a[0].scalar_type()) {
     case ScalarType::Float: return multiply<float>(a, b, biases, of, results);
     case ScalarType::BFloat16: return multiply<BFloat16>(a, b, biases, of, results);
-    default: STD_TORCH_CHECK(false, "workhorse: a and b must be float32 or bfloat16");
+    default: WORKHORSE_CHECK(false, "workhorse: a and b must be float32 or bfloat16");
   }
 }
 
@@ -84,7 +84,7 @@ Tensor product(const Tensor& a, const Tensor& b, const std::optional<Tensor>& bi
 
 // For each bias, the sum of it and of the products a[i] b[i] whose of[i] is its number; these rise.
 Tensors products(const Tensors& a, const Tensors& b, const std::vector<int64_t>& of, const Biases& biases) {
-  STD_TORCH_CHECK(!a.empty() && a.size() == b.size() && a.size() == of.size() &&
+  WORKHORSE_CHECK(!a.empty() && a.size() == b.size() && a.size() == of.size() &&
                       of.back() + 1 == int64_t(biases.size()),
                   "workhorse: products need as many a as b, and the number of the result of each");
   Tensors results;
@@ -94,14 +94,14 @@ Tensors products(const Tensors& a, const Tensors& b, const std::vector<int64_t>&
       results.push_back(result_of(a[i], b[i], biases[made]));
       continue;
     }
-    STD_TORCH_CHECK(of[i] == made - 1, "workhorse: the numbers of results must rise from 0 by 1");
+    WORKHORSE_CHECK(of[i] == made - 1, "workhorse: the numbers of results must rise from 0 by 1");
     check(a[i], b[i]);
     const Tensor& c = results.back();
-    STD_TORCH_CHECK(a[i].size(0) == c.size(0) && b[i].size(1) == c.size(1),
+    WORKHORSE_CHECK(a[i].size(0) == c.size(0) && b[i].size(1) == c.size(1),
                     "workhorse: products that are added must have one shape");
   }
   for (const Tensor& one : a)
-    STD_TORCH_CHECK(one.scalar_type() == a[0].scalar_type(), "workhorse: products made together must have one type");
+    WORKHORSE_CHECK(one.scalar_type() == a[0].scalar_type(), "workhorse: products made together must have one type");
   multiply(a, b, biases, of, results);
   return results;
 }

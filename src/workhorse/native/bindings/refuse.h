@@ -1,0 +1,31 @@
+// How operators refuse arguments: by an exception whose message is made without streams. Where a toolchain links a copy
+// of libstdc++ into the library, its streams crash; see `_crash` in build.py.
+#pragma once
+
+#include <stdexcept>
+#include <string>
+#include <type_traits>
+
+namespace workhorse {
+
+template <class Part>
+void append(std::string& text, const Part& part) {
+  if constexpr (std::is_arithmetic_v<Part>) text += std::to_string(part);
+  else text += part;
+}
+
+template <class... Parts>
+[[noreturn, gnu::noinline, gnu::cold]] void refuse(const Parts&... parts) {
+  std::string text;
+  (append(text, parts), ...);
+  throw std::runtime_error(text);
+}
+
+}  // namespace workhorse
+
+// Refuses with the message that follows the condition, in parts: strings and numbers.
+#define WORKHORSE_CHECK(condition, ...) \
+  do {                                  \
+    if (!(condition)) [[unlikely]]      \
+      workhorse::refuse(__VA_ARGS__);   \
+  } while (false)

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 
 import torch
@@ -66,8 +67,10 @@ def _forward_ways(x: Tensor, weight: Tensor) -> list[Callable[[], Tensor]]:
     ways: list[Callable[[], Tensor]] = [partial(torch.nn.functional.linear, x, weight)]
     if x.device.type == "cpu" and torch.backends.mkldnn.is_available():
         # float32 goes to MKL by itself, which is the slower library on some processors.
-        onednn = torch.ops.mkldnn._linear_pointwise
-        ways.append(partial(onednn, x, weight, None, "none", [], ""))
+        onednn = partial(torch.ops.mkldnn._linear_pointwise, x, weight, None, "none", [], "")
+        with suppress(RuntimeError):  # oneDNN has no bfloat16 on CPUs with AVX2 only
+            onednn()
+            ways.append(onednn)
     return ways
 
 

@@ -1,7 +1,9 @@
 """Who is measured when, and how ratios are taken."""
 
 import pytest
+import torch
 
+from benchmarks.harness import limits
 from benchmarks.harness.timing import in_turn, ratio
 
 
@@ -26,3 +28,12 @@ def test_a_ratio_is_of_the_same_round():
 def test_a_lost_round_is_no_ratio():
     with pytest.raises(ValueError, match="zip"):
         ratio([1.0, 2.0], [1.0])
+
+
+def test_products_that_onednn_lacks_are_measured_by_pytorch(monkeypatch: pytest.MonkeyPatch):
+    def lacks(*_: object) -> torch.Tensor:
+        raise RuntimeError("could not create a primitive descriptor for the inner product")
+
+    monkeypatch.setattr(torch.ops.mkldnn, "_linear_pointwise", lacks)
+    ways = limits._forward_ways(torch.ones(2, 3), torch.ones(4, 3))
+    assert [way().shape for way in ways] == [(2, 4)]

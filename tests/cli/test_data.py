@@ -43,7 +43,7 @@ def test_prepare_keeps_the_data_in_the_run_directory(capsys) -> None:
     splits = result["splits"]
     counted = [splits[split]["corpus"]["documents"] for split in ("train", "validation")]
     assert sum(counted) == 20
-    again = result_of(capsys, "prepare", "recipe.yaml", "--verify")
+    again = result_of(capsys, "prepare", "recipe.yaml")
     assert again == result
 
 

@@ -363,3 +363,12 @@ def test_the_sources_of_every_library_are_there() -> None:
         if source.suffix in (".h", ".cpp"):
             for name in included.findall(source.read_text()):
                 assert (build._sources() / name).is_file(), f"{source}: {name}"
+
+
+def test_a_compiler_that_takes_too_long_is_tried_again(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    compiler(tmp_path, monkeypatch, WORKS.replace("\n", "\nexec sleep 60\n", 1))
+    monkeypatch.setattr(build, "_SECONDS", 0.1)
+    assert "the next start tries again" in (why_not(wait=True) or "")
+    assert not list(cache.rglob("*-failure.txt"))

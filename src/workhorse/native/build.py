@@ -126,7 +126,9 @@ def _crash(name: str, library: Path) -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, timeout=_SECONDS, check=False)
     except subprocess.TimeoutExpired:
-        return f"a process that tried it did not end in {_SECONDS} seconds"
+        raise Unavailable(
+            f"trying it took more than {_SECONDS} seconds; the next start tries again"
+        ) from None
     if done.returncode >= 0:
         return None
     return (
@@ -269,7 +271,8 @@ def _run(command: list[str]) -> str | None:
     """The output of the command if it failed, else None.
 
     Raises:
-        Unavailable: it was ended by a signal, as by Ctrl-C, which is no fault of the sources.
+        Unavailable: it was ended by a signal, as by Ctrl-C, or took too long, as on a busy
+            machine; neither is a fault of the sources.
     """
     try:
         done = subprocess.run(
@@ -282,7 +285,9 @@ def _run(command: list[str]) -> str | None:
             env={**os.environ, "LC_ALL": "C"},
         )
     except subprocess.TimeoutExpired:
-        return f"still compiling after {_SECONDS} seconds"
+        raise Unavailable(
+            f"still compiling after {_SECONDS} seconds; the next start tries again"
+        ) from None
     if done.returncode < 0 or "signal terminated program" in done.stderr:  # itself, or its parts
         raise Unavailable("the compiler was ended by a signal; the next start tries again")
     return done.stderr or f"exit status {done.returncode}" if done.returncode else None

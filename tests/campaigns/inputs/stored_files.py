@@ -83,7 +83,7 @@ USES: dict[str, dict[str, list[str]]] = {
     "prepared/data/*/*": {
         "prepare": ["data", "prepare", "recipe.yaml", "--out", "prepared"],
         "inspect": ["data", "inspect", "recipe.yaml", "--out", "prepared"],
-        "verify": ["data", "inspect", "recipe.yaml", "--out", "prepared", "--verify"],
+        "verify": ["data", "inspect", "recipe.yaml", "--out", "prepared"],
     },
     "model.gguf": {
         "generate": ["generate", "model.gguf", *GENERATE],

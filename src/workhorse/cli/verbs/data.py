@@ -21,9 +21,6 @@ out_option = click.option(
     help="Run directory that keeps the data, unless the recipe has data.cache_dir."
     "  [default: runs/NAME]",
 )
-verify_option = click.option(
-    "--verify", is_flag=True, help="Verify the checksums of data that is there already."
-)
 
 
 @click.group("data")
@@ -35,10 +32,9 @@ def command() -> None:
 @click.argument("recipe", type=PATH)
 @click.argument("overrides", nargs=-1, metavar="[section.key=value ...]")
 @out_option
-@verify_option
 @json_option
 def prepare_command(
-    recipe: Path, overrides: tuple[str, ...], out: Path | None, verify: bool, as_json: bool
+    recipe: Path, overrides: tuple[str, ...], out: Path | None, as_json: bool
 ) -> None:
     """Train RECIPE's tokenizer and write its token shards; reuse what is there already.
 
@@ -47,7 +43,7 @@ def prepare_command(
     """
     from workhorse.data import describe
 
-    _, _, dataset = _prepared(recipe, overrides, out, verify=verify)
+    _, _, dataset = _prepared(recipe, overrides, out)
     result = describe(dataset)
     print_result(result, as_json, text=_counts(result))
 
@@ -77,7 +73,6 @@ def prepare_command(
     show_default=True,
     help="Rows to show.",
 )
-@verify_option
 @json_option
 def inspect_command(
     *,
@@ -87,7 +82,6 @@ def inspect_command(
     split: str,
     step: int,
     rows: int,
-    verify: bool,
     as_json: bool,
 ) -> None:
     """Show what a model trained on RECIPE will see: counts, then decoded rows.
@@ -98,7 +92,7 @@ def inspect_command(
     """
     from workhorse.data import Batches, describe, view_rows
 
-    settings, tokenizer, dataset = _prepared(recipe, overrides, out, verify=verify)
+    settings, tokenizer, dataset = _prepared(recipe, overrides, out)
     sizes = {
         "seq_len": settings.train.seq_len,
         "batch_size": settings.train.batch_size,
@@ -119,7 +113,7 @@ def inspect_command(
 
 
 def _prepared(
-    path: Path, overrides: tuple[str, ...], out: Path | None, *, verify: bool
+    path: Path, overrides: tuple[str, ...], out: Path | None
 ) -> "tuple[Recipe, Tokenizer, Dataset]":
     from workhorse.checkpoints import RunDirectory
     from workhorse.data import prepare, prepare_tokenizer
@@ -135,7 +129,7 @@ def _prepared(
             recipe.tokenizer, recipe.data, folder, progress=report, tell=warn
         )
     with progress("preparing data", unit="bytes") as report:
-        dataset = prepare(recipe.data, tokenizer, folder, progress=report, verify=verify, tell=warn)
+        dataset = prepare(recipe.data, tokenizer, folder, progress=report, tell=warn)
     return recipe, tokenizer, dataset
 
 

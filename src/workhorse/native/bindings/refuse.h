@@ -1,5 +1,5 @@
-// How operators refuse arguments: by an exception whose message is made without streams. Where a toolchain links a copy
-// of libstdc++ into the library, its streams crash; see `_crash` in build.py.
+// How operators refuse arguments: by an exception whose message is made without streams, which crash if a toolchain
+// links a copy of libstdc++ into the library. Such an exception may still not reach Python; `_crash` in build.py tries.
 #pragma once
 
 #include <stdexcept>

@@ -38,6 +38,12 @@ def pytest_configure(config: pytest.Config) -> None:
         resolve(*LOADERS, wait=True)
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Do not import campaigns that would be deselected: that takes seconds in each process."""
+    deselected = "not campaign" in config.option.markexpr
+    return True if deselected and collection_path == Path(__file__).parent / "campaigns" else None
+
+
 @pytest.fixture(autouse=True)
 def _fixed_random_state() -> None:
     torch.default_generator.manual_seed(0)  # `torch.manual_seed` writes out the stack each time

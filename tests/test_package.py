@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import workhorse
-from workhorse.config import read_yaml
+from workhorse.config import parse_yaml, read_yaml
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -46,3 +46,13 @@ def test_grids_names_tests_that_exist():
     for test in grids:
         path, name = test.split("::")
         assert re.search(rf"^def {name}\(", (ROOT / path).read_text("utf-8"), re.MULTILINE), test
+
+
+def test_the_text_that_a_mutation_replaces_stands_in_the_source_once():
+    """Else a change of the source would leave `campaigns/test_mutations.py` behind."""
+    for mutations in sorted((ROOT / "tests" / "campaigns").glob("*mutations.yaml")):
+        for change in (
+            change for one in parse_yaml(mutations.read_text("utf-8")) for change in one["changes"]
+        ):
+            text = (ROOT / "src" / "workhorse" / change["file"]).read_text("utf-8")
+            assert text.count(change["old"]) == 1, change

@@ -97,5 +97,7 @@ def test_the_text_part_alone(model_type: str, tmp_path: Path) -> None:
         "tensors belong to other parts of the model: left out"
     ]
     tokens = torch.arange(3, 24)[None]
+    if model_type == "llama4_text":  # transformers 5.24 passes no text without pictures through all
+        theirs = theirs.language_model
     with torch.no_grad():
         assert relative(decoder(tokens), theirs(input_ids=tokens).logits) <= 1e-5

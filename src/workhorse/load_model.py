@@ -12,7 +12,6 @@ from workhorse.checkpoints import (
     Places,
     RunDirectory,
     mapped_weights,
-    weights_in_large_pages,
 )
 from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.checkpoints.room import check_random, check_stored
@@ -67,9 +66,9 @@ def load(
             Hugging Face the type that it was saved in.
         kernel: how attention is computed.
         quantize: hold the weights of linear layers in 8 or 4 bits, each from when it is read.
-        compile: copy the weights into large pages, which are read faster, and compile steps that
-            are not native. The first such step on a machine waits for the compiler (tens of
-            seconds), later ones for the program to be read (seconds).
+        compile: compile decoding steps that are not native. The first such step on a machine
+            waits for the compiler (tens of seconds), later ones for the program to be read
+            (seconds).
         as_stored: leave all modules as the config builds them: to write the model out, or to train.
         tell: called with what must not go unnoticed: that weights are random, or that something of
             a directory was not used.
@@ -95,7 +94,7 @@ def load(
         raise WorkhorseError("compile=True changes what as_stored keeps; leave one out")
     where, type_of_weights = resolve_device(device), resolve_dtype(dtype)
     if is_stored(name):
-        places: Places = weights_in_large_pages if compile else mapped_weights
+        places: Places = mapped_weights
         if quantize != "none":
             places = partial(place_codes, format=quantize)
         stored = open_stored(model, tell)
@@ -103,7 +102,6 @@ def load(
             stored,
             where,
             type_of_weights,
-            mapped=not compile,
             codes_per_byte=None if quantize == "none" else FORMATS[quantize].per_byte,
         )
         decoder = stored.load_decoder(where, type_of_weights, kernel, places)

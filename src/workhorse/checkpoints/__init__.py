@@ -10,7 +10,6 @@ from workhorse.checkpoints.tensors import (
     empty_decoder,
     load_weights,
     mapped_weights,
-    weights_in_large_pages,
     weights_of,
 )
 
@@ -27,6 +26,5 @@ __all__ = [
     "empty_decoder",
     "load_weights",
     "mapped_weights",
-    "weights_in_large_pages",
     "weights_of",
 ]

@@ -33,16 +33,14 @@ def check_stored(
     device: torch.device,
     dtype: torch.dtype | None,
     *,
-    mapped: bool,
     codes_per_byte: int | None,
 ) -> None:
-    """Refuse a stored model whose weights do not fit.
+    """Refuse a stored model whose weights do not fit; those that stay mapped take no memory.
 
     Args:
         stored: the model.
         device: where its weights go.
         dtype: of the weights; None: as they are stored.
-        mapped: whether weights that are stored as they are used stay mapped, taking no memory.
         codes_per_byte: of weights that are quantised while they are read; None: they are not.
 
     Raises:
@@ -57,7 +55,7 @@ def check_stored(
     if codes_per_byte:
         check_fits(total // codes_per_byte, device, f"{stored.path}, quantised,", REMEDY)
         return
-    if mapped and device.type == "cpu" and not isinstance(stored, RunDirectory):
+    if device.type == "cpu" and not isinstance(stored, RunDirectory):
         total -= weights_on_disk(stored).get(dtype_name(dtype), Held(0, 0)).numbers
     what = f"{stored.path} with its weights in {dtype_name(dtype)}"
     check_fits(max(total, 0) * dtype.itemsize, device, what, REMEDY)

@@ -9,7 +9,6 @@ from workhorse.models.huggingface.moves import check_weight
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.tensors.destination import Destination, copy_tensors
-from workhorse.tensors.pages import in_large_pages
 from workhorse.transforms.record import check_weights_kept
 
 Places = Callable[[Decoder], Mapping[str, Destination]]
@@ -39,16 +38,6 @@ def weights_of(decoder: Decoder) -> dict[str, Tensor]:
     """
     check_weights_kept(decoder)
     return {name: weight.detach() for name, weight in decoder.named_parameters()}
-
-
-def weights_in_large_pages(decoder: Decoder) -> dict[str, Tensor]:
-    """Like `weights_of`, for an empty decoder, after moving it to the CPU."""
-    weights = [weight for weight in decoder.parameters() if weight.device.type == "cpu"]
-    for dtype in {weight.dtype for weight in weights}:
-        here = [weight for weight in weights if weight.dtype == dtype]
-        for weight, room in zip(here, in_large_pages([w.shape for w in here], dtype), strict=True):
-            weight.data = room
-    return weights_of(decoder)
 
 
 def mapped_weights(decoder: Decoder) -> dict[str, Destination]:

@@ -72,8 +72,8 @@ compile_option = click.option(
     "--compile",
     "compiled",
     is_flag=True,
-    help="Copy the weights into large pages, which are read faster, and compile steps that are not"
-    " native; the first time on a machine takes tens of seconds.",
+    help="Compile decoding steps that are not native; the first time on a machine takes tens of"
+    " seconds.",
 )
 """For verbs that decode; the parameter is `compiled`."""
 
@@ -86,7 +86,7 @@ def open_model(
     Args:
         model: the argument.
         running: how it runs.
-        compiled: copy weights into large pages, and compile steps that are not native.
+        compiled: compile decoding steps that are not native.
         with_text: refuse a model without a tokenizer; a draft needs none.
     """
     from workhorse.devices import use_threads

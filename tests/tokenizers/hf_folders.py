@@ -75,6 +75,7 @@ def llama2(legacy: bool | None) -> Files:
     tokenizer = template_bos(byte_fallback(["<unk>", "<s>", "</s>"], legacy=True), "<s>")
     settings: dict[str, Any] = {
         "tokenizer_class": "LlamaTokenizerFast",
+        "drop_leading_space": True,
         "add_bos_token": True,
         "add_eos_token": False,
         "bos_token": {"__type": "AddedToken", **token("<s>")},
@@ -99,6 +100,7 @@ def llama_model() -> Files:
         "tokenizer.model": sentencepiece_model(),
         "tokenizer_config.json": {
             "tokenizer_class": "LlamaTokenizer",
+            "drop_leading_space": True,
             "add_bos_token": True,
             "add_eos_token": False,
             "legacy": False,

@@ -1,12 +1,15 @@
 """SentencePiece models: the ids and the texts of the SentencePiece library itself."""
 
 import io
+import json
 import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from workhorse.checkpoints.gguf.read_vocabulary import read_vocabulary
+from workhorse.checkpoints.gguf.vocabulary import WHOLE, tokenizer_metadata
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import load_tokenizer
 
@@ -83,6 +86,33 @@ def test_ids_and_texts_are_the_library_s(name: str, lines: list[str], tmp_path: 
         assert ours.decode(ids) == theirs.decode(ids).replace(" \u2047 ", "<unk>")
     controls = [theirs.bos_id(), *theirs.encode("fox jumps"), theirs.eos_id()]
     assert ours.decode(controls, skip_special=True) == theirs.decode(controls)
+
+
+@pytest.mark.parametrize("legacy", [True, False])
+def test_the_class_of_llama_keeps_a_leading_space(
+    legacy: bool, lines: list[str], tmp_path: Path
+) -> None:
+    """As SentencePiece and a GGUF file of the same model; transformers drops it."""
+    transformers = pytest.importorskip("transformers")
+    data = train(lines, **MODELS["llama"])
+    (tmp_path / "tokenizer.model").write_bytes(data)
+    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": legacy}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
+    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=data)
+    ours = load_tokenizer(tmp_path)
+    keys, _ = tokenizer_metadata(ours, ours.vocab_size)
+    same = read_vocabulary({**keys, WHOLE: None}, ours.vocab_size)
+    for text in (*TEXTS, "  two", "   ", "\u2581 a", "\n b", *lines[:50]):
+        ids = theirs.encode(text)
+        assert ours.encode(text) == same.encode(text) == ids
+        assert ours.decode(ids) == theirs.decode(ids).replace(" \u2047 ", "<unk>")
+    dropping = load_tokenizer(tmp_path, drop_leading_space=True)
+    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
+    dropped = reference.encode(" a", add_special_tokens=False)
+    assert dropping.encode(" a") == ours.encode("a") == dropped
+    dropping.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").fingerprint == dropping.fingerprint
 
 
 def test_a_converted_model_saves_as_tokenizer_json(lines: list[str], tmp_path: Path) -> None:

@@ -2,10 +2,12 @@
 
 import json
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workhorse.errors import WorkhorseError, shown
+from workhorse.tokenizers.huggingface.classes import DROP_LEADING_SPACE
 from workhorse.tokenizers.huggingface.folder import TokenizerFolder
 from workhorse.tokenizers.huggingface.read import (
     DEFINITION,
@@ -45,13 +47,16 @@ INSIDE = "tokenizer"
 """Where a run directory, and a folder in our own format, keeps its tokenizer."""
 
 
-def load_tokenizer(path: str | Path) -> "Tokenizer":
+def load_tokenizer(path: str | Path, *, drop_leading_space: bool | None = None) -> "Tokenizer":
     """The tokenizer in a folder or a file.
 
     Args:
         path: a folder as `Tokenizer.save` or transformers write it, a `tokenizer.json`, or a
             SentencePiece `.model`. Settings (bos, eos, chat template) are read from beside it. A
             folder with such a one under the name of `tokenizer`, as a run directory, stands for it.
+        drop_leading_space: of the classes that put a space before every text (LLaMA's), whether a
+            text that begins with a space loses it, as in transformers 5; None: as
+            `drop_leading_space` in `tokenizer_config.json` says, and else not.
 
     Raises:
         WorkhorseError: there is none, or it is damaged, beyond the limits for such files, or of a
@@ -70,6 +75,10 @@ def load_tokenizer(path: str | Path) -> "Tokenizer":
         path /= INSIDE
     folder = TokenizerFolder(path if path.is_dir() else path.parent)
     settings = read_settings(folder)
+    if drop_leading_space is not None:
+        fields = {**settings.fields, DROP_LEADING_SPACE: drop_leading_space}
+        settings = replace(settings, fields=fields)
+        folder.read[SETTINGS] = json.dumps(fields, indent=2, ensure_ascii=False).encode()
     source = None
     if path.is_dir():
         reading = read_folder(folder, settings)

@@ -4,6 +4,11 @@ Most classes follow `tokenizer.json`. A few build normaliser, splitting, decoder
 themselves and take only vocabulary and merges from the files, whatever else these say (a LLaMA file
 of 2023 that prepends a space to every segment is read as one that prepends it to the text). Those
 few are here as data, in the form of `tokenizer.json`.
+
+One difference is ours: a text that begins with a space keeps it where a space is put before every
+text. SentencePiece, GGUF readers and the `tokenizer.json` files published with these models keep
+it; the classes of transformers 5 take it for the one that they would add. `drop_leading_space` in
+the settings asks for what they do.
 """
 
 from collections.abc import Callable, Mapping
@@ -98,7 +103,16 @@ def _cohere(settings: Mapping[str, Any]) -> Parts:
     return {**_gpt2(settings), "normalizer": {"type": "NFC"}, "pre_tokenizer": split}
 
 
-def _metaspace(prefix: str, unknown: str | None, strip: bool) -> Parts:
+DROP_LEADING_SPACE = "drop_leading_space"
+"""The key of our own in `tokenizer_config.json`."""
+
+
+def _marks(replacement: str, prefix: str) -> Parts:
+    scheme = {"prepend_scheme": prefix, "split": False}
+    return {"type": "Metaspace", "replacement": replacement, **scheme}
+
+
+def _metaspace(settings: Mapping[str, Any], prefix: str, unknown: str | None, strip: bool) -> Parts:
     steps: list[Parts] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
@@ -106,17 +120,18 @@ def _metaspace(prefix: str, unknown: str | None, strip: bool) -> Parts:
     ]
     if strip:
         steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
-    marks = {
-        "type": "Metaspace",
-        "replacement": SPACE,
-        "prepend_scheme": prefix,
-        "split": False,
-    }
+    normalizer, marks = None, _marks(SPACE, prefix)
+    if prefix != "never" and not settings.get(DROP_LEADING_SPACE):
+        # Metaspace puts nothing before a text that begins with its mark. The text's own spaces are
+        # marked first, so that none begins with a space when one is put before it.
+        normalizer = {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}
+        steps_before = [_marks(" ", prefix), _marks(SPACE, "never")]
+        marks = {"type": "Sequence", "pretokenizers": steps_before}
     # The model takes None for "no prefix", unlike the classes over bytes.
     none = {"continuing_subword_prefix": None, "end_of_word_suffix": None}
     return {
         "model": _model(**none, fuse_unk=True, byte_fallback=True, unk_token=unknown),
-        "normalizer": None,
+        "normalizer": normalizer,
         "pre_tokenizer": marks,
         "decoder": {"type": "Sequence", "decoders": steps},
     }
@@ -125,12 +140,12 @@ def _metaspace(prefix: str, unknown: str | None, strip: bool) -> Parts:
 def _llama(settings: Mapping[str, Any]) -> Parts:
     has_prefix = _prefix_space(settings, True)
     scheme = "always" if settings.get("legacy", False) else "first"
-    return _metaspace(scheme if has_prefix else "never", None, strip=has_prefix)
+    return _metaspace(settings, scheme if has_prefix else "never", None, strip=has_prefix)
 
 
 def _code_llama(settings: Mapping[str, Any]) -> Parts:
     scheme = "first" if _prefix_space(settings, True) else "never"
-    return _metaspace(scheme, UNK_PLACE, strip=True)
+    return _metaspace(settings, scheme, UNK_PLACE, strip=True)
 
 
 def _gemma(settings: Mapping[str, Any]) -> Parts:
@@ -141,7 +156,7 @@ def _gemma(settings: Mapping[str, Any]) -> Parts:
         "invert": False,
     }
     return {
-        **_metaspace("never", UNK_PLACE, strip=False),
+        **_metaspace(settings, "never", UNK_PLACE, strip=False),
         "normalizer": {"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
         "pre_tokenizer": split,
     }

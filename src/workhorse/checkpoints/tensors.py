@@ -5,6 +5,7 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface.moves import check_weight
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
@@ -38,6 +39,25 @@ def weights_of(decoder: Decoder) -> dict[str, Tensor]:
     """
     check_weights_kept(decoder)
     return {name: weight.detach() for name, weight in decoder.named_parameters()}
+
+
+def check_numbers(name: str, tensor: Tensor) -> None:
+    """Refuse to write weights that no model can compute with.
+
+    A vector may hold -inf: as a bias of logits it rules tokens out.
+
+    Raises:
+        WorkhorseError: a value is infinite or NaN.
+    """
+    if tensor.sum(dtype=torch.float32).isfinite():  # far quicker than testing each
+        return
+    wrong = ~tensor.isfinite()
+    if tensor.ndim == 1:
+        wrong &= tensor != -torch.inf
+    if wrong.any():
+        raise WorkhorseError(
+            f"{name} holds infinite values or NaN; write an earlier state of the model"
+        )
 
 
 def mapped_weights(decoder: Decoder) -> dict[str, Destination]:

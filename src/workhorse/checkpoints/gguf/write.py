@@ -22,6 +22,7 @@ from workhorse.checkpoints.gguf.vocabulary import (
     tokenizer_metadata,
 )
 from workhorse.checkpoints.huggingface.written_out import written_out
+from workhorse.checkpoints.tensors import check_numbers
 from workhorse.errors import WorkhorseError, nearest
 from workhorse.models.huggingface import Family, in_the_way, native_class, nearest_of
 from workhorse.models.huggingface import family as family_of
@@ -220,13 +221,12 @@ def _encoded(plan: TensorPlan, kind: Any) -> np.ndarray:
     Raises:
         WorkhorseError: a value is infinite or NaN, or does not fit.
     """
-    values = plan.make().contiguous().numpy()
-    assert values.shape == plan.shape, plan.name
-    largest = np.maximum(values.max(initial=0), -values.min(initial=0))
-    if not np.isfinite(largest):
-        raise WorkhorseError(
-            f"{plan.name} holds infinite values or NaN; write an earlier state of the model"
-        )
+    tensor = plan.make().contiguous()
+    assert tensor.shape == plan.shape, plan.name
+    check_numbers(plan.name, tensor)
+    values = tensor.numpy()
+    finite = values[np.isfinite(values)] if values.ndim == 1 else values
+    largest = np.maximum(finite.max(initial=0), -finite.min(initial=0))
     # the scales of quantised types are float16
     limit = np.finfo(np.float32 if kind.name in ("F32", "BF16") else np.float16).max
     if largest > limit:

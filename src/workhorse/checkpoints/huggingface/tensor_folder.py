@@ -15,6 +15,7 @@ from typing import BinaryIO
 import torch
 from torch import Tensor
 
+from workhorse.checkpoints.tensors import check_numbers
 from workhorse.errors import WorkhorseError, shown
 from workhorse.tensors.safetensors_header import (
     MAX_HEADER_BYTES,
@@ -249,7 +250,7 @@ def _written(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """A tensor as it is stored in a file.
 
     Raises:
-        WorkhorseError: it holds NaN, or numbers out of range of the dtype.
+        WorkhorseError: it holds infinite values or NaN, or numbers out of range of the dtype.
     """
     check_numbers(name, tensor)
     written = tensor.to("cpu", dtype).contiguous()
@@ -259,14 +260,3 @@ def _written(name: str, tensor: Tensor, dtype: torch.dtype) -> Tensor:
             f"{name} holds numbers beyond float16; choose dtype bfloat16 or float32"
         )
     return written
-
-
-def check_numbers(name: str, tensor: Tensor) -> None:
-    """Refuse to write weights that no model can compute with.
-
-    Raises:
-        WorkhorseError: one is NaN.
-    """
-    # The sum is far quicker than testing each number; infinite numbers may make it NaN too.
-    if tensor.sum(dtype=torch.float32).isnan() and tensor.isnan().any():
-        raise WorkhorseError(f"{name} holds NaN; write an earlier state of the model")

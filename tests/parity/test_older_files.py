@@ -13,11 +13,13 @@ import pytest
 import torch
 import transformers as hf
 from torch import nn
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tests.parity.all_cases import ALL
 from tests.parity.reference import quiet, their_config
 from workhorse.errors import WorkhorseError
-from workhorse.models.huggingface import Fields, family
+from workhorse.models.huggingface import MODEL_TYPES, Fields, family
+from workhorse.models.huggingface.aliases import ALIASES, with_own_names
 from workhorse.models.huggingface.family import compare_plain, plain
 from workhorse.models.huggingface.rotation import contradictions
 
@@ -71,3 +73,39 @@ def test_rope_scaling_beside_rope_parameters_means_what_it_means_there(model_typ
     ours = family(model_type).read(Fields(file))
     assert list(compare_plain(plain(ours), plain(expected))) == []
     assert "rope_scaling differs from rope_parameters; rope_scaling counts" in contradictions(file)
+
+
+def test_every_second_name_of_a_key_is_known() -> None:
+    """`num_mtp_layers` counts layers that only guess ahead, which are left out."""
+    for model_type in MODEL_TYPES:
+        if model_type in CONFIG_MAPPING:
+            there = dict(CONFIG_MAPPING[model_type].attribute_map)
+            there.pop("num_mtp_layers", None)
+            assert ALIASES.get(model_type, {}) == there
+
+
+REFUSED_THERE = ("num_hidden_layers", "qkv_bias", "bias")
+"""Which must agree with other keys: the length of lists, biases of other layers."""
+
+
+@pytest.mark.parametrize("model_type", ALIASES)
+def test_of_two_names_the_same_counts_as_there(model_type: str) -> None:
+    with quiet():
+        file = their_config(model_type, ALL[model_type][0]).to_dict()
+    for usual, own in ALIASES[model_type].items():
+        value = file[own]
+        other = not value if isinstance(value, bool) else 2 * value
+        for both in ({usual: other, own: value}, {own: value, usual: other}):
+            written = {key: it for key, it in file.items() if key not in both} | both
+            ours, remarks = with_own_names(written)
+            assert usual not in ours
+            assert len(remarks) == 1
+            assert f"{own}={value}" in remarks[0]
+            try:
+                with quiet():
+                    theirs = hf.AutoConfig.for_model(**deepcopy(written))
+            except Exception:
+                assert usual in REFUSED_THERE
+                continue
+            assert ours[own] == getattr(theirs, own)
+        assert with_own_names({**file, usual: value})[1] == []

@@ -22,6 +22,7 @@ from workhorse.checkpoints.tensors import Places, allocate, weights_of
 from workhorse.config import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family, Fields, family
+from workhorse.models.huggingface.aliases import with_own_names
 from workhorse.models.huggingface.family import SPECIAL_IDS
 from workhorse.models.huggingface.moves import read_tensors
 from workhorse.models.huggingface.rotation import contradictions
@@ -73,6 +74,7 @@ class HuggingFaceDirectory:
             raise WorkhorseError(
                 f"{self.path / CONFIG_FILE} has no 'model_type'; it is of no model"
             )
+        self.values, twice = with_own_names(self.values)
         fields = Fields(self.values)
         try:
             for key in DEPTH_KEYS:
@@ -97,7 +99,7 @@ class HuggingFaceDirectory:
         size = self.config.vocab_size
         self.stop_tokens = tuple(one for one in ids["eos_token_id"] if 0 <= one < size)
         """What ends a text, as `generation_config.json` or else `config.json` lists it."""
-        self.remarks = [*_remarks(whole, fields), *_outside(ids, size)]
+        self.remarks = [*twice, *_remarks(whole, fields), *_outside(ids, size)]
         if (self.path / ADAPTER_FILE).exists():
             self.remarks.append(
                 f"{ADAPTER_FILE} describes an adapter (LoRA), which is not applied; merge it into "

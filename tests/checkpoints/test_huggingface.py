@@ -191,9 +191,12 @@ def test_the_text_part_of_a_larger_model(tmp_path: Path) -> None:
 def test_what_is_not_used_is_told(tmp_path: Path) -> None:
     folder = saved(tmp_path / "m")
     change_config(folder, auto_map={"AutoModel": "own_code.Model"}, new_attention_trick=3)
+    rotation = {"rope_type": "default", "rope_theta": 10_000.0, "new_turn": 1}
+    change_config(folder, rope_parameters=rotation)
     assert HuggingFaceDirectory(folder).remarks == [
         "config.json names code of its own (auto_map), which is never run",
-        "config.json has keys that nothing here reads: new_attention_trick",
+        "config.json has keys that nothing here reads: new_attention_trick, "
+        "rope_parameters.new_turn",
     ]
 
 

@@ -63,7 +63,11 @@ def _position(hf: Fields, kind: str) -> RopeConfig | NoPositionConfig:
         raise ConfigError(
             f"{hf.where}: rope_parameters has no {kind!r}; give it a rotation, or null for none"
         )
-    return read_rope(hf, layer_type=kind) if rotations.section(kind) else NoPositionConfig()
+    rotation = rotations.section(kind)
+    if not rotation:
+        return NoPositionConfig()
+    rotation.ignore("mrope_section")  # of positions that are the same for text
+    return read_rope(hf, layer_type=kind)
 
 
 def rotations(data: Data) -> Data:

@@ -25,6 +25,8 @@ def read(hf: Fields) -> DecoderConfig:
     hf.refuse("tie_word_embeddings", False, "transformers has no DBRX with a tied head")
     parts = hf.section("attn_config") or Fields({})
     experts = hf.section("ffn_config") or Fields({})
+    experts.ignore("moe_loss_weight")
+    experts.refuse("hidden_size", hf.get("d_model", 2048), "the experts are as wide as the model")
     normalize = experts.optional("moe_normalize_expert_weights", float, 1.0)
     if normalize is not None:
         experts.refuse("moe_normalize_expert_weights", 1.0, "weights are divided by their sum")

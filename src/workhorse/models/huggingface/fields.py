@@ -56,6 +56,8 @@ class Fields:
         self.where = where
         self.names = names
         self.seen: set[str] = set()
+        self.sections: dict[str, Fields] = {}
+        """The mappings inside this one that were read, by key."""
 
     def renamed(self, names: Mapping[str, str]) -> "Fields":
         """The same config, accessed by usual names for keys that it may call otherwise.
@@ -64,7 +66,7 @@ class Fields:
             names: the config's own names by the usual ones; the usual names work too.
         """
         again = Fields(self.values, self.where, names)
-        again.seen = self.seen
+        again.seen, again.sections = self.seen, self.sections
         return again
 
     def get(self, key: str, default: Value) -> Value:
@@ -142,7 +144,8 @@ class Fields:
             return None
         if not isinstance(value, Mapping):
             raise self._wrong(key, value, dict)
-        return Fields(cast(Mapping[str, Any], value), f"{self.where}: {key}")
+        inside = Fields(cast(Mapping[str, Any], value), f"{self.where}: {key}")
+        return self.sections.setdefault(key, inside)
 
     def refuse(self, key: str, allowed: object, reason: str) -> None:
         """Refuse any value of a key except the neutral one.
@@ -160,11 +163,13 @@ class Fields:
         self.seen.update(keys)
 
     def unused(self) -> list[str]:
-        """Keys that were not read and might mean something."""
+        """Keys that were not read and might mean something, in mappings inside dotted."""
         known = self.seen | SILENT
-        return sorted(
+        unused = [
             key for key, value in self.values.items() if key not in known and value is not None
-        )
+        ]
+        inside = [f"{name}.{key}" for name, one in self.sections.items() for key in one.unused()]
+        return sorted(unused + inside)
 
     def _called(self, key: str) -> str:
         """The name that a key has in this config, recorded as read."""

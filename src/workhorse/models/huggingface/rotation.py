@@ -113,7 +113,10 @@ def _rope_fields(
         nested = by_type.section(layer_type) or by_type
         if older == "ignored" or rope.values == by_type.values:
             return nested
+        nested.ignore(*nested.values)
+        rope.ignore(*rope.values)
         return Fields({**nested.values, **rope.values}, rope.where)
+    rope.ignore("full_attention", "sliding_attention")  # of kinds that no layer has
     nested = rope.section(layer_type) if layer_type else None
     return nested or rope
 

@@ -70,7 +70,10 @@ demo: $(INSTALLED)
 	$(WORKHORSE) generate $(DEMO) --prompt "def " --prompt "class " --prompt "import " --seed 1
 	@echo "The whole run in one page: $(DEMO)/report.html"
 
-test: lint
+test: $(FOR_TESTS)
+	@# While the checks take one core: the test processes would each compile all they import.
+	@$(PYTEST) --collect-only --quiet > /dev/null 2>&1 &
+	@$(MAKE) --no-print-directory lint
 	$(PYTEST) --numprocesses $(WORKERS) --dist worksteal
 
 test-all: lint

@@ -122,7 +122,8 @@ def mark_slow(items: list[pytest.Item]) -> None:
     grids: dict[str, int] = yaml.safe_load((Path(__file__).parent / "grids.yaml").read_text())
     cases: dict[str, list[pytest.Item]] = defaultdict(list)
     for item in items:
-        cases[item.nodeid.split("[")[0]].append(item)
+        for name in {item.nodeid, item.nodeid.split("[")[0]}:
+            cases[name].append(item)
     for name, count in grids.items():
         grid = cases[name]
         by_default = {index * len(grid) // count for index in range(count)}

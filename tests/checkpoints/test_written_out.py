@@ -106,6 +106,13 @@ def test_a_class_that_says_it_all_is_preferred() -> None:
     assert found.model_type == "olmo"  # which has norms without weights
 
 
+def test_a_dense_model_is_not_written_as_a_mixture() -> None:
+    """Qwen2-MoE, which may have dense layers alone, comes before Mistral in the list."""
+    found = native_class(config({"window": 8}))
+    assert not isinstance(found, str)
+    assert found.model_type == "mistral"
+
+
 REFUSED = {
     "model.blocks.main.attention.qk_norm.over is 'full', not 'head'; ": config(
         {"qk_norm": {"norm": RMS, "over": "full"}}

@@ -146,16 +146,20 @@ def families() -> Iterator[Family]:
 def native_class(config: DecoderConfig) -> Family | str:
     """The first family that can express a config, or one equivalent to it.
 
-    If there is none: the nearest, and everything in the config that it cannot express.
+    A dense model is a mixture's only if no dense family can express it. If there is no family at
+    all: the nearest, and everything in the config that it cannot express.
     """
+    is_dense = all(one.feed_forward.kind != "moe" for one in config.blocks.values())
     found: dict[str, list[str]] = {}
-    for one in families():
-        found[one.architecture] = one.differences(config)
-        if not found[one.architecture]:
-            return one
-    for one in families():
-        if one.equivalent(config) is not None:
-            return one
+    for mixtures in (False, True) if is_dense else (None,):
+        tried = [one for one in families() if mixtures in (one.is_mixture, None)]
+        for one in tried:
+            found[one.architecture] = one.differences(config)
+            if not found[one.architecture]:
+                return one
+        for one in tried:
+            if one.equivalent(config) is not None:
+                return one
     return nearest_of(found.items(), config)
 
 

@@ -48,6 +48,11 @@ class Family:
     rules: tuple[Rule, ...]
     ignored: tuple[str, ...] = (r".*\.rotary_emb\.inv_freq",)
 
+    @property
+    def is_mixture(self) -> bool:
+        """Whether it was made for mixtures of experts."""
+        return any("expert" in key or key.startswith("moe_") for key in self.keys)
+
     def write(self, config: DecoderConfig) -> Data:
         """Their config, as far as this family can express ours."""
         data = plain(config)

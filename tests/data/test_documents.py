@@ -22,7 +22,7 @@ zstandard = pytest.importorskip("zstandard")
 
 
 def read(split: str = "train", **corpus: object) -> list[Document]:
-    return list(read_documents(DataConfig(corpus=corpus).corpus, split))
+    return list(read_documents(DataConfig(corpus=corpus).corpus, split, key="data.corpus"))
 
 
 def texts(split: str = "train", **corpus: object) -> list[str]:
@@ -116,7 +116,9 @@ def test_a_byte_that_is_not_utf8_is_named_with_its_offset(tmp_path: Path, at: in
 
 def test_a_text_that_ends_inside_a_character_is_named_too(tmp_path: Path) -> None:
     (tmp_path / "a.txt").write_bytes("abcé".encode()[:-1])
-    with pytest.raises(WorkhorseError, match="byte 0xc3 at offset 3 is not UTF-8; mend the file"):
+    with pytest.raises(
+        WorkhorseError, match="byte 0xc3 at offset 3 is not UTF-8; convert the file to"
+    ):
         texts(kind="text", path=tmp_path / "a.txt")
 
 
@@ -287,7 +289,7 @@ def test_texts_of_a_mixture_come_source_after_source(tmp_path: Path) -> None:
         (b"[1]\n", r"a\.jsonl:1 is not a JSON object"),
         (
             b'{"txt": "a"}\n',
-            "has no field 'text'; a recipe's text_field names another; did you mean 'txt'?",
+            r"has no field 'text'; choose another with data\.corpus\.text_field \(did you mean",
         ),
         (b'{"text": 5}\n', "'text' is a int, not a text"),
         (b'{"text": "ok"}\n{"text": "\xff"}\n', "byte 0xff at offset 25 is not UTF-8"),
@@ -316,7 +318,9 @@ def write_parquet(path: Path, rows: list[bytes | None]) -> None:
 def test_a_parquet_row_that_is_not_utf8_is_named_or_mended(tmp_path: Path) -> None:
     write_parquet(tmp_path / "a.parquet", ["é".encode(), None, b"ab\xffcd"])
     corpus = {"kind": "parquet", "path": tmp_path / "a.parquet", "validation_fraction": 0}
-    line = r"a\.parquet:2: byte 0xff at offset 2 is not UTF-8; .* a recipe may say errors: replace"
+    line = (
+        r"a\.parquet:2: byte 0xff at offset 2 is not UTF-8; .*, or set data\.corpus\.errors=replace"
+    )
     with pytest.raises(WorkhorseError, match=line):
         texts(**corpus)
     assert texts(**corpus, errors="replace") == ["é", "ab\ufffdcd"]
@@ -340,7 +344,7 @@ def test_a_missing_path_is_named(tmp_path: Path, kind: str) -> None:
         ({"kind": "parquet", "path": "a.parquet"}, "a.parquet has no column 'text'"),
         (
             {"kind": "parquet", "path": "a.parquet", "text_field": "id"},
-            "column 'id' is int64; choose a column of strings",
+            r"column 'id' is int64; choose another with data\.corpus\.text_field \(known: id\)",
         ),
         ({"kind": "parquet", "path": "twice.parquet"}, "twice.parquet has 2 columns 'text'; give"),
         ({"kind": "text", "path": "cut.gz"}, "cut.gz is damaged: .*; fetch it again"),

@@ -8,6 +8,7 @@ import pytest
 from workhorse.data import DataConfig
 from workhorse.data.corpus.documents import iterate_texts
 from workhorse.data.corpus.files import open_bytes, read_text, visible_files
+from workhorse.data.corpus.not_text import Advice
 from workhorse.errors import WorkhorseError
 
 zstandard = pytest.importorskip("zstandard")
@@ -90,7 +91,7 @@ def test_a_large_zstd_text_cut_in_the_middle_is_damaged(tmp_path: Path) -> None:
 def test_a_byte_order_mark_is_no_text(tmp_path: Path) -> None:
     file = tmp_path / "a.txt"
     file.write_bytes(b"\xef\xbb\xbfab\xef\xbb\xbf")
-    assert list(read_text(file, "strict")) == ["ab\ufeff"]
+    assert list(read_text(file, "strict", Advice())) == ["ab\ufeff"]
     lines = tmp_path / "a.jsonl"
     lines.write_bytes(b'\xef\xbb\xbf{"text": "ab"}\n')
     source = DataConfig.from_dict(

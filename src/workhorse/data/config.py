@@ -228,6 +228,11 @@ class DataConfig(Config):
             return self.corpus.sources
         return {"corpus": self.corpus}
 
+    def key_of(self, name: str) -> str:
+        """The key of a source in a recipe."""
+        single = not isinstance(self.corpus, MixtureConfig)
+        return "data.corpus" if single else f"data.corpus.sources.{name}"
+
     @property
     def weights(self) -> dict[str, float]:
         """The weight of every source."""

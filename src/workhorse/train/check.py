@@ -90,7 +90,7 @@ def check_length(recipe: Recipe) -> None:
     short: dict[str, list[Document]] = {}
     for name, source in recipe.data.sources.items():
         documents, size = [], 0
-        for document in read_documents(source, "train"):
+        for document in read_documents(source, "train", key=recipe.data.key_of(name)):
             documents.append(document)
             size += len(document.text.encode())
             if size > enough:

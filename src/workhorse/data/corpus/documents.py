@@ -23,7 +23,9 @@ from workhorse.data.config import (
 from workhorse.data.corpus import stdlib
 from workhorse.data.corpus.files import (
     bad_byte,
+    check_files,
     existing_file,
+    glob_of_texts,
     open_bytes,
     read_text,
     source_files,
@@ -31,6 +33,7 @@ from workhorse.data.corpus.files import (
     visible_files,
 )
 from workhorse.data.corpus.held_out import hash_of, threshold
+from workhorse.data.corpus.not_text import HEAD_BYTES, Advice, check_head
 from workhorse.errors import WorkhorseError, nearest, to_install
 
 if TYPE_CHECKING:
@@ -56,33 +59,68 @@ class Document:
     ends: bool = True
 
 
-def read_documents(source: SourceConfig, split: SplitName) -> Iterator[Document]:
+def read_documents(
+    source: SourceConfig, split: SplitName, *, key: str | None = None
+) -> Iterator[Document]:
     """The documents of one split of a source, always in the same order; empty ones are left out.
 
     A document of more than `PIECE_CHARS` characters comes in pieces, cut if possible at the start
     of a line, since most tokenizers split there too.
 
+    Args:
+        source: where the documents are.
+        split: which of them.
+        key: the source's key in a recipe, for remedies; None: the command has no recipe.
+
     Raises:
-        WorkhorseError: a missing or damaged file, bytes that are not UTF-8, a missing field.
+        WorkhorseError: a missing or damaged file, one that is not text, bytes that are not UTF-8,
+            a missing field.
     """
+    advice = _advice(source, key)
     if isinstance(source, TextConfig):
-        yield from _read_text_file(source, split)
+        yield from _read_text_file(source, split, advice)
         return
     files = data_files(source, split)
     below = None  # where each split has files of its own
     if isinstance(source, StdlibConfig) or source.validation is None:
-        every = ((key, blocks) for key, _, blocks in _whole_documents(source, split, files))
+        every = ((key, blocks) for key, _, blocks in _whole_documents(source, split, files, advice))
         below = threshold(source.held_out, every)
-    for identity, name, blocks in _whole_documents(source, split, files):
+    for identity, name, blocks in _whole_documents(source, split, files, advice):
         if below is None or (hash_of(identity) < below) == (split == "validation"):
             yield from _in_pieces(name, blocks)
 
 
 def iterate_texts(config: DataConfig, split: SplitName = "train") -> Iterator[str]:
     """Every text of a split, source after source, none longer than `PIECE_CHARS` characters."""
-    for source in config.sources.values():
-        for document in read_documents(source, split):
+    for name, source in config.sources.items():
+        for document in read_documents(source, split, key=config.key_of(name)):
             yield document.text
+
+
+def check_text_files(config: DataConfig) -> None:
+    """Look at the first bytes of every text file of a corpus, which takes little time.
+
+    Raises:
+        WorkhorseError: one is not UTF-8 text.
+    """
+    for name, source in config.sources.items():
+        if not isinstance(source, StdlibConfig | ParquetConfig):
+            advice = _advice(source, config.key_of(name))
+            check_files(all_files(source), source.errors, advice)
+
+
+def _advice(source: SourceConfig, key: str | None) -> Advice:
+    if not isinstance(source, FolderConfig):
+        return Advice(key)
+    return Advice(key, lambda: glob_of_texts(all_files(source)))
+
+
+def all_files(source: SourceConfig) -> list[Path]:
+    """The files of both splits of a source."""
+    files = data_files(source, "train")
+    if not isinstance(source, StdlibConfig) and source.validation is not None:
+        files = [*files, *data_files(source, "validation")]
+    return files
 
 
 def data_files(source: SourceConfig, split: SplitName) -> list[Path]:
@@ -103,15 +141,15 @@ def data_files(source: SourceConfig, split: SplitName) -> list[Path]:
             return source_files(path, PARQUET_SUFFIXES)
 
 
-def _read_text_file(source: TextConfig, split: SplitName) -> Iterator[Document]:
+def _read_text_file(source: TextConfig, split: SplitName, advice: Advice) -> Iterator[Document]:
     for path in data_files(source, split):
         first, last = 0, None
         if source.held_out > 0:
-            characters = sum(len(block) for block in read_text(path, source.errors))
+            characters = sum(len(block) for block in read_text(path, source.errors, advice))
             cut = int((1 - source.held_out) * characters)
             first, last = (0, cut) if split == "train" else (cut, characters)
         yield from _in_pieces(
-            str(source.path), _characters(read_text(path, source.errors), first, last)
+            str(source.path), _characters(read_text(path, source.errors, advice), first, last)
         )
 
 
@@ -119,6 +157,7 @@ def _whole_documents(
     source: FolderConfig | JsonlConfig | ParquetConfig | StdlibConfig,
     split: SplitName,
     files: Iterable[Path],
+    advice: Advice,
 ) -> Iterator[tuple[str, str, Iterable[str]]]:
     """For every document in the files of a split: its identity, its name, its text in blocks.
 
@@ -132,36 +171,40 @@ def _whole_documents(
             root = source.path if split == "train" else source.validation or source.path
             for path in files:
                 name = path.relative_to(root).as_posix()
-                yield name, name, read_text(path, source.errors)
+                yield name, name, read_text(path, source.errors, advice)
         case JsonlConfig() | ParquetConfig():
             for path in files:
-                for name, text in _records(path, source):
+                for name, text in _records(path, source, advice):
                     yield text, name, [text]
 
 
-def _records(path: Path, source: JsonlConfig | ParquetConfig) -> Iterator[tuple[str, str]]:
+def _records(
+    path: Path, source: JsonlConfig | ParquetConfig, advice: Advice
+) -> Iterator[tuple[str, str]]:
     """The (name, text) of each record of a file."""
     if isinstance(source, JsonlConfig):
-        return _read_jsonl(path, source)
-    return _read_parquet(path, source)
+        return _read_jsonl(path, source, advice)
+    return _read_parquet(path, source, advice)
 
 
-def _read_jsonl(path: Path, source: JsonlConfig) -> Iterator[tuple[str, str]]:
+def _read_jsonl(path: Path, source: JsonlConfig, advice: Advice) -> Iterator[tuple[str, str]]:
     offset = 0
     with open_bytes(path) as file:
         for number, line in enumerate(file, start=1):
+            if not offset:
+                check_head(path, line[:HEAD_BYTES], advice)
             try:
                 text = line.decode("utf-8", source.errors)
             except UnicodeDecodeError as error:
-                raise bad_byte(path, error, offset) from None
+                raise bad_byte(path, error, offset, advice) from None
             text = text if offset else text.removeprefix("\ufeff")
             offset += len(line)
             if text.strip():
                 where = f"{path}:{number}"
-                yield where, _text_of(text, source, where)
+                yield where, _text_of(text, source, where, advice)
 
 
-def _text_of(line: str, source: JsonlConfig, where: str) -> str:
+def _text_of(line: str, source: JsonlConfig, where: str, advice: Advice) -> str:
     try:
         record = json.loads(line)
     except RecursionError:
@@ -172,7 +215,7 @@ def _text_of(line: str, source: JsonlConfig, where: str) -> str:
     if not isinstance(record, dict):
         raise WorkhorseError(f"{where} is not a JSON object; write one object per line")
     if source.text_field not in record:
-        remedy = f"a recipe's text_field names another; {nearest(source.text_field, record)}"
+        remedy = advice.other_field(nearest(source.text_field, record))
         raise WorkhorseError(f"{where} has no field {source.text_field!r}; {remedy}")
     text = record[source.text_field]
     if text is not None and not isinstance(text, str):
@@ -183,11 +226,11 @@ def _text_of(line: str, source: JsonlConfig, where: str) -> str:
         return text.encode("utf-8", source.errors).decode()
     except UnicodeEncodeError as error:
         lone = f"\\u{ord(error.object[error.start]):04x}"
-        remedy = "mend the line; a recipe may say errors: replace"
+        remedy = advice.mend("correct the line")
         raise WorkhorseError(f"{where} holds a lone surrogate {lone}; {remedy}") from None
 
 
-def _read_parquet(path: Path, source: ParquetConfig) -> Iterator[tuple[str, str]]:
+def _read_parquet(path: Path, source: ParquetConfig, advice: Advice) -> Iterator[tuple[str, str]]:
     try:
         import pyarrow
         from pyarrow import parquet
@@ -197,7 +240,7 @@ def _read_parquet(path: Path, source: ParquetConfig) -> Iterator[tuple[str, str]
         ) from None
     try:
         with parquet.ParquetFile(path) as file:
-            _check_column(path, source.text_field, file.schema_arrow)
+            _check_column(path, source.text_field, file.schema_arrow, advice)
             number = 0
             for batch in file.iter_batches(PARQUET_ROWS, columns=[source.text_field]):
                 # as bytes, for the library checks none of the strings that it is given
@@ -206,7 +249,7 @@ def _read_parquet(path: Path, source: ParquetConfig) -> Iterator[tuple[str, str]
                     try:
                         yield where, (data or b"").decode("utf-8", source.errors)
                     except UnicodeDecodeError as error:
-                        raise bad_byte(where, error, 0) from None
+                        raise bad_byte(where, error, 0, advice, "correct the row") from None
                     number += 1
     except (pyarrow.ArrowException, OSError) as error:
         reason = str(error).splitlines()[0]
@@ -225,11 +268,11 @@ def _as_bytes(column: "pyarrow.Array") -> "pyarrow.Array":
     return column.cast(pyarrow.large_binary())
 
 
-def _check_column(path: Path, name: str, schema: "pyarrow.Schema") -> None:
+def _check_column(path: Path, name: str, schema: "pyarrow.Schema", advice: Advice) -> None:
     from pyarrow import types
 
     if name not in schema.names:
-        remedy = f"a recipe's text_field names another; {nearest(name, schema.names)}"
+        remedy = advice.other_field(nearest(name, schema.names))
         raise WorkhorseError(f"{path} has no column {name!r}; {remedy}")
     if (count := schema.names.count(name)) > 1:
         raise WorkhorseError(f"{path} has {count} columns {name!r}; give each its own name")
@@ -240,7 +283,7 @@ def _check_column(path: Path, name: str, schema: "pyarrow.Schema") -> None:
         fits(kind)
         for fits in (types.is_string, types.is_large_string, types.is_string_view, types.is_null)
     ):
-        remedy = "choose a column of strings as text_field"
+        remedy = advice.other_field(f"known: {', '.join(schema.names)}")
         raise WorkhorseError(f"{path}: column {name!r} is {kind}; {remedy}")
 
 

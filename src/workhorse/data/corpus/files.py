@@ -10,12 +10,14 @@ import shutil
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, BinaryIO
 
 from workhorse.data.config import STDIN
+from workhorse.data.corpus.not_text import HEAD_BYTES, Advice, check_head, kind_of
 from workhorse.errors import WorkhorseError, shown, to_install
 from workhorse.untrusted import open_plain
 
@@ -204,22 +206,60 @@ class _Blocks(io.RawIOBase):
         return size
 
 
-def read_text(path: Path, errors: str) -> Iterator[str]:
+def check_files(paths: Iterable[Path], errors: str, advice: Advice) -> None:
+    """Look at the first bytes of text files, before any is read.
+
+    Raises:
+        WorkhorseError: as `read_text`, for the first file that does not begin like text.
+    """
+    for path in paths:
+        with open_bytes(path) as file:
+            head = file.read(HEAD_BYTES)
+        final = len(head) < HEAD_BYTES
+        check_head(path, head, advice)
+        try:
+            codecs.getincrementaldecoder("utf-8")(errors).decode(head, final)
+        except UnicodeDecodeError as error:
+            raise bad_byte(path, error, 0, advice) from None
+
+
+def glob_of_texts(paths: Iterable[Path]) -> str | None:
+    """A pattern by the commonest suffix that only files of text have; None if there is none."""
+    texts: Counter[str] = Counter()
+    others: set[str] = set()
+    for path in paths:
+        try:
+            with open_bytes(path) as file:
+                is_text = kind_of(file.read(HEAD_BYTES)) is None
+        except WorkhorseError:
+            is_text = False
+        if is_text:
+            texts[path.suffix] += 1
+        else:
+            others.add(path.suffix)
+    kept = (suffix for suffix, _ in texts.most_common() if suffix and suffix not in others)
+    return next((f"**/*{suffix}" for suffix in kept), None)
+
+
+def read_text(path: Path, errors: str, advice: Advice) -> Iterator[str]:
     """The text of a UTF-8 file in blocks: no character split, line ends kept, no byte order mark.
 
     Raises:
-        WorkhorseError: a byte that is not UTF-8, with its offset, unless `errors` is "replace".
+        WorkhorseError: it is not text or in another encoding, by its first bytes, or has a byte
+            that is not UTF-8, with its offset, unless `errors` is "replace".
     """
     decoder = codecs.getincrementaldecoder("utf-8")(errors)
     offset = 0
     with open_bytes(path) as file:
         while True:
             block = file.read(BLOCK_BYTES)
+            if not offset:
+                check_head(path, block[:HEAD_BYTES], advice)
             held_back = len(decoder.getstate()[0])  # the start of a character, from the last block
             try:
                 text = decoder.decode(block, final=not block)
             except UnicodeDecodeError as error:
-                raise bad_byte(path, error, offset - held_back) from None
+                raise bad_byte(path, error, offset - held_back, advice) from None
             if text := text if offset else text.removeprefix("\ufeff"):
                 yield text
             if not block:
@@ -227,9 +267,15 @@ def read_text(path: Path, errors: str) -> Iterator[str]:
             offset += len(block)
 
 
-def bad_byte(where: object, error: UnicodeDecodeError, offset: int) -> WorkhorseError:
+def bad_byte(
+    where: object,
+    error: UnicodeDecodeError,
+    offset: int,
+    advice: Advice,
+    mend: str = "convert the file to UTF-8",
+) -> WorkhorseError:
     """The error for a byte that is not UTF-8; `offset` is where the decoded bytes began."""
     return WorkhorseError(
         f"{where}: byte 0x{error.object[error.start]:02x} at offset {offset + error.start} is not "
-        "UTF-8; mend the file; a recipe may say errors: replace"
+        f"UTF-8; {advice.mend(mend)}"
     )

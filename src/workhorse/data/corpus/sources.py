@@ -10,13 +10,18 @@ from workhorse.data.config import (
     STDIN,
     DataConfig,
     FolderConfig,
-    MixtureConfig,
     SourceConfig,
     StdlibConfig,
     TextConfig,
 )
 from workhorse.data.corpus import stdlib
-from workhorse.data.corpus.documents import SplitName, data_files, read_documents
+from workhorse.data.corpus.documents import (
+    SplitName,
+    all_files,
+    check_text_files,
+    data_files,
+    read_documents,
+)
 from workhorse.data.corpus.files import visible_files
 from workhorse.errors import WorkhorseError, shown
 
@@ -40,10 +45,7 @@ def describe_sources(config: DataConfig) -> dict[str, dict[str, Any]]:
     """
     described = {}
     for name, source in config.sources.items():
-        files = data_files(source, "train")
-        if not isinstance(source, StdlibConfig) and source.validation is not None:
-            files = [*files, *data_files(source, "validation")]
-        states = [_state(path, source) for path in files]
+        states = [_state(path, source) for path in all_files(source)]
         described[name] = {
             **source.to_dict(),
             "files": len(states),
@@ -95,17 +97,16 @@ def why_empty(config: DataConfig, name: str, split: SplitName) -> str:
     if not isinstance(source, StdlibConfig) and source.validation is not None:
         where = str(source.validation) if split == "validation" else where
     elif next(read_documents(source, "validation" if split == "train" else "train"), None):
-        in_mixture = isinstance(config.corpus, MixtureConfig)
-        key = f"data.corpus.sources.{name}" if in_mixture else "data.corpus"
         return (
             f"{where} {_why_undivided(source)}; give it more, or train on all of it with "
-            f"{key}.validation_fraction=0"
+            f"{config.key_of(name)}.validation_fraction=0"
         )
     if isinstance(source, FolderConfig) and not data_files(source, split):
         there = len(visible_files(Path(where), "**/*"))
         if there == 0:
             return f"{where} holds no file; name another folder"
-        matched = f"glob={shown(source.glob)} matches no file in {where} (it holds {there:,})"
+        key = config.key_of(name)
+        matched = f"{key}.glob={shown(source.glob)} matches no file in {where} (it holds {there:,})"
         return f"{matched}; give another, as **/* for all of them"
     empty = "has no text in the files that are read" if Path(where).is_dir() else "is empty"
     return f"{where} {empty}: none for the {split} split; give it some"
@@ -145,15 +146,17 @@ def check_outside(config: DataConfig, run: Path) -> None:
 
 
 def check_sources(config: DataConfig) -> None:
-    """Read the first document of each split of each source.
+    """Read the first document of each split of each source, and the first bytes of every file.
 
     Raises:
-        WorkhorseError: it cannot be read, or there is none.
+        WorkhorseError: it cannot be read, there is none, or a file is not UTF-8 text.
     """
+    check_text_files(config)
     for name, source in config.sources.items():
         for split in SPLITS:
             wanted = split == "train" or source.has_validation
-            if wanted and next(read_documents(source, split), None) is None:
+            documents = read_documents(source, split, key=config.key_of(name))
+            if wanted and next(documents, None) is None:
                 raise WorkhorseError(why_empty(config, name, split))
 
 

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from workhorse.data.config import DataConfig
-from workhorse.data.corpus.documents import Document, SplitName, read_documents
+from workhorse.data.corpus.documents import Document, SplitName, check_text_files, read_documents
 from workhorse.data.corpus.file_changes import save_file_list
 from workhorse.data.corpus.sources import SPLITS, Progress, describe_sources, text_bytes, why_empty
 from workhorse.data.shards.dataset import (
@@ -113,6 +113,7 @@ class _Build:
         self.done = self.reported = 0
 
     def run(self) -> None:
+        check_text_files(self.config)
         wanted: list[StreamKey] = [
             (split, name)
             for split in SPLITS
@@ -144,7 +145,8 @@ class _Build:
         for split, name in wanted:
             source, stream = self.config.sources[name], self._stream(split, name)
             done_before = sum(shard.pieces for shard in stream.shards)
-            documents = islice(read_documents(source, split), done_before, None)
+            documents = read_documents(source, split, key=self.config.key_of(name))
+            documents = islice(documents, done_before, None)
             first = next(documents, None)
             if first is None and not stream.tokens:  # said before the streams after it are read
                 raise WorkhorseError(why_empty(self.config, name, split))

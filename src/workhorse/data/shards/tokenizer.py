@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workhorse.data.config import DataConfig
-from workhorse.data.corpus.documents import iterate_texts
+from workhorse.data.corpus.documents import check_text_files, iterate_texts
 from workhorse.data.corpus.sources import Progress, describe_sources, text_bytes
 from workhorse.writing import writing
 
@@ -47,6 +47,7 @@ def prepare_tokenizer(
     root = data_config.kept_in(folder)
     home = root / f"tokenizer-{key}"
     if not home.exists():
+        check_text_files(data_config)
         texts = _watched(iterate_texts(data_config), text_bytes(sources), progress)
         tokenizer = train_tokenizer(tokenizer_config, texts)
         with writing(root):

@@ -3,17 +3,21 @@
 import argparse
 import datetime
 import json
+import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
-from benchmarks.harness.contest import Case, Entry, Outcome, run
+from benchmarks.harness.contest import Case, Entry, Outcome, rounded, run
 from benchmarks.harness.machine import default_threads, describe, versions
 
 RESULTS = Path(__file__).parents[1] / "results"
 ROUNDS, QUICK_ROUNDS = 9, 3
 MIB = 1 << 20
+INTERRUPTED = 130
+"""The exit code of a program that Ctrl-C ended."""
 OURS = "Workhorse"
 """How the names of our own rows begin."""
 
@@ -70,7 +74,11 @@ def with_models(made: argparse.ArgumentParser) -> argparse.ArgumentParser:
 
 
 def main(name: str, cases: Cases, options: argparse.Namespace) -> None:
-    """Run cases one after the other; print each as it ends."""
+    """Run cases one after the other; print each as it ends, and each round to stderr.
+
+    Ctrl-C and SIGTERM end it with the table of the rounds so far, and the exit code 130.
+    """
+    signal.signal(signal.SIGTERM, signal.default_int_handler)
     rounds = options.rounds or (QUICK_ROUNDS if options.quick else ROUNDS)
     device = getattr(options, "device", "cpu")
     about = {
@@ -85,15 +93,21 @@ def main(name: str, cases: Cases, options: argparse.Namespace) -> None:
         sys.exit(f"--against {options.against} is not a checkout of this project; give its folder")
     results = []
     for case in chosen(cases(options), options.only, options.against):
-        outcome = run(case, rounds, options.threads)
-        results.append({**asdict(outcome), **about})
+        outcome = run(case, rounds, options.threads, partial(_report, name))
         print(table(name, outcome), file=sys.stderr if options.json else sys.stdout, flush=True)
+        if outcome.interrupted:
+            sys.exit(INTERRUPTED)
+        results.append({**asdict(outcome), **about})
         if options.save:
             store(name, results)
     if not results:
         sys.exit("no contestant is left; leave out --only, or --against where no row is ours")
     if options.json:
         print(json.dumps(results))
+
+
+def _report(name: str, line: str) -> None:
+    print(name, line, file=sys.stderr, flush=True)
 
 
 def chosen(
@@ -148,8 +162,7 @@ def table(name: str, outcome: Outcome) -> str:
 
 
 def _row(entry: Entry, outcome: Outcome) -> str:
-    digits = 3 if entry.median < 1 else 2 if entry.median < 100 else 0  # noqa: PLR2004
-    words = [f"{entry.name:22}{entry.median:10,.{digits}f} {outcome.unit}"]
+    words = [f"{entry.name:22}{rounded(entry.median):>10} {outcome.unit}"]
     if entry.achieved is not None:
         words.append(f"{entry.achieved:8,.1f} {outcome.limit_unit}")
     if entry.of_limit is not None:

@@ -1,11 +1,12 @@
 """One case of a benchmark: contestants and the machine's limit, in turn, and what came out."""
 
+import contextlib
 import statistics
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
-from benchmarks.harness.timing import in_turn, ratio
+from benchmarks.harness.timing import ratio, turns
 from benchmarks.harness.worker import Contestant, Measures, MissingError, Worker
 
 IDLE_CORES = 0.05
@@ -84,14 +85,30 @@ class Outcome:
     limit_unit: str = ""
     limit_median: float | None = None
     missing: list[str] = field(default_factory=list)
+    interrupted: bool = False
+    """True if only some of the rounds were taken."""
 
 
-def run(case: Case, rounds: int, threads: int) -> Outcome:
-    """Build who can be built, take the rounds in turn, compare."""
+def run(
+    case: Case, rounds: int, threads: int, report: Callable[[str], object] = lambda line: None
+) -> Outcome:
+    """Build who can be built, take the rounds in turn, compare.
+
+    After a KeyboardInterrupt the outcome has the rounds that everyone took. If that is none, it has
+    those who took the first.
+
+    Args:
+        case: what to run.
+        rounds: of each contestant.
+        threads: of each contestant's process.
+        report: called with a line when a contestant is built, and when it has taken a round.
+    """
     missing = list(case.skipped)
-    with ExitStack() as stack:
-        takes: dict[str, Callable[[], Measures]] = {}
-        workers: dict[str, list[Worker]] = {}
+    results: dict[str, list[Measures]] = {}
+    takes: dict[str, Callable[[], Measures]] = {}
+    workers: dict[str, list[Worker]] = {}
+    interrupted = True
+    with contextlib.suppress(KeyboardInterrupt), ExitStack() as stack:
         everyone = [*case.contestants, *([case.limit.contestant] if case.limit else [])]
         for contestant in everyone:
             seen: list[Worker] = []
@@ -104,12 +121,34 @@ def run(case: Case, rounds: int, threads: int) -> Outcome:
                 missing.append(f"{contestant.name} failed: {str(error).splitlines()[-1]}")
                 continue
             takes[contestant.name], workers[contestant.name] = take, seen
-        results = in_turn(takes, rounds)
+            report(f"{case.name}: {contestant.name} is ready")
+        for name, number, measures in turns(takes, rounds):
+            results.setdefault(name, []).append(measures)
+            shown = _shown(case, name, measures)
+            report(f"{case.name}: {name}, round {number} of {rounds}: {shown}")
+        interrupted = False
+    if interrupted:
+        everyones = min(len(results.get(name, ())) for name in takes) if results else 0
+        results = {name: taken[: everyones or 1] for name, taken in results.items()}
+        missing.append(f"interrupted in round {everyones + 1} of {rounds}")
     for name, measures in results.items():
         busy = max(measure["idle"] for measure in measures)
         if len(results) > 1 and busy > IDLE_CORES:
             missing.append(f"{name} used {busy:.2f} cores while others ran; take ratios with care")
-    return compare(case, results, workers, missing)
+    return replace(compare(case, results, workers, missing), interrupted=interrupted)
+
+
+def _shown(case: Case, name: str, measures: Measures) -> str:
+    limit = case.limit
+    if limit and name == limit.contestant.name:
+        return f"{rounded(measures[limit.measure])} {limit.unit}"
+    return f"{rounded(measures[case.measure])} {case.unit}"
+
+
+def rounded(value: float) -> str:
+    """A measure with as many digits as say something."""
+    digits = 3 if value < 1 else 2 if value < 100 else 0  # noqa: PLR2004
+    return f"{value:,.{digits}f}"
 
 
 @contextmanager

@@ -5,7 +5,7 @@ neighbour is busy. So contestants take turns (A B C A B C …), and are compared
 """
 
 import statistics
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -14,10 +14,16 @@ T = TypeVar("T")
 def in_turn(takes: Mapping[str, Callable[[], T]], rounds: int) -> dict[str, list[T]]:
     """What each gives in every round; all have had round r before any has round r + 1."""
     results: dict[str, list[T]] = {name: [] for name in takes}
-    for _ in range(rounds):
-        for name, take in takes.items():
-            results[name].append(take())
+    for name, _, taken in turns(takes, rounds):
+        results[name].append(taken)
     return results
+
+
+def turns(takes: Mapping[str, Callable[[], T]], rounds: int) -> Iterator[tuple[str, int, T]]:
+    """What `in_turn` gathers, as it comes: a name, the round from 1, and what it gave."""
+    for number in range(1, rounds + 1):
+        for name, take in takes.items():
+            yield name, number, take()
 
 
 def ratio(numerators: Sequence[float], denominators: Sequence[float]) -> float:

@@ -74,6 +74,7 @@ class Worker:
             env=os.environ | dict.fromkeys(THREADS, str(threads)) | _path(contestant.checkout),
         )
         self.peak_bytes = 0
+        self._asked = False
         try:
             self.build_seconds: float = self._ask(dict(contestant.arguments))["seconds"]
         except BaseException:
@@ -92,11 +93,13 @@ class Worker:
         return answer["measures"] | {"idle": answer["idle"]}
 
     def close(self) -> None:
-        """End the process."""
+        """End the process, at once if it has not answered."""
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.close()
+        if self._asked:
+            self._process.kill()
         self._process.wait()
         self._process.stdout.close()
         self._log.close()
@@ -104,10 +107,12 @@ class Worker:
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
+        self._asked = True
         with contextlib.suppress(BrokenPipeError):
             self._process.stdin.write(json.dumps(request) + "\n")
             self._process.stdin.flush()
         line = self._process.stdout.readline()
+        self._asked = False
         if not line:
             self._log.seek(0)
             said = self._log.read().decode(errors="replace")[-TAIL:]

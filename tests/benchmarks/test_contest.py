@@ -1,6 +1,11 @@
 """What is made of the rounds' measures; the numbers here are given, not timed."""
 
+import os
+import re
+import signal
+import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -82,6 +87,75 @@ def test_a_case_runs_in_processes_of_its_own():
     assert [entry.name for entry in found.entries] == ["here"]
     assert len(found.entries[0].values) == 2
     assert found.missing == ["gone: there is no command no-such-command"]
+
+
+FAKES = """
+import time
+def quick(threads):
+    return lambda: {"value": 1234.0}
+def slow(threads):
+    def take():
+        with open("begun", "a") as file:
+            print("round", file=file)
+        time.sleep(0 if len(open("begun").readlines()) <= ROUNDS else 60)
+        return {"value": 5.5}
+    return take
+"""
+
+CONTEST = """
+from pathlib import Path
+from benchmarks.harness.command import main, parser
+from benchmarks.harness.contest import Case, Limit
+from benchmarks.harness.worker import Contestant
+def fake(name, build):
+    return Contestant(name, f"fakes:{build}", checkout=Path.cwd())
+limit = Limit("products", "GFLOP/s", fake("products", "quick"), "value", 1)
+both = (fake("quick", "quick"), fake("slow", "slow"))
+case = Case("tiny", "value", "tokens/s", both, limit)
+main("fake", lambda _: [case], parser("It.").parse_args())
+"""
+
+
+@pytest.mark.parametrize(
+    ("number", "rounds", "shown"),
+    [
+        (signal.SIGINT, 1, ["quick  1,234 tokens/s", "slow  5.50 tokens/s", "round 2 of 3"]),
+        (signal.SIGTERM, 0, ["quick  1,234 tokens/s", "round 1 of 3"]),
+    ],
+)
+def test_a_contest_reports_each_round_and_what_it_has_when_interrupted(
+    tmp_path: Path, number: signal.Signals, rounds: int, shown: list[str]
+) -> None:
+    (tmp_path / "benchmarks").symlink_to(Path("benchmarks").resolve())
+    (tmp_path / "fakes.py").write_text(FAKES.replace("ROUNDS", str(rounds)))
+    process = subprocess.Popen(
+        [sys.executable, "-c", CONTEST, "--rounds", "3"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": f"{tmp_path}{os.pathsep}{Path('src').resolve()}"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    begun = tmp_path / "begun"
+    while not (begun.exists() and len(begun.read_text().splitlines()) > rounds):
+        assert process.poll() is None, process.communicate()[1]
+        time.sleep(0.01)
+    if number == signal.SIGINT:  # a terminal sends it to every process
+        os.killpg(process.pid, number)
+    else:
+        process.send_signal(number)
+    out, err = process.communicate(timeout=20)
+
+    assert process.returncode == 130, err
+    lines = err.splitlines()
+    assert lines[:4] == [
+        *(f"fake tiny: {name} is ready" for name in ("quick", "slow", "products")),
+        "fake tiny: quick, round 1 of 3: 1,234 tokens/s",
+    ]
+    assert ("fake tiny: products, round 1 of 3: 1,234 GFLOP/s" in lines) == bool(rounds)
+    for row in shown:
+        assert re.search(row.replace("  ", " +"), out), out
 
 
 def test_a_package_that_is_not_installed_is_named():

@@ -83,7 +83,8 @@ def read_documents(
     files = data_files(source, split)
     below = None  # where each split has files of its own
     if isinstance(source, StdlibConfig) or source.validation is None:
-        every = ((key, blocks) for key, _, blocks in _whole_documents(source, split, files, advice))
+        whole = _whole_documents(source, split, files, advice)
+        every = ((identity, blocks) for identity, _, blocks in whole)
         below = threshold(source.held_out, every)
     for identity, name, blocks in _whole_documents(source, split, files, advice):
         if below is None or (hash_of(identity) < below) == (split == "validation"):

@@ -212,6 +212,16 @@ def test_a_mistake_is_one_line_and_leaves_nothing(
     assert not out.exists()
 
 
+def test_a_bad_file_is_refused_before_any_text_is_read(
+    corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch
+) -> None:
+    (tmp_path / "z.txt").write_text(TEXT, "utf-16")
+    monkeypatch.setattr("workhorse.data.read_documents", None)
+    arguments = [str(corpus), str(tmp_path / "z.txt"), "--vocab-size", "300"]
+    assert main(["tokenizer", "train", *arguments, "--out", str(tmp_path / "out")]) == 2
+    assert capsys.readouterr().err.endswith("z.txt is UTF-16, not UTF-8; convert it to UTF-8\n")
+
+
 def test_a_report_without_a_tokenizer_or_texts_is_one_line(
     corpus: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -7,7 +7,12 @@ batch = batches[step]
 
 from workhorse.data.beginning import Beginning, beginning, beginning_token
 from workhorse.data.config import DataConfig, SourceConfig, source_of
-from workhorse.data.corpus.documents import Document, iterate_texts, read_documents
+from workhorse.data.corpus.documents import (
+    Document,
+    check_source_files,
+    iterate_texts,
+    read_documents,
+)
 from workhorse.data.corpus.sources import check_sources
 from workhorse.data.rows.batches import Batch, Batches, ValidationBatches
 from workhorse.data.rows.inspection import RowView, describe, view_rows
@@ -34,6 +39,7 @@ __all__ = [
     "beginning",
     "beginning_token",
     "check_separators",
+    "check_source_files",
     "check_sources",
     "describe",
     "iterate_texts",

@@ -225,10 +225,12 @@ def _config(algorithm: str, vocab_size: int | None, settings: tuple[str, ...]) -
 
 def _texts(files: tuple[Path, ...], split: "SplitName") -> Iterator[str]:
     """The texts of all files, one after another; of the built-in corpus, one split."""
-    from workhorse.data import read_documents, source_of
+    from workhorse.data import check_source_files, read_documents, source_of
 
-    for path in files:
-        source = source_of(path)
+    sources = [source_of(path) for path in files]
+    for source in sources:
+        check_source_files(source)
+    for source in sources:
         for document in read_documents(source, split if source.has_validation else "train"):
             yield document.text
 

@@ -105,9 +105,13 @@ def check_text_files(config: DataConfig) -> None:
         WorkhorseError: one is not UTF-8 text.
     """
     for name, source in config.sources.items():
-        if not isinstance(source, StdlibConfig | ParquetConfig):
-            advice = _advice(source, config.key_of(name))
-            check_files(all_files(source), source.errors, advice)
+        check_source_files(source, key=config.key_of(name))
+
+
+def check_source_files(source: SourceConfig, *, key: str | None = None) -> None:
+    """The same for one source; `key` is as for `read_documents`."""
+    if not isinstance(source, StdlibConfig | ParquetConfig):
+        check_files(all_files(source), source.errors, _advice(source, key))
 
 
 def _advice(source: SourceConfig, key: str | None) -> Advice:

@@ -1,13 +1,15 @@
 """What a run would do and take, said before it does."""
 
 import importlib
+from copy import deepcopy
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from tests.parallel.runs import GATED, fields
-from workhorse.train import Recipe, dry_run, estimate, train
+from workhorse.train import Recipe, dry_run, estimate, remarks_on, train
 from workhorse.train.step.device_memory import device_memory
 
 FIGURES = ("parameters", "micro_batch_size", "tokens", "exports_as")
@@ -22,7 +24,9 @@ def test_a_dry_run_has_the_figures_and_where_the_run_would_stand(
         name: estimate(recipe)[name] for name in FIGURES
     }
     assert (found["run_directory"], found["step"], found["changes"]) == (tmp_path / "run", 0, [])
-    assert said == [f"{tmp_path / 'run'} is free"]
+    chosen, free = said
+    assert chosen.startswith("train.optimizer is not given: Muon (learning_rate=0.001) for the")
+    assert free == f"{tmp_path / 'run'} is free"
     assert not (tmp_path / "run").exists()
 
 
@@ -71,3 +75,32 @@ def test_each_of_several_processes_has_its_share_of_the_memory(
     said: list[str] = []
     dry_run(divided, tmp_path / "run", tell=said.append)
     assert "takes 4 processes, by --workers 4 or torchrun" in said
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({}, []),
+        ({"final_norm": None}, ["the model has no norm after its last layer; give"]),
+        ({"final_norm": {"kind": "none"}}, []),
+        ({"position": None}, ["no part of the model knows the order of tokens beyond"]),
+        ({"position": {"kind": "none"}}, []),
+        ({"preset": "gpt2"}, ["preset gpt2 keeps its learned positions beside rope; model."]),
+        ({"preset": "gpt2", "embedding": {"position": {"kind": "none"}}}, []),
+    ],
+)
+def test_parts_that_were_not_asked_for_are_said(
+    changes: dict[str, Any], said: list[str], make_recipe
+) -> None:
+    recipe = make_recipe(optimizer={"kind": "muon"})
+    model = deepcopy(dict(recipe.model)) | {"max_seq_len": 16} | changes
+    if "position" in changes:
+        attention = model["blocks"]["main"]["attention"]
+        del attention["position"]
+        attention |= {"position": position} if (position := model.pop("position")) else {}
+    if "preset" in changes:
+        model["blocks"] = {"main": {"attention": {"n_heads": 2, "position": {"kind": "rope"}}}}
+    model = {key: value for key, value in model.items() if value is not None}
+    remarks = remarks_on(recipe.model_copy(update={"model": model}))
+    assert len(remarks) == len(said)
+    assert all(map(str.startswith, remarks, said))

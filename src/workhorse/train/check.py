@@ -15,7 +15,9 @@ from workhorse.data import (
 )
 from workhorse.devices import resolve_device, training_dtype
 from workhorse.errors import WorkhorseError, shown
+from workhorse.nn.positions.absolute import NoPositionConfig
 from workhorse.optim.groups import check_base_width
+from workhorse.optim.muon import MuonConfig
 from workhorse.parallel.processes import environment
 from workhorse.tokenizers import load_tokenizer, train_tokenizer
 from workhorse.tokenizers.config import FileConfig
@@ -64,7 +66,52 @@ def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
 
 
 def remarks_on(recipe: Recipe) -> list[str]:
-    """Likely mistakes in the recipe of a new run, one line each."""
+    """Likely mistakes in the recipe of a new run, and what it leaves to us, one line each."""
+    return [*_context_kept(recipe), *_positions_and_norm(recipe), *_optimizer_chosen(recipe.train)]
+
+
+def _optimizer_chosen(config: TrainConfig) -> list[str]:
+    chosen = config.optimizer
+    if "optimizer" in config.model_fields_set or not isinstance(chosen, MuonConfig):
+        return []
+    return [
+        f"train.optimizer is not given: Muon (learning_rate={chosen.learning_rate}) for the "
+        f"matrices of the layers, AdamW (learning_rate={chosen.adamw.learning_rate}) for the rest; "
+        "train.optimizer={kind: adamw} is AdamW for all"
+    ]
+
+
+def _positions_and_norm(recipe: Recipe) -> list[str]:
+    """Parts of a model that are there, or missing, without having been asked for."""
+    config = recipe.decoder_config(recipe.model.get("vocab_size") or 1)
+    blocks = config.blocks.values()
+    added = config.embedding.position
+    inside = [block.attention.position for block in blocks]
+    turned = [one for one in inside if not isinstance(one, NoPositionConfig)]
+    found: list[str] = []
+    if turned and not isinstance(added, NoPositionConfig) and "preset" in recipe.model:
+        if "position" not in (recipe.model.get("embedding") or {}):
+            found.append(
+                f"preset {recipe.model['preset']} keeps its {added.kind} positions beside "
+                f"{turned[0].kind}; model.embedding.position={{kind: none}} removes them"
+            )
+    elif not turned and isinstance(added, NoPositionConfig):
+        said = [config.embedding, *(block.attention for block in blocks)]
+        if not any("position" in one.model_fields_set for one in said):
+            found.append(
+                "no part of the model knows the order of tokens beyond the causal mask; give "
+                "model.blocks.NAME.attention.position={kind: rope}, or kind: none to mean it"
+            )
+    ends_in_norm = all(block.kind == "post_norm" for block in blocks)
+    if "final_norm" not in config.model_fields_set and not ends_in_norm:
+        found.append(
+            "the model has no norm after its last layer; give model.final_norm={kind: rms_norm}, "
+            "or kind: none to mean it"
+        )
+    return found
+
+
+def _context_kept(recipe: Recipe) -> list[str]:
     preset, seq_len = recipe.model.get("preset"), recipe.train.seq_len
     if preset is None or "max_seq_len" in recipe.model:
         return []

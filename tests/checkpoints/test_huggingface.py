@@ -268,6 +268,8 @@ def test_what_ends_a_text_may_stand_in_a_file_of_its_own(tmp_path: Path) -> None
     [
         ({"model_type": "bert"}, "model type 'bert' is not supported, since it is an encoder"),
         ({"model_type": "mamba"}, "'mamba' is not supported, since it is a state-space model"),
+        ({"model_type": "qwen3_5_text"}, "since it is a hybrid of attention and state-space"),
+        ({"model_type": "glm4v"}, "since it is a model of pictures, sound or video"),
         ({"model_type": "x" * 10**6}, "model type 'x{60}' is not supported; known: afmoe"),
         ({"model_type": None}, "has no 'model_type'"),
         ({"num_hidden_layers": "two"}, "num_hidden_layers='two' is not a whole number"),

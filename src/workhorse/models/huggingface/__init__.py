@@ -14,6 +14,7 @@ from functools import cache
 from workhorse.errors import WorkhorseError, nearest
 from workhorse.models.huggingface.family import IMPOSSIBLE, Family
 from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.other_kinds import other_kind
 from workhorse.nn import DecoderConfig
 
 __all__ = [
@@ -94,23 +95,6 @@ MODULES: dict[str, tuple[str, ...]] = {
 }
 """The model types in each module of `workhorse.models`, the most used first."""
 
-OTHER_KINDS = {
-    "a state-space model": "mamba mamba2 falcon_mamba",
-    "a recurrent or linear-attention model": "rwkv recurrent_gemma xlstm minimax",
-    "a hybrid of attention and state-space or linear-attention layers": (
-        "bamba falcon_h1 granitemoehybrid jamba kimi_linear lfm2 lfm2_moe nemotron_h olmo_hybrid "
-        "qwen3_next zamba zamba2"
-    ),
-    "an encoder": (
-        "albert bert camembert convbert deberta deberta-v2 distilbert electra ernie eurobert "
-        "longformer modernbert mpnet roberta xlm-roberta xlnet"
-    ),
-    "an encoder-decoder": (
-        "bart bigbird_pegasus blenderbot led longt5 m2m_100 marian mbart mt5 mvp pegasus "
-        "prophetnet switch_transformers t5 t5gemma umt5 whisper"
-    ),
-}
-"""Model types of transformers that are no decoder-only transformers, by what they are."""
 KIND = 4
 """This many different numbers count as much as one different kind of part."""
 _WHOLE = re.compile(r"layers\.\d+\.(attention\.)?kind is")
@@ -126,12 +110,11 @@ def family(model_type: str) -> Family:
     """
     if model_type not in MODEL_TYPES:
         name = model_type[:60]  # a stranger's, and the search for the nearest takes its time
-        for kind, names in OTHER_KINDS.items():
-            if name in names.split():
-                raise WorkhorseError(
-                    f"model type {name!r} is not supported, since it is {kind}; workhorse models "
-                    "list has the decoder-only transformers that are"
-                )
+        if kind := other_kind(name):
+            raise WorkhorseError(
+                f"model type {name!r} is not supported, since it is {kind}; workhorse models list "
+                "has the decoder-only transformers that are"
+            )
         raise WorkhorseError(f"model type {name!r} is not supported; {nearest(name, MODEL_TYPES)}")
     module = importlib.import_module(f"workhorse.models.{MODEL_TYPES[model_type]}")
     found: tuple[Family, ...] = module.HUGGING_FACE

@@ -7,14 +7,14 @@ import os
 import subprocess
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import click
 import pytest
 
 import workhorse
-from workhorse.cli.main import VERBS, as_text, main
+from workhorse.cli.main import VERBS, as_text, command, main
 from workhorse.cli.options import json_option, runtime_options
 from workhorse.cli.output import ExitCode, print_result, progress
 from workhorse.errors import WorkhorseError
@@ -365,3 +365,19 @@ def test_other_encodings_are_told(
     probe(raising(error))
     assert main(["probe"]) == ExitCode.USAGE
     assert said in one_line(capsys)
+
+
+@pytest.mark.parametrize("verb", VERBS)
+def test_numbers_are_of_ascii_digits(verb: str) -> None:
+    def numbers(of: click.Command) -> Iterator[click.Parameter]:
+        for one in getattr(of, "commands", {}).values():
+            yield from numbers(one)
+        yield from (one for one in of.params if one.type.name.startswith(("integer", "float")))
+
+    found = command.get_command(click.Context(command), verb)
+    assert found is not None
+    for parameter in numbers(found):
+        assert parameter.type.convert("1", parameter, None) == 1
+        for text in ("1\u0662", "1_0"):
+            with pytest.raises(click.BadParameter, match=r"is not a valid (integer|float)"):
+                parameter.type.convert(text, parameter, None)

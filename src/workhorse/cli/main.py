@@ -38,7 +38,10 @@ import os
 import re
 import sys
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from copy import copy
+from functools import partial
+from typing import Any
 
 import click
 
@@ -95,7 +98,9 @@ class VerbGroup(click.Group):
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
         if cmd_name not in VERBS:
             return None
-        return importlib.import_module(f"workhorse.cli.verbs.{cmd_name}").command
+        verb: click.Command = importlib.import_module(f"workhorse.cli.verbs.{cmd_name}").command
+        read_ascii_numbers(verb)
+        return verb
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -171,6 +176,29 @@ def as_text(arguments: Sequence[str]) -> list[str]:
         except ValueError:
             raise WorkhorseError(f"{argument!r} is not UTF-8; write or name it in UTF-8") from None
     return texts
+
+
+def read_ascii_numbers(command: click.Command) -> None:
+    """Have the numeric options of a verb take digits of ASCII alone, in place.
+
+    Python also reads the digits of other alphabets, and `1_000`.
+    """
+    if isinstance(command, click.Group):
+        for one in command.commands.values():
+            read_ascii_numbers(one)
+    for parameter in command.params:
+        kind = parameter.type
+        if isinstance(kind, click.types.IntParamType | click.types.FloatParamType):
+            parameter.type = copy(kind)  # click shares one between all options
+            vars(parameter.type)["convert"] = partial(_ascii_number, type(kind).convert, kind)
+
+
+def _ascii_number(
+    convert: Callable[..., Any], kind: click.ParamType, value: Any, *where: Any
+) -> Any:
+    if isinstance(value, str) and (not value.isascii() or "_" in value):
+        kind.fail(f"{value!r} is not a valid {kind.name}.", *where)
+    return convert(kind, value, *where)
 
 
 NUMBERS = {"integer": "a whole number", "float": "a number"}

@@ -235,6 +235,8 @@ def test_several_end_tokens(stop_tokens: tuple[int, ...], read: tuple[int, ...])
     keys, remarks = tokenizer_metadata(tokenizer, 400, stop_tokens)
     assert end_tokens(keys, 400) == read
     assert not any("end tokens" in remark for remark in remarks)
+    gains_eos = set(read) > set(stop_tokens) != set()
+    assert gains_eos == any("eos=1 does not end a text" in remark for remark in remarks)
 
 
 def test_more_end_tokens_than_gguf_has_keys() -> None:

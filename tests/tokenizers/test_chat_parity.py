@@ -225,6 +225,11 @@ def test_another_template_is_chosen_by_name(pair_of: Any, tmp_path: Path) -> Non
     both = Tokenizer(ours.definition, ours.roles, {"default": "a", "tool_use": "b"})
     assert ChatTemplate.of(both).render([user("x")]) == "a"
     assert ChatTemplate.of(both, "tool_use").render([user("x")]) == "b"
+    assert ChatTemplate.of(both).render([user("x")], tools=TOOLS) == "b"  # as transformers
+    names = {"default": "a", "tool_use": "b{{ messages[0].content }}"}
+    both = Tokenizer(ours.definition, ours.roles, names)
+    ids = ChatTemplate.of(both).encode(both, [user("x")], tools=TOOLS)
+    assert ids == both.encode("bx")
     with pytest.raises(
         WorkhorseError, match="no chat template 'rag'; there are: default, tool_use"
     ):

@@ -56,7 +56,10 @@ def end_metadata(
     if eos is None and others:
         keys["tokenizer.ggml.eos_token_id"] = others[0]
     lost = ", ".join(str(token) for token in others[len(ENDS) :])
-    return keys, [f"GGUF has keys for 3 end tokens; not written: {lost}"] if lost else []
+    remarks = [f"GGUF has keys for 3 end tokens; not written: {lost}"] if lost else []
+    if others and eos is not None and eos not in stop_tokens:
+        remarks.append(f"eos={eos} does not end a text here, but ends one in every reader of GGUF")
+    return keys, remarks
 
 
 def tokenizer_metadata(

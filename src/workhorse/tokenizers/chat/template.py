@@ -59,10 +59,14 @@ class ChatTemplate:
         self._names = dict(names or {})
         self._literals = RENDERER.ask(source)
         self._knows_parts = _PARTS.search(source) is not None
+        self._with_tools: ChatTemplate | None = None
+        """Another template, for chats with tools."""
 
     @classmethod
     def of(cls, tokenizer: Tokenizer, name: str = "default") -> "ChatTemplate":
         """The tokenizer's own template, or `DEFAULT_TEMPLATE` if it has none.
+
+        Of several, chats with tools take the one named `tool_use` instead of the default.
 
         Raises:
             WorkhorseError: it has no template of that name.
@@ -73,7 +77,10 @@ class ChatTemplate:
                 f"no chat template {name!r}; there are: {', '.join(known)}; choose one by name"
             )
         names = {f"{role}_token": token for role, token in tokenizer.roles.items()}
-        return cls(known[name], names=names)
+        template = cls(known[name], names=names)
+        if name == "default" and "tool_use" in known:
+            template._with_tools = cls(known["tool_use"], names=names)
+        return template
 
     def render(
         self,
@@ -99,6 +106,11 @@ class ChatTemplate:
             WorkhorseError: the messages are malformed, the template refuses them, or it exceeds a
                 limit.
         """
+        if tools and self._with_tools:
+            render = self._with_tools.render
+            return render(
+                messages, add_generation_prompt, tools=tools, documents=documents, **variables
+            )
         chat = _chat(messages, tools, documents, variables)
         now = datetime.now()
         try:
@@ -145,6 +157,16 @@ class ChatTemplate:
                 template splits messages such that its own special tokens cannot be told from
                 theirs.
         """
+        if tools and self._with_tools:
+            return self._with_tools.encode(
+                tokenizer,
+                messages,
+                add_generation_prompt,
+                tools=tools,
+                documents=documents,
+                allow_special=allow_special,
+                **variables,
+            )
         chat = _chat(messages, tools, documents, variables)
         encoder = tokenizer.control_encoder(self._written_tokens(tokenizer))
         names = () if allow_special else [name.lower() for name in encoder.names]

@@ -149,6 +149,7 @@ def _rotation(hf: Fields) -> RopeConfig:
     alpha = given.optional("alpha", float) if kind == "dynamic" else None
     if not alpha:
         return read_rope(hf)
+    given.ignore("factor", "beta_fast", "beta_slow", "mscale", "mscale_all_dim")
     rope = read_rope(hf, scaled=False)
     width = hf.need("hidden_size", int) // hf.need("num_attention_heads", int)
     head_dim = hf.get("head_dim", width)

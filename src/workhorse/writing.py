@@ -118,7 +118,7 @@ def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
         if folder:
             path.parent.mkdir(parents=True, exist_ok=True)
         _delete_stale(path.parent)
-        temporary = path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
+        temporary = _temporary(path)
         try:
             if folder:
                 temporary.mkdir()
@@ -137,6 +137,11 @@ def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
                 _delete(temporary)
             raise
         sync(path.parent)
+
+
+def _temporary(path: Path) -> Path:
+    """A new name beside a path."""
+    return path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")
 
 
 def _delete_stale(folder: Path) -> None:
@@ -167,13 +172,27 @@ def _delete(path: Path) -> None:
         path.unlink()
 
 
+def discard(path: Path) -> None:
+    """Delete a file or folder so that no part of it ever has its name.
+
+    What cannot be deleted stays under a temporary name, which a later `replacing` deletes.
+
+    Raises:
+        OSError: it still has its name.
+    """
+    doomed = path.rename(_temporary(path))
+    with contextlib.suppress(OSError):
+        _delete(doomed)
+
+
 def write_atomically(path: Path, content: str | bytes | memoryview) -> None:
     """Write a file under another name, sync it, rename it: it is whole, or what was there stays.
 
     Raises:
         CannotWriteError: the disk is full or refuses, or a device has that name.
     """
-    _refuse_device(path)
+    with writing(path):
+        _refuse_device(path)
     with replacing(path) as temporary:
         temporary.write_bytes(content.encode() if isinstance(content, str) else content)
 

@@ -1,8 +1,12 @@
 """Saving, loading, and what is refused."""
 
+import contextlib
+import errno
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 from tokenizers import Tokenizer as LibraryTokenizer
@@ -16,6 +20,7 @@ from workhorse.tokenizers import (
     load_tokenizer,
     train_tokenizer,
 )
+from workhorse.writing import TEMPORARY
 
 Trained = Callable[[str], Tokenizer]
 TEXT = "The fox, naïve: <s> 東京 12345\n\treturn"
@@ -37,6 +42,43 @@ def test_the_chat_template_is_kept(trained: Trained, tmp_path: Path) -> None:
     bpe = trained("bpe")
     Tokenizer(bpe.definition, bpe.roles, "{{ messages[0].content }}").save(tmp_path)
     assert load_tokenizer(tmp_path).chat_template == "{{ messages[0].content }}"
+
+
+@pytest.mark.parametrize("call", ["replace", "rename", "unlink", "fsync", "scandir", "listdir"])
+def test_of_one_tokenizer_over_another_one_is_there_whole_whatever_fails(
+    trained: Trained, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str
+) -> None:
+    """Whatever file-system call it is that fails, each of them in turn."""
+    bpe = trained("bpe")
+    first, second = (Tokenizer(bpe.definition, roles, {}) for roles in (bpe.roles, {}))
+    real, left = getattr(os, call), 0
+
+    def refuse(*given: Any, **named: Any) -> Any:
+        nonlocal left
+        left -= 1
+        if left == 0:
+            raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+        return real(*given, **named)
+
+    for at in range(1, 100):
+        folder = tmp_path / str(at)
+        first.save(folder)
+        (folder / "chat_template.jinja").write_text("of the first")
+        with monkeypatch.context() as failing, contextlib.suppress(WorkhorseError):
+            failing.setattr(os, call, refuse)
+            left = at
+            second.save(folder)
+        found = load_tokenizer(folder)
+        assert (found.roles, found.chat_template) in ((first.roles, "of the first"), ({}, None))
+        second.save(folder)
+        assert load_tokenizer(folder).roles == {}
+        assert sorted(path.name for path in folder.iterdir() if TEMPORARY not in path.name) == [
+            "tokenizer.json",
+            "tokenizer_config.json",
+        ]
+        if left > 0:
+            break
+    assert at > 1
 
 
 def test_a_file_config_loads(trained: Trained, tmp_path: Path) -> None:

@@ -1,6 +1,8 @@
 """A tokenizer's files: found, read, and written whole or not at all."""
 
+import contextlib
 import json
+import os
 from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -27,7 +29,14 @@ from workhorse.tokenizers.huggingface.settings import (
     read_settings,
 )
 from workhorse.untrusted import to_path
-from workhorse.writing import replacing, sync, write_atomically, writing
+from workhorse.writing import (
+    discard,
+    one_process_at_a_time,
+    replacing,
+    sync,
+    write_atomically,
+    writing,
+)
 
 if TYPE_CHECKING:
     from workhorse.tokenizers.tokenizer import Tokenizer
@@ -45,6 +54,8 @@ _ALL_FILES = (
 """The files that may be read as part of a folder's tokenizer."""
 INSIDE = "tokenizer"
 """Where a run directory, and a folder in our own format, keeps its tokenizer."""
+PENDING = ".workhorse-pending"
+"""In a folder whose tokenizer is being replaced: the new one, whole."""
 
 
 def load_tokenizer(path: str | Path, *, drop_leading_space: bool | None = None) -> "Tokenizer":
@@ -73,6 +84,7 @@ def load_tokenizer(path: str | Path, *, drop_leading_space: bool | None = None) 
         raise WorkhorseError(f"no tokenizer at {shown(str(path))}: {error.strerror}") from None
     if path.is_dir() and (path / INSIDE).is_dir() and not _has_tokenizer(path):
         path /= INSIDE
+    path = _pending(path)
     folder = TokenizerFolder(path if path.is_dir() else path.parent)
     settings = read_settings(folder)
     if drop_leading_space is not None:
@@ -94,6 +106,13 @@ def load_tokenizer(path: str | Path, *, drop_leading_space: bool | None = None) 
         return Tokenizer(reading.definition, roles, settings.templates, source)
     except WorkhorseError as error:
         raise WorkhorseError(f"{path}: {error}") from None
+
+
+def _pending(path: Path) -> Path:
+    """What takes the place of a tokenizer's folder or file, where that was interrupted."""
+    new = path / PENDING if path.is_dir() else path.parent / PENDING / path.name
+    home = new if path.is_dir() else new.parent
+    return new if new.exists() and not home.is_symlink() else path
 
 
 def _has_tokenizer(folder: Path) -> bool:
@@ -129,30 +148,57 @@ def check_output_folder(folder: str | Path) -> None:
 
 
 def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
-    """Write the files of a tokenizer: a new folder as a whole, in an existing one each file.
+    """Write the files of a tokenizer, all or none.
 
-    Files of another tokenizer in an existing folder that would be read as part of this one are
-    removed.
+    In a folder that is not empty, they are first written into `PENDING`, and `load_tokenizer` reads
+    them there until each has taken its place; the next call completes what was interrupted. Other
+    programs may see some of them new and some old meanwhile. Files of another tokenizer that would
+    be read as part of this one are removed.
 
     Raises:
         WorkhorseError: the disk is full or refuses.
     """
     with writing(folder):
-        if folder.is_dir() and any(folder.iterdir()):
-            _replace_files(folder, files)
+        if not folder.is_dir() or not any(folder.iterdir()):
+            _write_new(folder, files)
             return
-        with replacing(folder, folder=True) as stage:
-            for name, content in files.items():
-                (stage / name).parent.mkdir(exist_ok=True)
-                (stage / name).write_bytes(content)
+        with contextlib.ExitStack() as held:
+            with contextlib.suppress(OSError):  # the file system has no locks
+                held.enter_context(one_process_at_a_time(folder))
+            _put_in_place(folder)
+            _write_new(folder / PENDING, files)
+            _put_in_place(folder)
 
 
-def _replace_files(folder: Path, files: Mapping[str, bytes]) -> None:
-    stale = [folder / name for name in _ALL_FILES] + list((folder / TEMPLATES).glob("*.jinja"))
-    for name, content in files.items():
+def _write_new(folder: Path, files: Mapping[str, bytes]) -> None:
+    with replacing(folder, folder=True) as stage:
+        for name, content in files.items():
+            (stage / name).parent.mkdir(exist_ok=True)
+            (stage / name).write_bytes(content)
+
+
+def _put_in_place(folder: Path) -> None:
+    """Replace a folder's tokenizer by the pending one, if there is one."""
+    pending = folder / PENDING
+    if not pending.is_dir():
+        return
+    new = _names_in(pending)
+    old = [folder / name for name in _ALL_FILES] + list((folder / TEMPLATES).glob("*.jinja"))
+    for name in new:
         (folder / name).parent.mkdir(exist_ok=True)
-        write_atomically(folder / name, content)
-    for path in stale:
-        if path.relative_to(folder).as_posix() not in files:
+        write_atomically(folder / name, (pending / name).read_bytes())
+    for path in old:
+        if path.relative_to(folder) not in new:
             path.unlink(missing_ok=True)
     sync(folder)
+    discard(pending)
+
+
+def _names_in(folder: Path) -> list[Path]:
+    """The files in a folder and below. `Path.rglob` would leave out what may not be listed."""
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    walked = os.walk(folder, onerror=refuse)
+    return [(Path(at) / name).relative_to(folder) for at, _, names in walked for name in names]

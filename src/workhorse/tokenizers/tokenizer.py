@@ -258,7 +258,7 @@ class Tokenizer:
     def save(self, folder: str | Path, *, model_type: str | None = None) -> None:
         """Write `tokenizer.json` and what belongs to it, as transformers reads it too.
 
-        A new folder appears whole; in an old one each file is replaced whole.
+        The folder holds this tokenizer, whole, or what it held before.
 
         Args:
             folder: where to.

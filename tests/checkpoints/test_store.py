@@ -441,6 +441,24 @@ def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
     assert [path.name for path in store.folder.glob(".*")] == [".tmp-mine"]  # not of this store
 
 
+def test_a_folder_that_cannot_be_listed_fails_no_save_and_hides_no_error(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(_store: CheckpointStore) -> list[int]:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(CheckpointStore, "steps", refuse)
+        store.save(**contents(40))
+        assert len(store.remarks) == 1
+        store.disk = RecordingDisk(fail_at=0)
+        with pytest.raises(WorkhorseError, match=r"step-00000050: No space left .*; make room"):
+            store.save(**contents(50))
+    store.disk = Disk()
+    store.save(**contents(60))
+    assert store.steps() == [60, 40, 30]
+
+
 def test_remains_of_the_same_step_that_cannot_be_deleted_fail_no_save(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

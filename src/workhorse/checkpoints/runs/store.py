@@ -196,7 +196,9 @@ class CheckpointStore:
         Those that were found damaged go first, since the next process would count them. One that
         cannot be deleted is a remark.
         """
-        steps = [found for found in self.steps() if found <= step]
+        steps: list[int] = []
+        with self._deleting(self.folder):
+            steps = [found for found in self.steps() if found <= step]
         kept = [found for found in steps if found not in self._damaged][: self.keep]
         for old in steps:
             if old not in kept:
@@ -361,10 +363,12 @@ class CheckpointStore:
 
     def _failure(self, final: Path, error: OSError) -> str:
         reason, remedy = refusal(error)
-        steps = self.steps()
-        last = f"the newest there is {self.path(steps[0]).name}" if steps else "there is none yet"
+        last = ""
+        with contextlib.suppress(OSError):  # the first failure is the one to report
+            names = [self.path(step).name for step in self.steps()]
+            last = f"the newest there is {names[0]}; " if names else "there is none yet; "
         return (
-            f"cannot write checkpoint {final}: {reason}; {last}; {remedy}, then run again with "
+            f"cannot write checkpoint {final}: {reason}; {last}{remedy}, then run again with "
             "--resume"
         )
 

@@ -5,6 +5,7 @@ Whether llama.cpp computes the same is for the campaign: `tests/campaigns/test_g
 
 import json
 import math
+import os
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from workhorse.checkpoints.gguf import GgufFile, GgufType, gguf_types, write_ggu
 from workhorse.checkpoints.gguf.metadata import OWN_CONFIG
 from workhorse.checkpoints.gguf.quantized import quantize
 from workhorse.checkpoints.gguf.rotation import paired
+from workhorse.errors import WorkhorseError
 from workhorse.nn import Decoder, DecoderConfig
 
 gguf = pytest.importorskip("gguf")
@@ -304,6 +306,27 @@ def test_q4_k_of_equal_values(value: float) -> None:
 def test_tensors_are_aligned(tmp_path: Path) -> None:
     file = written(make("gpt2"), "gpt2", tmp_path, "q8_0")
     assert all(tensor.data_offset % 32 == 0 for tensor in file.tensors.values())
+
+
+@pytest.mark.skipif(os.name == "nt", reason="Windows has no limit on a file's size")
+@pytest.mark.parametrize("dtype", ["f32", "q8_0"])
+def test_a_file_that_ends_before_its_last_page_is_refused(dtype: GgufType, tmp_path: Path) -> None:
+    """NumPy's `tofile` does not tell: its last page is written when its buffer is closed."""
+    import resource
+
+    decoder, path = make("llama"), tmp_path / "model.gguf"
+    write_gguf(path, decoder, model_type="llama", dtype=dtype)
+    size = path.stat().st_size
+    path.unlink()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for missing in (1, 33, 100):
+        try:
+            resource.setrlimit(resource.RLIMIT_FSIZE, (size - missing, before[1]))
+            with pytest.raises(WorkhorseError, match=r"model\.gguf: File too large"):
+                write_gguf(path, decoder, model_type="llama", dtype=dtype)
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert not list(tmp_path.iterdir())
 
 
 def test_a_bfloat16_decoder_is_written_exactly(tmp_path: Path) -> None:

@@ -182,11 +182,18 @@ def _write(
             writer.write_kv_data_to_file()
             writer.write_ti_data_to_file()
             for plan, kind in zip(plans, kinds, strict=True):
-                writer.write_tensor_data(_encoded(plan, kind))
+                writer.write_tensor_data(_encoded(plan, kind).view(_Whole))
             writer.close()
         finally:
             with suppress(OSError):
                 writer.close()
+
+
+class _Whole(np.ndarray):
+    """An array that is written whole: NumPy ignores that the last page found no room."""
+
+    def tofile(self, fid: Any, sep: str = "", format: str = "%s") -> None:
+        fid.write(self.data)
 
 
 def _stored(plan: TensorPlan, dtype: GgufType, half: str) -> str:

@@ -15,11 +15,11 @@ HEAD_BYTES = 4096
 KINDS = {
     rb"\x89PNG": "a PNG picture",
     rb"\xff\xd8\xff": "a JPEG picture",
-    rb"GIF8[79]a": "a GIF picture",
-    rb"RIFF....WEBP": "a WebP picture",
+    rb"GIF8[79]a.{0,6}\0": "a GIF picture",
+    rb"RIFF...[^ -~]WEBP": "a WebP picture",
     rb"II\*\0|MM\0\*": "a TIFF picture",
     rb"BM....\0\0\0\0": "a BMP picture",
-    rb"%PDF-": "a PDF",
+    rb"%PDF-\d\.\d[ \t]*[\r\n]": "a PDF",
     rb"\xd0\xcf\x11\xe0": "an old Office document",
     rb"PK\x03\x04": "a ZIP archive",
     rb"\x1f\x8b": "gzip data",
@@ -28,19 +28,19 @@ KINDS = {
     rb"\xfd7zXZ\0": "xz data",
     rb"7z\xbc\xaf": "a 7z archive",
     rb"Rar!\x1a\x07": "a RAR archive",
-    rb".{257}ustar": "a tar archive",
+    rb".{257}ustar(\0|  \0)": "a tar archive",
     rb"\x7fELF": "an ELF binary",
     rb"SQLite format 3\0": "an SQLite database",
     rb"PAR1\x15": "a parquet file",
     rb"\x93NUMPY": "a NumPy array",
     rb"\x89HDF": "an HDF5 file",
     rb"GGUF[\1-\3]\0\0\0": "a GGUF file",
-    rb"RIFF....WAVE": "WAV audio",
+    rb"RIFF...[^ -~]WAVE": "WAV audio",
     rb"ID3[\2-\4]": "MP3 audio",
     rb"OggS\0": "Ogg audio",
-    rb"....ftyp": "MP4 video",
+    rb"\0...ftyp": "MP4 video",
 }
-"""Kinds of file that are not text, by a pattern for their first bytes."""
+"""Kinds of file that are not text, by a pattern for their first bytes that no prose begins with."""
 
 MARKS = {
     codecs.BOM_UTF32_LE: "UTF-32",  # before UTF-16, whose mark is the beginning of this one

@@ -22,6 +22,7 @@ from workhorse.checkpoints.stored import open_stored
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig
 from workhorse.load_model import load
+from workhorse.models.huggingface.rotation import contradictions
 
 TIED = GROUPED | {"tie_word_embeddings": True}
 TEXT = torch.arange(3, 15)[None]
@@ -228,6 +229,11 @@ def test_what_contradicts_the_rest_is_told(
     change_config(folder, **{"eos_token_id": 2, **changes})
     directory = HuggingFaceDirectory(folder)
     assert (directory.remarks, directory.stop_tokens) == (remarks, stops)
+
+
+def test_damaged_rotations_that_do_not_count_are_no_contradiction() -> None:
+    rope = {"rope_scaling": {"type": "yarn"}, "rope_parameters": {"full_attention": 2.0}}
+    assert contradictions(rope) == []
 
 
 def test_sampling_options_count_where_the_file_samples(tmp_path: Path) -> None:

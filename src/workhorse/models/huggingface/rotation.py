@@ -86,6 +86,8 @@ def _differs(values: Mapping[str, Any]) -> bool:
         return False
     newer = cast(Data, newer)
     found = newer.get("full_attention", newer)
+    if not isinstance(found, Mapping):
+        return False
     beside = {key: values[key] for key in ("rope_theta", "partial_rotary_factor") if key in values}
     said: list[Data] = []
     for one in (cast(Data, older), cast(Data, found)):

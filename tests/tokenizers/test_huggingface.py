@@ -250,6 +250,14 @@ HOSTILE: dict[str, tuple[dict[str, Any], str]] = {
         {"tokenizer_config.json": {"added_tokens_decoder": {"one": {"content": "a"}}}},
         "special tokens are not in the expected form",
     ),
+    "a text as flag": (
+        {"tokenizer_config.json": {"drop_leading_space": "no"}},
+        "tokenizer_config.json: drop_leading_space='no' is not true or false; correct the file",
+    ),
+    "no list": (
+        {"tokenizer_config.json": {"extra_special_tokens": 5}},
+        "special tokens are not in the expected form; write",
+    ),
     "template name": (
         {"tokenizer_config.json": {"chat_template": [{"name": "../../x", "template": ""}]}},
         r"chat template name '\.\./\.\./x'",

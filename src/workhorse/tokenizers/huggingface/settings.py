@@ -11,8 +11,9 @@ from typing import Any
 
 from tokenizers import AddedToken
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.tokenizers.chat.limits import MAX_SOURCE
+from workhorse.tokenizers.huggingface.classes import DROP_LEADING_SPACE
 from workhorse.tokenizers.huggingface.folder import TokenizerFolder
 
 SETTINGS = "tokenizer_config.json"
@@ -24,6 +25,8 @@ TEMPLATES = "additional_chat_templates"
 
 NAMED = ("bos_token", "eos_token", "unk_token", "sep_token", "pad_token", "cls_token", "mask_token")
 """The named special tokens of any transformers tokenizer, in its order."""
+FLAGS = ("add_bos_token", "add_eos_token", "add_prefix_space", DROP_LEADING_SPACE, "legacy")
+"""Settings that are true or false; null is the default of the class."""
 MAX_TEMPLATES = 32
 MAX_TEMPLATE_BYTES = 4 * MAX_SOURCE
 _TEMPLATE_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,60}")
@@ -76,11 +79,17 @@ def read_settings(folder: TokenizerFolder) -> Settings:
         fields["tokenizer_class"] = model["tokenizer_class"]
     try:
         named, extra, added = _special_tokens(folder, fields)
-    except (TypeError, ValueError, LookupError, AttributeError, OverflowError) as error:
+    except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
         raise WorkhorseError(
-            f"{folder.path / SETTINGS}: special tokens are not in the expected form ({error}); "
+            f"{folder.path / SETTINGS}: special tokens are not in the expected form; "
             "write each as its name, or as a mapping with 'content'"
         ) from None
+    for key in FLAGS:
+        if (value := fields.get(key)) not in (None, True, False):
+            raise WorkhorseError(
+                f"{folder.path / SETTINGS}: {key}={shown(value)} is not true or false; "
+                "correct the file"
+            )
     return Settings(
         fields,
         named,

@@ -28,6 +28,8 @@ DEFAULT_TEMPLATE = """\
 {%- endfor %}
 {% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"""
 """Each turn begins with the token of its role and ends with `<|end|>`."""
+TOOL_USE = "tool_use"
+"""The name of the template for chats with tools."""
 
 Messages = Sequence[ChatMessage]
 _TAG = re.compile(r"[<\[{(|\uff5c].+[>\]})|\uff5c]", re.DOTALL)
@@ -43,44 +45,52 @@ class ChatTemplate:
         source: jinja source. It can read `messages`, `tools`, `documents`, `add_generation_prompt`
             and the special tokens in `names`.
         names: special tokens by variable name, such as `bos_token`.
+        with_tools: the template that takes its place where tools are given, even none of them.
 
     Raises:
         WorkhorseError: the source is not valid jinja, or is too long.
     """
 
     def __init__(
-        self, source: str = DEFAULT_TEMPLATE, *, names: Mapping[str, str] | None = None
+        self,
+        source: str = DEFAULT_TEMPLATE,
+        *,
+        names: Mapping[str, str] | None = None,
+        with_tools: "ChatTemplate | None" = None,
     ) -> None:
         if len(source) > MAX_SOURCE:
             raise WorkhorseError(
                 f"the chat template has {len(source):,} characters; at most {MAX_SOURCE:,} are read"
             )
         self.source = source
+        self.with_tools = with_tools
         self._names = dict(names or {})
         self._literals = RENDERER.ask(source)
         self._knows_parts = _PARTS.search(source) is not None
-        self._with_tools: ChatTemplate | None = None
-        """Another template, for chats with tools."""
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer, name: str = "default") -> "ChatTemplate":
+    def of(cls, tokenizer: Tokenizer, name: str | None = None) -> "ChatTemplate":
         """The tokenizer's own template, or `DEFAULT_TEMPLATE` if it has none.
 
-        Of several, chats with tools take the one named `tool_use` instead of the default.
+        Args:
+            tokenizer: the model's tokenizer.
+            name: of one of its templates. None: `default`, and where tools are given `tool_use`, if
+                there is one, as in transformers.
 
         Raises:
             WorkhorseError: it has no template of that name.
         """
         known = tokenizer.chat_templates or {"default": DEFAULT_TEMPLATE}
+        names = {f"{role}_token": token for role, token in tokenizer.roles.items()}
+        with_tools = None
+        if name is None and TOOL_USE in known:
+            with_tools = cls(known[TOOL_USE], names=names)
+        name = "default" if name is None else name
         if name not in known:
             raise WorkhorseError(
                 f"no chat template {name!r}; there are: {', '.join(known)}; choose one by name"
             )
-        names = {f"{role}_token": token for role, token in tokenizer.roles.items()}
-        template = cls(known[name], names=names)
-        if name == "default" and "tool_use" in known:
-            template._with_tools = cls(known["tool_use"], names=names)
-        return template
+        return cls(known[name], names=names, with_tools=with_tools)
 
     def render(
         self,
@@ -106,9 +116,8 @@ class ChatTemplate:
             WorkhorseError: the messages are malformed, the template refuses them, or it exceeds a
                 limit.
         """
-        if tools and self._with_tools:
-            render = self._with_tools.render
-            return render(
+        if tools is not None and self.with_tools is not None:
+            return self.with_tools.render(
                 messages, add_generation_prompt, tools=tools, documents=documents, **variables
             )
         chat = _chat(messages, tools, documents, variables)
@@ -157,8 +166,8 @@ class ChatTemplate:
                 template splits messages such that its own special tokens cannot be told from
                 theirs.
         """
-        if tools and self._with_tools:
-            return self._with_tools.encode(
+        if tools is not None and self.with_tools is not None:
+            return self.with_tools.encode(
                 tokenizer,
                 messages,
                 add_generation_prompt,

@@ -19,7 +19,7 @@ from tests.parity.all_cases import ALL
 from tests.parity.reference import quiet, their_config
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import MODEL_TYPES, Fields, family
-from workhorse.models.huggingface.aliases import ALIASES, with_own_names
+from workhorse.models.huggingface.aliases import ALIASES, OLDER, with_own_names
 from workhorse.models.huggingface.family import compare_plain, plain
 from workhorse.models.huggingface.rotation import contradictions
 
@@ -37,7 +37,7 @@ def test_an_older_file_means_what_transformers_reads_in_it(name: str) -> None:
         theirs = hf.AutoConfig.for_model(**deepcopy(file))  # it writes into mappings
         model = hf.AutoModelForCausalLM.from_config(theirs)
     reader = family(file["model_type"])
-    fields = Fields(file)
+    fields = Fields(with_own_names(file)[0])
     ours = reader.read(fields)
     assert fields.unused() == []
     parsed = reader.read(Fields(theirs.to_dict()))
@@ -88,11 +88,13 @@ REFUSED_THERE = ("num_hidden_layers", "qkv_bias", "bias")
 """Which must agree with other keys: the length of lists, biases of other layers."""
 
 
-@pytest.mark.parametrize("model_type", ALIASES)
+@pytest.mark.parametrize("model_type", ALL)
 def test_of_two_names_the_same_counts_as_there(model_type: str) -> None:
+    """In either order, and with a line for the one that does not count."""
     with quiet():
         file = their_config(model_type, ALL[model_type][0]).to_dict()
-    for usual, own in ALIASES[model_type].items():
+    names = {**ALIASES.get(model_type, {}), **OLDER.get(model_type, {})}
+    for usual, own in names.items():
         value = file[own]
         other = not value if isinstance(value, bool) else 2 * value
         for both in ({usual: other, own: value}, {own: value, usual: other}):
@@ -109,3 +111,9 @@ def test_of_two_names_the_same_counts_as_there(model_type: str) -> None:
                 continue
             assert ours[own] == getattr(theirs, own)
         assert with_own_names({**file, usual: value})[1] == []
+    written = {**file, "dtype": "float16", "torch_dtype": "bfloat16"}
+    ours, remarks = with_own_names(written)
+    assert len(remarks) == 1
+    assert (
+        ours["dtype"] == str(hf.AutoConfig.for_model(**deepcopy(written)).dtype).partition(".")[2]
+    )

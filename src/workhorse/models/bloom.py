@@ -12,12 +12,10 @@ from workhorse.nn.norms import LayerNormConfig
 from workhorse.nn.positions.alibi import AlibiConfig
 
 NAMES = {
-    "hidden_size": "n_embed",
     "num_hidden_layers": "n_layer",
     "num_attention_heads": "n_head",
     "max_position_embeddings": "seq_length",
 }
-"""Only the first files have `n_embed`; what is written is `hidden_size`."""
 MEGATRON_KEYS = (
     "attention_softmax_in_fp32",
     "bias_dropout_fusion",
@@ -54,14 +52,13 @@ def read(hf: Fields) -> DecoderConfig:
 
 
 WITHOUT_KEY = ("intermediate_size", "hidden_act")
-WRITTEN_NAMES = {key: name for key, name in NAMES.items() if key != "hidden_size"}
 LAYER = "transformer.h.{i}."
 HUGGING_FACE = (
     Family(
         model_type="bloom",
         architecture="BloomForCausalLM",
         read=read,
-        keys={key: path for key, path in written(WRITTEN_NAMES).items() if key not in WITHOUT_KEY}
+        keys={key: path for key, path in written(NAMES).items() if key not in WITHOUT_KEY}
         | {
             "apply_residual_connection_post_layernorm": "block.norm_residual",
             "layer_norm_epsilon": "final_norm.eps",

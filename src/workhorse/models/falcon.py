@@ -104,12 +104,7 @@ PRESETS = (
 )
 
 
-NAMES = {
-    "hidden_size": "n_embed",
-    "intermediate_size": "ffn_hidden_size",
-    "hidden_act": "activation",
-}
-"""Only the first files have `n_embed`; what is written is `hidden_size`."""
+NAMES = {"intermediate_size": "ffn_hidden_size", "hidden_act": "activation"}
 
 
 def read(hf: Fields) -> DecoderConfig:
@@ -188,7 +183,7 @@ HUGGING_FACE = (
         model_type="falcon",
         architecture="FalconForCausalLM",
         read=read,
-        keys=written({key: name for key, name in NAMES.items() if key != "hidden_size"})
+        keys=written(NAMES)
         | ROPE_KEYS
         | {
             "num_kv_heads": "block.attention.n_kv_heads",

@@ -18,17 +18,15 @@ from workhorse.nn.blocks import PreNormConfig
 def read(hf: Fields) -> DecoderConfig:
     """LLaMA with biases everywhere or nowhere.
 
-    Its own files say `qkv_bias` and `bias`.
-
     Raises:
         ConfigError: biases in some places only, which transformers does not load.
     """
-    hf = hf.renamed({"attention_bias": "qkv_bias", "mlp_bias": "bias"})
     norm = rms_norm(hf, eps=1e-5)
     bias, others = hf.get("attention_bias", False), hf.get("mlp_bias", False)
     if bias != others:
         raise ConfigError(
-            f"{hf.where}: qkv_bias={bias} and bias={others} differ; transformers needs one value"
+            f"{hf.where}: attention_bias={bias} and mlp_bias={others} (qkv_bias and bias, in its "
+            "own files) differ; transformers needs one value"
         )
     block = PreNormConfig(
         norm=norm,
@@ -49,7 +47,8 @@ HUGGING_FACE = (
         model_type="internlm3",
         architecture="LlamaForCausalLM",
         read=read,
-        keys=KEYS | {"qkv_bias": "block.attention.qkv_bias", "bias": "block.feed_forward.bias"},
+        keys=KEYS
+        | {"attention_bias": "block.attention.qkv_bias", "mlp_bias": "block.feed_forward.bias"},
         rules=RULES,
     ),
 )

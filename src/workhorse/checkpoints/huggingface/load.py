@@ -114,7 +114,7 @@ class HuggingFaceDirectory:
     @property
     def dtype(self) -> torch.dtype:
         """The dtype that the config names for the weights; float32 if it names none."""
-        name = str(self.values.get("dtype") or self.values.get("torch_dtype"))
+        name = str(self.values.get("dtype"))
         return SAVED_DTYPES.get(name.removeprefix("torch."), torch.float32)
 
     def load_decoder(

@@ -1,7 +1,8 @@
 """Keys that have two names in a config, and which of the two counts.
 
 The classes of transformers have names of their own for some sizes and accept the usual name too
-(`attribute_map`). In a config that gives both, the usual name counts: it is set last.
+(`attribute_map`). In a config that gives both, the usual name counts: it is set last. Older files
+have further names, which no class keeps.
 """
 
 from collections.abc import Mapping
@@ -45,6 +46,13 @@ ALIASES: Mapping[str, Mapping[str, str]] = {
     },
 }
 """By model type, the name of the class for each usual name."""
+OLDER: Mapping[str, Mapping[str, str]] = {
+    "bloom": {"n_embed": "hidden_size"},
+    "falcon": {"n_embed": "hidden_size"},
+}
+"""By model type, the name of the class for names that only older files have; these count."""
+OF_ALL = {"torch_dtype": "dtype"}
+"""The same for every type; the newer name counts."""
 OWN_COUNTS = ("kolibri1", "mellum", "qwen3_moe")
 """Types whose own name counts instead."""
 
@@ -56,12 +64,14 @@ def with_own_names(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[str]
         values: as parsed from JSON, with a `model_type`.
     """
     found, remarks = dict(values), list[str]()
-    for usual, own in ALIASES.get(values["model_type"], {}).items():
+    model_type = values["model_type"]
+    names = {**ALIASES.get(model_type, {}), **OLDER.get(model_type, {}), **OF_ALL}
+    for usual, own in names.items():
         value = found.pop(usual, None)
         if value is None:
             continue
         given = found.get(own)
-        own_counts = given is not None and values["model_type"] in OWN_COUNTS
+        own_counts = given is not None and (model_type in OWN_COUNTS or usual in OF_ALL)
         if not own_counts:
             found[own] = value
         if given is not None and given != value:

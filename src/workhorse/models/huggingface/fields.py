@@ -63,7 +63,7 @@ class Fields:
         """The same config, accessed by usual names for keys that it may call otherwise.
 
         Args:
-            names: the config's own names by the usual ones; the usual names work too.
+            names: the config's own names by the usual ones.
         """
         again = Fields(self.values, self.where, names)
         again.seen, again.sections = self.seen, self.sections
@@ -174,8 +174,8 @@ class Fields:
     def _called(self, key: str) -> str:
         """The name that a key has in this config, recorded as read."""
         name = self.names.get(key, key)
-        self.seen.update((key, name))
-        return key if name not in self.values and key in self.values else name
+        self.seen.add(name)
+        return name
 
     def _checked(self, key: str, value: object, kind: type[Value]) -> Value:
         if kind is float and type(value) is int:

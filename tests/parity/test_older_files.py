@@ -5,7 +5,11 @@ transformers, and no key of it may go unread.
 """
 
 import importlib
+from collections.abc import Iterator
 from copy import deepcopy
+from functools import reduce
+from itertools import product
+from operator import getitem
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +25,8 @@ from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import MODEL_TYPES, Fields, family
 from workhorse.models.huggingface.aliases import ALIASES, OLDER, with_own_names
 from workhorse.models.huggingface.family import compare_plain, plain
-from workhorse.models.huggingface.rotation import contradictions
+from workhorse.models.huggingface.fields import SILENT
+from workhorse.models.huggingface.rotation import BESIDE, contradictions
 
 FILES: dict[str, dict[str, Any]] = {}
 for _path in sorted(Path(__file__).with_name("older").glob("*.py")):
@@ -117,3 +122,68 @@ def test_of_two_names_the_same_counts_as_there(model_type: str) -> None:
     assert (
         ours["dtype"] == str(hf.AutoConfig.for_model(**deepcopy(written)).dtype).partition(".")[2]
     )
+
+
+def test_a_usual_name_that_the_class_does_not_know_is_named() -> None:
+    with quiet():
+        file = their_config("falcon", ALL["falcon"][0]).to_dict()
+    before, _ = understood(file)
+    assert understood(file | {"intermediate_size": 8}) == (before, ["intermediate_size"])
+
+
+OVERRIDDEN = ("granite_swa", "granitemoe_swa")
+"""Types whose every layer may have a theta of its own."""
+
+
+@pytest.mark.parametrize("model_type", ALL)
+def test_a_key_beside_a_rotation_means_what_it_means_there(model_type: str) -> None:
+    """With `rope_parameters` and, as older files are, without; passed over, it is named."""
+    with quiet():
+        saved = their_config(model_type, ALL[model_type][0]).to_dict()
+    older = {key: value for key, value in saved.items() if key != "rope_parameters"}
+    for file, (key, inner) in product((saved, older), BESIDE.items()):
+        beside = {key: 7000.0 if inner == "rope_theta" else 0.75}
+        before, _ = understood(file)
+        try:
+            with quiet():
+                theirs = hf.AutoConfig.for_model(**deepcopy(file), **beside).to_dict()
+        except Exception:
+            continue
+        expected, _ = understood(theirs)
+        ours, said = understood(file | beside)
+        assert list(compare_plain(ours, expected)) == []
+        if ours == before and "rope" in str(ours) and model_type not in OVERRIDDEN:
+            assert any(key in line for line in said)
+
+
+@pytest.mark.parametrize("model_type", ALL)
+def test_unknown_keys_are_named_wherever_they_stand(model_type: str) -> None:
+    with quiet():
+        file = their_config(model_type, ALL[model_type][0]).to_dict()
+    for at in mappings(file):
+        changed = deepcopy(file)
+        reduce(getitem, at, changed)["new_trick"] = 1
+        _, said = understood(changed)
+        assert len(said) == 1
+        assert "new_trick" in said[0]
+        assert all(key in said[0] for key in at)
+
+
+def understood(values: dict[str, Any]) -> tuple[dict[str, Any] | None, list[str]]:
+    """What a file means to us, if it is not refused, and the keys and lines that are told of it."""
+    fields = Fields(values)
+    try:
+        ours = plain(family(values["model_type"]).read(fields))
+    except WorkhorseError as error:
+        return None, [str(error)]
+    return ours, [*fields.unused(), *contradictions(values)]
+
+
+def mappings(file: dict[str, Any]) -> Iterator[tuple[str, ...]]:
+    """Where the mappings of a file stand, except those for kinds of layer that it does not have."""
+    no_layers = {"full_attention", "sliding_attention"}.difference(file.get("layer_types") or ())
+    yield ()
+    for key, value in file.items():
+        if isinstance(value, dict) and value and key not in SILENT | no_layers:
+            inside = mappings({"layer_types": file.get("layer_types")} | value)
+            yield from ((key, *at) for at in inside)

@@ -15,7 +15,7 @@ from workhorse.models.huggingface.llama_like import (
     decoder,
     rms_norm,
 )
-from workhorse.models.huggingface.rotation import read_rope
+from workhorse.models.huggingface.rotation import read_rope, rope_section
 from workhorse.models.huggingface.rules import Rule, Shape, Tensors, instead, same
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.qk_norm import QKNormConfig
@@ -40,7 +40,9 @@ def read(hf: Fields) -> DecoderConfig:
         norm=norm,
         attention=attention(
             hf,
-            position=read_rope(hf, theta=12e6, absent=STRETCH),
+            position=read_rope(
+                hf, theta=12e6, theta_key="rope_theta" if rope_section(hf) else None, absent=STRETCH
+            ),
             qk_norm=QKNormConfig(norm=norm),
             qkv_bias=bias,
             out_bias=bias,

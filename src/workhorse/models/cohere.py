@@ -82,7 +82,6 @@ DESCRIPTIONS = (
     "layer_switch",
     "order_of_interleaved_layers",
     "position_embedding_type",
-    "rotary_pct",
     "use_embedding_sharing",
     "use_gated_activation",
     "use_parallel_block",

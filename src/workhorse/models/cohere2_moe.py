@@ -44,7 +44,10 @@ AVERAGE, SUM = "average", "sum"
 
 def read(hf: Fields) -> DecoderConfig:
     """Command R7B with a mixture in most layers, whose shared experts are one as wide as all."""
-    norm, rope = _either_norm(hf), read_rope(hf, pairing="interleaved", precision="float32")
+    norm = _either_norm(hf)
+    # transformers fills in what stands beside the mapping only where there is none
+    fraction_key = "partial_rotary_factor" if hf.values.get("rope_parameters") is None else None
+    rope = read_rope(hf, fraction_key=fraction_key, pairing="interleaved", precision="float32")
     bias, window = hf.get("attention_bias", False), hf.optional("sliding_window", int, 4096)
     n_dense = hf.get("first_k_dense_replace", 0)
     turn_anyway = hf.get("prefix_dense_sliding_window_pattern", 1) == 1

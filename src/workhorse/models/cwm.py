@@ -16,7 +16,7 @@ from workhorse.models.huggingface.llama_like import (
     written_layer_types,
     written_window,
 )
-from workhorse.models.huggingface.rotation import read_rope
+from workhorse.models.huggingface.rotation import read_rope, rope_section
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.positions.rope_scaling import Llama3ScalingConfig
@@ -43,7 +43,12 @@ def read(hf: Fields) -> DecoderConfig:
                 hf,
                 n_kv_heads=hf.get("num_key_value_heads", 8),
                 head_dim=hf.optional("head_dim", int, 128),
-                position=read_rope(hf, theta=1e6, absent=STRETCH),
+                position=read_rope(
+                    hf,
+                    theta=1e6,
+                    theta_key="rope_theta" if rope_section(hf) else None,
+                    absent=STRETCH,
+                ),
                 window=window or None if kind == SLIDING else None,
             ),
             feed_forward=gated_mlp(hf, bias=hf.get("mlp_bias", False)),

@@ -177,10 +177,11 @@ def read_gemma3(hf: Fields) -> DecoderConfig:
 
 
 def _local_rope(hf: Fields) -> RopeConfig:
-    theta = hf.get("rope_local_base_freq", 10_000.0)
+    key = "rope_local_base_freq"
     if hf.values.get("rope_parameters") is None:
-        return RopeConfig(theta=theta)
-    return read_rope(hf, theta=theta, layer_type=SLIDING, older="ignored")
+        fraction = hf.get("partial_rotary_factor", 1.0)
+        return RopeConfig(theta=hf.get(key, 10_000.0), fraction=fraction)
+    return read_rope(hf, theta_key=key, layer_type=SLIDING, older="ignored")
 
 
 def _alternating(

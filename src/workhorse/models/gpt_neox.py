@@ -10,6 +10,7 @@ from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import ParallelConfig, PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
 from workhorse.nn.norms import LayerNormConfig
+from workhorse.nn.positions.rope import RopeConfig
 
 
 def read(hf: Fields) -> DecoderConfig:
@@ -22,9 +23,7 @@ def read(hf: Fields) -> DecoderConfig:
         "norm": norm,
         "attention": attention(
             hf,
-            position=read_rope(
-                hf, theta=hf.get("rotary_emb_base", 1e4), fraction=hf.get("rotary_pct", 0.25)
-            ),
+            position=_rope(hf, fraction=0.25),
             qkv_bias=bias,
             out_bias=bias,
         ),
@@ -36,6 +35,11 @@ def read(hf: Fields) -> DecoderConfig:
     return decoder(hf, block, norm, embedding=EmbeddingConfig(dropout=dropout))
 
 
+def _rope(hf: Fields, fraction: float) -> RopeConfig:
+    """Transformers passes over the usual keys beside `rope_parameters`."""
+    return read_rope(hf, theta_key="rotary_emb_base", fraction=fraction, fraction_key="rotary_pct")
+
+
 def read_japanese(hf: Fields) -> DecoderConfig:
     """One sub-layer after the other; the only bias is that of the last layer's attention."""
     hf.ignore("is_decoder")
@@ -43,7 +47,7 @@ def read_japanese(hf: Fields) -> DecoderConfig:
         LayerNormConfig(eps=hf.get("layer_norm_eps", 1e-5)),
         hf.need("num_hidden_layers", int),
     )
-    rope = read_rope(hf, theta=hf.get("rotary_emb_base", 1e4), fraction=hf.get("rotary_pct", 1.0))
+    rope = _rope(hf, fraction=1.0)
     width = hf.need("hidden_size", int) * hf.positive("intermediate_multiple_size", 4)
 
     def block(out_bias: bool) -> PreNormConfig:

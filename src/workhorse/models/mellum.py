@@ -61,7 +61,7 @@ def read(hf: Fields) -> DecoderConfig:
                 hf,
                 n_kv_heads=hf.get("num_key_value_heads", 4),
                 head_dim=hf.get("head_dim", 128),
-                position=read_rope(hf, theta=THETAS[kind], layer_type=kind),
+                position=read_rope(hf, theta=THETAS[kind], theta_key=None, layer_type=kind),
                 window=window if kind == SLIDING else None,
                 qk_norm=QKNormConfig(norm=norm),
                 qkv_bias=bias,

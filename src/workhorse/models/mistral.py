@@ -81,11 +81,11 @@ def read_ministral3(hf: Fields) -> DecoderConfig:
     """Mistral with a long rotation, whose queries grow with their position as in Llama 4."""
     if len(set(hf.sequence("layer_types", str) or ())) > 1:
         raise ConfigError(f"{hf.where}: layer_types differ; layers of a ministral3 are all alike")
-    rope, growth = read_rope(hf), GROWING
-    given = rope_section(hf)
+    growth, given = GROWING, rope_section(hf)
     if given is None:
-        rope = STRETCHED
+        rope = STRETCHED.replace(fraction=hf.get("partial_rotary_factor", 1.0))
     else:
+        rope = read_rope(hf)
         still = given.optional("llama_4_scaling_beta", float) == 0.0  # Devstral 2 does not grow
         scale = 0.0 if still else given.need("llama_4_scaling_beta", float)
         length = given.need("original_max_position_embeddings", int)

@@ -52,7 +52,8 @@ def read(hf: Fields) -> DecoderConfig:
                 hf,
                 position=read_rope(
                     hf,
-                    theta=hf.get(key, theta),
+                    theta=theta,
+                    theta_key=key,
                     layer_type=kind,
                     older="updates",
                     precision="float32",

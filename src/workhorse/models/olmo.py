@@ -159,6 +159,7 @@ def read_olmo3(hf: Fields) -> DecoderConfig:
         rope = read_rope(
             hf,
             theta=5e5,
+            theta_key="rope_theta" if kind == FULL else None,
             layer_type=kind,
             scaled=for_each or kind == FULL,
             older="updates" if kind == FULL else "ignored",

@@ -22,13 +22,25 @@ from workhorse.nn.positions.rope_scaling import (
 )
 
 Data = dict[str, Any]
+BESIDE = {
+    "rope_theta": "rope_theta",
+    "rotary_emb_base": "rope_theta",
+    "global_rope_theta": "rope_theta",
+    "local_rope_theta": "rope_theta",
+    "rope_local_base_freq": "rope_theta",
+    "partial_rotary_factor": "partial_rotary_factor",
+    "rotary_pct": "partial_rotary_factor",
+}
+"""Keys beside a rotation's mapping, and the key inside it that says the same."""
 
 
 def read_rope(
     hf: Fields,
     *,
     theta: float = 10_000.0,
+    theta_key: str | None = "rope_theta",
     fraction: float = 1.0,
+    fraction_key: str | None = "partial_rotary_factor",
     pairing: Literal["half", "interleaved"] = "half",
     layer_type: str = "",
     scaled: bool = True,
@@ -41,7 +53,9 @@ def read_rope(
     Args:
         hf: the config.
         theta: the family's default.
+        theta_key: its key beside the mapping, one of `BESIDE`; None if that is passed over.
         fraction: the family's default fraction of a head that is rotated.
+        fraction_key: its key beside the mapping, as `theta_key`.
         pairing: which features are paired; no config says it.
         layer_type: the kind of layer, if kinds have separate rotations.
         scaled: whether the scaling applies to this kind of layer.
@@ -51,9 +65,19 @@ def read_rope(
         more: further fields of `RopeConfig`.
     """
     rope = _rope_fields(hf, layer_type, older)
+    if theta_key is not None:
+        theta = hf.get(theta_key, theta)
+    if fraction_key is not None:
+        fraction = hf.get(fraction_key, fraction)
+    theta = rope.get("rope_theta", theta)
+    fraction = rope.get("partial_rotary_factor", fraction)
+    counts = {"rope_theta": theta, "partial_rotary_factor": fraction}
+    for beside, key in BESIDE.items():  # what is passed over without a line in `contradictions`
+        if key in rope.values or hf.values.get(beside) == counts[key]:
+            hf.ignore(beside)
     return RopeConfig(
-        theta=rope.get("rope_theta", hf.get("rope_theta", theta)),
-        fraction=rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", fraction)),
+        theta=theta,
+        fraction=fraction,
         pairing=pairing,
         scaling=_read_scaling(rope, hf, absent) if scaled else None,
         **more,
@@ -71,11 +95,14 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
     rope = values.get(name)
     if name == "rope_scaling" and _differs(values):
         found.append("rope_scaling differs from rope_parameters; rope_scaling counts")
-    for key in ("rope_theta", "partial_rotary_factor"):
+    rope = cast(Data, rope) if isinstance(rope, Mapping) else {}
+    mappings = [rope, *(cast(Data, one) for one in rope.values() if isinstance(one, Mapping))]
+    for key, inner in BESIDE.items():
         beside = values.get(key)
-        inside = cast(Data, rope).get(key) if isinstance(rope, Mapping) else None
-        if None not in (beside, inside) and beside != inside:
-            found.append(f"{key}={beside} is not the {inside} of {name}, which counts")
+        inside = [one[inner] for one in mappings if one.get(inner) is not None]
+        if inside and beside is not None and beside not in inside:
+            counts = " and ".join(dict.fromkeys(map(str, inside)))
+            found.append(f"{key}={beside} is not the {counts} of {name}, which counts")
     return found
 
 

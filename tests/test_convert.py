@@ -113,6 +113,16 @@ def test_gguf(run_folder: Path, tmp_path: Path) -> None:
         convert(run_folder, tmp_path / "m.gguf", "gguf")
 
 
+def test_the_verb_says_the_class(
+    run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["convert", str(run_folder), str(tmp_path / "hf"), "--to", "hf"]) == 0
+    written = json.loads((tmp_path / "hf" / "config.json").read_text())
+    (line,) = capsys.readouterr().out.splitlines()
+    assert line.startswith(f"{tmp_path / 'hf'}: ")
+    assert line.endswith(f" parameters as {written['architectures'][0]}, float32")
+
+
 def test_the_verb(run_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     target = str(tmp_path / "hf")
     assert main(["convert", str(run_folder), target, "--to", "hf", "--json"]) == 0

@@ -441,6 +441,23 @@ def test_an_old_checkpoint_that_cannot_be_deleted_fails_no_save(
     assert [path.name for path in store.folder.glob(".*")] == [".tmp-mine"]  # not of this store
 
 
+@pytest.mark.parametrize("name", FILES)
+def test_a_file_that_may_not_be_read_is_not_passed_over_as_damaged(
+    store: CheckpointStore, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """As with too many open files: the run would go on from an older checkpoint."""
+    real = os.open
+
+    def refuse(path: Path, *given: Any) -> int:
+        if Path(path) == store.path(30) / name:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        return real(path, *given)
+
+    monkeypatch.setattr(os, "open", refuse)
+    with pytest.raises(WorkhorseError, match=rf"cannot read .*{name}: Too many open files"):
+        store.newest()
+
+
 def test_a_folder_that_cannot_be_listed_fails_no_save_and_hides_no_error(
     store: CheckpointStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -4,6 +4,7 @@
 with the manifest is what is read, even if the checkpoint is removed meanwhile.
 """
 
+import errno
 import hashlib
 import json
 import os
@@ -19,7 +20,7 @@ from torch import Tensor
 from workhorse.checkpoints.huggingface.tensor_folder import MappedFile
 from workhorse.errors import WorkhorseError
 from workhorse.tensors.safetensors_header import read_header
-from workhorse.untrusted import read_text
+from workhorse.untrusted.files import unreadable
 
 FORMAT = 1
 MODEL = "model.safetensors"
@@ -28,6 +29,20 @@ STATE = "state.json"
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 10_000
 """More bytes than any manifest has."""
+
+
+REFUSED = {
+    errno.EACCES,
+    errno.EPERM,
+    errno.EBUSY,
+    errno.EINTR,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ENOMEM,
+    errno.ESTALE,
+    errno.ETIMEDOUT,
+}
+"""Errors that say nothing about a file: it may be whole, and must not be passed over."""
 
 
 class DamagedCheckpoint(WorkhorseError):
@@ -90,35 +105,48 @@ def manifest_of(folder: Path, step: int) -> str:
 
 def _open(path: Path, name: str, expected: Mapping[str, Any]) -> FileIO:
     """One file, if it is what the manifest expects."""
-    try:
-        # What is a pipe does not make us wait for its writer.
-        file = os.fdopen(os.open(path / name, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0)
-    except OSError as error:
-        raise DamagedCheckpoint(path, f"{name}: {error.strerror}") from None
-    try:
-        status = os.fstat(file.fileno())
-        if not stat.S_ISREG(status.st_mode):
-            raise DamagedCheckpoint(path, f"{name} is no file")
-        if status.st_size != expected["bytes"]:
-            reason = f"{name} has {status.st_size} bytes, not {expected['bytes']}"
-            raise DamagedCheckpoint(path, reason)
+    with _reading(path, name), ExitStack() as opened:
+        file = opened.enter_context(_opened(path, name))
+        size = os.fstat(file.fileno()).st_size
+        if size != expected["bytes"]:
+            raise DamagedCheckpoint(path, f"{name} has {size} bytes, not {expected['bytes']}")
         if _sha256(file) != expected["sha256"]:
             raise DamagedCheckpoint(path, f"{name} differs from its SHA-256")
+        opened.pop_all()
+        return file
+
+
+def _opened(path: Path, name: str) -> FileIO:
+    # What is a pipe does not make us wait for its writer.
+    descriptor = os.open(path / name, os.O_RDONLY | os.O_NONBLOCK)
+    if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+        os.close(descriptor)
+        raise DamagedCheckpoint(path, f"{name} is no file")
+    return os.fdopen(descriptor, "rb", buffering=0)
+
+
+@contextmanager
+def _reading(path: Path, name: str) -> Iterator[None]:
+    """Tell damage from what the system refuses to read.
+
+    Raises:
+        DamagedCheckpoint: the file is missing, or the disk cannot read it.
+        WorkhorseError: it may be whole, see `REFUSED`.
+    """
+    try:
+        yield
     except OSError as error:
-        file.close()
+        if error.errno in REFUSED:
+            raise unreadable(path / name, error) from None
         raise DamagedCheckpoint(path, f"{name}: {error.strerror}") from None
-    except DamagedCheckpoint:
-        file.close()
-        raise
-    return file
 
 
 def _read_manifest(path: Path, step: int) -> dict[str, Any]:
     """The entries of the manifest, if it is byte for byte as `manifest_of` gives it."""
-    if (path / MANIFEST).exists() and not (path / MANIFEST).is_file():
-        raise DamagedCheckpoint(path, f"{MANIFEST} is no file")
+    with _reading(path, MANIFEST), _opened(path, MANIFEST) as file:
+        raw = file.read(MANIFEST_BYTES)
     try:
-        text = read_text(path / MANIFEST, limit=MANIFEST_BYTES)
+        text = raw.decode()
         manifest = json.loads(text)
         written_format, written = manifest["format"], manifest["files"]
         files = {

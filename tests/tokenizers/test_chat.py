@@ -160,13 +160,13 @@ def test_a_key_that_names_a_control_token_is_written_as_text(trained: Trained) -
         assert [i for i in ids if i in bpe.special_tokens.values()] == [bpe.token_id("<|end|>")]
 
 
-@pytest.mark.parametrize("role", ["<think>", "x<THINK>"])
+@pytest.mark.parametrize("role", ["<think>", "x<THINK>", '<t"hink>', "x|><think"])
 def test_a_role_is_no_control_token_that_the_template_writes(trained: Trained, role: str) -> None:
     definition = json.loads(trained("bpe").definition)
     token = {**definition["added_tokens"][0], "id": 9999, "special": False, "content": "<think>"}
     definition["added_tokens"].append(token)
     template = ChatTemplate("{{ messages[0].role | lower }}:{{ messages[0].content }}<think>")
-    with pytest.raises(WorkhorseError, match="holds a special token; use a plain word"):
+    with pytest.raises(WorkhorseError, match=r"holds a special token, or .*; use a plain word"):
         template.encode(Tokenizer(json.dumps(definition)), [{"role": role, "content": "x"}])
 
 

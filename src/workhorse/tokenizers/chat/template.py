@@ -7,7 +7,7 @@ which the template's control tokens are spelled in a way that cannot be typed.
 """
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from datetime import datetime
 from typing import Any
@@ -34,6 +34,8 @@ TOOL_USE = "tool_use"
 Messages = Sequence[ChatMessage]
 _TAG = re.compile(r"[<\[{(|\uff5c].+[>\]})|\uff5c]", re.DOTALL)
 """Names that look like control tokens: `<think>`, `[TOOL_CALLS]`; not words, digits or spaces."""
+_IN_A_WORD = re.compile(r"[\w\s.'\"\\-]")
+"""Characters of roles, though a special token may begin or end with them."""
 _PARTS = re.compile(r"""\.text\b|['"]text['"]""")
 """How a template names the text of a content's part."""
 
@@ -178,13 +180,8 @@ class ChatTemplate:
             )
         chat = _chat(messages, tools, documents, variables)
         encoder = tokenizer.control_encoder(self._written_tokens(tokenizer))
-        names = () if allow_special else [name.lower() for name in encoder.names]
-        for message in messages:
-            role = message["role"].lower()  # a template may change its case
-            if any(name in role for name in names):
-                raise WorkhorseError(
-                    f"role {message['role']!r} holds a special token; use a plain word"
-                )
+        if not allow_special:
+            _check_roles(chat, [*encoder.names])
         now = datetime.now()
 
         def marked(chat: Chat) -> tuple[Chat, StandIns, str]:
@@ -230,6 +227,19 @@ class ChatTemplate:
 
 def _chat(messages: Messages, tools: Any, documents: Any, variables: Mapping[str, Any]) -> Chat:
     return checked(Chat(list(messages), tools, documents, dict(variables)))
+
+
+def _check_roles(chat: Chat, names: Collection[str]) -> None:
+    """Refuse a role of which a template may make a control token, as by `"<|" + role + "|>"`."""
+    ends = {end for name in names for end in (name[0], name[-1]) if not _IN_A_WORD.match(end)}
+    parts = [*ends, *(name.lower() for name in names)]
+    for message in chat.messages:
+        role = message["role"].lower()  # a template may change its case
+        if any(part in role for part in parts):
+            raise WorkhorseError(
+                f"role {message['role']!r} holds a special token, or what one begins or ends with; "
+                "use a plain word"
+            )
 
 
 def _check_whole(chat: Chat, missing: Sequence[int]) -> None:

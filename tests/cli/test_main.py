@@ -132,6 +132,8 @@ def test_wrong_usage_is_one_line(
         (click.FileError("a.txt", "unreadable"), "unreadable"),
         (FileNotFoundError(errno.ENOENT, "No such file or directory", "a.txt"), "a.txt: No such"),
         (PermissionError(errno.EACCES, "Permission denied", "/runs"), "/runs: Permission denied"),
+        (InterruptedError(errno.EINTR, "Interrupted system call", "/a"), "/a: Interrupted system"),
+        (OSError(errno.ENOLCK, "No locks available"), "No locks available"),
         (OSError(errno.ENOSPC, "No space left on device"), "No space left on device"),
         (UnicodeError("no BOM"), "the input cannot be read: no BOM; set PYTHONIOENCODING=utf-8"),
     ],

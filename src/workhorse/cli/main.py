@@ -68,23 +68,29 @@ VERBS = {
 
 REFUSED_BY_SYSTEM = {
     errno.EACCES,
+    errno.EAGAIN,
     errno.EBUSY,
     errno.EDQUOT,
     errno.EEXIST,
     errno.EFBIG,
+    errno.EINTR,
     errno.EIO,
     errno.EISDIR,
     errno.ELOOP,
     errno.EMFILE,
     errno.ENAMETOOLONG,
+    errno.ENFILE,
     errno.ENOENT,
+    errno.ENOLCK,
     errno.ENOSPC,
     errno.ENOTDIR,
     errno.ENOTEMPTY,
     errno.ENXIO,
+    errno.EOPNOTSUPP,
     errno.EPERM,
     errno.EROFS,
     errno.ESTALE,
+    errno.ETIMEDOUT,
 }
 """Errors that a user can correct: an OSError of these kinds is one line, not a traceback."""
 

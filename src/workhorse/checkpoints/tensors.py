@@ -44,7 +44,7 @@ def weights_of(decoder: Decoder) -> dict[str, Tensor]:
 def check_numbers(name: str, tensor: Tensor) -> None:
     """Refuse to write weights that no model can compute with.
 
-    A vector may hold -inf: as a bias of logits it rules tokens out.
+    A vector other than a `weight` may hold -inf: as a bias of logits it rules tokens out.
 
     Raises:
         WorkhorseError: a value is infinite or NaN.
@@ -52,7 +52,7 @@ def check_numbers(name: str, tensor: Tensor) -> None:
     if tensor.sum(dtype=torch.float32).isfinite():  # far quicker than testing each
         return
     wrong = ~tensor.isfinite()
-    if tensor.ndim == 1:
+    if tensor.ndim == 1 and not name.endswith("weight"):
         wrong &= tensor != -torch.inf
     if wrong.any():
         raise WorkhorseError(

@@ -396,6 +396,10 @@ def test_a_stand_in_is_never_what_somebody_typed(trained: Trained) -> None:
         ids = ChatTemplate.of(bpe).encode(bpe, messages)
         assert bpe.decode(ids) == ChatTemplate().render(messages)
         assert bpe.eos_id not in ids
+        escaped = json.dumps(chr(code)).strip('"')  # which a template might have written
+        for typed in (escaped, f"\\U{code:08x}"):
+            ids = ChatTemplate.of(bpe).encode(bpe, turns(typed, "secret"))
+            assert bpe.decode(ids) == ChatTemplate().render(turns(typed, "secret"))
 
 
 def test_half_a_surrogate_pair_is_refused(trained: Trained) -> None:

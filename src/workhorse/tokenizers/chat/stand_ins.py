@@ -206,7 +206,7 @@ def _any_of(names: Iterable[str]) -> str:
 def _unused_characters(chat: Chat) -> Iterator[str]:
     """Private-use characters that do not occur in the chat. A template cannot split one."""
     everything = (chat.messages, chat.tools, chat.documents, chat.variables)
-    text = json.dumps(everything, ensure_ascii=False)
+    text = json.dumps(everything, ensure_ascii=False).replace(r"\\", "\\")  # as it was typed
     used = {*_PRIVATE.findall(text), *map(_character, _ESCAPED.findall(text))}
     return (character for character in map(chr, _CODES) if character not in used)
 

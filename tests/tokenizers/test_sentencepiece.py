@@ -2,6 +2,7 @@
 
 import io
 import json
+import re
 import warnings
 from pathlib import Path
 from typing import Any
@@ -9,9 +10,15 @@ from typing import Any
 import pytest
 
 from workhorse.checkpoints.gguf.read_vocabulary import read_vocabulary
-from workhorse.checkpoints.gguf.vocabulary import WHOLE, tokenizer_metadata
+from workhorse.checkpoints.gguf.vocabulary import (
+    DROPS_SPACE,
+    ONE_PREFIX,
+    WHOLE,
+    tokenizer_metadata,
+)
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import load_tokenizer
+from workhorse.tokenizers.huggingface.sentencepiece import convert
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its SWIG types have no module
@@ -38,6 +45,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "unigram with bytes": {"model_type": "unigram", "byte_fallback": True, "pad_id": 3},
     "unigram across words": {"model_type": "unigram", "split_by_whitespace": False},
 }
+NO_DUMMY_PREFIX = b"\x1a\x02\x18\x00"
+"""`normalizer_spec { add_dummy_prefix: false }`, which overrules that of the model before it."""
 TEXTS = [
     "The quick brown fox",
     " leading",
@@ -88,31 +97,85 @@ def test_ids_and_texts_are_the_library_s(name: str, lines: list[str], tmp_path: 
     assert ours.decode(controls, skip_special=True) == theirs.decode(controls)
 
 
-@pytest.mark.parametrize("legacy", [True, False])
+@pytest.fixture(scope="module")
+def llama(lines: list[str]) -> bytes:
+    return train(lines, **MODELS["llama"])
+
+
+def llama_folder(folder: Path, data: bytes, files: str, **settings: Any) -> Path:
+    """A LLaMA directory: `files` names `tokenizer.model`, `tokenizer.json` or both."""
+    folder.mkdir(exist_ok=True)
+    if "model" in files:
+        (folder / "tokenizer.model").write_bytes(data)
+    if "json" in files:
+        (folder / "tokenizer.json").write_text(convert(data)[0])
+    named = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
+    settings = {"tokenizer_class": "LlamaTokenizer", **named, **settings}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    return folder
+
+
+SPACED = (*TEXTS, "  two", "   three", " ", "   ", "\u2581 a", "\u2581x", "\n b")
+AFTER_SPECIAL = ("<s>hello", "<s> hello", "<s>   hello", "the</s>the </s> of", "<s><s> a", " <s> a")
+
+
+def spelled(processor: Any, text: str) -> list[int]:
+    """SentencePiece has no special tokens in a text: what stands between them is encoded."""
+    ids: list[int] = []
+    for part in re.split("(<s>|</s>)", text):
+        special = part in ("<s>", "</s>")
+        ids += [processor.piece_to_id(part)] if special else processor.encode(part)
+    return ids
+
+
+@pytest.mark.parametrize("files", ["model", "json", "model and json"])
+@pytest.mark.parametrize("legacy", [True, False, None])
+@pytest.mark.parametrize("prefix", [True, False, None])
 def test_the_class_of_llama_keeps_a_leading_space(
-    legacy: bool, lines: list[str], tmp_path: Path
+    files: str, legacy: bool | None, prefix: bool | None, llama: bytes, tmp_path: Path
 ) -> None:
-    """As SentencePiece and a GGUF file of the same model; transformers drops it."""
-    transformers = pytest.importorskip("transformers")
-    data = train(lines, **MODELS["llama"])
-    (tmp_path / "tokenizer.model").write_bytes(data)
-    settings = {"tokenizer_class": "LlamaTokenizer", "legacy": legacy}
-    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings))
-    (tmp_path / "config.json").write_text('{"model_type": "llama"}')
-    theirs = sentencepiece.SentencePieceProcessor(model_proto=data)
-    ours = load_tokenizer(tmp_path)
-    keys, _ = tokenizer_metadata(ours, ours.vocab_size)
+    """As SentencePiece and a GGUF file of the same model."""
+    said = {"legacy": legacy, "add_prefix_space": prefix}
+    said = {name: value for name, value in said.items() if value is not None}
+    ours = load_tokenizer(llama_folder(tmp_path, llama, files, **said))
+    keys, remarks = tokenizer_metadata(ours, ours.vocab_size)
+    no_prefix = NO_DUMMY_PREFIX if prefix is False else b""
+    theirs = sentencepiece.SentencePieceProcessor(model_proto=llama + no_prefix)
     same = read_vocabulary({**keys, WHOLE: None}, ours.vocab_size)
-    for text in (*TEXTS, "  two", "   ", "\u2581 a", "\n b", *lines[:50]):
+    for text in SPACED:
         ids = theirs.encode(text)
         assert ours.encode(text) == same.encode(text) == ids
-        assert ours.decode(ids) == theirs.decode(ids).replace(" \u2047 ", "<unk>")
-    dropping = load_tokenizer(tmp_path, drop_leading_space=True)
-    reference = transformers.AutoTokenizer.from_pretrained(tmp_path)
-    dropped = reference.encode(" a", add_special_tokens=False)
-    assert dropping.encode(" a") == ours.encode("a") == dropped
-    dropping.save(tmp_path / "saved")
-    assert load_tokenizer(tmp_path / "saved").fingerprint == dropping.fingerprint
+        assert ours.decode(ids) == text.replace("\u2581", " ")
+    has_one = legacy is not True and prefix is not False
+    assert (ONE_PREFIX in remarks) == has_one
+    assert DROPS_SPACE not in remarks
+    for text in AFTER_SPECIAL:
+        ids = ours.encode(text, allow_special=True)
+        assert read_vocabulary(keys, ours.vocab_size).encode(text, allow_special=True) == ids
+        if has_one:
+            assert ours.decode(ids) == text
+        else:
+            assert spelled(theirs, text) == same.encode(text, allow_special=True) == ids
+
+
+@pytest.mark.parametrize("files", ["model", "json", "model and json"])
+@pytest.mark.parametrize("legacy", [True, False])
+def test_a_leading_space_is_dropped_as_in_transformers(
+    files: str, legacy: bool, llama: bytes, tmp_path: Path
+) -> None:
+    transformers = pytest.importorskip("transformers")
+    folder = llama_folder(tmp_path / "original", llama, files, legacy=legacy)
+    reference = transformers.AutoTokenizer.from_pretrained(folder)
+    ours, keeping = load_tokenizer(folder, drop_leading_space=True), load_tokenizer(folder)
+    for text in (*SPACED, *AFTER_SPECIAL):
+        ids = reference.encode(text, add_special_tokens=False)
+        assert ours.encode(text, allow_special=True) == ids
+    assert ours.encode(" a") == keeping.encode("a") != keeping.encode(" a")
+    assert keeping.encode("<s>a", allow_special=True) == ours.encode("<s>a", allow_special=True)
+    assert DROPS_SPACE in tokenizer_metadata(ours, ours.vocab_size)[1]
+    ours.save(tmp_path / "saved")
+    assert load_tokenizer(tmp_path / "saved").fingerprint == ours.fingerprint
 
 
 def test_a_converted_model_saves_as_tokenizer_json(lines: list[str], tmp_path: Path) -> None:

@@ -35,6 +35,11 @@ RUNS_OF_SPACES = (
     "llama.cpp merges across the words that this tokenizer keeps apart; runs of spaces get other "
     "tokens"
 )
+ONE_PREFIX = (
+    "llama.cpp puts a space before the text after every special token, this tokenizer only at the "
+    "start of a text; chats get other tokens"
+)
+DROPS_SPACE = "llama.cpp keeps the space that a text begins with, which this tokenizer drops"
 LEFT_OUT = "llama.cpp leaves out characters that the tokenizer has no token for"
 WHOLE = "tokenizer.huggingface.json"
 ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
@@ -191,6 +196,12 @@ def _characters(definition: Data, words: _Words) -> tuple[Data, list[str]]:
         "tokenizer.ggml.add_space_prefix": prefixed,
     }
     remarks = [UNLEARNED] if _merges_more(model["vocab"], pairs) else []
+    marks = [part for part in before if part.get("prepend_scheme") in ("first", "always")]
+    if any(part["prepend_scheme"] == "first" for part in marks):
+        remarks.append(ONE_PREFIX)
+    # Metaspace puts nothing before a text that begins with the mark.
+    if any(part["replacement"] == METASPACE for part in marks):
+        remarks.append(DROPS_SPACE)
     split = [part for part in before if part["type"] == "Split"]
     if any(part["pattern"] != {"String": METASPACE} for part in split):
         remarks.append(RUNS_OF_SPACES)

@@ -16,6 +16,7 @@ from workhorse.checkpoints.gguf.vocabulary import (
     WHOLE,
     tokenizer_metadata,
 )
+from workhorse.cli.main import main
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import load_tokenizer
 from workhorse.tokenizers.huggingface.sentencepiece import convert
@@ -176,6 +177,16 @@ def test_a_leading_space_is_dropped_as_in_transformers(
     assert DROPS_SPACE in tokenizer_metadata(ours, ours.vocab_size)[1]
     ours.save(tmp_path / "saved")
     assert load_tokenizer(tmp_path / "saved").fingerprint == ours.fingerprint
+
+
+def test_the_command_line_can_drop_a_leading_space(
+    llama: bytes, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = str(llama_folder(tmp_path, llama, "model"))
+    tokenizer = load_tokenizer(folder)
+    for text, flags in ((" fox", ()), ("fox", ("--drop-leading-space",))):
+        assert main(["tokenizer", "encode", folder, " fox", "--json", *flags]) == 0
+        assert json.loads(capsys.readouterr().out)["ids"] == tokenizer.encode(text)
 
 
 def test_a_converted_model_saves_as_tokenizer_json(lines: list[str], tmp_path: Path) -> None:

@@ -124,9 +124,20 @@ def report_command(tokenizer: Path, files: tuple[Path, ...], as_json: bool) -> N
     "--allow-special", is_flag=True, help="Read names of special tokens in TEXT as those tokens."
 )
 @click.option("--whole", is_flag=True, help="Add the tokens that begin and end the model's texts.")
+@click.option(
+    "--drop-leading-space",
+    is_flag=True,
+    help="Drop the space that TEXT begins with if the class does so in transformers (LLaMA's).",
+)
 @json_option
 def encode_command(
-    *, tokenizer: Path, text: str, allow_special: bool, whole: bool, as_json: bool
+    *,
+    tokenizer: Path,
+    text: str,
+    allow_special: bool,
+    whole: bool,
+    drop_leading_space: bool,
+    as_json: bool,
 ) -> None:
     """Show the tokens of TEXT, or of stdin: the id of each and the piece that it stands for.
 
@@ -134,7 +145,7 @@ def encode_command(
     """
     from workhorse.tokenizers import load_tokenizer
 
-    loaded = load_tokenizer(tokenizer)
+    loaded = load_tokenizer(tokenizer, drop_leading_space=drop_leading_space or None)
     text = _stdin() if text == "-" else text
     encode = loaded.encode_text if whole else loaded.encode
     ids = encode(text, allow_special=allow_special)

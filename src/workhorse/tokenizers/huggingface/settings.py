@@ -79,6 +79,8 @@ def read_settings(folder: TokenizerFolder) -> Settings:
         fields["tokenizer_class"] = model["tokenizer_class"]
     try:
         named, extra, added = _special_tokens(folder, fields)
+    except WorkhorseError:
+        raise
     except (TypeError, ValueError, LookupError, AttributeError, OverflowError):
         raise WorkhorseError(
             f"{folder.path / SETTINGS}: special tokens are not in the expected form; "

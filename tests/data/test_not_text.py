@@ -61,7 +61,7 @@ def test_text_is_never_taken_for_anything_else(text: str) -> None:
         (b"\0\0\0\x20ftypisom", "MP4 video"),
         (b"The ftyp box comes first\n", None),
         (b"PK\x03\x04\x14\0", "a ZIP archive"),
-        (gzip.compress(b"text"), "gzip data"),
+        (gzip.compress(b"text", mtime=0), "gzip data"),
         (tar(), "a tar archive"),
         (b"x" * 256 + b"mustard\n", None),
         (bytes(range(256)), "binary data"),
@@ -99,7 +99,7 @@ def folder(tmp_path: Path) -> Path:
         ),
         (
             "z.tar.gz",
-            gzip.compress(tar()),
+            gzip.compress(tar(), mtime=0),
             "z.tar.gz is a tar archive, not text; leave it out with data.corpus.glob='**/*.txt'",
         ),
     ],

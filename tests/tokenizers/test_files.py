@@ -192,6 +192,33 @@ def test_what_cannot_be_loaded_says_so_in_one_line(trained: Trained, tmp_path: P
         load_tokenizer(tmp_path)
 
 
+@pytest.mark.parametrize(
+    "name",
+    [
+        "tokenizer.json",
+        "tokenizer.model",
+        "vocab.json",
+        "merges.txt",
+        "tokenizer_config.json",
+        "special_tokens_map.json",
+        "added_tokens.json",
+        "chat_template.jinja",
+    ],
+)
+def test_a_pointer_of_git_lfs_is_named(name: str, trained: Trained, tmp_path: Path) -> None:
+    if name in ("vocab.json", "merges.txt"):
+        (tmp_path / "vocab.json").write_text("{}")
+        (tmp_path / "merges.txt").write_text("")
+    elif name != "tokenizer.model":
+        trained("bpe").save(tmp_path)
+    pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:00\nsize 3\n"
+    (tmp_path / name).write_text(pointer)
+    places = [tmp_path / name] if name in ("tokenizer.json", "tokenizer.model") else []
+    for place in (tmp_path, *places):
+        with pytest.raises(WorkhorseError, match=f"{name} is a Git LFS pointer, not the file"):
+            load_tokenizer(place)
+
+
 @pytest.mark.parametrize("name", ["a" * 100_000, "a/" * 50_000])
 def test_a_name_that_is_too_long_is_one_short_line(name: str) -> None:
     with pytest.raises(WorkhorseError, match=r"no tokenizer at .*…: File name too long") as raised:

@@ -217,6 +217,7 @@ def test_messages_side_by_side_do_not_make_a_control_token(trained: Trained) -> 
         ([{"role": "user", "content": "", "x": {1, 2}}], "the chat holds a set; give text"),
         ([{"role": "user", "content": "", "x": {1: 2}}], "has a key 1, which is not text"),
         (["hello"], "message 0 has hello"),
+        (None, "messages=None is not a list; give one of messages"),
         ([{"role": "user", "content": "x" * 5_000_000}], "at most 4,000,000 can be used"),
     ],
 )
@@ -383,6 +384,10 @@ def test_what_real_templates_do_works() -> None:
 
 
 def test_a_template_that_is_no_jinja_is_refused_at_once() -> None:
+    with pytest.raises(WorkhorseError, match="a chat template is text, not 3; give its source"):
+        ChatTemplate(3)  # pyright: ignore[reportArgumentType]
+    with pytest.raises(WorkhorseError, match="names=3 is not a mapping; give special tokens"):
+        ChatTemplate(names=3)  # pyright: ignore[reportArgumentType]
     with pytest.raises(WorkhorseError, match=r"the chat template cannot be used: .*endfor"):
         ChatTemplate("{% for m in messages %}")
     with pytest.raises(WorkhorseError, match="has 100,001 characters; at most 100,000 are read"):

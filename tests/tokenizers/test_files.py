@@ -154,6 +154,11 @@ def test_another_tokenizer_takes_the_place(trained: Trained, tmp_path: Path) -> 
     assert load_tokenizer(tmp_path).fingerprint == trained("bytes").fingerprint
 
 
+def test_drop_leading_space_is_true_or_false(tmp_path: Path) -> None:
+    with pytest.raises(WorkhorseError, match="drop_leading_space='no' is not True or False"):
+        load_tokenizer(tmp_path, drop_leading_space="no")  # pyright: ignore[reportArgumentType]
+
+
 def test_a_folder_with_other_things_is_refused(tmp_path: Path) -> None:
     check_output_folder(tmp_path)
     check_output_folder(tmp_path / "new")

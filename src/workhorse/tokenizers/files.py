@@ -75,6 +75,11 @@ def load_tokenizer(path: str | Path, *, drop_leading_space: bool | None = None) 
     """
     from workhorse.tokenizers.tokenizer import Source, Tokenizer
 
+    if not isinstance(drop_leading_space, bool | None):
+        raise WorkhorseError(
+            f"drop_leading_space={shown(drop_leading_space)} is not True or False; leave it out to "
+            "read the file's own"
+        )
     path = to_path(path, "a tokenizer is a path")
     try:
         path.stat()

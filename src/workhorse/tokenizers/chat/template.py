@@ -12,7 +12,7 @@ from contextlib import suppress
 from datetime import datetime
 from typing import Any
 
-from workhorse.errors import WorkhorseError
+from workhorse.errors import WorkhorseError, shown
 from workhorse.tokenizers.chat.limits import MAX_SOURCE
 from workhorse.tokenizers.chat.messages import ChatMessage, checked, in_parts, with_reasoning
 from workhorse.tokenizers.chat.process import RENDERER
@@ -50,7 +50,7 @@ class ChatTemplate:
         with_tools: the template that takes its place where tools are given, even none of them.
 
     Raises:
-        WorkhorseError: the source is not valid jinja, or is too long.
+        WorkhorseError: the source is not valid jinja, or is too long; or `names` is not a mapping.
     """
 
     def __init__(
@@ -60,6 +60,12 @@ class ChatTemplate:
         names: Mapping[str, str] | None = None,
         with_tools: "ChatTemplate | None" = None,
     ) -> None:
+        if not isinstance(source, str):
+            raise WorkhorseError(f"a chat template is text, not {shown(source)}; give its source")
+        if not isinstance(names, Mapping | None):
+            raise WorkhorseError(
+                f"names={shown(names)} is not a mapping; give special tokens by variable name"
+            )
         if len(source) > MAX_SOURCE:
             raise WorkhorseError(
                 f"the chat template has {len(source):,} characters; at most {MAX_SOURCE:,} are read"
@@ -226,6 +232,11 @@ class ChatTemplate:
 
 
 def _chat(messages: Messages, tools: Any, documents: Any, variables: Mapping[str, Any]) -> Chat:
+    if not isinstance(messages, Sequence):
+        raise WorkhorseError(
+            f"messages={shown(messages)} is not a list; give one of messages with a 'role' and a "
+            "'content'"
+        )
     return checked(Chat(list(messages), tools, documents, dict(variables)))
 
 

@@ -11,7 +11,7 @@ import tokenizers
 
 from tests.checkpoints.gguf_cases import make
 from tests.tokenizers.conftest import CONFIGS, CORPUS
-from workhorse.checkpoints.gguf import vocabulary, write_gguf
+from workhorse.checkpoints.gguf import GgufFile, vocabulary, write_gguf
 from workhorse.checkpoints.gguf.read_vocabulary import (
     end_tokens,
     read_vocabulary,
@@ -227,7 +227,14 @@ def test_a_missing_rule_is_llama_cpp_s_default_with_a_remark() -> None:
 
 @pytest.mark.parametrize(
     ("stop_tokens", "read"),
-    [((), ()), ((1,), ()), ((1, 5), (1, 5)), ((7, 1, 5), (1, 7, 5)), ((5,), (1, 5))],
+    [
+        ((), ()),
+        ((1,), ()),
+        ((1, 5), (1, 5)),
+        ((7, 1, 5), (1, 7, 5)),
+        ((5,), (5,)),
+        ((5, 7), (5, 7)),
+    ],
 )
 def test_several_end_tokens(stop_tokens: tuple[int, ...], read: tuple[int, ...]) -> None:
     tokenizer = trained("bpe")
@@ -235,8 +242,17 @@ def test_several_end_tokens(stop_tokens: tuple[int, ...], read: tuple[int, ...])
     keys, remarks = tokenizer_metadata(tokenizer, 400, stop_tokens)
     assert end_tokens(keys, 400) == read
     assert not any("end tokens" in remark for remark in remarks)
-    gains_eos = set(read) > set(stop_tokens) != set()
-    assert gains_eos == any("eos=1 does not end a text" in remark for remark in remarks)
+
+
+def test_an_eos_that_is_no_stop_token_is_said_and_an_edited_one_counts() -> None:
+    keys, remarks = end_metadata((5,), 1)
+    assert remarks == [
+        "llama.cpp also stops at token 1, the tokenizer's eos, which is no stop token of the model"
+    ]
+    assert end_metadata((5, 1), 1)[1] == end_metadata((), 1)[1] == []
+    eos = "tokenizer.ggml.eos_token_id"
+    assert end_tokens({**keys, eos: 1}, 400) == (5,)
+    assert end_tokens({**keys, eos: 9}, 400) == (9, 5)
 
 
 def test_more_end_tokens_than_gguf_has_keys() -> None:
@@ -273,12 +289,13 @@ def test_what_stands_around_a_text() -> None:
     assert keys["tokenizer.ggml.add_eos_token"] is False
 
 
-def test_the_chat_template_goes_along(tmp_path: Path) -> None:
+def test_the_chat_template_and_stop_tokens_go_along(tmp_path: Path) -> None:
     plain = trained("bpe")
     template = "{% for m in messages %}{{ m.content }}{% endfor %}"
     tokenizer = Tokenizer(plain.definition, plain.roles, template)
     path = tmp_path / "model.gguf"
-    write_gguf(path, make("llama"), model_type="llama", tokenizer=tokenizer)
+    write_gguf(path, make("llama"), model_type="llama", tokenizer=tokenizer, stop_tokens=(5,))
+    assert GgufFile(path).stop_tokens == (5,)
     field = gguf.GGUFReader(path).get_field("tokenizer.chat_template")
     assert field.contents() == template
 

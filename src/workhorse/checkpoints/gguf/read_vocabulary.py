@@ -13,6 +13,7 @@ from workhorse.checkpoints.gguf.splitting import (
 from workhorse.checkpoints.gguf.vocabulary import (
     CONTROL,
     ENDS,
+    NO_STOP_TOKEN,
     NORMAL,
     ROLES,
     UNKNOWN,
@@ -61,7 +62,8 @@ def end_tokens(keys: Mapping[str, Any], vocab_size: int) -> tuple[int, ...]:
     more = [one for one in others if one is not None and one != eos]
     types = keys.get(f"{START}token_type")
     stopgap = isinstance(types, list) and eos is not None and types[eos : eos + 1] == [NORMAL]
-    first = [] if eos is None or stopgap else [eos]
+    no_stop = stopgap or eos == keys.get(NO_STOP_TOKEN)
+    first = [] if eos is None or no_stop else [eos]
     return tuple(dict.fromkeys((*first, *more))) if more else ()
 
 

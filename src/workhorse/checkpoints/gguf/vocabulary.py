@@ -45,12 +45,14 @@ WHOLE = "tokenizer.huggingface.json"
 ROLES = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
 ENDS = ("eot", "eom")
 """Further tokens that end a text: of a turn, and of a message that calls a tool."""
+NO_STOP_TOKEN = "workhorse.no_stop_token"
+"""Our key for an eos that does not end the model's texts; GGUF's eos always does."""
 
 
 def end_metadata(
     stop_tokens: Sequence[int], eos: int | None
 ) -> tuple[Mapping[str, Any], list[str]]:
-    """The keys of the tokens besides eos that end a text, and which have no key.
+    """The keys of the tokens besides eos that end a text, and what GGUF cannot say.
 
     Args:
         stop_tokens: all that end a text, or none if only eos does.
@@ -60,10 +62,15 @@ def end_metadata(
     keys = {f"tokenizer.ggml.{role}_token_id": n for role, n in zip(ENDS, others, strict=False)}
     if eos is None and others:
         keys["tokenizer.ggml.eos_token_id"] = others[0]
-    lost = ", ".join(str(token) for token in others[len(ENDS) :])
-    remarks = [f"GGUF has keys for 3 end tokens; not written: {lost}"] if lost else []
-    if others and eos is not None and eos not in stop_tokens:
-        remarks.append(f"eos={eos} does not end a text here, but ends one in every reader of GGUF")
+    remarks: list[str] = []
+    if lost := ", ".join(str(token) for token in others[len(ENDS) :]):
+        remarks.append(f"GGUF has keys for 3 end tokens; not written: {lost}")
+    if eos is not None and others and eos not in stop_tokens:
+        keys[NO_STOP_TOKEN] = eos
+        remarks.append(
+            f"llama.cpp also stops at token {eos}, the tokenizer's eos, which is no stop token of "
+            "the model"
+        )
     return keys, remarks
 
 

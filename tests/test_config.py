@@ -357,10 +357,15 @@ def test_a_word_stands_for_its_kind(setting: str, value: str) -> None:
 
 def test_an_override_is_named_with_its_remedy() -> None:
     with pytest.raises(ConfigError) as caught:
-        apply_overrides({}, ["data.glob=**/*"])
-    assert str(caught.value).startswith("'data.glob=**/*' is not valid YAML at line 1, column 2: ")
-    assert str(caught.value).endswith("""; if it is a text, quote it: "data.glob='**/*'\"""")
-    assert apply_overrides({}, ["data.glob='**/*'"]) == {"data": {"glob": "**/*"}}
+        apply_overrides({}, ["data.glob=[*"])
+    assert str(caught.value).startswith("'data.glob=[*' is not valid YAML at line 1, column ")
+    assert str(caught.value).endswith("""; if it is a text, quote it: "data.glob='[*'\"""")
+    assert apply_overrides({}, ["data.glob='[*'"]) == {"data": {"glob": "[*"}}
+
+
+@pytest.mark.parametrize("value", ["**/*", "'**/*'"])
+def test_a_pattern_needs_no_quotes(value: str) -> None:
+    assert apply_overrides({}, [f"data.glob={value}"]) == {"data": {"glob": "**/*"}}
 
 
 def test_a_lone_dash_is_the_standard_input() -> None:

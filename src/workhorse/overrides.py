@@ -75,8 +75,12 @@ def _copied(value: Any) -> Any:
 
 
 def _value_of(path: str, text: str) -> Any:
-    """The value of a setting, which is YAML; a lone dash is the standard input and no list."""
-    if text == "-":
+    """The value of a setting, which is YAML.
+
+    A lone dash is the standard input and no list. What begins with `*` is a pattern: an alias of
+    YAML would have nothing to refer to.
+    """
+    if text == "-" or text.startswith("*"):
         return text
     try:
         value = parse_yaml(text)
@@ -101,6 +105,6 @@ def written(value: Any) -> str:
 def _reads_back(text: str) -> bool:
     """Whether a setting with that text as its value means the text itself."""
     try:
-        return parse_yaml(text) == text
-    except ConfigError:  # as of '**/*', in which YAML sees the name of an alias
+        return _value_of("", text) == text
+    except ConfigError:
         return False

@@ -85,7 +85,7 @@ def test_compressors_beside_it(run_folder, capsys):
     ("arguments", "message"),
     [
         (["--data", "missing.txt"], "missing.txt"),
-        (["--data", "empty.txt"], "0 bytes of text hold no token to predict"),
+        (["--data", "empty.txt"], "the text is too short: its 0 bytes hold"),
         (["--data", "latin.txt"], "is not UTF-8; convert the file to UTF-8\n"),
         (["--stride", "33"], "stride=33 is not within the context; choose 1 to 32"),
     ],

@@ -36,7 +36,7 @@ def test_dry_run_says_what_a_resume_would_change_and_writes_nothing(
     assert main([*arguments, "train.seed=4"]) == 2
     assert main(["train", recipe, "--out", "run", "--dry-run"]) == 2
     assert main(["train", recipe, "--out", "new", "--dry-run"]) == 0
-    assert "new is free" in capsys.readouterr().err
+    assert "new: a new run would begin here" in capsys.readouterr().err
     assert {path: path.stat().st_mtime_ns for path in Path("run").rglob("*")} == before
     assert not Path("new").exists()
 
@@ -105,7 +105,7 @@ def test_dry_run_tells_where_the_folder_of_the_recipes_name_is_taken(
     recipe: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", recipe, "--dry-run"]) == 0
-    assert " is free\n" in capsys.readouterr().err
+    assert ": a new run would begin here\n" in capsys.readouterr().err
     assert main(["train", recipe]) == 0
     capsys.readouterr()
     assert main(["train", recipe, "--dry-run"]) == 0

@@ -103,8 +103,8 @@ def test_dropout_is_off_and_the_mode_is_restored(decoder, ascii_tokenizer):
 @pytest.mark.parametrize(
     ("documents", "options", "message"),
     [
-        ([], {"start": START}, "0 bytes of text hold no token to predict"),
-        ([Document("a", "x")], {"start": None}, "1 bytes of text hold no token to predict"),
+        ([], {"start": START}, "the text is too short: its 0 bytes hold"),
+        ([Document("a", "x")], {"start": None}, "the text is too short: its 1 bytes hold"),
         (DOCUMENTS, {"start": 0, "stride": 9}, "stride=9 is not within the context; choose 1 to 8"),
         (DOCUMENTS, {"start": 0, "stride": 0}, "stride=0 is not within the context"),
         (DOCUMENTS, {"start": 0, "context": 9}, "context=9 is not within the model's max_seq_len"),

@@ -77,7 +77,8 @@ def test_rope_scaling_beside_rope_parameters_means_what_it_means_there(model_typ
         pytest.skip(f"no such model here: {error}")
     ours = family(model_type).read(Fields(file))
     assert list(compare_plain(plain(ours), plain(expected))) == []
-    assert "rope_scaling differs from rope_parameters; rope_scaling counts" in contradictions(file)
+    expected = "rope_scaling differs from rope_parameters; rope_scaling counts"
+    assert any(one.startswith(expected) for one in contradictions(file))
 
 
 def test_every_second_name_of_a_key_is_known() -> None:

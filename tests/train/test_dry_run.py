@@ -26,7 +26,7 @@ def test_a_dry_run_has_the_figures_and_where_the_run_would_stand(
     assert (found["run_directory"], found["step"], found["changes"]) == (tmp_path / "run", 0, [])
     chosen, free = said
     assert chosen.startswith("train.optimizer is not given: Muon (learning_rate=0.001) for the")
-    assert free == f"{tmp_path / 'run'} is free"
+    assert free == f"{tmp_path / 'run'}: a new run would begin here"
     assert not (tmp_path / "run").exists()
 
 

@@ -149,7 +149,7 @@ class _Tally:
         """The figures; `starts` says whether first tokens had something before them."""
         if self.tokens == 0:
             raise WorkhorseError(
-                f"{self.bytes} bytes of text hold no token to predict; give it more"
+                f"the text is too short: its {self.bytes} bytes hold no token to predict; give more"
             )
         if not math.isfinite(self.nats):
             raise WorkhorseError("the loss is not a finite number; the model's weights are damaged")

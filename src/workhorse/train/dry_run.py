@@ -45,7 +45,7 @@ def dry_run(
         recipe = as_begun(RunDirectory(folder), recipe) if resume else recipe
         notices = list(at.notices)
         if not resume:
-            notices.append(f"{folder} is free")
+            notices.append(f"{folder}: a new run would begin here")
         elif at.step < (recipe.train.steps or math.inf):
             notices.append(f"{folder}: would go on after step {at.step:,}")
         changes = [str(change) for change in at.changes]

@@ -241,7 +241,7 @@ def test_files_that_came_went_or_changed_are_named(make_recipe, tmp_path: Path) 
     other = changed(recipe, "data", "corpus", "glob", to="**/*.txt")
     with pytest.raises(WorkhorseError, match="the data is not what") as refused:
         train(other, tmp_path / "run", resume=True)
-    assert "'data.corpus.glob='\"'\"'**/*.txt'\"'\"''" in str(refused.value)  # read back by YAML
+    assert " 'data.corpus.glob=**/*.txt'" in str(refused.value)
     os.utime(texts / "9.txt", ns=(0, 0))  # the same text, which is not listed as changed
     (texts / "8.txt").write_text("text number 8, and more of it")
     with pytest.raises(WorkhorseError, match=r"with \(added new.txt; missing 7.txt\); put"):

@@ -59,8 +59,9 @@ def visible_files(folder: Path, glob: str) -> list[Path]:
             cannot be read, whose files the pattern would silently miss.
     """
     if not folder.is_dir():
-        remedy = "use kind: text for one file" if folder.exists() else "check the path"
-        raise WorkhorseError(f"{folder} is not a folder; {remedy}")
+        if folder.exists():
+            raise WorkhorseError(f"{folder} is not a folder; use kind: text for one file")
+        raise WorkhorseError(f"there is no folder {_place(folder)}; check the path")
     try:
         matches = list(folder.glob(glob))
         for searched in _searched(folder, glob):
@@ -95,6 +96,11 @@ def _searched(folder: Path, glob: str) -> Iterator[Path]:
                 yield match
 
 
+def _place(path: Path) -> str:
+    """A path, and where it begins if that is not in it: a recipe may be used elsewhere later."""
+    return str(path) if path.is_absolute() else f"{path} in {Path.cwd()}"
+
+
 def existing_file(path: Path) -> Path:
     """The path itself; an error says in one line what is wrong with it."""
     if path.is_dir():
@@ -102,7 +108,7 @@ def existing_file(path: Path) -> Path:
             f"{path} is a folder; name a file in it, or let a recipe say kind: folder"
         )
     if not path.exists():
-        raise WorkhorseError(f"cannot read {path}: no such file; check the path")
+        raise WorkhorseError(f"there is no file {_place(path)}; check the path")
     if not path.is_file():
         raise WorkhorseError(f"{path} is a pipe or device; name a file, or - for stdin")
     return path

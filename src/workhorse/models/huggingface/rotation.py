@@ -94,7 +94,10 @@ def contradictions(values: Mapping[str, Any]) -> list[str]:
     name = "rope_scaling" if values.get("rope_scaling") else "rope_parameters"
     rope = values.get(name)
     if name == "rope_scaling" and _differs(values):
-        found.append("rope_scaling differs from rope_parameters; rope_scaling counts")
+        found.append(
+            "rope_scaling differs from rope_parameters; rope_scaling counts (repeat rope_theta in "
+            "it, if the default is not meant)"
+        )
     rope = cast(Data, rope) if isinstance(rope, Mapping) else {}
     mappings = [rope, *(cast(Data, one) for one in rope.values() if isinstance(one, Mapping))]
     for key, inner in BESIDE.items():

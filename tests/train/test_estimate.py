@@ -33,7 +33,7 @@ def changed(recipe: Recipe, section: str, **fields: Any) -> Recipe:
         (("train", {"device": "cuda:7"}), "device=cuda:7 is not there"),
         (("train", {"trackers": ["wandb"]}), "the tracker wandb is not installed"),
         (("train", {"seq_len": 10**6}), "fewer than one window of seq_len"),
-        (("data", {"corpus": {"kind": "folder", "path": "nowhere"}}), "nowhere is not a folder"),
+        (("data", {"corpus": {"kind": "folder", "path": "nowhere"}}), "there is no folder nowhere in "),
         (("data", {"corpus": {"kind": "text", "path": "nothing"}}), "cannot read nothing"),
         (("data", {"bos": True}), "the tokenizer has no bos token"),
         (("tokenizer", {"special": SPECIAL}), "the tokenizer has no eos token"),

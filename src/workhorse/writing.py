@@ -139,6 +139,11 @@ def replacing(path: Path, *, folder: bool = False) -> Iterator[Path]:
         sync(path.parent)
 
 
+def is_temporary(path: Path) -> bool:
+    """Whether `replacing` has a file or folder under this name, and so holds its lock."""
+    return path.name.startswith(TEMPORARY)
+
+
 def _temporary(path: Path) -> Path:
     """A new name beside a path."""
     return path.with_name(f"{TEMPORARY}{secrets.token_hex(8)}")

@@ -31,6 +31,7 @@ from workhorse.tokenizers.huggingface.settings import (
 from workhorse.untrusted import to_path
 from workhorse.writing import (
     discard,
+    is_temporary,
     one_process_at_a_time,
     replacing,
     sync,
@@ -164,6 +165,9 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
         WorkhorseError: the disk is full or refuses.
     """
     with writing(folder):
+        if is_temporary(folder):  # of a model, which appears whole and is locked until then
+            _write(folder, files)
+            return
         if not folder.is_dir() or not any(folder.iterdir()):
             _write_new(folder, files)
             return
@@ -177,9 +181,13 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
 
 def _write_new(folder: Path, files: Mapping[str, bytes]) -> None:
     with replacing(folder, folder=True) as stage:
-        for name, content in files.items():
-            (stage / name).parent.mkdir(exist_ok=True)
-            (stage / name).write_bytes(content)
+        _write(stage, files)
+
+
+def _write(folder: Path, files: Mapping[str, bytes]) -> None:
+    for name, content in files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
 
 
 def _put_in_place(folder: Path) -> None:

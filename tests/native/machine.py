@@ -10,11 +10,10 @@ from workhorse.transforms.native_attention import attend_natively
 from workhorse.transforms.steps.native_step import step_natively
 from workhorse.transforms.stream import stream_weights
 
-OPERATORS = resolve("decoding", "matrix_unit", "replay", "steps", "training", "vectors", wait=True)
+OPERATORS = resolve("decoding", "matrix_unit", "steps", "training", "vectors", wait=True)
 # Where one is None, what uses it is skipped by `needs`.
 DECODING: Any = OPERATORS.decoding
 MATRIX_UNIT: Any = OPERATORS.matrix_unit
-REPLAY: Any = OPERATORS.replay
 TRAINING: Any = OPERATORS.training
 VECTORS: Any = OPERATORS.vectors
 

@@ -74,7 +74,7 @@ def test_transforms_of_inference_are_told_in_their_order_with_their_options() ->
     decoder = prepare_for_inference(quantize(make(), "int4"), compile=True)
     assert transforms_of(decoder) == (
         Transform("quantize", {"format": "int4"}),
-        Transform("stream_weights", {"operators": replace(OPERATORS, replay=None, training=None)}),
+        Transform("stream_weights", {"operators": replace(OPERATORS, training=None)}),
         Transform("attend_natively"),
         Transform("compile_steps"),
         *([Transform("step_natively")] if OPERATORS.steps else []),

@@ -9,23 +9,21 @@ from queue import Empty, SimpleQueue
 from threading import Thread
 from typing import Any, Literal
 
-from workhorse.native import decoding, heap, matrix_unit, replay, steps, training, vectors
+from workhorse.native import decoding, heap, matrix_unit, steps, training, vectors
 from workhorse.native.build import Unavailable
 from workhorse.native.decoding import Decoding
 from workhorse.native.heap import Heap
 from workhorse.native.matrix_unit import MatrixUnit
-from workhorse.native.replay import Replay
 from workhorse.native.steps import Steps
 from workhorse.native.training import Training
 from workhorse.native.vectors import Vectors
 
-Library = Literal["decoding", "heap", "matrix_unit", "replay", "steps", "training", "vectors"]
+Library = Literal["decoding", "heap", "matrix_unit", "steps", "training", "vectors"]
 Loaded = tuple[object, str]
 """The operators of a library, or None and why there are none."""
 
 LOADERS: dict[Library, Callable[..., object]] = {
     "training": training.load,
-    "replay": replay.load,
     "steps": steps.load,
     "decoding": decoding.load,
     "vectors": vectors.load,
@@ -42,7 +40,6 @@ class Operators:
     decoding: Decoding | None = None
     heap: Heap | None = None
     matrix_unit: MatrixUnit | None = None
-    replay: Replay | None = None
     steps: Steps | None = None
     training: Training | None = None
     vectors: Vectors | None = None

@@ -28,7 +28,6 @@ from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.speed import peak_flops
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
-from workhorse.train.step.recorded_passes import RecordedPasses
 from workhorse.train.step.reduction import Reduction, ShardedReduction
 from workhorse.train.step.step import TrainingStep
 from workhorse.transforms.checkpointing import checkpoint_activations
@@ -114,7 +113,6 @@ def build_step(
         turns=one_forward_one_backward if teams.stages is None else teams.stages.turns,
         grad_clip=config.grad_clip,
         reduction=reduction(optimizer.masters, config.seed) if divided else None,
-        recorded=_recorded_passes(objective, config, operators, world),
         device_decides=device.type == "cuda",
     )
     if config.compile:
@@ -198,16 +196,6 @@ def _divide(
     return reduction
 
 
-def _recorded_passes(
-    objective: Objective, config: TrainConfig, operators: Operators, world: World
-) -> RecordedPasses | None:
-    """Passes without Python, where a pass is nothing but calls of operators."""
-    has_more = world.in_step or config.compile or config.activation_checkpointing
-    if has_more or operators.replay is None or type(objective) is not NextToken:
-        return None
-    return RecordedPasses(objective, operators.replay)
-
-
 def _objective(
     decoder: Decoder, config: TrainConfig, teams: Teams, whole: DecoderConfig
 ) -> Objective:
@@ -238,4 +226,4 @@ def training_operators(device: torch.device, dtype: torch.dtype) -> Operators:
     """The native operators that training in a dtype can use on a device; waits for the compiler."""
     if device.type != "cpu" or dtype == torch.float16:
         return Operators()
-    return resolve("training", "matrix_unit", "vectors", "replay", wait=True)
+    return resolve("training", "matrix_unit", "vectors", wait=True)

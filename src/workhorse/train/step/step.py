@@ -5,7 +5,6 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,7 +53,6 @@ class TrainingStep:
         grad_clip: largest norm of the gradient; None for no limit.
         turns: the order of the passes of so many micro-batches.
         reduction: adds up the gradients of a batch that is divided; None: it is not.
-        recorded: does both passes of rows in one call, see `RecordedPasses`; None: autograd does.
         device_decides: whether the device decides if an update is made, so that it goes on with it
             while the host waits for the step's figures. The native operators cannot.
     """
@@ -71,7 +69,6 @@ class TrainingStep:
         grad_clip: float | None,
         turns: Callable[[int], Iterable[Turn]] = one_forward_one_backward,
         reduction: Reduction | None = None,
-        recorded: Callable[[Any, float], dict[str, Tensor]] | None = None,
         device_decides: bool = False,
     ) -> None:
         self.objective = objective
@@ -85,7 +82,6 @@ class TrainingStep:
         self.pass_seconds = 0.0
         """Seconds that this process has spent in forward and backward passes, by its own clock."""
         self.reduction = reduction
-        self.recorded = recorded
         self.device_decides = device_decides
         self._terms: dict[str, Tensor] = {}
         """The means of what `backward` saw beside the loss."""
@@ -126,17 +122,12 @@ class TrainingStep:
                 rows = batch.rows(starts[number], min(starts[number] + starts.step, end))
                 rows = rows.to(self.device, non_blocking=True)
                 with self.precision():
-                    if self.recorded is not None:  # both passes
-                        figures = self.recorded(rows, weight)
-                    else:
-                        loss, _, figures = self.objective(rows)
-                        losses[number] = loss * weight
-                        figures = {"loss": loss.detach(), **figures}
-                for name, figure in figures.items():
+                    loss, _, figures = self.objective(rows)
+                    losses[number] = loss * weight
+                for name, figure in {"loss": loss.detach(), **figures}.items():
                     sums[name] = sums[name] + figure if name in sums else figure
                 continue
-            if self.recorded is None:
-                losses.pop(number).backward()
+            losses.pop(number).backward()
             if len(starts) > 1:
                 self.optimizer.masters.accumulate()
         self.pass_seconds += time.perf_counter() - started

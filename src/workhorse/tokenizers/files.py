@@ -173,7 +173,7 @@ def write_folder(folder: Path, files: Mapping[str, bytes]) -> None:
             return
         with contextlib.ExitStack() as held:
             with contextlib.suppress(OSError):  # the file system has no locks
-                held.enter_context(one_process_at_a_time(folder))
+                held.enter_context(one_process_at_a_time(folder, patience=10))
             _put_in_place(folder)
             _write_new(folder / PENDING, files)
             _put_in_place(folder)

@@ -5,7 +5,7 @@
 Each program is a busy process for each core, so that beside one of them half of the machine is
 left, and beside two a third. Rounds go alone, beside one, beside two, alone … The last column is
 two processes of the work itself at once. `--plain` leaves it to OpenMP how threads wait, and
-`GOMP_SPINCOUNT` in the environment says how often they look; see `workhorse.waiting`.
+`GOMP_SPINCOUNT` in the environment says how often they look; see `workhorse.devices.waiting`.
 """
 
 import argparse
@@ -21,10 +21,10 @@ from benchmarks.contestants.works import Work, decoding, training
 from benchmarks.harness.command import at_least_one, with_models
 from benchmarks.harness.machine import default_threads, describe
 from benchmarks.harness.worker import Contestant, Worker
-from workhorse.waiting import SETTINGS, share_cores
+from workhorse.devices.waiting import SETTINGS, share_cores
 
 LOADS = (0, 1, 2)
-SPIN = "from workhorse.waiting import run_in_slices\nrun_in_slices(0)\nwhile True: pass"
+SPIN = "from workhorse.devices.waiting import run_in_slices\nrun_in_slices(0)\nwhile True: pass"
 
 
 def works(models: str) -> list[Work]:

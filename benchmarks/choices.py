@@ -20,10 +20,10 @@ from benchmarks.harness.contest import Case
 from benchmarks.harness.limits import seconds_of
 from benchmarks.harness.tokens import random_tokens
 from benchmarks.harness.worker import Contestant, Round
+from workhorse.config.overrides import apply_overrides
 from workhorse.generate import GenerationConfig
 from workhorse.nn import AttentionConfig, Context, DecoderConfig, next_token_loss
 from workhorse.nn.attention.kernels import KernelName
-from workhorse.overrides import apply_overrides
 
 BASE: dict[str, Any] = {
     "vocab_size": 4096,

@@ -24,8 +24,8 @@ from benchmarks.harness.shapes import DTYPES, TRAINING
 from benchmarks.harness.timing import in_turn
 from workhorse.checkpoints import MODEL, OPTIMIZER, CheckpointStore
 from workhorse.data import Batch
+from workhorse.native.allocator import keep_freed_memory
 from workhorse.parallel.processes.world import ALONE
-from workhorse.tensors.allocator import keep_freed_memory
 from workhorse.train import saver
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.saver import Saver

@@ -16,7 +16,7 @@ from benchmarks.harness.command import at_least_one, with_models
 from benchmarks.harness.machine import default_threads, describe
 from benchmarks.harness.shapes import DTYPES
 from benchmarks.harness.worker import Contestant, Worker
-from workhorse.waiting import share_cores
+from workhorse.devices.waiting import share_cores
 
 
 def works(models: str) -> Iterator[Work]:

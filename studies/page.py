@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from studies.command import errors_in_one_line, parser
+from workhorse.files.writing import write_atomically, writing
 from workhorse.train.report.page import rendered
-from workhorse.writing import write_atomically, writing
 
 
 @dataclass

@@ -10,8 +10,8 @@ from pathlib import Path
 
 from studies.command import errors_in_one_line, parser
 from workhorse.compare.report import as_markdown
-from workhorse.untrusted import read_json
-from workhorse.writing import write_atomically
+from workhorse.files.json_file import read_json
+from workhorse.files.writing import write_atomically
 
 PAGES = Path(__file__).parent.parent / "docs" / "studies"
 LIGHT = "--ink: #1f2937; --soft: #6b7280; --line: #e5e7eb; --card: #ffffff"

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Literal
 import pytest
 from pydantic import Field
 
-from workhorse.config import Config, ConfigError, parse_yaml, read_yaml
+from workhorse.config.base import Config, ConfigError, parse_yaml, read_yaml
+from workhorse.config.overrides import apply_overrides
 from workhorse.errors import WorkhorseError, nearest
-from workhorse.overrides import apply_overrides
 
 
 class RoundConfig(Config):

@@ -13,7 +13,7 @@ import transformers as hf
 import workhorse
 from tests.parity.reference import quiet
 from workhorse.cli.main import main
-from workhorse.config import read_yaml
+from workhorse.config.base import read_yaml
 from workhorse.convert import Format, convert
 from workhorse.errors import WorkhorseError
 from workhorse.tokenizers import (

@@ -10,7 +10,7 @@ import torch
 
 import workhorse
 from workhorse.checkpoints.tensors import check_numbers
-from workhorse.config import read_yaml
+from workhorse.config.base import read_yaml
 from workhorse.convert import DTypeName, Format, convert
 from workhorse.describe_model import describe_model
 from workhorse.errors import WorkhorseError

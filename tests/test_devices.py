@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from workhorse.devices import cache_folder, use_threads
+from workhorse.devices.names import cache_folder, use_threads
 from workhorse.errors import WorkhorseError
 
 

@@ -22,10 +22,10 @@ import yaml
 import workhorse
 from workhorse.cli.main import command, main
 from workhorse.compare import read_study
-from workhorse.config import parse_yaml, read_yaml
+from workhorse.config.base import parse_yaml, read_yaml
+from workhorse.config.overrides import apply_overrides
 from workhorse.convert import convert
 from workhorse.nn import DecoderConfig
-from workhorse.overrides import apply_overrides
 from workhorse.tokenizers import SpecialTokensConfig, train_tokenizer
 from workhorse.tokenizers.config import BpeConfig
 from workhorse.train import Recipe, with_init

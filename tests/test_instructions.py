@@ -3,10 +3,18 @@
 import pytest
 import torch
 
-from workhorse import instructions
-from workhorse.devices import training_dtype
+from workhorse.devices import instructions
+from workhorse.devices.instructions import (
+    LEVELS,
+    NATIVE,
+    SWITCH,
+    WIDENED,
+    compiler_flags,
+    cpu_has,
+    used,
+)
+from workhorse.devices.names import training_dtype
 from workhorse.errors import WorkhorseError
-from workhorse.instructions import LEVELS, NATIVE, SWITCH, WIDENED, compiler_flags, cpu_has, used
 from workhorse.native import matrix_unit, training
 from workhorse.native.build import Unavailable
 

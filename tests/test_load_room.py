@@ -18,7 +18,9 @@ def free(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     """Sets how many GiB are free."""
 
     def set_free(gib: float) -> None:
-        monkeypatch.setattr("workhorse.memory.free_memory", lambda *_, **__: int(gib * 2**30))
+        monkeypatch.setattr(
+            "workhorse.devices.memory.free_memory", lambda *_, **__: int(gib * 2**30)
+        )
 
     return set_free
 

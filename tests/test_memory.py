@@ -5,8 +5,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from workhorse.devices.memory import check_fits, free_memory
 from workhorse.errors import WorkhorseError
-from workhorse.memory import check_fits, free_memory
 
 GIB = 2**30
 

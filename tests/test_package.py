@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 import workhorse
-from workhorse.config import parse_yaml, read_yaml
+from workhorse.config.base import parse_yaml, read_yaml
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text("utf-8"))["project"]
@@ -22,7 +22,7 @@ SOURCE = "".join(path.read_text("utf-8") for path in sorted((ROOT / "src").rglob
 
 def test_everything_public_is_found_by_completion_and_on_use():
     assert {"load", "save", "config", "train", "nn"} <= set(dir(workhorse))
-    assert workhorse.config.read_yaml is read_yaml
+    assert workhorse.config.base.read_yaml is read_yaml
     with pytest.raises(AttributeError, match="has no attribute 'nope'"):
         _ = workhorse.nope
 

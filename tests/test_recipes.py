@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 
-from workhorse.config import read_yaml
+from workhorse.config.base import read_yaml
 from workhorse.train import Recipe
 
 RECIPES = sorted((Path(__file__).parent.parent / "recipes").glob("*.yaml"))

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from workhorse import waiting
+from workhorse.devices import waiting
 
 SHOW = "import os, sys; print(os.environ.get('GOMP_SPINCOUNT'), 'torch' in sys.modules)"
 
@@ -26,7 +26,7 @@ def shown(program: str, **settings: str) -> str:
     return done.stdout.splitlines()[-1]
 
 
-CALL = f"from workhorse.waiting import share_cores; share_cores(); {SHOW}"
+CALL = f"from workhorse.devices.waiting import share_cores; share_cores(); {SHOW}"
 COMMAND = f"""
 import sys
 from workhorse.cli.main import run

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from workhorse.errors import WorkhorseError
-from workhorse.writing import (
+from workhorse.files.writing import (
     TEMPORARY,
     CannotWriteError,
     check_place,

@@ -23,6 +23,7 @@ from benchmarks.harness.worker import Round
 from workhorse.data import Batch
 from workhorse.generate import GenerationConfig, stream
 from workhorse.native import resolve
+from workhorse.native.allocator import keep_freed_memory
 from workhorse.nn import AttentionConfig, Decoder, DecoderConfig
 from workhorse.nn.blocks import PreNormConfig
 from workhorse.nn.embedding import EmbeddingConfig
@@ -30,7 +31,6 @@ from workhorse.nn.feedforward import MlpConfig
 from workhorse.nn.head import HeadConfig
 from workhorse.nn.norms import LayerNormConfig
 from workhorse.nn.positions.absolute import LearnedPositionConfig
-from workhorse.tensors.allocator import keep_freed_memory
 from workhorse.train.step.step import TrainingStep
 
 if TYPE_CHECKING:

@@ -33,7 +33,7 @@ from benchmarks.gpu.speed import (
     training,
 )
 from benchmarks.harness.shapes import DECODING, Shape
-from workhorse.memory import available
+from workhorse.devices.memory import available
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.kernels import KernelName, Scoring, make_kernel
 from workhorse.nn.attention.masks import AttentionPattern, Placement

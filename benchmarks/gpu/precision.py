@@ -18,11 +18,11 @@ from benchmarks.gpu.block import Check, Figures, Setting
 from benchmarks.harness.shapes import TRAINING
 from workhorse.data import Batch
 from workhorse.data.corpus.stdlib import modules
-from workhorse.devices import training_dtype
+from workhorse.devices.names import training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.models.llama import llama
+from workhorse.native.allocator import keep_freed_memory
 from workhorse.nn import DecoderConfig
-from workhorse.tensors.allocator import keep_freed_memory
 from workhorse.train import TrainConfig
 from workhorse.train.step.build import build_step
 from workhorse.transforms.float8 import check_float8

@@ -27,6 +27,7 @@ from benchmarks.harness.shapes import DECODING, TRAINING, Shape
 from workhorse.checkpoints import MODEL, OPTIMIZER, CheckpointStore
 from workhorse.data import Batch
 from workhorse.models.llama import llama
+from workhorse.native.allocator import keep_freed_memory
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.shards import local
 from workhorse.parallel.config import MicroBatches, ParallelismConfig
@@ -36,7 +37,6 @@ from workhorse.parallel.division.sharding import shard
 from workhorse.parallel.division.stages import Pipeline, divide_stages, keep_stage
 from workhorse.parallel.processes.group import Group
 from workhorse.parallel.processes.world import ALONE
-from workhorse.tensors.allocator import keep_freed_memory
 from workhorse.train import TrainConfig
 from workhorse.train.objectives.divided import Divided
 from workhorse.train.objectives.next_token import NextToken

@@ -14,8 +14,9 @@ from workhorse.checkpoints.huggingface.export import find_family, write_huggingf
 from workhorse.checkpoints.model_folder import check_new, write_model
 from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.stored import is_stored, model_name, open_stored
-from workhorse.devices import dtype_name
+from workhorse.devices.names import dtype_name
 from workhorse.errors import WorkhorseError, shown, warn_caller
+from workhorse.files.plain import to_path
 from workhorse.generate.requests import token_ids
 from workhorse.load_model import check_tell, load
 from workhorse.model import Model
@@ -26,7 +27,6 @@ from workhorse.nn import Decoder, DecoderConfig
 from workhorse.tokenizers import Tokenizer
 from workhorse.transforms.grouped_heads import group_heads, grouped
 from workhorse.transforms.record import transforms_of
-from workhorse.untrusted import to_path
 
 if TYPE_CHECKING:
     from workhorse.checkpoints.gguf import GgufType

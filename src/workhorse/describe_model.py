@@ -13,8 +13,8 @@ from workhorse.checkpoints.stored import (
     no_such_model,
     open_stored,
 )
+from workhorse.devices.memory import size
 from workhorse.errors import WorkhorseError
-from workhorse.memory import size
 from workhorse.models import find_preset, preset_names
 from workhorse.models.describe import details, facts
 from workhorse.tokenizers import Tokenizer

@@ -23,9 +23,9 @@ from workhorse.checkpoints.stored import (
     no_such_model,
     open_stored,
 )
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.data import DataConfig
-from workhorse.devices import resolve_device, resolve_dtype
+from workhorse.devices.names import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError, shown, warn_caller
 from workhorse.generate import GenerationConfig
 from workhorse.model import Model

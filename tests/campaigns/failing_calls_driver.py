@@ -21,7 +21,7 @@ from pathlib import Path
 from tests.campaigns.failing_calls_operations import OPERATIONS, Operation
 from workhorse.cli.main import mistake
 from workhorse.cli.output import ExitCode
-from workhorse.writing import TEMPORARY
+from workhorse.files.writing import TEMPORARY
 
 FAIL, FAIL_ON, KILL_BEFORE, KILL_AFTER, SHORT = 1, 2, 3, 4, 5
 NUMBERS = (errno.EIO, errno.ENOSPC, errno.EACCES, errno.EBUSY, errno.EINTR)

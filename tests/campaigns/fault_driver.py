@@ -12,9 +12,9 @@ import sys
 from pathlib import Path
 
 from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
-from workhorse.config import read_yaml
-from workhorse.overrides import apply_overrides
-from workhorse.tensors.slices import Slices
+from workhorse.config.base import read_yaml
+from workhorse.config.overrides import apply_overrides
+from workhorse.files.slices import Slices
 from workhorse.train import Recipe, train
 
 POINTS = (

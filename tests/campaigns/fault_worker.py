@@ -22,8 +22,8 @@ from torch import Tensor
 from tests.campaigns.fault_driver import KillingDisk
 from workhorse.checkpoints import CheckpointStore, Disk, RunDirectory
 from workhorse.cli.main import main
+from workhorse.files.slices import Slices
 from workhorse.parallel.processes import environment
-from workhorse.tensors.slices import Slices
 from workhorse.train.step.step import TrainingStep
 
 

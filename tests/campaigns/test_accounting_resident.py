@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from workhorse.memory import MIB
+from workhorse.devices.memory import MIB
 from workhorse.models import preset
 from workhorse.native import resolve
 from workhorse.nn import DecoderConfig

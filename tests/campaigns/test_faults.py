@@ -18,7 +18,7 @@ import pytest
 from safetensors.torch import load_file
 
 from workhorse.checkpoints import CheckpointStore
-from workhorse.config import read_yaml
+from workhorse.config.base import read_yaml
 from workhorse.train import read_metrics
 
 pytestmark = pytest.mark.campaign

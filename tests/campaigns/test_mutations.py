@@ -24,7 +24,7 @@ from typing import Any
 
 import pytest
 
-from workhorse.config import parse_yaml
+from workhorse.config.base import parse_yaml
 
 ROOT = Path(__file__).parents[2]
 SOURCE = ROOT / "src" / "workhorse"

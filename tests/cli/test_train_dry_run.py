@@ -8,7 +8,7 @@ import pytest
 from tests.cli.tiny import SMALL_GPT2
 from workhorse.checkpoints import RunDirectory
 from workhorse.cli.main import main
-from workhorse.config import read_yaml
+from workhorse.config.base import read_yaml
 from workhorse.nn import DecoderConfig
 from workhorse.train import Recipe, override_recipe
 

@@ -2,7 +2,7 @@ from pathlib import Path
 
 import pytest
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.data import DataConfig
 
 MIXTURE = {

@@ -1,6 +1,6 @@
 import pytest
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.generate import GenerationConfig
 
 

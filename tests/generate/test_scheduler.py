@@ -6,9 +6,9 @@ import pytest
 import torch
 
 from tests.generate.scheduling import ATTENTION, alone, run
+from workhorse.devices.to_host import ToHost
 from workhorse.generate import GenerationConfig, Scheduler, generate, prefixes, stream
 from workhorse.generate.reader import Reader
-from workhorse.tensors.to_host import ToHost
 
 pytestmark = pytest.mark.usefixtures("small_blocks")
 

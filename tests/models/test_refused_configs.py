@@ -2,7 +2,7 @@
 
 import pytest
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.models.huggingface import Fields, family
 
 GPT = {"vocab_size": 67, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64}

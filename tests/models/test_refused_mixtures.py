@@ -2,7 +2,7 @@
 
 import pytest
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.models.huggingface import Fields, family
 
 SMALL = {

@@ -18,10 +18,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from workhorse.instructions import levels_here
+from workhorse.devices.instructions import levels_here
+from workhorse.files.writing import one_process_at_a_time
 from workhorse.native import build
 from workhorse.native.operators import LOADERS, resolve
-from workhorse.writing import one_process_at_a_time
 
 WORKS = """#!/bin/sh
 echo run >> "$0.runs"

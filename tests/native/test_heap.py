@@ -7,10 +7,10 @@ import pytest
 import torch
 from torch import Tensor
 
-from workhorse.memory import resident
+from workhorse.devices.memory import resident
 from workhorse.native import resolve
+from workhorse.native.allocator import keep_freed_memory
 from workhorse.native.heap import Heap
-from workhorse.tensors.allocator import keep_freed_memory
 
 HEAP = resolve("heap", wait=True).heap
 MIB = 2**20

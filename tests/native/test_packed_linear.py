@@ -6,7 +6,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.native.machine import DECODING, needs
-from workhorse.instructions import cpu_has
+from workhorse.devices.instructions import cpu_has
 from workhorse.nn.experts.grouped_linear import GroupedLinear, group_sorted
 from workhorse.transforms.quantization.codes import FormatName
 from workhorse.transforms.quantization.quantized_linear import (

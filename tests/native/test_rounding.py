@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from workhorse import instructions
-from workhorse.instructions import LEVELS, levels_here
+from workhorse.devices import instructions
+from workhorse.devices.instructions import LEVELS, levels_here
 from workhorse.native import build
 
 SOURCE = """

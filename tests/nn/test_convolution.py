@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.convolution import ShortConvolution
 from workhorse.optim.groups import parameters_by_role

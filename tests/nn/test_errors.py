@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.nn import Cache, Context, DecoderConfig
 

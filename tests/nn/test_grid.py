@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 
 from tests.nn.grid import CHOICES, COVERING, FACTORS, configs, make, name, random_tokens
-from workhorse.config import Config
+from workhorse.config.base import Config
 from workhorse.nn import DecoderConfig
 
 every_config = pytest.mark.parametrize("config", COVERING, ids=map(name, range(len(COVERING))))

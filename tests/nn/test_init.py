@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from tests.nn.grid import COVERING, name
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.nn import Decoder, DecoderConfig
 
 D_MODEL, D_FF, N_LAYERS, VOCAB = 128, 256, 3, 500

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.nn.norms import LayerNormConfig, NoNormConfig, RMSNormConfig
 
 WIDTH = 7

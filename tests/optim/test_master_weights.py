@@ -11,7 +11,7 @@ from tests.native.machine import TRAINING, needs
 from tests.train.conftest import MODEL
 from tests.train.step.test_step import CPU
 from workhorse.data import Batch
-from workhorse.instructions import SWITCH
+from workhorse.devices.instructions import SWITCH
 from workhorse.native import Operators, Training
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.head_loss import Multiply, product

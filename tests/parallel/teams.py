@@ -11,7 +11,7 @@ from torch import Tensor
 
 from tests.nn.grid import error, make, random_tokens
 from tests.parallel.forked import start
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.data import Batch
 from workhorse.nn import IGNORE, Decoder, DecoderConfig
 from workhorse.nn.experts.mixture import MoEConfig

@@ -6,7 +6,7 @@ import pytest
 
 from tests.nn.grid import CAUSAL, COVERING, mixes_experts
 from tests.parallel.teams import DOCUMENTS, check_experts, check_parts
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.parallel.config import ParallelismConfig

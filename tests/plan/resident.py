@@ -12,9 +12,9 @@ import sys
 import torch
 
 from tests.plan.measure import CPU, make_step, random_batch
-from workhorse.memory import most_resident, resident
+from workhorse.devices.memory import most_resident, resident
+from workhorse.native.allocator import give_back_freed_memory, keep_freed_memory
 from workhorse.nn import DecoderConfig
-from workhorse.tensors.allocator import give_back_freed_memory, keep_freed_memory
 from workhorse.train.recipe.recipe import TrainConfig
 
 

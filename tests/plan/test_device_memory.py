@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.divisible import check_layers

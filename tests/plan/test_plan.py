@@ -11,8 +11,8 @@ import torch
 from tests.plan.families import small
 from workhorse.checkpoints.huggingface.export import write_huggingface
 from workhorse.cli.main import main
+from workhorse.devices.memory import GIB
 from workhorse.errors import WorkhorseError
-from workhorse.memory import GIB
 from workhorse.models import preset
 from workhorse.models.parameters import count_parameters
 from workhorse.parallel.config import UNDIVIDED

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from tests.plan.families import LATENT, small
+from workhorse.devices.tape import CPU
 from workhorse.models.flops import SCORES, forward_flops
 from workhorse.plan.serving import WAYS, allocated, bytes_of_weights, serving
-from workhorse.tensors.tape import CPU
 from workhorse.transforms.quantization.codes import FormatName
 from workhorse.transforms.quantization.quantize import place_codes
 

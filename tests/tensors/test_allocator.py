@@ -9,8 +9,8 @@ import pytest
 import torch
 
 from workhorse.errors import WorkhorseError
-from workhorse.tensors import allocator
-from workhorse.tensors.allocator import keep_freed_memory
+from workhorse.native import allocator
+from workhorse.native.allocator import keep_freed_memory
 
 CPU = torch.device("cpu")
 BYTES = 64 * 2**20

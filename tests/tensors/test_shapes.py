@@ -8,9 +8,9 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
 from tests.plan.families import LATENT, small
+from workhorse.devices.shapes import ShapeCache
+from workhorse.devices.tape import stand_in, without_data
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.tensors.shapes import ShapeCache
-from workhorse.tensors.tape import stand_in, without_data
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.step_memory import step_memory
 

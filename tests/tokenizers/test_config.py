@@ -4,7 +4,7 @@ from typing import Any
 
 import pytest
 
-from workhorse.config import Config, ConfigError
+from workhorse.config.base import Config, ConfigError
 from workhorse.tokenizers import (
     BpeConfig,
     ByteFallbackBpeConfig,

@@ -13,6 +13,7 @@ from tokenizers import Tokenizer as LibraryTokenizer
 from tokenizers import decoders, models
 
 from workhorse.errors import WorkhorseError
+from workhorse.files.writing import TEMPORARY
 from workhorse.tokenizers import (
     FileConfig,
     Tokenizer,
@@ -20,7 +21,6 @@ from workhorse.tokenizers import (
     load_tokenizer,
     train_tokenizer,
 )
-from workhorse.writing import TEMPORARY
 
 Trained = Callable[[str], Tokenizer]
 TEXT = "The fox, naïve: <s> 東京 12345\n\treturn"

@@ -10,7 +10,7 @@ import torch
 from tests.train.conftest import MODEL
 from tests.train.step.test_step import CPU
 from tests.train.test_run import assert_same_run, weights
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.data import IGNORE, Batch
 from workhorse.models.flops import flops_per_token
 from workhorse.nn import Decoder, DecoderConfig

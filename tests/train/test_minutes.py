@@ -11,7 +11,7 @@ import pytest
 
 from tests.train.runs import assert_same_run
 from workhorse.checkpoints import RunDirectory
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.parallel.processes.world import ALONE
 from workhorse.train import (

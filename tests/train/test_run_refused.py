@@ -54,7 +54,7 @@ def test_a_run_that_cannot_begin_leaves_nothing(make_recipe, corpus: Path, tmp_p
 def test_a_training_that_does_not_fit_is_refused_and_leaves_nothing(
     make_recipe, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("workhorse.memory.free_memory", lambda *_, **__: 1000)
+    monkeypatch.setattr("workhorse.devices.memory.free_memory", lambda *_, **__: 1000)
     line = r"the model with its gradients and optimizer needs .* MiB are free on cpu; take a"
     with pytest.raises(WorkhorseError, match=line):
         train(make_recipe(), tmp_path / "run")

@@ -7,7 +7,9 @@ from pathlib import Path
 import pytest
 
 from workhorse.errors import WorkhorseError
-from workhorse.untrusted import StoredTensor, gguf_file, open_contained, read_gguf_header
+from workhorse.files import gguf_file
+from workhorse.files.gguf_file import StoredTensor, read_gguf_header
+from workhorse.files.plain import open_contained
 
 
 def text(value: str) -> bytes:

@@ -16,14 +16,14 @@ from workhorse.checkpoints.huggingface.accounting import meta_decoder, shapes_of
 from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder, write_tensors
 from workhorse.checkpoints.runs.disk import Disk
 from workhorse.checkpoints.tensors import Places, allocate, weights_of
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
+from workhorse.files.json_file import read_json
+from workhorse.files.writing import replacing, writing
 from workhorse.models.huggingface.moves import Move, check, read_tensors, written_tensors
 from workhorse.models.huggingface.rules import Shape, same
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
-from workhorse.untrusted import read_json
-from workhorse.writing import replacing, writing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer

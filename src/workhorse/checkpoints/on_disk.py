@@ -10,7 +10,7 @@ from workhorse.checkpoints.gguf.read import UNQUANTIZED, GgufFile
 from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
 from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.stored import StoredModel
-from workhorse.devices import dtype_name
+from workhorse.devices.names import dtype_name
 
 Found = TypeVar("Found")
 

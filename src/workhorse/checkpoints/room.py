@@ -5,8 +5,8 @@ import torch
 from workhorse.checkpoints.on_disk import Held, bytes_on_disk, weights_on_disk
 from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.stored import StoredModel
-from workhorse.devices import dtype_name
-from workhorse.memory import available, check_fits
+from workhorse.devices.memory import available, check_fits
+from workhorse.devices.names import dtype_name
 from workhorse.models.parameters import count_parameters
 from workhorse.nn import DecoderConfig
 

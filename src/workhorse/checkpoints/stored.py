@@ -13,11 +13,11 @@ from workhorse.checkpoints.model_folder import ModelFolder
 from workhorse.checkpoints.runs.run_directory import RunDirectory
 from workhorse.checkpoints.tensors import Places, weights_of
 from workhorse.errors import WorkhorseError, nearest, shown
+from workhorse.files.plain import to_path
 from workhorse.models import preset_names
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
-from workhorse.untrusted import to_path
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer

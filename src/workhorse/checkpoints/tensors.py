@@ -5,11 +5,11 @@ from collections.abc import Callable, Mapping
 import torch
 from torch import Tensor, nn
 
+from workhorse.devices.destination import Destination, copy_tensors
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface.moves import check_weight
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
-from workhorse.tensors.destination import Destination, copy_tensors
 from workhorse.transforms.record import check_weights_kept
 
 Places = Callable[[Decoder], Mapping[str, Destination]]

@@ -89,7 +89,7 @@ def open_model(
         compiled: compile decoding steps that are not native.
         with_text: refuse a model without a tokenizer; a draft needs none.
     """
-    from workhorse.devices import use_threads
+    from workhorse.devices.names import use_threads
     from workhorse.load_model import NO_TOKENIZER, load
 
     if running.threads:

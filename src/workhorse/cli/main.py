@@ -47,8 +47,8 @@ import click
 
 import workhorse
 from workhorse.cli.output import ExitCode, give_up_stdout, one_line, settle_streams
+from workhorse.devices.waiting import share_cores
 from workhorse.errors import WorkhorseError
-from workhorse.waiting import share_cores
 
 VERBS = {
     "train": "Train a model from a recipe, or resume a run.",

@@ -36,7 +36,7 @@ def _prompt(text: str) -> str:
 
 def _prompts_of(file: Path) -> list[str]:
     from workhorse.errors import WorkhorseError
-    from workhorse.untrusted import read_text
+    from workhorse.files.plain import read_text
 
     text = read_text(file, limit=LARGEST_FILE).removeprefix(BOM)
     if file.suffix != ".jsonl":
@@ -48,7 +48,7 @@ def _prompts_of(file: Path) -> list[str]:
 
 def _prompts_of_lines(text: str, file: Path) -> Iterator[str]:
     from workhorse.errors import WorkhorseError
-    from workhorse.untrusted import parse_json
+    from workhorse.files.json_file import parse_json
 
     for number, line in enumerate(text.split("\n"), start=1):
         if not line.strip():

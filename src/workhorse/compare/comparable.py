@@ -3,7 +3,7 @@
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.train import Recipe
 from workhorse.train.resume.resume import differences

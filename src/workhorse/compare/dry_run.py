@@ -9,7 +9,7 @@ from workhorse.compare.folder import StudyFolder
 from workhorse.compare.plan import Plan, check_variants, make_plan
 from workhorse.compare.run import seconds_of_step
 from workhorse.compare.study import Study, no_study
-from workhorse.devices import use_threads
+from workhorse.devices.names import use_threads
 from workhorse.train import Recipe, estimate
 from workhorse.train.estimate import vocab_size_of
 

@@ -10,15 +10,15 @@ from typing import Any
 
 from workhorse.compare.comparable import Measure, check_different, check_parameters, measure_of
 from workhorse.compare.study import BudgetConfig, Settings, Study
-from workhorse.config import ConfigError
-from workhorse.config_errors import LARGEST
+from workhorse.config.base import ConfigError
+from workhorse.config.errors import LARGEST
+from workhorse.config.overrides import written
 from workhorse.data.corpus.sources import check_outside
-from workhorse.devices import resolve_device
+from workhorse.devices.names import resolve_device
 from workhorse.errors import WorkhorseError
 from workhorse.models.flops import flops_per_token
 from workhorse.optim.groups import OptimizerConfig
 from workhorse.optim.muon import MuonConfig
-from workhorse.overrides import written
 from workhorse.train import Recipe, override_recipe, with_init
 from workhorse.train.check import check_length, check_recipe
 from workhorse.train.room import check_held, check_training

@@ -9,11 +9,11 @@ from workhorse.compare.folder import StudyFolder
 from workhorse.compare.plan import Plan, Trial
 from workhorse.compare.results import ONE_SEED
 from workhorse.compare.statistics import FEWEST
-from workhorse.memory import size
+from workhorse.devices.memory import size
+from workhorse.files.writing import write_atomically
 from workhorse.train import Event, read_metrics
 from workhorse.train.report.chart import Series, line_chart, shown
 from workhorse.train.report.page import duration, rendered
-from workhorse.writing import write_atomically
 
 Rows = list[list[str]]
 """Of a table; the first is the head."""

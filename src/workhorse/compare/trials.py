@@ -13,14 +13,14 @@ from workhorse.checkpoints import RunDirectory
 from workhorse.checkpoints.runs.lock import FolderLock
 from workhorse.compare.folder import Losses, Outcome, outcome_file
 from workhorse.data import read_documents
-from workhorse.devices import resolve_device
+from workhorse.devices.memory import most_resident, resident
+from workhorse.devices.names import resolve_device
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
+from workhorse.files.writing import write_atomically
 from workhorse.load_model import load
-from workhorse.memory import most_resident, resident
-from workhorse.tensors.allocator import give_back_freed_memory
+from workhorse.native.allocator import give_back_freed_memory
 from workhorse.train import DivergedError, Event, Recipe, read_metrics, train
-from workhorse.writing import write_atomically
 
 PATIENCE = 60.0
 """Seconds that a trial waits for another process to finish saving it, after a study was killed."""

@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, field_validator, model_validator
 
-from workhorse.config import Config, ConfigError
-from workhorse.on_resume import OnResume
+from workhorse.config.base import Config, ConfigError
+from workhorse.config.on_resume import OnResume
 
 STDIN = Path("-")
 """A path of `-` is the standard input."""

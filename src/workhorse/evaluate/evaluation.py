@@ -12,8 +12,8 @@ import torch
 from workhorse.data.corpus.documents import Document
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate.windows import Batch, Window, batches, padded_positions, windows
+from workhorse.native.allocator import keep_freed_memory
 from workhorse.nn import Decoder, chunked_next_token_loss, evaluation_mode
-from workhorse.tensors.allocator import keep_freed_memory
 
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
 """Tokens in a forward pass that fill a device: a CPU's caches, or the many cores of a GPU."""

@@ -9,7 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.errors import WorkhorseError, shown
-from workhorse.untrusted import parse_yaml, read_text
+from workhorse.files.plain import read_text
+from workhorse.files.yaml_text import parse_yaml
 
 LARGEST = 1 << 20
 """Most bytes of a file that describes a task."""

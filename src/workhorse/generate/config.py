@@ -5,7 +5,7 @@ from typing import Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from workhorse.config import Config, ConfigError
+from workhorse.config.base import Config, ConfigError
 
 COLDEST = 1e-6
 MOST_TIMES = 1e6

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from workhorse.errors import WorkhorseError
+from workhorse.generate.interrupts import interrupts_let_through
 from workhorse.generate.prefixes import PIECE, PrefixTree
-from workhorse.interrupts import interrupts_let_through
 from workhorse.nn import Decoder
 from workhorse.nn.cache.blocks import BLOCK, CachedText
 from workhorse.nn.cache.paged_view import PagedView

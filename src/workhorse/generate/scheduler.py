@@ -19,6 +19,7 @@ from torch import Tensor
 
 from workhorse.errors import WorkhorseError, shown
 from workhorse.generate.config import GenerationConfig
+from workhorse.generate.interrupts import interrupts_held
 from workhorse.generate.prefixes import PIECE
 from workhorse.generate.reader import Reader, wait
 from workhorse.generate.requests import (
@@ -37,7 +38,6 @@ from workhorse.generate.sampling.choose import Chooser
 from workhorse.generate.speculation.draft import Draft
 from workhorse.generate.speculation.lookup import PromptLookup
 from workhorse.generate.speculation.speculate import Proposer, slack_of
-from workhorse.interrupts import interrupts_held
 from workhorse.nn import Decoder, evaluation_mode
 from workhorse.transforms.record import decoding_operators
 

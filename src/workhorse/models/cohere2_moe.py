@@ -1,6 +1,6 @@
 """Cohere 2 with mixtures of experts (Cohere, 2026)."""
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.errors import nearest
 from workhorse.models.cohere import COHERE_KEYS, COHERE_RULES, layer_norm, scaled
 from workhorse.models.huggingface.family import Data, Family, FieldPath, look_up

@@ -1,6 +1,6 @@
 """The language model of North Micro Vision (Cohere, 2026), which also sees images."""
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.models.cohere import COHERE_KEYS, COHERE_RULES, layer_norm
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields

@@ -3,7 +3,7 @@
 from collections.abc import Mapping
 from typing import Any
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.errors import nearest
 from workhorse.models.huggingface.family import Data, Family, look_up
 from workhorse.models.huggingface.fields import Fields

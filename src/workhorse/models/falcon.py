@@ -3,7 +3,7 @@
 from functools import partial
 from typing import Literal
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.models.huggingface.family import Data, Family, equals
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.gpt_like import (

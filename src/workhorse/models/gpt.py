@@ -2,7 +2,7 @@
 
 from functools import partial
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.errors import nearest
 from workhorse.models.gpt2 import RULES
 from workhorse.models.huggingface.family import Data, Family

@@ -1,6 +1,6 @@
 """GPT-J-6B (Wang and Komatsuzaki, 2021) and CodeGen (2203.13474)."""
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.gpt_like import (

@@ -2,7 +2,7 @@
 
 from typing import Any, cast
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.gpt_like import (

@@ -6,7 +6,7 @@ have a rotation of its own, or none.
 
 from collections.abc import Mapping
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.models.granite import (
     FEED_FORWARD,
     MIXED,

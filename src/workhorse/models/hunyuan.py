@@ -1,6 +1,6 @@
 """Hunyuan (Tencent, 2025; its predecessor is 2411.02265), dense and with mixtures, and Hy3."""
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.models.huggingface.family import Data, Family, FieldPath
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import (

@@ -1,6 +1,6 @@
 """InternLM3 (Shanghai AI Laboratory, 2025)."""
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import (

@@ -1,6 +1,6 @@
 """Mistral 7B (2310.06825), Mixtral of Experts (2401.04088) and Ministral 3 (2601.08584)."""
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import (

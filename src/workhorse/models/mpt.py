@@ -4,7 +4,7 @@ import math
 from functools import partial
 from typing import Literal
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.errors import nearest
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields

@@ -1,6 +1,6 @@
 """Phi-1 to Phi-2 (2306.11644, 2309.05463), Phi-3 and 4 (2404.14219), Phi-3.5-MoE (2409.12136)."""
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import (

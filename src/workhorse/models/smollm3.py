@@ -3,7 +3,7 @@
 Layers without positions: RoPE to NoRoPE and Back Again, 2501.18795.
 """
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.models.huggingface.family import Data, Family
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.llama_like import (

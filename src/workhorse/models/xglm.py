@@ -1,6 +1,6 @@
 """XGLM: Few-shot Learning with Multilingual Language Models (Lin et al., 2112.10668)."""
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.models.biogpt import read_scaled, scale_embedding
 from workhorse.models.huggingface.family import Family
 from workhorse.models.huggingface.fields import Fields

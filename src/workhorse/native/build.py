@@ -27,10 +27,10 @@ from pathlib import Path
 import torch
 from torch.utils import cpp_extension
 
-from workhorse.devices import cache_folder
+from workhorse.devices.instructions import SWITCH, compiler_flags, switched_off, told_of_cpu
+from workhorse.devices.names import cache_folder
 from workhorse.errors import WorkhorseError
-from workhorse.instructions import SWITCH, compiler_flags, switched_off, told_of_cpu
-from workhorse.writing import one_process_at_a_time
+from workhorse.files.writing import one_process_at_a_time
 
 _FLAGS = ("-O3", "-fno-math-errno", "-ffp-contract=off", "-std=c++20", "-fPIC", "-shared")
 _REFUSED = {

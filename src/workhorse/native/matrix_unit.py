@@ -12,7 +12,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from workhorse.instructions import cpu_has
+from workhorse.devices.instructions import cpu_has
 from workhorse.native import build
 
 Product = Callable[[Tensor, Tensor, Tensor | None], Tensor]

@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from workhorse.instructions import widens
+from workhorse.devices.instructions import widens
 from workhorse.native import blocks, build
 from workhorse.native.blocks import Activation, BlockOperators
 

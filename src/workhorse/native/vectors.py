@@ -10,7 +10,7 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from workhorse.instructions import cpu_has
+from workhorse.devices.instructions import cpu_has
 from workhorse.native import build
 from workhorse.native.matrix_unit import linear, result_shape
 

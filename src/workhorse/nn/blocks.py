@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, TypeVar, cast, get_args
 from pydantic import Discriminator, Field, Tag
 from torch import nn
 
-from workhorse.config import Config
+from workhorse.config.base import Config
 from workhorse.nn.attention.grouped import AttentionConfig
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.nn.attention.latent import LatentAttentionConfig

@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from pydantic import Field
 from torch import nn
 
-from workhorse.config import Config, ConfigError
+from workhorse.config.base import Config, ConfigError
 from workhorse.nn.cache.view import CacheEntry
 from workhorse.nn.context import Context, context_alone
 from workhorse.nn.shapes import Hidden

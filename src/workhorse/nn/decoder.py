@@ -8,7 +8,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from workhorse.config import Config, ConfigError
+from workhorse.config.base import Config, ConfigError
 from workhorse.errors import nearest
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.nn.blocks import Block, BlockConfig

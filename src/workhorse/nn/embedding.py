@@ -4,7 +4,7 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from workhorse.config import Config, ConfigError
+from workhorse.config.base import Config, ConfigError
 from workhorse.errors import WorkhorseError, shown
 from workhorse.nn.elementwise import Multiplier, RoundedMultiplier
 from workhorse.nn.norms import NoNormConfig, NormConfig

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor, nn
 
-from workhorse.config import Config
+from workhorse.config.base import Config
 from workhorse.nn.norms import PresentNormConfig
 from workhorse.nn.shapes import Hidden
 

@@ -3,7 +3,7 @@
 from pydantic import Field
 from torch import nn
 
-from workhorse.config import Config
+from workhorse.config.base import Config
 from workhorse.nn.elementwise import Multiplier, SoftCap
 from workhorse.nn.feedforward import ActivationName, make_activation
 from workhorse.nn.norms import NormConfig

@@ -8,13 +8,13 @@ import torch.nn.functional as F
 from jaxtyping import Float, Int
 from torch import Tensor, nn
 
+from workhorse.devices.tape import recording
 from workhorse.nn.autocast import autocast_dtype
 from workhorse.nn.elementwise import Multiplier, SoftCap
 from workhorse.nn.head import Head
 from workhorse.nn.loss import IGNORE, Losses, chunked_next_token_losses
 from workhorse.nn.shapes import Hidden, Tokens
 from workhorse.nn.watched import watched
-from workhorse.tensors.tape import recording
 
 MAX_LOGITS = 2**29
 """That exist at once, in the type of the weights: 1 GiB in bfloat16. Each part of a batch reads

@@ -11,7 +11,7 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from workhorse.config import Config
+from workhorse.config.base import Config
 from workhorse.nn.experts.grouped_linear import GroupedLinear
 
 RESIDUAL_PROJECTIONS = ("out_proj", "down_proj")

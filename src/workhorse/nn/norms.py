@@ -8,7 +8,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor, nn
 
-from workhorse.config import Config, ConfigError
+from workhorse.config.base import Config, ConfigError
 from workhorse.nn.autocast import autocast_dtype, without_autocast
 
 

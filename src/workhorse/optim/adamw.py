@@ -10,9 +10,9 @@ from pydantic import Field
 from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
-from workhorse.config import Config
+from workhorse.config.base import Config
+from workhorse.config.on_resume import OnResume
 from workhorse.native import Training
-from workhorse.on_resume import OnResume
 from workhorse.optim.compiled_adamw import compiled_adamw_, constants_of, numbers_of
 from workhorse.optim.master_weights import MasterWeights, chunks, join, split
 from workhorse.optim.recorded import Recorded

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Protocol
 from pydantic import Field
 from torch import Tensor, nn
 
+from workhorse.devices.destination import copy_tensors
 from workhorse.errors import WorkhorseError
 from workhorse.native import Training
 from workhorse.nn import Decoder
@@ -14,7 +15,6 @@ from workhorse.nn.init import NormalInitConfig
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.master_weights import MasterWeights
 from workhorse.optim.muon import Muon, MuonConfig
-from workhorse.tensors.destination import copy_tensors
 
 if TYPE_CHECKING:
     from workhorse.parallel.division.cuts import ModelPart

@@ -14,9 +14,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from workhorse.devices.destination import Destination, Elsewhere
 from workhorse.native import Training
 from workhorse.optim.shards import is_sharded, local, placed_like, sharded_like
-from workhorse.tensors.destination import Destination, Elsewhere
 
 if TYPE_CHECKING:
     from workhorse.parallel.division.cuts import Cut, ModelPart

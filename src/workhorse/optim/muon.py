@@ -13,10 +13,10 @@ import torch
 from pydantic import Field
 from torch import Tensor, nn
 
-from workhorse.config import Config
-from workhorse.devices import multiplies_bfloat16
+from workhorse.config.base import Config
+from workhorse.config.on_resume import OfItsKind, OnResume
+from workhorse.devices.names import multiplies_bfloat16
 from workhorse.native import Training
-from workhorse.on_resume import OfItsKind, OnResume
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.master_weights import MasterWeights
 from workhorse.optim.shards import is_sharded, local, part_of_stack, placed_like, whole_stack

@@ -9,7 +9,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from workhorse.config import Config
+from workhorse.config.base import Config
 
 Fraction = Annotated[float, Field(ge=0, le=1)]
 

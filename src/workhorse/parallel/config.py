@@ -4,8 +4,8 @@ from typing import Annotated, Literal, NamedTuple, Self
 
 from pydantic import Field, model_validator
 
-from workhorse.config import Config, ConfigError
-from workhorse.on_resume import OnResume
+from workhorse.config.base import Config, ConfigError
+from workhorse.config.on_resume import OnResume
 
 Ways = Annotated[int, Field(ge=1)]
 DIVIDED = ("data", "shard", "context", "tensor", "pipeline", "expert")

@@ -5,7 +5,7 @@ from importlib.resources import files
 
 import torch
 
-from workhorse.config import Config, ConfigError, parse_yaml
+from workhorse.config.base import Config, ConfigError, parse_yaml
 from workhorse.errors import WorkhorseError, nearest
 
 GIGA, TERA = 10**9, 10**12

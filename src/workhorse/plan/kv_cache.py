@@ -5,12 +5,12 @@ from typing import NamedTuple
 
 import torch
 
+from workhorse.devices.tape import without_data
 from workhorse.nn import DecoderConfig
 from workhorse.nn.cache.blocks import BLOCK
 from workhorse.nn.cache.paged import Store
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.nn.convolution import ShortConvolution
-from workhorse.tensors.tape import without_data
 
 
 class LayerCache(NamedTuple):

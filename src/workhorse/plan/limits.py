@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.train.recipe.recipe import TrainConfig

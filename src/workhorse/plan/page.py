@@ -6,11 +6,11 @@ from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from workhorse.memory import GIB, size
+from workhorse.devices.memory import GIB, size
+from workhorse.files.writing import write_atomically
 from workhorse.plan.text import LABELS, lines
 from workhorse.train.report.chart import ticks
 from workhorse.train.report.page import rendered
-from workhorse.writing import write_atomically
 
 COLORS = {
     "weights": "#2563eb",

@@ -8,9 +8,9 @@ from typing import Any
 
 import torch
 
-from workhorse.devices import resolve_device, training_dtype
+from workhorse.devices.memory import GIB, available
+from workhorse.devices.names import resolve_device, training_dtype
 from workhorse.errors import WorkhorseError
-from workhorse.memory import GIB, available
 from workhorse.models.flops import forward_flops
 from workhorse.models.parameters import active_parameters, count_parameters
 from workhorse.nn import DecoderConfig

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from workhorse.memory import size
+from workhorse.devices.memory import size
 from workhorse.plan.compute_optimal import LEAST_FITTED
 from workhorse.plan.limits import MOST_DEVICES, MOST_TOKENS
 from workhorse.plan.serving import WAYS

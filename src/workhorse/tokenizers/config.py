@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, model_validator
 
-from workhorse.config import Config, ConfigError
+from workhorse.config.base import Config, ConfigError
 
 N_BYTES = 256
 SPACE = "\u2581"

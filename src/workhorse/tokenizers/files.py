@@ -9,6 +9,16 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from workhorse.errors import WorkhorseError, shown
+from workhorse.files.plain import to_path
+from workhorse.files.writing import (
+    discard,
+    is_temporary,
+    one_process_at_a_time,
+    replacing,
+    sync,
+    write_atomically,
+    writing,
+)
 from workhorse.tokenizers.huggingface.classes import DROP_LEADING_SPACE
 from workhorse.tokenizers.huggingface.folder import TokenizerFolder
 from workhorse.tokenizers.huggingface.read import (
@@ -27,16 +37,6 @@ from workhorse.tokenizers.huggingface.settings import (
     TEMPLATE,
     TEMPLATES,
     read_settings,
-)
-from workhorse.untrusted import to_path
-from workhorse.writing import (
-    discard,
-    is_temporary,
-    one_process_at_a_time,
-    replacing,
-    sync,
-    write_atomically,
-    writing,
 )
 
 if TYPE_CHECKING:

@@ -18,7 +18,7 @@ from workhorse.checkpoints import (
     weights_of,
 )
 from workhorse.data import Batches, Dataset, beginning, prepare, prepare_tokenizer
-from workhorse.devices import name_of, training_dtype, use_threads
+from workhorse.devices.names import name_of, training_dtype, use_threads
 from workhorse.models.flops import flops_per_token
 from workhorse.models.parameters import active_parameters, count_parameters
 from workhorse.nn import Decoder, DecoderConfig

@@ -13,7 +13,7 @@ from workhorse.data import (
     read_documents,
     stream_of,
 )
-from workhorse.devices import resolve_device, training_dtype
+from workhorse.devices.names import resolve_device, training_dtype
 from workhorse.errors import WorkhorseError, shown
 from workhorse.nn.positions.absolute import NoPositionConfig
 from workhorse.optim.groups import check_base_width
@@ -50,7 +50,7 @@ def check_recipe(recipe: Recipe, *, resume: bool = False) -> torch.device:
     if not isinstance(recipe, Recipe):
         raise WorkhorseError(
             f"a Recipe is needed, not {shown(recipe)}; make one of a file by "
-            "Recipe.from_dict(workhorse.config.read_yaml(path))"
+            "Recipe.from_dict(workhorse.config.base.read_yaml(path))"
         )
     config = recipe.train
     device = own_gpu(resolve_device(config.device), environment.count_here())

@@ -6,16 +6,16 @@ from typing import Any
 import torch
 
 from workhorse.data import Batch, iterate_texts
-from workhorse.devices import use_threads
-from workhorse.memory import available
+from workhorse.devices.memory import available
+from workhorse.devices.names import use_threads
 from workhorse.models.describe import exports_as
 from workhorse.models.flops import flops_per_token
 from workhorse.models.parameters import active_parameters
+from workhorse.native.allocator import keep_freed_memory
 from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import parameters_by_role
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.processes import environment
-from workhorse.tensors.allocator import keep_freed_memory
 from workhorse.tokenizers import train_tokenizer
 from workhorse.train.check import check_length, check_recipe
 from workhorse.train.minutes import after_timing, steps_within, with_steps

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from workhorse.checkpoints import MODEL, OPTIMIZER, Checkpoint
 from workhorse.data import Batch
+from workhorse.devices.memory import peak_memory
 from workhorse.errors import WorkhorseError
-from workhorse.memory import peak_memory
+from workhorse.files.slices import Slices, whole
 from workhorse.parallel.division.slices import own_slices
 from workhorse.parallel.processes.world import ALONE, World
-from workhorse.tensors.slices import Slices, whole
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.report.metrics import Event, MetricsFile
 from workhorse.train.resume.random_state import random_state, set_random_state

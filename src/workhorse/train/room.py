@@ -5,8 +5,8 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from workhorse.devices import training_dtype
-from workhorse.memory import check_fits
+from workhorse.devices.memory import check_fits
+from workhorse.devices.names import training_dtype
 from workhorse.models.flops import flops_per_token
 from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import build_optimizer

@@ -10,11 +10,11 @@ from torch import Tensor
 
 from workhorse.checkpoints import Checkpoint
 from workhorse.checkpoints.runs.store import Tensors
+from workhorse.devices.memory import free_memory
 from workhorse.errors import WorkhorseError
-from workhorse.memory import free_memory
+from workhorse.files.slices import Slice, Slices, whole
 from workhorse.parallel.processes import environment
 from workhorse.parallel.processes.world import World
-from workhorse.tensors.slices import Slice, Slices, whole
 
 COPIES = 2
 """A checkpoint's tensors are copied only if so many times their size is free."""

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workhorse.instructions import cpu_has, widens
+from workhorse.devices.instructions import cpu_has, widens
 from workhorse.native import Decoding, Operators
 from workhorse.transforms.record import check, record
 from workhorse.transforms.replace import become, replace_modules

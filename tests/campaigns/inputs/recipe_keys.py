@@ -6,7 +6,7 @@ from typing import Any, get_args, get_origin
 
 from tests.campaigns.inputs.attempt import Attempt, turned
 from tests.campaigns.inputs.workplace import RECIPE, SOUND
-from workhorse.config import Config
+from workhorse.config.base import Config
 from workhorse.nn import DecoderConfig
 from workhorse.train import Recipe
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.nn import Attention, AttentionConfig, Context
 from workhorse.nn.attention.qk_norm import QKNormConfig
 from workhorse.nn.norms import RMSNormConfig

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.nn.experts import grouped_linear
 from workhorse.nn.experts.grouped_linear import GroupedLinear, group_sorted
 from workhorse.nn.experts.mixture import MoEConfig

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.nn.positions.rope import RopeConfig, rotate_half, rotate_interleaved
 
 

@@ -7,7 +7,7 @@ import pytest
 
 import workhorse
 from workhorse.checkpoints import RunDirectory, weights_of
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.convert import convert
 from workhorse.errors import WorkhorseError
 from workhorse.train import Recipe, override_recipe, train, with_init

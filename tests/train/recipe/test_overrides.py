@@ -5,8 +5,8 @@ from typing import Any
 
 import pytest
 
-from workhorse.config import ConfigError
-from workhorse.overrides import apply_overrides, written
+from workhorse.config.base import ConfigError
+from workhorse.config.overrides import apply_overrides, written
 from workhorse.train import Recipe, on_workers, override_recipe
 
 ATTENTION = {"n_heads": 2, "window": 4, "position": {"kind": "rope", "theta": 500.0}}

@@ -2,7 +2,7 @@ from typing import Any
 
 import pytest
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.train import Recipe, TrainConfig
 
 FIELDS: dict[str, Any] = {

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from workhorse.config import Config, parse_yaml
+from workhorse.config.base import Config, parse_yaml
+from workhorse.config.on_resume import OnResume
 from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
-from workhorse.on_resume import OnResume
 from workhorse.train import Recipe
 from workhorse.train.recipe.reference import Group, examples, recipe_configs, sections, sections_at
 

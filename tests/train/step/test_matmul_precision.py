@@ -14,7 +14,7 @@ from tests.train.runs import assert_same_run, step_losses
 from tests.train.step.test_step import CPU
 from workhorse.checkpoints import RunDirectory
 from workhorse.data import Batch
-from workhorse.instructions import SWITCH
+from workhorse.devices.instructions import SWITCH
 from workhorse.nn import DecoderConfig
 from workhorse.train import train
 from workhorse.train.recipe.recipe import TrainConfig

@@ -10,9 +10,9 @@ import pytest
 import torch
 
 from tests.train.test_run import assert_same_run
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
+from workhorse.devices.memory import most_resident, resident
 from workhorse.errors import WorkhorseError
-from workhorse.memory import most_resident, resident
 from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
@@ -135,14 +135,14 @@ def test_a_long_run_is_refused_if_a_step_does_not_fit(
     """A short one only if weights, gradients and optimizer do not: recording takes a second."""
     short = config(8)
     needed = step_bytes(decoder.config, short, CPU)
-    monkeypatch.setattr("workhorse.memory.available", lambda device, root: needed - 1)
+    monkeypatch.setattr("workhorse.devices.memory.available", lambda device, root: needed - 1)
     check_training(decoder.config, short, CPU)
     long = short.replace(steps=int(LONG))
     with pytest.raises(WorkhorseError, match="a step with 8 rows of 8 tokens at once needs"):
         check_training(decoder.config, long, CPU)
-    monkeypatch.setattr("workhorse.memory.available", lambda device, root: needed)
+    monkeypatch.setattr("workhorse.devices.memory.available", lambda device, root: needed)
     check_training(decoder.config, long, CPU)
-    monkeypatch.setattr("workhorse.memory.available", lambda device, root: 100)
+    monkeypatch.setattr("workhorse.devices.memory.available", lambda device, root: 100)
     with pytest.raises(WorkhorseError, match="the model with its gradients and optimizer needs"):
         check_training(decoder.config, short, CPU)
 
@@ -156,9 +156,9 @@ def test_processes_of_one_machine_need_room_for_all(
     needed = step_bytes(decoder.config, config(8), CPU, parallel=quarters)
     assert needed < step_bytes(decoder.config, config(8), CPU)
     long = config(8).replace(steps=int(LONG))
-    monkeypatch.setattr("workhorse.memory.available", lambda device, root: 4 * needed)
+    monkeypatch.setattr("workhorse.devices.memory.available", lambda device, root: 4 * needed)
     check_training(decoder.config, long, CPU, parallel=quarters)
-    monkeypatch.setattr("workhorse.memory.available", lambda device, root: 4 * needed - 1)
+    monkeypatch.setattr("workhorse.devices.memory.available", lambda device, root: 4 * needed - 1)
     with pytest.raises(WorkhorseError, match="rows of 8 tokens at once in 4 processes needs"):
         check_training(decoder.config, long, CPU, parallel=quarters)
 

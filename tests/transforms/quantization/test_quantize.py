@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from tests.native.machine import DECODING
+from workhorse.devices.instructions import SWITCH
 from workhorse.errors import WorkhorseError
-from workhorse.instructions import SWITCH
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.transforms.quantization.codes import FormatName
 from workhorse.transforms.quantization.quantize import place_codes, quantize

@@ -26,7 +26,7 @@ from workhorse.checkpoints.gguf.field_paths import (
     plain,
     put,
 )
-from workhorse.config_errors import as_written
+from workhorse.config.errors import as_written
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import BlockConfig
 from workhorse.nn.embedding import EmbeddingConfig

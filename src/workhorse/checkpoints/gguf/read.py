@@ -28,12 +28,12 @@ from workhorse.checkpoints.huggingface.accounting import meta_decoder
 from workhorse.checkpoints.huggingface.tensor_folder import MappedFile
 from workhorse.checkpoints.tensors import Places, allocate, weights_of
 from workhorse.errors import WorkhorseError, nearest, shown
+from workhorse.files.gguf_file import StoredTensor, read_gguf_header
+from workhorse.files.plain import open_contained
+from workhorse.files.safetensors_header import Stored
 from workhorse.models.huggingface import Family
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
-from workhorse.tensors.safetensors_header import Stored
-from workhorse.untrusted import open_contained, read_gguf_header
-from workhorse.untrusted.gguf_file import StoredTensor
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer

@@ -29,13 +29,13 @@ from workhorse.checkpoints.gguf.field_paths import (
 from workhorse.checkpoints.gguf.metadata import EPSILON, EVERYWHERE, OWN_CONFIG, model_metadata
 from workhorse.checkpoints.gguf.rotation import read_scaling, shortest
 from workhorse.checkpoints.gguf.tensors import EMBEDDING, HEAD, tensor_parts
-from workhorse.config import Config, ConfigError
+from workhorse.config.base import Config, ConfigError
 from workhorse.errors import WorkhorseError, shown
+from workhorse.files.json_file import parse_json
 from workhorse.models.huggingface import Family, family
 from workhorse.models.huggingface.llama_like import pattern_of
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import BlockConfig
-from workhorse.untrusted import parse_json
 
 Shapes = Mapping[str, tuple[int, ...]]
 

@@ -23,7 +23,7 @@ from workhorse.checkpoints.gguf.vocabulary import (
     tokenizer_metadata,
 )
 from workhorse.errors import WorkhorseError, shown
-from workhorse.untrusted import parse_json
+from workhorse.files.json_file import parse_json
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer

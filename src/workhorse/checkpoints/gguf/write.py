@@ -24,11 +24,11 @@ from workhorse.checkpoints.gguf.vocabulary import (
 from workhorse.checkpoints.huggingface.written_out import written_out
 from workhorse.checkpoints.tensors import check_numbers
 from workhorse.errors import WorkhorseError, nearest
+from workhorse.files.gguf_file import BLOCKS
+from workhorse.files.writing import replacing
 from workhorse.models.huggingface import Family, in_the_way, native_class, nearest_of
 from workhorse.models.huggingface import family as family_of
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.untrusted.gguf_file import BLOCKS
-from workhorse.writing import replacing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer

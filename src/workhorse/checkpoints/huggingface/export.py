@@ -13,7 +13,7 @@ from workhorse.checkpoints.huggingface.written_out import written_out
 from workhorse.checkpoints.model_folder import make_folder
 from workhorse.checkpoints.runs.disk import Disk
 from workhorse.checkpoints.tensors import weights_of
-from workhorse.devices import dtype_name
+from workhorse.devices.names import dtype_name
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface import Family, in_the_way, native_class
 from workhorse.models.huggingface.moves import plan, written_tensors

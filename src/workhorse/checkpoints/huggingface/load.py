@@ -19,8 +19,9 @@ from workhorse.checkpoints.huggingface.accounting import account, meta_decoder, 
 from workhorse.checkpoints.huggingface.quantized import dequantized
 from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
 from workhorse.checkpoints.tensors import Places, allocate, weights_of
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
+from workhorse.files.json_file import read_json
 from workhorse.models.huggingface import Family, Fields, family
 from workhorse.models.huggingface.aliases import with_own_names
 from workhorse.models.huggingface.family import SPECIAL_IDS
@@ -28,7 +29,6 @@ from workhorse.models.huggingface.moves import read_tensors
 from workhorse.models.huggingface.rotation import contradictions
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
-from workhorse.untrusted import read_json
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer

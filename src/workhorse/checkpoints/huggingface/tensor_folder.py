@@ -17,14 +17,10 @@ from torch import Tensor
 
 from workhorse.checkpoints.tensors import check_numbers
 from workhorse.errors import WorkhorseError, shown
-from workhorse.tensors.safetensors_header import (
-    MAX_HEADER_BYTES,
-    Stored,
-    header_bytes,
-    read_header,
-)
-from workhorse.untrusted import open_contained, read_json, unreadable
-from workhorse.writing import replacing, write_atomically, writing
+from workhorse.files.json_file import read_json
+from workhorse.files.plain import open_contained, unreadable
+from workhorse.files.safetensors_header import MAX_HEADER_BYTES, Stored, header_bytes, read_header
+from workhorse.files.writing import replacing, write_atomically, writing
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

@@ -5,8 +5,8 @@ import os
 import shutil
 from pathlib import Path
 
-from workhorse.tensors.slices import Slices, fill, lay_out
-from workhorse.writing import sync
+from workhorse.files.slices import Slices, fill, lay_out
+from workhorse.files.writing import sync
 
 
 class Disk:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from workhorse.checkpoints.huggingface.tensor_folder import MappedFile
 from workhorse.errors import WorkhorseError
-from workhorse.tensors.safetensors_header import read_header
-from workhorse.untrusted.files import unreadable
+from workhorse.files.plain import unreadable
+from workhorse.files.safetensors_header import read_header
 
 FORMAT = 1
 MODEL = "model.safetensors"

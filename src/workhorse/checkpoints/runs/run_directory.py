@@ -14,12 +14,13 @@ from workhorse.checkpoints.runs.disk import Disk
 from workhorse.checkpoints.runs.lock import FolderLock
 from workhorse.checkpoints.runs.store import Checkpoint, CheckpointStore, step_of
 from workhorse.checkpoints.tensors import Places, empty_decoder, load_weights, weights_of
-from workhorse.config import ConfigError, read_yaml
+from workhorse.config.base import ConfigError, read_yaml
 from workhorse.errors import WorkhorseError
+from workhorse.files.json_file import read_json
+from workhorse.files.plain import to_path
+from workhorse.files.writing import TEMPORARY, write_atomically
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.kernels import KernelName
-from workhorse.untrusted import read_json, to_path
-from workhorse.writing import TEMPORARY, write_atomically
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer

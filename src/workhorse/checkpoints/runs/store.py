@@ -36,8 +36,8 @@ from workhorse.checkpoints.runs.manifest import (
     open_checkpoint,
 )
 from workhorse.errors import WorkhorseError
-from workhorse.tensors.slices import Slices, whole
-from workhorse.writing import refusal
+from workhorse.files.slices import Slices, whole
+from workhorse.files.writing import refusal
 
 TEMPORARY = ".tmp-"
 LEFTOVER = re.compile(r"\.tmp-(removed-)?step-[0-9]{8,}(-[0-9a-f]{8})?")

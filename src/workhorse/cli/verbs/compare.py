@@ -44,7 +44,7 @@ def command(
     Each variant is trained on every seed of the study. The same command goes on with a study that
     was stopped or killed; an interrupt, SIGTERM or SIGHUP stops it after the current step.
     """
-    from workhorse.config import read_yaml
+    from workhorse.config.base import read_yaml
 
     read_yaml(study)  # first, so that a file that is none does not wait for torch
     from workhorse import compare as library

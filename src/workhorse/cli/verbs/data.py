@@ -117,8 +117,8 @@ def _prepared(
 ) -> "tuple[Recipe, Tokenizer, Dataset]":
     from workhorse.checkpoints import RunDirectory
     from workhorse.data import prepare, prepare_tokenizer
-    from workhorse.dial import read_recipe
     from workhorse.train import Recipe, override_recipe, with_init
+    from workhorse.train.recipe.dial import read_recipe
 
     if path.is_dir():
         path, out = recipe_of_run(path), out or path

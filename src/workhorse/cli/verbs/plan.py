@@ -7,7 +7,7 @@ import click
 
 from workhorse.cli.options import PATH, json_option
 from workhorse.cli.output import print_result, status, warn
-from workhorse.writing import check_place
+from workhorse.files.writing import check_place
 
 MOST_DEVICES = 10**6
 

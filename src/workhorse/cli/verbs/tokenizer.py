@@ -200,7 +200,7 @@ def _print_pieces(
 
 
 def _stdin() -> str:
-    from workhorse.untrusted import decoded
+    from workhorse.files.plain import decoded
 
     return decoded(sys.stdin.buffer.read(), "stdin")
 
@@ -217,8 +217,8 @@ def _numbers(text: str) -> list[int]:
 
 
 def _config(algorithm: str, vocab_size: int | None, settings: tuple[str, ...]) -> "TokenizerConfig":
+    from workhorse.config.overrides import apply_overrides
     from workhorse.errors import WorkhorseError
-    from workhorse.overrides import apply_overrides
     from workhorse.tokenizers import tokenizer_config
 
     for setting in settings:

@@ -175,9 +175,9 @@ def _read(
 
     To resume a run, the model that it started from is not needed.
     """
-    from workhorse.dial import read_recipe
     from workhorse.errors import WorkhorseError
     from workhorse.models import preset_names
+    from workhorse.train.recipe.dial import read_recipe
 
     if str(file) in preset_names() and not file.exists():
         raise WorkhorseError(
@@ -281,7 +281,7 @@ def _dry_run(
 def _figures(found: dict[str, Any]) -> list[str]:
     """Parameters, memory, tokens, export and time."""
     from workhorse.cli.train_progress import duration
-    from workhorse.memory import size
+    from workhorse.devices.memory import size
     from workhorse.plan.text import step_lines
 
     parameters, memory = found["parameters"], found["memory"]

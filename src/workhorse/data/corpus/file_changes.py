@@ -9,8 +9,8 @@ from workhorse.data.config import DataConfig, StdlibConfig
 from workhorse.data.corpus.sources import FileState, list_files
 from workhorse.data.shards.manifest import MANIFEST, ManifestConfig, read_manifest
 from workhorse.errors import WorkhorseError
-from workhorse.untrusted import read_text
-from workhorse.writing import write_atomically
+from workhorse.files.plain import read_text
+from workhorse.files.writing import write_atomically
 
 FILES = "files.json"
 """Beside the manifest: the files that were read, by source and path, with size and time of each.

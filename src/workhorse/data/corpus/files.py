@@ -19,7 +19,7 @@ from typing import IO, TYPE_CHECKING, BinaryIO
 from workhorse.data.config import STDIN
 from workhorse.data.corpus.not_text import HEAD_BYTES, Advice, check_head, kind_of
 from workhorse.errors import WorkhorseError, shown, to_install
-from workhorse.untrusted import open_plain
+from workhorse.files.plain import open_plain
 
 if TYPE_CHECKING:
     from zstandard import ZstdDecompressor

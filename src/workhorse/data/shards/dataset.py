@@ -11,7 +11,7 @@ import numpy as np
 from workhorse.data.shards.manifest import ManifestConfig, ShardConfig, StreamConfig, read_manifest
 from workhorse.data.shards.stream import TokenStream
 from workhorse.errors import WorkhorseError
-from workhorse.untrusted import open_plain
+from workhorse.files.plain import open_plain
 
 TOKENS = ".tokens.npy"
 ENDS = ".ends.npy"

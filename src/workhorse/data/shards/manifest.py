@@ -9,10 +9,10 @@ from typing import Any, Literal
 import numpy as np
 from pydantic import Field
 
-from workhorse.config import Config
+from workhorse.config.base import Config
 from workhorse.errors import WorkhorseError
-from workhorse.untrusted import read_text
-from workhorse.writing import write_atomically
+from workhorse.files.plain import read_text
+from workhorse.files.writing import write_atomically
 
 MANIFEST = "manifest.json"
 MANIFEST_BYTES = 100_000_000

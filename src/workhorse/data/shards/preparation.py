@@ -39,7 +39,7 @@ from workhorse.data.shards.manifest import (
     write_array,
 )
 from workhorse.errors import WorkhorseError
-from workhorse.writing import TEMPORARY, one_process_at_a_time, writing
+from workhorse.files.writing import TEMPORARY, one_process_at_a_time, writing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from workhorse.data.config import DataConfig
 from workhorse.data.corpus.documents import check_text_files, iterate_texts
 from workhorse.data.corpus.sources import Progress, describe_sources, text_bytes
-from workhorse.writing import writing
+from workhorse.files.writing import writing
 
 if TYPE_CHECKING:
     from workhorse.tokenizers import Tokenizer, TokenizerConfig

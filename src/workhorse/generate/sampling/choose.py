@@ -5,6 +5,7 @@ from collections.abc import Callable, Iterator, Sequence
 import torch
 from torch import Tensor
 
+from workhorse.devices.to_host import ToHost
 from workhorse.errors import WorkhorseError, shown
 from workhorse.generate.config import GenerationConfig
 from workhorse.generate.result import TokenLogprob
@@ -22,7 +23,6 @@ from workhorse.generate.sampling.samplers import (
 )
 from workhorse.generate.speculation.speculate import after_guess
 from workhorse.native import Decoding
-from workhorse.tensors.to_host import ToHost
 
 
 class Chooser:

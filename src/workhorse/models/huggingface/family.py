@@ -11,8 +11,8 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple, cast
 
-from workhorse.config import ConfigError
-from workhorse.config_errors import as_written
+from workhorse.config.base import ConfigError
+from workhorse.config.errors import as_written
 from workhorse.models.huggingface.fields import Fields
 from workhorse.models.huggingface.rules import Rule
 from workhorse.nn import DecoderConfig

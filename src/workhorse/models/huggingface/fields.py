@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 
 Value = TypeVar("Value", int, float, bool, str)
 

@@ -6,7 +6,7 @@ A family's reader assembles these parts; where it deviates, it changes a field.
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, cast
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.errors import nearest
 from workhorse.models.huggingface.family import Data, FieldPath
 from workhorse.models.huggingface.fields import Fields

@@ -6,7 +6,7 @@ Keys are looked up in the first layer of their kind, since the first of all may 
 from collections.abc import Sequence
 from typing import Any
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.errors import nearest
 from workhorse.models.huggingface.family import Data, FieldPath
 from workhorse.models.huggingface.fields import Fields

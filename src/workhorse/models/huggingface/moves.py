@@ -8,13 +8,13 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from workhorse.devices import dtype_name
+from workhorse.devices.destination import Destination
+from workhorse.devices.names import dtype_name
 from workhorse.errors import WorkhorseError
 from workhorse.models.huggingface.rules import Rule, Shape, Tensors
 from workhorse.nn import DecoderConfig
 from workhorse.nn.blocks import BlockConfig
 from workhorse.nn.experts.router import ALWAYS_FLOAT32
-from workhorse.tensors.destination import Destination
 
 
 class TensorSource(Protocol):

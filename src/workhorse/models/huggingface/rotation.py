@@ -8,7 +8,7 @@ are written. If a file has both mappings, `rope_scaling` counts, as in transform
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, cast
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.errors import nearest
 from workhorse.models.huggingface.fields import Fields
 from workhorse.nn.positions.rope import RopeConfig

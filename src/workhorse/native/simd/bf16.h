@@ -28,7 +28,7 @@ inline F32x16 firsts(U32x16 pairs) { return as<F32x16>(pairs << 16); }
 inline F32x16 seconds(U32x16 pairs) { return as<F32x16>(pairs & 0xffff0000); }
 
 // Whether products of many rows are made two numbers at a time, in one instruction, and not widened; see `widens` of
-// `workhorse/instructions.py`.
+// `workhorse/devices/instructions.py`.
 #if defined(__AVX512BF16__) && !defined(WIDEN_BFLOAT16)
 constexpr bool kPairs = true;
 #else

@@ -1,7 +1,7 @@
 // The tile instructions of Intel's matrix unit (AMX) in vectors, for tests on a CPU that has none.
 //
 // Code for the unit is compiled as it is; only what an instruction does to its tiles is done here, to the bit as
-// Intel's manual has it. The compiler includes this file first (`workhorse/instructions.py`).
+// Intel's manual has it. The compiler includes this file first (`workhorse/devices/instructions.py`).
 #pragma once
 
 #include <immintrin.h>

@@ -12,7 +12,7 @@ import torch
 from pydantic import Field
 from torch import nn
 
-from workhorse.config import Config, ConfigError
+from workhorse.config.base import Config, ConfigError
 from workhorse.nn.attention.kernels import Kernel, KernelName, Scoring, make_kernel
 from workhorse.nn.attention.masks import AttentionPattern
 from workhorse.nn.attention.qk_norm import (

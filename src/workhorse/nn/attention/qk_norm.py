@@ -5,7 +5,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from workhorse.config import Config
+from workhorse.config.base import Config
 from workhorse.nn.attention.self_attention import split_heads
 from workhorse.nn.context import Context
 from workhorse.nn.norms import NormConfig, PresentNormConfig

@@ -6,7 +6,7 @@ from typing import TypeVar
 from pydantic import Field
 from torch import nn
 
-from workhorse.config import Config, ConfigError
+from workhorse.config.base import Config, ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.nn.attention.kernels import Kernel, KernelName
 from workhorse.nn.attention.masks import AttentionPattern

@@ -11,7 +11,7 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.nn.elementwise import Multiplier, Product, Unchanged
 from workhorse.nn.experts.grouped_linear import GroupedLinear, group_sorted
 from workhorse.nn.experts.router import RouterConfig, Routing

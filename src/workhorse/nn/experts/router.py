@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from pydantic import Field
 from torch import Tensor, nn
 
-from workhorse.config import Config, ConfigError
+from workhorse.config.base import Config, ConfigError
 from workhorse.nn.autocast import without_autocast
 
 TOP2 = 2

@@ -10,7 +10,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor, nn
 
-from workhorse.config import Config
+from workhorse.config.base import Config
 from workhorse.nn.elementwise import Unchanged
 from workhorse.nn.shapes import Hidden, Positions
 

@@ -5,7 +5,7 @@ from typing import Literal
 
 from pydantic import Field
 
-from workhorse.config import Config
+from workhorse.config.base import Config
 
 
 class AlibiConfig(Config):

@@ -11,7 +11,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from workhorse.config import Config, ConfigError
+from workhorse.config.base import Config, ConfigError
 from workhorse.nn.positions.rope_scaling import (
     DynamicNtkScalingConfig,
     LongRopeScalingConfig,

@@ -9,7 +9,7 @@ from jaxtyping import Float
 from pydantic import Field
 from torch import Tensor
 
-from workhorse.config import Config, ConfigError
+from workhorse.config.base import Config, ConfigError
 
 Frequencies = Float[Tensor, " rotary_half"]
 """Radians per position, for each pair of features."""

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.grouped import AttentionConfig
 from workhorse.nn.attention.kernels import KernelName

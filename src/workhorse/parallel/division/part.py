@@ -4,7 +4,7 @@ It is a smaller decoder, of some of each layer's heads and hidden features and o
 vocabulary (1909.08053 §3). What is not divided, norms above all, is there whole.
 """
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.grouped import AttentionConfig
 from workhorse.nn.blocks import BlockConfig

@@ -5,9 +5,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from workhorse.files.slices import Slice
 from workhorse.optim.shards import is_sharded
 from workhorse.parallel.division.cuts import ModelPart
-from workhorse.tensors.slices import Slice
 
 
 def own_slices(

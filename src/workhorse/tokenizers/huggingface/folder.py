@@ -3,7 +3,8 @@
 from pathlib import Path
 from typing import Any
 
-from workhorse.untrusted import decoded, parse_json, read_bytes
+from workhorse.files.json_file import parse_json
+from workhorse.files.plain import decoded, read_bytes
 
 MAX_BYTES = 64 * 2**20
 """Of a file; the largest vocabularies in use take 35 MB as `tokenizer.json`."""

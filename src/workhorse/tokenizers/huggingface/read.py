@@ -15,6 +15,7 @@ import tokenizers
 from tokenizers import AddedToken
 
 from workhorse.errors import WorkhorseError
+from workhorse.files.json_file import parse_json
 from workhorse.tokenizers.affixes import set_affixes
 from workhorse.tokenizers.backend import add_tokens, library_tokenizer
 from workhorse.tokenizers.growth import check_growth
@@ -27,7 +28,6 @@ from workhorse.tokenizers.huggingface.classes import (
 )
 from workhorse.tokenizers.huggingface.folder import MAX_VALUES, TokenizerFolder
 from workhorse.tokenizers.huggingface.settings import NAMED, Settings, added_token
-from workhorse.untrusted import parse_json
 
 DEFINITION = "tokenizer.json"
 SENTENCEPIECE = "tokenizer.model"

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.nn import IGNORE, Decoder, DecoderConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import AdjustedRouter, Router, Routing

@@ -3,7 +3,7 @@
 from typing import Any
 
 from workhorse.checkpoints.stored import open_stored
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.errors import WorkhorseError
 from workhorse.train.recipe.recipe import is_written_out, written_over
 

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from pydantic import Field
 
-from workhorse.config import Config
+from workhorse.config.base import Config
 
 
 class JumpConfig(Config):

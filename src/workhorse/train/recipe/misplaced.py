@@ -6,7 +6,7 @@ from typing import Any
 
 import yaml
 
-from workhorse.config import ConfigError, parse_yaml
+from workhorse.config.base import ConfigError, parse_yaml
 from workhorse.train.recipe.reference import NAME, all_keys, configs_at, examples
 
 LISTED = 3

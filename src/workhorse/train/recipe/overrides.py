@@ -3,9 +3,9 @@
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from workhorse.config import Config, ConfigError
-from workhorse.on_resume import OfItsKind
-from workhorse.overrides import apply_overrides
+from workhorse.config.base import Config, ConfigError
+from workhorse.config.on_resume import OfItsKind
+from workhorse.config.overrides import apply_overrides
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.train.recipe.recipe import preset_with
 from workhorse.train.recipe.reference import NAME, configs_at, names_at

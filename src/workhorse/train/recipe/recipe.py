@@ -5,12 +5,12 @@ from typing import Annotated, Any, Literal, Self
 
 from pydantic import Field, field_validator, model_validator
 
-from workhorse.config import Config, ConfigError
+from workhorse.config.base import Config, ConfigError
+from workhorse.config.on_resume import OnResume
 from workhorse.data import DataConfig
 from workhorse.errors import WorkhorseError
 from workhorse.models import preset
 from workhorse.nn import DecoderConfig
-from workhorse.on_resume import OnResume
 from workhorse.optim.groups import OptimizerConfig
 from workhorse.optim.muon import MuonConfig
 from workhorse.optim.schedules import CosineConfig, ScheduleConfig

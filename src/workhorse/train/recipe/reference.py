@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic.fields import FieldInfo
 
-from workhorse.config import Config, configs_in, parse_yaml
+from workhorse.config.base import Config, configs_in, parse_yaml
+from workhorse.config.on_resume import OnResume, marked
 from workhorse.errors import WorkhorseError, nearest
 from workhorse.nn import DecoderConfig
-from workhorse.on_resume import OnResume, marked
 from workhorse.train.recipe.recipe import Recipe
 
 NAME = "NAME"

@@ -36,8 +36,9 @@ from pathlib import Path
 from typing import IO, Any
 
 from workhorse.errors import WorkhorseError
-from workhorse.untrusted import open_plain, parse_json
-from workhorse.writing import write_atomically, writing
+from workhorse.files.json_file import parse_json
+from workhorse.files.plain import open_plain
+from workhorse.files.writing import write_atomically, writing
 
 Event = dict[str, Any]
 """One line of the file."""

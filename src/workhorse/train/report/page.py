@@ -13,10 +13,10 @@ from typing import Any
 from jinja2 import Environment, StrictUndefined
 
 from workhorse.checkpoints import RunDirectory
-from workhorse.memory import size
+from workhorse.devices.memory import size
+from workhorse.files.writing import write_atomically
 from workhorse.train.report.chart import Series, line_chart, shown
 from workhorse.train.report.metrics import Event, read_metrics
-from workhorse.writing import write_atomically
 
 LOAD_MAX, LOAD_ENTROPY = "expert_load_max", "expert_load_entropy"
 SAMPLED_TIMES = 4

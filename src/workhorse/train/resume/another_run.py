@@ -7,10 +7,10 @@ from typing import Any
 import torch
 
 from workhorse.checkpoints import RunDirectory
-from workhorse.config import Config
+from workhorse.config.base import Config
+from workhorse.config.overrides import written
 from workhorse.errors import WorkhorseError
 from workhorse.nn import DecoderConfig
-from workhorse.overrides import written
 from workhorse.parallel.processes import environment
 from workhorse.train.recipe.recipe import Recipe
 

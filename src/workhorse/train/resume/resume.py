@@ -1,6 +1,6 @@
 """Resuming a run: from which checkpoint, and with which changes of its recipe.
 
-The configs declare which settings may change, see `workhorse.on_resume`. Other changes are refused
+The configs declare which settings may change, see `workhorse.config.on_resume`. Other changes are refused
 with the command that begins a new run with them.
 """
 
@@ -10,9 +10,9 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal, Protocol
 
 from workhorse.checkpoints import Checkpoint, RunDirectory
+from workhorse.config.on_resume import OnResume, rule_of
 from workhorse.data.corpus.file_changes import file_changes
 from workhorse.errors import WorkhorseError
-from workhorse.on_resume import OnResume, rule_of
 from workhorse.optim.muon import MuonConfig
 from workhorse.train.recipe.recipe import Recipe, written_over
 from workhorse.train.report.metrics import read_metrics

@@ -6,9 +6,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from workhorse.devices import training_dtype
+from workhorse.devices.names import training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.native import Operators, resolve
+from workhorse.native.allocator import give_back_freed_memory
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.groups import build_optimizer
 from workhorse.optim.master_weights import MasterWeights, round_weights
@@ -19,7 +20,6 @@ from workhorse.parallel.division.schedule import one_forward_one_backward
 from workhorse.parallel.division.stages import divide_stages
 from workhorse.parallel.division.teams import NO_TEAMS, Teams
 from workhorse.parallel.processes.world import ALONE, World
-from workhorse.tensors.allocator import give_back_freed_memory
 from workhorse.train.objectives.balance import Balanced, Balancer, has_mixtures
 from workhorse.train.objectives.divided import Divided
 from workhorse.train.objectives.next_token import NextToken

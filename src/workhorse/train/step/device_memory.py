@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from workhorse.config import ConfigError
+from workhorse.config.base import ConfigError
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ExactConfig, ParallelismConfig, share_of
 from workhorse.parallel.division.divisible import check_divisible

@@ -7,9 +7,9 @@ from functools import cache
 
 import torch
 
-from workhorse.devices import training_dtype
+from workhorse.devices.memory import available, free_memory, size
+from workhorse.devices.names import training_dtype
 from workhorse.errors import WorkhorseError
-from workhorse.memory import available, free_memory, size
 from workhorse.models.parameters import count_parameters
 from workhorse.native import resolve
 from workhorse.nn import DecoderConfig

@@ -9,11 +9,11 @@ from functools import partial
 import torch
 from torch import Tensor
 
+from workhorse.devices.to_host import ToHost
 from workhorse.optim.groups import Optimizer
 from workhorse.optim.norm import norm_by_rows, norm_over_parts, total_norm
 from workhorse.optim.shrink import shrink_on_device
 from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
-from workhorse.tensors.to_host import ToHost
 from workhorse.train.objectives.objective import Objective, Rows
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision

@@ -10,13 +10,13 @@ import torch
 from torch import Tensor, nn
 
 from workhorse.data import Batch
+from workhorse.devices.tape import Tape, stand_in, without_data
 from workhorse.errors import WorkhorseError
 from workhorse.models.parameters import components_of
 from workhorse.nn import Decoder, DecoderConfig, HeadLoss
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.schedule import one_forward_one_backward
 from workhorse.parallel.division.teams import absent_teams
-from workhorse.tensors.tape import Tape, stand_in, without_data
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
 

@@ -19,8 +19,8 @@ from torch import Tensor
 import workhorse.native
 import workhorse.nn
 import workhorse.transforms
-from workhorse.devices import cache_folder, name_of
-from workhorse.instructions import used
+from workhorse.devices.instructions import used
+from workhorse.devices.names import cache_folder, name_of
 from workhorse.native.build import sources_digest
 from workhorse.nn import Decoder
 from workhorse.nn.cache.fixed import CacheTensors

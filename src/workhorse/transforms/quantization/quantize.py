@@ -7,13 +7,13 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
+from workhorse.devices.destination import Destination
+from workhorse.devices.pages import in_large_pages
 from workhorse.errors import WorkhorseError
 from workhorse.native import Decoding, resolve
 from workhorse.native.decoding import GROUP, LANES
 from workhorse.nn.attention.latent import LatentAttention
 from workhorse.nn.experts.grouped_linear import GroupedLinear
-from workhorse.tensors.destination import Destination
-from workhorse.tensors.pages import in_large_pages
 from workhorse.transforms.quantization.codes import FORMATS, FormatName
 from workhorse.transforms.quantization.quantized_linear import (
     QuantizedGroupedLinear,

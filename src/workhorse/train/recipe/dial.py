@@ -18,7 +18,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from workhorse.config import read_yaml
+from workhorse.config.base import read_yaml
 from workhorse.errors import WorkhorseError
 
 NAMED_AFTER = "depth-"

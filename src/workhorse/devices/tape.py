@@ -19,7 +19,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack
 from torch.utils._pytree import tree_leaves
 
-from workhorse.tensors.shapes import ShapeCache
+from workhorse.devices.shapes import ShapeCache
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")

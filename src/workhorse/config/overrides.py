@@ -5,9 +5,9 @@ import shlex
 from collections.abc import Callable, Container, Iterable, Mapping
 from typing import Any, cast
 
-from workhorse.config import ConfigError, check_colons, parse_yaml
+from workhorse.config.base import ConfigError, check_colons, parse_yaml
 from workhorse.errors import shown
-from workhorse.untrusted import write_yaml
+from workhorse.files.yaml_text import write_yaml
 
 MAX_DEPTH = 64
 """Names in the path of a setting."""

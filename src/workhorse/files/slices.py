@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from workhorse.tensors.safetensors_header import header_bytes
+from workhorse.files.safetensors_header import header_bytes
 
 
 class Slice(NamedTuple):

@@ -15,7 +15,7 @@ from pydantic.fields import FieldInfo
 from workhorse.errors import WorkhorseError, meant, nearest, shown
 
 if TYPE_CHECKING:
-    from workhorse.config import Config
+    from workhorse.config.base import Config
 
 LARGEST = 2**63 - 1
 """Of a whole number; no size, count or seed is larger."""

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import Any
 
-from workhorse.config import Config
+from workhorse.config.base import Config
 
 
 class OnResume(Enum):

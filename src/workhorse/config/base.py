@@ -11,8 +11,7 @@ from typing import Any, ClassVar, Self, cast, get_args, get_origin
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 
-from workhorse import untrusted
-from workhorse.config_errors import (
+from workhorse.config.errors import (
     LARGEST,
     ConfigError,
     alternatives,
@@ -21,7 +20,9 @@ from workhorse.config_errors import (
     wrong_value,
 )
 from workhorse.errors import WorkhorseError, shown
-from workhorse.untrusted import to_path
+from workhorse.files import yaml_text
+from workhorse.files.json_file import parse_json
+from workhorse.files.plain import read_text, to_path
 
 __all__ = [
     "Config",
@@ -97,7 +98,7 @@ class Config(BaseModel):
     def from_json(cls, text: str) -> Self:
         _check_text(text, "JSON")
         try:
-            data = untrusted.parse_json(text.encode("utf-8", "surrogatepass"), "the text")
+            data = parse_json(text.encode("utf-8", "surrogatepass"), "the text")
         except WorkhorseError as error:
             raise ConfigError(str(error)) from None
         return cls.from_dict(data)
@@ -113,7 +114,7 @@ class Config(BaseModel):
         return cls.from_dict(data)
 
     def to_yaml(self) -> str:
-        return untrusted.write_yaml(self.to_dict())
+        return yaml_text.write_yaml(self.to_dict())
 
     def replace(self, **changes: Any) -> Self:
         """A copy with some fields changed, checked as if written so from the start."""
@@ -130,8 +131,8 @@ def parse_yaml(text: str) -> Any:
     """
     _check_text(text, "YAML")
     try:
-        return untrusted.parse_yaml(text)
-    except untrusted.BadYaml as error:
+        return yaml_text.parse_yaml(text)
+    except yaml_text.BadYaml as error:
         raise ConfigError(str(error)) from None
 
 
@@ -147,9 +148,7 @@ def read_yaml(path: str | Path) -> dict[str, Any]:
         ConfigError: the file is missing, unreadable, not YAML, or not a mapping.
     """
     try:
-        data = parse_yaml(
-            untrusted.read_text(to_path(path, "a YAML file is a path"), limit=MAX_BYTES)
-        )
+        data = parse_yaml(read_text(to_path(path, "a YAML file is a path"), limit=MAX_BYTES))
         check_colons(data)
     except ConfigError as error:
         raise ConfigError(f"{path}: {error}") from None

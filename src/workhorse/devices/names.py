@@ -5,8 +5,8 @@ from pathlib import Path
 
 import torch
 
+from workhorse.devices.instructions import cpu_has
 from workhorse.errors import WorkhorseError, nearest, shown
-from workhorse.instructions import cpu_has
 
 DTYPES = {
     "auto": None,

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any, NoReturn
 
 from workhorse.errors import WorkhorseError, shown
-from workhorse.untrusted.files import decoded, read_bytes
+from workhorse.files.plain import decoded, read_bytes
 
 MAX_DEPTH = 64
 MAX_VALUES = 850_000

@@ -17,7 +17,8 @@ from typing import Any, BinaryIO, NamedTuple
 import torch
 
 from workhorse.errors import WorkhorseError, shown
-from workhorse.untrusted import collector_paused, parse_json, unreadable
+from workhorse.files.json_file import collector_paused, parse_json
+from workhorse.files.plain import unreadable
 
 MAX_HEADER_BYTES = 32_000_000
 """A header takes about 140 bytes per tensor, so this is over twice what `parse_json` accepts."""

@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
 from workhorse.errors import WorkhorseError, shown
-from workhorse.untrusted.files import unreadable
-from workhorse.untrusted.json_file import collector_paused
+from workhorse.files.json_file import collector_paused
+from workhorse.files.plain import unreadable
 
 MAGIC = b"GGUF"
 VERSIONS = (2, 3)

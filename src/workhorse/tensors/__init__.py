@@ -1,1 +1,0 @@
-"""Tensors outside any model: their files, and their memory."""

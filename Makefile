@@ -85,8 +85,8 @@ test-all: lint
 test-compilers: $(FOR_TESTS)
 	@for compiler in $(COMPILERS); do \
 	    echo "CXX=$$compiler"; \
-	    CXX=$$compiler $(PYTEST) -m "not campaign" tests/native tests/transforms/native_training \
-	        tests/transforms/steps tests/transforms/quantization || exit 1; \
+	    CXX=$$compiler $(PYTEST) -m "not campaign" tests/native tests/execute/native_training \
+	        tests/execute/native_decoding tests/transforms/quantization || exit 1; \
 	done
 
 lint: $(FOR_TESTS)

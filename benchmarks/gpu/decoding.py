@@ -19,11 +19,11 @@ from benchmarks.gpu.speed import alone, at_least, decoder_config, llama_fields
 from benchmarks.harness import limits
 from benchmarks.harness.shapes import DECODING, NEW_TOKENS, PROMPT_TOKENS, Shape
 from benchmarks.harness.tokens import TokenClock, random_tokens
+from workhorse.execute.compiled.captured_step import capture_steps
+from workhorse.execute.compiled.compiled_step import compile_steps
+from workhorse.execute.inference import prepare_for_inference
 from workhorse.generate import GenerationConfig, generate, stream
 from workhorse.nn import Decoder
-from workhorse.transforms.compiled.captured_step import capture_steps
-from workhorse.transforms.compiled.compiled_step import compile_steps
-from workhorse.transforms.inference import prepare_for_inference
 from workhorse.transforms.quantization.codes import FormatName
 from workhorse.transforms.quantization.quantize import quantize
 

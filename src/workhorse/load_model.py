@@ -27,13 +27,13 @@ from workhorse.config.base import ConfigError
 from workhorse.data import DataConfig
 from workhorse.devices.names import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError, shown, warn_caller
+from workhorse.execute.inference import prepare_for_inference
 from workhorse.generate import GenerationConfig
 from workhorse.model import Model
 from workhorse.models import preset, preset_names
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import KernelName
 from workhorse.tokenizers import BytesConfig, train_tokenizer
-from workhorse.transforms.inference import prepare_for_inference
 from workhorse.transforms.quantization.codes import FORMATS, FormatName
 from workhorse.transforms.quantization.quantize import place_codes
 from workhorse.transforms.quantization.quantize import quantize as quantize_weights

@@ -22,13 +22,13 @@ from torch import Tensor
 from tests.nn.grid import CAUSAL, COVERING, fixed_length, make, mixes_experts, name
 from tests.nn.paged import paged
 from tests.transforms import windowed
+from workhorse.execute.compiled.compiled_step import compile_steps
+from workhorse.execute.native_decoding.attention import attend_natively
+from workhorse.execute.native_decoding.native_step import step_natively
+from workhorse.execute.native_decoding.stream import stream_weights
 from workhorse.generate import GenerationConfig, generate
 from workhorse.native import resolve
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.transforms.compiled.compiled_step import compile_steps
-from workhorse.transforms.native_attention import attend_natively
-from workhorse.transforms.steps.native_step import step_natively
-from workhorse.transforms.stream import stream_weights
 
 pytestmark = [
     pytest.mark.campaign,

@@ -4,11 +4,11 @@ from typing import Any
 
 import pytest
 
+from workhorse.execute.native_decoding.attention import attend_natively
+from workhorse.execute.native_decoding.native_step import step_natively
+from workhorse.execute.native_decoding.stream import stream_weights
 from workhorse.native import Library, resolve
 from workhorse.nn import Decoder
-from workhorse.transforms.native_attention import attend_natively
-from workhorse.transforms.steps.native_step import step_natively
-from workhorse.transforms.stream import stream_weights
 
 OPERATORS = resolve("decoding", "matrix_unit", "steps", "training", "vectors", wait=True)
 # Where one is None, what uses it is skipped by `needs`.

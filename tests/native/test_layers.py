@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.native.machine import TRAINING, needs
+from workhorse.execute.native_training.feedforward import activation_of
 from workhorse.native.blocks import Activation
 from workhorse.nn.feedforward import ReluSquared
 from workhorse.nn.head_loss import Shaping, loss_into_gradient
-from workhorse.transforms.native_training.feedforward import activation_of
 
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 ACTIVATIONS = {

@@ -8,12 +8,12 @@ import torch.nn.functional as F
 
 from tests.native.machine import TRAINING, needs
 from tests.train.conftest import MODEL
+from workhorse.execute.native_training.attention import TrainingSdpa, replace_attention
 from workhorse.nn import DecoderConfig
 from workhorse.nn.attention.kernels import Scoring, Sdpa
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.master_weights import MasterWeights, round_weights, split
 from workhorse.optim.muon import Muon, MuonConfig
-from workhorse.transforms.native_training.attention import TrainingSdpa, replace_attention
 from workhorse.transforms.replace import become
 
 pytestmark = needs("training")

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from tests.train.conftest import MODEL
 from workhorse.data import Batch
+from workhorse.execute.native_training import train_natively
 from workhorse.native import Operators, resolve
 from workhorse.nn import DecoderConfig
 from workhorse.optim.adamw import AdamWConfig
@@ -22,7 +23,6 @@ from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
 from workhorse.train.step.step import TrainingStep
-from workhorse.transforms.native_training import train_natively
 
 CPU = torch.device("cpu")
 PROCESSES = 2

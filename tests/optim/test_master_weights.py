@@ -12,6 +12,7 @@ from tests.train.conftest import MODEL
 from tests.train.step.test_step import CPU
 from workhorse.data import Batch
 from workhorse.devices.instructions import SWITCH
+from workhorse.execute.native_training import replace_embeddings, train_natively
 from workhorse.native import Operators, Training
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.head_loss import Multiply, product
@@ -22,7 +23,6 @@ from workhorse.optim.norm import total_norm
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
-from workhorse.transforms.native_training import replace_embeddings, train_natively
 
 
 @pytest.fixture(autouse=True)

@@ -13,6 +13,7 @@ from tests.nn.grid import error, make, random_tokens
 from tests.parallel.forked import start
 from workhorse.config.base import ConfigError
 from workhorse.data import Batch
+from workhorse.execute.checkpointing import checkpoint_activations
 from workhorse.nn import IGNORE, Decoder, DecoderConfig
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.nn.experts.router import Routing
@@ -28,7 +29,6 @@ from workhorse.parallel.processes.world import World
 from workhorse.train.objectives.divided import Divided
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.objectives.objective import Objective
-from workhorse.transforms.checkpointing import checkpoint_activations
 
 ROWS, COLUMNS = 2, 12
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 7 + [2] * 2, [4] * 12])

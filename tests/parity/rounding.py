@@ -18,9 +18,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.parity.reference import VOCAB, float_buffers, quiet, randomised, their_config
 from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
+from workhorse.execute.inference import prepare_for_inference
 from workhorse.nn import Decoder
 from workhorse.nn.positions.rope import RopeConfig
-from workhorse.transforms.inference import prepare_for_inference
 
 ROWS, PARTS = 45, (14, *[1] * 7)
 SEQ = sum(PARTS)

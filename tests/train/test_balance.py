@@ -12,6 +12,7 @@ from tests.train.step.test_step import CPU
 from tests.train.test_run import assert_same_run, weights
 from workhorse.config.base import ConfigError
 from workhorse.data import IGNORE, Batch
+from workhorse.execute.checkpointing import checkpoint_activations
 from workhorse.models.flops import flops_per_token
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.experts.router import Router, Routing
@@ -24,7 +25,6 @@ from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
 from workhorse.train.step.step import TrainingStep
-from workhorse.transforms.checkpointing import checkpoint_activations
 
 EXPERTS, TOP_K = 8, 2
 MIXTURE = {

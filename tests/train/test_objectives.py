@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from workhorse.execute.native_training import train_natively
 from workhorse.native import resolve
 from workhorse.nn import Decoder, token_logprobs
 from workhorse.optim.adamw import AdamWConfig
@@ -16,7 +17,6 @@ from workhorse.train.objectives.objective import Objective, Outcome
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
 from workhorse.train.step.step import TrainingStep
-from workhorse.transforms.native_training import train_natively
 
 CPU = torch.device("cpu")
 

@@ -12,17 +12,19 @@ from tests.native.machine import DECODING, OPERATORS, needs
 from tests.nn.grid import CAUSAL
 from workhorse.checkpoints import weights_of
 from workhorse.errors import WorkhorseError
+from workhorse.execute.checkpointing import checkpoint_activations
+from workhorse.execute.compiled.compiled_layers import compile_layers
+from workhorse.execute.compiled.compiled_step import compile_steps
+from workhorse.execute.inference import prepare_for_inference
+from workhorse.execute.native_decoding.attention import attend_natively
+from workhorse.execute.native_decoding.native_step import step_natively
+from workhorse.execute.native_decoding.stream import stream_weights
+from workhorse.execute.native_training import train_natively
 from workhorse.models.llama import llama
 from workhorse.native import Operators
 from workhorse.nn import Decoder
 from workhorse.train.objectives.next_token import NextToken
-from workhorse.transforms.checkpointing import checkpoint_activations
-from workhorse.transforms.compiled.compiled_layers import compile_layers
-from workhorse.transforms.compiled.compiled_step import compile_steps
 from workhorse.transforms.grouped_heads import group_heads
-from workhorse.transforms.inference import prepare_for_inference
-from workhorse.transforms.native_attention import attend_natively
-from workhorse.transforms.native_training import train_natively
 from workhorse.transforms.quantization.quantize import quantize
 from workhorse.transforms.record import (
     MAY_FOLLOW,
@@ -32,8 +34,6 @@ from workhorse.transforms.record import (
     record,
     transforms_of,
 )
-from workhorse.transforms.steps.native_step import step_natively
-from workhorse.transforms.stream import stream_weights
 
 # PyTorch's compiler imports what PyTorch itself calls deprecated.
 pytestmark = pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning")

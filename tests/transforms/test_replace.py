@@ -14,14 +14,14 @@ from tests.native.machine import OPERATORS
 from tests.nn.grid import CAUSAL, COVERING, make, name, random_tokens
 from tests.nn.paged import paged
 from workhorse.data import Batch
+from workhorse.execute.checkpointing import checkpoint_activations
+from workhorse.execute.compiled.compiled_step import CompiledDecoder
+from workhorse.execute.inference import prepare_for_inference
+from workhorse.execute.native_training import train_natively
+from workhorse.execute.native_training.embedding import replace_embeddings
 from workhorse.models.llama import llama
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.train.objectives.next_token import NextToken
-from workhorse.transforms.checkpointing import checkpoint_activations
-from workhorse.transforms.compiled.compiled_step import CompiledDecoder
-from workhorse.transforms.inference import prepare_for_inference
-from workhorse.transforms.native_training import train_natively
-from workhorse.transforms.native_training.embedding import replace_embeddings
 from workhorse.transforms.quantization.quantize import quantize
 from workhorse.transforms.quantization.quantized_linear import QuantizedLinear
 from workhorse.transforms.replace import become, combined, replace_modules

@@ -6,6 +6,7 @@ import torch
 
 from workhorse.data import IGNORE, Batch
 from workhorse.errors import WorkhorseError
+from workhorse.execute.checkpointing import checkpoint_activations
 from workhorse.nn import Decoder, next_token_loss
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer
@@ -15,7 +16,6 @@ from workhorse.train.step.build import build_step
 from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
 from workhorse.train.step.step import TrainingStep
-from workhorse.transforms.checkpointing import checkpoint_activations
 
 CPU = torch.device("cpu")
 

@@ -8,6 +8,10 @@ from torch import nn
 
 from workhorse.devices.names import training_dtype
 from workhorse.errors import WorkhorseError
+from workhorse.execute.checkpointing import checkpoint_activations
+from workhorse.execute.compiled.compiled_layers import compile_layers
+from workhorse.execute.compiled.compiled_loss import compile_loss
+from workhorse.execute.native_training import Gemm, replace_embeddings, train_natively
 from workhorse.native import Operators, resolve
 from workhorse.native.allocator import give_back_freed_memory
 from workhorse.nn import Decoder, DecoderConfig
@@ -30,11 +34,7 @@ from workhorse.train.step.loss_scale import LossScale
 from workhorse.train.step.precision import Precision
 from workhorse.train.step.reduction import Reduction, ShardedReduction
 from workhorse.train.step.step import TrainingStep
-from workhorse.transforms.checkpointing import checkpoint_activations
-from workhorse.transforms.compiled.compiled_layers import compile_layers
-from workhorse.transforms.compiled.compiled_loss import compile_loss
 from workhorse.transforms.float8 import multiply_in_float8
-from workhorse.transforms.native_training import Gemm, replace_embeddings, train_natively
 
 
 def build_step(

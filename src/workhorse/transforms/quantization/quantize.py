@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from workhorse.devices.destination import Destination
 from workhorse.devices.pages import in_large_pages
 from workhorse.errors import WorkhorseError
+from workhorse.execute.native_decoding.stream import StreamedLinear
 from workhorse.native import Decoding, resolve
 from workhorse.native.decoding import GROUP, LANES
 from workhorse.nn.attention.latent import LatentAttention
@@ -21,7 +22,6 @@ from workhorse.transforms.quantization.quantized_linear import (
     QuantizedWeight,
 )
 from workhorse.transforms.record import check, record
-from workhorse.transforms.stream import StreamedLinear
 
 
 def quantize(model: nn.Module, format: FormatName) -> nn.Module:

@@ -3,7 +3,7 @@
 // Its values are registers, matrices with a row for each token; a packed one holds fixed-point numbers for products
 // with packed weights. An instruction that `joins` the one before it is done right after it for each row; together they
 // are a stage. A stage is divided among the threads by outputs or by rows, so that no sum depends on how many there
-// are. One whose first instruction `waits` begins with a barrier; transforms/steps/program.py decides which do.
+// are. One whose first instruction `waits` begins with a barrier; execute/native_decoding/program.py decides which do.
 #pragma once
 
 #include <cstddef>

@@ -1,0 +1,264 @@
+"""A decoder whose steps are one call of a native operator.
+
+Module by module, a step makes a hundred Python calls and as many thread barriers; for a small
+model either costs more than reading the weights. The operator runs the whole step in one parallel
+region. What it computes follows from the modules (`program.py`); where they compute something it
+has no instruction for, they do it themselves.
+"""
+
+import threading
+from collections.abc import Sequence
+from contextlib import suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from workhorse.errors import WorkhorseError
+from workhorse.execute.compiled.compiled_step import CompiledDecoder
+from workhorse.execute.native_decoding.program import Program, RotationKey
+from workhorse.execute.native_decoding.recorded import CannotTranslate
+from workhorse.execute.native_decoding.stream import DOT_ROWS_BESIDE_GEMM
+from workhorse.execute.native_decoding.translate import translate
+from workhorse.native import Operators, Steps
+from workhorse.native.steps import KeptWeights
+from workhorse.nn import Decoder
+from workhorse.nn.cache.fixed import tensors_of
+from workhorse.nn.cache.paged_view import PagedView
+from workhorse.nn.cache.view import CacheView
+from workhorse.nn.embedding import batch_and_seq, look_up
+from workhorse.nn.watched import Held, Watch
+from workhorse.transforms.record import check, record
+from workhorse.transforms.replace import become
+
+MOST_ROWS = 256
+"""Tokens of a pass, of all texts together. For more, attention that computes whole blocks of scores
+is faster."""
+
+
+def step_natively(decoder: Decoder, operators: Operators) -> "SteppingDecoder":
+    """A decoder that adds a few tokens to a `PagedView` by one native call.
+
+    Long prompts and everything else run as before. So does a decoder with hooks, and one that
+    computes what the operator does not, by compiled steps if it has them. If weights or modules are
+    replaced later, what it does is looked at again; modules may not be changed in other ways.
+
+    Args:
+        decoder: in evaluation mode, on the CPU, after the other transforms of inference. What is
+            returned takes its place.
+        operators: `steps` among them.
+    """
+    check(decoder, "step_natively")
+    dtype = next(decoder.parameters()).dtype
+    few = DOT_ROWS_BESIDE_GEMM.get(dtype, 0)
+    # Without our gemms, more rows are left to PyTorch's.
+    most = few if operators.vectors is None else MOST_ROWS
+    if dtype == torch.bfloat16 and operators.matrix_unit is not None:  # faster for more than one
+        few = most = 1
+    options = {"steps": operators.steps, "few": few, "most": most, "angles": Angles()}
+    kind = SteppingCompiledDecoder if type(decoder) is CompiledDecoder else SteppingDecoder
+    made = become(decoder, kind, **options, watch=Watch(decoder.modules()))
+    record(made, "step_natively")
+    return made
+
+
+class Angles:
+    """RoPE's cosines and sines, kept up to the longest position needed so far."""
+
+    def __init__(self) -> None:
+        self._tables: dict[RotationKey, tuple[Tensor, Tensor]] = {}
+
+    def upto(self, length: int, rotations: Sequence[RotationKey]) -> list[Tensor]:
+        """Of positions below `length`: each rotation's cosines and sines, (positions, pairs)."""
+        return [table for rotation in rotations for table in self._upto(length, rotation)]
+
+    def _upto(self, length: int, rotation: RotationKey) -> tuple[Tensor, Tensor]:
+        known = self._tables.get(rotation)
+        if known is None or len(known[0]) < length:
+            positions = torch.arange(max(2 * length, 256))[None]
+            cos, sin = rotation.rope.angles(positions, rotation.head_dim, length)
+            dtype = rotation.dtype
+            known = cos[0, 0].to(dtype).contiguous(), sin[0, 0].to(dtype).contiguous()
+            self._tables[rotation] = known
+        return known
+
+
+class SteppingDecoder(Decoder):
+    """See `step_natively`."""
+
+    steps: Steps
+    few: int
+    most: int
+    angles: Angles
+    watch: Watch
+    translated: "Translated | None" = None
+
+    @property
+    def rows_apart(self) -> int:
+        stepping = not self.watch.sees_hooks and self._kept_program() is not None
+        return self.few if stepping else super().rows_apart
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the program, which is of these weights."""
+        state: Any = super().__getstate__()
+        return state | {"translated": None}
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> None:
+        self.translated = None  # PyTorch can swap parameters only if nobody else holds them
+        super()._load_from_state_dict(*args, **kwargs)
+
+    def _apply(self, *args: Any, **kwargs: Any) -> Any:
+        self.translated = None
+        return super()._apply(*args, **kwargs)
+
+    def next_logits(
+        self, tokens: Tensor, *, positions: Tensor | None = None, cache: CacheView | None = None
+    ) -> Tensor:
+        if positions is None and (kept := self._kept_program_for(tokens, cache)):
+            assert isinstance(cache, PagedView)
+            logits = self._step(kept, tokens, cache, 1)
+            if logits is not None:
+                return logits[:, 0]
+        return super().next_logits(tokens, positions=positions, cache=cache)
+
+    def forward(
+        self,
+        tokens: Tensor,
+        *,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        cache: CacheView | None = None,
+    ) -> Tensor:
+        counted = positions is None and documents is None
+        if counted and (kept := self._kept_program_for(tokens, cache)):
+            assert isinstance(cache, PagedView)
+            logits = self._step(kept, tokens, cache, tokens.shape[1])
+            if logits is not None:
+                return logits
+        return super().forward(tokens, positions=positions, documents=documents, cache=cache)
+
+    def _kept_program_for(self, tokens: Tensor, cache: CacheView | None) -> "KeptProgram | None":
+        """The program, if this pass is a step that it can take."""
+        if not isinstance(cache, PagedView) or torch.is_grad_enabled():
+            return None
+        if torch.is_autocast_enabled("cpu"):  # which decides the dtype of every operator
+            return None
+        rows, seq = batch_and_seq(tokens)
+        # A windowed cache takes `slack` + 1 new tokens before it must evict any.
+        fits = seq <= cache.slack + 1 or not any(cache.cache.pools)
+        if self.max_positions is not None:
+            fits = fits and cache.length + seq <= self.max_positions
+        if not fits or not 0 < rows * seq <= self.most or rows != len(cache.lengths):
+            return None
+        return None if self.watch.sees_hooks else self._kept_program()
+
+    def _kept_program(self) -> "KeptProgram | None":
+        """The program of the modules and weights that it has now."""
+        known = self.translated
+        if known is None or not known.holds():
+            with _TRANSLATING:  # the decoder runs with hooks, which other threads do not mind
+                known = self.translated
+                if known is not None and known.holds():
+                    return known.kept
+                self.watch = Watch(self.modules())
+                if self.watch.sees_hooks:
+                    return None
+                known = self.translated = Translated(self)
+        return known.kept
+
+    def _step(
+        self, kept: "KeptProgram", tokens: Tensor, view: PagedView, wanted: int
+    ) -> Tensor | None:
+        """The logits, or None if the weights lie in memory so that there is no program for them."""
+        program, weights = kept
+        rows, seq = tokens.shape
+        view.reserve([seq] * rows)
+        for store, (heads, *widths) in zip(view.cache.stores, program.layers, strict=True):
+            if store.k is None:
+                dtype = program.dtype
+                store.tensors(*(torch.empty(1, heads, 0, width, dtype=dtype) for width in widths))
+        tensors = tensors_of(view)
+        # Layers whose reaches are no shorter than the cache share tables.
+        of_pools = list(dict.fromkeys(store.pool.reach for store in view.cache.stores))
+        places = [
+            of_pools.index(view.cache.stores[layer].pool.reach) for layer in program.table_users
+        ]
+        try:
+            logits = self.steps.run(
+                program.instructions,
+                program.numbers,
+                program.registers,
+                weights,
+                angles=self.angles.upto(view.length + seq, program.rotations),
+                tokens=tokens.long().contiguous(),
+                lengths=tensors.lengths,
+                tables=[tensors.tables[place] for place in places],
+                keys=tensors.keys,
+                values=tensors.values,
+                reaches=program.reaches,
+                few=self.few,
+                wanted=wanted,
+                vocab=self.config.vocab_size,
+            )
+        except RuntimeError:
+            look_up(self.embedding.tokens, tokens)  # says so if an id is out of range
+            if kept.is_cast_in_part:
+                raise WorkhorseError(
+                    "a part of the decoder was cast to another dtype after a step; cast all of it"
+                ) from None
+            if kept.is_contiguous:
+                raise
+            self.translated = None
+            return None
+        view.lengths = view.lengths + seq
+        view.advance(seq)
+        return logits
+
+
+_TRANSLATING = threading.Lock()
+
+
+class KeptProgram(NamedTuple):
+    """A program whose weights the operator keeps."""
+
+    program: Program
+    weights: KeptWeights
+
+    @property
+    def is_cast_in_part(self) -> bool:
+        """Whether a weight has another dtype than when the program was made."""
+        floats = (one for one in self.program.weights if one.is_floating_point())
+        return any(one.dtype != self.program.dtype for one in floats)
+
+    @property
+    def is_contiguous(self) -> bool:
+        """Whether the weights are, as when the program was made."""
+        return all(one.is_contiguous() for one in self.program.weights)
+
+
+class Translated:
+    """What `translate` makes of a decoder, as long as its modules and weights are the same objects.
+
+    Attributes:
+        kept: None if it computes something that has no instruction.
+    """
+
+    def __init__(self, decoder: SteppingDecoder) -> None:
+        self.held = Held(decoder)
+        self.kept: KeptProgram | None = None
+        with suppress(CannotTranslate):
+            program = translate(decoder)
+            self.kept = KeptProgram(program, decoder.steps.keep(program.weights))
+
+    def holds(self) -> bool:
+        """Whether nothing was replaced, and the first weight not cast, since then.
+
+        The numbers in the weights are read at every step, so they may change in place.
+        """
+        if not self.held.unchanged:
+            return False
+        return self.kept is None or self.kept.program.weights[0].dtype == self.kept.program.dtype
+
+
+class SteppingCompiledDecoder(SteppingDecoder, CompiledDecoder):
+    """A `SteppingDecoder` that falls back to compiled steps."""

@@ -1,0 +1,243 @@
+"""The instructions of each kind of module, and of a whole decoder."""
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch
+from torch import nn
+
+from workhorse.execute.activation_names import NATIVE_ACTIVATIONS, activation_name
+from workhorse.execute.native_decoding.attention import ATTENDED, DecodingSdpa
+from workhorse.execute.native_decoding.program import (
+    NOWHERE,
+    CacheShape,
+    Program,
+    Register,
+    RotationKey,
+    Writer,
+)
+from workhorse.execute.native_decoding.recorded import CannotTranslate, record_modules
+from workhorse.execute.native_decoding.stream import StreamedLinear
+from workhorse.native.decoding import GROUP
+from workhorse.native.steps import ACTIVATIONS, NormFlag, Op, RotationFlag
+from workhorse.nn import Decoder
+from workhorse.nn.attention.grouped import Attention
+from workhorse.nn.attention.qk_norm import AllHeadsNorm, rotate_then_norm
+from workhorse.nn.attention.self_attention import Float32Rotation, Rotation
+from workhorse.nn.elementwise import Multiplier, RoundedMultiplier, Unchanged
+from workhorse.nn.feedforward import Gated
+from workhorse.nn.norms import (
+    Float32LayerNorm,
+    LayerNorm,
+    LowPrecisionLayerNorm,
+    RMSNorm,
+    RMSNormMultipliedFirst,
+)
+from workhorse.nn.positions.absolute import LearnedPositions
+from workhorse.transforms.quantization.quantized_linear import QuantizedLinear
+
+
+def translate(decoder: Decoder) -> Program:
+    """The program of a decoder that was prepared for inference on a CPU.
+
+    Raises:
+        CannotTranslate: it computes something that the instructions do not.
+    """
+    dtypes = {weight.dtype for weight in decoder.parameters()}
+    if len(dtypes) > 1 or not dtypes <= set(ATTENDED):
+        raise CannotTranslate(f"weights of dtypes {dtypes}")
+    recorded = record_modules(decoder, TRANSLATIONS)
+    last_read = {n: place for place, one in enumerate(recorded) for n in one.inputs}
+    writer = Writer(decoder.config.vocab_size, *dtypes)
+    values: dict[int, Register] = {}
+    for place, (module, inputs, output) in enumerate(recorded):
+        given = [values[n] for n in inputs if n in values]
+        if module is decoder.final_norm:  # the logits of earlier tokens may not be wanted
+            (x,) = given
+            given = [writer.write(Op.LAST, writer.reserve(x.width), x)]
+        if module is None:
+            made = writer.write(Op.ADD, writer.reserve(given[0].width), *given)
+        else:
+            made = _written(writer, module, *given)
+        values[output] = made
+        ended = {values[n] for n in inputs if n in values and last_read[n] == place}
+        writer.release(*ended - {made})
+    return writer.program()
+
+
+def _written(writer: Writer, module: nn.Module, *inputs: Register) -> Register:
+    """The result of a module's instructions."""
+    write = TRANSLATIONS.get(type(module))
+    if write is None:
+        raise CannotTranslate(type(module).__name__)
+    return write(writer, module, *inputs)
+
+
+def linear(writer: Writer, module: nn.Module, x: Register) -> Register:
+    """`x Wᵀ + b`."""
+    layer = cast(nn.Linear, module)
+    to, options = writer.reserve(layer.out_features), (layer.out_features,)
+    return writer.write(Op.LINEAR, to, x, weight=layer.weight, bias=layer.bias, options=options)
+
+
+def packed_linear(writer: Writer, module: nn.Module, x: Register) -> Register:
+    """The same with a packed W."""
+    layer = cast(QuantizedLinear, module)
+    if layer.decoding is None or layer.in_features % GROUP:
+        raise CannotTranslate("packed weights that no operator multiplies")
+    options = (layer.out_features, writer.weight(layer.scales), writer.weight(layer.table))
+    return writer.write(
+        Op.PACKED_LINEAR,
+        writer.reserve(layer.out_features),
+        writer.packed(x),
+        weight=layer.codes,
+        bias=layer.bias,
+        options=options,
+    )
+
+
+def norm(
+    writer: Writer,
+    module: nn.Module,
+    x: Register,
+    to: Register | None = None,
+    width: int | None = None,
+) -> Register:
+    """A norm of each row, or of each part of a row that is `width` wide."""
+    how, part = NORMS.get(type(module)), cast(Any, module)
+    if how is None:
+        raise CannotTranslate(type(module).__name__)
+    width = width or x.width
+    gain, shift = part.weight, getattr(part, "bias", None)
+    if any(one is not None and one.numel() != width for one in (gain, shift)):
+        raise CannotTranslate("a norm whose weights are not as wide as it")
+    return writer.write(
+        Op.NORM,
+        to or writer.reserve(x.width),
+        x,
+        weight=gain,
+        bias=shift,
+        options=(width, how),
+        numbers=(part.eps, 0.0 if gain is None else part.offset),
+    )
+
+
+def attention(writer: Writer, module: nn.Module, x: Register) -> Register:
+    """A whole layer of attention."""
+    layer = cast(Attention, module)
+    _check(layer)
+    projections = (layer.q_proj, layer.k_proj, layer.v_proj)
+    q, k, v = (_written(writer, one, x) for one in projections)
+    _norm_and_rotate(writer, layer, q, layer.q_norm, layer.q_rotation)
+    _norm_and_rotate(writer, layer, k, layer.k_norm, layer.k_rotation)
+    cached = len(writer.layers), writer.table(layer.pattern.reach)
+    writer.layers.append(CacheShape(layer.n_kv_heads, layer.head_dim, layer.value_dim))
+    # The cache is no register: `k` stands for what is stored and attended to.
+    writer.write(Op.STORE, k, k, v, options=cached)
+    y = writer.reserve(layer.n_heads * layer.value_dim)
+    seen = writer.reach(layer.pattern.window, layer.pattern.chunk)
+    options, scale = (layer.n_heads, *cached, seen), layer.kernel.scoring.scale
+    writer.write(Op.ATTEND, y, q, k, options=options, numbers=(scale,))
+    writer.release(q, k, v)
+    if type(layer.inner_norm) is not nn.Identity:
+        norm(writer, layer.inner_norm, y, to=y)
+    made = _written(writer, layer.out_proj, y)
+    writer.release(y)
+    return made
+
+
+def _check(layer: Attention) -> None:
+    if type(layer.kernel) is not DecodingSdpa or layer.pattern.alibi_slopes:
+        raise CannotTranslate("attention by a kernel or with biases that no instruction has")
+    parts = (layer.q_clip, layer.k_clip, layer.v_clip, layer.scale_queries, layer.gate)
+    for part in parts:
+        if type(part) not in (nn.Identity, Unchanged):
+            raise CannotTranslate(type(part).__name__)
+
+
+def _norm_and_rotate(
+    writer: Writer, layer: Attention, x: Register, head_norm: nn.Module, rotation: nn.Module
+) -> None:
+    """In place, in the order of the layer."""
+    after = layer.norm_and_rotate is rotate_then_norm
+    if after:
+        _rotate(writer, layer.head_dim, rotation, x)
+    if isinstance(head_norm, AllHeadsNorm):
+        norm(writer, head_norm.norm, x, to=x)
+    elif type(head_norm) is not nn.Identity:
+        norm(writer, head_norm, x, to=x, width=layer.head_dim)
+    if not after:
+        _rotate(writer, layer.head_dim, rotation, x)
+
+
+def _rotate(writer: Writer, head_dim: int, module: nn.Module, x: Register) -> None:
+    if type(module) is Unchanged:
+        return
+    rope = cast(Rotation, module).rope
+    if rope.depends_on_length:
+        raise CannotTranslate("a rotation that depends on the text's length")
+    how, dtype = RotationFlag(0), writer.dtype
+    if type(module) is Float32Rotation:
+        how, dtype = RotationFlag.IN_FLOAT32, torch.float32
+    if rope.pairing == "interleaved":
+        how |= RotationFlag.INTERLEAVED
+    options = (head_dim, writer.rotation(RotationKey(rope, head_dim, dtype)), how)
+    writer.write(Op.ROTATE, x, x, options=options)
+
+
+def _embed(writer: Writer, module: nn.Module) -> Register:
+    table = cast(nn.Embedding, module)
+    return writer.write(Op.EMBED, writer.reserve(table.embedding_dim), weight=table.weight)
+
+
+def _embed_positions(writer: Writer, module: nn.Module, x: Register) -> Register:
+    positions = cast(LearnedPositions, module)
+    vectors, table = writer.reserve(x.width), positions.table.weight
+    writer.write(Op.EMBED_POSITION, vectors, weight=table, options=(positions.offset,))
+    made = writer.write(Op.ADD, writer.reserve(x.width), x, vectors)
+    writer.release(vectors)
+    return made
+
+
+def _keep(_writer: Writer, _module: nn.Module, x: Register) -> Register:
+    return x
+
+
+def _scale(writer: Writer, module: nn.Module, x: Register) -> Register:
+    factor = cast(Multiplier, module).multiplier
+    if type(module) is RoundedMultiplier:
+        factor = float(torch.tensor(factor, dtype=writer.dtype))
+    return writer.write(Op.SCALE, writer.reserve(x.width), x, numbers=(factor,))
+
+
+def _activate(writer: Writer, module: nn.Module, x: Register, up: Register = NOWHERE) -> Register:
+    if isinstance(module, Gated):
+        module = module.activation
+    name = activation_name(module)
+    if name is None:
+        raise CannotTranslate(type(module).__name__)
+    options = (ACTIVATIONS.index(name),)
+    return writer.write(Op.ACTIVATE, writer.reserve(x.width), x, up, options=options)
+
+
+_LAYER_NORM = NormFlag.CENTRED | NormFlag.ROUNDED_GAIN
+NORMS = {
+    LayerNorm: _LAYER_NORM,
+    LowPrecisionLayerNorm: _LAYER_NORM,
+    Float32LayerNorm: _LAYER_NORM,
+    RMSNorm: NormFlag.ROUNDED_NORMAL | NormFlag.ROUNDED_GAIN,
+    RMSNormMultipliedFirst: NormFlag(0),
+}
+"""How each norm rounds."""
+TRANSLATIONS: dict[type[nn.Module], Callable[..., Register]] = {
+    nn.Embedding: _embed,
+    LearnedPositions: _embed_positions,
+    **dict.fromkeys((nn.Identity, nn.Dropout, Unchanged), _keep),
+    **dict.fromkeys((Multiplier, RoundedMultiplier), _scale),
+    **dict.fromkeys((Gated, *NATIVE_ACTIVATIONS), _activate),
+    StreamedLinear: linear,
+    QuantizedLinear: packed_linear,
+    **dict.fromkeys(NORMS, norm),
+    Attention: attention,
+}
+"""The function that writes the instructions of each kind of module."""

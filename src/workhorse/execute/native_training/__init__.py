@@ -1,0 +1,45 @@
+"""Training on a CPU with native operators, which compute the same results and gradients as PyTorch.
+
+A module is replaced if it is exactly of the class that an operator knows. For inputs that the
+operator does not accept, it computes as before.
+"""
+
+from torch import nn
+
+from workhorse.execute.native_training.attention import replace_attention, replace_projections
+from workhorse.execute.native_training.blocks import replace_blocks
+from workhorse.execute.native_training.embedding import replace_embeddings
+from workhorse.execute.native_training.feedforward import replace_feed_forwards
+from workhorse.execute.native_training.linear import Gemm, replace_linear
+from workhorse.execute.native_training.loss import replace_head_loss
+from workhorse.execute.native_training.norms import replace_norms
+from workhorse.native import Operators
+from workhorse.transforms.record import check, record
+
+__all__ = ["Gemm", "replace_embeddings", "train_natively"]
+
+
+def train_natively(root: nn.Module, operators: Operators, *, precision: str = "highest") -> None:
+    """Let a module use native operators for training, in place.
+
+    Args:
+        root: on the CPU, in float32 or bfloat16.
+        operators: of training, the matrix unit and vectors, as far as there are any.
+        precision: of float32 gemms; see `Gemm`.
+
+    Raises:
+        WorkhorseError: the module carries a transform that this cannot follow.
+    """
+    check(root, "train_natively")
+    multiply = Gemm(operators, precision)
+    if multiply.products:
+        replace_linear(root, multiply)
+        replace_projections(root, multiply)
+    replace_head_loss(root, multiply, operators.training)
+    if operators.training is not None:
+        replace_embeddings(root, operators.training)
+        replace_norms(root, operators.training)
+        replace_feed_forwards(root, multiply, operators.training)
+        replace_attention(root, operators.training)
+        replace_blocks(root, multiply)
+    record(root, "train_natively", operators=operators, precision=precision)

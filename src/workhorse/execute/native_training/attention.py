@@ -1,0 +1,135 @@
+"""Attention for training on a CPU: gemms on blocks that stay in its cache."""
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from workhorse.execute.native_training.linear import Gemm, is_plain, several_linear
+from workhorse.native import Training
+from workhorse.nn.attention.grouped import Attention
+from workhorse.nn.attention.kernels import Sdpa
+from workhorse.nn.watched import watched
+from workhorse.transforms.replace import become, replace_modules
+
+
+class TrainingSdpa(Sdpa):
+    """`Sdpa` by the native operator, for inputs that it accepts."""
+
+    operators: Training
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, mask: tuple[Tensor | None, bool]) -> Tensor:
+        hidden, causal = mask
+        can = (
+            hidden is None
+            and not self.scoring.dropout
+            and q.dtype == k.dtype == v.dtype
+            and q.dtype in self.operators.attention_types
+            and k.shape == v.shape
+            and q.shape[2:] == k.shape[2:]
+            and (q.dtype == torch.float32 or q.shape[2] % 2 == q.shape[3] % 2 == 0)
+            and all(map(_has_whole_rows, (q, k, v)))
+        )
+        if not can:
+            return super().forward(q, k, v, mask)
+        return _Attention.apply(q, k, v, self.scoring.scale, causal, self.operators)
+
+
+def replace_attention(root: nn.Module, operators: Training) -> nn.Module:
+    """Let every `sdpa` kernel in a module use the native operators.
+
+    Returns:
+        The module, or its replacement if it is a kernel itself.
+    """
+
+    def choose(module: nn.Module) -> nn.Module:
+        if type(module) is Sdpa:
+            return become(module, TrainingSdpa, operators=operators)
+        return module
+
+    return replace_modules(root, choose)
+
+
+class TrainingAttention(Attention):
+    """`Attention` whose queries, keys and values are made together."""
+
+    multiply: Gemm
+
+    def project(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        linears = self.q_proj, self.k_proj, self.v_proj
+        can = all(is_plain(one) and self.multiply.takes(x, one.weight) for one in linears)
+        if not can or watched(*linears):
+            return super().project(x)
+        q, k, v = several_linear(self.multiply, x, linears)
+        return q, k, v
+
+
+def replace_projections(root: nn.Module, multiply: Gemm) -> nn.Module:
+    """Let the attention in a module make queries, keys and values together.
+
+    Returns:
+        The module, or its replacement if it is attention itself.
+    """
+
+    def choose(module: nn.Module) -> nn.Module:
+        if type(module) is Attention:
+            return become(module, TrainingAttention, multiply=multiply)
+        return module
+
+    return replace_modules(root, choose)
+
+
+class _Attention(torch.autograd.Function):
+    """Saves shared keys and values once; the operator gets a copy for each query head."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes by position
+        ctx: Any,
+        q: Tensor,
+        k: Tensor,
+        v: Tensor,
+        scale: float,
+        causal: bool,
+        operators: Training,
+    ) -> Tensor:
+        every_k, every_v = _of_each_head(k, q.shape[1]), _of_each_head(v, q.shape[1])
+        y, normaliser = operators.attention(q, every_k, every_v, scale=scale, causal=causal)
+        ctx.save_for_backward(q, k, v, y, normaliser)
+        ctx.scale, ctx.causal, ctx.operators = scale, causal, operators
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
+        q, k, v, y, normaliser = ctx.saved_tensors
+        (gradient,) = above
+        if not _has_whole_rows(gradient):  # such as that of a sum, which expands one number
+            gradient = gradient.contiguous()
+        dq, dk, dv = ctx.operators.attention_backward(
+            q,
+            _of_each_head(k, q.shape[1]),
+            _of_each_head(v, q.shape[1]),
+            y,
+            gradient,
+            normaliser,
+            scale=ctx.scale,
+            causal=ctx.causal,
+        )
+        return dq, _of_shared_heads(dk, k), _of_shared_heads(dv, v), None, None, None
+
+
+def _has_whole_rows(x: Tensor) -> bool:
+    """Whether the operator can read rows (…, width) as words of four bytes."""
+    return x.stride(-1) == 1 and x.stride(-2) * x.itemsize % 4 == 0
+
+
+def _of_each_head(x: Tensor, heads: int) -> Tensor:
+    """The keys or values of each of `heads` query heads."""
+    return x if x.shape[1] == heads else x.repeat_interleave(heads // x.shape[1], dim=1)
+
+
+def _of_shared_heads(gradient: Tensor, x: Tensor) -> Tensor:
+    """The gradient of x, from that of `_of_each_head(x)`."""
+    shared = x.shape[1]
+    return gradient if gradient.shape[1] == shared else gradient.unflatten(1, (shared, -1)).sum(2)

@@ -1,0 +1,185 @@
+"""Recorded steps give the plain steps' logits, whatever changed since they were recorded.
+
+A recorder of the CPU's operators stands in for a CUDA graph: it too runs what was recorded on the
+same memory, with the same numbers.
+"""
+
+import copy
+import pickle
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from tests.execute.windowed import LOCAL_AND_GLOBAL, logits_along, make, texts
+from tests.nn.paged import paged
+from tests.without_host import WithoutHost
+from workhorse.errors import WorkhorseError
+from workhorse.execute.compiled.captured_step import CapturedDecoder, Replay, capture_steps
+from workhorse.execute.compiled.compiled_step import compile_steps
+from workhorse.nn import Decoder, DecoderConfig
+
+
+class Operators(WithoutHost):
+    """Notes every operator that runs; one that needs the host cannot be recorded."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls: list[tuple[Any, Sequence[Any], Mapping[str, Any], Any]] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Sequence[Any] = (), kwargs: Any = None
+    ) -> Any:
+        out = super().__torch_dispatch__(func, types, args, kwargs)
+        if not func.is_view:
+            self.calls.append((func, args, kwargs or {}, out))
+        return out
+
+    def run(self) -> None:
+        """All of them again; what each returned the first time gets what it returns now."""
+        for func, args, kwargs, before in self.calls:
+            now = func(*args, **kwargs)
+            for old, new in zip(tree_leaves(before), tree_leaves(now), strict=True):
+                if isinstance(old, Tensor) and old is not new:
+                    old.copy_(new)
+
+
+class Recorder:
+    """Counts its recordings, and replays them."""
+
+    def __init__(self) -> None:
+        self.recorded = self.replayed = 0
+
+    def __call__(self, function: Callable[[], Tensor]) -> Replay:
+        self.recorded += 1
+        with Operators() as operators:
+            result = function()
+
+        def replay() -> None:
+            self.replayed += 1
+            operators.run()
+
+        return replay, result
+
+
+def captured(seed: int = 0) -> tuple[CapturedDecoder, Recorder]:
+    recorder = Recorder()
+    return capture_steps(make(seed), recorder), recorder
+
+
+def test_the_stand_in_replays_what_its_memory_holds() -> None:
+    x, count = torch.ones(3), torch.zeros(1)
+
+    def function() -> Tensor:
+        count.add_(1)
+        return (x[1:] * 2 + count).sum(0, keepdim=True)
+
+    replay, result = Recorder()(function)
+    assert result.item() == 6
+    x.copy_(torch.tensor([9.0, 5, 7]))
+    replay()
+    assert (result.item(), count.item()) == (28, 2)
+    with pytest.raises(RuntimeError, match="needs the host"):
+        Recorder()(lambda: x * x.sum().item())
+
+
+def test_one_recording_serves_texts_until_their_tables_are_twice_as_wide() -> None:
+    plain, (decoder, recorder) = make(), captured()
+    tokens = torch.randint(0, 61, (1, 100))  # 4 blocks, of 16 that it reads
+    pairs = zip(logits_along(plain, tokens), logits_along(decoder, tokens), strict=True)
+    for expected, found in pairs:
+        torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert (recorder.recorded, recorder.replayed) == (1, 97)
+    long = torch.randint(0, 61, (1, 520))
+    with torch.no_grad():
+        caches = [paged(one, 1, 521) for one in (plain, decoder)]
+        for one, cache in zip((plain, decoder), caches, strict=True):
+            one.next_logits(long[:, :510], cache=cache)
+        for step in range(510, 520):
+            expected, found = (
+                one.next_logits(long[:, step : step + 1], cache=cache)
+                for one, cache in zip((plain, decoder), caches, strict=True)
+            )
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert recorder.recorded == 3  # another cache; then a wider table
+
+
+def test_greedy_texts_of_several_rows_and_guesses_are_the_same() -> None:
+    decoder, recorder = captured()
+    assert texts(decoder, 3, 40) == texts(make(), 3, 40)
+    assert texts(decoder, 1, 60, guesses=5) == texts(make(), 1, 60)
+    assert recorder.replayed > recorder.recorded
+
+
+def test_another_weight_is_seen_and_a_replaced_one_recorded_again() -> None:
+    decoder, recorder = captured()
+    texts(decoder, 1, 4)
+    before = recorder.recorded
+    with torch.no_grad():
+        decoder.layers[0].attention.out_proj.weight.mul_(-1)
+    changed = make()
+    with torch.no_grad():
+        changed.layers[0].attention.out_proj.weight.mul_(-1)
+    assert texts(decoder, 1, 12) == texts(changed, 1, 12)
+    decoder.load_state_dict(make(1).state_dict(), assign=True)
+    assert texts(decoder, 1, 12) == texts(make(1), 1, 12)
+    assert recorder.recorded > before
+
+
+def test_a_copy_records_its_own_steps() -> None:
+    decoder, recorder = captured()
+    expected = texts(decoder, 1, 8)
+    made = copy.deepcopy(decoder)
+    with torch.no_grad():
+        for weight in decoder.parameters():
+            weight.zero_()
+    assert texts(made, 1, 8) == expected
+    assert made.recorder is not recorder
+
+
+def test_a_captured_decoder_can_be_pickled_as_the_compiler_does() -> None:
+    decoder = capture_steps(compile_steps(make()))
+    assert type(pickle.loads(pickle.dumps(decoder))) is type(decoder)
+
+
+def test_hooks_are_called() -> None:
+    decoder, recorder = captured()
+    texts(decoder, 1, 4)
+    before, seen = recorder.replayed, list[int]()
+    handle = decoder.layers[0].register_forward_hook(lambda *_: seen.append(1))
+    assert texts(decoder, 1, 8) == texts(make(), 1, 8)
+    assert len(seen) == 8
+    assert recorder.replayed == before
+    handle.remove()
+    texts(decoder, 1, 8)
+    assert recorder.replayed > before
+
+
+def test_what_cannot_be_recorded_is_computed(caplog: pytest.LogCaptureFixture) -> None:
+    def fail(_: Callable[[], Tensor]) -> Replay:
+        raise RuntimeError("operation not permitted when stream is capturing")
+
+    decoder = capture_steps(make(), fail)
+    assert texts(decoder, 2, 12) == texts(make(), 2, 12)
+    assert caplog.text.count("steps cannot be recorded") == 1
+
+
+def test_mixtures_are_refused() -> None:
+    config = LOCAL_AND_GLOBAL.to_dict()
+    for block in config["blocks"].values():
+        block["feed_forward"] = {"kind": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2}
+    decoder = DecoderConfig.from_dict(config).build()
+    with pytest.raises(WorkhorseError, match="cannot be recorded; leave capture_steps out"):
+        capture_steps(decoder)
+
+
+@pytest.mark.cuda
+def test_a_cuda_graph_gives_the_same_texts() -> None:
+    plain, decoder = make().cuda(), capture_steps(make().cuda())
+    assert isinstance(decoder, Decoder)
+    for rows in (1, 3):
+        assert texts(decoder, rows, 60) == texts(plain, rows, 60)
+    assert decoder.records

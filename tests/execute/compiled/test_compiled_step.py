@@ -1,0 +1,178 @@
+"""Compiled steps give the plain steps' logits, and are compiled once."""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from filelock import FileLock
+
+from tests.execute.windowed import LOCAL_AND_GLOBAL, logits_along, make, texts
+from tests.native.machine import OPERATORS, needs
+from tests.nn.paged import paged
+from workhorse.errors import WorkhorseError
+from workhorse.execute.compiled import compiled_step
+from workhorse.execute.compiled.compiled_step import CompiledDecoder, compile_steps
+from workhorse.execute.native_decoding.native_step import step_natively
+from workhorse.nn import DecoderConfig
+
+# PyTorch's compiler imports what PyTorch itself calls deprecated.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.torch.jit.*:DeprecationWarning"),
+    pytest.mark.early,
+]
+
+
+@pytest.fixture(scope="module")
+def _compiler() -> None:
+    """What PyTorch itself compiles with."""
+    from torch._inductor import cpp_builder, exc
+
+    try:
+        cpp_builder.get_cpp_compiler()
+    except exc.InvalidCxxCompiler as reason:
+        pytest.skip(str(reason))
+
+
+@pytest.fixture(scope="module")
+def folder(_compiler: None, tmp_path_factory: pytest.TempPathFactory, worker_id: str) -> Path:
+    """The program for one text, compiled once for all test processes."""
+    own = tmp_path_factory.getbasetemp()
+    shared = (own if worker_id == "master" else own.parent) / "programs"
+    with FileLock(f"{shared}.lock"):
+        texts(compile_steps(make(), shared), 1, 60)
+    return shared
+
+
+@pytest.fixture
+def copied(folder: Path, tmp_path: Path) -> Path:
+    """A copy that a test may change."""
+    return Path(shutil.copytree(folder, tmp_path / "programs"))
+
+
+@pytest.fixture
+def compilations(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Grows with every compilation."""
+    seen: list[int] = []
+    compile_step = compiled_step.compile_step
+
+    def counting(*arguments: object) -> object:
+        seen.append(1)
+        return compile_step(*arguments)
+
+    monkeypatch.setattr(compiled_step, "compile_step", counting)
+    return seen
+
+
+def test_one_program_serves_all_lengths_capacities_and_weights(
+    folder: Path, compilations: list[int]
+) -> None:
+    for seed, length in ((0, 30), (1, 300)):  # the second shows more slots on its way
+        plain, compiled = make(seed), compile_steps(make(seed), folder)
+        tokens = torch.randint(0, 61, (1, length))
+        pairs = zip(logits_along(plain, tokens), logits_along(compiled, tokens), strict=True)
+        for expected, found in pairs:
+            torch.testing.assert_close(found, expected, atol=1e-5, rtol=1e-5)
+    assert not compilations
+
+
+@needs("steps")
+def test_what_no_native_step_computes_is_compiled(copied: Path) -> None:
+    """Attention that is not native has no instruction."""
+    decoder = step_natively(compile_steps(make(), copied), OPERATORS)
+    assert texts(decoder, 1, 40) == texts(make(), 1, 40)
+    assert isinstance(decoder, CompiledDecoder)
+    assert decoder.programs
+
+
+def test_a_kept_program_is_read_and_a_damaged_one_is_made_again(
+    copied: Path, compilations: list[int], caplog: pytest.LogCaptureFixture
+) -> None:
+    expected = texts(make(), 1, 12)
+
+    def fresh() -> list[tuple[int, ...]]:
+        decoder = compile_steps(make(), copied)
+        return texts(decoder, 1, 12)
+
+    assert fresh() == expected
+    assert not compilations
+    for program in copied.iterdir():
+        program.write_bytes(program.read_bytes()[:1000])
+    assert fresh() == expected
+    assert compilations == [1]
+    assert "is made again" in caplog.text
+
+
+@pytest.mark.parametrize("what", ["sources_digest", "used"])
+def test_a_program_of_other_operators_is_not_read(
+    copied: Path, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    kept = set(copied.iterdir())
+    monkeypatch.setattr(compiled_step, what, lambda: "another")
+    asked: list[object] = []
+
+    def compile_step(*arguments: object) -> None:
+        asked.append(arguments)
+        raise WorkhorseError("not compiled in this test")
+
+    monkeypatch.setattr(compiled_step, "compile_step", compile_step)
+    with pytest.raises(WorkhorseError, match="not compiled in this test"):
+        texts(compile_steps(make(), copied), 1, 4)
+    assert len(asked) == 1
+    assert set(copied.iterdir()) == kept
+
+
+def test_a_folder_that_cannot_be_written_costs_only_the_keeping(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    known = compile_steps(make(), folder)
+    texts(known, 1, 4)
+    (program,) = known.programs.values()
+    monkeypatch.setattr(compiled_step, "compile_step", lambda *arguments: program)
+    (tmp_path / "file").touch()
+    decoder = compile_steps(make(), tmp_path / "file" / "programs")
+    assert texts(decoder, 1, 4) == texts(make(), 1, 4)
+    assert "is not kept" in caplog.text
+
+
+def test_too_many_tokens_are_refused_as_without_compilation(tmp_path: Path) -> None:
+    decoder = compile_steps(make(), tmp_path)
+    with torch.no_grad():
+        cache = paged(decoder, 1, 4)
+        decoder.next_logits(torch.tensor([[1, 2, 3, 4]]), cache=cache)
+        with pytest.raises(WorkhorseError, match="do not fit a text of 4"):
+            decoder.next_logits(torch.tensor([[5]]), cache=cache)
+
+
+def test_angles_that_depend_on_the_length_are_refused() -> None:
+    rope = {
+        "kind": "rope",
+        "scaling": {"kind": "dynamic_ntk", "factor": 2.0, "original_max_seq_len": 8},
+    }
+    config = LOCAL_AND_GLOBAL.to_dict()
+    for block in config["blocks"].values():
+        block["attention"]["position"] = rope
+    decoder = DecoderConfig.from_dict(config).build()
+    with pytest.raises(WorkhorseError, match="cannot be compiled"):
+        compile_steps(decoder)
+
+
+def test_mixtures_are_refused() -> None:
+    config = LOCAL_AND_GLOBAL.to_dict()
+    for block in config["blocks"].values():
+        block["feed_forward"] = {"kind": "moe", "d_ff": 16, "n_experts": 4, "top_k": 2}
+    decoder = DecoderConfig.from_dict(config).build()
+    with pytest.raises(WorkhorseError, match="a mixture of experts has other shapes"):
+        compile_steps(decoder)
+
+
+def test_without_a_compiler_there_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: object, **__: object) -> None:
+        raise RuntimeError("No working C++ compiler found\nand a long story")
+
+    monkeypatch.setattr(torch, "compile", fail)
+    decoder = compile_steps(make(), tmp_path)
+    with pytest.raises(WorkhorseError, match=r"step \(No working C\+\+ compiler found\); leave"):
+        texts(decoder, 1, 3)

@@ -1,0 +1,270 @@
+"""A step in one native call gives the logits of the modules, and leaves the cache as they do."""
+
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tests.execute.native_decoding.stepping import along, built, quick, without_steps
+from tests.execute.windowed import local_and_global, texts
+from tests.native.machine import needs
+from tests.nn.grid import CAUSAL, COVERING, error, fixed_length, make, name, random_tokens
+from tests.nn.paged import paged
+from tests.parity.all_cases import ALL
+from tests.parity.reference import quiet, randomised, their_config
+from workhorse.errors import WorkhorseError
+from workhorse.generate import GenerationConfig, generate
+from workhorse.models.huggingface import Fields, family
+from workhorse.native import Steps
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.transforms.quantization.codes import FormatName
+
+pytestmark = [needs("steps"), needs("decoding")]
+CONFIGS = [config for config in CAUSAL if fixed_length(config) is None]
+TRANSLATED = {
+    *("arcee", "biogpt", "bitnet", "codegen", "cohere", "cohere2", "cohere_compass_text", "cwm"),
+    *("ernie4_5", "exaone4", "falcon", "gemma", "gemma3_text", "glm", "glm4", "gpt2"),
+    *("gpt_bigcode", "gpt_neo", "gpt_neox", "gpt_neox_japanese", "gptj", "granite", "helium"),
+    *("hunyuan_v1_dense", "hyperclovax", "internlm3", "iquestcoder", "jais2", "llama"),
+    *("ministral", "mistral", "modernbert-decoder", "nemotron", "olmo2", "olmo3", "openai-gpt"),
+    *("opt", "persimmon", "phi", "phi3", "qwen2", "qwen3", "seed_oss", "smollm3", "starcoder2"),
+}
+"""The model types whose first shape is taken over."""
+WIDE = 256
+"""Its weights are shared out among threads."""
+
+
+@pytest.fixture
+def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, ...]]:
+    """The shapes of the tokens of every call of the operator."""
+    seen: list[tuple[int, ...]] = []
+    run = Steps.run
+
+    def counting(steps: Steps, *program: Any, tokens: Tensor, **rest: Any) -> Tensor:
+        seen.append(tuple(tokens.shape))
+        return run(steps, *program, tokens=tokens, **rest)
+
+    monkeypatch.setattr(Steps, "run", counting)
+    return seen
+
+
+@pytest.mark.parametrize("config", CONFIGS, ids=lambda config: name(COVERING.index(config)))
+def test_whatever_a_decoder_has_its_logits_are_the_same(config: DecoderConfig) -> None:
+    prompts, tokens = random_tokens(config, 2, 4), random_tokens(config, 2, 8)
+    expected = along(make(config), prompts, tokens)
+    assert error(along(quick(make(config)), prompts, tokens), expected) <= 1e-5
+
+
+@pytest.mark.parametrize("model_type", ALL)
+def test_steps_of_model_types(model_type: str) -> None:
+    with quiet():
+        fields = their_config(model_type, ALL[model_type][0]).to_dict()
+    config = family(model_type).read(Fields(fields))
+    plain, stepping = (randomised(config.build()) for _ in range(2))
+    assert isinstance(plain, Decoder)
+    assert isinstance(stepping, Decoder)
+    stepping = quick(stepping)
+    prompts, tokens = torch.randint(3, 60, (2, 5)), torch.randint(3, 60, (2, 6))
+    assert error(along(stepping, prompts, tokens), along(plain, prompts, tokens)) <= 1e-5
+    along(stepping, prompts, tokens[:1])  # on the matrix unit a native step has one row
+    assert stepping.translated is not None
+    assert (stepping.translated.kept is not None) == (model_type in TRANSLATED)
+
+
+@pytest.mark.parametrize("length", [40, 300])  # the second passes the angles made at first
+def test_windows_and_whole_contexts_along_a_text(length: int, calls: list[tuple[int, ...]]) -> None:
+    tokens = torch.randint(0, 61, (1, length))
+    expected = along(built(), tokens[:, :3], tokens)
+    assert error(along(quick(built()), tokens[:, :3], tokens), expected) <= 1e-5
+    assert calls == [(1, 1)] * length
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("format", [None, "int8", "int4"])
+def test_bits_depend_on_neither_rows_nor_threads(
+    format: FormatName | None, dtype: torch.dtype
+) -> None:
+    decoder = quick(built(dtype=dtype, width=WIDE), format)
+    if decoder.rows_apart == 1:
+        pytest.skip("several rows take the matrix unit's operators here")
+    tokens = torch.randint(0, 61, (5, 12))
+    prompts = tokens[:, :4].roll(1, dims=1)
+    alone = torch.cat([_whole(decoder, prompts[r : r + 1], tokens[r : r + 1]) for r in range(5)])
+    before = torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 7):
+            torch.set_num_threads(threads)
+            assert torch.equal(_whole(decoder, prompts, tokens), alone)
+    finally:
+        torch.set_num_threads(before)
+
+
+@torch.no_grad()
+def _whole(decoder: Decoder, prompts: Tensor, tokens: Tensor) -> Tensor:
+    """Logits of each further token, after prompts that are read token by token."""
+    cache = paged(decoder, len(tokens), prompts.shape[1] + tokens.shape[1])
+    Decoder.next_logits(decoder, prompts[:, :1], cache=cache)
+    further = torch.cat((prompts[:, 1:], tokens), dim=1)
+    columns = further.split(1, dim=1)
+    return torch.stack([decoder.next_logits(each, cache=cache) for each in columns], dim=1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_many_rows_are_multiplied_by_gemms(
+    dtype: torch.dtype, calls: list[tuple[int, ...]]
+) -> None:
+    decoder = quick(built(dtype=dtype))
+    rows = decoder.most
+    if rows == decoder.few:
+        pytest.skip("many rows are left to PyTorch's or the matrix unit's gemms here")
+    prompts, tokens = torch.randint(0, 61, (rows, 3)), torch.randint(0, 61, (rows, 2))
+    exact = _rows_along(built(dtype=dtype).double(), prompts, tokens)
+    found = _rows_along(decoder, prompts, tokens)
+    assert calls == [(rows, 1)] * 2
+    expected = _rows_along(built(dtype=dtype), prompts, tokens)
+    assert (found - exact).norm() <= 2 * (expected - exact).norm()
+
+
+@torch.no_grad()
+def _rows_along(decoder: Decoder, prompts: Tensor, tokens: Tensor) -> Tensor:
+    """Logits of each further token, after prompts of one length."""
+    cache = paged(decoder, len(prompts), prompts.shape[1] + tokens.shape[1])
+    Decoder.forward(decoder, prompts, cache=cache)
+    columns = tokens.split(1, dim=1)
+    return torch.stack([decoder.next_logits(each, cache=cache) for each in columns], dim=1).double()
+
+
+@pytest.mark.parametrize("format", ["int8", "int4"])
+def test_packed_weights_are_multiplied_as_by_their_modules(format: FormatName) -> None:
+    tokens = torch.randint(0, 61, (3, 12))
+    stepping = along(quick(built(), format), tokens[:, :4], tokens)
+    assert error(stepping, along(without_steps(built(), format), tokens[:, :4], tokens)) <= 1e-5
+
+
+def test_guesses_are_checked_in_one_call(calls: list[tuple[int, ...]]) -> None:
+    decoder = quick(built())
+    if decoder.most == 1:
+        pytest.skip("several rows take the matrix unit's operators here")
+    for rows in (1, 3):
+        assert texts(decoder, rows, 30, guesses=3) == texts(built(), rows, 30)
+    assert any(seq > 1 for _, seq in calls)
+
+
+def test_a_head_is_normalised_alone_also_without_weights() -> None:
+    config = local_and_global().to_dict()
+    for block in config["blocks"].values():
+        block["attention"]["qk_norm"] = {"norm": {"kind": "rms_norm", "weight": False}}
+    plain, decoder = (make(DecoderConfig.from_dict(config)) for _ in range(2))
+    tokens = torch.randint(0, 61, (2, 8))
+    stepping = along(quick(decoder), tokens[:, :3], tokens)
+    assert error(stepping, along(plain, tokens[:, :3], tokens)) <= 1e-5
+
+
+def test_windows_no_shorter_than_the_cache_share_its_tables() -> None:
+    config = local_and_global().to_dict() | {"max_seq_len": 40}
+    config["blocks"]["local"]["attention"]["window"] = 40
+    plain, decoder = (make(DecoderConfig.from_dict(config)) for _ in range(2))
+    tokens = torch.randint(0, 61, (2, 8))
+    stepping = along(quick(decoder), tokens[:, :3], tokens)
+    assert error(stepping, along(plain, tokens[:, :3], tokens)) <= 1e-5
+
+
+def test_several_threads_may_be_the_first(calls: list[tuple[int, ...]]) -> None:
+    decoder = quick(built())
+    expected = texts(quick(built()), 1, 6)
+    calls.clear()
+    with ThreadPoolExecutor(4) as threads:
+        futures = [threads.submit(texts, decoder, 1, 6) for _ in range(4)]
+        assert [one.result() for one in futures] == [expected] * 4
+    assert decoder.translated is not None
+    assert decoder.translated.kept is not None
+    assert calls
+
+
+def test_asking_how_rows_are_computed_calls_no_hook() -> None:
+    decoder = quick(built())
+    decoder.layers[0].register_forward_hook(lambda *_: pytest.fail("it was called"))
+    assert decoder.rows_apart == 1
+
+
+@pytest.mark.parametrize("tokens", [torch.zeros(1, 1), torch.zeros(2, 0)], ids=["rows", "none"])
+def test_what_does_not_fit_the_cache_is_refused_as_by_modules(tokens: Tensor) -> None:
+    plain, decoder = built(), quick(built())
+    refusals: list[str] = []
+    for one in (plain, decoder):
+        cache = paged(one, 2, 8)
+        one.next_logits(torch.ones(2, 3, dtype=torch.int64), cache=cache)
+        with torch.no_grad(), pytest.raises(WorkhorseError) as refused:
+            one.next_logits(tokens.long(), cache=cache)
+        refusals.append(str(refused.value))
+    assert refusals[0] == refusals[1]
+
+
+def test_a_decoder_with_hooks_calls_its_modules(calls: list[tuple[int, ...]]) -> None:
+    decoder = quick(built())
+    tokens = torch.randint(0, 61, (1, 8))
+    seen: list[torch.Size] = []
+
+    def see(_module: object, _inputs: object, output: Tensor) -> None:
+        seen.append(output.shape)
+
+    hook = decoder.layers[1].register_forward_hook(see)
+    expected = along(decoder, tokens[:, :3], tokens)
+    assert len(seen) == 1 + tokens.shape[1]
+    assert not calls
+    hook.remove()
+    assert error(along(decoder, tokens[:, :3], tokens), expected) <= 1e-5
+    assert len(calls) == tokens.shape[1]
+
+
+def test_autocast_decides_as_without_native_steps(calls: list[tuple[int, ...]]) -> None:
+    tokens = torch.randint(0, 61, (1, 8))
+    with torch.autocast("cpu", torch.bfloat16):
+        logits = along(quick(built()), tokens[:, :3], tokens)
+        assert torch.equal(logits, along(without_steps(built()), tokens[:, :3], tokens))
+    assert not calls
+
+
+@torch.no_grad()
+def test_tokens_may_be_of_32_bits() -> None:
+    decoder, token = quick(built()), torch.tensor([[7]])
+    logits = [decoder(given, cache=paged(decoder, 1, 4)) for given in (token, token.int())]
+    assert torch.equal(*logits)
+
+
+def test_a_token_outside_of_the_vocabulary_is_refused() -> None:
+    decoder = quick(built())
+    for token in (61, -1):
+        tokens = torch.tensor([[1, 2, 3, token]])
+        with pytest.raises(WorkhorseError, match=f"token ids go from {token} to {token}"):
+            along(decoder, tokens[:, :3], tokens[:, 3:])
+
+
+def test_exact_texts_do_not_depend_on_how_much_of_a_prompt_is_known() -> None:
+    """Parts of a prompt that others share are read once, so that pieces have other lengths."""
+    config = local_and_global().to_dict()
+    config["blocks"]["local"]["attention"]["window"] = None
+    decoder = quick(randomised(DecoderConfig.from_dict(config).build(dtype=torch.bfloat16).eval()))
+    shared = torch.randint(0, 61, (300,)).tolist()
+    prompts = [shared[:known] + [known % 61] * more for known, more in ((100, 90), (128, 99))]
+    prompts += [shared, shared[:257]]
+    how = GenerationConfig(max_new_tokens=4, temperature=0, exact=True, logprobs=1)
+    alone = [next(iter(generate(decoder, [prompt], how))) for prompt in prompts]
+    for given in (prompts, prompts[::-1]):
+        found = generate(decoder, given, how)
+        expected = [alone[prompts.index(prompt)] for prompt in given]
+        assert [text.tokens for text in found] == [text.tokens for text in expected]
+        assert [text.logprobs for text in found] == [text.logprobs for text in expected]
+
+
+def test_a_cache_made_in_inference_mode_is_used_outside_of_it() -> None:
+    decoder, tokens = quick(built()), torch.randint(0, 61, (1, 6))
+    with torch.inference_mode():
+        cache = paged(decoder, 1, 6)
+        decoder(tokens[:, :4], cache=cache)
+        decoder.next_logits(tokens[:, 4:5], cache=cache)
+    with torch.no_grad():
+        found = decoder.next_logits(tokens[:, 5:], cache=cache)
+    assert error(found, along(built(), tokens[:, :5], tokens[:, 5:])[:, 0]) <= 1e-5

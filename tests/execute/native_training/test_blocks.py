@@ -1,0 +1,201 @@
+"""Blocks in two passes over the rows compute, to the bit, what their operators do one by one."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from tests.native.machine import TRAINING, VECTORS, needs
+from tests.train.conftest import MODEL
+from workhorse.execute.checkpointing import checkpoint_activations
+from workhorse.execute.native_training import train_natively
+from workhorse.execute.native_training.blocks import NativeBlock
+from workhorse.execute.native_training.norms import NativePreNorm
+from workhorse.native import Operators
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.transforms.replace import replace_modules
+
+pytestmark = [needs("training"), needs("vectors")]
+
+DTYPES = [torch.bfloat16, torch.float32]
+BLOCKS: dict[str, dict[str, Any]] = {
+    "gpt": {
+        "norm": {"kind": "layer_norm"},
+        "attention": {"n_heads": 2, "qkv_bias": True, "out_bias": True},
+        "feed_forward": {"kind": "mlp", "d_ff": 40, "bias": True},
+    },
+    "llama": {
+        "norm": {"kind": "rms_norm"},
+        "attention": {"n_heads": 4, "n_kv_heads": 2, "position": {"kind": "rope"}},
+        "feed_forward": {"kind": "gated_mlp", "d_ff": 37},
+    },
+    "gemma": {
+        "norm": {"kind": "rms_norm", "offset": True, "multiply": "before_cast"},
+        "attention": {"n_heads": 2, "qk_norm": {"norm": {"kind": "rms_norm"}}},
+        "feed_forward": {"kind": "gated_mlp", "d_ff": 24, "activation": "gelu_tanh"},
+    },
+}
+
+
+def build(name: str, dtype: torch.dtype, **block: Any) -> Decoder:
+    """With random weights everywhere."""
+    blocks = {"main": {"kind": "pre_norm", **BLOCKS[name], **block}}
+    decoder = DecoderConfig.from_dict(
+        {**MODEL, "vocab_size": 11, "max_seq_len": 52, "blocks": blocks}
+    ).build()
+    for parameter in decoder.parameters():
+        nn.init.normal_(parameter, std=0.3)
+    return decoder.to(dtype)
+
+
+def natively(decoder: Decoder) -> Decoder:
+    made = copy.deepcopy(decoder)
+    train_natively(made, Operators(training=TRAINING, vectors=VECTORS))
+    return made
+
+
+def apart(decoder: Decoder) -> Decoder:
+    """The same, but every operator of a block by itself."""
+
+    class Apart(NativeBlock):
+        def forward(self, x: Tensor, *others: Any) -> Tensor:
+            return NativePreNorm.forward(self, x, *others)
+
+    made = copy.deepcopy(decoder)
+
+    def choose(module: nn.Module) -> nn.Module:
+        if type(module) is NativeBlock:
+            module.__class__ = Apart
+        return module
+
+    return replace_modules(made, choose)
+
+
+def results(decoder: Decoder, rows: int = 5) -> list[Tensor]:
+    """The output, and the gradients of all weights."""
+    tokens = torch.arange(rows * 52).view(rows, 52) * 7 % 11
+    decoder.zero_grad()
+    y = decoder(tokens)
+    above = torch.linspace(-1, 1, y.numel()).reshape(y.shape)
+    y.backward(above.to(y.dtype))
+    return [y.detach(), *(p.grad for p in decoder.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_bits_are_those_of_the_operators_one_by_one(name: str, dtype: torch.dtype) -> None:
+    native = natively(build(name, dtype))
+    assert all(type(layer) is NativeBlock for layer in native.layers)
+    assert all(map(torch.equal, results(native), results(apart(native))))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", BLOCKS)
+def test_results_and_gradients_are_pytorchs(name: str, dtype: torch.dtype) -> None:
+    """No further from float64 than twice what PyTorch is in the same type."""
+    plain = build(name, dtype)
+    exact, expected, ours = (
+        torch.cat([x.double().flatten() for x in results(decoder)])
+        for decoder in (copy.deepcopy(plain).double(), plain, natively(plain))
+    )
+    assert (ours - exact).norm() <= 2 * (expected - exact).norm()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bits_do_not_depend_on_threads(dtype: torch.dtype) -> None:
+    (block, *_) = natively(build("gpt", dtype)).layers
+    x = torch.randn(3, 52, MODEL["d_model"]).to(dtype).requires_grad_()
+
+    def gradients() -> list[Tensor]:
+        y = block(x)
+        return [y.detach(), *torch.autograd.grad(y, (x, *block.parameters()), y.detach())]
+
+    expected, before = gradients(), torch.get_num_threads()
+    try:
+        for threads in (1, 2, 3, 5):
+            torch.set_num_threads(threads)
+            assert all(map(torch.equal, gradients(), expected))
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_rows_do_not_depend_on_others(rows: int) -> None:
+    native = natively(build("llama", DTYPES[-1]))
+    assert torch.equal(results(native, rows)[0], results(native)[0][:rows])
+
+
+def test_activations_computed_again_give_the_same_gradients() -> None:
+    native = natively(build("gpt", torch.float32))
+    expected = results(native)
+    checkpoint_activations(native)
+    assert all(map(torch.equal, results(native), expected))
+
+
+def test_frozen_weights_get_no_gradient_and_leave_the_others_theirs() -> None:
+    native = natively(build("llama", torch.float32))
+    named = dict(native.named_parameters())
+    results(native)
+    expected = {name: weight.grad.clone() for name, weight in named.items()}
+    frozen = [name for name in named if "k_proj" in name or "down_proj" in name or "norm" in name]
+    for name in frozen:
+        named[name].requires_grad_(False).grad = None
+    results(native)
+    for name, weight in named.items():
+        assert (weight.grad is None) == (name in frozen)
+        assert name in frozen or torch.equal(weight.grad, expected[name])
+
+
+@pytest.mark.parametrize(
+    "why", ["dropout", "a multiplier", "a gate", "an inner norm", "a hook", "another linear layer"]
+)
+def test_what_the_passes_do_not_know_is_computed_one_by_one(why: str) -> None:
+    own: dict[str, dict[str, Any]] = {
+        "a multiplier": {"residual_multiplier": 0.5},
+        "a gate": {"attention": {"n_heads": 2, "output_gate": True}},
+        "an inner norm": {"attention": {"n_heads": 2, "inner_norm": {"kind": "rms_norm"}}},
+        "dropout": {"dropout": 0.5},
+    }
+    native = natively(build("gpt", torch.float32, **own.get(why, {})))
+    (first, *_) = native.layers
+    seen: list[object] = []
+    if why == "a hook":
+        first.attention.q_proj.register_forward_hook(lambda *given: seen.append(given))
+    if why == "another linear layer":
+        first.attention.k_proj = nn.Sequential(first.attention.k_proj)
+    torch.manual_seed(0)
+    ours = results(native)
+    torch.manual_seed(0)
+    assert all(map(torch.equal, ours, results(apart(native))))
+    assert bool(seen) == (why == "a hook")
+
+
+ORDERS: dict[str, Callable[[Tensor], Tensor]] = {
+    "turned": lambda weight: weight.t().contiguous().t(),
+    "every second number": lambda weight: torch.stack([weight] * 2, dim=-1)[..., 0],
+}
+
+
+@pytest.mark.parametrize("order", ORDERS)
+@pytest.mark.parametrize(
+    "name", ["attention.q_proj", "attention.out_proj", "feed_forward.down_proj"]
+)
+def test_weights_may_lie_in_memory_in_any_order(name: str, order: str) -> None:
+    native = natively(build("gpt", torch.float32))
+    before = results(native)
+    weight = native.layers[0].get_submodule(name).weight
+    weight.data = ORDERS[order](weight.data)
+    for ours, expected in zip(results(native), before, strict=True):
+        torch.testing.assert_close(ours, expected, rtol=1e-4, atol=1e-5)
+
+
+def test_a_second_derivative_is_refused() -> None:
+    decoder = natively(build("llama", torch.float32))
+    weight = decoder.layers[0].attention.q_proj.weight
+    y = decoder(torch.arange(8)[None] % 11)
+    (gradient,) = torch.autograd.grad(y.pow(2).sum(), weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        gradient.pow(2).sum().backward()

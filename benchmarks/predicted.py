@@ -23,11 +23,11 @@ from benchmarks.contestants.ours import gpt
 from benchmarks.harness.command import at_least_one
 from benchmarks.harness.machine import describe
 from benchmarks.harness.shapes import DTYPES, TRAINING
+from workhorse.memory.device_memory import device_memory
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.plan.links import Cluster, Link
 from workhorse.plan.step_time import step_time
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.device_memory import device_memory
 
 SHAPE = "baby"
 CPU = torch.device("cpu")

@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from workhorse.memory.device_memory import device_memory
 from workhorse.models import find_preset
 from workhorse.models.flops import forward_flops
 from workhorse.nn import DecoderConfig
@@ -17,7 +18,6 @@ from workhorse.plan.devices import DeviceConfig, find_device
 from workhorse.plan.plan import failures
 from workhorse.plan.step_time import StepTime, simulated_step
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.device_memory import device_memory
 
 CUDA = torch.device("cuda")  # none is needed
 DAY = 86_400

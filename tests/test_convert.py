@@ -14,8 +14,8 @@ import workhorse
 from tests.parity.reference import quiet
 from workhorse.cli.main import main
 from workhorse.config.base import read_yaml
-from workhorse.convert import Format, convert
 from workhorse.errors import WorkhorseError
+from workhorse.model.convert import Format, convert
 from workhorse.tokenizers import (
     BytesConfig,
     SpecialTokensConfig,

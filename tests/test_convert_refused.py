@@ -11,9 +11,9 @@ import torch
 import workhorse
 from workhorse.checkpoints.tensors import check_numbers
 from workhorse.config.base import read_yaml
-from workhorse.convert import DTypeName, Format, convert
-from workhorse.describe_model import describe_model
 from workhorse.errors import WorkhorseError
+from workhorse.model.convert import DTypeName, Format, convert
+from workhorse.model.describe import describe_model
 from workhorse.tokenizers import (
     load_tokenizer,
 )

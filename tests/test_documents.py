@@ -24,7 +24,7 @@ from workhorse.cli.main import command, main
 from workhorse.compare import read_study
 from workhorse.config.base import parse_yaml, read_yaml
 from workhorse.config.overrides import apply_overrides
-from workhorse.convert import convert
+from workhorse.model.convert import convert
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import SpecialTokensConfig, train_tokenizer
 from workhorse.tokenizers.config import BpeConfig

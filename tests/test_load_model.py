@@ -10,11 +10,11 @@ import pytest
 import torch
 
 import workhorse
-from workhorse.convert import Format, convert
 from workhorse.data import DataConfig
-from workhorse.describe_model import describe_model
 from workhorse.errors import WorkhorseError
-from workhorse.model import Model
+from workhorse.model.convert import Format, convert
+from workhorse.model.describe import describe_model
+from workhorse.model.model import Model
 from workhorse.models import preset
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, train_tokenizer
@@ -130,7 +130,7 @@ def test_typed_text_is_never_a_special_token(model):
 @pytest.fixture
 def small_gpt2(monkeypatch):
     small = preset("gpt2").replace(n_layers=1, vocab_size=300)
-    monkeypatch.setattr("workhorse.load_model.preset", {"gpt2": small}.get)
+    monkeypatch.setattr("workhorse.model.load.preset", {"gpt2": small}.get)
 
 
 @pytest.mark.usefixtures("small_gpt2")

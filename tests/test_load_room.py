@@ -7,10 +7,10 @@ import pytest
 import torch
 
 import workhorse
-from workhorse.checkpoints.room import check_stored
 from workhorse.checkpoints.stored import open_stored
-from workhorse.convert import convert
 from workhorse.errors import WorkhorseError
+from workhorse.memory.loading_room import check_stored
+from workhorse.model.convert import convert
 
 
 @pytest.fixture

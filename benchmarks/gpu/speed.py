@@ -29,11 +29,11 @@ from benchmarks.harness import limits
 from benchmarks.harness.shapes import TRAINING, Shape
 from benchmarks.harness.worker import Round
 from workhorse.data import Batch
+from workhorse.memory.micro_batch import fit_micro_batch
 from workhorse.models.llama import llama
 from workhorse.nn import DecoderConfig
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
-from workhorse.train.step.micro_batch import fit_micro_batch
 from workhorse.train.step.step import TrainingStep
 
 GPT2 = Shape("gpt2-124m", 12, 12, 12, 768, 3072, 50_304, context=1024, batch=32, gated=False)

@@ -9,13 +9,13 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workhorse.convert import save
-    from workhorse.load_model import load
+    from workhorse.model.convert import save
+    from workhorse.model.load import load
 
 __all__ = ["__version__", "load", "save"]
 __version__ = "0.1.0"
 
-_HOMES = {"load": "workhorse.load_model", "save": "workhorse.convert"}
+_HOMES = {"load": "workhorse.model.load", "save": "workhorse.model.convert"}
 
 
 def __getattr__(name: str) -> Any:

@@ -11,11 +11,11 @@ import yaml
 import workhorse
 from workhorse.checkpoints import CheckpointStore, RunDirectory
 from workhorse.cli.main import main
-from workhorse.convert import Format
-from workhorse.convert import convert as convert_model
 from workhorse.data.shards import preparation
 from workhorse.data.shards.dataset import open_dataset
 from workhorse.errors import WorkhorseError
+from workhorse.model.convert import Format
+from workhorse.model.convert import convert as convert_model
 from workhorse.nn import DecoderConfig
 from workhorse.tokenizers import BytesConfig, SpecialTokensConfig, load_tokenizer, train_tokenizer
 

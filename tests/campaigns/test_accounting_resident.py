@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from workhorse.devices.memory import MIB
+from workhorse.memory.step_memory import step_memory
 from workhorse.models import preset
 from workhorse.native import resolve
 from workhorse.nn import DecoderConfig
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.step_memory import step_memory
 
 pytestmark = pytest.mark.campaign
 CPU = torch.device("cpu")

@@ -21,7 +21,7 @@ from workhorse.checkpoints.huggingface.tensor_folder import TensorFolder
 from workhorse.checkpoints.stored import open_stored
 from workhorse.errors import WorkhorseError
 from workhorse.generate import GenerationConfig
-from workhorse.load_model import load
+from workhorse.model.load import load
 from workhorse.models.huggingface.rotation import contradictions
 
 TIED = GROUPED | {"tie_word_embeddings": True}

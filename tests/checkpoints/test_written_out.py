@@ -11,8 +11,8 @@ from workhorse.checkpoints.gguf import find_gguf_family
 from workhorse.checkpoints.huggingface.export import write_huggingface
 from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
 from workhorse.checkpoints.huggingface.written_out import written_out
-from workhorse.convert import convert, save
 from workhorse.errors import WorkhorseError
+from workhorse.model.convert import convert, save
 from workhorse.models import preset
 from workhorse.models.huggingface import family, native_class
 from workhorse.nn import DecoderConfig

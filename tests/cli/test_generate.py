@@ -10,9 +10,9 @@ from workhorse.cli.prompts import read_prompts
 from workhorse.cli.sampling import with_sampling
 from workhorse.cli.speed import speed
 from workhorse.cli.verbs.generate import _logprobs
-from workhorse.convert import save
 from workhorse.generate import Completion, GenerationConfig, TokenLogprob
-from workhorse.load_model import load
+from workhorse.model.convert import save
+from workhorse.model.load import load
 
 
 def generate(capsys, *arguments: str) -> tuple[str, str]:
@@ -212,7 +212,7 @@ def test_a_preset_says_that_its_weights_are_random(capsys, monkeypatch):
     from workhorse.models import preset
 
     small = preset("gpt2").replace(n_layers=1, vocab_size=300)
-    monkeypatch.setattr("workhorse.load_model.preset", {"gpt2": small}.get)
+    monkeypatch.setattr("workhorse.model.load.preset", {"gpt2": small}.get)
     assert "gpt2" in models.preset_names()
     out, err = generate(capsys, "gpt2", "--prompt", "ab", "--seed", "1", "--max-new-tokens", "3")
     assert err.startswith("warning: gpt2 is a preset: its weights are random")

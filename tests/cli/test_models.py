@@ -9,8 +9,8 @@ import pytest
 
 from workhorse.checkpoints import RunDirectory
 from workhorse.cli.main import main
-from workhorse.convert import convert
-from workhorse.describe_model import describe_model
+from workhorse.model.convert import convert
+from workhorse.model.describe import describe_model
 from workhorse.models import FAMILIES, find_preset, preset, preset_names
 from workhorse.nn import DecoderConfig
 

@@ -22,7 +22,7 @@ from workhorse.compare.plan import Trial
 from workhorse.data import read_documents
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
-from workhorse.load_model import load
+from workhorse.model.load import load
 from workhorse.train import Event, Recipe, read_metrics, train
 
 Finished = tuple[Study, Comparison]

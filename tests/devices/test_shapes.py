@@ -10,9 +10,9 @@ from torch.utils._pytree import tree_leaves
 from tests.plan.families import LATENT, small
 from workhorse.devices.shapes import ShapeCache
 from workhorse.devices.tape import stand_in, without_data
+from workhorse.memory.step_memory import step_memory
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.step_memory import step_memory
 
 DEVICES = {"cpu": torch.device("cpu"), "cuda": torch.device("cuda")}
 SHALLOW = {"num_hidden_layers": 2}

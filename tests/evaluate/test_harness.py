@@ -23,7 +23,7 @@ from tests.evaluate.small_models import CONTEXT, write_model
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate import load_tasks
 from workhorse.evaluate.harness_model import HarnessModel
-from workhorse.load_model import load
+from workhorse.model.load import load
 
 TASKS = ("choices", "letters", "continue", "prose")
 

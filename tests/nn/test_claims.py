@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from tests.nn.grid import make, random_tokens
+from workhorse.memory.step_memory import step_memory
 from workhorse.nn import AttentionConfig, Context, Decoder, DecoderConfig, next_token_loss
 from workhorse.nn.blocks import BlockConfig, PreNorm
 from workhorse.nn.positions.rope import RopeConfig
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.step_memory import step_memory
 
 SEQ = 10
 

@@ -27,14 +27,14 @@ from tests.nn.grid import COVERING
 from tests.parity.all_cases import ALL
 from tests.plan import measure
 from tests.plan.measure import CPU
+from workhorse.memory.kv_cache import cache_of_layers
+from workhorse.memory.step_memory import step_memory
 from workhorse.models.flops import forward_flops
 from workhorse.models.huggingface import Fields, family
 from workhorse.models.parameters import count_parameters
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.attention.self_attention import SelfAttention
-from workhorse.plan.kv_cache import cache_of_layers
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.step_memory import step_memory
 
 ROWS, SEQ = 4, 48
 FAMILY_TIMES, GRID_TIMES, ODD_TIMES = 4, 8, 5

@@ -4,6 +4,8 @@ import pytest
 import torch
 
 from workhorse.config.base import ConfigError
+from workhorse.memory import device_memory as accounts
+from workhorse.memory.device_memory import DeviceMemory, device_memory
 from workhorse.nn import AttentionConfig, DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.divisible import check_layers
@@ -11,8 +13,6 @@ from workhorse.parallel.division.part import part_of_model
 from workhorse.plan.limits import FINEST, longest, most_rows, smallest_mesh
 from workhorse.plan.remedies import remedies
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step import device_memory as accounts
-from workhorse.train.step.device_memory import DeviceMemory, device_memory
 
 CUDA = torch.device("cuda")  # none is needed
 

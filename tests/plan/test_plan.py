@@ -13,13 +13,13 @@ from workhorse.checkpoints.huggingface.export import write_huggingface
 from workhorse.cli.main import main
 from workhorse.devices.memory import GIB
 from workhorse.errors import WorkhorseError
+from workhorse.memory.micro_batch import MARGIN, shares
 from workhorse.models import preset
 from workhorse.models.parameters import count_parameters
 from workhorse.parallel.config import UNDIVIDED
 from workhorse.plan import known_devices, plan
 from workhorse.plan.page import COLORS, Bar, stacked, write_page
 from workhorse.plan.subject import find_subject
-from workhorse.train.step.micro_batch import MARGIN, shares
 
 SMALL = ("gpt2", "model.n_layers=2", "model.d_model=96", "model.vocab_size=512", "train.seq_len=64")
 

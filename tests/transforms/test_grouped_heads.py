@@ -10,8 +10,8 @@ import transformers as hf
 
 from tests.parity.reference import quiet
 from workhorse.cli.main import main
-from workhorse.convert import convert
 from workhorse.errors import WorkhorseError
+from workhorse.model.convert import convert
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.transforms.grouped_heads import group_heads
 from workhorse.transforms.quantization.quantize import quantize

@@ -12,8 +12,8 @@ from workhorse.cli.options import runtime_options
 from workhorse.cli.output import status, warn
 
 if TYPE_CHECKING:
-    from workhorse.load_model import Quantization
-    from workhorse.model import Model
+    from workhorse.model.load import Quantization
+    from workhorse.model.model import Model
     from workhorse.nn.attention.kernels import KernelName
 
 
@@ -90,7 +90,7 @@ def open_model(
         with_text: refuse a model without a tokenizer; a draft needs none.
     """
     from workhorse.devices.names import use_threads
-    from workhorse.load_model import NO_TOKENIZER, load
+    from workhorse.model.load import NO_TOKENIZER, load
 
     if running.threads:
         use_threads(running.threads)

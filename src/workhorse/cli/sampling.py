@@ -9,7 +9,7 @@ import click
 
 if TYPE_CHECKING:
     from workhorse.generate import GenerationConfig
-    from workhorse.model import Model
+    from workhorse.model.model import Model
 
 
 def _biases(_context: click.Context, _option: click.Parameter, given: tuple[str, ...]) -> Any:

@@ -16,12 +16,12 @@ from workhorse.config.overrides import written
 from workhorse.data.corpus.sources import check_outside
 from workhorse.devices.names import resolve_device
 from workhorse.errors import WorkhorseError
+from workhorse.memory.training_room import check_held, check_training
 from workhorse.models.flops import flops_per_token
 from workhorse.optim.groups import OptimizerConfig
 from workhorse.optim.muon import MuonConfig
 from workhorse.train import Recipe, override_recipe, with_init
 from workhorse.train.check import check_length, check_recipe
-from workhorse.train.room import check_held, check_training
 
 Vocabulary = Callable[[Recipe], int]
 StepSeconds = Callable[[str, Recipe], float]

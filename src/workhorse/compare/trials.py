@@ -18,7 +18,7 @@ from workhorse.devices.names import resolve_device
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate import evaluate
 from workhorse.files.writing import write_atomically
-from workhorse.load_model import load
+from workhorse.model.load import load
 from workhorse.native.allocator import give_back_freed_memory
 from workhorse.train import DivergedError, Event, Recipe, read_metrics, train
 

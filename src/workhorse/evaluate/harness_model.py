@@ -32,7 +32,7 @@ def silent(label: str) -> Iterator[Callable[[int, int | None], None]]:
 
 
 class Evaluated(Protocol):
-    """What is needed of a model; `workhorse.model.Model` has it."""
+    """What is needed of a model; `workhorse.model.model.Model` has it."""
 
     @property
     def name(self) -> str: ...

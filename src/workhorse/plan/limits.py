@@ -8,10 +8,10 @@ from typing import NamedTuple
 import torch
 
 from workhorse.config.base import ConfigError
+from workhorse.memory.device_memory import device_memory
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.device_memory import device_memory
 
 MOST_DEVICES = 4096
 MOST_TOKENS = 2**17

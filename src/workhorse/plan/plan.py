@@ -11,6 +11,9 @@ import torch
 from workhorse.devices.memory import GIB, available
 from workhorse.devices.names import resolve_device, training_dtype
 from workhorse.errors import WorkhorseError
+from workhorse.memory.account import account
+from workhorse.memory.device_memory import DeviceMemory, device_memory
+from workhorse.memory.micro_batch import largest_share, usable
 from workhorse.models.flops import forward_flops
 from workhorse.models.parameters import active_parameters, count_parameters
 from workhorse.nn import DecoderConfig
@@ -24,10 +27,7 @@ from workhorse.plan.step_time import simulated_step
 from workhorse.plan.subject import Subject, find_subject
 from workhorse.train.minutes import remark, steps_within, with_steps
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.account import account
 from workhorse.train.step.build import measured_peak
-from workhorse.train.step.device_memory import DeviceMemory, device_memory
-from workhorse.train.step.micro_batch import largest_share, usable
 
 HERE = "this machine"
 UTILIZATION = 0.4

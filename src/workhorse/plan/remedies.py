@@ -8,11 +8,11 @@ from typing import NamedTuple
 import torch
 
 from workhorse.config.base import ConfigError
+from workhorse.memory.device_memory import device_memory
 from workhorse.nn import DecoderConfig
 from workhorse.optim.muon import MuonConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.device_memory import device_memory
 
 WORTHWHILE = 0.01
 """The smallest part of the peak whose saving makes a change a remedy."""

@@ -9,11 +9,11 @@ from torch import nn
 
 from workhorse.devices.tape import stand_in, without_data
 from workhorse.errors import WorkhorseError
+from workhorse.memory.kv_cache import cache_bytes, cache_of_layers
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.experts.grouped_linear import GroupedLinear
 from workhorse.nn.experts.mixture import MixtureOfExperts
 from workhorse.plan.devices import GIGA
-from workhorse.plan.kv_cache import cache_bytes, cache_of_layers
 from workhorse.transforms.quantization.codes import FormatName
 from workhorse.transforms.quantization.quantize import place_codes
 from workhorse.transforms.quantization.quantized_linear import QuantizedWeight

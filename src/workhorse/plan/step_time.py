@@ -12,6 +12,8 @@ from functools import partial
 
 import torch
 
+from workhorse.memory.account import is_of_layer
+from workhorse.memory.device_memory import DeviceMemory, device_memory
 from workhorse.models.flops import SCORES, forward_flops
 from workhorse.models.parameters import components_of
 from workhorse.nn import DecoderConfig
@@ -22,8 +24,6 @@ from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
 from workhorse.plan.devices import DeviceConfig
 from workhorse.plan.links import Cluster, Ring, cluster_of
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.account import is_of_layer
-from workhorse.train.step.device_memory import DeviceMemory, device_memory
 
 FORWARD_PASSES, BACKWARD_PASSES = 2, 4
 """How often what a layer keeps is read or written by its operators, all of which go through

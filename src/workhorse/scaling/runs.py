@@ -8,10 +8,10 @@ from typing import Any
 from workhorse.checkpoints import RunDirectory
 from workhorse.config.errors import LARGEST, as_written
 from workhorse.errors import WorkhorseError
+from workhorse.memory.estimate import vocab_size_of
 from workhorse.models.flops import FLOPS_PER_PARAMETER, flops_per_token
 from workhorse.scaling.forms import Point
 from workhorse.train import Recipe, read_metrics, with_init
-from workhorse.train.estimate import vocab_size_of
 from workhorse.train.recipe.dial import read_recipe
 
 DECAYED = 0.5

@@ -19,6 +19,8 @@ from workhorse.checkpoints import (
 )
 from workhorse.data import Batches, Dataset, beginning, prepare, prepare_tokenizer
 from workhorse.devices.names import name_of, training_dtype, use_threads
+from workhorse.memory.micro_batch import fit_micro_batch
+from workhorse.memory.training_room import check_training
 from workhorse.models.flops import flops_per_token
 from workhorse.models.parameters import active_parameters, count_parameters
 from workhorse.nn import Decoder, DecoderConfig
@@ -34,12 +36,10 @@ from workhorse.train.report.metrics import Event, MetricsFile
 from workhorse.train.report.trackers import open_tracker
 from workhorse.train.resume.random_state import seed_everything
 from workhorse.train.resume.resume import Resumption, check_same_run
-from workhorse.train.room import check_training
 from workhorse.train.samples import Sampler
 from workhorse.train.saver import Store
 from workhorse.train.speed import Peak
 from workhorse.train.step.build import build_step, measured_peak, training_operators
-from workhorse.train.step.micro_batch import fit_micro_batch
 from workhorse.train.step.step import TrainingStep
 from workhorse.train.validation import Validator
 

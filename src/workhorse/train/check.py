@@ -15,6 +15,7 @@ from workhorse.data import (
 )
 from workhorse.devices.names import resolve_device, training_dtype
 from workhorse.errors import WorkhorseError, shown
+from workhorse.memory.micro_batch import check_fitting
 from workhorse.nn.positions.absolute import NoPositionConfig
 from workhorse.optim.groups import check_base_width
 from workhorse.optim.muon import MuonConfig
@@ -25,7 +26,6 @@ from workhorse.train.init_from import check_weights
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
 from workhorse.train.report.trackers import check_tracker
 from workhorse.train.samples import check_samples
-from workhorse.train.step.micro_batch import check_fitting
 from workhorse.transforms.float8 import check_float8
 
 BYTES_OF_A_TOKEN = 64

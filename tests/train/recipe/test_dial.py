@@ -12,9 +12,9 @@ from workhorse.cli.main import main
 from workhorse.compare import read_study
 from workhorse.config.base import read_yaml
 from workhorse.errors import WorkhorseError
+from workhorse.memory.estimate import vocab_size_of
 from workhorse.models.flops import flops_per_token
 from workhorse.train import Recipe
-from workhorse.train.estimate import vocab_size_of
 from workhorse.train.recipe.dial import DEEPEST, read_recipe, recipe_of_depth
 
 ROOT = Path(__file__).parents[3]

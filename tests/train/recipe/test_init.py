@@ -8,8 +8,8 @@ import pytest
 import workhorse
 from workhorse.checkpoints import RunDirectory, weights_of
 from workhorse.config.base import ConfigError
-from workhorse.convert import convert
 from workhorse.errors import WorkhorseError
+from workhorse.model.convert import convert
 from workhorse.train import Recipe, override_recipe, train, with_init
 
 

@@ -13,15 +13,8 @@ from tests.train.test_run import assert_same_run
 from workhorse.config.base import ConfigError
 from workhorse.devices.memory import most_resident, resident
 from workhorse.errors import WorkhorseError
-from workhorse.native import Operators
-from workhorse.nn import Decoder, DecoderConfig
-from workhorse.parallel.config import ParallelismConfig
-from workhorse.train import Recipe, estimate, read_metrics, train
-from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.resume.random_state import random_state
-from workhorse.train.room import LONG, check_training
-from workhorse.train.step import micro_batch
-from workhorse.train.step.micro_batch import (
+from workhorse.memory import estimate, micro_batch
+from workhorse.memory.micro_batch import (
     fit_micro_batch,
     largest_share,
     recordable,
@@ -29,6 +22,13 @@ from workhorse.train.step.micro_batch import (
     step_bytes,
     usable,
 )
+from workhorse.memory.training_room import LONG, check_training
+from workhorse.native import Operators
+from workhorse.nn import Decoder, DecoderConfig
+from workhorse.parallel.config import ParallelismConfig
+from workhorse.train import Recipe, read_metrics, train
+from workhorse.train.recipe.recipe import TrainConfig
+from workhorse.train.resume.random_state import random_state
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 ROWS = 32

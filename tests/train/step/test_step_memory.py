@@ -6,11 +6,11 @@ import torch
 from tests.nn.grid import COVERING
 from tests.plan.families import small
 from tests.plan.measure import CPU, gradient_bytes, held_by, kept_by_autograd, most_allocated
+from workhorse.memory.step_memory import StepMemory, step_memory
 from workhorse.nn import DecoderConfig, head_loss
 from workhorse.nn.experts.mixture import MoEConfig
 from workhorse.parallel.config import ParallelismConfig
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.step_memory import StepMemory, step_memory
 
 ROWS, SEQ = 2, 12
 CONFIGS = COVERING[:6]

@@ -44,7 +44,7 @@ def command(
     if to is None and target.suffix != ".gguf":
         raise click.UsageError("give --to hf, workhorse or gguf: the format of DST")
 
-    from workhorse.convert import convert
+    from workhorse.model.convert import convert
 
     result = convert(
         source,

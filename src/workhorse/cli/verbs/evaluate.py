@@ -13,7 +13,7 @@ from workhorse.cli.output import counted, print_result, progress
 
 if TYPE_CHECKING:
     from workhorse.data import Document
-    from workhorse.model import Model
+    from workhorse.model.model import Model
 
 OF_TEXT = ("data", "context", "stride", "compare_gzip")
 OF_TASKS = ("include_path", "fewshot", "limit", "apply_chat_template")

@@ -23,7 +23,7 @@ from workhorse.cli.speed import prompt_seconds, speed
 
 if TYPE_CHECKING:
     from workhorse.generate import Completion, Delta, GenerationConfig
-    from workhorse.model import Model
+    from workhorse.model.model import Model
 
 SHOWN_PROMPT = 40
 """Characters of a prompt in a heading."""

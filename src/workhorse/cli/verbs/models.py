@@ -48,7 +48,7 @@ def show_model(model: str, as_json: bool) -> None:
     MODEL is a preset, a run directory, a Hugging Face directory or hub id, a GGUF file, or a folder
     that `convert` wrote. Everything but the config is a comment: the output is a config file.
     """
-    from workhorse.describe_model import describe_model
+    from workhorse.model.describe import describe_model
     from workhorse.models.describe import page
 
     found = describe_model(model, tell=warn)

@@ -9,17 +9,12 @@ from typing import Any
 import torch
 
 from workhorse.config.base import ConfigError
+from workhorse.memory.account import Moment, moments_of_part, ways_of, whole_at_once
+from workhorse.memory.step_memory import Kind, Place, StepMemory, step_memory
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ExactConfig, ParallelismConfig, share_of
 from workhorse.parallel.division.divisible import check_divisible
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.account import Moment, moments_of_part, ways_of, whole_at_once
-from workhorse.train.step.step_memory import (
-    Kind,
-    Place,
-    StepMemory,
-    step_memory,
-)
 
 HELD: tuple[Kind, ...] = ("weights", "low_bits", "optimizer")
 _RECORDS: dict[str, StepMemory] = {}

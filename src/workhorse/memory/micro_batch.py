@@ -10,13 +10,13 @@ import torch
 from workhorse.devices.memory import available, free_memory, size
 from workhorse.devices.names import training_dtype
 from workhorse.errors import WorkhorseError
+from workhorse.memory.device_memory import device_memory
 from workhorse.models.parameters import count_parameters
 from workhorse.native import resolve
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.processes import environment
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.device_memory import device_memory
 
 MARGIN, SCATTERED = 0.1, 0.3
 """Fraction of the free memory that is left for validation, samples, what operators need inside

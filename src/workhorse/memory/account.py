@@ -4,8 +4,8 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
+from workhorse.memory.step_memory import KINDS, Kind, Place, Span, StepMemory
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
-from workhorse.train.step.step_memory import KINDS, Kind, Place, Span, StepMemory
 
 LAYER = "layers."
 

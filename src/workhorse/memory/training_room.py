@@ -7,6 +7,7 @@ from torch import Tensor
 
 from workhorse.devices.memory import check_fits
 from workhorse.devices.names import training_dtype
+from workhorse.memory.micro_batch import step_bytes
 from workhorse.models.flops import flops_per_token
 from workhorse.nn import DecoderConfig
 from workhorse.optim.groups import build_optimizer
@@ -14,7 +15,6 @@ from workhorse.optim.master_weights import round_weights
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.processes import environment
 from workhorse.train.recipe.recipe import TrainConfig
-from workhorse.train.step.micro_batch import step_bytes
 
 LONG = 2e14
 """Floating-point operations of a run so long that recording a step delays it by less than 1 %."""

@@ -18,8 +18,8 @@ from workhorse.devices.names import dtype_name
 from workhorse.errors import WorkhorseError, shown, warn_caller
 from workhorse.files.plain import to_path
 from workhorse.generate.requests import token_ids
-from workhorse.load_model import check_tell, load
-from workhorse.model import Model
+from workhorse.model.load import check_tell, load
+from workhorse.model.model import Model
 from workhorse.models import preset, preset_names
 from workhorse.models.huggingface import Family
 from workhorse.models.parameters import count_parameters

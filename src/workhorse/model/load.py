@@ -14,7 +14,6 @@ from workhorse.checkpoints import (
     mapped_weights,
 )
 from workhorse.checkpoints.huggingface.load import HuggingFaceDirectory
-from workhorse.checkpoints.room import check_random, check_stored
 from workhorse.checkpoints.runs.run_directory import DAMAGED_RECIPE
 from workhorse.checkpoints.stored import (
     StoredModel,
@@ -29,7 +28,8 @@ from workhorse.devices.names import resolve_device, resolve_dtype
 from workhorse.errors import WorkhorseError, shown, warn_caller
 from workhorse.execute.inference import prepare_for_inference
 from workhorse.generate import GenerationConfig
-from workhorse.model import Model
+from workhorse.memory.loading_room import check_random, check_stored
+from workhorse.model.model import Model
 from workhorse.models import preset, preset_names
 from workhorse.nn import Decoder
 from workhorse.nn.attention.kernels import KernelName

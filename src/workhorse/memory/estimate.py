@@ -8,6 +8,9 @@ import torch
 from workhorse.data import Batch, iterate_texts
 from workhorse.devices.memory import available
 from workhorse.devices.names import use_threads
+from workhorse.memory.account import account
+from workhorse.memory.device_memory import device_memory
+from workhorse.memory.micro_batch import fit_micro_batch, recordable
 from workhorse.models.describe import exports_as
 from workhorse.models.flops import flops_per_token
 from workhorse.models.parameters import active_parameters
@@ -20,10 +23,7 @@ from workhorse.tokenizers import train_tokenizer
 from workhorse.train.check import check_length, check_recipe
 from workhorse.train.minutes import after_timing, steps_within, with_steps
 from workhorse.train.recipe.recipe import Recipe, TrainConfig
-from workhorse.train.step.account import account
 from workhorse.train.step.build import build_step, measured_peak
-from workhorse.train.step.device_memory import device_memory
-from workhorse.train.step.micro_batch import fit_micro_batch, recordable
 
 TIMED_BYTES = 2**30
 TIMED_SECONDS = 1.0

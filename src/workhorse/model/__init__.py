@@ -1,0 +1,1 @@
+"""A loaded model, and what is done with models: load, save, convert, describe."""

@@ -20,7 +20,7 @@ from workhorse.data import Batch
 from workhorse.data.corpus.stdlib import modules
 from workhorse.devices.names import training_dtype
 from workhorse.errors import WorkhorseError
-from workhorse.models.llama import llama
+from workhorse.models.families.llama import llama
 from workhorse.native.allocator import keep_freed_memory
 from workhorse.nn import DecoderConfig
 from workhorse.train import TrainConfig

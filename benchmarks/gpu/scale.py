@@ -26,7 +26,7 @@ from benchmarks.gpu.block import Check, Figures, Setting, seconds_of
 from benchmarks.harness.shapes import DECODING, TRAINING, Shape
 from workhorse.checkpoints import MODEL, OPTIMIZER, CheckpointStore
 from workhorse.data import Batch
-from workhorse.models.llama import llama
+from workhorse.models.families.llama import llama
 from workhorse.native.allocator import keep_freed_memory
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.optim.shards import local

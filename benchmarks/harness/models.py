@@ -56,8 +56,8 @@ def _write_huggingface(shape: Shape, path: Path) -> None:
 
 
 def _config(shape: Shape) -> "DecoderConfig":
-    from workhorse.models.gpt2 import gpt2
-    from workhorse.models.llama import llama
+    from workhorse.models.families.gpt2 import gpt2
+    from workhorse.models.families.llama import llama
 
     sizes = {
         "d_model": shape.d_model,

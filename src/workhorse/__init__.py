@@ -9,17 +9,25 @@ import pkgutil
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from workhorse.model.convert import save
+    from workhorse.model.convert import convert, save
+    from workhorse.model.describe import describe
     from workhorse.model.load import load
+    from workhorse.model.model import Model
 
-__all__ = ["__version__", "load", "save"]
+__all__ = ["Model", "__version__", "convert", "describe", "load", "save"]
 __version__ = "0.1.0"
 
-_HOMES = {"load": "workhorse.model.load", "save": "workhorse.model.convert"}
+_HOMES = {
+    "Model": "workhorse.model.model",
+    "convert": "workhorse.model.convert",
+    "describe": "workhorse.model.describe",
+    "load": "workhorse.model.load",
+    "save": "workhorse.model.convert",
+}
 
 
 def __getattr__(name: str) -> Any:
-    """Import `load`, `save` or a module of the package when it is first used."""
+    """Import one of `__all__` or a module of the package when it is first used."""
     if name in _HOMES:
         return getattr(importlib.import_module(_HOMES[name]), name)
     if name in _modules():

@@ -3,10 +3,10 @@
     make campaign-cpus    or    python -m pytest -m campaign -s tests/campaigns/test_cpus.py
 
 The tests of operators, training, transforms, generation and loading run once for each level of
-instructions (`workhorse/devices/instructions.py`), each time in a process of its own whose operators are
-compiled for that level and whose PyTorch is held to it: a test that passes by how one CPU rounds
-fails on another. Then without native operators, and without a compiler for them or for PyTorch. A
-level that this CPU lacks is skipped. A table of what ran is printed.
+instructions (`workhorse/devices/instructions.py`), each time in a process of its own whose
+operators are compiled for that level and whose PyTorch is held to it: a test that passes by how one
+CPU rounds fails on another. Then without native operators, and without a compiler for them or for
+PyTorch. A level that this CPU lacks is skipped. A table of what ran is printed.
 """
 
 import os

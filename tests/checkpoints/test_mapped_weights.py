@@ -13,8 +13,8 @@ from workhorse.checkpoints import mapped_weights, weights_of
 from workhorse.checkpoints.huggingface.export import write_huggingface
 from workhorse.checkpoints.stored import open_stored
 from workhorse.errors import WorkhorseError
-from workhorse.models.gpt2 import gpt2
-from workhorse.models.llama import llama
+from workhorse.models.families.gpt2 import gpt2
+from workhorse.models.families.llama import llama
 from workhorse.nn import DecoderConfig
 
 SIZES = {"d_model": 64, "n_layers": 2, "n_heads": 4, "vocab_size": 96, "max_seq_len": 32}

@@ -10,7 +10,7 @@ import pytest
 from workhorse.checkpoints import RunDirectory
 from workhorse.cli.main import main
 from workhorse.model.convert import convert
-from workhorse.model.describe import describe_model
+from workhorse.model.describe import describe
 from workhorse.models import FAMILIES, find_preset, preset, preset_names
 from workhorse.nn import DecoderConfig
 
@@ -151,7 +151,7 @@ def test_show_reads_no_weights(run_folder: Path, tmp_path: Path) -> None:
     """Of a model on the hub they are not even there."""
     convert(run_folder, tmp_path / "hf", "hf")
     (tmp_path / "hf" / "model.safetensors").unlink()
-    found = describe_model(tmp_path / "hf")
+    found = describe(tmp_path / "hf")
     assert found["weights"] is None
     assert found["shape"]["n_layers"] == 1
 

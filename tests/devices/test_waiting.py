@@ -52,7 +52,7 @@ def test_threads_sleep_soon_unless_told_otherwise(program: str) -> None:
 def test_threads_and_programs_that_are_started_run_in_short_slices() -> None:
     slice_of = """
 import ctypes, threading
-from workhorse.waiting import _Attributes, run_in_slices
+from workhorse.devices.waiting import _Attributes, run_in_slices
 def slice_now():
     found = _Attributes()
     ctypes.CDLL(None).syscall(GET, 0, ctypes.byref(found), ctypes.sizeof(found), 0)

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from workhorse.models import FAMILIES, preset
-from workhorse.models.gpt2 import gpt2
-from workhorse.models.gpt3 import BAND, gpt3
-from workhorse.models.palm import palm
-from workhorse.models.transformer2017 import transformer2017
+from workhorse.models.families.gpt2 import gpt2
+from workhorse.models.families.gpt3 import BAND, gpt3
+from workhorse.models.families.palm import palm
+from workhorse.models.families.transformer2017 import transformer2017
 from workhorse.nn import Decoder
 
 

@@ -42,7 +42,7 @@ def fetches() -> bool:
 def test_freed_memory_is_kept_while_training_and_no_longer() -> None:
     # In a process of its own: glibc takes a large block from what earlier tests have freed, and
     # where a malloc has failed it goes on in an arena that fetches every block whatever is set.
-    code = "from tests.tensors import test_allocator; test_allocator.all_checks()"
+    code = "from tests.native import test_allocator; test_allocator.all_checks()"
     subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
 
 

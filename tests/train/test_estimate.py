@@ -11,9 +11,8 @@ import torch
 from tests.train.test_balance import MIXED, recipe_of
 from workhorse.data import Batch
 from workhorse.errors import WorkhorseError
-from workhorse.memory import estimate
 from workhorse.plan import plan
-from workhorse.train import Recipe, train, with_init
+from workhorse.train import Recipe, estimate, train, with_init
 from workhorse.train.step.build import build_step
 
 SPECIAL = {"bos": None, "eos": None, "pad": None, "chat": []}
@@ -127,7 +126,7 @@ def test_what_does_not_fit_is_told_and_not_timed(
     make_recipe, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     module = importlib.import_module(
-        "workhorse.memory.estimate"
+        "workhorse.train.estimate"
     )  # `train` has a function of its name
     monkeypatch.setattr(module, "available", lambda device: 2**16)
     told = estimate(make_recipe())

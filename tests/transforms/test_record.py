@@ -20,7 +20,7 @@ from workhorse.execute.native_decoding.attention import attend_natively
 from workhorse.execute.native_decoding.native_step import step_natively
 from workhorse.execute.native_decoding.stream import stream_weights
 from workhorse.execute.native_training import train_natively
-from workhorse.models.llama import llama
+from workhorse.models.families.llama import llama
 from workhorse.native import Operators
 from workhorse.nn import Decoder
 from workhorse.train.objectives.next_token import NextToken

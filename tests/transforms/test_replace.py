@@ -19,7 +19,7 @@ from workhorse.execute.compiled.compiled_step import CompiledDecoder
 from workhorse.execute.inference import prepare_for_inference
 from workhorse.execute.native_training import train_natively
 from workhorse.execute.native_training.embedding import replace_embeddings
-from workhorse.models.llama import llama
+from workhorse.models.families.llama import llama
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.transforms.quantization.quantize import quantize

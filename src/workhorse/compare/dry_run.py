@@ -10,9 +10,8 @@ from workhorse.compare.plan import Plan, check_variants, make_plan
 from workhorse.compare.run import seconds_of_step
 from workhorse.compare.study import Study, no_study
 from workhorse.devices.names import use_threads
-from workhorse.memory import estimate
-from workhorse.memory.estimate import vocab_size_of
-from workhorse.train import Recipe
+from workhorse.train import Recipe, estimate
+from workhorse.train.estimate import vocab_size_of
 
 
 def dry_run(study: Study, out: str | Path, *, jobs: int = 1, threads: int = 0) -> dict[str, Any]:

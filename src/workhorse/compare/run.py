@@ -18,8 +18,8 @@ from workhorse.compare.study import Study, no_study
 from workhorse.compare.trials import run_trial
 from workhorse.data import prepare_tokenizer
 from workhorse.devices.names import resolve_device, use_threads
-from workhorse.memory.estimate import time_steps, vocab_size_of
 from workhorse.train import Event, Recipe
+from workhorse.train.estimate import time_steps, vocab_size_of
 from workhorse.train.signals import StopSignals
 
 Listener = Callable[[Event], None]

@@ -1,1 +1,1 @@
-"""Files: written whole or not at all, and read within limits, since strangers may have made them."""
+"""Files: written whole or not at all; read within limits, since strangers may have made them."""

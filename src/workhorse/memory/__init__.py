@@ -1,1 +1,1 @@
-"""Memory that training, loading and caches will need, from runs without data; refusing what does not fit."""
+"""The memory that training, loading and caches need, found before it is taken."""

@@ -1,4 +1,4 @@
-"""`describe_model`: what a model is, by its config and the headers of its files."""
+"""`describe`: what a model is, by its config and the headers of its files."""
 
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -20,7 +20,7 @@ from workhorse.models.describe import details, facts
 from workhorse.tokenizers import Tokenizer
 
 
-def describe_model(
+def describe(
     model: str | Path, *, tell: Callable[[str], object] = lambda line: None
 ) -> dict[str, Any]:
     """A model's shape, parameters, weights on disk, tokenizer and config, in plain data.

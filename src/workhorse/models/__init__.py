@@ -122,7 +122,7 @@ FAMILIES: dict[str, tuple[str, ...]] = {
         "bloom-176b",
     ),
 }
-"""The presets of each family; `workhorse.models.<family>` defines them in `PRESETS`."""
+"""The presets of each family; `workhorse.models.families.<family>` defines them in `PRESETS`."""
 
 
 def preset_names() -> list[str]:
@@ -170,6 +170,6 @@ def search(text: str = "") -> list[list[str]]:
 
 
 def _family(family: str) -> dict[str, Preset]:
-    module = importlib.import_module(f"workhorse.models.{family}")
+    module = importlib.import_module(f"workhorse.models.families.{family}")
     found: tuple[Preset, ...] = module.PRESETS
     return {preset.name: preset for preset in found}

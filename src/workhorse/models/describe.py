@@ -80,7 +80,7 @@ def facts(name: str, kind: str, config: DecoderConfig) -> dict[str, Any]:
 
 
 def page(found: Mapping[str, Any]) -> str:
-    """The result of `details` or `describe_model` as comments above the config in YAML.
+    """The result of `details` or `describe` as comments above the config in YAML.
 
     `DecoderConfig.from_yaml` reads it.
     """

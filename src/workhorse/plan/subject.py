@@ -8,15 +8,15 @@ from typing import Any
 from workhorse.checkpoints import RunDirectory
 from workhorse.checkpoints.stored import is_stored, no_such_model, open_stored
 from workhorse.config.base import ConfigError
+from workhorse.config.dial import is_on_dial, read_recipe
 from workhorse.config.overrides import apply_overrides
-from workhorse.memory.estimate import vocab_size_of
 from workhorse.models import find_preset, preset_names
 from workhorse.models.parameters import count_parameters
 from workhorse.nn import DecoderConfig
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.plan.compute_optimal import CHINCHILLA_TOKENS_PER_PARAMETER
 from workhorse.train import Recipe, override_recipe, with_init
-from workhorse.train.recipe.dial import is_on_dial, read_recipe
+from workhorse.train.estimate import vocab_size_of
 from workhorse.train.recipe.recipe import TrainConfig
 
 LONGEST_ASSUMED = 4096

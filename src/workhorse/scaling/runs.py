@@ -6,13 +6,13 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.checkpoints import RunDirectory
+from workhorse.config.dial import read_recipe
 from workhorse.config.errors import LARGEST, as_written
 from workhorse.errors import WorkhorseError
-from workhorse.memory.estimate import vocab_size_of
 from workhorse.models.flops import FLOPS_PER_PARAMETER, flops_per_token
 from workhorse.scaling.forms import Point
 from workhorse.train import Recipe, read_metrics, with_init
-from workhorse.train.recipe.dial import read_recipe
+from workhorse.train.estimate import vocab_size_of
 
 DECAYED = 0.5
 """The most that may be left of the learning rate at the end."""

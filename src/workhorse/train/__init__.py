@@ -1,8 +1,8 @@
 """Training: a recipe in, a run directory out."""
 
-from workhorse.memory.estimate import estimate
 from workhorse.train.check import remarks_on
 from workhorse.train.dry_run import dry_run
+from workhorse.train.estimate import estimate
 from workhorse.train.loop import DivergedError
 from workhorse.train.recipe.init import with_init
 from workhorse.train.recipe.overrides import on_workers, override_recipe

@@ -6,8 +6,8 @@ from pathlib import Path
 from typing import Any
 
 from workhorse.checkpoints import RunDirectory
-from workhorse.memory.estimate import estimate
 from workhorse.train.check import remarks_on
+from workhorse.train.estimate import estimate
 from workhorse.train.minutes import as_begun
 from workhorse.train.recipe.recipe import Recipe
 from workhorse.train.run import rehearse, why_taken

@@ -13,7 +13,7 @@ from tests.train.test_run import assert_same_run
 from workhorse.config.base import ConfigError
 from workhorse.devices.memory import most_resident, resident
 from workhorse.errors import WorkhorseError
-from workhorse.memory import estimate, micro_batch
+from workhorse.memory import micro_batch
 from workhorse.memory.micro_batch import (
     fit_micro_batch,
     largest_share,
@@ -26,7 +26,7 @@ from workhorse.memory.training_room import LONG, check_training
 from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.parallel.config import ParallelismConfig
-from workhorse.train import Recipe, read_metrics, train
+from workhorse.train import Recipe, estimate, read_metrics, train
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.resume.random_state import random_state
 

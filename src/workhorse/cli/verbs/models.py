@@ -48,10 +48,10 @@ def show_model(model: str, as_json: bool) -> None:
     MODEL is a preset, a run directory, a Hugging Face directory or hub id, a GGUF file, or a folder
     that `convert` wrote. Everything but the config is a comment: the output is a config file.
     """
-    from workhorse.model.describe import describe_model
+    from workhorse.model.describe import describe
     from workhorse.models.describe import page
 
-    found = describe_model(model, tell=warn)
+    found = describe(model, tell=warn)
     if as_json:
         print_result(found, as_json, text="")
     else:

@@ -175,9 +175,9 @@ def _read(
 
     To resume a run, the model that it started from is not needed.
     """
+    from workhorse.config.dial import read_recipe
     from workhorse.errors import WorkhorseError
     from workhorse.models import preset_names
-    from workhorse.train.recipe.dial import read_recipe
 
     if str(file) in preset_names() and not file.exists():
         raise WorkhorseError(

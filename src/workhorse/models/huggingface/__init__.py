@@ -116,7 +116,7 @@ def family(model_type: str) -> Family:
                 "has the decoder-only transformers that are"
             )
         raise WorkhorseError(f"model type {name!r} is not supported; {nearest(name, MODEL_TYPES)}")
-    module = importlib.import_module(f"workhorse.models.{MODEL_TYPES[model_type]}")
+    module = importlib.import_module(f"workhorse.models.families.{MODEL_TYPES[model_type]}")
     found: tuple[Family, ...] = module.HUGGING_FACE
     return {one.model_type: one for one in found}[model_type]
 

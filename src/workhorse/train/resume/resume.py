@@ -1,7 +1,7 @@
 """Resuming a run: from which checkpoint, and with which changes of its recipe.
 
-The configs declare which settings may change, see `workhorse.config.on_resume`. Other changes are refused
-with the command that begins a new run with them.
+The configs declare which settings may change, see `workhorse.config.on_resume`. Other changes are
+refused with the command that begins a new run with them.
 """
 
 import shlex

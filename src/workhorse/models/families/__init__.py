@@ -1,0 +1,1 @@
+"""Families of models as data: presets, how a Hugging Face config is read, names of tensors."""

@@ -1,0 +1,72 @@
+"""A.X K1 (SK Telecom, 2026)."""
+
+from workhorse.models.families.deepseek import DEEPSEEK_KEYS, DEEPSEEK_RULES
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.latent import PAIRING_KEYS, latent_attention
+from workhorse.models.huggingface.llama_like import decoder, gated_mlp, rms_norm
+from workhorse.models.huggingface.mixtures import (
+    DENSE,
+    FEED_FORWARD,
+    SPARSE,
+    mlp_layer_types,
+    sigmoid_mixture,
+    written_mlp_layer_types,
+)
+from workhorse.models.huggingface.rules import same, zeros
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import PreNormConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """DeepSeek-V3 with a norm after each mixture, and not after the dense layers."""
+    hf.ignore("aux_loss_alpha", "ep_size", "num_nextn_predict_layers", "seq_aux")  # of training
+    hf.refuse("scoring_func", "sigmoid", "this model's scores are a sigmoid")
+    norm = rms_norm(hf)
+    neighbours = hf.optional("rope_interleave", bool, True) or False
+    heads = latent_attention(hf, neighbours=neighbours).replace(
+        q_rank=hf.get("q_lora_rank", 1536)  # null is no choice here
+    )
+    mixture = sigmoid_mixture(
+        hf, n_experts=192, top_k=8, d_ff=2048, scale=2.5, n_group=8, topk_group=4
+    ).replace(output_norm=norm)
+    dense = gated_mlp(hf, d_ff=hf.get("intermediate_size", 18432))
+    kinds = mlp_layer_types(hf, _older_layer_types(hf))
+    layers = [
+        PreNormConfig(norm=norm, attention=heads, feed_forward=mixture if kind == SPARSE else dense)
+        for kind in kinds
+    ]
+    return decoder(hf, layers, norm, names=kinds)
+
+
+def _older_layer_types(hf: Fields) -> list[str]:
+    """What the two keys of older files say: where mixtures begin, and how often one comes."""
+    first, period = hf.get("first_k_dense_replace", 1), hf.positive("moe_layer_freq", 1)
+    return [
+        SPARSE if n >= first and n % period == 0 else DENSE
+        for n in range(hf.need("num_hidden_layers", int))
+    ]
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="axk1",
+        architecture="AXK1ForCausalLM",
+        read=read,
+        keys={
+            key: place
+            for key, place in (DEEPSEEK_KEYS | PAIRING_KEYS).items()
+            if key != "first_k_dense_replace"
+        }
+        | {"mlp_layer_types": written_mlp_layer_types},
+        rules=(
+            *DEEPSEEK_RULES,
+            same(FEED_FORWARD + "output_norm", "model.layers.{i}.post_mlp_layernorm"),
+            zeros(FEED_FORWARD + "router.selection_bias"),  # which the published files lack
+        ),
+        ignored=(  # the dense layers of the published files have a norm that nothing uses
+            r".*\.rotary_emb\.inv_freq",
+            r"model\.layers\.\d+\.post_mlp_layernorm\.weight",
+        ),
+    ),
+)

@@ -1,0 +1,183 @@
+"""Cohere 2 with mixtures of experts (Cohere, 2026)."""
+
+from workhorse.config.base import ConfigError
+from workhorse.errors import nearest
+from workhorse.models.families.cohere import COHERE_KEYS, COHERE_RULES, layer_norm, scaled
+from workhorse.models.huggingface.family import Data, Family, FieldPath, look_up
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    FULL,
+    SHORT_NAMES,
+    SLIDING,
+    activation,
+    attention,
+    decoder,
+    every,
+    gated_mlp,
+    layer_types,
+    written_layer_types,
+    written_window,
+)
+from workhorse.models.huggingface.mixtures import (
+    DENSE,
+    MIXTURE_RULES,
+    SPARSE,
+    dense_first,
+    mlp_layer_types,
+    n_shared_experts,
+    of_dense,
+    of_sparse,
+    written_mlp_layer_types,
+)
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.models.huggingface.rules import instead
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import ParallelConfig
+from workhorse.nn.experts.mixture import MoEConfig
+from workhorse.nn.experts.router import RouterConfig
+from workhorse.nn.feedforward import GatedMlpConfig
+from workhorse.nn.norms import LayerNormConfig, RMSNormConfig
+from workhorse.nn.positions.absolute import NoPositionConfig
+
+AVERAGE, SUM = "average", "sum"
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """Command R7B with a mixture in most layers, whose shared experts are one as wide as all."""
+    norm = _either_norm(hf)
+    # transformers fills in what stands beside the mapping only where there is none
+    fraction_key = "partial_rotary_factor" if hf.values.get("rope_parameters") is None else None
+    rope = read_rope(hf, fraction_key=fraction_key, pairing="interleaved", precision="float32")
+    bias, window = hf.get("attention_bias", False), hf.optional("sliding_window", int, 4096)
+    n_dense = hf.get("first_k_dense_replace", 0)
+    turn_anyway = hf.get("prefix_dense_sliding_window_pattern", 1) == 1
+    types = layer_types(hf, _prefixed_types(hf, n_dense))
+    kinds = mlp_layer_types(hf, dense_first(hf, n_dense))
+    mixture, dense = _mixture(hf), _dense(hf)
+
+    def block(kind: str, of: str) -> ParallelConfig:
+        local = kind == SLIDING and window is not None
+        return ParallelConfig(
+            norm=norm,
+            attention=attention(
+                hf,
+                head_dim=hf.get("head_dim", 128),
+                position=rope if local or (of == DENSE and turn_anyway) else NoPositionConfig(),
+                window=window if local else None,
+                qkv_bias=bias,
+                out_bias=bias,
+            ),
+            feed_forward=mixture if of == SPARSE else dense,
+        )
+
+    pairs = list(zip(types, kinds, strict=True))
+    return decoder(
+        hf,
+        [block(*pair) for pair in pairs],
+        norm,
+        names=[f"{SHORT_NAMES[kind]}_{of}" for kind, of in pairs],
+        tied=True,
+        head=scaled(hf),
+    )
+
+
+def _either_norm(hf: Fields) -> LayerNormConfig | RMSNormConfig:
+    eps = hf.optional("rms_norm_eps", float)
+    if eps is None:
+        return layer_norm(hf)
+    hf.ignore("layer_norm_eps")
+    return RMSNormConfig(eps=eps)
+
+
+def _prefixed_types(hf: Fields, n_dense: int) -> list[str]:
+    """Windows in all layers but every so many, counted anew after the dense ones."""
+    dense, sparse = (
+        every(hf, key, default)
+        for key, default in (
+            ("prefix_dense_sliding_window_pattern", 1),
+            ("sliding_window_pattern", 4),
+        )
+    )
+    last = [*dense[:n_dense], *sparse[: len(sparse) - n_dense]]
+    return [FULL if one else SLIDING for one in last]
+
+
+def _mixture(hf: Fields) -> MoEConfig:
+    score, n_shared = hf.get("expert_selection_fn", "softmax"), hf.get("num_shared_experts", 0)
+    if score not in ("softmax", "sigmoid"):
+        remedy = nearest(score, ("softmax", "sigmoid"))
+        raise ConfigError(f"{hf.where}: expert_selection_fn {score!r} is unknown; {remedy}")
+    how = hf.get("shared_expert_combination_strategy", AVERAGE)
+    if how not in (AVERAGE, SUM):
+        remedy = nearest(how, (AVERAGE, SUM))
+        raise ConfigError(
+            f"{hf.where}: shared_expert_combination_strategy {how!r} is unknown; {remedy}"
+        )
+    normalize = hf.get("norm_topk_prob", True)
+    d_ff = hf.need("intermediate_size", int)
+    return MoEConfig(
+        n_experts=hf.get("num_experts", 8),
+        top_k=hf.get("num_experts_per_tok", 2),
+        d_ff=d_ff,
+        activation=activation(hf),
+        router=RouterConfig(score=score, normalize=normalize or score == "softmax"),
+        shared=gated_mlp(hf, d_ff=n_shared * d_ff) if n_shared else None,
+        multiplier=0.5 if n_shared and how == AVERAGE else 1.0,
+    )
+
+
+def _dense(hf: Fields) -> GatedMlpConfig:
+    width = hf.optional("prefix_dense_intermediate_size", int)
+    return gated_mlp(hf, d_ff=width or hf.need("intermediate_size", int))
+
+
+def dense_layers_turn(data: Data) -> int:
+    """`prefix_dense_sliding_window_pattern`: 1 where dense layers without a window turn."""
+    for layer in data["layers"]:
+        attention = layer["attention"]
+        if layer["feed_forward"]["kind"] != "moe" and attention["window"] is None:
+            return 1 if attention["position"]["kind"] == "rope" else 2
+    raise KeyError("prefix_dense_sliding_window_pattern")
+
+
+def norm_eps(kind: str) -> FieldPath:
+    """The epsilon of the final norm where it is of that kind."""
+
+    def write(data: Data) -> object:
+        if data["final_norm"]["kind"] != kind:
+            raise KeyError("eps")
+        return data["final_norm"]["eps"]
+
+    return write
+
+
+def combination(data: Data) -> str:
+    """What is done with the routed and the shared experts' outputs."""
+    return SUM if look_up(data, of_sparse("multiplier")) == 1.0 else AVERAGE
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="cohere2_moe",
+        architecture="Cohere2MoeForCausalLM",
+        read=read,
+        keys=COHERE_KEYS
+        | {
+            "layer_norm_eps": norm_eps("layer_norm"),
+            "rms_norm_eps": norm_eps("rms_norm"),
+            "sliding_window": written_window,
+            "layer_types": written_layer_types,
+            "mlp_layer_types": written_mlp_layer_types,
+            "prefix_dense_sliding_window_pattern": dense_layers_turn,
+            "prefix_dense_intermediate_size": of_dense("d_ff"),
+            "intermediate_size": of_sparse("d_ff"),
+            "num_experts": of_sparse("n_experts"),
+            "num_experts_per_tok": of_sparse("top_k"),
+            "num_shared_experts": n_shared_experts,
+            "expert_selection_fn": of_sparse("router.score"),
+            "norm_topk_prob": of_sparse("router.normalize"),
+            "shared_expert_combination_strategy": combination,
+        },
+        rules=instead(*MIXTURE_RULES, base=COHERE_RULES),
+    ),
+)

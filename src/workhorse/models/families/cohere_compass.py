@@ -1,0 +1,95 @@
+"""The language model of North Micro Vision (Cohere, 2026), which also sees images."""
+
+from workhorse.config.base import ConfigError
+from workhorse.models.families.cohere import COHERE_KEYS, COHERE_RULES, layer_norm
+from workhorse.models.huggingface.family import Data, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    FULL,
+    SLIDING,
+    attention,
+    decoder,
+    gated_mlp,
+    layer_types,
+    written_layer_types,
+    written_window,
+)
+from workhorse.models.huggingface.rotation import ROPE_KEYS, read_rope, written_rope
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import ParallelConfig
+from workhorse.nn.positions.absolute import NoPositionConfig
+from workhorse.nn.positions.rope import RopeConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """Command R turning halves, whose kinds of layer each have a window and a rotation, or none.
+
+    A token of text stands at one place in time, height and width, so the sections of the rotation
+    that turn by each turn alike.
+    """
+    hf.ignore("head_dim", "pooling")  # made of the other keys; of classifiers
+    norm, bias = layer_norm(hf), hf.get("attention_bias", False)
+    types = layer_types(hf, [FULL] * hf.need("num_hidden_layers", int))
+    window = hf.get("sliding_window", 4096)
+
+    def block(kind: str) -> ParallelConfig:
+        return ParallelConfig(
+            norm=norm,
+            attention=attention(
+                hf,
+                head_dim=None,
+                position=_position(hf, kind),
+                window=window if kind == SLIDING else None,
+                qkv_bias=bias,
+                out_bias=bias,
+            ),
+            feed_forward=gated_mlp(hf),
+        )
+
+    return decoder(
+        hf,
+        [block(kind) for kind in types],
+        norm,
+        names=types,
+        tied=True,
+        head={"multiplier": hf.get("logit_scale", 1.0)},
+    )
+
+
+def _position(hf: Fields, kind: str) -> RopeConfig | NoPositionConfig:
+    """The rotation of a kind of layer; null says that it has none."""
+    rotations = hf.section("rope_parameters")
+    if rotations is None or kind not in rotations.values:
+        raise ConfigError(
+            f"{hf.where}: rope_parameters has no {kind!r}; give it a rotation, or null for none"
+        )
+    rotation = rotations.section(kind)
+    if not rotation:
+        return NoPositionConfig()
+    rotation.ignore("mrope_section")  # of positions that are the same for text
+    return read_rope(hf, layer_type=kind)
+
+
+def rotations(data: Data) -> Data:
+    """`rope_parameters` of a plain config: one for each kind of layer, null for none."""
+    positions: Data = {}
+    for kind, layer in zip(written_layer_types(data), data["layers"], strict=True):
+        position = layer["attention"]["position"]
+        positions[kind] = written_rope(position) if position["kind"] == "rope" else None
+    return positions
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="cohere_compass_text",
+        architecture="CohereCompassForCausalLM",
+        read=read,
+        keys={key: path for key, path in COHERE_KEYS.items() if key not in ROPE_KEYS}
+        | {
+            "rope_parameters": rotations,
+            "sliding_window": written_window,
+            "layer_types": written_layer_types,
+        },
+        rules=COHERE_RULES,
+    ),
+)

@@ -1,0 +1,124 @@
+"""GPT: Improving Language Understanding by Generative Pre-Training (Radford et al., 2018)."""
+
+from functools import partial
+
+from workhorse.config.base import ConfigError
+from workhorse.errors import nearest
+from workhorse.models.families.gpt2 import RULES
+from workhorse.models.huggingface.family import Data, Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.gpt_like import (
+    GPT_NAMES,
+    SUMMARY_KEYS,
+    attention,
+    learned_positions,
+    written,
+)
+from workhorse.models.huggingface.llama_like import decoder
+from workhorse.models.huggingface.rules import instead, same
+from workhorse.models.preset import Preset
+from workhorse.nn import AttentionConfig, DecoderConfig
+from workhorse.nn.blocks import PostNormConfig
+from workhorse.nn.embedding import EmbeddingConfig
+from workhorse.nn.feedforward import ActivationName, MlpConfig
+from workhorse.nn.head import HeadConfig
+from workhorse.nn.init import NormalInitConfig
+from workhorse.nn.norms import LayerNormConfig, NoNormConfig
+from workhorse.nn.positions.absolute import LearnedPositionConfig
+
+
+def gpt(
+    *,
+    d_model: int,
+    n_layers: int,
+    n_heads: int,
+    vocab_size: int = 40478,
+    max_seq_len: int = 512,
+    dropout: float = 0.1,
+) -> DecoderConfig:
+    """Post-norm blocks as in 2017, with learned positions and tanh GELU; no final norm."""
+    block = PostNormConfig(
+        norm=LayerNormConfig(eps=1e-5),
+        attention=AttentionConfig(n_heads=n_heads, qkv_bias=True, out_bias=True, dropout=dropout),
+        feed_forward=MlpConfig(d_ff=4 * d_model, activation="gelu_tanh", bias=True),
+        dropout=dropout,
+    )
+    return DecoderConfig(
+        vocab_size=vocab_size,
+        d_model=d_model,
+        n_layers=n_layers,
+        max_seq_len=max_seq_len,
+        embedding=EmbeddingConfig(position=LearnedPositionConfig(), dropout=dropout),
+        blocks={"main": block},
+        head=HeadConfig(tied=True),
+        init=NormalInitConfig(std=0.02, residual="plain"),
+    )
+
+
+PRESETS = (
+    Preset(
+        "gpt",
+        partial(gpt, d_model=768, n_layers=12, n_heads=12),
+        parameters=116_534_784,
+        exactness="released",
+        source="Radford et al. 2018 §4.1; openai/finetune-transformer-lm (vocabulary 40,478)",
+        notes=(
+            "The paper prints no count. The 117M often quoted for it is this number rounded.",
+            "The vocabulary is 40,000 merges over 478 base symbols; the tokens that fine-tuning "
+            "adds are not part of it.",
+        ),
+    ),
+)
+
+
+ACTIVATIONS: dict[str, ActivationName] = {
+    "gelu": "gelu_tanh",
+    "relu": "relu",
+    "silu": "silu",
+    "swish": "silu",
+}
+"""What `afn` may say: its `gelu` is the tanh form, as the original code has it."""
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """GPT. Its feed-forward is always four times as wide as the model."""
+    hf = hf.renamed(GPT_NAMES)
+    hf.ignore("n_ctx", "n_special", "predict_special_tokens", *SUMMARY_KEYS)
+    name = hf.get("afn", "gelu")
+    if name not in ACTIVATIONS:
+        raise ConfigError(f"{hf.where}: afn {name!r} is unknown; {nearest(name, ACTIVATIONS)}")
+    block = PostNormConfig(
+        norm=LayerNormConfig(eps=hf.get("layer_norm_epsilon", 1e-5)),
+        attention=attention(hf, dropout=0.1, qkv_bias=True, out_bias=True),
+        feed_forward=MlpConfig(
+            d_ff=4 * hf.need("hidden_size", int), activation=ACTIVATIONS[name], bias=True
+        ),
+        dropout=hf.get("hidden_dropout", 0.1),
+    )
+    return decoder(
+        hf, block, NoNormConfig(), tied=True, embedding=learned_positions(hf, dropout=0.1)
+    )
+
+
+def afn(data: Data) -> str:
+    """The first name in `afn` of the activation."""
+    names = {ours: name for name, ours in reversed(ACTIVATIONS.items())}
+    return names[data["block"]["feed_forward"]["activation"]]
+
+
+WITHOUT_KEY = ("n_inner", "activation_function")
+HUGGING_FACE = (
+    Family(
+        model_type="openai-gpt",
+        architecture="OpenAIGPTLMHeadModel",
+        read=read,
+        keys={key: path for key, path in written(GPT_NAMES).items() if key not in WITHOUT_KEY}
+        | {"afn": afn, "layer_norm_epsilon": "block.norm.eps"},
+        rules=instead(
+            same("embedding.tokens", "transformer.tokens_embed"),
+            same("embedding.positions.table", "transformer.positions_embed"),
+            base=RULES,
+        ),
+        ignored=(r".*\.attn\.bias", r".*position_ids"),
+    ),
+)

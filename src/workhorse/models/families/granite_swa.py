@@ -1,0 +1,139 @@
+"""Granite with windows (IBM, Granite Swash, 2026): dense and mixtures.
+
+Three layers of four see a window, every head has a learned sink (2508.10925), and each layer may
+have a rotation of its own, or none.
+"""
+
+from collections.abc import Mapping
+
+from workhorse.config.base import ConfigError
+from workhorse.models.families.granite import (
+    FEED_FORWARD,
+    MIXED,
+    MIXTURE,
+    MULTIPLIED,
+    SHARED_RULES,
+    block,
+    mixture,
+    multiplied,
+    shared_expert,
+    shared_width,
+)
+from workhorse.models.huggingface.family import Data, Family, FieldPath
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.llama_like import (
+    FULL,
+    RULES,
+    SHORT_NAMES,
+    SLIDING,
+    alternating,
+    gated_mlp,
+    layer_types,
+    written_layer_types,
+    written_window,
+)
+from workhorse.models.huggingface.rotation import read_rope
+from workhorse.models.huggingface.rules import instead, joined, same
+from workhorse.nn import DecoderConfig
+from workhorse.nn.blocks import FeedForwardConfig
+from workhorse.nn.positions.absolute import NoPositionConfig
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """The dense model."""
+    feed_forward = gated_mlp(hf, bias=hf.get("mlp_bias", False))
+    return _read(hf, feed_forward, eps=1e-5, n_kv_heads=4, tied=True)
+
+
+def read_mixture(hf: Fields) -> DecoderConfig:
+    """The mixture, whose shared expert may be left out."""
+    n_heads = hf.need("num_attention_heads", int)
+    feed_forward = mixture(hf, shared=shared_expert(hf))
+    return _read(hf, feed_forward, eps=1e-6, n_kv_heads=n_heads, tied=False)
+
+
+def _read(
+    hf: Fields, feed_forward: FeedForwardConfig, *, eps: float, n_kv_heads: int, tied: bool
+) -> DecoderConfig:
+    """The model; beside its feed-forward the arguments are the family's defaults."""
+    types = layer_types(hf, alternating(hf, (FULL, SLIDING, SLIDING, SLIDING)))
+    thetas, window = _thetas(hf, len(types)), hf.optional("sliding_window", int, 128)
+    rope = read_rope(hf)
+    layers = [
+        block(
+            hf,
+            feed_forward,
+            eps=eps,
+            n_kv_heads=hf.optional("num_key_value_heads", int, n_kv_heads),
+            position=rope.replace(theta=theta) if theta else NoPositionConfig(),
+            window=window if kind == SLIDING else None,
+            sinks=True,
+        )
+        for kind, theta in zip(types, thetas, strict=True)
+    ]
+    ropes = _rotation_names(thetas)
+    names = [SHORT_NAMES[kind] + ropes[theta] for kind, theta in zip(types, thetas, strict=True)]
+    return multiplied(hf, layers, names=names, tied=tied)
+
+
+def _thetas(hf: Fields, n_layers: int) -> list[float]:
+    """The theta of every layer, 0 of one that does not turn."""
+    thetas = hf.sequence("layer_rope_theta", float)
+    if thetas is None:
+        return [read_rope(hf).theta] * n_layers
+    if len(thetas) != n_layers:
+        raise ConfigError(
+            f"{hf.where}: {len(thetas)} layer_rope_theta for {n_layers} layers; give each one"
+        )
+    return thetas
+
+
+def _rotation_names(thetas: list[float]) -> Mapping[float, str]:
+    """What the name of a layer says of its rotation: nothing where all have the same."""
+    turning = sorted({theta for theta in thetas if theta})
+    numbers = {theta: f"_{number}" for number, theta in enumerate(turning, 1)}
+    return (numbers if len(turning) > 1 else dict.fromkeys(turning, "")) | {0.0: "_no_rope"}
+
+
+def layer_thetas(data: Data) -> list[float]:
+    """`layer_rope_theta` of a plain config."""
+    return [layer["attention"]["position"].get("theta", 0.0) for layer in data["layers"]]
+
+
+WINDOWED: dict[str, FieldPath] = {
+    "sliding_window": written_window,
+    "layer_types": written_layer_types,
+    "layer_rope_theta": layer_thetas,
+}
+SINKS = same("layers.{i}.attention.kernel.sinks", "model.layers.{i}.self_attn.sinks")
+
+HUGGING_FACE = (
+    Family(
+        model_type="granite_swa",
+        architecture="GraniteSWAForCausalLM",
+        read=read,
+        keys=MULTIPLIED | WINDOWED | {"mlp_bias": "block.feed_forward.bias"},
+        rules=instead(SINKS, base=RULES),
+    ),
+    Family(
+        model_type="granitemoe_swa",
+        architecture="GraniteMoeSWAForCausalLM",
+        read=read_mixture,
+        keys=MIXED | WINDOWED | {"shared_intermediate_size": shared_width},
+        rules=instead(
+            SINKS,
+            same(FEED_FORWARD + "router.proj", MIXTURE + "router"),
+            joined(
+                (
+                    FEED_FORWARD + "experts.gate_proj.weight",
+                    FEED_FORWARD + "experts.up_proj.weight",
+                ),
+                MIXTURE + "experts.gate_up_proj",
+                dim=1,
+            ),
+            same(FEED_FORWARD + "experts.down_proj.weight", MIXTURE + "experts.down_proj"),
+            *SHARED_RULES,
+            base=RULES,
+        ),
+    ),
+)

@@ -1,0 +1,90 @@
+"""Phi-1.5 and Phi-2 (2309.05463), Phi-3 (2404.14219) and Phi-4 (2412.08905)."""
+
+from workhorse.models.families.released.release import Release
+
+phi = Release(
+    "phi",
+    "2309.05463; the released config.json",
+    vocab_size=51200,
+    num_attention_heads=32,
+    max_position_embeddings=2048,
+    layer_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    hidden_act="gelu_new",
+    tie_word_embeddings=False,
+)
+phi3 = Release(
+    "phi3",
+    "2404.14219 §2; the released config.json",
+    vocab_size=32064,
+    max_position_embeddings=4096,
+    original_max_position_embeddings=4096,
+    rms_norm_eps=1e-5,
+    rope_theta=10_000.0,
+    sliding_window=2047,
+    tie_word_embeddings=False,
+)
+phi4 = Release("phi3", "2412.08905; the released config.json")
+
+PRESETS = (
+    phi(
+        "phi-1.5",
+        1_418_270_720,
+        printed="1.3B",
+        notes=("Printed as 1.3B; the released shape holds 1.42B, 105M of them a head of its own.",),
+        hidden_size=2048,
+        num_hidden_layers=24,
+        intermediate_size=8192,
+        partial_rotary_factor=0.5,
+        resid_pdrop=0.0,
+    ),
+    phi(
+        "phi-2",
+        2_779_683_840,
+        printed="2.7B",
+        notes=("Printed as 2.7B; the released shape holds 2.78B.",),
+        hidden_size=2560,
+        num_hidden_layers=32,
+        intermediate_size=10240,
+        partial_rotary_factor=0.4,
+        resid_pdrop=0.1,
+    ),
+    phi3(
+        "phi-3-mini-4k",
+        3_821_079_552,
+        printed="3.8B",
+        hidden_size=3072,
+        num_hidden_layers=32,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        intermediate_size=8192,
+    ),
+    phi3(
+        "phi-3-medium-4k",
+        13_960_238_080,
+        printed="14B",
+        hidden_size=5120,
+        num_hidden_layers=40,
+        num_attention_heads=40,
+        num_key_value_heads=10,
+        intermediate_size=17920,
+    ),
+    phi4(
+        "phi-4",
+        14_659_507_200,
+        printed="14B",
+        notes=("A name more than a count: the released shape holds 14.66B, printed as 14B.",),
+        vocab_size=100_352,
+        hidden_size=5120,
+        num_hidden_layers=40,
+        num_attention_heads=40,
+        num_key_value_heads=10,
+        intermediate_size=17920,
+        max_position_embeddings=16384,
+        original_max_position_embeddings=16384,
+        rms_norm_eps=1e-5,
+        rope_theta=250_000.0,
+        sliding_window=None,
+        tie_word_embeddings=False,
+    ),
+)

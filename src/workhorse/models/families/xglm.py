@@ -1,0 +1,52 @@
+"""XGLM: Few-shot Learning with Multilingual Language Models (Lin et al., 2112.10668)."""
+
+from workhorse.config.base import ConfigError
+from workhorse.models.families.biogpt import read_scaled, scale_embedding
+from workhorse.models.families.opt import FAIRSEQ_OFFSET, decoder_rules
+from workhorse.models.huggingface.family import Family
+from workhorse.models.huggingface.fields import Fields
+from workhorse.models.huggingface.gpt_like import written
+from workhorse.nn import DecoderConfig
+from workhorse.nn.positions.absolute import SinusoidalPositionConfig
+
+NAMES = {
+    "hidden_size": "d_model",
+    "num_hidden_layers": "num_layers",
+    "num_attention_heads": "attention_heads",
+    "intermediate_size": "ffn_dim",
+    "hidden_act": "activation_function",
+    "hidden_dropout": "dropout",
+    "initializer_range": "init_std",
+}
+
+
+def read(hf: Fields) -> DecoderConfig:
+    """GPT-2 with sinusoids whose sines all come first.
+
+    Raises:
+        ConfigError: an odd width, or a padding token by which a position would lose its vector.
+    """
+    hf = hf.renamed(NAMES)
+    if hf.need("hidden_size", int) % 2:
+        raise ConfigError(f"{hf.where}: XGLM's positions need an even d_model; choose one")
+    if hf.get("pad_token_id", 1) >= FAIRSEQ_OFFSET:
+        raise ConfigError(
+            f"{hf.where}: pad_token_id must be below {FAIRSEQ_OFFSET} in XGLM, whose positions "
+            "count from there; remove it"
+        )
+    waves = SinusoidalPositionConfig(
+        layout="halves", spacing="half_minus_one", offset=FAIRSEQ_OFFSET
+    )
+    return read_scaled(hf, waves)
+
+
+HUGGING_FACE = (
+    Family(
+        model_type="xglm",
+        architecture="XGLMForCausalLM",
+        read=read,
+        keys=written(NAMES) | {"scale_embedding": scale_embedding},
+        rules=decoder_rules("model."),
+        ignored=(r".*\.embed_positions\.weights",),
+    ),
+)

@@ -19,9 +19,9 @@ import pytest
 import torch
 from torch import Tensor
 
+from tests.execute import windowed
 from tests.nn.grid import CAUSAL, COVERING, fixed_length, make, mixes_experts, name
 from tests.nn.paged import paged
-from tests.transforms import windowed
 from workhorse.execute.compiled.compiled_step import compile_steps
 from workhorse.execute.native_decoding.attention import attend_natively
 from workhorse.execute.native_decoding.native_step import step_natively

@@ -22,7 +22,7 @@ from workhorse.devices.instructions import LEVELS, SWITCH, levels_here
 
 pytestmark = pytest.mark.campaign
 ROOT = Path(__file__).parents[2]
-TESTS = ["native", "tensors", "train", "transforms", "generate", "test_load_model.py"]
+TESTS = ["native", "devices", "train", "execute", "transforms", "generate", "model/test_load.py"]
 OPTIONS = ["-q", "-m", "not campaign", "--tb=short", "-p", "no:cacheprovider", "-p", "no:xdist"]
 
 

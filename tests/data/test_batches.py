@@ -22,7 +22,7 @@ def same(one: Batch, other: Batch) -> bool:
 
 
 def test_ignored_targets_are_those_of_the_loss() -> None:
-    from workhorse.nn.loss import IGNORE as IGNORED_BY_LOSS
+    from workhorse.nn.logprobs import IGNORE as IGNORED_BY_LOSS
 
     assert IGNORE == IGNORED_BY_LOSS
 

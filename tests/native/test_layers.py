@@ -11,7 +11,7 @@ from tests.native.machine import TRAINING, needs
 from workhorse.execute.native_training.feedforward import activation_of
 from workhorse.native.blocks import Activation
 from workhorse.nn.feedforward import ReluSquared
-from workhorse.nn.head_loss import Shaping, loss_into_gradient
+from workhorse.nn.logprobs import Shaping, score
 
 HALF_ULP = {torch.float32: 2.0**-24, torch.bfloat16: 2.0**-8}
 ACTIVATIONS = {
@@ -196,26 +196,51 @@ def test_what_is_not_a_number_stays_so(name: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("vocab", [5, 16, 65, 1000])
-@pytest.mark.parametrize("shaping", [Shaping(), Shaping(0.5, None, 0.01)])
-def test_the_loss_and_its_gradient(dtype: torch.dtype, vocab: int, shaping: Shaping) -> None:
+@pytest.mark.parametrize("multiplier", [1.0, 0.5])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_log_probabilities_and_their_gradient(
+    dtype: torch.dtype, vocab: int, multiplier: float, entropy: bool
+) -> None:
     logits = (torch.randn(40, vocab) * 5).to(dtype)
-    targets = torch.randint(vocab, (40,))
+    logits[:, 1] = -torch.inf  # as a bias may make one
+    targets = torch.randint(2, vocab, (40,))
     targets[::7] = -100
-    exact = logits.double()
-    expected = loss_into_gradient(exact, targets, shaping)
-    losses = TRAINING.loss_into_gradient_(
-        logits, targets, multiplier=shaping.multiplier, z_loss=shaping.z_loss
-    )
-    torch.testing.assert_close(losses, expected, rtol=1e-6, atol=1e-5)
-    # An exponential is off by as much as its exponent is, which is below 64.
-    error = HALF_ULP[dtype] * exact.abs() + 64 * 2.0**-24
+    by = torch.randn(40, 4) * torch.tensor([1.0, 1.0, 0.01, 1.0])
+    exact, options = logits.double(), {"multiplier": multiplier, "entropy": entropy}
+    before = logits.clone()
+    terms = TRAINING.score_(logits, targets, None, **options)
+    assert torch.equal(logits, before)
+    assert torch.equal(TRAINING.score_(logits, targets, by, **options), terms)
+    expected = score(exact, targets, by.double(), shaping=Shaping(multiplier), entropy=entropy)
+    torch.testing.assert_close(terms.double(), expected, rtol=1e-5, atol=1e-5)
+    # An exponential is off by as much as its exponent is, which is below 64; the factors by it,
+    # and differences of logits, are below 32.
+    error = HALF_ULP[dtype] * exact.abs() + 32 * 64 * 2.0**-24
     assert ((logits - exact).abs() <= error).all()
+
+
+def test_the_gradient_of_a_loss_is_exact_to_half_a_unit() -> None:
+    logits, targets = torch.randn(40, 1000) * 5, torch.randint(1000, (40,))
+    by = torch.tensor([-1.0, 0.0, 0.01, 0.0]).repeat(40, 1)
+    exact = logits.double()
+    score(exact, targets, by.double())
+    TRAINING.score_(logits, targets, by, multiplier=1, entropy=False)
+    assert ((logits - exact).abs() <= 2.0**-24 * exact.abs() + 64 * 2.0**-24).all()
 
 
 def test_a_target_beyond_the_logits_is_refused() -> None:
     with pytest.raises(RuntimeError, match="target 5 is out of range for 5 logits"):
-        TRAINING.loss_into_gradient_(
-            torch.zeros(2, 5), torch.tensor([0, 5]), multiplier=1, z_loss=0
+        TRAINING.score_(torch.zeros(2, 5), torch.tensor([0, 5]), None, multiplier=1, entropy=False)
+
+
+def test_coefficients_of_another_type_are_refused() -> None:
+    with pytest.raises(RuntimeError, match="four contiguous float32 coefficients"):
+        TRAINING.score_(
+            torch.zeros(2, 5),
+            torch.tensor([0, 4]),
+            torch.zeros(2, 4).double(),
+            multiplier=1,
+            entropy=False,
         )
 
 
@@ -223,8 +248,8 @@ def test_a_target_beyond_the_logits_is_refused() -> None:
 def test_a_logit_that_is_not_finite_shows(value: float) -> None:
     logits = torch.zeros(1, 20)
     logits[0, 3] = value
-    loss = TRAINING.loss_into_gradient_(logits, torch.tensor([0]), multiplier=1, z_loss=0)
-    assert not loss[0].isfinite()
+    terms = TRAINING.score_(logits, torch.tensor([0]), None, multiplier=1, entropy=True)
+    assert not terms[0, :2].isfinite().all()
 
 
 @can_attend

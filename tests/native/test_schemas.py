@@ -220,10 +220,10 @@ CASES: dict[str, tuple[str, str, Callable[[torch.dtype], Arguments]]] = {
             True,
         ),
     ),
-    "loss_into_gradient_": (
+    "score_": (
         "training",
-        "loss_into_gradient_",
-        lambda d: (randn(3, 11)(d), torch.tensor([1, -100, 10]), 1.0, 1e-3),
+        "score_",
+        lambda d: (randn(3, 11)(d), torch.tensor([1, -100, 10]), torch.randn(3, 4), 1.0, True),
     ),
     "sum_rows": (
         "training",

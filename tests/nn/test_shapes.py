@@ -15,7 +15,7 @@ from jaxtyping import install_import_hook
 
 install_import_hook("workhorse.nn", "beartype.beartype")
 from tests.nn.grid import CAUSAL, COVERING, make, random_tokens
-from workhorse.nn import chunked_next_token_loss, next_token_loss
+from workhorse.nn import HeadLoss, TokenLogprobs, next_token_loss
 
 for config in COVERING:
     decoder, tokens = make(config), random_tokens(config, 2, 6)
@@ -23,7 +23,8 @@ for config in COVERING:
     loss.backward()
     decoder(tokens, documents=torch.zeros_like(tokens))
     x = decoder.hidden(tokens, positions=torch.arange(6).expand(2, -1) - 1)
-    chunked_next_token_loss(x, tokens, decoder.unembed, vocab=config.vocab_size, max_logits=100)
+    HeadLoss(100)(x, tokens, decoder.head)
+    TokenLogprobs(100, entropy=True)(x, tokens, decoder.head)
     if config in CAUSAL:
         cache = decoder.new_cache(2, 6)
         for piece in (tokens[:, :4], tokens[:, 4:5], tokens[:, 5:]):

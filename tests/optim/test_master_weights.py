@@ -15,7 +15,7 @@ from workhorse.devices.instructions import SWITCH
 from workhorse.execute.native_training import replace_embeddings, train_natively
 from workhorse.native import Operators, Training
 from workhorse.nn import Decoder, DecoderConfig
-from workhorse.nn.head_loss import Multiply, product
+from workhorse.nn.logprobs import Multiply, product
 from workhorse.optim.adamw import AdamW, AdamWConfig
 from workhorse.optim.master_weights import MasterWeights, join, round_weights, split
 from workhorse.optim.muon import Muon, MuonConfig
@@ -222,7 +222,7 @@ def test_a_table_and_its_head_share_one_gradient(decoder: Decoder, dtype: torch.
         objective = NextToken(each)
         train_natively(objective, Operators())
         replace_embeddings(objective)
-        objective.head_loss.multiplies = noting(weight, of_the_head)
+        objective.logprobs.multiplies = noting(weight, of_the_head)
         rows = Batch(tokens, tokens, None, torch.zeros(len(tokens), dtype=torch.int64))
         objective(rows).loss.backward()
     assert weight.grad.data_ptr() == of_the_head[0]

@@ -26,7 +26,7 @@ from workhorse.parallel.division.layers import divide_layers
 from workhorse.parallel.division.stages import divide_stages
 from workhorse.parallel.division.teams import Teams, make_teams
 from workhorse.parallel.processes.world import World
-from workhorse.train.objectives.divided import Divided
+from workhorse.train.objectives.divided import CountedOnce, Divided
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.objectives.objective import Objective
 
@@ -100,6 +100,7 @@ def worst_of_parts(teams: Teams, config: DecoderConfig, documents: Tensor | None
         divide_layers(objective, config, teams.layers)
     if documents is None:
         checkpoint_activations(decoder)
+    objective = CountedOnce(objective, here=teams.has_loss)
     if teams.sequences is not None:
         objective = Divided(objective, teams.sequences)
     loss, count, *gradients = pass_over(decoder, objective, batch)

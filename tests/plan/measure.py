@@ -12,7 +12,7 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils.flop_counter import FlopCounterMode
 
 from workhorse.data import Batch
-from workhorse.nn import Decoder, DecoderConfig, HeadLoss
+from workhorse.nn import Decoder, DecoderConfig, TokenLogprobs
 from workhorse.nn.cache.blocks import BLOCK
 from workhorse.nn.cache.paged_view import PagedView
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
@@ -75,7 +75,7 @@ def kept_by_autograd(
     for name, layer in decoder.layers.named_children():
         layer.register_forward_pre_hook(enter(f"layers.{name}"))
     layer.register_forward_hook(enter("final_norm"))
-    (loss,) = (m for m in step.objective.modules() if isinstance(m, HeadLoss))
+    (loss,) = (m for m in step.objective.modules() if isinstance(m, TokenLogprobs))
     saved: list[ref[Saved]] = []
     hidden: list[int] = []
     closures: list[ref[Tensor]] = []

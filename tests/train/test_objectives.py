@@ -10,7 +10,7 @@ from torch import Tensor
 
 from workhorse.execute.native_training import train_natively
 from workhorse.native import resolve
-from workhorse.nn import Decoder, token_logprobs
+from workhorse.nn import Decoder, TokenLogprobs
 from workhorse.optim.adamw import AdamWConfig
 from workhorse.optim.groups import build_optimizer
 from workhorse.train.objectives.objective import Objective, Outcome
@@ -44,6 +44,7 @@ class Preference(Objective):
     def __init__(self, decoder: Decoder) -> None:
         super().__init__()
         self.decoder = decoder
+        self.logprobs = TokenLogprobs()
         self.ends: list[bool] = []
 
     def count(self, batch: Pairs) -> Tensor:
@@ -52,7 +53,7 @@ class Preference(Objective):
     def forward(self, batch: Pairs) -> Outcome:
         texts = torch.cat((batch.chosen, batch.rejected))
         x = self.decoder.hidden(texts[:, :-1])
-        scores = token_logprobs(x, texts[:, 1:], self.decoder.head).mean(dim=1)
+        scores = self.logprobs(x, texts[:, 1:], self.decoder.head).target.mean(dim=1)
         chosen, rejected = scores.chunk(2)
         margins = (chosen - rejected).detach()
         figures = {"margin": margins.sum(), "accuracy": (margins > 0).float().sum()}

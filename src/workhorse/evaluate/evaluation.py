@@ -13,7 +13,7 @@ from workhorse.data.corpus.documents import Document
 from workhorse.errors import WorkhorseError
 from workhorse.evaluate.windows import Batch, Window, batches, padded_positions, windows
 from workhorse.native.allocator import keep_freed_memory
-from workhorse.nn import Decoder, chunked_next_token_loss, evaluation_mode
+from workhorse.nn import Decoder, TokenLogprobs, evaluation_mode
 
 TOKENS_AT_ONCE = {"cpu": 2048, "cuda": 32768}
 """Tokens in a forward pass that fill a device: a CPU's caches, or the many cores of a GPU."""
@@ -216,11 +216,6 @@ def _nats(decoder: Decoder, batch: Batch, device: torch.device) -> float:
     counted = targets >= 0
     positions = padded_positions(decoder, batch.lengths, device)
     x = decoder.hidden(batch.inputs.to(device), positions=positions)[counted]
-    loss, _ = chunked_next_token_loss(
-        x[None],
-        targets[counted][None],
-        decoder.unembed,
-        vocab=decoder.config.vocab_size,
-        max_logits=_fitting(x.device, LOGITS_AT_ONCE),
-    )
-    return loss.item()
+    most = _fitting(x.device, LOGITS_AT_ONCE)
+    found = TokenLogprobs(most)(x[None], targets[counted][None], decoder.head)
+    return -found.target.double().sum().item()

@@ -10,6 +10,7 @@ from workhorse.errors import WorkhorseError
 from workhorse.evaluate.evaluation import TOKENS_AT_ONCE
 from workhorse.evaluate.windows import padded_positions
 from workhorse.nn import Decoder, evaluation_mode
+from workhorse.nn.logprobs import score as token_terms
 
 LOGITS_AT_ONCE = 2**26
 """256 MiB of float32: with a large vocabulary, all logits of a batch would take many times that."""
@@ -159,6 +160,6 @@ def _predictions(decoder: Decoder, x: Tensor, targets: Tensor) -> tuple[Tensor, 
     greedy: list[Tensor] = []
     for hidden, expected in zip(x.split(at_once), targets.split(at_once), strict=True):
         logits = decoder.unembed(hidden[None])[0].float()
-        logprobs.append(logits.log_softmax(dim=-1).gather(1, expected[:, None])[:, 0].double())
+        logprobs.append(token_terms(logits, expected)[:, 0].double())
         greedy.append(logits.argmax(dim=-1) == expected)
     return torch.cat(logprobs).cpu(), torch.cat(greedy).cpu()

@@ -22,6 +22,7 @@ from workhorse.generate.sampling.choose import check_finite
 from workhorse.generate.sampling.samplers import all_finite, below, logit_bias
 from workhorse.generate.text import TextStream
 from workhorse.nn import Decoder
+from workhorse.nn.logprobs import log_probabilities
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,7 +156,7 @@ def _log_probabilities(logits: Tensor, vocab: int, config: GenerationConfig) -> 
     logits = below(logits.double(), vocab)
     if config.logit_bias:
         logits = logit_bias(logits, config.logit_bias)
-    return logits.log_softmax(dim=-1)
+    return log_probabilities(logits)
 
 
 def _advance(searches: Sequence[_Search], logprobs: Tensor, stops: frozenset[int]) -> None:

@@ -13,7 +13,7 @@ from workhorse.data import Batch
 from workhorse.devices.tape import Tape, stand_in, without_data
 from workhorse.errors import WorkhorseError
 from workhorse.models.parameters import components_of
-from workhorse.nn import Decoder, DecoderConfig, HeadLoss
+from workhorse.nn import Decoder, DecoderConfig, TokenLogprobs
 from workhorse.parallel.config import UNDIVIDED, ParallelismConfig
 from workhorse.parallel.division.schedule import one_forward_one_backward
 from workhorse.parallel.division.teams import absent_teams
@@ -169,8 +169,9 @@ class _Recorder:
         for name, layer in layers.items():
             layer.register_forward_pre_hook(self._before(f"layers.{name}", name == first))
             layer.register_forward_hook(self._after(f"layers.{name}", name == last))
-        (loss,) = (part for part in objective.modules() if isinstance(part, HeadLoss))
-        loss.register_forward_pre_hook(lambda *_: self.enter("head", "forward"))
+        for part in objective.modules():
+            if isinstance(part, TokenLogprobs):
+                part.register_forward_pre_hook(lambda *_: self.enter("head", "forward"))
         for parameter in decoder.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._keep_gradient)

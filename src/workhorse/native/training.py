@@ -83,20 +83,28 @@ class Training(BlockOperators):
         operator = torch.ops.workhorse.activation_backward.default
         return operator(gradient, x, up, act.table, act.name)
 
-    def loss_into_gradient_(
-        self, logits: Tensor, targets: Tensor, *, multiplier: float, z_loss: float
+    def score_(
+        self,
+        logits: Tensor,
+        targets: Tensor,
+        coefficients: Tensor | None,
+        *,
+        multiplier: float,
+        entropy: bool,
     ) -> Tensor:
-        """The summed losses in nats, as `workhorse.nn.head_loss.loss_into_gradient`, without a cap.
+        """As `workhorse.nn.logprobs.score`, without a cap: (tokens, 3) float32.
 
         Args:
-            logits: (tokens, vocab), float32 or bfloat16, contiguous; they become their gradient.
+            logits: (tokens, vocab), float32 or bfloat16, contiguous; with coefficients they become
+                their gradient.
             targets: (tokens,) int64; `IGNORE` (-100) does not count. RuntimeError: another one is
                 not in [0, vocab).
+            coefficients: (tokens, 4) float32, contiguous.
             multiplier: of the logits.
-            z_loss: weight of the squared normaliser.
+            entropy: whether it is wanted.
         """
-        operator = torch.ops.workhorse.loss_into_gradient_.default
-        return operator(logits, targets, multiplier, z_loss)
+        operator = torch.ops.workhorse.score_.default
+        return operator(logits, targets, coefficients, multiplier, entropy)
 
     def sum_rows(self, ids: Tensor, rows: Tensor, vocab: int) -> tuple[Tensor, Tensor]:
         """Each id once, rising, and the sum of its rows, rounded from float32 to their type.
@@ -365,7 +373,7 @@ _SHAPES: dict[str, Callable[..., object]] = {
     "norm": _norm_shapes,
     "add_norm": _add_norm_shapes,
     "norm_backward": _norm_gradient_shapes,
-    "loss_into_gradient_": lambda logits, *_: logits.new_empty((2,), dtype=torch.float32),
+    "score_": lambda logits, *_: logits.new_empty((len(logits), 3), dtype=torch.float32),
     "sum_rows": _sum_shapes,
     "squared_length": lambda tensors: tensors[0].new_empty((), dtype=torch.float32),
     "adamw_": lambda *_: None,

@@ -1,127 +1,585 @@
-"""Log-probabilities of given tokens, with their gradient: what every objective is made of."""
+"""Log-probabilities of targets with their gradients: what every loss and score is a sum over.
 
-from collections.abc import Callable
-from typing import Any, cast
+`score` is the operation: of rows of logits it gives each target's log-probability and the log of
+the sum of exponentials, optionally the entropy, and turns the logits into the gradient of a
+weighted sum of these. It has a native and a compiled form. `TokenLogprobs` applies it to a head's
+logits, a part of the batch at a time, so that the logits of all positions never exist.
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
+import torch.nn.functional as F
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 from torch.utils.checkpoint import checkpoint  # pyright: ignore[reportUnknownVariableType]
 
+from workhorse.devices.tape import recording
+from workhorse.nn.autocast import autocast_dtype
+from workhorse.nn.elementwise import Multiplier, SoftCap
 from workhorse.nn.head import Head
-from workhorse.nn.head_loss import (
-    ProductGradients,
-    Shaping,
-    blocks,
-    default_max_logits,
-    is_linear,
-    parts_of,
-    product,
-    rows_at_once,
-    shape_logits,
-    shaping_of,
-    unshape_gradient,
-)
-from workhorse.nn.loss import IGNORE
-from workhorse.nn.shapes import Hidden, Tokens
+from workhorse.nn.shapes import Hidden, Logits, Tokens
+from workhorse.nn.watched import watched
 
+IGNORE = -100
+"""The target of a position that does not count."""
+MAX_LOGITS = 2**29
+"""That exist at once, in the type of the weights: 1 GiB in bfloat16. Each part of a batch reads
+and writes the gradient of the head's weight, so a GPU wants few parts."""
+MAX_LOGITS_ON_CPU = 2**26
 MOST_WIDE = 2**27
 """Logits of a head that is not linear, in float32: 512 MiB."""
-Logprobs = Float[Tensor, "batch seq"]
+BLOCK = {"cpu": 2**20}
+"""Logits that are in float32 at once: on a CPU what its cache holds."""
+LARGE_BLOCK = 2**24
+"""The same on every other device."""
+FAR = -1e4
+"""Added to the largest logit, has probability 0 in every type, and times 0 it is 0."""
+
+Scalar = Float[Tensor, ""]
+Losses = Float[Tensor, " terms"]
+"""Summed over targets, nats: the cross-entropy, and the z-loss, 0 where it has no weight."""
+Matrix = Float[Tensor, "vocab width"]
+Terms = Float[Tensor, "tokens 3"]
+"""Of each token its target's log-probability, the log of the sum of exponentials, and the entropy
+if it is wanted; all 0 where the target is `IGNORE`."""
+Coefficients = Float[Tensor, "tokens 4"]
+"""By which a loss multiplies the log-probability, the log of the sum, its square, the entropy."""
+Gradients = tuple[Tensor | None, Tensor | None, Tensor | None]
+"""Of x, of the matrix and of the bias."""
+Multiply = Callable[[Tensor, Tensor, Tensor | None], Tensor]
+"""Multiplies two matrices and adds the third argument, unless it is None, to each row."""
 
 
-def token_logprobs(
-    x: Hidden, targets: Tokens, head: Head, *, max_logits: int | None = None
-) -> Logprobs:
-    """`log_softmax(head(x))` at each target, in nats and float32; 0 where a target is `IGNORE`.
+class Shaping(NamedTuple):
+    """What a linear head does to its logits."""
 
-    No more than `max_logits` logits exist at once, in the type of x, and blocks of them in float32,
-    all of them where the head is not linear: they are computed again for the gradient. What is
-    frozen gets none and costs nothing.
+    multiplier: float = 1.0
+    cap: float | None = None
+
+
+PLAIN = Shaping()
+
+
+class Logprobs(NamedTuple):
+    """Of each position, in nats and in float32 at least; 0 where the target is `IGNORE`."""
+
+    target: Float[Tensor, "batch seq"]
+    """The log-probability of the target."""
+    logsumexp: Float[Tensor, "batch seq"]
+    """The log of the sum of the exponentials of all logits."""
+    entropy: Float[Tensor, "batch seq"] | None = None
+    """Of the distribution."""
+
+
+class Vocabulary:
+    """The tokens that logits are of: here, all of them."""
+
+    def most(self, own: int) -> int:
+        """The most that any process has, where this one has so many: all cut the same blocks."""
+        return own
+
+    def places(self, targets: Int[Tensor, " tokens"]) -> tuple[Tensor, Tensor]:
+        """Which targets have a logit here, and where it is in its row; (tokens, 1)."""
+        here = (targets != IGNORE)[:, None]
+        return here, targets[:, None].where(here, 0)
+
+    def largest(self, of_rows: Tensor) -> Tensor:
+        """Of all logits of each row, from those here."""
+        return of_rows
+
+    def add(self, of_rows: Tensor) -> Tensor:
+        """Sums over all logits of each row, from those over the logits here."""
+        return of_rows
+
+
+WHOLE = Vocabulary()
+
+
+def score(
+    logits: Float[Tensor, "tokens vocab"],
+    targets: Int[Tensor, " tokens"],
+    coefficients: Coefficients | None = None,
+    *,
+    shaping: Shaping = PLAIN,
+    entropy: bool = False,
+    vocabulary: Vocabulary = WHOLE,
+) -> Terms:
+    """The terms of rows of logits.
 
     Args:
-        x: (batch, seq, d_model) what the head reads.
-        targets: (batch, seq) ids.
-        head: that makes logits of it.
+        logits: of a head's projection. With coefficients they become the gradient of the sum of all
+            terms times theirs; without, the terms have a gradient of autograd.
+        targets: ids, or `IGNORE`.
+        coefficients: of the terms.
+        shaping: what the head does to the logits after its projection.
+        entropy: whether it is wanted.
+        vocabulary: the tokens that these logits are of.
+    """
+    counted = (targets != IGNORE)[:, None]
+    here, place = vocabulary.places(targets)
+    shaped = shape_logits(logits, shaping)
+    largest = vocabulary.largest(shaped.detach().amax(dim=1, keepdim=True))
+    below = shaped - largest
+    powers = below.exp() if entropy else below.exp_()
+    sums = [powers.sum(dim=1, keepdim=True), shaped.gather(1, place).where(here, 0)]
+    if entropy:
+        sums.append((powers * below.clamp(min=FAR)).sum(dim=1, keepdim=True))
+    summed = vocabulary.add(torch.cat(sums, dim=1))
+    total, chosen = summed[:, :1], summed[:, 1:2]
+    logsumexp = total.log() + largest
+    spread = total.log() - summed[:, 2:] / total if entropy else torch.zeros_like(total)
+    terms = torch.cat((chosen - logsumexp, logsumexp, spread), dim=1).where(counted, 0)
+    if coefficients is None:
+        return terms
+    by = coefficients.where(counted, 0)
+    slope = by[:, 1:2] + 2 * by[:, 2:3] * logsumexp - by[:, :1]
+    if entropy:  # its derivative by a logit is -p (log p + entropy)
+        slope = slope - by[:, 3:] * (below.clamp(min=FAR) - total.log() + spread)
+    gradient = powers.mul_(slope / total)
+    of_target = by[:, :1].where(here, 0)
+    if torch.compiler.is_compiling():  # it would not fuse a scatter with the rest
+        columns = torch.arange(logits.shape[1], device=logits.device)
+        gradient = gradient + of_target * (columns == place)
+    else:
+        gradient.scatter_add_(1, place, of_target.to(gradient.dtype))
+    unshape_gradient(gradient, shaped, shaping)
+    logits.copy_(gradient)
+    return terms
+
+
+def log_probabilities(logits: Float[Tensor, "*batch vocab"]) -> Float[Tensor, "*batch vocab"]:
+    """The log-probability of every token, in the type of the logits; -inf for a logit of -inf."""
+    return logits.log_softmax(dim=-1)
+
+
+def normaliser(logits: Float[Tensor, "*batch vocab"]) -> Float[Tensor, "*batch 1"]:
+    """The log of the sum of the exponentials of logits: what turns them into log-probabilities."""
+    return logits.logsumexp(dim=-1, keepdim=True)
+
+
+class TokenLogprobs(nn.Module):
+    """Log-probabilities of targets; logits are computed again for their gradient.
+
+    No more than `max_logits` logits exist at once, in the type of x, and blocks of them in float32,
+    all of them where the head is not linear. What is frozen gets no gradient and costs nothing.
+
+    Args:
         max_logits: the most that exist at once; None: `default_max_logits`, and no more than
             `MOST_WIDE` where the head is not linear. Gradients of parts of the batch add up in
             float32.
+        entropy: whether to give the entropy, too.
+
+    Attributes:
+        vocabulary: the tokens of the head.
     """
-    expected = targets.flatten()
-    linear, most = is_linear(head), default_max_logits(x.device)
-    most = max_logits or (most if linear else min(most, MOST_WIDE))
-    rows = rows_at_once(most, head.vocab_size)
-    if linear:
-        x = head.project(head.transform(x))
-        apply = cast(Callable[..., Tensor], _LinearTokenLogprobs.apply)
-        weights = head.proj.weight, head.proj.bias
-        found = apply(x.flatten(0, 1), *weights, expected, shaping_of(head), rows)
-        return found.view(targets.shape)
-    parts = zip(torch.split(x.flatten(0, 1), rows), torch.split(expected, rows), strict=True)
-    call = cast(Callable[..., Tensor], checkpoint)
-    each = [call(_of_any_head, head, *part, use_reentrant=False) for part in parts]
-    return torch.cat(each).view(targets.shape)
+
+    vocabulary: Vocabulary = WHOLE
+
+    def __init__(self, max_logits: int | None = None, *, entropy: bool = False) -> None:
+        super().__init__()
+        self.max_logits = max_logits
+        self.entropy = entropy
+
+    def forward(
+        self, x: Hidden, targets: Tokens, head: Head, matrix: Matrix | None = None
+    ) -> Logprobs:
+        """The log-probabilities of the targets.
+
+        Args:
+            x: (batch, seq, d_model) what the head reads.
+            targets: (batch, seq) ids, or `IGNORE`.
+            head: that makes logits of it.
+            matrix: what the method of that name gave before x was computed; may be left out.
+        """
+        terms = self.terms(x, targets.flatten(), head, matrix).view(*targets.shape, 3)
+        target, logsumexp, entropy = terms.unbind(dim=-1)
+        return Logprobs(target, logsumexp, entropy if self.entropy else None)
+
+    def terms(
+        self, x: Hidden, targets: Int[Tensor, " tokens"], head: Head, matrix: Matrix | None = None
+    ) -> Terms:
+        """As `forward`, together."""
+        if is_linear(head):
+            matrix = self.matrix(head) if matrix is None else matrix
+            apply = cast(Callable[..., Tensor], _LinearTerms.apply)
+            x = self.read(x, head).flatten(0, 1)
+            return apply(x, matrix, head.proj.bias, targets, shaping_of(head), self)
+        most = self.max_logits or min(default_max_logits(x.device), MOST_WIDE)
+        rows = rows_at_once(most, head.vocab_size)
+        given = torch.split(x.flatten(0, 1), rows), torch.split(targets, rows)
+        parts = list(zip(*given, strict=True))
+        if len(parts) == 1:
+            return self._of_any_head(head, *parts[0])
+        call = cast(Callable[..., Tensor], checkpoint)
+        return torch.cat(
+            [call(self._of_any_head, head, *part, use_reentrant=False) for part in parts]
+        )
+
+    def matrix(self, head: Head) -> Matrix:
+        """The matrix of a head as it is used here; asked for before the pass that makes x."""
+        return head.proj.weight
+
+    def read(self, x: Hidden, head: Head) -> Float[Tensor, "batch seq width"]:
+        """What the projection of a head reads."""
+        return head.project(head.transform(x))
+
+    def multiply(self, a: Tensor, b: Tensor, bias: Tensor | None = None) -> Tensor:
+        """The product of two matrices, as `Multiply`, without gradients."""
+        return product(a, b, bias)
+
+    def score(
+        self,
+        logits: Float[Tensor, "tokens vocab"],
+        targets: Int[Tensor, " tokens"],
+        coefficients: Coefficients | None,
+        shaping: Shaping,
+    ) -> Terms:
+        """As the function of that name, without a gradient of autograd."""
+        found = logits.new_empty(len(logits), 3, dtype=wide(logits.dtype))
+        size = _rows_of_block(logits, self.vocabulary.most(logits.shape[1]))
+        others = () if coefficients is None else (coefficients,)
+        for block, wanted, into, *by in parts_of(size, logits, targets, found, *others):
+            terms = score(
+                block,
+                wanted,
+                by[0] if by else None,
+                shaping=shaping,
+                entropy=self.entropy,
+                vocabulary=self.vocabulary,
+            )
+            into.copy_(terms)
+        return found
+
+    def in_parts(
+        self,
+        x: Float[Tensor, "tokens width"],
+        targets: Int[Tensor, " tokens"],
+        matrix: Matrix,
+        bias: Float[Tensor, " vocab"] | None,
+        shaping: Shaping,
+        *,
+        coefficients: Coefficients | None = None,
+        wanted: Sequence[bool] = (False, False, False),
+    ) -> tuple[Terms, Gradients]:
+        """The terms of all targets, and the gradients of x, matrix and bias that are wanted."""
+        found = x.new_empty(len(x), 3, dtype=wide(x.dtype))
+        gradients = ProductGradients(len(x), wanted, self.multiply)
+        most = self.max_logits or default_max_logits(x.device)
+        size = rows_at_once(most, self.vocabulary.most(len(matrix)))
+        others = () if coefficients is None else (coefficients,)
+        for part, expected, into, *by in parts_of(size, x, targets, found, *others):
+            logits = self.multiply(part, matrix.t(), bias)
+            into.copy_(self.score(logits, expected, by[0] if by else None, shaping))
+            if by:
+                gradients.add(logits, part, matrix)
+            del logits
+        return found, gradients.result(matrix, bias)
+
+    def _of_any_head(
+        self, head: Head, x: Float[Tensor, "tokens d_model"], targets: Int[Tensor, " tokens"]
+    ) -> Terms:
+        return score(head(x[None])[0], targets, entropy=self.entropy)
 
 
-def _of_any_head(
-    head: Head, x: Float[Tensor, "tokens d_model"], targets: Int[Tensor, " tokens"]
-) -> Float[Tensor, " tokens"]:
-    shaped = shape_logits(head(x[None])[0], Shaping())
-    chosen = shaped.gather(1, _known(targets)[:, None])[:, 0]
-    return (chosen - shaped.logsumexp(dim=1)) * (targets != IGNORE)
+class HeadLoss(TokenLogprobs):
+    """The next-token loss of a head, whose gradient is made with it: no logits are computed twice.
+
+    The logits, in the type of x, turn into their gradient where they stand, a block at a time in
+    float32, and are multiplied out at once (the idea of Liger's fused loss, 2410.10989 §3.2). There
+    is no second derivative.
+    """
+
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        self,
+        x: Hidden,
+        targets: Tokens,
+        head: Head,
+        *,
+        z_loss: float = 0.0,
+        matrix: Matrix | None = None,
+        weights: Float[Tensor, "batch seq"] | None = None,
+    ) -> tuple[Losses, Tensor]:
+        """The summed losses, and the sum of the weights.
+
+        Args:
+            x: (batch, seq, d_model) what the head reads.
+            targets: (batch, seq) the token after each position, or `IGNORE`.
+            head: that makes logits of it.
+            z_loss: see `next_token_loss`.
+            matrix: what the method of that name gave before x was computed; may be left out.
+            weights: (batch, seq) of the targets; None: 1 for each.
+
+        Returns:
+            The two terms apart, which have one gradient, that of their sum; and the sum of the
+            weights: without any, how many targets count.
+        """
+        count = count_of(targets, weights)
+        expected = targets.flatten()
+        of_each = None if weights is None else weights.flatten()
+        if not self.fuses(x, head):
+            return losses_of(self.terms(x, expected, head), z_loss, of_each), count
+        matrix = self.matrix(head) if matrix is None else matrix
+        x = self.read(x, head).flatten(0, 1)
+        learn = torch.is_grad_enabled()
+        others = expected, of_each, z_loss, shaping_of(head), learn, self
+        apply = cast(Callable[..., Tensor], _LinearLoss.apply)
+        return apply(x, matrix, head.proj.bias, *others), count
+
+    def fuses(self, x: Hidden, head: Head) -> bool:
+        """Whether the gradient is made with the loss.
+
+        Not under autocast to float16, where the loss must be scaled before.
+        """
+        return is_linear(head) and not autocast_dtype(x)
 
 
-class _LinearTokenLogprobs(torch.autograd.Function):
+def next_token_loss(
+    logits: Logits,
+    targets: Tokens,
+    z_loss: float = 0.0,
+    weights: Float[Tensor, "batch seq"] | None = None,
+) -> tuple[Scalar, Tensor]:
+    """The summed loss in nats, and how many targets count.
+
+    Args:
+        logits: (batch, seq, vocab).
+        targets: (batch, seq) the token after each position, or `IGNORE`.
+        z_loss: weight of `log²(sum(exp(logits)))`, which keeps the logits from drifting
+            (PaLM, 2204.02311 §5).
+        weights: (batch, seq) of the targets; the count is their sum. None: 1 for each.
+    """
+    of_each = None if weights is None else weights.flatten()
+    losses = losses_of(score(logits.flatten(0, 1), targets.flatten()), z_loss, of_each)
+    return losses.sum(), count_of(targets, weights)
+
+
+def losses_of(terms: Terms, z_loss: float, weights: Float[Tensor, " tokens"] | None) -> Losses:
+    """The cross-entropy and the z-loss, summed over tokens in float64: in any order the same."""
+    target, logsumexp, _ = terms.double().unbind(dim=1)
+    each = torch.stack((-target, z_loss * logsumexp.square()))
+    return (each if weights is None else each * weights).sum(dim=1).to(terms.dtype)
+
+
+def count_of(targets: Tokens, weights: Float[Tensor, "batch seq"] | None) -> Tensor:
+    """How many targets count, or the sum of their weights."""
+    counted = targets != IGNORE
+    return counted.sum() if weights is None else (weights * counted).sum()
+
+
+def is_linear(head: Head) -> bool:
+    """Whether a head is one product and what `Shaping` says, and no hook must see its parts."""
+    parts = (head, head.proj, head.multiply, head.cap)
+    return type(head.proj) is nn.Linear and not watched(*parts)
+
+
+def shaping_of(head: Head) -> Shaping:
+    """What a head does to the logits of its projection."""
+    scale, cap = head.multiply, head.cap
+    return Shaping(
+        scale.multiplier if isinstance(scale, Multiplier) else 1.0,
+        cap.cap if isinstance(cap, SoftCap) else None,
+    )
+
+
+def shape_logits(logits: Tensor, shaping: Shaping) -> Tensor:
+    """The logits as the head gives them, in float32 at least; they may be the tensor given."""
+    shaped = widened(logits)
+    if shaping.multiplier != 1:
+        shaped = shaped * shaping.multiplier
+    if shaping.cap is not None:
+        shaped = shaping.cap * torch.tanh(shaped / shaping.cap)
+    return shaped
+
+
+def unshape_gradient(gradient: Tensor, shaped: Tensor, shaping: Shaping) -> None:
+    """Turn the gradient of `shape_logits` into that of what it was given, in place."""
+    if shaping.cap is not None:
+        gradient *= 1 - (shaped / shaping.cap).square()
+    if shaping.multiplier != 1:
+        gradient *= shaping.multiplier
+
+
+def widened(x: Tensor) -> Tensor:
+    """In float32 at least; it may be the tensor given."""
+    return x.to(wide(x.dtype))
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """Float32, or float64 where a type has as much."""
+    return torch.promote_types(dtype, torch.float32)
+
+
+def default_max_logits(device: torch.device) -> int:
+    """How many logits exist at once on a device if `max_logits` is None."""
+    return MAX_LOGITS_ON_CPU if device.type == "cpu" else MAX_LOGITS
+
+
+def rows_at_once(max_logits: int, vocab: int) -> int:
+    """How many rows of logits are no more than so many numbers, and one at least."""
+    return max(1, max_logits // vocab)
+
+
+def parts_of(size: int, *tensors: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows of tensors, so many at a time.
+
+    While a step is recorded, what lies between the third part and the last is left out: it would
+    do what the third does, which is the first that meets a sum in float32.
+    """
+    begins = range(0, max(1, len(tensors[0])), size)
+    if recording():
+        begins = (*begins[:3], *begins[3:][-1:])
+    return (tuple(tensor[begin : begin + size] for tensor in tensors) for begin in begins)
+
+
+def blocks(logits: Tensor, *others: Tensor) -> Iterator[tuple[Tensor, ...]]:
+    """Rows of logits, few enough to be in float32 at once, with what belongs to them."""
+    return parts_of(_rows_of_block(logits, logits.shape[1]), logits, *others)
+
+
+def _rows_of_block(logits: Tensor, vocab: int) -> int:
+    return rows_at_once(BLOCK.get(logits.device.type, LARGE_BLOCK), vocab)
+
+
+class ProductGradients:
+    """Gradients of `x Wᵀ + bias`, from the gradient of the product in parts of its rows.
+
+    Args:
+        rows: of x.
+        wanted: of x, the weight and the bias; of what is not, nothing is computed.
+        multiply: gives the product of two matrices.
+    """
+
+    def __init__(self, rows: int, wanted: Sequence[bool], multiply: Multiply) -> None:
+        self._rows = rows
+        self._wanted = wanted
+        self._multiply = multiply
+        self._done = 0
+        self._of_x: Tensor | None = None
+        self._of_weight: Tensor | None = None
+        self._of_bias: Tensor | None = None
+
+    def add(self, above: Tensor, x: Tensor, weight: Tensor) -> None:
+        """Take the gradient of the next rows of the product, whose rows of x these are."""
+        for_x, for_weight, for_bias = self._wanted
+        if for_x:
+            self._add_of_x(self._multiply(above, weight, None))
+        if for_weight:
+            self._of_weight = _sum(self._of_weight, self._multiply(above.t(), x, None))
+        if for_bias:
+            self._of_bias = _sum(self._of_bias, above.sum(dim=0, dtype=wide(above.dtype)))
+
+    def result(self, weight: Tensor, bias: Tensor | None) -> Gradients:
+        """Of x, of the weight and of the bias, each in the type of its own."""
+        return (
+            self._of_x,
+            None if self._of_weight is None else self._of_weight.to(weight.dtype),
+            None if self._of_bias is None or bias is None else self._of_bias.to(bias.dtype),
+        )
+
+    def _add_of_x(self, part: Tensor) -> None:
+        if len(part) == self._rows:
+            self._of_x = part
+            return
+        if self._of_x is None:
+            self._of_x = part.new_empty(self._rows, part.shape[1])
+        self._of_x[self._done : self._done + len(part)] = part
+        self._done += len(part)
+
+
+def _sum(total: Tensor | None, part: Tensor) -> Tensor:
+    """In float32 at least from the second part on."""
+    if total is None:
+        return part
+    total = widened(total)
+    if total.dtype == part.dtype:
+        return total.add_(part)
+    for rows, more in blocks(total, part):  # of all that it casts, a CPU makes a copy
+        rows.add_(more)
+    return total
+
+
+class _LinearTerms(torch.autograd.Function):
+    """Terms, and in the backward pass the logits again, which become the gradient."""
+
     @staticmethod
     def forward(  # noqa: PLR0917 - autograd passes by position # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any,
         x: Float[Tensor, "tokens width"],
-        weight: Float[Tensor, "vocab width"],
+        matrix: Matrix,
         bias: Float[Tensor, " vocab"] | None,
         targets: Int[Tensor, " tokens"],
         shaping: Shaping,
-        rows: int,
-    ) -> Float[Tensor, " tokens"]:
-        wide = torch.promote_types(x.dtype, torch.float32)
-        chosen, normaliser = x.new_empty(2, len(x), dtype=wide)
-        for part, *of_part in parts_of(rows, x, targets, chosen, normaliser):
-            logits = product(part, weight.t(), bias)
-            for block, wanted, chosen_of, normaliser_of in blocks(logits, *of_part):
-                shaped = shape_logits(block, shaping)
-                torch.gather(shaped, 1, _known(wanted)[:, None], out=chosen_of[:, None])
-                torch.logsumexp(shaped, dim=1, out=normaliser_of)
-        ctx.save_for_backward(x, weight, bias, targets, normaliser)
-        ctx.shaping, ctx.rows = shaping, rows
-        return (chosen - normaliser) * (targets != IGNORE)
+        way: TokenLogprobs,
+    ) -> Terms:
+        ctx.save_for_backward(x, matrix, bias, targets)
+        ctx.shaping, ctx.way = shaping, way
+        terms, _ = way.in_parts(x, targets, matrix, bias, shaping)
+        return terms
+
+    @staticmethod
+    @once_differentiable
+    def backward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, *above: Tensor
+    ) -> tuple[Tensor | None, ...]:
+        x, matrix, bias, targets = ctx.saved_tensors
+        by_target, by_sum, by_entropy = above[0].unbind(dim=1)
+        coefficients = torch.stack((by_target, by_sum, torch.zeros_like(by_sum), by_entropy), dim=1)
+        _, gradients = ctx.way.in_parts(
+            x,
+            targets,
+            matrix,
+            bias,
+            ctx.shaping,
+            coefficients=coefficients,
+            wanted=ctx.needs_input_grad[:3],
+        )
+        return (*gradients, *[None] * 3)
+
+
+class _LinearLoss(torch.autograd.Function):
+    """The losses of `HeadLoss`; their gradient is made in the forward pass."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917 - autograd passes by position # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any,
+        x: Float[Tensor, "tokens width"],
+        matrix: Matrix,
+        bias: Float[Tensor, " vocab"] | None,
+        targets: Int[Tensor, " tokens"],
+        weights: Float[Tensor, " tokens"] | None,
+        z_loss: float,
+        shaping: Shaping,
+        learn: bool,
+        way: HeadLoss,
+    ) -> Losses:
+        coefficients = None
+        if learn:
+            ones = x.new_ones(len(x), dtype=wide(x.dtype)) if weights is None else weights
+            none = torch.zeros_like(ones)
+            coefficients = torch.stack((-ones, none, z_loss * ones, none), dim=1)
+        wanted = [learn and one for one in ctx.needs_input_grad[:3]]
+        terms, ctx.gradients = way.in_parts(
+            x, targets, matrix, bias, shaping, coefficients=coefficients, wanted=wanted
+        )
+        return losses_of(terms, z_loss, weights)
 
     @staticmethod
     def backward(ctx: Any, *above: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, bias, targets, normaliser = ctx.saved_tensors
-        gradients = ProductGradients(len(x), ctx.needs_input_grad[:3], product)
-        slopes = above[0] * (targets != IGNORE)
-        for part, *of_part in parts_of(ctx.rows, x, targets, normaliser, slopes):
-            logits = product(part, weight.t(), bias)
-            for block, *of_block in blocks(logits, *of_part):
-                _into_gradient(block, *of_block, shaping=ctx.shaping)
-            gradients.add(logits, part, weight)
-        return (*gradients.result(weight, bias), *[None] * 3)
+        if torch.is_grad_enabled():  # create_graph=True
+            raise RuntimeError("the loss cannot be differentiated twice; leave create_graph out")
+        gradients, ctx.gradients = ctx.gradients, None
+        if gradients is None:
+            raise RuntimeError(
+                "the loss gave its gradients away in its first backward pass; compute it again"
+            )
+        of_sum = above[0][0]  # of both terms, which are always added up
+        scaled = [None if gradient is None else gradient.mul_(of_sum) for gradient in gradients]
+        return (*scaled, *[None] * 6)
 
 
-def _into_gradient(
-    logits: Float[Tensor, "tokens vocab"],
-    targets: Int[Tensor, " tokens"],
-    normaliser: Float[Tensor, " tokens"],
-    slopes: Float[Tensor, " tokens"],
-    shaping: Shaping,
-) -> None:
-    """Logits become the gradient of the log-probabilities' sum, each weighted by its slope."""
-    shaped = shape_logits(logits, shaping)
-    gradient = (shaped - normaliser[:, None]).exp_().mul_(-slopes[:, None])
-    gradient.scatter_add_(1, _known(targets)[:, None], slopes[:, None])
-    unshape_gradient(gradient, shaped, shaping)
-    logits.copy_(gradient)
-
-
-def _known(targets: Int[Tensor, " tokens"]) -> Int[Tensor, " tokens"]:
-    """Targets with some token for `IGNORE`; what is no token otherwise stays, and is refused."""
-    return targets.where(targets != IGNORE, 0)
+def product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    """`a b + bias` as `nn.Linear` computes it."""
+    return F.linear(a, b.t(), bias)

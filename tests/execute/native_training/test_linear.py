@@ -9,7 +9,7 @@ from tests.native.machine import MATRIX_UNIT, VECTORS, needs
 from tests.train.conftest import MODEL
 from workhorse.execute.checkpointing import checkpoint_activations
 from workhorse.execute.native_training.linear import Gemm, NativeLinear, replace_linear
-from workhorse.execute.native_training.loss import replace_head_loss
+from workhorse.execute.native_training.logprobs import replace_logprobs
 from workhorse.native import MatrixUnit, Operators
 from workhorse.nn import DecoderConfig, HeadLoss
 
@@ -134,7 +134,7 @@ def eagerly_compiled(decoder: nn.Module):
 
 @pytest.mark.parametrize("max_logits", [2**20, 2**11])
 @pytest.mark.parametrize(("operators", "dtype"), [BY_UNIT, SPLIT, BY_VECTORS, NARROW])
-def test_head_loss_multiplies_natively(
+def test_the_loss_multiplies_natively(
     operators: Operators, dtype: torch.dtype, max_logits: int
 ) -> None:
     """In one part and in several, as near to float32 as the type allows."""
@@ -144,7 +144,7 @@ def test_head_loss_multiplies_natively(
     x, targets = torch.randn(2, 32, config.d_model), torch.randint(190, (2, 32))
     results = []
     plain = HeadLoss(max_logits)
-    native = replace_head_loss(HeadLoss(max_logits), Gemm(operators, "high"))
+    native = replace_logprobs(HeadLoss(max_logits), Gemm(operators, "high"))
     for each, way in ((torch.float32, plain), (dtype, native)):
         head = head.to(each)
         y = x.to(each).requires_grad_()

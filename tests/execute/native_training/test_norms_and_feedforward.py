@@ -15,16 +15,15 @@ from workhorse.execute.checkpointing import checkpoint_activations
 from workhorse.execute.native_training.embedding import replace_embeddings
 from workhorse.execute.native_training.feedforward import replace_feed_forwards
 from workhorse.execute.native_training.linear import Gemm
-from workhorse.execute.native_training.loss import NativeHeadLoss
+from workhorse.execute.native_training.logprobs import replace_logprobs
 from workhorse.execute.native_training.norms import NativeNorm, replace_norms
 from workhorse.native import Operators
 from workhorse.nn import Decoder, DecoderConfig
 from workhorse.nn.feedforward import ClampedSwiglu, Gated, GatedMlp, Mlp
-from workhorse.nn.head_loss import HeadLoss, Shaping, loss_into_gradient, product
+from workhorse.nn.logprobs import HeadLoss, Shaping, product, score
 from workhorse.nn.norms import LayerNorm, RMSNorm, RMSNormConfig, RMSNormMultipliedFirst
 from workhorse.train.recipe.recipe import TrainConfig
 from workhorse.train.step.build import build_step
-from workhorse.transforms.replace import become
 
 GPT: dict[str, Any] = {
     "kind": "pre_norm",
@@ -234,9 +233,10 @@ def test_what_the_operators_cannot_do_pytorch_does(why: str) -> None:
 def test_a_capped_loss_is_computed_by_pytorch() -> None:
     logits, targets, capped = torch.randn(6, 9), torch.randint(9, (6,)), Shaping(cap=2.0)
     ours, plain = logits.clone(), logits.clone()
-    native = become(HeadLoss(), NativeHeadLoss, multiplies=product, operators=TRAINING)
-    loss = native.differentiate(ours, targets, capped)
-    assert torch.equal(loss, loss_into_gradient(plain, targets, capped))
+    native = replace_logprobs(HeadLoss(), product, TRAINING)
+    by = torch.randn(6, 4)
+    terms = native.score(ours, targets, by, capped)
+    assert torch.equal(terms, score(plain, targets, by, shaping=capped))
     assert torch.equal(ours, plain)
 
 
@@ -252,4 +252,4 @@ def test_a_step_is_native_unless_it_is_switched_off(
     config = TrainConfig(steps=1, batch_size=2, seq_len=8, dtype=dtype)
     step = build_step(decoder, config, torch.device("cpu"))
     assert isinstance(decoder.final_norm, NativeNorm) is native
-    assert (step.objective.head_loss.operators is not None) is native
+    assert (step.objective.logprobs.operators is not None) is native

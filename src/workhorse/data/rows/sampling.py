@@ -20,8 +20,8 @@ from workhorse.data.shards.stream import TokenStream
 from workhorse.errors import WorkhorseError
 
 IGNORE = -100
-"""The target of a position that predicts nothing: equal to `workhorse.nn.loss.IGNORE`, which this
-package must not import."""
+"""The target of a position that predicts nothing: equal to `workhorse.nn.logprobs.IGNORE`, which
+this package must not import."""
 
 PADDING = -1
 """The document number of positions without a token."""

@@ -11,7 +11,7 @@ from workhorse.execute.native_training.blocks import replace_blocks
 from workhorse.execute.native_training.embedding import replace_embeddings
 from workhorse.execute.native_training.feedforward import replace_feed_forwards
 from workhorse.execute.native_training.linear import Gemm, replace_linear
-from workhorse.execute.native_training.loss import replace_head_loss
+from workhorse.execute.native_training.logprobs import replace_logprobs
 from workhorse.execute.native_training.norms import replace_norms
 from workhorse.native import Operators
 from workhorse.transforms.record import check, record
@@ -35,7 +35,7 @@ def train_natively(root: nn.Module, operators: Operators, *, precision: str = "h
     if multiply.products:
         replace_linear(root, multiply)
         replace_projections(root, multiply)
-    replace_head_loss(root, multiply, operators.training)
+    replace_logprobs(root, multiply, operators.training)
     if operators.training is not None:
         replace_embeddings(root, operators.training)
         replace_norms(root, operators.training)

@@ -23,6 +23,7 @@ from workhorse.generate.sampling.samplers import (
 )
 from workhorse.generate.speculation.speculate import after_guess
 from workhorse.native import Decoding
+from workhorse.nn.logprobs import log_probabilities
 
 
 class Chooser:
@@ -171,7 +172,7 @@ def _uniforms(rows: Sequence[Row]) -> Tensor:
 def _logprobs(logits: Tensor, tokens: Tensor, n: int | None) -> list[TokenLogprob | None]:
     if n is None:
         return [None] * len(tokens)
-    logprobs = logits.float().log_softmax(dim=-1)
+    logprobs = log_probabilities(logits.float())
     own = logprobs.gather(-1, tokens[:, None])[:, 0].tolist()
     best = logprobs.topk(min(n, logprobs.shape[-1]), dim=-1)
     return [

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from workhorse.generate.config import GenerationConfig
 from workhorse.native import Decoding
+from workhorse.nn.logprobs import normaliser
 
 _READ_NATIVELY = (torch.bfloat16, torch.float32)
 _NUCLEUS_FIRST_LOOK = 1024  # likeliest tokens tried before top-p sorts the whole vocabulary
@@ -39,7 +40,7 @@ def top_p(logits: Tensor, p: float) -> Tensor:
     Tokens that tie with the last of them stay as well, so the order of ids never matters.
     Paper: Holtzman et al., 1904.09751, §3.1 (nucleus sampling).
     """
-    total = logits.logsumexp(dim=-1, keepdim=True)
+    total = normaliser(logits)
     # A full sort of a large vocabulary costs more than a small model's step, and the nucleus is
     # nearly always among the first tokens.
     ordered = logits.topk(min(_NUCLEUS_FIRST_LOOK, logits.shape[-1]), dim=-1).values

@@ -17,7 +17,7 @@
 
 #include "bindings/refuse.h"
 #include "ops/activations.h"
-#include "ops/training/cross_entropy.h"
+#include "ops/training/logprobs.h"
 #include "ops/training/norms.h"
 
 namespace workhorse::bindings {
@@ -288,34 +288,37 @@ inline std::tuple<Tensor, Tensor> norm_backward(const Tensor& dy, const Tensor& 
 
 constexpr int64_t kIgnored = -100;  // as PyTorch's losses have it
 
-// Sums of the losses of logits (tokens, vocab): cross-entropy and z-loss. The logits are overwritten with
-// the gradient of both together. Rows with the target kIgnored are left out.
-inline Tensor loss_into_gradient_(Tensor& logits, const Tensor& targets, double multiplier, double z_loss) {
+// The terms of logits (tokens, vocab) as rows of (tokens, 3): each target's log-probability, the log of the
+// sum of exponentials, and the entropy if it is wanted. With coefficients (tokens, 4) the logits are
+// overwritten with the gradient. Rows with the target kIgnored have terms and gradients of 0.
+inline Tensor score_(Tensor& logits, const Tensor& targets, const std::optional<Tensor>& coefficients,
+                     double multiplier, bool entropy) {
   const int64_t tokens = logits.size(0), vocab = logits.size(1);
   WORKHORSE_CHECK(logits.is_contiguous() && targets.is_contiguous() && targets.numel() == tokens &&
                   targets.scalar_type() == at::kLong,
-              "workhorse: the loss needs contiguous logits and, for each row, a contiguous int64 target");
+              "workhorse: log-probabilities need contiguous logits and, for each row, a contiguous int64 target");
+  WORKHORSE_CHECK(!coefficients || (coefficients->is_contiguous() && coefficients->numel() == 4 * tokens &&
+                                    coefficients->scalar_type() == at::kFloat),
+              "workhorse: log-probabilities need four contiguous float32 coefficients for each row");
   const int64_t* wanted = from<int64_t>(targets);
   for (int64_t i = 0; i < tokens; i++)
     WORKHORSE_CHECK(wanted[i] == kIgnored || (0 <= wanted[i] && wanted[i] < vocab), "workhorse: target ", wanted[i],
                 " is out of range for ", vocab, " logits");
-  const Tensor losses = at::zeros({2, tokens}, logits.options().dtype(at::kFloat));
-  float* loss = into<float>(losses);
+  const Tensor found = at::zeros({tokens, 3}, logits.options().dtype(at::kFloat));
+  auto* terms = reinterpret_cast<logprobs::Terms*>(into<float>(found));
+  const auto* by = coefficients ? reinterpret_cast<const logprobs::Coefficients*>(from<float>(*coefficients)) : nullptr;
   by_type(logits, [&]<class T>(T) {
     T* rows = into<T>(logits);
+    const auto score = entropy ? logprobs::score<true, T> : logprobs::score<false, T>;
     torch::stable::parallel_for(0, tokens, kShare / vocab + 1, [&](int64_t i, int64_t end) {
-      for (; i < end; i++)
-        if (T* row = rows + i * vocab; wanted[i] == kIgnored) {
-          std::fill(row, row + vocab, T{});
-        } else {
-          const auto of_row =
-              cross_entropy::loss_into_gradient(vocab, row, wanted[i], float(multiplier), float(z_loss));
-          loss[i] = of_row.cross_entropy;
-          loss[tokens + i] = of_row.z_loss;
-        }
+      for (; i < end; i++) {
+        T* row = rows + i * vocab;
+        if (wanted[i] != kIgnored) terms[i] = score(vocab, row, wanted[i], float(multiplier), by ? by + i : nullptr);
+        else if (by) std::fill(row, row + vocab, T{});
+      }
     });
   });
-  return losses.sum(1);
+  return found;
 }
 
 // Each id once, rising, and the sum of its rows, added up in float32 one after the other.

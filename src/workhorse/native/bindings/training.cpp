@@ -242,8 +242,8 @@ TORCH_LIBRARY_FRAGMENT(workhorse, library) {
   library.def(
       "activation_backward(Tensor dy, Tensor x, Tensor? up, Tensor table, str name) -> Tensor[]");
   library.def(
-      "loss_into_gradient_(Tensor(a!) logits, Tensor targets, float multiplier, float z_loss) -> "
-      "Tensor");
+      "score_(Tensor(a!) logits, Tensor targets, Tensor? coefficients, float multiplier, bool entropy) "
+      "-> Tensor");
   library.def("sum_rows(Tensor ids, Tensor rows, int vocab) -> (Tensor, Tensor)");
   library.def("squared_length(Tensor[] tensors) -> Tensor");
   library.def(
@@ -286,7 +286,7 @@ TORCH_LIBRARY_IMPL(workhorse, CPU, library) {
   library.impl("attention_backward", attention_backward);
   library.impl("activation", activation);
   library.impl("activation_backward", activation_backward);
-  library.impl("loss_into_gradient_", loss_into_gradient_);
+  library.impl("score_", score_);
   library.impl("sum_rows", sum_rows);
   library.impl("squared_length", squared_length);
   library.impl("add_norm", add_norm);

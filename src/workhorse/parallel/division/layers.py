@@ -14,7 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from workhorse.nn import Decoder, DecoderConfig, HeadLoss
+from workhorse.nn import Decoder, DecoderConfig, TokenLogprobs
 from workhorse.nn.attention.grouped import Attention, AttentionConfig
 from workhorse.nn.attention.latent import LatentAttention
 from workhorse.nn.attention.masks import AttentionPattern
@@ -27,8 +27,7 @@ from workhorse.nn.experts.grouped_linear import GroupedLinear, Groups
 from workhorse.nn.experts.mixture import Experts, MixtureOfExperts
 from workhorse.nn.feedforward import GatedMlp, Mlp
 from workhorse.nn.head import Head
-from workhorse.nn.head_loss import Vocabulary
-from workhorse.nn.loss import Losses
+from workhorse.nn.logprobs import Vocabulary
 from workhorse.nn.norms import LayerNorm, RMSNorm, RMSNormMultipliedFirst
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
 from workhorse.optim.shards import is_sharded
@@ -95,10 +94,11 @@ def divide_layers(objective: nn.Module, config: DecoderConfig, team: LayerTeam) 
         team: has the other parts.
     """
     (decoder,) = (part for part in objective.modules() if isinstance(part, Decoder))
-    (loss,) = (part for part in objective.modules() if isinstance(part, HeadLoss))
+    scores = [part for part in objective.modules() if isinstance(part, TokenLogprobs)]
     embedding = decoder.embedding
     changes: dict[nn.Module, type[_OfTeam]] = {
-        **{loss: _HeadLoss, decoder.head: _Head, embedding: _Embedding},
+        **{decoder.head: _Head, embedding: _Embedding},
+        **dict.fromkeys(scores, _Logprobs),
         **{part: _Table for part in embedding.children() if isinstance(part, nn.Embedding)},
     }
     patterns: dict[nn.Module, AttentionPattern] = {}
@@ -241,21 +241,15 @@ class _Head(_OfTeam):
     def forward(self, x: Hidden) -> Logits:
         team = self.team
         own = super().forward(x)
-        assert team.grows, "of a loss, HeadLoss takes care"
+        assert team.grows, "of a loss, TokenLogprobs takes care"
         padded = F.pad(own, (0, team.most_tokens - own.shape[-1]))
         tokens = [team.tokens_of(rank) for rank in range(team.group.size)]
         logits = zip(team.group.gather(padded), tokens, strict=True)
         return torch.cat([one[..., : len(its)] for one, its in logits], dim=-1)
 
 
-class _HeadLoss(_OfTeam, HeadLoss):
-    """Of all logits, from this process's; one process tells what all see."""
-
-    def forward(self, x: Hidden, targets: Tokens, *others: Any) -> tuple[Losses, Tensor]:
-        losses, count = super().forward(x, targets, *others)
-        if self.team.group.is_first:
-            return losses, count
-        return losses - losses.detach(), torch.zeros_like(count)
+class _Logprobs(_OfTeam, TokenLogprobs):
+    """Of all logits, from this process's; so all processes see the same."""
 
     def read(self, x: Hidden, head: Head) -> Tensor:
         return self.team.take_in(super().read(x, head))

@@ -14,10 +14,9 @@ import torch.distributed as dist
 from jaxtyping import Int
 from torch import Tensor, nn
 
-from workhorse.nn import Decoder, HeadLoss
+from workhorse.nn import Decoder, TokenLogprobs
 from workhorse.nn.head import Head
-from workhorse.nn.head_loss import Matrix
-from workhorse.nn.loss import Losses
+from workhorse.nn.logprobs import Matrix, Terms, wide
 from workhorse.nn.shapes import Hidden, Logits, Positions, Tokens
 from workhorse.parallel.config import share_of
 from workhorse.parallel.division.schedule import Turn, one_forward_one_backward
@@ -98,8 +97,8 @@ def divide_stages(objective: nn.Module, pipeline: Pipeline, dtype: torch.dtype) 
     pipeline.dtype = dtype
 
     def choose(module: nn.Module) -> nn.Module:
-        if isinstance(module, HeadLoss) and not pipeline.group.is_last:
-            return become(module, combined("Staged", _NoLoss, type(module)))
+        if isinstance(module, TokenLogprobs) and not pipeline.group.is_last:
+            return become(module, combined("Staged", _NoLogprobs, type(module)))
         if isinstance(module, Head):
             return become(module, combined("Staged", _ToAll, type(module)), pipeline=pipeline)
         return module
@@ -153,19 +152,23 @@ class _ToNext(nn.Module):
         return with_gradient(give, receive, x)
 
 
-class _NoLoss(HeadLoss):
-    """Zero, by which autograd asks for the gradient of this stage's layers."""
+class _NoLogprobs(TokenLogprobs):
+    """Zeros, by which autograd asks for the gradient of this stage's layers."""
+
+    def fuses(self, *_: Any) -> bool:
+        return False
 
     def matrix(self, head: Head) -> Matrix:
         return torch.empty(0, 0)
 
-    def forward(self, x: Hidden, targets: Tokens, *others: Any) -> tuple[Losses, Int[Tensor, ""]]:
-        losses = with_gradient(
-            lambda x: torch.zeros(2, device=x.device),
+    def terms(
+        self, x: Hidden, targets: Int[Tensor, " tokens"], head: Head, matrix: Matrix | None = None
+    ) -> Terms:
+        return with_gradient(
+            lambda x: x.new_zeros(targets.numel(), 3, dtype=wide(x.dtype)),
             lambda above: above.new_zeros((), dtype=x.dtype).expand(x.shape),
             x,
         )
-        return losses, torch.zeros((), dtype=torch.int64, device=targets.device)
 
 
 class _FromLast(nn.Module):

@@ -32,6 +32,11 @@ class Teams(NamedTuple):
         """Whether this process counts what all that divide layers see."""
         return self.layers is None or self.layers.group.is_first
 
+    @property
+    def has_loss(self) -> bool:
+        """Whether this process counts the loss of its rows: once for all with the same tokens."""
+        return self.tells and (self.stages is None or self.stages.group.is_last)
+
     def build(
         self, whole: DecoderConfig, kernel: KernelName, device: torch.device | str
     ) -> Decoder:

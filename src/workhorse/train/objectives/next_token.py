@@ -29,17 +29,17 @@ class NextToken(Objective):
         self.team = team
         self.decoder = decoder
         self.z_loss = z_loss
-        self.head_loss = HeadLoss()
+        self.logprobs = HeadLoss()
 
     def count(self, batch: Batch) -> Tensor:
         return (batch.targets != IGNORE).sum()
 
     def forward(self, batch: Batch) -> Outcome:
         head = self.decoder.head
-        matrix = self.head_loss.matrix(head)
+        matrix = self.logprobs.matrix(head)
         x = self._hidden(batch)
         z_loss = self.z_loss if self.training else 0.0
-        losses, count = self.head_loss(x, batch.targets, head, z_loss, matrix)
+        losses, count = self.logprobs(x, batch.targets, head, z_loss=z_loss, matrix=matrix)
         cross_entropy, z = losses.detach().unbind()
         figures = {"loss": cross_entropy} | ({"z_loss": z} if z_loss else {})
         return Outcome(losses.sum(), count, figures)

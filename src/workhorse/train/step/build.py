@@ -10,7 +10,7 @@ from workhorse.devices.names import training_dtype
 from workhorse.errors import WorkhorseError
 from workhorse.execute.checkpointing import checkpoint_activations
 from workhorse.execute.compiled.compiled_layers import compile_layers
-from workhorse.execute.compiled.compiled_loss import compile_loss
+from workhorse.execute.compiled.compiled_logprobs import compile_logprobs
 from workhorse.execute.native_training import Gemm, replace_embeddings, train_natively
 from workhorse.native import Operators, resolve
 from workhorse.native.allocator import give_back_freed_memory
@@ -25,7 +25,7 @@ from workhorse.parallel.division.stages import divide_stages
 from workhorse.parallel.division.teams import NO_TEAMS, Teams
 from workhorse.parallel.processes.world import ALONE, World
 from workhorse.train.objectives.balance import Balanced, Balancer, has_mixtures
-from workhorse.train.objectives.divided import Divided
+from workhorse.train.objectives.divided import CountedOnce, Divided
 from workhorse.train.objectives.next_token import NextToken
 from workhorse.train.objectives.objective import Objective
 from workhorse.train.recipe.recipe import TrainConfig
@@ -117,7 +117,7 @@ def build_step(
     )
     if config.compile:
         compile_layers(decoder)
-        compile_loss(objective)
+        compile_logprobs(objective)
     decoder.config = whole  # to all who call it, it is the whole
     return step
 
@@ -201,6 +201,8 @@ def _objective(
 ) -> Objective:
     team = teams.sequences
     objective: Objective = NextToken(decoder, config.z_loss, team)
+    if teams.layers is not None or teams.stages is not None:
+        objective = CountedOnce(objective, here=teams.has_loss)
     if has_mixtures(whole):
         balancer = Balancer(
             decoder,

@@ -1,4 +1,4 @@
-"""The loss of a head for training on a CPU: its gradient in one pass over a row of logits."""
+"""Log-probabilities for training on a CPU: terms and gradient in one pass over a row of logits."""
 
 from typing import Any
 
@@ -8,12 +8,12 @@ from torch.autograd.function import once_differentiable
 
 from workhorse.native import Training
 from workhorse.nn.head import Head
-from workhorse.nn.head_loss import WHOLE, HeadLoss, Multiply, Shaping, product
-from workhorse.transforms.replace import become, replace_modules
+from workhorse.nn.logprobs import WHOLE, HeadLoss, Multiply, Shaping, TokenLogprobs, product
+from workhorse.transforms.replace import become, combined, replace_modules
 
 
-class NativeHeadLoss(HeadLoss):
-    """`HeadLoss` whose gemms are those of `multiplies`, with a native operator for the rest."""
+class NativeLogprobs(TokenLogprobs):
+    """`TokenLogprobs` with the gemms of `multiplies` and a native operator for the rest."""
 
     multiplies: Multiply
     operators: Training | None
@@ -24,12 +24,14 @@ class NativeHeadLoss(HeadLoss):
     def matrix(self, head: Head) -> Tensor:
         return _Late.apply(head.proj.weight)
 
-    def differentiate(self, logits: Tensor, targets: Tensor, shaping: Shaping) -> Tensor:
+    def score(
+        self, logits: Tensor, targets: Tensor, coefficients: Tensor | None, shaping: Shaping
+    ) -> Tensor:
         plain = shaping.cap is not None or self.vocabulary is not WHOLE
         if self.operators is None or plain or not logits.is_contiguous():
-            return super().differentiate(logits, targets, shaping)
-        return self.operators.loss_into_gradient_(
-            logits, targets, multiplier=shaping.multiplier, z_loss=shaping.z_loss
+            return super().score(logits, targets, coefficients, shaping)
+        return self.operators.score_(
+            logits, targets, coefficients, multiplier=shaping.multiplier, entropy=self.entropy
         )
 
 
@@ -50,10 +52,10 @@ class _Late(torch.autograd.Function):
         return above[0]
 
 
-def replace_head_loss(
+def replace_logprobs(
     root: nn.Module, multiply: Multiply = product, operators: Training | None = None
 ) -> nn.Module:
-    """Let the losses of heads in a module use native operators.
+    """Let the log-probabilities of heads in a module use native operators.
 
     Args:
         root: the module.
@@ -61,12 +63,13 @@ def replace_head_loss(
         operators: of training; None leaves the rest to PyTorch.
 
     Returns:
-        The module, or its replacement if it is a loss itself.
+        The module, or its replacement if it is of them itself.
     """
 
     def choose(module: nn.Module) -> nn.Module:
-        if type(module) is HeadLoss:
-            return become(module, NativeHeadLoss, multiplies=multiply, operators=operators)
-        return module
+        if type(module) not in (HeadLoss, TokenLogprobs):
+            return module
+        kind = combined("Native", NativeLogprobs, type(module))
+        return become(module, kind, multiplies=multiply, operators=operators)
 
     return replace_modules(root, choose)
